@@ -1,0 +1,257 @@
+"""The words a user may type: every config key with its type, default, range and one-line meaning.
+
+These dataclasses are the only home of defaults and ranges. Hydra composes into them (structured
+config), :mod:`ppocli.config.problems` reads the ranges from the field metadata, and the engine
+receives plain instances. Nothing heavy is imported here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from omegaconf import MISSING
+
+
+def key(default: Any, doc: str, *, choices: tuple[str, ...] | None = None, ge: float | None = None,
+        gt: float | None = None, le: float | None = None, lt: float | None = None) -> Any:
+    """A dataclass field with its documentation and its allowed values.
+
+    Bounds are inclusive (``ge``, ``le``) or exclusive (``gt``, ``lt``); for a list they hold for
+    each element. ``None`` is allowed exactly where the type is ``Optional``.
+    """
+    metadata = {"doc": doc, "choices": choices, "ge": ge, "gt": gt, "le": le, "lt": lt}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    if isinstance(default, type):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass
+class ReferenceConfig:
+    kind: str = key("copy", "frozen copy of the starting policy that the KL is measured against; "
+                    "'none' trains without a KL term", choices=("copy", "none"))
+
+
+@dataclass
+class ModelConfig:
+    path: str = key(MISSING, "a folder, a Hub name, or builtin:reviews / builtin:randomwalks")
+    revision: Optional[str] = key(None, "branch, tag or commit of a Hub model")
+    tokenizer_path: Optional[str] = key(None, "tokenizer folder or Hub name (default: model.path)")
+    dtype: Optional[str] = key(None, "storage type of the frozen reference (default: "
+                               "hardware.precision)", choices=("fp32", "bf16"))
+    num_layers_unfrozen: int = key(-1, "train only the top k layers (-1: all)", ge=-1)
+    gradient_checkpointing: bool = key(False, "recompute activations in the backward pass")
+    attn_implementation: Optional[str] = key(None, "sdpa, eager, flash_attention_2, ... "
+                                             "(default: transformers' choice)")
+    trust_remote_code: bool = key(False, "run Python code that the model's repository ships")
+    reference: ReferenceConfig = key(ReferenceConfig, "the reference policy")
+
+
+@dataclass
+class RewardConfig:
+    fn: Optional[str] = key(None, "import path (pkg.mod:function, file.py:function), a class, or a "
+                            "built-in's short name")
+    kwargs: dict[str, Any] = key({}, "arguments bound to reward.fn")
+    fns: dict[str, Any] = key({}, "several rewards: name -> {fn, kwargs, weight}; summed, logged "
+                              "apart")
+    metric_fn: Optional[str] = key(None, "import path of a function returning a dict of lists, "
+                                   "logged at evaluation")
+    scale: str = key("none", "divide scores by a running std, or by ref_std", choices=(
+        "none", "running", "ref"))
+    ref_mean: Optional[float] = key(None, "mean of the reference scores (default: from the first "
+                                    "rollout)")
+    ref_std: Optional[float] = key(None, "std of the reference scores (default: from the first "
+                                   "rollout)", gt=0)
+    clip: Optional[float] = key(None, "clip scaled scores to [-clip, clip]", gt=0)
+    missing_eos_penalty: Optional[float] = key(None, "subtracted from the score of a response "
+                                               "that never ended", ge=0)
+    on_invalid: str = key("error", "what a None or NaN score does: stop, or drop the sample",
+                          choices=("error", "skip"))
+    timeout: Optional[float] = key(None, "seconds one reward call may take", gt=0)
+    retries: int = key(0, "how often a reward call that raised is tried again", ge=0)
+
+
+@dataclass
+class EvalPromptsConfig:
+    """Evaluation prompts. A key left null takes the value of the same key in ``prompts``."""
+
+    path: Optional[str] = key(None, "file, folder or Hub data set (default: prompts.path)")
+    name: Optional[str] = key(None, "Hub data set configuration")
+    split: Optional[str] = key(None, "split of the data set")
+    column: Optional[str] = key(None, "column that holds the prompt")
+    columns: Optional[list[str]] = key(None, "metadata columns handed to the reward by name")
+    items: Optional[list[Any]] = key(None, "prompts given inline")
+    limit: int = key(64, "how many evaluation prompts, fixed for the whole run", ge=1)
+    first_words: Optional[int] = key(None, "keep only the first n words", ge=1)
+    length_sampler: Optional[list[int]] = key(None, "[min, max] tokens kept, drawn per prompt",
+                                              ge=1)
+    template: Optional[str] = key(None, "text with {prompt} and {column} placeholders")
+    chat: Optional[bool] = key(None, "render with the tokenizer's chat template")
+    max_length: Optional[int] = key(None, "longest prompt in tokens", ge=1)
+    truncation_side: Optional[str] = key(None, "which end of a long prompt is cut",
+                                         choices=("left", "right"))
+
+
+@dataclass
+class PromptsConfig:
+    path: Optional[str] = key(None, "json, jsonl, csv, parquet or txt file, a folder saved by "
+                              "`datasets`, or a Hub data set")
+    name: Optional[str] = key(None, "Hub data set configuration")
+    split: str = key("train", "split of the data set; splits can be added: train+test")
+    column: str = key("prompt", "column that holds the prompt")
+    columns: Optional[list[str]] = key(None, "metadata columns handed to the reward by name "
+                                       "(default: all others)")
+    items: Optional[list[Any]] = key(None, "prompts given inline: texts, or mappings with a "
+                                     "'prompt' key and metadata")
+    limit: Optional[int] = key(None, "use only the first n prompts", ge=1)
+    first_words: Optional[int] = key(None, "keep only the first n words", ge=1)
+    length_sampler: Optional[list[int]] = key(None, "[min, max] tokens kept, drawn per prompt",
+                                              ge=1)
+    template: Optional[str] = key(None, "text with {prompt} and {column} placeholders")
+    chat: bool = key(False, "render with the tokenizer's chat template")
+    max_length: Optional[int] = key(None, "longest prompt in tokens (default: what fits the "
+                                    "model beside max_new_tokens)", ge=1)
+    truncation_side: str = key("left", "which end of a long prompt is cut",
+                               choices=("left", "right"))
+    shuffle: bool = key(True, "draw a new order every epoch from the seed")
+    eval: EvalPromptsConfig = key(EvalPromptsConfig, "the evaluation prompts")
+
+
+@dataclass
+class EvalGenerationConfig:
+    """Overrides of ``generation`` at evaluation. Null: as in training."""
+
+    max_new_tokens: Optional[int] = key(None, "longest response in tokens", ge=1)
+    min_new_tokens: Optional[int] = key(None, "no stop token before this many tokens", ge=0)
+    temperature: Optional[float] = key(None, "softmax temperature", gt=0)
+    top_k: Optional[int] = key(None, "sample among the k likeliest tokens (0: all)", ge=0)
+    top_p: Optional[float] = key(None, "nucleus sampling (1: all)", gt=0, le=1)
+    do_sample: Optional[bool] = key(None, "sample, or take the likeliest token")
+
+
+@dataclass
+class GenerationConfig:
+    max_new_tokens: int = key(32, "longest response in tokens", ge=1)
+    min_new_tokens: int = key(0, "no stop token before this many tokens", ge=0)
+    temperature: float = key(1.0, "softmax temperature; policy and reference use it too", gt=0)
+    top_k: int = key(0, "sample among the k likeliest tokens (0: all)", ge=0)
+    top_p: float = key(1.0, "nucleus sampling (1: all)", gt=0, le=1)
+    do_sample: bool = key(True, "sample, or take the likeliest token")
+    stop_sequences: list[str] = key([], "texts that end a response; trimmed from what the reward "
+                                    "sees")
+    stop_token_ids: list[int] = key([], "token ids that end a response, besides the model's EOS",
+                                    ge=0)
+    eval: EvalGenerationConfig = key(EvalGenerationConfig, "overrides at evaluation")
+
+
+@dataclass
+class OptimizerConfig:
+    name: str = key("adamw", "optimizer", choices=("adamw", "adam", "sgd"))
+    lr: float = key(1.41e-5, "learning rate", ge=0)
+    betas: list[float] = key([0.9, 0.999], "Adam's decay rates", ge=0, lt=1)
+    eps: float = key(1e-8, "Adam's epsilon", gt=0)
+    weight_decay: float = key(0.0, "decoupled (adamw) or L2 (adam, sgd) weight decay", ge=0)
+    value_lr: Optional[float] = key(None, "learning rate of the value head (default: lr)", ge=0)
+
+
+@dataclass
+class SchedulerConfig:
+    name: str = key("constant", "shape of the learning rate over updates",
+                    choices=("constant", "linear", "cosine"))
+    warmup_updates: int = key(0, "updates of linear warm-up", ge=0)
+    min_lr_ratio: float = key(0.0, "final learning rate as a share of lr", ge=0, le=1)
+
+
+@dataclass
+class PPOConfig:
+    total_episodes: Optional[int] = key(None, "samples drawn in the whole run", ge=1)
+    num_steps: Optional[int] = key(None, "steps (rollout + optimize) in the whole run", ge=1)
+    num_rollouts: int = key(128, "samples per rollout phase", ge=1)
+    chunk_size: Optional[int] = key(None, "samples per generate call (default: num_rollouts, at "
+                                    "most 128)", ge=1)
+    ppo_epochs: int = key(4, "passes over a rollout", ge=1)
+    mini_batch_size: int = key(32, "samples per optimizer update", ge=1)
+    micro_batch_size: Optional[int] = key(None, "samples per forward/backward pass (default: "
+                                          "mini_batch_size); never changes the gradient", ge=1)
+    cliprange: float = key(0.2, "ratio clip of the policy loss", gt=0, lt=1)
+    cliprange_value: float = key(0.2, "clip of the value change", gt=0)
+    vf_coef: float = key(0.1, "weight of the value loss", ge=0)
+    ent_coef: float = key(0.0, "weight of the entropy bonus", ge=0)
+    gamma: float = key(1.0, "discount", ge=0, le=1)
+    lam: float = key(0.95, "GAE lambda", ge=0, le=1)
+    advantage: str = key("gae", "advantage estimator", choices=("gae",))
+    loss_aggregation: str = key("token-mean", "what the loss sums are divided by: all response "
+                                "tokens of the update, or per sequence first",
+                                choices=("token-mean", "seq-mean-token-mean",
+                                         "seq-mean-token-sum"))
+    init_kl_coef: float = key(0.05, "coefficient of the KL penalty in the reward", ge=0)
+    kl_estimator: str = key("k1", "per-token KL estimate", choices=("k1", "abs", "k2", "k3",
+                                                                    "full"))
+    kl_controller: str = key("fixed", "keep the coefficient, or steer it towards target",
+                             choices=("fixed", "adaptive"))
+    target: float = key(6.0, "KL per sequence (nats) that the adaptive controller aims at", gt=0)
+    horizon: int = key(10000, "samples over which the adaptive controller reacts", ge=1)
+    target_kl: Optional[float] = key(None, "stop the epochs of a step when the policy moved more "
+                                     "than 1.5 times this (nats per token)", gt=0)
+    ratio_threshold: Optional[float] = key(10.0, "skip an update whose mean ratio exceeds this",
+                                           gt=1)
+    whiten_advantages: bool = key(True, "centre and scale advantages over the whole rollout")
+    whiten_rewards: bool = key(False, "scale per-token rewards, keeping their mean")
+    max_grad_norm: Optional[float] = key(1.0, "gradient norm clip (null: none)", gt=0)
+    max_nonfinite: int = key(3, "stop after this many non-finite updates in a row", ge=1)
+    critic_warmup_steps: int = key(0, "first steps that train the value head only", ge=0)
+    logprobs_from: str = key("auto", "old logprobs and values: from the decoding pass, or from a "
+                             "forward pass (auto: decode in fp32, forward in bf16)",
+                             choices=("auto", "decode", "forward"))
+    optimizer: OptimizerConfig = key(OptimizerConfig, "the optimizer")
+    scheduler: SchedulerConfig = key(SchedulerConfig, "the learning-rate schedule, over updates")
+
+
+@dataclass
+class HardwareConfig:
+    device: str = key("auto", "where to compute", choices=("auto", "cpu", "cuda"))
+    precision: str = key("fp32", "compute type; trained weights and optimizer state stay fp32",
+                         choices=("fp32", "bf16"))
+    num_threads: Optional[int] = key(None, "CPU threads (default: torch's choice)", ge=1)
+
+
+@dataclass
+class EvalConfig:
+    every_steps: Optional[int] = key(10, "evaluate every n steps (null: only at start and end)",
+                                     ge=1)
+    at_start: bool = key(True, "evaluate before training")
+
+
+@dataclass
+class CheckpointConfig:
+    every_steps: Optional[int] = key(10, "save every n steps (null: only at the end)", ge=1)
+    every_minutes: Optional[float] = key(None, "save at least this often", gt=0)
+    keep_last: int = key(2, "how many of the newest checkpoints stay on disk", ge=1)
+    keep_best: bool = key(True, "also keep the checkpoint with the best evaluation")
+    metric: str = key("reward_mean", "evaluation figure that 'best' maximises: reward_mean, or "
+                      "metrics/NAME of metric_fn")
+
+
+@dataclass
+class TrackingConfig:
+    log_rollouts: bool = key(False, "write every rollout sample to samples.jsonl, not only "
+                             "evaluation samples")
+
+
+@dataclass
+class TrainConfig:
+    seed: int = key(0, "seed of sampling, prompt order, value head and minibatch order", ge=0)
+    run_name: Optional[str] = key(None, "name of the run folder (default: recipe and time)")
+    output_dir: str = key("runs", "folder that holds the run folders")
+    resume: str = key("never", "never, auto (go on if output_dir/run_name exists), or a run folder")
+    model: ModelConfig = key(ModelConfig, "the policy")
+    reward: RewardConfig = key(RewardConfig, "what is rewarded")
+    prompts: PromptsConfig = key(PromptsConfig, "what the policy answers to")
+    generation: GenerationConfig = key(GenerationConfig, "how responses are sampled")
+    ppo: PPOConfig = key(PPOConfig, "the algorithm")
+    hardware: HardwareConfig = key(HardwareConfig, "where it runs")
+    eval: EvalConfig = key(EvalConfig, "evaluation during training")
+    checkpoint: CheckpointConfig = key(CheckpointConfig, "what is kept on disk")
+    tracking: TrackingConfig = key(TrackingConfig, "what is logged")

@@ -1,0 +1,90 @@
+"""Every error a user can cause or meet, one class per exit code.
+
+A ``PpocliError`` is shown as one short message (what happened, where, what to do) and ends the
+command with its ``exit_code``. Any other exception is a bug and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+
+class PpocliError(Exception):
+    """Base of all expected failures.
+
+    Args:
+        what: what happened, one sentence, naming the offending value.
+        where: the key, file or line it came from.
+        fix: what the user can do next, ideally a command or a ``key=value``.
+    """
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, where: str | None = None, fix: str | None = None) -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.fix = fix
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.where:
+            lines.append(f"  where: {self.where}")
+        if self.fix:
+            lines.append(f"  fix:   {self.fix}")
+        return "\n".join(lines)
+
+
+class ConfigError(PpocliError):
+    """Wrong usage: unknown key, wrong type, out of range, contradiction."""
+
+    exit_code = 2
+
+
+class InputError(PpocliError):
+    """A model, tokenizer, prompt file or data set is missing or unusable."""
+
+    exit_code = 3
+
+
+class DivergedError(PpocliError):
+    """The policy, its loss or its gradient stopped being finite."""
+
+    exit_code = 4
+
+
+class CheckpointError(PpocliError):
+    """No valid checkpoint, a refused one, or a run folder that may not be used."""
+
+    exit_code = 5
+
+
+class DiskError(PpocliError):
+    """The disk is full or the folder can't be written."""
+
+    exit_code = 6
+
+
+class RewardError(PpocliError):
+    """A reward function can't be imported, raised, or returned something unusable."""
+
+    exit_code = 7
+
+
+class OutOfMemoryError(PpocliError):
+    """Out of memory even at the smallest micro-batch."""
+
+    exit_code = 8
+
+
+class SweepError(PpocliError):
+    """A sweep went through, but some of its jobs failed."""
+
+    exit_code = 11
+
+
+class StoppedError(PpocliError):
+    """The run was asked to stop by a signal and has saved what it could."""
+
+    def __init__(self, what: str, *, signal_number: int, where: str | None = None,
+                 fix: str | None = None) -> None:
+        super().__init__(what, where=where, fix=fix)
+        self.exit_code = 128 + signal_number
