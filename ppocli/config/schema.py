@@ -60,8 +60,8 @@ class RewardConfig:
                                    "logged at evaluation")
     scale: str = key("none", "divide scores by a running std, or by ref_std", choices=(
         "none", "running", "ref"))
-    ref_mean: Optional[float] = key(None, "mean of the reference scores (default: from the first "
-                                    "rollout)")
+    ref_mean: Optional[float] = key(None, "subtracted from scores with scale=ref (default: "
+                                    "nothing is)")
     ref_std: Optional[float] = key(None, "std of the reference scores (default: from the first "
                                    "rollout)", gt=0)
     clip: Optional[float] = key(None, "clip scaled scores to [-clip, clip]", gt=0)

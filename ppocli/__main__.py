@@ -1,0 +1,5 @@
+"""``python -m ppocli``."""
+
+from ppocli.cli.app import main
+
+main()

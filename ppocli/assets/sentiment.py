@@ -1,0 +1,107 @@
+"""Builds ``builtin:reviews-sentiment``, the embedded classifier that rewards the quickstart."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+from transformers import (
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
+
+from ppocli.assets import fitting
+from ppocli.assets.corpus import make_reviews
+from ppocli.assets.examples import labelled_examples
+
+log = logging.getLogger(__name__)
+
+LABELS = ("NEGATIVE", "POSITIVE")
+
+
+@dataclass(frozen=True, slots=True)
+class SentimentSettings:
+    """Everything the classifier is a function of."""
+
+    examples: int = 80_000
+    corpus_seed: int = 21
+    fit_seed: int = 22
+    vocab_size: int = 1024
+    context: int = 128
+    layers: int = 3
+    width: int = 96
+    heads: int = 6
+    epochs: int = 3
+    batch_size: int = 64
+    lr: float = 1.5e-3
+
+
+def sentiment_tokenizer(texts: list[str], vocab_size: int, context: int) -> PreTrainedTokenizerFast:
+    """Lower-casing WordPiece with a leading [CLS], as BERT's."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    tokenizer.train_from_iterator(texts, trainers.WordPieceTrainer(
+        vocab_size=vocab_size, special_tokens=special, show_progress=False))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in special[2:]])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]",
+        sep_token="[SEP]", model_max_length=context, model_input_names=[
+            "input_ids", "attention_mask"])
+
+
+def build_sentiment(folder: Path, settings: SentimentSettings | None = None) -> float:
+    """Fit the classifier and write it to ``folder`` as a plain Hugging Face folder.
+
+    Returns:
+        The mean cross-entropy over the last tenth of the steps, against the soft targets.
+
+    Raises:
+        DiskError: the folder can't be written.
+    """
+    settings = settings or SentimentSettings()
+    examples = labelled_examples(settings.examples, settings.corpus_seed)
+    corpus = [review.text for review in make_reviews(settings.examples, settings.corpus_seed)]
+    tokenizer = sentiment_tokenizer(corpus, settings.vocab_size, settings.context)
+    rows = tokenizer([text for text, _ in examples], truncation=True)["input_ids"]
+    targets = torch.tensor([target for _, target in examples])
+    config = DistilBertConfig(
+        vocab_size=len(tokenizer), max_position_embeddings=settings.context,
+        n_layers=settings.layers, n_heads=settings.heads, dim=settings.width,
+        hidden_dim=4 * settings.width, dropout=0.0, attention_dropout=0.0, qa_dropout=0.0,
+        seq_classif_dropout=0.0, pad_token_id=tokenizer.pad_token_id,
+        id2label=dict(enumerate(LABELS)),
+        label2id={label: place for place, label in enumerate(LABELS)})
+    with fitting.own_seed(settings.fit_seed):
+        model = DistilBertForSequenceClassification(config)
+    batches = fitting.length_batches([len(row) for row in rows], settings.batch_size,
+                                     settings.epochs, settings.fit_seed)
+
+    def loss_at(step: int) -> torch.Tensor:
+        ids = fitting.pad_rows([rows[row] for row in batches[step]], tokenizer.pad_token_id)
+        logits = model(input_ids=ids, attention_mask=(ids != tokenizer.pad_token_id).long()).logits
+        positive = targets[batches[step]]
+        return torch.nn.functional.cross_entropy(
+            logits, torch.stack([1 - positive, positive], dim=-1))
+
+    log.debug("fitting the sentiment classifier: %d parameters, %d steps",
+             model.num_parameters(), len(batches))
+    loss = fitting.fit(model, loss_at, steps=len(batches), lr=settings.lr, name="sentiment")
+    fitting.save_folder(model, tokenizer, folder, stored=torch.float16)
+    return loss

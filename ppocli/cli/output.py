@@ -1,0 +1,99 @@
+"""How the command line ends: messages, exit codes, and terminals that went away."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NoReturn
+
+from ppocli.errors import DiskError, PpocliError, StoppedError
+
+BROKEN_PIPE = 128 + signal.SIGPIPE
+
+
+def say(text: str) -> None:
+    """A line for the user on standard error; a display that is gone is no reason to stop."""
+    with suppress(OSError, ValueError, AttributeError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def survive_any_terminal() -> None:
+    """Make the standard streams usable: closed ones lead nowhere, odd encodings show escapes, and
+    a reader that went away (``ppocli ... | head``) ends the process quietly."""
+    signal.signal(signal.SIGPIPE, lambda number, frame: os._exit(BROKEN_PIPE))
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
+        elif hasattr(stream, "reconfigure"):
+            with suppress(ValueError, OSError):
+                stream.reconfigure(errors="backslashreplace")
+
+
+def ignore_broken_pipes() -> None:
+    """From here on a display that went away is no reason to end: a training run goes on."""
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+
+
+def ending(run: Callable[[], object]) -> NoReturn:
+    """Run a command and leave the process with its exit code.
+
+    A ``PpocliError`` is one short message (its traceback too with ``PPOCLI_DEBUG=1``), Ctrl-C is
+    130, a reader that went away 141; any other exception keeps its traceback and is 1.
+    """
+    leave(code_of(run))
+
+
+def code_of(run: Callable[[], object]) -> int:
+    """The exit code of a command, after it has said what went wrong."""
+    try:
+        run()
+        sys.stdout.flush()
+    except PpocliError as error:
+        if os.environ.get("PPOCLI_DEBUG", "") not in ("", "0"):
+            with suppress(OSError, ValueError):
+                traceback.print_exc()
+        label = "Stopped" if isinstance(error, StoppedError) else "Error"
+        say(f"{label}: {error}")
+        return error.exit_code
+    except KeyboardInterrupt:
+        say("Interrupted")
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        return BROKEN_PIPE
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            say(f"Error: the disk is full: {error}")
+            return DiskError.exit_code
+        return _bug()
+    except SystemExit as leaving:
+        return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    except Exception:
+        return _bug()
+    return 0
+
+
+def _bug() -> int:
+    with suppress(OSError, ValueError):
+        traceback.print_exc()
+    say("This is a bug in ppocli; please report it with the lines above.")
+    return 1
+
+
+def leave(code: int) -> NoReturn:
+    """Flush what can be flushed and exit; a closed pipe must not print anything any more."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            if isinstance(sys.exc_info()[1], BrokenPipeError) and code == 0:
+                code = BROKEN_PIPE
+            # what is still buffered would be tried again, and complained about, at shutdown
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    sys.exit(code)

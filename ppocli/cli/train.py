@@ -1,0 +1,40 @@
+"""``ppocli train`` and ``ppocli resume``: words to a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ppocli.cli.output import ignore_broken_pipes, say
+
+
+def run_words(words: Sequence[str]) -> None:
+    """Train with the words of the command line, sweep with ``-m``, or let Hydra print.
+
+    The last line on standard output is the path of the trained model's folder.
+
+    Raises:
+        PpocliError: whatever keeps the run from its end.
+    """
+    from ppocli.config.compose import compose, is_sweep
+
+    if is_sweep(words):
+        from ppocli.cli.sweep import run_sweep
+
+        ignore_broken_pipes()
+        run_sweep(words)
+        return
+    composition = compose(words)
+    if composition is None:
+        return
+    from ppocli.launch import launch
+
+    ignore_broken_pipes()
+    outcome = launch(composition.config, resume_from=composition.resume_from,
+                     name_hint=composition.recipe or "run", say=say)
+    if outcome.model_dir is not None:
+        print(outcome.model_dir, flush=True)
+
+
+def resume_words(run: str, words: Sequence[str]) -> list[str]:
+    """The words of ``ppocli resume RUN ...`` as those of ``ppocli train``."""
+    return [f"resume={run}", *words]

@@ -1,0 +1,127 @@
+"""Whether the Hugging Face Hub can be reached, found out once and quickly.
+
+On a machine without network every library call that asks the Hub waits 20 to 50 seconds before it
+fails. Whoever is about to load something by name asks :func:`hub_reachable` first and calls
+:func:`go_offline` when the answer is no; local caches then answer at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import queue
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+_TRUE = frozenset({"1", "ON", "YES", "TRUE"})  # what huggingface_hub takes for true
+_GATEWAY_ERRORS = frozenset({407, 502, 503, 504})  # the proxy speaking, not the Hub
+_DEFAULT_PORTS = {"https": 443, "http": 80, "socks5": 1080, "socks5h": 1080, "socks4": 1080}
+
+
+def offline_variable() -> str | None:
+    """The variable that forbids downloading, looked for in the order that huggingface_hub has."""
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        value = os.environ.get(name)
+        if value:
+            return name if value.upper() in _TRUE else None
+    return None
+
+
+def hub_reachable(timeout: float = 2.0) -> bool:
+    """True if the Hub (``HF_ENDPOINT``, else huggingface.co) answers within ``timeout`` seconds.
+
+    Probes at most once per process: a TCP connection, or, when the environment names a proxy for
+    the Hub, one HTTP request through it. Probes nothing when the environment forbids downloading.
+    """
+    if offline_variable() is not None:
+        return False
+    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    try:
+        proxy = _proxy_for(endpoint)
+    except ValueError:  # not a URL
+        return False
+    return _probe(endpoint, proxy, timeout)
+
+
+def offline_hint() -> str:
+    """Why nothing can be downloaded: words that end a sentence about what is missing."""
+    name = offline_variable()
+    if name is not None:
+        return f"{name}={os.environ[name]} forbids downloading"
+    return "the Hub cannot be reached"
+
+
+def go_offline() -> None:
+    """Make this process behave as under ``HF_HUB_OFFLINE=1``; child processes are not touched.
+
+    huggingface_hub asks its constant at each request, transformers asks huggingface_hub, and
+    datasets copies the constant when it is imported, so that both orders of import are covered.
+    """
+    from huggingface_hub import constants
+
+    constants.HF_HUB_OFFLINE = True
+    datasets_config = sys.modules.get("datasets.config")
+    if datasets_config is not None:
+        datasets_config.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
+        datasets_config.HF_DATASETS_OFFLINE = True  # type: ignore[attr-defined]
+
+
+def _proxy_for(endpoint: str) -> str | None:
+    from urllib.request import getproxies, proxy_bypass
+
+    parts = urlsplit(endpoint)
+    if not parts.hostname or proxy_bypass(parts.hostname):
+        return None
+    proxies = getproxies()
+    return proxies.get(parts.scheme) or proxies.get("all")
+
+
+@functools.cache
+def _probe(endpoint: str, proxy: str | None, timeout: float) -> bool:
+    if proxy is None:
+        return _within(timeout, lambda: _connects(endpoint, timeout))
+    if urlsplit(proxy).scheme.startswith("socks"):
+        return _within(timeout, lambda: _connects(proxy, timeout))
+    return _within(timeout, lambda: _answers_through(proxy, endpoint, timeout))
+
+
+def _within(seconds: float, check: Callable[[], bool]) -> bool:
+    # Name resolution ignores socket timeouts and can take half a minute: only a thread bounds it.
+    answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    threading.Thread(target=lambda: answers.put(check()), name="hub-probe", daemon=True).start()
+    try:
+        return answers.get(timeout=seconds)
+    except queue.Empty:
+        return False
+
+
+def _connects(url: str, timeout: float) -> bool:
+    try:
+        parts = urlsplit(url)
+        port = parts.port or _DEFAULT_PORTS.get(parts.scheme, 443)
+        with socket.create_connection((parts.hostname or "", port), timeout=timeout):
+            return True
+    except (OSError, ValueError):
+        return False
+
+
+def _answers_through(proxy: str, endpoint: str, timeout: float) -> bool:
+    import ssl
+    from http.client import HTTPException
+    from urllib.error import HTTPError, URLError
+    from urllib.request import ProxyHandler, Request, build_opener
+
+    opener = build_opener(ProxyHandler({"http": proxy, "https": proxy}))
+    try:
+        with opener.open(Request(endpoint, method="HEAD"), timeout=timeout):
+            return True
+    except HTTPError as error:
+        return error.code not in _GATEWAY_ERRORS
+    except URLError as error:
+        # The tunnel stands; certificates are judged later by the client that downloads.
+        return isinstance(error.reason, ssl.SSLError)
+    except (OSError, HTTPException, ValueError):
+        return False

@@ -1,0 +1,130 @@
+"""The config keys as a flat table: types, allowed values, and the nearest name to a misspelt one.
+
+Everything here is read off the dataclasses of :mod:`ppocli.config.schema`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from ppocli.config.schema import TrainConfig
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
+          Any: "any value"}
+_PLURALS = {int: "whole numbers", float: "numbers", bool: "true/false values", str: "texts",
+            Any: "values"}
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One leaf of the schema. ``item`` is the element type of a list, else the type itself."""
+
+    name: str
+    kind: str  # "scalar", "list" or "mapping"
+    item: Any
+    optional: bool
+    default: Any
+    metadata: Mapping[str, Any]
+
+    @property
+    def expected(self) -> str:
+        """What the key takes, in words: ``a number or null``."""
+        if self.kind == "list":
+            text = f"a list of {_PLURALS[self.item]}"
+        elif self.kind == "mapping":
+            text = "a mapping"
+        else:
+            text = _WORDS[self.item]
+        return f"{text} or null" if self.optional else text
+
+    @property
+    def allowed(self) -> str:
+        """The allowed values in words: ``one of a, b`` or ``> 0 and <= 1``; empty if any."""
+        if self.metadata.get("choices"):
+            return "one of " + ", ".join(self.metadata["choices"])
+        signs = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
+        return " and ".join(f"{sign} {self.metadata[bound]:g}" for bound, sign in signs
+                            if self.metadata.get(bound) is not None)
+
+
+@cache
+def schema_keys() -> Mapping[str, Key]:
+    """All leaf keys by dotted name, in the order of the schema."""
+    return types.MappingProxyType(dict(_leaves(TrainConfig, "")))
+
+
+@cache
+def schema_sections() -> tuple[str, ...]:
+    """The dotted names of all nodes that hold keys: ``ppo``, ``ppo.optimizer``, ..."""
+    found = []
+    for name in schema_keys():
+        parts = name.split(".")
+        found += [".".join(parts[:depth]) for depth in range(1, len(parts))]
+    return tuple(dict.fromkeys(found))
+
+
+def free_mapping_of(name: str) -> str | None:
+    """The key whose free mapping ``name`` lies in: ``reward.kwargs`` for ``reward.kwargs.model``."""
+    return next((key.name for key in schema_keys().values()
+                 if key.kind == "mapping" and name.startswith(key.name + ".")), None)
+
+
+def key_for(name: str) -> Key | None:
+    """The schema key that ``name`` is, or lies in if that is a free mapping; else None."""
+    return schema_keys().get(free_mapping_of(name) or name)
+
+
+def _leaves(schema: type, prefix: str) -> list[tuple[str, Key]]:
+    hints = typing.get_type_hints(schema)
+    found: list[tuple[str, Key]] = []
+    for field in dataclasses.fields(schema):
+        name, hint = prefix + field.name, hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            found += _leaves(typing.cast(type, hint), name + ".")
+            continue
+        optional = type(None) in typing.get_args(hint)
+        if optional:
+            hint = next(part for part in typing.get_args(hint) if part is not type(None))
+        kind = {list: "list", dict: "mapping"}.get(typing.get_origin(hint), "scalar")
+        item = typing.get_args(hint)[0] if kind == "list" else hint
+        default = (field.default_factory() if callable(field.default_factory)
+                   else field.default)
+        found.append((name, Key(name, kind, item, optional, default, field.metadata)))
+    return found
+
+
+def nearest(name: str, candidates: Sequence[str], count: int = 3) -> list[str]:
+    """Up to ``count`` candidates near ``name``, the nearest first.
+
+    Dotted names are compared whole and by their last part; the same last part (``lr`` for
+    ``ppo.optimizer.lr``), the same section or the same beginning count extra. Candidates much worse
+    than the best one are left out.
+    """
+    scores = {candidate: _likeness(name, candidate) for candidate in candidates}
+    best = sorted((c for c, score in scores.items() if score >= 0.75), key=lambda c: -scores[c])
+    return [c for c in best if scores[c] >= scores[best[0]] - 0.2][:count]
+
+
+def _likeness(name: str, candidate: str) -> float:
+    section, _, leaf = name.rpartition(".")
+    other = candidate.rpartition(".")[2]
+    score = (difflib.SequenceMatcher(None, name, candidate).ratio() / 2
+             + difflib.SequenceMatcher(None, leaf, other).ratio() / 2)
+    if leaf == other:
+        score += 0.25
+    elif len(leaf) >= 3 and other.startswith(leaf):
+        score += 0.35
+    return score + (0.2 if section and candidate.startswith(section + ".") else 0.0)
+
+
+def did_you_mean(name: str, candidates: Sequence[str]) -> str:
+    """``; did you mean a or b?``, or an empty text when nothing is near."""
+    near = nearest(name, candidates)
+    return f"; did you mean {' or '.join(near)}?" if near else ""

@@ -1,0 +1,276 @@
+"""Every setting of a composition with its source, so that all problems are told at once.
+
+Hydra stops at the first wrong key and doesn't say which file it came from. Here the same defaults
+list is read file by file, each entry is tried on the typed schema, and what fails is collected.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ppocli.config.keys import (
+    Key,
+    did_you_mean,
+    free_mapping_of,
+    key_for,
+    schema_keys,
+    schema_sections,
+)
+from ppocli.config.paths import config_groups
+from ppocli.config.problems import Problem, shown
+from ppocli.config.resolved import schema_node
+from ppocli.errors import ConfigError
+
+COMMAND_LINE = "command line"
+SCHEMA = "ppocli_schema"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One setting before it is merged."""
+
+    key: str
+    value: Any
+    source: str
+    deletes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """Entries tried on the schema: the node of those that fit, sources by key, and problems."""
+
+    node: DictConfig
+    sources: Mapping[str, str] = field(default_factory=dict)
+    problems: tuple[Problem, ...] = ()
+
+
+def layered_entries(loader: ConfigLoader, config_name: str, overrides: list[str]) -> list[Entry]:
+    """All entries in the order in which they are merged: config files first, words last.
+
+    Raises:
+        HydraException, yaml.YAMLError: a group option is unknown or a file can't be read.
+    """
+    _refuse_sweeps(OverridesParser.create().parse_overrides(overrides))
+    try:
+        defaults = loader.compute_defaults_list(config_name, overrides, RunMode.RUN)
+    except ValueError as error:  # Hydra's word for a malformed defaults list or group choice
+        raise ConfigError(str(error).splitlines()[0], where="the choice of config groups",
+                          fix="a group takes the name of one of its options, or null") from error
+    repository = loader.repository  # type: ignore[attr-defined]
+    entries: list[Entry] = []
+    for default in defaults.defaults:
+        path = default.config_path
+        if path is None or path.startswith("hydra/") or path in ("hydra/config", SCHEMA):
+            continue
+        loaded = repository.load_config(path)
+        if loaded is None or loaded.path is None or loaded.path.startswith("structured:"):
+            continue
+        if not isinstance(loaded.config, DictConfig):
+            raise ConfigError(f"{path} holds no mapping of keys to values", where=loaded.path)
+        file = _file(loaded.path, path)
+        values = OmegaConf.to_container(loaded.config, resolve=False)
+        assert isinstance(values, dict)
+        if default.primary:
+            values.pop("hydra", None)
+        package = default.package or ""
+        package = "" if package == "_global_" else package
+        lines = _line_numbers(file)
+        for key, value in _leaves(f"{package}." if package else "", values):
+            below = key[len(package) + 1:] if package else key
+            line = lines.get(below)
+            entries.append(Entry(key, value, f"{_shown_path(file)}:{line}" if line
+                                 else _shown_path(file)))
+    return entries + [entry for override in defaults.config_overrides
+                      for entry in _override_entries(override)]
+
+
+def _refuse_sweeps(overrides: list[Override]) -> None:
+    for override in overrides:
+        if override.is_sweep_override():
+            raise ConfigError(f"{override.input_line}: several values, but this is a single run",
+                              where=COMMAND_LINE,
+                              fix="add -m to run each of them; a list is key=[a,b], a text with "
+                                  "commas key='\"a,b\"'")
+
+
+def sweep_entries(loader: ConfigLoader, overrides: list[str]) -> tuple[list[Entry], int | None]:
+    """What all jobs of a sweep share on the command line, and how many jobs there are.
+
+    The number is None for a sweep that isn't a grid. Config groups and recipes must exist in all
+    the swept spellings; the swept values themselves are checked in their jobs.
+    """
+    entries: list[Entry] = []
+    jobs: int | None = 1
+    for override in OverridesParser.create(config_loader=loader).parse_overrides(overrides):
+        name = override.key_or_group
+        if name == "hydra" or name.startswith("hydra."):
+            continue
+        swept = override.is_sweep_override()
+        discrete = swept and override.is_discrete_sweep()
+        values = list(override.sweep_string_iterator()) if discrete else []
+        if swept:
+            jobs = jobs * len(values) if jobs is not None and discrete else None
+        options = loader.get_group_options(name, results_filter=ObjectType.CONFIG)
+        if options:
+            for value in values or [] if swept else [override.get_value_element_as_str()]:
+                _check_option(name, value.strip("'\""), options)
+        elif not swept:
+            entries += _override_entries(override)
+        elif key_for(name) is None:
+            entries.append(Entry(name, None, COMMAND_LINE))
+    return entries, jobs
+
+
+def _check_option(group: str, value: str, options: list[str]) -> None:
+    if value not in (*options, "null") and not value.startswith("["):
+        kind = "recipe" if group == "recipe" else f"option of the config group {group}:"
+        raise ConfigError(f"unknown {kind} {value}{did_you_mean(value, options)}",
+                          where=COMMAND_LINE, fix="choose one of: " + ", ".join(options))
+
+
+def _override_entries(override: Override) -> list[Entry]:
+    name = override.key_or_group
+    if name == "hydra" or name.startswith("hydra."):
+        return []
+    if override.is_delete():
+        return [Entry(name, None, COMMAND_LINE, deletes=True)]
+    value = override.value()
+    if isinstance(value, dict) and name not in schema_keys():
+        return [Entry(key, item, COMMAND_LINE) for key, item in _leaves(f"{name}.", value)]
+    return [Entry(name, value, COMMAND_LINE)]
+
+
+def _leaves(prefix: str, values: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        known = schema_keys().get(key)
+        descend = known is None or (known.kind == "mapping" and bool(value))
+        if isinstance(value, dict) and descend and free_mapping_of(key) is None:
+            yield from _leaves(f"{key}.", value)
+        else:
+            yield key, value
+
+
+def _file(path: str, config_path: str) -> Path:
+    scheme, _, folder = path.partition("://")
+    name = config_path.removesuffix(".yaml") + ".yaml"
+    return Path(folder) / (name.rpartition("/")[2] if scheme in ("recipes", "run") else name)
+
+
+def _shown_path(file: Path) -> str:
+    return str(file.relative_to(Path.cwd())) if file.is_relative_to(Path.cwd()) else str(file)
+
+
+def _line_numbers(file: Path) -> dict[str, int]:
+    """Dotted key -> line of a YAML file; empty for one that is no plain file."""
+    if not file.is_file():
+        return {}
+    root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    found: dict[str, int] = {}
+
+    def walk(prefix: str, node: yaml.Node) -> None:
+        if isinstance(node, yaml.MappingNode):
+            for name, value in node.value:
+                found[f"{prefix}{name.value}"] = name.start_mark.line + 1
+                walk(f"{prefix}{name.value}.", value)
+    if root is not None:
+        walk("", root)
+    return found
+
+
+def check_entries(entries: list[Entry]) -> Checked:
+    """Try each entry on the typed schema; those that don't fit become problems."""
+    node = schema_node()
+    sources: dict[str, str] = {}
+    problems: list[Problem] = []
+    for entry in entries:
+        problem = _apply(node, entry)
+        if problem is None:
+            sources[entry.key] = entry.source
+            parent = free_mapping_of(entry.key)
+            if parent:
+                sources[parent] = entry.source
+        else:
+            problems.append(Problem(entry.key, problem, entry.source))
+    problems += _unresolvable(node, sources)
+    return Checked(node, sources, tuple(problems))
+
+
+def _apply(node: DictConfig, entry: Entry) -> str | None:
+    """Merge one entry into ``node``, or say in words why it can't be."""
+    key = key_for(entry.key)
+    if key is None:
+        return _unknown(entry)
+    if entry.deletes:
+        return _delete(node, entry.key)
+    if _is_boolean_number(key, entry.value) or (key.item is int and isinstance(entry.value, float)
+                                                and not math.isfinite(entry.value)):
+        return f"{shown(entry.value)} must be {key.expected}"
+    try:
+        OmegaConf.update(node, entry.key, entry.value, merge=True)
+    except OmegaConfBaseException:
+        several = (f" (to try several values: -m {entry.key}="
+                   f"{','.join(map(str, entry.value))})"
+                   if key.kind == "scalar" and isinstance(entry.value, list) else "")
+        return f"{shown(entry.value)} must be {key.expected}{several}"
+    return None
+
+
+def _is_boolean_number(key: Key, value: Any) -> bool:
+    items = value if isinstance(value, list) else [value]
+    return key.item in (int, float) and any(isinstance(item, bool) for item in items)
+
+
+def _unknown(entry: Entry) -> str:
+    if entry.key in schema_sections():
+        inside = [name for name in schema_keys() if name.startswith(entry.key + ".")]
+        return (f"is a section, not a single value; it holds {', '.join(inside[:3])}"
+                + (", ..." if len(inside) > 3 else ""))
+    names = [*schema_keys(), *schema_sections(), *config_groups()]
+    if entry.source == COMMAND_LINE and "." not in entry.key:
+        names.append("recipe")
+    return f"unknown key{did_you_mean(entry.key, list(dict.fromkeys(names)))}"
+
+
+def _delete(node: DictConfig, name: str) -> str | None:
+    parent = free_mapping_of(name)
+    if parent is None:
+        return "a key can't be removed; leave it out, or set it to another value"
+    mapping = OmegaConf.select(node, parent)
+    head = name[len(parent) + 1:].split(".")[0]
+    if head in mapping and name == f"{parent}.{head}":
+        del mapping[head]
+    return None
+
+
+def _unresolvable(node: DictConfig, sources: Mapping[str, str]) -> Iterator[Problem]:
+    """Interpolations that lead nowhere; those of Hydra itself are resolved later, in the job."""
+    for name, key in schema_keys().items():
+        parent, _, leaf = name.rpartition(".")
+        holder = OmegaConf.select(node, parent) if parent else node
+        raw = OmegaConf.to_container(holder, resolve=False)
+        assert isinstance(raw, dict)
+        if "${" not in str(raw[leaf]):
+            continue
+        try:
+            value = holder[leaf]
+            if OmegaConf.is_config(value):
+                OmegaConf.to_container(value, resolve=True)
+        except OmegaConfBaseException as error:
+            if "${hydra:" not in str(raw[leaf]):
+                yield Problem(name, f"{shown(raw[leaf])} can't be resolved: "
+                              + str(error).splitlines()[0], sources.get(name, COMMAND_LINE))
+            OmegaConf.update(node, name, key.default)

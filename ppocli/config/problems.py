@@ -1,0 +1,257 @@
+"""What is wrong with a composed configuration, all of it at once.
+
+Types are checked while composing; here are the ranges and choices of the schema's field metadata
+and the checks that need more than one key.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import MISSING
+
+from ppocli.config.keys import Key, did_you_mean, free_mapping_of, schema_keys
+from ppocli.config.schema import TrainConfig
+from ppocli.errors import ConfigError
+
+DEFAULT_SOURCE = "default"
+FNS_KEYS = ("fn", "kwargs", "weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong: the key(s), what is wrong and allowed, and where it came from."""
+
+    key: str
+    text: str
+    source: str = DEFAULT_SOURCE
+
+    def __str__(self) -> str:
+        origin = "" if self.source == DEFAULT_SOURCE else f" (from {self.source})"
+        return f"{self.key}: {self.text}{origin}"
+
+
+def raise_problems(problems: list[Problem], fix: str | None = None) -> None:
+    """Raise one ConfigError that lists every problem; do nothing if there is none."""
+    if not problems:
+        return
+    lines = list(dict.fromkeys(str(problem) for problem in problems))
+    if len(lines) == 1:
+        raise ConfigError(lines[0], fix=fix)
+    raise ConfigError("\n".join([f"{len(lines)} problems in the configuration:",
+                                 *(f"  {line}" for line in lines)]), fix=fix)
+
+
+def shown(value: Any) -> str:
+    """A value as the user would write it, cut to a readable length."""
+    text = {True: "true", False: "false"}.get(value) if isinstance(value, bool) else None
+    if isinstance(value, float):
+        text = f"{value:g}"
+    text = text or ("null" if value is None else repr(value) if value == "" else str(value))
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def value_of(config: TrainConfig, name: str) -> Any:
+    """The value at a dotted key of the schema."""
+    value: Any = config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def find_problems(config: TrainConfig, sources: Mapping[str, str] | None = None,
+                  handed_in: frozenset[str] = frozenset()) -> list[Problem]:
+    """Everything wrong with a composed configuration.
+
+    Args:
+        config: the composed values; ``???`` where a mandatory one is missing.
+        sources: where each key's value came from ("command line", a file); a key that is not in
+            it has its default.
+        handed_in: the keys whose place is taken by a Python object given to ``ppocli.train()``,
+            of ``reward.fn``, ``reward.metric_fn``, ``prompts.items``, ``prompts.eval.items``.
+    """
+    sources = sources or {}
+    found = [Problem(name, text, sources.get(name, DEFAULT_SOURCE))
+             for name, key in schema_keys().items()
+             for text in _range_problems(key, value_of(config, name))]
+    bad = {problem.key for problem in found}
+    for check in (_length, _sizes, _reward, _prompts, _generation, _algorithm, _run):
+        for names, text in check(config, handed_in):
+            # a value that is wrong in itself is not also reported as a contradiction
+            if not bad.intersection(names):
+                origins = [sources.get(name) or sources.get(free_mapping_of(name) or "")
+                           for name in names]
+                given = dict.fromkeys(origin for origin in origins if origin)
+                found.append(Problem(", ".join(names), text,
+                                     " and ".join(given) or DEFAULT_SOURCE))
+    return found
+
+
+def _range_problems(key: Key, value: Any) -> Iterator[str]:
+    if isinstance(value, str) and value == MISSING:
+        yield f"missing; it must be given: {key.name}=... ({key.metadata['doc']})"
+        return
+    if key.kind == "mapping":
+        yield from (f"{name} is missing; it must be given: {key.name}.{name}=..."
+                    for name, item in value.items() if item == MISSING)
+        return
+    if value is None:
+        return
+    for item in value if key.kind == "list" else [value]:
+        if key.item in (int, float) and isinstance(item, float) and not math.isfinite(item):
+            yield f"{shown(item)} must be a finite number"
+        elif key.allowed and not _allowed(key.metadata, item):
+            hint = (did_you_mean(item, key.metadata["choices"])
+                    if key.metadata["choices"] and isinstance(item, str) else "")
+            yield f"{shown(item)} must be {key.allowed}{hint}"
+
+
+def _allowed(metadata: Mapping[str, Any], item: Any) -> bool:
+    if metadata["choices"]:
+        return item in metadata["choices"]
+    tests = {"gt": lambda limit: item > limit, "ge": lambda limit: item >= limit,
+             "lt": lambda limit: item < limit, "le": lambda limit: item <= limit}
+    return all(test(metadata[bound]) for bound, test in tests.items()
+               if metadata[bound] is not None)
+
+
+Found = Iterator[tuple[tuple[str, ...], str]]
+
+
+def _length(config: TrainConfig, handed_in: frozenset[str]) -> Found:
+    keys = ("ppo.total_episodes", "ppo.num_steps")
+    if config.ppo.total_episodes is None and config.ppo.num_steps is None:
+        yield keys, "say how long to train: give one of them"
+    if config.ppo.total_episodes is not None and config.ppo.num_steps is not None:
+        yield keys, (f"{config.ppo.total_episodes} episodes and {config.ppo.num_steps} steps "
+                     "contradict each other: give one and set the other to null")
+
+
+def _sizes(config: TrainConfig, handed_in: frozenset[str]) -> Found:
+    ppo = config.ppo
+    if ppo.mini_batch_size > ppo.num_rollouts:
+        yield (("ppo.mini_batch_size", "ppo.num_rollouts"),
+               f"mini_batch_size {ppo.mini_batch_size} must be at most num_rollouts "
+               f"{ppo.num_rollouts}")
+    if ppo.micro_batch_size is not None and ppo.micro_batch_size > ppo.mini_batch_size:
+        yield (("ppo.micro_batch_size", "ppo.mini_batch_size"),
+               f"micro_batch_size {ppo.micro_batch_size} must be at most mini_batch_size "
+               f"{ppo.mini_batch_size}")
+
+
+def _reward(config: TrainConfig, handed_in: frozenset[str]) -> Found:
+    reward = config.reward
+    given = "reward.fn" in handed_in
+    if reward.fn is not None and reward.fns and not given:
+        yield ("reward.fn", "reward.fns"), "give one function or several, not both"
+    elif reward.fn is None and not reward.fns and not given:
+        yield (("reward.fn",), "missing; give an import path (reward.fn=my_rewards:score), a "
+               "built-in's name, or a config group (reward=...)")
+    if reward.fn == "":
+        yield ("reward.fn",), "must not be empty"
+    if reward.kwargs and reward.fn is None and not given:
+        yield (("reward.kwargs",), "these belong to reward.fn, which is not given; with "
+               "reward.fns each entry has its own kwargs")
+    for name, entry in reward.fns.items():
+        for text in _fns_entry(entry):
+            yield (f"reward.fns.{name}",), text
+    for name in ("ref_mean", "ref_std"):
+        if getattr(reward, name) is not None and reward.scale != "ref":
+            yield ((f"reward.{name}", "reward.scale"),
+                   f"{name} is used with reward.scale=ref only, not {reward.scale}")
+    metric = config.checkpoint.metric
+    if metric.startswith("metrics/"):
+        if reward.metric_fn is None and "reward.metric_fn" not in handed_in:
+            yield (("checkpoint.metric", "reward.metric_fn"),
+                   f"{metric} comes from reward.metric_fn, which is not given")
+    elif metric != "reward_mean":
+        yield ("checkpoint.metric",), f"{shown(metric)} must be reward_mean or metrics/NAME"
+
+
+def _fns_entry(entry: Any) -> Iterator[str]:
+    if not isinstance(entry, dict):
+        yield f"{shown(entry)} must be a mapping with the keys fn, kwargs, weight"
+        return
+    for name in entry:
+        if name not in FNS_KEYS:
+            yield (f"unknown key {name}{did_you_mean(str(name), FNS_KEYS)} "
+                   "(allowed: fn, kwargs, weight)")
+    if not isinstance(entry.get("fn"), str) or not entry["fn"]:
+        yield "needs fn, an import path or a built-in's name"
+    if not isinstance(entry.get("kwargs", {}) or {}, dict):
+        yield f"kwargs {shown(entry['kwargs'])} must be a mapping"
+    weight = entry.get("weight", 1.0)
+    if (not isinstance(weight, (int, float)) or isinstance(weight, bool)
+            or not math.isfinite(weight)):
+        yield f"weight {shown(weight)} must be a finite number"
+
+
+def _prompts(config: TrainConfig, handed_in: frozenset[str]) -> Found:
+    for prefix, prompts in (("prompts", config.prompts), ("prompts.eval", config.prompts.eval)):
+        items = f"{prefix}.items"
+        if prompts.path is not None and prompts.items is not None:
+            yield (f"{prefix}.path", items), "give a source or inline prompts, not both"
+        if prompts.items is not None and not prompts.items:
+            yield (items,), "must hold at least one prompt"
+        sampler = prompts.length_sampler
+        if sampler is not None and (len(sampler) != 2 or sampler[0] > sampler[1]):
+            yield ((f"{prefix}.length_sampler",),
+                   f"{shown(sampler)} must be [min, max] with min at most max")
+        if prompts.template is not None and "{" not in prompts.template:
+            yield ((f"{prefix}.template",),
+                   f"{shown(prompts.template)} has no placeholder such as {{prompt}}")
+    prompts = config.prompts
+    if prompts.path is None and prompts.items is None and "prompts.items" not in handed_in:
+        for name in ("template", "first_words", "length_sampler"):
+            if getattr(prompts, name) is not None:
+                yield ((f"prompts.{name}",), "there are no prompts to apply it to: give "
+                       "prompts.path or prompts.items")
+
+
+def _generation(config: TrainConfig, handed_in: frozenset[str]) -> Found:
+    train, evaluation = config.generation, config.generation.eval
+    if train.min_new_tokens > train.max_new_tokens:
+        yield (("generation.min_new_tokens", "generation.max_new_tokens"),
+               f"min_new_tokens {train.min_new_tokens} must be at most max_new_tokens "
+               f"{train.max_new_tokens}")
+    elif evaluation.min_new_tokens is not None or evaluation.max_new_tokens is not None:
+        low = train.min_new_tokens if evaluation.min_new_tokens is None \
+            else evaluation.min_new_tokens
+        high = train.max_new_tokens if evaluation.max_new_tokens is None \
+            else evaluation.max_new_tokens
+        if low > high:
+            yield (("generation.eval.min_new_tokens", "generation.eval.max_new_tokens"),
+                   f"at evaluation min_new_tokens {low} must be at most max_new_tokens {high}")
+    if "" in train.stop_sequences:
+        yield ("generation.stop_sequences",), "must not hold an empty text"
+
+
+def _algorithm(config: TrainConfig, handed_in: frozenset[str]) -> Found:
+    ppo = config.ppo
+    if len(ppo.optimizer.betas) != 2:
+        yield (("ppo.optimizer.betas",),
+               f"{shown(ppo.optimizer.betas)} must be two numbers, e.g. [0.9,0.999]")
+    if config.model.reference.kind == "none" and ppo.init_kl_coef > 0:
+        yield (("model.reference.kind", "ppo.init_kl_coef"),
+               f"a KL penalty of {ppo.init_kl_coef:g} needs a reference: set ppo.init_kl_coef=0 "
+               "or model.reference.kind=copy")
+    if ppo.kl_controller == "adaptive" and ppo.init_kl_coef == 0:
+        yield (("ppo.kl_controller", "ppo.init_kl_coef"),
+               "the adaptive controller multiplies the coefficient and can never leave 0: start "
+               "above 0 or use ppo.kl_controller=fixed")
+
+
+def _run(config: TrainConfig, handed_in: frozenset[str]) -> Found:
+    name = config.run_name
+    if name is not None and (name in ("", ".", "..") or "/" in name or "\0" in name):
+        yield (("run_name",), f"{shown(name)} must be a plain folder name; the folder above it is "
+               "output_dir")
+    if config.output_dir == "":
+        yield ("output_dir",), "must not be empty (for the current folder: output_dir=.)"
+    if config.resume == "auto" and name is None:
+        yield ("resume", "run_name"), "resume=auto needs run_name, the name of the run folder"
+    if config.resume == "":
+        yield ("resume",), "must be never, auto or a run folder"

@@ -1,0 +1,174 @@
+"""The resolved ``config.yaml`` of a run: written once, read by workers and by ``resume``."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import typing
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ppocli.config.keys import did_you_mean, free_mapping_of, schema_keys
+from ppocli.config.schema import TrainConfig
+from ppocli.errors import CheckpointError
+
+CONFIG_FILE = "config.yaml"
+PYTHON_OBJECT = "<python object>"
+_PATH_KEYS = ("output_dir", "model.path", "model.tokenizer_path", "prompts.path",
+              "prompts.eval.path")
+
+
+def schema_node() -> DictConfig:
+    """The schema as a typed OmegaConf node whose free mappings take new keys."""
+    node = OmegaConf.structured(TrainConfig)
+    for key in schema_keys().values():
+        if key.kind == "mapping":
+            OmegaConf.set_struct(OmegaConf.select(node, key.name), False)
+    return node
+
+
+def typed(node: DictConfig) -> TrainConfig:
+    """A composed node as plain dataclass instances; missing values stay ``???``.
+
+    Raises:
+        OmegaConfBaseException: an interpolation can't be resolved.
+    """
+    return typing.cast(TrainConfig, _instance(TrainConfig, node))
+
+
+def _instance(schema: type, node: DictConfig) -> Any:
+    hints = typing.get_type_hints(schema)
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(schema):
+        hint = hints[field.name]
+        if OmegaConf.is_missing(node, field.name):
+            values[field.name] = "???"
+        elif dataclasses.is_dataclass(hint):
+            values[field.name] = _instance(typing.cast(type, hint), node[field.name])
+        else:
+            value = node[field.name]
+            values[field.name] = (OmegaConf.to_container(value, resolve=True)
+                                  if OmegaConf.is_config(value) else value)
+    return schema(**values)
+
+
+def write_config(config: TrainConfig, path: Path) -> None:
+    """Write a configuration in the key order of the schema, atomically and durably.
+
+    User paths should already be absolute (:func:`with_absolute_paths`).
+
+    Raises:
+        OSError: the folder can't be written.
+    """
+    text = yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True,
+                          width=100)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with partial.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def read_config(path: Path) -> TrainConfig:
+    """Read what :func:`write_config` wrote.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or holds keys or types that this version
+            doesn't know.
+    """
+    fix = "give the folder of a run that ppocli made; its config.yaml must be unchanged"
+    try:
+        with path.open(encoding="utf-8") as stream:
+            loaded = OmegaConf.load(stream)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent} has no {path.name}: it is no run folder",
+                              where=str(path), fix=fix) from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise CheckpointError(f"{path} can't be read: {' '.join(str(error).split())}",
+                              where=str(path), fix=fix) from error
+    if not isinstance(loaded, DictConfig) or not loaded:
+        raise CheckpointError(f"{path} is damaged: it holds no configuration", where=str(path),
+                              fix=fix)
+    try:
+        return typed(typing.cast(DictConfig, OmegaConf.merge(schema_node(), loaded)))
+    except OmegaConfBaseException as error:
+        name = str(error.full_key or "")
+        hint = did_you_mean(name, list(schema_keys())) if name not in schema_keys() else ""
+        raise CheckpointError(
+            f"{path} doesn't fit this version of ppocli: {name}: "
+            f"{str(error.msg or error).splitlines()[0]}{hint}", where=str(path), fix=fix) from error
+
+
+def with_absolute_paths(config: TrainConfig, folder: Path) -> TrainConfig:
+    """A copy whose user paths are absolute, so that the run can go on from any folder.
+
+    Names that could also be Hub names (``gpt2``, ``org/name``) are taken as paths only where a
+    file or folder of that name exists, or where they start with ``.``, ``/`` or ``~``.
+    """
+    node = OmegaConf.merge(schema_node(), OmegaConf.create(dataclasses.asdict(config)))
+    for name in _PATH_KEYS:
+        value = OmegaConf.select(node, name, throw_on_missing=False)
+        if isinstance(value, str):
+            OmegaConf.update(node, name, _absolute(value, folder, name == "output_dir"))
+    result = typed(typing.cast(DictConfig, node))
+    for name in ("fn", "metric_fn"):
+        setattr(result.reward, name, _absolute_function(getattr(result.reward, name), folder))
+    result.reward.kwargs = _absolute_values(result.reward.kwargs, folder)
+    result.reward.fns = {
+        name: {**entry, "fn": _absolute_function(entry.get("fn"), folder),
+               "kwargs": _absolute_values(entry.get("kwargs") or {}, folder)}
+        if isinstance(entry, dict) else entry for name, entry in result.reward.fns.items()}
+    return result
+
+
+def _absolute(value: str, folder: Path, always: bool = False) -> str:
+    if value == "" or value.startswith("builtin:") or value == PYTHON_OBJECT:
+        return value
+    path = Path(value).expanduser()
+    is_path = always or value.startswith((".", "/", "~")) or (folder / path).exists()
+    return os.path.normpath(folder / path) if is_path else value
+
+
+def _absolute_function(value: str | None, folder: Path) -> str | None:
+    """``rewards.py:score`` with an absolute file; module paths are left as they are."""
+    if value is None:
+        return None
+    file, colon, name = value.rpartition(":")
+    return f"{_absolute(file, folder, True)}{colon}{name}" if file.endswith(".py") else value
+
+
+def _absolute_values(values: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Arguments of a reward: texts with a separator that name something on disk are paths."""
+    return {name: _absolute(value, folder) if isinstance(value, str)
+            and ("/" in value or value.startswith("~")) else value
+            for name, value in values.items()}
+
+
+def flat(config: TrainConfig) -> dict[str, Any]:
+    """Dotted key -> value for every leaf; free mappings give one entry per key in them."""
+    found: dict[str, Any] = {}
+
+    def walk(prefix: str, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            key = f"{prefix}{name}"
+            inside = key not in schema_keys() and free_mapping_of(key) is None
+            if isinstance(value, dict) and (inside or schema_keys().get(key) is not None
+                                            and schema_keys()[key].kind == "mapping" and value):
+                walk(key + ".", value)
+            else:
+                found[key] = value
+    walk("", dataclasses.asdict(config))
+    return found

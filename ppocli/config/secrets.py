@@ -1,0 +1,68 @@
+"""No key holds a secret: the resolved ``config.yaml`` can be kept, shown and published."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from ppocli.config.keys import schema_keys
+from ppocli.errors import ConfigError
+
+_SECRET_NAME = re.compile(
+    r"(^|[_\-.])(token|secret|password|passwd|pwd|credentials?|bearer|auth|"
+    r"(api|access|private|secret|auth|hub|hf|wandb|openai)[_-]?key|apikey)$", re.IGNORECASE)
+_SECRET_CAMEL = re.compile(r"(apiKey|accessKey|[a-z](Token|Secret|Password))$")
+_SECRET_VALUE = re.compile(
+    r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|"
+    r"github_pat_[A-Za-z0-9_]{20,}|AKIA[0-9A-Z]{16}|xox[abprs]-[A-Za-z0-9-]{10,})")
+_ENVIRONMENT = re.compile(r"\$\{\s*(oc\.env|env|oc\.decode)\s*:", re.IGNORECASE)
+_REMEDY = ("leave it out: tokens come from the environment (HF_TOKEN) or from `hf auth login`, "
+           "never from the configuration, which is written to disk")
+
+
+def looks_secret(name: str) -> bool:
+    """Whether a dotted key is named like a token, password or API key.
+
+    Names of the schema (``stop_token_ids``, ``response tokens`` and the like) never are.
+    """
+    if name in schema_keys():
+        return False
+    return any(_SECRET_NAME.search(part) or _SECRET_CAMEL.search(part)
+               for part in name.split("."))
+
+
+def refuse_secrets(entries: Iterable[tuple[str, object, str]]) -> None:
+    """Refuse entries (key, value, source) that hold, or would read, a secret.
+
+    Raises:
+        ConfigError: names the key and the source; the value is never shown.
+    """
+    for name, value, source in entries:
+        if looks_secret(name):
+            raise ConfigError(f"{name} looks like a secret and was refused (value not shown)",
+                              where=source, fix=_REMEDY)
+        for part, text in _texts(name, value):
+            if looks_secret(part):
+                raise ConfigError(f"{part} looks like a secret and was refused (value not shown)",
+                                  where=source, fix=_REMEDY)
+            if _ENVIRONMENT.search(text):
+                raise ConfigError(f"{part} reads an environment variable; its value could be a "
+                                  "secret and would be written to disk", where=source,
+                                  fix="write the value itself; " + _REMEDY)
+            if _SECRET_VALUE.search(text):
+                raise ConfigError(f"the value of {part} looks like a secret and was refused "
+                                  "(value not shown)", where=source, fix=_REMEDY)
+
+
+def _texts(name: str, value: object) -> Iterable[tuple[str, str]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield f"{name}.{key}", ""
+            yield from _texts(f"{name}.{key}", item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            # texts of prompts.items are prose, their mapping keys are column names
+            yield from _texts(name, item)
+    elif isinstance(value, str):
+        yield name, value
+

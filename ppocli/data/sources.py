@@ -1,0 +1,217 @@
+"""Raw prompt rows from where they lie: files, folders, saved data sets, the Hub, inline lists."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ppocli.config.hub import go_offline, hub_reachable, offline_hint
+from ppocli.data.files import SUFFIX_WORDS, SUFFIXES, Row, read_file
+from ppocli.data.spec import PromptSpec
+from ppocli.errors import InputError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+_REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
+_SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev", "eval")
+_SHARD = re.compile(r"-\d{5}-of-\d{5}.*$")  # train-00000-of-00002.parquet
+
+
+def open_rows(spec: PromptSpec, notes: list[str]) -> Iterator[Row]:
+    """The rows of a prompt set, in the order of their source.
+
+    ``spec.path`` is a path on this machine if it starts with ``.``, ``/`` or ``~``, exists, ends
+    like a prompt file, or cannot be a Hub name; relative paths start from the current directory.
+    ``builtin:NAME`` names prompts that come with ppocli. Anything else is a data set on the Hub.
+
+    Args:
+        spec: has a source (``spec.has_source``).
+        notes: sentences about what was ignored are appended here.
+
+    Raises:
+        InputError: nothing there, nothing readable there, or the Hub is needed and out of reach.
+    """
+    if spec.items is not None:
+        return _inline_rows(spec, spec.items)
+    assert spec.path is not None
+    if not spec.path.strip():
+        raise InputError("The path of the prompts is empty.", where=f"{spec.path_key}=''",
+                         fix=f"{spec.path_key}=FILE, or {spec.path_key}=null for the BOS token "
+                             "alone")
+    if spec.path.startswith("builtin:"):
+        from ppocli.assets.builtin import resolve_builtin
+
+        return _local_rows(resolve_builtin(spec.path), spec, notes)
+    path = Path(spec.path).expanduser()
+    if _means_path(spec.path, path):
+        if not path.exists():
+            _missing(path, spec)
+        return _local_rows(path, spec, notes)
+    return _hub_rows(spec)
+
+
+def _means_path(value: str, path: Path) -> bool:
+    return (value.startswith((".", "/", "~")) or path.suffix.lower() in SUFFIXES
+            or _REPO_ID.fullmatch(value) is None or path.exists())
+
+
+def _missing(path: Path, spec: PromptSpec) -> NoReturn:
+    where = f"{spec.path_key}={spec.path}"
+    parent = path.parent
+    if not parent.is_dir():
+        raise InputError(f"Prompt file {path} does not exist: there is no folder "
+                         f"{parent} (looked in {Path.cwd()}).", where=where)
+    near = difflib.get_close_matches(path.name, os.listdir(parent), n=3)
+    hint = f"did you mean {' or '.join(str(parent / name) for name in near)}?" if near else (
+        f"give a {SUFFIX_WORDS} file, a folder, or a Hub data set")
+    raise InputError(f"Prompt file or folder {path} does not exist (looked in {Path.cwd()}).",
+                     where=where, fix=hint)
+
+
+# Inline lists -------------------------------------------------------------------------------------
+
+def _inline_rows(spec: PromptSpec, items: Sequence[Any]) -> Iterator[Row]:
+    for number, item in enumerate(items, start=1):
+        place = f"item {number} of {spec.key}.items"
+        if isinstance(item, Mapping):
+            values = {str(name): value for name, value in item.items()}
+            if spec.column not in values and "prompt" in values:
+                values[spec.column] = values.pop("prompt")
+            yield Row(place, values)
+        else:
+            yield Row(place, {spec.column: item})
+
+
+# Files and folders --------------------------------------------------------------------------------
+
+def _local_rows(path: Path, spec: PromptSpec, notes: list[str]) -> Iterator[Row]:
+    if path.is_dir():
+        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+            return _saved_rows(path, spec, notes)
+        return _folder_rows(path, spec, notes)
+    _note_ignored(path, spec, notes, name=True, split=True)
+    return read_file(path, spec.column)
+
+
+def _note_ignored(path: Path, spec: PromptSpec, notes: list[str], *, name: bool = False,
+                  split: bool = False) -> None:
+    if name and spec.name is not None:
+        notes.append(f"{path.name} has no configurations: {spec.key}.name={spec.name} was ignored")
+    if split and spec.split_asked:
+        notes.append(f"{path.name} has no splits: {spec.key}.split={spec.split} was ignored and "
+                     "all its rows were used")
+
+
+def _folder_rows(folder: Path, spec: PromptSpec, notes: list[str]) -> Iterator[Row]:
+    root = folder / spec.name if spec.name is not None else folder
+    if not root.is_dir():
+        root = folder
+        _note_ignored(folder, spec, notes, name=True)
+    files = sorted(file for file in root.rglob("*")
+                   if file.suffix.lower() in SUFFIXES and file.is_file()
+                   and not any(part.startswith(".") for part in file.relative_to(root).parts))
+    if not files:
+        raise InputError(f"Folder {root} has no prompt files.",
+                         where=f"{spec.path_key}={spec.path}",
+                         fix=f"it should hold {SUFFIX_WORDS} files, or what "
+                             "`datasets.save_to_disk` writes")
+    splits: dict[str, list[Path]] = {}
+    for file in files:
+        split = _split_of(file.relative_to(root))
+        if split is not None:
+            splits.setdefault(split, []).append(file)
+    if splits:
+        strays = set(files).difference(*splits.values())
+        notes.extend(f"{file.relative_to(root)} belongs to no split of {folder.name}: left out"
+                     for file in sorted(strays))
+        files = [file for name in _wanted_splits(spec, list(splits)) for file in splits[name]]
+    else:
+        _note_ignored(folder, spec, notes, split=True)
+    return (row for file in files for row in read_file(file, spec.column))
+
+
+def _split_of(file: Path) -> str | None:
+    """The split that a file belongs to by its name or its folder's, as on the Hub, or None."""
+    stem = _SHARD.sub("", file.stem).lower()
+    for candidate in (stem, *(part.lower() for part in reversed(file.parts[:-1]))):
+        if candidate in _SPLIT_NAMES:
+            return candidate
+    return stem if _SHARD.search(file.stem) else None
+
+
+def _wanted_splits(spec: PromptSpec, present: list[str]) -> list[str]:
+    wanted = [name.strip() for name in spec.split.split("+")]
+    for name in wanted:
+        if name not in present:
+            near = difflib.get_close_matches(name, present, n=1)
+            raise InputError(f"There is no split {name!r} in {spec.path}; it has "
+                             f"{', '.join(present)}.", where=f"{spec.key}.split={spec.split}",
+                             fix=f"{spec.key}.split={(near or present)[0]}")
+    return wanted
+
+
+# The datasets library -----------------------------------------------------------------------------
+
+def _saved_rows(folder: Path, spec: PromptSpec, notes: list[str]) -> Iterator[Row]:
+    import datasets
+
+    try:
+        saved = datasets.load_from_disk(str(folder))
+    except Exception as error:  # a damaged folder raises whatever arrow or json raise
+        raise InputError(f"The data set saved in {folder} cannot be loaded: {_one_line(error)}",
+                         where=f"{spec.path_key}={spec.path}") from error
+    _note_ignored(folder, spec, notes, name=True)
+    if isinstance(saved, datasets.DatasetDict):
+        parts = [saved[name] for name in _wanted_splits(spec, list(saved))]
+        return (row for part in parts for row in _dataset_rows(part, folder.name))
+    _note_ignored(folder, spec, notes, split=spec.split != str(saved.split))
+    return _dataset_rows(saved, folder.name)
+
+
+def _dataset_rows(dataset: Dataset, name: str) -> Iterator[Row]:
+    split = f" ({dataset.split})" if dataset.split else ""
+    number = 0
+    for batch in dataset.with_format(None).iter(batch_size=1024):
+        names = list(batch)
+        for cells in zip(*batch.values(), strict=True):
+            number += 1
+            yield Row(f"row {number} of {name}{split}", dict(zip(names, cells, strict=True)))
+
+
+def _hub_rows(spec: PromptSpec) -> Iterator[Row]:
+    assert spec.path is not None
+    offline = None if hub_reachable() else offline_hint()
+    if offline:
+        go_offline()
+    import datasets
+
+    if offline is None and datasets.config.HF_HUB_OFFLINE:
+        offline = "HF_DATASETS_OFFLINE forbids downloading"
+    where = f"{spec.path_key}={spec.path}"
+    try:
+        loaded = datasets.load_dataset(spec.path, name=spec.name, split=spec.split)
+    except Exception as error:  # remote content: the library lets through errors of many libraries
+        if offline and isinstance(error, ConnectionError | FileNotFoundError):
+            raise InputError(
+                f"Data set '{spec.path}' is not on this machine and {offline}.",
+                where=where,
+                fix=f"give a local file or folder: {spec.path_key}=/path, "
+                    f"or run once with network: hf download --repo-type dataset {spec.path} "
+                    f"--local-dir {spec.path.split('/')[-1]}") from error
+        raise InputError(f"Data set '{spec.path}' cannot be loaded: {_one_line(error)}",
+                         where=f"{where} {spec.key}.name={spec.name or 'null'} "
+                               f"{spec.key}.split={spec.split}",
+                         fix=f"check the name, {spec.key}.name and {spec.key}.split"
+                             + ("" if offline else "; a private data set needs `hf auth login`")
+                         ) from error
+    return _dataset_rows(loaded, spec.path)
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 400 else text[:397] + "..."

@@ -1,0 +1,139 @@
+"""What one set of prompts is made from: the keys of ``prompts``, or of ``prompts.eval`` with what
+it inherits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ppocli.config.schema import PromptsConfig
+from ppocli.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSpec:
+    """Checked settings of one prompt set. Made here, read by the other modules of the room."""
+
+    key: str
+    """``prompts`` or ``prompts.eval``: how errors name the settings"""
+    path: str | None
+    path_key: str
+    """the key that gave ``path``, which an evaluation set may have inherited"""
+    name: str | None
+    split: str
+    split_asked: bool
+    """whether the split was set for this very source, so that ignoring it is worth a note"""
+    items: list[Any] | None
+    column: str
+    columns: list[str] | None
+    limit: int | None
+    first_words: int | None
+    length_sampler: tuple[int, int] | None
+    template: str | None
+    chat: bool
+    max_length: int | None
+    truncation_side: str
+
+    @property
+    def has_source(self) -> bool:
+        """False if the prompts are the BOS token alone."""
+        return self.path is not None or self.items is not None
+
+
+def training_spec(cfg: PromptsConfig, items: list[Any] | None) -> PromptSpec:
+    """The training prompts; ``items``, given from Python, replace ``prompts.path``.
+
+    Raises:
+        ConfigError: two sources at once, a malformed length sampler, or a rendering without source.
+    """
+    if items is None:
+        items = cfg.items
+        _one_source("prompts", cfg.path, items)
+    spec = PromptSpec(
+        key="prompts", path=None if items is not None else cfg.path, path_key="prompts.path",
+        name=cfg.name, split=cfg.split, split_asked=cfg.split != "train", items=_as_list(items),
+        column=cfg.column, columns=cfg.columns, limit=cfg.limit, first_words=cfg.first_words,
+        length_sampler=_range("prompts", cfg.length_sampler), template=cfg.template, chat=cfg.chat,
+        max_length=cfg.max_length, truncation_side=cfg.truncation_side)
+    _no_rendering_without_source(spec)
+    return _checked(spec)
+
+
+def evaluation_spec(cfg: PromptsConfig, items: list[Any] | None) -> PromptSpec:
+    """The evaluation prompts. Keys of ``prompts.eval`` that are null take those of ``prompts``.
+
+    The result has a source only if one was given for evaluation: ``items``, ``prompts.eval.items``,
+    ``prompts.eval.path``, or another ``split`` or ``name`` of ``prompts.path``.
+
+    Raises:
+        ConfigError: as :func:`training_spec`.
+    """
+    own = cfg.eval
+    if items is None:
+        items = own.items
+        _one_source("prompts.eval", own.path, items)
+    path = own.path
+    if path is None and items is None and (own.split is not None or own.name is not None):
+        path = cfg.path
+    sampler = own.length_sampler if own.length_sampler is not None else cfg.length_sampler
+    return _checked(PromptSpec(
+        key="prompts.eval", path=path,
+        path_key="prompts.path" if own.path is None else "prompts.eval.path",
+        name=_first(own.name, cfg.name), split=_first(own.split, cfg.split),
+        split_asked=own.split is not None, items=_as_list(items),
+        column=_first(own.column, cfg.column), columns=_first(own.columns, cfg.columns),
+        limit=own.limit, first_words=_first(own.first_words, cfg.first_words),
+        length_sampler=_range("prompts.eval", sampler),
+        template=_first(own.template, cfg.template), chat=_first(own.chat, cfg.chat),
+        max_length=_first(own.max_length, cfg.max_length),
+        truncation_side=_first(own.truncation_side, cfg.truncation_side)))
+
+
+def _first(value: Any, inherited: Any) -> Any:
+    return inherited if value is None else value
+
+
+def _as_list(items: Any) -> list[Any] | None:
+    if items is None:
+        return None
+    if isinstance(items, str | bytes | Mapping):
+        raise ConfigError(f"Inline prompts must be a list, not one {type(items).__name__}.",
+                          where="prompts.items", fix="put it in a list: [...]")
+    return list(items)
+
+
+def _one_source(key: str, path: str | None, items: list[Any] | None) -> None:
+    if path is not None and items is not None:
+        raise ConfigError(f"{key}.path and {key}.items are both set; prompts have one source.",
+                          where=f"{key}.path={path}", fix=f"{key}.path=null or {key}.items=null")
+
+
+def _checked(spec: PromptSpec) -> PromptSpec:
+    if spec.chat and spec.length_sampler is not None:
+        raise ConfigError(f"{spec.key}.length_sampler would cut off the end of the chat template.",
+                          where=f"{spec.key}.length_sampler={list(spec.length_sampler)}",
+                          fix=f"{spec.key}.length_sampler=null or {spec.key}.chat=false")
+    return spec
+
+
+def _no_rendering_without_source(spec: PromptSpec) -> None:
+    if spec.has_source:
+        return
+    asked = [name for name, value in (("template", spec.template), ("chat", spec.chat or None),
+                                      ("first_words", spec.first_words),
+                                      ("length_sampler", spec.length_sampler)) if value is not None]
+    if asked:
+        raise ConfigError(f"{spec.key}.{asked[0]} is set but there are no prompts to apply it to.",
+                          where=f"{spec.key}.{asked[0]}",
+                          fix=f"{spec.key}.path=FILE or {spec.key}.items=[...]")
+
+
+def _range(key: str, bounds: list[int] | None) -> tuple[int, int] | None:
+    if bounds is None:
+        return None
+    if len(bounds) != 2 or not 1 <= bounds[0] <= bounds[1]:
+        raise ConfigError(f"{key}.length_sampler={list(bounds)} is not [min, max] with "
+                          "1 <= min <= max.", where=f"{key}.length_sampler",
+                          fix=f"{key}.length_sampler=[2,8]")
+    return bounds[0], bounds[1]

@@ -1,0 +1,132 @@
+"""From prompt texts to token ids, cut to the lengths that were asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ppocli.data.spec import PromptSpec
+from ppocli.errors import ConfigError, InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_CHUNK = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """n prompts as tokens. Made by :func:`encode`, read by :mod:`ppocli.data.prompt_set`."""
+
+    token_ids: list[list[int]]
+    """n lists, none empty"""
+    texts: list[str]
+    """n texts; of a prompt that was cut, what its tokens still say"""
+    kept: list[int]
+    """which of the given texts these are: those without any token were dropped"""
+    cut: int
+    """how many were longer than ``longest`` and were cut to it"""
+    longest: int
+    """tokens a prompt may have"""
+
+
+def encode(texts: list[str], spec: PromptSpec, tokenizer: PreTrainedTokenizerBase, *, seed: int,
+           max_prompt_tokens: int) -> Encoded:
+    """Tokenise, draw lengths, cut.
+
+    Text is given the tokens that the tokenizer puts in front of a text (BOS), and none behind it,
+    so that the response continues the prompt. Chat text is taken as its template wrote it. Lengths
+    count all tokens; what stands in front survives a cut on the left. A length sampler keeps the
+    first tokens, as TRL's ``LengthSampler`` examples do; ``truncation_side`` is for the rest.
+
+    Args:
+        texts: rendered prompts.
+        seed: of the length sampler; the length of the i-th prompt is a function of (seed, i).
+        max_prompt_tokens: what fits the model beside the response.
+
+    Raises:
+        ConfigError: the response leaves no room for a prompt.
+    """
+    longest = _longest(spec, max_prompt_tokens)
+    front = [] if spec.chat else front_tokens(tokenizer)
+    bodies = _token_ids(texts, tokenizer)
+    kept = [i for i, body in enumerate(bodies) if body]
+    lengths = _drawn_lengths(spec, seed, len(kept))
+    token_ids, kept_texts, cut = [], [], 0
+    for position, i in enumerate(kept):
+        ids = front + bodies[i]
+        fixed = len(front) or int(ids[0] == tokenizer.bos_token_id)
+        whole = len(ids)
+        if lengths is not None:
+            ids = ids[:lengths[position]]
+        if len(ids) > longest:
+            cut += 1
+            ids = _cut(ids, longest, fixed, spec.truncation_side)
+        token_ids.append(ids)
+        kept_texts.append(texts[i] if len(ids) == whole
+                          else _decode(ids[len(front):], tokenizer))
+    return Encoded(token_ids=token_ids, texts=kept_texts, kept=kept, cut=cut, longest=longest)
+
+
+def front_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids that the tokenizer puts in front of every text by itself, most often BOS or none."""
+    text = "a"
+    bare = _token_ids([text], tokenizer)[0]
+    full = list(tokenizer(text)["input_ids"])
+    for start in range(len(full) - len(bare) + 1):
+        if bare and full[start:start + len(bare)] == bare:
+            return full[:start]
+    if full and full[0] == tokenizer.bos_token_id:  # no vocabulary for the probe
+        return full[:1]
+    return []
+
+
+def bos_alone(tokenizer: PreTrainedTokenizerBase) -> tuple[int, str]:
+    """The id that starts a text, and its name: BOS, or EOS where a tokenizer has no BOS.
+
+    Raises:
+        InputError: the tokenizer has neither.
+    """
+    if tokenizer.bos_token_id is not None:
+        return tokenizer.bos_token_id, "BOS"
+    if tokenizer.eos_token_id is not None:
+        return tokenizer.eos_token_id, "EOS"
+    raise InputError("There are no prompts, and the tokenizer has neither a BOS nor an EOS token "
+                     "to start from.", where="prompts.path=null",
+                     fix="prompts.path=FILE or prompts.items=[...]")
+
+
+def _longest(spec: PromptSpec, max_prompt_tokens: int) -> int:
+    if max_prompt_tokens < 1:
+        raise ConfigError("generation.max_new_tokens leaves no position of the model for a prompt.",
+                          where="generation.max_new_tokens", fix="lower it")
+    return min(spec.max_length or max_prompt_tokens, max_prompt_tokens)
+
+
+def _token_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    ids: list[list[int]] = []
+    for start in range(0, len(texts), _CHUNK):
+        # verbose=False: the warning about long texts is premature, they are cut below
+        ids.extend(tokenizer(texts[start:start + _CHUNK], add_special_tokens=False,
+                             return_attention_mask=False, verbose=False)["input_ids"])
+    return ids
+
+
+def _drawn_lengths(spec: PromptSpec, seed: int, n: int) -> list[int] | None:
+    if spec.length_sampler is None:
+        return None
+    shortest, most = spec.length_sampler
+    return np.random.default_rng(seed).integers(shortest, most + 1, size=n).tolist()
+
+
+def _cut(ids: list[int], longest: int, fixed: int, side: str) -> list[int]:
+    """``longest`` ids; on the left, the first ``fixed`` (BOS) stay."""
+    if side == "right" or longest <= fixed:
+        return ids[:longest]
+    return ids[:fixed] + ids[len(ids) - (longest - fixed):]
+
+
+def _decode(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))

@@ -1,0 +1,275 @@
+"""Files that are whole or absent: write, fsync, rename, fsync the folder.
+
+Everything durable in a run folder goes through here, so that a kill or a power cut leaves either
+the old content or the new one. Failures of the disk become :class:`DiskError`.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ppocli.errors import DiskError, PpocliError
+
+TEMPORARY_PREFIX = ".tmp-"
+_NEARLY_FULL = 1 << 20  # bytes free below which an unexplained write error is the disk's
+
+_REASONS = {
+    errno.ENOSPC: "Disk full",
+    errno.EDQUOT: "Disk quota exceeded",
+    errno.EROFS: "Read-only disk",
+    errno.EACCES: "No permission",
+    errno.EPERM: "No permission",
+    errno.EFBIG: "File size limit reached",
+    errno.EIO: "Disk failure (input/output error)",
+    errno.ENOTDIR: "Not a folder",
+    errno.ENAMETOOLONG: "Path too long",
+}
+_FIXES = {
+    "Disk full": "free some space",
+    "Disk quota exceeded": "free some space or raise the quota",
+    "Read-only disk": "choose a writable output_dir",
+    "No permission": "make the folder writable, or choose another output_dir",
+    "File size limit reached": "raise the limit (ulimit -f)",
+    "Disk failure (input/output error)": "check the disk",
+    "Not a folder": "choose an output_dir that isn't below a file",
+    "Path too long": "choose a shorter output_dir or run_name",
+}
+
+
+def disk_reason(error: BaseException, folder: Path | None = None) -> str | None:
+    """Why the disk refused, or ``None`` when ``error`` isn't the disk's.
+
+    Libraries report a full disk in their own ways: torch raises ``RuntimeError`` naming
+    ``inline_container``, safetensors a ``SafetensorError`` with "(os error 28)". With ``folder``,
+    an unexplained I/O-like error on a disk with less than 1 MiB free counts as "Disk full".
+    """
+    link: BaseException | None = error
+    while link is not None:
+        if reason := _reason_of_one(link):
+            return reason
+        # Not __context__: that may be whatever an outer frame happens to be handling.
+        link = link.__cause__
+    is_safetensors = type(error).__name__ == "SafetensorError"
+    if folder is not None and (is_safetensors or isinstance(error, (OSError, RuntimeError))):
+        free = free_bytes(folder)
+        return "Disk full" if free is not None and free < _NEARLY_FULL else None
+    return None
+
+
+def _reason_of_one(error: BaseException) -> str | None:
+    if isinstance(error, OSError) and error.errno is not None:
+        return _REASONS.get(error.errno)
+    if isinstance(error, PpocliError) or not isinstance(error, Exception):
+        return None
+    text = str(error).lower()
+    if match := re.search(r"os error (\d+)", text):
+        return _REASONS.get(int(match.group(1)))
+    if "no space left" in text or "inline_container" in text:
+        return "Disk full"
+    return "Disk quota exceeded" if "disk quota" in text else None
+
+
+def free_bytes(path: Path) -> int | None:
+    """Bytes an ordinary user may still write on the disk of ``path`` (or its nearest parent)."""
+    for candidate in (path, *path.absolute().parents):
+        try:
+            return shutil.disk_usage(candidate).free
+        except OSError:
+            continue
+    return None
+
+
+def format_bytes(count: int) -> str:
+    """``214000000`` as ``214 MB`` (decimal units, as disks are sold)."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            value = count / size
+            return f"{value:.1f} {unit}" if value < 10 and unit == "GB" else f"{value:.0f} {unit}"
+    return f"{count} bytes"
+
+
+def disk_sentence(reason: str, doing: str, folder: Path, needed: str | None) -> str:
+    """``Disk full writing step 130 (needs 214 MB, 3 MB free).``"""
+    free = free_bytes(folder)
+    facts = [f"needs {needed}"] if needed else []
+    facts += [f"{format_bytes(free)} free"] if free is not None else []
+    return f"{reason} writing {doing}" + (f" ({', '.join(facts)})." if facts else ".")
+
+
+def disk_fix(reason: str) -> str:
+    """What a user does about a :func:`disk_reason`."""
+    return _FIXES[reason]
+
+
+@contextmanager
+def disk_errors(path: Path, needed: int | None = None) -> Iterator[None]:
+    """Turn the disk's ``OSError`` inside the block into a :class:`DiskError` naming ``path``.
+
+    Args:
+        path: the file or folder being written.
+        needed: bytes the block writes, where known.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = disk_reason(error)
+        if reason is None:
+            raise
+        size = None if needed is None else format_bytes(needed)
+        raise DiskError(disk_sentence(reason, str(path), path.parent, size), where=str(path),
+                        fix=disk_fix(reason)) from error
+
+
+def fsync_file(path: Path) -> None:
+    """Force the content of a file to the disk, whoever wrote it."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_dir(path: Path) -> None:
+    """Force the names in a folder (creations, renames, deletions) to the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems can't sync a folder and have no weaker request to offer.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def sha256_file(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def open_atomic(path: Path, needed: int | None = None) -> Iterator[BinaryIO]:
+    """A binary file that replaces ``path`` when the block ends, durably; on an exception it's gone.
+
+    The temporary file lies in the same folder and has the permissions the umask gives.
+
+    Args:
+        path: the file to write; a link there is replaced, not followed.
+        needed: bytes to be written, where known, for the error message.
+
+    Raises:
+        DiskError: the disk is full, read-only, or refuses.
+    """
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
+    try:
+        with disk_errors(path, needed):
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            with os.fdopen(descriptor, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            fsync_dir(path.parent)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_atomic(path: Path, data: bytes | str) -> None:
+    """Replace ``path`` by ``data`` (text as UTF-8): readers see the old file or the whole new one.
+
+    Raises:
+        DiskError: the disk is full, read-only, or refuses.
+    """
+    raw = data.encode() if isinstance(data, str) else data
+    with open_atomic(path, needed=len(raw)) as file:
+        file.write(raw)
+
+
+def write_json_atomic(path: Path, value: Any) -> None:
+    """Write ``value`` as strict, indented JSON, atomically.
+
+    There is no newline at the end, so that a file cut by one byte is no longer JSON.
+
+    Raises:
+        ValueError: a float is NaN or infinite.
+        DiskError: the disk is full, read-only, or refuses.
+    """
+    write_atomic(path, json.dumps(value, indent=2, allow_nan=False))
+
+
+def make_dirs(path: Path) -> None:
+    """Create ``path`` and its parents where missing, and make their names durable.
+
+    Raises:
+        DiskError: the disk is full, read-only, or refuses.
+    """
+    missing = []
+    folder = path
+    with disk_errors(path):
+        while not folder.is_dir() and folder != folder.parent:
+            missing.append(folder)
+            folder = folder.parent
+        for folder in reversed(missing):
+            folder.mkdir(exist_ok=True)
+            fsync_dir(folder.parent)
+
+
+def rename_durable(source: Path, target: Path) -> None:
+    """Rename and sync both parents: after it returns, the new name survives a power cut."""
+    os.rename(source, target)
+    fsync_dir(target.parent)
+    if source.parent != target.parent:
+        fsync_dir(source.parent)
+
+
+def walk_files(folder: Path) -> list[str]:
+    """Relative POSIX names of all files below ``folder``, sorted.
+
+    Raises:
+        ValueError: something below is a link, a device, a pipe or a socket; the message names it.
+    """
+    names = []
+    for base, folders, files in os.walk(folder, followlinks=False):
+        for name in (*folders, *files):
+            path = Path(base, name)
+            mode = path.lstat().st_mode
+            relative = path.relative_to(folder).as_posix()
+            if stat.S_ISLNK(mode):
+                raise ValueError(f"{relative} is a link")
+            if stat.S_ISREG(mode):
+                names.append(relative)
+            elif not stat.S_ISDIR(mode):
+                raise ValueError(f"{relative} is not a plain file")
+    return sorted(names)
+
+
+def fsync_folders(folder: Path) -> None:
+    """Sync ``folder`` and every folder below it, deepest first (the files are the caller's)."""
+    for base, _, _ in os.walk(folder, topdown=False, followlinks=False):
+        fsync_dir(Path(base))
+
+
+def remove_tree(path: Path) -> None:
+    """Delete a folder and what it holds; of a link, only the link itself.
+
+    Raises:
+        OSError: something couldn't be deleted.
+    """
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path)

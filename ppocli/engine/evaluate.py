@@ -1,0 +1,107 @@
+"""Evaluation on fixed prompts with fixed random numbers, the same before and after training."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ppocli.engine.rollout import decode, sample_responses, score_texts, score_tokens
+from ppocli.engine.session import Session
+from ppocli.engine.stop import StopFlag
+from ppocli.ppo.kl import kl_per_token
+from ppocli.ppo.noise import EVALUATION
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Figures of one evaluation and its samples."""
+
+    figures: dict[str, float]
+    """reward_mean, reward_std, kl_mean, response_tokens_mean, ... and metrics/NAME"""
+    samples: list[dict[str, Any]]
+    """prompt, response, score, kl, response_tokens, finished of each prompt"""
+    tokens: int
+    """response tokens generated"""
+
+
+def distinct(texts: list[str], n: int) -> float:
+    """Different word n-grams over all word n-grams of the texts together; 0 without any."""
+    grams = [tuple(words[i:i + n]) for words in (t.split() for t in texts)
+             for i in range(len(words) - n + 1)]
+    return len(set(grams)) / len(grams) if grams else 0.0
+
+
+def _mean(values: list[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan
+
+
+def evaluate(session: Session, stop: StopFlag) -> Evaluation:
+    """Sample one response per evaluation prompt and score it.
+
+    ``kl_mean`` is the k1 estimate summed over each response and averaged over samples, in nats, of
+    the distributions at temperature 1 without top-k or top-p, whatever the sampling was.
+
+    Raises:
+        RewardError, DivergedError, StopRequested.
+    """
+    prompts = session.eval_prompts
+    chunk = session.cfg.ppo.chunk_size or min(session.cfg.ppo.num_rollouts, 128)
+    samples: list[dict[str, Any]] = []
+    metrics: dict[str, list[float]] = {}
+    parts: dict[str, list[float]] = {}
+    for start in range(0, len(prompts), chunk):
+        stop.check()
+        index = list(range(start, min(start + chunk, len(prompts))))
+        batch = prompts.batch(index, index, session.tokenizer.pad_token_id)
+        out = sample_responses(session, batch, session.eval_sampling, EVALUATION, stop)
+        responses = decode(session, batch, out)
+        request, scores = score_texts(session, batch, out, responses)
+        tokens = score_tokens(session, batch, out, want_policy=True, estimator="k1",
+                              temperature=1.0, stop=stop)
+        assert tokens.logprobs is not None
+        kl = (kl_per_token(tokens.logprobs, tokens.ref_logprobs, "k1") * out.mask).sum(1)
+        if session.metric is not None:
+            for name, values in session.metric.compute(request).items():
+                metrics.setdefault(name, []).extend(values)
+        for name, part in scores.parts.items():
+            parts.setdefault(name, []).extend(v for v in part if v is not None)
+        for i in range(len(index)):
+            samples.append({
+                "prompt": batch.texts[i], "response": responses[i],
+                "score": scores.scores[i] if scores.valid[i] else None, "kl": float(kl[i]),
+                "response_tokens": int(out.mask[i].sum()), "finished": bool(out.finished[i])})
+    return Evaluation(_figures(samples, metrics, parts), samples,
+                      sum(s["response_tokens"] for s in samples))
+
+
+def _figures(samples: list[dict[str, Any]], metrics: dict[str, list[float]],
+             parts: dict[str, list[float]]) -> dict[str, float]:
+    scores = [s["score"] for s in samples if s["score"] is not None]
+    mean = _mean(scores)
+    figures = {
+        "reward_mean": mean,
+        "reward_std": math.sqrt(_mean([(s - mean) ** 2 for s in scores])) if scores else math.nan,
+        "kl_mean": _mean([s["kl"] for s in samples]),
+        "response_tokens_mean": _mean([s["response_tokens"] for s in samples]),
+        "finished_share": _mean([float(s["finished"]) for s in samples]),
+        "distinct_2": distinct([s["response"] for s in samples], 2),
+    }
+    if len(parts) > 1:
+        figures.update({f"reward/{name}": _mean(values) for name, values in parts.items()})
+    figures.update({f"metrics/{name}": _mean(values) for name, values in metrics.items()})
+    return figures
+
+
+def better(figure: float | None, best: float | None) -> bool:
+    """Whether a finite figure exceeds the best so far."""
+    return figure is not None and math.isfinite(figure) and (best is None or figure > best)
+
+
+def policy_is_finite(session: Session) -> bool:
+    """Whether every trainable weight is finite; asked before anything is saved."""
+    flags = [torch.isfinite(p.detach()).all() for p in session.policy.parameters()
+             if p.requires_grad]
+    return bool(torch.stack(flags).all()) if flags else True

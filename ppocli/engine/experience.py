@@ -1,0 +1,90 @@
+"""Between the phases: scores, KL and values become advantages and returns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ppocli.config.schema import TrainConfig
+from ppocli.engine.records import Experience, Rollout, TrainState
+from ppocli.ppo.advantages import gae, token_rewards
+from ppocli.ppo.kl import adapt_kl_coef
+from ppocli.ppo.masking import whiten
+from ppocli.ppo.moments import moments_of, scale_scores
+
+
+def update_moments(state: TrainState, rollout: Rollout, cfg: TrainConfig) -> TrainState:
+    """The state with this rollout's raw scores in its running moments, and with the reference
+    deviation of the first rollout where ``reward.ref_std`` gives none."""
+    scores = [s for s, ok in zip(rollout.scores, rollout.valid.tolist(), strict=True) if ok]
+    found = moments_of(scores)
+    ref_std = state.ref_std
+    if cfg.reward.scale == "ref" and ref_std is None:
+        ref_std = cfg.reward.ref_std if cfg.reward.ref_std is not None else found.std
+    return replace(state, moments=state.moments.merge(found), ref_std=ref_std)
+
+
+def shaped_scores(rollout: Rollout, state: TrainState, cfg: TrainConfig
+                  ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What lands on the tokens: scaled and clipped scores, less the penalty for never ending.
+
+    ``running`` divides by the running deviation (trlX ``scale_reward: running``; no mean is taken
+    off), ``ref`` by the reference one. Clipping comes after scaling. Dense rewards are scaled and
+    clipped entry by entry.
+
+    Returns:
+        scores [B] for the last token, and dense rewards [B, R] or None.
+    """
+    reward = cfg.reward
+    std, mean = 1.0, 0.0
+    if reward.scale == "running":
+        std = state.moments.std
+    elif reward.scale == "ref":
+        std, mean = state.ref_std or 1.0, reward.ref_mean or 0.0
+    penalty = (reward.missing_eos_penalty or 0.0) * (~rollout.finished).float()
+    if rollout.dense is None:
+        scaled = scale_scores(rollout.scores, std=std, mean=mean, clip=reward.clip)
+        return torch.tensor(scaled, dtype=torch.float32) - penalty, None
+    dense = rollout.dense / std
+    if reward.clip is not None:
+        dense = dense.clamp(-reward.clip, reward.clip)
+    return -penalty, dense
+
+
+def to_experience(rollout: Rollout, state: TrainState, cfg: TrainConfig) -> Experience:
+    """Token rewards, GAE and whitening over the valid samples of a rollout.
+
+    Args:
+        state: with this rollout's moments already merged, and the KL coefficient to charge.
+    """
+    keep = rollout.valid.nonzero().squeeze(-1)
+    mask = rollout.response_mask[keep]
+    scores, dense = shaped_scores(rollout, state, cfg)
+    rewards = token_rewards(scores[keep], rollout.kl[keep], mask, kl_coef=state.kl_coef,
+                            dense=None if dense is None else dense[keep])
+    if cfg.ppo.whiten_rewards:
+        rewards = whiten(rewards, mask, center=False)
+    values = rollout.values[keep]
+    advantages, returns = gae(rewards, values, mask, gamma=cfg.ppo.gamma, lam=cfg.ppo.lam)
+    if cfg.ppo.whiten_advantages:
+        advantages = whiten(advantages, mask, center=True)
+    return Experience(
+        prompt_tokens=rollout.prompts.tokens[keep], prompt_mask=rollout.prompts.mask[keep],
+        response_tokens=rollout.response_tokens[keep], response_mask=mask,
+        logprobs=rollout.logprobs[keep], values=values * mask, advantages=advantages,
+        returns=returns)
+
+
+def sequence_kl(rollout: Rollout) -> float:
+    """Sampled KL (k1) summed over each response, mean over samples; nats."""
+    k1 = (rollout.logprobs - rollout.ref_logprobs) * rollout.response_mask
+    return float(k1.double().sum(1).mean())
+
+
+def next_kl_coef(state: TrainState, rollout: Rollout, cfg: TrainConfig) -> float:
+    """The coefficient for the next rollout."""
+    if cfg.ppo.kl_controller == "fixed":
+        return state.kl_coef
+    return adapt_kl_coef(state.kl_coef, sequence_kl(rollout), target=cfg.ppo.target,
+                         horizon=cfg.ppo.horizon, num_samples=len(rollout))

@@ -1,0 +1,103 @@
+"""Faults on request, for tests of what a run survives.
+
+Off unless the environment variable ``PPOCLI_FAULTS`` is set when this module is imported. It lists
+``POINT[@N[+]]:ACTION`` separated by commas; the fault fires each time the point is passed, only the
+``N``-th time (``@N``), or from the ``N``-th time on (``@N+``)::
+
+    PPOCLI_FAULTS=save.before_rename:kill9
+    PPOCLI_FAULTS=rollout.token@7:term,optimize.minibatch@3:nan
+
+Actions: ``kill9``, ``term``, ``int`` (signals to this process), ``raise`` (``RuntimeError``),
+``sleep`` or ``sleep=SECONDS`` (default 60), ``enospc`` (``OSError``), ``oom``
+(``torch.OutOfMemoryError``), ``nan`` (``point`` returns true: the caller poisons its tensor).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ppocli.errors import ConfigError
+
+VARIABLE = "PPOCLI_FAULTS"
+ACTIONS = ("kill9", "term", "int", "raise", "sleep", "enospc", "oom", "nan")
+_ENTRY = re.compile(r"(?P<point>[a-z_.]+)(@(?P<nth>[1-9][0-9]*)(?P<on>\+)?)?"
+                    r":(?P<action>[a-z0-9]+)(=(?P<seconds>[0-9]+(\.[0-9]+)?))?")
+_SIGNALS = {"kill9": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT}
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One entry: what happens on passes ``first`` to ``last`` (counted from 1) of ``point``."""
+
+    point: str
+    action: str
+    first: int
+    last: float
+    seconds: float
+
+
+def parse(text: str) -> tuple[Fault, ...]:
+    """Read the value of ``PPOCLI_FAULTS``.
+
+    Raises:
+        ConfigError: an entry isn't ``POINT[@N[+]]:ACTION`` or its action is unknown.
+    """
+    faults = []
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        match = _ENTRY.fullmatch(entry)
+        if match is None or match["action"] not in ACTIONS:
+            raise ConfigError(f"{entry!r} is not a fault", where=f"environment variable {VARIABLE}",
+                              fix=f"POINT[@N[+]]:ACTION with one of {', '.join(ACTIONS)}")
+        first = int(match["nth"] or 1)
+        last = float(first) if match["nth"] and not match["on"] else float("inf")
+        faults.append(Fault(match["point"], match["action"], first, last,
+                            float(match["seconds"] or 60)))
+    return tuple(faults)
+
+
+def armed(faults: tuple[Fault, ...]) -> Callable[[str], bool]:
+    """A ``point`` function that counts passes and fires ``faults``."""
+    passes: Counter[str] = Counter()
+
+    def point(name: str) -> bool:
+        """Fire what is planned for this pass of ``name``; true asks the caller to make a NaN."""
+        passes[name] += 1
+        poison = False
+        for fault in faults:
+            if fault.point == name and fault.first <= passes[name] <= fault.last:
+                poison |= _fire(fault)
+        return poison
+
+    return point
+
+
+def disarmed(name: str) -> bool:
+    """``point`` without ``PPOCLI_FAULTS``: nothing happens."""
+    return False
+
+
+def _fire(fault: Fault) -> bool:
+    if fault.action in _SIGNALS:
+        os.kill(os.getpid(), _SIGNALS[fault.action])
+    elif fault.action == "sleep":
+        time.sleep(fault.seconds)
+    elif fault.action == "raise":
+        raise RuntimeError(f"injected fault at {fault.point}")
+    elif fault.action == "enospc":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), fault.point)
+    elif fault.action == "oom":
+        import torch
+
+        raise torch.OutOfMemoryError(f"injected out-of-memory at {fault.point}")
+    return fault.action == "nan"
+
+
+_planned = parse(os.environ.get(VARIABLE, ""))
+point: Callable[[str], bool] = armed(_planned) if _planned else disarmed

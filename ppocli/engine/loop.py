@@ -1,0 +1,194 @@
+"""The training loop: rollout, optimize, evaluate, save; and what a stop or a failure leaves behind.
+
+A step is committed when its optimize phase ends: the state then carries the step's figures as
+``pending`` until evaluation has been added and the metrics row is written, so that a stop at any
+point resumes without losing or repeating a row.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from time import monotonic
+from typing import Any
+
+from ppocli.engine.checkpoints import save_checkpoint
+from ppocli.engine.console import Display
+from ppocli.engine.evaluate import better, evaluate, policy_is_finite
+from ppocli.engine.experience import next_kl_coef, sequence_kl, to_experience, update_moments
+from ppocli.engine.health import watch
+from ppocli.engine.metrics import (
+    Recorder,
+    optimize_figures,
+    rollout_figures,
+    rollout_samples,
+    speed_figures,
+    state_figures,
+)
+from ppocli.engine.optimize import optimize
+from ppocli.engine.persist import write_checkpoint
+from ppocli.engine.records import Best, Rollout, TrainState
+from ppocli.engine.retention import prune, update_pointers
+from ppocli.engine.rollout import PhaseClock, collect_rollout
+from ppocli.engine.run_folder import RunFolder
+from ppocli.engine.session import Session
+from ppocli.engine.stop import StopFlag
+from ppocli.errors import ConfigError, DivergedError
+from ppocli.ppo.noise import ROLLOUT
+from ppocli.rewards.check import check_invalid_share
+
+log = logging.getLogger("ppocli")
+
+
+@dataclass(slots=True)
+class Run:
+    """One run in progress: its parts, its files, and the newest committed state."""
+
+    session: Session
+    folder: RunFolder
+    run_id: str
+    config_digest: str
+    versions: dict[str, str]
+    stop: StopFlag
+    recorder: Recorder
+    display: Display
+    state: TrainState
+    saved_at: float
+    """monotonic time of the last checkpoint"""
+    intact: bool = True
+    """false while the weights are between two steps and must not be saved"""
+
+
+def initial_state(session: Session) -> TrainState:
+    """The state before the first step; the evaluation at the start, if any, is pending."""
+    state = TrainState(kl_coef=session.cfg.ppo.init_kl_coef)
+    if session.cfg.eval.at_start:
+        state = replace(state, pending=state_figures(state))
+    return state
+
+
+def run_training(run: Run) -> TrainState:
+    """Train until all episodes are drawn; returns the final state.
+
+    Raises:
+        StopRequested: at a safe point; ``run.state`` and ``run.intact`` say what can be saved.
+        PpocliError: reward, divergence, disk.
+    """
+    session = run.session
+    run.display.start(run.state.step, session.total_steps())
+    finish_step(run)
+    while run.state.episodes < session.total_episodes():
+        run.stop.check()
+        train_step(run)
+        finish_step(run)
+    return run.state
+
+
+def train_step(run: Run) -> None:
+    """One rollout and its optimize phase; commits the new state."""
+    session, state = run.session, run.state
+    clock = PhaseClock.start(session.backend.device)
+    count = min(session.cfg.ppo.num_rollouts, session.total_episodes() - state.episodes)
+    prompts = session.next_prompts(state.episodes, count)
+    rollout = collect_rollout(session, prompts, ROLLOUT, run.stop, clock)
+    check_invalid_share(int((~rollout.valid).sum()), len(rollout))
+    scored = update_moments(state, rollout, session.cfg)
+    experience = to_experience(rollout, scored, session.cfg)
+    clock.mark("scoring")
+    run.intact = False
+    result = optimize(session, experience, scored, run.stop)
+    clock.mark("optimize")
+    if not policy_is_finite(session):
+        raise DivergedError(f"The policy's weights became non-finite in step {state.step + 1}.",
+                            fix="lower ppo.optimizer.lr or raise ppo.init_kl_coef")
+    after = replace(scored, step=state.step + 1, episodes=state.episodes + len(rollout),
+                    updates=state.updates + result.updates, nonfinite=result.nonfinite,
+                    kl_coef=next_kl_coef(scored, rollout, session.cfg))
+    tokens = {"rollout": int(rollout.response_mask.sum()), "optimize": result.tokens}
+    for name, seconds in clock.seconds.items():
+        after = after.add_phase(name, seconds, tokens.get(name, 0))
+    after, messages = watch(session, rollout, after, sequence_kl(rollout))
+    for message in messages:
+        log.warning(message)
+    row = {**state_figures(after), **rollout_figures(rollout, state.kl_coef),
+           **optimize_figures(result, experience),
+           **speed_figures(clock.seconds, tokens, session.backend.peak_memory_mib())}
+    _log_rollout(run, rollout, after.step)
+    run.state = replace(after, pending=row)
+    run.intact = True
+
+
+def _log_rollout(run: Run, rollout: Rollout, step: int) -> None:
+    if run.session.cfg.tracking.log_rollouts:
+        run.recorder.samples.append(rollout_samples(rollout, step))
+
+
+def _is_last(run: Run) -> bool:
+    return run.state.episodes >= run.session.total_episodes()
+
+
+def _due(every: int | None, step: int) -> bool:
+    return every is not None and step > 0 and step % every == 0
+
+
+def finish_step(run: Run) -> None:
+    """Evaluate if it is time, write the step's row, save if it is time."""
+    row = run.state.pending
+    if row is None:
+        return
+    step, cfg = run.state.step, run.session.cfg
+    improved = False
+    if step == 0 or _due(cfg.eval.every_steps, step) or _is_last(run):
+        row, improved = _evaluate(run, row)
+    run.recorder.row(row)
+    run.display.step(row, run.session.total_steps())
+    run.state = replace(run.state, pending=None)
+    minutes = cfg.checkpoint.every_minutes
+    overdue = minutes is not None and monotonic() - run.saved_at >= 60 * minutes
+    if step > 0 and (improved or overdue or _due(cfg.checkpoint.every_steps, step)
+                     or _is_last(run)):
+        save(run)
+
+
+def _evaluate(run: Run, row: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """The row with evaluation figures, and whether this is a best to keep. Commits the state."""
+    clock = PhaseClock.start(run.session.backend.device)
+    found = evaluate(run.session, run.stop)
+    clock.mark("eval")
+    state, step = run.state, run.state.step
+    state = state.add_phase("eval", clock.seconds["eval"], found.tokens)
+    run.recorder.samples.append([{"step": step, "kind": "eval", **s} for s in found.samples])
+    if step == 0:
+        state = replace(state, eval_before=found.figures)
+    metric = run.session.cfg.checkpoint.metric
+    if metric not in found.figures:
+        raise ConfigError(f"checkpoint.metric={metric} is not among the evaluation's figures: "
+                          f"{', '.join(found.figures)}.", where="checkpoint.metric",
+                          fix="name one of them")
+    figure = found.figures[metric]
+    improved = step > 0 and better(figure, state.best.metric if state.best else None)
+    if improved:
+        state = replace(state, best=Best(step, figure))
+    run.state = replace(state, eval_last=found.figures, eval_step=step)
+    row = {**row, **{f"eval/{name}": value for name, value in found.figures.items()},
+           "time/eval": clock.seconds["eval"]}
+    return row, improved and run.session.cfg.checkpoint.keep_best
+
+
+def save(run: Run) -> None:
+    """Save the committed state as a checkpoint, then prune. A failed prune is a warning.
+
+    Raises:
+        DiskError: the disk is full; older checkpoints are untouched.
+    """
+    state, cfg = run.state, run.session.cfg
+    save_checkpoint(run.folder.checkpoints, state.step, run_id=run.run_id,
+                    write=lambda folder: write_checkpoint(run.session, folder),
+                    state=state.to_json(), config_digest=run.config_digest, versions=run.versions)
+    run.saved_at = monotonic()
+    best = state.best.step if state.best and cfg.checkpoint.keep_best else None
+    pruned = prune(run.folder.checkpoints, cfg.checkpoint.keep_last, best)
+    complaints = list(pruned.warnings)
+    complaints += update_pointers(run.folder.checkpoints, latest=state.step, best=best)
+    for complaint in complaints:
+        log.warning(complaint)

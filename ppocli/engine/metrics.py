@@ -1,0 +1,151 @@
+"""What a step is told to have done: figures by name, to metrics.jsonl and TensorBoard."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ppocli.engine.experience import sequence_kl
+from ppocli.engine.optimize import OptimizeResult
+from ppocli.engine.records import Experience, Rollout, TrainState
+from ppocli.engine.run_folder import RunFolder
+from ppocli.engine.run_logs import JsonlWriter
+
+VOLATILE = ("time/", "tokens_per_second/", "memory/")
+"""prefixes of figures that differ between two equal runs"""
+
+
+def _mean_std(values: list[float]) -> tuple[float, float]:
+    if not values:
+        return math.nan, math.nan
+    mean = math.fsum(values) / len(values)
+    return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / len(values))
+
+
+def rollout_figures(rollout: Rollout, kl_coef: float) -> dict[str, float]:
+    """Figures of phase 1, named as TRL names them where it has them."""
+    mask = rollout.response_mask
+    lengths = mask.sum(1).double()
+    scores = [s for s, ok in zip(rollout.scores, rollout.valid.tolist(), strict=True) if ok]
+    mean, std = _mean_std(scores)
+    kl = sequence_kl(rollout)
+    penalty = kl_coef * float((rollout.kl * mask).double().sum(1).mean())
+    figures = {
+        "reward/mean": mean, "reward/std": std,
+        "reward/invalid": float((~rollout.valid).sum()),
+        "objective/scores": mean, "objective/rlhf_reward": mean - penalty,
+        "objective/non_score_reward": -penalty, "objective/kl": kl,
+        "objective/kl_per_token": kl * len(rollout) / max(float(lengths.sum()), 1.0),
+        "objective/kl_coef": kl_coef,
+        "objective/entropy": float(-(rollout.logprobs * mask).double().sum(1).mean()),
+        "val/num_eos_tokens": float(rollout.finished.sum()),
+        "rollout/response_tokens_mean": float(lengths.mean()),
+        "rollout/response_tokens_max": float(lengths.max()),
+        "rollout/finished_share": float(rollout.finished.double().mean()),
+    }
+    if len(rollout.parts) > 1:
+        for name, part in rollout.parts.items():
+            figures[f"reward/{name}"] = _mean_std([v for v in part if v is not None])[0]
+    return figures
+
+
+def optimize_figures(result: OptimizeResult, experience: Experience) -> dict[str, float]:
+    """Figures of phase 2, named as TRL names them where it has them."""
+    terms = result.terms
+    returns = experience.returns[experience.response_mask].double()
+    variance = float(returns.var(correction=0)) if returns.numel() else 0.0
+    error = terms.get("value_error", math.nan)
+    return {
+        "loss/total_avg": terms.get("total", math.nan),
+        "loss/policy_avg": terms.get("policy", math.nan),
+        "loss/value_avg": terms.get("value", math.nan),
+        "policy/approxkl_avg": terms.get("approx_kl_squared", math.nan),
+        "policy/policykl_avg": terms.get("approx_kl", math.nan),
+        "policy/clipfrac_avg": terms.get("policy_clipfrac", math.nan),
+        "policy/entropy_avg": terms.get("entropy", math.nan),
+        "policy/grad_norm": terms.get("grad_norm", math.nan),
+        "policy/max_log_ratio": terms.get("max_log_ratio", math.nan),
+        "val/clipfrac_avg": terms.get("value_clipfrac", math.nan),
+        "val/error": error, "val/ratio": terms.get("ratio", math.nan),
+        "val/var_explained": 1.0 - error / variance if variance > 0 else math.nan,
+        "val/returns_mean": float(returns.mean()) if returns.numel() else math.nan,
+        "lr": result.lr, "updates_skipped": float(result.skipped),
+        "early_stopped": float(result.early_stopped),
+    }
+
+
+def speed_figures(seconds: dict[str, float], tokens: dict[str, int], memory_mib: float
+                  ) -> dict[str, float]:
+    """Wall time and throughput of each phase of one step."""
+    figures = {f"time/{name}": value for name, value in seconds.items()}
+    figures["time/step"] = sum(seconds.values())
+    for name, count in tokens.items():
+        figures[f"tokens_per_second/{name}"] = count / max(seconds.get(name, 0.0), 1e-9)
+    figures["memory/peak_mib"] = memory_mib
+    return figures
+
+
+def rollout_samples(rollout: Rollout, step: int) -> list[dict[str, Any]]:
+    """One row a sample for samples.jsonl."""
+    kl = ((rollout.logprobs - rollout.ref_logprobs) * rollout.response_mask).sum(1).tolist()
+    lengths = rollout.response_mask.sum(1).tolist()
+    return [{"step": step, "kind": "rollout", "episode": rollout.prompts.episodes[i],
+             "prompt": rollout.prompts.texts[i], "response": rollout.responses[i],
+             "score": rollout.scores[i] if bool(rollout.valid[i]) else None, "kl": kl[i],
+             "response_tokens": lengths[i], "finished": bool(rollout.finished[i])}
+            for i in range(len(rollout))]
+
+
+@dataclass(frozen=True, slots=True)
+class Recorder:
+    """Open metrics.jsonl, samples.jsonl and TensorBoard files of a run."""
+
+    metrics: JsonlWriter
+    samples: JsonlWriter
+    events: Any
+
+    def row(self, row: dict[str, Any]) -> None:
+        """Append one step's figures to metrics.jsonl and TensorBoard."""
+        self.metrics.append([row])
+        for name, value in row.items():
+            if name != "step" and isinstance(value, (int, float)) and math.isfinite(value):
+                self.events.add_scalar(name, value, row["step"])
+        # a full disk has been reported by metrics.jsonl; the copy must not end the run
+        with contextlib.suppress(OSError):
+            self.events.flush()
+
+
+@contextmanager
+def open_recorder(folder: RunFolder) -> Iterator[Recorder]:
+    """The recorder of a run; closes its files."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    with JsonlWriter(folder.metrics) as metrics, JsonlWriter(folder.samples) as samples:
+        events = SummaryWriter(str(folder.events))
+        try:
+            yield Recorder(metrics, samples, events)
+        finally:
+            with contextlib.suppress(OSError):
+                events.close()
+
+
+def state_figures(state: TrainState) -> dict[str, Any]:
+    """The counters a row starts with."""
+    return {"step": state.step, "episode": state.episodes, "updates": state.updates}
+
+
+def torch_versions() -> dict[str, str]:
+    """Versions of what the numbers depend on."""
+    import platform
+    from importlib.metadata import version
+
+    names = ("ppocli", "torch", "transformers", "accelerate", "safetensors", "hydra-core")
+    found = {name: version(name) for name in names}
+    found["torch"] = torch.__version__
+    return {"python": platform.python_version(), **found}

@@ -1,0 +1,119 @@
+"""The immutable records that pass between the phases of a step, and the state between steps."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ppocli.data.batch import PromptBatch
+from ppocli.ppo.moments import RunningMoments
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """B samples of phase 1. Made by ``collect_rollout``, logged, read by ``to_experience``.
+
+    All tensors are on the CPU; responses are right-padded to R tokens.
+    """
+
+    prompts: PromptBatch
+    response_tokens: torch.Tensor
+    """[B, R] int64"""
+    response_mask: torch.Tensor
+    """[B, R] bool, true through the token that ended the response"""
+    logprobs: torch.Tensor
+    """[B, R] fp32 of the sampled tokens under the rollout policy"""
+    ref_logprobs: torch.Tensor
+    """[B, R] fp32 under the reference"""
+    values: torch.Tensor
+    """[B, R] fp32"""
+    kl: torch.Tensor
+    """[B, R] per-token KL estimate (nats) that the reward is charged with"""
+    scores: list[float]
+    """[B] raw scores as the rewards gave them"""
+    dense: torch.Tensor | None
+    """[B, R] per-token rewards, when a reward gives them"""
+    valid: torch.Tensor
+    """[B] bool, false where a sample has no score and is left out of the update"""
+    finished: torch.Tensor
+    """[B] bool"""
+    responses: list[str]
+    parts: dict[str, list[float | None]]
+    """scores of each reward by name"""
+
+    def __len__(self) -> int:
+        return len(self.responses)
+
+
+@dataclass(frozen=True, slots=True)
+class Experience:
+    """What phase 2 needs of B samples and no more; CPU tensors. Read by ``optimize``."""
+
+    prompt_tokens: torch.Tensor
+    prompt_mask: torch.Tensor
+    response_tokens: torch.Tensor
+    response_mask: torch.Tensor
+    logprobs: torch.Tensor
+    values: torch.Tensor
+    advantages: torch.Tensor
+    returns: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.response_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best evaluation so far."""
+
+    step: int
+    metric: float
+
+
+@dataclass(frozen=True, slots=True)
+class TrainState:
+    """Everything between two steps that is not a tensor; saved in every checkpoint."""
+
+    kl_coef: float
+    step: int = 0
+    episodes: int = 0
+    """samples drawn; also the cursor into the prompt order"""
+    updates: int = 0
+    """optimizer updates made; the learning-rate schedule runs over these"""
+    moments: RunningMoments = field(default_factory=RunningMoments)
+    """of the raw scores, for ``reward.scale=running``"""
+    ref_std: float | None = None
+    """score deviation of the first rollout, for ``reward.scale=ref``"""
+    best: Best | None = None
+    eval_before: dict[str, float] | None = None
+    eval_last: dict[str, float] | None = None
+    eval_step: int | None = None
+    """step of ``eval_last``"""
+    pending: dict[str, Any] | None = None
+    """figures of the newest step while its evaluation and its metrics row are still to come"""
+    nonfinite: int = 0
+    """non-finite updates in a row"""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """wall time by phase since the start of the run"""
+    tokens: dict[str, int] = field(default_factory=dict)
+    """tokens by phase since the start of the run"""
+    health: dict[str, int] = field(default_factory=dict)
+    """consecutive steps of each unhealthy sign"""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> TrainState:
+        """The state that ``to_json`` wrote."""
+        state = TrainState(**data)
+        return replace(state, moments=RunningMoments(**data["moments"]),
+                       best=None if data["best"] is None else Best(**data["best"]))
+
+    def add_phase(self, name: str, seconds: float, tokens: int = 0) -> TrainState:
+        """The state with more time and tokens booked to a phase."""
+        return replace(self, seconds={**self.seconds, name: self.seconds.get(name, 0.0) + seconds},
+                       tokens={**self.tokens, name: self.tokens.get(name, 0) + tokens})

@@ -1,0 +1,254 @@
+"""Phase 1: prompts to scored samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from ppocli.data.batch import PromptBatch
+from ppocli.engine import faults
+from ppocli.engine.records import Rollout
+from ppocli.engine.session import Session
+from ppocli.engine.stop import StopFlag
+from ppocli.errors import DivergedError
+from ppocli.models.generation import Generation, generate
+from ppocli.models.head import full_kl, token_logprobs
+from ppocli.models.layout import SequenceBatch, lay_out
+from ppocli.models.policy import response_hidden
+from ppocli.models.sampling import SamplingSpec
+from ppocli.models.text import decode_responses, response_ids
+from ppocli.ppo.kl import kl_per_token
+from ppocli.ppo.noise import uniform
+from ppocli.rewards.records import RewardRequest, RewardScores
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredTokens:
+    """Per-token figures of B samples from forward passes; CPU fp32 [B, R]."""
+
+    logprobs: torch.Tensor | None
+    values: torch.Tensor | None
+    ref_logprobs: torch.Tensor
+    kl: torch.Tensor
+
+
+@dataclass(slots=True)
+class PhaseClock:
+    """Adds up wall time by phase; on a GPU it waits for the device at each mark."""
+
+    device: torch.device
+    seconds: dict[str, float]
+    last: float
+
+    @staticmethod
+    def start(device: torch.device) -> PhaseClock:
+        """A clock that runs from now."""
+        return PhaseClock(device, {}, perf_counter())
+
+    def mark(self, name: str) -> None:
+        """Book the time since the last mark to ``name``."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        now = perf_counter()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self.last
+        self.last = now
+
+
+def rows_by_length(lengths: torch.Tensor, rows: int) -> Iterator[torch.Tensor]:
+    """Row numbers sorted by length, longest first, in groups of at most ``rows``: neighbours are of
+    like length, so that little is padded, and the largest group shows at once whether it fits."""
+    yield from torch.argsort(lengths, descending=True, stable=True).split(rows)
+
+
+def sample_responses(session: Session, prompts: PromptBatch, spec: SamplingSpec, stream: int,
+                     stop: StopFlag) -> Generation:
+    """Generate one response per prompt with the policy.
+
+    Raises:
+        DivergedError: the policy's probabilities are no longer finite.
+    """
+    noise = uniform(session.cfg.seed, stream, prompts.episodes, spec.max_new_tokens)
+
+    def poll() -> None:
+        faults.point("rollout.token")
+        stop.check()
+
+    session.policy.eval()
+    with session.backend.autocast():
+        out = generate(session.policy.lm, prompts.tokens, prompts.mask, spec, noise,
+                       tokenizer=session.tokenizer, value_head=session.policy.value_head, poll=poll)
+    if not bool(torch.isfinite(out.logprobs).all()):
+        raise DivergedError("The policy became non-finite: its token probabilities are NaN.",
+                            fix="lower ppo.optimizer.lr, raise ppo.init_kl_coef, or use "
+                            "hardware.precision=fp32")
+    return out
+
+
+def score_texts(session: Session, prompts: PromptBatch, out: Generation, responses: list[str]
+                ) -> tuple[RewardRequest, RewardScores]:
+    """Hand one chunk to the reward; special tokens are left out and stop sequences trimmed."""
+    request = RewardRequest(prompts=prompts.texts, responses=responses,
+                            response_ids=response_ids(out.tokens, out.mask),
+                            columns=prompts.columns, tokenizer=session.tokenizer)
+    faults.point("score.before")
+    scores = session.reward.score(request)
+    faults.point("score.after")
+    return request, scores
+
+
+def decode(session: Session, prompts: PromptBatch, out: Generation) -> list[str]:
+    """The responses as text."""
+    prompt_ids = [row[mask].tolist() for row, mask in zip(prompts.tokens, prompts.mask, strict=True)]
+    return decode_responses(session.tokenizer, prompt_ids, response_ids(out.tokens, out.mask),
+                            session.sampling.stop_sequences)
+
+
+@torch.no_grad()
+def _score_rows(session: Session, batch: SequenceBatch, *, want_policy: bool, estimator: str,
+                temperature: float) -> dict[str, torch.Tensor]:
+    """Flat [N] figures of one forward batch, on the device."""
+    found: dict[str, torch.Tensor] = {}
+    hidden = None
+    with session.backend.autocast():
+        if want_policy or estimator == "full":
+            hidden = response_hidden(session.policy.lm, batch)
+            head = session.policy.lm.get_output_embeddings()
+            found["logprobs"], _ = token_logprobs(hidden, head, batch.targets,
+                                                  temperature=temperature, want_entropy=False)
+            found["values"] = session.policy.value_head(hidden)
+    if session.reference is not None:
+        ref_hidden = response_hidden(session.reference, batch)
+        ref_head = session.reference.get_output_embeddings()
+        found["ref_logprobs"], _ = token_logprobs(ref_hidden, ref_head, batch.targets,
+                                                  temperature=temperature, want_entropy=False)
+        if estimator == "full" and hidden is not None:
+            found["full_kl"] = full_kl(hidden, session.policy.lm.get_output_embeddings(),
+                                       ref_hidden, ref_head, temperature=temperature)
+    return found
+
+
+def score_tokens(session: Session, prompts: PromptBatch, out: Generation, *, want_policy: bool,
+                 estimator: str, temperature: float, stop: StopFlag) -> ScoredTokens:
+    """Forward passes over B samples: reference logprobs, KL, and the policy's own on demand.
+
+    Args:
+        want_policy: also compute the policy's logprobs and values (else the decoded ones serve).
+        estimator: of :mod:`ppocli.ppo.kl`, or ``full`` for the KL over the whole vocabulary.
+    """
+    lengths = prompts.mask.sum(1) + out.mask.sum(1)
+    names = ["ref_logprobs", "full_kl", "logprobs", "values"]
+    full = {name: torch.zeros(out.mask.shape) for name in names}
+    for rows in rows_by_length(lengths, session.forward_rows):
+        stop.check()
+        mask = out.mask[rows]
+        if not bool(mask.any()):
+            continue
+        batch = lay_out(prompts.tokens[rows], prompts.mask[rows], out.tokens[rows], mask)
+        found = _score_rows(session, batch.to(session.backend.device), want_policy=want_policy,
+                            estimator=estimator, temperature=temperature)
+        row, column = mask.nonzero(as_tuple=True)
+        for name, flat in found.items():
+            full[name][rows[row], column] = flat.cpu()
+    logprobs = full["logprobs"] if want_policy else out.logprobs
+    ref_logprobs = full["ref_logprobs"] if session.reference is not None else logprobs
+    kl = full["full_kl"] if estimator == "full" else kl_per_token(logprobs, ref_logprobs, estimator)
+    return ScoredTokens(full["logprobs"] if want_policy else None,
+                        full["values"] if want_policy else None, ref_logprobs, kl * out.mask)
+
+
+def _dense_rewards(scores: RewardScores, mask: torch.Tensor) -> torch.Tensor | None:
+    if scores.dense is None:
+        return None
+    dense = torch.zeros(mask.shape)
+    flat = [value for row in scores.dense for value in row]
+    dense[mask] = torch.tensor(flat, dtype=torch.float32)
+    return dense
+
+
+def _collect_chunk(session: Session, prompts: PromptBatch, stream: int, stop: StopFlag,
+                   clock: PhaseClock) -> Rollout:
+    out = sample_responses(session, prompts, session.sampling, stream, stop)
+    clock.mark("rollout")
+    responses = decode(session, prompts, out)
+    _, scores = score_texts(session, prompts, out, responses)
+    stop.check()
+    clock.mark("reward")
+    forward = not session.from_decode
+    tokens = score_tokens(session, prompts, out, want_policy=forward, stop=stop,
+                          estimator=session.cfg.ppo.kl_estimator,
+                          temperature=session.sampling.temperature)
+    clock.mark("scoring")
+    return Rollout(
+        prompts=prompts, response_tokens=out.tokens, response_mask=out.mask,
+        logprobs=out.logprobs if tokens.logprobs is None else tokens.logprobs,
+        ref_logprobs=tokens.ref_logprobs,
+        values=out.values if tokens.values is None else tokens.values,
+        kl=tokens.kl, scores=scores.scores, dense=_dense_rewards(scores, out.mask),
+        valid=torch.tensor(scores.valid), finished=out.finished, responses=responses,
+        parts=scores.parts)
+
+
+def collect_rollout(session: Session, prompts: PromptBatch, stream: int, stop: StopFlag,
+                    clock: PhaseClock) -> Rollout:
+    """Generate, score and measure all prompts, ``chunk_size`` at a time."""
+    chunk = session.cfg.ppo.chunk_size or min(session.cfg.ppo.num_rollouts, 128)
+    parts = []
+    for start in range(0, len(prompts), chunk):
+        stop.check()
+        parts.append(_collect_chunk(session, take_prompts(prompts, range(
+            start, min(start + chunk, len(prompts)))), stream, stop, clock))
+    return merge_rollouts(parts)
+
+
+def take_prompts(prompts: PromptBatch, rows: Sequence[int]) -> PromptBatch:
+    """The given rows, with the padding that none of them needs cut off."""
+    index = torch.tensor(list(rows))
+    mask = prompts.mask[index]
+    skip = prompts.tokens.shape[1] - max(int(mask.sum(1).max()), 1)
+    return PromptBatch(
+        tokens=prompts.tokens[index, skip:], mask=mask[:, skip:],
+        texts=[prompts.texts[i] for i in rows],
+        columns={name: [values[i] for i in rows] for name, values in prompts.columns.items()},
+        indices=[prompts.indices[i] for i in rows], episodes=[prompts.episodes[i] for i in rows])
+
+
+def _pad(tensors: list[torch.Tensor], *, left: bool) -> torch.Tensor:
+    width = max(t.shape[1] for t in tensors)
+    side = [(width - t.shape[1], 0) if left else (0, width - t.shape[1]) for t in tensors]
+    return torch.cat([torch.nn.functional.pad(t, s) for t, s in zip(tensors, side, strict=True)])
+
+
+def merge_rollouts(parts: list[Rollout]) -> Rollout:
+    """One rollout of all chunks, padded to the widest."""
+    if len(parts) == 1:
+        return parts[0]
+
+    def right(name: str) -> torch.Tensor:
+        return _pad([getattr(p, name) for p in parts], left=False)
+
+    def joined(lists: list[list[Any]]) -> list[Any]:
+        return [x for one in lists for x in one]
+
+    dense = None
+    if any(p.dense is not None for p in parts):
+        dense = _pad([p.dense if p.dense is not None else torch.zeros(p.response_mask.shape)
+                      for p in parts], left=False)
+    prompts = PromptBatch(
+        tokens=_pad([p.prompts.tokens for p in parts], left=True),
+        mask=_pad([p.prompts.mask for p in parts], left=True),
+        texts=joined([p.prompts.texts for p in parts]),
+        columns={c: joined([p.prompts.columns[c] for p in parts]) for c in parts[0].prompts.columns},
+        indices=joined([p.prompts.indices for p in parts]),
+        episodes=joined([p.prompts.episodes for p in parts]))
+    return Rollout(
+        prompts=prompts, response_tokens=right("response_tokens"),
+        response_mask=right("response_mask"), logprobs=right("logprobs"),
+        ref_logprobs=right("ref_logprobs"), values=right("values"), kl=right("kl"),
+        scores=joined([p.scores for p in parts]), dense=dense,
+        valid=torch.cat([p.valid for p in parts]), finished=torch.cat([p.finished for p in parts]),
+        responses=joined([p.responses for p in parts]),
+        parts={n: joined([p.parts[n] for p in parts]) for n in parts[0].parts})

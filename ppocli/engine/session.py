@@ -1,0 +1,183 @@
+"""Everything a run is made of, built once from its configuration."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ppocli.config.schema import GenerationConfig, TrainConfig
+from ppocli.data.batch import PromptBatch
+from ppocli.data.order import prompt_indices
+from ppocli.data.prompt_set import PromptSet, load_eval_prompts, load_prompts
+from ppocli.engine.backend import Backend, build_optimizer
+from ppocli.errors import ConfigError, InputError
+from ppocli.models.loading import (
+    LoadedLM,
+    check_vocabulary,
+    load_causal_lm,
+    load_reference,
+    load_tokenizer,
+    max_positions,
+    stop_token_ids,
+)
+from ppocli.models.policy import Policy, freeze_bottom
+from ppocli.models.sampling import SamplingSpec
+
+log = logging.getLogger("ppocli")
+
+
+@dataclass(frozen=True, slots=True)
+class PythonObjects:
+    """What ``ppocli.train()`` was handed beside words: Python objects in place of config keys."""
+
+    reward_fn: Any = None
+    """a callable, or a mapping name -> callable"""
+    metric_fn: Callable[..., Any] | None = None
+    prompts: list[Any] | None = None
+    eval_prompts: list[Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One run's parts. The policy's weights and the optimizer change; nothing else does."""
+
+    cfg: TrainConfig
+    backend: Backend
+    tokenizer: Any
+    loaded: LoadedLM
+    policy: Policy
+    """the bare module: decoding and saving"""
+    engine: Any
+    """the module accelerate wraps: forward passes for scoring and training"""
+    optimizer: Any
+    reference: Any
+    """frozen causal LM, or None without a KL term"""
+    prompts: PromptSet
+    eval_prompts: PromptSet
+    reward: Any
+    metric: Any
+    sampling: SamplingSpec
+    eval_sampling: SamplingSpec
+
+    @property
+    def from_decode(self) -> bool:
+        """Whether old logprobs and values are taken from the decoding pass."""
+        choice = self.cfg.ppo.logprobs_from
+        if choice == "auto":
+            return self.cfg.hardware.precision == "fp32"
+        return choice == "decode"
+
+    @property
+    def forward_rows(self) -> int:
+        """Rows of one forward pass: the training micro-batch."""
+        return self.cfg.ppo.micro_batch_size or self.cfg.ppo.mini_batch_size
+
+    def next_prompts(self, start: int, count: int) -> PromptBatch:
+        """The prompts of episodes ``start`` to ``start + count``; the order is a function of the
+        seed and the position alone."""
+        indices = prompt_indices(start, count, n=len(self.prompts), seed=self.cfg.seed,
+                                 shuffle=self.cfg.prompts.shuffle)
+        return self.prompts.batch(indices, list(range(start, start + count)),
+                                  self.tokenizer.pad_token_id)
+
+    def total_episodes(self) -> int:
+        """Samples in the whole run."""
+        ppo = self.cfg.ppo
+        return ppo.total_episodes or (ppo.num_steps or 0) * ppo.num_rollouts
+
+    def total_steps(self) -> int:
+        """Steps in the whole run; the last may be smaller."""
+        return -(-self.total_episodes() // self.cfg.ppo.num_rollouts)
+
+    def total_updates(self) -> int:
+        """Optimizer updates in the whole run if none is skipped."""
+        ppo, total = self.cfg.ppo, self.total_episodes()
+        full, rest = divmod(total, ppo.num_rollouts)
+        per_full = -(-ppo.num_rollouts // ppo.mini_batch_size)
+        return ppo.ppo_epochs * (full * per_full + -(-rest // ppo.mini_batch_size))
+
+
+def sampling_specs(cfg: GenerationConfig, stop_ids: tuple[int, ...]
+                   ) -> tuple[SamplingSpec, SamplingSpec]:
+    """Sampling in training and at evaluation, the latter with ``generation.eval`` laid over it."""
+    names = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "do_sample")
+    base = {name: getattr(cfg, name) for name in names}
+    over = {name: value for name in names if (value := getattr(cfg.eval, name)) is not None}
+    stops = tuple(cfg.stop_sequences)
+    return (SamplingSpec(stop_ids=stop_ids, stop_sequences=stops, **base),
+            SamplingSpec(stop_ids=stop_ids, stop_sequences=stops, **{**base, **over}))
+
+
+def _max_prompt_tokens(cfg: TrainConfig, lm: Any) -> int:
+    limit = max_positions(lm)
+    if limit is None:
+        return 2**31
+    longest = max(cfg.generation.max_new_tokens, cfg.generation.eval.max_new_tokens or 0)
+    if longest >= limit:
+        raise ConfigError(f"{longest} new tokens leave no room for a prompt: the model has "
+                          f"{limit} positions.", where="generation.max_new_tokens",
+                          fix=f"set generation.max_new_tokens below {limit}")
+    return limit - longest
+
+
+def _warn_about_sampling(spec: SamplingSpec) -> None:
+    if not spec.is_policy_distribution:
+        log.warning("Rollouts are sampled with top-k, top-p, a minimum length or greedily: tokens "
+                    "do not come from the policy's own distribution, and the KL to the reference "
+                    "may turn negative. generation.top_k=0 top_p=1 min_new_tokens=0 avoids it.")
+
+
+def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) -> Session:
+    """Build every part, the cheap checks first: reward, tokenizer, prompts, then the models.
+
+    Raises:
+        RewardError, InputError, ConfigError: each naming the key and the fix.
+    """
+    from ppocli.rewards.scoring import build_metric, build_reward
+
+    reward = build_reward(cfg.reward, reward_fn=objects.reward_fn)
+    metric = build_metric(cfg.reward.metric_fn, objects.metric_fn)
+    tokenizer = load_tokenizer(cfg.model)
+    loaded = load_causal_lm(cfg.model)
+    check_vocabulary(tokenizer, loaded.lm, cfg.model)
+    limit = _max_prompt_tokens(cfg, loaded.lm)
+    prompts = load_prompts(cfg.prompts, tokenizer, seed=cfg.seed, max_prompt_tokens=limit,
+                           items=objects.prompts)
+    eval_prompts = load_eval_prompts(cfg.prompts, tokenizer, seed=cfg.seed, max_prompt_tokens=limit,
+                                     items=objects.eval_prompts, training=prompts)
+    for note in (*prompts.notes, *eval_prompts.notes):
+        log.info(note)
+    reward.check_columns(list(prompts.columns))
+    policy, engine, optimizer = _build_policy(cfg, backend, loaded)
+    reference = None
+    if cfg.model.reference.kind == "copy":
+        reference = load_reference(cfg.model, cfg.hardware).to(backend.device)
+    stop_ids = stop_token_ids(tokenizer, loaded, cfg.generation.stop_token_ids)
+    sampling, eval_sampling = sampling_specs(cfg.generation, stop_ids)
+    _warn_about_sampling(sampling)
+    if len(prompts) < cfg.ppo.num_rollouts:
+        log.info("%d prompts are fewer than the %d samples of a rollout: they are cycled.",
+                 len(prompts), cfg.ppo.num_rollouts)
+    return Session(cfg, backend, tokenizer, loaded, policy, engine, optimizer, reference, prompts,
+                   eval_prompts, reward, metric, sampling, eval_sampling)
+
+
+def _build_policy(cfg: TrainConfig, backend: Backend, loaded: LoadedLM
+                  ) -> tuple[Policy, Any, Any]:
+    try:
+        freeze_bottom(loaded.lm, cfg.model.num_layers_unfrozen)
+    except ValueError as error:
+        raise InputError(f"model.num_layers_unfrozen can't be used: {error}.",
+                         where="model.num_layers_unfrozen", fix="leave it at -1") from error
+    if cfg.model.gradient_checkpointing:
+        loaded.lm.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False})
+    policy = Policy(loaded.lm, torch.Generator().manual_seed(cfg.seed)).to(backend.device)
+    policy.eval()
+    optimizer = build_optimizer(policy, cfg.ppo.optimizer)
+    engine, prepared = backend.accelerator.prepare(policy, optimizer)
+    return policy, engine, prepared

@@ -1,0 +1,105 @@
+"""Stopping on request: signals set a flag, the work polls it at places where stopping is safe.
+
+A handler does nothing but set the flag: no files, no collectives. The second signal leaves at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any
+
+
+class StopRequested(BaseException):
+    """Raised by :meth:`StopFlag.check`. Not an ``Exception``, as ``KeyboardInterrupt`` isn't:
+    code that survives failing trackers or rewards must not survive this.
+
+    Args:
+        signal_number: ``SIGINT`` or ``SIGTERM`` (a hang-up counts as ``SIGTERM``).
+    """
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(signal.Signals(signal_number).name)
+        self.signal_number = signal_number
+
+
+class StopFlag:
+    """Whether, and by which signal, the run was asked to stop."""
+
+    __slots__ = ("_deferred", "_signal")
+
+    def __init__(self) -> None:
+        self._signal: int | None = None
+        self._deferred = 0
+
+    @property
+    def requested(self) -> int | None:
+        """The first signal's number, or ``None``. Stays set, also inside :meth:`defer`."""
+        return self._signal
+
+    def request(self, signal_number: int) -> None:
+        """Ask for a stop; only the first request counts."""
+        if self._signal is None:
+            self._signal = signal_number
+
+    def check(self) -> None:
+        """Raise :class:`StopRequested` if a stop was requested and isn't deferred."""
+        if self._signal is not None and not self._deferred:
+            raise StopRequested(self._signal)
+
+    @contextmanager
+    def defer(self) -> Iterator[None]:
+        """Inside the block ``check`` doesn't raise: for a unit of work that must be finished, such
+        as the save made because of the stop. Leaving the block raises nothing by itself."""
+        self._deferred += 1
+        try:
+            yield
+        finally:
+            self._deferred -= 1
+
+
+@contextmanager
+def catch_signals() -> Iterator[StopFlag]:
+    """Make SIGINT, SIGTERM and SIGHUP set the yielded flag; restore the old handlers at the end.
+
+    The second signal flushes the streams and ends the process at once with 128 + its number (130,
+    143; a hang-up counts as SIGTERM). A SIGHUP that was already ignored (``nohup``) stays ignored.
+    Outside the main thread, where Python allows no handlers, the flag is never set by a signal.
+    """
+    flag = StopFlag()
+    if threading.current_thread() is not threading.main_thread():
+        yield flag
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        number = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+        if flag.requested is not None:
+            _leave_at_once(number)
+        flag.request(number)
+
+    caught = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        caught.append(signal.SIGHUP)
+    previous: dict[signal.Signals, Any] = {}
+    try:
+        for number in caught:
+            previous[number] = signal.signal(number, handle)
+        yield flag
+    finally:
+        for number, handler in previous.items():
+            # None: installed by C code, which Python can't put back; the default is the nearest.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def _leave_at_once(number: int) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    for stream in (sys.stdout, sys.stderr):
+        # The signal may have come in the middle of a write to this very stream.
+        with suppress(Exception):
+            stream.flush()
+    os._exit(128 + number)

@@ -1,0 +1,302 @@
+"""From a checked configuration to a running job: the run folder, and the process that fills it.
+
+The only place that decides where a run lies and names the command of a worker process.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from ppocli.config.changes import classify_change, config_differences
+from ppocli.config.problems import shown
+from ppocli.config.resolved import (
+    CONFIG_FILE,
+    PYTHON_OBJECT,
+    read_config,
+    with_absolute_paths,
+    write_config,
+)
+from ppocli.config.schema import TrainConfig
+from ppocli.engine.atomic import disk_errors
+from ppocli.engine.run_folder import lock, probe_writable
+from ppocli.errors import CheckpointError, ConfigError, PpocliError
+
+if TYPE_CHECKING:
+    from ppocli.engine.session import PythonObjects
+
+log = logging.getLogger("ppocli")
+
+# a run that left no more than these made nothing worth keeping
+_TRACES = frozenset({CONFIG_FILE, ".lock", "ppocli.log"})
+
+
+@dataclass(frozen=True, slots=True)
+class RunOutcome:
+    """What came of a run. ``model_dir`` and ``summary`` are None where the run didn't get there;
+    ``stopped_by`` is the signal that this process got, and handed on, while it waited."""
+
+    run_dir: Path
+    exit_code: int
+    model_dir: Path | None
+    summary: dict[str, Any] | None
+    stopped_by: int | None = None
+
+
+def launch(config: TrainConfig, *, fresh_process: bool = False,
+           objects: PythonObjects | None = None, resume_from: Path | None = None,
+           name_hint: str = "run", say: Callable[[str], None] = log.info) -> RunOutcome:
+    """Run one configuration to its end.
+
+    Args:
+        config: checked values; ``output_dir``, ``run_name`` and ``resume`` decide the folder.
+        fresh_process: run in a clean Python process, whose exit code is the outcome's, instead of
+            in this one.
+        objects: Python objects in place of config keys; this process only.
+        resume_from: the folder of the run to go on with.
+        name_hint: what a run without ``run_name`` is called, before its time stamp.
+        say: where notes for the user go.
+
+    Raises:
+        CheckpointError: the folder is in use or holds another run, or a changed key forbids to
+            resume.
+        DiskError: the folder can't be written.
+        PpocliError: whatever ends a run in this process.
+    """
+    if fresh_process and objects is not None:
+        raise ValueError("Python objects can't be handed to a fresh process")
+    config = noting_objects(with_absolute_paths(config, Path.cwd()), objects)
+    run_dir = resume_from.absolute() if resume_from else _run_to_go_on_with(config, say)
+    if run_dir is not None:
+        # an explicit folder must hold a checkpoint; "auto" may have been killed before its first
+        config = replace(config, run_name=run_dir.name, output_dir=str(run_dir.parent),
+                         resume="never" if resume_from else "auto")
+        _prepare_resumed(run_dir, config, objects, say)
+        return _run(run_dir, True, fresh_process, objects)
+    base = Path(config.output_dir)
+    new_parents = [folder for folder in (base, *base.parents) if not folder.exists()]
+    with _removed_if_empty(new_parents):
+        run_dir = _fresh_folder(config, name_hint)
+        with _removed_if_nothing_came(run_dir):
+            settled = replace(config, run_name=run_dir.name, output_dir=str(run_dir.parent))
+            with disk_errors(run_dir / CONFIG_FILE):
+                write_config(settled, run_dir / CONFIG_FILE)
+            return _run(run_dir, False, fresh_process, objects)
+
+
+def noting_objects(config: TrainConfig, objects: PythonObjects | None) -> TrainConfig:
+    """A copy that notes ``<python object>`` at the keys whose place a Python object takes."""
+    if objects is None:
+        return config
+    reward, prompts = config.reward, config.prompts
+    if objects.reward_fn is not None:
+        reward = replace(reward, fn=PYTHON_OBJECT, fns={})
+    if objects.metric_fn is not None:
+        reward = replace(reward, metric_fn=PYTHON_OBJECT)
+    if objects.prompts is not None:
+        prompts = replace(prompts, path=PYTHON_OBJECT, items=None)
+    if objects.eval_prompts is not None:
+        prompts = replace(prompts, eval=replace(prompts.eval, path=PYTHON_OBJECT, items=None))
+    return replace(config, reward=reward, prompts=prompts)
+
+
+def _run_to_go_on_with(config: TrainConfig, say: Callable[[str], None]) -> Path | None:
+    """The folder that ``resume=auto`` finds, or None for a fresh run."""
+    if config.resume == "never":
+        return None
+    if config.resume != "auto" or config.run_name is None:
+        raise ConfigError(f"resume: {shown(config.resume)} must be never or auto, with run_name",
+                          fix="a run folder goes into resume_from")
+    run_dir = Path(config.output_dir) / config.run_name
+    if (run_dir / CONFIG_FILE).is_file():
+        return run_dir
+    say(f"resume=auto: there is no run in {run_dir} yet, starting afresh")
+    return None
+
+
+def _fresh_folder(config: TrainConfig, name_hint: str) -> Path:
+    """Make the run's folder for this run alone and check that it can be written."""
+    base = Path(config.output_dir)
+    probe_writable(base)
+    if config.run_name is not None:
+        run_dir = base / config.run_name
+        if not _made(run_dir) and not (run_dir.is_dir() and not any(run_dir.iterdir())):
+            if not run_dir.is_dir():
+                probe_writable(run_dir)  # raises: it is a file
+            raise CheckpointError(
+                f"{run_dir} exists already and isn't empty; nothing is overwritten",
+                where=f"run_name={config.run_name}",
+                fix=f"go on with that run: ppocli resume {run_dir}; or choose another run_name")
+    else:
+        stamp = f"{name_hint}-{datetime.now():%Y%m%d-%H%M%S}"
+        run_dir = next(folder for number in itertools.count(1)
+                       if _made(folder := base / (stamp if number == 1 else f"{stamp}-{number}")))
+    probe_writable(run_dir)
+    return run_dir
+
+
+def _made(folder: Path) -> bool:
+    """Make a folder that nobody else has; False if there is one."""
+    with disk_errors(folder):
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            return False
+    return True
+
+
+def _prepare_resumed(run_dir: Path, config: TrainConfig, objects: PythonObjects | None,
+                     say: Callable[[str], None]) -> None:
+    """Compare with the run's own configuration, refuse or list what changed, and write it."""
+    old = read_config(run_dir / CONFIG_FILE)
+    _ask_for_objects(config, objects, run_dir)
+    changes = [(key, f"{key}: {shown(before)} -> {shown(after)}")
+               for key, before, after in config_differences(old, config)]
+    refused = [line for key, line in changes if classify_change(key) == "refused"]
+    if refused:
+        raise CheckpointError(
+            "\n".join(["these settings can't change when a run is resumed:",
+                       *(f"  {line}" for line in refused)]), where=str(run_dir),
+            fix="leave them as they were, or start another run with them (another run_name)")
+    for key, line in changes:
+        say(f"changed on resume: {line}" + ("" if classify_change(key) == "harmless" else
+                                           " (from here on the run differs)"))
+    probe_writable(run_dir)
+    if changes or old != config:
+        with lock(run_dir), disk_errors(run_dir / CONFIG_FILE):
+            write_config(config, run_dir / CONFIG_FILE)
+
+
+def _ask_for_objects(config: TrainConfig, objects: PythonObjects | None, run_dir: Path) -> None:
+    given = noting_objects(TrainConfig(), objects)
+    wanted = {"reward_fn": (config.reward.fn, given.reward.fn),
+              "metric_fn": (config.reward.metric_fn, given.reward.metric_fn),
+              "prompts": (config.prompts.path, given.prompts.path),
+              "eval_prompts": (config.prompts.eval.path, given.prompts.eval.path)}
+    missing = [name for name, (noted, now) in wanted.items()
+               if noted == PYTHON_OBJECT and now != PYTHON_OBJECT]
+    if missing:
+        raise CheckpointError(
+            f"this run was started from Python with {', '.join(missing)}, which can't be read "
+            "from its folder", where=str(run_dir),
+            fix="resume it from Python: ppocli.train([\"resume=" + str(run_dir) + "\"], "
+                + ", ".join(f"{name}=..." for name in missing) + ")")
+
+
+@contextmanager
+def _removed_if_empty(folders: list[Path]) -> Iterator[None]:
+    """Remove folders that this run made and left empty, the innermost first."""
+    try:
+        yield
+    finally:
+        for folder in folders:
+            with suppress(OSError):
+                folder.rmdir()
+
+
+@contextmanager
+def _removed_if_nothing_came(run_dir: Path) -> Iterator[None]:
+    """Remove a new run's folder again when the run ended before it made anything."""
+    try:
+        yield
+    finally:
+        names = {entry.name for entry in run_dir.iterdir()} if run_dir.is_dir() else set()
+        if names <= _TRACES:
+            shutil.rmtree(run_dir, ignore_errors=True)
+
+
+def _run(run_dir: Path, resume: bool, fresh_process: bool,
+         objects: PythonObjects | None) -> RunOutcome:
+    if fresh_process:
+        command = [sys.executable, "-m", "ppocli.worker", str(run_dir)]
+        code, stopped_by = run_process(command + ["--resume"] * resume)
+        model = run_dir / "model"
+        return RunOutcome(run_dir, code, model if code == 0 and model.is_dir() else None,
+                          _read_summary(run_dir), stopped_by)
+    # `python -m` has the current folder on its path, a console script hasn't
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    from ppocli.worker import run_worker
+
+    result = run_worker(run_dir, objects=objects, resume=resume)
+    return RunOutcome(run_dir, 0, result.model_dir, result.summary)
+
+
+def _read_summary(run_dir: Path) -> dict[str, Any] | None:
+    try:
+        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return summary if isinstance(summary, dict) else None
+
+
+def run_process(command: list[str]) -> tuple[int, int | None]:
+    """Run a command to its end, its standard output on our standard error.
+
+    The child has its own process group, so that a Ctrl-C reaches it once, through us, and it can
+    save before it leaves; a second Ctrl-C is handed on as well.
+
+    Returns:
+        its exit code (128 + n if signal n killed it), and the first signal that we got meanwhile.
+
+    Raises:
+        PpocliError: the process couldn't be started.
+    """
+    received: list[int] = []
+    process: subprocess.Popen[bytes] | None = None
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if process is not None and process.poll() is None:
+            process.send_signal(number)
+
+    with _handling(hand_on):
+        try:
+            process = subprocess.Popen(command, process_group=0, stdin=subprocess.DEVNULL,
+                                       stdout=_standard_error())
+        except OSError as error:
+            if error.errno in (errno.ENOMEM, errno.EAGAIN, errno.ENOENT, errno.EACCES):
+                raise PpocliError(f"the worker process couldn't be started: {error.strerror}",
+                                  where=command[0]) from error
+            raise
+        if received:
+            process.send_signal(received[0])
+        code = process.wait()
+    return (code if code >= 0 else 128 - code), (received[0] if received else None)
+
+
+def _standard_error() -> int:
+    try:
+        return sys.stderr.fileno()
+    except (AttributeError, OSError, ValueError):
+        return subprocess.DEVNULL
+
+
+@contextmanager
+def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    wanted = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+              if signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, handler) for number in wanted}
+    try:
+        yield
+    finally:
+        for number, old in previous.items():
+            signal.signal(number, signal.SIG_DFL if old is None else old)

@@ -1,0 +1,158 @@
+"""Decoding: prompts to sampled responses, with logprobs and values from the same pass."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ppocli.models.sampling import SamplingSpec, choose
+
+SHRINK_AT = 0.75
+"""the batch is compacted once at most this share of its rows is still alive"""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """B sampled responses, right-padded to R tokens, on the CPU. Made here, read by the engine."""
+
+    tokens: torch.Tensor
+    """[B, R] int64; 0 where the mask is false"""
+    mask: torch.Tensor
+    """[B, R] bool, true through the token that ended the response"""
+    logprobs: torch.Tensor
+    """[B, R] fp32, under softmax(logits / temperature)"""
+    values: torch.Tensor
+    """[B, R] fp32, of the state before each token; zero without a value head"""
+    finished: torch.Tensor
+    """[B] bool, true where a stop token or stop sequence ended the response"""
+
+
+@dataclass(slots=True)
+class _Live:
+    """The rows still being decoded. Rows that end are dropped, so they stop costing."""
+
+    rows: torch.Tensor
+    """[b] their places in the whole batch"""
+    inputs: torch.Tensor
+    """[b, q] tokens to feed next"""
+    attention: torch.Tensor | None
+    """[b, past + q] bool; None when no row has padding"""
+    positions: torch.Tensor
+    """[b, q]"""
+    done: torch.Tensor
+    """[b] bool"""
+
+
+def _forward_names(base: Any) -> set[str]:
+    return set(inspect.signature(base.forward).parameters)
+
+
+def _stop_strings(tokenizer: Any, spec: SamplingSpec) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    if not spec.stop_sequences:
+        return None
+    from transformers import StopStringCriteria
+
+    criteria = StopStringCriteria(tokenizer, list(spec.stop_sequences))
+    return lambda tokens: criteria(tokens, None)
+
+
+def _trunk_step(lm: Any, live: _Live, cache: Any, takes_positions: bool) -> torch.Tensor:
+    """[b, D] the trunk's output at the newest position of every live row."""
+    arguments: dict[str, Any] = {"input_ids": live.inputs, "past_key_values": cache,
+                                 "use_cache": True}
+    if live.attention is not None:
+        arguments["attention_mask"] = live.attention.long()
+    if takes_positions:
+        arguments["position_ids"] = live.positions
+    return lm.base_model(**arguments).last_hidden_state[:, -1]
+
+
+def _advance(live: _Live, tokens: torch.Tensor) -> None:
+    live.inputs = tokens[:, None]
+    live.positions = live.positions[:, -1:] + 1
+    if live.attention is not None:
+        live.attention = torch.nn.functional.pad(live.attention, (0, 1), value=True)
+
+
+def _compact(live: _Live, cache: Any) -> None:
+    keep = (~live.done).nonzero().squeeze(-1)
+    cache.batch_select_indices(keep)
+    live.rows, live.inputs, live.positions = live.rows[keep], live.inputs[keep], live.positions[keep]
+    live.done = live.done[keep]
+    if live.attention is not None:
+        live.attention = live.attention[keep]
+
+
+def _first_live(prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor,
+                device: torch.device) -> _Live:
+    mask = prompt_mask.to(device)
+    count = len(mask)
+    return _Live(
+        rows=torch.arange(count, device=device), inputs=prompt_tokens.to(device),
+        attention=None if bool(prompt_mask.all()) else mask,
+        positions=(mask.long().cumsum(1) - 1).clamp(min=0),
+        done=torch.zeros(count, dtype=torch.bool, device=device))
+
+
+@torch.no_grad()
+def generate(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, spec: SamplingSpec,
+             uniform: Any, *, tokenizer: Any, value_head: Any = None,
+             poll: Callable[[], None] = lambda: None) -> Generation:
+    """Sample one response per prompt.
+
+    Args:
+        lm: a transformers causal LM in eval mode.
+        prompt_tokens, prompt_mask: [B, Q], padding on the left.
+        uniform: [B, max_new_tokens] array in (0, 1); row i, column t decides token t of row i.
+        tokenizer: used to find stop sequences.
+        value_head: adds the value of the state before each token.
+        poll: called before every token; may raise to stop.
+
+    Returns:
+        A :class:`Generation` with R = the longest response (at least 1).
+    """
+    from transformers import DynamicCache
+
+    device = lm.base_model.device
+    count, steps = len(prompt_tokens), spec.max_new_tokens
+    noise = torch.as_tensor(uniform, dtype=torch.float64).to(device)
+    head, takes_positions = lm.get_output_embeddings(), "position_ids" in _forward_names(lm.base_model)
+    stops = torch.tensor(spec.stop_ids, dtype=torch.long, device=device)
+    stop_strings = _stop_strings(tokenizer, spec)
+    tokens = torch.zeros(count, steps, dtype=torch.long, device=device)
+    mask = torch.zeros(count, steps, dtype=torch.bool, device=device)
+    logprobs = torch.zeros(count, steps, device=device)
+    values = torch.zeros(count, steps, device=device)
+    finished = torch.zeros(count, dtype=torch.bool, device=device)
+    live, cache = _first_live(prompt_tokens, prompt_mask, device), DynamicCache(config=lm.config)
+    # asking the device whether rows are done costs a synchronisation; on a CPU it is free
+    check_every = 1 if device.type == "cpu" else 8
+    for t in range(steps):
+        poll()
+        hidden = _trunk_step(lm, live, cache, takes_positions)
+        chosen, lp = choose(head(hidden), noise[live.rows, t], spec, t)
+        alive = ~live.done
+        tokens[live.rows, t] = torch.where(alive, chosen, 0)
+        mask[live.rows, t] = alive
+        logprobs[live.rows, t] = torch.where(alive, lp, 0.0)
+        if value_head is not None:
+            values[live.rows, t] = torch.where(alive, value_head(hidden), 0.0)
+        ended = torch.isin(chosen, stops)
+        if stop_strings is not None and t + 1 >= spec.min_new_tokens:
+            ended |= stop_strings(tokens[live.rows, : t + 1])
+        finished[live.rows] |= alive & ended
+        live.done = live.done | ended
+        _advance(live, chosen)
+        if (t + 1) % check_every == 0 and t + 1 < steps:
+            remaining = int((~live.done).sum())
+            if remaining == 0:
+                break
+            if remaining <= SHRINK_AT * len(live.done):
+                _compact(live, cache)
+    width = max(int(mask.sum(1).max()), 1)
+    return Generation(tokens[:, :width].cpu(), mask[:, :width].cpu(), logprobs[:, :width].cpu(),
+                      values[:, :width].cpu(), finished.cpu())

@@ -1,0 +1,227 @@
+"""From a name or a folder to a tokenizer and a causal LM, with everything checked that transformers
+lets pass: a tokenizer without vocabulary, missing weights, ids beyond the embedding."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ppocli.config.schema import HardwareConfig, ModelConfig
+from ppocli.errors import InputError
+
+log = logging.getLogger("ppocli")
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedLM:
+    """A causal LM ready for PPO."""
+
+    lm: Any
+    """eval mode, dropout rates zero, every parameter fp32"""
+    export_config: Any
+    """its configuration as it came, to be saved with the trained weights"""
+    generation_config: Any
+    """its own generation defaults; read for EOS ids and saved again, never used to sample"""
+
+
+def locate(name: str, *, key: str) -> str:
+    """A path or Hub name that transformers can load: builtins resolved, folders checked.
+
+    Raises:
+        InputError: the folder does not exist or holds no model, or the Hub can't be reached and
+            the model is not in its cache.
+    """
+    if name.startswith("builtin:"):
+        from ppocli.assets.builtin import resolve_builtin
+
+        return str(resolve_builtin(name))
+    path = Path(name).expanduser()
+    if path.exists() or name.startswith((".", "/", "~")):
+        return str(_check_folder(path, name, key))
+    return _check_hub(name, key)
+
+
+def _check_folder(path: Path, name: str, key: str) -> Path:
+    if not path.exists():
+        raise InputError(f"Folder {name} does not exist (looked in {Path.cwd()}).", where=key,
+                         fix=f"give a model folder: {key}=/path/to/model")
+    if not path.is_dir():
+        raise InputError(f"{name} is a file, not a model folder.", where=key,
+                         fix=f"{key}={path.parent}")
+    return path
+
+
+def _check_hub(name: str, key: str) -> str:
+    """Look in the Hub's cache first; ask the network only once, for two seconds at most."""
+    from ppocli.config.hub import go_offline, hub_reachable, offline_hint
+
+    if hub_reachable():
+        return name
+    go_offline()
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = any(isinstance(try_to_load_from_cache(name, file), str)
+                 for file in ("config.json", "tokenizer.json", "tokenizer_config.json"))
+    if not cached:
+        raise InputError(
+            f"Model {name!r} is not on this machine and {offline_hint()}.", where=key,
+            fix=f"give a folder: {key}=/path/to/model, or run once with network: "
+                f"hf download {name}")
+    return name
+
+
+def load_tokenizer(cfg: ModelConfig) -> Any:
+    """The policy's tokenizer, padding side and pad token set.
+
+    Raises:
+        InputError: none found, empty, or unreadable.
+    """
+    from transformers import AutoTokenizer
+
+    key = "model.tokenizer_path" if cfg.tokenizer_path else "model.path"
+    name = cfg.tokenizer_path or cfg.path
+    source = locate(name, key=key)
+    revision = cfg.revision if cfg.tokenizer_path is None else None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision,
+                                                  trust_remote_code=cfg.trust_remote_code)
+    except Exception as error:  # transformers raises many kinds here, all about the folder
+        raise InputError(f"The tokenizer of {name} can't be loaded: {_first_line(error)}",
+                         where=key, fix="give a tokenizer folder: model.tokenizer_path=/path"
+                         ) from error
+    if len(tokenizer) == 0 or tokenizer.vocab_size == 0:
+        raise InputError(f"No tokenizer in {name} (expected tokenizer.json or a vocabulary file).",
+                         where=key, fix="save the tokenizer there, or set "
+                         "model.tokenizer_path=/path")
+    tokenizer.padding_side = "left"
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise InputError(f"The tokenizer of {name} has neither a pad nor an EOS token.",
+                             where=key, fix="add one with tokenizer.add_special_tokens and save it")
+        tokenizer.pad_token = tokenizer.eos_token
+        log.info("The tokenizer has no pad token: its EOS %r pads (masks come from lengths).",
+                 tokenizer.eos_token)
+    return tokenizer
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:300] if text else type(error).__name__
+
+
+def _check_weights_present(path: Path, name: str) -> None:
+    if not (path / "config.json").is_file():
+        raise InputError(f"No config.json in {name}.", where="model.path",
+                         fix="give a folder written by save_pretrained")
+    patterns = ("*.safetensors", "*.bin", "*.index.json")
+    if not any(next(path.glob(p), None) for p in patterns):
+        raise InputError(f"No weights in {name} (expected model.safetensors).", where="model.path",
+                         fix="give a folder written by save_pretrained")
+
+
+def _without_dropout(config: Any) -> Any:
+    """A copy of ``config`` whose dropout rates are 0: the ratio must be 1 before the first update,
+    also in train mode, which gradient checkpointing needs."""
+    quiet = copy.deepcopy(config)
+    for name, value in vars(config).items():
+        if isinstance(value, float) and ("dropout" in name or "pdrop" in name):
+            setattr(quiet, name, 0.0)
+    return quiet
+
+
+def load_causal_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32) -> LoadedLM:
+    """Load ``model.path`` with every weight found in its files.
+
+    Raises:
+        InputError: folder or Hub model missing or broken, not a causal LM, weights missing, or an
+            architecture whose logits are not a plain linear map of its trunk.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    source = locate(cfg.path, key="model.path")
+    if Path(source).is_dir():
+        _check_weights_present(Path(source), cfg.path)
+    hub = {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code}
+    attention = {"attn_implementation": cfg.attn_implementation} if cfg.attn_implementation else {}
+    try:
+        config = AutoConfig.from_pretrained(source, **hub)
+        lm, info = AutoModelForCausalLM.from_pretrained(
+            source, config=_without_dropout(config), dtype=dtype, output_loading_info=True,
+            **hub, **attention)
+    except Exception as error:
+        raise InputError(f"The model {cfg.path} can't be loaded: {_first_line(error)}",
+                         where="model.path", fix="check the folder's config.json and "
+                         "model.safetensors, or give another one") from error
+    missing = sorted(info["missing_keys"]) + sorted(str(m) for m in info["mismatched_keys"])
+    if missing:
+        raise InputError(f"{cfg.path} lacks {len(missing)} weights that {type(lm).__name__} needs "
+                         f"(the first: {missing[0]}); they would be random.", where="model.path",
+                         fix="give a complete checkpoint")
+    generation_config = copy.deepcopy(lm.generation_config) or GenerationConfig()
+    # the ids are checked by us; transformers' own padding check would synchronise at every call
+    lm.config.pad_token_id = None
+    lm.eval()
+    _check_linear_head(lm, cfg.path)
+    return LoadedLM(lm, config, generation_config)
+
+
+@torch.no_grad()
+def _check_linear_head(lm: Any, name: str) -> None:
+    """The engine computes logits as head(trunk(x)), only where they are needed. A model that adds
+    more (soft caps, scaling) would be trained on wrong probabilities."""
+    probe = torch.zeros(1, 2, dtype=torch.long, device=lm.device)
+    head = lm.get_output_embeddings()
+    if head is not None and lm.base_model is not lm:
+        ours = head(lm.base_model(input_ids=probe, use_cache=False).last_hidden_state).float()
+        theirs = lm(input_ids=probe, use_cache=False).logits.float()
+        if ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3):
+            return
+    raise InputError(f"{type(lm).__name__} ({name}) does not compute its logits as a linear map of "
+                     "its trunk's output; ppocli can't train it.", where="model.path",
+                     fix="use a causal LM of another architecture")
+
+
+def check_vocabulary(tokenizer: Any, lm: Any, cfg: ModelConfig) -> None:
+    """Refuse a tokenizer that can produce ids the model has no embedding for."""
+    highest = max(tokenizer.get_vocab().values(), default=-1)
+    rows = lm.get_input_embeddings().weight.shape[0]
+    if highest >= rows:
+        raise InputError(f"The tokenizer has ids up to {highest}, the model embeds only {rows}.",
+                         where="model.tokenizer_path" if cfg.tokenizer_path else "model.path",
+                         fix="use the tokenizer the model was trained with")
+
+
+def max_positions(lm: Any) -> int | None:
+    """Longest sequence the model has positions for; None when its configuration has no limit."""
+    for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"):
+        value = getattr(lm.config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def stop_token_ids(tokenizer: Any, loaded: LoadedLM, extra: list[int]) -> tuple[int, ...]:
+    """All ids that end a response: the tokenizer's EOS, the model's (it may have several), extra."""
+    ids = set(extra)
+    if tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    declared = loaded.generation_config.eos_token_id
+    ids.update(declared if isinstance(declared, list) else [] if declared is None else [declared])
+    vocabulary = loaded.lm.get_output_embeddings().weight.shape[0]
+    return tuple(sorted(i for i in ids if 0 <= i < vocabulary))
+
+
+def load_reference(cfg: ModelConfig, hardware: HardwareConfig) -> Any:
+    """The frozen copy of the starting policy, in its storage type; eval mode, no gradients."""
+    dtype = DTYPES[cfg.dtype or hardware.precision]
+    reference = load_causal_lm(cfg, dtype=dtype).lm
+    for parameter in reference.parameters():
+        parameter.requires_grad_(False)
+    return reference

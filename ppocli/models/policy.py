@@ -1,0 +1,118 @@
+"""The policy: a causal language model with a value head on its trunk, and the frozen reference."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ppocli.models.head import token_logprobs
+from ppocli.models.layout import SequenceBatch
+
+
+class PolicyOutput(NamedTuple):
+    """What a forward pass says of N response tokens; fp32, each [N]."""
+
+    logprobs: torch.Tensor
+    values: torch.Tensor
+    entropy: torch.Tensor | None
+
+
+class ValueHead(nn.Module):
+    """Two-layer perceptron on the trunk's final hidden state, in fp32; starts at value 0.
+
+    The output layer starts at zero (openai/lm-human-preferences), so that the first advantages are
+    the rewards themselves and not the noise of a random critic.
+    """
+
+    def __init__(self, hidden_size: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.inner = nn.Linear(hidden_size, 2 * hidden_size)
+        self.outer = nn.Linear(2 * hidden_size, 1)
+        with torch.no_grad():
+            bound = hidden_size**-0.5
+            self.inner.weight.uniform_(-bound, bound, generator=generator)
+            self.inner.bias.zero_()
+            self.outer.weight.zero_()
+            self.outer.bias.zero_()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., D] hidden states -> [...] values, fp32 whatever the compute type."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            inner = torch.relu(self.inner(hidden.float()))
+            return self.outer(inner).squeeze(-1)
+
+
+def response_hidden(lm: Any, batch: SequenceBatch) -> torch.Tensor:
+    """[N, D] final hidden states of ``lm``'s trunk at the positions that predict the response."""
+    states = lm.base_model(input_ids=batch.tokens, use_cache=False).last_hidden_state
+    return states.reshape(-1, states.shape[-1]).index_select(0, batch.predictors)
+
+
+class Policy(nn.Module):
+    """A causal LM and its value head; one ``forward`` serves scoring and training.
+
+    Args:
+        lm: a transformers causal LM whose logits are ``output_embeddings(trunk(x))``.
+        generator: seeds the value head.
+    """
+
+    def __init__(self, lm: Any, generator: torch.Generator) -> None:
+        super().__init__()
+        self.lm = lm
+        self.value_head = ValueHead(lm.get_output_embeddings().weight.shape[1], generator)
+
+    def forward(self, batch: SequenceBatch, *, temperature: float, want_entropy: bool = False,
+                value_only: bool = False) -> PolicyOutput:
+        """Logprobs, values and (on demand) entropies of the batch's response tokens.
+
+        Args:
+            value_only: train nothing but the value head (critic warm-up): logprobs and hidden
+                states carry no gradient.
+        """
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not value_only):
+            hidden = response_hidden(self.lm, batch)
+            logprobs, entropy = token_logprobs(
+                hidden, self.lm.get_output_embeddings(), batch.targets, temperature=temperature,
+                want_entropy=want_entropy)
+        return PolicyOutput(logprobs, self.value_head(hidden), entropy)
+
+
+@torch.no_grad()
+def reference_logprobs(reference: Any, batch: SequenceBatch, *, temperature: float) -> torch.Tensor:
+    """[N] fp32 logprobs of the response tokens under the frozen reference model."""
+    hidden = response_hidden(reference, batch)
+    return token_logprobs(hidden, reference.get_output_embeddings(), batch.targets,
+                          temperature=temperature, want_entropy=False)[0]
+
+
+def freeze_bottom(lm: Any, num_layers_unfrozen: int) -> None:
+    """Leave gradients only to the top ``num_layers_unfrozen`` layers and what follows them.
+
+    Embeddings and lower layers are frozen; the top layers, the final norm and an untied output
+    embedding train. -1 trains everything; a number beyond the depth does too.
+
+    Raises:
+        ValueError: when the stack of layers can't be found.
+    """
+    if num_layers_unfrozen < 0:
+        return
+    depth = lm.config.num_hidden_layers
+    stacks = [m for m in lm.base_model.modules()
+              if isinstance(m, nn.ModuleList) and len(m) == depth]
+    if not stacks:
+        raise ValueError(f"no stack of {depth} layers in {type(lm.base_model).__name__}")
+    if num_layers_unfrozen >= depth:
+        return
+    layers = list(stacks[0])
+    for parameter in lm.parameters():
+        parameter.requires_grad_(False)
+    in_stack = {id(p) for layer in layers for p in layer.parameters()}
+    embedding = {id(p) for m in lm.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    for layer in layers[depth - num_layers_unfrozen:]:
+        for parameter in layer.parameters():
+            parameter.requires_grad_(True)
+    for parameter in lm.parameters():
+        if id(parameter) not in in_stack and id(parameter) not in embedding:
+            parameter.requires_grad_(True)

@@ -1,0 +1,101 @@
+"""Choosing the next token from logits and one uniform number per row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+BLOCK = 256
+"""vocabulary entries per block of the two-level inverse transform"""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSpec:
+    """How responses are sampled; every field explicit, nothing taken from the model's own config."""
+
+    max_new_tokens: int
+    stop_ids: tuple[int, ...]
+    """ids that end a response: the tokenizer's and the model's EOS, and the user's own"""
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    do_sample: bool = True
+    stop_sequences: tuple[str, ...] = ()
+
+    @property
+    def is_policy_distribution(self) -> bool:
+        """True when tokens are drawn from softmax(logits / temperature) itself."""
+        return (self.do_sample and self.top_k == 0 and self.top_p >= 1.0
+                and self.min_new_tokens == 0)
+
+
+def inverse_transform(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Sample by inverting the cumulative distribution in two levels (blocks, then inside one).
+
+    One exponential pass over the vocabulary, no sort and no softmax; -inf logits are never drawn.
+
+    Args:
+        logits: [b, V] fp32, at least one finite entry a row.
+        uniform: [b] in (0, 1).
+
+    Returns:
+        [b] int64 token ids.
+    """
+    rows, vocabulary = logits.shape
+    weights = torch.exp(logits - logits.amax(-1, keepdim=True))
+    num_blocks = -(-vocabulary // BLOCK)
+    weights = torch.nn.functional.pad(weights, (0, num_blocks * BLOCK - vocabulary))
+    weights = weights.view(rows, num_blocks, BLOCK)
+    block_ends = weights.sum(-1).double().cumsum(-1)
+    threshold = uniform.double()[:, None] * block_ends[:, -1:]
+    block = torch.searchsorted(block_ends, threshold, right=True).clamp_(max=num_blocks - 1)
+    before = torch.where(block > 0, block_ends.gather(-1, (block - 1).clamp(min=0)), 0.0)
+    inside = weights[torch.arange(rows, device=logits.device), block.squeeze(-1)].double()
+    ends = inside.cumsum(-1)
+    # rounding must not step past the last entry that has any weight
+    threshold = torch.minimum(threshold - before, ends[:, -1:] * (1.0 - 1e-12))
+    offset = torch.searchsorted(ends, threshold, right=True).clamp_(max=BLOCK - 1)
+    return (block * BLOCK + offset).squeeze(-1).clamp_(max=vocabulary - 1)
+
+
+def _restrict(logits: torch.Tensor, spec: SamplingSpec, position: int) -> torch.Tensor:
+    if position < spec.min_new_tokens and spec.stop_ids:
+        logits = logits.index_fill(1, torch.tensor(spec.stop_ids, device=logits.device),
+                                   float("-inf"))
+    if 0 < spec.top_k < logits.shape[-1]:
+        kth = logits.topk(spec.top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, float("-inf"))
+    if spec.top_p < 1.0:
+        ordered, order = logits.sort(dim=-1, descending=True)
+        probabilities = torch.softmax(ordered, -1)
+        # the token that crosses top_p stays in
+        outside = probabilities.cumsum(-1) - probabilities >= spec.top_p
+        ordered = ordered.masked_fill(outside, float("-inf"))
+        logits = torch.empty_like(logits).scatter_(-1, order, ordered)
+    return logits
+
+
+def choose(logits: torch.Tensor, uniform: torch.Tensor, spec: SamplingSpec, position: int
+           ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Next tokens and their logprobs under softmax(logits / temperature), before any restriction.
+
+    Args:
+        logits: [b, V] raw logits.
+        uniform: [b] in (0, 1).
+        position: number of response tokens already there.
+
+    Returns:
+        tokens [b] int64 and logprobs [b] fp32.
+    """
+    logits = logits.float()
+    if spec.temperature != 1.0:
+        logits = logits / spec.temperature
+    restricted = _restrict(logits, spec, position)
+    if spec.do_sample:
+        tokens = inverse_transform(restricted, uniform)
+    else:
+        tokens = restricted.argmax(-1)
+    logprobs = logits.gather(-1, tokens[:, None]).squeeze(-1) - torch.logsumexp(logits, -1)
+    return tokens, logprobs

@@ -1,0 +1,53 @@
+"""KL estimators against the reference policy and the controller of their coefficient."""
+
+from __future__ import annotations
+
+import torch
+
+SAMPLED_ESTIMATORS = ("k1", "abs", "k2", "k3")
+
+
+def kl_per_token(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: str) -> torch.Tensor:
+    """Per-token estimate of KL(policy || reference) from the sampled tokens, in nats.
+
+    With ``l = logprobs - ref_logprobs`` (Schulman 2020, "Approximating KL Divergence"):
+    k1 = l, abs = abs(l), k2 = l^2 / 2 (TRL's ``mse``), k3 = exp(-l) - 1 + l.
+
+    Args:
+        logprobs, ref_logprobs: equal shapes, of the sampled tokens.
+        estimator: one of ``SAMPLED_ESTIMATORS``. (``full`` needs the whole vocabulary and is
+            computed by the model.)
+
+    Raises:
+        ValueError: for another name.
+    """
+    log_ratio = logprobs - ref_logprobs
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "abs":
+        return log_ratio.abs()
+    if estimator == "k2":
+        return 0.5 * log_ratio.square()
+    if estimator == "k3":
+        return torch.expm1(-log_ratio) + log_ratio
+    raise ValueError(f"{estimator!r} is not one of {SAMPLED_ESTIMATORS}")
+
+
+def adapt_kl_coef(coef: float, sequence_kl: float, *, target: float, horizon: int,
+                  num_samples: int) -> float:
+    """One step of the adaptive controller (Ziegler et al. 2019, section 2.2).
+
+    ``coef * (1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon)``, once per rollout.
+
+    Args:
+        sequence_kl: KL summed over the tokens of a response, mean over samples (nats).
+        num_samples: samples of the rollout, over all ranks.
+
+    Returns:
+        The new coefficient. A KL below zero is an artefact of how tokens were sampled, not a
+        distance, and leaves the coefficient as it is.
+    """
+    if sequence_kl < 0:
+        return coef
+    error = min(max(sequence_kl / target - 1.0, -0.2), 0.2)
+    return coef * (1.0 + error * num_samples / horizon)

@@ -1,0 +1,18 @@
+"""Short names of the rewards that ship with ppocli.
+
+A plain table from a name to an import path: nothing is imported until a run asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+BUILTIN_REWARDS: Mapping[str, str] = MappingProxyType({
+    "classifier": "ppocli.rewards.classifier:TextClassifier",
+    "reward_model": "ppocli.rewards.reward_model:RewardModel",
+    "length": "ppocli.rewards.rules:Length",
+    "keyword": "ppocli.rewards.rules:Keyword",
+    "word_list": "ppocli.rewards.rules:WordList",
+    "randomwalks": "ppocli.rewards.randomwalks:optimality",
+})

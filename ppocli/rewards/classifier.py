@@ -1,0 +1,99 @@
+"""Built-in reward ``classifier``: how much a text-classification model finds one label in a text.
+
+    reward.fn=classifier reward.kwargs.model=lvwerra/distilbert-imdb reward.kwargs.label=POSITIVE
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ppocli.errors import RewardError
+from ppocli.rewards.describe import did_you_mean
+from ppocli.rewards.sequence import (
+    INPUTS,
+    check_choice,
+    check_positive_int,
+    load_sequence_model,
+    sequence_logits,
+)
+
+
+class TextClassifier:
+    """Probability or logit of one label, picked by its name and never by its position.
+
+    Args:
+        model: folder, Hub name or ``builtin:NAME`` of any ``AutoModelForSequenceClassification``
+            with its own tokenizer.
+        label: name of the label in the model's ``id2label``; case matters only where two labels
+            differ in nothing else.
+        output: ``probability`` (softmax over the labels; sigmoid for a multi-label or one-label
+            model) or ``logit``, the label's raw output.
+        on: what is classified: the ``sample`` (prompt + response), the ``response`` alone, or the
+            ``pair`` of both for models trained on pairs.
+        batch_size: texts per forward pass.
+        max_length: longest input in tokens (default: what the model allows).
+        truncation_side: which end of a longer text is cut.
+        device: ``auto`` (CUDA where there is any), ``cpu``, ``cuda``, ``cuda:N``.
+        dtype: ``fp32`` or ``bf16``.
+        revision: branch, tag or commit of a Hub model.
+        trust_remote_code: run Python code that the model's repository ships.
+
+    Raises:
+        InputError: the model is missing, broken or has untrained weights.
+        RewardError: no such label, or an argument out of range.
+    """
+
+    def __init__(self, model: str, label: str = "POSITIVE", *, output: str = "probability",
+                 on: str = "sample", batch_size: int = 64, max_length: int | None = None,
+                 truncation_side: str = "right", device: str = "auto", dtype: str = "fp32",
+                 revision: str | None = None, trust_remote_code: bool = False) -> None:
+        check_choice("output", output, ("probability", "logit"))
+        check_choice("on", on, INPUTS)
+        check_positive_int("batch_size", batch_size)
+        self.loaded = load_sequence_model(
+            model, device=device, dtype=dtype, max_length=max_length, revision=revision,
+            truncation_side=truncation_side, trust_remote_code=trust_remote_code)
+        self.position = label_position(label, self.loaded.labels, model)
+        self.output = output
+        self.on = on
+        self.batch_size = batch_size
+
+    def __call__(self, samples: list[str], prompts: list[str],
+                 responses: list[str]) -> list[float]:
+        """[N] scores of the label, in [0, 1] for ``output=probability``."""
+        texts, pairs = pick_texts(self.on, samples, prompts, responses)
+        logits = sequence_logits(self.loaded, texts, pairs, batch_size=self.batch_size)
+        if self.output == "probability":
+            logits = self._probabilities(logits)
+        return logits[:, self.position].tolist()
+
+    def _probabilities(self, logits: torch.Tensor) -> torch.Tensor:
+        multi_label = self.loaded.model.config.problem_type == "multi_label_classification"
+        if multi_label or logits.shape[1] == 1:
+            return logits.sigmoid()
+        return logits.softmax(dim=-1)
+
+
+def pick_texts(on: str, samples: list[str], prompts: list[str],
+               responses: list[str]) -> tuple[list[str], list[str] | None]:
+    """First and second segment of what the model reads."""
+    if on == "pair":
+        return prompts, responses
+    return (samples if on == "sample" else responses), None
+
+
+def label_position(label: str, labels: tuple[str, ...], model: str) -> int:
+    """Output position of ``label``: an exact match, else the only one that differs in case.
+
+    Raises:
+        RewardError: lists the labels and names the nearest.
+    """
+    exact = [i for i, name in enumerate(labels) if name == label]
+    loose = [i for i, name in enumerate(labels) if name.lower() == str(label).lower()]
+    for matches in (exact, loose):
+        if len(matches) == 1:
+            return matches[0]
+    near = did_you_mean(str(label).lower(), (name.lower() for name in labels))
+    near = next((f"Did you mean {n!r}?" for n in labels if f"{n.lower()!r}" in near), "")
+    raise RewardError(f"{model} has no label {label!r}. {near}".rstrip(),
+                      where="reward.kwargs.label", fix=f"its labels: {', '.join(labels)}")

@@ -1,0 +1,66 @@
+"""Words for messages about user code: where it lies, where it raised, what a text looked like."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+import traceback
+from collections.abc import Iterable
+from typing import Any
+
+SHOWN_CHARS = 100
+"""longest piece of a sample that a message shows"""
+
+
+def shorten(text: str) -> str:
+    """``text`` as one quoted line of at most about 100 characters, the middle left out."""
+    if len(text) > SHOWN_CHARS:
+        half = SHOWN_CHARS // 2
+        text = f"{text[:half]} ... {text[-half:]}"
+    return repr(text)
+
+
+def did_you_mean(word: str, candidates: Iterable[str]) -> str:
+    """``Did you mean 'x'?``, or an empty string when no candidate is near."""
+    near = difflib.get_close_matches(word, sorted(set(candidates)), n=1, cutoff=0.6)
+    return f"Did you mean {near[0]!r}?" if near else ""
+
+
+def short_path(path: str) -> str:
+    """``path`` relative to the current folder when it lies inside, else as it is."""
+    here = os.getcwd() + os.sep
+    return path[len(here):] if path.startswith(here) else path
+
+
+def code_home(target: Any) -> tuple[str | None, int | None]:
+    """File and first line of a function, class or callable object; ``None`` where unknown."""
+    target = inspect.unwrap(getattr(target, "func", target))
+    if not (inspect.isroutine(target) or inspect.isclass(target)):
+        target = type(target)
+    try:
+        return inspect.getsourcefile(target), inspect.getsourcelines(target)[1]
+    except (TypeError, OSError):
+        return None, None
+
+
+def raised_at(error: BaseException, file: str | None = None) -> str | None:
+    """``FILE:LINE`` where ``error`` was raised.
+
+    The innermost frame inside ``file`` when the traceback passes through it (that is the user's own
+    line rather than a library's), else the innermost frame outside the import machinery.
+    """
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{short_path(error.filename)}:{error.lineno}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__)
+              if not frame.filename.startswith("<frozen importlib")]
+    own = [frame for frame in frames if file is not None and frame.filename == file]
+    for frame in reversed(own or frames):
+        return f"{short_path(frame.filename)}:{frame.lineno}"
+    return None
+
+
+def first_line(error: BaseException) -> str:
+    """``ValueError: message``, the message cut to its first line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,150 @@
+"""Where a reward's model lies, checked before transformers sees it.
+
+transformers answers a missing folder with a lecture on repository names, a missing tokenizer with
+one that knows no words, and a dead network after most of a minute. So its files are looked at
+here, and the Hub is asked only when it can be reached.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from ppocli.errors import InputError, PpocliError
+
+MODEL_KEY = "reward.kwargs.model"
+BUILTIN_PREFIX = "builtin:"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json",
+                   "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+SAFETENSORS = "model.safetensors"
+WEIGHTS = (SAFETENSORS, "pytorch_model.bin")
+
+
+def find_model(model: str, revision: str | None = None) -> tuple[str, bool]:
+    """Where to load ``model`` from.
+
+    Args:
+        model: a folder, a Hub name, or ``builtin:NAME``.
+        revision: branch, tag or commit of a Hub model.
+
+    Returns:
+        a checked folder and True, or a Hub name and False when the Hub can be asked for it.
+
+    Raises:
+        InputError: the folder is missing or broken, or the Hub can't be reached and the model is
+            not in the local cache.
+    """
+    if not isinstance(model, str) or not model.strip():
+        raise InputError(f"The reward's model is {model!r}, not a folder or a Hub name.",
+                         where=MODEL_KEY, fix=f"{MODEL_KEY}=/path/to/model")
+    if model.startswith(BUILTIN_PREFIX):
+        from ppocli.assets.builtin import resolve_builtin
+
+        return str(resolve_builtin(model)), True
+    path = Path(model).expanduser()
+    if path.is_dir():
+        check_folder(path)
+        return str(path), True
+    if path.exists():
+        raise InputError(f"{model} is a file, not a model folder.", where=MODEL_KEY,
+                         fix="give the folder that holds config.json")
+    if model.startswith((".", "/", "~", os.sep)) or model.count("/") > 1 or "\\" in model:
+        raise InputError(f"Folder {model} does not exist (looked in {os.getcwd()}).",
+                         where=MODEL_KEY, fix=f"{MODEL_KEY}=/path/to/model")
+    return _from_hub(model, revision)
+
+
+def check_folder(folder: Path) -> None:
+    """Check that ``folder`` holds a model and a tokenizer that can be read.
+
+    Raises:
+        InputError: names the missing or broken file and what belongs there.
+    """
+    if not (folder / "config.json").is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise InputError(f"{folder} holds only an adapter (adapter_config.json).",
+                             where=MODEL_KEY, fix="merge it into its base model and give the "
+                                                  "merged folder")
+        raise InputError(f"There is no config.json in {folder}.", where=MODEL_KEY,
+                         fix="give a folder written by save_pretrained()")
+    for name in ("config.json", "tokenizer_config.json", "tokenizer.json"):
+        if (folder / name).is_file():
+            _check_json(folder / name)
+    _check_weights(folder)
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise InputError(
+            f"No tokenizer in {folder} (expected tokenizer.json, or a vocabulary file).",
+            where=MODEL_KEY, fix=f"save the model's own tokenizer there: "
+                                 f"tokenizer.save_pretrained({str(folder)!r})")
+
+
+def _check_json(path: Path) -> None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is not valid JSON: {error}", where=MODEL_KEY,
+                         fix="copy or download the file again") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{path} holds a JSON {type(content).__name__}, not an object.",
+                         where=MODEL_KEY, fix="copy or download the file again")
+
+
+def _check_weights(folder: Path) -> None:
+    for name in WEIGHTS:
+        if (folder / name).is_file():
+            _check_readable(folder / name)
+            return
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            _check_json(index)
+            shards = json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values()
+            for shard in sorted(set(shards)):
+                if not (folder / shard).is_file():
+                    raise InputError(f"{folder / shard} is missing; {index.name} lists it.",
+                                     where=MODEL_KEY, fix="copy or download the file again")
+                _check_readable(folder / shard)
+            return
+    raise InputError(f"There are no weights in {folder} (expected {SAFETENSORS}).",
+                     where=MODEL_KEY, fix="give a folder written by save_pretrained()")
+
+
+def _check_readable(path: Path) -> None:
+    """Read a safetensors file's header, which knows how long the file has to be."""
+    if path.suffix != ".safetensors":
+        return
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{path} can't be read: {error}", where=MODEL_KEY,
+                         fix="the file is truncated or damaged; copy or download it again"
+                         ) from error
+
+
+def _from_hub(name: str, revision: str | None) -> tuple[str, bool]:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    from ppocli.config.hub import go_offline, hub_reachable, offline_hint
+
+    if hub_reachable():
+        return name, False
+    go_offline()
+    try:
+        folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
+        check_folder(folder)
+        return str(folder), True
+    except HFValidationError as error:
+        raise InputError(f"{name!r} is neither a folder nor a Hub name: {error}", where=MODEL_KEY,
+                         fix=f"{MODEL_KEY}=/path/to/model") from error
+    except PpocliError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"Model {name!r} is not on this machine and {offline_hint()}.",
+            where=f"{MODEL_KEY}={name}",
+            fix=f"give a folder: {MODEL_KEY}=/path, or run once with network: hf download {name}",
+        ) from error

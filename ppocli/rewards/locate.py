@@ -1,0 +1,266 @@
+"""From an import path to the object it names, with errors that say what is wrong with the path.
+
+Only code of the user's own or of an installed third-party package is accepted: a shared recipe
+names Python that will run, so ``os:system`` and everything else of the standard library is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ppocli.errors import PpocliError, RewardError
+from ppocli.rewards.builtin import BUILTIN_REWARDS
+from ppocli.rewards.describe import code_home, did_you_mean, first_line, raised_at, short_path
+
+FORMS = "pkg.module:function, pkg.module.function, path/to/file.py:function"
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A callable that a key names, before anything is bound to it."""
+
+    spec: str
+    """as the user wrote it"""
+    key: str
+    """config key it came from, such as ``reward.fn``"""
+    target: Callable[..., Any]
+    """function, class or callable object"""
+    file: str | None
+    """source file, for ``running code from FILE``"""
+    line: int | None
+
+    @property
+    def label(self) -> str:
+        """``my_rewards:score (my_rewards.py:12)``"""
+        if self.file is None:
+            return self.spec
+        return f"{self.spec} ({short_path(self.file)}:{self.line})"
+
+
+def locate(spec: str, *, key: str) -> Located:
+    """Import what ``spec`` names.
+
+    Args:
+        spec: ``pkg.module:function``, ``pkg.module.function``, ``path/to/file.py:function``, or a
+            built-in's short name. A class, a nested attribute or a callable object will do as well.
+        key: config key of ``spec``, for messages.
+
+    Raises:
+        RewardError: no such module, file or attribute; an error inside the module; something that
+            can't be called; or code of the standard library.
+    """
+    path = BUILTIN_REWARDS.get(spec, spec)
+    join_working_directory()
+    if ":" in path:
+        source, _, attribute = path.rpartition(":")
+        is_file = source.endswith(".py") or os.sep in source
+        module = _load_file(source, spec, key) if is_file else _load_module(source, spec, key)
+    elif path.endswith(".py"):
+        raise _no_function(spec, key)
+    elif "." in path:
+        module, attribute = _split_dotted(path, spec, key)
+    else:
+        raise _no_module(path, spec, key)
+    if not attribute:
+        raise _no_function(spec, key)
+    target = _attribute(module, attribute, spec, key)
+    return from_object(target, spec=spec, key=key)
+
+
+def from_object(target: Any, *, spec: str, key: str) -> Located:
+    """Check a Python object as :func:`locate` does and note where its code lies.
+
+    Raises:
+        RewardError: it can't be called, or belongs to the standard library.
+    """
+    if not callable(target):
+        raise RewardError(f"{spec!r} is of type {type(target).__name__}, which can't be called.",
+                          where=key, fix="name a function, a class or a callable object")
+    _refuse_standard_library(target, spec, key)
+    file, line = code_home(target)
+    return Located(spec, key, target, file, line)
+
+
+def join_working_directory() -> None:
+    """Put the current folder in front of ``sys.path``, once, as ``python -m`` does."""
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+
+
+def _is_standard(module_name: str | None) -> bool:
+    return (module_name or "").partition(".")[0] in sys.stdlib_module_names
+
+
+def _refuse_standard_library(target: Any, spec: str, key: str) -> None:
+    while isinstance(target, functools.partial):
+        target = target.func
+    if not inspect.isroutine(target):
+        target = inspect.unwrap(target)
+    owner = target if inspect.isroutine(target) or inspect.isclass(target) else type(target)
+    module_name = getattr(owner, "__module__", None)
+    if module_name is None:  # methods of built-in types carry no module
+        module_name = type(getattr(owner, "__self__", owner)).__module__
+    if _is_standard(module_name):
+        raise _standard_library_error(spec, key, f"it is part of Python's {module_name!r}")
+
+
+def _standard_library_error(spec: str, key: str, why: str) -> RewardError:
+    return RewardError(
+        f"{spec!r} is refused: {why}, and a configuration may not run the standard library.",
+        where=key, fix="name a function of your own; a module of yours that carries the name of a "
+                       "standard one needs another name")
+
+
+@contextmanager
+def _import_errors(spec: str, key: str, source: str) -> Iterator[None]:
+    """Turn what a module raises while it is imported into a RewardError with the real cause."""
+    try:
+        yield
+    except PpocliError:
+        raise
+    except (Exception, SystemExit) as error:
+        place = raised_at(error)
+        raise RewardError(
+            f"Importing {source} for {spec!r} failed: {first_line(error)}",
+            where=f"{place} (from {key})" if place else key,
+            fix=f"make it importable; try: python -c 'import {Path(source).stem}'",
+        ) from error
+
+
+def _load_module(name: str, spec: str, key: str) -> ModuleType:
+    if not name or name.startswith(".") or not all(p.isidentifier() for p in name.split(".")):
+        raise RewardError(f"{spec!r} is not an import path: {name!r} can't be a module's name.",
+                          where=key, fix=f"one of these forms: {FORMS}")
+    if _is_standard(name):
+        raise _standard_library_error(spec, key, f"{name!r} belongs to Python itself")
+    importlib.invalidate_caches()
+    with _import_errors(spec, key, name):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            missing = error.name or ""
+            if name == missing or name.startswith(missing + "."):
+                raise _no_module(name, spec, key) from None
+            raise
+
+
+def _load_file(source: str, spec: str, key: str) -> ModuleType:
+    path = Path(source).expanduser().resolve()
+    if not path.is_file():
+        folder = path.parent
+        near = did_you_mean(path.name, (p.name for p in folder.glob("*.py")))
+        where_looked = f"folder {folder}" if folder.is_dir() else f"no folder {folder} either"
+        raise RewardError(f"There is no file {source!r} ({where_looked}). {near}".rstrip(),
+                          where=key, fix="give the file's path from the current folder")
+    # The name carries the file's time, so that an edited file is read anew in a long session.
+    stamp = hashlib.sha256(f"{path}:{path.stat().st_mtime_ns}".encode()).hexdigest()[:12]
+    name = f"_ppocli_user_{path.stem}_{stamp}"
+    if name in sys.modules:
+        return sys.modules[name]
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    if module_spec is None or module_spec.loader is None:
+        raise RewardError(f"{source!r} is not a Python file.", where=key, fix="give a .py file")
+    module = importlib.util.module_from_spec(module_spec)
+    if str(path.parent) not in sys.path:  # its neighbours, as `python path/to/file.py` sees them
+        sys.path.append(str(path.parent))
+    sys.modules[name] = module  # dataclasses and pickling look their module up
+    try:
+        with _import_errors(spec, key, source):
+            module_spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _split_dotted(path: str, spec: str, key: str) -> tuple[ModuleType, str]:
+    """The longest importable module at the start of ``a.b.c.d``, and the attribute path left."""
+    parts = path.split(".")
+    module = _load_module(parts[0], spec, key)
+    for position in range(1, len(parts)):
+        part, is_last = parts[position], position == len(parts) - 1
+        found = getattr(module, part, None)
+        if found is not None and not isinstance(found, ModuleType):
+            return module, ".".join(parts[position:])
+        name = ".".join(parts[:position + 1])
+        if found is None and not _submodule_exists(module, name):
+            if is_last:
+                return module, part
+            raise _no_module(name, spec, key, package=module)
+        module = _load_module(name, spec, key)
+    raise _no_function(spec, key)
+
+
+def _submodule_exists(package: ModuleType, name: str) -> bool:
+    if not hasattr(package, "__path__"):
+        return False
+    return importlib.util.find_spec(name) is not None
+
+
+def _no_module(name: str, spec: str, key: str, package: ModuleType | None = None) -> RewardError:
+    """The error for a module (or short name) that isn't there, with the nearest that is."""
+    parent, _, leaf = name.rpartition(".")
+    package = package or sys.modules.get(parent)
+    if parent and package is not None:
+        candidates = [m.name for m in pkgutil.iter_modules(getattr(package, "__path__", []))]
+        what = f"There is no module {leaf!r} in {parent!r}."
+    else:
+        leaf = name.partition(".")[0]
+        candidates = _local_modules()
+        what = f"There is no module {leaf!r} in {os.getcwd()} or among the installed packages."
+        if ":" not in spec and "." not in spec:
+            candidates += BUILTIN_REWARDS
+            what = f"{spec!r} is neither a built-in reward nor an import path."
+    near = did_you_mean(leaf, candidates)
+    built_in = ", ".join(sorted(BUILTIN_REWARDS))
+    return RewardError(f"{what} {near}".rstrip(), where=f"{key}={spec}",
+                       fix=f"one of these forms: {FORMS}; or a built-in: {built_in}")
+
+
+def _no_function(spec: str, key: str) -> RewardError:
+    module = spec.rstrip(":")
+    module = module if module.endswith(".py") else module.replace(":", ".")
+    return RewardError(f"{spec!r} names a module or file, but no function in it.", where=key,
+                       fix=f"{key}={module}:FUNCTION")
+
+
+def _local_modules() -> list[str]:
+    here = os.getcwd()
+    names = [module.name for module in pkgutil.iter_modules([here])]
+    with os.scandir(here) as entries:
+        folders = [entry for entry in entries if entry.is_dir() and entry.name.isidentifier()]
+    return names + [folder.name for folder in folders if any(Path(folder.path).glob("*.py"))]
+
+
+def _attribute(module: ModuleType, attribute: str, spec: str, key: str) -> Any:
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            names = [name for name in dir(found)
+                     if not name.startswith("_") and callable(getattr(found, name, None))]
+            home = getattr(module, "__file__", None)
+            owner = f"{module.__name__!r} ({short_path(home)})" if home else f"{module.__name__!r}"
+            if home and module.__name__.startswith("_ppocli_user_"):
+                owner = f"{short_path(home)!r}"
+            hint = did_you_mean(part, names) or (
+                f"It has: {', '.join(sorted(names)[:10])}." if names else "It has no functions.")
+            raise RewardError(f"There is no {part!r} in {owner}. {hint}", where=f"{key}={spec}",
+                              fix="name a function that the module has")
+        found = getattr(found, part)
+    if isinstance(found, ModuleType):
+        raise _no_function(spec, key)
+    return found

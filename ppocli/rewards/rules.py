@@ -1,0 +1,124 @@
+"""Rewards by rule: short enough to be read, copied and changed.
+
+Each is a class: its arguments come from ``reward.kwargs`` once, and are checked before anything is
+loaded; each call gets a chunk of samples and returns one number a sample. A plain function
+``def my_reward(responses): return [...]`` does as well.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from ppocli.errors import RewardError
+
+WORD = re.compile(r"\w+(?:'\w+)*")
+
+
+class Length:
+    """1 where a response has the wanted length, falling linearly to 0 at none and at twice it.
+
+    Args:
+        target: wanted length, above 0.
+        unit: ``tokens`` (sampled ids, the end-of-sequence token among them) or ``words``.
+
+    Raises:
+        RewardError: an argument is out of range.
+    """
+
+    def __init__(self, target: float, unit: str = "tokens") -> None:
+        if isinstance(target, bool) or not isinstance(target, (int, float)) or not target > 0:
+            raise _bad("target", target, "a number above 0")
+        if unit not in ("tokens", "words"):
+            raise _bad("unit", unit, "tokens or words")
+        self.target = target
+        self.unit = unit
+
+    def __call__(self, responses: list[str], response_ids: list[list[int]]) -> list[float]:
+        """[N] closeness to the target, in [0, 1]."""
+        if self.unit == "tokens":
+            lengths = [len(ids) for ids in response_ids]
+        else:
+            lengths = [len(WORD.findall(response)) for response in responses]
+        return [max(0.0, 1.0 - abs(length - self.target) / self.target) for length in lengths]
+
+
+class Keyword:
+    """Share of the wanted words that a response holds, or whether it matches a pattern.
+
+    Args:
+        words: whole words or phrases; each one found at least once counts.
+        pattern: a regular expression instead; 1 where it is found, else 0.
+        ignore_case: whether upper and lower case are the same.
+
+    Raises:
+        RewardError: neither or both of ``words`` and ``pattern``, or a broken pattern.
+    """
+
+    def __init__(self, words: Sequence[str] | None = None, pattern: str | None = None,
+                 ignore_case: bool = True) -> None:
+        if (words is None) == (pattern is None):
+            raise RewardError("keyword needs either words or a pattern.",
+                              where="reward.kwargs", fix="reward.kwargs.words=[great,moving]")
+        flags = re.IGNORECASE if ignore_case else re.NOFLAG
+        if words is not None:
+            checked = _words("words", words)
+            if not checked:
+                raise _bad("words", words, "at least one word")
+            self.patterns = [re.compile(rf"(?<!\w){re.escape(word)}(?!\w)", flags)
+                             for word in checked]
+            return
+        try:
+            self.patterns = [re.compile(pattern or "", flags)]
+        except (re.error, TypeError) as error:
+            raise _bad("pattern", pattern, f"a regular expression ({error})") from error
+
+    def __call__(self, responses: list[str]) -> list[float]:
+        """[N] shares, in [0, 1]."""
+        return [sum(1 for pattern in self.patterns if pattern.search(response))
+                / len(self.patterns) for response in responses]
+
+
+class WordList:
+    """Balance of good and bad words: (good - bad) / (good + bad), 0 where there is neither.
+
+    Args:
+        positive: words that count for a response; case is ignored.
+        negative: words that count against it.
+
+    Raises:
+        RewardError: no words at all, or a word in both lists.
+    """
+
+    def __init__(self, positive: Sequence[str] = (), negative: Sequence[str] = ()) -> None:
+        self.positive = {word.lower() for word in _words("positive", positive)}
+        self.negative = {word.lower() for word in _words("negative", negative)}
+        if not self.positive | self.negative:
+            raise RewardError("word_list has no words.", where="reward.kwargs",
+                              fix="reward.kwargs.positive=[good,fine] reward.kwargs.negative=[bad]")
+        both = sorted(self.positive & self.negative)
+        if both:
+            raise _bad("negative", both[0], "a word that isn't in positive too")
+
+    def __call__(self, responses: list[str]) -> list[float]:
+        """[N] balances, in [-1, 1]."""
+        scores = []
+        for response in responses:
+            words = [word.lower() for word in WORD.findall(response)]
+            good = sum(word in self.positive for word in words)
+            bad = sum(word in self.negative for word in words)
+            scores.append((good - bad) / (good + bad) if good + bad else 0.0)
+        return scores
+
+
+def _words(name: str, words: Any) -> list[str]:
+    is_list = isinstance(words, Sequence) and not isinstance(words, str)
+    if not is_list or not all(isinstance(word, str) and word.strip() for word in words):
+        raise _bad(name, words, "a list of words")
+    return list(words)
+
+
+def _bad(name: str, value: Any, expected: str) -> RewardError:
+    return RewardError(f"{name}={value!r} is not {expected}.", where=f"reward.kwargs.{name}",
+                       fix=f"reward.kwargs.{name} is {expected}")

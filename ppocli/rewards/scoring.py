@@ -1,0 +1,320 @@
+"""Scoring of samples by one or several checked reward functions, and metrics at evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ppocli.config.schema import RewardConfig
+from ppocli.errors import ConfigError, RewardError
+from ppocli.rewards.calling import CallPolicy, call_with_request
+from ppocli.rewards.check import (
+    MAX_FLOAT32,
+    Score,
+    check_metrics,
+    check_scores,
+    invalid_error,
+    is_nan,
+)
+from ppocli.rewards.describe import did_you_mean, shorten
+from ppocli.rewards.locate import locate
+from ppocli.rewards.records import RewardRequest, RewardScores
+from ppocli.rewards.resolve import (
+    BoundCallable,
+    check_callable,
+    resolve_callable,
+    resolve_object,
+)
+
+PYTHON_OBJECT = "<python object>"
+"""stands in a resolved configuration for a function that was handed over in Python"""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedReward:
+    """One of the rewards that are summed."""
+
+    name: str
+    bound: BoundCallable
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """Everything that scores a sample. Made by :func:`build_reward`, called by the engine."""
+
+    parts: tuple[WeightedReward, ...]
+    policy: CallPolicy
+    skip_invalid: bool
+
+    @property
+    def code_files(self) -> list[str]:
+        """Files of the user's code that scoring runs, for ``running code from FILE``."""
+        return _user_files(part.bound for part in self.parts)
+
+    def check_columns(self, columns: Sequence[str]) -> None:
+        """Check every signature against the metadata columns that the prompts turned out to have.
+
+        Raises:
+            RewardError: a required parameter has no source.
+        """
+        for part in self.parts:
+            part.bound.check_columns(columns)
+
+    def score(self, request: RewardRequest) -> RewardScores:
+        """Call every reward on N samples and sum what applies.
+
+        ``score_i = sum of weight_k * score_ik`` over the rewards k that returned a number for
+        sample i (``None``: does not apply), as TRL's ``reward_weights``
+        (``huggingface/trl:trl/trainer/grpo_trainer.py``).
+
+        Raises:
+            RewardError: a function raised, took too long, or returned something unusable.
+        """
+        if not len(request):
+            return RewardScores([], None, [], {part.name: [] for part in self.parts})
+        answers = [check_scores(call_with_request(part.bound, request, self.policy), part.bound,
+                                request) for part in self.parts]
+        valid = [self._is_valid(request, index, [scores[index] for scores in answers])
+                 for index in range(len(request))]
+        totals = [self._total([scores[index] for scores in answers], request, index)
+                  if valid[index] else 0.0 for index in range(len(request))]
+        dense = None
+        if any(isinstance(score, list) for scores in answers for score in scores):
+            dense = [self._dense([scores[index] for scores in answers], request, index,
+                                 valid[index]) for index in range(len(request))]
+        logged = {part.name: [_loggable(score) for score in scores]
+                  for part, scores in zip(self.parts, answers, strict=True)}
+        return RewardScores(totals, dense, valid, logged)
+
+    def _is_valid(self, request: RewardRequest, index: int, row: list[Score]) -> bool:
+        """Whether sample ``index`` has a score: no NaN, and not ``None`` from every reward."""
+        bad = next((k for k, score in enumerate(row) if is_nan(score)), None)
+        if bad is None and all(score is None for score in row):
+            bad = 0
+        if bad is None:
+            return True
+        if self.skip_invalid:
+            return False
+        raise invalid_error(self.parts[bad].bound, request, index, row[bad])
+
+    def _total(self, row: list[Score], request: RewardRequest, index: int) -> float:
+        """Weighted sum of one sample's scores, its tokens' among them."""
+        total = sum(part.weight * (sum(score) if isinstance(score, list) else score)
+                    for part, score in zip(self.parts, row, strict=True) if score is not None)
+        if not abs(total) <= MAX_FLOAT32:
+            text = shorten(request.prompts[index] + request.responses[index])
+            raise RewardError(f"The scores of sample {index} sum to {total:g}, which is infinite "
+                              f"in float32: {text}", where="reward", fix="use smaller weights")
+        return float(total)
+
+    def _dense(self, row: list[Score], request: RewardRequest, index: int,
+               valid: bool) -> list[float]:
+        """Weighted per-token rewards of one sample; per-sample ones land on the last token."""
+        tokens = [0.0] * len(request.response_ids[index])
+        if not valid:
+            return tokens
+        for part, score in zip(self.parts, row, strict=True):
+            if isinstance(score, list):
+                tokens = [token + part.weight * value
+                          for token, value in zip(tokens, score, strict=True)]
+            elif score is not None and tokens:
+                tokens[-1] += part.weight * score
+            elif score is not None:
+                text = shorten(request.prompts[index])
+                raise RewardError(
+                    f"Sample {index} has no response token that could carry the score of "
+                    f"{part.bound.label}: {text}", where=part.bound.located.key,
+                    fix="return None for an empty response")
+        return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A function that measures samples at evaluation. Made by :func:`build_metric`."""
+
+    bound: BoundCallable
+    policy: CallPolicy
+
+    @property
+    def code_files(self) -> list[str]:
+        """As :attr:`Reward.code_files`."""
+        return _user_files([self.bound])
+
+    def check_columns(self, columns: Sequence[str]) -> None:
+        """As :meth:`Reward.check_columns`."""
+        self.bound.check_columns(columns)
+
+    def compute(self, request: RewardRequest) -> dict[str, list[float]]:
+        """Metric name -> [N] finite numbers; empty without samples.
+
+        Raises:
+            RewardError: the function raised, took too long, or returned something else.
+        """
+        if not len(request):
+            return {}
+        return check_metrics(call_with_request(self.bound, request, self.policy), self.bound,
+                             request)
+
+
+def build_reward(cfg: RewardConfig, *,
+                 reward_fn: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None,
+                 columns: Sequence[str] | None = None) -> Reward:
+    """Resolve, build and check what scores the samples; built-in models are loaded here.
+
+    Args:
+        cfg: the ``reward`` section.
+        reward_fn: a Python function, class or object used in place of ``cfg.fn`` and ``cfg.fns``,
+            or several of them by name, each of weight 1. ``cfg.kwargs`` are bound to a single one
+            unless they came with a ``cfg.fn`` of their own.
+        columns: metadata columns of the prompts; None while they aren't known yet, then
+            :meth:`Reward.check_columns` has to follow.
+
+    Raises:
+        RewardError: an import path, a signature or an argument is wrong.
+        ConfigError: neither or both of ``fn`` and ``fns``, or a malformed entry of ``fns``.
+        InputError: a built-in's model is missing or unusable.
+    """
+    if reward_fn is not None:
+        parts = _parts_from_objects(cfg, reward_fn)
+    else:
+        parts = [WeightedReward(entry.name, resolve_callable(entry.fn, entry.kwargs,
+                                                             key=entry.key), entry.weight)
+                 for entry in _entries(cfg)]
+    reward = Reward(tuple(parts), CallPolicy(cfg.timeout, cfg.retries), cfg.on_invalid == "skip")
+    if columns is not None:
+        reward.check_columns(columns)
+    return reward
+
+
+def build_metric(spec: str | None, metric_fn: Callable[..., Any] | None = None, *,
+                 columns: Sequence[str] | None = None, timeout: float | None = None,
+                 retries: int = 0) -> Metric | None:
+    """The metric that ``reward.metric_fn`` names, or the one handed over in Python; None if none.
+
+    Raises:
+        RewardError: as :func:`build_reward`.
+    """
+    key = "reward.metric_fn"
+    if metric_fn is not None:
+        bound = resolve_object(metric_fn, {}, key=key)
+    elif spec is not None:
+        bound = resolve_callable(_object_missing(spec, key), {}, key=key)
+    else:
+        return None
+    metric = Metric(bound, CallPolicy(timeout, retries))
+    if columns is not None:
+        metric.check_columns(columns)
+    return metric
+
+
+def check_reward_config(cfg: RewardConfig, *, columns: Sequence[str] | None = None) -> list[str]:
+    """Import and check every function that ``cfg`` names without building a class or model.
+
+    Returns:
+        the files of user code that a run would execute.
+
+    Raises:
+        RewardError, ConfigError: as :func:`build_reward`.
+    """
+    files: list[str] = []
+    for entry in _entries(cfg):
+        located = locate(entry.fn, key=entry.key)
+        check_callable(located, entry.kwargs, columns)
+        files.append(located.file or "")
+    if cfg.metric_fn is not None:
+        located = locate(_object_missing(cfg.metric_fn, "reward.metric_fn"), key="reward.metric_fn")
+        check_callable(located, {}, columns)
+        files.append(located.file or "")
+    return _outside_package(files)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    name: str
+    fn: str
+    kwargs: Mapping[str, Any]
+    weight: float
+    key: str
+
+
+def _entries(cfg: RewardConfig) -> list[_Entry]:
+    """``reward.fn`` or ``reward.fns`` as one list, its form checked."""
+    if cfg.fn is not None and cfg.fns:
+        raise ConfigError("reward.fn and reward.fns are both set.", where="reward",
+                          fix="move reward.fn into reward.fns, or set reward.fn=null")
+    if cfg.fn is not None:
+        fn = _object_missing(cfg.fn, "reward.fn")
+        return [_Entry(fn.rpartition(":")[2].rpartition(".")[2], fn, cfg.kwargs, 1.0, "reward.fn")]
+    if not cfg.fns:
+        raise ConfigError("Nothing says what is rewarded.", where="reward.fn",
+                          fix="reward.fn=pkg.module:function, or a built-in such as "
+                              "reward.fn=length reward.kwargs.target=20")
+    if cfg.kwargs:
+        raise ConfigError("reward.kwargs is set, but reward.fns has kwargs of its own.",
+                          where="reward.kwargs", fix="set reward.fns.NAME.kwargs")
+    return [_entry(name, value) for name, value in cfg.fns.items()]
+
+
+def _entry(name: str, value: Any) -> _Entry:
+    key = f"reward.fns.{name}"
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{key} is {value!r}, not a mapping.", where=key,
+                          fix=f"{key}.fn=pkg.module:function {key}.weight=1.0")
+    for word in value:
+        if word not in ("fn", "kwargs", "weight"):
+            near = did_you_mean(str(word), ("fn", "kwargs", "weight"))
+            raise ConfigError(f"There is no key {word!r} in {key}. {near}".rstrip(),
+                              where=f"{key}.{word}", fix="it takes fn, kwargs and weight")
+    fn, kwargs, weight = value.get("fn"), value.get("kwargs") or {}, value.get("weight", 1.0)
+    if not isinstance(fn, str):
+        raise ConfigError(f"{key}.fn is {fn!r}, not an import path.", where=f"{key}.fn",
+                          fix=f"{key}.fn=pkg.module:function")
+    if not isinstance(kwargs, Mapping):
+        raise ConfigError(f"{key}.kwargs is {kwargs!r}, not a mapping.", where=f"{key}.kwargs",
+                          fix=f"{key}.kwargs.NAME=VALUE")
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(
+            weight):
+        raise ConfigError(f"{key}.weight is {weight!r}, not a finite number.",
+                          where=f"{key}.weight", fix=f"{key}.weight=1.0")
+    return _Entry(str(name), fn, kwargs, float(weight), f"{key}.fn")
+
+
+def _parts_from_objects(cfg: RewardConfig, reward_fn: Any) -> list[WeightedReward]:
+    if isinstance(reward_fn, Mapping):
+        if not reward_fn:
+            raise ConfigError("reward_fn is an empty dict.", where="reward_fn",
+                              fix="give at least one function: {name: function}")
+        return [WeightedReward(str(name), resolve_object(target, {}, key=f"reward.fns.{name}.fn"),
+                               1.0) for name, target in reward_fn.items()]
+    # kwargs beside an import path were meant for that function, which reward_fn replaces
+    own = cfg.fn is None or cfg.fn == PYTHON_OBJECT
+    bound = resolve_object(reward_fn, cfg.kwargs if own else {}, key="reward.fn")
+    return [WeightedReward(bound.located.spec.rpartition(".")[2], bound, 1.0)]
+
+
+def _object_missing(spec: str, key: str) -> str:
+    """``spec`` unless it stands for a Python object, which nobody handed over this time."""
+    if spec != PYTHON_OBJECT:
+        return spec
+    name = "metric_fn" if key.endswith("metric_fn") else "reward_fn"
+    raise RewardError(f"{key} was a Python object, which a configuration can't hold.", where=key,
+                      fix=f"pass {name}= to ppocli.train again, or set {key}=pkg.module:function")
+
+
+def _loggable(score: Score) -> float | None:
+    if score is None or is_nan(score):
+        return None
+    return sum(score) if isinstance(score, list) else score
+
+
+def _user_files(bounds: Any) -> list[str]:
+    return _outside_package([bound.file or "" for bound in bounds])
+
+
+def _outside_package(files: list[str]) -> list[str]:
+    package = str(Path(__file__).resolve().parent)
+    return sorted({file for file in files if file and not file.startswith(package)})

@@ -1,0 +1,327 @@
+"""One run from its folder to its end: ``run_worker(run_dir)``, or ``python -m ppocli.worker RUN_DIR``.
+
+Reads the resolved ``config.yaml`` (it never composes), builds the session, resumes if asked to,
+trains, and leaves the trained model, a summary and checkpoints behind, whatever ended it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import secrets
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from ppocli.config.resolved import read_config
+from ppocli.config.schema import TrainConfig
+from ppocli.engine.console import Display, closing_table, keep_log, open_display
+from ppocli.engine.loop import Run, initial_state, run_training, save
+from ppocli.engine.records import TrainState
+from ppocli.engine.run_folder import RunFolder, lock, publish_folder, repair_published, write_summary
+from ppocli.engine.session import PythonObjects, Session, build_session
+from ppocli.engine.stop import StopFlag, StopRequested, catch_signals
+from ppocli.errors import (
+    CheckpointError,
+    DivergedError,
+    OutOfMemoryError,
+    PpocliError,
+    StoppedError,
+)
+
+log = logging.getLogger("ppocli")
+
+RUN_FILE = "run.json"
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What a finished run left."""
+
+    run_dir: Path
+    model_dir: Path
+    summary: dict[str, Any]
+
+
+def run_worker(run_dir: Path, *, objects: PythonObjects | None = None, resume: bool = False
+               ) -> RunResult:
+    """Train in this process.
+
+    Args:
+        run_dir: holds ``config.yaml``.
+        objects: Python objects in place of config keys.
+        resume: go on from the newest valid checkpoint.
+
+    Raises:
+        PpocliError: with the exit code of its kind; checkpoints are kept and the message says how
+            to go on.
+    """
+    run_dir = run_dir.resolve()
+    folder = RunFolder(run_dir)
+    cfg = read_config(folder.config)
+    with lock(run_dir), open_display(folder.log) as display, catch_signals() as stop:
+        return _run(cfg, folder, objects or PythonObjects(), resume, display, stop)
+
+
+def _run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects, resume: bool,
+         display: Display, stop: StopFlag) -> RunResult:
+    from transformers.utils import logging as transformers_logging
+
+    from ppocli.engine.backend import open_backend
+    from ppocli.engine.metrics import open_recorder, torch_versions
+
+    transformers_logging.disable_progress_bar()  # bars for reading a file are not news
+    with open_backend(cfg.hardware) as backend:
+        if resume and (done := _already_finished(cfg, folder)) is not None:
+            return done
+        seed_user_code(cfg.seed)
+        session = build_session(cfg, backend, objects)
+        state = initial_state(session)
+        run_id = _run_id(folder)
+        if resume:
+            state = _restore(session, folder, run_id, state)
+        keep_log()
+        digest = config_digest(cfg, session)
+        with open_recorder(folder) as recorder:
+            run = Run(session, folder, run_id, digest, torch_versions(), stop, recorder, display,
+                      state, saved_at=monotonic())
+            return _train(run)
+
+
+def seed_user_code(seed: int) -> None:
+    """Seed the global generators that a reward function may draw from; ppocli itself uses none."""
+    import random
+
+    import numpy as np
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def config_digest(cfg: TrainConfig, session: Session) -> str:
+    """SHA-256 of the prompts' digest and of what the configuration says about the model."""
+    parts = {"model": cfg.model.path, "prompts": session.prompts.digest(), "seed": cfg.seed}
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _run_id(folder: RunFolder) -> str:
+    """The run's identity, made at its first start; checkpoints of other runs are refused."""
+    from ppocli.engine.atomic import write_json_atomic
+
+    path = folder.path / RUN_FILE
+    if path.is_file():
+        try:
+            return str(json.loads(path.read_text())["run_id"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} is damaged: {error}", where=str(path),
+                                  fix="restore it from a copy, or start a new run") from error
+    run_id = secrets.token_hex(8)
+    write_json_atomic(path, {"run_id": run_id})
+    return run_id
+
+
+def _restore(session: Session, folder: RunFolder, run_id: str, fresh: TrainState) -> TrainState:
+    """Load the newest valid checkpoint; remove rows and folders of later steps.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    from ppocli.engine.checkpoints import find_latest
+    from ppocli.engine.persist import read_checkpoint
+    from ppocli.engine.retention import clean_staging, supersede
+
+    search = find_latest(folder.checkpoints, run_id=run_id)
+    for line in (*clean_staging(folder.checkpoints), *repair_published(folder.model),
+                 *search.skipped):
+        log.warning(line)
+    if search.found is None:
+        if session.cfg.resume == "auto":
+            log.info("No checkpoint in %s: the run starts from the beginning.", folder.checkpoints)
+            _forget_after(folder, -1, reopen=None)
+            return fresh
+        raise CheckpointError(f"No valid checkpoint in {folder.checkpoints}.",
+                              where=str(folder.path),
+                              fix="start again under another run_name, or with resume=auto")
+    found = search.found
+    state = TrainState.from_json(found.state)
+    read_checkpoint(session, found.path, state)
+    for step in supersede(folder.checkpoints, found.step):
+        log.warning("step %d is later than the resumed step %d: moved to superseded/.", step,
+                    found.step)
+    _forget_after(folder, found.step, reopen=found.step if state.pending is not None else None)
+    log.info("resuming step %d of %d from %s (verified)", state.step, session.total_steps(),
+             found.path)
+    return state
+
+
+def _forget_after(folder: RunFolder, step: int, *, reopen: int | None) -> None:
+    """Remove rows past ``step``, and those that finishing step ``reopen`` will write again."""
+    from ppocli.engine.run_logs import truncate_events, truncate_jsonl
+
+    last_row = step if reopen is None else reopen - 1
+    truncate_jsonl(folder.metrics, last_row)
+    truncate_jsonl(folder.samples, step,
+                   also=lambda row: row.get("kind") == "eval" and row.get("step") == reopen)
+    truncate_events(folder.events, last_row)
+
+
+def _already_finished(cfg: TrainConfig, folder: RunFolder) -> RunResult | None:
+    """The result of a run that has drawn all its episodes and left its model; else None."""
+    try:
+        summary = json.loads(folder.summary.read_text())
+        complete = summary["status"] == "finished" and (folder.model / "config.json").is_file()
+        episodes = int(summary["episodes"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    ppo = cfg.ppo
+    total = ppo.total_episodes or (ppo.num_steps or 0) * ppo.num_rollouts
+    if not complete or episodes < total:
+        return None
+    log.info("already finished (%d/%d steps): %s", summary["steps"], summary["steps"], folder.model)
+    return RunResult(folder.path, folder.model, summary)
+
+
+def _train(run: Run) -> RunResult:
+    """Train, then publish the model; on a stop or an error save what is sound and say how to go on."""
+    import torch
+
+    try:
+        run_training(run)
+    except StopRequested as stop:
+        where = _save_what_is_sound(run)
+        _write_summary(run, "stopped")
+        name = str(stop)
+        raise StoppedError(
+            f"stopped by {name} at step {run.state.step} of {run.session.total_steps()}; {where}",
+            signal_number=stop.signal_number,
+            fix=f"resume with: ppocli resume {run.folder.path}") from None
+    except torch.OutOfMemoryError as error:
+        where = _save_what_is_sound(run)
+        _write_summary(run, "failed")
+        raise OutOfMemoryError(
+            f"Out of memory in step {run.state.step + 1}; {where}",
+            where="ppo.micro_batch_size, ppo.chunk_size",
+            fix="set ppo.micro_batch_size (the gradient stays the same) or ppo.chunk_size lower, "
+                f"then: ppocli resume {run.folder.path} ppo.micro_batch_size=N") from error
+    except PpocliError as error:
+        where = _last_checkpoint(run) if isinstance(error, DivergedError) \
+            else _save_what_is_sound(run)
+        _write_summary(run, "failed", error=str(error))
+        error.what = f"{error.what} ({where})"
+        log.error(error.what)
+        raise
+    except BaseException:
+        _write_summary(run, "failed", error="unexpected error")
+        raise
+    return _publish(run)
+
+
+def _last_checkpoint(run: Run) -> str:
+    from ppocli.engine.checkpoints import find_latest
+
+    found = find_latest(run.folder.checkpoints, run_id=run.run_id, verify="size").found
+    return "no checkpoint was saved yet" if found is None else \
+        f"last healthy: step {found.step} in {found.path}"
+
+
+def _save_what_is_sound(run: Run) -> str:
+    """Save the committed state if the weights belong to it; says what is on the disk."""
+    if not run.intact:
+        return _last_checkpoint(run)
+    try:
+        with run.stop.defer():
+            save(run)
+    except PpocliError as error:
+        log.error("%s", error)
+        return _last_checkpoint(run)
+    return f"saved step {run.state.step}"
+
+
+def _summary(run: Run, status: str) -> dict[str, Any]:
+    state = run.state
+    speed = {name: state.tokens[name] / max(seconds, 1e-9)
+             for name, seconds in state.seconds.items() if state.tokens.get(name)}
+    best = None
+    if state.best is not None:
+        path = run.folder.checkpoints / f"step-{state.best.step:06d}"
+        best = {"step": state.best.step, "metric": state.best.metric,
+                "name": run.session.cfg.checkpoint.metric,
+                "path": str(path) if path.is_dir() else None}
+    after = state.eval_last if state.eval_step == state.step and state.step > 0 else None
+    return {
+        "status": status, "run_id": run.run_id, "steps": state.step, "episodes": state.episodes,
+        "updates": state.updates, "eval_before": state.eval_before, "eval_after": after,
+        "best": best, "kl_coef": state.kl_coef, "seconds": state.seconds,
+        "tokens_per_second": speed,
+        "peak_memory_mib": run.session.backend.peak_memory_mib(), "versions": run.versions,
+    }
+
+
+def _write_summary(run: Run, status: str, error: str | None = None) -> dict[str, Any]:
+    summary = _summary(run, status)
+    if error is not None:
+        summary["error"] = error
+    try:
+        write_summary(run.folder, summary)
+    except PpocliError as disk:
+        log.error("%s", disk)
+    return summary
+
+
+def _publish(run: Run) -> RunResult:
+    """Write ``model/`` and the summary of a finished run, and show what came out."""
+    from ppocli.engine.card import write_card
+    from ppocli.engine.persist import save_policy
+
+    summary = _summary(run, "finished")
+
+    def write(folder: Path) -> None:
+        save_policy(run.session, folder)
+        write_card(folder, run.session.cfg, summary)
+
+    with run.stop.defer():
+        publish_folder(write, run.folder.model)
+        write_summary(run.folder, summary)
+    _show(run)
+    return RunResult(run.folder.path, run.folder.model, summary)
+
+
+def _show(run: Run) -> None:
+    """The closing table: figures and samples before and after, and where things are."""
+    rows: dict[int, list[dict[str, Any]]] = {0: [], run.state.step: []}
+    with run.folder.samples.open(encoding="utf-8") as lines:
+        for line in lines:
+            row = json.loads(line)
+            if row.get("kind") == "eval" and row["step"] in rows:
+                rows[row["step"]].append(row)
+    after = rows[run.state.step]
+    before: list[Any] = rows[0] if len(rows[0]) == len(after) else [None] * len(after)
+    chosen = list(zip(before, after, strict=True))[:4]
+    if run.state.eval_last is not None:
+        run.display.table(closing_table(run.state.eval_before, run.state.eval_last, chosen))
+    log.info("run folder   %s", run.folder.path)
+    log.info("metrics      %s", run.folder.metrics)
+    log.info("checkpoints  %s", run.folder.checkpoints)
+    log.info("resume       ppocli resume %s ppo.total_episodes=N", run.folder.path)
+    log.info("model        %s", run.folder.model)
+
+
+def main(argv: list[str]) -> int:
+    """``python -m ppocli.worker RUN_DIR [--resume]``; returns the exit code."""
+    resume = "--resume" in argv
+    try:
+        run_worker(Path([a for a in argv if a != "--resume"][0]), resume=resume)
+    except PpocliError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,104 @@
+"""Small real things that many tests need: models, tokenizers, folders, runs of the command."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+WORDS = ("the a film plot actor was is not very good bad great awful fine dull warm cold and but "
+         "so i you we it this that loved hated saw liked . , !").split()
+SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>")
+
+
+def make_tokenizer(*, pad: bool = True, bos: bool = False):
+    """A word-level tokenizer of ``WORDS``; without ``pad`` its EOS has to pad."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: i for i, word in enumerate((*SPECIAL, *WORDS))}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    inner.decoder = decoders.Fuse()
+    inner.decoder = decoders.Sequence([decoders.Replace("", ""), decoders.Metaspace()])
+    inner.decoder = decoders.WordPiece(prefix="##", cleanup=False)
+    names = {"eos_token": "<eos>", "unk_token": "<unk>"}
+    if pad:
+        names["pad_token"] = "<pad>"
+    if bos:
+        names["bos_token"] = "<bos>"
+    return PreTrainedTokenizerFast(tokenizer_object=inner, **names)
+
+
+def model_config(kind: str = "gpt2", **over):
+    """A configuration of two small layers with the vocabulary of :func:`make_tokenizer`."""
+    from transformers import GPT2Config, GPTNeoXConfig, LlamaConfig, Qwen2Config
+
+    vocabulary = len(SPECIAL) + len(WORDS)
+    ids = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
+    if kind == "gpt2":
+        return GPT2Config(**{"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 64,
+                             "vocab_size": vocabulary, **ids, **over})
+    shape = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2,
+             "intermediate_size": 48, "vocab_size": vocabulary, "max_position_embeddings": 64,
+             **ids, **over}
+    if kind == "gpt_neox":
+        return GPTNeoXConfig(**shape)
+    kinds = {"llama": LlamaConfig, "qwen2": Qwen2Config}
+    return kinds[kind](**{"num_key_value_heads": 1, **shape})
+
+
+def save_lm(folder: Path, kind: str = "gpt2", *, seed: int = 0, pad: bool = True, gain: float = 4.0,
+            **over) -> Path:
+    """A causal LM folder with random weights, peaked enough by ``gain`` to have preferences."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(model_config(kind, **over))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.mul_(gain)
+    model.save_pretrained(folder)
+    make_tokenizer(pad=pad).save_pretrained(folder)
+    return folder
+
+
+def write_prompts(path: Path, texts=None, **columns) -> Path:
+    """A jsonl file of prompts with metadata columns."""
+    texts = texts or ["the film", "i saw", "this plot was", "it", "the actor is very", "we liked a",
+                      "you hated the", "that film was not"]
+    rows = [{"prompt": text, **{name: values[i] for name, values in columns.items()}}
+            for i, text in enumerate(texts)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def environment(**over: str) -> dict[str, str]:
+    """The environment of a command under test: offline, one thread, no terminal tricks."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PPOCLI_", "HF_"))}
+    env.update({"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
+                "PYTHONWARNINGS": "ignore", "COLUMNS": "120", **over})
+    return env
+
+
+def ppocli(*words: str, cwd: Path, timeout: float = 240, **env: str
+           ) -> subprocess.CompletedProcess[str]:
+    """Run the command as a user does, in a process of its own."""
+    return subprocess.run([sys.executable, "-m", "ppocli", *words], cwd=cwd, text=True,
+                          capture_output=True, timeout=timeout, env=environment(**env), check=False)
+
+
+def jsonl(path: Path) -> list[dict]:
+    """The rows of a JSON-lines file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def stable_rows(path: Path) -> list[dict]:
+    """Metrics rows without the figures that two equal runs may differ in."""
+    volatile = ("time/", "tokens_per_second/", "memory/")
+    return [{k: v for k, v in row.items() if not k.startswith(volatile)} for row in jsonl(path)]

@@ -1,0 +1,202 @@
+"""Every file of a step, harmed in every way, in the newest step and in all of them."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from checkpoint_samples import RUN, save, tree
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ppocli.engine import manifest
+from ppocli.engine.checkpoints import find_latest, open_checkpoint
+from ppocli.errors import CheckpointError
+
+FILES = ["MANIFEST.json", "state.json", "policy/model.safetensors", "policy/config.json",
+         "rng.safetensors"]
+HARMS = ["cut one byte", "half", "empty", "flip", "delete", "swap", "link", "html", "folder"]
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good")
+    save(folder, 9)
+    save(folder, 10)
+    return folder
+
+
+def harm_file(path: Path, harm: str, other: Path) -> None:
+    data = path.read_bytes()
+    if harm == "cut one byte":
+        path.write_bytes(data[:-1])
+    elif harm == "half":
+        path.write_bytes(data[: len(data) // 2])
+    elif harm == "empty":
+        path.write_bytes(b"")
+    elif harm == "flip":
+        path.write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
+    elif harm == "delete":
+        path.unlink()
+    elif harm == "swap":
+        path.write_bytes(other.read_bytes())
+    elif harm == "link":
+        path.rename(other.parent.parent.parent / "aside")
+        path.symlink_to(other.parent.parent.parent / "aside")
+    elif harm == "html":
+        path.write_text("<html><body>404 Not Found</body></html>")
+    elif harm == "folder":
+        path.unlink()
+        path.mkdir()
+
+
+@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize("name", FILES)
+def test_harm_to_the_newest_falls_back_and_says_so(good: Path, tmp_path: Path, name: str,
+                                                   harm: str):
+    folder = tmp_path / "x" / "checkpoints"
+    shutil.copytree(good, folder)
+    newest, other = folder / "step-000010", folder / "step-000009"
+    harm_file(newest / name, harm, other / name)
+    before = tree(newest)
+    search = find_latest(folder, run_id=RUN)
+    assert search.found.path == other
+    assert search.found.state["step"] == 9
+    [line] = search.skipped
+    assert line.startswith("skipped step-000010: ")
+    assert name in line
+    assert tree(newest) == before, "looking must not change anything"
+    with pytest.raises(CheckpointError, match="step-000010 can't be used"):
+        open_checkpoint(newest)
+
+
+@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize("name", FILES)
+def test_harm_to_all_finds_nothing(good: Path, tmp_path: Path, name: str, harm: str):
+    for step, other in ((9, 10), (10, 9)):
+        folder = tmp_path / f"from-{step}" / "checkpoints"
+        shutil.copytree(good, folder)
+        harm_file(folder / f"step-{step:06d}" / name, harm, folder / f"step-{other:06d}" / name)
+        shutil.rmtree(folder / f"step-{other:06d}")
+        search = find_latest(folder, run_id=RUN)
+        assert search.found is None
+        assert len(search.skipped) == 1
+
+
+def test_every_bit_of_the_manifest_counts(good: Path, tmp_path: Path):
+    folder = tmp_path / "c"
+    shutil.copytree(good, folder)
+    path = folder / "step-000010" / "MANIFEST.json"
+    data = path.read_bytes()
+    for position in range(0, len(data), 7):
+        for bit in range(8):
+            flipped = bytearray(data)
+            flipped[position] ^= 1 << bit
+            path.write_bytes(flipped)
+            found = find_latest(folder, run_id=RUN, verify="size").found
+            assert found.step == 9, f"byte {position}, bit {bit}: {data[position:position + 1]!r}"
+
+
+def test_size_verification_misses_only_what_it_says(good: Path, tmp_path: Path):
+    shutil.copytree(good, tmp_path / "c")
+    harm_file(tmp_path / "c/step-000010/policy/model.safetensors", "flip", tmp_path)
+    assert find_latest(tmp_path / "c", run_id=RUN, verify="size").found.step == 10
+    search = find_latest(tmp_path / "c", run_id=RUN, verify="full")
+    assert search.found.step == 9
+    assert search.skipped == ("skipped step-000010: policy/model.safetensors hash mismatch",)
+
+
+@pytest.mark.parametrize("extra", ["weights.pt", "policy/pytorch_model.bin", "notes.txt"])
+def test_a_file_nobody_listed(good: Path, tmp_path: Path, extra: str):
+    shutil.copytree(good, tmp_path / "c")
+    (tmp_path / "c/step-000010" / extra).write_bytes(b"x")
+    search = find_latest(tmp_path / "c", run_id=RUN)
+    assert search.found.step == 9
+    assert search.skipped == (f"skipped step-000010: {extra} is not in MANIFEST.json",)
+
+
+def test_links_and_pipes_as_folders(good: Path, tmp_path: Path):
+    folder = tmp_path / "c"
+    shutil.copytree(good, folder)
+    (folder / "step-000010").rename(tmp_path / "moved")
+    (folder / "step-000010").symlink_to(tmp_path / "moved")
+    assert find_latest(folder, run_id=RUN).skipped == ("skipped step-000010: the folder is a link",)
+    os.mkfifo(folder / "step-000011")
+    (folder / "step-000012").mkdir()
+    os.mkfifo(folder / "step-000012" / "MANIFEST.json")
+    (folder / "step-000013").mkdir()
+    search = find_latest(folder, run_id=RUN)
+    assert search.found.step == 9
+    assert [line.removeprefix("skipped ") for line in search.skipped] == [
+        "step-000013: MANIFEST.json is missing", "step-000012: MANIFEST.json is not a plain file",
+        "step-000011: it is not a folder", "step-000010: the folder is a link"]
+
+
+def test_a_folder_inside_that_is_a_link(good: Path, tmp_path: Path):
+    folder = tmp_path / "c"
+    shutil.copytree(good, folder)
+    (folder / "step-000010" / "policy").rename(tmp_path / "policy")
+    (folder / "step-000010" / "policy").symlink_to(tmp_path / "policy")
+    assert find_latest(folder, run_id=RUN).skipped == ("skipped step-000010: policy is a link",)
+
+
+def rewrite_manifest(step: Path, change) -> None:
+    """A manifest that is consistent in itself but says something it shouldn't."""
+    body = json.loads((step / "MANIFEST.json").read_text())
+    del body["digest"]
+    change(body)
+    (step / "MANIFEST.json").write_text(json.dumps(body | {"digest": manifest._digest(body)}))
+
+
+@pytest.mark.parametrize("name", [
+    "/etc/hostname", "../step-000009/state.json", "policy/../state.json", "./state.json", "a//b",
+    "", "C:/x", "a\\b", "policy/", "model.PT", "x/optimizer.bin", "s.pkl", ".metadata.distcp",
+    "MANIFEST.json", "a\nb"])
+def test_names_a_manifest_may_not_hold(good: Path, tmp_path: Path, name: str):
+    shutil.copytree(good, tmp_path / "c")
+    rewrite_manifest(tmp_path / "c/step-000010",
+                     lambda body: body["files"].update({name: {"size": 1, "sha256": "0" * 64}}))
+    search = find_latest(tmp_path / "c", run_id=RUN)
+    assert search.found.step == 9
+    assert repr(name) in search.skipped[0]
+
+
+@pytest.mark.parametrize("change", [
+    lambda body: body.pop("files"), lambda body: body.update(files=[]),
+    lambda body: body.update(files={"state.json": 3}), lambda body: body.update(step="10"),
+    lambda body: body.update(step=True), lambda body: body.update(run_id=None),
+    lambda body: body["files"].pop("state.json"), lambda body: body.update(versions=[]),
+    lambda body: body.update(schema="1")])
+def test_manifests_of_the_wrong_form(good: Path, tmp_path: Path, change):
+    shutil.copytree(good, tmp_path / "c")
+    rewrite_manifest(tmp_path / "c/step-000010", change)
+    assert find_latest(tmp_path / "c", run_id=RUN).found.step == 9
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "3", "[" * 100_000, "\ufeff{}", "{"])
+def test_manifests_that_are_no_object(good: Path, tmp_path: Path, text: str):
+    shutil.copytree(good, tmp_path / "c")
+    (tmp_path / "c/step-000010/MANIFEST.json").write_text(text)
+    search = find_latest(tmp_path / "c", run_id=RUN)
+    assert search.skipped == ("skipped step-000010: MANIFEST.json is damaged",)
+
+
+PARTS = st.text(st.characters(exclude_characters="/"), max_size=8) | st.sampled_from(
+    [".", "..", "", "a", "policy", "model.safetensors", "C:", "~", "x.pt"])
+
+
+@given(st.lists(PARTS, min_size=1, max_size=5).map("/".join))
+@settings(max_examples=500, deadline=None)
+def test_an_accepted_name_stays_in_its_folder(name: str):
+    if manifest.name_problem(name) is None:
+        assert os.path.normpath("/base/" + name) == "/base/" + name
+        assert os.path.join("/base", name) == "/base/" + name
+        assert "\0" not in name
+        assert not name.lower().endswith((".pt", ".bin", ".pkl", ".distcp"))
+
+
+@given(st.lists(st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,6}", fullmatch=True), min_size=1,
+                max_size=4).map("/".join), st.sampled_from([".json", ".safetensors", ".txt", ""]))
+def test_ordinary_names_are_accepted(name: str, suffix: str):
+    assert manifest.name_problem(name + suffix) is None

@@ -1,0 +1,296 @@
+import json
+import os
+from pathlib import Path
+
+import pytest
+from checkpoint_samples import RUN, save, tree, write_files
+
+from ppocli.engine import faults
+from ppocli.engine.checkpoints import find_latest, open_checkpoint, open_step, save_checkpoint
+from ppocli.engine.retention import clean_staging, prune, supersede, update_pointers
+from ppocli.errors import CheckpointError, DiskError
+
+
+def test_save_then_find_gives_back_state_and_files(tmp_path: Path):
+    folder = tmp_path / "run" / "checkpoints"
+    path = save(folder, 120)
+    assert path == folder / "step-000120"
+    assert sorted(tree(path)) == ["MANIFEST.json", "policy/config.json",
+                                  "policy/model.safetensors", "rng.safetensors", "state.json"]
+    search = find_latest(folder, run_id=RUN)
+    assert search.skipped == ()
+    assert search.found.path == path
+    assert search.found.step == 120
+    assert search.found.state == {"step": 120, "cursor": 960, "big": 2**100 + 120}
+    assert search.found.config_digest == "c0ffee"
+    assert search.found.versions == {"torch": "2.13.0"}
+    assert list(folder.iterdir()) == [path], "staging or temporary files were left"
+
+
+def test_nothing_there(tmp_path: Path):
+    assert find_latest(tmp_path / "absent", run_id=RUN).found is None
+    assert clean_staging(tmp_path / "absent") == []
+    assert supersede(tmp_path / "absent", 3) == []
+    assert prune(tmp_path / "absent", 1, None).removed == ()
+
+
+def test_steps_sort_as_numbers(tmp_path: Path):
+    for step in (10, 9, 1_000_000, 999_999):
+        save(tmp_path, step)
+    (tmp_path / "step-000009").rename(tmp_path / "step-9")
+    seen = []
+    while (found := find_latest(tmp_path, run_id=RUN).found) is not None:
+        seen.append(found.step)
+        found.path.rename(tmp_path / f"seen-{found.step}")
+    assert seen == [1_000_000, 999_999, 10, 9]
+
+
+def test_saving_the_same_again_keeps_it(tmp_path: Path):
+    path = save(tmp_path, 3)
+    state = find_latest(tmp_path, run_id=RUN).found.state
+    inode = path.stat().st_ino
+
+    def write(staging: Path) -> None:
+        raise AssertionError("must not be called")
+
+    again = save_checkpoint(tmp_path, 3, run_id=RUN, write=write, state=state,
+                            config_digest="c0ffee", versions={})
+    assert again == path
+    assert path.stat().st_ino == inode
+
+
+@pytest.mark.parametrize(("state", "digest"), [({"step": 3, "evaluated": True}, "c0ffee"),
+                                               ({"step": 3}, "other")])
+def test_saving_a_step_in_another_state_replaces_it(tmp_path: Path, state: dict, digest: str):
+    save_checkpoint(tmp_path, 3, run_id=RUN, write=write_files(1), state={"step": 3},
+                    config_digest="c0ffee", versions={})
+    save_checkpoint(tmp_path, 3, run_id=RUN, write=write_files(2), state=state,
+                    config_digest=digest, versions={})
+    found = find_latest(tmp_path, run_id=RUN).found
+    assert (found.state, found.config_digest) == (state, digest)
+    assert json.loads((found.path / "policy" / "config.json").read_text()) == {"step": 2}
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000003"]
+
+
+def test_a_failing_replacement_keeps_the_old_state(tmp_path: Path,
+                                                   monkeypatch: pytest.MonkeyPatch):
+    before = tree(save(tmp_path, 3))
+    for point in ("save.before_rename", "save.between_renames"):
+        plan = faults.parse(f"{point}:enospc")
+        monkeypatch.setattr(faults, "point", faults.armed(plan))
+        with pytest.raises(DiskError, match=r"Kept step 3\."):
+            save_checkpoint(tmp_path, 3, run_id=RUN, write=write_files(4), state={"new": 1},
+                            config_digest="", versions={})
+        assert tree(tmp_path / "step-000003") == before
+        assert [p.name for p in tmp_path.iterdir()] == ["step-000003"]
+
+
+@pytest.mark.parametrize("harm", ["damage", "link", "file", "other run"])
+def test_saving_over_an_invalid_step_replaces_it(tmp_path: Path, harm: str):
+    folder, outside = tmp_path / "c", tmp_path / "outside"
+    path = save(folder, 3, run_id="other" if harm == "other run" else RUN)
+    if harm == "damage":
+        (path / "rng.safetensors").write_bytes(b"")
+    elif harm == "link":
+        path.rename(outside)
+        path.symlink_to(outside)
+    elif harm == "file":
+        path.rename(outside)
+        path.write_text("not a folder")
+    save(folder, 3)
+    assert find_latest(folder, run_id=RUN).found.step == 3
+    assert [p.name for p in folder.iterdir()] == ["step-000003"]
+    assert not outside.exists() or len(tree(outside)) == 5, "a link's target was touched"
+
+
+@pytest.mark.parametrize("error", [ValueError("bug"), RuntimeError("bug"), KeyboardInterrupt()])
+def test_an_exception_in_write_leaves_nothing(tmp_path: Path, error: BaseException):
+    save(tmp_path, 1)
+    calls = []
+
+    def write(staging: Path) -> None:
+        calls.append(staging)
+        (staging / "half").write_text("x")
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        save_checkpoint(tmp_path, 2, run_id=RUN, write=write, state={}, config_digest="",
+                        versions={})
+    assert caught.value is error
+    assert len(calls) == 1, "only a failing disk is tried again"
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
+
+
+@pytest.mark.parametrize("name", ["weights.pt", "a/optimizer.BIN", "x.pkl", "shard.distcp",
+                                  "state.json", "MANIFEST.json", "back\\slash"])
+def test_names_a_checkpoint_cannot_hold(tmp_path: Path, name: str):
+    def write(staging: Path) -> None:
+        (staging / name).parent.mkdir(exist_ok=True)
+        (staging / name).write_text("x")
+
+    with pytest.raises(ValueError, match="a checkpoint can't hold"):
+        save_checkpoint(tmp_path, 2, run_id=RUN, write=write, state={}, config_digest="",
+                        versions={})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_links_and_nan_are_refused_at_saving(tmp_path: Path):
+    def link(staging: Path) -> None:
+        (staging / "x").symlink_to("/etc/hostname")
+
+    with pytest.raises(ValueError, match="x is a link"):
+        save_checkpoint(tmp_path, 2, run_id=RUN, write=link, state={}, config_digest="",
+                        versions={})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        save_checkpoint(tmp_path, 2, run_id=RUN, write=write_files(2),
+                        state={"best": float("nan")}, config_digest="", versions={})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_prune_keeps_the_newest_and_the_best(tmp_path: Path):
+    for step in range(1, 8):
+        save(tmp_path, step)
+    pruned = prune(tmp_path, 2, 3)
+    assert pruned.removed == (1, 2, 4, 5)
+    assert pruned.warnings == ()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000003", "step-000006",
+                                                          "step-000007"]
+    with pytest.raises(ValueError, match="keep_last"):
+        prune(tmp_path, 0, None)
+
+
+def test_prune_does_not_count_damaged_steps_as_kept(tmp_path: Path):
+    for step in range(1, 6):
+        save(tmp_path, step)
+    for step in (1, 4, 5):
+        (tmp_path / f"step-{step:06d}" / "state.json").unlink()
+    assert prune(tmp_path, 1, None).removed == (1, 2)
+    assert find_latest(tmp_path, run_id=RUN).found.step == 3
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000003", "step-000004",
+                                                          "step-000005"]
+
+
+def test_prune_deletes_nothing_while_nothing_is_valid(tmp_path: Path):
+    for step in (1, 2):
+        save(tmp_path, step)
+        (tmp_path / f"step-{step:06d}" / "state.json").unlink()
+    assert prune(tmp_path, 1, None).removed == ()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_prune_leaves_links_and_their_targets_alone(tmp_path: Path):
+    folder = tmp_path / "c"
+    for step in (1, 2, 3):
+        save(folder, step)
+    (folder / "step-000001").rename(tmp_path / "elsewhere")
+    (folder / "step-000001").symlink_to(tmp_path / "elsewhere")
+    pruned = prune(folder, 1, None)
+    assert pruned.removed == (2,)
+    assert pruned.warnings == ("step-000001 is a link and was left alone",)
+    assert len(tree(tmp_path / "elsewhere")) == 5
+
+
+def test_a_failing_prune_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    rename = os.rename
+
+    def busy(source, target):
+        if Path(source).name == "step-000001":
+            raise OSError(16, "Device or resource busy", str(source))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", busy)
+    pruned = prune(tmp_path, 1, None)
+    assert pruned.removed == (2,)
+    assert pruned.warnings == ("step-000001 could not be deleted: Device or resource busy",)
+    assert find_latest(tmp_path, run_id=RUN).found.step == 3
+
+
+def test_supersede_then_passing_it(tmp_path: Path):
+    for step in (10, 20, 30):
+        save(tmp_path, step)
+    assert supersede(tmp_path, 10) == [20, 30]
+    assert find_latest(tmp_path, run_id=RUN).found.step == 10
+    save(tmp_path, 20)
+    assert supersede(tmp_path, 10) == [20]  # the same step a second time
+    assert len(list((tmp_path / "superseded").iterdir())) == 3
+    assert prune(tmp_path, 2, None).removed == ()
+    save(tmp_path, 25)
+    assert prune(tmp_path, 2, None).removed == (20, 20)
+    save(tmp_path, 30)
+    assert prune(tmp_path, 2, None).removed == (10, 30)
+    assert list((tmp_path / "superseded").iterdir()) == []
+
+
+def test_clean_staging(tmp_path: Path):
+    save(tmp_path, 1)
+    (tmp_path / ".staging-000130-1f2e3d4c" / "policy").mkdir(parents=True)
+    (tmp_path / ".staging-000130-1f2e3d4c" / "policy" / "half").write_text("x")
+    (tmp_path / ".discarded-step-000000-aa").mkdir()
+    (tmp_path / ".tmp-0011").write_text("x")
+    assert clean_staging(tmp_path) == ["skipped .staging-000130-1f2e3d4c: incomplete"]
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
+
+
+def test_pointers_are_relative_links_and_never_trusted(tmp_path: Path):
+    folder = tmp_path / "c"
+    for step in (1, 2):
+        save(folder, step)
+    assert update_pointers(folder, latest=1, best=1) == []
+    assert update_pointers(folder, latest=2, best=1) == []
+    assert os.readlink(folder / "latest") == "step-000002"
+    assert open_checkpoint(folder / "latest").step == 2
+    assert open_checkpoint(folder / "best", run_id=RUN).step == 1
+    (folder / "latest").unlink()
+    (folder / "latest").symlink_to("step-000001")
+    assert find_latest(folder, run_id=RUN).found.step == 2
+    update_pointers(folder, latest=2, best=None)
+    assert not (folder / "best").is_symlink()
+    outside = save(tmp_path / "outside", 7)
+    (folder / "best").symlink_to(outside)
+    with pytest.raises(CheckpointError, match="points outside"):
+        open_checkpoint(folder / "best")
+
+
+def test_explicit_checkpoints_load_or_are_refused(tmp_path: Path):
+    save(tmp_path, 3)
+    assert open_step(tmp_path, 3).state["step"] == 3
+    with pytest.raises(CheckpointError, match="step-000004 can't be used: it is not a fol") as no:
+        open_step(tmp_path, 4)
+    assert "step-000003" in no.value.fix
+    with pytest.raises(CheckpointError, match="belongs to run 'run-1', not 'mine'"):
+        open_step(tmp_path, 3, run_id="mine")
+    (tmp_path / "step-000003").rename(tmp_path / "my-copy")
+    assert open_checkpoint(tmp_path / "my-copy").step == 3
+    (tmp_path / "my-copy" / "state.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"state\.json has 2 bytes") as no:
+        open_checkpoint(tmp_path / "my-copy")
+    assert no.value.exit_code == 5
+
+
+def test_another_runs_checkpoint_is_skipped(tmp_path: Path):
+    save(tmp_path, 3)
+    save(tmp_path, 4, run_id="other")
+    search = find_latest(tmp_path, run_id=RUN)
+    assert search.found.step == 3
+    assert search.skipped == ("skipped step-000004: it belongs to run 'other', not 'run-1'",)
+    assert find_latest(tmp_path, run_id=None).found.step == 4
+
+
+def test_a_newer_schema_is_not_silently_passed_over(tmp_path: Path):
+    from ppocli.engine import manifest
+
+    save(tmp_path, 3)
+    newer = save(tmp_path, 4) / "MANIFEST.json"
+    body = json.loads(newer.read_text())
+    del body["digest"]
+    body |= {"schema": 2, "ppocli": "9.9.9"}
+    newer.write_text(json.dumps(body | {"digest": manifest._digest(body)}))
+    with pytest.raises(CheckpointError, match=r"written by ppocli 9\.9\.9, this is 0\."):
+        find_latest(tmp_path, run_id=RUN)
+    body["schema"] = 0
+    newer.write_text(json.dumps(body | {"digest": manifest._digest(body)}))
+    search = find_latest(tmp_path, run_id=RUN)
+    assert search.found.step == 3
+    assert search.skipped == ("skipped step-000004: MANIFEST.json has the unknown schema 0",)

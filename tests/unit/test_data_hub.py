@@ -1,0 +1,233 @@
+"""Data sets by name without a network, and the probe that finds that out."""
+
+import http.server
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ppocli.config import hub
+
+PROXY_VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
+CLEARED = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE", "HF_ENDPOINT",
+           *PROXY_VARIABLES, *(name.upper() for name in PROXY_VARIABLES))
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch):
+    for name in CLEARED:
+        monkeypatch.delenv(name, raising=False)
+    hub._probe.cache_clear()
+    yield
+    hub._probe.cache_clear()
+
+
+def closed_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def server(status: int = 200):
+    """A local HTTP server that answers HEAD with ``status``; yields its port and its requests."""
+    seen: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            seen.append(self.path)
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    listening = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=listening.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield listening.server_port, seen
+    finally:
+        listening.shutdown()
+        listening.server_close()
+        thread.join()
+
+
+# The probe ----------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("name", "value"), [("HF_HUB_OFFLINE", "1"), ("HF_HUB_OFFLINE", "true"),
+                                             ("TRANSFORMERS_OFFLINE", "YES")])
+def test_a_variable_that_forbids_downloading_needs_no_probe(monkeypatch, name, value):
+    with server() as (port, seen):
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
+        monkeypatch.setenv(name, value)
+        assert not hub.hub_reachable()
+        assert seen == []
+    assert hub.offline_hint() == f"{name}={value} forbids downloading"
+
+
+def test_the_endpoint_is_probed_once(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    with server() as (port, _):
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
+        assert hub.hub_reachable()
+    assert hub.hub_reachable()  # the answer stays for the process, though the server is gone
+
+
+@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:{port}", "http://[", "http://x:port"])
+def test_an_endpoint_that_refuses(monkeypatch, endpoint):
+    monkeypatch.setenv("HF_ENDPOINT", endpoint.format(port=closed_port()))
+    assert not hub.hub_reachable()
+    assert hub.offline_hint() == "the Hub cannot be reached"
+
+
+def test_name_resolution_that_hangs_is_bounded(monkeypatch):
+    release = threading.Event()
+
+    def hang(*args, **kwargs):
+        release.wait(60)
+        raise OSError("released")
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    started = time.monotonic()
+    try:
+        assert not hub.hub_reachable(timeout=0.3)
+    finally:
+        release.set()
+    assert time.monotonic() - started < 2
+
+
+@pytest.mark.parametrize(("status", "reachable"), [(200, True), (404, True), (407, False),
+                                                   (503, False)])
+def test_a_proxy_is_asked_for_the_endpoint(monkeypatch, status, reachable):
+    with server(status) as (port, seen):
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{port}")
+        monkeypatch.setenv("HF_ENDPOINT", "http://hub.invalid/")
+        assert hub.hub_reachable() is reachable
+        assert seen == ["http://hub.invalid/"]
+
+
+def test_a_proxy_that_is_down_and_one_that_is_bypassed(monkeypatch):
+    monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{closed_port()}")
+    assert not hub.hub_reachable()
+    with server() as (port, _):
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{closed_port()}")
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
+        assert hub.hub_reachable()
+
+
+def test_a_socks_proxy_counts_when_it_accepts(monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "https://hub.invalid")
+    monkeypatch.setenv("all_proxy", f"socks5h://127.0.0.1:{closed_port()}")
+    assert not hub.hub_reachable()
+    with server() as (port, _):
+        monkeypatch.setenv("all_proxy", f"socks5h://127.0.0.1:{port}")
+        assert hub.hub_reachable()
+
+
+# In processes of their own, since they switch libraries offline -------------------------------------
+
+def run_python(code: str, tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if name not in CLEARED}
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120,
+        check=False, cwd=tmp_path,
+        env={**kept, "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "home"),
+             "PYTHONPATH": str(Path(__file__).parent), **environment})
+
+
+def test_the_probe_imports_nothing_heavy(tmp_path):
+    code = ("import sys; from ppocli.config.hub import hub_reachable, go_offline, offline_hint\n"
+            "assert not hub_reachable(); go_offline(); print(offline_hint())\n"
+            "heavy = {'torch', 'transformers', 'datasets', 'pandas', 'httpx2', 'httpx'}\n"
+            "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+            "import os; assert 'HF_HUB_OFFLINE' not in os.environ")
+    done = run_python(code, tmp_path, HF_ENDPOINT=f"http://127.0.0.1:{closed_port()}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "the Hub cannot be reached\n"
+
+
+LOAD = """
+import time, sys, socket
+{prepare}
+from ppocli.config.schema import PromptsConfig
+from ppocli.data.prompt_set import load_prompts
+from ppocli.errors import InputError
+from data_tokenizers import words
+tokenizer = words()
+started = time.monotonic()
+try:
+    cfg = PromptsConfig(path="someone/film_reviews", column="text", split="train+test")
+    print(load_prompts(cfg, tokenizer, seed=0, max_prompt_tokens=9).columns)
+except InputError as error:
+    print(error)
+seconds = time.monotonic() - started
+assert seconds < 5, seconds
+"""
+HANGING_NETWORK = """
+def hang(*args, **kwargs):
+    time.sleep(60)
+socket.getaddrinfo = hang
+socket.create_connection = hang
+"""
+MISSING = ("Data set 'someone/film_reviews' is not on this machine and {why}.\n"
+           "  where: prompts.path=someone/film_reviews\n"
+           "  fix:   give a local file or folder: prompts.path=/path, or run once with network: "
+           "hf download --repo-type dataset someone/film_reviews --local-dir film_reviews\n")
+
+
+@pytest.mark.parametrize("first", ["", "import datasets, transformers"])
+def test_a_hub_name_on_a_dead_network_fails_within_five_seconds(tmp_path, first):
+    done = run_python(LOAD.format(prepare=first + HANGING_NETWORK), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == MISSING.format(why="the Hub cannot be reached")
+
+
+@pytest.mark.parametrize("name", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
+def test_a_hub_name_under_an_offline_variable(tmp_path, name):
+    done = run_python(LOAD.format(prepare=HANGING_NETWORK), tmp_path, **{name: "1"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == MISSING.format(why=f"{name}=1 forbids downloading")
+
+
+def cache_data_set(home: Path) -> None:
+    """What `datasets` leaves behind after it has loaded someone/film_reviews from the Hub."""
+    from datasets import Dataset, DatasetInfo, SplitDict, SplitInfo
+    from datasets.arrow_writer import ArrowWriter
+
+    folder = home / "datasets" / "someone___film_reviews" / "default" / "0.0.0" / "0123abc"
+    folder.mkdir(parents=True)
+    splits = SplitDict(dataset_name="film_reviews")
+    for split, text in (("train", "good film"), ("test", "bad film")):
+        rows = Dataset.from_dict({"text": [text], "from": [split]})
+        writer = ArrowWriter(features=rows.features,
+                             path=str(folder / f"film_reviews-{split}.arrow"))
+        for row in rows:
+            writer.write(row)
+        examples, size = writer.finalize()
+        splits.add(SplitInfo(split, num_bytes=size, num_examples=examples))
+    DatasetInfo(features=rows.features, builder_name="json", dataset_name="film_reviews",
+                config_name="default", version="0.0.0", splits=splits
+                ).write_to_directory(str(folder))
+    assert json.loads((folder / "dataset_info.json").read_text())["config_name"] == "default"
+
+
+def test_a_cached_data_set_loads_without_network(tmp_path):
+    cache_data_set(tmp_path / "home")
+    done = run_python(LOAD.format(prepare=HANGING_NETWORK), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "{'from': ['train', 'test']}\n"
+    code = LOAD.format(prepare=HANGING_NETWORK).replace("train+test", "dev")
+    done = run_python(code, tmp_path, HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Data set 'someone/film_reviews' cannot be loaded: ")
+    assert "dev" in done.stdout
+    assert "prompts.split" in done.stdout

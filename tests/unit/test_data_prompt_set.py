@@ -1,0 +1,331 @@
+"""From rows to tokens: rendering, lengths, batches, evaluation prompts, digest."""
+
+import json
+import subprocess
+import sys
+from datetime import datetime
+from decimal import Decimal
+
+import numpy as np
+import pytest
+import torch
+from data_tokenizers import CHATML, ids, utf8_bytes, words
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ppocli.config.schema import EvalPromptsConfig, PromptsConfig
+from ppocli.data.prompt_set import PromptSet, load_eval_prompts, load_prompts
+from ppocli.errors import ConfigError, InputError
+
+LONG = "the film was very very good and i was not so"  # 11 words
+
+
+def load(items, tokenizer=None, seed=0, most=64, **keys):
+    return load_prompts(PromptsConfig(**keys), tokenizer or words(), seed=seed,
+                        max_prompt_tokens=most, items=items)
+
+
+def load_both(cfg, tokenizer=None, items=None, eval_items=None, seed=0):
+    tokenizer = tokenizer or words()
+    training = load_prompts(cfg, tokenizer, seed=seed, max_prompt_tokens=64, items=items)
+    return training, load_eval_prompts(cfg, tokenizer, seed=seed, max_prompt_tokens=64,
+                                       training=training, items=eval_items)
+
+
+# Rendering ----------------------------------------------------------------------------------------
+
+def test_first_words():
+    prompts = load(["the  film\nwas good .", "bad"], first_words=3)
+    assert prompts.texts == ["the film was", "bad"]
+    assert prompts.token_ids == [ids("the film was"), ids("bad")]
+
+
+def test_template_with_metadata():
+    items = [{"text": "the film", "mood": "good", "n": 3}]
+    prompts = load(items, column="text", first_words=1,
+                   template="{{i}} : {prompt} {text} is {mood} {n}")
+    assert prompts.texts == ["{i} : the the is good 3"]
+    assert prompts.columns == {"mood": ["good"], "n": [3]}
+
+
+@pytest.mark.parametrize(("template", "what"), [
+    ("{promt} .", "The template's placeholder {promt} is no column; there are prompt, mood. "
+                  "Did you mean {prompt}?"),
+    ("{prompt} {}", "The template's placeholder {} is no column; there are prompt, mood."),
+    ("{prompt.__class__}", "The template's placeholder {prompt.__class__} is no column"),
+    ("{prompt!r}", "The template's placeholder {prompt!r} is no column"),
+    ('{"a": {prompt}}', "The template's placeholder {\"a\": {prompt}} is no column"),
+    ("{prompt", "The template is malformed: expected '}' before end of string."),
+    ("prompt}", "The template is malformed: Single '}' encountered in format string."),
+    ("good .", "The template has no placeholder: every prompt would be the same."),
+])
+def test_bad_templates(template, what):
+    with pytest.raises(ConfigError) as caught:
+        load([{"prompt": "it is", "mood": "good"}], template=template)
+    assert caught.value.what.startswith(what)
+    assert caught.value.where == f"prompts.template={template!r}"
+
+
+def test_a_template_over_an_empty_cell():
+    with pytest.raises(InputError, match=r"needs column 'mood', which is empty in item 2 of"):
+        load([{"prompt": "it is", "mood": "good"}, "so"], template="{prompt} {mood}")
+
+
+def test_chat():
+    tokenizer = words(front=True, chat=CHATML)
+    messages = [{"role": "user", "content": "it is"}, {"role": "assistant", "content": "so ?"},
+                {"role": "user", "content": "good"}]
+    prompts = load(["the film", {"prompt": messages, "label": 1}], tokenizer, chat=True)
+    assert prompts.texts == ["<s> user : the film </s> assistant :",
+                             "<s> user : it is </s> assistant : so ? </s> user : good </s>"
+                             " assistant :"]
+    # one BOS, the template's own; EOS inside the prompt is kept
+    assert prompts.token_ids == [ids(text) for text in prompts.texts]
+    assert prompts.columns == {"label": [None, 1]}
+    batch = prompts.batch([0, 1], [0, 1], pad_id=1)
+    assert batch.mask.sum(1).tolist() == [len(row) for row in prompts.token_ids]
+
+
+def test_chat_with_template_cuts_and_keeps_bos():
+    tokenizer = words(front=True, chat=CHATML)
+    prompts = load(["film"], tokenizer, chat=True, template="is the {prompt} good ?", max_length=6)
+    assert prompts.token_ids == [ids("<s> good ? </s> assistant :")]
+    assert prompts.texts == ["<s> good ? </s> assistant :"]
+    assert prompts.notes == ["1 prompt was longer than 6 tokens: cut on the left"]
+
+
+def test_chat_that_cannot_work():
+    with pytest.raises(InputError, match="The tokenizer has no chat template") as caught:
+        load(["it is"], chat=True)
+    assert "prompts.chat=false" in caught.value.fix
+    refusing = words(chat="{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(InputError, match=r"refuses item 1 of prompts\.items: roles must alternate"):
+        load(["it is"], refusing, chat=True)
+    chatting = words(chat=CHATML)
+    messages = [[{"role": "user", "content": "it is"}]]
+    with pytest.raises(InputError, match=r"prompts\.first_words works on texts, but item 1"):
+        load(messages, chatting, chat=True, first_words=2)
+    with pytest.raises(InputError, match=r"holds \[\] \(list\), not a text"):
+        load([[]], chatting, chat=True)
+    with pytest.raises(ConfigError, match=r"would cut off the end of the chat template"):
+        load(["it is"], chatting, chat=True, length_sampler=[1, 2])
+
+
+# Tokens and lengths -------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("front", [False, True])
+def test_the_tokenizers_bos_is_kept_and_its_eos_left_out(front, behind):
+    prompts = load(["it is </s> so", "good"], words(front=front, behind=behind))
+    first = ids("<s>") if front else []
+    assert prompts.token_ids == [first + ids("it is </s> so"), first + ids("good")]
+    assert prompts.texts == ["it is </s> so", "good"]
+
+
+@pytest.mark.parametrize(("front", "side", "expected", "text"), [
+    (False, "left", "i was not so", "i was not so"),
+    (False, "right", "the film was very", "the film was very"),
+    (True, "left", "<s> was not so", "was not so"),
+    (True, "right", "<s> the film was", "the film was")])
+def test_truncation(front, side, expected, text):
+    prompts = load([LONG, "it is", LONG], words(front=front), max_length=4, truncation_side=side)
+    assert prompts.token_ids == [ids(expected), ([0] if front else []) + ids("it is"),
+                                 ids(expected)]
+    assert prompts.texts == [text, "it is", text]
+    assert prompts.notes == [f"2 prompts were longer than 4 tokens: cut on the {side}",
+                             "1 prompt was the same as an earlier one: kept"]
+
+
+def test_the_models_room_bounds_the_prompt():
+    assert load([LONG], most=3).notes == ["1 prompt was longer than 3 tokens: cut on the left"]
+    assert len(load([LONG], most=3, max_length=8).token_ids[0]) == 3
+    assert load([LONG], words(front=True), most=1).token_ids == [[0]]
+    with pytest.raises(ConfigError, match=r"generation\.max_new_tokens leaves no position"):
+        load([LONG], most=0)
+
+
+def test_a_prompt_of_exactly_the_longest_length_is_whole():
+    prompts = load([LONG], max_length=11)
+    assert prompts.texts == [LONG]
+    assert prompts.notes == []
+
+
+def test_length_sampler_keeps_the_first_tokens():
+    prompts = load([LONG] * 200, length_sampler=[2, 5])
+    lengths = [len(row) for row in prompts.token_ids]
+    assert set(lengths) == {2, 3, 4, 5}
+    for row, text in zip(prompts.token_ids, prompts.texts, strict=True):
+        assert row == ids(LONG)[:len(row)]
+        assert text == " ".join(LONG.split()[:len(row)])
+    assert load(["it is"], length_sampler=[4, 5]).texts == ["it is"]
+
+
+@given(seed=st.integers(0, 2**31), n=st.integers(1, 30), more=st.integers(0, 30))
+def test_a_drawn_length_depends_on_seed_and_index_alone(seed, n, more):
+    few = load([LONG] * n, seed=seed, length_sampler=[1, 9])
+    many = load([LONG] * (n + more), seed=seed, length_sampler=[1, 9])
+    assert few.token_ids == many.token_ids[:n]
+
+
+def test_length_sampler_follows_the_seed():
+    drawn = [load([LONG] * 50, seed=seed, length_sampler=[1, 9]).token_ids for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+@pytest.mark.parametrize("bounds", [[3], [5, 2], [0, 4], [1, 2, 3]])
+def test_bad_length_sampler(bounds):
+    with pytest.raises(ConfigError, match=r"is not \[min, max\] with 1 <= min <= max"):
+        load([LONG], length_sampler=bounds)
+
+
+def test_texts_follow_a_cut_inside_a_character():
+    prompts = load(["naïve"], utf8_bytes(), max_length=3, truncation_side="right")
+    assert prompts.texts == ["na�"]
+    assert load(["  naïve\n"], utf8_bytes()).texts == ["  naïve\n"]
+
+
+def test_prompts_without_tokens_are_dropped_with_their_metadata():
+    items = [{"prompt": "it is", "n": 1}, {"prompt": "???", "n": 2}, {"prompt": "so", "n": 3}]
+    prompts = load(items, words(unknown=False, front=True))
+    assert prompts.texts == ["it is", "so"]
+    assert prompts.columns == {"n": [1, 3]}
+    assert prompts.notes == ["1 prompt had no token: dropped"]
+    with pytest.raises(InputError, match="makes no token of any of the 1 prompts"):
+        load(["???"], words(unknown=False))
+
+
+def test_blank_and_equal_prompts_are_counted():
+    prompts = load(["it is", "", " \n", None, "it is", "so", "it is"])
+    assert prompts.texts == ["it is", "it is", "so", "it is"]
+    assert prompts.notes == ["3 prompts were blank: dropped",
+                             "2 prompts were the same as an earlier one: kept"]
+
+
+# Batches ------------------------------------------------------------------------------------------
+
+def test_batches_are_left_padded():
+    prompts = load([{"prompt": "it is", "n": 1}, {"prompt": "so", "n": 2},
+                    {"prompt": "the film was", "n": 3}])
+    batch = prompts.batch([1, 2, 1], [7, 8, 9], pad_id=1)
+    assert batch.tokens.tolist() == [[1, 1, *ids("so")], ids("the film was"), [1, 1, *ids("so")]]
+    assert batch.tokens.dtype == torch.int64
+    assert batch.mask.tolist() == [[False, False, True], [True] * 3, [False, False, True]]
+    assert batch.mask.dtype == torch.bool
+    assert batch.texts == ["so", "the film was", "so"]
+    assert batch.columns == {"n": [2, 3, 2]}
+    assert (batch.indices, batch.episodes) == ([1, 2, 1], [7, 8, 9])
+    assert prompts.batch([1], [0], pad_id=1).tokens.tolist() == [ids("so")]
+    with pytest.raises(ValueError, match="2 indices but 1 episodes"):
+        prompts.batch([0, 1], [0], pad_id=1)
+
+
+@given(lengths=st.lists(st.integers(1, 11), min_size=1, max_size=9), pad=st.integers(0, 5))
+def test_a_batch_holds_exactly_the_tokens_of_its_prompts(lengths, pad):
+    prompts = load([" ".join(LONG.split()[:length]) for length in lengths])
+    batch = prompts.batch(range(len(lengths)), range(len(lengths)), pad)
+    assert batch.tokens.shape == batch.mask.shape == (len(lengths), max(lengths))
+    for row, mask, expected in zip(batch.tokens, batch.mask, prompts.token_ids, strict=True):
+        assert row[mask].tolist() == expected
+        assert (row[~mask] == pad).all()
+        assert mask.int().diff().min().item() >= 0 if len(mask) > 1 else mask.all()
+
+
+# Evaluation prompts -------------------------------------------------------------------------------
+
+NUMBERED = [{"prompt": f"the film {'very ' * i}good", "n": i} for i in range(10)]
+
+
+def test_without_own_source_they_are_spread_over_the_training_prompts():
+    cfg = PromptsConfig(eval=EvalPromptsConfig(limit=4))
+    training, evaluation = load_both(cfg, items=NUMBERED)
+    assert evaluation.columns == {"n": [0, 2, 5, 7]}
+    assert evaluation.texts == [training.texts[i] for i in (0, 2, 5, 7)]
+    assert load_both(cfg, items=NUMBERED[:3])[1].columns == {"n": [0, 1, 2]}
+
+
+def test_training_rows_are_processed_with_the_evaluation_keys():
+    cfg = PromptsConfig(first_words=2, column="text",
+                        eval=EvalPromptsConfig(limit=2, template="so {prompt} !", first_words=1))
+    items = [{"text": "the film was", "rare": 1}, {"text": "it is good"}, {"text": "i was not"}]
+    training, evaluation = load_both(cfg, items=items)
+    assert training.texts == ["the film", "it is", "i was"]
+    assert evaluation.texts == ["so the !", "so it !"]
+    assert evaluation.columns == {"rare": [1, None]}
+
+
+def test_metadata_of_the_whole_source_is_known_to_its_evaluation_rows():
+    items = [{"prompt": "it is"}, {"prompt": "so", "rare": 5}]
+    cfg = PromptsConfig(columns=["rare"], eval=EvalPromptsConfig(limit=1))
+    assert load_both(cfg, items=items)[1].columns == {"rare": [None]}
+    assert load_both(cfg, items=items, eval_items=items)[1].columns == {"rare": [None]}
+
+
+def test_own_sources(tmp_path):
+    train, other = tmp_path / "train.jsonl", tmp_path / "other.jsonl"
+    train.write_text("".join(json.dumps(row) + "\n" for row in NUMBERED))
+    other.write_text('{"prompt": "bad film", "n": 1}\n{"prompt": " "}\n')
+    own = EvalPromptsConfig(path=str(other))
+    _, evaluation = load_both(PromptsConfig(path=str(train), eval=own))
+    assert evaluation.texts == ["bad film"]
+    assert evaluation.notes == ["1 prompt was blank: dropped"]
+    _, evaluation = load_both(PromptsConfig(path=str(train), eval=own), eval_items=["it is"])
+    assert evaluation.texts == ["it is"]
+    own = EvalPromptsConfig(items=["it is", "so good"], limit=1)
+    _, evaluation = load_both(PromptsConfig(path=str(train), limit=3, eval=own))
+    assert evaluation.texts == ["it is"]
+    with pytest.raises(ConfigError, match=r"prompts\.eval\.path and prompts\.eval\.items"):
+        load_both(PromptsConfig(path=str(train), eval=EvalPromptsConfig(path="x", items=["it"])))
+
+
+def test_another_split_of_the_training_source(tmp_path):
+    (tmp_path / "train.txt").write_text("it is\nso good\n")
+    (tmp_path / "test.txt").write_text("".join(f"{'very ' * i}bad\n" for i in range(10)))
+    cfg = PromptsConfig(path=str(tmp_path), eval=EvalPromptsConfig(split="test", limit=2))
+    training, evaluation = load_both(cfg)
+    assert training.texts == ["it is", "so good"]
+    assert evaluation.texts == ["bad", "very very very very very bad"]
+
+
+def test_bos_alone_fills_the_evaluation_set():
+    training, evaluation = load_both(PromptsConfig(eval=EvalPromptsConfig(limit=5)))
+    assert len(training) == 1
+    assert evaluation.token_ids == [[0]] * 5
+    assert evaluation.texts == [""] * 5
+
+
+# Digest -------------------------------------------------------------------------------------------
+
+def test_the_digest_notices_changes():
+    base = [{"prompt": "it is", "n": 1, "m": {"a": 1, "b": [2]}}, {"prompt": "so", "n": None}]
+    same = [{"prompt": "it is", "m": {"b": [2], "a": 1}, "n": 1}, {"prompt": "so"}]
+    assert load(base).digest() == load(same).digest()
+    changed = [
+        [*base, "good"], base[:1], base[::-1],
+        [{**base[0], "n": 2}, base[1]], [{**base[0], "n": "1"}, base[1]],
+        [{**base[0], "prompt": "it was"}, base[1]], [{**base[0], "more": None}, base[1]]]
+    digests = {load(rows).digest() for rows in changed} | {load(base).digest()}
+    assert len(digests) == len(changed) + 1
+    assert load(base, max_length=1).digest() != load(base).digest()
+
+
+def test_the_digest_takes_any_metadata_and_is_the_same_in_every_process():
+    class Thing:
+        pass
+
+    cells = [datetime(2026, 1, 2), b"\xff", np.float32(1.5), np.arange(3), Decimal("1.20"),
+             float("nan"), (1, 2), {1: "a", "b": {2}}, Thing()]
+    items = [{"prompt": "it is", "cell": cell} for cell in cells]
+    assert load(items).digest() == load(items[:-1] + [{"prompt": "it is", "cell": Thing()}]
+                                        ).digest()
+    one_cell = [load([item]).digest() for item in items]
+    assert len(set(one_cell)) == len(cells)
+
+
+def test_the_digest_is_a_fixed_function():
+    code = ("from ppocli.data.prompt_set import PromptSet;"
+            "print(PromptSet([[1, 2]], ['x'], {'m': [{'b': 1, 'a': 'é'}]}, []).digest())")
+    here = PromptSet([[1, 2]], ["x"], {"m": [{"b": 1, "a": "é"}]}, []).digest()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
+                          env={"PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1"})
+    assert done.stdout.strip() == here
+    assert len(here) == 64

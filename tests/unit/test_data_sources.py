@@ -1,0 +1,370 @@
+"""Every kind of prompt source, with real files."""
+
+import csv
+import json
+import os
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from data_tokenizers import ids, words
+
+from ppocli.config.schema import EvalPromptsConfig, PromptsConfig
+from ppocli.data.prompt_set import load_prompts
+from ppocli.errors import ConfigError, InputError
+
+ROWS = [{"prompt": "the film was", "label": 1, "tag": "x"},
+        {"prompt": "it is not", "label": 0, "tag": "y"},
+        {"prompt": "so very good", "label": 1, "tag": "z"}]
+TEXTS = [row["prompt"] for row in ROWS]
+
+
+def load(path=None, items=None, **keys):
+    cfg = PromptsConfig(path=None if path is None else str(path), **keys)
+    return load_prompts(cfg, words(), seed=0, max_prompt_tokens=64, items=items)
+
+
+def write_jsonl(path, rows=ROWS):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def write_json(path):
+    path.write_text(json.dumps(ROWS, indent=2), encoding="utf-8")
+
+
+def write_csv(path):
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, ["prompt", "label", "tag"])
+        writer.writeheader()
+        writer.writerows(ROWS)
+
+
+def write_parquet(path):
+    pq.write_table(pa.Table.from_pylist(ROWS), path)
+
+
+def write_saved_dataset(path):
+    datasets.Dataset.from_list(ROWS).save_to_disk(path)
+
+
+def write_folder(path):
+    write_jsonl(path / "one.jsonl", ROWS[:2])
+    write_jsonl(path / "two" / "more.jsonl", ROWS[2:])
+    (path / "README.md").write_text("# not prompts")
+    write_jsonl(path / ".cache" / "old.jsonl")
+
+
+@pytest.mark.parametrize(("name", "write"), [
+    ("p.json", write_json), ("p.jsonl", write_jsonl), ("P.JSONL", write_jsonl),
+    ("lines.json", write_jsonl), ("p.csv", write_csv), ("p.parquet", write_parquet),
+    ("saved", write_saved_dataset), ("folder", write_folder)])
+def test_each_format_gives_prompts_and_metadata(tmp_path, name, write):
+    write(tmp_path / name)
+    prompts = load(tmp_path / name)
+    labels = [str(row["label"]) if name == "p.csv" else row["label"] for row in ROWS]
+    assert prompts.texts == TEXTS
+    assert prompts.token_ids == [ids(text) for text in TEXTS]
+    assert prompts.columns == {"label": labels, "tag": ["x", "y", "z"]}
+    assert prompts.notes == []
+    assert len(prompts) == 3
+
+
+def test_txt_holds_one_prompt_a_line(tmp_path):
+    path = tmp_path / "p.txt"
+    path.write_bytes("\ufeffthe film\r\n\n  \nit is\u2028so\nvery good".encode())
+    prompts = load(path, column="text")
+    assert prompts.texts == ["the film", "it is\u2028so", "very good"]
+    assert prompts.columns == {}
+    assert prompts.notes == ["2 prompts were blank: dropped"]
+
+
+def test_csv_quotes_line_breaks_nameless_columns_and_long_cells(tmp_path):
+    path = tmp_path / "p.csv"
+    long = "very " * 40_000  # beyond the csv module's own limit
+    path.write_text(f',prompt,n\n0,"the\nfilm, ""good""",1\n\n1,{long},2\n', encoding="utf-8")
+    limit = csv.field_size_limit()
+    prompts = load(path)
+    assert prompts.texts[0] == 'the\nfilm, "good"'
+    assert prompts.columns == {"n": ["1", "2"]}
+    assert csv.field_size_limit() == limit
+
+
+def test_json_may_hold_texts_or_a_single_object(tmp_path):
+    (tmp_path / "texts.json").write_text(json.dumps(TEXTS))
+    (tmp_path / "one.json").write_text(json.dumps(ROWS[0]))
+    (tmp_path / "texts.jsonl").write_text('"it is"\n\n{"prompt": "so good"}\n')
+    assert load(tmp_path / "texts.json").texts == TEXTS
+    assert load(tmp_path / "one.json").texts == TEXTS[:1]
+    assert load(tmp_path / "texts.jsonl").texts == ["it is", "so good"]
+
+
+def test_unequal_keys_give_none(tmp_path):
+    path = write_jsonl(tmp_path / "p.jsonl", [
+        {"prompt": "it is", "a": 1}, {"b": [2], "prompt": "so good"}])
+    assert load(path).columns == {"a": [1, None], "b": [None, [2]]}
+
+
+def test_columns_choose_the_metadata(tmp_path):
+    path = write_jsonl(tmp_path / "p.jsonl")
+    assert load(path, columns=["tag"]).columns == {"tag": ["x", "y", "z"]}
+    assert load(path, columns=[]).columns == {}
+    assert load(path, column="tag", columns=["prompt", "tag"]).columns == {
+        "prompt": TEXTS, "tag": ["x", "y", "z"]}
+    with pytest.raises(InputError) as caught:
+        load(path, columns=["tag", "labels"])
+    assert caught.value.what == ("There is no metadata column 'labels' in the prompts; their "
+                                 "columns are prompt, label, tag. Did you mean 'label'?")
+
+
+def test_limit_counts_usable_prompts_and_stops_reading(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "it is"}\n{"prompt": " "}\n{"prompt": "so good"}\nnot json\n')
+    prompts = load(path, limit=2)
+    assert prompts.texts == ["it is", "so good"]
+    assert prompts.notes == ["1 prompt was blank: dropped"]
+
+
+def test_relative_and_home_paths(tmp_path, monkeypatch):
+    write_jsonl(tmp_path / "p.jsonl")
+    write_jsonl(tmp_path / "imdb" / "rows.jsonl")  # a folder wins over a Hub name
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for path in ("p.jsonl", "./p.jsonl", "~/p.jsonl", "imdb", "./imdb"):
+        assert load(path).texts == TEXTS, path
+
+
+@pytest.mark.parametrize(("split", "expected"), [
+    ("train", ["it is", "so good"]), ("test", ["bad film"]),
+    ("test+train", ["bad film", "it is", "so good"])])
+@pytest.mark.parametrize("kind", ["saved", "files", "hub-layout"])
+def test_splits(tmp_path, kind, split, expected):
+    parts = {"train": ["it is", "so good"], "test": ["bad film"]}
+    folder = tmp_path / "set"
+    tables = {name: datasets.Dataset.from_dict({"prompt": texts}) for name, texts in parts.items()}
+    if kind == "saved":
+        datasets.DatasetDict(tables).save_to_disk(folder)
+    elif kind == "files":
+        for name, table in tables.items():
+            write_jsonl(folder / f"{name}.jsonl", table.to_list())
+    else:
+        (folder / "plain").mkdir(parents=True)
+        for name, table in tables.items():
+            table.to_parquet(folder / "plain" / f"{name}-00000-of-00001.parquet")
+    name = "plain" if kind == "hub-layout" else None
+    prompts = load(folder, split=split, name=name)
+    assert prompts.texts == expected
+    assert prompts.notes == []
+    with pytest.raises(InputError) as caught:
+        load(folder, split="tset")
+    assert "There is no split 'tset'" in caught.value.what
+    assert "train" in caught.value.what
+    assert caught.value.fix == "prompts.split=test"
+
+
+def test_what_is_ignored_is_said(tmp_path):
+    path = write_jsonl(tmp_path / "p.jsonl")
+    assert load(path, split="train+test", name="plain").notes == [
+        "p.jsonl has no configurations: prompts.name=plain was ignored",
+        "p.jsonl has no splits: prompts.split=train+test was ignored and all its rows were used"]
+    write_saved_dataset(tmp_path / "saved")
+    assert "saved has no splits" in load(tmp_path / "saved", split="test").notes[0]
+    folder = tmp_path / "splits"
+    write_jsonl(folder / "train.jsonl")
+    write_jsonl(folder / "other.jsonl")
+    assert load(folder).notes == ["other.jsonl belongs to no split of splits: left out"]
+
+
+def test_a_saved_set_with_a_torch_format_still_gives_plain_cells(tmp_path):
+    datasets.Dataset.from_list(ROWS).with_format("torch").save_to_disk(tmp_path / "saved")
+    assert load(tmp_path / "saved").columns["label"] == [1, 0, 1]
+
+
+def test_inline_items_from_config_and_from_python(tmp_path):
+    items = ["it is", {"prompt": "so good", "label": 1}, {"text": "bad film", "extra": None}]
+    prompts = load(items=items, column="text")
+    assert prompts.texts == ["it is", "so good", "bad film"]
+    assert prompts.columns == {"label": [None, 1, None], "extra": [None, None, None]}
+    cfg = PromptsConfig(items=["the film"])
+    assert load_prompts(cfg, words(), seed=0, max_prompt_tokens=9).texts == ["the film"]
+    # prompts given from Python replace the configured ones
+    assert load(write_jsonl(tmp_path / "p.jsonl"), items=["it is"]).texts == ["it is"]
+
+
+def test_builtin_prompts():
+    prompts = load("builtin:reviews-prompts")
+    assert len(prompts) > 1
+    assert all(prompts.texts)
+
+
+def test_two_sources_are_refused(tmp_path):
+    cfg = PromptsConfig(path="x.jsonl", items=["it is"])
+    with pytest.raises(ConfigError, match="both set") as caught:
+        load_prompts(cfg, words(), seed=0, max_prompt_tokens=9)
+    assert caught.value.fix == "prompts.path=null or prompts.items=null"
+    with pytest.raises(ConfigError, match="must be a list"):
+        load(items="it is")
+
+
+def test_bos_alone():
+    prompts = load()
+    assert (prompts.token_ids, prompts.texts, prompts.columns) == ([[0]], [""], {})
+    assert prompts.notes == ["no prompts were given: every response starts from BOS alone"]
+    without_bos = load_prompts(PromptsConfig(), words(bos=False), seed=0, max_prompt_tokens=9)
+    assert without_bos.token_ids == [[1]]
+    with pytest.raises(InputError, match="neither a BOS nor an EOS") as caught:
+        load_prompts(PromptsConfig(), words(bos=False, eos=False), seed=0, max_prompt_tokens=9)
+    assert "prompts.path=FILE" in caught.value.fix
+    with pytest.raises(ConfigError, match=r"prompts\.template is set but there are no prompts"):
+        load(template="{prompt}!")
+
+
+# Bad input ----------------------------------------------------------------------------------------
+
+BAD_FILES = [
+    ("p.jsonl", b"", "The prompt set is empty."),
+    ("p.txt", b"", "The prompt set is empty."),
+    ("p.csv", b"", "The prompt set is empty."),
+    ("p.csv", b"prompt,label\n", "The prompt set is empty."),
+    ("p.json", b" \n", "The prompt set is empty."),
+    ("p.json", b"[]", "The prompt set is empty."),
+    ("p.txt", b"\n  \n\t\n", "All prompts are blank (3 of 3)."),
+    ("p.jsonl", b'{"prompt": null}\n', "All prompts are blank (1 of 1)."),
+    ("p.txt", b"it is\nna\xefve film\n", "Line 2 of p.txt is not UTF-8: byte 0xef at byte 3"),
+    ("p.json", b'[\n"it is",\n"\xff"]', "Line 3 of p.json is not UTF-8: byte 0xff at byte 2"),
+    ("p.csv", b"prompt\nok\n\xe9t\xe9\n", "Line 3 of p.csv is not UTF-8: byte 0xe9 at byte 1"),
+    ("p.txt", "it is".encode("utf-16"), "Line 1 of p.txt is not UTF-8: byte 0xff"),
+    ("p.txt", b"it\0is\n", "Line 1 of p.txt holds a NUL byte: this is not a text file."),
+    ("p.jsonl", b'{"prompt": "it is"}\n{"prompt": "so\n',
+     "Line 2 of p.jsonl is not valid JSON: Invalid control character at (character 15)."),
+    ("p.jsonl", b'{"prompt": "it is"}\n\n{prompt: 1}\n',
+     "Line 3 of p.jsonl is not valid JSON: Expecting property name"),
+    ("p.json", b'[{"prompt": "it is"},\n {"prompt" "so"}]',
+     "Line 2 of p.json is not valid JSON: Expecting ':' delimiter (character 12)."),
+    ("p.json", b'{"prompt": "it is"}\n{"prompt": }\n',
+     "Line 2 of p.json is not valid JSON: Expecting value (character 12)."),
+    ("p.json", b"3", "p.json holds a JSON int, not a list of rows."),
+    ("p.json", b'["it is", 3]', "Row 2 of p.json is a JSON int, not an object or a text."),
+    ("p.jsonl", b'[["it is"]]', "Line 1 of p.jsonl is a JSON list, not an object or a text."),
+    ("p.json", b"[" * 100_000, "p.json is not valid JSON: nested too deeply."),
+    ("p.jsonl", b'{"prompt": "it", "n": ' + b"9" * 5000 + b"}", "Line 1 of p.jsonl is not valid"),
+    ("p.jsonl", b'{"promt": "it is"}\n', "There is no column 'prompt' in line 1 of p.jsonl: its "
+                                        "columns are promt. Did you mean 'promt'?"),
+    ("p.jsonl", b'{"prompt": "it is"}\n{"text": "so"}\n',
+     "There is no column 'prompt' in line 2 of p.jsonl: its columns are text."),
+    ("p.jsonl", b"{}\n", "There is no column 'prompt' in line 1 of p.jsonl: it has no columns."),
+    ("p.csv", b"question,answer\na,b\n", "There is no column 'prompt' in line 2 of p.csv: its "
+                                         "columns are question, answer."),
+    ("p.jsonl", b'{"prompt": "it is"}\n{"prompt": 12}\n',
+     "Column 'prompt' in line 2 of p.jsonl holds 12 (int), not a text."),
+    ("p.json", b'[{"prompt": ["it is"]}]',
+     "Column 'prompt' in row 1 of p.json holds ['it is'] (list), not a text."),
+    ("p.json", b'[{"prompt": [{"role": "user", "content": "it is"}]}]',
+     "Column 'prompt' in row 1 of p.json holds chat messages, not a text."),
+    ("p.jsonl", b'{"prompt": "\\ud83d"}', "The prompt in line 1 of p.jsonl holds '\\ud83d', half"),
+    ("p.csv", b"prompt,n\nit is,1\nso, good,2\n",
+     "Line 3 of p.csv has 3 fields where the header has 2."),
+    ("p.csv", b'prompt,n\n"it is,1\nso good,2\n', "Line 3 of p.csv is not valid CSV: unexpected"),
+    ("p.csv", b"prompt,n,n\nit is,1,2\n", "The header of p.csv names the column 'n' twice."),
+    ("p.parquet", b"PAR1 not really", "p.parquet is not a readable parquet file: "),
+    ("p.parquet", b"", "p.parquet is not a readable parquet file: "),
+    ("p.xlsx", b"x", "Prompt file p.xlsx has the suffix '.xlsx'; prompts are read from .json, "),
+    ("prompts", b"x", "Prompt file prompts has no suffix; prompts are read from .json, .jsonl, "),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "what"), BAD_FILES)
+def test_bad_files_are_refused_with_the_place(tmp_path, name, content, what):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(InputError) as caught:
+        load(path)
+    assert caught.value.what.startswith(what)
+    assert caught.value.where
+    assert caught.value.exit_code == 3
+
+
+def test_a_cut_or_damaged_parquet_file(tmp_path):
+    path = tmp_path / "p.parquet"
+    write_parquet(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-20])
+    with pytest.raises(InputError, match="not a readable parquet file"):
+        load(path)
+    pq.write_table(pa.table({"text": ["it"], "n": [1]}), path)
+    with pytest.raises(InputError, match=r"no column 'prompt' in row 1 of p\.parquet") as caught:
+        load(path)
+    assert caught.value.fix == "prompts.column=text"
+    pq.write_table(pa.table({"prompt": [1.5]}), path)
+    with pytest.raises(InputError, match=r"row 1 of p\.parquet holds 1\.5 \(float\), not a text"):
+        load(path)
+
+
+def test_an_endless_line(tmp_path, monkeypatch):
+    monkeypatch.setattr("ppocli.data.files.MAX_LINE_BYTES", 2**20)
+    path = tmp_path / "p.txt"
+    path.write_bytes(b"it is\n" + b"x" * (2**20 + 1))
+    with pytest.raises(InputError, match=r"Line 2 of p\.txt is longer than 1 MiB"):
+        load(path)
+
+
+def test_a_missing_file_names_its_neighbours(tmp_path, monkeypatch):
+    write_jsonl(tmp_path / "prompts.jsonl")
+    with pytest.raises(InputError) as caught:
+        load(tmp_path / "promts.jsonl")
+    assert "does not exist" in caught.value.what
+    assert caught.value.where == f"prompts.path={tmp_path / 'promts.jsonl'}"
+    assert caught.value.fix == f"did you mean {tmp_path / 'prompts.jsonl'}?"
+    with pytest.raises(InputError, match="there is no folder"):
+        load(tmp_path / "nowhere" / "p.jsonl")
+    monkeypatch.chdir(tmp_path)
+    for path in ("./nope", "nope.jsonl", "a/b/c", "no such set"):
+        with pytest.raises(InputError, match="does not exist"):
+            load(path)
+    with pytest.raises(InputError, match="path of the prompts is empty"):
+        load("")
+
+
+def test_bad_folders(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match="has no prompt files") as caught:
+        load(tmp_path / "empty")
+    assert "datasets.save_to_disk" in caught.value.fix
+    write_saved_dataset(tmp_path / "saved")
+    for file in (tmp_path / "saved").glob("*.arrow"):
+        file.write_bytes(file.read_bytes()[:30])
+    with pytest.raises(InputError, match="cannot be loaded"):
+        load(tmp_path / "saved")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_without_permission(tmp_path):
+    path = write_jsonl(tmp_path / "p.jsonl")
+    path.chmod(0)
+    with pytest.raises(InputError, match=r"cannot be read: Permission denied"):
+        load(path)
+
+
+def test_a_file_that_is_a_dangling_link(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.symlink_to(tmp_path / "gone.jsonl")
+    with pytest.raises(InputError, match="does not exist"):
+        load(path)
+
+
+def test_evaluation_errors_name_the_evaluation_keys(tmp_path):
+    from ppocli.data.prompt_set import load_eval_prompts
+
+    path = write_jsonl(tmp_path / "p.jsonl")
+    for own, where in (
+            (EvalPromptsConfig(path=str(tmp_path / "no.jsonl")),
+             f"prompts.eval.path={tmp_path / 'no.jsonl'}"),
+            (EvalPromptsConfig(column="promt"), "prompts.eval.column=promt"),
+            (EvalPromptsConfig(items=[3]), "prompts.eval.column=prompt")):
+        cfg = PromptsConfig(path=str(path), eval=own)
+        training = load_prompts(cfg, words(), seed=0, max_prompt_tokens=9)
+        with pytest.raises(InputError) as caught:
+            load_eval_prompts(cfg, words(), seed=0, max_prompt_tokens=9, training=training)
+        assert caught.value.where == where

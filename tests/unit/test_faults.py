@@ -1,0 +1,79 @@
+import signal
+import sys
+
+import pytest
+from checkpoint_samples import start_python
+
+from ppocli.engine import faults
+from ppocli.engine.faults import Fault, armed, parse
+from ppocli.errors import ConfigError
+
+
+def test_off_by_default_and_then_a_single_empty_call():
+    code = """
+import sys
+from ppocli.engine import faults
+calls = []
+sys.setprofile(lambda frame, event, argument: calls.append((event, frame.f_code.co_name)))
+faults.point("save.before_rename")
+sys.setprofile(None)
+print(faults.point is faults.disarmed, calls[:2], len(calls), "torch" in sys.modules)
+"""
+    out, err = start_python(code).communicate(timeout=60)
+    assert out == "True [('call', 'disarmed'), ('return', 'disarmed')] 3 False\n", err
+
+
+def test_parse():
+    inf = float("inf")
+    assert parse("") == ()
+    assert parse("save.open:kill9, rollout.token@7:term,a@2+:sleep=0.5") == (
+        Fault("save.open", "kill9", 1, inf, 60), Fault("rollout.token", "term", 7, 7, 60),
+        Fault("a", "sleep", 2, inf, 0.5))
+
+
+@pytest.mark.parametrize("text", ["save.open", "save.open:explode", "save.open@0:raise", ":raise",
+                                  "save.open@x:raise", "save open:raise"])
+def test_what_is_no_fault_is_refused(text: str):
+    with pytest.raises(ConfigError, match="is not a fault") as refused:
+        parse(text)
+    assert "PPOCLI_FAULTS" in refused.value.where
+
+
+def test_passes_are_counted_per_point():
+    point = armed(parse("a@2:nan,b@2+:nan,c:raise,d:enospc"))
+    assert [point("a") for _ in range(4)] == [False, True, False, False]
+    assert [point("b") for _ in range(4)] == [False, True, True, True]
+    assert point("other") is False
+    with pytest.raises(RuntimeError, match="injected fault at c"):
+        point("c")
+    with pytest.raises(OSError, match="No space left") as full:
+        point("d")
+    assert full.value.errno == 28
+
+
+def test_out_of_memory_is_torchs_own():
+    import torch
+
+    with pytest.raises(torch.OutOfMemoryError):
+        armed(parse("a:oom"))("a")
+
+
+@pytest.mark.parametrize(("action", "code"), [("kill9", -signal.SIGKILL), ("term", -signal.SIGTERM),
+                                              ("int", -signal.SIGINT)])
+def test_signals_reach_the_process(action: str, code: int):
+    program = """
+import signal
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+from ppocli.engine import faults
+faults.point("x")
+faults.point("x")
+print("alive")
+"""
+    child = start_python(program, faults=f"x@2:{action}")
+    out, _ = child.communicate(timeout=60)
+    assert (child.returncode, out) == (code, "")
+
+
+def test_this_process_runs_without_faults():
+    assert faults.point is faults.disarmed
+    assert sys.modules["ppocli.engine.faults"] is faults

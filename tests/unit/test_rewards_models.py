@@ -1,0 +1,379 @@
+"""The built-in classifier and reward model on tiny real models."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
+
+from ppocli.config.schema import RewardConfig
+from ppocli.errors import InputError, RewardError
+from ppocli.rewards.classifier import TextClassifier
+from ppocli.rewards.records import RewardRequest
+from ppocli.rewards.reward_model import RewardModel
+from ppocli.rewards.scoring import build_reward
+
+WORDS = ["good", "bad", "film", "the", "a", "was", "plot", "very", "so", "dull"]
+SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "<eos>"]
+TEXTS = ["good film", "the plot was very very dull so bad", "a", "", "bad bad bad the film was so",
+         "the film", "a very good plot"]
+
+
+def tokenizer_of(kind: str, **names: Any) -> PreTrainedTokenizerFast:
+    vocabulary = {word: i for i, word in enumerate(SPECIALS + WORDS)}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    if kind == "bert":
+        core.post_processor = TemplateProcessing(
+            single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]",
+            special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
+        names = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", **names}
+    if kind == "appends_eos":
+        core.post_processor = TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 4)])
+        names = {"eos_token": "<eos>", **names}
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="[UNK]", **names)
+
+
+def spread(model: torch.nn.Module) -> torch.nn.Module:
+    """Weights large enough that different texts get clearly different scores."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.5)
+    return model.eval()
+
+
+def save(folder: Path, model: torch.nn.Module, tokenizer: Any) -> Path:
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def bert(folder: Path, labels: Sequence[str] = ("negative", "POSITIVE"), **options: Any) -> Path:
+    config = DistilBertConfig(
+        vocab_size=len(SPECIALS + WORDS), dim=16, hidden_dim=32, n_layers=2, n_heads=2,
+        max_position_embeddings=12, id2label=dict(enumerate(labels)),
+        label2id={label: i for i, label in enumerate(labels)}, **options)
+    return save(folder, spread(DistilBertForSequenceClassification(config)), tokenizer_of("bert"))
+
+
+def gpt2_config(**options: Any) -> GPT2Config:
+    return GPT2Config(vocab_size=len(SPECIALS + WORDS), n_embd=16, n_layer=2, n_head=2,
+                      n_positions=12, bos_token_id=4, eos_token_id=4, **options)
+
+
+def gpt2_rm(folder: Path, kind: str = "plain", **options: Any) -> Path:
+    model = GPT2ForSequenceClassification(gpt2_config(num_labels=1))
+    return save(folder, spread(model), tokenizer_of(kind, **options))
+
+
+def raw_logits(folder: Path, kind: type, text: str, length: int = 12) -> list[float]:
+    """The model's outputs for one text on its own, without padding."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    ids = tokenizer(text, truncation=True, max_length=length)["input_ids"] or [4]
+    model = kind.from_pretrained(folder).eval()
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([ids])).logits[0].tolist()
+
+
+def call(scorer: Any, texts: Sequence[str]) -> list[float]:
+    texts = list(texts)
+    return scorer(samples=texts, prompts=[""] * len(texts), responses=texts)
+
+
+@pytest.mark.parametrize("labels", [("negative", "POSITIVE"), ("POSITIVE", "negative"),
+                                    ("neutral", "POSITIVE", "negative")])
+def test_the_label_is_picked_by_name(tmp_path, labels):
+    folder = bert(tmp_path / "m", labels)
+    position = labels.index("POSITIVE")
+    logits = [raw_logits(folder, DistilBertForSequenceClassification, text) for text in TEXTS]
+    scorer = TextClassifier(str(folder), output="logit")
+    assert call(scorer, TEXTS) == pytest.approx([row[position] for row in logits], abs=1e-5)
+    expected = [torch.tensor(row).softmax(0)[position].item() for row in logits]
+    for label in ("POSITIVE", "positive"):
+        scorer = TextClassifier(str(folder), label=label)
+        assert call(scorer, TEXTS) == pytest.approx(expected, abs=1e-5)
+    assert max(expected) - min(expected) > 0.01
+
+
+def test_multi_label_and_one_label_use_the_sigmoid(tmp_path):
+    several = bert(tmp_path / "a", problem_type="multi_label_classification")
+    one = bert(tmp_path / "b", labels=("toxic",))
+    for folder, label, position in ((several, "POSITIVE", 1), (one, "toxic", 0)):
+        logit = raw_logits(folder, DistilBertForSequenceClassification, TEXTS[1])[position]
+        score = call(TextClassifier(str(folder), label=label), [TEXTS[1]])
+        assert score == pytest.approx([torch.tensor(logit).sigmoid().item()], abs=1e-5)
+
+
+def test_an_absent_label_lists_those_there_are(tmp_path):
+    folder = bert(tmp_path / "m")
+    with pytest.raises(RewardError) as caught:
+        TextClassifier(str(folder), label="POSITIV")
+    for words in ("'POSITIV'", "Did you mean 'POSITIVE'?", "negative, POSITIVE",
+                  "reward.kwargs.label"):
+        assert words in str(caught.value)
+    same = bert(tmp_path / "n", labels=("Good", "GOOD"))
+    with pytest.raises(RewardError, match="its labels: Good, GOOD"):
+        TextClassifier(str(same), label="good")
+    assert TextClassifier(str(same), label="GOOD").position == 1
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 64])
+def test_scores_do_not_depend_on_the_batch(tmp_path, batch_size):
+    classifier = TextClassifier(str(bert(tmp_path / "c")), batch_size=batch_size)
+    scorer = RewardModel(str(gpt2_rm(tmp_path / "r")), batch_size=batch_size)
+    for each in (classifier, scorer):
+        alone = [call(each, [text])[0] for text in TEXTS]
+        assert call(each, TEXTS) == pytest.approx(alone, abs=1e-5)
+        assert call(each, TEXTS[::-1]) == pytest.approx(alone[::-1], abs=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "names"), [
+    ("plain", {}),
+    ("plain", {"pad_token": "[PAD]"}),
+    ("plain", {"pad_token": "<eos>", "eos_token": "<eos>"}),
+    ("plain", {"pad_token": "[PAD]", "padding_side": "left"}),
+    ("appends_eos", {"pad_token": "<eos>"}),
+    ("appends_eos", {}),
+])
+def test_the_score_is_read_at_the_last_token(tmp_path, kind, names):
+    folder = gpt2_rm(tmp_path / "m", kind, **names)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    model = GPT2ForSequenceClassification.from_pretrained(folder).eval()
+    expected = []
+    for text in TEXTS:  # hidden state of the last token, by hand
+        filler = tokenizer.eos_token_id or tokenizer.pad_token_id or 0
+        ids = tokenizer(text)["input_ids"] or [filler]
+        with torch.no_grad():
+            hidden = model.transformer(torch.tensor([ids])).last_hidden_state
+            expected.append(model.score(hidden[0, -1]).item())
+    assert call(RewardModel(str(folder)), TEXTS) == pytest.approx(expected, abs=1e-5)
+    assert max(expected) - min(expected) > 0.1
+
+
+def test_long_texts_are_cut_and_said_once(tmp_path, caplog):
+    long = "bad " * 30 + "good film"
+    folder = gpt2_rm(tmp_path / "r")
+    scorer = RewardModel(str(folder))
+    with caplog.at_level(logging.WARNING):
+        score = call(scorer, [long, "a"])
+        call(scorer, [long])
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1
+    assert "at most 12 tokens: 1 of 2 texts were cut on the left" in said[0]
+    end = raw_logits(folder, GPT2ForSequenceClassification, "bad " * 10 + "good film")
+    assert score[0] == pytest.approx(end[0], abs=1e-5)
+
+    classifier = TextClassifier(str(bert(tmp_path / "c")), output="logit")
+    start = raw_logits(tmp_path / "c", DistilBertForSequenceClassification, "bad " * 10)
+    assert call(classifier, [long]) == pytest.approx([start[1]], abs=1e-5)
+    with pytest.raises(RewardError, match="max_length=13 is longer than"):
+        TextClassifier(str(tmp_path / "c"), max_length=13)
+
+
+def test_roberta_positions_start_late(tmp_path):
+    config = RobertaConfig(vocab_size=len(SPECIALS + WORDS), hidden_size=16, intermediate_size=32,
+                           num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=12,
+                           pad_token_id=0, bos_token_id=2, eos_token_id=3, num_labels=1,
+                           type_vocab_size=1)
+    folder = save(tmp_path / "m", spread(RobertaForSequenceClassification(config)),
+                  tokenizer_of("bert"))
+    scorer = RewardModel(str(folder))
+    assert scorer.loaded.max_length == 11
+    scores = call(scorer, ["bad " * 30, "good", "a film"])
+    assert scores[1] == pytest.approx(
+        raw_logits(folder, RobertaForSequenceClassification, "good")[0], abs=1e-5)
+
+
+def test_samples_responses_and_pairs(tmp_path):
+    folder = bert(tmp_path / "m")
+    prompts, responses = ["the film was ", "so "], ["good", "very dull"]
+    samples = [p + r for p, r in zip(prompts, responses, strict=True)]
+
+    def scores(on):
+        return TextClassifier(str(folder), on=on, output="logit")(
+            samples=samples, prompts=prompts, responses=responses)
+
+    def alone(*texts):
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        model = DistilBertForSequenceClassification.from_pretrained(folder).eval()
+        with torch.no_grad():
+            return model(torch.tensor([tokenizer(*texts)["input_ids"]])).logits[0, 1].item()
+
+    assert scores("sample") == pytest.approx([alone(s) for s in samples], abs=1e-5)
+    assert scores("response") == pytest.approx([alone(r) for r in responses], abs=1e-5)
+    assert scores("pair") == pytest.approx(
+        [alone(p, r) for p, r in zip(prompts, responses, strict=True)], abs=1e-5)
+
+
+def test_the_model_is_frozen(tmp_path):
+    model = RewardModel(str(gpt2_rm(tmp_path / "m"))).loaded.model
+    assert not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    half = RewardModel(str(tmp_path / "m"), dtype="bf16")
+    assert {parameter.dtype for parameter in half.loaded.model.parameters()} == {torch.bfloat16}
+    full = call(RewardModel(str(tmp_path / "m")), TEXTS)
+    assert call(half, TEXTS) == pytest.approx(full, abs=0.5)
+
+
+@pytest.mark.parametrize("kind", [RewardModel, TextClassifier])
+def test_an_untrained_head_is_refused(tmp_path, kind, capfd):
+    folder = save(tmp_path / "base", GPT2LMHeadModel(gpt2_config(num_labels=1)),
+                  tokenizer_of("plain"))
+    capfd.readouterr()
+    with pytest.raises(InputError) as caught:
+        kind(str(folder))
+    assert caught.value.exit_code == 3
+    assert "score.weight" in str(caught.value)
+    assert "random" in str(caught.value)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_classifier_is_not_a_reward_model(tmp_path):
+    with pytest.raises(RewardError, match=r"has 2 outputs \(negative, POSITIVE\)"):
+        RewardModel(str(bert(tmp_path / "m")))
+
+
+def broken(folder: Path, name: str) -> None:
+    weights = folder / "model.safetensors"
+    if name == "config missing":
+        (folder / "config.json").unlink()
+    elif name == "config broken":
+        (folder / "config.json").write_text('{"model_type": ')
+    elif name == "config a list":
+        (folder / "config.json").write_text("[]")
+    elif name == "tokenizer missing":
+        for path in folder.glob("tokenizer*"):
+            path.unlink()
+    elif name == "tokenizer broken":
+        (folder / "tokenizer.json").write_text("<html>")
+    elif name == "weights missing":
+        weights.unlink()
+    elif name == "weights truncated":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif name == "shard missing":
+        weights.rename(folder / "gone")
+        index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    elif name == "other sizes":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"hidden_dim": 40}))
+    elif name == "vocabulary too large":
+        tokenizer = tokenizer_of("bert")
+        tokenizer.add_tokens(["more", "words"])
+        tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.parametrize(("fault", "words"), [
+    ("config missing", "no config.json in"),
+    ("config broken", "config.json is not valid JSON"),
+    ("config a list", "config.json holds a JSON list"),
+    ("tokenizer missing", "No tokenizer in"),
+    ("tokenizer broken", "tokenizer.json is not valid JSON"),
+    ("weights missing", "no weights in"),
+    ("weights truncated", "model.safetensors can't be read"),
+    ("shard missing", "model-00001-of-00002.safetensors is missing"),
+    ("other sizes", "no fitting weights for distilbert.transformer.layer.0.ffn.lin1.bias"),
+    ("vocabulary too large", "17 tokens, but its model has only 15 embeddings"),
+])
+def test_broken_folders_name_the_file(tmp_path, fault, words):
+    folder = bert(tmp_path / "m")
+    broken(folder, fault)
+    with pytest.raises(InputError) as caught:
+        build_reward(RewardConfig(fn="classifier", kwargs={"model": str(folder)}))
+    assert words in str(caught.value)
+    assert str(folder) in str(caught.value)
+    assert "reward.kwargs.model" in str(caught.value)
+
+
+def test_missing_models(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "file").write_text("x")
+    for model, words in {
+        "./nope": ["Folder ./nope does not exist", str(tmp_path)],
+        "/nope/at/all": ["Folder /nope/at/all does not exist"],
+        "file": ["is a file"],
+        "": ["not a folder or a Hub name"],
+        "someone/absent-model": ["'someone/absent-model' is not on this machine",
+                                 "HF_HUB_OFFLINE=1 forbids downloading",
+                                 "hf download someone/absent-model"],
+        "not a name": ["neither a folder nor a Hub name"],
+    }.items():
+        started = time.monotonic()
+        with pytest.raises(InputError) as caught:
+            build_reward(RewardConfig(fns={"taste": {"fn": "reward_model",
+                                                     "kwargs": {"model": model}}}))
+        assert time.monotonic() - started < 5
+        for word in [*words, "reward.fns.taste.kwargs.model"]:
+            assert word in str(caught.value)
+        assert "reward.kwargs" not in str(caught.value)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    with pytest.raises(InputError, match="only an adapter"):
+        RewardModel("adapter")
+
+
+def test_a_cached_hub_model_is_found_offline(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "models--someone--classifier"
+    bert(repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    scores = call(TextClassifier("someone/classifier"), TEXTS)
+    assert scores == call(TextClassifier(str(repository / "snapshots" / commit)), TEXTS)
+
+
+@pytest.mark.parametrize(("kwargs", "words"), [
+    ({"output": "probabilty"}, "Did you mean 'probability'?"),
+    ({"on": "prompt"}, "one of: sample, response, pair"),
+    ({"batch_size": 0}, "not a positive whole number"),
+    ({"max_length": "long"}, "not a positive whole number"),
+    ({"dtype": "fp16"}, "one of: fp32, bf16"),
+    ({"truncation_side": "middle"}, "one of: left, right"),
+    ({"device": "gpu"}, "is not a device"),
+    ({"device": "cuda:99"}, "CUDA devices"),
+    ({"lable": "x"}, "Did you mean 'label'?"),
+])
+def test_wrong_arguments(tmp_path, kwargs, words):
+    folder = bert(tmp_path / "m")
+    with pytest.raises(RewardError) as caught:
+        build_reward(RewardConfig(fn="classifier", kwargs={"model": str(folder), **kwargs}))
+    assert words in str(caught.value)
+    with pytest.raises(RewardError, match=r"can't be built without 'model'"):
+        build_reward(RewardConfig(fn="classifier", kwargs={}))
+
+
+def test_a_classifier_as_a_configured_reward(tmp_path):
+    folder = bert(tmp_path / "m")
+    reward = build_reward(RewardConfig(fn="classifier", kwargs={"model": str(folder)}), columns=[])
+    request = RewardRequest(["the film "], ["was good"], [[1, 2]], {}, None)
+    logits = raw_logits(folder, DistilBertForSequenceClassification, "the film was good")
+    expected = torch.tensor(logits).softmax(0)[1].item()
+    assert reward.score(request).scores == pytest.approx([expected], abs=1e-5)
+    assert reward.score(request).parts.keys() == {"classifier"}
+    assert reward.code_files == []

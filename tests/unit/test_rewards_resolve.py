@@ -1,0 +1,367 @@
+"""Import paths, signatures and kwargs of reward functions."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ppocli.config.schema import RewardConfig
+from ppocli.errors import ConfigError, RewardError
+from ppocli.rewards.builtin import BUILTIN_REWARDS
+from ppocli.rewards.locate import locate
+from ppocli.rewards.records import RewardRequest
+from ppocli.rewards.resolve import resolve_callable
+from ppocli.rewards.scoring import build_metric, build_reward, check_reward_config
+
+REQUEST = RewardRequest(
+    prompts=["a ", "b "], responses=["one", "two words"], response_ids=[[1, 2], [3, 4, 5]],
+    columns={"label": [0.25, 0.75], "original_output": ["x", "two"]}, tokenizer="TOKENIZER")
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
+    """Writes a module into an empty current folder; imports are undone afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+
+    def write_file(name: str, source: str) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(source), encoding="utf-8")
+        return path
+
+    yield write_file
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def score(spec: str, request: RewardRequest = REQUEST, **kwargs: object) -> list[float]:
+    return build_reward(RewardConfig(fn=spec, kwargs=kwargs)).score(request).scores
+
+
+PLAIN = "def score(outputs): return [float(len(o)) for o in outputs]\n"
+
+
+@pytest.mark.parametrize("spec", ["my_rewards:score", "my_rewards.score", "my_rewards.py:score",
+                                  "./my_rewards.py:score"])
+def test_the_forms_of_an_import_path(write, spec):
+    path = write("my_rewards.py", PLAIN)
+    reward = build_reward(RewardConfig(fn=spec))
+    assert reward.score(REQUEST).scores == [3.0, 9.0]
+    assert reward.code_files == [str(path)]
+    assert sys.path.count(str(path.parent)) == 1
+
+
+@pytest.mark.parametrize("spec", ["pkg.deep.mod:score", "pkg.deep.mod.score",
+                                  "pkg/deep/mod.py:score", "pkg.deep:mod.score", "pkg.score"])
+def test_packages_and_reexports(write, spec):
+    write("pkg/__init__.py", "from pkg.deep.mod import score")
+    write("pkg/deep/__init__.py", "from pkg.deep import mod")
+    write("pkg/deep/mod.py", PLAIN)
+    assert score(spec) == [3.0, 9.0]
+
+
+def test_a_file_sees_its_neighbours_and_edits(write):
+    write("elsewhere/helper_module.py", "FACTOR = 2")
+    source = "import helper_module as h\ndef f(outputs): return [{} * h.FACTOR for o in outputs]"
+    path = write("elsewhere/scorer.py", source.format("1"))
+    assert score("elsewhere/scorer.py:f") == [2.0, 2.0]
+    path.write_text(source.format("1000"))
+    assert score(f"{path}:f") == [2000.0, 2000.0]
+
+
+def test_trlx_signature_unchanged(write):
+    write("trlx_style.py", '''
+        def reward_fn(samples, prompts, outputs, tokenizer, **metadata):
+            assert samples == [p + o for p, o in zip(prompts, outputs)]
+            assert tokenizer == "TOKENIZER"
+            return [label - (out == orig) for label, out, orig in
+                    zip(metadata["label"], outputs, metadata["original_output"])]
+
+        def delta(samples, prompts, outputs, original_output, **kwargs):
+            return [len(o) - len(r) for o, r in zip(outputs, original_output)]
+
+        def metric_fn(samples, prompts, outputs, **metadata):
+            return {"length": [len(o) for o in outputs], "label": metadata["label"]}
+        ''')
+    assert score("trlx_style:reward_fn") == [0.25, 0.75]
+    assert score("trlx_style:delta") == [2.0, 6.0]
+    metric = build_metric("trlx_style:metric_fn")
+    assert metric is not None
+    assert metric.compute(REQUEST) == {"length": [3.0, 9.0], "label": [0.25, 0.75]}
+
+
+def test_trl_signature_unchanged(write):
+    write("trl_style.py", '''
+        def reward_func(prompts, completions, completion_ids, **kwargs):
+            assert completions == ["one", "two words"] and prompts == ["a ", "b "]
+            return [len(ids) + label for ids, label in zip(completion_ids, kwargs["label"])]
+
+        def columns_only(completions, label, **kwargs):
+            return [float(x) for x in label]
+        ''')
+    assert score("trl_style:reward_func") == [2.25, 3.75]
+    assert score("trl_style:columns_only") == [0.25, 0.75]
+
+
+def test_every_known_name_and_defaults_and_positional_only():
+    def by_name(samples, /, prompts, *, outputs, responses, completions, completion_ids,
+                response_ids, output_ids, tokenizer, label=None, absent="default"):
+        assert outputs == responses == completions == ["one", "two words"]
+        assert completion_ids == response_ids == output_ids == [[1, 2], [3, 4, 5]]
+        assert (tokenizer, label, absent) == ("TOKENIZER", [0.25, 0.75], "default")
+        return [len(s) for s in samples]
+
+    assert build_reward(RewardConfig(), reward_fn=by_name).score(REQUEST).scores == [5.0, 11.0]
+
+
+def test_functions_may_change_what_they_get():
+    def vandal(outputs, response_ids, label):
+        outputs.clear(), label.clear(), response_ids[0].clear()
+        return [1, 2]
+
+    reward = build_reward(RewardConfig(), reward_fn=vandal)
+    assert reward.score(REQUEST).scores == reward.score(REQUEST).scores == [1.0, 2.0]
+    assert REQUEST.columns["label"] == [0.25, 0.75]
+    assert REQUEST.response_ids[0] == [1, 2]
+
+
+def test_classes_objects_partials_and_kwargs(write):
+    write("shapes.py", '''
+        import functools
+        class Bonus:
+            def __init__(self, bonus, factor=1):
+                self.bonus, self.factor = bonus, factor
+            def __call__(self, outputs):
+                return [self.bonus + self.factor * len(o) for o in outputs]
+            @staticmethod
+            def fixed(outputs):
+                return [7 for _ in outputs]
+        instance = Bonus(1)
+        def scaled(outputs, factor):
+            return [factor * len(o) for o in outputs]
+        ready = functools.partial(scaled, factor=3)
+        anything = lambda **kw: [kw["extra"]] * len(kw["outputs"])
+        ''')
+    assert score("shapes:Bonus", bonus=10, factor=2) == [16.0, 28.0]
+    assert score("shapes:Bonus.fixed") == [7.0, 7.0]
+    assert score("shapes:instance") == [4.0, 10.0]
+    assert score("shapes:scaled", factor=2) == [6.0, 18.0]
+    assert score("shapes:ready") == [9.0, 27.0]
+    assert score("shapes:anything", extra=5) == [5.0, 5.0]
+
+
+def test_a_torch_module_is_called_through_forward():
+    import torch
+
+    class Scorer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, outputs):
+            return self.weight * torch.tensor([float(len(o)) for o in outputs])
+
+    for given in (Scorer, Scorer()):
+        reward = build_reward(RewardConfig(), reward_fn=given)
+        assert reward.score(REQUEST).scores == [6.0, 18.0]
+
+
+@pytest.mark.parametrize(("spec", "words"), [
+    ("my_reward:score", ["no module 'my_reward'", "Did you mean 'my_rewards'?"]),
+    ("my_rewards:scor", ["no 'scor'", "my_rewards.py", "Did you mean 'score'?"]),
+    ("my_rewards.scor", ["no 'scor'", "Did you mean 'score'?"]),
+    ("my_rewards:LIMIT", ["int", "can't be called"]),
+    ("my_rewards", ["neither a built-in reward nor an import path", "'my_rewards'"]),
+    ("lenght", ["Did you mean 'length'?"]),
+    ("my_rewards.py", ["no function in it"]),
+    ("my_rewards.py:", ["no function in it"]),
+    ("my_reward.py:score", ["no file 'my_reward.py'", "Did you mean 'my_rewards.py'?"]),
+    ("folder/x.py:score", ["no file 'folder/x.py'", "no folder"]),
+    ("pkg.inne:score", ["no module 'inne' in 'pkg'", "Did you mean 'inner'?"]),
+    ("pkg.inne.score", ["no module 'inne' in 'pkg'", "Did you mean 'inner'?"]),
+    ("pkg.inner", ["no function in it"]),
+    ("pkg:inner", ["no function in it", "reward.fn=pkg.inner:FUNCTION"]),
+    ("a b:score", ["not an import path"]),
+    ("", ["neither a built-in"]),
+    ("my_rewards:NoCall", ["no __call__"]),
+    ("my_rewards:Failing", ["Building", "KeyError: 'weights'", "my_rewards.py:9"]),
+    ("my_rewards:Needs", ["can't be built without 'bonus'", "reward.kwargs.bonus=..."]),
+])
+def test_wrong_paths_name_the_remedy(write, spec, words):
+    write("my_rewards.py", '''\
+        LIMIT = 3
+        def score(outputs): return [1.0 for _ in outputs]
+        class NoCall: pass
+        class Needs:
+            def __init__(self, bonus): pass
+            def __call__(self, outputs): return [1.0 for _ in outputs]
+        class Failing:
+            def __init__(self):
+                {}["weights"]
+            def __call__(self, outputs): return [1.0 for _ in outputs]
+        ''')
+    write("pkg/__init__.py", "from pkg import inner")
+    write("pkg/inner.py", PLAIN)
+    with pytest.raises(RewardError) as caught:
+        build_reward(RewardConfig(fn=spec))
+    assert caught.value.exit_code == 7
+    for word in words:
+        assert word in str(caught.value)
+    assert "reward.fn" in str(caught.value) or "my_rewards.py" in str(caught.value)
+
+
+@pytest.mark.parametrize("spec", ["os:system", "os.system", "subprocess:run", "subprocess.Popen",
+                                  "builtins:eval", "builtins.eval", "importlib:import_module",
+                                  "sneaky:system", "sneaky:ready", "sneaky:path.join",
+                                  "sneaky:upper", "sneaky.py:system", "sneaky:Thread"])
+def test_the_standard_library_is_refused(write, spec):
+    write("sneaky.py", """
+        import functools
+        from os import path, system
+        from threading import Thread
+        upper = str.upper
+        ready = functools.partial(system, "true")
+        """)
+    with pytest.raises(RewardError, match="refused"):
+        resolve_callable(spec, {}, key="reward.fn")
+
+
+def test_an_error_inside_the_module_is_shown(write):
+    write("broken.py", "import math\n\nx = 1 / 0\n")
+    write("missing.py", "import not_installed_anywhere\n")
+    write("syntax.py", "def f(:\n")
+    write("leaves.py", "raise SystemExit(3)\n")
+    for spec, words in {
+        "broken:f": ["ZeroDivisionError: division by zero", "broken.py:3"],
+        "broken.py:f": ["ZeroDivisionError: division by zero", "broken.py:3"],
+        "missing:f": ["No module named 'not_installed_anywhere'", "missing.py:1"],
+        "syntax:f": ["SyntaxError", "syntax.py:1"],
+        "leaves:f": ["SystemExit: 3", "leaves.py:1"],
+    }.items():
+        with pytest.raises(RewardError) as caught:
+            resolve_callable(spec, {}, key="reward.fn")
+        for word in words:
+            assert word in str(caught.value), spec
+
+
+def test_unknown_kwargs_name_the_nearest(write):
+    write("my_rewards.py", '''
+        def score(outputs, factor=1.0): return [factor for _ in outputs]
+        class Scorer:
+            def __init__(self, factor=1.0): pass
+            def __call__(self, outputs): return [1.0 for _ in outputs]
+        ''')
+    for name in ("score", "Scorer"):
+        with pytest.raises(RewardError, match=r"no argument 'facto'. Did you mean 'factor'\?"):
+            build_reward(RewardConfig(fn=f"my_rewards:{name}", kwargs={"facto": 2}))
+    with pytest.raises(RewardError, match=r"reward.kwargs.outputs can't be set"):
+        build_reward(RewardConfig(fn="my_rewards:score", kwargs={"outputs": []}))
+    with pytest.raises(RewardError, match=r"reward\.fns\.style\.kwargs\.facto"):
+        build_reward(RewardConfig(fns={"style": {"fn": "my_rewards:score",
+                                                 "kwargs": {"facto": 1}}}))
+
+
+def test_a_required_parameter_without_a_source(write):
+    write("my_rewards.py", "def score(outputs, labels): return [1.0 for _ in outputs]")
+    reward = build_reward(RewardConfig(fn="my_rewards:score"))  # may yet be a column
+    with pytest.raises(RewardError) as caught:
+        reward.check_columns(["label", "id"])
+    for word in ("'labels'", "Did you mean 'label'?", "label, id", "reward.kwargs.labels=..."):
+        assert word in str(caught.value)
+    reward.check_columns(["labels"])
+    with pytest.raises(RewardError, match="'labels'"):
+        build_reward(RewardConfig(fn="my_rewards:score"), columns=["label"])
+    with pytest.raises(RewardError, match="'labels'"):
+        reward.score(REQUEST)
+
+
+def test_a_column_with_a_known_name_is_hidden_and_said(caplog):
+    seen = {}
+
+    def f(prompts, outputs, **columns):
+        seen.update(columns, prompts=prompts)
+        return [0.0, 0.0]
+
+    columns = {"prompts": ["hidden", "hidden"], "label": [1, 2]}
+    reward = build_reward(RewardConfig(), reward_fn=f)
+    with caplog.at_level(logging.WARNING):
+        reward.check_columns(list(columns))
+    assert [r.getMessage() for r in caplog.records if "'prompts'" in r.getMessage()]
+    assert len(caplog.records) == 1
+    reward.score(RewardRequest(REQUEST.prompts, REQUEST.responses, REQUEST.response_ids, columns,
+                               None))
+    assert seen["prompts"] == REQUEST.prompts
+    assert seen["label"] == [1, 2]
+
+
+def test_checking_builds_nothing(write):
+    path = write("my_rewards.py", '''
+        class Heavy:
+            def __init__(self, model): raise AssertionError("built")
+            def __call__(self, outputs, label): return [1.0 for _ in outputs]
+        def metric(outputs): return {}
+        ''')
+    cfg = RewardConfig(fn="my_rewards:Heavy", kwargs={"model": "m"}, metric_fn="my_rewards:metric")
+    assert check_reward_config(cfg) == [str(path)]
+    assert check_reward_config(cfg, columns=["label"]) == [str(path)]
+    with pytest.raises(RewardError, match="'label'"):
+        check_reward_config(cfg, columns=["other"])
+    with pytest.raises(RewardError, match="no argument 'modl'"):
+        check_reward_config(RewardConfig(fn="my_rewards:Heavy", kwargs={"modl": "m"}))
+    assert check_reward_config(RewardConfig(fn="classifier", kwargs={"model": "nowhere"})) == []
+
+
+def test_every_built_in_is_there():
+    for name in BUILTIN_REWARDS:
+        assert callable(locate(name, key="reward.fn").target)
+
+
+@pytest.mark.parametrize(("cfg", "words"), [
+    (RewardConfig(), "Nothing says what is rewarded"),
+    (RewardConfig(fn="length", fns={"a": {"fn": "length"}}), "both set"),
+    (RewardConfig(fns={"a": {"fn": "length"}}, kwargs={"target": 1}), "reward.fns.NAME.kwargs"),
+    (RewardConfig(fns={"a": {"fn": "length", "wieght": 2}}), "Did you mean 'weight'"),
+    (RewardConfig(fns={"a": "length"}), "not a mapping"),
+    (RewardConfig(fns={"a": {"weight": 1}}), "not an import path"),
+    (RewardConfig(fns={"a": {"fn": "length", "kwargs": [1]}}), "not a mapping"),
+    (RewardConfig(fns={"a": {"fn": "length", "weight": "big"}}), "not a finite number"),
+    (RewardConfig(fns={"a": {"fn": "length", "weight": float("nan")}}), "not a finite number"),
+    (RewardConfig(fns={"a": {"fn": "length", "weight": True}}), "not a finite number"),
+])
+def test_malformed_sections(cfg, words):
+    with pytest.raises(ConfigError) as caught:
+        build_reward(cfg)
+    assert words in str(caught.value)
+
+
+def test_python_objects_replace_what_the_configuration_names():
+    def one(outputs, factor=1):
+        return [factor for _ in outputs]
+
+    recipe = RewardConfig(fn="classifier", kwargs={"model": "builtin:reviews-sentiment"})
+    assert build_reward(recipe, reward_fn=one).score(REQUEST).scores == [1.0, 1.0]
+    own = RewardConfig(kwargs={"factor": 4})
+    assert build_reward(own, reward_fn=one).score(REQUEST).scores == [4.0, 4.0]
+    several = build_reward(recipe, reward_fn={"a": one, "b": functools.partial(one, factor=2)})
+    assert several.score(REQUEST).parts == {"a": [1.0, 1.0], "b": [2.0, 2.0]}
+    with pytest.raises(RewardError, match="can't be called"):
+        build_reward(recipe, reward_fn=3)
+    with pytest.raises(ConfigError, match="empty dict"):
+        build_reward(recipe, reward_fn={})
+    with pytest.raises(RewardError, match="was a Python object"):
+        build_reward(RewardConfig(fn="<python object>"))
+    with pytest.raises(RewardError, match="pass metric_fn="):
+        build_metric("<python object>")
+
+
+def test_no_metric_is_none():
+    assert build_metric(None) is None

@@ -1,0 +1,59 @@
+"""The rule rewards that serve as examples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ppocli.config.schema import RewardConfig
+from ppocli.errors import RewardError
+from ppocli.rewards.records import RewardRequest
+from ppocli.rewards.scoring import build_reward
+
+
+def score(name: str, responses: list[str], **kwargs: Any) -> list[float]:
+    request = RewardRequest(["good prompt "] * len(responses), responses,
+                            [[1] * (len(r.split()) + 1) for r in responses], {}, None)
+    return build_reward(RewardConfig(fn=name, kwargs=kwargs), columns=[]).score(request).scores
+
+
+def test_length():
+    texts = ["", "a", "a b", "a b c", "a b c d e", "it's fine"]
+    assert score("length", texts, target=2, unit="words") == [0.0, 0.5, 1.0, 0.5, 0.0, 1.0]
+    assert score("length", texts[:4], target=2) == [0.5, 1.0, 0.5, 0.0]  # one token for the end
+
+
+def test_keyword():
+    texts = ["A GREAT film", "greatest", "great and moving", ""]
+    assert score("keyword", texts, words=["great", "moving"]) == [0.5, 0.0, 1.0, 0.0]
+    assert score("keyword", texts, words=["great"], ignore_case=False) == [0.0, 0.0, 1.0, 0.0]
+    assert score("keyword", texts, pattern=r"great(est)?$") == [0.0, 1.0, 0.0, 0.0]
+    assert score("keyword", ["c++ rules", "c rules"], words=["C++"]) == [1.0, 0.0]
+
+
+def test_word_list():
+    texts = ["good, fine and bad", "Bad", "nothing", "GOOD good"]
+    expected = [pytest.approx(1 / 3), -1.0, 0.0, 1.0]
+    assert score("word_list", texts, positive=["good", "Fine"], negative=["bad"]) == expected
+
+
+@pytest.mark.parametrize(("name", "kwargs", "words"), [
+    ("length", {}, "reward.kwargs.target=..."),
+    ("length", {"target": 0}, "target=0 is not a number above 0"),
+    ("length", {"target": "long"}, "target='long'"),
+    ("length", {"target": 3, "unit": "chars"}, "tokens or words"),
+    ("keyword", {}, "either words or a pattern"),
+    ("keyword", {"words": ["a"], "pattern": "a"}, "either words or a pattern"),
+    ("keyword", {"words": []}, "at least one word"),
+    ("keyword", {"words": "great"}, "a list of words"),
+    ("keyword", {"pattern": "("}, "a regular expression (missing )"),
+    ("word_list", {}, "has no words"),
+    ("word_list", {"positive": ["a"], "negative": ["A"]}, "isn't in positive too"),
+    ("word_list", {"positive": ["a", ""]}, "a list of words"),
+    ("word_list", {"positve": ["a"]}, "Did you mean 'positive'?"),
+])
+def test_wrong_arguments(name, kwargs, words):
+    with pytest.raises(RewardError) as caught:
+        build_reward(RewardConfig(fn=name, kwargs=kwargs))
+    assert words in str(caught.value)

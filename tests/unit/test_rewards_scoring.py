@@ -1,0 +1,405 @@
+"""What reward functions may return, and what a call may do."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ppocli.config.schema import RewardConfig
+from ppocli.errors import RewardError, StoppedError
+from ppocli.rewards.check import check_invalid_share
+from ppocli.rewards.records import RewardRequest, RewardScores
+from ppocli.rewards.scoring import build_metric, build_reward
+
+N = 3
+
+
+def request_of(count: int, tokens: int = 2) -> RewardRequest:
+    return RewardRequest(prompts=[f"prompt{i} " for i in range(count)],
+                         responses=[f"response{i}" for i in range(count)],
+                         response_ids=[[7] * tokens for _ in range(count)], columns={},
+                         tokenizer=None)
+
+
+def scores_of(value: object, cfg: RewardConfig | None = None, count: int = N,
+              tokens: int = 2) -> RewardScores:
+    def user_reward(outputs):
+        return value() if callable(value) else value
+
+    return build_reward(cfg or RewardConfig(), reward_fn=user_reward).score(
+        request_of(count, tokens))
+
+
+async def _score() -> float:
+    return 1.0
+
+
+NO_ARRAY = torch.ones(N, dtype=torch.complex64)
+BAD_RETURNS = {
+    "nothing": (None, "returned None for 3 samples"),
+    "scalar": (1.0, "returned 1 value for 3 samples"),
+    "numpy scalar": (np.float32(1), "returned 1 value for 3 samples"),
+    "0-d tensor": (torch.tensor(1.0), "returned 1 value for 3 samples"),
+    "bool": (True, "returned 1 value for 3 samples"),
+    "too short": ([1.0, 2.0], "returned 2 values for 3 samples"),
+    "one of three": ([1.0], "returned 1 value for 3 samples"),
+    "too long": ([1.0] * 4, "returned 4 values for 3 samples"),
+    "empty": ([], "returned 0 values for 3 samples"),
+    "short tensor": (torch.ones(2), "returned 2 values for 3 samples"),
+    "long generator": (lambda: (1.0 for _ in range(9)), "more than 3 values for 3 samples"),
+    "short generator": (lambda: (1.0 for _ in range(2)), "returned 2 values for 3 samples"),
+    "text": ("1.0", "returned str '1.0' for 3 samples"),
+    "three letters": ("abc", "returned str 'abc' for 3 samples"),
+    "dict": ({"rewards": [1, 2, 3]}, "returned dict"),
+    "set": ({1.0, 2.0, 3.0}, "returned set"),
+    "text inside": ([1.0, "0.5", 1.0], "returned str '0.5' for sample 1: 'prompt1 response1'"),
+    "dict inside": ([1.0, 1.0, {"score": 1}], "returned dict {'score': 1} for sample 2"),
+    "pipeline output": ([[{"label": "POSITIVE", "score": 0.9}]] * 3, "dict"),
+    "nested": ([[[1.0], [1.0]]] * 3, "at token 0 for sample 0"),
+    "inf": ([1.0, math.inf, 1.0], "returned inf, which is not finite, for sample 1"),
+    "minus inf": ([-math.inf, 1.0, 1.0], "returned -inf"),
+    "over float32": ([1.0, 1.0, 1e300], "1e+300, which is infinite in float32, for sample 2"),
+    "huge int": ([10**400, 1.0, 1.0], "401 digits, too large for float32"),
+    "complex": ([1j, 1.0, 1.0], "returned complex"),
+    "complex tensor": (NO_ARRAY, "returned complex"),
+    "meta tensor": (torch.ones(N, device="meta"), "can't be read"),
+    "object": ([object(), 1.0, 1.0], "returned object"),
+    "coroutine": (_score, "declare the function `async def`"),
+    "coroutines inside": (lambda: [_score() for _ in range(N)], "coroutines in it"),
+    "column": (torch.ones(N, 1),
+               "a list of 1 numbers, but the response has 2 tokens, for sample 0"),
+    "dense too long": ([[1.0, 2.0], [1.0, 2.0, 3.0], [1.0, 2.0]],
+                       "a list of 3 numbers, but the response has 2 tokens, for sample 1"),
+    "dense with text": ([[1.0, "x"]] * 3, "str 'x' at token 1 for sample 0"),
+    "dense with inf": ([[1.0, math.inf]] * 3, "at token 1 for sample 0"),
+    "mixed": ([1.0, [1.0, 2.0], 1.0], "a list, but a number for those before it, for sample 1"),
+    "None": ([1.0, None, 1.0], "returned None for sample 1"),
+    "NaN": ([1.0, math.nan, 1.0], "returned NaN for sample 1"),
+    "NaN inside": ([[1.0, math.nan]] * 3, "None or NaN in it for sample 0"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_RETURNS)
+def test_bad_returns_are_refused_with_the_function_and_the_sample(case):
+    value, words = BAD_RETURNS[case]
+    with pytest.raises(RewardError) as caught:
+        scores_of(value)
+    message = str(caught.value)
+    assert words in message
+    assert "user_reward" in message
+    assert "test_rewards_scoring.py:" in message
+    assert "fix:" in message
+    assert caught.value.exit_code == 7
+
+
+GOOD_RETURNS = {
+    "floats": [1.0, 0.0, 2.0],
+    "ints": [1, 0, 2],
+    "tuple": (1, 0, 2),
+    "numpy": np.array([1, 0, 2], dtype=np.float16),
+    "object array": np.array([1, 0.0, np.int8(2)], dtype=object),
+    "numpy scalars": [np.float32(1), np.int64(0), np.float64(2)],
+    "0-d": [torch.tensor(1.0), torch.tensor(0), np.array(2.0)],
+    "bfloat16": torch.tensor([1.0, 0.0, 2.0], dtype=torch.bfloat16),
+    "with gradient": torch.tensor([1.0, 0.0, 2.0], requires_grad=True),
+    "generator": lambda: (x for x in (1, 0, 2)),
+    "map": lambda: map(float, (1, 0, 2)),
+    "range-like": range(3),
+}
+
+
+@pytest.mark.parametrize("case", GOOD_RETURNS)
+def test_good_returns_are_converted(case):
+    value = GOOD_RETURNS[case]
+    result = scores_of(value)
+    expected = [0.0, 1.0, 2.0] if case == "range-like" else [1.0, 0.0, 2.0]
+    assert result.scores == expected
+    assert all(type(score) is float for score in result.scores)
+    assert result.dense is None
+    assert result.valid == [True] * 3
+
+
+def test_bools_count_as_numbers():
+    assert scores_of([True, np.bool_(False), True]).scores == [1.0, 0.0, 1.0]
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1,
+                max_size=20), st.integers(min_value=1, max_value=20))
+def test_any_finite_list_round_trips_and_any_other_length_raises(values, count):
+    if len(values) == count:
+        assert scores_of(values, count=count).scores == values
+        assert scores_of(np.array(values), count=count).scores == values
+    else:
+        for kind in (list, tuple, np.array, torch.tensor, iter):
+            with pytest.raises(RewardError, match=f"for {count} samples"):
+                scores_of(kind(values), count=count)
+
+
+@given(st.lists(st.lists(st.floats(-1e6, 1e6), min_size=0, max_size=6), min_size=1, max_size=5),
+       st.integers(0, 6))
+def test_dense_rows_round_trip_or_raise(rows, tokens):
+    if all(len(row) == tokens for row in rows):
+        result = scores_of(rows, count=len(rows), tokens=tokens)
+        assert result.dense == rows
+        assert result.scores == pytest.approx([sum(row) for row in rows])
+    else:
+        with pytest.raises(RewardError, match="tokens"):
+            scores_of(rows, count=len(rows), tokens=tokens)
+
+
+def test_dense_forms():
+    expected = [[0.5, 1.0]] * 3
+    for value in (expected, torch.tensor(expected), np.array(expected),
+                  [torch.tensor(row) for row in expected], [tuple(row) for row in expected]):
+        result = scores_of(value)
+        assert result.dense == expected
+        assert result.scores == [1.5] * 3
+
+
+def test_skip_drops_none_and_nan():
+    result = scores_of([1.0, None, math.nan], RewardConfig(on_invalid="skip"))
+    assert result.scores == [1.0, 0.0, 0.0]
+    assert result.valid == [True, False, False]
+    assert result.parts == {"user_reward": [1.0, None, None]}
+    dense = scores_of([[1.0, 2.0], [None, 1.0], None], RewardConfig(on_invalid="skip"))
+    assert dense.dense == [[1.0, 2.0], [0.0, 0.0], [0.0, 0.0]]
+    assert dense.valid == [True, False, False]
+
+
+def test_too_many_invalid_samples_stop_the_run():
+    check_invalid_share(0, 1)
+    check_invalid_share(10, 100)
+    with pytest.raises(RewardError, match="11 of the 100 samples"):
+        check_invalid_share(11, 100)
+
+
+WEIGHTED = '''
+def style(outputs): return [1.0, None, 2.0]
+def dense(outputs): return [[1.0, 2.0], [3.0, 4.0], None]
+def none(outputs): return [None, None, None]
+def nan(outputs): return [float("nan"), 1.0, 1.0]
+def huge(outputs): return [3e38, 3e38, 3e38]
+'''
+
+
+@pytest.fixture
+def weighted(tmp_path):
+    path = tmp_path / "weighted.py"
+    path.write_text(WEIGHTED)
+
+    def build(on_invalid="error", **weights):
+        return build_reward(RewardConfig(on_invalid=on_invalid, fns={
+            name: {"fn": f"{path}:{name}", "weight": weight} for name, weight in weights.items()}))
+
+    return build
+
+
+def test_several_rewards_are_weighted_and_none_does_not_apply(weighted):
+    result = weighted(style=2.0, dense=0.5).score(request_of(N))
+    assert result.scores == [2.0 * 1 + 0.5 * 3, 0.5 * 7, 2.0 * 2]
+    assert result.dense == [[0.5, 1.0 + 2.0], [1.5, 2.0], [0.0, 4.0]]
+    assert result.parts == {"style": [1.0, None, 2.0], "dense": [3.0, 7.0, None]}
+    assert result.valid == [True] * 3
+
+
+def test_none_from_all_and_nan_from_one_are_invalid(weighted):
+    with pytest.raises(RewardError, match="returned None for sample 1"):
+        weighted(style=1.0, none=1.0).score(request_of(N))
+    with pytest.raises(RewardError, match=r"nan \(.*returned NaN for sample 0"):
+        weighted(style=1.0, nan=1.0).score(request_of(N))
+    result = weighted("skip", style=1.0, none=1.0).score(request_of(N))
+    assert result.valid == [True, False, True]
+    assert result.scores == [1.0, 0.0, 2.0]
+    assert weighted("skip", style=1.0, nan=1.0).score(request_of(N)).valid == [False, True, True]
+
+
+def test_weights_that_overflow_are_refused(weighted):
+    with pytest.raises(RewardError, match="infinite in float32"):
+        weighted(huge=2.0).score(request_of(N))
+
+
+def test_a_number_needs_a_token_to_land_on(weighted):
+    request = RewardRequest(["p"] * 3, ["r"] * 3, [[1, 2], [1, 2], []], {}, None)
+    with pytest.raises(RewardError, match="Sample 2 has no response token"):
+        weighted(style=1.0, dense=1.0).score(request)
+
+
+def test_no_samples_no_call():
+    def never(outputs):
+        raise AssertionError
+
+    assert build_reward(RewardConfig(), reward_fn=never).score(request_of(0)).scores == []
+    metric = build_metric(None, never)
+    assert metric is not None
+    assert metric.compute(request_of(0)) == {}
+
+
+def test_an_exception_names_the_line_and_the_batch():
+    def failing(outputs):
+        return [int(output) for output in outputs]
+
+    with pytest.raises(RewardError) as caught:
+        build_reward(RewardConfig(), reward_fn=failing).score(request_of(N))
+    message = str(caught.value)
+    line = failing.__code__.co_firstlineno + 1
+    for words in ("ValueError: invalid literal", f"test_rewards_scoring.py:{line}", "3 samples",
+                  "'prompt0 response0'", "failing"):
+        assert words in message
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_an_exception_inside_a_generator_is_the_functions_own():
+    def lazy(outputs):
+        for _ in outputs:
+            raise KeyError("score")
+        yield 1.0
+
+    with pytest.raises(RewardError, match="KeyError: 'score'"):
+        build_reward(RewardConfig(), reward_fn=lazy).score(request_of(N))
+
+
+@pytest.mark.parametrize("timeout", [None, 30.0])
+def test_retries(caplog, timeout):
+    calls = []
+
+    def flaky(outputs):
+        calls.append(len(outputs))
+        outputs.clear()
+        if len(calls) < 3:
+            raise ConnectionError("service is away")
+        return [1.0] * 3
+
+    with caplog.at_level(logging.WARNING):
+        cfg = RewardConfig(retries=2, timeout=timeout)
+        assert build_reward(cfg, reward_fn=flaky).score(request_of(N)).scores == [1.0] * 3
+    assert calls == [3, 3, 3]
+    assert sum("trying again" in record.getMessage() for record in caplog.records) == 2
+    calls.clear()
+    with pytest.raises(RewardError, match="2 times in a row, ConnectionError"):
+        build_reward(RewardConfig(retries=1, timeout=timeout), reward_fn=flaky).score(request_of(N))
+    assert len(calls) == 2
+
+
+def test_a_bad_return_is_not_retried():
+    calls = []
+
+    def short(outputs):
+        calls.append(1)
+        return [1.0]
+
+    with pytest.raises(RewardError, match="1 value for 3"):
+        build_reward(RewardConfig(retries=5), reward_fn=short).score(request_of(N))
+    assert len(calls) == 1
+
+
+def test_timeout():
+    release = threading.Event()
+
+    def stuck(outputs):
+        release.wait(20)
+        return [1.0] * len(outputs)
+
+    started = time.monotonic()
+    with pytest.raises(RewardError) as caught:
+        build_reward(RewardConfig(timeout=0.2, retries=3), reward_fn=stuck).score(request_of(N))
+    assert time.monotonic() - started < 5
+    release.set()
+    for words in ("reward.timeout=0.2", "still running after 0.", "stuck"):
+        assert words in str(caught.value)
+
+
+def test_without_timeout_the_call_stays_in_the_callers_thread():
+    seen = []
+
+    def where(outputs):
+        seen.append(threading.current_thread())
+        return [1.0] * len(outputs)
+
+    build_reward(RewardConfig(), reward_fn=where).score(request_of(N))
+    build_reward(RewardConfig(timeout=30), reward_fn=where).score(request_of(N))
+    assert seen[0] is threading.main_thread()
+    assert seen[1] is not threading.main_thread()
+    assert seen[1].daemon
+
+
+@pytest.mark.parametrize("timeout", [None, 30.0])
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), StoppedError("stop", signal_number=15),
+                                  SystemExit(143)])
+def test_stop_requests_pass_through(stop, timeout):
+    def interrupted(outputs):
+        raise stop
+
+    with pytest.raises(type(stop)) as caught:
+        build_reward(RewardConfig(retries=2, timeout=timeout),
+                     reward_fn=interrupted).score(request_of(N))
+    assert caught.value is stop
+
+
+@pytest.mark.parametrize("timeout", [None, 30.0])
+def test_async_functions_and_objects(timeout):
+    async def one(output):
+        await asyncio.sleep(0)
+        return float(len(output))
+
+    async def gathered(outputs, **kwargs):
+        return await asyncio.gather(*(one(output) for output in outputs))
+
+    class Judge:
+        async def __call__(self, outputs):
+            return await gathered(outputs)
+
+    cfg = RewardConfig(timeout=timeout)
+    for fn in (gathered, Judge, Judge()):
+        assert build_reward(cfg, reward_fn=fn).score(request_of(N)).scores == [9.0] * 3
+
+
+def test_async_inside_a_running_loop():
+    async def judge(outputs):
+        return [1.0] * len(outputs)
+
+    async def notebook():
+        return build_reward(RewardConfig(), reward_fn=judge).score(request_of(N)).scores
+
+    assert asyncio.run(notebook()) == [1.0] * 3
+
+
+def metric_of(value: object) -> dict[str, list[float]]:
+    def user_metric(outputs):
+        return value
+
+    metric = build_metric(None, user_metric)
+    assert metric is not None
+    return metric.compute(request_of(N))
+
+
+def test_metrics_are_converted():
+    value = {"a": [1, True, 2], "b": torch.tensor([1.0, 2.0, 3.0]), "c": (x for x in range(3))}
+    assert metric_of(value) == {"a": [1.0, 1.0, 2.0], "b": [1.0, 2.0, 3.0], "c": [0.0, 1.0, 2.0]}
+
+
+@pytest.mark.parametrize(("value", "words"), [
+    ([1.0, 2.0, 3.0], "not a dict of lists"),
+    (None, "returned None, not a dict"),
+    ({"a": 1.0}, "metric 'a' has 1 value for 3 samples"),
+    ({"a": [1.0]}, "metric 'a' has 1 value for 3 samples"),
+    ({"a": [1.0, None, 1.0]}, "None as metric 'a' for sample 1"),
+    ({"a": [1.0, math.nan, 1.0]}, "nan as metric 'a' for sample 1"),
+    ({"a": [1.0, "x", 1.0]}, "str 'x' as metric 'a' for sample 1"),
+    ({"a": [[1.0, 2.0]] * 3}, "as metric 'a' for sample 0"),
+    ({1: [1.0] * 3}, "whose name is int 1"),
+    ({"a": "abc"}, "metric 'a' has str 'abc'"),
+])
+def test_bad_metrics(value, words):
+    with pytest.raises(RewardError) as caught:
+        metric_of(value)
+    assert words in str(caught.value)
+    assert "user_metric" in str(caught.value)

@@ -1,0 +1,160 @@
+import json
+import os
+from pathlib import Path
+
+import pytest
+from checkpoint_samples import start_python
+
+from ppocli.engine.run_logs import JsonlWriter, truncate_events, truncate_jsonl
+
+
+def test_rows_are_strict_json_on_the_disk_at_once(tmp_path: Path):
+    path = tmp_path / "new" / "metrics.jsonl"
+    with JsonlWriter(path) as writer:
+        writer.append([{"step": 1, "loss": float("nan"), "x": [float("inf"), 2.0]}])
+        assert path.read_text() == '{"step": 1, "loss": null, "x": [null, 2.0]}\n'
+        writer.append([{"step": 2, "text": "grüße 模型\n"}, {"step": 3, "text": "\ud800"}])
+        writer.append([])
+    lines = path.read_bytes().split(b"\n")
+    assert "grüße 模型" in lines[1].decode()
+    assert json.loads(lines[1])["text"] == "grüße 模型\n"
+    assert json.loads(lines[2])["text"] == "\ud800"
+    assert lines[3:] == [b""]
+
+
+def test_a_row_that_is_no_json_writes_nothing(tmp_path: Path):
+    with JsonlWriter(tmp_path / "m") as writer:
+        writer.append([{"a": 1}])
+        with pytest.raises(TypeError):
+            writer.append([{"b": 2}, {"c": object()}])
+        writer.append([{"d": 3}])
+    assert (tmp_path / "m").read_text() == '{"a": 1}\n{"d": 3}\n'
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 2, "te', b"x" * 200_000, b""])
+def test_opening_cuts_a_torn_line(tmp_path: Path, torn: bytes):
+    path = tmp_path / "m"
+    path.write_bytes(b'{"step": 1}\n' + torn)
+    with JsonlWriter(path) as writer:
+        writer.append([{"step": 2}])
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_torn_first_line(tmp_path: Path):
+    (tmp_path / "m").write_bytes(b'{"st')
+    JsonlWriter(tmp_path / "m").close()
+    assert (tmp_path / "m").read_bytes() == b""
+
+
+def test_a_write_that_fails_leaves_no_part_of_itself(tmp_path: Path):
+    code = """
+import resource, sys
+from pathlib import Path
+from ppocli.engine.run_logs import JsonlWriter
+from ppocli.errors import DiskError
+writer = JsonlWriter(Path(sys.argv[1]))
+writer.append([{"step": 1}])
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    writer.append([{"text": "x" * 5000}])
+except DiskError as error:
+    print(error)
+writer.append([{"step": 2}])
+"""
+    out, err = start_python(code, tmp_path / "m").communicate(timeout=60)
+    assert out.startswith("File size limit reached writing "), err
+    assert (tmp_path / "m").read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+ODD = (b'{"step":1,  "a": 1}\n'
+       b'{"note": "no step"}\n'
+       b'{"step": 3}\n'
+       b'not json, not last\n'
+       b'{"step": 2, "late": true}\n'
+       b'{"step": 4}\n')
+
+
+def test_truncate_keeps_the_rest_byte_for_byte(tmp_path: Path):
+    path = tmp_path / "m"
+    path.write_bytes(ODD)
+    assert truncate_jsonl(path, 2) == 2
+    assert path.read_bytes() == ODD.replace(b'{"step": 3}\n', b"").replace(b'{"step": 4}\n', b"")
+    inode = path.stat().st_ino
+    assert truncate_jsonl(path, 2) == 0
+    assert path.stat().st_ino == inode, "an untouched file isn't rewritten"
+    assert truncate_jsonl(tmp_path / "absent", 2) == 0
+    assert os.listdir(tmp_path) == ["m"]
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 2, "x', b'{"step": 2}', b"\0" * 50, b"\0" * 50 + b"\n",
+                                  b'{"x": "\xc3\n'])
+def test_truncate_drops_a_torn_last_line(tmp_path: Path, torn: bytes):
+    path = tmp_path / "m"
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n' + torn)
+    assert truncate_jsonl(path, 9) == 1
+    assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n'
+
+
+# ---------------------------------------------------------------------------------- TensorBoard
+
+
+def write_events(folder: Path, steps: range) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(folder)) as writer:
+        for step in steps:
+            writer.add_scalar("reward", step / 10, step)
+            writer.add_text("sample", f"text of {step}", step)
+
+
+def scalars(folder: Path) -> list[tuple[int, float]]:
+    """What TensorBoard itself shows."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    shown = EventAccumulator(str(folder), purge_orphaned_data=False)
+    shown.Reload()
+    return [(event.step, round(event.value, 6)) for event in shown.Scalars("reward")]
+
+
+def test_no_step_is_shown_twice_after_going_on(tmp_path: Path):
+    write_events(tmp_path, range(1, 9))
+    assert truncate_events(tmp_path, 5) == 6
+    write_events(tmp_path, range(6, 11))
+    assert scalars(tmp_path) == [(step, step / 10) for step in range(1, 11)]
+    assert truncate_events(tmp_path, 3) == 2 * 2 + 5 * 2
+    assert scalars(tmp_path) == [(step, step / 10) for step in (1, 2, 3)]
+    assert truncate_events(tmp_path, 3) == 0
+
+
+@pytest.mark.parametrize("cut", [1, 5, 17, 40])
+def test_a_torn_tail_is_cut_off(tmp_path: Path, cut: int):
+    write_events(tmp_path, range(1, 9))
+    [path] = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:-cut])
+    assert truncate_events(tmp_path, 8) == 1
+    assert scalars(tmp_path)[:7] == [(step, step / 10) for step in range(1, 8)]
+    assert truncate_events(tmp_path, 8) == 0
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_damage_in_the_middle(tmp_path: Path):
+    write_events(tmp_path, range(1, 9))
+    [path] = tmp_path.iterdir()
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+    assert truncate_events(tmp_path, 8) == 1
+    shown = scalars(tmp_path)
+    assert 2 <= len(shown) < 8
+    assert shown == [(step, step / 10) for step in range(1, len(shown) + 1)]
+
+
+def test_records_that_stay_are_not_re_encoded(tmp_path: Path):
+    write_events(tmp_path, range(1, 4))
+    [path] = tmp_path.iterdir()
+    before = path.read_bytes()
+    truncate_events(tmp_path, 1)
+    after = path.read_bytes()
+    assert before.startswith(after)
+    assert 0 < len(after) < len(before)
+    assert truncate_events(tmp_path / "absent", 1) == 0

@@ -1,0 +1,138 @@
+import os
+import signal
+import threading
+import time
+
+import pytest
+from checkpoint_samples import start_python
+
+from ppocli.engine.stop import StopFlag, StopRequested, catch_signals
+
+LOOP = """
+import signal, sys, time
+from ppocli.engine.stop import StopRequested, catch_signals
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_DFL)
+if "nohup" in sys.argv:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+with catch_signals() as stop:
+    print("up", flush=True)
+    try:
+        while True:
+            time.sleep(0.01)
+            stop.check()
+    except StopRequested as request:
+        print("stopping", request, flush=True)
+        if "deaf" in sys.argv:
+            print("unflushed", end="")
+            print("ready", file=sys.stderr, flush=True)
+            with stop.defer():
+                while True:
+                    stop.check()
+                    time.sleep(0.01)
+        sys.exit(128 + request.signal_number)
+"""
+
+
+def start(*arguments: str):
+    child = start_python(LOOP, *arguments)
+    assert child.stdout.readline() == "up\n"
+    return child
+
+
+@pytest.mark.parametrize(("sent", "name", "code"), [
+    (signal.SIGINT, "SIGINT", 130), (signal.SIGTERM, "SIGTERM", 143),
+    (signal.SIGHUP, "SIGTERM", 143)])
+def test_one_signal_stops_at_the_next_check(sent: int, name: str, code: int):
+    child = start()
+    child.send_signal(sent)
+    out, err = child.communicate(timeout=30)
+    assert (out, err) == (f"stopping {name}\n", "")
+    assert child.returncode == code
+
+
+@pytest.mark.parametrize(("first", "second", "code"), [
+    (signal.SIGINT, signal.SIGINT, 130), (signal.SIGTERM, signal.SIGTERM, 143),
+    (signal.SIGTERM, signal.SIGINT, 130), (signal.SIGINT, signal.SIGHUP, 143)])
+def test_the_second_signal_leaves_at_once(first: int, second: int, code: int):
+    child = start("deaf")
+    child.send_signal(first)
+    assert child.stderr.readline() == "ready\n"
+    assert child.poll() is None, "deferred: the first signal alone must not end it"
+    sent_at = time.monotonic()
+    child.send_signal(second)
+    out, err = child.communicate(timeout=30)
+    assert child.returncode == code
+    assert time.monotonic() - sent_at < 5
+    assert (out.splitlines()[1:], err) == (["unflushed"], "")
+
+
+def test_an_ignored_hangup_stays_ignored():
+    child = start("nohup")
+    child.send_signal(signal.SIGHUP)
+    time.sleep(0.2)
+    assert child.poll() is None
+    child.send_signal(signal.SIGTERM)
+    out, _ = child.communicate(timeout=30)
+    assert out == "stopping SIGTERM\n"
+
+
+def test_handlers_are_restored_also_after_an_exception():
+    watched = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in watched]
+
+    def stopped_run() -> None:
+        with catch_signals() as stop:
+            assert [signal.getsignal(number) for number in watched] != before
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.01)
+            assert stop.requested == signal.SIGTERM
+            stop.check()
+
+    with pytest.raises(StopRequested) as caught:
+        stopped_run()
+    assert caught.value.signal_number == signal.SIGTERM
+    assert [signal.getsignal(number) for number in watched] == before
+
+
+def test_outside_the_main_thread_it_is_inert():
+    before = signal.getsignal(signal.SIGTERM)
+    seen = []
+
+    def work() -> None:
+        with catch_signals() as stop:
+            stop.check()
+            seen.append((stop.requested, signal.getsignal(signal.SIGTERM)))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [(None, before)]
+
+
+def test_defer_holds_back_and_does_not_forget():
+    stop = StopFlag()
+    stop.check()
+    with stop.defer():
+        stop.request(signal.SIGINT)
+        stop.request(signal.SIGTERM)
+        with stop.defer():
+            stop.check()
+        stop.check()
+        assert stop.requested == signal.SIGINT
+    with pytest.raises(StopRequested, match="SIGINT"):
+        stop.check()
+
+
+def test_surviving_any_exception_does_not_survive_a_stop():
+    stop = StopFlag()
+    stop.request(signal.SIGINT)
+
+    def tracker_that_may_fail() -> None:
+        try:
+            stop.check()
+        except Exception:
+            pytest.fail("swallowed")
+
+    with pytest.raises(StopRequested):
+        tracker_that_may_fail()
