@@ -36,6 +36,7 @@ from ppocli.config.schema import TrainConfig
 from ppocli.engine.atomic import disk_errors
 from ppocli.engine.run_folder import lock, probe_writable
 from ppocli.errors import CheckpointError, ConfigError, PpocliError
+from ppocli.preflight import check_inputs
 
 if TYPE_CHECKING:
     from ppocli.engine.session import PythonObjects
@@ -81,6 +82,7 @@ def launch(config: TrainConfig, *, fresh_process: bool = False,
     if fresh_process and objects is not None:
         raise ValueError("Python objects can't be handed to a fresh process")
     config = noting_objects(with_absolute_paths(config, Path.cwd()), objects)
+    check_inputs(config)
     run_dir = resume_from.absolute() if resume_from else _run_to_go_on_with(config, say)
     if run_dir is not None:
         # an explicit folder must hold a checkpoint; "auto" may have been killed before its first

@@ -1,4 +1,4 @@
-"""One run from its folder to its end: ``run_worker(run_dir)``, or ``python -m ppocli.worker RUN_DIR``.
+"""One run from its folder to its end: ``run_worker(DIR)``, or ``python -m ppocli.worker DIR``.
 
 Reads the resolved ``config.yaml`` (it never composes), builds the session, resumes if asked to,
 trains, and leaves the trained model, a summary and checkpoints behind, whatever ended it.
@@ -11,8 +11,7 @@ import json
 import logging
 import secrets
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -22,7 +21,13 @@ from ppocli.config.schema import TrainConfig
 from ppocli.engine.console import Display, closing_table, keep_log, open_display
 from ppocli.engine.loop import Run, initial_state, run_training, save
 from ppocli.engine.records import TrainState
-from ppocli.engine.run_folder import RunFolder, lock, publish_folder, repair_published, write_summary
+from ppocli.engine.run_folder import (
+    RunFolder,
+    lock,
+    publish_folder,
+    repair_published,
+    write_summary,
+)
 from ppocli.engine.session import PythonObjects, Session, build_session
 from ppocli.engine.stop import StopFlag, StopRequested, catch_signals
 from ppocli.errors import (
@@ -136,9 +141,9 @@ def _restore(session: Session, folder: RunFolder, run_id: str, fresh: TrainState
     from ppocli.engine.persist import read_checkpoint
     from ppocli.engine.retention import clean_staging, supersede
 
+    leftovers = (*clean_staging(folder.checkpoints), *repair_published(folder.model))
     search = find_latest(folder.checkpoints, run_id=run_id)
-    for line in (*clean_staging(folder.checkpoints), *repair_published(folder.model),
-                 *search.skipped):
+    for line in (*leftovers, *search.skipped):
         log.warning(line)
     if search.found is None:
         if session.cfg.resume == "auto":
@@ -188,7 +193,7 @@ def _already_finished(cfg: TrainConfig, folder: RunFolder) -> RunResult | None:
 
 
 def _train(run: Run) -> RunResult:
-    """Train, then publish the model; on a stop or an error save what is sound and say how to go on."""
+    """Train, then publish the model; on a stop or an error save what is sound."""
     import torch
 
     try:
@@ -316,7 +321,7 @@ def main(argv: list[str]) -> int:
     """``python -m ppocli.worker RUN_DIR [--resume]``; returns the exit code."""
     resume = "--resume" in argv
     try:
-        run_worker(Path([a for a in argv if a != "--resume"][0]), resume=resume)
+        run_worker(Path(next(a for a in argv if a != "--resume")), resume=resume)
     except PpocliError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from ppocli import __version__
 from ppocli.cli.completion import complete_recipe, complete_word
 from ppocli.cli.output import code_of, ending, leave, survive_any_terminal
 from ppocli.config.paths import config_groups, recipe_files
+from ppocli.version import __version__
 
 _WORDS = {"ignore_unknown_options": True, "allow_extra_args": True}
 _COMMON_KEYS = """\

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ from ppocli.launch import launch
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
-    """What came of one job; the figures are of the evaluation after training."""
+    """What came of one job. ``varied`` are the overrides that differ between jobs; the figures are
+    of the evaluation after training."""
 
     number: int
     overrides: tuple[str, ...]
+    varied: tuple[str, ...]
     status: str  # "finished", "failed" or "stopped"
     exit_code: int
     reward_mean: float | None
@@ -92,9 +95,12 @@ def _run_job(job: SweepJob) -> tuple[JobRecord, int | None]:
     except PpocliError as problem:
         code, error = problem.exit_code, str(problem)
         say(f"Error: {error}")
+        with suppress(OSError):
+            job.folder.rmdir()  # Hydra made it; nothing came into it
     after = (summary or {}).get("eval_after") or {}
+    error = error or (summary or {}).get("error")
     status = "finished" if code == 0 else "stopped" if stopped_by is not None else "failed"
-    record = JobRecord(job.number, job.words, status, code, _number(after.get("reward_mean")),
+    record = JobRecord(job.number, job.words, job.varied, status, code, _number(after.get("reward_mean")),
                        _number(after.get("kl_mean")), round(time.monotonic() - started, 1),
                        str(job.folder), error)
     return record, stopped_by
@@ -123,7 +129,7 @@ def _print_table(records: list[JobRecord]) -> None:
         return
     rows = [("job", "status", "exit", "reward", "KL", "folder", "overrides")]
     rows += [(str(r.number), r.status, str(r.exit_code), _shown(r.reward_mean), _shown(r.kl_mean),
-              _short(r.folder), " ".join(r.overrides)) for r in records]
+              _short(r.folder), " ".join(r.varied)) for r in records]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]

@@ -34,7 +34,7 @@ from ppocli.config.layers import (
     sweep_entries,
 )
 from ppocli.config.paths import config_groups, shipped
-from ppocli.config.problems import Problem, find_problems, raise_problems
+from ppocli.config.problems import Problem, find_problems, raise_problems, range_problems
 from ppocli.config.recipe_source import looking_in, register_plugins
 from ppocli.config.resolved import CONFIG_FILE, read_config, schema_node, typed
 from ppocli.config.schema import TrainConfig
@@ -147,8 +147,9 @@ def compose_sweep(words: Sequence[str], run_job: Callable[[SweepJob], float | No
             entries, total = sweep_entries(loader, list(read.overrides))
         checked = check_entries(entries)
         refuse_secrets((e.key, e.value, e.source) for e in entries)
-        raise_problems([p for p in _all_problems(checked, frozenset())
-                        if p in checked.problems or p.key in checked.sources])
+        raise_problems([*checked.problems, *(
+            problem for problem in range_problems(typed(checked.node), checked.sources)
+            if problem.key in checked.sources)])
         folder, made = _sweep_folder(read)
         read = replace(read, overrides=(*(w for w in read.overrides if not _sets_sweep_dir(w)),
                                         f"hydra.sweep.dir={quoted(str(folder))}"))
@@ -267,7 +268,9 @@ def _sweep_job(config: DictConfig, read: Words, total: int | None) -> SweepJob:
     task = tuple(settings.overrides.task)
     search = tuple(word for word in settings.overrides.hydra
                    if word.startswith("hydra.searchpath"))
-    job = replace(read, overrides=(*search, *task))
+    folder = Path(settings.runtime.output_dir)
+    # the job's folder, not a name, says where it runs
+    job = replace(read, overrides=(*search, *task, f"run_name={quoted(folder.name)}"))
 
     def composition() -> Composition:
         with as_config_errors():
@@ -277,7 +280,7 @@ def _sweep_job(config: DictConfig, read: Words, total: int | None) -> SweepJob:
 
     return SweepJob(int(settings.job.num), total, task,
                     tuple(word for word in task if word not in read.overrides),
-                    Path(settings.runtime.output_dir), composition)
+                    folder, composition)
 
 
 def _sets_sweep_dir(word: str) -> bool:

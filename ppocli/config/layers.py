@@ -250,7 +250,7 @@ def _delete(node: DictConfig, name: str) -> str | None:
     if parent is None:
         return "a key can't be removed; leave it out, or set it to another value"
     mapping = OmegaConf.select(node, parent)
-    head = name[len(parent) + 1:].split(".")[0]
+    head = name[len(parent) + 1:].split(".", maxsplit=1)[0]
     if head in mapping and name == f"{parent}.{head}":
         del mapping[head]
     return None

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import ppocli
-
 
 def shipped(name: str) -> Path:
     """The absolute path of a shipped folder: ``conf`` or ``recipes``.
@@ -15,7 +13,7 @@ def shipped(name: str) -> Path:
     Raises:
         FileNotFoundError: the installation is broken; neither place has the folder.
     """
-    package = Path(ppocli.__file__).resolve().parent
+    package = Path(__file__).resolve().parent.parent
     for candidate in (package / name, package.parent / name):
         if candidate.is_dir():
             return candidate

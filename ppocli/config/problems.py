@@ -74,9 +74,7 @@ def find_problems(config: TrainConfig, sources: Mapping[str, str] | None = None,
             of ``reward.fn``, ``reward.metric_fn``, ``prompts.items``, ``prompts.eval.items``.
     """
     sources = sources or {}
-    found = [Problem(name, text, sources.get(name, DEFAULT_SOURCE))
-             for name, key in schema_keys().items()
-             for text in _range_problems(key, value_of(config, name))]
+    found = range_problems(config, sources)
     bad = {problem.key for problem in found}
     for check in (_length, _sizes, _reward, _prompts, _generation, _algorithm, _run):
         for names, text in check(config, handed_in):
@@ -88,6 +86,13 @@ def find_problems(config: TrainConfig, sources: Mapping[str, str] | None = None,
                 found.append(Problem(", ".join(names), text,
                                      " and ".join(given) or DEFAULT_SOURCE))
     return found
+
+
+def range_problems(config: TrainConfig, sources: Mapping[str, str]) -> list[Problem]:
+    """Missing values, and those outside what the schema allows, each key for itself."""
+    return [Problem(name, text, sources.get(name, DEFAULT_SOURCE))
+            for name, key in schema_keys().items()
+            for text in _range_problems(key, value_of(config, name))]
 
 
 def _range_problems(key: Key, value: Any) -> Iterator[str]:

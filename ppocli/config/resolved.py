@@ -165,8 +165,8 @@ def flat(config: TrainConfig) -> dict[str, Any]:
         for name, value in values.items():
             key = f"{prefix}{name}"
             inside = key not in schema_keys() and free_mapping_of(key) is None
-            if isinstance(value, dict) and (inside or schema_keys().get(key) is not None
-                                            and schema_keys()[key].kind == "mapping" and value):
+            if isinstance(value, dict) and (inside or (schema_keys().get(key) is not None
+                                            and schema_keys()[key].kind == "mapping" and value)):
                 walk(key + ".", value)
             else:
                 found[key] = value

@@ -175,8 +175,8 @@ def normalised(word: str) -> str:
     schema_key = key_for(key)
     if schema_key is not None and schema_key.kind != "list":
         is_text = schema_key.kind == "scalar" and schema_key.item is str
-        takes_text = is_text or schema_key.kind == "mapping" and key != schema_key.name
-        if is_text and _NOT_TEXT.fullmatch(value) or takes_text and not _readable(value):
+        takes_text = is_text or (schema_key.kind == "mapping" and key != schema_key.name)
+        if (is_text and _NOT_TEXT.fullmatch(value)) or (takes_text and not _readable(value)):
             value = quoted(value)
     elif key.startswith("hydra.") and key.endswith(".dir") and not _readable(value):
         value = quoted(value)

@@ -38,7 +38,8 @@ def take_rows(rows: Iterable[Row], spec: PromptSpec, *,
             break
     if not kept:
         source = f"{spec.path_key}={spec.path}" if spec.items is None else f"{spec.key}.items"
-        what = f"All prompts are blank ({blank} of {blank})." if blank else "The prompt set is empty."
+        what = f"All prompts are blank ({blank} of {blank})." if blank else (
+            "The prompt set is empty.")
         raise InputError(what, where=source, fix="give at least one prompt")
     return kept, blank
 

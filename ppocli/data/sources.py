@@ -55,6 +55,11 @@ def open_rows(spec: PromptSpec, notes: list[str]) -> Iterator[Row]:
     return _hub_rows(spec)
 
 
+def names_hub_dataset(path: str) -> bool:
+    """Whether ``prompts.path`` names a Hub data set: no builtin, and nothing that means a file."""
+    return not path.startswith("builtin:") and not _means_path(path, Path(path).expanduser())
+
+
 def _means_path(value: str, path: Path) -> bool:
     return (value.startswith((".", "/", "~")) or path.suffix.lower() in SUFFIXES
             or _REPO_ID.fullmatch(value) is None or path.exists())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -48,22 +49,27 @@ def encode(texts: list[str], spec: PromptSpec, tokenizer: PreTrainedTokenizerBas
 
     Raises:
         ConfigError: the response leaves no room for a prompt.
+        InputError: the tokenizer fails on a text.
     """
     longest = _longest(spec, max_prompt_tokens)
     front = [] if spec.chat else front_tokens(tokenizer)
-    bodies = _token_ids(texts, tokenizer)
-    kept = [i for i, body in enumerate(bodies) if body]
-    lengths = _drawn_lengths(spec, seed, len(kept))
-    token_ids, kept_texts, cut = [], [], 0
-    for position, i in enumerate(kept):
-        ids = front + bodies[i]
+    lengths = _drawn_lengths(spec, seed, len(texts))
+    token_ids: list[list[int]] = []
+    kept_texts: list[str] = []
+    kept: list[int] = []
+    cut = 0
+    for i, body in enumerate(_token_ids(texts, tokenizer)):
+        if not body:
+            continue
+        ids = front + body
         fixed = len(front) or int(ids[0] == tokenizer.bos_token_id)
         whole = len(ids)
         if lengths is not None:
-            ids = ids[:lengths[position]]
+            ids = ids[:lengths[len(kept)]]
         if len(ids) > longest:
             cut += 1
             ids = _cut(ids, longest, fixed, spec.truncation_side)
+        kept.append(i)
         token_ids.append(ids)
         kept_texts.append(texts[i] if len(ids) == whole
                           else _decode(ids[len(front):], tokenizer))
@@ -73,8 +79,11 @@ def encode(texts: list[str], spec: PromptSpec, tokenizer: PreTrainedTokenizerBas
 def front_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids that the tokenizer puts in front of every text by itself, most often BOS or none."""
     text = "a"
-    bare = _token_ids([text], tokenizer)[0]
-    full = list(tokenizer(text)["input_ids"])
+    try:
+        bare = _bare_ids([text], tokenizer)[0]
+        full = list(tokenizer(text)["input_ids"])
+    except Exception:  # closed vocabularies, such as one of digits alone
+        bare, full = [], list(tokenizer("")["input_ids"])
     for start in range(len(full) - len(bare) + 1):
         if bare and full[start:start + len(bare)] == bare:
             return full[:start]
@@ -105,13 +114,34 @@ def _longest(spec: PromptSpec, max_prompt_tokens: int) -> int:
     return min(spec.max_length or max_prompt_tokens, max_prompt_tokens)
 
 
-def _token_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    ids: list[list[int]] = []
+def _token_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
+    # by chunks: the tokens of all uncut texts may be many times those that are kept
     for start in range(0, len(texts), _CHUNK):
-        # verbose=False: the warning about long texts is premature, they are cut below
-        ids.extend(tokenizer(texts[start:start + _CHUNK], add_special_tokens=False,
-                             return_attention_mask=False, verbose=False)["input_ids"])
+        chunk = texts[start:start + _CHUNK]
+        try:
+            ids = _bare_ids(chunk, tokenizer)
+        except Exception as error:  # what tokenizers raises, say where it has no unknown token
+            shown = next((text for text in chunk if _fails(text, tokenizer)), chunk[0])
+            raise InputError(f"The tokenizer cannot encode {shown[:80]!r}: {error}",
+                             where="model.tokenizer_path",
+                             fix="is it the tokenizer of this model, and has it an unknown token?"
+                             ) from error
+        yield from ids
+
+
+def _bare_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    # verbose=False: the warning about long texts is premature, they are cut later
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, return_attention_mask=False,
+                                     verbose=False)["input_ids"]
     return ids
+
+
+def _fails(text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
+    try:
+        _bare_ids([text], tokenizer)
+    except Exception:
+        return True
+    return False
 
 
 def _drawn_lengths(spec: PromptSpec, seed: int, n: int) -> list[int] | None:

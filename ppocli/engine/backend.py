@@ -45,8 +45,9 @@ def open_backend(hardware: HardwareConfig) -> Iterator[Backend]:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
-    use_cuda = hardware.device == "cuda" or (hardware.device == "auto" and torch.cuda.is_available())
-    if use_cuda and not torch.cuda.is_available():
+    present = torch.cuda.is_available()
+    use_cuda = hardware.device == "cuda" or (hardware.device == "auto" and present)
+    if use_cuda and not present:
         raise ConfigError("No CUDA device was found.", where="hardware.device=cuda",
                           fix="set hardware.device=cpu, or install a torch build with CUDA")
     if use_cuda and hardware.precision == "bf16" and not torch.cuda.is_bf16_supported():

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import ppocli
 from ppocli.config.schema import TrainConfig
+from ppocli.version import __version__
 
 
 def _figure(value: float | None) -> str:
@@ -14,7 +14,7 @@ def _figure(value: float | None) -> str:
 
 
 def write_card(folder: Path, cfg: TrainConfig, summary: dict[str, Any]) -> None:
-    """Write a model card: metadata for the Hub, what was trained on what, figures before and after."""
+    """Write a model card: metadata for the Hub, what was trained, figures before and after."""
     before, after = summary["eval_before"] or {}, summary["eval_after"] or {}
     base = cfg.model.path
     header = ["---", "library_name: transformers", "pipeline_tag: text-generation",
@@ -27,7 +27,7 @@ def write_card(folder: Path, cfg: TrainConfig, summary: dict[str, Any]) -> None:
     rows = [f"| {name} | {_figure(before.get(name))} | {_figure(after[name])} |" for name in names]
     body = [
         "---", "", f"# {cfg.run_name or 'A policy trained with PPO'}", "",
-        f"`{base}`, fine-tuned with PPO by ppocli {ppocli.__version__}: "
+        f"`{base}`, fine-tuned with PPO by ppocli {__version__}: "
         f"{summary['steps']} steps, {summary['episodes']} episodes, {summary['updates']} updates.",
         "", f"Reward: `{rewards}`. KL coefficient at the end: {summary['kl_coef']:.4g}.", "",
         "| evaluation | before | after |", "|---|---|---|", *rows, "",

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ppocli
 from ppocli.engine import faults
 from ppocli.engine.atomic import (
     disk_errors,
@@ -60,6 +59,7 @@ from ppocli.engine.retention import (
     step_name,
 )
 from ppocli.errors import CheckpointError, DiskError, PpocliError
+from ppocli.version import __version__
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def save_checkpoint(folder: Path, step: int, *, run_id: str, write: Callable[[Pa
     make_dirs(folder)
     target = folder / step_name(step)
     meta = Manifest(run_id=run_id, step=step, config_digest=config_digest,
-                    ppocli_version=ppocli.__version__, versions=dict(versions), files={})
+                    ppocli_version=__version__, versions=dict(versions), files={})
     for last_try in (False, True):
         if _already_there(target, meta, state):
             return target

@@ -62,7 +62,7 @@ class _StreamHandler(logging.Handler):
 class _FileHandler(logging.FileHandler):
     """ppocli.log; a disk that refuses it must not end the run or print tracebacks."""
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's name)
+    def handleError(self, record: logging.LogRecord) -> None:
         """Drop the record."""
 
 

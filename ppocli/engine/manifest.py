@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import ppocli
 from ppocli.engine.atomic import sha256_file, walk_files
 from ppocli.errors import CheckpointError
+from ppocli.version import __version__
 
 SCHEMA = 1
 MANIFEST = "MANIFEST.json"
@@ -160,7 +160,7 @@ def _parse(body: dict[str, Any], folder: Path) -> Manifest:
     schema, version = body.get("schema"), body.get("ppocli")
     if isinstance(schema, int) and schema > SCHEMA:
         raise CheckpointError(
-            f"{folder.name} was written by ppocli {version}, this is {ppocli.__version__}",
+            f"{folder.name} was written by ppocli {version}, this is {__version__}",
             where=str(folder), fix=f"install ppocli {version} or newer")
     if schema != SCHEMA:
         raise Invalid(f"{MANIFEST} has the unknown schema {schema!r}")

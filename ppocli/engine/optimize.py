@@ -43,7 +43,8 @@ class OptimizeResult:
     """tokens that went through forward and backward"""
 
 
-def minibatches(count: int, size: int, *, seed: int, step: int, epoch: int) -> Iterator[torch.Tensor]:
+def minibatches(count: int, size: int, *, seed: int, step: int, epoch: int
+                ) -> Iterator[torch.Tensor]:
     """Row numbers of each minibatch of one epoch, reshuffled every epoch; the last may be smaller.
 
     The order is a function of (seed, step, epoch) alone.

@@ -102,7 +102,8 @@ def score_texts(session: Session, prompts: PromptBatch, out: Generation, respons
 
 def decode(session: Session, prompts: PromptBatch, out: Generation) -> list[str]:
     """The responses as text."""
-    prompt_ids = [row[mask].tolist() for row, mask in zip(prompts.tokens, prompts.mask, strict=True)]
+    rows = zip(prompts.tokens, prompts.mask, strict=True)
+    prompt_ids = [row[mask].tolist() for row, mask in rows]
     return decode_responses(session.tokenizer, prompt_ids, response_ids(out.tokens, out.mask),
                             session.sampling.stop_sequences)
 
@@ -241,7 +242,8 @@ def merge_rollouts(parts: list[Rollout]) -> Rollout:
         tokens=_pad([p.prompts.tokens for p in parts], left=True),
         mask=_pad([p.prompts.mask for p in parts], left=True),
         texts=joined([p.prompts.texts for p in parts]),
-        columns={c: joined([p.prompts.columns[c] for p in parts]) for c in parts[0].prompts.columns},
+        columns={c: joined([p.prompts.columns[c] for p in parts])
+                 for c in parts[0].prompts.columns},
         indices=joined([p.prompts.indices for p in parts]),
         episodes=joined([p.prompts.episodes for p in parts]))
     return Rollout(

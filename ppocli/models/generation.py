@@ -47,17 +47,16 @@ class _Live:
     """[b] bool"""
 
 
-def _forward_names(base: Any) -> set[str]:
-    return set(inspect.signature(base.forward).parameters)
+def _ends_with_stop(tokenizer: Any, spec: SamplingSpec, tokens: torch.Tensor) -> torch.Tensor:
+    """[b] bool: a stop sequence is complete within the newest tokens of each row [b, t].
 
-
-def _stop_strings(tokenizer: Any, spec: SamplingSpec) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    if not spec.stop_sequences:
-        return None
-    from transformers import StopStringCriteria
-
-    criteria = StopStringCriteria(tokenizer, list(spec.stop_sequences))
-    return lambda tokens: criteria(tokens, None)
+    Looked for in decoded text, since a tokenizer may cut the same text in several ways. A token
+    holds at least one byte, so that many tokens, and a few for context, are enough to look at.
+    """
+    window = max(len(stop.encode()) for stop in spec.stop_sequences) + 4
+    texts = tokenizer.batch_decode(tokens[:, -window:].tolist(), skip_special_tokens=True)
+    found = [any(stop in text for stop in spec.stop_sequences) for text in texts]
+    return torch.tensor(found, device=tokens.device)
 
 
 def _trunk_step(lm: Any, live: _Live, cache: Any, takes_positions: bool) -> torch.Tensor:
@@ -81,7 +80,8 @@ def _advance(live: _Live, tokens: torch.Tensor) -> None:
 def _compact(live: _Live, cache: Any) -> None:
     keep = (~live.done).nonzero().squeeze(-1)
     cache.batch_select_indices(keep)
-    live.rows, live.inputs, live.positions = live.rows[keep], live.inputs[keep], live.positions[keep]
+    live.rows, live.inputs = live.rows[keep], live.inputs[keep]
+    live.positions = live.positions[keep]
     live.done = live.done[keep]
     if live.attention is not None:
         live.attention = live.attention[keep]
@@ -120,9 +120,9 @@ def generate(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, sp
     device = lm.base_model.device
     count, steps = len(prompt_tokens), spec.max_new_tokens
     noise = torch.as_tensor(uniform, dtype=torch.float64).to(device)
-    head, takes_positions = lm.get_output_embeddings(), "position_ids" in _forward_names(lm.base_model)
+    head = lm.get_output_embeddings()
+    takes_positions = "position_ids" in inspect.signature(lm.base_model.forward).parameters
     stops = torch.tensor(spec.stop_ids, dtype=torch.long, device=device)
-    stop_strings = _stop_strings(tokenizer, spec)
     tokens = torch.zeros(count, steps, dtype=torch.long, device=device)
     mask = torch.zeros(count, steps, dtype=torch.bool, device=device)
     logprobs = torch.zeros(count, steps, device=device)
@@ -142,8 +142,8 @@ def generate(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, sp
         if value_head is not None:
             values[live.rows, t] = torch.where(alive, value_head(hidden), 0.0)
         ended = torch.isin(chosen, stops)
-        if stop_strings is not None and t + 1 >= spec.min_new_tokens:
-            ended |= stop_strings(tokens[live.rows, : t + 1])
+        if spec.stop_sequences and t + 1 >= spec.min_new_tokens:
+            ended |= _ends_with_stop(tokenizer, spec, tokens[live.rows, : t + 1])
         finished[live.rows] |= alive & ended
         live.done = live.done | ended
         _advance(live, chosen)

@@ -38,7 +38,7 @@ def lay_out(prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, response_tok
         prompt_tokens, prompt_mask: [b, Q], padding on the left; each row has at least one token.
         response_tokens, response_mask: [b, R], padding on the right.
     """
-    rows, num_prompt = prompt_tokens.shape
+    num_prompt = prompt_tokens.shape[1]
     prompt_lengths = prompt_mask.sum(dim=1)
     lengths = prompt_lengths + response_mask.sum(dim=1) - 1  # the last token predicts nothing
     width = max(int(lengths.max()), 1)

@@ -6,11 +6,11 @@ from __future__ import annotations
 import copy
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from ppocli.assets.model_files import find_model
 from ppocli.config.schema import HardwareConfig, ModelConfig
 from ppocli.errors import InputError
 
@@ -31,52 +31,6 @@ class LoadedLM:
     """its own generation defaults; read for EOS ids and saved again, never used to sample"""
 
 
-def locate(name: str, *, key: str) -> str:
-    """A path or Hub name that transformers can load: builtins resolved, folders checked.
-
-    Raises:
-        InputError: the folder does not exist or holds no model, or the Hub can't be reached and
-            the model is not in its cache.
-    """
-    if name.startswith("builtin:"):
-        from ppocli.assets.builtin import resolve_builtin
-
-        return str(resolve_builtin(name))
-    path = Path(name).expanduser()
-    if path.exists() or name.startswith((".", "/", "~")):
-        return str(_check_folder(path, name, key))
-    return _check_hub(name, key)
-
-
-def _check_folder(path: Path, name: str, key: str) -> Path:
-    if not path.exists():
-        raise InputError(f"Folder {name} does not exist (looked in {Path.cwd()}).", where=key,
-                         fix=f"give a model folder: {key}=/path/to/model")
-    if not path.is_dir():
-        raise InputError(f"{name} is a file, not a model folder.", where=key,
-                         fix=f"{key}={path.parent}")
-    return path
-
-
-def _check_hub(name: str, key: str) -> str:
-    """Look in the Hub's cache first; ask the network only once, for two seconds at most."""
-    from ppocli.config.hub import go_offline, hub_reachable, offline_hint
-
-    if hub_reachable():
-        return name
-    go_offline()
-    from huggingface_hub import try_to_load_from_cache
-
-    cached = any(isinstance(try_to_load_from_cache(name, file), str)
-                 for file in ("config.json", "tokenizer.json", "tokenizer_config.json"))
-    if not cached:
-        raise InputError(
-            f"Model {name!r} is not on this machine and {offline_hint()}.", where=key,
-            fix=f"give a folder: {key}=/path/to/model, or run once with network: "
-                f"hf download {name}")
-    return name
-
-
 def load_tokenizer(cfg: ModelConfig) -> Any:
     """The policy's tokenizer, padding side and pad token set.
 
@@ -87,7 +41,7 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
 
     key = "model.tokenizer_path" if cfg.tokenizer_path else "model.path"
     name = cfg.tokenizer_path or cfg.path
-    source = locate(name, key=key)
+    source, _ = find_model(name, key=key, revision=cfg.revision, needs="tokenizer")
     revision = cfg.revision if cfg.tokenizer_path is None else None
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision,
@@ -116,16 +70,6 @@ def _first_line(error: BaseException) -> str:
     return text.splitlines()[0][:300] if text else type(error).__name__
 
 
-def _check_weights_present(path: Path, name: str) -> None:
-    if not (path / "config.json").is_file():
-        raise InputError(f"No config.json in {name}.", where="model.path",
-                         fix="give a folder written by save_pretrained")
-    patterns = ("*.safetensors", "*.bin", "*.index.json")
-    if not any(next(path.glob(p), None) for p in patterns):
-        raise InputError(f"No weights in {name} (expected model.safetensors).", where="model.path",
-                         fix="give a folder written by save_pretrained")
-
-
 def _without_dropout(config: Any) -> Any:
     """A copy of ``config`` whose dropout rates are 0: the ratio must be 1 before the first update,
     also in train mode, which gradient checkpointing needs."""
@@ -145,9 +89,7 @@ def load_causal_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32) -> L
     """
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-    source = locate(cfg.path, key="model.path")
-    if Path(source).is_dir():
-        _check_weights_present(Path(source), cfg.path)
+    source, _ = find_model(cfg.path, key="model.path", revision=cfg.revision, needs="model")
     hub = {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code}
     attention = {"attn_implementation": cfg.attn_implementation} if cfg.attn_implementation else {}
     try:
@@ -208,7 +150,7 @@ def max_positions(lm: Any) -> int | None:
 
 
 def stop_token_ids(tokenizer: Any, loaded: LoadedLM, extra: list[int]) -> tuple[int, ...]:
-    """All ids that end a response: the tokenizer's EOS, the model's (it may have several), extra."""
+    """All ids that end a response: the tokenizer's EOS, the model's (maybe several), extra."""
     ids = set(extra)
     if tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)

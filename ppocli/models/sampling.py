@@ -12,7 +12,7 @@ BLOCK = 256
 
 @dataclass(frozen=True, slots=True)
 class SamplingSpec:
-    """How responses are sampled; every field explicit, nothing taken from the model's own config."""
+    """How responses are sampled; every field explicit, nothing taken from the model's config."""
 
     max_new_tokens: int
     stop_ids: tuple[int, ...]
@@ -93,9 +93,6 @@ def choose(logits: torch.Tensor, uniform: torch.Tensor, spec: SamplingSpec, posi
     if spec.temperature != 1.0:
         logits = logits / spec.temperature
     restricted = _restrict(logits, spec, position)
-    if spec.do_sample:
-        tokens = inverse_transform(restricted, uniform)
-    else:
-        tokens = restricted.argmax(-1)
+    tokens = inverse_transform(restricted, uniform) if spec.do_sample else restricted.argmax(-1)
     logprobs = logits.gather(-1, tokens[:, None]).squeeze(-1) - torch.logsumexp(logits, -1)
     return tokens, logprobs

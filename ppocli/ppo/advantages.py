@@ -36,8 +36,8 @@ def gae(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, *, gamm
         lam: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Generalised advantage estimation (Schulman et al. 2015, eq. 16).
 
-    ``delta_t = r_t + gamma V_{t+1} - V_t``; ``A_t = delta_t + gamma lam A_{t+1}``. The value after a
-    sample's last token is 0, whether or not the sample ended by itself (truncation is terminal).
+    ``delta_t = r_t + gamma V_{t+1} - V_t``; ``A_t = delta_t + gamma lam A_{t+1}``. The value after
+    a sample's last token is 0, whether or not it ended by itself (truncation is terminal).
 
     Args:
         rewards: [B, R] per-token rewards.

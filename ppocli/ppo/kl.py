@@ -7,7 +7,8 @@ import torch
 SAMPLED_ESTIMATORS = ("k1", "abs", "k2", "k3")
 
 
-def kl_per_token(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: str) -> torch.Tensor:
+def kl_per_token(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: str
+                 ) -> torch.Tensor:
     """Per-token estimate of KL(policy || reference) from the sampled tokens, in nats.
 
     With ``l = logprobs - ref_logprobs`` (Schulman 2020, "Approximating KL Divergence"):

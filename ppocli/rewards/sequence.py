@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 
+from ppocli.assets.model_files import find_model
 from ppocli.errors import InputError, RewardError
 from ppocli.rewards.describe import did_you_mean, first_line
-from ppocli.rewards.folders import MODEL_KEY, find_model
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 INPUTS = ("sample", "response", "pair")
+MODEL_KEY = "reward.kwargs.model"
 UNBOUNDED = 1_000_000
 """a tokenizer without a limit reports one far above this"""
 
@@ -87,7 +88,7 @@ def load_sequence_model(name: str, *, device: str, dtype: str, max_length: int |
     if max_length is not None:
         check_positive_int("max_length", max_length)
     target = _device(device)
-    source, is_folder = find_model(name, revision)
+    source, is_folder = find_model(name, key=MODEL_KEY, revision=revision)
     options = {"revision": None if is_folder else revision, "trust_remote_code": trust_remote_code}
     options = {key: value for key, value in options.items() if value}
     tokenizer = _load_tokenizer(name, source, options)

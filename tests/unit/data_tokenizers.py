@@ -3,19 +3,23 @@
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-WORDS = "the a good bad film was is very not it i you and so end user assistant : ? ! .".split()
+WORDS = ["the", "a", "good", "bad", "film", "was", "is", "very", "not", "it", "i", "you", "and",
+         "so", "end", "user", "assistant", ":", "?", "!", "."]
 CHATML = ("{{ bos_token }}{% for m in messages %} {{ m.role }} : {{ m.content }} </s>{% endfor %}"
           "{% if add_generation_prompt %} assistant :{% endif %}")
 
 
-def words(front: bool = False, behind: bool = False, bos: bool = True, eos: bool = True,
+def words(*, front: bool = False, behind: bool = False, bos: bool = True, eos: bool = True,
           chat: str | None = None, unknown: bool = True) -> PreTrainedTokenizerFast:
-    """One token a word: <s> 0, </s> 1, <unk> 2, then WORDS. ``front``/``behind``: adds BOS/EOS."""
+    """One token a word: <s> 0, </s> 1, <unk> 2, then WORDS.
+
+    ``front`` and ``behind`` make it add BOS and EOS; without ``unknown`` other words are errors.
+    """
     specials = ["<s>", "</s>", "<unk>"]
     vocabulary = {word: i for i, word in enumerate([*specials, *WORDS])}
-    model = models.WordLevel(vocabulary, unk_token="<unk>") if unknown else (
-        models.WordLevel(vocabulary))
-    backend = Tokenizer(model)
+    if not unknown:
+        del vocabulary["<unk>"]
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     if front or behind:
         single = f"{'<s> ' if front else ''}$A{' </s>' if behind else ''}"

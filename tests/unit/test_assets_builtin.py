@@ -2,10 +2,9 @@
 
 import dataclasses
 import logging
-import multiprocessing
-import os
 import shutil
-import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from ppocli.errors import DiskError, InputError
 @dataclasses.dataclass(frozen=True)
 class Settings:
     size: int = 3
-    walks: WalkSettings = dataclasses.field(default_factory=WalkSettings)
 
 
 def fill(folder: Path) -> None:
@@ -90,7 +88,7 @@ def test_folder_is_built_once_and_named_by_its_settings(caplog):
     assert not hidden_leftovers()
 
 
-def test_failed_build_leaves_nothing(monkeypatch):
+def test_interrupted_build_leaves_nothing():
     def fail(folder: Path) -> None:
         fill(folder)
         raise KeyboardInterrupt
@@ -119,6 +117,11 @@ def test_damaged_folder_is_made_anew(damage):
     assert not hidden_leftovers()
 
 
+def test_settings_of_different_names_do_not_meet():
+    one = cache.cached_folder("one", Settings(), fill)
+    assert cache.cached_folder("two", Settings(), fill).name.split("-")[1] != one.name.split("-")[1]
+
+
 def test_unusable_cache_folder(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PPOCLI_CACHE", str(tmp_path / "file" / "below"))
@@ -126,45 +129,47 @@ def test_unusable_cache_folder(tmp_path, monkeypatch):
         cache.cached_folder("thing", Settings(), fill)
 
 
-def _slow_build(folder: Path) -> None:
+# a process of its own that builds slowly; it imports the cache only, so it starts at once
+SLOW_BUILDER = """
+import dataclasses, sys, time
+from ppocli.assets import cache
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    size: int = 3
+
+def build(folder):
     (folder / "first").write_text("1")
     with open(cache.cache_root() / "builds", "a") as counter:
         counter.write("x")
-    time.sleep(0.6)
-    fill(folder)
+    time.sleep(float(sys.argv[1]))
+    (folder / "data.txt").write_text("whole")
+
+print((cache.cached_folder("thing", Settings(), build) / "data.txt").read_text())
+"""
 
 
-def _ask(result: "multiprocessing.Queue[str]") -> None:
-    folder = cache.cached_folder("thing", Settings(), _slow_build)
-    result.put((folder / "data.txt").read_text())
+def start_builder(seconds: float) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", SLOW_BUILDER, str(seconds)], text=True,
+                            stdout=subprocess.PIPE)
 
 
 def test_concurrent_builders_share_one_build():
-    context = multiprocessing.get_context("spawn")
-    results: multiprocessing.Queue[str] = context.Queue()
-    workers = [context.Process(target=_ask, args=(results,)) for _ in range(2)]
-    for worker in workers:
-        worker.start()
-    assert [results.get(timeout=60) for _ in workers] == ["whole", "whole"]
-    for worker in workers:
-        worker.join(60)
-        assert worker.exitcode == 0
+    builders = [start_builder(0.8) for _ in range(3)]
+    assert [builder.communicate(timeout=60)[0] for builder in builders] == ["whole\n"] * 3
+    assert [builder.returncode for builder in builders] == [0] * 3
     assert (cache.cache_root() / "builds").read_text() == "x"
     assert not hidden_leftovers()
 
 
 def test_builder_killed_halfway_is_survived():
-    context = multiprocessing.get_context("spawn")
-    results: multiprocessing.Queue[str] = context.Queue()
-    worker = context.Process(target=_ask, args=(results,))
-    worker.start()
+    builder = start_builder(60)
     deadline = time.monotonic() + 60
     while not any(cache.cache_root().glob(".*tmp-*/first")):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert worker.pid is not None
-    os.kill(worker.pid, signal.SIGKILL)
-    worker.join(60)
+    builder.kill()
+    builder.communicate(timeout=60)
     assert hidden_leftovers()
     folder = cache.cached_folder("thing", Settings(), fill)
     assert (folder / "data.txt").read_text() == "whole"

@@ -17,7 +17,7 @@ def test_each_epoch_is_a_permutation(n, seed, epoch):
 
 @given(n=sizes, seed=seeds, start=positions, first=st.integers(0, 90), second=st.integers(0, 90),
        shuffle=st.booleans())
-def test_a_cursor_resumes_the_order(n, seed, start, first, second, shuffle):
+def test_a_cursor_resumes_the_order(*, n, seed, start, first, second, shuffle):
     whole = prompt_indices(start, first + second, n=n, seed=seed, shuffle=shuffle)
     head = prompt_indices(start, first, n=n, seed=seed, shuffle=shuffle)
     tail = prompt_indices(start + first, second, n=n, seed=seed, shuffle=shuffle)

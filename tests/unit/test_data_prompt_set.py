@@ -12,6 +12,7 @@ import torch
 from data_tokenizers import CHATML, ids, utf8_bytes, words
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import normalizers
 
 from ppocli.config.schema import EvalPromptsConfig, PromptsConfig
 from ppocli.data.prompt_set import PromptSet, load_eval_prompts, load_prompts
@@ -186,12 +187,23 @@ def test_texts_follow_a_cut_inside_a_character():
 
 def test_prompts_without_tokens_are_dropped_with_their_metadata():
     items = [{"prompt": "it is", "n": 1}, {"prompt": "???", "n": 2}, {"prompt": "so", "n": 3}]
-    prompts = load(items, words(unknown=False, front=True))
+    tokenizer = words(front=True)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("?", "")
+    prompts = load(items, tokenizer)
     assert prompts.texts == ["it is", "so"]
     assert prompts.columns == {"n": [1, 3]}
     assert prompts.notes == ["1 prompt had no token: dropped"]
     with pytest.raises(InputError, match="makes no token of any of the 1 prompts"):
-        load(["???"], words(unknown=False))
+        load(["???"], tokenizer)
+
+
+@pytest.mark.parametrize("front", [False, True])
+def test_a_closed_vocabulary(front):
+    tokenizer = words(unknown=False, front=front)
+    so = tokenizer.convert_tokens_to_ids("so")
+    assert load(["so"], tokenizer).token_ids == [[0, so] if front else [so]]
+    with pytest.raises(InputError, match=r"cannot encode 'it is odd': .*UNK"):
+        load(["so", "it is odd"], tokenizer)
 
 
 def test_blank_and_equal_prompts_are_counted():
@@ -308,20 +320,20 @@ def test_the_digest_notices_changes():
     assert load(base, max_length=1).digest() != load(base).digest()
 
 
-def test_the_digest_takes_any_metadata_and_is_the_same_in_every_process():
+def test_the_digest_takes_any_metadata():
     class Thing:
         pass
 
     cells = [datetime(2026, 1, 2), b"\xff", np.float32(1.5), np.arange(3), Decimal("1.20"),
              float("nan"), (1, 2), {1: "a", "b": {2}}, Thing()]
     items = [{"prompt": "it is", "cell": cell} for cell in cells]
-    assert load(items).digest() == load(items[:-1] + [{"prompt": "it is", "cell": Thing()}]
-                                        ).digest()
+    other_thing = [*items[:-1], {"prompt": "it is", "cell": Thing()}]
+    assert load(items).digest() == load(other_thing).digest()
     one_cell = [load([item]).digest() for item in items]
     assert len(set(one_cell)) == len(cells)
 
 
-def test_the_digest_is_a_fixed_function():
+def test_the_digest_is_the_same_in_every_process():
     code = ("from ppocli.data.prompt_set import PromptSet;"
             "print(PromptSet([[1, 2]], ['x'], {'m': [{'b': 1, 'a': 'é'}]}, []).digest())")
     here = PromptSet([[1, 2]], ["x"], {"m": [{"b": 1, "a": "é"}]}, []).digest()

@@ -9,6 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from data_tokenizers import ids, words
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ppocli.config.schema import EvalPromptsConfig, PromptsConfig
 from ppocli.data.prompt_set import load_prompts
@@ -284,6 +286,20 @@ def test_bad_files_are_refused_with_the_place(tmp_path, name, content, what):
     assert caught.value.what.startswith(what)
     assert caught.value.where
     assert caught.value.exit_code == 3
+
+
+@settings(max_examples=300)
+@given(suffix=st.sampled_from([".json", ".jsonl", ".csv", ".txt", ".parquet"]),
+       content=st.binary(max_size=60) | st.text('[]{}":,\n prompt1', max_size=60).map(str.encode))
+def test_any_content_loads_or_is_refused_as_input(tmp_path_factory, suffix, content):
+    path = tmp_path_factory.getbasetemp() / f"any{suffix}"
+    path.write_bytes(content)
+    try:
+        prompts = load(path)
+    except InputError:
+        return
+    assert len(prompts) == len(prompts.texts) >= 1
+    assert all(prompts.token_ids)
 
 
 def test_a_cut_or_damaged_parquet_file(tmp_path):

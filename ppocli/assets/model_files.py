@@ -1,4 +1,4 @@
-"""Where a reward's model lies, checked before transformers sees it.
+"""Where a model lies, checked before transformers sees it.
 
 transformers answers a missing folder with a lecture on repository names, a missing tokenizer with
 one that knows no words, and a dead network after most of a minute. So its files are looked at
@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Literal
 
 from ppocli.errors import InputError, PpocliError
 
-MODEL_KEY = "reward.kwargs.model"
+Needs = Literal["model and tokenizer", "model", "tokenizer"]
 BUILTIN_PREFIX = "builtin:"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json",
                    "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
@@ -21,12 +22,15 @@ SAFETENSORS = "model.safetensors"
 WEIGHTS = (SAFETENSORS, "pytorch_model.bin")
 
 
-def find_model(model: str, revision: str | None = None) -> tuple[str, bool]:
+def find_model(model: str, *, key: str, revision: str | None = None,
+               needs: Needs = "model and tokenizer") -> tuple[str, bool]:
     """Where to load ``model`` from.
 
     Args:
         model: a folder, a Hub name, or ``builtin:NAME``.
+        key: the configuration key it was given by, for messages.
         revision: branch, tag or commit of a Hub model.
+        needs: what has to be there.
 
     Returns:
         a checked folder and True, or a Hub name and False when the Hub can be asked for it.
@@ -36,80 +40,81 @@ def find_model(model: str, revision: str | None = None) -> tuple[str, bool]:
             not in the local cache.
     """
     if not isinstance(model, str) or not model.strip():
-        raise InputError(f"The reward's model is {model!r}, not a folder or a Hub name.",
-                         where=MODEL_KEY, fix=f"{MODEL_KEY}=/path/to/model")
+        raise InputError(f"{model!r} is not a folder or a Hub name.",
+                         where=key, fix=f"{key}=/path/to/model")
     if model.startswith(BUILTIN_PREFIX):
         from ppocli.assets.builtin import resolve_builtin
 
         return str(resolve_builtin(model)), True
     path = Path(model).expanduser()
     if path.is_dir():
-        check_folder(path)
+        check_folder(path, key=key, needs=needs)
         return str(path), True
     if path.exists():
-        raise InputError(f"{model} is a file, not a model folder.", where=MODEL_KEY,
+        raise InputError(f"{model} is a file, not a model folder.", where=key,
                          fix="give the folder that holds config.json")
     if model.startswith((".", "/", "~", os.sep)) or model.count("/") > 1 or "\\" in model:
         raise InputError(f"Folder {model} does not exist (looked in {os.getcwd()}).",
-                         where=MODEL_KEY, fix=f"{MODEL_KEY}=/path/to/model")
-    return _from_hub(model, revision)
+                         where=key, fix=f"{key}=/path/to/model")
+    return _from_hub(model, revision, key, needs)
 
 
-def check_folder(folder: Path) -> None:
+def check_folder(folder: Path, *, key: str, needs: Needs = "model and tokenizer") -> None:
     """Check that ``folder`` holds a model and a tokenizer that can be read.
 
     Raises:
         InputError: names the missing or broken file and what belongs there.
     """
-    if not (folder / "config.json").is_file():
+    if needs != "tokenizer" and not (folder / "config.json").is_file():
         if (folder / "adapter_config.json").is_file():
             raise InputError(f"{folder} holds only an adapter (adapter_config.json).",
-                             where=MODEL_KEY, fix="merge it into its base model and give the "
+                             where=key, fix="merge it into its base model and give the "
                                                   "merged folder")
-        raise InputError(f"There is no config.json in {folder}.", where=MODEL_KEY,
+        raise InputError(f"There is no config.json in {folder}.", where=key,
                          fix="give a folder written by save_pretrained()")
     for name in ("config.json", "tokenizer_config.json", "tokenizer.json"):
         if (folder / name).is_file():
-            _check_json(folder / name)
-    _check_weights(folder)
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+            _check_json(folder / name, key)
+    if needs != "tokenizer":
+        _check_weights(folder, key)
+    if needs != "model" and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise InputError(
             f"No tokenizer in {folder} (expected tokenizer.json, or a vocabulary file).",
-            where=MODEL_KEY, fix=f"save the model's own tokenizer there: "
+            where=key, fix=f"save the model's own tokenizer there: "
                                  f"tokenizer.save_pretrained({str(folder)!r})")
 
 
-def _check_json(path: Path) -> None:
+def _check_json(path: Path, key: str) -> None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is not valid JSON: {error}", where=MODEL_KEY,
+        raise InputError(f"{path} is not valid JSON: {error}", where=key,
                          fix="copy or download the file again") from error
     if not isinstance(content, dict):
         raise InputError(f"{path} holds a JSON {type(content).__name__}, not an object.",
-                         where=MODEL_KEY, fix="copy or download the file again")
+                         where=key, fix="copy or download the file again")
 
 
-def _check_weights(folder: Path) -> None:
+def _check_weights(folder: Path, key: str) -> None:
     for name in WEIGHTS:
         if (folder / name).is_file():
-            _check_readable(folder / name)
+            _check_readable(folder / name, key)
             return
         index = folder / f"{name}.index.json"
         if index.is_file():
-            _check_json(index)
+            _check_json(index, key)
             shards = json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values()
             for shard in sorted(set(shards)):
                 if not (folder / shard).is_file():
                     raise InputError(f"{folder / shard} is missing; {index.name} lists it.",
-                                     where=MODEL_KEY, fix="copy or download the file again")
-                _check_readable(folder / shard)
+                                     where=key, fix="copy or download the file again")
+                _check_readable(folder / shard, key)
             return
     raise InputError(f"There are no weights in {folder} (expected {SAFETENSORS}).",
-                     where=MODEL_KEY, fix="give a folder written by save_pretrained()")
+                     where=key, fix="give a folder written by save_pretrained()")
 
 
-def _check_readable(path: Path) -> None:
+def _check_readable(path: Path, key: str) -> None:
     """Read a safetensors file's header, which knows how long the file has to be."""
     if path.suffix != ".safetensors":
         return
@@ -119,12 +124,12 @@ def _check_readable(path: Path) -> None:
         with safe_open(path, framework="numpy"):
             pass
     except (SafetensorError, OSError) as error:
-        raise InputError(f"{path} can't be read: {error}", where=MODEL_KEY,
+        raise InputError(f"{path} can't be read: {error}", where=key,
                          fix="the file is truncated or damaged; copy or download it again"
                          ) from error
 
 
-def _from_hub(name: str, revision: str | None) -> tuple[str, bool]:
+def _from_hub(name: str, revision: str | None, key: str, needs: Needs) -> tuple[str, bool]:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -135,16 +140,16 @@ def _from_hub(name: str, revision: str | None) -> tuple[str, bool]:
     go_offline()
     try:
         folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
-        check_folder(folder)
+        check_folder(folder, key=key, needs=needs)
         return str(folder), True
     except HFValidationError as error:
-        raise InputError(f"{name!r} is neither a folder nor a Hub name: {error}", where=MODEL_KEY,
-                         fix=f"{MODEL_KEY}=/path/to/model") from error
+        raise InputError(f"{name!r} is neither a folder nor a Hub name: {error}", where=key,
+                         fix=f"{key}=/path/to/model") from error
     except PpocliError:
         raise
     except Exception as error:
         raise InputError(
             f"Model {name!r} is not on this machine and {offline_hint()}.",
-            where=f"{MODEL_KEY}={name}",
-            fix=f"give a folder: {MODEL_KEY}=/path, or run once with network: hf download {name}",
+            where=f"{key}={name}",
+            fix=f"give a folder: {key}=/path, or run once with network: hf download {name}",
         ) from error
