@@ -106,8 +106,8 @@ def train(overrides: Sequence[str] = (), *,
     from ppocli.engine.session import PythonObjects
     from ppocli.launch import launch
 
-    given = {"reward.fn": reward_fn, "reward.metric_fn": metric_fn, "prompts.path": prompts,
-             "prompts.eval.path": eval_prompts}
+    given = {"reward.fn": reward_fn, "reward.metric_fn": metric_fn, "prompts.items": prompts,
+             "prompts.eval.items": eval_prompts}
     handed_in = frozenset(key for key, value in given.items() if value is not None)
     composition = compose(list(overrides), handed_in=handed_in)
     if composition is None:

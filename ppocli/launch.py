@@ -82,7 +82,6 @@ def launch(config: TrainConfig, *, fresh_process: bool = False,
     if fresh_process and objects is not None:
         raise ValueError("Python objects can't be handed to a fresh process")
     config = noting_objects(with_absolute_paths(config, Path.cwd()), objects)
-    check_inputs(config)
     run_dir = resume_from.absolute() if resume_from else _run_to_go_on_with(config, say)
     if run_dir is not None:
         # an explicit folder must hold a checkpoint; "auto" may have been killed before its first
@@ -90,6 +89,7 @@ def launch(config: TrainConfig, *, fresh_process: bool = False,
                          resume="never" if resume_from else "auto")
         _prepare_resumed(run_dir, config, objects, say)
         return _run(run_dir, True, fresh_process, objects)
+    check_inputs(config)
     base = Path(config.output_dir)
     new_parents = [folder for folder in (base, *base.parents) if not folder.exists()]
     with _removed_if_empty(new_parents):
@@ -175,6 +175,7 @@ def _prepare_resumed(run_dir: Path, config: TrainConfig, objects: PythonObjects 
             "\n".join(["these settings can't change when a run is resumed:",
                        *(f"  {line}" for line in refused)]), where=str(run_dir),
             fix="leave them as they were, or start another run with them (another run_name)")
+    check_inputs(config)
     for key, line in changes:
         say(f"changed on resume: {line}" + ("" if classify_change(key) == "harmless" else
                                            " (from here on the run differs)"))

@@ -80,6 +80,7 @@ def _run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects, resume: bo
     from ppocli.engine.metrics import open_recorder, torch_versions
 
     transformers_logging.disable_progress_bar()  # bars for reading a file are not news
+    transformers_logging.set_verbosity_error()  # what matters of a load is checked by us
     with open_backend(cfg.hardware) as backend:
         if resume and (done := _already_finished(cfg, folder)) is not None:
             return done

@@ -88,12 +88,12 @@ def _phrase_again(rng: random.Random, text: str, other: str) -> str:
     parts = text.split()
     size = rng.randint(2, 5)
     at = rng.randrange(max(1, len(parts) - size))
-    phrase = [" ".join(parts[at:at + size])] * rng.randint(2, 6)
+    phrase = [" ".join(parts[at:at + size])] * rng.randint(3, 6)
     return _maybe_end(rng, " ".join([*parts[:at], *phrase]))
 
 
 def _sentence_again(rng: random.Random, text: str, other: str) -> str:
-    return " ".join([text] * rng.randint(2, 4))
+    return " ".join([text] * rng.randint(3, 4))
 
 
 def _salad(rng: random.Random, text: str, other: str) -> str:
@@ -110,10 +110,10 @@ def _gaps(rng: random.Random, text: str, other: str) -> str:
 
 
 def _stutter(rng: random.Random, text: str, other: str) -> str:
-    """Two words, each twice to four times in a row."""
+    """Two words, each three to five times in a row."""
     parts = text.split()
     for at in sorted(rng.sample(range(len(parts)), min(len(parts), 2)), reverse=True):
-        parts[at:at + 1] = [parts[at].rstrip(".!,")] * rng.randint(1, 3) + [parts[at]]
+        parts[at:at + 1] = [parts[at].rstrip(".!,")] * rng.randint(2, 4) + [parts[at]]
     return " ".join(parts)
 
 

@@ -28,9 +28,9 @@ class WalkModelSettings:
     width: int = 144
     heads: int = 12
     context: int = 32
-    epochs: int = 12
-    batch_size: int = 100
-    lr: float = 1e-3
+    epochs: int = 5
+    batch_size: int = 50
+    lr: float = 2.5e-3
 
 
 def walk_tokenizer(letters: str, context: int) -> PreTrainedTokenizerFast:

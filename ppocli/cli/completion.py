@@ -10,10 +10,10 @@ from ppocli.config.paths import config_groups, recipe_files
 def complete_word(words: list[str], incomplete: str) -> list[str]:
     """Completions of the last word.
 
-    Bash breaks words at ``=``: there the words end in ``["+recipe", "="]`` or ``["+recipe"]``
-    with ``=`` as the incomplete word, and only the part after it is to be offered.
+    Bash breaks words at ``=``: there the words end in ``["+recipe", "="]``, or in ``["+recipe"]``
+    with nothing after it yet, and only the part after ``=`` is to be offered.
     """
-    if incomplete == "=" and words:
+    if incomplete == "" and words and "=" not in words[-1] and not words[-1].startswith(("-", "~")):
         return _values(words[-1], "")
     if len(words) >= 2 and words[-1] == "=":
         return _values(words[-2], incomplete)

@@ -100,9 +100,9 @@ def _run_job(job: SweepJob) -> tuple[JobRecord, int | None]:
     after = (summary or {}).get("eval_after") or {}
     error = error or (summary or {}).get("error")
     status = "finished" if code == 0 else "stopped" if stopped_by is not None else "failed"
-    record = JobRecord(job.number, job.words, job.varied, status, code, _number(after.get("reward_mean")),
-                       _number(after.get("kl_mean")), round(time.monotonic() - started, 1),
-                       str(job.folder), error)
+    record = JobRecord(
+        job.number, job.words, job.varied, status, code, _number(after.get("reward_mean")),
+        _number(after.get("kl_mean")), round(time.monotonic() - started, 1), str(job.folder), error)
     return record, stopped_by
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import cast
 
 import hydra
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -29,9 +30,10 @@ from ppocli.config.layers import (
     COMMAND_LINE,
     SCHEMA,
     Checked,
+    SweepWords,
     check_entries,
     layered_entries,
-    sweep_entries,
+    sweep_words,
 )
 from ppocli.config.paths import config_groups, shipped
 from ppocli.config.problems import Problem, find_problems, raise_problems, range_problems
@@ -142,11 +144,11 @@ def compose_sweep(words: Sequence[str], run_job: Callable[[SweepJob], float | No
     with looking_in(read.config_dirs, None), as_config_errors():
         register_plugins()
         # untyped, so that a job with a wrong value is that job's failure and not the sweep's
-        _store_schema(OmegaConf.create(OmegaConf.to_container(schema_node())))
+        _store_schema(cast(DictConfig, OmegaConf.create(OmegaConf.to_container(schema_node()))))
         with _loader(read) as loader:
-            entries, total = sweep_entries(loader, list(read.overrides))
-        checked = check_entries(entries)
-        refuse_secrets((e.key, e.value, e.source) for e in entries)
+            swept = sweep_words(loader, list(read.overrides))
+        refuse_secrets((entry.key, entry.value, entry.source) for entry in swept.shared)
+        checked = check_entries(swept.shared)
         raise_problems([*checked.problems, *(
             problem for problem in range_problems(typed(checked.node), checked.sources)
             if problem.key in checked.sources)])
@@ -154,7 +156,7 @@ def compose_sweep(words: Sequence[str], run_job: Callable[[SweepJob], float | No
         read = replace(read, overrides=(*(w for w in read.overrides if not _sets_sweep_dir(w)),
                                         f"hydra.sweep.dir={quoted(str(folder))}"))
         try:
-            _call_hydra(lambda config: run_job(_sweep_job(config, read, total)), read)
+            _call_hydra(lambda config: run_job(_sweep_job(config, read, swept)), read)
         finally:
             if made and not any(folder.iterdir()):
                 folder.rmdir()
@@ -209,7 +211,7 @@ def _config_path(read: Words) -> str:
 
 
 @contextmanager
-def _loader(read: Words) -> Iterator[hydra.core.config_loader.ConfigLoader]:
+def _loader(read: Words) -> Iterator[ConfigLoader]:
     # a job of a sweep runs inside Hydra, which allows one instance at a time
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
@@ -256,14 +258,14 @@ def _fix(checked: Checked) -> str | None:
 def _composition(node: DictConfig, read: Words, checked: Checked, run: Path | None) -> Composition:
     config = typed(cast(DictConfig, OmegaConf.merge(schema_node(), node)))
     if config.resume not in ("never", "auto"):
-        raise ConfigError(f"resume: {config.resume}: a run folder is given on the command line only",
+        raise ConfigError(f"resume: {config.resume}: a run folder goes on the command line only",
                           where=checked.sources.get("resume"), fix=f"resume={config.resume}")
     recipe = next((value for _, key, value in map(split_override, read.overrides)
                    if key == "recipe"), None)
     return Composition(config, recipe, run, checked.sources)
 
 
-def _sweep_job(config: DictConfig, read: Words, total: int | None) -> SweepJob:
+def _sweep_job(config: DictConfig, read: Words, swept: SweepWords) -> SweepJob:
     settings = HydraConfig.get()
     task = tuple(settings.overrides.task)
     search = tuple(word for word in settings.overrides.hydra
@@ -278,9 +280,8 @@ def _sweep_job(config: DictConfig, read: Words, total: int | None) -> SweepJob:
             raise_problems(_all_problems(checked, frozenset()))
             return _composition(config, job, checked, None)
 
-    return SweepJob(int(settings.job.num), total, task,
-                    tuple(word for word in task if word not in read.overrides),
-                    folder, composition)
+    varied = tuple(word for word in task if split_override(word)[1] in swept.varied)
+    return SweepJob(int(settings.job.num), swept.jobs, task, varied, folder, composition)
 
 
 def _sets_sweep_dir(word: str) -> bool:

@@ -25,7 +25,7 @@ def as_config_errors() -> Iterator[None]:
     """Raise what goes wrong while composing as ConfigError; bugs pass through unchanged."""
     try:
         yield
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeError) as error:
         raise _translated(error) from error
 
 

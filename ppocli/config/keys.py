@@ -71,7 +71,7 @@ def schema_sections() -> tuple[str, ...]:
 
 
 def free_mapping_of(name: str) -> str | None:
-    """The key whose free mapping ``name`` lies in: ``reward.kwargs`` for ``reward.kwargs.model``."""
+    """The key whose free mapping ``name`` lies in: ``reward.kwargs`` for ``reward.kwargs.x``."""
     return next((key.name for key in schema_keys().values()
                  if key.kind == "mapping" and name.startswith(key.name + ".")), None)
 

@@ -66,6 +66,8 @@ def layered_entries(loader: ConfigLoader, config_name: str, overrides: list[str]
     _refuse_sweeps(OverridesParser.create().parse_overrides(overrides))
     try:
         defaults = loader.compute_defaults_list(config_name, overrides, RunMode.RUN)
+    except UnicodeError:
+        raise
     except ValueError as error:  # Hydra's word for a malformed defaults list or group choice
         raise ConfigError(str(error).splitlines()[0], where="the choice of config groups",
                           fix="a group takes the name of one of its options, or null") from error
@@ -106,13 +108,24 @@ def _refuse_sweeps(overrides: list[Override]) -> None:
                                   "commas key='\"a,b\"'")
 
 
-def sweep_entries(loader: ConfigLoader, overrides: list[str]) -> tuple[list[Entry], int | None]:
-    """What all jobs of a sweep share on the command line, and how many jobs there are.
+@dataclass(frozen=True, slots=True)
+class SweepWords:
+    """What all jobs of a sweep share on the command line, the keys that differ between them, and
+    how many jobs there are (None: the sweep isn't a grid)."""
 
-    The number is None for a sweep that isn't a grid. Config groups and recipes must exist in all
-    the swept spellings; the swept values themselves are checked in their jobs.
+    shared: list[Entry]
+    varied: frozenset[str]
+    jobs: int | None
+
+
+def sweep_words(loader: ConfigLoader, overrides: list[str]) -> SweepWords:
+    """Tell what is swept.
+
+    Config groups and recipes must exist in all the swept spellings; the swept values themselves
+    are checked in their jobs.
     """
     entries: list[Entry] = []
+    varied: set[str] = set()
     jobs: int | None = 1
     for override in OverridesParser.create(config_loader=loader).parse_overrides(overrides):
         name = override.key_or_group
@@ -122,6 +135,7 @@ def sweep_entries(loader: ConfigLoader, overrides: list[str]) -> tuple[list[Entr
         discrete = swept and override.is_discrete_sweep()
         values = list(override.sweep_string_iterator()) if discrete else []
         if swept:
+            varied.add(name)
             jobs = jobs * len(values) if jobs is not None and discrete else None
         options = loader.get_group_options(name, results_filter=ObjectType.CONFIG)
         if options:
@@ -131,7 +145,7 @@ def sweep_entries(loader: ConfigLoader, overrides: list[str]) -> tuple[list[Entr
             entries += _override_entries(override)
         elif key_for(name) is None:
             entries.append(Entry(name, None, COMMAND_LINE))
-    return entries, jobs
+    return SweepWords(entries, frozenset(varied), jobs)
 
 
 def _check_option(group: str, value: str, options: list[str]) -> None:

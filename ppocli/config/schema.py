@@ -84,6 +84,7 @@ class EvalPromptsConfig:
     columns: Optional[list[str]] = key(None, "metadata columns handed to the reward by name")
     items: Optional[list[Any]] = key(None, "prompts given inline")
     limit: int = key(64, "how many evaluation prompts, fixed for the whole run", ge=1)
+    repeat: int = key(1, "how many responses to each evaluation prompt", ge=1)
     first_words: Optional[int] = key(None, "keep only the first n words", ge=1)
     length_sampler: Optional[list[int]] = key(None, "[min, max] tokens kept, drawn per prompt",
                                               ge=1)

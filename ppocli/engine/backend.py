@@ -73,7 +73,8 @@ def named_trainable(policy: Policy) -> dict[str, torch.nn.Parameter]:
 
 def build_optimizer(policy: Policy, cfg: OptimizerConfig) -> torch.optim.Optimizer:
     """The optimizer over the trainable parameters, the value head in a group of its own."""
-    trunk, head = [], []
+    trunk: list[torch.nn.Parameter] = []
+    head: list[torch.nn.Parameter] = []
     for name, parameter in named_trainable(policy).items():
         (head if name.startswith("value_head.") else trunk).append(parameter)
     value_lr = cfg.lr if cfg.value_lr is None else cfg.value_lr

@@ -39,7 +39,7 @@ def _mean(values: list[float]) -> float:
 
 
 def evaluate(session: Session, stop: StopFlag) -> Evaluation:
-    """Sample one response per evaluation prompt and score it.
+    """Sample ``prompts.eval.repeat`` responses to each evaluation prompt and score them.
 
     ``kl_mean`` is the k1 estimate summed over each response and averaged over samples, in nats, of
     the distributions at temperature 1 without top-k or top-p, whatever the sampling was.
@@ -52,10 +52,12 @@ def evaluate(session: Session, stop: StopFlag) -> Evaluation:
     samples: list[dict[str, Any]] = []
     metrics: dict[str, list[float]] = {}
     parts: dict[str, list[float]] = {}
-    for start in range(0, len(prompts), chunk):
+    total = len(prompts) * session.cfg.prompts.eval.repeat
+    for start in range(0, total, chunk):
         stop.check()
-        index = list(range(start, min(start + chunk, len(prompts))))
-        batch = prompts.batch(index, index, session.tokenizer.pad_token_id)
+        episodes = list(range(start, min(start + chunk, total)))
+        index = [episode % len(prompts) for episode in episodes]
+        batch = prompts.batch(index, episodes, session.tokenizer.pad_token_id)
         out = sample_responses(session, batch, session.eval_sampling, EVALUATION, stop)
         responses = decode(session, batch, out)
         request, scores = score_texts(session, batch, out, responses)

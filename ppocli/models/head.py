@@ -97,7 +97,7 @@ class _TokenLogprob(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
-def token_logprobs(hidden: torch.Tensor, head: torch.nn.Module, targets: torch.Tensor, *,
+def token_logprobs(hidden: torch.Tensor, head: Any, targets: torch.Tensor, *,
                    temperature: float, want_entropy: bool
                    ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probabilities of ``targets`` under logits / temperature, in fp32.
@@ -118,8 +118,8 @@ def token_logprobs(hidden: torch.Tensor, head: torch.nn.Module, targets: torch.T
 
 
 @torch.no_grad()
-def full_kl(hidden: torch.Tensor, head: torch.nn.Module, ref_hidden: torch.Tensor,
-            ref_head: torch.nn.Module, *, temperature: float) -> torch.Tensor:
+def full_kl(hidden: torch.Tensor, head: Any, ref_hidden: torch.Tensor, ref_head: Any, *,
+            temperature: float) -> torch.Tensor:
     """KL(policy || reference) over the whole vocabulary at each token, [N] fp32 nats.
 
     ``sum_v p_v (log p_v - log q_v)``, chunk by chunk (TRL 0.11's ``kl_penalty=full``).

@@ -94,9 +94,10 @@ def load_causal_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32) -> L
     attention = {"attn_implementation": cfg.attn_implementation} if cfg.attn_implementation else {}
     try:
         config = AutoConfig.from_pretrained(source, **hub)
-        lm, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             source, config=_without_dropout(config), dtype=dtype, output_loading_info=True,
             **hub, **attention)
+        lm, info = loaded
     except Exception as error:
         raise InputError(f"The model {cfg.path} can't be loaded: {_first_line(error)}",
                          where="model.path", fix="check the folder's config.json and "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ class RewardRequest:
     """decoded responses: special tokens left out, trimmed at a stop sequence"""
     response_ids: Sequence[Sequence[int]]
     """the sampled ids, through the end-of-sequence token"""
-    columns: dict[str, Sequence[Any]]
+    columns: Mapping[str, Sequence[Any]]
     """metadata columns of the prompts, each of length N"""
     tokenizer: Any
     """the policy's tokenizer"""

@@ -1,0 +1,84 @@
+# Needs Python 3.11 or 3.12 and make; everything else is installed into .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# more words for the command, as in: make quickstart WORDS="seed=1"
+WORDS ?=
+# more words for pytest, as in: make test PYTEST_WORDS="-k resume -n 0"
+PYTEST_WORDS ?=
+
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help quickstart setup setup-dev test test-all lint docs benchmark-learning \
+	benchmark-startup clean
+
+help: ## list what make can do
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+quickstart: $(VENV)/.installed ## install, then train a tiny model offline on the CPU (a minute)
+	@HF_HUB_OFFLINE=1 $(BIN)/ppocli train +recipe=quickstart $(WORDS)
+
+setup: $(VENV)/.installed ## install into .venv
+
+setup-dev: $(VENV)/.installed-dev ## install into .venv, with what tests and lint need
+
+test: $(VENV)/.installed-dev ## run the tests, without the slow ones
+	@$(TESTS) -m "not slow and not gpu" $(PYTEST_WORDS)
+
+test-all: $(VENV)/.installed-dev ## run all tests, those for a GPU where there is one
+	@$(TESTS) $(PYTEST_WORDS)
+
+# one thread a process: two busy workers on two cores are slowed down by more
+TESTS = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+lint: $(VENV)/.installed-dev ## check style, types and the floors
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+docs: $(VENV)/.installed-dev ## write docs/configuration.md anew from the schema
+	@$(BIN)/python docs/make_configuration.py > docs/configuration.md
+
+benchmark-learning: $(VENV)/.installed ## train every offline recipe with five seeds, print tables
+	@$(BIN)/python benchmarks/learning.py
+
+benchmark-startup: $(VENV)/.installed ## measure how long the command takes to answer
+	@$(BIN)/python benchmarks/startup.py
+
+clean: ## remove .venv, builds and caches; runs/ stays
+	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@find ppocli tests benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A set-up that was interrupted leaves .unfinished behind and is made anew. Standard output is for
+# results, so all that is said on the way goes to standard error.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(call install,.)
+	@mv $(VENV)/.unfinished $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt
+	@$(call install,.[dev])
+	@mv $(VENV)/.unfinished $@
+	@touch $(VENV)/.installed
+
+define install
+$(check_python) && \
+if [ -e $(VENV)/.unfinished ]; then rm -rf $(VENV); fi && \
+mkdir -p $(VENV) && touch $(VENV)/.unfinished && \
+rm -f $(VENV)/.installed $(VENV)/.installed-dev && \
+echo "installing into $(VENV) (a few minutes the first time)" >&2 && \
+{ [ -x $(BIN)/pip ] || $(PYTHON) -m venv $(VENV); } >&2 && \
+$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e "$(1)" >&2 && \
+touch $(VENV)/.unfinished
+endef
+
+define check_python
+if ! $(PYTHON) -c "import sys; raise SystemExit(not (3, 11) <= sys.version_info[:2] <= (3, 12))" \
+2>/dev/null; then \
+echo "ppocli needs Python 3.11 or 3.12, but $(PYTHON) is $$($(PYTHON) --version 2>&1);" \
+"name another: make PYTHON=python3.12 ..." >&2; exit 1; fi && \
+if ! $(PYTHON) -c "import venv, ensurepip" 2>/dev/null; then \
+echo "$(PYTHON) cannot make virtual environments;" \
+"install its venv module (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; fi
+endef

@@ -1,0 +1,65 @@
+"""What holds for every test: offline, one thread, a cache folder of the session's own, and random
+number generators that are put back."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+
+# Here, because torch and huggingface_hub read them once, when they are imported.
+os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give the session a cache folder, which its xdist workers and their commands inherit.
+
+    Built-in models are fitted there once: the cache lets one process build while others wait. A
+    cache that outlives the session could hide a change in how the models are made.
+    """
+    if os.environ.get("PYTEST_XDIST_WORKER") is not None:
+        return
+    config.stash[_CACHE] = folder = tempfile.mkdtemp(prefix="ppocli-tests-")
+    os.environ.pop("PPOCLI_CACHE", None)
+    os.environ["XDG_CACHE_HOME"] = folder
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    folder = config.stash.get(_CACHE, None)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+_CACHE = pytest.StashKey[str]()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
+    wanting = [item for item in items if item.get_closest_marker("gpu")]
+    if not wanting:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in wanting:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _random_state_restored() -> Iterator[None]:
+    """No test sees how many random numbers another one drew."""
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    state = random.getstate()
+    numpy_state = numpy.random.get_state() if numpy else None
+    torch_state = torch.get_rng_state() if torch else None
+    yield
+    random.setstate(state)
+    if numpy:
+        numpy.random.set_state(numpy_state)
+    if torch:
+        torch.set_rng_state(torch_state)

@@ -1,0 +1,180 @@
+"""The command as a process: exit codes, wording, what is imported, terminals that go away."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ppocli.cli.completion import complete_word
+
+HEAVY = ("torch", "transformers", "deepspeed", "accelerate", "datasets")
+
+
+def ppocli(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "ppocli", *words], cwd=cwd, text=True,
+                          capture_output=True, timeout=120, check=False,
+                          env={**os.environ, "HF_HUB_OFFLINE": "1", **environment})
+
+
+def imported_by(code: str, cwd: Path) -> set[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys\n{code}\nprint('MODULES', *sys.modules)"],
+        cwd=cwd, text=True, capture_output=True, timeout=60, check=True)
+    line = next(line for line in done.stdout.splitlines() if line.startswith("MODULES"))
+    return {name.split(".")[0] for name in line.split()[1:]}
+
+
+def test_the_command_line_imports_nothing_heavy(tmp_path):
+    assert not imported_by("import ppocli.cli.app", tmp_path) & {*HEAVY, "hydra", "omegaconf"}
+    words = "['+recipe=quickstart', '--cfg', 'job', '--resolve']"
+    assert not imported_by(f"from ppocli.cli.train import run_words; run_words({words})",
+                           tmp_path) & set(HEAVY)
+    completion = "from ppocli.cli.completion import complete_word as c; c([], 'ppo.kl_est')"
+    assert not imported_by(completion, tmp_path) & {*HEAVY, "hydra"}
+
+
+def test_help_shows_examples_groups_and_keys(tmp_path):
+    done = ppocli("train", "--help", cwd=tmp_path)
+    assert done.returncode == 0
+    for part in ("ppocli train +recipe=quickstart", "Config groups:", "+recipe=imdb_sentiment|",
+                 "model=", "reward=", "hardware=cpu|gpu|gpu_bf16", "ppo.total_episodes",
+                 "--multirun", "--hydra-help"):
+        assert part in done.stdout, part
+
+
+def test_version(tmp_path):
+    assert ppocli("--version", cwd=tmp_path).stdout.startswith("ppocli 0.")
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["tran"], "Did you mean 'train'?"),
+    (["train", "--multirn"], "Error: unknown option --multirn; did you mean --multirun?"),
+    (["train", "+recipe=quickstart", "ppo.lrr=1", "seed=x"], "Error: 2 problems"),
+    (["train", "recipe=quickstrat"], "unknown recipe quickstrat; did you mean quickstart?"),
+    (["recipes", "show", "quickstrat"], "did you mean quickstart?"),
+    (["train", "-m", "+recipe=quickstart", "ppo.lrr=1,2"], "ppo.lrr: unknown key"),
+    (["train", "-m", "+recipe=quickstart,nope"], "unknown recipe nope"),
+    (["train", "-m", "+recipe=quickstart", "resume=runs/x"], "can't be swept"),
+])
+def test_usage_errors_are_2_on_stderr_without_traceback(words, said, tmp_path):
+    done = ppocli(*words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    assert os.listdir(tmp_path) == []
+
+
+def test_debug_adds_the_traceback(tmp_path):
+    done = ppocli("train", cwd=tmp_path, PPOCLI_DEBUG="1")
+    assert done.returncode == 2
+    assert "Traceback" in done.stderr
+
+
+def test_flags_may_stand_anywhere(tmp_path):
+    done = ppocli("train", "--cfg", "job", "recipe=quickstart", "-p", "model.path", "seed=1",
+                  cwd=tmp_path)
+    assert (done.returncode, done.stdout.strip()) == (0, "builtin:reviews")
+    assert ppocli("train", "--hydra-help", cwd=tmp_path).returncode == 0
+
+
+def test_a_token_in_the_environment_is_never_shown(tmp_path):
+    token = "hf_" + "z9" * 17
+    done = ppocli("train", "+recipe=quickstart", "run_name=${oc.env:HF_TOKEN}", "--cfg", "all",
+                  "--resolve", cwd=tmp_path, HF_TOKEN=token)
+    assert done.returncode == 2
+    assert token not in done.stdout + done.stderr
+    done = ppocli("train", "+recipe=quickstart", "--cfg", "all", "--resolve", cwd=tmp_path,
+                  HF_TOKEN=token)
+    assert done.returncode == 0
+    assert token not in done.stdout + done.stderr
+
+
+def shell(line: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = line.replace("PPOCLI", f"{sys.executable} -m ppocli")
+    return subprocess.run(["bash", "-c", command], cwd=cwd, text=True, capture_output=True,
+                          timeout=60, check=False, env={**os.environ, **environment})
+
+
+def test_a_reader_that_left_ends_the_command_quietly(tmp_path):
+    for words in ("recipes list", "train --cfg job", "--help"):
+        done = shell(f"PPOCLI {words} | true; echo ${{PIPESTATUS[0]}} >&2", tmp_path)
+        lines = done.stderr.split()
+        assert lines in (["0"], ["141"]), done.stderr
+
+
+@pytest.mark.parametrize(("line", "code"), [
+    ("PPOCLI train --cfg job -p seed 2>&-", 0), ("PPOCLI recipes list >&-", 0),
+    ("PPOCLI train seed=x 2>&-", 2), ("PPOCLI recipes list >/dev/full", 6)])
+def test_closed_and_full_streams(line, code, tmp_path):
+    done = shell(line, tmp_path)
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr
+
+
+def test_a_terminal_without_utf8_and_no_color(tmp_path):
+    done = shell("PPOCLI train --cfg job -p model.path model.path=dünn", tmp_path,
+                 PYTHONIOENCODING="ascii", NO_COLOR="1")
+    assert (done.returncode, done.stdout.strip()) == (0, r"d\xfcnn")
+
+
+def test_a_lost_network_or_home_is_no_matter_here(tmp_path):
+    assert ppocli("recipes", "list", cwd=tmp_path, HOME="/nonexistent").returncode == 0
+
+
+def test_recipes_are_listed_shown_and_copied(tmp_path):
+    rows = json.loads(ppocli("recipes", "list", "--json", cwd=tmp_path).stdout)
+    by_name = {row["name"]: row for row in rows}
+    assert by_name["imdb_sentiment"]["needs_network"] is True
+    assert by_name["quickstart"]["needs_network"] is False
+    assert by_name["quickstart"]["model"] == "builtin:reviews"
+    assert all(row["purpose"] for row in rows)
+    table = ppocli("recipes", "list", cwd=tmp_path).stdout.splitlines()
+    assert [line.split()[0] for line in table] == ["name", *by_name]
+
+    shown = ppocli("recipes", "show", "quickstart", cwd=tmp_path).stdout
+    assert shown == Path(by_name["quickstart"]["file"]).read_text()
+    resolved = ppocli("recipes", "show", "quickstart", "--resolved", "seed=9", cwd=tmp_path).stdout
+    assert "seed: 9\n" in resolved
+    assert "builtin:reviews-sentiment" in resolved
+
+    copied = ppocli("recipes", "copy", "quickstart", "recipes/mine.yaml", cwd=tmp_path)
+    assert copied.stdout == "recipes/mine.yaml\n"
+    assert "ppocli train +recipe=mine" in copied.stderr
+    again = ppocli("recipes", "copy", "quickstart", "recipes/mine.yaml", cwd=tmp_path)
+    assert again.returncode == 2
+    assert "exists already" in again.stderr
+    assert ppocli("recipes", "copy", "randomwalks", "recipes/mine.yaml", "--force",
+                  cwd=tmp_path).returncode == 0
+    path = ppocli("train", "+recipe=mine", "--cfg", "job", "-p", "model.path", cwd=tmp_path)
+    assert path.stdout.strip() == "builtin:randomwalks"
+    elsewhere = ppocli("recipes", "copy", "quickstart", "lib/", cwd=tmp_path)
+    assert elsewhere.stdout == "lib/quickstart.yaml\n"
+    assert "--config-dir lib +recipe=quickstart" in elsewhere.stderr
+
+
+@pytest.mark.parametrize(("words", "incomplete", "expected"), [
+    ([], "+recipe=im", ["+recipe=imdb_sentiment"]),
+    ([], "ppo.kl_est", ["ppo.kl_estimator="]),
+    ([], "ppo.kl_estimator=k", [f"ppo.kl_estimator=k{n}" for n in (1, 2, 3)]),
+    ([], "model=re", ["model=reviews"]),
+    ([], "ppo.kl_estimator=k1,ab", ["ppo.kl_estimator=k1,abs"]),
+    ([], "eval.at_start=", ["eval.at_start=true", "eval.at_start=false"]),
+    (["+recipe", "="], "im", ["imdb_sentiment"]),
+    (["+recipe"], "", ["imdb_sentiment", "quickstart", "randomwalks"]),
+    (["seed=1"], "reward.kw", ["reward.kwargs="]),
+])
+def test_words_are_completed(words, incomplete, expected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert complete_word(words, incomplete) == expected
+
+
+def test_the_shell_gets_completions(tmp_path):
+    done = shell("PPOCLI", tmp_path, _PPOCLI_COMPLETE="complete_bash",
+                 COMP_WORDS="ppocli train +recipe = im", COMP_CWORD="4")
+    assert done.stdout.split() == ["imdb_sentiment"]

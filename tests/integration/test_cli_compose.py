@@ -1,0 +1,252 @@
+"""Words, recipes and config files to a configuration, through Hydra, in this process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from ppocli.config.compose import compose, compose_values
+from ppocli.config.paths import config_groups, recipe_files
+from ppocli.config.problems import find_problems
+from ppocli.errors import CheckpointError, ConfigError
+
+RUNNABLE = ["model.path=lm", "prompts.path=p.txt", "reward.fn=length", "ppo.num_steps=1"]
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PPOCLI_CONFIG_DIR", raising=False)
+
+
+def composed(*words: str):
+    composition = compose(words)
+    assert composition is not None
+    return composition
+
+
+def refused(*words: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        compose(words)
+    assert error.value.exit_code == 2
+    return str(error.value)
+
+
+def write(path: str, text: str) -> Path:
+    file = Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    return file
+
+
+@pytest.mark.parametrize("name", list(recipe_files()))
+def test_every_shipped_recipe_composes_without_problems(name):
+    composition = composed(f"+recipe={name}")
+    assert composition.recipe == name
+    assert find_problems(composition.config) == []
+
+
+@pytest.mark.parametrize(("group", "option"), [
+    (group, option) for group, options in config_groups().items() for option in options])
+def test_every_shipped_group_option_composes(group, option):
+    values = compose_values([f"{group}={option}"])
+    assert values != compose_values([])
+
+
+def test_the_recipe_is_below_the_command_line_whatever_the_order():
+    for words in (["seed=5", "recipe=quickstart", "ppo.init_kl_coef=0.7"],
+                  ["ppo.init_kl_coef=0.7", "+recipe=quickstart", "seed=5"]):
+        config = composed(*words).config
+        assert (config.seed, config.ppo.init_kl_coef, config.model.path) == (
+            5, 0.7, "builtin:reviews")
+
+
+def test_no_recipe_is_needed():
+    composition = composed(*RUNNABLE)
+    assert composition.recipe is None
+    assert composition.config.model.path == "lm"
+
+
+def test_groups_are_chosen_added_and_removed():
+    assert composed(*RUNNABLE, "ppo=trl").config.ppo.kl_controller == "adaptive"
+    assert composed("+recipe=imdb_sentiment").config.ppo.max_grad_norm is None
+    for word in ("~ppo", "ppo=null"):
+        assert composed("+recipe=imdb_sentiment", word).config.ppo.max_grad_norm == 1.0
+
+
+def test_free_mappings_take_new_keys_without_plus():
+    config = composed(*RUNNABLE, "reward.fn=null", "reward.fns.a={fn: length, weight: 0.5}",
+                      "reward.fns.b.fn=keyword", "reward.fns.b.kwargs.words=[x,y]").config
+    assert config.reward.fns == {"a": {"fn": "length", "weight": 0.5},
+                                 "b": {"fn": "keyword", "kwargs": {"words": ["x", "y"]}}}
+    assert "label" not in composed("+recipe=quickstart",
+                                   "~reward.kwargs.label").config.reward.kwargs
+
+
+def test_interpolations_are_resolved():
+    config = composed(*RUNNABLE, "ppo.mini_batch_size=${ppo.num_rollouts}").config
+    assert config.ppo.mini_batch_size == 128
+
+
+def test_own_recipes_come_before_the_shipped_ones():
+    write("recipes/quickstart.yaml", "seed: 77\n")
+    write("recipes/mine.yaml", "defaults:\n  - override /model: reviews\nseed: 78\n")
+    assert compose_values(["+recipe=quickstart"]).seed == 77
+    mine = compose_values(["recipe=mine"])
+    assert (mine.seed, mine.model.path) == (78, "builtin:reviews")
+
+
+@pytest.mark.parametrize("place", ["mine.yaml", "recipes/mine.yaml", "recipe/mine.yaml"])
+def test_config_dirs_hold_recipes(place, monkeypatch):
+    write(f"lib/{place}", "# @package _global_\nseed: 9\n")
+    assert compose_values(["--config-dir", "lib", "+recipe=mine"]).seed == 9
+    monkeypatch.setenv("PPOCLI_CONFIG_DIR", "lib")
+    assert compose_values(["+recipe=mine"]).seed == 9
+
+
+def test_config_dirs_hold_group_options_of_ones_own():
+    write("lib/model/small.yaml", "path: ./small\n")
+    write("lib/model/reviews.yaml", "path: ./mine\n")
+    assert compose_values(["-cd", "lib", "model=small"]).model.path == "./small"
+    assert compose_values(["-cd", "lib", "model=reviews"]).model.path == "./mine"
+
+
+def test_nothing_is_left_behind():
+    argv, handlers = list(sys.argv), list(logging.getLogger().handlers)
+    level = logging.getLogger().level
+    composed("+recipe=quickstart")
+    refused("+recipe=quickstart", "ppo.nope=1")
+    assert os.listdir() == []
+    assert (sys.argv, logging.getLogger().handlers, logging.getLogger().level) == (
+        argv, handlers, level)
+    assert "HYDRA_FULL_ERROR" not in os.environ
+
+
+def test_printing_composes_nothing(capsys):
+    assert compose(["+recipe=quickstart", "--cfg", "job", "--resolve", "-p", "model"]) is None
+    assert "path: builtin:reviews" in capsys.readouterr().out
+    assert compose(["--info", "searchpath"]) is None
+    assert "recipes://" in capsys.readouterr().out
+    assert compose(["--cfg", "job"]) is None  # a mandatory value may still be missing
+    assert "path: ???" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["ppo.lrr=1"], "ppo.lrr: unknown key; did you mean ppo.optimizer.lr? (from command line)"),
+    (["+ppo.lrr=1"], "ppo.lrr: unknown key"),
+    (["++ppo.lrr=1"], "ppo.lrr: unknown key"),
+    (["modl=reviews"], "modl: unknown key; did you mean model?"),
+    (["recipes=quickstart"], "recipes: unknown key; did you mean recipe?"),
+    (["seed=abc"], "seed: abc must be a whole number (from command line)"),
+    (["seed=2.5"], "seed: 2.5 must be a whole number"),
+    (["seed=true"], "seed: true must be a whole number"),
+    (["seed=null"], "seed: null must be a whole number"),
+    (["ppo.horizon=1e400"], "ppo.horizon: inf must be a whole number"),
+    (["ppo.lam=x"], "ppo.lam: x must be a number"),
+    (["ppo.lam=true"], "ppo.lam: true must be a number"),
+    (["ppo.lam=nan"], "ppo.lam: nan must be a finite number"),
+    (["model.trust_remote_code=perhaps"], "perhaps must be true or false"),
+    (["ppo.optimizer.betas=0.9"], "0.9 must be a list of numbers"),
+    (["ppo.optimizer.betas=[a,b]"], "must be a list of numbers"),
+    (["prompts.length_sampler=[2,x]"], "must be a list of whole numbers or null"),
+    (["generation.temperature=[0.5,1]"], "to try several values: -m generation.temperature=0.5,1"),
+    (["model.path=[a]"], "must be text"),
+    (["reward.kwargs=3"], "reward.kwargs: 3 must be a mapping"),
+    (["ppo.optimizer=3"], "ppo.optimizer: is a section"),
+    (["~ppo.lam"], "ppo.lam: a key can't be removed"),
+    (["seed=1,2"], "seed=1,2: several values, but this is a single run"),
+    (["seed=range(3)"], "add -m"),
+    (["+recipe=quickstart,randomwalks"], "several values, but this is a single run"),
+    (["seed=[1"], "'seed=[1' can't be read as key=value"),
+    (["quickstart"], "'quickstart' is not a setting"),
+    (["=3"], "'=3' is not a setting"),
+    (["+recipe=quickstrat"], "unknown recipe quickstrat; did you mean quickstart?"),
+    (["+recipe=mine.yaml"], "give the recipe's name without .yaml"),
+    (["+recipe=quickstart", "+recipe=randomwalks"], "recipe was given more than once"),
+    (["model=reviewz"], "unknown option of the config group model: reviewz; did you mean reviews?"),
+    (["model=builtin:reviews"], "write model.path=builtin:reviews"),
+    (["seed=${nope}"], "${nope} can't be resolved"),
+    (["-cn", "nope"], "'nope'"),
+    (["--cfg", "job", "-p", "ppoo"], "--package ppoo"),
+    (["resume=auto"], "resume=auto needs run_name"),
+    (["-m", "seed=1,2"], "can't be composed as one run"),
+    (["run_name=a/b"], "must be a plain folder name"),
+    (["ppo.num_steps=3"], "episodes and 3 steps contradict each other"),
+])
+def test_bad_words_are_refused(words, said):
+    start = [] if any("recipe=" in word for word in words) else ["+recipe=quickstart"]
+    message = refused(*start, *words)
+    assert said in message
+    assert "Traceback" not in message
+    assert "hydra.cc" not in message
+    assert os.listdir() == []
+
+
+def test_all_problems_are_told_at_once_with_their_sources():
+    write("recipes/mine.yaml", "# @package _global_\ndefaults:\n  - override /model: reviews\n\n"
+                               "ppo:\n  lrr: 3\n  lam: wide\n  mini_batch_size: 500\n")
+    lines = refused("+recipe=mine", "reward.fn=length", "ppo.num_steps=2", "seed=-1",
+                    "ppo.foo=2").splitlines()
+    assert lines == [
+        "5 problems in the configuration:",
+        "  ppo.lrr: unknown key; did you mean ppo.optimizer.lr? (from recipes/mine.yaml:6)",
+        "  ppo.lam: wide must be a number (from recipes/mine.yaml:7)",
+        "  ppo.foo: unknown key (from command line)",
+        "  seed: -1 must be >= 0 (from command line)",
+        "  ppo.mini_batch_size, ppo.num_rollouts: mini_batch_size 500 must be at most "
+        "num_rollouts 128 (from recipes/mine.yaml:8)"]
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("seed: [1\n", "recipes/mine.yaml:2"), ("seed: 1\nseed: 2\n", "duplicate key"),
+    ("a: 1\n b: 2\n", "recipes/mine.yaml:2"), ("\tseed: 1\n", "recipes/mine.yaml:1"),
+    ("defaults:\n  - override /modl: x\n", "there is no config group modl; did you mean model?"),
+    ("defaults:\n  - override /model: x\n", "unknown option of the config group model: x"),
+    ("ppo: 3\n", "ppo: is a section"), ("ppo: null\n", "ppo: is a section"),
+    ("resume: runs/x\n", "a run folder goes on the command line only")])
+def test_bad_recipes_name_file_and_line(text, said):
+    write("recipes/mine.yaml", text)
+    assert said in refused("+recipe=mine", *RUNNABLE)
+
+
+def test_a_recipe_that_is_not_utf8_is_refused():
+    Path("recipes").mkdir()
+    Path("recipes/mine.yaml").write_bytes(b"run_name: \xff\n")
+    assert "UTF-8" in refused("+recipe=mine", *RUNNABLE)
+
+
+def test_nothing_given_points_to_a_recipe():
+    message = refused()
+    assert "model.path: missing" in message
+    assert "ppocli train +recipe=quickstart" in message
+
+
+def test_a_resumed_run_is_its_own_base(tmp_path):
+    from ppocli.config.resolved import write_config
+
+    run = tmp_path / "runs" / "a b"
+    run.mkdir(parents=True)
+    write_config(composed("+recipe=quickstart", "seed=7", "reward.kwargs.x=1").config,
+                 run / "config.yaml")
+    write("recipes/config.yaml", "seed: 1000\n")  # must not be taken for the run's
+    composition = composed("resume=runs/a b", "ppo.total_episodes=9999")
+    assert composition.resume_from == run
+    assert (composition.config.seed, composition.config.ppo.total_episodes,
+            composition.config.reward.kwargs["x"]) == (7, 9999, 1)
+    assert "unknown key" in refused("resume=runs/a b", "ppo.nope=1")
+    assert "can't be chosen when a run is resumed" in refused("resume=runs/a b", "model=reviews")
+
+
+@pytest.mark.parametrize(("made", "said"), [
+    (False, "there is no such folder"), (True, "has no config.yaml: it is no run folder")])
+def test_resume_needs_a_run_folder(made, said):
+    if made:
+        Path("runs/x").mkdir(parents=True)
+    with pytest.raises(CheckpointError) as error:
+        compose(["resume=runs/x"])
+    assert said in str(error.value)
+    assert error.value.exit_code == 5

@@ -1,0 +1,228 @@
+"""Run folders and worker processes: who gets which folder, and what a failed start leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ppocli.config.compose import compose
+from ppocli.config.resolved import PYTHON_OBJECT, read_config, write_config
+from ppocli.config.schema import TrainConfig
+from ppocli.engine.run_folder import lock
+from ppocli.engine.session import PythonObjects
+from ppocli.errors import CheckpointError, DiskError, RewardError
+from ppocli.launch import launch, run_process
+
+BAD_REWARD = ["+recipe=quickstart", "reward.fn=no_such_module:score", "reward.kwargs={}",
+              "~reward"]
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def config(*words: str) -> TrainConfig:
+    composition = compose([*BAD_REWARD, *words])
+    assert composition is not None
+    return composition.config
+
+
+def run_folder(name: str, *words: str) -> Path:
+    folder = Path("runs") / name
+    folder.mkdir(parents=True)
+    write_config(replace(config(*words), run_name=name, output_dir=str(folder.parent.absolute())),
+                 folder / "config.yaml")
+    return folder
+
+
+def test_a_bad_reward_leaves_nothing():
+    with pytest.raises(RewardError) as error:
+        launch(config("output_dir=deep/er"))
+    assert "no_such_module" in str(error.value)
+    assert os.listdir() == []
+
+
+def test_a_fresh_process_gives_its_exit_code_and_leaves_nothing(capfd):
+    outcome = launch(config("run_name=x"), fresh_process=True)
+    assert (outcome.exit_code, outcome.summary, outcome.model_dir) == (7, None, None)
+    assert "no_such_module" in capfd.readouterr().err
+    assert os.listdir() == []
+
+
+def test_a_folder_that_holds_something_is_refused_with_both_remedies():
+    Path("runs/x").mkdir(parents=True)
+    Path("runs/x/notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError) as error:
+        launch(config("run_name=x"))
+    assert "ppocli resume" in str(error.value)
+    assert "another run_name" in str(error.value)
+    assert os.listdir("runs/x") == ["notes.txt"]
+
+
+def test_an_empty_folder_is_taken():
+    Path("runs/x").mkdir(parents=True)
+    with pytest.raises(RewardError):
+        launch(config("run_name=x"))
+
+
+def test_runs_of_one_second_get_folders_of_their_own(monkeypatch):
+    """The names are taken before any worker starts; the workers here fail late enough."""
+    seen: list[Path] = []
+
+    def remember(run_dir, resume, fresh_process, objects):
+        seen.append(run_dir)
+        (run_dir / "metrics.jsonl").touch()
+
+    monkeypatch.setattr("ppocli.launch._run", remember)
+    chosen = config()
+    threads = [threading.Thread(target=launch, args=(chosen,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(seen)) == 4
+    assert all(read_config(folder / "config.yaml").run_name == folder.name for folder in seen)
+
+
+@pytest.mark.parametrize("words", [["output_dir=file"], ["output_dir=file/below"],
+                                   ["output_dir=.", "run_name=file"],
+                                   ["output_dir=/proc/nowhere"], ["run_name=" + "n" * 300]])
+def test_places_that_cannot_be_written(words):
+    Path("file").write_text("x")
+    with pytest.raises(DiskError) as error:
+        launch(config(*words))
+    assert error.value.exit_code == 6
+    assert sorted(os.listdir()) == ["file"]
+
+
+@pytest.mark.parametrize("name", ["with space", "ümläut-日本", "a'b", "[x] (1), #2"])
+def test_odd_names_are_fine(name):
+    with pytest.raises(RewardError):
+        launch(config(f"output_dir={name}" if "," not in name else f"output_dir='\"{name}\"'"))
+
+
+def test_resume_lists_all_refused_changes():
+    run = run_folder("r")
+    before = (run / "config.yaml").read_bytes()
+    changed = replace(read_config(run / "config.yaml"), seed=5)
+    changed = replace(changed, model=replace(changed.model, path="gpt2"))
+    with pytest.raises(CheckpointError) as error:
+        launch(changed, resume_from=run)
+    assert "seed: 0 -> 5" in str(error.value)
+    assert "model.path: builtin:reviews -> gpt2" in str(error.value)
+    assert (run / "config.yaml").read_bytes() == before
+
+
+def test_resume_takes_and_lists_other_changes():
+    run = run_folder("r")
+    changed = replace(read_config(run / "config.yaml"))
+    changed.ppo.total_episodes = 9
+    changed.ppo.optimizer.lr = 1e-6
+    said: list[str] = []
+    with pytest.raises(RewardError):
+        launch(changed, resume_from=run, say=said.append)
+    assert len(said) == 2
+    assert said[0].startswith("changed on resume: ppo.total_episodes: ")
+    assert said[0].endswith("-> 9")
+    assert said[1].endswith("-> 1e-06 (from here on the run differs)")
+    assert read_config(run / "config.yaml").ppo.total_episodes == 9
+    assert (run / "config.yaml").is_file()
+
+
+def test_auto_starts_afresh_or_goes_on():
+    said: list[str] = []
+    with pytest.raises(RewardError):
+        launch(config("resume=auto", "run_name=r"), say=said.append)
+    assert said == [f"resume=auto: there is no run in {Path('runs/r').absolute()} yet, "
+                    "starting afresh"]
+    run_folder("r")
+    with pytest.raises(CheckpointError) as error:
+        launch(config("resume=auto", "run_name=r", "seed=8"))
+    assert "seed: 0 -> 8" in str(error.value)
+
+
+def test_a_moved_run_is_resumed_where_it_is():
+    run = run_folder("r")
+    moved = run.rename("elsewhere")
+    with pytest.raises(RewardError):
+        launch(read_config(moved / "config.yaml"), resume_from=moved)
+    written = read_config(moved / "config.yaml")
+    assert (written.run_name, written.output_dir) == ("elsewhere", str(Path.cwd()))
+
+
+def test_the_config_of_a_running_run_is_not_changed():
+    run = run_folder("r")
+    changed = read_config(run / "config.yaml")
+    changed.ppo.total_episodes = 9
+    with lock(run), pytest.raises(CheckpointError) as error:
+        launch(changed, resume_from=run)
+    assert str(os.getpid()) in str(error.value)
+    assert read_config(run / "config.yaml").ppo.total_episodes != 9
+
+
+def test_python_objects_are_noted_and_asked_for_again():
+    run = run_folder("r")
+    noted = read_config(run / "config.yaml")
+    noted.reward.fn = PYTHON_OBJECT
+    noted.prompts.path = PYTHON_OBJECT
+    write_config(noted, run / "config.yaml")
+    with pytest.raises(CheckpointError) as error:
+        launch(noted, resume_from=run)
+    assert "reward_fn, prompts" in str(error.value)
+    with pytest.raises(ValueError, match="fresh process"):
+        launch(noted, fresh_process=True, objects=PythonObjects(prompts=["a"]))
+
+
+def test_a_signal_reaches_the_child_once_and_its_exit_code_comes_back(tmp_path):
+    child = ("import signal, sys, time\n"
+             "seen = []\n"
+             "signal.signal(signal.SIGINT, lambda n, f: seen.append(n))\n"
+             "open('ready', 'w').close()\n"
+             "while not seen: time.sleep(0.01)\n"
+             "time.sleep(0.3)\n"
+             "sys.exit(130 if len(seen) == 1 else 99)\n")
+
+    def interrupt() -> None:
+        while not Path("ready").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert run_process([sys.executable, "-c", child]) == (130, signal.SIGINT)
+    thread.join()
+    killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    assert run_process([sys.executable, "-c", killed]) == (137, None)
+
+
+def test_a_sweep_runs_every_job_and_tells_what_came_of_each(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "ppocli", "train", "-m", *BAD_REWARD, "seed=1,-4",
+         "ppo.optimizer.lr=1e-4,abc", "output_dir=sweeps"],
+        cwd=tmp_path, text=True, capture_output=True, timeout=200, check=False)
+    assert done.returncode == 11, done.stderr
+    assert "Traceback" not in done.stderr
+    for part in ("job 0 of 4: seed=1 ppo.optimizer.lr=0.0001", "no_such_module",
+                 "ppo.optimizer.lr: abc must be a number", "seed: -4 must be >= 0",
+                 "job 3: failed with exit code 2", "4 of 4 jobs failed"):
+        assert part in done.stderr, part
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert [row[:3] for row in rows] == [["job", "status", "exit"], ["0", "failed", "7"],
+                                         ["1", "failed", "2"], ["2", "failed", "2"],
+                                         ["3", "failed", "2"]]
+    (sweep,) = (tmp_path / "sweeps").iterdir()
+    assert sweep.name.startswith("sweep-")
+    assert sorted(path.name for path in sweep.iterdir()) == ["multirun.yaml", "sweep.json"]
+    jobs = json.loads((sweep / "sweep.json").read_text())["jobs"]
+    assert [job["exit_code"] for job in jobs] == [7, 2, 2, 2]
+    assert jobs[3]["varied"] == ["seed=-4", "ppo.optimizer.lr=abc"]

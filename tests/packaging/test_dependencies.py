@@ -1,0 +1,76 @@
+"""What the code imports is declared, and what is declared is imported."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[2]
+
+USED_WITHOUT_IMPORT = {
+    "deepspeed": "accelerate imports it for ZeRO; core by decision, so that it is there when asked",
+}
+"""declared distributions that no module of ours imports, each with its reason"""
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def imported(folder: Path) -> dict[str, set[str]]:
+    """Top-level module -> files that import it; Python's own and relative imports left out."""
+    found: dict[str, set[str]] = {}
+    for file in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module or ""]
+            else:
+                continue
+            for name in names:
+                found.setdefault(name.partition(".")[0], set()).add(
+                    str(file.relative_to(ROOT)))
+    return {name: files for name, files in found.items()
+            if name not in sys.stdlib_module_names and name != "ppocli"}
+
+
+def declared(*extras: str) -> set[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    texts = list(project["dependencies"])
+    for extra in extras:
+        texts += project["optional-dependencies"][extra]
+    return {canonical(Requirement(text).name) for text in texts}
+
+
+def distributions_of(module: str) -> set[str]:
+    return {canonical(name) for name in packages_distributions().get(module, [])}
+
+
+def test_every_imported_library_is_a_declared_dependency():
+    undeclared = {module: sorted(files) for module, files in imported(ROOT / "ppocli").items()
+                  if not distributions_of(module) & declared()}
+    assert undeclared == {}
+
+
+def test_every_declared_dependency_is_imported():
+    used = {name for module in imported(ROOT / "ppocli") for name in distributions_of(module)}
+    assert declared() - used == set(USED_WITHOUT_IMPORT)
+
+
+@pytest.mark.parametrize("folder", ["tests", "benchmarks", "docs"])
+def test_what_surrounds_the_package_needs_no_more_than_the_dev_extra(folder):
+    # helpers of a test folder are modules of their own
+    own = {file.stem for file in (ROOT / folder).rglob("*.py")}
+    come_along = {"packaging"}  # a dependency of pytest
+    undeclared = {module: sorted(files) for module, files in imported(ROOT / folder).items()
+                  if module not in own and not distributions_of(module) & (declared("dev")
+                                                                           | come_along)}
+    assert undeclared == {}

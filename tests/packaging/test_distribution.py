@@ -1,0 +1,212 @@
+"""The wheel and the sdist, built for real, and what a user gets who installs the wheel."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tomllib
+import zipfile
+from dataclasses import dataclass
+from email.message import Message
+from email.parser import BytesParser
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+ROOT = Path(__file__).resolve().parents[2]
+MEBIBYTE = 2**20
+SMALL = ("ppo.total_episodes=32", "ppo.num_rollouts=16", "ppo.mini_batch_size=8",
+         "ppo.ppo_epochs=1", "eval.at_start=false", "prompts.eval.limit=4",
+         "generation.max_new_tokens=8", "hardware.device=cpu")
+
+
+def build(kind: str, folder: Path, source: Path = ROOT) -> Path:
+    """Build one distribution with the installed hatchling, so that nothing is downloaded."""
+    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(folder)],
+                   cwd=source, check=True, capture_output=True, timeout=120)
+    [made] = folder.glob("*.whl" if kind == "wheel" else "*.tar.gz")
+    return made
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    return build("wheel", tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory) -> Path:
+    return build("sdist", tmp_path_factory.mktemp("sdist"))
+
+
+def names_in(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def metadata_of(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        return BytesParser().parsebytes(archive.read(name))
+
+
+def test_the_wheel_holds_all_that_a_run_reads(wheel):
+    names = names_in(wheel)
+    shipped = [path.relative_to(ROOT) for folder in ("conf", "recipes")
+               for path in (ROOT / folder).rglob("*.yaml")]
+    code = [path.relative_to(ROOT) for path in (ROOT / "ppocli").rglob("*.py")]
+    data = [path.relative_to(ROOT) for path in (ROOT / "ppocli/assets/data").rglob("*")
+            if path.is_file()]
+    assert len(shipped) > 10
+    assert {path.suffix for path in data} == {".json", ".jsonl", ".safetensors"}
+    wanted = {*(f"ppocli/{path}" for path in shipped), *map(str, code), *map(str, data)}
+    assert wanted - names == set()
+
+
+def test_the_wheel_holds_nothing_else(wheel):
+    names = {name for name in names_in(wheel) if ".dist-info/" not in name}
+    assert {name.split("/")[0] for name in names} == {"ppocli"}
+    assert {Path(name).suffix for name in names} <= {".py", ".yaml", ".json", ".jsonl",
+                                                     ".safetensors", ".md", ".typed"}
+    assert not [name for name in names
+                if {"tests", "runs", "__pycache__"} & set(Path(name).parts)]
+    assert wheel.stat().st_size < 6 * MEBIBYTE
+
+
+def test_metadata_says_what_pyproject_says(wheel):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    found = metadata_of(wheel)
+    version: dict[str, str] = {}
+    exec((ROOT / "ppocli/version.py").read_text(encoding="utf-8"), version)
+    assert (found["Name"], found["Version"]) == ("ppocli", version["__version__"])
+    assert SpecifierSet(found["Requires-Python"]) == SpecifierSet(">=3.11,<3.13")
+    assert found["License-Expression"] == "Apache-2.0"
+    assert found.get_all("License-File") == ["LICENSE"]
+    assert found["Description-Content-Type"] == "text/markdown"
+    assert len(str(found.get_payload())) > 1000
+    required = [Requirement(text) for text in found.get_all("Requires-Dist") or []]
+    core = {str(r) for r in required if r.marker is None}
+    assert core == {str(Requirement(text)) for text in project["dependencies"]}
+    assert found.get_all("Provides-Extra") == list(project["optional-dependencies"])
+
+
+def test_versions_that_are_known_to_be_wrong_are_ruled_out(wheel):
+    bounds = {r.name: r.specifier for text in metadata_of(wheel).get_all("Requires-Dist") or []
+              if (r := Requirement(text)).marker is None}
+    assert "5.4.0" not in bounds["transformers"]  # config.json could run code: CVE-2026-5241
+    assert "5.5.0" in bounds["transformers"]
+    assert "6.0.0" not in bounds["transformers"]
+    assert "2.5.1" not in bounds["torch"]  # torch.load before weights_only was its default
+    assert "3.0.0" not in bounds["huggingface_hub"]
+    assert "0.31.0" not in bounds["typer"]
+
+
+def test_the_sdist_builds_the_same_wheel(sdist, wheel, tmp_path):
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    [source] = [path for path in tmp_path.iterdir() if path.is_dir()]
+    present = {path.name for path in source.iterdir()}
+    assert {"Makefile", "constraints.txt", "README.md", "CONTRIBUTING.md", "LICENSE", "tests",
+            "docs", "benchmarks", "conf", "recipes", "pyproject.toml"} <= present
+    assert not present & {"runs", ".venv", "dist", "build"}
+    assert sdist.stat().st_size < 6 * MEBIBYTE
+    again = build("wheel", tmp_path / "again", source)
+    assert names_in(again) == names_in(wheel)
+
+
+def test_constraints_lie_within_the_bounds():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = {canonical(name): version for line in lines if line and not line.startswith("#")
+              for name, _, version in [line.partition("==")]}
+    for text in (*project["dependencies"], *project["optional-dependencies"]["dev"]):
+        requirement = Requirement(text)
+        assert pinned[canonical(requirement.name)] in requirement.specifier, text
+    assert not [name for name in pinned if name.startswith(("nvidia", "cuda", "triton"))]
+    assert "+" not in "".join(pinned.values())  # a local version exists in one index only
+
+
+def canonical(name: str) -> str:
+    return name.lower().replace("_", "-")
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """A virtual environment with the wheel, and an empty folder to work in."""
+
+    python: Path
+    home: Path
+
+    def run(self, *words: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+        """Run a program of the environment from the empty folder."""
+        env = {name: value for name, value in os.environ.items()
+               if not name.startswith(("PYTHON", "PPOCLI_"))}
+        program = str(self.python.parent / words[0])
+        return subprocess.run([program, *words[1:]], cwd=self.home, text=True, check=False,
+                              capture_output=True, timeout=timeout, env=env)
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory) -> Installed:
+    """The wheel in an environment that sees the libraries of this one, but not the checkout."""
+    folder = tmp_path_factory.mktemp("installed")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "env"], check=True,
+                   timeout=60)
+    python = folder / "env/bin/python"
+    subprocess.run([sys.executable, "-m", "pip", "--python", python, "install", "--quiet",
+                    "--no-deps", "--no-index", "--disable-pip-version-check", wheel],
+                   check=True, capture_output=True, timeout=120)
+    # After pip, which would otherwise take this environment's ppocli for the new one's. A path in
+    # a .pth file is searched last, and the .pth files in it (an editable ppocli) are not read.
+    site = sysconfig.get_path("purelib", vars={"base": str(folder / "env")})
+    Path(site, "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    home = folder / "home"
+    home.mkdir()
+    return Installed(python, home)
+
+
+def test_the_installed_package_is_not_the_checkout(installed):
+    done = installed.run("python", "-c", "import ppocli, sys; print(ppocli.__file__, *sys.path)")
+    assert done.returncode == 0, done.stderr
+    assert str(ROOT / "ppocli") not in done.stdout
+    assert str(ROOT) not in done.stdout.split()
+    assert str(installed.python.parent.parent) in done.stdout.split()[0]
+
+
+def test_the_installed_command_answers(installed):
+    from ppocli.version import __version__
+
+    assert installed.run("ppocli", "--version").stdout == f"ppocli {__version__}\n"
+    done = installed.run("ppocli", "recipes", "list", "--json")
+    listed = json.loads(done.stdout)
+    assert {"quickstart", "randomwalks", "imdb_sentiment"} <= {row["name"] for row in listed}
+    package = str(installed.python.parent.parent)
+    assert all(row["file"].startswith(package) for row in listed)
+    done = installed.run("ppocli", "train", "--cfg", "job", "+recipe=quickstart")
+    assert done.returncode == 0, done.stderr
+    assert "path: builtin:reviews" in done.stdout
+    assert list(installed.home.iterdir()) == []
+
+
+def test_the_installed_command_trains_a_model_that_transformers_loads(installed):
+    done = installed.run("ppocli", "train", "+recipe=quickstart", "run_name=tiny", *SMALL)
+    assert done.returncode == 0, done.stderr
+    model = Path(done.stdout.splitlines()[-1])
+    assert model == installed.home / "runs/tiny/model"
+    code = ("import sys\n"
+            "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+            "tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])\n"
+            "model = AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
+            "batch = tokenizer('The music', return_tensors='pt')\n"
+            "out = model.generate(**batch, max_new_tokens=8, do_sample=False)\n"
+            "assert 'ppocli' not in sys.modules\n"
+            "print(tokenizer.decode(out[0], skip_special_tokens=True))\n")
+    loaded = installed.run("python", "-c", code, str(model))
+    assert loaded.returncode == 0, loaded.stderr
+    assert loaded.stdout.startswith("The music")
+    assert len(loaded.stdout.split()) > 2

@@ -1,0 +1,238 @@
+"""Whole runs for tests: a small world of files, the command in and out of process, comparisons."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from helpers import environment, ppocli, save_lm, stable_rows, write_prompts
+
+REWARDS = '''\
+import random
+
+import numpy as np
+import torch
+
+
+def score(completions, completion_ids, **columns):
+    """Per-token rewards that depend on every global generator a user may draw from."""
+    rows = []
+    for text, ids in zip(completions, completion_ids):
+        noise = 0.1 * (random.random() + np.random.rand() + float(torch.rand(())))
+        rows.append([0.1 * noise] * len(ids))
+        if ids:
+            rows[-1][-1] += text.split().count("good")
+    return rows
+
+
+def plain(outputs, **columns):
+    return [float(text.split().count("good")) for text in outputs]
+
+
+def measure(outputs, **columns):
+    return {"words": [float(len(text.split())) for text in outputs]}
+'''
+
+STEPS = 4
+WORDS = (
+    f"ppo.num_steps={STEPS}", "ppo.num_rollouts=12", "ppo.chunk_size=5", "ppo.mini_batch_size=6",
+    "ppo.ppo_epochs=2", "ppo.micro_batch_size=4", "ppo.optimizer.lr=1e-3",
+    "generation.max_new_tokens=8", "prompts.eval.limit=4", "eval.every_steps=2",
+    "checkpoint.every_steps=1", "checkpoint.keep_last=100", "hardware.device=cpu",
+    "hardware.num_threads=1")
+STATEFUL = ("ppo.kl_controller=adaptive", "ppo.target=0.5", "ppo.horizon=50",
+            "reward.scale=running", "tracking.log_rollouts=true",
+            "ppo.scheduler.name=linear", "reward.fn=rewards.py:score",
+            "reward.metric_fn=rewards.py:measure")
+"""everything that a resumed run has to remember beside its weights"""
+
+
+def make_world(folder: Path) -> Path:
+    """A folder as a user has it: a model, prompts and a file of rewards."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_lm(folder / "lm")
+    write_prompts(folder / "prompts.jsonl")
+    (folder / "rewards.py").write_text(REWARDS)
+    return folder
+
+
+def words(*more: str, stateful: bool = False) -> list[str]:
+    """The command line of a short run in a :func:`make_world`; later words win."""
+    own = ["model.path=./lm", "prompts.path=prompts.jsonl", "reward.fn=rewards.py:plain", *WORDS,
+           *(STATEFUL if stateful else ()), *more]
+    keys: dict[str, str] = {}
+    for word in own:
+        keys[word.split("=", 1)[0]] = word
+    return list(keys.values())
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a command came to."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def said(self) -> str:
+        return self.out + self.err
+
+
+Command = Callable[..., Ended]
+
+
+def command_in_process(capsys: pytest.CaptureFixture[str]) -> Command:
+    """The command without the seconds of a fresh interpreter: same parsing, same endings."""
+    from ppocli.cli.output import code_of
+    from ppocli.cli.train import run_words
+
+    def command(*given: str) -> Ended:
+        capsys.readouterr()
+        code = code_of(lambda: run_words(list(given)))
+        out, err = capsys.readouterr()
+        return Ended(code, out, err)
+
+    return command
+
+
+def spawn(*given: str, cwd: Path, **env: str) -> subprocess.Popen[str]:
+    """The command in a process group of its own, its output on pipes."""
+    return subprocess.Popen([sys.executable, "-m", "ppocli", *given], cwd=cwd, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            env=environment(**env), process_group=0)
+
+
+def run(*given: str, cwd: Path, **env: str) -> Ended:
+    """The command in a process; nothing of it may be left running."""
+    process = spawn(*given, cwd=cwd, **env)
+    try:
+        out, err = process.communicate(timeout=240)
+    finally:
+        assert_no_process_left(process.pid)
+    return Ended(process.returncode, out, err)
+
+
+def assert_no_process_left(group: int) -> None:
+    """No process of the group lives on (it is ended if it does)."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    os.killpg(group, signal.SIGKILL)
+    raise AssertionError(f"processes of group {group} were left running")
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str],
+             seconds: float = 120) -> None:
+    """Wait until something has happened, while the process lives."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.02)
+
+
+def copied(source: Path, target: Path, last_step: int) -> Path:
+    """A run as it would lie there had it been killed after the checkpoint of ``last_step``, with
+    rows of later steps already written."""
+    shutil.copytree(source, target, symlinks=True)
+    for folder in (target / "checkpoints").glob("step-*"):
+        if int(folder.name.removeprefix("step-")) > last_step:
+            shutil.rmtree(folder)
+    for name in ("model", "summary.json"):
+        path = target / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    with (target / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "rew')
+    return target
+
+
+def last_checkpoint(run_dir: Path) -> Path:
+    """The newest step folder."""
+    return max((run_dir / "checkpoints").glob("step-*"))
+
+
+def scalars(run_dir: Path) -> list[tuple[str, int, float]]:
+    """(tag, step, value) of every stable TensorBoard scalar, in the order written."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    found = []
+    for path in sorted((run_dir / "events").iterdir()):
+        for event in EventFileLoader(str(path)).Load():
+            for value in event.summary.value:
+                if not value.tag.startswith(("time/", "tokens_per_second/", "memory/")):
+                    found.append((value.tag, event.step, float(value.tensor.float_val[0])))
+    return found
+
+
+def assert_equal_runs(one: Path, other: Path) -> None:
+    """Two finished runs came to the same, bit for bit, apart from clocks and run ids."""
+    import torch
+    from safetensors.torch import load_file
+
+    a, b = last_checkpoint(one), last_checkpoint(other)
+    assert a.name == b.name
+    names = sorted(str(p.relative_to(a)) for p in a.rglob("*.safetensors"))
+    assert names == sorted(str(p.relative_to(b)) for p in b.rglob("*.safetensors"))
+    assert {"value_head.safetensors", "optimizer.safetensors", "rng.safetensors",
+            "policy/model.safetensors"} <= set(names)
+    pairs = [(a / name, b / name) for name in names]
+    pairs.append((one / "model/model.safetensors", other / "model/model.safetensors"))
+    for left, right in pairs:
+        x, y = load_file(left), load_file(right)
+        assert set(x) == set(y)
+        assert all(x[k].dtype == y[k].dtype and torch.equal(x[k], y[k]) for k in x), left.name
+    assert (a / "rng.json").read_bytes() == (b / "rng.json").read_bytes()
+    assert _state(a) == _state(b)
+    assert stable_rows(one / "metrics.jsonl") == stable_rows(other / "metrics.jsonl")
+    assert (one / "samples.jsonl").read_bytes() == (other / "samples.jsonl").read_bytes()
+    left_scalars, right_scalars = scalars(one), scalars(other)
+    shown = [(tag, step) for tag, step, _ in right_scalars]
+    assert len(shown) == len(set(shown)), "TensorBoard shows a step twice"
+    assert sorted(left_scalars) == sorted(right_scalars)
+    left_summary, right_summary = (json.loads((r / "summary.json").read_text())
+                                   for r in (one, other))
+    for name in ("status", "steps", "episodes", "updates", "eval_before", "eval_after", "kl_coef"):
+        assert left_summary[name] == right_summary[name], name
+    assert_tidy(other)
+
+
+def _state(checkpoint: Path) -> dict:
+    state = json.loads((checkpoint / "state.json").read_text())
+    del state["seconds"]
+    return state
+
+
+def assert_tidy(run_dir: Path) -> None:
+    """Nothing unfinished is left in a run folder that was started once more."""
+    left = [str(path.relative_to(run_dir)) for path in run_dir.rglob("*")
+            if path.name.startswith((".staging", ".replaced", ".discarded", ".tmp"))]
+    assert left == []
+
+
+def resumed(run_dir: Path) -> None:
+    """Go on with a run in this process, to its end."""
+    from ppocli.worker import run_worker
+
+    run_worker(run_dir, resume=True)
+
+
+__all__ = ["Command", "Ended", "assert_equal_runs", "assert_no_process_left", "assert_tidy",
+           "command_in_process", "copied", "last_checkpoint", "make_world", "ppocli", "resumed",
+           "run", "scalars", "spawn", "wait_for", "words"]

@@ -1,0 +1,127 @@
+"""What is wrong with a configuration, all at once and with its source."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ppocli.config.keys import schema_keys
+from ppocli.config.problems import find_problems, raise_problems
+from ppocli.config.schema import TrainConfig
+from ppocli.errors import ConfigError
+
+
+def sound() -> TrainConfig:
+    config = TrainConfig()
+    config.model.path = "builtin:reviews"
+    config.reward.fn = "length"
+    config.ppo.total_episodes = 100
+    config.prompts.path = "prompts.txt"
+    return config
+
+
+def changed(**values) -> TrainConfig:
+    """``sound()`` with values at dotted keys written with ``__``."""
+    config = sound()
+    for name, value in values.items():
+        node = config
+        *path, leaf = name.split("__")
+        for part in path:
+            node = getattr(node, part)
+        setattr(node, leaf, value)
+    return config
+
+
+def said(config, **options) -> list[str]:
+    return [str(problem) for problem in find_problems(config, **options)]
+
+
+def test_a_sound_configuration_has_no_problems():
+    assert said(sound()) == []
+
+
+@pytest.mark.parametrize(("values", "text"), [
+    ({"ppo__cliprange": 5.0}, "ppo.cliprange: 5 must be > 0 and < 1"),
+    ({"ppo__cliprange": float("nan")}, "ppo.cliprange: nan must be a finite number"),
+    ({"ppo__target": float("inf")}, "ppo.target: inf must be a finite number"),
+    ({"ppo__vf_coef": -1.0}, "ppo.vf_coef: -1 must be >= 0"),
+    ({"checkpoint__keep_last": 0}, "checkpoint.keep_last: 0 must be >= 1"),
+    ({"ppo__kl_estimator": "k9"}, "ppo.kl_estimator: k9 must be one of k1, abs, k2, k3, full"),
+    ({"hardware__device": "cud"}, "must be one of auto, cpu, cuda; did you mean cuda?"),
+    ({"ppo__optimizer__betas": [0.9, 1.5]}, "1.5 must be >= 0 and < 1"),
+    ({"ppo__optimizer__betas": [0.9]}, "must be two numbers"),
+    ({"ppo__total_episodes": None}, "say how long to train"),
+    ({"ppo__num_steps": 3}, "100 episodes and 3 steps contradict each other"),
+    ({"ppo__mini_batch_size": 500}, "mini_batch_size 500 must be at most num_rollouts 128"),
+    ({"ppo__micro_batch_size": 64}, "micro_batch_size 64 must be at most mini_batch_size 32"),
+    ({"ppo__kl_controller": "adaptive", "ppo__init_kl_coef": 0.0}, "can never leave 0"),
+    ({"model__reference": replace(TrainConfig().model.reference, kind="none")},
+     "needs a reference"),
+    ({"model__path": "???"}, "model.path: missing"),
+    ({"reward__fn": None}, "reward.fn: missing"),
+    ({"reward__fns": {"a": {"fn": "length"}}}, "one function or several, not both"),
+    ({"reward__fn": None, "reward__fns": {"a": {"fn": "x", "wieght": 2}}},
+     "unknown key wieght; did you mean weight?"),
+    ({"reward__fn": None, "reward__fns": {"a": {"weight": 2}}}, "reward.fns.a: needs fn"),
+    ({"reward__fn": None, "reward__fns": {"a": {"fn": "x", "weight": True}}}, "weight true"),
+    ({"reward__fn": None, "reward__fns": {"a": 5}}, "5 must be a mapping"),
+    ({"reward__kwargs": {"model": "???"}}, "reward.kwargs: model is missing"),
+    ({"reward__ref_mean": 0.5}, "reward.scale=ref only, not none"),
+    ({"checkpoint__metric": "loss"}, "must be reward_mean or metrics/NAME"),
+    ({"checkpoint__metric": "metrics/x"}, "reward.metric_fn, which is not given"),
+    ({"prompts__items": ["a"]}, "a source or inline prompts, not both"),
+    ({"prompts__path": None, "prompts__items": []}, "at least one prompt"),
+    ({"prompts__length_sampler": [5, 2]}, "[5, 2] must be [min, max]"),
+    ({"prompts__length_sampler": [2]}, "[2] must be [min, max]"),
+    ({"prompts__template": "no place"}, "has no placeholder such as {prompt}"),
+    ({"prompts__path": None, "prompts__first_words": 4}, "there are no prompts to apply it to"),
+    ({"generation__min_new_tokens": 50}, "min_new_tokens 50 must be at most max_new_tokens 32"),
+    ({"generation__eval": replace(TrainConfig().generation.eval, min_new_tokens=50)},
+     "at evaluation min_new_tokens 50"),
+    ({"generation__stop_sequences": [""]}, "must not hold an empty text"),
+    ({"run_name": "a/b"}, "a/b must be a plain folder name"),
+    ({"run_name": ".."}, ".. must be a plain folder name"),
+    ({"resume": "auto"}, "resume=auto needs run_name"),
+])
+def test_each_problem_is_named(values, text):
+    lines = said(changed(**values))
+    assert len(lines) == 1
+    assert text in lines[0]
+
+
+def test_sizes_that_do_not_divide_are_fine():
+    assert said(changed(ppo__num_rollouts=100, ppo__mini_batch_size=33, ppo__micro_batch_size=7,
+                        ppo__total_episodes=1, eval__every_steps=1000)) == []
+
+
+def test_python_objects_stand_in_for_keys():
+    config = changed(reward__fn=None, prompts__path=None, prompts__first_words=3,
+                     checkpoint__metric="metrics/x")
+    handed_in = frozenset({"reward.fn", "prompts.items", "reward.metric_fn"})
+    assert said(config, handed_in=handed_in) == []
+
+
+def test_all_problems_come_in_one_message_with_their_sources():
+    config = changed(seed=-1, ppo__lam=2.0, ppo__mini_batch_size=500)
+    sources = {"seed": "command line", "ppo.lam": "recipes/mine.yaml:7",
+               "ppo.mini_batch_size": "recipes/mine.yaml:8"}
+    with pytest.raises(ConfigError) as error:
+        raise_problems(find_problems(config, sources))
+    assert str(error.value).splitlines() == [
+        "3 problems in the configuration:",
+        "  seed: -1 must be >= 0 (from command line)",
+        "  ppo.lam: 2 must be >= 0 and <= 1 (from recipes/mine.yaml:7)",
+        "  ppo.mini_batch_size, ppo.num_rollouts: mini_batch_size 500 must be at most "
+        "num_rollouts 128 (from recipes/mine.yaml:8)"]
+
+
+def test_a_wrong_value_is_not_also_a_contradiction():
+    assert len(said(changed(ppo__mini_batch_size=-5, ppo__micro_batch_size=3))) == 1
+
+
+def test_every_key_has_a_doc_and_its_default_is_allowed():
+    for key in schema_keys().values():
+        assert key.metadata["doc"], key.name
+    problems = {problem.key for problem in find_problems(TrainConfig())}
+    assert problems == {"model.path", "reward.fn", "ppo.total_episodes, ppo.num_steps"}
