@@ -33,7 +33,7 @@ from ppocli.config.resolved import (
     write_config,
 )
 from ppocli.config.schema import TrainConfig
-from ppocli.engine.atomic import disk_errors
+from ppocli.engine.atomic import disk_errors, write_atomic
 from ppocli.engine.run_folder import lock, probe_writable
 from ppocli.errors import CheckpointError, ConfigError, PpocliError
 from ppocli.preflight import check_inputs
@@ -87,8 +87,9 @@ def launch(config: TrainConfig, *, fresh_process: bool = False,
         # an explicit folder must hold a checkpoint; "auto" may have been killed before its first
         config = replace(config, run_name=run_dir.name, output_dir=str(run_dir.parent),
                          resume="never" if resume_from else "auto")
-        _prepare_resumed(run_dir, config, objects, say)
-        return _run(run_dir, True, fresh_process, objects)
+        with _config_kept_if_refused(run_dir / CONFIG_FILE):
+            _prepare_resumed(run_dir, config, objects, say)
+            return _run(run_dir, True, fresh_process, objects)
     check_inputs(config)
     base = Path(config.output_dir)
     new_parents = [folder for folder in (base, *base.parents) if not folder.exists()]
@@ -199,6 +200,18 @@ def _ask_for_objects(config: TrainConfig, objects: PythonObjects | None, run_dir
             "from its folder", where=str(run_dir),
             fix="resume it from Python: ppocli.train([\"resume=" + str(run_dir) + "\"], "
                 + ", ".join(f"{name}=..." for name in missing) + ")")
+
+
+@contextmanager
+def _config_kept_if_refused(path: Path) -> Iterator[None]:
+    """Put a run's configuration back when resuming it was refused after all."""
+    before = path.read_bytes()
+    try:
+        yield
+    except CheckpointError:
+        if path.read_bytes() != before:
+            write_atomic(path, before)
+        raise
 
 
 @contextmanager

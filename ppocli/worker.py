@@ -33,6 +33,7 @@ from ppocli.engine.stop import StopFlag, StopRequested, catch_signals
 from ppocli.errors import (
     CheckpointError,
     DivergedError,
+    InputError,
     OutOfMemoryError,
     PpocliError,
     StoppedError,
@@ -178,12 +179,15 @@ def _forget_after(folder: RunFolder, step: int, *, reopen: int | None) -> None:
 
 
 def _already_finished(cfg: TrainConfig, folder: RunFolder) -> RunResult | None:
-    """The result of a run that has drawn all its episodes and left its model; else None."""
+    """The result of a run that has drawn all its episodes and left a whole model; else None."""
+    from ppocli.assets.model_files import check_folder
+
     try:
         summary = json.loads(folder.summary.read_text())
-        complete = summary["status"] == "finished" and (folder.model / "config.json").is_file()
+        complete = summary["status"] == "finished"
         episodes = int(summary["episodes"])
-    except (OSError, ValueError, KeyError, TypeError):
+        check_folder(folder.model, key="model")
+    except (OSError, ValueError, KeyError, TypeError, InputError):
         return None
     ppo = cfg.ppo
     total = ppo.total_episodes or (ppo.num_steps or 0) * ppo.num_rollouts

@@ -174,8 +174,9 @@ def _build_policy(cfg: TrainConfig, backend: Backend, loaded: LoadedLM
         raise InputError(f"model.num_layers_unfrozen can't be used: {error}.",
                          where="model.num_layers_unfrozen", fix="leave it at -1") from error
     if cfg.model.gradient_checkpointing:
-        loaded.lm.gradient_checkpointing_enable(
-            gradient_checkpointing_kwargs={"use_reentrant": False})
+        # transformers renamed it in 5.2x; the old name warns there and is the only one before
+        enable = getattr(loaded.lm, "activation_checkpointing_enable", None)
+        (enable or loaded.lm.gradient_checkpointing_enable)({"use_reentrant": False})
     policy = Policy(loaded.lm, torch.Generator().manual_seed(cfg.seed)).to(backend.device)
     policy.eval()
     optimizer = build_optimizer(policy, cfg.ppo.optimizer)

@@ -136,7 +136,8 @@ def check_vocabulary(tokenizer: Any, lm: Any, cfg: ModelConfig) -> None:
     highest = max(tokenizer.get_vocab().values(), default=-1)
     rows = lm.get_input_embeddings().weight.shape[0]
     if highest >= rows:
-        raise InputError(f"The tokenizer has ids up to {highest}, the model embeds only {rows}.",
+        raise InputError(f"The tokenizer of {cfg.tokenizer_path or cfg.path} has ids up to "
+                         f"{highest}, the model {cfg.path} embeds only {rows}.",
                          where="model.tokenizer_path" if cfg.tokenizer_path else "model.path",
                          fix="use the tokenizer the model was trained with")
 

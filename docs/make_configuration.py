@@ -1,0 +1,110 @@
+"""Writes docs/configuration.md from the schema, the only home of keys, defaults and ranges.
+
+    python docs/make_configuration.py > docs/configuration.md
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import typing
+from typing import Any
+
+from omegaconf import MISSING
+
+from ppocli.config.keys import Key, schema_keys
+from ppocli.config.paths import shipped
+from ppocli.config.schema import TrainConfig
+
+HEAD = """\
+# Configuration keys
+
+<!-- Written by docs/make_configuration.py from ppocli/config/schema.py; do not edit. -->
+
+Every setting of a run is a word `KEY=VALUE` on the command line, a line of a recipe, or an item of
+the list that `ppocli.train` takes. Unknown keys and values out of range are refused before anything
+is loaded, all at once, each with the nearest name. `null` means "not set".
+
+```console
+$ ppocli train --cfg job +recipe=quickstart              # every key with its value
+$ ppocli train --cfg job +recipe=quickstart -p ppo       # one section
+$ ppocli train --cfg job +recipe=quickstart seed=1 ppo.optimizer.lr=1e-4
+```
+
+Lists are written `[a,b]`, mappings take keys one by one (`reward.kwargs.words=[great,moving]`). In
+a shell, quote words with brackets, spaces or braces: `'prompts.items=[Once upon a time]'`.
+
+A **step** is one rollout and the updates made from it; keys, folders and metrics that say step
+count these. Gradient updates are **updates**.
+"""
+
+GROUPS = """\
+## Config groups
+
+A group's option sets several keys of its section at once; single keys are then changed behind it,
+as in `ppocli train +recipe=quickstart ppo=trlx ppo.optimizer.lr=1e-4`.
+
+| word | what it sets |
+|---|---|
+"""
+
+
+def cell(text: str) -> str:
+    """Text that can stand in a Markdown table."""
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def shown_default(key: Key) -> str:
+    if key.default == MISSING:
+        return "**must be given**"
+    if key.default is None:
+        return "null"
+    return f"`{json.dumps(key.default)}`" if not isinstance(key.default, str) \
+        else f"`{key.default}`"
+
+
+def key_row(key: Key) -> str:
+    values = key.expected + (f", {key.allowed}" if key.allowed else "")
+    if key.metadata.get("choices"):
+        values = " ".join(f"`{choice}`" for choice in key.metadata["choices"])
+        values += " or null" if key.optional else ""
+    return f"| `{key.name}` | {shown_default(key)} | {cell(values)} | {cell(key.metadata['doc'])} |"
+
+
+def sections(schema: type, prefix: str = "", doc: str = "") -> list[tuple[str, str, list[Key]]]:
+    """(dotted name, meaning, leaf keys) of the schema and of every section in it, in order."""
+    hints = typing.get_type_hints(schema)
+    own: list[Key] = []
+    inner: list[tuple[str, str, list[Key]]] = []
+    for field in dataclasses.fields(schema):
+        name, hint = prefix + field.name, hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            inner += sections(typing.cast(Any, hint), name + ".", field.metadata["doc"])
+        else:
+            own.append(schema_keys()[name])
+    return [(prefix.rstrip("."), doc, own), *inner]
+
+
+def group_rows() -> list[str]:
+    rows = []
+    for folder in sorted(path for path in shipped("conf").iterdir() if path.is_dir()):
+        for file in sorted(folder.glob("*.yaml")):
+            about = file.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
+            rows.append(f"| `{folder.name}={file.stem}` | {cell(about)} |")
+    return rows
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [HEAD]
+    for name, doc, keys in sections(TrainConfig):
+        title = f"## `{name}`: {doc}" if name else "## The run"
+        parts.append("\n".join([title, "", "| key | default | values | meaning |",
+                                "|---|---|---|---|", *map(key_row, keys), ""]))
+    parts.append(GROUPS + "\n".join(group_rows()) + "\n")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

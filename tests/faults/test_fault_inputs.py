@@ -1,0 +1,222 @@
+"""Models, prompts and settings that can't be used: told before anything is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from helpers import environment, make_tokenizer, save_lm
+from runs import words
+
+
+def bad_json(lm: Path) -> None:
+    (lm / "config.json").write_text('{"model_type": ')
+
+
+def no_weights(lm: Path) -> None:
+    (lm / "model.safetensors").unlink()
+
+
+def truncated(lm: Path) -> None:
+    path = lm / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def no_tokenizer(lm: Path) -> None:
+    for path in lm.glob("tokenizer*"):
+        path.unlink()
+
+
+def more_words(lm: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens([f"word{i}" for i in range(9)])
+    tokenizer.save_pretrained(lm)
+
+
+def fewer_weights(lm: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(lm / "model.safetensors")
+    del tensors["transformer.h.1.mlp.c_fc.weight"]
+    save_file(tensors, lm / "model.safetensors", metadata={"format": "pt"})
+
+
+def other_shape(lm: Path) -> None:
+    config = json.loads((lm / "config.json").read_text())
+    (lm / "config.json").write_text(json.dumps(config | {"n_embd": 64}))
+
+
+def unknown_type(lm: Path) -> None:
+    (lm / "config.json").write_text('{"model_type": "nobodys"}')
+
+
+BROKEN_MODELS = {
+    bad_json: "config.json is not valid JSON", no_weights: "There are no weights in",
+    truncated: "model.safetensors can't be read", no_tokenizer: "No tokenizer in",
+    more_words: "the model embeds only", fewer_weights: "h.1.mlp.c_fc.weight",
+    other_shape: "", unknown_type: "nobodys"}
+
+
+@pytest.mark.parametrize("breaking", BROKEN_MODELS, ids=lambda f: f.__name__)
+def test_a_broken_model_folder_is_refused_with_what_is_wrong(breaking, command, world):
+    breaking(world / "lm")
+    ended = command(*words())
+    assert ended.code == 3, ended.said
+    assert BROKEN_MODELS[breaking] in ended.err, ended.err
+    assert "lm" in ended.err
+    assert "where: model" in ended.err
+    assert "Traceback" not in ended.said
+    assert not (world / "runs").exists()
+
+
+def test_a_missing_pad_token_is_replaced_and_said(command, world):
+    save_lm(world / "lm", pad=False)
+    ended = command(*words("run_name=r", "ppo.num_steps=1"))
+    assert ended.code == 0, ended.said
+    assert "has no pad token: its EOS '<eos>' pads" in ended.out
+    # a response that ended has its EOS counted, and the padding after it isn't
+    rows = [json.loads(row) for row in (world / "runs/r/samples.jsonl").read_text().splitlines()]
+    assert all(1 <= row["response_tokens"] <= 8 for row in rows)
+    assert all(row["finished"] or row["response_tokens"] == 8 for row in rows)
+
+
+def test_pad_that_is_eos_gives_the_same_run_as_a_pad_of_its_own(command, world):
+    """What pads is never seen by the model, so that the numbers can't depend on it."""
+    from helpers import stable_rows
+
+    for name, pad in (("own", True), ("eos", False)):
+        save_lm(world / name, pad=pad)
+        ended = command(*words(f"model.path={name}", f"run_name=run-{name}", "ppo.num_steps=2"))
+        assert ended.code == 0, ended.said
+    assert stable_rows(world / "runs/run-own/metrics.jsonl") == stable_rows(
+        world / "runs/run-eos/metrics.jsonl")
+
+
+PROMPTS = {
+    "missing": (None, 3, "prompts.jsonl"),
+    "empty": (b"", 3, "prompts.jsonl"),
+    "not utf-8": (b'{"prompt": "caf\xe9"}\n', 3, "UTF-8"),
+    "bad line": (b'{"prompt": "a"}\n{"prompt": \n', 3, "Line 2 of prompts.jsonl"),
+    "no column": (b'{"text": "a"}\n', 3, "text"),
+    "blank": (b'{"prompt": "  "}\n{"prompt": ""}\n', 3, "prompt"),
+    "not text": (b'{"prompt": 3}\n', 3, "line 1 of prompts.jsonl holds 3 (int)"),
+}
+
+
+@pytest.mark.parametrize("kind", PROMPTS)
+def test_bad_prompts_are_refused_with_the_place(kind, command, world):
+    content, code, said = PROMPTS[kind]
+    if content is None:
+        (world / "prompts.jsonl").unlink()
+    else:
+        (world / "prompts.jsonl").write_bytes(content)
+    ended = command(*words())
+    assert ended.code == code, ended.said
+    assert said in ended.err, ended.err
+    assert "Traceback" not in ended.said
+    assert not (world / "runs").exists()
+
+
+def test_long_prompts_are_cut_with_a_count_and_few_are_cycled(command, world):
+    (world / "prompts.jsonl").write_text(json.dumps({"prompt": "the film " * 80}) + "\n"
+                                         + json.dumps({"prompt": "it"}) + "\n")
+    ended = command(*words("run_name=r", "ppo.num_steps=1"))
+    assert ended.code == 0, ended.said
+    assert "1 " in ended.out
+    assert "cut" in ended.out or "truncated" in ended.out, ended.out
+    assert "they are cycled" in ended.out
+
+
+def test_everything_wrong_with_the_settings_is_told_at_once(command, world):
+    ended = command(*words("ppo.optimizer.lr=-1", "ppo.lrr=1", "checkpoint.keep_last=0",
+                           "ppo.cliprange=abc", "ppo.total_episodes=10"))
+    assert ended.code == 2
+    for part in ("ppo.optimizer.lr", "must be >= 0", "ppo.lrr: unknown key", "keep_last",
+                 "ppo.cliprange", "command line"):
+        assert part in ended.err, part
+    assert not (world / "runs").exists()
+
+
+def test_no_room_for_a_prompt_beside_the_response(command, world):
+    ended = command(*words("generation.max_new_tokens=64"))
+    assert ended.code == 2
+    assert "64 new tokens leave no room for a prompt" in ended.err
+    assert not (world / "runs").exists()
+
+
+@contextmanager
+def black_hole() -> Iterator[str]:
+    """The address of a port that never answers: its queue of connections is full."""
+    with socket.socket() as listener, ExitStack() as callers:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for _ in range(4):
+            caller = callers.enter_context(socket.socket())
+            caller.setblocking(False)
+            caller.connect_ex(listener.getsockname())
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("no_network", ["black hole", "namespace"])
+def test_without_network_everything_missing_is_told_within_5_seconds(no_network, tmp_path):
+    """Neither a cache nor an offline variable helps: the network has to be found dead."""
+    env = {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "cache"), "no_proxy": "*"}
+    words = [sys.executable, "-m", "ppocli", "train", "+recipe=imdb_sentiment"]
+    if no_network == "namespace":
+        words = ["unshare", "-rn", *words]
+        if subprocess.run([*words[:2], "true"], capture_output=True, check=False).returncode:
+            pytest.skip("user namespaces are off")
+    with black_hole() as address:
+        if no_network == "black hole":
+            env["HF_ENDPOINT"] = address
+        started = time.monotonic()
+        ended = subprocess.run(words, cwd=tmp_path, env=environment(**env), text=True,
+                               capture_output=True, timeout=100, check=False)
+        elapsed = time.monotonic() - started
+    assert ended.returncode == 3, ended.stderr
+    for part in ("3 inputs are missing", "model.path", "lvwerra/gpt2-imdb", "reward.kwargs.model",
+                 "lvwerra/distilbert-imdb", "prompts.path", "imdb", "=/path"):
+        assert part in ended.stderr, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not (tmp_path / "runs").exists()
+    assert not (tmp_path / "cache/hub").exists()
+    assert elapsed < 5 + load_allowance()
+
+
+def load_allowance() -> float:
+    """Seconds that a busy machine may add to the five: twice what a bare start takes."""
+    started = time.monotonic()
+    subprocess.run([sys.executable, "-c", "import hydra, typer, rich"], check=True)
+    return 2 * (time.monotonic() - started)
+
+
+def test_an_output_folder_that_is_a_file(command, world):
+    (world / "taken").write_text("mine")
+    for word in ("output_dir=taken", "output_dir=taken/below"):
+        ended = command(*words(word))
+        assert ended.code == 6, ended.said
+        assert "is a file" in ended.err
+    assert (world / "taken").read_text() == "mine"
+
+
+def test_an_output_folder_that_cannot_be_written(command, world):
+    ended = command(*words("output_dir=/proc/runs"))
+    assert ended.code == 6
+    assert "/proc/runs" in ended.err
+    assert "Traceback" not in ended.said
+
+
+def test_an_output_folder_with_spaces_and_unicode(command, world):
+    shutil.move(world / "lm", world / "my lm ü")
+    ended = command(*words("model.path='my lm ü'", "output_dir='läufe und mehr'", "run_name=日本 1",
+                           "ppo.num_steps=1"))
+    assert ended.code == 0, ended.said
+    assert ended.out.splitlines()[-1] == str(world / "läufe und mehr/日本 1/model")

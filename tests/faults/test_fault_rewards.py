@@ -1,0 +1,120 @@
+"""Rewards that misbehave, end to end: one message, exit code 7, the last good step kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from runs import assert_equal_runs, resumed, words
+
+MODULE = '''\
+import time
+
+calls = 0
+
+
+def score(outputs, **columns):
+    global calls
+    calls += 1
+    good = [float(len(text)) for text in outputs]
+    if calls < {late}:
+        return good
+    {body}
+'''
+
+BAD = {
+    "raises": ("raise KeyError('nothing there')", "raised KeyError: 'nothing there'"),
+    "too few": ("return good[:-1]", "values for 5 samples"),
+    "scalar": ("return 1.0", "returned 1 value for 5 samples"),
+    "one": ("return [1.0]", "returned 1 value for 5 samples"),
+    "none": ("return [None] + good[1:]", "returned None for sample 0"),
+    "nan": ("return [float('nan')] + good[1:]", "returned NaN for sample 0"),
+    "infinite": ("return good[:-1] + [float('inf')]", "which is not finite"),
+    "too large": ("return [1e300] * len(good)", "infinite in float32"),
+    "text": ("return ['good'] * len(good)", "str 'good' for sample 0"),
+    "nested": ("return [[[1.0]] for _ in good]", "for sample 0"),
+    "nothing": ("pass", "returned None for 5 samples"),
+    "slow": ("time.sleep(30)", "still running after 0."),
+}
+
+
+def write_reward(folder: Path, body: str, late: int = 1) -> str:
+    (folder / "bad.py").write_text(MODULE.format(body=body, late=late))
+    return "reward.fn=bad.py:score"
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_reward_stops_the_run_and_the_steps_before_it_are_kept(kind, command, world):
+    """The calls of the evaluation at the start and of the first step are good."""
+    body, said = BAD[kind]
+    more = ["reward.timeout=0.3"] if kind == "slow" else []
+    ended = command(*words(write_reward(world, body, late=6), "run_name=r", "eval.at_start=true",
+                           "eval.every_steps=null", *more))
+    assert ended.code == 7, ended.said
+    assert said in ended.err, ended.err
+    assert "Traceback" not in ended.said
+    if kind != "slow":
+        assert "bad.py" in ended.err
+    rows = (world / "runs/r/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [0, 1]
+    assert (world / "runs/r/checkpoints/step-000001/MANIFEST.json").is_file()
+    summary = json.loads((world / "runs/r/summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert said in summary["error"]
+
+
+def test_a_mended_reward_goes_on_exactly(command, world):
+    straight = command(*words(write_reward(world, "return good"), "run_name=straight"))
+    assert straight.code == 0, straight.said
+    write_reward(world, "raise ValueError('no')", late=8)
+    assert command(*words("reward.fn=bad.py:score", "run_name=r")).code == 7
+    write_reward(world, "return good")
+    resumed(world / "runs/r")
+    assert_equal_runs(world / "runs/straight", world / "runs/r")
+
+
+def test_the_call_that_raised_is_tried_again(command, world):
+    fn = write_reward(world, "if calls == 3: raise ValueError('once')\n    return good")
+    ended = command(*words(fn, "reward.retries=1", "run_name=r"))
+    assert ended.code == 0, ended.said
+    assert "trying again" in ended.said
+
+
+def test_rare_invalid_scores_are_dropped_and_counted(command, world):
+    fn = write_reward(world, "if calls % 3 == 2: good[0] = None\n    return good")
+    ended = command(*words(fn, "reward.on_invalid=skip", "run_name=r"))
+    assert ended.code == 0, ended.said
+    rows = [json.loads(row) for row in (world / "runs/r/metrics.jsonl").read_text().splitlines()]
+    assert {row["reward/invalid"] for row in rows[1:]} == {1.0}
+
+
+def test_too_many_invalid_scores_stop_the_run(command, world):
+    fn = write_reward(world, "return [None] * len(good)", late=2)
+    ended = command(*words(fn, "reward.on_invalid=skip", "run_name=r"))
+    assert ended.code == 7
+    assert "12 of the 12 samples" in ended.err
+
+
+def test_equal_rewards_are_warned_of_and_stay_finite(command, world):
+    fn = write_reward(world, "return [1.0] * len(good)")
+    ended = command(*words(fn, "run_name=r"))
+    assert ended.code == 0, ended.said
+    assert "All rewards of a rollout are equal (1) for 3 steps" in ended.err
+    for row in (world / "runs/r/metrics.jsonl").read_text().splitlines():
+        assert all(value is not None for value in json.loads(row).values()), row
+
+
+@pytest.mark.parametrize(("fn", "said"), [
+    ("no_such_module:score", "no_such_module"), ("bad.py:scores", "score"),
+    ("bad.py:calls", "can't be called"), ("missing.py:score", "missing.py"), ("broken.py:score", "boom"),
+    ("needs.py:score", "wanted"), ("os:system", "os"), ("bad.score.deep:x", "bad")])
+def test_a_wrong_import_path_is_told_before_anything_is_made(fn, said, command, world):
+    write_reward(world, "return good")
+    (world / "broken.py").write_text("raise ImportError('boom')\n")
+    (world / "needs.py").write_text("def score(outputs, wanted):\n    return outputs\n")
+    ended = command(*words(f"reward.fn={fn}"))
+    assert ended.code == 7, ended.said
+    assert said in ended.err
+    assert "Traceback" not in ended.said
+    assert not (world / "runs").exists()

@@ -1,0 +1,362 @@
+"""What must hold of the engine whatever the model, the lengths and the way a batch is cut."""
+
+import math
+
+import pytest
+import torch
+from helpers import save_lm, write_prompts
+from sessions import count_good, fresh_state, rollout_of, session_of, small_config, weights_of
+
+from ppocli.engine.experience import to_experience, update_moments
+from ppocli.engine.optimize import TERMS, _backward, optimize
+from ppocli.engine.stop import StopFlag
+from ppocli.errors import DivergedError
+from ppocli.models.layout import lay_out
+from ppocli.models.policy import reference_logprobs
+
+ARCHITECTURES = ["gpt2", "gpt_neox", "llama", "qwen2"]
+
+
+def experience_of(session):
+    rollout = rollout_of(session)
+    state = update_moments(fresh_state(session), rollout, session.cfg)
+    return to_experience(rollout, state, session.cfg), state
+
+
+def gradients(session, experience, rows=None):
+    rows = torch.arange(len(experience)) if rows is None else rows
+    session.optimizer.zero_grad(set_to_none=True)
+    terms, _ = _backward(session, experience, rows, value_only=False)
+    return ({n: p.grad.clone() for n, p in session.policy.named_parameters()
+             if p.grad is not None}, dict(zip(TERMS, terms.tolist(), strict=True)))
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_with_learning_rate_zero_every_ratio_is_one(tmp_path, kind):
+    save_lm(tmp_path / "lm", kind)
+    cfg = small_config(tmp_path, ppo__optimizer__lr=0.0, ppo__chunk_size=5)
+    with session_of(cfg) as session:
+        experience, state = experience_of(session)
+        lengths = experience.response_mask.sum(1)
+        assert lengths.min() < lengths.max()
+        result = optimize(session, experience, state, StopFlag())
+    assert result.updates == 4 * 2
+    assert result.terms["ratio"] == pytest.approx(1.0, abs=1e-5)
+    assert result.terms["max_log_ratio"] <= 1e-5
+    assert abs(result.terms["approx_kl"]) <= 1e-6
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
+def test_the_gradient_does_not_depend_on_the_micro_batch(tmp_path, aggregation):
+    found = []
+    for micro in (None, 1, 3, 16):
+        cfg = small_config(tmp_path, ppo__micro_batch_size=micro, ppo__mini_batch_size=16,
+                           ppo__loss_aggregation=aggregation, ppo__ent_coef=0.01,
+                           ppo__logprobs_from="decode")
+        with session_of(cfg) as session:
+            experience, _ = experience_of(session)
+            found.append(gradients(session, experience))
+    (whole, terms), *others = found
+    assert max(g.abs().max() for g in whole.values()) > 1e-3
+    for grads, other_terms in others:
+        for name, grad in whole.items():
+            torch.testing.assert_close(grads[name], grad, rtol=2e-4, atol=2e-6)
+        for name in ("total", "policy", "value", "entropy", "ratio"):
+            assert other_terms[name] == pytest.approx(terms[name], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize(("rollouts", "size", "epochs", "expected"), [
+    (16, 8, 4, 8), (16, 5, 3, 12), (16, 16, 1, 1), (7, 4, 2, 4), (3, 3, 5, 5)])
+@pytest.mark.parametrize("micro", [1, None])
+def test_number_of_updates(tmp_path, rollouts, size, epochs, expected, micro):
+    cfg = small_config(tmp_path, ppo__num_rollouts=rollouts, ppo__mini_batch_size=size,
+                       ppo__ppo_epochs=epochs, ppo__micro_batch_size=micro)
+    with session_of(cfg) as session:
+        experience, state = experience_of(session)
+        steps = []
+        original = session.optimizer.step
+        session.optimizer.step = lambda *a, **k: (steps.append(1), original(*a, **k))
+        assert optimize(session, experience, state, StopFlag()).updates == expected
+        assert len(steps) == expected
+        assert session.total_updates() == 2 * expected
+
+
+def test_pad_equal_to_eos_and_apart_give_the_same_loss(tmp_path):
+    found = []
+    for pad in (True, False):
+        folder = tmp_path / str(pad)
+        folder.mkdir()
+        save_lm(folder / "lm", pad=pad)
+        with session_of(small_config(folder)) as session:
+            assert (session.tokenizer.pad_token_id == session.tokenizer.eos_token_id) is not pad
+            experience, _ = experience_of(session)
+            assert experience.response_mask.sum(1).min() < experience.response_mask.sum(1).max()
+            found.append((experience, gradients(session, experience)[1]))
+    assert found[0][1] == pytest.approx(found[1][1])
+    assert torch.equal(found[0][0].response_mask, found[1][0].response_mask)
+
+
+def test_the_score_and_the_eos_action_are_on_the_last_valid_token(tmp_path):
+    cfg = small_config(tmp_path, ppo__init_kl_coef=0.0, ppo__whiten_advantages=False,
+                       ppo__lam=1.0)
+    with session_of(cfg) as session:
+        rollout = rollout_of(session)
+        eos = session.tokenizer.eos_token_id
+        lengths = rollout.response_mask.sum(1)
+        for i in range(len(rollout)):
+            last = rollout.response_tokens[i, lengths[i] - 1]
+            assert (last == eos) == bool(rollout.finished[i])
+        assert rollout.finished.any()
+        assert not rollout.finished.all()
+        experience = to_experience(rollout, fresh_state(session), cfg)
+    # without discount every return of a sample is its score
+    for i, score in enumerate(rollout.scores):
+        mask = experience.response_mask[i]
+        torch.testing.assert_close(experience.returns[i][mask],
+                                   torch.full((int(mask.sum()),), score))
+        assert (experience.returns[i][~mask] == 0).all()
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("source", ["decode", "forward"])
+def test_the_policy_starts_at_the_reference(tmp_path, kind, source):
+    save_lm(tmp_path / "lm", kind)
+    with session_of(small_config(tmp_path, ppo__logprobs_from=source)) as session:
+        rollout = rollout_of(session)
+    if source == "forward":
+        assert torch.equal(rollout.logprobs, rollout.ref_logprobs)
+        assert (rollout.kl == 0).all()
+    else:
+        assert rollout.kl.abs().max() <= 1e-5
+        assert rollout.kl.abs().max() > 0  # the decoding pass is another computation
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.8])
+def test_stored_logprobs_are_of_the_sampled_distribution(tmp_path, kind, temperature):
+    save_lm(tmp_path / "lm", kind)
+    cfg = small_config(tmp_path, generation__temperature=temperature)
+    with session_of(cfg) as session, torch.no_grad():
+        rollout = rollout_of(session)
+        for i in range(len(rollout)):
+            prompt = rollout.prompts.tokens[i][rollout.prompts.mask[i]]
+            response = rollout.response_tokens[i][rollout.response_mask[i]]
+            logits = session.policy.lm(torch.cat([prompt, response])[None]).logits[0]
+            wanted = torch.log_softmax(logits[len(prompt) - 1:-1].double() / temperature, -1)
+            wanted = wanted[torch.arange(len(response)), response]
+            stored = rollout.logprobs[i][rollout.response_mask[i]]
+            torch.testing.assert_close(stored.double(), wanted, rtol=0, atol=2e-5)
+            ref = rollout.ref_logprobs[i][rollout.response_mask[i]]
+            torch.testing.assert_close(ref.double(), wanted, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_a_rollout_does_not_depend_on_how_it_is_cut(tmp_path, kind):
+    save_lm(tmp_path / "lm", kind)
+    found = []
+    for chunk in (None, 1, 3, 7):
+        with session_of(small_config(tmp_path, ppo__chunk_size=chunk)) as session:
+            found.append(rollout_of(session, start=5))
+    whole, *others = found
+    for other in others:
+        assert other.responses == whole.responses
+        assert torch.equal(other.response_tokens, whole.response_tokens)
+        assert other.scores == whole.scores
+        torch.testing.assert_close(other.logprobs, whole.logprobs, rtol=0, atol=1e-4)
+        torch.testing.assert_close(other.values, whole.values, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_logprobs_and_values_do_not_depend_on_the_batch(tmp_path, kind):
+    save_lm(tmp_path / "lm", kind)
+    with session_of(small_config(tmp_path)) as session, torch.no_grad():
+        session.policy.value_head.outer.weight.normal_()
+        rollout = rollout_of(session)
+
+        def forward(rows):
+            prompts = rollout.prompts
+            batch = lay_out(prompts.tokens[rows], prompts.mask[rows],
+                            rollout.response_tokens[rows], rollout.response_mask[rows])
+            out = session.policy(batch, temperature=1.0)
+            return out.logprobs, out.values, reference_logprobs(session.reference, batch,
+                                                                temperature=1.0)
+
+        whole = forward(torch.arange(16))
+        for size in (1, 2, 5):
+            parts = [forward(rows) for rows in torch.arange(16).split(size)]
+            for k in range(3):
+                torch.testing.assert_close(torch.cat([p[k] for p in parts]), whole[k], rtol=0,
+                                           atol=1e-4)
+
+
+def test_fewer_prompts_than_samples_are_cycled_and_every_episode_differs(tmp_path):
+    write_prompts(tmp_path / "prompts.jsonl", ["the film", "it"])
+    with session_of(small_config(tmp_path)) as session:
+        rollout = rollout_of(session)
+    assert rollout.prompts.episodes == list(range(16))
+    assert len(set(rollout.responses)) > 8
+    assert sorted(rollout.prompts.indices) == [0] * 8 + [1] * 8
+
+
+def test_responses_that_end_at_once_are_defined(tmp_path):
+    with session_of(small_config(tmp_path), reward=lambda outputs, **_: [1.0] * len(outputs)
+                    ) as session:
+        bias = torch.zeros(session.policy.lm.config.vocab_size)
+        bias[session.tokenizer.eos_token_id] = 1e4
+        session.policy.lm.lm_head.bias = torch.nn.Parameter(bias, requires_grad=False)
+        session.reference.lm_head.bias = session.policy.lm.lm_head.bias
+        experience, state = experience_of(session)
+        assert experience.response_mask.sum(1).tolist() == [1] * 16
+        result = optimize(session, experience, state, StopFlag())
+    assert all(math.isfinite(v) for v in result.terms.values())
+
+
+def test_a_ratio_beyond_the_threshold_touches_nothing(tmp_path):
+    cfg = small_config(tmp_path, ppo__ratio_threshold=1.5)
+    with session_of(cfg) as session:
+        experience, state = experience_of(session)
+        optimize(session, experience, state, StopFlag())
+        experience.logprobs.sub_(2.0)  # every ratio is now about e^2
+        before = weights_of(session)
+        slots = [{k: v.clone() for k, v in s.items()} for s in session.optimizer.state.values()]
+        result = optimize(session, experience, state, StopFlag())
+        assert (result.updates, result.skipped) == (0, 8)
+        for name, tensor in session.policy.state_dict().items():
+            assert torch.equal(tensor, before[name]), name
+        for old, new in zip(slots, session.optimizer.state.values(), strict=True):
+            assert all(torch.equal(old[k], new[k]) for k in old)
+
+
+def test_target_kl_ends_the_epochs_before_the_update(tmp_path):
+    cfg = small_config(tmp_path, ppo__target_kl=0.01, ppo__optimizer__lr=0.05)
+    with session_of(cfg) as session:
+        experience, state = experience_of(session)
+        result = optimize(session, experience, state, StopFlag())
+    assert result.early_stopped
+    assert 1 <= result.updates < 8
+
+
+def test_a_nonfinite_gradient_touches_nothing_and_ends_the_run_when_it_lasts(tmp_path):
+    cfg = small_config(tmp_path, ppo__max_nonfinite=3)
+    with session_of(cfg) as session:
+        experience, state = experience_of(session)
+        experience.advantages[3, 0] = float("nan")
+        before = weights_of(session)
+        with pytest.raises(DivergedError, match="3 updates in a row"):
+            optimize(session, type(experience)(
+                **{n: getattr(experience, n) for n in experience.__slots__}
+                | {"advantages": torch.full_like(experience.advantages, float("inf"))}),
+                state, StopFlag())
+        for name, tensor in session.policy.state_dict().items():
+            assert torch.equal(tensor, before[name]), name
+        # one bad row spoils only the minibatches it is in: never three in a row here
+        result = optimize(session, experience, state, StopFlag())
+    assert result.skipped == 4
+    assert result.updates == 4
+
+
+def test_critic_warm_up_moves_the_value_head_only(tmp_path):
+    cfg = small_config(tmp_path, ppo__critic_warmup_steps=1)
+    with session_of(cfg) as session:
+        experience, state = experience_of(session)
+        before = weights_of(session)
+        optimize(session, experience, state, StopFlag())
+        moved = {n for n, t in session.policy.state_dict().items() if not torch.equal(t, before[n])}
+    assert moved
+    assert all(name.startswith("value_head.") for name in moved)
+
+
+def test_gradient_checkpointing_gives_the_same_gradient(tmp_path):
+    found = []
+    for checkpointing in (False, True):
+        cfg = small_config(tmp_path, model__gradient_checkpointing=checkpointing)
+        with session_of(cfg) as session:
+            experience, _ = experience_of(session)
+            session.policy.train(checkpointing)
+            found.append(gradients(session, experience)[0])
+    for name, grad in found[0].items():
+        torch.testing.assert_close(found[1][name], grad, rtol=1e-4, atol=1e-6)
+
+
+def test_dropout_of_the_model_is_off(tmp_path):
+    save_lm(tmp_path / "lm", attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5)
+    cfg = small_config(tmp_path, model__gradient_checkpointing=True, ppo__optimizer__lr=0.0)
+    with session_of(cfg) as session:
+        experience, state = experience_of(session)
+        result = optimize(session, experience, state, StopFlag())
+        assert session.loaded.export_config.attn_pdrop == 0.5
+    assert result.terms["max_log_ratio"] <= 1e-5
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_frozen_layers_stay_and_the_rest_moves(tmp_path, kind):
+    save_lm(tmp_path / "lm", kind)
+    with session_of(small_config(tmp_path, model__num_layers_unfrozen=1)) as session:
+        experience, state = experience_of(session)
+        before = weights_of(session)
+        optimize(session, experience, state, StopFlag())
+        moved = {n for n, t in session.policy.state_dict().items() if not torch.equal(t, before[n])}
+    assert any(".1." in name for name in moved)
+    assert not any(".0." in name or "wte" in name or "wpe" in name or "embed_in" in name
+                   or "embed_tokens" in name for name in moved)
+
+
+@pytest.mark.parametrize("source", ["decode", "forward"])
+def test_bf16_keeps_fp32_weights_and_a_ratio_near_one(tmp_path, source):
+    cfg = small_config(tmp_path, hardware__precision="bf16", ppo__optimizer__lr=0.0,
+                       ppo__logprobs_from=source)
+    with session_of(cfg) as session:
+        assert session.from_decode == (source == "decode")
+        experience, state = experience_of(session)
+        result = optimize(session, experience, state, StopFlag())
+        assert all(p.dtype == torch.float32 for p in session.policy.parameters())
+        assert next(session.reference.parameters()).dtype == torch.bfloat16
+    assert result.terms["ratio"] == pytest.approx(1.0, abs=0.02)
+    assert experience.logprobs.dtype == torch.float32
+
+
+def test_auto_takes_logprobs_from_decoding_in_fp32_only(tmp_path):
+    for precision, expected in (("fp32", True), ("bf16", False)):
+        with session_of(small_config(tmp_path, hardware__precision=precision)) as session:
+            assert session.from_decode is expected
+
+
+def test_full_kl_is_the_divergence_of_the_whole_distributions(tmp_path):
+    cfg = small_config(tmp_path, ppo__kl_estimator="full", ppo__optimizer__lr=0.01)
+    with session_of(cfg) as session:
+        experience, state = experience_of(session)
+        optimize(session, experience, state, StopFlag())
+        rollout = rollout_of(session, start=100)
+        with torch.no_grad():
+            for i in range(4):
+                prompt = rollout.prompts.tokens[i][rollout.prompts.mask[i]]
+                response = rollout.response_tokens[i][rollout.response_mask[i]]
+                ids = torch.cat([prompt, response])[None]
+                p, q = (torch.log_softmax(m(ids).logits[0, len(prompt) - 1:-1].double(), -1)
+                        for m in (session.policy.lm, session.reference))
+                wanted = (p.exp() * (p - q)).sum(-1)
+                got = rollout.kl[i][rollout.response_mask[i]].double()
+                torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-5)
+                assert (got > 0).all()
+
+
+def test_without_a_reference_there_is_no_kl(tmp_path):
+    cfg = small_config(tmp_path, model__reference__kind="none", ppo__init_kl_coef=0.0)
+    with session_of(cfg) as session:
+        assert session.reference is None
+        assert (rollout_of(session).kl == 0).all()
+
+
+def test_invalid_samples_are_left_out_of_the_update(tmp_path):
+    def some_none(outputs, **_):
+        scores = count_good(outputs)
+        return [None if i == 3 else s for i, s in enumerate(scores)]
+
+    cfg = small_config(tmp_path, reward__on_invalid="skip", ppo__whiten_advantages=False)
+    with session_of(cfg, reward=some_none) as session:
+        rollout = rollout_of(session)
+        experience = to_experience(rollout, fresh_state(session), cfg)
+    assert rollout.valid.tolist() == [i != 3 for i in range(16)]
+    assert len(experience) == 15
+    kept = [i for i in range(16) if i != 3]
+    assert torch.equal(experience.response_tokens, rollout.response_tokens[kept])
