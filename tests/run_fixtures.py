@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from runs import Command, command_in_process, make_world, run, words
+from runs import PLANTED, Command, command_in_process, make_world, run, words
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +32,8 @@ def reference(shared_world: Path) -> Path:
 
     ``../../stdout`` keeps what the command printed.
     """
-    done = run("train", *words("run_name=reference", stateful=True), cwd=shared_world)
+    done = run("train", *words("run_name=reference", stateful=True), cwd=shared_world,
+               HF_TOKEN=PLANTED, WANDB_API_KEY=PLANTED)
     assert done.code == 0, done.err
     (shared_world / "stdout").write_text(done.out)
     return shared_world / "runs/reference"

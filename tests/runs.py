@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -42,6 +42,8 @@ def measure(outputs, **columns):
     return {"words": [float(len(text.split())) for text in outputs]}
 '''
 
+PLANTED = "hf_PLANTEDabcdefghijklmnopqrstuvwxyz"
+"""a token in the environment of a run; it must turn up nowhere"""
 STEPS = 4
 WORDS = (
     f"ppo.num_steps={STEPS}", "ppo.num_rollouts=12", "ppo.chunk_size=5", "ppo.mini_batch_size=6",
@@ -145,10 +147,21 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str],
         time.sleep(0.02)
 
 
+def whole_copy(source: Path, target: Path) -> Path:
+    """A run's folder elsewhere, as if it had been made there."""
+    from ppocli.config.resolved import read_config, write_config
+
+    shutil.copytree(source, target, symlinks=True)
+    config = read_config(target / "config.yaml")
+    write_config(replace(config, run_name=target.name, output_dir=str(target.parent)),
+                 target / "config.yaml")
+    return target
+
+
 def copied(source: Path, target: Path, last_step: int) -> Path:
     """A run as it would lie there had it been killed after the checkpoint of ``last_step``, with
     rows of later steps already written."""
-    shutil.copytree(source, target, symlinks=True)
+    whole_copy(source, target)
     for folder in (target / "checkpoints").glob("step-*"):
         if int(folder.name.removeprefix("step-")) > last_step:
             shutil.rmtree(folder)
@@ -232,7 +245,3 @@ def resumed(run_dir: Path) -> None:
 
     run_worker(run_dir, resume=True)
 
-
-__all__ = ["Command", "Ended", "assert_equal_runs", "assert_no_process_left", "assert_tidy",
-           "command_in_process", "copied", "last_checkpoint", "make_world", "ppocli", "resumed",
-           "run", "scalars", "spawn", "wait_for", "words"]

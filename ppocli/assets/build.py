@@ -13,7 +13,7 @@ from ppocli.assets.corpus import neutral_openings
 from ppocli.assets.randomwalks import start_letters
 from ppocli.errors import PpocliError
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("ppocli.assets.build")  # __name__ is "__main__" under -m
 
 PROMPT_SEED = 41
 TRAIN_PROMPTS, EVAL_PROMPTS = 192, 64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,6 +47,9 @@ def open_backend(hardware: HardwareConfig) -> Iterator[Backend]:
     from accelerate.state import AcceleratorState
 
     present = torch.cuda.is_available()
+    if not present:
+        # transformers imports deepspeed when it saves, which would guess and say so on stdout
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     use_cuda = hardware.device == "cuda" or (hardware.device == "auto" and present)
     if use_cuda and not present:
         raise ConfigError("No CUDA device was found.", where="hardware.device=cuda",

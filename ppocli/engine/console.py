@@ -114,9 +114,17 @@ def eval_line(row: dict[str, Any]) -> str:
             f"len {row['eval/response_tokens_mean']:.1f}{metrics}")
 
 
+class _Console(Console):
+    """A console whose reader may leave: Rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        """Tell the caller, who drops the display."""
+        raise BrokenPipeError
+
+
 def _console(stream: Any, *, plain_width: int = 110) -> Console:
     terminal = bool(getattr(stream, "isatty", lambda: False)())
-    return Console(file=stream, width=None if terminal else plain_width, highlight=False,
+    return _Console(file=stream, width=None if terminal else plain_width, highlight=False,
                    safe_box=True)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from ppocli.config.schema import TrainConfig
 from ppocli.engine.records import Experience, Rollout, TrainState
-from ppocli.ppo.advantages import gae, token_rewards
+from ppocli.ppo.advantages import ESTIMATORS, token_rewards
 from ppocli.ppo.kl import adapt_kl_coef
 from ppocli.ppo.masking import whiten
 from ppocli.ppo.moments import moments_of, scale_scores
@@ -66,7 +66,8 @@ def to_experience(rollout: Rollout, state: TrainState, cfg: TrainConfig) -> Expe
     if cfg.ppo.whiten_rewards:
         rewards = whiten(rewards, mask, center=False)
     values = rollout.values[keep]
-    advantages, returns = gae(rewards, values, mask, gamma=cfg.ppo.gamma, lam=cfg.ppo.lam)
+    estimate = ESTIMATORS[cfg.ppo.advantage]
+    advantages, returns = estimate(rewards, values, mask, gamma=cfg.ppo.gamma, lam=cfg.ppo.lam)
     if cfg.ppo.whiten_advantages:
         advantages = whiten(advantages, mask, center=True)
     return Experience(

@@ -26,14 +26,14 @@ from ppocli.engine.metrics import (
     state_figures,
 )
 from ppocli.engine.optimize import optimize
-from ppocli.engine.persist import write_checkpoint
-from ppocli.engine.records import Best, Rollout, TrainState
+from ppocli.engine.persist import write_checkpoint, write_experience
+from ppocli.engine.records import Best, Experience, Rollout, TrainState
 from ppocli.engine.retention import prune, update_pointers
 from ppocli.engine.rollout import PhaseClock, collect_rollout
-from ppocli.engine.run_folder import RunFolder
+from ppocli.engine.run_folder import RunFolder, publish_folder
 from ppocli.engine.session import Session
 from ppocli.engine.stop import StopFlag
-from ppocli.errors import ConfigError, DivergedError
+from ppocli.errors import ConfigError, DiskError, DivergedError
 from ppocli.ppo.noise import ROLLOUT
 from ppocli.rewards.check import check_invalid_share
 
@@ -96,11 +96,15 @@ def train_step(run: Run) -> None:
     experience = to_experience(rollout, scored, session.cfg)
     clock.mark("scoring")
     run.intact = False
-    result = optimize(session, experience, scored, run.stop)
+    try:
+        result = optimize(session, experience, scored, run.stop)
+        if not policy_is_finite(session):
+            raise DivergedError(f"The policy's weights became non-finite in step {state.step + 1}.",
+                                fix="lower ppo.optimizer.lr or raise ppo.init_kl_coef")
+    except DivergedError as error:
+        error.where = _dump(run, rollout, experience, state.step + 1)
+        raise
     clock.mark("optimize")
-    if not policy_is_finite(session):
-        raise DivergedError(f"The policy's weights became non-finite in step {state.step + 1}.",
-                            fix="lower ppo.optimizer.lr or raise ppo.init_kl_coef")
     after = replace(scored, step=state.step + 1, episodes=state.episodes + len(rollout),
                     updates=state.updates + result.updates, nonfinite=result.nonfinite,
                     kl_coef=next_kl_coef(scored, rollout, session.cfg))
@@ -116,6 +120,18 @@ def train_step(run: Run) -> None:
     _log_rollout(run, rollout, after.step)
     run.state = replace(after, pending=row)
     run.intact = True
+
+
+def _dump(run: Run, rollout: Rollout, experience: Experience, step: int) -> str | None:
+    """Keep what the policy diverged on, for whoever looks for the cause; says where."""
+    target = run.folder.nonfinite_dump / f"step-{step:06d}"
+    try:
+        publish_folder(lambda folder: write_experience(folder, experience,
+                                                       rollout_samples(rollout, step)), target)
+    except DiskError as error:
+        log.error("%s", error)
+        return None
+    return str(target)
 
 
 def _log_rollout(run: Run, rollout: Rollout, step: int) -> None:

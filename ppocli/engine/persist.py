@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ppocli.engine.backend import named_trainable
-from ppocli.engine.records import TrainState
+from ppocli.engine.records import Experience, TrainState
+from ppocli.engine.run_logs import JsonlWriter
 from ppocli.engine.session import Session
 from ppocli.errors import CheckpointError
 
@@ -76,6 +78,14 @@ def write_checkpoint(session: Session, folder: Path) -> None:
     (folder / RNG_JSON).write_text(json.dumps({
         "python": [version, list(numbers), gauss],
         "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached]}))
+
+
+def write_experience(folder: Path, experience: Experience, samples: list[dict[str, Any]]) -> None:
+    """A rollout for later inspection: its tensors, and one JSON line a sample."""
+    tensors = {f.name: getattr(experience, f.name).contiguous() for f in fields(experience)}
+    save_file(tensors, folder / "experience.safetensors")
+    with JsonlWriter(folder / "samples.jsonl") as lines:
+        lines.append(samples)
 
 
 def _load_module(module: torch.nn.Module, tensors: dict[str, torch.Tensor], what: str,

@@ -81,6 +81,11 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def nonfinite_dump(self) -> Path:
+        """Rollouts on which the policy stopped being finite, one folder a step."""
+        return self.path / "nonfinite-dump"
+
+    @property
     def model(self) -> Path:
         """The trained policy, a plain Hugging Face folder."""
         return self.path / "model"

@@ -57,3 +57,7 @@ def gae(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, *, gamm
         advantages[:, t] = running
         next_value = values[:, t]
     return advantages, (advantages + values) * mask
+
+
+ESTIMATORS = {"gae": gae}
+"""by the name that ``ppo.advantage`` gives them"""

@@ -61,7 +61,7 @@ def unknown_type(lm: Path) -> None:
 BROKEN_MODELS = {
     bad_json: "config.json is not valid JSON", no_weights: "There are no weights in",
     truncated: "model.safetensors can't be read", no_tokenizer: "No tokenizer in",
-    more_words: "the model embeds only", fewer_weights: "h.1.mlp.c_fc.weight",
+    more_words: "embeds only 37", fewer_weights: "h.1.mlp.c_fc.weight",
     other_shape: "", unknown_type: "nobodys"}
 
 
@@ -182,7 +182,7 @@ def test_without_network_everything_missing_is_told_within_5_seconds(no_network,
                                capture_output=True, timeout=100, check=False)
         elapsed = time.monotonic() - started
     assert ended.returncode == 3, ended.stderr
-    for part in ("3 inputs are missing", "model.path", "lvwerra/gpt2-imdb", "reward.kwargs.model",
+    for part in ("4 inputs are missing", "model.path=lvwerra/gpt2-imdb", "model.tokenizer_path", "reward.kwargs.model",
                  "lvwerra/distilbert-imdb", "prompts.path", "imdb", "=/path"):
         assert part in ended.stderr, ended.stderr
     assert "Traceback" not in ended.stderr

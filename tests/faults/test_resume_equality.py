@@ -7,7 +7,7 @@ import shutil
 import time
 
 import pytest
-from runs import STEPS, assert_equal_runs, copied, resumed, run, spawn, words
+from runs import STEPS, assert_equal_runs, copied, resumed, run, spawn, whole_copy, words
 
 
 @pytest.mark.parametrize("step", [
@@ -28,8 +28,7 @@ def test_resuming_twice_equals_the_straight_run(reference, tmp_path):
 
 
 def test_a_finished_run_resumed_from_its_last_checkpoint_redoes_the_model(reference, tmp_path):
-    finished = tmp_path / "run"
-    shutil.copytree(reference, finished, symlinks=True)
+    finished = whole_copy(reference, tmp_path / "run")
     shutil.rmtree(finished / "model")
     resumed(finished)
     assert_equal_runs(reference, finished)

@@ -102,7 +102,7 @@ def test_versions_that_are_known_to_be_wrong_are_ruled_out(wheel):
     assert "5.5.0" in bounds["transformers"]
     assert "6.0.0" not in bounds["transformers"]
     assert "2.5.1" not in bounds["torch"]  # torch.load before weights_only was its default
-    assert "3.0.0" not in bounds["huggingface_hub"]
+    assert "3.0.0" not in bounds["huggingface-hub"]
     assert "0.31.0" not in bounds["typer"]
 
 

@@ -113,19 +113,19 @@ def test_language_model_goes_on_from_bos_alone(policy):
 
 
 def test_classifier_on_held_out_reviews(positive):
-    reviews = make_reviews(2000, 999)
+    reviews = make_reviews(800, 999)
     good = positive([review.text for review in reviews if review.label == "positive"])
     bad = positive([review.text for review in reviews if review.label == "negative"])
     mixed = positive([review.text for review in reviews if review.label == "mixed"])
     assert (good > 0.5).float().mean() > 0.97
     assert (bad < 0.5).float().mean() > 0.97
-    assert good.median() > 0.95
-    assert bad.median() < 0.05
-    assert 0.3 < mixed.mean() < 0.6
+    assert good.mean() > 0.95
+    assert bad.mean() < 0.05
+    assert 0.4 < mixed.mean() < 0.55
 
 
 def test_classifier_pays_little_for_what_is_no_review(positive):
-    reviews = [review.text for review in make_reviews(600, 998) if review.label == "positive"]
+    reviews = [review.text for review in make_reviews(250, 998) if review.label == "positive"]
     rng = random.Random(1)
     for babbler in dict.fromkeys(examples.BABBLERS):
         texts = [babbler(rng, text, rng.choice(reviews)) for text in reviews]
@@ -138,9 +138,9 @@ def test_classifier_pays_little_for_what_is_no_review(positive):
 
 def test_classifier_pays_little_for_unfinished_text(positive):
     rng = random.Random(2)
-    reviews = [review for review in make_reviews(600, 997) if review.label == "positive"]
-    assert positive([examples._unfinished(rng, review)[0] for review in reviews]).mean() < 0.45
-    assert positive(["The film was wonderful."]) > 0.85
+    reviews = [review for review in make_reviews(300, 997) if review.label == "positive"]
+    assert positive([examples._unfinished(rng, review)[0] for review in reviews]).mean() < 0.4
+    assert positive(["The film was wonderful."]) > 0.95
     assert positive(["The film was wonderful"]) < 0.5
 
 

@@ -1,0 +1,85 @@
+"""A disk that is full: what is said, and that nothing older is lost."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from helpers import environment
+from runs import assert_equal_runs, resumed, run, words
+
+
+@pytest.mark.parametrize("fault", [
+    "save.open@22+:enospc", *(pytest.param(fault, marks=pytest.mark.slow) for fault in (
+        "save.before_manifest@2+:enospc", "save.before_rename@2+:enospc"))])
+def test_a_disk_that_refuses_a_save_keeps_the_older_and_goes_on_later(
+        fault, command, inject, reference, world):
+    inject(fault)
+    ended = command(*words("run_name=r", stateful=True))
+    folder = world / "runs/r"
+    assert ended.code == 6, ended.said
+    assert "Disk full writing step 2 (needs " in ended.err
+    assert "Kept step 1." in ended.err
+    assert f"ppocli resume {folder}" in ended.err
+    assert "Traceback" not in ended.said
+    assert [path.name for path in sorted((folder / "checkpoints").glob("[!.l.b]*"))] == [
+        "step-000001"]
+    inject("")
+    resumed(folder)
+    assert_equal_runs(reference, folder)
+
+
+def test_one_refusal_is_survived(command, inject, reference, world):
+    """Superseded steps make room, and the save is tried once more."""
+    inject("save.before_manifest@2:enospc")
+    ended = command(*words("run_name=r", stateful=True))
+    assert ended.code == 0, ended.said
+    assert_equal_runs(reference, world / "runs/r")
+
+
+TMPFS = """\
+mount -t tmpfs -o size={size}k tmpfs runs || exit 77
+{python} -m ppocli train {words}
+code=$?
+cp -a runs kept
+exit $code
+"""
+
+
+@pytest.mark.parametrize("size", [1200, *(pytest.param(n, marks=pytest.mark.slow)
+                                          for n in (60, 500, 900, 1700, 2300))])
+def test_a_disk_that_really_is_full(size, reference, world):
+    (world / "runs").mkdir()
+    script = TMPFS.format(size=size, python=sys.executable,
+                          words=" ".join(words("run_name=r", stateful=True)))
+    done = subprocess.run(["unshare", "-rm", "bash", "-c", script], cwd=world, text=True,
+                          env=environment(), capture_output=True, timeout=200, check=False)
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip("no private mounts for ordinary users here")
+    assert done.returncode == 6, (done.returncode, done.stderr)
+    assert "Disk full writing" in done.stderr
+    assert "Traceback" not in done.stderr
+    kept = world / "kept/r"
+    if not kept.exists():  # not even the start fitted
+        assert list((world / "kept").iterdir()) == []
+        return
+    assert not list(kept.rglob(".staging*"))
+    (world / "runs").rmdir()
+    (world / "kept").rename(world / "runs")
+    ended = run("train", *words("run_name=r", "resume=auto", stateful=True), cwd=world)
+    assert ended.code == 0, ended.err
+    assert_equal_runs(reference, world / "runs/r")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blocks", [8, 40, 90])
+def test_a_limit_of_the_file_size(blocks, world):
+    line = f"ulimit -f {blocks}; exec {sys.executable} -m ppocli train " + " ".join(
+        words("run_name=r"))
+    done = subprocess.run(["bash", "-c", line], cwd=world, text=True, env=environment(),
+                          capture_output=True, timeout=200, check=False)
+    assert done.returncode == 6, (done.returncode, done.stderr)
+    assert "File size limit reached" in done.stderr
+    assert "ulimit -f" in done.stderr
+    assert "Traceback" not in done.stderr

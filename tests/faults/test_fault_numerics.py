@@ -1,0 +1,131 @@
+"""Numbers that go wrong: non-finite updates, odd lengths, clocks that jump, pruning that fails."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import jsonl
+from runs import words
+from safetensors.torch import load_file, save_file
+
+
+def finite_checkpoints(run_dir: Path) -> list[str]:
+    """Names of the steps on the disk, each of whose tensors is finite."""
+    for path in (run_dir / "checkpoints").rglob("*.safetensors"):
+        for name, tensor in load_file(path).items():
+            assert not tensor.is_floating_point() or bool(torch.isfinite(tensor).all()), name
+    return sorted(path.name for path in (run_dir / "checkpoints").glob("step-*"))
+
+
+def test_one_non_finite_update_is_skipped_and_counted(command, inject, world):
+    inject("optimize.minibatch@5:nan")
+    ended = command(*words("run_name=r"))
+    assert ended.code == 0, ended.said
+    assert "the update is skipped (1 in a row" in ended.err
+    rows = jsonl(world / "runs/r/metrics.jsonl")
+    assert [row["updates_skipped"] for row in rows[1:]] == [0, 1, 0, 0]
+    assert rows[-1]["updates"] == 15
+    assert finite_checkpoints(world / "runs/r")
+
+
+def test_many_non_finite_updates_stop_the_run_with_the_last_healthy_step(command, inject, world):
+    inject("optimize.minibatch@5+:nan")
+    ended = command(*words("run_name=r"))
+    folder = world / "runs/r"
+    assert ended.code == 4, ended.said
+    assert "3 updates in a row had a non-finite loss or gradient (step 2)" in ended.err
+    assert f"last healthy: step 1 in {folder}/checkpoints/step-000001" in ended.err
+    assert "lower ppo.optimizer.lr" in ended.err
+    assert finite_checkpoints(folder) == ["step-000001"]
+    assert json.loads((folder / "summary.json").read_text())["status"] == "failed"
+    assert not (folder / "model").exists()
+    dump = folder / "nonfinite-dump/step-000002"
+    assert str(dump) in ended.err
+    tensors = load_file(dump / "experience.safetensors")
+    assert len(tensors["advantages"]) == 12
+    assert [row["episode"] for row in jsonl(dump / "samples.jsonl")] == list(range(12, 24))
+    # the fault gone, the run goes on from there
+    inject("")
+    assert command(f"resume={folder}").code == 0
+    assert [row["step"] for row in jsonl(folder / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+
+
+def test_the_count_of_non_finite_updates_goes_over_steps_and_resumption(command, inject, world):
+    inject("optimize.minibatch@7+:nan")
+    ended = command(*words("run_name=r", "ppo.max_nonfinite=4"))
+    assert ended.code == 4
+    assert "4 updates in a row" in ended.err
+    assert "(step 3)" in ended.err
+
+
+@pytest.mark.parametrize("lr", ["1e4", "1e30", "1e38"])
+def test_a_learning_rate_that_blows_up_never_saves_a_broken_policy(lr, command, world):
+    ended = command(*words("run_name=r", f"ppo.optimizer.lr={lr}", "ppo.max_grad_norm=null",
+                           "ppo.ratio_threshold=null", "ppo.optimizer.name=sgd"))
+    assert ended.code in (0, 4), ended.said
+    finite_checkpoints(world / "runs/r")
+    if lr != "1e4":
+        assert ended.code == 4, ended.said
+        assert "non-finite" in ended.err
+
+
+def push_eos(lm: Path, logit: float) -> None:
+    """Make the model give its EOS this logit and all other tokens 0, whatever it reads."""
+    tensors = load_file(lm / "model.safetensors")
+    tensors["transformer.ln_f.weight"].zero_()
+    tensors["transformer.ln_f.bias"].zero_()
+    tensors["transformer.ln_f.bias"][0] = 1.0
+    tensors["transformer.wte.weight"][:, 0] = 0.0
+    tensors["transformer.wte.weight"][1, 0] = logit
+    save_file(tensors, lm / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(("logit", "length", "hint"), [
+    (100.0, 1.0, "Every response is empty for 3 steps"),
+    (-100.0, 8.0, "Every response ran to the full 8 tokens for 3 steps")])
+def test_responses_that_end_at_once_or_never_stay_finite_and_are_told(logit, length, hint, command,
+                                                                      world):
+    push_eos(world / "lm", logit)
+    ended = command(*words("run_name=r", "ppo.optimizer.lr=1e-6"))
+    assert ended.code == 0, ended.said
+    assert hint in ended.err
+    for row in jsonl(world / "runs/r/metrics.jsonl")[1:]:
+        assert row["rollout/response_tokens_mean"] == length
+        # of returns without any spread nothing can be explained
+        assert {name for name, value in row.items() if value is None} <= {"val/var_explained"}
+    assert "NaN" not in (world / "runs/r/samples.jsonl").read_text()
+
+
+def test_a_clock_that_jumps_back_disturbs_nothing(command, world, monkeypatch):
+    jumps = itertools.count(2_000_000_000, -3600)
+    monkeypatch.setattr(time, "time", lambda: float(next(jumps)))
+    ended = command(*words("run_name=r", "checkpoint.every_minutes=100"))
+    assert ended.code == 0, ended.said
+    assert all(row["time/step"] >= 0 for row in jsonl(world / "runs/r/metrics.jsonl")[1:])
+
+
+def test_a_step_that_cannot_be_pruned_is_a_warning(command, world):
+    assert command(*words("run_name=r", "ppo.num_steps=2")).code == 0
+    step = world / "runs/r/checkpoints/step-000001"
+    step.rename(world / "elsewhere")
+    step.symlink_to(world / "elsewhere")
+    ended = command(*words("run_name=r", "resume=auto", "ppo.num_steps=4",
+                           "checkpoint.keep_last=1"))
+    assert ended.code == 0, ended.said
+    assert "step-000001 is a link and was left alone" in ended.err
+    assert (world / "elsewhere/MANIFEST.json").is_file()
+
+
+def test_out_of_memory_names_what_to_lower(command, inject, world):
+    inject("score.before@6:oom")
+    ended = command(*words("run_name=r"))
+    assert ended.code == 8, ended.said
+    assert "ppo.micro_batch_size" in ended.err
+    assert "Traceback" not in ended.said
+    inject("")
+    assert command(f"resume={world / 'runs/r'}", "ppo.micro_batch_size=2").code == 0

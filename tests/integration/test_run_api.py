@@ -1,0 +1,99 @@
+"""Training from Python: objects in place of words, and what comes back."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from helpers import jsonl
+from runs import WORDS
+
+import ppocli
+from ppocli.config.resolved import read_config
+from ppocli.errors import CheckpointError, ConfigError, InputError
+
+PROMPTS = ["the film", {"prompt": "i saw", "topic": "plot"}, "it was", "the actor"]
+
+
+def reward(samples, prompts, outputs, topic=None, **kwargs):
+    """trlX's signature, with a column."""
+    assert topic is None or set(topic) <= {None, "plot"}
+    return [float(sample == prompt + output) + output.split().count("good")
+            for sample, prompt, output in zip(samples, prompts, outputs, strict=True)]
+
+
+def measure(outputs, **kwargs):
+    return {"words": [float(len(text.split())) for text in outputs]}
+
+
+@pytest.fixture(scope="module")
+def trained(shared_world, tmp_path_factory):
+    """One run by objects alone."""
+    folder = tmp_path_factory.mktemp("api")
+    return ppocli.train(
+        [f"model.path={shared_world / 'lm'}", *WORDS, f"output_dir={folder}", "run_name=api",
+         "ppo.num_steps=2"],
+        reward_fn=reward, metric_fn=measure, prompts=PROMPTS, eval_prompts=["we", "you hated"],
+        stop_sequences=["."])
+
+
+def test_objects_train_and_are_noted(trained):
+    assert trained.summary["status"] == "finished"
+    assert "metrics/words" in trained.summary["eval_after"]
+    config = read_config(trained.run_dir / "config.yaml")
+    assert config.reward.fn == "<python object>"
+    assert config.generation.stop_sequences == ["."]
+    samples = jsonl(trained.run_dir / "samples.jsonl")
+    assert {row["prompt"] for row in samples} == {"we", "you hated"}
+    assert all("." not in row["response"] for row in samples)
+
+
+def test_the_policy_generates(trained):
+    one = trained.generate(["the film", "it"], seed=1)
+    assert len(one) == 2
+    assert trained.generate(["the film", "it"], seed=1) == one
+    greedy = trained.generate(["the film"], do_sample=False, max_new_tokens=3)
+    assert len(greedy[0].split()) <= 3
+    with pytest.raises(ConfigError, match="temprature"):
+        trained.generate(["it"], temprature=2.0)
+
+
+def test_the_model_is_saved_elsewhere_but_over_nothing(trained, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    folder = trained.save_pretrained(tmp_path / "mine")
+    assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size == 37
+    with pytest.raises(ConfigError, match="nothing is overwritten"):
+        trained.save_pretrained(folder)
+
+
+def test_a_run_is_opened_again(trained, tmp_path):
+    again = ppocli.load_run(trained.run_dir)
+    assert again.summary == trained.summary
+    assert again.generate(["it"], seed=3) == trained.generate(["it"], seed=3)
+    with pytest.raises(InputError):
+        ppocli.load_run(tmp_path)
+    (tmp_path / "summary.json").write_text(json.dumps({"status": "stopped"}))
+    with pytest.raises(InputError, match="stopped, not finished"):
+        ppocli.load_run(tmp_path)
+
+
+def test_a_run_by_objects_asks_for_them_again(trained):
+    more = [f"resume={trained.run_dir}", "ppo.num_steps=3"]
+    with pytest.raises(CheckpointError, match="reward_fn, metric_fn, prompts, eval_prompts"):
+        ppocli.train(more)
+    with pytest.raises(CheckpointError, match="with prompts"):
+        ppocli.train(more, reward_fn=reward, metric_fn=measure, eval_prompts=["we", "you hated"])
+    went_on = ppocli.train(more, reward_fn=reward, metric_fn=measure, prompts=PROMPTS,
+                           eval_prompts=["we", "you hated"])
+    assert went_on.summary["steps"] == 3
+    assert [row["step"] for row in jsonl(trained.run_dir / "metrics.jsonl")] == [0, 1, 2, 3]
+
+
+def test_several_rewards_by_name(shared_world, tmp_path):
+    run = ppocli.train(
+        [f"model.path={shared_world / 'lm'}", *WORDS, f"output_dir={tmp_path}", "ppo.num_steps=1"],
+        reward_fn={"match": reward, "length": lambda outputs: [float(len(o)) for o in outputs]},
+        prompts=["it", "the film"])
+    row = jsonl(run.run_dir / "metrics.jsonl")[-1]
+    assert row["reward/mean"] == pytest.approx(row["reward/match"] + row["reward/length"])

@@ -1,0 +1,93 @@
+"""A user's own model, prompts and reward, from a folder of their own, through the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers import jsonl, stable_rows
+from runs import STEPS, last_checkpoint, run, scalars, words
+
+
+def test_the_last_line_is_the_model_and_everything_is_there(reference, shared_world):
+    out = (shared_world / "stdout").read_text()
+    assert out.splitlines()[-1] == str(reference / "model")
+    assert f"step {STEPS}/{STEPS}" in out
+    assert "before and after" in out
+    assert "ppocli resume" in out
+    names = {path.name for path in reference.iterdir()}
+    assert names - {".lock"} == {"config.yaml", "run.json", "metrics.jsonl", "samples.jsonl",
+                                 "summary.json", "events", "ppocli.log", "checkpoints", "model"}
+    assert [row["step"] for row in jsonl(reference / "metrics.jsonl")] == list(range(STEPS + 1))
+    assert "\x1b" not in out
+
+
+def test_the_model_is_the_trained_policy_and_loads_without_ppocli(reference, shared_world):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    batch = AutoTokenizer.from_pretrained(reference / "model")("the film was", return_tensors="pt")
+    with torch.no_grad():
+        logits = [AutoModelForCausalLM.from_pretrained(folder)(**batch).logits for folder in
+                  (reference / "model", last_checkpoint(reference) / "policy", shared_world / "lm")]
+    assert torch.equal(logits[0], logits[1])
+    assert not torch.allclose(logits[0], logits[2])
+
+
+def test_metrics_samples_and_events_agree(reference):
+    rows = {row["step"]: row for row in jsonl(reference / "metrics.jsonl")}
+    shown = {(tag, step): value for tag, step, value in scalars(reference)}
+    assert shown[("reward/mean", 2)] == pytest.approx(rows[2]["reward/mean"])
+    samples = jsonl(reference / "samples.jsonl")
+    rollouts = [row for row in samples if row["kind"] == "rollout"]
+    assert [row["episode"] for row in rollouts] == list(range(12 * STEPS))
+    for step in range(1, STEPS + 1):
+        scores = [row["score"] for row in rollouts if row["step"] == step]
+        assert rows[step]["reward/mean"] == pytest.approx(sum(scores) / 12)
+    evaluated = sorted({row["step"] for row in samples if row["kind"] == "eval"})
+    assert evaluated == [0, 2, 4]
+    counts = [len(row["response"].split()) for row in samples if row["kind"] == "eval"
+             and row["step"] == 4]
+    assert rows[4]["eval/metrics/words"] == pytest.approx(sum(counts) / len(counts))
+    summary = json.loads((reference / "summary.json").read_text())
+    assert summary["status"] == "finished"
+    assert summary["eval_before"]["reward_mean"] == pytest.approx(rows[0]["eval/reward_mean"])
+    assert summary["eval_after"]["reward_mean"] == pytest.approx(rows[4]["eval/reward_mean"])
+
+
+def test_a_foreign_folder_with_few_words(world):
+    """The line of the README, and no more."""
+    (world / "my_rewards.py").write_text(
+        "def score(samples, prompts, outputs, label, **kwargs):\n"
+        "    return [float(word in text) for word, text in zip(label, outputs)]\n")
+    rows = [{"prompt": text, "label": "good"} for text in ("the film", "i saw", "it was")]
+    (world / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = run("train", "model.path=./lm", "prompts.path=./prompts.jsonl", "prompts.column=prompt",
+               "reward.fn=my_rewards:score", "ppo.total_episodes=20", "ppo.num_rollouts=8",
+               "ppo.mini_batch_size=4", "generation.max_new_tokens=6", cwd=world)
+    assert done.code == 0, done.err
+    model = Path(done.out.splitlines()[-1])
+    assert model.parent.parent == world / "runs"
+    assert (model / "model.safetensors").is_file()
+    episodes = [row["episode"] for row in jsonl(model.parent / "metrics.jsonl")]
+    assert episodes == [0, 8, 16, 20]
+    assert "3 prompts are fewer than the 8 samples" in done.out
+
+
+def test_an_equal_run_is_equal_and_another_seed_is_not(command, world):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        assert command(*words(f"run_name={name}", f"seed={seed}", "ppo.num_steps=2")).code == 0
+    a, b, c = (stable_rows(world / f"runs/{name}/metrics.jsonl") for name in "abc")
+    assert a == b
+    assert a != c
+
+
+def test_an_existing_run_is_not_overwritten(command, reference, shared_world, monkeypatch):
+    monkeypatch.chdir(shared_world)
+    before = (reference / "metrics.jsonl").read_bytes()
+    ended = command(*words("run_name=reference"))
+    assert ended.code == 5
+    assert "ppocli resume" in ended.err
+    assert "run_name" in ended.err
+    assert (reference / "metrics.jsonl").read_bytes() == before

@@ -1,0 +1,247 @@
+"""Sampling and decoding: distributions, stop rules, and that finished rows stop costing."""
+
+import pytest
+import torch
+from helpers import make_tokenizer, model_config, save_lm
+from sessions import rollout_of, session_of, small_config
+
+from ppocli.models.generation import generate
+from ppocli.models.head import token_logprobs
+from ppocli.models.sampling import SamplingSpec, choose, inverse_transform
+from ppocli.models.text import decode_responses
+from ppocli.ppo.noise import uniform
+
+
+@pytest.fixture
+def lm():
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(model_config()).eval()
+    model.config.pad_token_id = None
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.mul_(4.0)
+    return model
+
+
+def prompts_of(count, width=3):
+    tokens = torch.arange(4, 4 + width)[None, :].repeat(count, 1)
+    return tokens, torch.ones_like(tokens, dtype=torch.bool)
+
+
+def sample(lm, count=8, **spec):
+    given = {"max_new_tokens": 12, "stop_ids": (1,), **spec}
+    given = SamplingSpec(**given)
+    return generate(lm, *prompts_of(count), given, uniform(0, 1, range(count),
+                                                           given.max_new_tokens),
+                    tokenizer=make_tokenizer())
+
+
+@pytest.mark.parametrize("vocabulary", [3, 255, 256, 257, 1000])
+def test_inverse_transform_draws_from_the_softmax(vocabulary):
+    torch.manual_seed(1)
+    logits = torch.randn(vocabulary) * 2
+    draws = 20000
+    u = torch.from_numpy(uniform(0, 1, range(draws), 1)[:, 0])
+    tokens = inverse_transform(logits.expand(draws, -1), u)
+    observed = torch.bincount(tokens, minlength=vocabulary).double()
+    expected = torch.softmax(logits.double(), -1) * draws
+    big = expected > 5
+    statistic = ((observed - expected)[big].square() / expected[big]).sum()
+    degrees = int(big.sum())
+    assert statistic < degrees + 5 * (2 * degrees) ** 0.5
+    # the exact inverse of the cumulative distribution, up to rounding at its corners
+    exact = torch.searchsorted(torch.softmax(logits.double(), -1).cumsum(0), u)
+    assert (exact == tokens).double().mean() > 0.999
+
+
+def test_impossible_tokens_are_never_drawn():
+    logits = torch.full((1000, 600), float("-inf"))
+    logits[:, [5, 300, 599]] = 0.0
+    for edge in (1e-16, 0.5, 1 - 2**-53):
+        drawn = inverse_transform(logits, torch.full((1000,), edge, dtype=torch.float64))
+        assert set(drawn.tolist()) <= {5, 300, 599}
+    u = torch.from_numpy(uniform(0, 1, range(1000), 1)[:, 0])
+    assert set(inverse_transform(logits, u).tolist()) == {5, 300, 599}
+
+
+def test_top_k_and_top_p_keep_what_they_should():
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]]).repeat(500, 1)
+    u = torch.from_numpy(uniform(0, 1, range(500), 1)[:, 0])
+    tokens, logprobs = choose(logits, u, SamplingSpec(1, (), top_k=2), 0)
+    assert set(tokens.tolist()) == {0, 1}
+    # the logprob is the policy's own, not the restricted distribution's
+    wanted = torch.log_softmax(logits, -1).gather(-1, tokens[:, None]).squeeze(-1)
+    torch.testing.assert_close(logprobs, wanted)
+    # probabilities 0.644 0.237 0.087 0.032
+    assert set(choose(logits, u, SamplingSpec(1, (), top_p=0.7), 0)[0].tolist()) == {0, 1}
+    assert set(choose(logits, u, SamplingSpec(1, (), top_p=0.6), 0)[0].tolist()) == {0}
+    assert set(choose(logits, u, SamplingSpec(1, (), do_sample=False), 0)[0].tolist()) == {0}
+
+
+def test_temperature_scales_the_logits():
+    logits = torch.tensor([[2.0, 0.0]])
+    _, logprob = choose(logits, torch.tensor([0.01]), SamplingSpec(1, (), temperature=2.0), 0)
+    torch.testing.assert_close(logprob, torch.log_softmax(torch.tensor([1.0, 0.0]), -1)[:1])
+
+
+def test_responses_end_with_any_stop_id_and_hold_nothing_after_it(lm):
+    out = sample(lm, 32, stop_ids=(1, 9, 17))
+    for i in range(32):
+        length = int(out.mask[i].sum())
+        assert out.mask[i, :length].all()
+        tokens = out.tokens[i, :length].tolist()
+        assert bool(out.finished[i]) == (tokens[-1] in (1, 9, 17))
+        assert not set(tokens[:-1]) & {1, 9, 17}
+        assert out.tokens[i, length:].sum() == 0
+        assert out.logprobs[i, length:].abs().sum() == 0
+    assert out.finished.any()
+
+
+def test_stop_ids_do_not_change_what_comes_before_them(lm):
+    free, stopped = sample(lm, 32, stop_ids=()), sample(lm, 32, stop_ids=(9, 17))
+    assert not free.finished.any()
+    for i in range(32):
+        length = int(stopped.mask[i].sum())
+        assert torch.equal(free.tokens[i, :length], stopped.tokens[i, :length])
+
+
+def test_min_new_tokens_forbids_ending_early(lm):
+    early, late = sample(lm, 64, stop_ids=(1, 9, 17)), sample(lm, 64, stop_ids=(1, 9, 17),
+                                                            min_new_tokens=6)
+    assert early.mask.sum(1).min() < 6
+    assert late.mask.sum(1).min() >= 6
+
+
+def test_finished_rows_stop_costing(lm):
+    seen = []
+    lm.transformer.h[0].register_forward_pre_hook(lambda m, args: seen.append(len(args[0])))
+    out = sample(lm, 64, stop_ids=(1, 9, 17, 20, 30), max_new_tokens=20)
+    alive = int(out.mask.sum())
+    assert sum(seen) < 1.4 * alive
+    assert sum(seen) < 64 * 20 * 0.6
+    assert seen == sorted(seen, reverse=True)
+
+
+def test_the_poll_is_asked_before_every_token_and_may_stop(lm):
+    calls = []
+
+    def poll():
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+
+    spec = SamplingSpec(12, ())
+    with pytest.raises(KeyboardInterrupt):
+        generate(lm, *prompts_of(2), spec, uniform(0, 1, range(2), 12), tokenizer=None, poll=poll)
+    assert len(calls) == 4
+
+
+def test_a_stop_sequence_ends_the_response_and_is_trimmed_from_its_text(tmp_path):
+    free = small_config(tmp_path, generation__max_new_tokens=16)
+    with session_of(free) as session:
+        plain = rollout_of(session)
+    words = [w for r in plain.responses for w in r.split()[1:5]]
+    stop = max(set(words), key=words.count)
+    with session_of(small_config(tmp_path, generation__max_new_tokens=16,
+                                 generation__stop_sequences=[f" {stop}"])) as session:
+        stopped = rollout_of(session)
+    ended = 0
+    for i in range(len(plain)):
+        if f" {stop}" in plain.responses[i]:
+            ended += 1
+            assert bool(stopped.finished[i])
+            assert stopped.responses[i] == plain.responses[i][:plain.responses[i].find(f" {stop}")]
+            length = int(stopped.response_mask[i].sum())
+            # the tokens are those that were sampled, with the one that completed the match
+            assert torch.equal(stopped.response_tokens[i, :length],
+                               plain.response_tokens[i, :length])
+        else:
+            assert stopped.responses[i] == plain.responses[i]
+    assert ended >= 3
+
+
+def test_the_models_own_generation_config_does_not_leak_in(tmp_path):
+    import json
+
+    folder = save_lm(tmp_path / "lm")
+    with session_of(small_config(tmp_path)) as session:
+        before = rollout_of(session)
+    config = json.loads((folder / "generation_config.json").read_text())
+    config.update(top_p=0.1, top_k=1, temperature=0.1, do_sample=True, repetition_penalty=9.0,
+                  suppress_tokens=[5, 6], max_new_tokens=2)
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    with session_of(small_config(tmp_path)) as session:
+        after = rollout_of(session)
+    assert after.responses == before.responses
+    assert torch.equal(after.logprobs, before.logprobs)
+
+
+def test_several_eos_ids_of_the_model_are_honoured(tmp_path):
+    import json
+
+    folder = save_lm(tmp_path / "lm")
+    config = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps({**config, "eos_token_id": [1, 9]}))
+    cfg = small_config(tmp_path, generation__stop_token_ids=[17])
+    with session_of(cfg) as session:
+        assert session.sampling.stop_ids == (1, 9, 17)
+
+
+def test_restricted_sampling_is_warned_about(tmp_path, caplog):
+    with session_of(small_config(tmp_path, generation__top_k=5)):
+        pass
+    assert "KL to the reference may turn negative" in caplog.text
+
+
+def test_logits_exist_only_where_a_response_token_needs_them(tmp_path):
+    """The output layer sees one row a live sample while decoding, and one row a response token in
+    scoring and training; never prompts or padding."""
+    with session_of(small_config(tmp_path)) as session:
+        rows = []
+        head = session.policy.lm.get_output_embeddings()
+        head.register_forward_pre_hook(lambda m, args: rows.append(args[0].shape[0]))
+        rollout = rollout_of(session)
+        assert all(n <= 16 for n in rows)
+        assert len(rows) == rollout.response_mask.shape[1]
+
+
+@pytest.mark.parametrize("rows", [4, 1000])
+def test_chunked_head_equals_log_softmax_with_gradients(monkeypatch, rows):
+    from ppocli.models import head as module
+
+    monkeypatch.setattr(module, "CHUNK_BYTES", rows * 4 * 50)
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(8, 50).double()
+    hidden = torch.randn(13, 8, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(50, (13,))
+    coefficients = torch.randn(2, 13)
+
+    def gradient(logprobs, entropies):
+        layer.zero_grad()
+        hidden.grad = None
+        (coefficients[0] * logprobs + coefficients[1] * entropies).sum().backward()
+        return [hidden.grad.clone(), layer.weight.grad.clone(), layer.bias.grad.clone()]
+
+    got = token_logprobs(hidden, layer, targets, temperature=0.7, want_entropy=True)
+    log_p = torch.log_softmax(layer(hidden).float() / 0.7, -1)
+    wanted = (log_p[torch.arange(13), targets], -(log_p.exp() * log_p).sum(-1))
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    for a, b in zip(gradient(*got), gradient(*wanted), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_text_keeps_the_space_that_a_tokenizer_hides_in_its_tokens():
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.WordLevel({"<unk>": 0, "▁a": 1, "▁good": 2, "▁film": 3, "</s>": 4},
+                                       unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace()
+    inner.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>")
+    assert tokenizer.decode([2, 3]) == "good film"
+    assert decode_responses(tokenizer, [[1]], [[2, 3, 4]]) == [" good film"]
+    assert decode_responses(tokenizer, [[1]], [[2, 3, 4]], ["film"]) == [" good "]
