@@ -7,7 +7,6 @@ WORDS ?=
 # more words for pytest, as in: make test PYTEST_WORDS="-k resume -n 0"
 PYTEST_WORDS ?=
 
-MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:

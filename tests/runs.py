@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from helpers import environment, ppocli, save_lm, stable_rows, write_prompts
+from helpers import environment, save_lm, stable_rows, write_prompts
 
 REWARDS = '''\
 import random

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from ppocli.cli.output import ignore_broken_pipes, say
 
@@ -32,7 +33,8 @@ def run_words(words: Sequence[str]) -> None:
     outcome = launch(composition.config, resume_from=composition.resume_from,
                      name_hint=composition.recipe or "run", say=say)
     if outcome.model_dir is not None:
-        print(outcome.model_dir, flush=True)
+        with suppress(OSError):  # a display that is gone doesn't undo the training
+            print(outcome.model_dir, flush=True)
 
 
 def resume_words(run: str, words: Sequence[str]) -> list[str]:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.progress import (
@@ -38,25 +38,53 @@ def clean(text: str) -> str:
     return CONTROL.sub("?", text.replace("\n", " ⏎ "))
 
 
+class _Outlet:
+    """A stream whose reader may leave: from then on all that is written to it is dropped.
+
+    Rich itself ends the process when a pipe breaks, and its progress bar draws in a thread.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._alive = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write to the stream as long as it takes it."""
+        if self._alive:
+            try:
+                self._stream.write(text)
+            except UnicodeEncodeError as error:
+                self.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
+            except (OSError, ValueError):  # ValueError: it was closed
+                self._alive = False
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream as long as it takes it."""
+        if self._alive:
+            try:
+                self._stream.flush()
+            except (OSError, ValueError):
+                self._alive = False
+
+
 class _StreamHandler(logging.Handler):
-    """Writes messages to a Rich console; forgets a stream that no longer takes them."""
+    """Writes messages to a Rich console."""
 
     def __init__(self, console: Console, prefix: bool) -> None:
         super().__init__()
-        self.console: Console | None = console
+        self.console = console
         self.prefix = prefix
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self.console is None:
-            return
         text = record.getMessage()
         if self.prefix:
             text = f"{record.levelname.lower()}: {text}"
-        try:
-            self.console.print(Text(text), soft_wrap=True)
-            self.console.file.flush()
-        except (OSError, ValueError, UnicodeError):
-            self.console = None
+        self.console.print(Text(text), soft_wrap=True)
+        self.console.file.flush()
 
 
 class _FileHandler(logging.FileHandler):
@@ -89,12 +117,9 @@ class Display:
             self.progress.update(self._task, completed=row["step"])
 
     def table(self, table: Table) -> None:
-        """Print a Rich table; a dead display is ignored."""
-        try:
-            self.out.print(table)
-            self.out.file.flush()
-        except (OSError, ValueError, UnicodeError):
-            log.debug("the display is gone")
+        """Print a Rich table."""
+        self.out.print(table)
+        self.out.file.flush()
 
 
 def step_line(row: dict[str, Any], total: int) -> str:
@@ -114,18 +139,10 @@ def eval_line(row: dict[str, Any]) -> str:
             f"len {row['eval/response_tokens_mean']:.1f}{metrics}")
 
 
-class _Console(Console):
-    """A console whose reader may leave: Rich would end the process."""
-
-    def on_broken_pipe(self) -> None:
-        """Tell the caller, who drops the display."""
-        raise BrokenPipeError
-
-
 def _console(stream: Any, *, plain_width: int = 110) -> Console:
     terminal = bool(getattr(stream, "isatty", lambda: False)())
-    return _Console(file=stream, width=None if terminal else plain_width, highlight=False,
-                   safe_box=True)
+    return Console(file=cast(IO[str], _Outlet(stream)), highlight=False, safe_box=True,
+                   width=None if terminal else plain_width)
 
 
 @contextmanager

@@ -107,8 +107,9 @@ def test_equal_rewards_are_warned_of_and_stay_finite(command, world):
 
 @pytest.mark.parametrize(("fn", "said"), [
     ("no_such_module:score", "no_such_module"), ("bad.py:scores", "score"),
-    ("bad.py:calls", "can't be called"), ("missing.py:score", "missing.py"), ("broken.py:score", "boom"),
-    ("needs.py:score", "wanted"), ("os:system", "os"), ("bad.score.deep:x", "bad")])
+    ("bad.py:calls", "can't be called"), ("missing.py:score", "missing.py"),
+    ("broken.py:score", "boom"), ("needs.py:score", "wanted"), ("os:system", "os"),
+    ("bad.score.deep:x", "bad")])
 def test_a_wrong_import_path_is_told_before_anything_is_made(fn, said, command, world):
     write_reward(world, "return good")
     (world / "broken.py").write_text("raise ImportError('boom')\n")
