@@ -40,8 +40,8 @@ lint: $(VENV)/.installed-dev ## check style, types and the floors
 docs: $(VENV)/.installed-dev ## write docs/configuration.md anew from the schema
 	@$(BIN)/python docs/make_configuration.py > docs/configuration.md
 
-benchmark-learning: $(VENV)/.installed ## train every offline recipe with five seeds, print tables
-	@$(BIN)/python benchmarks/learning.py
+benchmark-learning: $(VENV)/.installed ## train every offline recipe with five seeds, write the tables
+	@$(BIN)/python benchmarks/learning.py --out benchmarks/RESULTS.md
 
 benchmark-startup: $(VENV)/.installed ## measure how long the command takes to answer
 	@$(BIN)/python benchmarks/startup.py

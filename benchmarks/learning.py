@@ -17,11 +17,13 @@ import sys
 import tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from datetime import date
 from pathlib import Path
 
 BY_EPISODES = 2500
 """randomwalks must have reached its level by then"""
 REACH, FLOOR = 0.95, 0.93
+BEGIN, END = "<!-- learning: begin -->", "<!-- learning: end -->"
 SENTENCE_END = (".", "!", "?")
 
 
@@ -43,14 +45,18 @@ def rows_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def randomwalks_row(run: Path) -> tuple[dict[int, float], bool]:
-    """Optimality by episodes, and whether the promise holds."""
-    curve = {row["episode"]: row["eval/metrics/optimality"] for row in rows_of(run / "metrics.jsonl")
+def randomwalks_row(run: Path) -> tuple[dict[str, float], bool]:
+    """Optimality along the run, and whether the promise holds at every evaluation."""
+    rows = rows_of(run / "metrics.jsonl")
+    curve = {row["episode"]: row["eval/metrics/optimality"] for row in rows
              if "eval/metrics/optimality" in row}
-    reached = [e for e, value in curve.items() if value >= REACH and e <= BY_EPISODES]
-    after = [value for e, value in curve.items() if reached and e >= reached[0]]
-    late = [value for e, value in curve.items() if e >= BY_EPISODES]
-    return curve, bool(reached) and min(after + late) >= FLOOR
+    reached = [e for e, value in curve.items() if value >= REACH]
+    first = reached[0] if reached else None
+    lowest = min((v for e, v in curve.items() if first is not None and e >= first), default=0.0)
+    found = {str(e): v for e, v in curve.items() if e % 512 == 0 or e == max(curve)}
+    found[f"{REACH} at"] = float(first) if first is not None else float("nan")
+    found["lowest after"] = lowest
+    return found, first is not None and first <= BY_EPISODES and lowest >= FLOOR
 
 
 def repeats_4gram(text: str, times: int = 3) -> bool:
@@ -80,21 +86,42 @@ def quickstart_row(run: Path) -> tuple[dict[str, float], bool]:
     return found, holds
 
 
+def _shown(value: float) -> str:
+    return f"{value:.0f}" if value >= 10 else f"{value:.3f}"
+
+
 def table(recipe: str, runs: dict[int, Path]) -> tuple[list[str], bool]:
     """Markdown lines of one recipe's table, and whether every seed holds."""
-    if recipe == "quickstart":
-        rows = {seed: quickstart_row(run) for seed, run in runs.items()}
-        names = list(next(iter(rows.values()))[0])
-        cells = {s: [f"{found[n]:.3g}" for n in names] for s, (found, _) in rows.items()}
-    else:
-        rows = {seed: randomwalks_row(run) for seed, run in runs.items()}
-        episodes = list(next(iter(rows.values()))[0])
-        names = [str(e) for e in episodes]
-        cells = {s: [f"{found[e]:.3f}" for e in episodes] for s, (found, _) in rows.items()}
+    judge = quickstart_row if recipe == "quickstart" else randomwalks_row
+    rows = {seed: judge(run) for seed, run in runs.items()}
+    names = list(next(iter(rows.values()))[0])
+    cells = {s: [_shown(found[n]) for n in names] for s, (found, _) in rows.items()}
     lines = [f"| seed | {' | '.join(names)} | holds |", "|---" * (len(names) + 2) + "|"]
     lines += [f"| {s} | {' | '.join(row)} | {'yes' if rows[s][1] else 'NO'} |"
               for s, row in cells.items()]
     return lines, all(holds for _, holds in rows.values())
+
+
+def provenance() -> str:
+    """When, on what and with which versions the tables were made."""
+    import platform
+    from importlib.metadata import version
+
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")),
+               platform.processor())
+    names = ("ppocli", "torch", "transformers")
+    versions = ", ".join(f"{name} {version(name)}" for name in names)
+    return (f"{date.today()}, {cpu}, one thread a run. Python {platform.python_version()}, "
+            f"{versions}.\n")
+
+
+def write_between(path: Path, text: str) -> None:
+    """Replace what stands between the marker lines of a Markdown file."""
+    before, rest = path.read_text(encoding="utf-8").split(BEGIN)
+    after = rest.split(END)[1]
+    path.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
 
 
 def main() -> int:
@@ -104,11 +131,12 @@ def main() -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
     parser.add_argument("--set", nargs="*", default=[], help="more words for every run")
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side, one thread each")
-    parser.add_argument("--out", type=Path, help="append the tables to this file")
+    parser.add_argument("--out", type=Path, help="write the tables into this file, between its "
+                        f"lines {BEGIN} and {END}")
     parser.add_argument("--keep", type=Path, help="keep the run folders here")
     args = parser.parse_args()
     extra = {"randomwalks": ["ppo.total_episodes=5000", "eval.every_steps=1"]}
-    good = True
+    good, texts = True, []
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.keep or Path(scratch)
         for recipe in args.recipes:
@@ -121,9 +149,9 @@ def main() -> int:
             good &= holds
             text = "\n".join([f"### {recipe}", "", *lines, ""])
             print(text, flush=True)
-            if args.out:
-                with args.out.open("a", encoding="utf-8") as file:
-                    file.write(text + "\n")
+            texts.append(text)
+    if args.out:
+        write_between(args.out, "\n".join([*texts, provenance()]))
     return 0 if good else 1
 
 

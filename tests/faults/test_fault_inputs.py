@@ -182,8 +182,8 @@ def test_without_network_everything_missing_is_told_within_5_seconds(no_network,
                                capture_output=True, timeout=100, check=False)
         elapsed = time.monotonic() - started
     assert ended.returncode == 3, ended.stderr
-    for part in ("4 inputs are missing", "model.path=lvwerra/gpt2-imdb", "model.tokenizer_path",
-                 "reward.kwargs.model", "lvwerra/distilbert-imdb", "prompts.path", "imdb",
+    for part in ("3 inputs are missing", "model.path=lvwerra/gpt2-imdb", "reward.kwargs.model",
+                 "lvwerra/distilbert-imdb", "prompts.path", "imdb",
                  "=/path"):
         assert part in ended.stderr, ended.stderr
     assert "Traceback" not in ended.stderr
