@@ -108,7 +108,9 @@ def noting_objects(config: TrainConfig, objects: PythonObjects | None) -> TrainC
         return config
     reward, prompts = config.reward, config.prompts
     if objects.reward_fn is not None:
-        reward = replace(reward, fn=PYTHON_OBJECT, fns={})
+        # arguments of the reward that is replaced are not for the function that replaces it
+        own = reward.fn in (None, PYTHON_OBJECT) and not reward.fns
+        reward = replace(reward, fn=PYTHON_OBJECT, fns={}, kwargs=reward.kwargs if own else {})
     if objects.metric_fn is not None:
         reward = replace(reward, metric_fn=PYTHON_OBJECT)
     if objects.prompts is not None:

@@ -79,7 +79,8 @@ def _missing_data(cfg: TrainConfig) -> Iterator[InputError]:
 
 def _in_cache(name: str) -> bool:
     """Whether a data set's folder is in either cache that `datasets` may load it from offline."""
-    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    home = Path(os.environ.get("HF_HOME") or cache / "huggingface").expanduser()
     prepared = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets")
     raw = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     folder = name.replace("/", "___")

@@ -8,8 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-WORDS = ("the a film plot actor was is not very good bad great awful fine dull warm cold and but "
-         "so i you we it this that loved hated saw liked . , !").split()
+WORDS = (
+    "the", "a", "film", "plot", "actor", "was", "is", "not", "very", "good", "bad", "great",
+    "awful", "fine", "dull", "warm", "cold", "and", "but", "so", "i", "you", "we", "it", "this",
+    "that", "loved", "hated", "saw", "liked", ".", ",", "!")
 SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>")
 
 
@@ -21,8 +23,6 @@ def make_tokenizer(*, pad: bool = True, bos: bool = False):
     vocabulary = {word: i for i, word in enumerate((*SPECIAL, *WORDS))}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    inner.decoder = decoders.Fuse()
-    inner.decoder = decoders.Sequence([decoders.Replace("", ""), decoders.Metaspace()])
     inner.decoder = decoders.WordPiece(prefix="##", cleanup=False)
     names = {"eos_token": "<eos>", "unk_token": "<unk>"}
     if pad:
