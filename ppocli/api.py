@@ -48,24 +48,26 @@ class TrainedRun:
         Raises:
             ConfigError: an unknown override, or no prompts.
         """
+        from ppocli.config.problems import find_problems, raise_problems
         from ppocli.config.resolved import read_config
-        from ppocli.models.loading import stop_token_ids
+        from ppocli.models.loading import stop_rules
         from ppocli.models.prompting import generate_texts
-        from ppocli.models.sampling import SamplingSpec
+        from ppocli.models.sampling import SAMPLING_KEYS, SamplingSpec
 
         loaded, tokenizer = self._model
-        cfg = read_config(self.run_dir / "config.yaml").generation
-        names = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "do_sample")
-        settings = {name: getattr(cfg, name) for name in names}
-        settings["stop_sequences"] = tuple(cfg.stop_sequences)
-        unknown = sorted(set(sampling) - set(settings))
+        cfg = read_config(self.run_dir / "config.yaml")
+        allowed = (*SAMPLING_KEYS, "stop_sequences")
+        unknown = sorted(set(sampling) - set(allowed))
         if unknown:
             raise ConfigError(f"{unknown[0]!r} is no sampling setting.",
-                              fix=f"one of {', '.join(settings)}")
-        settings.update(sampling)
-        settings["stop_sequences"] = tuple(settings["stop_sequences"])
-        spec = SamplingSpec(stop_ids=stop_token_ids(tokenizer, loaded, cfg.stop_token_ids),
-                            **settings)
+                              fix=f"one of {', '.join(allowed)}")
+        generation = replace(cfg.generation, **sampling)
+        raise_problems([problem for problem in find_problems(replace(cfg, generation=generation))
+                        if problem.key.startswith("generation.")])
+        stop_ids, stops = stop_rules(tokenizer, loaded, generation.stop_token_ids,
+                                     list(generation.stop_sequences))
+        spec = SamplingSpec(stop_ids=stop_ids, stop_sequences=stops,
+                            **{name: getattr(generation, name) for name in SAMPLING_KEYS})
         return generate_texts(loaded.lm, tokenizer, list(prompts), spec, seed=seed)
 
     def save_pretrained(self, folder: str | Path) -> Path:
@@ -103,6 +105,7 @@ def train(overrides: Sequence[str] = (), *,
         PpocliError: whatever ended the run; its checkpoints are kept.
     """
     from ppocli.config.compose import compose
+    from ppocli.config.problems import find_problems, raise_problems
     from ppocli.engine.session import PythonObjects
     from ppocli.launch import launch
 
@@ -114,8 +117,13 @@ def train(overrides: Sequence[str] = (), *,
         raise ConfigError("These words only print a configuration.", fix="leave out --cfg, --info")
     config = composition.config
     if stop_sequences is not None:
+        if isinstance(stop_sequences, str):
+            raise ConfigError("stop_sequences is one text, not several.",
+                              where="ppocli.train(stop_sequences=...)",
+                              fix=f"stop_sequences=[{stop_sequences!r}]")
         config = replace(config, generation=replace(config.generation,
                                                     stop_sequences=list(stop_sequences)))
+        raise_problems(find_problems(config, handed_in=handed_in))
     objects = PythonObjects(
         reward_fn=reward_fn, metric_fn=metric_fn,
         prompts=None if prompts is None else list(prompts),

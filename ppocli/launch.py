@@ -27,13 +27,14 @@ from ppocli.config.changes import classify_change, config_differences
 from ppocli.config.problems import shown
 from ppocli.config.resolved import (
     CONFIG_FILE,
+    NEXT_CONFIG_FILE,
     PYTHON_OBJECT,
     read_config,
     with_absolute_paths,
     write_config,
 )
 from ppocli.config.schema import TrainConfig
-from ppocli.engine.atomic import disk_errors, write_atomic
+from ppocli.engine.atomic import disk_errors
 from ppocli.engine.run_folder import lock, probe_writable
 from ppocli.errors import CheckpointError, ConfigError, PpocliError
 from ppocli.preflight import check_inputs
@@ -87,9 +88,13 @@ def launch(config: TrainConfig, *, fresh_process: bool = False,
         # an explicit folder must hold a checkpoint; "auto" may have been killed before its first
         config = replace(config, run_name=run_dir.name, output_dir=str(run_dir.parent),
                          resume="never" if resume_from else "auto")
-        with _config_kept_if_refused(run_dir / CONFIG_FILE):
+        try:
             _prepare_resumed(run_dir, config, objects, say)
+            say(f"{run_dir}: loading {config.model.path}")
             return _run(run_dir, True, fresh_process, objects)
+        finally:
+            # still there only if the run did not go on: its own configuration stays as it was
+            (run_dir / NEXT_CONFIG_FILE).unlink(missing_ok=True)
     check_inputs(config)
     base = Path(config.output_dir)
     new_parents = [folder for folder in (base, *base.parents) if not folder.exists()]
@@ -99,6 +104,8 @@ def launch(config: TrainConfig, *, fresh_process: bool = False,
             settled = replace(config, run_name=run_dir.name, output_dir=str(run_dir.parent))
             with disk_errors(run_dir / CONFIG_FILE):
                 write_config(settled, run_dir / CONFIG_FILE)
+            # the libraries alone take seconds to load
+            say(f"{run_dir}: loading {config.model.path}")
             return _run(run_dir, False, fresh_process, objects)
 
 
@@ -167,7 +174,8 @@ def _made(folder: Path) -> bool:
 
 def _prepare_resumed(run_dir: Path, config: TrainConfig, objects: PythonObjects | None,
                      say: Callable[[str], None]) -> None:
-    """Compare with the run's own configuration, refuse or list what changed, and write it."""
+    """Compare with the run's own configuration, refuse or list what changed, and write it
+    beside it, to be taken over once the run goes on."""
     old = read_config(run_dir / CONFIG_FILE)
     _ask_for_objects(config, objects, run_dir)
     changes = [(key, f"{key}: {shown(before)} -> {shown(after)}")
@@ -183,9 +191,8 @@ def _prepare_resumed(run_dir: Path, config: TrainConfig, objects: PythonObjects 
         say(f"changed on resume: {line}" + ("" if classify_change(key) == "harmless" else
                                            " (from here on the run differs)"))
     probe_writable(run_dir)
-    if changes or old != config:
-        with lock(run_dir), disk_errors(run_dir / CONFIG_FILE):
-            write_config(config, run_dir / CONFIG_FILE)
+    with lock(run_dir), disk_errors(run_dir / NEXT_CONFIG_FILE):
+        write_config(config, run_dir / NEXT_CONFIG_FILE)
 
 
 def _ask_for_objects(config: TrainConfig, objects: PythonObjects | None, run_dir: Path) -> None:
@@ -202,18 +209,6 @@ def _ask_for_objects(config: TrainConfig, objects: PythonObjects | None, run_dir
             "from its folder", where=str(run_dir),
             fix="resume it from Python: ppocli.train([\"resume=" + str(run_dir) + "\"], "
                 + ", ".join(f"{name}=..." for name in missing) + ")")
-
-
-@contextmanager
-def _config_kept_if_refused(path: Path) -> Iterator[None]:
-    """Put a run's configuration back when resuming it was refused after all."""
-    before = path.read_bytes()
-    try:
-        yield
-    except CheckpointError:
-        if path.read_bytes() != before:
-            write_atomic(path, before)
-        raise
 
 
 @contextmanager

@@ -16,19 +16,17 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from ppocli.config.resolved import read_config
-from ppocli.config.schema import TrainConfig
+from ppocli.config.resolved import accept_config, next_config, read_config
+from ppocli.config.schema import TrainConfig, planned_episodes
 from ppocli.engine.console import Display, closing_table, keep_log, open_display
 from ppocli.engine.loop import Run, initial_state, run_training, save
-from ppocli.engine.records import TrainState
 from ppocli.engine.run_folder import (
     RunFolder,
     lock,
     publish_folder,
-    repair_published,
     write_summary,
 )
-from ppocli.engine.session import PythonObjects, Session, build_session
+from ppocli.engine.session import PythonObjects, build_session
 from ppocli.engine.stop import StopFlag, StopRequested, catch_signals
 from ppocli.errors import (
     CheckpointError,
@@ -68,7 +66,7 @@ def run_worker(run_dir: Path, *, objects: PythonObjects | None = None, resume: b
     """
     run_dir = run_dir.resolve()
     folder = RunFolder(run_dir)
-    cfg = read_config(folder.config)
+    cfg = read_config(next_config(run_dir) if resume else folder.config)
     with lock(run_dir), open_display(folder.log) as display, catch_signals() as stop:
         return _run(cfg, folder, objects or PythonObjects(), resume, display, stop)
 
@@ -77,44 +75,29 @@ def _run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects, resume: bo
          display: Display, stop: StopFlag) -> RunResult:
     from transformers.utils import logging as transformers_logging
 
+    from ppocli.engine import generators
     from ppocli.engine.backend import open_backend
     from ppocli.engine.metrics import open_recorder, torch_versions
+    from ppocli.engine.resume import restore
 
     transformers_logging.disable_progress_bar()  # bars for reading a file are not news
     transformers_logging.set_verbosity_error()  # what matters of a load is checked by us
     with open_backend(cfg.hardware) as backend:
         if resume and (done := _already_finished(cfg, folder)) is not None:
             return done
-        seed_user_code(cfg.seed)
+        generators.seed(cfg.seed)
         session = build_session(cfg, backend, objects)
         state = initial_state(session)
         run_id = _run_id(folder)
         if resume:
-            state = _restore(session, folder, run_id, state)
+            state = restore(session, folder, run_id, state)
+            accept_config(folder.path)
         keep_log()
-        digest = config_digest(cfg, session)
+        digest = hashlib.sha256(folder.config.read_bytes()).hexdigest()
         with open_recorder(folder) as recorder:
             run = Run(session, folder, run_id, digest, torch_versions(), stop, recorder, display,
-                      state, saved_at=monotonic())
+                      state, generators.capture(backend.device), saved_at=monotonic())
             return _train(run)
-
-
-def seed_user_code(seed: int) -> None:
-    """Seed the global generators that a reward function may draw from; ppocli itself uses none."""
-    import random
-
-    import numpy as np
-    import torch
-
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
-def config_digest(cfg: TrainConfig, session: Session) -> str:
-    """SHA-256 of the prompts' digest and of what the configuration says about the model."""
-    parts = {"model": cfg.model.path, "prompts": session.prompts.digest(), "seed": cfg.seed}
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def _run_id(folder: RunFolder) -> str:
@@ -133,51 +116,6 @@ def _run_id(folder: RunFolder) -> str:
     return run_id
 
 
-def _restore(session: Session, folder: RunFolder, run_id: str, fresh: TrainState) -> TrainState:
-    """Load the newest valid checkpoint; remove rows and folders of later steps.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    from ppocli.engine.checkpoints import find_latest
-    from ppocli.engine.persist import read_checkpoint
-    from ppocli.engine.retention import clean_staging, supersede
-
-    leftovers = (*clean_staging(folder.checkpoints), *repair_published(folder.model))
-    search = find_latest(folder.checkpoints, run_id=run_id)
-    for line in (*leftovers, *search.skipped):
-        log.warning(line)
-    if search.found is None:
-        if session.cfg.resume == "auto":
-            log.info("No checkpoint in %s: the run starts from the beginning.", folder.checkpoints)
-            _forget_after(folder, -1, reopen=None)
-            return fresh
-        raise CheckpointError(f"No valid checkpoint in {folder.checkpoints}.",
-                              where=str(folder.path),
-                              fix="start again under another run_name, or with resume=auto")
-    found = search.found
-    state = TrainState.from_json(found.state)
-    read_checkpoint(session, found.path, state)
-    for step in supersede(folder.checkpoints, found.step):
-        log.warning("step %d is later than the resumed step %d: moved to superseded/.", step,
-                    found.step)
-    _forget_after(folder, found.step, reopen=found.step if state.pending is not None else None)
-    log.info("resuming step %d of %d from %s (verified)", state.step, session.total_steps(),
-             found.path)
-    return state
-
-
-def _forget_after(folder: RunFolder, step: int, *, reopen: int | None) -> None:
-    """Remove rows past ``step``, and those that finishing step ``reopen`` will write again."""
-    from ppocli.engine.run_logs import truncate_events, truncate_jsonl
-
-    last_row = step if reopen is None else reopen - 1
-    truncate_jsonl(folder.metrics, last_row)
-    truncate_jsonl(folder.samples, step,
-                   also=lambda row: row.get("kind") == "eval" and row.get("step") == reopen)
-    truncate_events(folder.events, last_row)
-
-
 def _already_finished(cfg: TrainConfig, folder: RunFolder) -> RunResult | None:
     """The result of a run that has drawn all its episodes and left a whole model; else None."""
     from ppocli.assets.model_files import check_folder
@@ -189,10 +127,9 @@ def _already_finished(cfg: TrainConfig, folder: RunFolder) -> RunResult | None:
         check_folder(folder.model, key="model")
     except (OSError, ValueError, KeyError, TypeError, InputError):
         return None
-    ppo = cfg.ppo
-    total = ppo.total_episodes or (ppo.num_steps or 0) * ppo.num_rollouts
-    if not complete or episodes < total:
+    if not complete or episodes < planned_episodes(cfg.ppo):
         return None
+    accept_config(folder.path)
     log.info("already finished (%d/%d steps): %s", summary["steps"], summary["steps"], folder.model)
     return RunResult(folder.path, folder.model, summary)
 
@@ -204,27 +141,28 @@ def _train(run: Run) -> RunResult:
     try:
         run_training(run)
     except StopRequested as stop:
-        where = _save_what_is_sound(run)
+        where, resumable = _save_what_is_sound(run)
         _write_summary(run, "stopped")
-        name = str(stop)
         raise StoppedError(
-            f"stopped by {name} at step {run.state.step} of {run.session.total_steps()}; {where}",
+            f"stopped by {stop} at step {run.state.step} of {run.session.total_steps()}; {where}",
             signal_number=stop.signal_number,
-            fix=f"resume with: ppocli resume {run.folder.path}") from None
+            fix=f"resume with: ppocli resume {run.folder.path}" if resumable else
+            "start again; checkpoint.every_steps=1 or checkpoint.every_minutes=5 saves more often"
+        ) from None
     except torch.OutOfMemoryError as error:
-        where = _save_what_is_sound(run)
-        _write_summary(run, "failed")
+        where, _ = _save_what_is_sound(run)
+        _write_summary(run, "failed", error=str(error))
         raise OutOfMemoryError(
             f"Out of memory in step {run.state.step + 1}; {where}",
             where="ppo.micro_batch_size, ppo.chunk_size",
             fix="set ppo.micro_batch_size (the gradient stays the same) or ppo.chunk_size lower, "
                 f"then: ppocli resume {run.folder.path} ppo.micro_batch_size=N") from error
     except PpocliError as error:
-        where = _last_checkpoint(run) if isinstance(error, DivergedError) \
+        where, _ = _last_checkpoint(run) if isinstance(error, DivergedError) \
             else _save_what_is_sound(run)
         _write_summary(run, "failed", error=str(error))
         error.what = f"{error.what} ({where})"
-        log.error(error.what)
+        log.error(error.what, extra={"ends_run": True})
         raise
     except BaseException:
         _write_summary(run, "failed", error="unexpected error")
@@ -232,16 +170,22 @@ def _train(run: Run) -> RunResult:
     return _publish(run)
 
 
-def _last_checkpoint(run: Run) -> str:
+def _last_checkpoint(run: Run) -> tuple[str, bool]:
+    """Words about the newest checkpoint, and whether there is one."""
     from ppocli.engine.checkpoints import find_latest
 
     found = find_latest(run.folder.checkpoints, run_id=run.run_id, verify="size").found
-    return "no checkpoint was saved yet" if found is None else \
-        f"last healthy: step {found.step} in {found.path}"
+    if found is None:
+        return "no checkpoint was saved yet", False
+    return f"last healthy: step {found.step} in {found.path}", True
 
 
-def _save_what_is_sound(run: Run) -> str:
-    """Save the committed state if the weights belong to it; says what is on the disk."""
+def _save_what_is_sound(run: Run) -> tuple[str, bool]:
+    """Save the committed state if the weights belong to it.
+
+    Returns:
+        words about what is on the disk, and whether the run can be resumed from it.
+    """
     if not run.intact:
         return _last_checkpoint(run)
     try:
@@ -250,7 +194,7 @@ def _save_what_is_sound(run: Run) -> str:
     except PpocliError as error:
         log.error("%s", error)
         return _last_checkpoint(run)
-    return f"saved step {run.state.step}"
+    return f"saved step {run.state.step}", True
 
 
 def _summary(run: Run, status: str) -> dict[str, Any]:
@@ -318,7 +262,8 @@ def _show(run: Run) -> None:
     log.info("run folder   %s", run.folder.path)
     log.info("metrics      %s", run.folder.metrics)
     log.info("checkpoints  %s", run.folder.checkpoints)
-    log.info("resume       ppocli resume %s ppo.total_episodes=N", run.folder.path)
+    more = "total_episodes" if run.session.cfg.ppo.total_episodes else "num_steps"
+    log.info("go on        ppocli resume %s ppo.%s=N", run.folder.path, more)
     log.info("model        %s", run.folder.model)
 
 

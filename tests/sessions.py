@@ -68,7 +68,8 @@ def rollout_of(session: Session, start: int = 0, count: int | None = None):
 
 def fresh_state(session: Session) -> TrainState:
     """The state before the first step."""
-    return TrainState(kl_coef=session.cfg.ppo.init_kl_coef)
+    coef = session.cfg.ppo.init_kl_coef
+    return TrainState(kl_coef=coef, init_kl_coef=coef, digests={}, judged_by="")
 
 
 def weights_of(session: Session) -> dict[str, Any]:

@@ -123,6 +123,8 @@ def _allowed(metadata: Mapping[str, Any], item: Any) -> bool:
                if metadata[bound] is not None)
 
 
+RESERVED_REWARDS = ("mean", "std", "invalid")
+
 Found = Iterator[tuple[tuple[str, ...], str]]
 
 
@@ -161,6 +163,9 @@ def _reward(config: TrainConfig, handed_in: frozenset[str]) -> Found:
         yield (("reward.kwargs",), "these belong to reward.fn, which is not given; with "
                "reward.fns each entry has its own kwargs")
     for name, entry in reward.fns.items():
+        if name in RESERVED_REWARDS:
+            yield ((f"reward.fns.{name}",), f"reward/{name} is a figure of all rewards together; "
+                   "give this one another name")
         for text in _fns_entry(entry):
             yield (f"reward.fns.{name}",), text
     for name in ("ref_mean", "ref_std"):
@@ -236,6 +241,9 @@ def _generation(config: TrainConfig, handed_in: frozenset[str]) -> Found:
 
 def _algorithm(config: TrainConfig, handed_in: frozenset[str]) -> Found:
     ppo = config.ppo
+    if ppo.kl_controller == "adaptive" and config.model.reference.kind == "none":
+        yield (("ppo.kl_controller", "model.reference.kind"),
+               "the adaptive controller steers the KL to a reference, and there is none")
     if len(ppo.optimizer.betas) != 2:
         yield (("ppo.optimizer.betas",),
                f"{shown(ppo.optimizer.betas)} must be two numbers, e.g. [0.9,0.999]")

@@ -17,6 +17,8 @@ from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError
 
 CONFIG_FILE = "config.yaml"
+NEXT_CONFIG_FILE = "config.next.yaml"
+"""settings a resumed run was asked to go on with; they replace config.yaml once it does"""
 PYTHON_OBJECT = "<python object>"
 _PATH_KEYS = ("output_dir", "model.path", "model.tokenizer_path", "prompts.path",
               "prompts.eval.path")
@@ -172,3 +174,16 @@ def flat(config: TrainConfig) -> dict[str, Any]:
                 found[key] = value
     walk("", dataclasses.asdict(config))
     return found
+
+
+def next_config(run_dir: Path) -> Path:
+    """The configuration a run is resumed with: the one asked for, else its own."""
+    path = run_dir / NEXT_CONFIG_FILE
+    return path if path.is_file() else run_dir / CONFIG_FILE
+
+
+def accept_config(run_dir: Path) -> None:
+    """Make the configuration asked for at resume, if there is one, the run's own."""
+    path = run_dir / NEXT_CONFIG_FILE
+    if path.is_file():
+        os.replace(path, run_dir / CONFIG_FILE)

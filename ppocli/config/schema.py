@@ -256,3 +256,8 @@ class TrainConfig:
     eval: EvalConfig = key(EvalConfig, "evaluation during training")
     checkpoint: CheckpointConfig = key(CheckpointConfig, "what is kept on disk")
     tracking: TrackingConfig = key(TrackingConfig, "what is logged")
+
+
+def planned_episodes(ppo: PPOConfig) -> int:
+    """Samples in the whole run, given by ``total_episodes`` or ``num_steps``."""
+    return ppo.total_episodes or (ppo.num_steps or 0) * ppo.num_rollouts

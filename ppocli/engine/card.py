@@ -6,11 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ppocli.config.schema import TrainConfig
+from ppocli.engine.console import figure
 from ppocli.version import __version__
-
-
-def _figure(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
 
 
 def write_card(folder: Path, cfg: TrainConfig, summary: dict[str, Any]) -> None:
@@ -24,7 +21,8 @@ def write_card(folder: Path, cfg: TrainConfig, summary: dict[str, Any]) -> None:
     rewards = ", ".join(cfg.reward.fns) if cfg.reward.fns else cfg.reward.fn
     names = [n for n in ("reward_mean", "kl_mean", "response_tokens_mean") if n in after]
     names += [n for n in after if n.startswith("metrics/")]
-    rows = [f"| {name} | {_figure(before.get(name))} | {_figure(after[name])} |" for name in names]
+    rows = [f"| {name} | {figure(before.get(name), 3)} | {figure(after[name], 3)} |"
+            for name in names]
     body = [
         "---", "", f"# {cfg.run_name or 'A policy trained with PPO'}", "",
         f"`{base}`, fine-tuned with PPO by ppocli {__version__}: "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import logging.handlers
+import math
 import re
 import sys
 from collections.abc import Iterator
@@ -122,21 +123,33 @@ class Display:
         self.out.file.flush()
 
 
+def figure(value: float | None, digits: int) -> str:
+    """A figure with so many decimals; ``-`` for one that isn't there or isn't finite."""
+    return "-" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+
+
 def step_line(row: dict[str, Any], total: int) -> str:
-    """``step 12/100 reward 0.43±0.20 kl 3.1 len 38 loss -0.02/0.31 clip 0.11 lr 1.0e-05 12.4 s``"""
-    return (f"step {row['step']}/{total}  reward {row['reward/mean']:.3f}±{row['reward/std']:.3f}  "
-            f"kl {row['objective/kl']:.2f}  len {row['rollout/response_tokens_mean']:.1f}  "
-            f"loss {row['loss/policy_avg']:.3f}/{row['loss/value_avg']:.3f}  "
-            f"clip {row['policy/clipfrac_avg']:.2f}  lr {row['lr']:.1e}  {row['time/step']:.1f} s")
+    """``step 12/100  reward 0.43±0.20  kl 3.1  len 38.0  loss -0.02/0.31  clip 0.11  lr 1.0e-05
+    12.4 s (rollout 3.1 reward 0.2 scoring 1.0 optimize 8.1, 980 tokens/s)``"""
+    phases = " ".join(f"{name} {row[f'time/{name}']:.1f}"
+                      for name in ("rollout", "reward", "scoring", "optimize")
+                      if f"time/{name}" in row)
+    return (f"step {row['step']}/{total}  reward {figure(row['reward/mean'], 3)}"
+            f"±{figure(row['reward/std'], 3)}  kl {figure(row['objective/kl'], 2)}  "
+            f"len {figure(row['rollout/response_tokens_mean'], 1)}  "
+            f"loss {figure(row['loss/policy_avg'], 3)}/{figure(row['loss/value_avg'], 3)}  "
+            f"clip {figure(row['policy/clipfrac_avg'], 2)}  lr {row['lr']:.1e}  "
+            f"{row['time/step']:.1f} s ({phases}, "
+            f"{row['tokens_per_second/rollout']:.0f} tokens/s)")
 
 
 def eval_line(row: dict[str, Any]) -> str:
     """The evaluation of a step in one line."""
-    metrics = "".join(f"  {name.removeprefix('eval/metrics/')} {value:.3f}"
+    metrics = "".join(f"  {name.removeprefix('eval/metrics/')} {figure(value, 3)}"
                       for name, value in row.items() if name.startswith("eval/metrics/"))
-    return (f"eval at step {row['step']}  reward {row['eval/reward_mean']:.3f}"
-            f"±{row['eval/reward_std']:.3f}  kl {row['eval/kl_mean']:.2f}  "
-            f"len {row['eval/response_tokens_mean']:.1f}{metrics}")
+    return (f"eval at step {row['step']}  reward {figure(row['eval/reward_mean'], 3)}"
+            f"±{figure(row['eval/reward_std'], 3)}  kl {figure(row['eval/kl_mean'], 2)}  "
+            f"len {figure(row['eval/response_tokens_mean'], 1)}{metrics}")
 
 
 def _console(stream: Any, *, plain_width: int = 110) -> Console:
@@ -154,6 +167,8 @@ def open_display(log_file: Path) -> Iterator[Display]:
     lines.addFilter(lambda record: record.levelno < logging.WARNING)
     warnings = _StreamHandler(err, prefix=True)
     warnings.setLevel(logging.WARNING)
+    # what ends the run is said once, by whoever started it
+    warnings.addFilter(lambda record: not getattr(record, "ends_run", False))
     file = _FileHandler(log_file, delay=True, encoding="utf-8")
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     # a run that fails before it starts leaves no file behind
@@ -210,8 +225,8 @@ def closing_table(before: dict[str, Any] | None, after: dict[str, Any],
     shown = ["reward_mean", "kl_mean", "response_tokens_mean", "distinct_2"]
     shown += [name for name in after if name.startswith("metrics/")]
     for name in shown:
-        old = "" if before is None or before.get(name) is None else f"{before[name]:.3f}"
-        table.add_row(name.removeprefix("metrics/"), old, f"{after[name]:.3f}")
+        old = "" if before is None else figure(before.get(name), 3)
+        table.add_row(name.removeprefix("metrics/"), old, figure(after[name], 3))
     for old_row, new_row in samples:
         table.add_row(Text(clean(new_row["prompt"])), _sample(old_row), _sample(new_row))
     return table

@@ -11,7 +11,6 @@ import torch
 from ppocli.engine.rollout import decode, sample_responses, score_texts, score_tokens
 from ppocli.engine.session import Session
 from ppocli.engine.stop import StopFlag
-from ppocli.ppo.kl import kl_per_token
 from ppocli.ppo.noise import EVALUATION
 
 
@@ -48,7 +47,9 @@ def evaluate(session: Session, stop: StopFlag) -> Evaluation:
         RewardError, DivergedError, StopRequested.
     """
     prompts = session.eval_prompts
-    chunk = session.cfg.ppo.chunk_size or min(session.cfg.ppo.num_rollouts, 128)
+    chunk = session.chunk_size
+    # in fp32 the decoding pass has computed the policy's logprobs already
+    decoded = session.from_decode and session.eval_sampling.temperature == 1.0
     samples: list[dict[str, Any]] = []
     metrics: dict[str, list[float]] = {}
     parts: dict[str, list[float]] = {}
@@ -61,10 +62,9 @@ def evaluate(session: Session, stop: StopFlag) -> Evaluation:
         out = sample_responses(session, batch, session.eval_sampling, EVALUATION, stop)
         responses = decode(session, batch, out)
         request, scores = score_texts(session, batch, out, responses)
-        tokens = score_tokens(session, batch, out, want_policy=True, estimator="k1",
+        tokens = score_tokens(session, batch, out, want_policy=not decoded, estimator="k1",
                               temperature=1.0, stop=stop)
-        assert tokens.logprobs is not None
-        kl = (kl_per_token(tokens.logprobs, tokens.ref_logprobs, "k1") * out.mask).sum(1)
+        kl = tokens.kl.sum(1)
         if session.metric is not None:
             for name, values in session.metric.compute(request).items():
                 metrics.setdefault(name, []).extend(values)
@@ -73,7 +73,8 @@ def evaluate(session: Session, stop: StopFlag) -> Evaluation:
         for i in range(len(index)):
             samples.append({
                 "prompt": batch.texts[i], "response": responses[i],
-                "score": scores.scores[i] if scores.valid[i] else None, "kl": float(kl[i]),
+                "score": scores.scores[i] if scores.valid[i] else None,
+                "kl": float(kl[i]) if session.reference is not None else None,
                 "response_tokens": int(out.mask[i].sum()), "finished": bool(out.finished[i])})
     return Evaluation(_figures(samples, metrics, parts), samples,
                       sum(s["response_tokens"] for s in samples))
@@ -86,7 +87,7 @@ def _figures(samples: list[dict[str, Any]], metrics: dict[str, list[float]],
     figures = {
         "reward_mean": mean,
         "reward_std": math.sqrt(_mean([(s - mean) ** 2 for s in scores])) if scores else math.nan,
-        "kl_mean": _mean([s["kl"] for s in samples]),
+        "kl_mean": _mean([s["kl"] for s in samples if s["kl"] is not None]),
         "response_tokens_mean": _mean([s["response_tokens"] for s in samples]),
         "finished_share": _mean([float(s["finished"]) for s in samples]),
         "distinct_2": distinct([s["response"] for s in samples], 2),

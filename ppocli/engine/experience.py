@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -19,9 +20,9 @@ def update_moments(state: TrainState, rollout: Rollout, cfg: TrainConfig) -> Tra
     deviation of the first rollout where ``reward.ref_std`` gives none."""
     scores = [s for s, ok in zip(rollout.scores, rollout.valid.tolist(), strict=True) if ok]
     found = moments_of(scores)
-    ref_std = state.ref_std
+    ref_std = cfg.reward.ref_std
     if cfg.reward.scale == "ref" and ref_std is None:
-        ref_std = cfg.reward.ref_std if cfg.reward.ref_std is not None else found.std
+        ref_std = found.std if state.ref_std is None else state.ref_std
     return replace(state, moments=state.moments.merge(found), ref_std=ref_std)
 
 
@@ -49,7 +50,8 @@ def shaped_scores(rollout: Rollout, state: TrainState, cfg: TrainConfig
     dense = rollout.dense / std
     if reward.clip is not None:
         dense = dense.clamp(-reward.clip, reward.clip)
-    return -penalty, dense
+    # the mean is a sample's, not a token's: it comes off once, at the end
+    return -penalty - mean / std, dense
 
 
 def to_experience(rollout: Rollout, state: TrainState, cfg: TrainConfig) -> Experience:
@@ -78,7 +80,9 @@ def to_experience(rollout: Rollout, state: TrainState, cfg: TrainConfig) -> Expe
 
 
 def sequence_kl(rollout: Rollout) -> float:
-    """Sampled KL (k1) summed over each response, mean over samples; nats."""
+    """Sampled KL (k1) summed over each response, mean over samples; nats. NaN without reference."""
+    if not rollout.has_reference:
+        return math.nan
     k1 = (rollout.logprobs - rollout.ref_logprobs) * rollout.response_mask
     return float(k1.double().sum(1).mean())
 

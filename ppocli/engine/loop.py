@@ -14,8 +14,10 @@ from typing import Any
 
 from ppocli.engine.checkpoints import save_checkpoint
 from ppocli.engine.console import Display
+from ppocli.engine.digests import judge_digest, session_digests
 from ppocli.engine.evaluate import better, evaluate, policy_is_finite
 from ppocli.engine.experience import next_kl_coef, sequence_kl, to_experience, update_moments
+from ppocli.engine.generators import Generators, capture
 from ppocli.engine.health import watch
 from ppocli.engine.metrics import (
     Recorder,
@@ -30,7 +32,7 @@ from ppocli.engine.persist import write_checkpoint, write_experience
 from ppocli.engine.records import Best, Experience, Rollout, TrainState
 from ppocli.engine.retention import prune, update_pointers
 from ppocli.engine.rollout import PhaseClock, collect_rollout
-from ppocli.engine.run_folder import RunFolder, publish_folder
+from ppocli.engine.run_folder import RunFolder, finite_or_null, publish_folder
 from ppocli.engine.session import Session
 from ppocli.engine.stop import StopFlag
 from ppocli.errors import ConfigError, DiskError, DivergedError
@@ -53,6 +55,8 @@ class Run:
     recorder: Recorder
     display: Display
     state: TrainState
+    generators: Generators
+    """of user code, when ``state`` was committed"""
     saved_at: float
     """monotonic time of the last checkpoint"""
     intact: bool = True
@@ -61,7 +65,9 @@ class Run:
 
 def initial_state(session: Session) -> TrainState:
     """The state before the first step; the evaluation at the start, if any, is pending."""
-    state = TrainState(kl_coef=session.cfg.ppo.init_kl_coef)
+    coef = session.cfg.ppo.init_kl_coef
+    state = TrainState(kl_coef=coef, init_kl_coef=coef, digests=session_digests(session),
+                       judged_by=judge_digest(session.cfg))
     if session.cfg.eval.at_start:
         state = replace(state, pending=state_figures(state))
     return state
@@ -115,11 +121,17 @@ def train_step(run: Run) -> None:
     for message in messages:
         log.warning(message)
     row = {**state_figures(after), **rollout_figures(rollout, state.kl_coef),
-           **optimize_figures(result, experience),
+           **optimize_figures(result, experience, with_entropy=session.cfg.ppo.ent_coef > 0),
            **speed_figures(clock.seconds, tokens, session.backend.peak_memory_mib())}
     _log_rollout(run, rollout, after.step)
-    run.state = replace(after, pending=row)
+    _commit(run, replace(after, pending=row))
     run.intact = True
+
+
+def _commit(run: Run, state: TrainState) -> None:
+    """From here on a stop saves this state; work after it is done again on resume."""
+    run.state = state
+    run.generators = capture(run.session.backend.device)
 
 
 def _dump(run: Run, rollout: Rollout, experience: Experience, step: int) -> str | None:
@@ -158,7 +170,7 @@ def finish_step(run: Run) -> None:
         row, improved = _evaluate(run, row)
     run.recorder.row(row)
     run.display.step(row, run.session.total_steps())
-    run.state = replace(run.state, pending=None)
+    _commit(run, replace(run.state, pending=None))
     minutes = cfg.checkpoint.every_minutes
     overdue = minutes is not None and monotonic() - run.saved_at >= 60 * minutes
     if step > 0 and (improved or overdue or _due(cfg.checkpoint.every_steps, step)
@@ -199,8 +211,9 @@ def save(run: Run) -> None:
     """
     state, cfg = run.state, run.session.cfg
     save_checkpoint(run.folder.checkpoints, state.step, run_id=run.run_id,
-                    write=lambda folder: write_checkpoint(run.session, folder),
-                    state=state.to_json(), config_digest=run.config_digest, versions=run.versions)
+                    write=lambda folder: write_checkpoint(run.session, folder, run.generators),
+                    state=finite_or_null(state.to_json()), config_digest=run.config_digest,
+                    versions=run.versions)
     run.saved_at = monotonic()
     best = state.best.step if state.best and cfg.checkpoint.keep_best else None
     pruned = prune(run.folder.checkpoints, cfg.checkpoint.keep_last, best)

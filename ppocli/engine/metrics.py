@@ -55,20 +55,20 @@ def rollout_figures(rollout: Rollout, kl_coef: float) -> dict[str, float]:
     return figures
 
 
-def optimize_figures(result: OptimizeResult, experience: Experience) -> dict[str, float]:
+def optimize_figures(result: OptimizeResult, experience: Experience, *, with_entropy: bool
+                     ) -> dict[str, float]:
     """Figures of phase 2, named as TRL names them where it has them."""
     terms = result.terms
     returns = experience.returns[experience.response_mask].double()
     variance = float(returns.var(correction=0)) if returns.numel() else 0.0
     error = terms.get("value_error", math.nan)
-    return {
+    figures = {
         "loss/total_avg": terms.get("total", math.nan),
         "loss/policy_avg": terms.get("policy", math.nan),
         "loss/value_avg": terms.get("value", math.nan),
         "policy/approxkl_avg": terms.get("approx_kl_squared", math.nan),
         "policy/policykl_avg": terms.get("approx_kl", math.nan),
         "policy/clipfrac_avg": terms.get("policy_clipfrac", math.nan),
-        "policy/entropy_avg": terms.get("entropy", math.nan),
         "policy/grad_norm": terms.get("grad_norm", math.nan),
         "policy/max_log_ratio": terms.get("max_log_ratio", math.nan),
         "val/clipfrac_avg": terms.get("value_clipfrac", math.nan),
@@ -78,6 +78,9 @@ def optimize_figures(result: OptimizeResult, experience: Experience) -> dict[str
         "lr": result.lr, "updates_skipped": float(result.skipped),
         "early_stopped": float(result.early_stopped),
     }
+    if with_entropy:  # else it is not computed; objective/entropy is the sampled estimate
+        figures["policy/entropy_avg"] = terms.get("entropy", math.nan)
+    return figures
 
 
 def speed_figures(seconds: dict[str, float], tokens: dict[str, int], memory_mib: float
@@ -93,7 +96,9 @@ def speed_figures(seconds: dict[str, float], tokens: dict[str, int], memory_mib:
 
 def rollout_samples(rollout: Rollout, step: int) -> list[dict[str, Any]]:
     """One row a sample for samples.jsonl."""
-    kl = ((rollout.logprobs - rollout.ref_logprobs) * rollout.response_mask).sum(1).tolist()
+    kl: list[float | None] = [None] * len(rollout)
+    if rollout.has_reference:
+        kl = ((rollout.logprobs - rollout.ref_logprobs) * rollout.response_mask).sum(1).tolist()
     lengths = rollout.response_mask.sum(1).tolist()
     return [{"step": step, "kind": "rollout", "episode": rollout.prompts.episodes[i],
              "prompt": rollout.prompts.texts[i], "response": rollout.responses[i],

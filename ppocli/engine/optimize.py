@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from time import perf_counter
 
 import numpy as np
@@ -23,8 +24,9 @@ from ppocli.ppo.schedule import lr_factor
 
 log = logging.getLogger("ppocli")
 
-GRACE_SECONDS = 10.0
-"""a stop request lets the phase finish if that takes no longer than this"""
+GRACE_SECONDS = 20.0
+"""SIGTERM lets the phase finish if that takes no longer than this; Ctrl-C always does (whoever
+presses it twice leaves at once)"""
 TERMS = tuple(f.name for f in fields(PPOLoss))
 
 
@@ -53,6 +55,15 @@ def minibatches(count: int, size: int, *, seed: int, step: int, epoch: int
     yield from torch.from_numpy(order).split(size)
 
 
+def on_device(experience: Experience, device: torch.device) -> Experience:
+    """The figures that losses are made of on ``device``, once for all updates. Tokens and masks
+    stay on the CPU, where batches are laid out without waiting for the device."""
+    return replace(experience, logprobs=experience.logprobs.to(device),
+                   values=experience.values.to(device),
+                   advantages=experience.advantages.to(device),
+                   returns=experience.returns.to(device))
+
+
 def _backward(session: Session, experience: Experience, rows: torch.Tensor, *, value_only: bool
               ) -> tuple[torch.Tensor, int]:
     """Accumulate the gradient of one minibatch.
@@ -78,9 +89,11 @@ def _backward(session: Session, experience: Experience, rows: torch.Tensor, *, v
         out = session.engine(batch, temperature=session.sampling.temperature,
                              want_entropy=ppo.ent_coef > 0, value_only=value_only)
 
-        def flat(x: torch.Tensor, chosen: torch.Tensor = chosen, mask: torch.Tensor = mask
-                 ) -> torch.Tensor:
-            return x[chosen][mask].to(device, non_blocking=True)
+        row, column = mask.nonzero(as_tuple=True)
+        place = (chosen[row] * mask.shape[1] + column).to(device)
+
+        def flat(x: torch.Tensor, place: torch.Tensor = place) -> torch.Tensor:
+            return x.reshape(-1).index_select(0, place)
 
         loss = ppo_loss(
             logprobs=out.logprobs, values=out.values, entropy=out.entropy,
@@ -98,7 +111,8 @@ def _backward(session: Session, experience: Experience, rows: torch.Tensor, *, v
 
 def _add_terms(sums: torch.Tensor, terms: torch.Tensor) -> torch.Tensor:
     total = sums + terms
-    total[TERMS.index("max_log_ratio")] = torch.maximum(sums[-1], terms[-1])
+    largest = TERMS.index("max_log_ratio")
+    total[largest] = torch.maximum(sums[largest], terms[largest])
     return total
 
 
@@ -158,7 +172,7 @@ def _update(session: Session, experience: Experience, rows: torch.Tensor, state:
     verdict = progress.verdict(session, terms)
     if verdict == "step":
         factor = lr_factor(state.updates + progress.updates, name=ppo.scheduler.name,
-                           total_updates=session.total_updates(),
+                           total_updates=session.total_updates(state),
                            warmup_updates=ppo.scheduler.warmup_updates,
                            min_lr_ratio=ppo.scheduler.min_lr_ratio)
         progress.lr = set_learning_rate(session.optimizer, factor)
@@ -189,13 +203,14 @@ def optimize(session: Session, experience: Experience, state: TrainState, stop: 
     ppo = session.cfg.ppo
     value_only = state.step < ppo.critic_warmup_steps
     progress = _Progress(nonfinite=state.nonfinite)
-    batches = [(epoch, rows) for epoch in range(ppo.ppo_epochs) for rows in minibatches(
+    batches = [rows for epoch in range(ppo.ppo_epochs) for rows in minibatches(
         len(experience), ppo.mini_batch_size, seed=session.cfg.seed, step=state.step, epoch=epoch)]
+    experience = on_device(experience, session.backend.device)
     sums: dict[str, float] = {}
     seen, stopped, started = 0, False, perf_counter()
     session.policy.train(session.cfg.model.gradient_checkpointing)
-    for done, (_, rows) in enumerate(batches):
-        if stop.requested and (perf_counter() - started) / max(done, 1) * (
+    for done, rows in enumerate(batches):
+        if stop.requested == signal.SIGTERM and (perf_counter() - started) / max(done, 1) * (
                 len(batches) - done) > GRACE_SECONDS:
             stop.check()
         verdict, terms = _update(session, experience, rows, state, progress, value_only=value_only)

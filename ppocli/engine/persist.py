@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import copy
-import json
-import random
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from ppocli.engine import generators
 from ppocli.engine.backend import named_trainable
-from ppocli.engine.records import Experience, TrainState
+from ppocli.engine.generators import Generators
+from ppocli.engine.records import Experience
 from ppocli.engine.run_logs import JsonlWriter
 from ppocli.engine.session import Session
 from ppocli.errors import CheckpointError
@@ -22,8 +21,6 @@ from ppocli.errors import CheckpointError
 POLICY = "policy"
 VALUE_HEAD = "value_head.safetensors"
 OPTIMIZER = "optimizer.safetensors"
-RNG = "rng.safetensors"
-RNG_JSON = "rng.json"
 
 
 def save_policy(session: Session, folder: Path) -> None:
@@ -62,22 +59,17 @@ def _optimizer_tensors(session: Session) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def write_checkpoint(session: Session, folder: Path) -> None:
-    """Put everything that ``read_checkpoint`` needs into ``folder``; safetensors and JSON only."""
+def write_checkpoint(session: Session, folder: Path, state: Generators) -> None:
+    """Put everything that ``read_checkpoint`` needs into ``folder``; safetensors and JSON only.
+
+    Args:
+        state: of the global generators when the training state was committed.
+    """
     save_policy(session, folder / POLICY)
     head = {n: p.detach().cpu() for n, p in session.policy.value_head.state_dict().items()}
     save_file(head, folder / VALUE_HEAD)
     save_file(_optimizer_tensors(session), folder / OPTIMIZER)
-    generators = {"torch": torch.get_rng_state()}
-    if session.backend.device.type == "cuda":
-        generators["cuda"] = torch.cuda.get_rng_state(session.backend.device)
-    save_file(generators, folder / RNG)
-    # ours is counter-based; these belong to the user's reward function
-    version, numbers, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state()
-    (folder / RNG_JSON).write_text(json.dumps({
-        "python": [version, list(numbers), gauss],
-        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached]}))
+    generators.write(state, folder)
 
 
 def write_experience(folder: Path, experience: Experience, samples: list[dict[str, Any]]) -> None:
@@ -103,12 +95,12 @@ def _load_module(module: torch.nn.Module, tensors: dict[str, torch.Tensor], what
     module.load_state_dict(tensors, strict=False)
 
 
-def _tied_names(lm: Any) -> set[str]:
-    """Names of state-dict entries that share memory with another entry (saved once)."""
+def _tied_names(lm: Any, saved: set[str]) -> set[str]:
+    """Names of state-dict entries that share memory with an entry that is saved."""
     seen: dict[int, list[str]] = {}
     for name, tensor in lm.state_dict(keep_vars=True).items():
         seen.setdefault(id(tensor), []).append(name)
-    return {name for names in seen.values() if len(names) > 1 for name in names}
+    return {name for names in seen.values() if saved & set(names) for name in names}
 
 
 def _read_shards(folder: Path) -> dict[str, torch.Tensor]:
@@ -118,8 +110,7 @@ def _read_shards(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _restore_optimizer(session: Session, tensors: dict[str, torch.Tensor], state: TrainState
-                       ) -> None:
+def _restore_optimizer(session: Session, tensors: dict[str, torch.Tensor]) -> None:
     """Fill the optimizer's state by name; every parameter must find what it had."""
     parameters = named_trainable(session.policy)
     grouped: dict[str, dict[str, torch.Tensor]] = {}
@@ -142,23 +133,16 @@ def _restore_optimizer(session: Session, tensors: dict[str, torch.Tensor], state
             else value.to(parameter.device) for slot, value in slots.items()}
 
 
-def read_checkpoint(session: Session, folder: Path, state: TrainState) -> None:
+def read_checkpoint(session: Session, folder: Path) -> None:
     """Load weights, value head, optimizer and generators from a verified checkpoint folder.
 
     Raises:
         CheckpointError: a tensor is missing, superfluous or of another shape.
     """
-    _load_module(session.policy.lm, _read_shards(folder / POLICY), "policy",
-                 _tied_names(session.policy.lm))
+    weights = _read_shards(folder / POLICY)
+    _load_module(session.policy.lm, weights, "policy",
+                 _tied_names(session.policy.lm, set(weights)))
     session.policy.lm.tie_weights()
     _load_module(session.policy.value_head, load_file(folder / VALUE_HEAD), "value head", set())
-    _restore_optimizer(session, load_file(folder / OPTIMIZER), state)
-    generators = load_file(folder / RNG)
-    torch.set_rng_state(generators["torch"])
-    if "cuda" in generators and session.backend.device.type == "cuda":
-        torch.cuda.set_rng_state(generators["cuda"], session.backend.device)
-    saved = json.loads((folder / RNG_JSON).read_text())
-    version, numbers, gauss = saved["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    kind, keys, position, has_gauss, cached = saved["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    _restore_optimizer(session, load_file(folder / OPTIMIZER))
+    generators.restore(generators.read(folder), session.backend.device)

@@ -39,6 +39,8 @@ class Rollout:
     """[B] bool, false where a sample has no score and is left out of the update"""
     finished: torch.Tensor
     """[B] bool"""
+    has_reference: bool
+    """false without a reference model: KL and reference logprobs then say nothing"""
     responses: list[str]
     parts: dict[str, list[float | None]]
     """scores of each reward by name"""
@@ -66,7 +68,7 @@ class Experience:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The best evaluation so far."""
+    """The best evaluation so far, comparable only under the same ``judged_by``."""
 
     step: int
     metric: float
@@ -77,6 +79,12 @@ class TrainState:
     """Everything between two steps that is not a tensor; saved in every checkpoint."""
 
     kl_coef: float
+    init_kl_coef: float
+    """``ppo.init_kl_coef`` that ``kl_coef`` started from"""
+    digests: dict[str, str]
+    """of the prompts and of the reference's weights; others on resume mean another run"""
+    judged_by: str
+    """digest of all that an evaluation's figures depend on beside the policy"""
     step: int = 0
     episodes: int = 0
     """samples drawn; also the cursor into the prompt order"""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from time import perf_counter
 from typing import Any
 
@@ -121,14 +122,14 @@ def _score_rows(session: Session, batch: SequenceBatch, *, want_policy: bool, es
             found["logprobs"], _ = token_logprobs(hidden, head, batch.targets,
                                                   temperature=temperature, want_entropy=False)
             found["values"] = session.policy.value_head(hidden)
-    if session.reference is not None:
-        ref_hidden = response_hidden(session.reference, batch)
-        ref_head = session.reference.get_output_embeddings()
-        found["ref_logprobs"], _ = token_logprobs(ref_hidden, ref_head, batch.targets,
-                                                  temperature=temperature, want_entropy=False)
-        if estimator == "full" and hidden is not None:
-            found["full_kl"] = full_kl(hidden, session.policy.lm.get_output_embeddings(),
-                                       ref_hidden, ref_head, temperature=temperature)
+        if session.reference is not None:
+            ref_hidden = response_hidden(session.reference, batch)
+            ref_head = session.reference.get_output_embeddings()
+            found["ref_logprobs"], _ = token_logprobs(ref_hidden, ref_head, batch.targets,
+                                                      temperature=temperature, want_entropy=False)
+            if estimator == "full" and hidden is not None:
+                found["full_kl"] = full_kl(hidden, session.policy.lm.get_output_embeddings(),
+                                           ref_hidden, ref_head, temperature=temperature)
     return found
 
 
@@ -141,8 +142,8 @@ def score_tokens(session: Session, prompts: PromptBatch, out: Generation, *, wan
         estimator: of :mod:`ppocli.ppo.kl`, or ``full`` for the KL over the whole vocabulary.
     """
     lengths = prompts.mask.sum(1) + out.mask.sum(1)
-    names = ["ref_logprobs", "full_kl", "logprobs", "values"]
-    full = {name: torch.zeros(out.mask.shape) for name in names}
+    places: list[torch.Tensor] = []
+    flats: dict[str, list[torch.Tensor]] = {}
     for rows in rows_by_length(lengths, session.forward_rows):
         stop.check()
         mask = out.mask[rows]
@@ -152,8 +153,14 @@ def score_tokens(session: Session, prompts: PromptBatch, out: Generation, *, wan
         found = _score_rows(session, batch.to(session.backend.device), want_policy=want_policy,
                             estimator=estimator, temperature=temperature)
         row, column = mask.nonzero(as_tuple=True)
+        places.append(rows[row] * out.mask.shape[1] + column)
         for name, flat in found.items():
-            full[name][rows[row], column] = flat.cpu()
+            flats.setdefault(name, []).append(flat)
+    # one copy from the device at the end instead of one a batch
+    full = {name: torch.zeros(out.mask.shape)
+            for name in ("ref_logprobs", "full_kl", "logprobs", "values")}
+    for name, flat_parts in flats.items():
+        full[name].view(-1)[torch.cat(places)] = torch.cat(flat_parts).cpu()
     logprobs = full["logprobs"] if want_policy else out.logprobs
     ref_logprobs = full["ref_logprobs"] if session.reference is not None else logprobs
     kl = full["full_kl"] if estimator == "full" else kl_per_token(logprobs, ref_logprobs, estimator)
@@ -165,8 +172,7 @@ def _dense_rewards(scores: RewardScores, mask: torch.Tensor) -> torch.Tensor | N
     if scores.dense is None:
         return None
     dense = torch.zeros(mask.shape)
-    flat = [value for row in scores.dense for value in row]
-    dense[mask] = torch.tensor(flat, dtype=torch.float32)
+    dense[mask] = torch.tensor(list(chain.from_iterable(scores.dense)), dtype=torch.float32)
     return dense
 
 
@@ -189,14 +195,14 @@ def _collect_chunk(session: Session, prompts: PromptBatch, stream: int, stop: St
         ref_logprobs=tokens.ref_logprobs,
         values=out.values if tokens.values is None else tokens.values,
         kl=tokens.kl, scores=scores.scores, dense=_dense_rewards(scores, out.mask),
-        valid=torch.tensor(scores.valid), finished=out.finished, responses=responses,
-        parts=scores.parts)
+        valid=torch.tensor(scores.valid), finished=out.finished,
+        has_reference=session.reference is not None, responses=responses, parts=scores.parts)
 
 
 def collect_rollout(session: Session, prompts: PromptBatch, stream: int, stop: StopFlag,
                     clock: PhaseClock) -> Rollout:
     """Generate, score and measure all prompts, ``chunk_size`` at a time."""
-    chunk = session.cfg.ppo.chunk_size or min(session.cfg.ppo.num_rollouts, 128)
+    chunk = session.chunk_size
     parts = []
     for start in range(0, len(prompts), chunk):
         stop.check()
@@ -252,5 +258,5 @@ def merge_rollouts(parts: list[Rollout]) -> Rollout:
         ref_logprobs=right("ref_logprobs"), values=right("values"), kl=right("kl"),
         scores=joined([p.scores for p in parts]), dense=dense,
         valid=torch.cat([p.valid for p in parts]), finished=torch.cat([p.finished for p in parts]),
-        responses=joined([p.responses for p in parts]),
+        has_reference=parts[0].has_reference, responses=joined([p.responses for p in parts]),
         parts={n: joined([p.parts[n] for p in parts]) for n in parts[0].parts})

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from ppocli.config.schema import GenerationConfig, TrainConfig
+from ppocli.config.schema import GenerationConfig, TrainConfig, planned_episodes
 from ppocli.data.batch import PromptBatch
 from ppocli.data.order import prompt_indices
 from ppocli.data.prompt_set import PromptSet, load_eval_prompts, load_prompts
 from ppocli.engine.backend import Backend, build_optimizer
+from ppocli.engine.records import TrainState
 from ppocli.errors import ConfigError, InputError
 from ppocli.models.loading import (
     LoadedLM,
@@ -22,10 +23,10 @@ from ppocli.models.loading import (
     load_reference,
     load_tokenizer,
     max_positions,
-    stop_token_ids,
+    stop_rules,
 )
 from ppocli.models.policy import Policy, freeze_bottom
-from ppocli.models.sampling import SamplingSpec
+from ppocli.models.sampling import SAMPLING_KEYS, SamplingSpec
 
 log = logging.getLogger("ppocli")
 
@@ -76,6 +77,11 @@ class Session:
         """Rows of one forward pass: the training micro-batch."""
         return self.cfg.ppo.micro_batch_size or self.cfg.ppo.mini_batch_size
 
+    @property
+    def chunk_size(self) -> int:
+        """Samples of one generate call."""
+        return self.cfg.ppo.chunk_size or min(self.cfg.ppo.num_rollouts, 128)
+
     def next_prompts(self, start: int, count: int) -> PromptBatch:
         """The prompts of episodes ``start`` to ``start + count``; the order is a function of the
         seed and the position alone."""
@@ -86,28 +92,29 @@ class Session:
 
     def total_episodes(self) -> int:
         """Samples in the whole run."""
-        ppo = self.cfg.ppo
-        return ppo.total_episodes or (ppo.num_steps or 0) * ppo.num_rollouts
+        return planned_episodes(self.cfg.ppo)
 
     def total_steps(self) -> int:
         """Steps in the whole run; the last may be smaller."""
         return -(-self.total_episodes() // self.cfg.ppo.num_rollouts)
 
-    def total_updates(self) -> int:
-        """Optimizer updates in the whole run if none is skipped."""
-        ppo, total = self.cfg.ppo, self.total_episodes()
-        full, rest = divmod(total, ppo.num_rollouts)
+    def total_updates(self, state: TrainState) -> int:
+        """Optimizer updates at the end of the run: those made and, if none is skipped, those of
+        the episodes still to come."""
+        ppo, left = self.cfg.ppo, max(self.total_episodes() - state.episodes, 0)
+        full, rest = divmod(left, ppo.num_rollouts)
         per_full = -(-ppo.num_rollouts // ppo.mini_batch_size)
-        return ppo.ppo_epochs * (full * per_full + -(-rest // ppo.mini_batch_size))
+        to_come = full * per_full + -(-rest // ppo.mini_batch_size)
+        return state.updates + ppo.ppo_epochs * to_come
 
 
-def sampling_specs(cfg: GenerationConfig, stop_ids: tuple[int, ...]
+def sampling_specs(cfg: GenerationConfig, tokenizer: Any, loaded: LoadedLM
                    ) -> tuple[SamplingSpec, SamplingSpec]:
     """Sampling in training and at evaluation, the latter with ``generation.eval`` laid over it."""
-    names = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "do_sample")
-    base = {name: getattr(cfg, name) for name in names}
-    over = {name: value for name in names if (value := getattr(cfg.eval, name)) is not None}
-    stops = tuple(cfg.stop_sequences)
+    base = {name: getattr(cfg, name) for name in SAMPLING_KEYS}
+    over = {name: value for name in SAMPLING_KEYS
+            if (value := getattr(cfg.eval, name)) is not None}
+    stop_ids, stops = stop_rules(tokenizer, loaded, cfg.stop_token_ids, cfg.stop_sequences)
     return (SamplingSpec(stop_ids=stop_ids, stop_sequences=stops, **base),
             SamplingSpec(stop_ids=stop_ids, stop_sequences=stops, **{**base, **over}))
 
@@ -140,7 +147,10 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
     from ppocli.rewards.scoring import build_metric, build_reward
 
     reward = build_reward(cfg.reward, reward_fn=objects.reward_fn)
-    metric = build_metric(cfg.reward.metric_fn, objects.metric_fn)
+    metric = build_metric(cfg.reward.metric_fn, objects.metric_fn, timeout=cfg.reward.timeout,
+                          retries=cfg.reward.retries)
+    for path in dict.fromkeys([*reward.code_files, *(metric.code_files if metric else [])]):
+        log.info("running code from %s", path)
     tokenizer = load_tokenizer(cfg.model)
     loaded = load_causal_lm(cfg.model)
     check_vocabulary(tokenizer, loaded.lm, cfg.model)
@@ -149,15 +159,19 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
                            items=objects.prompts)
     eval_prompts = load_eval_prompts(cfg.prompts, tokenizer, seed=cfg.seed, max_prompt_tokens=limit,
                                      items=objects.eval_prompts, training=prompts)
-    for note in (*prompts.notes, *eval_prompts.notes):
-        log.info(note)
-    reward.check_columns(list(prompts.columns))
+    for note in prompts.notes:
+        log.info("prompts: %s", note)
+    for note in eval_prompts.notes:
+        log.info("evaluation prompts: %s", note)
+    for columns in (prompts.columns, eval_prompts.columns):
+        reward.check_columns(list(columns))
+    if metric is not None:
+        metric.check_columns(list(eval_prompts.columns))
     policy, engine, optimizer = _build_policy(cfg, backend, loaded)
     reference = None
     if cfg.model.reference.kind == "copy":
         reference = load_reference(cfg.model, cfg.hardware).to(backend.device)
-    stop_ids = stop_token_ids(tokenizer, loaded, cfg.generation.stop_token_ids)
-    sampling, eval_sampling = sampling_specs(cfg.generation, stop_ids)
+    sampling, eval_sampling = sampling_specs(cfg.generation, tokenizer, loaded)
     _warn_about_sampling(sampling)
     if len(prompts) < cfg.ppo.num_rollouts:
         log.info("%d prompts are fewer than the %d samples of a rollout: they are cycled.",

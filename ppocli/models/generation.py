@@ -134,7 +134,7 @@ def generate(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, sp
     for t in range(steps):
         poll()
         hidden = _trunk_step(lm, live, cache, takes_positions)
-        chosen, lp = choose(head(hidden), noise[live.rows, t], spec, t)
+        chosen, lp = choose(head(hidden), noise[live.rows, t], spec, t, stops)
         alive = ~live.done
         tokens[live.rows, t] = torch.where(alive, chosen, 0)
         mask[live.rows, t] = alive

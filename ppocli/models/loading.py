@@ -75,9 +75,16 @@ def _without_dropout(config: Any) -> Any:
     also in train mode, which gradient checkpointing needs."""
     quiet = copy.deepcopy(config)
     for name, value in vars(config).items():
-        if isinstance(value, float) and ("dropout" in name or "pdrop" in name):
+        if isinstance(value, float) and "drop" in name:
             setattr(quiet, name, 0.0)
     return quiet
+
+
+def _silence_dropout(module: torch.nn.Module) -> None:
+    """What a nested configuration may have turned on all the same."""
+    for part in module.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.0
 
 
 def load_causal_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32) -> LoadedLM:
@@ -111,6 +118,7 @@ def load_causal_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32) -> L
     # the ids are checked by us; transformers' own padding check would synchronise at every call
     lm.config.pad_token_id = None
     lm.eval()
+    _silence_dropout(lm)
     _check_linear_head(lm, cfg.path)
     return LoadedLM(lm, config, generation_config)
 
@@ -149,6 +157,19 @@ def max_positions(lm: Any) -> int | None:
         if isinstance(value, int) and value > 0:
             return value
     return None
+
+
+def stop_rules(tokenizer: Any, loaded: LoadedLM, extra_ids: list[int], sequences: list[str]
+               ) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The ids and the texts that end a response.
+
+    A stop sequence that is one token of its own (``<|im_end|>``) becomes an id: such tokens are
+    left out of decoded text, where it would never be found.
+    """
+    own = tokenizer.get_added_vocab()
+    ids = [own[s] for s in sequences if s in own]
+    return (stop_token_ids(tokenizer, loaded, [*extra_ids, *ids]),
+            tuple(s for s in sequences if s not in own))
 
 
 def stop_token_ids(tokenizer: Any, loaded: LoadedLM, extra: list[int]) -> tuple[int, ...]:

@@ -79,14 +79,6 @@ class Policy(nn.Module):
         return PolicyOutput(logprobs, self.value_head(hidden), entropy)
 
 
-@torch.no_grad()
-def reference_logprobs(reference: Any, batch: SequenceBatch, *, temperature: float) -> torch.Tensor:
-    """[N] fp32 logprobs of the response tokens under the frozen reference model."""
-    hidden = response_hidden(reference, batch)
-    return token_logprobs(hidden, reference.get_output_embeddings(), batch.targets,
-                          temperature=temperature, want_entropy=False)[0]
-
-
 def freeze_bottom(lm: Any, num_layers_unfrozen: int) -> None:
     """Leave gradients only to the top ``num_layers_unfrozen`` layers and what follows them.
 

@@ -10,6 +10,10 @@ BLOCK = 256
 """vocabulary entries per block of the two-level inverse transform"""
 
 
+SAMPLING_KEYS = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "do_sample")
+"""fields of a :class:`SamplingSpec` that are keys of the same name in the configuration"""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingSpec:
     """How responses are sampled; every field explicit, nothing taken from the model's config."""
@@ -60,10 +64,10 @@ def inverse_transform(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tens
     return (block * BLOCK + offset).squeeze(-1).clamp_(max=vocabulary - 1)
 
 
-def _restrict(logits: torch.Tensor, spec: SamplingSpec, position: int) -> torch.Tensor:
-    if position < spec.min_new_tokens and spec.stop_ids:
-        logits = logits.index_fill(1, torch.tensor(spec.stop_ids, device=logits.device),
-                                   float("-inf"))
+def _restrict(logits: torch.Tensor, spec: SamplingSpec, position: int, stops: torch.Tensor
+              ) -> torch.Tensor:
+    if position < spec.min_new_tokens:
+        logits = logits.index_fill(1, stops, float("-inf"))
     if 0 < spec.top_k < logits.shape[-1]:
         kth = logits.topk(spec.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < kth, float("-inf"))
@@ -77,14 +81,15 @@ def _restrict(logits: torch.Tensor, spec: SamplingSpec, position: int) -> torch.
     return logits
 
 
-def choose(logits: torch.Tensor, uniform: torch.Tensor, spec: SamplingSpec, position: int
-           ) -> tuple[torch.Tensor, torch.Tensor]:
+def choose(logits: torch.Tensor, uniform: torch.Tensor, spec: SamplingSpec, position: int,
+           stops: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Next tokens and their logprobs under softmax(logits / temperature), before any restriction.
 
     Args:
         logits: [b, V] raw logits.
         uniform: [b] in (0, 1).
         position: number of response tokens already there.
+        stops: ``spec.stop_ids`` on the logits' device.
 
     Returns:
         tokens [b] int64 and logprobs [b] fp32.
@@ -92,7 +97,7 @@ def choose(logits: torch.Tensor, uniform: torch.Tensor, spec: SamplingSpec, posi
     logits = logits.float()
     if spec.temperature != 1.0:
         logits = logits / spec.temperature
-    restricted = _restrict(logits, spec, position)
+    restricted = _restrict(logits, spec, position, stops)
     tokens = inverse_transform(restricted, uniform) if spec.do_sample else restricted.argmax(-1)
     logprobs = logits.gather(-1, tokens[:, None]).squeeze(-1) - torch.logsumexp(logits, -1)
     return tokens, logprobs

@@ -38,7 +38,8 @@ def adapt_kl_coef(coef: float, sequence_kl: float, *, target: float, horizon: in
                   num_samples: int) -> float:
     """One step of the adaptive controller (Ziegler et al. 2019, section 2.2).
 
-    ``coef * (1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon)``, once per rollout.
+    ``coef * (1 + clip(kl / target - 1, -0.2, 0.2) * min(num_samples / horizon, 1))``, once per
+    rollout.
 
     Args:
         sequence_kl: KL summed over the tokens of a response, mean over samples (nats).
@@ -51,4 +52,5 @@ def adapt_kl_coef(coef: float, sequence_kl: float, *, target: float, horizon: in
     if sequence_kl < 0:
         return coef
     error = min(max(sequence_kl / target - 1.0, -0.2), 0.2)
-    return coef * (1.0 + error * num_samples / horizon)
+    # a rollout larger than the horizon must not turn the penalty into a reward
+    return coef * (1.0 + error * min(num_samples / horizon, 1.0))

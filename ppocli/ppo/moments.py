@@ -17,10 +17,14 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """Standard deviation with Bessel's correction; 1 below two samples or without spread."""
-        if self.count < 2 or self.m2 <= 0:
+        """Standard deviation with Bessel's correction; 1 below two samples or without spread.
+
+        Equal samples leave a spread of rounding errors; dividing by it would blow scores up.
+        """
+        if self.count < 2:
             return 1.0
-        return math.sqrt(self.m2 / (self.count - 1))
+        std = math.sqrt(max(self.m2, 0.0) / (self.count - 1))
+        return std if std > 1e-6 * max(1.0, abs(self.mean)) else 1.0
 
     def merge(self, other: RunningMoments) -> RunningMoments:
         """The moments of both sets of samples together."""

@@ -131,12 +131,14 @@ def test_resume_takes_and_lists_other_changes():
     said: list[str] = []
     with pytest.raises(RewardError):
         launch(changed, resume_from=run, say=said.append)
-    assert len(said) == 2
+    assert len(said) == 3
+    assert "loading builtin:reviews" in said[2]
     assert said[0].startswith("changed on resume: ppo.total_episodes: ")
     assert said[0].endswith("-> 9")
     assert said[1].endswith("-> 1e-06 (from here on the run differs)")
-    assert read_config(run / "config.yaml").ppo.total_episodes == 9
-    assert (run / "config.yaml").is_file()
+    # the run did not go on, so its own settings stay
+    assert read_config(run / "config.yaml").ppo.total_episodes != 9
+    assert not (run / "config.next.yaml").exists()
 
 
 def test_auto_starts_afresh_or_goes_on():
@@ -144,20 +146,21 @@ def test_auto_starts_afresh_or_goes_on():
     with pytest.raises(RewardError):
         launch(config("resume=auto", "run_name=r"), say=said.append)
     assert said == [f"resume=auto: there is no run in {Path('runs/r').absolute()} yet, "
-                    "starting afresh"]
+                    "starting afresh", f"{Path('runs/r').absolute()}: loading builtin:reviews"]
     run_folder("r")
     with pytest.raises(CheckpointError) as error:
         launch(config("resume=auto", "run_name=r", "seed=8"))
     assert "seed: 0 -> 8" in str(error.value)
 
 
-def test_a_moved_run_is_resumed_where_it_is():
+def test_a_moved_run_is_resumed_where_it_is(monkeypatch):
     run = run_folder("r")
     moved = run.rename("elsewhere")
-    with pytest.raises(RewardError):
-        launch(read_config(moved / "config.yaml"), resume_from=moved)
-    written = read_config(moved / "config.yaml")
-    assert (written.run_name, written.output_dir) == ("elsewhere", str(Path.cwd()))
+    handed_on = []
+    monkeypatch.setattr("ppocli.launch._run", lambda run_dir, *_: handed_on.append(
+        read_config(next_config(run_dir))))
+    launch(read_config(moved / "config.yaml"), resume_from=moved)
+    assert (handed_on[0].run_name, handed_on[0].output_dir) == ("elsewhere", str(Path.cwd()))
 
 
 def test_the_config_of_a_running_run_is_not_changed():

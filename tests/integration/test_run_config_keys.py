@@ -122,6 +122,13 @@ def by_name(source: str) -> set[str]:
             for item in node.elts if isinstance(item, ast.Constant) and isinstance(item.value, str)}
 
 
+def strings_of(constant: str, source: str) -> set[str]:
+    """The strings of a module's constant tuple."""
+    value = next(node.value for node in ast.parse(source).body if isinstance(node, ast.Assign)
+                 and isinstance(node.targets[0], ast.Name) and node.targets[0].id == constant)
+    return set(ast.literal_eval(value))
+
+
 def modules() -> dict[str, str]:
     return {name: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))
             if (name := str(path.relative_to(PACKAGE))) not in GENERIC}
@@ -132,6 +139,8 @@ def dead_keys(sources: dict[str, str]) -> set[str]:
     named = {module: by_name(source) for module, source in sources.items()}
     # sampling settings go through a list of names, as do the evaluation prompts' own keys
     lists = {"generation": "engine/session.py", "generation.eval": "engine/session.py"}
+    if "in SAMPLING_KEYS" in sources["engine/session.py"]:
+        named["engine/session.py"] |= strings_of("SAMPLING_KEYS", sources["models/sampling.py"])
     dead = set()
     for section, keys in sections().items():
         for key in keys:

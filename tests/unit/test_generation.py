@@ -11,6 +11,8 @@ from ppocli.models.sampling import SamplingSpec, choose, inverse_transform
 from ppocli.models.text import decode_responses
 from ppocli.ppo.noise import uniform
 
+NO_STOPS = torch.tensor([], dtype=torch.long)
+
 
 @pytest.fixture
 def lm():
@@ -69,20 +71,22 @@ def test_impossible_tokens_are_never_drawn():
 def test_top_k_and_top_p_keep_what_they_should():
     logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]]).repeat(500, 1)
     u = torch.from_numpy(uniform(0, 1, range(500), 1)[:, 0])
-    tokens, logprobs = choose(logits, u, SamplingSpec(1, (), top_k=2), 0)
+    tokens, logprobs = choose(logits, u, SamplingSpec(1, (), top_k=2), 0, NO_STOPS)
     assert set(tokens.tolist()) == {0, 1}
     # the logprob is the policy's own, not the restricted distribution's
     wanted = torch.log_softmax(logits, -1).gather(-1, tokens[:, None]).squeeze(-1)
     torch.testing.assert_close(logprobs, wanted)
     # probabilities 0.644 0.237 0.087 0.032
-    assert set(choose(logits, u, SamplingSpec(1, (), top_p=0.7), 0)[0].tolist()) == {0, 1}
-    assert set(choose(logits, u, SamplingSpec(1, (), top_p=0.6), 0)[0].tolist()) == {0}
-    assert set(choose(logits, u, SamplingSpec(1, (), do_sample=False), 0)[0].tolist()) == {0}
+    assert set(choose(logits, u, SamplingSpec(1, (), top_p=0.7), 0, NO_STOPS)[0].tolist()) == {0, 1}
+    assert set(choose(logits, u, SamplingSpec(1, (), top_p=0.6), 0, NO_STOPS)[0].tolist()) == {0}
+    greedy = SamplingSpec(1, (), do_sample=False)
+    assert set(choose(logits, u, greedy, 0, NO_STOPS)[0].tolist()) == {0}
 
 
 def test_temperature_scales_the_logits():
     logits = torch.tensor([[2.0, 0.0]])
-    _, logprob = choose(logits, torch.tensor([0.01]), SamplingSpec(1, (), temperature=2.0), 0)
+    spec = SamplingSpec(1, (), temperature=2.0)
+    _, logprob = choose(logits, torch.tensor([0.01]), spec, 0, NO_STOPS)
     torch.testing.assert_close(logprob, torch.log_softmax(torch.tensor([1.0, 0.0]), -1)[:1])
 
 
@@ -176,6 +180,16 @@ def test_the_models_own_generation_config_does_not_leak_in(tmp_path):
         after = rollout_of(session)
     assert after.responses == before.responses
     assert torch.equal(after.logprobs, before.logprobs)
+
+
+def test_a_stop_sequence_that_is_a_special_token_becomes_a_stop_id(tmp_path):
+    cfg = small_config(tmp_path, generation__stop_sequences=["<bos>", "good film"])
+    tokenizer = make_tokenizer(bos=True)
+    with session_of(cfg) as session:
+        tokenizer.save_pretrained(tmp_path / "lm")
+    with session_of(cfg) as session:
+        assert session.sampling.stop_ids == (1, 2)
+        assert session.sampling.stop_sequences == ("good film",)
 
 
 def test_several_eos_ids_of_the_model_are_honoured(tmp_path):

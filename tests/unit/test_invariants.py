@@ -11,8 +11,9 @@ from ppocli.engine.experience import to_experience, update_moments
 from ppocli.engine.optimize import TERMS, _backward, optimize
 from ppocli.engine.stop import StopFlag
 from ppocli.errors import DivergedError
+from ppocli.models.head import token_logprobs
 from ppocli.models.layout import lay_out
-from ppocli.models.policy import reference_logprobs
+from ppocli.models.policy import response_hidden
 
 ARCHITECTURES = ["gpt2", "gpt_neox", "llama", "qwen2"]
 
@@ -78,7 +79,7 @@ def test_number_of_updates(tmp_path, rollouts, size, epochs, expected, micro):
         session.optimizer.step = lambda *a, **k: (steps.append(1), original(*a, **k))
         assert optimize(session, experience, state, StopFlag()).updates == expected
         assert len(steps) == expected
-        assert session.total_updates() == 2 * expected
+        assert session.total_updates(fresh_state(session)) == 2 * expected
 
 
 def test_pad_equal_to_eos_and_apart_give_the_same_loss(tmp_path):
@@ -115,6 +116,37 @@ def test_the_score_and_the_eos_action_are_on_the_last_valid_token(tmp_path):
         torch.testing.assert_close(experience.returns[i][mask],
                                    torch.full((int(mask.sum()),), score))
         assert (experience.returns[i][~mask] == 0).all()
+
+
+def test_in_bf16_the_policy_starts_at_a_reference_kept_in_fp32(tmp_path):
+    cfg = small_config(tmp_path, hardware__precision="bf16", model__dtype="fp32")
+    with session_of(cfg) as session:
+        rollout = rollout_of(session)
+    assert torch.equal(rollout.logprobs, rollout.ref_logprobs)
+
+
+def test_equal_scores_are_not_blown_up_by_scaling(tmp_path):
+    for scale in ("running", "ref"):
+        cfg = small_config(tmp_path, reward__scale=scale, ppo__num_rollouts=12)
+        with session_of(cfg, reward=lambda outputs, **_: [0.1] * len(outputs)) as session:
+            experience, _ = experience_of(session)
+        assert experience.returns.abs().max() < 1.0
+
+
+def test_the_mean_of_the_reference_scores_comes_off_dense_rewards_too(tmp_path):
+    found = []
+    for mean in (0.0, 3.0):
+        cfg = small_config(tmp_path, reward__scale="ref", reward__ref_mean=mean,
+                           reward__ref_std=2.0, ppo__init_kl_coef=0.0, ppo__lam=1.0)
+        dense = [[0.5] * 40]
+        with session_of(cfg, reward=lambda completion_ids, dense=dense, **_: [
+                dense[0][:len(ids)] for ids in completion_ids]) as session:
+            rollout = rollout_of(session)
+            state = update_moments(fresh_state(session), rollout, cfg)
+            experience = to_experience(rollout, state, cfg)
+        found.append(experience.returns[:, 0])
+        lengths = experience.response_mask.sum(1)
+        torch.testing.assert_close(found[-1], lengths * 0.25 - mean / 2.0)
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
@@ -178,8 +210,10 @@ def test_logprobs_and_values_do_not_depend_on_the_batch(tmp_path, kind):
             batch = lay_out(prompts.tokens[rows], prompts.mask[rows],
                             rollout.response_tokens[rows], rollout.response_mask[rows])
             out = session.policy(batch, temperature=1.0)
-            return out.logprobs, out.values, reference_logprobs(session.reference, batch,
-                                                                temperature=1.0)
+            hidden = response_hidden(session.reference, batch)
+            reference = token_logprobs(hidden, session.reference.get_output_embeddings(),
+                                       batch.targets, temperature=1.0, want_entropy=False)[0]
+            return out.logprobs, out.values, reference
 
         whole = forward(torch.arange(16))
         for size in (1, 2, 5):

@@ -184,6 +184,11 @@ def test_controller_numbers():
         0.2 * (1 - 0.2 * 0.01))
 
 
+def test_a_rollout_beyond_the_horizon_cannot_make_the_penalty_a_reward():
+    assert adapt_kl_coef(0.1, 0.0, target=6, horizon=1, num_samples=500) == pytest.approx(0.08)
+    assert adapt_kl_coef(0.1, 99.0, target=6, horizon=1, num_samples=500) == pytest.approx(0.12)
+
+
 def test_a_negative_kl_never_moves_the_coefficient():
     assert adapt_kl_coef(0.2, -3.0, target=6, horizon=100, num_samples=100) == 0.2
 
@@ -281,6 +286,7 @@ def test_moments_merge_to_the_moments_of_all():
     assert both.std == pytest.approx(np.std(xs + ys, ddof=1))
     assert RunningMoments().merge(moments_of(xs)) == moments_of(xs)
     assert moments_of([3.0]).std == 1.0
+    assert moments_of([0.1] * 12).std == 1.0  # rounding errors are no spread
     assert moments_of([]).count == 0
 
 
