@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ppocli.config.compose import compose
-from ppocli.config.resolved import PYTHON_OBJECT, read_config, write_config
+from ppocli.config.resolved import PYTHON_OBJECT, next_config, read_config, write_config
 from ppocli.config.schema import TrainConfig
 from ppocli.engine.run_folder import lock
 from ppocli.engine.session import PythonObjects
