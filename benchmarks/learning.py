@@ -54,9 +54,11 @@ def randomwalks_row(run: Path) -> tuple[dict[str, float], bool]:
     first = reached[0] if reached else None
     lowest = min((v for e, v in curve.items() if first is not None and e >= first), default=0.0)
     found = {str(e): v for e, v in curve.items() if e % 512 == 0 or e == max(curve)}
+    late = min(v for e, v in curve.items() if e >= min(BY_EPISODES, max(curve)))
     found[f"{REACH} at"] = float(first) if first is not None else float("nan")
-    found["lowest after"] = lowest
-    return found, first is not None and first <= BY_EPISODES and lowest >= FLOOR
+    found["lowest after that"] = lowest
+    found[f"lowest from {BY_EPISODES}"] = late
+    return found, first is not None and first <= BY_EPISODES and late >= FLOOR
 
 
 def repeats_4gram(text: str, times: int = 3) -> bool:
