@@ -125,7 +125,10 @@ class Display:
 
 def figure(value: float | None, digits: int) -> str:
     """A figure with so many decimals; ``-`` for one that isn't there or isn't finite."""
-    return "-" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+    if value is None or not math.isfinite(value):
+        return "-"
+    text = f"{value:.{digits}f}"
+    return text.removeprefix("-") if float(text) == 0 else text  # no minus before a rounded zero
 
 
 def step_line(row: dict[str, Any], total: int) -> str:
