@@ -61,7 +61,8 @@ def line(path: Points, colour: str, width: float) -> str:
 def draw(panel: Panel, last: float) -> list[str]:
     """The elements of one panel; ``last`` is the episode at the right edge."""
     values = [y for _, y in panel.rollouts + panel.evals]
-    bottom, ceiling = min(0.0, *values), nice_ceiling(max(values))
+    # a KL of zero comes out a hair below it
+    bottom, ceiling = min(0.0, *(round(v, 3) for v in values)), nice_ceiling(max(values))
 
     def at(point: tuple[float, float]) -> tuple[float, float]:
         x = LEFT + point[0] / last * (WIDTH - LEFT - RIGHT)
