@@ -289,8 +289,18 @@ def run_process(command: list[str]) -> tuple[int, int | None]:
             raise
         if received:
             process.send_signal(received[0])
-        code = process.wait()
+        code = _wait(process)
     return (code if code >= 0 else 128 - code), (received[0] if received else None)
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    """The child's exit code. Waits in short turns: a signal that comes just before a blocking wait
+    would have its handler run only when the child has ended by itself."""
+    while True:
+        try:
+            return process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            continue
 
 
 def _standard_error() -> int:
