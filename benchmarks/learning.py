@@ -58,7 +58,8 @@ def randomwalks_row(run: Path) -> tuple[dict[str, float], bool]:
     found[f"{REACH} at"] = float(first) if first is not None else float("nan")
     found["lowest after that"] = lowest
     found[f"lowest from {BY_EPISODES}"] = late
-    return found, first is not None and first <= BY_EPISODES and late >= FLOOR
+    # the stricter of two readings decides: never under the floor from the moment it is reached
+    return found, first is not None and first <= BY_EPISODES and min(lowest, late) >= FLOOR
 
 
 def repeats_4gram(text: str, times: int = 3) -> bool:
