@@ -75,6 +75,18 @@ class OutOfMemoryError(PpocliError):
     exit_code = 8
 
 
+class HubError(PpocliError):
+    """Something could not be pushed to the Hub; what was to be pushed is intact on this disk."""
+
+    exit_code = 9
+
+
+class ThresholdError(PpocliError):
+    """An evaluation went through, but its reward is below the one that was asked for."""
+
+    exit_code = 10
+
+
 class SweepError(PpocliError):
     """A sweep went through, but some of its jobs failed."""
 

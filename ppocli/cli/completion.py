@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from ppocli.config.paths import config_groups, recipe_files
 
@@ -26,6 +27,14 @@ def complete_word(words: list[str], incomplete: str) -> list[str]:
 def complete_recipe(incomplete: str) -> list[str]:
     """Names of recipes that begin so."""
     return [name for name in recipe_files() if name.startswith(incomplete)]
+
+
+def complete_run(incomplete: str) -> list[str]:
+    """Run folders below ``runs`` that begin so, the newest first."""
+    from ppocli.runs.target import list_runs, written
+
+    found = sorted(list_runs(Path("runs")), key=written, reverse=True)
+    return [str(folder) for folder in found if str(folder).startswith(incomplete)]
 
 
 def _names() -> Iterator[str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ppocli.engine.rollout import decode, sample_responses, score_texts, score_tokens
-from ppocli.engine.session import Session
+from ppocli.engine.session import EvalSession, Session
 from ppocli.engine.stop import StopFlag
 from ppocli.ppo.noise import EVALUATION
 
@@ -37,24 +38,42 @@ def _mean(values: list[float]) -> float:
     return math.fsum(values) / len(values) if values else math.nan
 
 
-def evaluate(session: Session, stop: StopFlag) -> Evaluation:
-    """Sample ``prompts.eval.repeat`` responses to each evaluation prompt and score them.
+@dataclass(frozen=True, slots=True)
+class EvalChunk:
+    """One generate call's samples of an evaluation."""
 
-    ``kl_mean`` is the k1 estimate summed over each response and averaged over samples, in nats, of
-    the distributions at temperature 1 without top-k or top-p, whatever the sampling was.
+    start: int
+    """number of the first sample; sample i answers prompt ``i % len(eval_prompts)``"""
+    samples: list[dict[str, Any]]
+    """as in :class:`Evaluation`"""
+    metrics: dict[str, list[float]]
+    """each metric by sample"""
+    parts: dict[str, list[float | None]]
+    """scores of each reward by sample"""
+
+
+def evaluation_size(session: EvalSession) -> int:
+    """How many samples a whole evaluation has."""
+    return len(session.eval_prompts) * session.cfg.prompts.eval.repeat
+
+
+def evaluate_chunks(session: EvalSession, stop: StopFlag, *, skip: int = 0) -> Iterator[EvalChunk]:
+    """Sample and score the evaluation prompts, one generate call at a time.
+
+    A sample is a function of seed, prompt and number alone, and chunks always begin at multiples of
+    ``chunk_size``; so an evaluation that goes on after ``skip`` samples gives the very same ones.
+
+    Args:
+        skip: how many samples are there already; a multiple of ``session.chunk_size``.
 
     Raises:
         RewardError, DivergedError, StopRequested.
     """
-    prompts = session.eval_prompts
-    chunk = session.chunk_size
+    prompts, chunk = session.eval_prompts, session.chunk_size
     # in fp32 the decoding pass has computed the policy's logprobs already
     decoded = session.from_decode and session.eval_sampling.temperature == 1.0
-    samples: list[dict[str, Any]] = []
-    metrics: dict[str, list[float]] = {}
-    parts: dict[str, list[float]] = {}
-    total = len(prompts) * session.cfg.prompts.eval.repeat
-    for start in range(0, total, chunk):
+    total = evaluation_size(session)
+    for start in range(skip, total, chunk):
         stop.check()
         episodes = list(range(start, min(start + chunk, total)))
         index = [episode % len(prompts) for episode in episodes]
@@ -65,23 +84,42 @@ def evaluate(session: Session, stop: StopFlag) -> Evaluation:
         tokens = score_tokens(session, batch, out, want_policy=not decoded, estimator="k1",
                               temperature=1.0, stop=stop)
         kl = tokens.kl.sum(1)
-        if session.metric is not None:
-            for name, values in session.metric.compute(request).items():
-                metrics.setdefault(name, []).extend(values)
-        for name, part in scores.parts.items():
+        samples = [{
+            "prompt": batch.texts[i], "response": responses[i],
+            "score": scores.scores[i] if scores.valid[i] else None,
+            "kl": float(kl[i]) if session.reference is not None else None,
+            "response_tokens": int(out.mask[i].sum()), "finished": bool(out.finished[i])}
+            for i in range(len(index))]
+        metrics = session.metric.compute(request) if session.metric is not None else {}
+        yield EvalChunk(start, samples, metrics, dict(scores.parts))
+
+
+def evaluate(session: EvalSession, stop: StopFlag) -> Evaluation:
+    """Sample ``prompts.eval.repeat`` responses to each evaluation prompt and score them.
+
+    ``kl_mean`` is the k1 estimate summed over each response and averaged over samples, in nats, of
+    the distributions at temperature 1 without top-k or top-p, whatever the sampling was.
+
+    Raises:
+        RewardError, DivergedError, StopRequested.
+    """
+    samples: list[dict[str, Any]] = []
+    metrics: dict[str, list[float]] = {}
+    parts: dict[str, list[float]] = {}
+    for chunk in evaluate_chunks(session, stop):
+        samples += chunk.samples
+        for name, values in chunk.metrics.items():
+            metrics.setdefault(name, []).extend(values)
+        for name, part in chunk.parts.items():
             parts.setdefault(name, []).extend(v for v in part if v is not None)
-        for i in range(len(index)):
-            samples.append({
-                "prompt": batch.texts[i], "response": responses[i],
-                "score": scores.scores[i] if scores.valid[i] else None,
-                "kl": float(kl[i]) if session.reference is not None else None,
-                "response_tokens": int(out.mask[i].sum()), "finished": bool(out.finished[i])})
-    return Evaluation(_figures(samples, metrics, parts), samples,
+    return Evaluation(evaluation_figures(samples, metrics, parts), samples,
                       sum(s["response_tokens"] for s in samples))
 
 
-def _figures(samples: list[dict[str, Any]], metrics: dict[str, list[float]],
-             parts: dict[str, list[float]]) -> dict[str, float]:
+def evaluation_figures(samples: list[dict[str, Any]], metrics: dict[str, list[float]],
+                       parts: dict[str, list[float]]) -> dict[str, float]:
+    """The figures of an evaluation from all its samples, as summary.json and metrics.jsonl have
+    them."""
     scores = [s["score"] for s in samples if s["score"] is not None]
     mean = _mean(scores)
     figures = {

@@ -13,7 +13,7 @@ import torch
 from ppocli.data.batch import PromptBatch
 from ppocli.engine import faults
 from ppocli.engine.records import Rollout
-from ppocli.engine.session import Session
+from ppocli.engine.session import EvalSession, Session
 from ppocli.engine.stop import StopFlag
 from ppocli.errors import DivergedError
 from ppocli.models.generation import Generation, generate
@@ -65,7 +65,7 @@ def rows_by_length(lengths: torch.Tensor, rows: int) -> Iterator[torch.Tensor]:
     yield from torch.argsort(lengths, descending=True, stable=True).split(rows)
 
 
-def sample_responses(session: Session, prompts: PromptBatch, spec: SamplingSpec, stream: int,
+def sample_responses(session: EvalSession, prompts: PromptBatch, spec: SamplingSpec, stream: int,
                      stop: StopFlag) -> Generation:
     """Generate one response per prompt with the policy.
 
@@ -89,7 +89,7 @@ def sample_responses(session: Session, prompts: PromptBatch, spec: SamplingSpec,
     return out
 
 
-def score_texts(session: Session, prompts: PromptBatch, out: Generation, responses: list[str]
+def score_texts(session: EvalSession, prompts: PromptBatch, out: Generation, responses: list[str]
                 ) -> tuple[RewardRequest, RewardScores]:
     """Hand one chunk to the reward; special tokens are left out and stop sequences trimmed."""
     request = RewardRequest(prompts=prompts.texts, responses=responses,
@@ -101,7 +101,7 @@ def score_texts(session: Session, prompts: PromptBatch, out: Generation, respons
     return request, scores
 
 
-def decode(session: Session, prompts: PromptBatch, out: Generation) -> list[str]:
+def decode(session: EvalSession, prompts: PromptBatch, out: Generation) -> list[str]:
     """The responses as text."""
     rows = zip(prompts.tokens, prompts.mask, strict=True)
     prompt_ids = [row[mask].tolist() for row, mask in rows]
@@ -110,7 +110,7 @@ def decode(session: Session, prompts: PromptBatch, out: Generation) -> list[str]
 
 
 @torch.no_grad()
-def _score_rows(session: Session, batch: SequenceBatch, *, want_policy: bool, estimator: str,
+def _score_rows(session: EvalSession, batch: SequenceBatch, *, want_policy: bool, estimator: str,
                 temperature: float) -> dict[str, torch.Tensor]:
     """Flat [N] figures of one forward batch, on the device."""
     found: dict[str, torch.Tensor] = {}
@@ -133,7 +133,7 @@ def _score_rows(session: Session, batch: SequenceBatch, *, want_policy: bool, es
     return found
 
 
-def score_tokens(session: Session, prompts: PromptBatch, out: Generation, *, want_policy: bool,
+def score_tokens(session: EvalSession, prompts: PromptBatch, out: Generation, *, want_policy: bool,
                  estimator: str, temperature: float, stop: StopFlag) -> ScoredTokens:
     """Forward passes over B samples: reference logprobs, KL, and the policy's own on demand.
 

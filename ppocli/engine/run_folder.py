@@ -181,6 +181,16 @@ def lock(run_dir: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def live_owner(run_dir: Path) -> Owner | None:
+    """The live process that holds a run folder, told by the name in the lock file alone: asking
+    the kernel would take part in the locking."""
+    try:
+        owner = _read_owner((run_dir / LOCK).read_bytes())
+    except OSError:
+        return None
+    return owner if owner is not None and _is_alive(owner) else None
+
+
 def _kernel_lock(descriptor: int) -> bool:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,9 +42,9 @@ class PythonObjects:
     eval_prompts: list[Any] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Session:
-    """One run's parts. The policy's weights and the optimizer change; nothing else does."""
+@dataclass(frozen=True)
+class EvalSession:
+    """What samples a policy's responses and judges them. Nothing of it changes in evaluation."""
 
     cfg: TrainConfig
     backend: Backend
@@ -52,12 +52,8 @@ class Session:
     loaded: LoadedLM
     policy: Policy
     """the bare module: decoding and saving"""
-    engine: Any
-    """the module accelerate wraps: forward passes for scoring and training"""
-    optimizer: Any
     reference: Any
     """frozen causal LM, or None without a KL term"""
-    prompts: PromptSet
     eval_prompts: PromptSet
     reward: Any
     metric: Any
@@ -81,6 +77,16 @@ class Session:
     def chunk_size(self) -> int:
         """Samples of one generate call."""
         return self.cfg.ppo.chunk_size or min(self.cfg.ppo.num_rollouts, 128)
+
+
+@dataclass(frozen=True)
+class Session(EvalSession):
+    """One run's parts. The policy's weights and the optimizer change; nothing else does."""
+
+    engine: Any
+    """the module accelerate wraps: forward passes for scoring and training"""
+    optimizer: Any
+    prompts: PromptSet
 
     def next_prompts(self, start: int, count: int) -> PromptBatch:
         """The prompts of episodes ``start`` to ``start + count``; the order is a function of the
@@ -138,12 +144,8 @@ def _warn_about_sampling(spec: SamplingSpec) -> None:
                     "may turn negative. generation.top_k=0 top_p=1 min_new_tokens=0 avoids it.")
 
 
-def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) -> Session:
-    """Build every part, the cheap checks first: reward, tokenizer, prompts, then the models.
-
-    Raises:
-        RewardError, InputError, ConfigError: each naming the key and the fix.
-    """
+def _build_judges(cfg: TrainConfig, objects: PythonObjects) -> tuple[Any, Any]:
+    """The reward and the metric; code of the user's that they run is named."""
     from ppocli.rewards.scoring import build_metric, build_reward
 
     reward = build_reward(cfg.reward, reward_fn=objects.reward_fn)
@@ -151,33 +153,87 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
                           retries=cfg.reward.retries)
     for path in dict.fromkeys([*reward.code_files, *(metric.code_files if metric else [])]):
         log.info("running code from %s", path)
-    tokenizer = load_tokenizer(cfg.model)
-    loaded = load_causal_lm(cfg.model)
-    check_vocabulary(tokenizer, loaded.lm, cfg.model)
-    limit = _max_prompt_tokens(cfg, loaded.lm)
+    return reward, metric
+
+
+def _load_prompt_sets(cfg: TrainConfig, tokenizer: Any, lm: Any, objects: PythonObjects,
+                      reward: Any, metric: Any) -> tuple[PromptSet, PromptSet]:
+    """Training and evaluation prompts, checked against what reward and metric ask for."""
+    limit = _max_prompt_tokens(cfg, lm)
     prompts = load_prompts(cfg.prompts, tokenizer, seed=cfg.seed, max_prompt_tokens=limit,
                            items=objects.prompts)
     eval_prompts = load_eval_prompts(cfg.prompts, tokenizer, seed=cfg.seed, max_prompt_tokens=limit,
                                      items=objects.eval_prompts, training=prompts)
-    for note in prompts.notes:
-        log.info("prompts: %s", note)
-    for note in eval_prompts.notes:
-        log.info("evaluation prompts: %s", note)
     for columns in (prompts.columns, eval_prompts.columns):
         reward.check_columns(list(columns))
     if metric is not None:
         metric.check_columns(list(eval_prompts.columns))
+    return prompts, eval_prompts
+
+
+def _load_reference(cfg: TrainConfig, backend: Backend) -> Any:
+    if cfg.model.reference.kind != "copy":
+        return None
+    return load_reference(cfg.model, cfg.hardware).to(backend.device)
+
+
+def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) -> Session:
+    """Build every part, the cheap checks first: reward, tokenizer, prompts, then the models.
+
+    Raises:
+        RewardError, InputError, ConfigError: each naming the key and the fix.
+    """
+    reward, metric = _build_judges(cfg, objects)
+    tokenizer = load_tokenizer(cfg.model)
+    loaded = load_causal_lm(cfg.model)
+    check_vocabulary(tokenizer, loaded.lm, cfg.model)
+    prompts, eval_prompts = _load_prompt_sets(cfg, tokenizer, loaded.lm, objects, reward, metric)
+    for note in prompts.notes:
+        log.info("prompts: %s", note)
+    for note in eval_prompts.notes:
+        log.info("evaluation prompts: %s", note)
     policy, engine, optimizer = _build_policy(cfg, backend, loaded)
-    reference = None
-    if cfg.model.reference.kind == "copy":
-        reference = load_reference(cfg.model, cfg.hardware).to(backend.device)
+    reference = _load_reference(cfg, backend)
     sampling, eval_sampling = sampling_specs(cfg.generation, tokenizer, loaded)
     _warn_about_sampling(sampling)
     if len(prompts) < cfg.ppo.num_rollouts:
         log.info("%d prompts are fewer than the %d samples of a rollout: they are cycled.",
                  len(prompts), cfg.ppo.num_rollouts)
-    return Session(cfg, backend, tokenizer, loaded, policy, engine, optimizer, reference, prompts,
-                   eval_prompts, reward, metric, sampling, eval_sampling)
+    return Session(cfg=cfg, backend=backend, tokenizer=tokenizer, loaded=loaded, policy=policy,
+                   reference=reference, eval_prompts=eval_prompts, reward=reward, metric=metric,
+                   sampling=sampling, eval_sampling=eval_sampling, engine=engine,
+                   optimizer=optimizer, prompts=prompts)
+
+
+def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects, *,
+                       policy: str | None = None, revision: str | None = None) -> EvalSession:
+    """What judges a policy as a run of ``cfg`` does at evaluation: same prompts, random numbers,
+    sampling, reward, and reference (the model that ``cfg`` starts from).
+
+    Args:
+        policy: folder or Hub name of the policy, its tokenizer with it (default: ``model.path``).
+        revision: of a policy on the Hub.
+
+    Raises:
+        RewardError, InputError, ConfigError: each naming the key and the fix.
+    """
+    reward, metric = _build_judges(cfg, objects)
+    own = cfg.model
+    if policy is not None and policy != cfg.model.path:
+        own = replace(cfg.model, path=policy, tokenizer_path=None, revision=revision)
+    tokenizer = load_tokenizer(own)
+    loaded = load_causal_lm(own)
+    check_vocabulary(tokenizer, loaded.lm, own)
+    _, eval_prompts = _load_prompt_sets(cfg, tokenizer, loaded.lm, objects, reward, metric)
+    for note in eval_prompts.notes:
+        log.info("evaluation prompts: %s", note)
+    wrapped = Policy(loaded.lm, torch.Generator().manual_seed(cfg.seed)).to(backend.device)
+    wrapped.eval()
+    reference = _load_reference(cfg, backend)
+    sampling, eval_sampling = sampling_specs(cfg.generation, tokenizer, loaded)
+    return EvalSession(cfg=cfg, backend=backend, tokenizer=tokenizer, loaded=loaded, policy=wrapped,
+                       reference=reference, eval_prompts=eval_prompts, reward=reward, metric=metric,
+                       sampling=sampling, eval_sampling=eval_sampling)
 
 
 def _build_policy(cfg: TrainConfig, backend: Backend, loaded: LoadedLM

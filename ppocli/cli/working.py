@@ -1,0 +1,75 @@
+"""Commands that load models: notes on standard error, stops at safe points, one exit code."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from ppocli.cli.output import say
+from ppocli.errors import ConfigError, StoppedError
+
+_WORD = re.compile(r"[+~]{0,2}[A-Za-z_][\w.@/]*=")
+
+
+class _Notes(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        prefix = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        say(prefix + record.getMessage())
+
+
+@contextmanager
+def working(fix: str | None = None) -> Iterator[object]:
+    """A :class:`ppocli.engine.stop.StopFlag` that Ctrl-C and SIGTERM set; the engine's notes go to
+    standard error, transformers' progress bars and reports nowhere.
+
+    Args:
+        fix: how to go on after a stop, for the message.
+
+    Raises:
+        StoppedError: a signal asked to stop and the work reached a safe point.
+    """
+    from transformers.utils import logging as transformers_logging
+
+    from ppocli.engine.stop import StopRequested, catch_signals
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    # `python -m` has the current folder on its path, a console script hasn't: rewards lie there
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    log, notes = logging.getLogger("ppocli"), _Notes()
+    level, propagate = log.level, log.propagate
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    log.addHandler(notes)
+    try:
+        with catch_signals() as stop:
+            yield stop
+    except StopRequested as stopped:
+        raise StoppedError(f"stopped by {stopped}", signal_number=stopped.signal_number,
+                           fix=fix) from None
+    finally:
+        log.removeHandler(notes)
+        log.setLevel(level)
+        log.propagate = propagate
+
+
+def split_words(run: str | None, words: Sequence[str] | None) -> tuple[str | None, list[str]]:
+    """RUN and the words after it; a first word KEY=VALUE means that RUN was left out.
+
+    Raises:
+        ConfigError: something among the words is neither.
+    """
+    rest = list(words or [])
+    if run is not None and _WORD.match(run) and not Path(run).exists():
+        rest, run = [run, *rest], None
+    wrong = [word for word in rest if not _WORD.match(word)]
+    if wrong:
+        raise ConfigError(f"{wrong[0]!r} is neither an option nor a setting KEY=VALUE.",
+                          where="command line", fix="ppocli COMMAND --help lists the options")
+    return run, rest
