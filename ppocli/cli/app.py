@@ -9,7 +9,20 @@ from typing import Annotated
 
 import typer
 
-from ppocli.cli.commands import recipes, train
+from ppocli.cli.commands import (
+    doctor,
+    evaluate,
+    export,
+    generate,
+    plot,
+    recipes,
+    report,
+    runs,
+    sweep,
+    train,
+    validate,
+    watch,
+)
 from ppocli.cli.output import code_of, leave, survive_any_terminal
 from ppocli.version import __version__
 
@@ -33,7 +46,8 @@ def _options(version: Annotated[bool, typer.Option(
 
 
 # in the order in which --help lists them
-for _module in (train, recipes):
+for _module in (train, watch, evaluate, generate, export, report, plot, runs, sweep, recipes,
+                validate, doctor):
     _module.register(app)
 
 

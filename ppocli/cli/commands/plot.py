@@ -1,0 +1,9 @@
+"""``ppocli plot and ppocli compare``, as the shell sees it."""
+
+from __future__ import annotations
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""

@@ -1,0 +1,9 @@
+"""``ppocli validate and ppocli schema``, as the shell sees it."""
+
+from __future__ import annotations
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
