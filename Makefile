@@ -10,7 +10,7 @@ PYTEST_WORDS ?=
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help quickstart setup setup-dev test test-all lint docs benchmark-learning \
+.PHONY: help quickstart setup setup-dev test test-all test-browser lint docs benchmark-learning \
 	benchmark-startup clean
 
 help: ## list what make can do
@@ -24,10 +24,13 @@ setup: $(VENV)/.installed ## install into .venv
 setup-dev: $(VENV)/.installed-dev ## install into .venv, with what tests and lint need
 
 test: $(VENV)/.installed-dev ## run the tests, without the slow ones
-	@$(TESTS) -m "not slow and not gpu" $(PYTEST_WORDS)
+	@$(TESTS) -m "not slow and not gpu and not browser" $(PYTEST_WORDS)
 
-test-all: $(VENV)/.installed-dev ## run all tests, those for a GPU where there is one
+test-all: $(VENV)/.installed-docs ## run all tests, those for a GPU where there is one
 	@$(TESTS) $(PYTEST_WORDS)
+
+test-browser: $(VENV)/.installed-browser ## look at the report's page with an installed Chromium
+	@$(TESTS) -n 0 -m browser $(PYTEST_WORDS)
 
 # one thread a process: two busy workers on two cores are slowed down by more
 TESTS = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist worksteal
@@ -37,8 +40,11 @@ lint: $(VENV)/.installed-dev ## check style, types and the floors
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-docs: $(VENV)/.installed-dev ## write docs/configuration.md anew from the schema
+docs: $(VENV)/.installed-docs ## write docs/configuration.md anew and build the pages into site/
 	@$(BIN)/python docs/make_configuration.py > docs/configuration.md
+	@rm -rf site
+	@$(BIN)/python -m sphinx -W --keep-going -q -d build/doctrees -E -c docs -b html . site
+	@echo "the pages: site/index.html"
 
 benchmark-learning: $(VENV)/.installed ## train every offline recipe with five seeds, write the tables
 	@$(BIN)/python benchmarks/learning.py --out benchmarks/RESULTS.md
@@ -47,7 +53,7 @@ benchmark-startup: $(VENV)/.installed ## measure how long the command takes to a
 	@$(BIN)/python benchmarks/startup.py
 
 clean: ## remove .venv, builds and caches; runs/ stays
-	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@find ppocli tests benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A set-up that was interrupted leaves .unfinished behind and is made anew. Standard output is for
@@ -61,11 +67,24 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt
 	@mv $(VENV)/.unfinished $@
 	@touch $(VENV)/.installed
 
+$(VENV)/.installed-browser: pyproject.toml constraints.txt
+	@$(call install,.[dev$(comma)browser])
+	@mv $(VENV)/.unfinished $@
+	@touch $(VENV)/.installed $(VENV)/.installed-dev
+
+$(VENV)/.installed-docs: pyproject.toml constraints.txt
+	@$(call install,.[dev$(comma)docs])
+	@mv $(VENV)/.unfinished $@
+	@touch $(VENV)/.installed $(VENV)/.installed-dev
+
+comma := ,
+
 define install
 $(check_python) && \
 if [ -e $(VENV)/.unfinished ]; then rm -rf $(VENV); fi && \
 mkdir -p $(VENV) && touch $(VENV)/.unfinished && \
-rm -f $(VENV)/.installed $(VENV)/.installed-dev && \
+rm -f $(VENV)/.installed $(VENV)/.installed-dev $(VENV)/.installed-browser \
+	$(VENV)/.installed-docs && \
 echo "installing into $(VENV) (a few minutes the first time)" >&2 && \
 { [ -x $(BIN)/pip ] || $(PYTHON) -m venv $(VENV); } >&2 && \
 $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e "$(1)" >&2 && \

@@ -6,6 +6,9 @@ The same composition, launch and engine as the command; nothing is implemented t
 from __future__ import annotations
 
 import json
+import logging
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 from ppocli.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
-    from ppocli.models.loading import LoadedLM
+    from ppocli.evaluation.player import Player
+
+log = logging.getLogger("ppocli")
 
 
 @dataclass(frozen=True)
@@ -29,12 +34,11 @@ class TrainedRun:
     """the contents of summary.json"""
 
     @cached_property
-    def _model(self) -> tuple[LoadedLM, Any]:
+    def _player(self) -> Player:
         from ppocli.config.schema import ModelConfig
-        from ppocli.models.loading import load_causal_lm, load_tokenizer
+        from ppocli.evaluation.player import load_player
 
-        cfg = ModelConfig(path=str(self.model_dir))
-        return load_causal_lm(cfg), load_tokenizer(cfg)
+        return load_player(ModelConfig(path=str(self.model_dir)), str(self.run_dir))
 
     def generate(self, prompts: Sequence[str], *, seed: int = 0, **sampling: Any) -> list[str]:
         """One response for each prompt, sampled as in training.
@@ -48,27 +52,15 @@ class TrainedRun:
         Raises:
             ConfigError: an unknown override, or no prompts.
         """
-        from ppocli.config.problems import find_problems, raise_problems
         from ppocli.config.resolved import read_config
-        from ppocli.models.loading import stop_rules
-        from ppocli.models.prompting import generate_texts
-        from ppocli.models.sampling import SAMPLING_KEYS, SamplingSpec
+        from ppocli.evaluation.player import changed_sampling
 
-        loaded, tokenizer = self._model
-        cfg = read_config(self.run_dir / "config.yaml")
-        allowed = (*SAMPLING_KEYS, "stop_sequences")
-        unknown = sorted(set(sampling) - set(allowed))
-        if unknown:
-            raise ConfigError(f"{unknown[0]!r} is no sampling setting.",
-                              fix=f"one of {', '.join(allowed)}")
-        generation = replace(cfg.generation, **sampling)
-        raise_problems([problem for problem in find_problems(replace(cfg, generation=generation))
-                        if problem.key.startswith("generation.")])
-        stop_ids, stops = stop_rules(tokenizer, loaded, generation.stop_token_ids,
-                                     list(generation.stop_sequences))
-        spec = SamplingSpec(stop_ids=stop_ids, stop_sequences=stops,
-                            **{name: getattr(generation, name) for name in SAMPLING_KEYS})
-        return generate_texts(loaded.lm, tokenizer, list(prompts), spec, seed=seed)
+        generation = changed_sampling(read_config(self.run_dir / "config.yaml"), sampling)
+        if not prompts:
+            raise ConfigError("There are no prompts.", fix="give at least one text")
+        tokens = self._player.tokens(list(prompts), generation)
+        return [answer.text for batch in self._player.answers(tokens, generation, seed=seed)
+                for answer in batch]
 
     def save_pretrained(self, folder: str | Path) -> Path:
         """Copy the trained model's folder to ``folder``, which must not exist or be empty.
@@ -131,6 +123,84 @@ def train(overrides: Sequence[str] = (), *,
     outcome = launch(config, objects=objects if handed_in else None,
                      resume_from=composition.resume_from, name_hint=composition.recipe or "run")
     return load_run(outcome.run_dir)
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """A finished evaluation: what came out and where it lies."""
+
+    folder: Path
+    samples: Path
+    """one JSON object a response"""
+    figures: dict[str, float | None]
+    """the policy's, by the names of a run's ``eval_after``; None where there is none"""
+    stderr: dict[str, float | None]
+    against: dict[str, float | None] | None
+    """figures of what it was compared with"""
+    win_rate: dict[str, Any] | None
+    report: dict[str, Any]
+    """the contents of eval.json"""
+
+
+def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
+             against: str | Path | None = None,
+             reward_fn: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None,
+             metric_fn: Callable[..., Any] | None = None,
+             prompts: str | Path | Sequence[Any] | None = None, limit: int | None = None,
+             num_samples: int | None = None, seed: int | None = None, step: int | None = None,
+             best: bool = False, frontier: bool = False, output: str | Path | None = None,
+             name: str | None = None, overwrite: bool = False, resume: bool = False) -> EvalResult:
+    """Evaluate a policy in this process, as ``ppocli eval`` does.
+
+    Args:
+        run: a run, a checkpoint, a model folder or a Hub name (default: the newest run below
+            runs/).
+        overrides: words KEY=VALUE over the run's settings.
+        against: another such target, or ``base``.
+        reward_fn: in place of the run's rewards: a callable, or several by name (each of weight 1).
+        metric_fn: in place of ``reward.metric_fn``.
+        prompts: a file, a folder or a Hub data set; or the prompts themselves, texts or mappings
+            with a ``prompt`` and metadata.
+        limit, num_samples, seed, step, best, frontier, output, name, overwrite, resume: the flags
+            of ``ppocli eval``.
+
+    Raises:
+        PpocliError: whatever kept the evaluation from its end; samples scored so far are kept.
+    """
+    from ppocli.config.resolved import with_absolute_paths
+    from ppocli.engine.session import PythonObjects
+    from ppocli.engine.stop import catch_signals
+    from ppocli.evaluation.request import EvalRequest, noting_objects
+    from ppocli.evaluation.work import run_evaluation
+    from ppocli.runs.target import find_target
+    from ppocli.target_config import target_config
+
+    items = None if prompts is None or isinstance(prompts, str | Path) else list(prompts)
+    request = EvalRequest(
+        run=_text(run), words=tuple(overrides), against=_text(against),
+        prompts=_text(prompts) if isinstance(prompts, str | Path) else None, limit=limit,
+        num_samples=num_samples, seed=seed, step=step, best=best, frontier=frontier,
+        output=_text(output), name=name, overwrite=overwrite, resume=resume,
+        own_reward=reward_fn is not None)
+    request.check()
+    target = find_target(request.run, say=log.info, step=step, best=best)
+    cfg = target_config(target, request.overrides(target), needs_reward=True,
+                        needs_prompts=items is None)
+    objects = PythonObjects(reward_fn=reward_fn, metric_fn=metric_fn, eval_prompts=items)
+    cfg = noting_objects(with_absolute_paths(cfg, Path.cwd()), objects)
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())  # rewards by name lie there
+    with catch_signals() as stop:
+        done = run_evaluation(request, target, cfg, objects, stop=stop, say=log.info,
+                              watch=lambda role, there, total: None)
+    report = done.report
+    return EvalResult(done.folder.path, done.folder.samples, report["figures"], report["stderr"],
+                      report["against"] and report["against"]["figures"], report["win_rate"],
+                      report)
+
+
+def _text(value: str | Path | None) -> str | None:
+    return None if value is None else str(value)
 
 
 def load_run(run_dir: str | Path) -> TrainedRun:

@@ -40,6 +40,7 @@ from ppocli.errors import CheckpointError, ConfigError, PpocliError
 from ppocli.preflight import check_inputs
 
 if TYPE_CHECKING:
+    from ppocli.engine.console import DisplayMode
     from ppocli.engine.session import PythonObjects
 
 log = logging.getLogger("ppocli")
@@ -62,7 +63,8 @@ class RunOutcome:
 
 def launch(config: TrainConfig, *, fresh_process: bool = False,
            objects: PythonObjects | None = None, resume_from: Path | None = None,
-           name_hint: str = "run", say: Callable[[str], None] = log.info) -> RunOutcome:
+           name_hint: str = "run", say: Callable[[str], None] = log.info,
+           display: DisplayMode = "auto") -> RunOutcome:
     """Run one configuration to its end.
 
     Args:
@@ -73,6 +75,7 @@ def launch(config: TrainConfig, *, fresh_process: bool = False,
         resume_from: the folder of the run to go on with.
         name_hint: what a run without ``run_name`` is called, before its time stamp.
         say: where notes for the user go.
+        display: what a person is shown of the run.
 
     Raises:
         CheckpointError: the folder is in use or holds another run, or a changed key forbids to
@@ -91,7 +94,7 @@ def launch(config: TrainConfig, *, fresh_process: bool = False,
         try:
             _prepare_resumed(run_dir, config, objects, say)
             say(f"{run_dir}: loading {config.model.path}")
-            return _run(run_dir, True, fresh_process, objects)
+            return _run(run_dir, True, fresh_process, objects, display)
         finally:
             # still there only if the run did not go on: its own configuration stays as it was
             (run_dir / NEXT_CONFIG_FILE).unlink(missing_ok=True)
@@ -106,7 +109,7 @@ def launch(config: TrainConfig, *, fresh_process: bool = False,
                 write_config(settled, run_dir / CONFIG_FILE)
             # the libraries alone take seconds to load
             say(f"{run_dir}: loading {config.model.path}")
-            return _run(run_dir, False, fresh_process, objects)
+            return _run(run_dir, False, fresh_process, objects, display)
 
 
 def noting_objects(config: TrainConfig, objects: PythonObjects | None) -> TrainConfig:
@@ -172,10 +175,13 @@ def _made(folder: Path) -> bool:
     return True
 
 
-def _prepare_resumed(run_dir: Path, config: TrainConfig, objects: PythonObjects | None,
-                     say: Callable[[str], None]) -> None:
-    """Compare with the run's own configuration, refuse or list what changed, and write it
-    beside it, to be taken over once the run goes on."""
+def changes_on_resume(run_dir: Path, config: TrainConfig, objects: PythonObjects | None = None
+                      ) -> list[tuple[str, str]]:
+    """(key, ``key: before -> after``) of what ``config`` changes in a run.
+
+    Raises:
+        CheckpointError: a changed key forbids to resume, or Python objects are missing.
+    """
     old = read_config(run_dir / CONFIG_FILE)
     _ask_for_objects(config, objects, run_dir)
     changes = [(key, f"{key}: {shown(before)} -> {shown(after)}")
@@ -186,6 +192,14 @@ def _prepare_resumed(run_dir: Path, config: TrainConfig, objects: PythonObjects 
             "\n".join(["these settings can't change when a run is resumed:",
                        *(f"  {line}" for line in refused)]), where=str(run_dir),
             fix="leave them as they were, or start another run with them (another run_name)")
+    return changes
+
+
+def _prepare_resumed(run_dir: Path, config: TrainConfig, objects: PythonObjects | None,
+                     say: Callable[[str], None]) -> None:
+    """Compare with the run's own configuration, refuse or list what changed, and write it
+    beside it, to be taken over once the run goes on."""
+    changes = changes_on_resume(run_dir, config, objects)
     check_inputs(config)
     for key, line in changes:
         say(f"changed on resume: {line}" + ("" if classify_change(key) == "harmless" else
@@ -234,10 +248,10 @@ def _removed_if_nothing_came(run_dir: Path) -> Iterator[None]:
 
 
 def _run(run_dir: Path, resume: bool, fresh_process: bool,
-         objects: PythonObjects | None) -> RunOutcome:
+         objects: PythonObjects | None, display: DisplayMode) -> RunOutcome:
     if fresh_process:
-        command = [sys.executable, "-m", "ppocli.worker", str(run_dir)]
-        code, stopped_by = run_process(command + ["--resume"] * resume)
+        command = [sys.executable, "-m", "ppocli.worker", str(run_dir), f"--display={display}"]
+        code, stopped_by = run_process(command + ["--resume"] * resume, lifeline=True)
         model = run_dir / "model"
         return RunOutcome(run_dir, code, model if code == 0 and model.is_dir() else None,
                           _read_summary(run_dir), stopped_by)
@@ -246,7 +260,7 @@ def _run(run_dir: Path, resume: bool, fresh_process: bool,
         sys.path.insert(0, os.getcwd())
     from ppocli.worker import run_worker
 
-    result = run_worker(run_dir, objects=objects, resume=resume)
+    result = run_worker(run_dir, objects=objects, resume=resume, display=display)
     return RunOutcome(run_dir, 0, result.model_dir, result.summary)
 
 
@@ -258,11 +272,12 @@ def _read_summary(run_dir: Path) -> dict[str, Any] | None:
     return summary if isinstance(summary, dict) else None
 
 
-def run_process(command: list[str]) -> tuple[int, int | None]:
+def run_process(command: list[str], *, lifeline: bool = False) -> tuple[int, int | None]:
     """Run a command to its end, its standard output on our standard error.
 
     The child has its own process group, so that a Ctrl-C reaches it once, through us, and it can
-    save before it leaves; a second Ctrl-C is handed on as well.
+    save before it leaves; a second Ctrl-C is handed on as well. With ``lifeline`` the command gets
+    a last word ``--lifeline=FD``, a pipe that closes when we end, even by ``kill -9``.
 
     Returns:
         its exit code (128 + n if signal n killed it), and the first signal that we got meanwhile.
@@ -278,10 +293,10 @@ def run_process(command: list[str]) -> tuple[int, int | None]:
         if process is not None and process.poll() is None:
             process.send_signal(number)
 
-    with _handling(hand_on):
+    with _handling(hand_on), _lifeline(lifeline) as (passed, words):
         try:
-            process = subprocess.Popen(command, process_group=0, stdin=subprocess.DEVNULL,
-                                       stdout=_standard_error())
+            process = subprocess.Popen([*command, *words], process_group=0, pass_fds=passed,
+                                       stdin=subprocess.DEVNULL, stdout=_standard_error())
         except OSError as error:
             if error.errno in (errno.ENOMEM, errno.EAGAIN, errno.ENOENT, errno.EACCES):
                 raise PpocliError(f"the worker process couldn't be started: {error.strerror}",
@@ -291,6 +306,21 @@ def run_process(command: list[str]) -> tuple[int, int | None]:
             process.send_signal(received[0])
         code = _wait(process)
     return (code if code >= 0 else 128 - code), (received[0] if received else None)
+
+
+@contextmanager
+def _lifeline(wanted: bool) -> Iterator[tuple[tuple[int, ...], list[str]]]:
+    """The end of a pipe that a child inherits, and the word that tells it. Our end is closed on
+    exec, so that no other child of ours keeps it open."""
+    if not wanted:
+        yield (), []
+        return
+    reading, writing = os.pipe()
+    try:
+        yield (reading,), [f"--lifeline={reading}"]
+    finally:
+        os.close(reading)
+        os.close(writing)
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int:

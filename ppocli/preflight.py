@@ -27,7 +27,7 @@ def check_inputs(cfg: TrainConfig) -> None:
     Raises:
         InputError: lists all that are missing, each with the key that takes a local folder.
     """
-    problems = list(_missing_models(cfg)) + list(_missing_data(cfg))
+    problems = missing_inputs(cfg)
     if not problems:
         return
     if len(problems) == 1:
@@ -35,6 +35,11 @@ def check_inputs(cfg: TrainConfig) -> None:
     lines = [f"  {p.where}: {p.what}\n    fix: {p.fix}" for p in problems]
     raise InputError("\n".join([f"{len(problems)} inputs are missing:", *lines]),
                      fix="give local folders and files for them, or run once with network")
+
+
+def missing_inputs(cfg: TrainConfig) -> list[InputError]:
+    """Every model and data set that isn't there, each with its key in ``where``."""
+    return list(_missing_models(cfg)) + list(_missing_data(cfg))
 
 
 def _named_models(cfg: TrainConfig) -> Iterator[tuple[str, str, str | None, Needs]]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ppocli.config.quoting import quoted
 from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.config.schema import TrainConfig
-from ppocli.config.words import quoted
 from ppocli.errors import ConfigError
 from ppocli.runs.target import Target
 

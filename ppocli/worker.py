@@ -9,17 +9,29 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import secrets
 import sys
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 from ppocli.config.resolved import accept_config, next_config, read_config
 from ppocli.config.schema import TrainConfig, planned_episodes
-from ppocli.engine.console import Display, closing_table, keep_log, open_display
+from ppocli.engine.atomic import write_json_atomic
+from ppocli.engine.console import (
+    DISPLAY_MODES,
+    Display,
+    DisplayMode,
+    closing_table,
+    keep_log,
+    open_display,
+)
+from ppocli.engine.environment import ENV_FILE, describe
 from ppocli.engine.loop import Run, initial_state, run_training, save
+from ppocli.engine.pane import draw_for
 from ppocli.engine.run_folder import (
     RunFolder,
     lock,
@@ -27,7 +39,7 @@ from ppocli.engine.run_folder import (
     write_summary,
 )
 from ppocli.engine.session import PythonObjects, build_session
-from ppocli.engine.stop import StopFlag, StopRequested, catch_signals
+from ppocli.engine.stop import StopFlag, StopRequested, catch_signals, stop_when_closed
 from ppocli.errors import (
     CheckpointError,
     DivergedError,
@@ -51,14 +63,15 @@ class RunResult:
     summary: dict[str, Any]
 
 
-def run_worker(run_dir: Path, *, objects: PythonObjects | None = None, resume: bool = False
-               ) -> RunResult:
+def run_worker(run_dir: Path, *, objects: PythonObjects | None = None, resume: bool = False,
+               display: DisplayMode = "auto") -> RunResult:
     """Train in this process.
 
     Args:
         run_dir: holds ``config.yaml``.
         objects: Python objects in place of config keys.
         resume: go on from the newest valid checkpoint.
+        display: what a person is shown.
 
     Raises:
         PpocliError: with the exit code of its kind; checkpoints are kept and the message says how
@@ -67,8 +80,8 @@ def run_worker(run_dir: Path, *, objects: PythonObjects | None = None, resume: b
     run_dir = run_dir.resolve()
     folder = RunFolder(run_dir)
     cfg = read_config(next_config(run_dir) if resume else folder.config)
-    with lock(run_dir), open_display(folder.log) as display, catch_signals() as stop:
-        return _run(cfg, folder, objects or PythonObjects(), resume, display, stop)
+    with lock(run_dir), open_display(folder.log, display) as shown, catch_signals() as stop:
+        return _run(cfg, folder, objects or PythonObjects(), resume, shown, stop)
 
 
 def _run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects, resume: bool,
@@ -93,6 +106,8 @@ def _run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects, resume: bo
             state = restore(session, folder, run_id, state)
             accept_config(folder.path)
         keep_log()
+        write_json_atomic(folder.path / ENV_FILE, {
+            "started": datetime.now(UTC).isoformat(timespec="seconds"), **describe()})
         digest = hashlib.sha256(folder.config.read_bytes()).hexdigest()
         with open_recorder(folder) as recorder:
             run = Run(session, folder, run_id, digest, torch_versions(), stop, recorder, display,
@@ -102,8 +117,6 @@ def _run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects, resume: bo
 
 def _run_id(folder: RunFolder) -> str:
     """The run's identity, made at its first start; checkpoints of other runs are refused."""
-    from ppocli.engine.atomic import write_json_atomic
-
     path = folder.path / RUN_FILE
     if path.is_file():
         try:
@@ -268,10 +281,21 @@ def _show(run: Run) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """``python -m ppocli.worker RUN_DIR [--resume]``; returns the exit code."""
-    resume = "--resume" in argv
+    """``python -m ppocli.worker RUN_DIR [--resume] [--display=MODE] [--lifeline=FD]``; returns the
+    exit code.
+
+    ``FD`` is the reading end of a pipe; when its other end closes, the run stops and saves.
+    """
+    options = [word for word in argv if word.startswith("--")]
+    folder = next(word for word in argv if word not in options)
+    for option in options:
+        if option.startswith("--lifeline="):
+            stop_when_closed(int(option.partition("=")[2]))
+    draw_for(os.getppid())
+    display: DisplayMode = next((mode for mode in DISPLAY_MODES if f"--display={mode}" in options),
+                                "auto")
     try:
-        run_worker(Path(next(a for a in argv if a != "--resume")), resume=resume)
+        run_worker(Path(folder), resume="--resume" in options, display=display)
     except PpocliError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code

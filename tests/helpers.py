@@ -68,6 +68,20 @@ def save_lm(folder: Path, kind: str = "gpt2", *, seed: int = 0, pad: bool = True
     return folder
 
 
+TEMPLATE = ("{% for m in messages %}{{ {'user': 'you', 'assistant': 'i', 'system': 'we'}[m.role] }}"
+            " {{ m.content }} . {% endfor %}{% if add_generation_prompt %}i {% endif %}")
+
+
+def save_talker(folder: Path, **over) -> Path:
+    """A causal LM folder whose tokenizer has a chat template; positions can be as many as wanted:
+    ``max_position_embeddings``."""
+    save_lm(folder, "llama", **over)
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def write_prompts(path: Path, texts=None, **columns) -> Path:
     """A jsonl file of prompts with metadata columns."""
     texts = texts or ["the film", "i saw", "this plot was", "it", "the actor is very", "we liked a",

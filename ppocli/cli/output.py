@@ -9,15 +9,58 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NoReturn
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
 
 from ppocli.errors import DiskError, PpocliError, StoppedError
+
+if TYPE_CHECKING:
+    from ppocli.engine.console import DisplayMode
 
 BROKEN_PIPE = 128 + signal.SIGPIPE
 
 
+@dataclass(slots=True)
+class _Manner:
+    """What the options before the command, and ``--no-progress``, ask for; of this process."""
+
+    quiet: bool = False
+    plain: bool = False
+
+
+_MANNER = _Manner()
+
+
+def set_manner(*, quiet: bool = False, verbose: bool = False, no_color: bool = False,
+               plain: bool = False) -> None:
+    """How this process, and those it starts, talk to the user.
+
+    Args:
+        quiet: results, warnings and errors only.
+        verbose: errors with their tracebacks.
+        no_color: no colours, whatever the terminal can show.
+        plain: lines in place of a live view.
+    """
+    _MANNER.quiet, _MANNER.plain = quiet or _MANNER.quiet, plain or _MANNER.plain
+    if verbose:
+        os.environ["PPOCLI_DEBUG"] = "1"
+    if no_color:
+        os.environ["NO_COLOR"] = "1"
+
+
+def display_mode() -> DisplayMode:
+    """What a run started now is to show."""
+    return "quiet" if _MANNER.quiet else "lines" if _MANNER.plain else "auto"
+
+
 def say(text: str) -> None:
-    """A line for the user on standard error; a display that is gone is no reason to stop."""
+    """A note for the user on standard error, which ``--quiet`` leaves out."""
+    if not _MANNER.quiet:
+        complain(text)
+
+
+def complain(text: str) -> None:
+    """A warning or an error on standard error; a display that is gone is no reason to stop."""
     with suppress(OSError, ValueError, AttributeError):
         print(text, file=sys.stderr, flush=True)
 
@@ -59,16 +102,16 @@ def code_of(run: Callable[[], object]) -> int:
             with suppress(OSError, ValueError):
                 traceback.print_exc()
         label = "Stopped" if isinstance(error, StoppedError) else "Error"
-        say(f"{label}: {error}")
+        complain(f"{label}: {error}")
         return error.exit_code
     except KeyboardInterrupt:
-        say("Interrupted")
+        complain("Interrupted")
         return 128 + signal.SIGINT
     except BrokenPipeError:
         return BROKEN_PIPE
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            say(f"Error: the disk is full: {error}")
+            complain(f"Error: the disk is full: {error}")
             return DiskError.exit_code
         return _bug()
     except SystemExit as leaving:
@@ -81,7 +124,7 @@ def code_of(run: Callable[[], object]) -> int:
 def _bug() -> int:
     with suppress(OSError, ValueError):
         traceback.print_exc()
-    say("This is a bug in ppocli; please report it with the lines above.")
+    complain("This is a bug in ppocli; please report it with the lines above.")
     return 1
 
 

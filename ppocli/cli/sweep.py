@@ -1,38 +1,43 @@
-"""``ppocli train -m``: the jobs of a sweep one after another, each in a clean process."""
+"""``ppocli train -m``: the jobs of a sweep one after another, each in a clean process.
+
+``sweep.json`` says from the first moment what is planned, and after every job what came of it, so
+that a sweep that was killed can be looked at and gone on with.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ppocli.cli.output import say
-from ppocli.config.compose import SweepJob, compose_sweep
-from ppocli.engine.atomic import write_json_atomic
-from ppocli.engine.run_folder import finite_or_null
-from ppocli.errors import PpocliError, StoppedError, SweepError
+from ppocli.assets.model_files import check_folder
+from ppocli.cli.output import complain, display_mode, say
+from ppocli.cli.tables import print_table, shown_figure
+from ppocli.cli.working import split_words
+from ppocli.config.changes import config_differences
+from ppocli.config.compose import SweepJob, SweepPlan, compose_sweep
+from ppocli.config.quoting import quoted, unquoted
+from ppocli.config.resolved import with_absolute_paths
+from ppocli.config.words import split_override
+from ppocli.engine.run_folder import LOCK, live_owner, lock
+from ppocli.errors import CheckpointError, ConfigError, PpocliError, StoppedError, SweepError
 from ppocli.launch import launch
-
-
-@dataclass(frozen=True, slots=True)
-class JobRecord:
-    """What came of one job. ``varied`` are the overrides that differ between jobs; the figures are
-    of the evaluation after training."""
-
-    number: int
-    overrides: tuple[str, ...]
-    varied: tuple[str, ...]
-    status: str  # "finished", "failed" or "stopped"
-    exit_code: int
-    reward_mean: float | None
-    kl_mean: float | None
-    seconds: float
-    folder: str
-    error: str | None
+from ppocli.runs.record import RunRecord, is_run, read_run
+from ppocli.runs.sweeps import (
+    SWEEP_FILE,
+    JobRecord,
+    SweepRecord,
+    find_sweep,
+    job_states,
+    read_sweep,
+    running_job,
+    write_sweep,
+)
 
 
 class _SweepStopped(BaseException):
@@ -43,44 +48,235 @@ class _SweepStopped(BaseException):
         self.signal_number = signal_number
 
 
-def run_sweep(words: Sequence[str]) -> None:
+class _Book:
+    """``sweep.json`` of a sweep at work, and the lock on its folder."""
+
+    def __init__(self, words: Sequence[str], going_on: SweepRecord | None) -> None:
+        self.words = tuple(words)
+        self.going_on = going_on
+        self.folder: Path | None = None
+        self.grid = False
+        self.known: dict[int, JobRecord] = {}
+        """jobs of this folder that an earlier call has left"""
+        self.jobs: dict[int, JobRecord] = {}
+        self.begun = 0
+        self._held = ExitStack()
+        self._new_folder = self._new_file = False
+
+    @property
+    def ended(self) -> list[JobRecord]:
+        """Jobs that this call has run, or found finished."""
+        return [job for job in self.jobs.values() if job.status not in ("planned", "running")]
+
+    def open(self, plan: SweepPlan) -> None:
+        """Take the folder and write down what is planned.
+
+        Raises:
+            CheckpointError: it holds a sweep that isn't to be gone on with, or that still runs.
+            ConfigError: the plan isn't that of the sweep to go on with.
+        """
+        refuse_running(plan.folder)
+        self._held.enter_context(lock(plan.folder))
+        self.folder, self._new_folder = plan.folder, plan.new
+        self._new_file = not (plan.folder / SWEEP_FILE).exists()
+        if not self._new_file:
+            self._take_over(read_sweep(plan.folder), plan)
+        self.grid = plan.grid is not None
+        for number, varied in enumerate(plan.grid or ()):
+            known = self.known.get(number)
+            self.jobs[number] = known if known is not None and known.varied == varied else \
+                JobRecord(number, (), varied, "planned", None, None, None, 0.0, "", None)
+        self._write()
+
+    def _take_over(self, left: SweepRecord, plan: SweepPlan) -> None:
+        if not any(_key(word) == "resume" and unquoted(word.partition("=")[2]) == "auto"
+                   for word in self.words):
+            raise CheckpointError(
+                f"{plan.folder} holds a sweep already; nothing is overwritten.",
+                where="hydra.sweep.dir", fix=f"go on with it: ppocli sweep resume {plan.folder}; "
+                "or choose another hydra.sweep.dir")
+        if self.going_on is not None and plan.grid != tuple(job.varied for job in left.jobs):
+            raise ConfigError("The words no longer give the jobs of this sweep.",
+                              where=str(plan.folder / SWEEP_FILE),
+                              fix="put back the values that were swept, or start another sweep")
+        self.known = {job.number: job for job in left.jobs}
+
+    def note(self, job: JobRecord) -> None:
+        """Write down what is known of a job."""
+        self.jobs[job.number] = job
+        self._write()
+
+    def _write(self) -> None:
+        assert self.folder is not None
+        jobs = tuple(self.jobs[number] for number in sorted(self.jobs))
+        words = self.words if self.going_on is None else _without_place(self.words)
+        write_sweep(SweepRecord(self.folder, words, str(Path.cwd()), self.grid, jobs))
+
+    def close(self) -> None:
+        """Give the folder back; nothing stays of a sweep none of whose jobs was begun."""
+        self._held.close()
+        if self.folder is not None and not self.begun and self._new_file:
+            (self.folder / SWEEP_FILE).unlink(missing_ok=True)
+            if self._new_folder:
+                with suppress(OSError):
+                    (self.folder / LOCK).unlink()
+                    self.folder.rmdir()
+
+
+def run_sweep(words: Sequence[str], going_on: SweepRecord | None = None) -> None:
     """Run every job, say what came of each, and print a table at the end.
+
+    Args:
+        words: the command line after ``train``. With ``resume=auto`` and the folder of a sweep,
+            jobs that are finished, and whose settings are the same, keep their figures.
+        going_on: the sweep whose words these are: its finished jobs are kept whatever has changed.
 
     Raises:
         SweepError: every job ran, but some failed.
         StoppedError: a signal ended the sweep.
+        CheckpointError: the folder holds a sweep that isn't to be gone on with, or still runs.
         ConfigError: something is wrong with all jobs alike; none was started.
     """
-    records: list[JobRecord] = []
+    book = _Book(words, going_on)
 
     def run_job(job: SweepJob) -> float | None:
+        book.begun += 1
         say(f"job {job.number}{'' if job.total is None else f' of {job.total}'}: "
             f"{' '.join(job.varied or job.words)}")
+        kept = _finished_before(job, book)
+        if kept is not None:
+            book.note(kept)
+            say(f"job {job.number}: finished already, kept")
+            return kept.reward_mean
+        book.note(JobRecord(job.number, job.words, job.varied, "running", None, None, None, 0.0,
+                            str(job.folder), None))
         record, stopped_by = _run_job(job)
-        records.append(record)
-        _write(job.folder, words, records)
+        book.note(record)
         say(f"job {job.number}: {_result(record)}")
         if stopped_by is not None:
             raise _SweepStopped(stopped_by)
         return record.reward_mean
 
     try:
-        folder = compose_sweep(words, run_job)
+        folder = compose_sweep(words, run_job, book.open)
     except (_SweepStopped, KeyboardInterrupt) as stop:
         number = stop.signal_number if isinstance(stop, _SweepStopped) else signal.SIGINT
-        _print_table(records)
+        _print_table(book.ended)
         raise StoppedError(
-            f"the sweep was stopped by {signal.Signals(number).name} after {len(records)} jobs; "
+            f"the sweep was stopped by {signal.Signals(number).name} after {len(book.ended)} jobs; "
             "those that follow were not started", signal_number=number,
-            fix=None if not records else "go on with the same words, resume=auto and "
-            f"hydra.sweep.dir={Path(records[-1].folder).parent}") from None
-    _print_table(records)
-    failed = [record for record in records if record.status != "finished"]
+            fix=f"ppocli sweep resume {book.folder}" if book.begun and book.grid else None
+        ) from None
+    finally:
+        book.close()
+    _print_table(book.ended)
+    failed = [job for job in book.ended if job.status != "finished"]
     if failed:
-        raise SweepError(f"{len(failed)} of {len(records)} jobs failed",
-                         where=str(folder / "sweep.json"),
-                         fix="correct what they say; the same words with resume=auto and "
-                             f"hydra.sweep.dir={folder} keep the finished jobs")
+        raise SweepError(f"{len(failed)} of {len(book.ended)} jobs failed",
+                         where=str(folder / SWEEP_FILE),
+                         fix="correct what they say" + (
+                             f", then: ppocli sweep resume {folder}; finished jobs are kept"
+                             if book.grid else ""))
+
+
+def resume_sweep(given: str, words: Sequence[str]) -> None:
+    """``ppocli sweep resume``: run the jobs of a grid that aren't finished, in the same folders.
+
+    Args:
+        given: the sweep's folder or name.
+        words: settings that these jobs go on with.
+
+    Raises:
+        ConfigError: it is no grid, or a word is no setting of a job or one that is swept.
+        CheckpointError: there is no such sweep, or it still runs.
+        PpocliError: as :func:`run_sweep`.
+    """
+    folder, words = split_words(given, words)
+    if folder is None:
+        raise ConfigError(f"{given} is a setting, not a sweep.", where="command line",
+                          fix="name the sweep's folder first: ppocli sweep resume FOLDER "
+                          f"{given}")
+    sweep = read_sweep(find_sweep(folder))
+    if not sweep.grid:
+        raise ConfigError(f"{sweep.folder} is no grid: its sweeper chose the jobs as it went, and "
+                          "can't be asked again.", where=str(sweep.folder / SWEEP_FILE),
+                          fix="start another sweep")
+    swept = {_key(word) for job in sweep.jobs for word in job.varied}
+    given_keys = {_key(word) or "" for word in words}
+    for key in sorted(given_keys):
+        if key in swept or key == "resume" or key.startswith("hydra"):
+            raise ConfigError(f"{key} can't be changed: " + (
+                "its values make the jobs of this sweep." if key in swept else
+                "a sweep goes on where it is."), where="command line",
+                fix="start another sweep" if key in swept else "leave it out")
+    refuse_running(sweep.folder)
+    unfinished = [state for state in job_states(sweep) if state.status != "finished"]
+    say(f"{sweep.folder}: {len(unfinished)} of {len(sweep.jobs)} jobs to run")
+    if sweep.cwd and Path(sweep.cwd).is_dir():
+        os.chdir(sweep.cwd)  # the words may name files from there
+    kept = [word for word in _without_place(sweep.words) if _key(word) not in given_keys]
+    run_sweep([*kept, *words, "resume=auto", f"hydra.sweep.dir={quoted(str(sweep.folder))}"],
+              going_on=sweep)
+
+
+def refuse_running(folder: Path) -> None:
+    """Refuse a sweep whose process, or one of whose jobs, still runs.
+
+    Raises:
+        CheckpointError: names the process.
+    """
+    owner = live_owner(folder)
+    if owner is not None:
+        raise CheckpointError(
+            f"The sweep in {folder} is still running: process {owner.pid} on {owner.host}.",
+            where=str(folder / LOCK), fix=f"wait for it to end, or stop it: kill {owner.pid}")
+    found = running_job(read_sweep(folder).jobs) if (folder / SWEEP_FILE).is_file() else None
+    if found is not None:
+        job, owner = found
+        raise CheckpointError(
+            f"Job {job.number} of the sweep in {folder} is still running: process {owner.pid} on "
+            f"{owner.host}.", where=str(Path(job.folder) / LOCK),
+            fix=f"wait for it to end, or stop it: kill {owner.pid}")
+
+
+def _without_place(words: Sequence[str]) -> tuple[str, ...]:
+    """The words of a sweep without those that say where it lies and whether it goes on."""
+    return tuple(word for word in words if _key(word) not in ("resume", "hydra.sweep.dir"))
+
+
+def _key(word: str) -> str | None:
+    """The key that a word sets; None for Hydra's flags and their values."""
+    return None if word.startswith("-") or "=" not in word else split_override(word)[1]
+
+
+def _finished_before(job: SweepJob, book: _Book) -> JobRecord | None:
+    """The record of a job that an earlier call has finished; nothing of it is loaded."""
+    if not book.known or not is_run(job.folder):
+        return None
+    try:
+        run = read_run(job.folder)
+        if run.status != "finished":
+            return None
+        check_folder(run.folder.model, key="model")
+        if book.going_on is None:
+            now = with_absolute_paths(job.compose().config, Path.cwd())
+            if config_differences(run.config, now):
+                return None
+    except PpocliError:
+        return None  # the job itself will say what is wrong
+    known = book.known.get(job.number)
+    if known is not None and known.status == "finished" and known.varied == job.varied:
+        return replace(known, folder=str(job.folder))
+    return _record(job, run)
+
+
+def _record(job: SweepJob, run: RunRecord) -> JobRecord:
+    """What a finished run says of itself."""
+    after = (run.summary or {}).get("eval_after") or {}
+    seconds = ((run.summary or {}).get("seconds") or {}).values()
+    return JobRecord(job.number, job.words, job.varied, "finished", 0,
+                     _number(after.get("reward_mean")), _number(after.get("kl_mean")),
+                     round(sum(seconds), 1), str(job.folder), None)
 
 
 def _run_job(job: SweepJob) -> tuple[JobRecord, int | None]:
@@ -90,11 +286,12 @@ def _run_job(job: SweepJob) -> tuple[JobRecord, int | None]:
     try:
         config = replace(job.compose().config, output_dir=str(job.folder.parent),
                          run_name=job.folder.name)
-        outcome = launch(config, fresh_process=True, say=say)
+        outcome = launch(config, fresh_process=True, say=say,
+                         display=display_mode())
         code, summary, stopped_by = outcome.exit_code, outcome.summary, outcome.stopped_by
     except PpocliError as problem:
         code, error = problem.exit_code, str(problem)
-        say(f"Error: {error}")
+        complain(f"Error: {error}")
         with suppress(OSError):
             job.folder.rmdir()  # Hydra made it; nothing came into it
     after = (summary or {}).get("eval_after") or {}
@@ -118,26 +315,13 @@ def _result(record: JobRecord) -> str:
     return ", ".join([f"finished in {record.seconds:.0f} s", *figures])
 
 
-def _write(job_folder: Path, words: Sequence[str], records: list[JobRecord]) -> None:
-    jobs = [asdict(record) for record in records]
-    write_json_atomic(job_folder.parent / "sweep.json",
-                      finite_or_null({"words": list(words), "jobs": jobs}))
-
-
 def _print_table(records: list[JobRecord]) -> None:
     if not records:
         return
     rows = [("job", "status", "exit", "reward", "KL", "folder", "overrides")]
-    rows += [(str(r.number), r.status, str(r.exit_code), _shown(r.reward_mean), _shown(r.kl_mean),
-              _short(r.folder), " ".join(r.varied)) for r in records]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-        print("  ".join([*cells, row[-1]]), flush=True)
-
-
-def _shown(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
+    rows += [(str(r.number), r.status, str(r.exit_code), shown_figure(r.reward_mean),
+              shown_figure(r.kl_mean), _short(r.folder), " ".join(r.varied)) for r in records]
+    print_table(rows)
 
 
 def _short(folder: str) -> str:

@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 
-from ppocli.cli.output import ignore_broken_pipes, say
+from ppocli.cli.output import display_mode, ignore_broken_pipes, say
 
 
-def run_words(words: Sequence[str]) -> None:
+def run_words(words: Sequence[str], *, dry_run: bool = False) -> None:
     """Train with the words of the command line, sweep with ``-m``, or let Hydra print.
 
-    The last line on standard output is the path of the trained model's folder.
+    The last line on standard output is the path of the trained model's folder. With ``dry_run``
+    everything is loaded and tried, but nothing is trained or written.
 
     Raises:
         PpocliError: whatever keeps the run from its end.
     """
+    if dry_run:
+        from ppocli.cli.validate import validate_words
+
+        validate_words(words, deep=True)
+        return
     from ppocli.config.compose import compose, is_sweep
 
     if is_sweep(words):
@@ -31,7 +37,8 @@ def run_words(words: Sequence[str]) -> None:
 
     ignore_broken_pipes()
     outcome = launch(composition.config, resume_from=composition.resume_from,
-                     name_hint=composition.recipe or "run", say=say)
+                     name_hint=composition.recipe or "run", say=say,
+                     display=display_mode())
     if outcome.model_dir is not None:
         with suppress(OSError):  # a display that is gone doesn't undo the training
             print(outcome.model_dir, flush=True)

@@ -9,22 +9,28 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ppocli.cli.output import say
+from ppocli.cli.output import complain, say
 from ppocli.errors import ConfigError, StoppedError
+
+if TYPE_CHECKING:
+    from ppocli.engine.stop import StopFlag
 
 _WORD = re.compile(r"[+~]{0,2}[A-Za-z_][\w.@/]*=")
 
 
 class _Notes(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        prefix = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
-        say(prefix + record.getMessage())
+        if record.levelno >= logging.WARNING:
+            complain(f"{record.levelname.lower()}: {record.getMessage()}")
+        else:
+            say(record.getMessage())
 
 
 @contextmanager
-def working(fix: str | None = None) -> Iterator[object]:
-    """A :class:`ppocli.engine.stop.StopFlag` that Ctrl-C and SIGTERM set; the engine's notes go to
+def working(fix: str | None = None) -> Iterator[StopFlag]:
+    """A flag that Ctrl-C and SIGTERM set; the engine's notes go to
     standard error, transformers' progress bars and reports nowhere.
 
     Args:

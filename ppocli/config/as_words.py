@@ -8,8 +8,9 @@ from typing import Any
 
 from ppocli.config.changes import config_differences
 from ppocli.config.keys import free_mapping_of, key_for
+from ppocli.config.quoting import quoted
 from ppocli.config.schema import TrainConfig
-from ppocli.config.words import normalised, quoted
+from ppocli.config.words import normalised
 
 _PLAIN = re.compile(r"[A-Za-z_./][\w./:@<>+-]*")
 _YAML_WORDS = frozenset({"null", "true", "false", "inf", "nan", "none", "yes", "no", "on", "off"})

@@ -37,11 +37,12 @@ from ppocli.config.layers import (
 )
 from ppocli.config.paths import config_groups, shipped
 from ppocli.config.problems import Problem, find_problems, raise_problems, range_problems
+from ppocli.config.quoting import quoted, unquoted
 from ppocli.config.recipe_source import looking_in, register_plugins
 from ppocli.config.resolved import CONFIG_FILE, read_config, schema_node, typed
 from ppocli.config.schema import TrainConfig
 from ppocli.config.secrets import refuse_secrets
-from ppocli.config.words import Words, quoted, read_words, split_override, unquoted
+from ppocli.config.words import Words, read_words, split_override
 from ppocli.errors import CheckpointError, ConfigError, DiskError
 
 _START_HINT = "start from a recipe, e.g. ppocli train +recipe=quickstart (ppocli recipes list)"
@@ -62,6 +63,17 @@ class Composition:
 
 
 @dataclass(frozen=True, slots=True)
+class Draft:
+    """What the words of one run come to, right or not. ``config`` has the default in place of a
+    value that was refused, and ``???`` where a mandatory one is missing."""
+
+    config: TrainConfig
+    problems: tuple[Problem, ...]
+    fix: str | None
+    resume_from: Path | None
+
+
+@dataclass(frozen=True, slots=True)
 class SweepJob:
     """One job of a sweep: its number, how many there are (None: unknown), all its words, those
     that differ between jobs, its folder, and the composition of its words (raises ConfigError)."""
@@ -72,6 +84,16 @@ class SweepJob:
     varied: tuple[str, ...]
     folder: Path
     compose: Callable[[], Composition]
+
+
+@dataclass(frozen=True, slots=True)
+class SweepPlan:
+    """A sweep about to start: its folder, whether that is new, and the words that differ between
+    jobs, job by job (None: its sweeper chooses them as it goes)."""
+
+    folder: Path
+    new: bool
+    grid: tuple[tuple[str, ...], ...] | None
 
 
 def compose(words: Sequence[str], *, handed_in: frozenset[str] = frozenset()) -> Composition | None:
@@ -108,6 +130,24 @@ def compose(words: Sequence[str], *, handed_in: frozenset[str] = frozenset()) ->
         return _composition(composed[0], read, checked, run)
 
 
+def draft(words: Sequence[str]) -> Draft:
+    """The configuration of one run with everything that is wrong with it, for whoever has more to
+    check before he tells.
+
+    Raises:
+        ConfigError: words that can't be read, secrets, unknown recipes and options of groups,
+            files that are no YAML: there is nothing to check beside.
+        CheckpointError: ``resume=FOLDER`` names no run folder.
+    """
+    read, run = _take_resume(_read(words))
+    with looking_in(read.config_dirs, run), as_config_errors():
+        register_plugins()
+        _store_schema(schema_node())
+        checked = _check(read)
+        return Draft(typed(checked.node), tuple(_all_problems(checked, frozenset())),
+                     _fix(checked), run)
+
+
 def compose_values(words: Sequence[str]) -> TrainConfig:
     """The values that words compose to, without checking that they make a whole run.
 
@@ -123,8 +163,9 @@ def compose_values(words: Sequence[str]) -> TrainConfig:
         return typed(checked.node)
 
 
-def compose_sweep(words: Sequence[str], run_job: Callable[[SweepJob], float | None]) -> Path:
-    """Let Hydra's sweeper run ``run_job`` for each job; return the sweep's folder.
+def compose_sweep(words: Sequence[str], run_job: Callable[[SweepJob], float | None],
+                  begin: Callable[[SweepPlan], None] = lambda plan: None) -> Path:
+    """Let Hydra's sweeper run ``run_job`` for each job, after ``begin``; return the sweep's folder.
 
     The folder is ``hydra.sweep.dir``, by default a new ``sweep-DATE-TIME`` in ``output_dir``.
     What is wrong with all jobs alike is told before any of them starts; ``SweepJob.compose``
@@ -156,6 +197,7 @@ def compose_sweep(words: Sequence[str], run_job: Callable[[SweepJob], float | No
         read = replace(read, overrides=(*(w for w in read.overrides if not _sets_sweep_dir(w)),
                                         f"hydra.sweep.dir={quoted(str(folder))}"))
         try:
+            begin(SweepPlan(folder, made, swept.grid))
             _call_hydra(lambda config: run_job(_sweep_job(config, read, swept)), read)
         finally:
             if made and not any(folder.iterdir()):

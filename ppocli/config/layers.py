@@ -6,6 +6,7 @@ list is read file by file, each entry is tried on the typed schema, and what fai
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -111,11 +112,16 @@ def _refuse_sweeps(overrides: list[Override]) -> None:
 @dataclass(frozen=True, slots=True)
 class SweepWords:
     """What all jobs of a sweep share on the command line, the keys that differ between them, and
-    how many jobs there are (None: the sweep isn't a grid)."""
+    the words that set these, job by job (None: the sweep isn't a grid)."""
 
     shared: list[Entry]
     varied: frozenset[str]
-    jobs: int | None
+    grid: tuple[tuple[str, ...], ...] | None
+
+    @property
+    def jobs(self) -> int | None:
+        """How many jobs there are (None: it isn't known)."""
+        return None if self.grid is None else len(self.grid)
 
 
 def sweep_words(loader: ConfigLoader, overrides: list[str]) -> SweepWords:
@@ -125,10 +131,13 @@ def sweep_words(loader: ConfigLoader, overrides: list[str]) -> SweepWords:
     are checked in their jobs.
     """
     entries: list[Entry] = []
+    # Hydra's own sweeper: the product of all values, the last key changing fastest
+    axes: dict[str, list[str]] = {}
     varied: set[str] = set()
-    jobs: int | None = 1
+    is_grid = True
     for override in OverridesParser.create(config_loader=loader).parse_overrides(overrides):
         name = override.key_or_group
+        is_grid &= name != "hydra/sweeper" and not name.startswith("hydra.sweeper")
         if name == "hydra" or name.startswith("hydra."):
             continue
         swept = override.is_sweep_override()
@@ -136,7 +145,9 @@ def sweep_words(loader: ConfigLoader, overrides: list[str]) -> SweepWords:
         values = list(override.sweep_string_iterator()) if discrete else []
         if swept:
             varied.add(name)
-            jobs = jobs * len(values) if jobs is not None and discrete else None
+            is_grid &= discrete
+            key = override.get_key_element()
+            axes[key] = [f"{key}={value}" for value in values]
         options = loader.get_group_options(name, results_filter=ObjectType.CONFIG)
         if options:
             for value in values or [] if swept else [override.get_value_element_as_str()]:
@@ -145,7 +156,8 @@ def sweep_words(loader: ConfigLoader, overrides: list[str]) -> SweepWords:
             entries += _override_entries(override)
         elif key_for(name) is None:
             entries.append(Entry(name, None, COMMAND_LINE))
-    return SweepWords(entries, frozenset(varied), jobs)
+    grid = tuple(itertools.product(*axes.values())) if is_grid else None
+    return SweepWords(entries, frozenset(varied), grid)
 
 
 def _check_option(group: str, value: str, options: list[str]) -> None:

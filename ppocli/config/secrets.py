@@ -31,6 +31,11 @@ def looks_secret(name: str) -> bool:
                for part in name.split("."))
 
 
+def without_secrets(text: str) -> str:
+    """``text`` with everything in it that is shaped like a token replaced by ``***``."""
+    return _SECRET_VALUE.sub("***", text)
+
+
 def refuse_secrets(entries: Iterable[tuple[str, object, str]]) -> None:
     """Refuse entries (key, value, source) that hold, or would read, a secret.
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ppocli.config.keys import did_you_mean, key_for, nearest, schema_keys
 from ppocli.config.paths import config_groups
+from ppocli.config.quoting import quoted
 from ppocli.errors import ConfigError
 
 _CHOICES = {"--cfg": ("job", "hydra", "all"),
@@ -23,6 +24,9 @@ _SHORT = {"-c": "--cfg", "-p": "--package", "-r": "--run", "-m": "--multirun",
 _WITH_VALUE = ("--cfg", "--package", "--config-path", "--config-name", "--config-dir")
 _PLAIN = ("--hydra-help", "--resolve", "--run", "--multirun", "--shell-completion")
 FLAGS = tuple(sorted((*_WITH_VALUE, *_PLAIN, "--info", "--help", "--version")))
+# options of the command line that never come here; misspelt ones do
+_OURS = ("--no-progress", "--dry-run")
+_BEFORE = ("-q", "--quiet", "-v", "--verbose", "--no-color")
 _EXCLUSIVE = ("--cfg", "--run", "--multirun", "--info", "--shell-completion", "--hydra-help")
 _OVERRIDE = re.compile(r"(?P<prefix>\+\+|\+|~|)(?P<key>[^=+~\s][^=\s]*)(?:=(?P<value>.*))?",
                        re.DOTALL)
@@ -128,7 +132,9 @@ def _check_flag(word: str, name: str, value: str | None) -> None:
         keys = nearest(shown.lstrip("-").replace("-", "_"), list(schema_keys()), count=1)
         hint = (f"settings are written without dashes, e.g. {keys[0]}=..." if keys
                 else "see `ppocli train --help`")
-        raise ConfigError(f"unknown option {shown}{did_you_mean(shown, FLAGS)}",
+        if shown in _BEFORE:
+            hint = f"it stands before the command: ppocli {shown} train ..."
+        raise ConfigError(f"unknown option {shown}{did_you_mean(shown, (*FLAGS, *_OURS))}",
                           where="command line", fix=hint)
     if name in _PLAIN and value is not None:
         raise ConfigError(f"{name} takes no value", where="command line")
@@ -192,15 +198,3 @@ def _readable(value: str) -> bool:
     except HydraException:
         return False
     return True
-
-
-def quoted(text: str) -> str:
-    """``text`` as a quoted string of Hydra's override grammar."""
-    # backslashes are escapes only where they stand before the closing or an inner quote
-    escaped = re.sub(r"(\\*)'", lambda m: m[1] * 2 + r"\'", text)
-    return "'" + re.sub(r"(\\+)$", lambda m: m[1] * 2, escaped) + "'"
-
-
-def unquoted(text: str) -> str:
-    """``text`` without the one pair of quotes around it, if it has them."""
-    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ppocli.config.schema import HardwareConfig, OptimizerConfig
+from ppocli.engine.live import resident_mib
 from ppocli.errors import ConfigError
 from ppocli.models.policy import Policy
 
@@ -26,6 +27,13 @@ class Backend:
     def autocast(self) -> Any:
         """Context in which raw modules compute in the run's precision."""
         return self.accelerator.autocast()
+
+    def memory_mib(self) -> float | None:
+        """What the device's allocator holds now, or on a CPU the process, in MiB; None where the
+        system doesn't tell."""
+        if self.device.type == "cuda":
+            return torch.cuda.memory_allocated(self.device) / 2**20
+        return resident_mib(os.getpid())
 
     def peak_memory_mib(self) -> float:
         """Peak of the device's allocator, or of the process on a CPU, in MiB."""

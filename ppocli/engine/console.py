@@ -1,37 +1,40 @@
 """What a person sees of a run: one line a step, warnings, and a closing table.
 
-Lines go to stdout and to ppocli.log, warnings to stderr and to ppocli.log. On a terminal a progress
-bar with the remaining time stays below the lines. A display that dies (a closed pipe) is dropped;
-the run goes on.
+Lines go to stdout and to ppocli.log, warnings to stderr and to ppocli.log. On a terminal a live
+view (:mod:`ppocli.engine.live`) stays below the lines. A display that dies (a closed pipe) is
+dropped; the run goes on.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import logging.handlers
 import math
+import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, Literal, cast
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 from rich.text import Text
 
+if TYPE_CHECKING:
+    from ppocli.engine.live import Dashboard
+    from ppocli.engine.pane import Pane
+
 log = logging.getLogger("ppocli")
 
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+DisplayMode = Literal["auto", "lines", "quiet"]
+"""a live view where standard output is a terminal; lines only; warnings only"""
+DISPLAY_MODES: tuple[DisplayMode, ...] = ("auto", "lines", "quiet")
+
+# controls, line separators, changes of writing direction, lone surrogates
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def clean(text: str) -> str:
@@ -73,17 +76,21 @@ class _Outlet:
 
 
 class _StreamHandler(logging.Handler):
-    """Writes messages to a Rich console."""
+    """Writes messages to a Rich console, or above a pane."""
 
     def __init__(self, console: Console, prefix: bool) -> None:
         super().__init__()
         self.console = console
         self.prefix = prefix
+        self.pane: Pane | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         if self.prefix:
             text = f"{record.levelname.lower()}: {text}"
+        if self.pane is not None:
+            self.pane.print(Text(text), soft_wrap=True)
+            return
         self.console.print(Text(text), soft_wrap=True)
         self.console.file.flush()
 
@@ -96,31 +103,135 @@ class _FileHandler(logging.FileHandler):
 
 
 class Display:
-    """The lines, the bar and the closing table of one run."""
+    """The lines, the live view and the closing table of one run."""
 
-    def __init__(self, out: Console, progress: Progress | None) -> None:
-        self.out = out
-        self.progress = progress
-        self._task: Any = None
+    def __init__(self, out: Console, lines: list[_StreamHandler], mode: DisplayMode,
+                 folder: Path) -> None:
+        self._out = out
+        self._lines = lines
+        self._mode = mode
+        self._folder = folder
+        self.board: Dashboard | None = None
+        """what the live view shows; None without one"""
+        self._pane: Pane | None = None
+        self._undo: Callable[[], None] = _nothing
 
-    def start(self, done: int, total: int) -> None:
-        """Show the bar, if there is one, at ``done`` of ``total`` steps."""
-        if self.progress is not None:
-            self._task = self.progress.add_task("training", total=total, completed=done)
+    def start(self, done: int, total: int, memory: Callable[[], float | None]) -> None:
+        """Open the live view, if there is to be one, at ``done`` of ``total`` steps.
+
+        ``memory`` tells the MiB in use now.
+        """
+        if self._mode != "auto" or not can_live(self._out):
+            return
+        from ppocli.engine.live import Dashboard
+        from ppocli.engine.pane import Pane, put_above
+
+        self.board = board = Dashboard(self._folder.name, memory)
+        board.begin(total, _rows(self._folder / "metrics.jsonl", done))
+        narrow = not self._out.encoding.lower().startswith("utf")
+        self._pane = Pane(self._out, lambda width, height: board.lines(width, height,
+                                                                       ascii_only=narrow))
+        for handler in self._lines:
+            if handler.console is self._out or _is_terminal(handler.console.file):
+                handler.pane = self._pane
+        log.addHandler(_Counting(board))
+        self._undo = put_above(self._pane)
+        self._pane.start()
 
     def step(self, row: dict[str, Any], total: int) -> None:
         """One line for the figures of a finished step."""
-        if "reward/mean" in row:
-            log.info(step_line(row, total))
-        if "eval/reward_mean" in row:
-            log.info(eval_line(row))
-        if self.progress is not None and self._task is not None:
-            self.progress.update(self._task, completed=row["step"])
+        if self.board is not None:
+            self.board.add_row(row)
+        for line in row_lines(row, total):
+            log.info(line)
+        self._changed()
+
+    def phase(self, name: str, *parts: tuple[str, int, int]) -> None:
+        """The run enters a phase, or gets further in it: (word, number, of how many)."""
+        if self.board is not None:
+            self.board.enter(name, *parts)
+            self._changed()
+
+    def marked(self, name: str) -> None:
+        """A phase of one chunk of the rollout has ended."""
+        if self.board is not None:
+            self.board.marked(name)
+            self._changed()
+
+    def samples(self, samples: list[tuple[str, str, float | None]], step: int) -> None:
+        """Show (prompt, response, score) of the step in progress."""
+        if self.board is not None:
+            from ppocli.engine.live import Sample
+
+            self.board.show([Sample(*sample) for sample in samples], step)
+            self._changed()
 
     def table(self, table: Table) -> None:
         """Print a Rich table."""
-        self.out.print(table)
-        self.out.file.flush()
+        if self._mode == "quiet":
+            return
+        if self._pane is not None:
+            self._pane.print(table)
+            return
+        self._out.print(table)
+        self._out.file.flush()
+
+    def close(self) -> None:
+        """Take the live view away, for what is printed next."""
+        if self._pane is not None:
+            for handler in self._lines:
+                handler.pane = None
+            for counting in [one for one in log.handlers if isinstance(one, _Counting)]:
+                log.removeHandler(counting)
+            self._undo()
+            self._pane.stop()
+            if self._pane.trouble is not None:
+                log.warning("the live view ended early: %r", self._pane.trouble)
+            self._pane = self.board = None
+
+    def _changed(self) -> None:
+        if self._pane is not None:
+            self._pane.changed()
+
+
+class _Counting(logging.Handler):
+    """Tells a live view of warnings."""
+
+    def __init__(self, board: Dashboard) -> None:
+        super().__init__(logging.WARNING)
+        self._board = board
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._board.warn(record.getMessage())
+
+
+def _nothing() -> None:
+    pass
+
+
+def _rows(metrics: Path, done: int) -> Iterator[dict[str, Any]]:
+    """What a resumed run has recorded up to the step it goes on from."""
+    if not metrics.is_file():
+        return
+    with metrics.open(encoding="utf-8") as lines:
+        for line in lines:
+            row = json.loads(line)
+            if row["step"] <= done:
+                yield row
+
+
+def can_live(console: Console) -> bool:
+    """Whether a live view can be drawn: on a terminal whose cursor moves."""
+    # not console.is_terminal, which FORCE_COLOR makes true for a pipe
+    return _is_terminal(console.file) and os.environ.get("TERM", "").lower() not in (
+        "", "dumb", "unknown")
+
+
+def _is_terminal(stream: Any) -> bool:
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):  # none at all, or a closed one
+        return False
 
 
 def figure(value: float | None, digits: int) -> str:
@@ -131,41 +242,53 @@ def figure(value: float | None, digits: int) -> str:
     return text.removeprefix("-") if float(text) == 0 else text  # no minus before a rounded zero
 
 
+def row_lines(row: dict[str, Any], total: int) -> list[str]:
+    """What is said of a row of metrics.jsonl."""
+    return ([step_line(row, total)] if "reward/mean" in row else []) + (
+        [eval_line(row)] if "eval/reward_mean" in row else [])
+
+
 def step_line(row: dict[str, Any], total: int) -> str:
     """``step 12/100  reward 0.43±0.20  kl 3.1  len 38.0  loss -0.02/0.31  clip 0.11  lr 1.0e-05
     12.4 s (rollout 3.1 reward 0.2 scoring 1.0 optimize 8.1, 980 tokens/s)``"""
-    phases = " ".join(f"{name} {row[f'time/{name}']:.1f}"
+    def shown(name: str, digits: int) -> str:
+        return figure(row.get(name), digits)
+
+    phases = " ".join(f"{name} {shown(f'time/{name}', 1)}"
                       for name in ("rollout", "reward", "scoring", "optimize")
                       if f"time/{name}" in row)
-    return (f"step {row['step']}/{total}  reward {figure(row['reward/mean'], 3)}"
-            f"±{figure(row['reward/std'], 3)}  kl {figure(row['objective/kl'], 2)}  "
-            f"len {figure(row['rollout/response_tokens_mean'], 1)}  "
-            f"loss {figure(row['loss/policy_avg'], 3)}/{figure(row['loss/value_avg'], 3)}  "
-            f"clip {figure(row['policy/clipfrac_avg'], 2)}  lr {row['lr']:.1e}  "
-            f"{row['time/step']:.1f} s ({phases}, "
-            f"{row['tokens_per_second/rollout']:.0f} tokens/s)")
+    rate = row.get("lr")
+    return (f"step {row['step']}/{total}  reward {shown('reward/mean', 3)}"
+            f"±{shown('reward/std', 3)}  kl {shown('objective/kl', 2)}  "
+            f"len {shown('rollout/response_tokens_mean', 1)}  "
+            f"loss {shown('loss/policy_avg', 3)}/{shown('loss/value_avg', 3)}  "
+            f"clip {shown('policy/clipfrac_avg', 2)}  lr {'-' if rate is None else f'{rate:.1e}'}  "
+            f"{shown('time/step', 1)} s ({phases}, "
+            f"{shown('tokens_per_second/rollout', 0)} tokens/s)")
 
 
 def eval_line(row: dict[str, Any]) -> str:
     """The evaluation of a step in one line."""
     metrics = "".join(f"  {name.removeprefix('eval/metrics/')} {figure(value, 3)}"
                       for name, value in row.items() if name.startswith("eval/metrics/"))
-    return (f"eval at step {row['step']}  reward {figure(row['eval/reward_mean'], 3)}"
-            f"±{figure(row['eval/reward_std'], 3)}  kl {figure(row['eval/kl_mean'], 2)}  "
-            f"len {figure(row['eval/response_tokens_mean'], 1)}{metrics}")
+    return (f"eval at step {row['step']}  reward {figure(row.get('eval/reward_mean'), 3)}"
+            f"±{figure(row.get('eval/reward_std'), 3)}  kl {figure(row.get('eval/kl_mean'), 2)}  "
+            f"len {figure(row.get('eval/response_tokens_mean'), 1)}{metrics}")
 
 
-def _console(stream: Any, *, plain_width: int = 110) -> Console:
-    terminal = bool(getattr(stream, "isatty", lambda: False)())
+def open_console(stream: Any, *, plain_width: int = 110) -> Console:
+    """A Rich console of a stream whose reader may leave; ``plain_width`` holds off a terminal."""
+    terminal = _is_terminal(stream)
     return Console(file=cast(IO[str], _Outlet(stream)), highlight=False, safe_box=True,
                    width=None if terminal else plain_width)
 
 
 @contextmanager
-def open_display(log_file: Path) -> Iterator[Display]:
-    """Attach the run's output to the ``ppocli`` logger; ``keep_log`` starts the log file."""
-    out = _console(sys.stdout)
-    err = _console(sys.stderr)
+def open_display(log_file: Path, mode: DisplayMode = "auto") -> Iterator[Display]:
+    """Attach the run's output to the ``ppocli`` logger; ``keep_log`` starts the log file, which
+    lies in the run's folder."""
+    out = open_console(sys.stdout)
+    err = open_console(sys.stderr)
     lines = _StreamHandler(out, prefix=False)
     lines.addFilter(lambda record: record.levelno < logging.WARNING)
     warnings = _StreamHandler(err, prefix=True)
@@ -177,20 +300,17 @@ def open_display(log_file: Path) -> Iterator[Display]:
     # a run that fails before it starts leaves no file behind
     buffer = logging.handlers.MemoryHandler(10**6, flushLevel=logging.CRITICAL + 1, target=file,
                                             flushOnClose=False)
-    handlers = [lines, warnings, buffer]
+    handlers = [warnings, buffer] if mode == "quiet" else [lines, warnings, buffer]
     level, propagate = log.level, log.propagate
     log.setLevel(logging.INFO)
     log.propagate = False
     for handler in handlers:
         log.addHandler(handler)
-    progress = _progress(out) if out.is_terminal else None
+    display = Display(out, [lines, warnings], mode, log_file.parent)
     try:
-        if progress is not None:
-            progress.start()
-        yield Display(out, progress)
+        yield display
     finally:
-        if progress is not None:
-            progress.stop()
+        display.close()
         for handler in handlers:
             log.removeHandler(handler)
         buffer.close()
@@ -206,12 +326,6 @@ def keep_log() -> None:
             handler.flush()
             log.removeHandler(handler)
             log.addHandler(handler.target)
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-                    TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
-                    console=console, transient=True)
 
 
 def closing_table(before: dict[str, Any] | None, after: dict[str, Any],

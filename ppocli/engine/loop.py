@@ -8,8 +8,9 @@ point resumes without losing or repeating a row.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import Any
 
 from ppocli.engine.checkpoints import save_checkpoint
@@ -81,7 +82,7 @@ def run_training(run: Run) -> TrainState:
         PpocliError: reward, divergence, disk.
     """
     session = run.session
-    run.display.start(run.state.step, session.total_steps())
+    run.display.start(run.state.step, session.total_steps(), session.backend.memory_mib)
     finish_step(run)
     while run.state.episodes < session.total_episodes():
         run.stop.check()
@@ -93,17 +94,20 @@ def run_training(run: Run) -> TrainState:
 def train_step(run: Run) -> None:
     """One rollout and its optimize phase; commits the new state."""
     session, state = run.session, run.state
-    clock = PhaseClock.start(session.backend.device)
     count = min(session.cfg.ppo.num_rollouts, session.total_episodes() - state.episodes)
+    run.display.phase("rollout", ("chunk", 1, -(-count // session.chunk_size)))
+    clock = _ToldClock(session.backend.device, {}, perf_counter(), run.display.marked)
     prompts = session.next_prompts(state.episodes, count)
     rollout = collect_rollout(session, prompts, ROLLOUT, run.stop, clock)
+    _show_samples(run, rollout)
     check_invalid_share(int((~rollout.valid).sum()), len(rollout))
     scored = update_moments(state, rollout, session.cfg)
     experience = to_experience(rollout, scored, session.cfg)
     clock.mark("scoring")
     run.intact = False
     try:
-        result = optimize(session, experience, scored, run.stop)
+        result = optimize(session, experience, scored, run.stop, lambda done, total: _tell_updates(
+            run, done, total))
         if not policy_is_finite(session):
             raise DivergedError(f"The policy's weights became non-finite in step {state.step + 1}.",
                                 fix="lower ppo.optimizer.lr or raise ppo.init_kl_coef")
@@ -126,6 +130,30 @@ def train_step(run: Run) -> None:
     _log_rollout(run, rollout, after.step)
     _commit(run, replace(after, pending=row))
     run.intact = True
+
+
+@dataclass(slots=True)
+class _ToldClock(PhaseClock):
+    """A clock whose marks someone else hears of, too."""
+
+    tell: Callable[[str], None]
+
+    def mark(self, name: str) -> None:
+        PhaseClock.mark(self, name)
+        self.tell(name)
+
+
+def _show_samples(run: Run, rollout: Rollout) -> None:
+    shown = range(min(4, len(rollout)))
+    run.display.samples([(rollout.prompts.texts[i], rollout.responses[i],
+                          rollout.scores[i] if bool(rollout.valid[i]) else None) for i in shown],
+                        run.state.step + 1)
+
+
+def _tell_updates(run: Run, done: int, total: int) -> None:
+    epochs = run.session.cfg.ppo.ppo_epochs
+    run.display.phase("optimize", ("epoch", done * epochs // total + 1, epochs),
+                      ("update", done + 1, total))
 
 
 def _commit(run: Run, state: TrainState) -> None:
@@ -180,6 +208,7 @@ def finish_step(run: Run) -> None:
 
 def _evaluate(run: Run, row: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """The row with evaluation figures, and whether this is a best to keep. Commits the state."""
+    run.display.phase("evaluation")
     clock = PhaseClock.start(run.session.backend.device)
     found = evaluate(run.session, run.stop)
     clock.mark("eval")
@@ -210,6 +239,7 @@ def save(run: Run) -> None:
         DiskError: the disk is full; older checkpoints are untouched.
     """
     state, cfg = run.state, run.session.cfg
+    run.display.phase("saving")
     save_checkpoint(run.folder.checkpoints, state.step, run_id=run.run_id,
                     write=lambda folder: write_checkpoint(run.session, folder, run.generators),
                     state=finite_or_null(state.to_json()), config_digest=run.config_digest,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from time import perf_counter
 
@@ -188,12 +188,15 @@ def _update(session: Session, experience: Experience, rows: torch.Tensor, state:
     return verdict, terms
 
 
-def optimize(session: Session, experience: Experience, state: TrainState, stop: StopFlag
-             ) -> OptimizeResult:
+def optimize(session: Session, experience: Experience, state: TrainState, stop: StopFlag,
+             tell: Callable[[int, int], None] | None = None) -> OptimizeResult:
     """``ppo_epochs`` passes of minibatch updates; the policy and optimizer change in place.
 
     Updates made = ppo_epochs x ceil(samples / mini_batch_size), less skipped ones and less what
     ``target_kl`` cuts off.
+
+    Args:
+        tell: hears before each minibatch how many are done, of how many.
 
     Raises:
         DivergedError: ``max_nonfinite`` non-finite updates in a row.
@@ -213,6 +216,8 @@ def optimize(session: Session, experience: Experience, state: TrainState, stop: 
         if stop.requested == signal.SIGTERM and (perf_counter() - started) / max(done, 1) * (
                 len(batches) - done) > GRACE_SECONDS:
             stop.check()
+        if tell is not None:
+            tell(done, len(batches))
         verdict, terms = _update(session, experience, rows, state, progress, value_only=value_only)
         if verdict == "stop":
             stopped = True
@@ -227,3 +232,16 @@ def optimize(session: Session, experience: Experience, state: TrainState, stop: 
     means = {n: (v if n == "max_log_ratio" else v / max(seen, 1)) for n, v in sums.items()}
     return OptimizeResult(progress.updates, progress.skipped, progress.nonfinite, stopped,
                           progress.lr, means, progress.tokens)
+
+
+def probe_gradient(session: Session, experience: Experience) -> dict[str, float]:
+    """The loss terms and gradient norm of one forward and backward pass over all samples, as means
+    over the update it would be. No weight moves and the gradient is dropped."""
+    session.policy.train(session.cfg.model.gradient_checkpointing)
+    sums, _ = _backward(session, on_device(experience, session.backend.device),
+                        torch.arange(len(experience)), value_only=False)
+    norm = _clip_gradient(session)
+    session.optimizer.zero_grad(set_to_none=True)
+    session.policy.eval()
+    figures = torch.cat([sums, norm.reshape(1).to(sums)]).tolist()
+    return dict(zip((*TERMS, "grad_norm"), figures, strict=True))

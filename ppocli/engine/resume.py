@@ -10,7 +10,7 @@ from typing import Any
 from ppocli.engine.checkpoints import find_latest
 from ppocli.engine.persist import read_checkpoint
 from ppocli.engine.records import TrainState
-from ppocli.engine.retention import clean_staging, supersede
+from ppocli.engine.retention import clean_staging, removed_at, supersede
 from ppocli.engine.run_folder import RunFolder, repair_published
 from ppocli.engine.run_logs import truncate_events, truncate_jsonl
 from ppocli.engine.session import Session
@@ -33,6 +33,12 @@ def restore(session: Session, folder: RunFolder, run_id: str, fresh: TrainState)
     for line in (*leftovers, *search.skipped):
         log.warning(line)
     if search.found is None:
+        if (when := removed_at(folder.checkpoints)) is not None:
+            # also with resume=auto: starting afresh would remove what was worth keeping
+            raise CheckpointError(
+                f"The checkpoints of {folder.path.name} were deleted by ppocli runs prune "
+                f"({when}): there is nothing to go on from.", where=str(folder.checkpoints),
+                fix=f"start another run with its model: model.path={folder.model} run_name=NAME")
         if session.cfg.resume == "auto":
             log.info("No checkpoint in %s: the run starts from the beginning.", folder.checkpoints)
             _forget_after(folder, -1, reopen=None)

@@ -7,10 +7,12 @@ start with a dot are unfinished saves and deletions.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from ppocli.engine import faults
@@ -21,10 +23,13 @@ from ppocli.engine.atomic import (
     make_dirs,
     remove_tree,
     rename_durable,
+    write_json_atomic,
 )
 from ppocli.engine.manifest import Invalid, check_folder
 from ppocli.errors import PpocliError
 
+PRUNED = "pruned.json"
+"""in a run's ``checkpoints/``: when the user had them deleted"""
 POINTERS = ("latest", "best")
 SUPERSEDED = "superseded"
 STAGING = ".staging-"
@@ -104,6 +109,23 @@ def _sizes_hold(path: Path, step: int) -> bool:
     except (Invalid, OSError, PpocliError):
         return False
     return True
+
+
+def note_removed(folder: Path) -> None:
+    """Remember in a run's ``checkpoints/`` that the user had checkpoints deleted.
+
+    Raises:
+        DiskError: the disk refuses.
+    """
+    write_json_atomic(folder / PRUNED, {"time": f"{datetime.now():%Y-%m-%d %H:%M:%S}"})
+
+
+def removed_at(folder: Path) -> str | None:
+    """When the user last had checkpoints of a run deleted, in local time; None for never."""
+    try:
+        return str(json.loads((folder / PRUNED).read_text(encoding="utf-8"))["time"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def discard(path: Path) -> None:

@@ -13,6 +13,7 @@ from ppocli.config.schema import GenerationConfig, TrainConfig, planned_episodes
 from ppocli.data.batch import PromptBatch
 from ppocli.data.order import prompt_indices
 from ppocli.data.prompt_set import PromptSet, load_eval_prompts, load_prompts
+from ppocli.data.spec import evaluation_spec
 from ppocli.engine.backend import Backend, build_optimizer
 from ppocli.engine.records import TrainState
 from ppocli.errors import ConfigError, InputError
@@ -171,6 +172,20 @@ def _load_prompt_sets(cfg: TrainConfig, tokenizer: Any, lm: Any, objects: Python
     return prompts, eval_prompts
 
 
+def _load_eval_prompts(cfg: TrainConfig, tokenizer: Any, lm: Any, objects: PythonObjects,
+                       reward: Any, metric: Any) -> PromptSet:
+    """The evaluation prompts alone: training prompts are read only where they are these."""
+    if not evaluation_spec(cfg.prompts, objects.eval_prompts).has_source:
+        return _load_prompt_sets(cfg, tokenizer, lm, objects, reward, metric)[1]
+    found = load_eval_prompts(cfg.prompts, tokenizer, seed=cfg.seed,
+                              max_prompt_tokens=_max_prompt_tokens(cfg, lm),
+                              items=objects.eval_prompts, training=PromptSet([], [], {}, []))
+    for judge in (reward, metric):
+        if judge is not None:
+            judge.check_columns(list(found.columns))
+    return found
+
+
 def _load_reference(cfg: TrainConfig, backend: Backend) -> Any:
     if cfg.model.reference.kind != "copy":
         return None
@@ -206,30 +221,33 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
 
 
 def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects, *,
-                       policy: str | None = None, revision: str | None = None) -> EvalSession:
+                       policy: str | None = None, revision: str | None = None,
+                       judges: EvalSession | None = None) -> EvalSession:
     """What judges a policy as a run of ``cfg`` does at evaluation: same prompts, random numbers,
     sampling, reward, and reference (the model that ``cfg`` starts from).
 
     Args:
         policy: folder or Hub name of the policy, its tokenizer with it (default: ``model.path``).
         revision: of a policy on the Hub.
+        judges: whose reward, metric and reference are taken instead of loading them once more.
 
     Raises:
         RewardError, InputError, ConfigError: each naming the key and the fix.
     """
-    reward, metric = _build_judges(cfg, objects)
+    reward, metric = (_build_judges(cfg, objects) if judges is None
+                      else (judges.reward, judges.metric))
     own = cfg.model
     if policy is not None and policy != cfg.model.path:
         own = replace(cfg.model, path=policy, tokenizer_path=None, revision=revision)
     tokenizer = load_tokenizer(own)
     loaded = load_causal_lm(own)
     check_vocabulary(tokenizer, loaded.lm, own)
-    _, eval_prompts = _load_prompt_sets(cfg, tokenizer, loaded.lm, objects, reward, metric)
+    eval_prompts = _load_eval_prompts(cfg, tokenizer, loaded.lm, objects, reward, metric)
     for note in eval_prompts.notes:
         log.info("evaluation prompts: %s", note)
     wrapped = Policy(loaded.lm, torch.Generator().manual_seed(cfg.seed)).to(backend.device)
     wrapped.eval()
-    reference = _load_reference(cfg, backend)
+    reference = _load_reference(cfg, backend) if judges is None else judges.reference
     sampling, eval_sampling = sampling_specs(cfg.generation, tokenizer, loaded)
     return EvalSession(cfg=cfg, backend=backend, tokenizer=tokenizer, loaded=loaded, policy=wrapped,
                        reference=reference, eval_prompts=eval_prompts, reward=reward, metric=metric,

@@ -63,6 +63,24 @@ class StopFlag:
             self._deferred -= 1
 
 
+def stop_when_closed(descriptor: int) -> None:
+    """Ask this process to stop, as SIGTERM does, once nobody holds the other end of a pipe.
+
+    However the process at that end dies, ``kill -9`` included, the kernel closes its end. A thread
+    waits for it, and the signal goes to the main thread, whose waiting it interrupts.
+    """
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def wait() -> None:
+        with suppress(OSError):
+            while os.read(descriptor, 1):
+                pass
+        signal.pthread_kill(main, signal.SIGTERM)
+
+    threading.Thread(target=wait, name="ppocli-lifeline", daemon=True).start()
+
+
 @contextmanager
 def catch_signals() -> Iterator[StopFlag]:
     """Make SIGINT, SIGTERM and SIGHUP set the yielded flag; restore the old handlers at the end.

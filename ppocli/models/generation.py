@@ -11,6 +11,8 @@ import torch
 
 from ppocli.models.sampling import SamplingSpec, choose
 
+Watch = Callable[[torch.Tensor, torch.Tensor], None]
+"""is shown tokens and mask [B, t] of the responses so far, on the model's device"""
 SHRINK_AT = 0.75
 """the batch is compacted once at most this share of its rows is still alive"""
 
@@ -101,7 +103,7 @@ def _first_live(prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor,
 @torch.no_grad()
 def generate(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, spec: SamplingSpec,
              uniform: Any, *, tokenizer: Any, value_head: Any = None,
-             poll: Callable[[], None] = lambda: None) -> Generation:
+             poll: Callable[[], None] = lambda: None, watch: Watch = lambda *_: None) -> Generation:
     """Sample one response per prompt.
 
     Args:
@@ -111,6 +113,7 @@ def generate(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, sp
         tokenizer: used to find stop sequences.
         value_head: adds the value of the state before each token.
         poll: called before every token; may raise to stop.
+        watch: shown all tokens so far after every token.
 
     Returns:
         A :class:`Generation` with R = the longest response (at least 1).
@@ -145,6 +148,7 @@ def generate(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, sp
         if spec.stop_sequences and t + 1 >= spec.min_new_tokens:
             ended |= _ends_with_stop(tokenizer, spec, tokens[live.rows, : t + 1])
         finished[live.rows] |= alive & ended
+        watch(tokens[:, : t + 1], mask[:, : t + 1])
         live.done = live.done | ended
         _advance(live, chosen)
         if (t + 1) % check_every == 0 and t + 1 < steps:

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from ppocli.cli.completion import complete_word
-
 HEAVY = ("torch", "transformers", "deepspeed", "accelerate", "datasets")
 
 
@@ -156,25 +154,3 @@ def test_recipes_are_listed_shown_and_copied(tmp_path):
     elsewhere = ppocli("recipes", "copy", "quickstart", "lib/", cwd=tmp_path)
     assert elsewhere.stdout == "lib/quickstart.yaml\n"
     assert "--config-dir lib +recipe=quickstart" in elsewhere.stderr
-
-
-@pytest.mark.parametrize(("words", "incomplete", "expected"), [
-    ([], "+recipe=im", ["+recipe=imdb_sentiment"]),
-    ([], "ppo.kl_est", ["ppo.kl_estimator="]),
-    ([], "ppo.kl_estimator=k", [f"ppo.kl_estimator=k{n}" for n in (1, 2, 3)]),
-    ([], "model=re", ["model=reviews"]),
-    ([], "ppo.kl_estimator=k1,ab", ["ppo.kl_estimator=k1,abs"]),
-    ([], "eval.at_start=", ["eval.at_start=true", "eval.at_start=false"]),
-    (["+recipe", "="], "im", ["imdb_sentiment"]),
-    (["+recipe"], "", ["imdb_sentiment", "quickstart", "randomwalks"]),
-    (["seed=1"], "reward.kw", ["reward.kwargs="]),
-])
-def test_words_are_completed(words, incomplete, expected, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert complete_word(words, incomplete) == expected
-
-
-def test_the_shell_gets_completions(tmp_path):
-    done = shell("PPOCLI", tmp_path, _PPOCLI_COMPLETE="complete_bash",
-                 COMP_WORDS="ppocli train +recipe = im", COMP_CWORD="4")
-    assert done.stdout.split() == ["imdb_sentiment"]

@@ -79,7 +79,7 @@ def test_runs_of_one_second_get_folders_of_their_own(monkeypatch):
     """The names are taken before any worker starts; the workers here fail late enough."""
     seen: list[Path] = []
 
-    def remember(run_dir, resume, fresh_process, objects):
+    def remember(run_dir, *rest):
         seen.append(run_dir)
         (run_dir / "metrics.jsonl").touch()
 
@@ -225,7 +225,8 @@ def test_a_sweep_runs_every_job_and_tells_what_came_of_each(tmp_path):
                                          ["3", "failed", "2"]]
     (sweep,) = (tmp_path / "sweeps").iterdir()
     assert sweep.name.startswith("sweep-")
-    assert sorted(path.name for path in sweep.iterdir()) == ["multirun.yaml", "sweep.json"]
+    assert sorted(path.name for path in sweep.iterdir()) == [".lock", "multirun.yaml",
+                                                            "sweep.json"]
     jobs = json.loads((sweep / "sweep.json").read_text())["jobs"]
     assert [job["exit_code"] for job in jobs] == [7, 2, 2, 2]
     assert jobs[3]["varied"] == ["seed=-4", "ppo.optimizer.lr=abc"]

@@ -18,7 +18,8 @@ def test_the_last_line_is_the_model_and_everything_is_there(reference, shared_wo
     assert "ppocli resume" in out
     names = {path.name for path in reference.iterdir()}
     assert names - {".lock"} == {"config.yaml", "run.json", "metrics.jsonl", "samples.jsonl",
-                                 "summary.json", "events", "ppocli.log", "checkpoints", "model"}
+                                 "summary.json", "events", "ppocli.log", "checkpoints", "model",
+                                 "env.json"}
     assert [row["step"] for row in jsonl(reference / "metrics.jsonl")] == list(range(STEPS + 1))
     assert "\x1b" not in out
 

@@ -54,10 +54,16 @@ def distributions_of(module: str) -> set[str]:
     return {canonical(name) for name in packages_distributions().get(module, [])}
 
 
+OPTIONAL = {"matplotlib": "plot"}
+"""what only an extra brings; imported inside functions, which say how to get it"""
+
+
 def test_every_imported_library_is_a_declared_dependency():
     undeclared = {module: sorted(files) for module, files in imported(ROOT / "ppocli").items()
                   if not distributions_of(module) & declared()}
-    assert undeclared == {}
+    assert set(undeclared) == set(OPTIONAL)
+    for module, extra in OPTIONAL.items():
+        assert distributions_of(module) & declared(extra)
 
 
 def test_every_declared_dependency_is_imported():
@@ -66,11 +72,11 @@ def test_every_declared_dependency_is_imported():
 
 
 @pytest.mark.parametrize("folder", ["tests", "benchmarks", "docs"])
-def test_what_surrounds_the_package_needs_no_more_than_the_dev_extra(folder):
+def test_what_surrounds_the_package_needs_no_more_than_the_extras(folder):
     # helpers of a test folder are modules of their own
     own = {file.stem for file in (ROOT / folder).rglob("*.py")}
     come_along = {"packaging"}  # a dependency of pytest
     undeclared = {module: sorted(files) for module, files in imported(ROOT / folder).items()
-                  if module not in own and not distributions_of(module) & (declared("dev")
-                                                                           | come_along)}
+                  if module not in own and not distributions_of(module) & (
+                      declared("dev", "docs", "browser", "plot") | come_along)}
     assert undeclared == {}

@@ -29,6 +29,11 @@ RESUMED = ["ppo.total_episodes=48"]
 CONSOLE = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SAVED = re.compile(r"^Save as `([\w./-]+)`:\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([\w-]+))?\)")
+FIRST_COLUMN = re.compile(r"^\| ((?:`[^`|]+`(?:, )?)+) \|", re.MULTILINE)
+FILE_ENDINGS = {"json", "jsonl", "csv", "yaml", "md", "html", "safetensors", "log", "py", "svg"}
+WITHOUT_COMMANDS = {"docs/index.md", "docs/metrics.md"}
+NEEDS_A_TERMINAL = {"chat"}
+"""commands that can't be typed into a test"""
 
 
 def text_of(page: str) -> str:
@@ -53,6 +58,11 @@ def saved_files(page: str) -> dict[str, str]:
 def trains(command: list[str]) -> bool:
     """Whether a command starts a training run."""
     return command[:2] in (["ppocli", "train"], ["ppocli", "resume"]) and "--cfg" not in command
+
+
+def about_sweeps(command: list[str]) -> bool:
+    """Whether a command starts a sweep or needs one."""
+    return "-m" in command or command[:2] == ["ppocli", "sweep"]
 
 
 def shrunk(command: list[str]) -> list[str]:
@@ -92,7 +102,8 @@ WITH_COMMANDS = [page for page in PAGES
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", WITH_COMMANDS)
 def test_the_commands_of_a_page_work(page, tmp_path):
-    commands = [shrunk(command) for command in prepare(page, tmp_path) if "-m" not in command]
+    commands = [shrunk(command) for command in prepare(page, tmp_path)
+                if not about_sweeps(command)]
     type_in(commands, tmp_path, timeout=240)
 
 
@@ -103,12 +114,51 @@ def test_the_commands_of_a_page_work_as_they_are_printed(page, tmp_path):
     type_in(prepare(page, tmp_path), tmp_path, timeout=1800)
 
 
-def test_there_are_commands_to_test():
+def commands_of_the_program() -> dict[str, set[str]]:
+    """Command -> its own commands; what help does not show is left out."""
+    import typer.main
+
+    from ppocli.cli.app import app
+
+    def shown(group: object) -> dict[str, object]:
+        found = getattr(group, "commands", {})
+        return {name: command for name, command in found.items() if not command.hidden}
+
+    return {name: set(shown(command))
+            for name, command in shown(typer.main.get_command(app)).items()}
+
+
+def test_every_page_has_commands_and_every_command_is_typed_somewhere():
+    assert set(WITH_COMMANDS) == set(PAGES) - WITHOUT_COMMANDS
     typed = [command for page in PAGES for command in commands_of(page)]
-    assert {"README.md", "docs/rewards.md", "docs/prompts.md", "docs/recipes.md", "docs/runs.md",
-            "docs/configuration.md"} <= set(WITH_COMMANDS)
-    assert {"train", "resume", "recipes"} <= {c[1] for c in typed if c[0] == "ppocli"}
     assert any("-m" in command for command in typed)
+    first = {command[1] for command in typed if command[0] == "ppocli"}
+    assert set(commands_of_the_program()) - first == NEEDS_A_TERMINAL
+
+
+def test_every_command_has_a_page_that_the_readme_names():
+    table = dict(re.findall(r"^\| \[`ppocli ([\w-]+)`\]\(([\w./-]+)[^)]*\) \|",
+                            text_of("README.md"), re.MULTILINE))
+    commands = commands_of_the_program()
+    assert {"train", "eval", "export", "sweep"} <= set(commands)
+    assert set(table) == set(commands)
+    for name, page in table.items():
+        text = text_of(page)
+        for words in [f"ppocli {name}", *(f"ppocli {name} {sub}" for sub in commands[name])]:
+            assert re.search(rf"\b{words}\b", text), f"{page}: {words}"
+
+
+def test_the_readme_is_short_and_the_index_lists_every_page_once():
+    assert len(text_of("README.md").splitlines()) <= 100
+    trees = re.findall(r"^```\{toctree\}\n(.*?)^```$", text_of("docs/index.md"),
+                       re.MULTILINE | re.DOTALL)
+    entries = [line for tree in trees for line in tree.splitlines()
+               if line and not line.startswith(":")]
+    found = [re.sub(r"^.*<(.*)>$", r"\1", entry) for entry in entries]
+    assert len(found) == len(set(found))
+    files = {f"{name[1:]}.md" if name.startswith("/") else f"docs/{name}.md" for name in found}
+    assert set(PAGES) - files == {"docs/index.md"}
+    assert all((ROOT / file).is_file() for file in files)
 
 
 def test_make_has_the_targets_that_are_named():
@@ -133,7 +183,7 @@ def test_every_key_named_in_the_docs_exists():
     key = re.compile(rf"(?<![\w./=:(])((?:{sections})(?:\.[a-z_]\w*)+)(?![\w/(:])(?!\.\w)")
     for page in (page for page in PAGES if page != "docs/configuration.md"):
         for name in key.findall(text_of(page)):
-            if name.rpartition(".")[2] in ("json", "jsonl", "csv", "yaml"):
+            if name.rpartition(".")[2] in FILE_ENDINGS:
                 continue
             assert name in schema_sections() or key_for(name) is not None, f"{page}: {name}"
 
@@ -147,23 +197,54 @@ def test_exit_codes_are_those_of_the_errors():
     assert {int(row) for row in rows} == {0, 130, 143, *(kind.exit_code for kind in kinds)}
 
 
-def test_every_metric_of_a_run_is_explained(tmp_path):
+def explained() -> set[str]:
+    """What stands in the first column of the tables of docs/metrics.md."""
+    cells = FIRST_COLUMN.findall(text_of("docs/metrics.md"))
+    return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+
+
+def without_names(figure: str, names: set[str]) -> str:
+    """``reward/praise`` and ``eval/metrics/words`` as the docs have them."""
+    prefix, _, last = figure.rpartition("/")
+    return f"{prefix}/NAME" if last in names else figure
+
+
+def test_every_figure_of_a_run_is_explained_and_no_other(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "ppocli", "train", "+recipe=quickstart", "run_name=x", *SMALL,
+        [sys.executable, "-m", "ppocli", "train", "model=reviews", "prompts=reviews", "run_name=x",
+         *SMALL, "eval.at_start=true", "ppo.ent_coef=0.01",
+         "reward.fns.brief.fn=length", "reward.fns.brief.kwargs.target=8",
+         "reward.fns.praise.fn=keyword", "reward.fns.praise.kwargs.words=[great]",
          "reward.metric_fn=ppocli.rewards.randomwalks:metrics"], cwd=tmp_path, text=True,
         capture_output=True, env=environment(), timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     rows = (tmp_path / "runs/x/metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    names = {name for row in rows for name in json.loads(row)}
-    text = text_of("docs/runs.md")
-    table = set(re.findall(r"`([\w/.]+)`", text))
-    families = ("time/", "tokens_per_second/", "eval/metrics/", "eval/reward/")
-    assert {n for n in names if not n.startswith(families) and n not in table} == set()
+    figures = {name for row in rows for name in json.loads(row)}
+    own = {name.removeprefix("eval/metrics/") for name in figures if "eval/metrics/" in name}
+    assert own
     summary = json.loads((tmp_path / "runs/x/summary.json").read_text(encoding="utf-8"))
-    assert set(summary) - {"run_id", *table} == set()
+    found = {without_names(name, own | {"brief", "praise"}) for name in figures}
+    assert found | set(summary) == explained()
     left = {path.name for path in (tmp_path / "runs/x").iterdir()} - {".lock"}
     assert left == {"config.yaml", "metrics.jsonl", "samples.jsonl", "events", "summary.json",
-                    "checkpoints", "model", "ppocli.log", "run.json"}
+                    "checkpoints", "model", "ppocli.log", "run.json", "env.json"}
+    files = re.findall(r"`([\w.-]+)/?`", " ".join(FIRST_COLUMN.findall(text_of("docs/runs.md"))))
+    assert left <= set(files)
+
+
+def test_figures_are_called_by_their_names():
+    name = re.compile(r"`((?:objective|policy|val|loss|rollout|time|eval|reward)/[\w/]+)`")
+    for page in set(PAGES) - {"docs/metrics.md"}:  # which has those of TRL and trlX too
+        assert set(name.findall(text_of(page))) <= explained(), page
+
+
+def test_warnings_are_quoted_as_they_are_said():
+    from ppocli.engine.health import ADVICE
+
+    quoted = text_of("docs/curves.md")
+    for name, advice in ADVICE.items():
+        pattern = re.sub(r"\\\{\w+(?::[^}]*)?\\\}", ".+?", re.escape(advice))
+        assert re.search(f"^warning: {pattern}$", quoted, re.MULTILINE), name
 
 
 def test_builtin_rewards_are_listed_with_their_arguments():

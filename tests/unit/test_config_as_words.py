@@ -43,8 +43,8 @@ def test_values_of_every_kind_come_back(words):
     assert config_differences(config, composed(words_for(config))) == []
 
 
-@pytest.mark.parametrize("text", ["plain", "null", "true", "1e5", "it's", "a\\", "a\\'b", "ü [x] {y}",
-                                  "", " lead", "a=b", "a:b", "$HOME `x` \"q\""])
+@pytest.mark.parametrize("text", ["plain", "null", "true", "1e5", "it's", "a\\", "a\\'b",
+                                  "ü [x] {y}", "", " lead", "a=b", "a:b", "$HOME `x` \"q\""])
 def test_texts_come_back(text):
     config = composed([*BASE, "reward.fn=a.b:c"])
     config = replace(config, reward=replace(config.reward, kwargs={"value": text, "list": [text]}),

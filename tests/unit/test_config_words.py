@@ -6,7 +6,8 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from ppocli.config.keys import did_you_mean, key_for, nearest, schema_keys, schema_sections
-from ppocli.config.words import normalised, quoted, read_words, unquoted
+from ppocli.config.quoting import quoted, unquoted
+from ppocli.config.words import normalised, read_words
 from ppocli.errors import ConfigError
 
 

@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from ppocli.cli.options import WORDS, Overrides
-from ppocli.cli.output import ending
+from ppocli.cli.completion import complete_run
+from ppocli.cli.options import WORDS, HydraCommand, NoProgress, Overrides
+from ppocli.cli.output import ending, set_manner
 from ppocli.config.paths import config_groups, recipe_files
 
 _COMMON_KEYS = """\
@@ -55,18 +56,26 @@ Options handed on to Hydra:
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    app.command(context_settings=WORDS, help=_train_help())(train)
-    app.command(context_settings=WORDS)(resume)
+    app.command(cls=HydraCommand, context_settings=WORDS, help=_train_help())(train)
+    app.command(cls=HydraCommand, context_settings=WORDS)(resume)
 
 
-def train(overrides: Overrides = None) -> None:
+DryRun = Annotated[bool, typer.Option(
+    "--dry-run", help="Load and try everything, train nothing: ppocli validate --deep.")]
+
+
+def train(overrides: Overrides = None, no_progress: NoProgress = False, dry_run: DryRun = False
+          ) -> None:
     from ppocli.cli.train import run_words
 
-    ending(lambda: run_words(overrides or []))
+    set_manner(plain=no_progress)
+    ending(lambda: run_words(overrides or [], dry_run=dry_run))
 
 
-def resume(run: Annotated[str, typer.Argument(metavar="RUN", help="The run's folder.")],
-           overrides: Overrides = None) -> None:
+def resume(run: Annotated[str, typer.Argument(metavar="RUN", autocompletion=complete_run,
+                                              help="The run's folder.")],
+           overrides: Overrides = None, no_progress: NoProgress = False, dry_run: DryRun = False
+           ) -> None:
     """Go on with a stopped run, exactly where it was saved.
 
     The run's own config.yaml is the base; words override it, e.g. ppo.total_episodes=4000.
@@ -78,4 +87,5 @@ def resume(run: Annotated[str, typer.Argument(metavar="RUN", help="The run's fol
     """
     from ppocli.cli.train import resume_words, run_words
 
-    ending(lambda: run_words(resume_words(run, overrides or [])))
+    set_manner(plain=no_progress)
+    ending(lambda: run_words(resume_words(run, overrides or []), dry_run=dry_run))

@@ -1,0 +1,77 @@
+"""``ppocli compare``: runs side by side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from ppocli.cli.tables import aligned, shown_figure
+from ppocli.config.problems import shown
+from ppocli.engine.run_folder import finite_or_null
+from ppocli.errors import ConfigError
+from ppocli.report.compare import At, Comparison, Wins, compare_runs
+from ppocli.runs.listing import find_run
+from ppocli.runs.record import read_run
+
+
+def print_comparison(given: Sequence[str], as_json: bool) -> None:
+    """Print how runs differ, in what they came to and in their settings.
+
+    Raises:
+        ConfigError: fewer than two different runs.
+        InputError: one of them is no run.
+    """
+    runs = {run.folder.path: run for run in (read_run(find_run(each)) for each in given)}
+    if len(runs) < 2:
+        raise ConfigError("There must be two different runs or more to compare.",
+                          where="command line", fix="ppocli compare runs/ONE runs/OTHER")
+    comparison = compare_runs(list(runs.values()))
+    if as_json:
+        print(json.dumps(finite_or_null(_as_json(comparison)), indent=2, ensure_ascii=False))
+        return
+    print("\n".join(_lines(comparison)), flush=True)
+
+
+def _as_json(comparison: Comparison) -> dict[str, object]:
+    names = [run.name for run in comparison.runs]
+    return {"episodes": comparison.episodes, "runs": [asdict(run) for run in comparison.runs],
+            "config_differences": {key: dict(zip(names, values, strict=True))
+                                   for key, values in comparison.differences},
+            "win_rates": [asdict(wins) for wins in comparison.wins]}
+
+
+def _lines(comparison: Comparison) -> list[str]:
+    runs = comparison.runs
+    rows = [["", *(run.name for run in runs)], ["status", *(run.status for run in runs)]]
+    at_end = all(run.equal.episodes == run.end.episodes for run in runs)
+    heading = f"after {comparison.episodes} episodes" + (", the end of all" if at_end else "")
+    rows += _section(heading, [run.equal for run in runs])
+    if not at_end:
+        rows += _section("at the end", [run.end for run in runs])
+    rows += [[""] * (len(runs) + 1),
+             ["best evaluation", *(f"{shown_figure(run.best)} at step {run.best_step}"
+                                   if run.best is not None else "-" for run in runs)]]
+    rows += [[""] * (len(runs) + 1), ["settings that differ", *[""] * len(runs)]]
+    rows += [[f"  {key}", *(shown(value) for value in values)]
+             for key, values in comparison.differences] or [["  none", *[""] * len(runs)]]
+    return [*aligned(rows), "", *(_wins_line(wins) for wins in comparison.wins)]
+
+
+def _section(heading: str, moments: Sequence[At]) -> list[list[str]]:
+    """Rows of one moment of every run; figures that no run has are left out."""
+    names = [name for name in dict.fromkeys(name for at in moments for name in at.figures)
+             if any(at.figures.get(name) is not None for at in moments)]
+    return [[""] * (len(moments) + 1), [heading, *[""] * len(moments)],
+            ["  step", *(str(at.step) for at in moments)],
+            ["  episodes", *(str(at.episodes) for at in moments)],
+            *([f"  {name}", *(shown_figure(at.figures.get(name)) for at in moments)]
+              for name in names),
+            ["  seconds", *(f"{at.seconds:.0f}" for at in moments)]]
+
+
+def _wins_line(wins: Wins) -> str:
+    if wins.rate is None:
+        return f"win rate of {wins.run} over {wins.against}: none, {wins.reason}"
+    return (f"win rate of {wins.run} over {wins.against}: {100 * wins.rate:.1f} % on "
+            f"{wins.prompts} shared prompts, ties half")

@@ -1,0 +1,92 @@
+"""``ppocli env`` and ``ppocli doctor``."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ppocli.cli.output import complain, say
+
+if TYPE_CHECKING:
+    from ppocli.doctor.checking import Result
+
+
+def print_env(as_json: bool) -> None:
+    """Print what an issue needs to say of this machine."""
+    from ppocli.assets.cache import cache_root
+    from ppocli.engine.environment import describe, home_shortened
+
+    facts = {**describe(places=True), "cache": home_shortened(str(cache_root()))}
+    if as_json:
+        print(json.dumps(facts, indent=2, ensure_ascii=False))
+    else:
+        print("\n".join(f"- {name}: {value}" for name, value in _env_lines(facts)))
+
+
+def _env_lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    cpu, torch = facts["cpu"], facts["torch"]
+    yield "ppocli", facts["ppocli"]
+    yield "python", facts["python"]
+    yield "platform", facts["platform"]
+    yield "cpu", f"{cpu['model']}, {cpu['cores']} cores ({cpu['usable_cores']} usable)"
+    yield "memory", f"{facts['memory_gib']} GiB"
+    if "error" in torch:
+        yield "torch", f"can't be imported: {torch['error']}"
+    else:
+        build = f"CUDA {torch['cuda']}" if torch["cuda"] else (
+            f"ROCm {torch['hip']}" if torch["hip"] else "CPU only")
+        yield "torch", (f"{torch['version']} ({build}), {torch['threads']} thread"
+               + ("" if torch["threads"] == 1 else "s"))
+        gpus = [f"{gpu['name']} ({gpu['memory_gib']} GiB, capability {gpu['capability']})"
+                for gpu in torch["gpus"]]
+        yield "gpus", "; ".join(gpus) or "none"
+    yield "nvidia driver", facts["nvidia_driver"] or "none"
+    for name, version in facts["packages"].items():
+        if name != "torch" or "error" in torch:
+            yield name, version or "not installed"
+    yield "extras", ", ".join(facts["extras"]) or "none"
+    yield "cache", facts["cache"]
+    yield "variables", " ".join(f"{name}={value}" for name, value in facts["variables"].items()
+                                ) or "none"
+
+
+def run_doctor(folder: Path, as_json: bool) -> None:
+    """Run every check and print its verdict as it comes.
+
+    Raises:
+        SystemExit: 1, a check failed.
+    """
+    from ppocli.doctor.checking import Surroundings, run_checks
+    from ppocli.doctor.checks import CHECKS
+
+    width = max(len(check.name) for check in CHECKS)
+    erasable = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+    def begin(name: str) -> None:
+        if erasable:
+            print(f"\r\x1b[Kchecking {name} ...", end="", file=sys.stderr, flush=True)
+
+    results: list[Result] = []
+    for result in run_checks(CHECKS, Surroundings(folder), begin=begin):
+        if erasable:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        results.append(result)
+        lines = [f"{result.verdict:<8} {result.name:<{width}}  {result.text}"]
+        if result.fix is not None and result.verdict != "ok":
+            lines.append(f"{'':<8} {'':<{width}}  fix: {result.fix}")
+        for line in lines:
+            if as_json:
+                say(line)
+            else:
+                print(line, flush=True)
+    if as_json:
+        print(json.dumps([asdict(result) for result in results], indent=2, ensure_ascii=False))
+    failed = [result.name for result in results if result.verdict == "fail"]
+    if failed:
+        complain(f"{len(failed)} of {len(results)} checks failed: {', '.join(failed)}")
+        raise SystemExit(1)

@@ -1,0 +1,221 @@
+"""``ppocli eval``: flags to an evaluation, its progress, and what came out."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from ppocli.cli.output import display_mode, say
+from ppocli.cli.tables import aligned, shown_figure
+from ppocli.cli.working import split_words, working
+from ppocli.engine.console import clean
+from ppocli.errors import ThresholdError
+from ppocli.runs.record import read_jsonl
+
+if TYPE_CHECKING:
+    from ppocli.evaluation.request import EvalRequest
+
+EVERY = 10.0
+"""seconds between lines of progress where there is no terminal"""
+_LONGEST = 300
+"""characters of a text that is shown"""
+
+
+def request_of(run: str | None, words: list[str] | None, **flags: Any) -> EvalRequest:
+    """The request of a command line; ``flags`` are fields of :class:`EvalRequest`.
+
+    Raises:
+        ConfigError: a word that is none, or flags that contradict each other.
+    """
+    from ppocli.evaluation.request import EvalRequest
+
+    run, rest = split_words(run, words)
+    request = EvalRequest(run=run, words=tuple(rest), **flags)
+    request.check()
+    return request
+
+
+def evaluate_command(request: EvalRequest, *, min_reward: float | None, show: int, as_json: bool
+                     ) -> None:
+    """Evaluate, print, and hold the mean reward against ``min_reward``.
+
+    Raises:
+        ThresholdError: the mean reward is below; everything is written and printed.
+        PpocliError: whatever kept the evaluation from its end.
+    """
+    from ppocli.config.resolved import with_absolute_paths
+    from ppocli.runs.target import find_target
+    from ppocli.target_config import target_config
+
+    target = find_target(request.run, say=say, step=request.step, best=request.best)
+    cfg = target_config(target, request.overrides(target), needs_reward=True, needs_prompts=True)
+    cfg = with_absolute_paths(cfg, Path.cwd())
+    with working() as stop:
+        from ppocli.engine.session import PythonObjects
+        from ppocli.evaluation.work import run_evaluation
+
+        with _progress() as watch:
+            done = run_evaluation(request, target, cfg, PythonObjects(), stop=stop, say=say,
+                                  watch=watch)
+    if as_json:
+        print(done.folder.result.read_text(encoding="utf-8"), flush=True)
+    else:
+        print("\n".join(lines_of(done.report)), flush=True)
+        for line in _sample_lines(done.folder.samples, show):
+            print(line, flush=True)
+    if done.folder.picture.is_file():
+        say(f"picture  {done.folder.picture}")
+    say(f"samples  {done.folder.samples}")
+    say(f"results  {done.folder.result}")
+    mean = done.report["figures"]["reward_mean"]
+    if min_reward is not None and not (mean is not None and mean >= min_reward):
+        raise ThresholdError(f"The mean reward is {shown_figure(mean)}, below the {min_reward:g} "
+                             "asked for.", where=str(done.folder.result))
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on a terminal; elsewhere a line every ten seconds."""
+    if not sys.stderr.isatty() or display_mode() != "auto":
+        yield _Lines()
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+                   TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+                   console=Console(file=sys.stderr), transient=True)
+    with bar:
+        task = bar.add_task("loading", total=None)
+
+        def watch(role: str, done: int, total: int) -> None:
+            bar.update(task, description=role, completed=done, total=total)
+
+        yield watch
+
+
+class _Lines:
+    """``policy: 96 of 256 samples, 12 s, about 20 s left``, now and then."""
+
+    def __init__(self) -> None:
+        self._first: tuple[float, int] | None = None
+        self._last = 0.0
+
+    def __call__(self, role: str, done: int, total: int) -> None:
+        now = monotonic()
+        if self._first is None:
+            self._first, self._last = (now, done), now
+        begun, there = self._first
+        if now - self._last >= EVERY and done > there:
+            self._last = now
+            left = (now - begun) / (done - there) * (total - done)
+            say(f"{role}: {done} of {total} samples, {now - begun:.0f} s, about {left:.0f} s left")
+
+
+def lines_of(report: dict[str, Any]) -> list[str]:
+    """The contents of eval.json as a person reads them."""
+    models = {"policy": {**report, "name": report["model"]["name"]}}
+    if report["against"] is not None:
+        models["against"] = {**report["against"], "name": report["against"]["model"]["name"]}
+    frontier = report["frontier"]
+    if frontier is not None:
+        models["base"] = {**frontier["base"], "name": f"{report['base']['path']}, "
+                          f"{frontier['samples_each']} samples a prompt"}
+    lines = aligned([[role, model["name"]] for role, model in models.items()])
+    table = [["", *models]]
+    for name in dict.fromkeys(name for model in models.values() for name in model["figures"]):
+        if name == "reward_std":
+            table += [[f"reward {q}", *(shown_figure(model["quantiles"][q])
+                                        for model in models.values())]
+                      for q in report["quantiles"]]
+        # distinct-n falls with the number of texts: only equal numbers can stand side by side
+        table.append([_NAMES.get(name, name.removeprefix("metrics/")),
+                      *("-" if name in _BY_COUNT and model["samples"] != report["samples"] else
+                        _with_error(model["figures"].get(name), model["stderr"].get(name))
+                        for model in models.values())])
+    lines += ["", *aligned(table)]
+    unscored = {role: model["samples"] - model["scored"] for role, model in models.items()}
+    lines += [f"{count} samples of {role} have no score" for role, count in unscored.items()
+              if count]
+    if report["win_rate"] is not None:
+        lines += ["", _win_line(report["win_rate"])]
+    return lines if frontier is None else [*lines, "", *_frontier_lines(frontier)]
+
+
+_NAMES = {"reward_mean": "reward", "reward_std": "reward std", "kl_mean": "KL to the base",
+          "response_tokens_mean": "response tokens", "finished_share": "finished",
+          "distinct_1": "distinct-1", "distinct_2": "distinct-2", "distinct_3": "distinct-3"}
+
+_BY_COUNT = ("distinct_1", "distinct_2", "distinct_3")
+
+
+def _with_error(value: float | None, error: float | None) -> str:
+    return shown_figure(value) + ("" if error is None or value is None
+                                  else f" ± {shown_figure(error, 2)}")
+
+
+def _win_line(found: dict[str, Any]) -> str:
+    return (f"win rate {_with_error(found['win_rate'], found['stderr'])} of {found['compared']}: "
+            f"{found['wins']} wins, {found['ties']} ties, {found['losses']} losses; reward higher "
+            f"by {_with_error(found['difference'], found['difference_stderr'])}")
+
+
+def _frontier_lines(frontier: dict[str, Any]) -> list[str]:
+    table = [["", "KL", "reward"]]
+    table += [[f"best of {point['n']}", shown_figure(point["kl"]),
+               _with_error(point["reward"], point["stderr"])] for point in frontier["points"]]
+    policy = frontier["policy"]
+    table.append(["policy", shown_figure(policy["kl"]),
+                  _with_error(policy["reward"], policy["stderr"])])
+    return [*aligned(table), _verdict(frontier)]
+
+
+def _verdict(frontier: dict[str, Any]) -> str:
+    last, policy = frontier["points"][-1], frontier["policy"]
+    more = None not in (last["reward"], last["stderr"], policy["reward"], policy["stderr"]) and (
+        last["reward"] - policy["reward"] > 2 * math.hypot(last["stderr"], policy["stderr"]))
+    gap = _with_error(frontier["difference"], frontier["difference_stderr"])
+    at_kl = shown_figure(frontier["best_of_n_at_policy_kl"])
+    return {
+        "above": f"The policy has earned its KL: best-of-n of the base reaches {at_kl} there, "
+                 f"difference {gap}.",
+        "below": f"The policy has not earned its KL: best-of-n of the base reaches {at_kl} there "
+                 f"without any training, difference {gap}.",
+        "level": f"The policy is level with best-of-n at its KL ({at_kl}, difference {gap}).",
+        "beyond": f"The policy's KL is beyond that of best of {last['n']} "
+                  f"({shown_figure(last['kl'])}), so they can't be compared at the same KL; best "
+                  f"of {last['n']} reaches {shown_figure(last['reward'])}"
+                  + (", more at less KL." if more else "."),
+        "not comparable": "The policy can't be placed: its KL is not known, or responses were not "
+                          "drawn at temperature 1 without top-k and top-p.",
+    }[frontier["verdict"]]
+
+
+def _sample_lines(path: Path, count: int) -> Iterator[str]:
+    """One response to each of the first prompts: the policy's, and that of the next model."""
+    shown: dict[int, list[dict[str, Any]]] = {}
+    for row in read_jsonl(path) if count else ():
+        if row["sample"] == 0 and row["prompt_index"] < count:
+            shown.setdefault(row["prompt_index"], []).append(row)
+    for _, rows in sorted(shown.items()):
+        yield ""
+        yield f"prompt   {_short(rows[0]['prompt'])}"
+        for row in rows[:2]:
+            yield f"{row['model']:7}  [{shown_figure(row['score'])}] {_short(row['response'])}"
+
+
+def _short(text: str) -> str:
+    whole = clean(text)
+    return whole if len(whole) <= _LONGEST else whole[:_LONGEST] + "..."

@@ -1,0 +1,349 @@
+"""What is wrong with a run or a sweep, and what it would do: found without loading a model."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ppocli.config.keys import schema_keys
+from ppocli.config.problems import DEFAULT_SOURCE, Problem
+from ppocli.config.schema import PromptsConfig, RewardConfig, TrainConfig, planned_episodes
+from ppocli.errors import CheckpointError, ConfigError, DiskError, InputError, PpocliError
+
+if TYPE_CHECKING:
+    from ppocli.config.compose import SweepJob
+    from ppocli.data.spec import PromptSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a valid run would do. ``prompts`` is None for a Hub data set, which isn't read here."""
+
+    model: str
+    reward: list[str]
+    prompts: int | None
+    steps: int
+    samples: int
+    samples_per_step: int
+    device: str
+    precision: str
+    folder: str
+    job: int | None = None
+    varied: list[str] = field(default_factory=list)
+    """overrides in which this job of a sweep differs from others"""
+
+    def __str__(self) -> str:
+        prompts = "prompts of the Hub" if self.prompts is None else _many(self.prompts, "prompt")
+        job = "" if self.job is None else f"job {self.job} ({' '.join(self.varied)}): "
+        return (f"{job}{self.model}, reward {' + '.join(self.reward)}, {prompts}, "
+                f"{_many(self.steps, 'step')} of {_many(self.samples_per_step, 'sample')} "
+                f"({self.samples} in all), device {self.device} {self.precision}, "
+                f"into {self.folder}")
+
+
+@dataclass(slots=True)
+class Examined:
+    """What was found. ``config`` is that of the run, or of a sweep's first job."""
+
+    problems: list[PpocliError] = field(default_factory=list)
+    plans: list[Plan] = field(default_factory=list)
+    config: TrainConfig | None = None
+
+    def add(self, problems: Iterator[PpocliError] | list[PpocliError]) -> None:
+        """Add problems that are not among those found."""
+        told = {str(error) for error in self.problems}
+        for error in problems:
+            if str(error) not in told:
+                self.problems.append(error)
+                told.add(str(error))
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def examine(words: Sequence[str]) -> Examined:
+    """Everything that is wrong with the words of ``ppocli train``. Nothing is written."""
+    from ppocli.config.compose import is_sweep
+    from ppocli.config.words import read_words
+
+    found = Examined()
+    try:
+        if read_words(words).only_prints:
+            raise ConfigError("These words only print something; there is no run to check.",
+                              where="command line", fix="leave out --cfg, --info, --hydra-help and "
+                              "--shell-completion")
+        if is_sweep(words):
+            _examine_sweep(words, found)
+        else:
+            _examine_run(words, found)
+    except PpocliError as error:
+        found.add([error])
+    return found
+
+
+def _examine_run(words: Sequence[str], found: Examined) -> None:
+    from ppocli.config.compose import compose, draft
+
+    drafted = draft(words)
+    found.add([_config_error(problem, drafted.fix) for problem in drafted.problems])
+    config, resume_from, name = drafted.config, drafted.resume_from, "run"
+    if not found.problems:
+        composition = compose(words)
+        assert composition is not None  # words that only print were refused
+        config, name = composition.config, composition.recipe or name
+    found.config = config
+    wrong = frozenset(key for problem in drafted.problems for key in problem.key.split(", "))
+    prompts = _examine_config(config, wrong, found)
+    if not wrong & {"output_dir", "run_name"}:
+        named = resume_from or (Path(config.output_dir) / config.run_name
+                                if config.run_name else None)
+        if named is not None:
+            found.add(_taken(config, named, resume_from, settled=not wrong))
+        found.add(_unwritable(named or Path(config.output_dir)))
+        if not found.problems:
+            place = named or Path(config.output_dir) / f"{name}-DATE-TIME"
+            found.plans.append(_plan(config, prompts, place))
+
+
+def _examine_sweep(words: Sequence[str], found: Examined) -> None:
+    """Every job; what is wrong with several jobs alike is told once."""
+    from ppocli.config.compose import compose_sweep
+    from ppocli.config.quoting import quoted, unquoted
+    from ppocli.config.words import read_words, split_override
+
+    read = read_words(words)
+    overrides = [split_override(word) for word in read.overrides]
+    unusual = [key for _, key, value in overrides
+               if key in ("hydra/sweeper", "hydra/launcher") and value != "basic"]
+    if unusual:
+        raise ConfigError(f"{unusual[0]} decides the jobs while they run, so they can't be listed.",
+                          where="command line", fix="check one of them: leave out -m and give one "
+                          "value for each key that is swept")
+    given = next((unquoted(value) for _, key, value in reversed(overrides)
+                  if key == "hydra.sweep.dir" and value), None)
+    flags = [part for flag, value in read.flags if flag != "--multirun"
+             for part in (flag, value) if part is not None]
+    jobs: list[tuple[SweepJob, TrainConfig | PpocliError]] = []
+
+    def run_job(job: SweepJob) -> float | None:
+        try:
+            jobs.append((job, job.compose().config))
+        except PpocliError as error:
+            jobs.append((job, error))
+        return 0.0
+
+    with tempfile.TemporaryDirectory() as scratch:  # Hydra makes a folder for each job
+        compose_sweep([*words, f"hydra.sweep.dir={quoted(scratch + '/sweep')}"], run_job)
+    told: dict[str, tuple[PpocliError, list[int]]] = {}
+    for job, came_to in jobs:
+        one = _examine_job(job, came_to, flags)
+        found.config = found.config or one.config
+        place = Path(given or f"{one.config.output_dir if one.config else ''}/sweep-DATE-TIME")
+        found.plans += [replace(plan, folder=str(place / str(job.number))) for plan in one.plans]
+        for problem in one.problems:
+            told.setdefault(str(problem), (problem, []))[1].append(job.number)
+    for problem, numbers in told.values():
+        problem.what = f"job {', '.join(map(str, numbers))}: {problem.what}"
+        found.add([problem])
+    if found.config is not None:
+        found.add(_unwritable(Path(given or found.config.output_dir)))
+
+
+def _examine_job(job: SweepJob, came_to: TrainConfig | PpocliError, flags: Sequence[str]
+                 ) -> Examined:
+    """One job, which composed to a configuration or to an error."""
+    from ppocli.config.compose import draft
+    from ppocli.config.quoting import quoted
+
+    one, wrong = Examined(), frozenset[str]()
+    try:
+        if isinstance(came_to, PpocliError):  # all its problems in one text: wanted one by one
+            drafted = draft([*flags, *job.words, f"run_name={quoted(job.folder.name)}"])
+            if not drafted.problems:
+                raise came_to
+            one.add([_config_error(problem, drafted.fix) for problem in drafted.problems])
+            wrong = frozenset(key for p in drafted.problems for key in p.key.split(", "))
+            came_to = drafted.config
+        one.config = replace(came_to, run_name=None)
+        prompts = _examine_config(one.config, wrong, one)
+        if not one.problems:
+            one.plans.append(replace(_plan(one.config, prompts, job.folder), job=job.number,
+                                     varied=list(job.varied)))
+    except PpocliError as error:
+        one.add([error])
+    return one
+
+
+# Inputs -------------------------------------------------------------------------------------------
+
+def _examine_config(config: TrainConfig, wrong: frozenset[str], found: Examined) -> int | None:
+    """Models, prompts and rewards, apart from keys that are wrong already; returns how many
+    training prompts there are."""
+    from ppocli.preflight import missing_inputs
+
+    if not wrong & {"model.path", "model.tokenizer_path"}:
+        found.add(list(missing_inputs(config)))
+    count, columns = None, None
+    if not any(key.startswith("prompts") for key in wrong):
+        count, columns, problems = _examine_prompts(config.prompts)
+        found.add(problems)
+    for part in _reward_parts(config.reward):
+        keys = {"reward.fn", "reward.fns", "reward.kwargs",
+                *(f"reward.fns.{name}" for name in part.fns)}
+        if not wrong & keys:
+            found.add(_reward_problems(part, columns))
+    return count
+
+
+def _examine_prompts(prompts: PromptsConfig
+                     ) -> tuple[int | None, list[str] | None, list[PpocliError]]:
+    """How many training prompts there are and the metadata columns that rewards will get, None
+    where that isn't known without the Hub; and what is wrong."""
+    from ppocli.data.render import metadata
+    from ppocli.data.spec import evaluation_spec, training_spec
+
+    problems: list[PpocliError] = []
+    count: int | None = None
+    columns: list[str] | None = None
+    try:
+        spec = training_spec(prompts, None)
+        rows = _rows(spec)
+        if not spec.has_source:
+            count, columns = 1, []  # the BOS token alone
+        elif rows is not None:
+            count, columns = len(rows), list(metadata(rows, spec))
+    except (InputError, ConfigError) as error:
+        problems.append(error)
+    try:
+        spec = evaluation_spec(prompts, None)
+        rows = _rows(spec)
+        if rows:
+            metadata(rows, spec)
+    except (InputError, ConfigError) as error:
+        problems.append(error)
+    return count, columns, problems
+
+
+def _rows(spec: PromptSpec) -> list[Any] | None:
+    """The rows of a source on this machine; None for a data set of the Hub."""
+    from ppocli.data.render import prompt_texts, take_rows
+    from ppocli.data.sources import names_hub_dataset, open_rows
+
+    if not spec.has_source:
+        return []
+    if spec.path is not None and names_hub_dataset(spec.path):
+        return None
+    rows, _ = take_rows(open_rows(spec, []), spec,
+                        most=spec.limit if spec.key == "prompts" else None)
+    if not spec.chat:  # a chat template is the tokenizer's, which isn't loaded here
+        prompt_texts(rows, spec, None)  # type: ignore[arg-type]
+    return rows
+
+
+def _reward_parts(reward: RewardConfig) -> Iterator[RewardConfig]:
+    """The rewards and the metric one by one: the first that fails must not hide the next."""
+    if reward.fns:
+        for name, entry in reward.fns.items():
+            yield replace(reward, fns={name: entry}, metric_fn=None)
+    elif reward.fn is not None:
+        yield replace(reward, metric_fn=None)
+    if reward.metric_fn is not None:  # beside a reward that is right
+        yield replace(reward, fn="length", fns={}, kwargs={"target": 1})
+
+
+def _reward_problems(reward: RewardConfig, columns: Sequence[str] | None) -> list[PpocliError]:
+    from ppocli.rewards.scoring import check_reward_config
+
+    try:
+        check_reward_config(reward, columns=columns)
+    except PpocliError as error:
+        return [error]
+    return []
+
+
+# The folder ---------------------------------------------------------------------------------------
+
+def _taken(config: TrainConfig, folder: Path, resume_from: Path | None, *, settled: bool
+           ) -> Iterator[PpocliError]:
+    """Whether the run may have its folder: a new one, or one that it goes on with.
+
+    Args:
+        settled: the configuration has no problems, so that it can be compared with the run's own.
+    """
+    from ppocli.config.resolved import CONFIG_FILE, with_absolute_paths
+    from ppocli.engine.checkpoints import find_latest
+    from ppocli.engine.run_folder import RunFolder
+    from ppocli.launch import changes_on_resume
+
+    goes_on = resume_from is not None or (
+        config.resume == "auto" and (folder / CONFIG_FILE).is_file())
+    if not goes_on:
+        if folder.is_dir() and any(folder.iterdir()):
+            yield CheckpointError(
+                f"{folder} exists already and isn't empty; nothing is overwritten.",
+                where=f"run_name={config.run_name}",
+                fix=f"go on with that run: ppocli resume {folder}; or choose another run_name")
+        return
+    if settled:
+        mine = replace(with_absolute_paths(config, Path.cwd()), run_name=folder.name,
+                       output_dir=str(folder.absolute().parent),
+                       resume="auto" if resume_from is None else "never")
+        try:
+            changes_on_resume(folder.absolute(), mine)
+        except CheckpointError as error:
+            yield error
+    checkpoints = RunFolder(folder).checkpoints
+    if resume_from and find_latest(checkpoints, run_id=None, verify="size").found is None:
+        yield CheckpointError(f"{folder} has no valid checkpoint to go on from.",
+                              where=str(checkpoints),
+                              fix="start a new run, or give run_name and resume=auto")
+
+
+def _unwritable(folder: Path) -> Iterator[PpocliError]:
+    """Whether ``folder``, or the nearest folder above it that exists, takes a file. The file has no
+    name, or loses it at once where a file system has no such files."""
+    from ppocli.engine.atomic import disk_errors
+
+    fix = "choose another output_dir or run_name"
+    place = next(part for part in (folder.absolute(), *folder.absolute().parents)
+                 if os.path.lexists(part))
+    if not place.is_dir():
+        yield DiskError(f"{folder} can't be a folder: {place} is a file.", where=str(folder),
+                        fix=fix)
+        return
+    try:
+        with disk_errors(folder), tempfile.TemporaryFile(dir=place) as probe:
+            probe.write(bytes(4096))
+            probe.flush()
+            os.fsync(probe.fileno())
+    except DiskError as error:
+        yield error
+    except OSError as error:
+        yield DiskError(f"{folder} can't be written: {error.strerror or error}.",
+                        where=str(folder), fix=fix)
+
+
+# Telling ------------------------------------------------------------------------------------------
+
+def _config_error(problem: Problem, fix: str | None) -> ConfigError:
+    known = next((key for key in problem.key.split(", ") if key in schema_keys()), None)
+    hint = f"ppocli schema {known} tells what it takes" if known else "ppocli schema lists all keys"
+    return ConfigError(f"{problem.key}: {problem.text}",
+                       where=None if problem.source == DEFAULT_SOURCE else problem.source,
+                       fix=fix or hint)
+
+
+def _plan(config: TrainConfig, prompts: int | None, folder: Path) -> Plan:
+    reward = config.reward
+    functions = [(str(entry["fn"]), entry.get("kwargs") or {}) for entry in reward.fns.values()
+                 ] or [(str(reward.fn), reward.kwargs)]
+    rewards = [f"{fn} {kwargs['model']}" if "model" in kwargs else fn for fn, kwargs in functions]
+    samples = planned_episodes(config.ppo)
+    return Plan(config.model.path, rewards, prompts, -(-samples // config.ppo.num_rollouts),
+                samples, config.ppo.num_rollouts, config.hardware.device,
+                config.hardware.precision, str(folder))

@@ -1,0 +1,99 @@
+"""``ppocli export``: a policy as a folder that others can load, and to the Hub."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ppocli.cli.output import say
+from ppocli.config.as_words import training_command
+from ppocli.engine.atomic import format_bytes
+from ppocli.export.folder import ExportPlan, write_export
+from ppocli.export.hub import push, shown
+from ppocli.export.masking import Mask
+from ppocli.export.request import Existing, ExportRequest, resolve
+
+
+def export(request: ExportRequest, as_json: bool) -> None:
+    """Export, and push where asked; the last line on standard output is the address on the Hub,
+    else the folder.
+
+    Raises:
+        PpocliError: whatever keeps the export from its end.
+    """
+    mask = Mask.of_this_process()
+
+    def tell(text: str) -> None:
+        say(mask(text))
+
+    plan = resolve(request, tell, training_command)
+    if request.dry_run:
+        _dry_run(plan, request, mask, as_json)
+        return
+    done: dict[str, Any] = {}
+    if isinstance(plan, Existing):
+        folder, name = plan.folder, plan.run_name
+        tell(f"{shown(folder)} is as it was exported and verified")
+    else:
+        folder, name = plan.target, plan.facts.name
+        done = _write(plan, mask, tell)
+    if request.to_hub:
+        done["url"] = push(folder, request.push(name), mask, tell)
+    if as_json:
+        print(json.dumps({"folder": str(folder), **done}, indent=2))
+    else:
+        print(done.get("url", folder), flush=True)
+
+
+def _write(plan: ExportPlan, mask: Mask, tell: Any) -> dict[str, Any]:
+    from ppocli.cli.working import working
+
+    tell(f"exporting {plan.name} as {plan.written} ({format_bytes(plan.bytes)}) to "
+         f"{shown(plan.target)}")
+    with working(fix="nothing was written; export again") as stop:
+        verified = write_export(plan, mask, stop.check)
+    tell(verified.sentence())
+    return {"source": mask(plan.name), "step": plan.facts.step, "dtype": plan.written,
+            "bytes": plan.bytes, "files": plan.files(),
+            "verified": {"tensors": verified.tensors, "prompts": verified.prompts,
+                         "logits": verified.logits, "allowed": verified.allowed}}
+
+
+def _dry_run(plan: ExportPlan | Existing, request: ExportRequest, mask: Mask,
+             as_json: bool) -> None:
+    """Say everything that would be done; nothing is written and nobody is asked."""
+    name = plan.run_name if isinstance(plan, Existing) else plan.facts.name
+    folder = plan.folder if isinstance(plan, Existing) else plan.target
+    hub = _hub_plan(request, name) if request.to_hub else None
+    if isinstance(plan, Existing):
+        lines = [f"would write:   nothing; {shown(folder)} is there, as it was exported"]
+        told: dict[str, Any] = {}
+    else:
+        told = {"source": mask(plan.name), "step": plan.facts.step, "stored": plan.stored,
+                "dtype": plan.written, "bytes": plan.bytes, "files": plan.files(),
+                "overwrite": folder.exists() and request.overwrite}
+        cast = plan.written if plan.cast is None else f"{plan.stored} cast to {plan.cast}"
+        lines = [f"would export:  {told['source']} ({shown(plan.source)})",
+                 f"would write:   {shown(folder)}" + (" (replaced)" if told["overwrite"] else ""),
+                 f"weights:       {len(plan.tensors)} tensors, {cast}, "
+                 f"{format_bytes(plan.bytes)} in {len(plan.weights.files)} file"
+                 + "s" * (len(plan.weights.files) > 1),
+                 f"files:         {', '.join(told['files'])}",
+                 "would verify:  reload with transformers; tensors, logits on 2 prompts, tokenizer"]
+    if hub is not None:
+        lines += [f"would push to: {hub['repo']} ({hub['visibility']})",
+                  f"               {hub['how']}; your text in a README.md there is kept"]
+    if as_json:
+        print(json.dumps(mask.tree({"dry_run": True, "folder": str(folder), **told,
+                                    **({"hub": hub} if hub else {})}), indent=2))
+    else:
+        print("\n".join(mask(line) for line in [*lines, "Nothing was written (--dry-run)."]))
+
+
+def _hub_plan(request: ExportRequest, run_name: str) -> dict[str, str]:
+    wanted = request.push(run_name)
+    repo = wanted.repo_id or f"USER/{wanted.default_name}, USER being your token's"
+    how = (f"to the branch {wanted.revision}, made where missing" if wanted.revision
+           else "as a pull request" if wanted.create_pr else "to the main branch")
+    return {"repo": repo, "visibility": "public" if wanted.private is False else "private",
+            "how": how}

@@ -1,0 +1,161 @@
+"""Following files that another process writes: whole lines, each once, also after a resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ppocli.config.keys import did_you_mean
+from ppocli.config.resolved import NEXT_CONFIG_FILE
+from ppocli.engine.run_folder import RunFolder, live_owner
+from ppocli.errors import CheckpointError, ConfigError, InputError
+from ppocli.runs.record import is_run
+from ppocli.runs.target import written
+
+START_SECONDS = 120.0
+"""how long a run may load before it takes its folder's lock"""
+_TAIL_BYTES = 1 << 18
+
+
+class Tail:
+    """The lines of a file that grows, is cut, or is replaced by a shorter one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._digests: list[int] = []  # of each line given out
+        self._file: tuple[int, int] | None = None  # device and inode
+        self._end = 0  # of the last line given out
+        self._last = b""
+
+    def poll(self) -> tuple[int, list[bytes]]:
+        """How many of the lines given out are gone, and those that are new; only whole lines."""
+        try:
+            with self._path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                if (status.st_dev, status.st_ino) != self._file or not self._goes_on(file):
+                    self._file = (status.st_dev, status.st_ino)
+                    file.seek(0)
+                    return self._again(file.read())
+                lines = _whole_lines(file.read())
+        except OSError:  # not there yet, or between two names
+            return 0, []
+        self._take(lines)
+        return 0, lines
+
+    def _goes_on(self, file: Any) -> bool:
+        """Whether the last line still stands where it stood; the file is then behind it."""
+        file.seek(self._end - len(self._last))
+        return bool(file.read(len(self._last)) == self._last)
+
+    def _again(self, raw: bytes) -> tuple[int, list[bytes]]:
+        lines = _whole_lines(raw)
+        digests = [hash(line) for line in lines]
+        old, same = self._digests, 0
+        while same < min(len(old), len(digests)) and old[same] == digests[same]:
+            same += 1
+        self._digests, self._end, self._last = [], 0, b""
+        self._take(lines)
+        return len(old) - same, lines[same:]
+
+    def _take(self, lines: list[bytes]) -> None:
+        if lines:
+            self._digests += [hash(line) for line in lines]
+            self._end += sum(map(len, lines))
+            self._last = lines[-1]
+
+
+def _whole_lines(raw: bytes) -> list[bytes]:
+    return [line for line in raw.splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def recent_samples(path: Path) -> list[dict[str, Any]]:
+    """The first samples of the newest step and kind at the end of samples.jsonl."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(max(0, size - _TAIL_BYTES))
+        lines = _whole_lines(file.read())[1 if size > _TAIL_BYTES else 0:]
+    found: list[dict[str, Any]] = []
+    for line in reversed(lines):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            continue
+        if found and (row["step"], row.get("kind")) != (found[0]["step"], found[0].get("kind")):
+            break
+        found.append(row)
+    return found[::-1]
+
+
+def find_watched(given: str | None, say: Callable[[str], None], runs: Path = Path("runs")
+                 ) -> tuple[Path, str]:
+    """The folder of the run to watch, one that has only just begun too, and how messages call it.
+
+    A folder of runs, such as a sweep's, stands for the one that is running, else its newest.
+
+    Raises:
+        ConfigError: nothing is given and there is no run.
+        InputError: there is no such folder.
+        CheckpointError: the folder is no run's.
+    """
+    if given is None:
+        found = _newest(runs)
+        if found is None:
+            raise ConfigError(f"There is no run in {runs} yet.", where=str(runs.absolute()),
+                              fix="start one: ppocli train +recipe=quickstart")
+        say(f"watching {found}, the newest run")
+        return found.resolve(), str(found)
+    path = Path(given).expanduser()
+    if not path.exists() and "/" not in given and (runs / given).is_dir():
+        path = runs / given
+    if not path.is_dir():
+        names = [str(folder) for folder in _begun(runs)]
+        raise InputError(f"There is no run {given} (looked in {Path.cwd()}).", where="RUN",
+                         fix="name a run's folder: ppocli runs list"
+                         + did_you_mean(given, [*names, *(Path(name).name for name in names)]))
+    if not RunFolder(path).config.is_file():
+        inside = _newest(path)
+        if inside is None:
+            raise CheckpointError(f"{given} is no run folder (no config.yaml).", where=str(path),
+                                  fix="name a folder that ppocli train made: ppocli runs list")
+        say(f"watching {inside}, the newest run in it")
+        path = inside
+    return path.resolve(), str(path)
+
+
+def _begun(root: Path) -> list[Path]:
+    """Folders of runs, those of sweeps one folder deeper too, that have at least begun."""
+    if not root.is_dir():
+        return []
+    found = []
+    for folder in sorted(entry for entry in root.iterdir() if entry.is_dir()):
+        if RunFolder(folder).config.is_file():
+            found.append(folder)
+        elif not folder.name.startswith("."):
+            found += [job for job in sorted(folder.iterdir()) if RunFolder(job).config.is_file()]
+    return found
+
+
+def may_begin(folder: Path) -> bool:
+    """Whether a process may be loading for this run that has not taken the folder's lock yet."""
+    signs = [folder / NEXT_CONFIG_FILE]
+    if not is_run(folder):
+        signs.append(RunFolder(folder).config)
+    for sign in signs:
+        with suppress(OSError):
+            if time.time() - sign.stat().st_mtime < START_SECONDS:
+                return True
+    return False
+
+
+def _newest(root: Path) -> Path | None:
+    found = _begun(root)
+    running = [folder for folder in found
+               if live_owner(folder) is not None or may_begin(folder)]
+    return max(running or found, key=written, default=None)

@@ -1,0 +1,148 @@
+"""``ppocli schema``: every setting, for people and as a JSON Schema for editors."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from typing import Any
+
+from omegaconf import MISSING
+
+from ppocli.config.keys import Key, did_you_mean, schema_keys, schema_sections
+from ppocli.config.problems import FNS_KEYS
+from ppocli.config.schema import TrainConfig
+from ppocli.errors import ConfigError
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+_TYPES: dict[Any, str] = {int: "integer", float: "number", bool: "boolean", str: "string"}
+_BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
+_INTERPOLATION = {"$ref": "#/$defs/interpolation"}
+
+
+def print_schema(name: str | None, as_json: bool) -> None:
+    """Print all keys, those of a section, or one key.
+
+    Raises:
+        ConfigError: there is no such key or section.
+    """
+    keys = chosen_keys(name)
+    if as_json:
+        print(json.dumps(json_schema(name), indent=2, ensure_ascii=False))
+        return
+    print("\n".join(_shown(key) for key in keys))
+
+
+def chosen_keys(name: str | None) -> list[Key]:
+    """The keys that ``name`` is or holds; all for None.
+
+    Raises:
+        ConfigError: there is no such key or section.
+    """
+    keys = schema_keys()
+    if name is None:
+        return list(keys.values())
+    found = [key for key in keys.values() if key.name == name or key.name.startswith(name + ".")]
+    if not found:
+        raise ConfigError(f"{name}: there is no such key or section"
+                          + did_you_mean(name, [*keys, *schema_sections()]),
+                          where="command line", fix="ppocli schema lists all keys")
+    return found
+
+
+def _shown(key: Key) -> str:
+    default = "must be given" if key.default == MISSING else (
+        f"default {json.dumps(key.default, ensure_ascii=False)}")
+    values = key.allowed if key.metadata["choices"] else ", ".join(
+        text for text in (key.expected, key.allowed) if text)
+    if key.metadata["choices"] and key.optional:
+        values += " or null"
+    doc = textwrap.fill(key.metadata["doc"], 96, initial_indent="    ", subsequent_indent="    ",
+                        break_long_words=False, break_on_hyphens=False)
+    return f"{key.name}  ({values}; {default})\n{doc}"
+
+
+def json_schema(name: str | None = None) -> dict[str, Any]:
+    """A JSON Schema, draft 2020-12, of the configuration, or of one of its keys or sections.
+
+    The whole one fits recipe files too: no key is required, and Hydra's ``defaults`` are allowed.
+    An interpolation such as ``${ppo.num_rollouts}`` may stand for any value.
+
+    Raises:
+        ConfigError: there is no such key or section.
+    """
+    chosen_keys(name)
+    if name in schema_keys():
+        body = _value(schema_keys()[name or ""])
+    else:
+        body = _section(TrainConfig, name or "")
+    head: dict[str, Any] = {"$schema": DIALECT,
+                            "title": "ppocli configuration" + (f": {name}" if name else "")}
+    if name is None:
+        body["properties"] = {
+            "defaults": {"type": "array", "description": "Hydra's defaults list: which config "
+                         "groups a recipe starts from"},
+            "hydra": {"type": "object", "description": "settings of Hydra itself"},
+            **body["properties"]}
+    definitions = {"interpolation": {"type": "string", "pattern": r"\$\{.+\}",
+                                     "description": "the value of another key: ${key}"}}
+    return {**head, **body, "$defs": definitions}
+
+
+def _section(root: type, prefix: str) -> dict[str, Any]:
+    """The object at ``prefix`` with all keys below it."""
+    properties: dict[str, Any] = {}
+    for key in schema_keys().values():
+        if prefix and not key.name.startswith(prefix + "."):
+            continue
+        inner, _, rest = key.name[len(prefix) + 1 if prefix else 0:].partition(".")
+        if inner not in properties:
+            full = f"{prefix}.{inner}" if prefix else inner
+            properties[inner] = _section(root, full) if rest else _value(key)
+    return {**_about(root, prefix), "type": "object", "properties": properties,
+            "additionalProperties": False}
+
+
+def _about(root: type, section: str) -> dict[str, str]:
+    """A section's own description, from the field that holds it."""
+    import dataclasses
+    import typing
+
+    if not section:
+        return {}
+    owner, doc = root, ""
+    for part in section.split("."):
+        field = next(f for f in dataclasses.fields(owner) if f.name == part)
+        doc, owner = field.metadata["doc"], typing.get_type_hints(owner)[part]
+    return {"description": doc}
+
+
+def _value(key: Key) -> dict[str, Any]:
+    about: dict[str, Any] = {"description": key.metadata["doc"]}
+    if key.default != MISSING:
+        about["default"] = key.default
+    if key.kind == "list":
+        body: dict[str, Any] = {"type": "array", "items": {"anyOf": [_item(key), _INTERPOLATION]}
+                                if key.item is not Any else {}}
+    elif key.name == "reward.fns":
+        body = {"type": "object", "additionalProperties": _fns_entry()}
+    elif key.kind == "mapping":
+        body = {"type": "object"}
+    else:
+        body = _item(key)
+    options = [body, _INTERPOLATION, *([{"type": "null"}] if key.optional else [])]
+    return {**about, "anyOf": options}
+
+
+def _item(key: Key) -> dict[str, Any]:
+    if key.metadata["choices"]:
+        return {"enum": list(key.metadata["choices"])}
+    bounds = {word: key.metadata[name] for name, word in _BOUNDS.items()
+              if key.metadata[name] is not None}
+    return {"type": _TYPES[key.item], **bounds}
+
+
+def _fns_entry() -> dict[str, Any]:
+    shapes = {"fn": {"type": "string", "minLength": 1}, "kwargs": {"type": ["object", "null"]},
+              "weight": {"type": "number"}}
+    return {"type": "object", "properties": {name: shapes[name] for name in FNS_KEYS},
+            "required": ["fn"], "additionalProperties": False}

@@ -1,0 +1,130 @@
+"""``ppocli sweep show``: a table of a sweep's jobs, and what each swept value was worth."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from ppocli.cli.output import say
+from ppocli.cli.tables import print_table, shown_figure
+from ppocli.engine.run_folder import finite_or_null
+from ppocli.errors import ConfigError
+from ppocli.runs.sweeps import (
+    JobState,
+    SweepRecord,
+    find_sweep,
+    job_states,
+    read_sweep,
+    varied_values,
+)
+
+Order = Literal["reward", "kl", "job"]
+
+
+def show_sweep(given: str | None, sort: str, as_json: bool) -> None:
+    """Print a sweep.
+
+    Args:
+        given: the sweep's folder or name; None takes the newest below ``runs``.
+        sort: ``reward`` (best first), ``kl`` (lowest first) or ``job``.
+        as_json: everything as one JSON object instead.
+
+    Raises:
+        ConfigError: an unknown order, or there is no sweep.
+        CheckpointError: what was given is no sweep.
+    """
+    if sort not in ("reward", "kl", "job"):
+        raise ConfigError(f"--sort {sort}: must be one of reward, kl, job", where="command line")
+    folder = find_sweep(given)
+    if given is None:
+        say(f"using {folder} (the newest sweep)")
+    sweep = read_sweep(folder)
+    states = sorted(job_states(sweep), key=lambda state: _rank(state, sort))
+    means = marginal_means(states)
+    if as_json:
+        print(json.dumps(finite_or_null({
+            "sweep": str(sweep.folder), "words": list(sweep.words), "grid": sweep.grid,
+            "jobs": [_as_json(state) for state in states], "marginal_means": means}),
+            indent=2, ensure_ascii=False))
+        return
+    _print_jobs(sweep, states)
+    if means:
+        print()
+        print_table([("value", "jobs", "reward", "KL"), *(
+            (f"{row['key']}={row['value']}", str(row["jobs"]), shown_figure(row["reward_mean"]),
+             shown_figure(row["kl_mean"])) for row in means)], right=frozenset({1, 2, 3}))
+    unfinished = [state for state in states if state.status not in ("finished", "running")]
+    if unfinished and sweep.grid and not any(state.status == "running" for state in states):
+        say(f"{len(unfinished)} of {len(states)} jobs are not finished; go on with: "
+            f"ppocli sweep resume {folder}")
+
+
+def marginal_means(states: Sequence[JobState]) -> list[dict[str, Any]]:
+    """Mean figures of the finished jobs that share one value of one swept key.
+
+    Nothing for a sweep over a single key, where every job is its own value.
+
+    Returns:
+        ``{"key", "value", "jobs", "reward_mean", "kl_mean"}`` for each value, in order of the jobs.
+    """
+    values = [varied_values(state.job) for state in sorted(states, key=lambda s: s.job.number)]
+    keys = list(dict.fromkeys(key for of_job in values for key in of_job))
+    if len(keys) < 2:
+        return []
+    rows = []
+    for key in keys:
+        for value in dict.fromkeys(of_job[key] for of_job in values if key in of_job):
+            there = [state for state in states if state.status == "finished"
+                     and varied_values(state.job).get(key) == value]
+            rows.append({"key": key, "value": value, "jobs": len(there),
+                         "reward_mean": _mean([state.reward_mean for state in there]),
+                         "kl_mean": _mean([state.kl_mean for state in there])})
+    return rows
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return sum(there) / len(there) if there else None
+
+
+def _rank(state: JobState, sort: str) -> tuple[float, int]:
+    figure = {"reward": None if state.reward_mean is None else -state.reward_mean,
+              "kl": state.kl_mean, "job": 0.0}[sort]
+    return (math.inf if figure is None else figure, state.job.number)
+
+
+def _print_jobs(sweep: SweepRecord, states: Sequence[JobState]) -> None:
+    keys = list(dict.fromkeys(key for state in states for key in varied_values(state.job)))
+    rows = [("job", "status", "step", "reward", "KL", "seconds", *keys, "folder")]
+    for state in states:
+        values = varied_values(state.job)
+        rows.append((str(state.job.number), state.status, _step(state),
+                     shown_figure(state.reward_mean), shown_figure(state.kl_mean),
+                     f"{state.job.seconds:.0f}" if state.job.seconds else "-",
+                     *(values.get(key, "-") for key in keys), _place(state, sweep.folder)))
+    print_table(rows, right=frozenset({3, 4, 5}))
+
+
+def _step(state: JobState) -> str:
+    return "-" if state.run is None else f"{state.run.step}/{state.run.total_steps}"
+
+
+def _place(state: JobState, sweep: Path) -> str:
+    if not state.job.folder or not state.folder.exists():
+        return "-"
+    return str(state.folder.relative_to(sweep)) if state.folder.is_relative_to(sweep) \
+        else str(state.folder)
+
+
+def _as_json(state: JobState) -> dict[str, Any]:
+    run = state.run
+    return {"job": state.job.number, "status": state.status, "varied": varied_values(state.job),
+            "overrides": list(state.job.overrides), "exit_code": state.job.exit_code,
+            "reward_mean": state.reward_mean, "kl_mean": state.kl_mean,
+            "step": None if run is None else run.step,
+            "total_steps": None if run is None else run.total_steps,
+            "seconds": state.job.seconds, "folder": state.job.folder or None,
+            "error": state.job.error}

@@ -1,0 +1,125 @@
+"""``ppocli validate``: everything that is wrong with a run, told before it starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from ppocli.cli.examine import Examined, examine
+from ppocli.config.schema import TrainConfig
+from ppocli.errors import PpocliError
+
+if TYPE_CHECKING:
+    from ppocli.engine.rehearsal import Rehearsal
+
+ORDER = (2, 3, 7, 6, 5)
+"""exit codes, the one that decides first; others come last"""
+
+
+def validate_words(words: Sequence[str], *, deep: bool = False, as_json: bool = False) -> None:
+    """Check everything that can be checked about a run or a sweep; nothing is written.
+
+    Args:
+        words: as for ``ppocli train``.
+        deep: where nothing is wrong, also load everything and take two samples through a training
+            step, without an update (of a sweep: its first job).
+        as_json: print one JSON object instead of text.
+
+    Raises:
+        PpocliError: what is wrong, all of it in one message.
+        StoppedError: a signal ended the rehearsal.
+    """
+    found = examine(words)
+    rehearsal = None
+    if deep and not found.problems and found.config is not None:
+        try:
+            rehearsal = _rehearse(found.config)
+        except PpocliError as error:
+            found.add([error])
+    if as_json:
+        print(json.dumps(_as_json(found, rehearsal), indent=2, ensure_ascii=False))
+        if found.problems:
+            raise SystemExit(_ranked(found)[0].exit_code)
+        return
+    if found.problems:
+        raise _together(_ranked(found))
+    if len(found.plans) == 1:
+        print(f"valid: {found.plans[0]}")
+    else:
+        print("\n  ".join([f"valid: a sweep of {len(found.plans)} jobs", *map(str, found.plans)]))
+    if rehearsal is not None:
+        print("\n".join(_told(rehearsal)))
+
+
+def _ranked(found: Examined) -> list[PpocliError]:
+    return sorted(found.problems, key=lambda error: ORDER.index(error.exit_code)
+                  if error.exit_code in ORDER else len(ORDER))
+
+
+def _together(problems: list[PpocliError]) -> PpocliError:
+    """One error that lists all, with the exit code of the first."""
+    if len(problems) == 1:
+        return problems[0]
+    together = PpocliError("\n".join([f"{len(problems)} problems:", *(
+        "  " + str(error).replace("\n", "\n  ") for error in problems)]))
+    together.exit_code = problems[0].exit_code
+    return together
+
+
+def _as_json(found: Examined, rehearsal: Rehearsal | None) -> dict[str, Any]:
+    from ppocli.engine.run_folder import finite_or_null
+
+    problems = _ranked(found)
+    answer: dict[str, Any] = {
+        "valid": not problems, "exit_code": problems[0].exit_code if problems else 0,
+        "problems": [{"exit_code": error.exit_code, "what": error.what, "where": error.where,
+                      "fix": error.fix} for error in problems],
+        "runs": [asdict(plan) for plan in found.plans]}
+    if rehearsal is not None:
+        answer["rehearsal"] = finite_or_null({**asdict(rehearsal), "agrees": rehearsal.agrees})
+    return answer
+
+
+def _rehearse(config: TrainConfig) -> Rehearsal:
+    from ppocli.cli.output import say
+    from ppocli.cli.working import working
+
+    say(f"loading {config.model.path}")
+    with working() as stop:
+        from ppocli.engine.rehearsal import rehearse
+
+        return rehearse(config, stop)
+
+
+def _told(found: Rehearsal) -> Iterator[str]:
+    from ppocli.engine.console import clean, figure
+
+    yield (f"loaded: {found.parameters:,} parameters, {found.trainable:,} trained, "
+           f"{found.prompts} prompts, on {found.device} {found.precision}")
+    yield f"first prompt as the model gets it ({found.prompt_tokens} tokens):"
+    yield f"  {clean(found.prompt)}"
+    for number, sample in enumerate(found.samples, start=1):
+        score = "none" if sample["score"] is None else f"{sample['score']:.4g}"
+        ended = "ended" if sample["finished"] else "did not end"
+        yield (f"sample {number}: score {score}, kl {figure(sample['kl'], 4)}, "
+               f"{sample['response_tokens']} tokens, {ended}")
+        yield f"  {clean(sample['prompt'])} → {clean(sample['response'])}"
+    for kind, columns in (("reward", found.parts if len(found.parts) > 1 else {}),
+                          ("metric", found.metrics)):
+        for name, values in columns.items():
+            yield f"{kind} {name}: " + ", ".join(
+                "none" if value is None else f"{value:.4g}" for value in values)
+    if found.kl_per_token is not None:
+        verdict = "as it must be before training" if found.agrees else (
+            "WRONG: before training it must be 0; do model.dtype and hardware.precision differ?")
+        yield f"KL to the reference: {figure(found.kl_per_token, 6)} nats per token, {verdict}"
+    if found.terms is None:
+        yield "gradient: not tried, no sample has a score"
+    else:
+        yield (f"gradient: policy loss {figure(found.terms['policy'], 4)}, value loss "
+               f"{figure(found.terms['value'], 4)}, norm {figure(found.terms['grad_norm'], 4)}")
+    yield "seconds: " + ", ".join(f"{name} {seconds:.1f}"
+                                  for name, seconds in found.seconds.items())
+    yield f"peak memory: {found.peak_memory_mib:.0f} MiB with {len(found.samples)} samples"

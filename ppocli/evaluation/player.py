@@ -1,0 +1,213 @@
+"""A policy that answers prompts outside of training: for ``ppocli generate``, ``ppocli chat`` and
+``TrainedRun.generate``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ppocli.config.problems import find_problems, raise_problems
+from ppocli.config.schema import (
+    EvalGenerationConfig,
+    GenerationConfig,
+    ModelConfig,
+    PromptsConfig,
+    RewardConfig,
+    TrainConfig,
+)
+from ppocli.data.files import Row
+from ppocli.data.render import prompt_texts
+from ppocli.data.spec import training_spec
+from ppocli.engine.backend import Backend
+from ppocli.engine.session import sampling_specs
+from ppocli.errors import ConfigError, InputError, OutOfMemoryError
+from ppocli.models.loading import LoadedLM, check_vocabulary, load_causal_lm, load_tokenizer
+from ppocli.models.prompting import BATCH, Answer, answer_prompts, check_lengths, prompt_ids
+from ppocli.models.sampling import SAMPLING_KEYS
+from ppocli.rewards.records import RewardRequest
+from ppocli.rewards.scoring import Reward, build_reward
+
+log = logging.getLogger("ppocli")
+
+CHANGEABLE = (*SAMPLING_KEYS, "stop_sequences")
+"""what may be changed of a run's ``generation`` when its policy is asked for responses"""
+
+
+@dataclass(frozen=True)
+class Player:
+    """A loaded policy with its tokenizer. Made by :func:`load_player`."""
+
+    name: str
+    """how output and messages call it"""
+    tokenizer: Any
+    loaded: LoadedLM
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether prompts can be rendered as a conversation."""
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
+    def render(self, prompts: Sequence[Any], *, chat: bool) -> list[str]:
+        """The text of each prompt as the model sees it.
+
+        Args:
+            prompts: texts; with ``chat`` also lists of ``{"role": ..., "content": ...}``.
+            chat: render them with the tokenizer's chat template, ready for the answer.
+
+        Raises:
+            InputError: there is no chat template, it refuses a conversation, or a text holds half
+                of a UTF-16 pair.
+        """
+        if chat and not self.has_chat_template:
+            raise InputError(f"The tokenizer of {self.name} has no chat template.", where="--chat",
+                             fix="--no-chat takes prompts as they are")
+        rows = [Row(f"prompt {number}", {"prompt": prompt})
+                for number, prompt in enumerate(prompts, start=1)]
+        spec = training_spec(PromptsConfig(items=list(prompts), chat=chat), None)
+        try:
+            return prompt_texts(rows, spec, self.tokenizer)
+        except InputError as error:
+            # the message names the prompt; no key of a configuration brought it
+            error.where = "--chat" if chat else None
+            raise
+
+    def tokens(self, texts: Sequence[str], generation: GenerationConfig, *, chat: bool = False
+               ) -> list[list[int]]:
+        """The token ids of each text, checked to leave room for a response.
+
+        Args:
+            texts: from :meth:`render`, with the same ``chat``.
+
+        Raises:
+            ConfigError: a prompt without tokens, or one too long for the model.
+        """
+        ids = prompt_ids(self.tokenizer, texts, rendered=chat)
+        check_lengths(self.loaded.lm, ids, self._spec(generation))
+        return ids
+
+    def answers(self, prompts: Sequence[Sequence[int]], generation: GenerationConfig, *, seed: int,
+                num_samples: int = 1, first: int = 0, batch: int = BATCH,
+                poll: Callable[[], None] = lambda: None,
+                show: Callable[[str], None] | None = None) -> Iterator[list[Answer]]:
+        """Sampled responses, a batch at a time; see :func:`answer_prompts`.
+
+        Args:
+            prompts: from :meth:`tokens`.
+
+        Raises:
+            DivergedError: the model's probabilities are not finite.
+            OutOfMemoryError: a batch doesn't fit the device.
+        """
+        made = answer_prompts(self.loaded.lm, self.tokenizer, prompts, self._spec(generation),
+                              seed=seed, num_samples=num_samples, first=first, batch=batch,
+                              poll=poll, show=show)
+        while True:
+            try:
+                with self.autocast():
+                    answers = next(made, None)
+            except torch.OutOfMemoryError as error:
+                raise OutOfMemoryError(f"{self.name} ran out of memory with {batch} responses at "
+                                       "once.", where="--batch-size",
+                                       fix="--batch-size N, or fewer --max-new-tokens") from error
+            if answers is None:
+                return
+            yield answers
+
+    def _spec(self, generation: GenerationConfig) -> Any:
+        return sampling_specs(generation, self.tokenizer, self.loaded)[0]
+
+
+def load_player(cfg: ModelConfig, name: str, backend: Backend | None = None) -> Player:
+    """Load a policy.
+
+    Args:
+        cfg: ``path`` is the policy's, see :func:`policy_config`.
+        backend: where and how precisely to compute (default: the CPU, in fp32).
+
+    Raises:
+        InputError: model or tokenizer are missing or unusable.
+    """
+    tokenizer, loaded = load_tokenizer(cfg), load_causal_lm(cfg)
+    check_vocabulary(tokenizer, loaded.lm, cfg)
+    if backend is None:
+        return Player(name, tokenizer, loaded)
+    loaded.lm.to(backend.device)
+    return Player(name, tokenizer, loaded, backend.autocast)
+
+
+def policy_config(cfg: ModelConfig, policy: str) -> ModelConfig:
+    """How to load ``policy``, a model trained from the one that ``cfg`` names."""
+    if policy == cfg.path:
+        return cfg
+    return replace(cfg, path=policy, tokenizer_path=None, revision=None)
+
+
+def changed_sampling(cfg: TrainConfig, changes: Mapping[str, Any],
+                     sources: Mapping[str, str] | None = None) -> GenerationConfig:
+    """The ``generation`` of ``cfg`` with ``changes``; what it sets for evaluation doesn't count.
+
+    Args:
+        changes: by name, of :data:`CHANGEABLE`.
+        sources: where each change came from, for messages.
+
+    Raises:
+        ConfigError: an unknown name, or values out of range.
+    """
+    unknown = sorted(set(changes) - set(CHANGEABLE))
+    if unknown:
+        raise ConfigError(f"{unknown[0]!r} is no sampling setting.",
+                          fix=f"one of {', '.join(CHANGEABLE)}")
+    generation = replace(cfg.generation, eval=EvalGenerationConfig(), **changes)
+    named = {f"generation.{name}": source for name, source in (sources or {}).items()}
+    raise_problems([problem for problem in find_problems(replace(cfg, generation=generation), named)
+                    if problem.key.startswith("generation.")])
+    return generation
+
+
+def own_sampling(player: Player) -> dict[str, Any]:
+    """What a model's generation_config.json says about sampling, as changes for
+    :func:`changed_sampling`. A temperature of 0 means greedy there."""
+    declared = player.loaded.generation_config.to_diff_dict()
+    found = {name: declared[name] for name in SAMPLING_KEYS if declared.get(name) is not None}
+    if found.get("temperature", 1.0) <= 0:
+        del found["temperature"]
+        found["do_sample"] = False
+    return found
+
+
+def build_judge(cfg: RewardConfig, columns: Sequence[str]) -> Reward:
+    """The reward that scores responses; code of the user's that it runs is named.
+
+    Raises:
+        RewardError: it can't be imported or built, or asks for columns that there aren't.
+    """
+    reward = build_reward(cfg, columns=columns)
+    for path in reward.code_files:
+        log.info("running code from %s", path)
+    return reward
+
+
+def scores_of(reward: Reward, player: Player, prompts: Sequence[str], answers: Sequence[Answer],
+              columns: Mapping[str, Sequence[Any]]) -> list[float | None]:
+    """The score of each answer; None where ``reward.on_invalid=skip`` drops the sample.
+
+    Args:
+        prompts: texts from :meth:`Player.render`, all of them; as are the ``columns``.
+
+    Raises:
+        RewardError: the function raised, or returned something unusable.
+    """
+    places = [answer.prompt for answer in answers]
+    scores = reward.score(RewardRequest(
+        prompts=[prompts[i] for i in places], responses=[answer.text for answer in answers],
+        response_ids=[answer.ids for answer in answers],
+        columns={name: [cells[i] for i in places] for name, cells in columns.items()},
+        tokenizer=player.tokenizer))
+    return [score if valid else None
+            for score, valid in zip(scores.scores, scores.valid, strict=True)]

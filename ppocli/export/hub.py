@@ -1,0 +1,328 @@
+"""An exported folder to the Hub. Every failure leaves the folder and names the command that tries
+again."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from ppocli.config.hub import hub_reachable, offline_variable
+from ppocli.engine.atomic import format_bytes, write_atomic
+from ppocli.errors import ConfigError, HubError, PpocliError
+from ppocli.export.card import CARD, user_text, with_location, with_user_text
+from ppocli.export.folder import RECORD, check_whole
+from ppocli.export.masking import Mask
+
+_WAITS = (1.0, 4.0)
+"""seconds before a step is tried again after a dropped connection or a failure of the Hub"""
+_PATIENCE = 15.0
+"""seconds after which a step isn't tried again: huggingface_hub has waited long enough itself"""
+_STALE = ["model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json",
+          "value_head.safetensors", "eval.json"]
+"""files of an earlier export that this one may not have; transformers would load the wrong ones"""
+_LONGEST_NAME = 96
+_PULL_REQUEST = re.compile(r"refs/pr/\d+")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """Where to, as it was asked for."""
+
+    repo_id: str | None = None
+    """``USER/NAME``; None: the token's user and ``default_name``"""
+    default_name: str = "model"
+    private: bool | None = None
+    """None: private, and nothing was said about a repository that is there already"""
+    create_pr: bool = False
+    revision: str | None = None
+
+    def command(self, folder: Path) -> str:
+        """The command that pushes ``folder`` there."""
+        words = ["ppocli", "export", shown(folder), "--to-hub"]
+        words += ["--repo-id", self.repo_id] if self.repo_id is not None else []
+        if self.private is not None:
+            words.append("--private" if self.private else "--public")
+        words += ["--create-pr"] if self.create_pr else []
+        words += ["--revision", self.revision] if self.revision is not None else []
+        return shlex.join(words)
+
+
+def check_repo_id(repo_id: str | None) -> None:
+    """Refuse what is a path or no name of a repository.
+
+    Raises:
+        ConfigError: says why.
+    """
+    if repo_id is None:
+        return
+    fix = "--repo-id USER/NAME names a repository on the Hub; --output DIR a folder"
+    if repo_id.startswith((".", "/", "~")) or os.path.lexists(repo_id):
+        raise ConfigError(f"--repo-id {repo_id} is a path.", where="--repo-id", fix=fix)
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise ConfigError(f"--repo-id {repo_id} is no name of a repository: "
+                          f"{str(error).splitlines()[0]}", where="--repo-id", fix=fix) from error
+
+
+def repo_name(name: str) -> str:
+    """A run's name as the Hub takes names: letters, digits, ``-_.``, no more than 96."""
+    plain = re.sub(r"-{2,}", "-", re.sub(r"\.{2,}", ".", re.sub(r"[^A-Za-z0-9_.-]+", "-", name)))
+    plain = plain.removesuffix(".git")[:_LONGEST_NAME].strip("-.")
+    return plain or "ppocli-model"
+
+
+def push(folder: Path, wanted: Push, mask: Mask, say: Callable[[str], None]) -> str:
+    """Push a whole export; return the address of the repository, branch or pull request.
+
+    Raises:
+        HubError: with the cause, where the export lies, and the command to try again.
+        InputError: the folder is no export, or was changed after it was verified.
+    """
+    record = check_whole(folder)
+    session = _Session(folder, wanted, mask, say)
+    try:
+        return session.run([*record["files"], CARD, RECORD])
+    except KeyboardInterrupt:
+        say(f"Your export is complete in {shown(folder)}. To push it: {session.command}")
+        raise
+
+
+class _Session:
+    """One push, step by step; ``wanted`` grows more exact on the way."""
+
+    def __init__(self, folder: Path, wanted: Push, mask: Mask, say: Callable[[str], None]) -> None:
+        from huggingface_hub import HfApi
+        from huggingface_hub.utils import disable_progress_bars
+
+        if not (sys.stderr and sys.stderr.isatty()):
+            disable_progress_bars()
+        self.folder, self.wanted, self.mask, self.say = folder, wanted, mask, say
+        self.api = HfApi(library_name="ppocli")
+        self.endpoint = self.api.endpoint
+
+    @property
+    def command(self) -> str:
+        """The command to try again."""
+        return self.wanted.command(self.folder)
+
+    def run(self, files: list[str]) -> str:
+        """All steps; returns the address."""
+        variable = offline_variable()
+        if variable is not None:
+            raise self._failed(f"{variable}={os.environ[variable]} forbids it",
+                               fix=f"env -u {variable} {self.command}")
+        if not hub_reachable():
+            raise self._failed(f"the Hub can't be reached ({self.endpoint})")
+        repo = self._repository(self._user())
+        branch = self._branch(repo)
+        self._finish_card(repo, branch)
+        size = sum((self.folder / name).stat().st_size for name in files)
+        self.say(f"uploading {len(files)} files ({format_bytes(size)}) to {repo}"
+                 + (f", {branch}" if branch else ""))
+        self._step("uploading", lambda: self.api.upload_folder(
+            repo_id=repo, folder_path=str(self.folder), revision=branch, allow_patterns=files,
+            delete_patterns=_STALE, commit_message="Upload a model exported by ppocli"))
+        address = f"{self.endpoint}/{repo}"
+        if branch is None:
+            return address
+        if _PULL_REQUEST.fullmatch(branch):
+            return f"{address}/discussions/{branch.rsplit('/', 1)[-1]}"
+        return f"{address}/tree/{branch}"
+
+    def _user(self) -> str:
+        from huggingface_hub.errors import LocalTokenNotFoundError
+
+        try:
+            found = self._step("asking the Hub who you are", self.api.whoami)
+        except LocalTokenNotFoundError:
+            raise self._failed("there is no token", fix="log in with hf auth login (or set "
+                               f"HF_TOKEN), then: {self.command}") from None
+        access = (found.get("auth") or {}).get("accessToken") or {}
+        if access.get("role") == "read":
+            raise self._failed("your token may only read", fix="make one that may write "
+                               f"({self.endpoint}/settings/tokens), then: {self.command}")
+        return str(found["name"])
+
+    def _repository(self, user: str) -> str:
+        """The full name of the repository; it is there afterwards, with the visibility asked."""
+        from huggingface_hub.errors import RepositoryNotFoundError
+
+        repo = self.wanted.repo_id or self.wanted.default_name
+        repo = repo if "/" in repo else f"{user}/{repo}"
+        self.wanted = replace(self.wanted, repo_id=repo)
+        private = self.wanted.private is not False
+        try:
+            info = self._step("looking for the repository", lambda: self.api.repo_info(repo))
+        except RepositoryNotFoundError:
+            self._step("creating the repository", lambda: self.api.create_repo(
+                repo, private=private, exist_ok=True))
+            self.say(f"created {repo} ({'private' if private else 'public'})")
+            return repo
+        if bool(info.private) != private:
+            raise self._other_visibility(repo, bool(info.private))
+        return repo
+
+    def _other_visibility(self, repo: str, is_private: bool) -> HubError:
+        there, asked = ("private", "public") if is_private else ("public", "private")
+        why = f"asked for {asked}" if self.wanted.private is not None else "the default is private"
+        anyway = replace(self.wanted, private=is_private).command(self.folder)
+        return self._failed(
+            f"the repository is there already and is {there}, and {why}",
+            fix=f"push to the {there} repository: {anyway}; or make it {asked} first at "
+            f"{self.endpoint}/{repo}/settings; or take another --repo-id")
+
+    def _branch(self, repo: str) -> str | None:
+        """The revision to push to, made where missing. A pull request is opened before the upload
+        and named from then on, so that trying again can't open a second one."""
+        wanted = self.wanted.revision
+        if self.wanted.create_pr:
+            pull = self._once("opening a pull request", lambda: self.api.create_pull_request(
+                repo, title="Upload a model exported by ppocli",
+                description="Made by `ppocli export --to-hub --create-pr`."))
+            self.wanted = replace(self.wanted, create_pr=False, revision=pull.git_reference)
+            self.say(f"opened {pull.url} (a draft until you publish it there)")
+            return str(pull.git_reference)
+        if wanted is not None and not _PULL_REQUEST.fullmatch(wanted) and wanted != "main":
+            self._step("creating the branch", lambda: self.api.create_branch(
+                repo, branch=wanted, exist_ok=True))
+        return wanted
+
+    def _finish_card(self, repo: str, branch: str | None) -> None:
+        """Name the repository in README.md, and take over what was written on the Hub's, unless
+        something else is written here."""
+        card = self.folder / CARD
+        old = card.read_text(encoding="utf-8")
+        new = with_location(old, repo)
+        theirs, ours = self._text_on_the_hub(repo, branch), user_text(old)
+        if theirs is not None and theirs != ours:
+            if ours is None:
+                new = with_user_text(new, theirs)
+                self.say(f"{CARD}: kept the text that was written on the Hub")
+            else:
+                self.say(f"{CARD}: the text written here replaces the one on the Hub, which its "
+                         "history keeps")
+        if new != old:
+            write_atomic(card, self.mask(new))
+
+    def _text_on_the_hub(self, repo: str, branch: str | None) -> str | None:
+        """What a user wrote on the README.md there."""
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.errors import EntryNotFoundError
+        from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+        def fetch() -> str:
+            # not hf_hub_download, which calls a dropped connection a missing file
+            response = get_session().get(hf_hub_url(repo, CARD, revision=branch,
+                                                    endpoint=self.endpoint),
+                                         headers=build_hf_headers(library_name="ppocli"))
+            hf_raise_for_status(response)
+            return str(response.text)
+
+        try:
+            return user_text(self._step("reading the README there", fetch))
+        except EntryNotFoundError:
+            return None
+
+    def _step(self, doing: str, action: Callable[[], T]) -> T:
+        """Do something on the Hub; dropped connections and failures of the Hub are waited out."""
+        return self._tried(doing, action, _WAITS)
+
+    def _once(self, doing: str, action: Callable[[], T]) -> T:
+        """Do what must not be done twice."""
+        return self._tried(doing, action, ())
+
+    def _tried(self, doing: str, action: Callable[[], T], waits: tuple[float, ...]) -> T:
+        from huggingface_hub.errors import (
+            EntryNotFoundError,
+            LocalTokenNotFoundError,
+            RepositoryNotFoundError,
+        )
+
+        started = time.monotonic()
+        for wait in (*waits, None):
+            try:
+                return action()
+            except (LocalTokenNotFoundError, EntryNotFoundError, PpocliError):
+                raise
+            except Exception as error:
+                if isinstance(error, RepositoryNotFoundError) and _status(error) == 404:
+                    raise
+                late = time.monotonic() - started > _PATIENCE
+                if wait is None or late or not _passes(error):
+                    raise self._failed(f"{self._cause(error)} ({doing})",
+                                       fix=self._remedy(error)) from error
+                self.say(f"{doing}: {self._cause(error)}; trying again in {wait:g} s")
+                time.sleep(wait)
+        raise AssertionError("the last turn returns or raises")
+
+    def _cause(self, error: Exception) -> str:
+        status = _status(error)
+        said = self.mask(" ".join(_server_message(error).split()))[:200]
+        if status is None:
+            if _is_transport(error):
+                return f"the connection failed ({self.mask(str(error)) or type(error).__name__})"
+            return f"{type(error).__name__}: {said}"
+        meaning = {401: "your token is not accepted", 403: "your token may not write there",
+                   404: "there is no such repository or branch, or your token may not see it",
+                   429: "too many requests"}.get(status)
+        if meaning is None:
+            meaning = "the Hub failed" if status >= 500 else "the Hub refused"
+        return f"{meaning} (HTTP {status}{': ' + said if said else ''})"
+
+    def _remedy(self, error: Exception) -> str | None:
+        if _status(error) in (401, 403):
+            return (f"take a token that may ({self.endpoint}/settings/tokens; hf auth login, or "
+                    f"HF_TOKEN), then: {self.command}")
+        return None
+
+    def _failed(self, cause: str, fix: str | None = None) -> HubError:
+        repo = self.wanted.repo_id or "the Hub"
+        return HubError(f"The push to {repo} did not go through: {cause}. "
+                        f"Your export is complete in {shown(self.folder)}.",
+                        where=self.endpoint, fix=fix or f"try again: {self.command}")
+
+
+def _status(error: Exception) -> int | None:
+    """The HTTP status of an answer that was an error; None for everything else."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return status if isinstance(status, int) else None
+
+
+def _server_message(error: Exception) -> str:
+    return str(getattr(error, "server_message", None) or "") if _status(error) else str(error)
+
+
+def _passes(error: Exception) -> bool:
+    """Whether the same request may succeed a little later."""
+    status = _status(error)
+    return _is_transport(error) if status is None else status in (408, 429, 500, 502, 503, 504)
+
+
+def _is_transport(error: BaseException) -> bool:
+    """A connection that wasn't made or broke, in the words of any client that huggingface_hub may
+    use: httpx (1.x), httpx2 (2.x), hf_xet (Python's own)."""
+    if isinstance(error, (ConnectionError, TimeoutError)):
+        return True
+    return any(kind.__name__ == "TransportError" and kind.__module__.split(".")[0] in (
+        "httpx", "httpx2") for kind in type(error).__mro__)
+
+
+def shown(folder: Path) -> str:
+    """A folder as the user would type it."""
+    folder = folder.absolute()
+    below = folder.is_relative_to(Path.cwd())
+    shown = str(folder.relative_to(Path.cwd())) if below else str(folder)
+    return shown if "/" in shown else f"./{shown}"

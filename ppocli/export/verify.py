@@ -1,0 +1,184 @@
+"""Whether an exported folder is what its source is: read back by plain transformers, from the
+folder alone, and compared."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ppocli.errors import CheckpointError, InputError
+
+_DIGITS = {"bf16": 8, "fp16": 11}
+"""bits of the significand, the hidden one included"""
+_GENERIC = ("Once upon a time", "The film was")
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What was compared, and how close it came."""
+
+    tensors: int
+    prompts: int
+    logits: float
+    """relative root-mean-square difference of the logits; 0 where nothing was rounded"""
+    allowed: float
+    transformers: str
+
+    def sentence(self) -> str:
+        """For the user."""
+        logits = "equal" if self.logits == 0 else f"within {self.logits:.1e} (rounding)"
+        return (f"Verified: reloaded with transformers {self.transformers}; {self.tensors} tensors "
+                f"equal, logits on {self.prompts} prompts {logits}, tokenizer equal.")
+
+
+def tolerance(dtype: str, layers: int) -> float:
+    """How much rounding the weights to ``dtype`` may change logits, as relative RMS.
+
+    Rounding to nearest with p significant bits changes a weight by at most u = 2^-p of itself
+    (Higham, Accuracy and Stability of Numerical Algorithms, 2002, theorem 2.2). The 2L + 2
+    matrices on the way through L layers contribute independent errors of that size, which add up
+    as a random walk does; 4 times that leaves room for networks that amplify. A wrong, swapped or
+    transposed weight gives differences of order 1.
+    """
+    return 4 * 2.0 ** -_DIGITS[dtype] * math.sqrt(2 * layers + 2)
+
+
+def verify_model(source: Path, folder: Path, prompts: list[str], *, cast: str | None,
+                 num_tensors: int, trust_remote_code: bool, check: Callable[[], None]) -> Verified:
+    """Reload ``folder`` as any user would and compare it with ``source``.
+
+    One model is in memory at a time.
+
+    Args:
+        prompts: to compare logits and tokenizers on.
+        cast: the type the weights were converted to, None where they were kept as stored.
+        num_tensors: how many were compared before, for the record.
+        check: called between the parts; may raise to stop.
+
+    Raises:
+        CheckpointError: something differs; the message says what.
+        InputError: the source itself can't be loaded.
+    """
+    import transformers
+
+    hub = {"trust_remote_code": trust_remote_code, "local_files_only": True}
+    own = _load(transformers.AutoTokenizer, source, hub, InputError)
+    ours = _load(transformers.AutoTokenizer, folder, hub, CheckpointError)
+    compare_tokenizers(own, ours, prompts)
+    ids = [_ids(own, prompt) for prompt in prompts[:2]]
+    check()
+    expected, _ = _logits(source, ids, cast is not None, hub, InputError)
+    check()
+    found, layers = _logits(folder, ids, cast is not None, hub, CheckpointError)
+    check()
+    allowed = 0.0 if cast in (None, "fp32") else tolerance(str(cast), layers)
+    worst = max(_difference(a, b) for a, b in zip(expected, found, strict=True))
+    if not worst <= allowed:
+        raise _differs(f"logits are off by {worst:.3g} (relative RMS; allowed: {allowed:.3g})")
+    _compare_generation(source, folder)
+    return Verified(num_tensors, len(ids), worst, allowed, transformers.__version__)
+
+
+def compare_tokenizers(own: Any, ours: Any, prompts: list[str]) -> None:
+    """Ids, special tokens and the chat template must be the same.
+
+    Raises:
+        CheckpointError: they are not.
+    """
+    if (len(own), own.special_tokens_map) != (len(ours), ours.special_tokens_map):
+        raise _differs("the tokenizer has another size or other special tokens")
+    if own.chat_template != ours.chat_template:
+        raise _differs("the chat template is another")
+    special = " ".join(own.all_special_tokens)
+    for text in (*prompts, special, *(f"{prompt}{special}" for prompt in prompts)):
+        for plain in (True, False):
+            a = own(text, add_special_tokens=plain)["input_ids"]
+            b = ours(text, add_special_tokens=plain)["input_ids"]
+            if a != b or own.decode(a) != ours.decode(b):
+                raise _differs(f"the tokenizer gives other ids for {text[:60]!r}")
+
+
+def verification_prompts(texts: list[str]) -> list[str]:
+    """Two prompts: the run's own where there are any."""
+    return list(dict.fromkeys([*filter(str.strip, texts), *_GENERIC]))[:2]
+
+
+def _ids(tokenizer: Any, prompt: str) -> list[int]:
+    ids = tokenizer(prompt)["input_ids"]
+    return list(ids) or [tokenizer.eos_token_id or 0]
+
+
+def _load(kind: Any, folder: Path, hub: dict[str, Any],
+          failure: type[InputError] | type[CheckpointError], **more: Any) -> Any:
+    try:
+        return kind.from_pretrained(str(folder), **hub, **more)
+    except Exception as error:  # transformers raises many kinds here, all about the folder
+        text = str(error).strip().splitlines() or [type(error).__name__]
+        raise failure(f"{kind.__name__}.from_pretrained({str(folder)!r}) failed: {text[0][:300]}",
+                      where=str(folder)) from error
+
+
+def _logits(folder: Path, ids: list[list[int]], in_fp32: bool, hub: dict[str, Any],
+            failure: type[InputError] | type[CheckpointError]) -> tuple[list[Any], int]:
+    """Logits [T, V] of each prompt, fp32 on the CPU, and the number of layers.
+
+    Args:
+        in_fp32: compute in fp32 whatever the storage, so that nothing but rounded weights counts.
+    """
+    import torch
+    import transformers
+
+    model, info = _load(transformers.AutoModelForCausalLM, folder, hub, failure,
+                        output_loading_info=True, dtype="auto")
+    wrong = [*info["missing_keys"], *map(str, info["mismatched_keys"])]
+    if wrong:
+        raise failure(f"The weights in {folder} do not fit the model: {sorted(wrong)[0]}.",
+                      where=str(folder))
+    model.eval()
+    if in_fp32:
+        model.float()
+    # Tensors may be views of the file, aligned as it happens; kernels round by alignment.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    with torch.inference_mode():
+        found = [model(input_ids=torch.tensor([row])).logits[0].float() for row in ids]
+    layers = int(getattr(model.config.get_text_config(), "num_hidden_layers", 1) or 1)
+    del model
+    gc.collect()
+    return found, layers
+
+
+def _difference(expected: Any, found: Any) -> float:
+    """Relative root-mean-square difference; infinite where shapes differ or one isn't finite."""
+    import torch
+
+    if expected.shape != found.shape:
+        return math.inf
+    if torch.equal(expected, found):
+        return 0.0
+    difference = float((expected - found).double().norm() / expected.double().norm().clamp_min(
+        1e-30))
+    return difference if math.isfinite(difference) else math.inf
+
+
+def _compare_generation(source: Path, folder: Path) -> None:
+    from transformers import GenerationConfig
+
+    if not (source / "generation_config.json").is_file():
+        return
+    own, ours = (GenerationConfig.from_pretrained(str(place), local_files_only=True).to_dict()
+                 for place in (source, folder))
+    for values in (own, ours):
+        values.pop("transformers_version", None)
+    if own != ours:
+        names = sorted(name for name in own.keys() | ours.keys() if own.get(name) != ours.get(name))
+        raise _differs(f"generation_config.json differs in {', '.join(names)}")
+
+
+def _differs(what: str) -> CheckpointError:
+    return CheckpointError(f"The export differs from its source: {what}. Nothing was published.",
+                           fix="please report this with the model's config.json")

@@ -1,0 +1,138 @@
+"""Runs side by side: figures after equally many samples, settings that differ, wins on prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ppocli.config.changes import config_differences
+from ppocli.config.resolved import flat
+from ppocli.report.plot import run_labels
+from ppocli.runs.listing import best_evaluation
+from ppocli.runs.record import RunRecord
+
+METRICS = ("reward/mean", "objective/kl", "objective/entropy", "rollout/response_tokens_mean",
+           "rollout/finished_share")
+EVALUATION = ("eval/reward_mean", "eval/kl_mean", "eval/response_tokens_mean", "eval/distinct_2")
+# how a reward is called, which doesn't change its scores
+_CALLING = ("reward.timeout", "reward.retries", "reward.metric_fn", "reward.scale")
+
+
+@dataclass(frozen=True, slots=True)
+class At:
+    """A run at one moment."""
+
+    step: int
+    episodes: int
+    seconds: float
+    """spent in steps and evaluations until then"""
+    figures: dict[str, float | None]
+    """of the newest row up to then that has each figure"""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One of the runs."""
+
+    name: str
+    path: str
+    status: str
+    equal: At
+    """after the largest number of samples that all runs have reached"""
+    end: At
+    best: float | None
+    best_step: int | None
+    best_metric: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wins:
+    """How often the responses of one run score higher than those of another."""
+
+    run: str
+    against: str
+    prompts: int
+    """responses compared; those without a valid score aren't"""
+    rate: float | None
+    """share of wins, ties counted half; None where nothing can be compared"""
+    reason: str | None
+    """why there is no rate"""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Everything that ``ppocli compare`` shows."""
+
+    runs: list[Compared]
+    episodes: int
+    """what ``Compared.equal`` refers to"""
+    differences: list[tuple[str, list[Any]]]
+    """(key, value of each run) for every setting that isn't the same in all"""
+    wins: list[Wins]
+    """of each further run against the first"""
+
+
+def compare_runs(runs: Sequence[RunRecord]) -> Comparison:
+    """Set runs side by side; the first is what the others are compared with."""
+    labels = run_labels(runs)
+    episodes = min(_episodes(run.rows) for run in runs)
+    compared = []
+    for label, run in zip(labels, runs, strict=True):
+        best = best_evaluation(run)
+        compared.append(Compared(
+            label, str(run.folder.path), run.status, _at(run, episodes),
+            _at(run, _episodes(run.rows)), best[1] if best else None, best[0] if best else None,
+            run.config.checkpoint.metric))
+    wins = [_wins(runs[0], run, labels[0], label)
+            for label, run in zip(labels[1:], runs[1:], strict=True)]
+    return Comparison(compared, episodes, _differences(runs), wins)
+
+
+def _episodes(rows: Sequence[dict[str, Any]]) -> int:
+    return int(rows[-1].get("episode") or 0) if rows else 0
+
+
+def _at(run: RunRecord, episodes: int) -> At:
+    rows = [row for row in run.rows if int(row.get("episode") or 0) <= episodes]
+    extra = [name for name in run.names if name.startswith("eval/metrics/")]
+    figures = {name: next((row[name] for row in reversed(rows)
+                           if isinstance(row.get(name), (int, float))), None)
+               for name in (*METRICS, *EVALUATION, *extra)}
+    seconds = sum(row.get(name) or 0.0 for row in rows for name in ("time/step", "time/eval"))
+    return At(int(rows[-1]["step"]) if rows else 0, _episodes(rows), seconds, figures)
+
+
+def _differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
+    first = runs[0].config
+    keys = dict.fromkeys(key for run in runs[1:]
+                         for key, _, _ in config_differences(first, run.config))
+    values = [flat(run.config) for run in runs]
+    return [(key, [of_run.get(key) for of_run in values]) for key in keys]
+
+
+def _wins(base: RunRecord, run: RunRecord, base_name: str, name: str) -> Wins:
+    """Scores of the newest evaluations on the same prompts, one by one."""
+    def no(reason: str) -> Wins:
+        return Wins(name, base_name, 0, None, reason)
+
+    judged = [key for key, _, _ in config_differences(base.config, run.config)
+              if key.startswith("reward.") and key not in _CALLING]
+    if judged:
+        return no(f"other rewards score them ({', '.join(judged)} differ)")
+    mine, theirs = (_final_samples(each) for each in (run, base))
+    if not mine or not theirs:
+        return no("there are no evaluation samples of " + (name if not mine else base_name))
+    if [row.get("prompt") for row in mine] != [row.get("prompt") for row in theirs]:
+        return no("the evaluation prompts aren't shared")
+    pairs = [(a["score"], b["score"]) for a, b in zip(mine, theirs, strict=True)
+             if a.get("score") is not None and b.get("score") is not None]
+    if not pairs:
+        return no("no response has a valid score")
+    won = sum(1.0 if a > b else 0.5 if a == b else 0.0 for a, b in pairs)
+    return Wins(name, base_name, len(pairs), won / len(pairs), None)
+
+
+def _final_samples(run: RunRecord) -> list[dict[str, Any]]:
+    evaluated = run.series("eval/reward_mean")
+    return run.eval_samples(evaluated[-1][0]) if evaluated else []

@@ -1,0 +1,293 @@
+"""All that a report says of a run, gathered from its folder into one record. No torch here.
+
+Everything is read tolerantly: a running, stopped or failed run gives a report of what is there.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any
+
+from ppocli.config.changes import config_differences
+from ppocli.config.resolved import flat
+from ppocli.config.schema import TrainConfig
+from ppocli.engine.run_folder import finite_or_null
+from ppocli.report.curves import Curve, curves_of
+from ppocli.report.extras import (
+    Checkpoint,
+    EvaluationRow,
+    checkpoints_of,
+    environment_of,
+    evaluations_of,
+)
+from ppocli.report.samples import Samples, samples_of
+from ppocli.report.text import duration, shown
+from ppocli.runs.record import RunRecord
+from ppocli.version import __version__
+
+_STEP_LINE = re.compile(r"(?:step|eval at step) (\d+)")
+_NAMES = {"reward_mean": "reward", "reward_std": "standard deviation of the reward",
+          "kl_mean": "KL to the reference (nats a response)",
+          "response_tokens_mean": "response length (tokens)",
+          "finished_share": "finished responses (share)",
+          "distinct_2": "different word pairs (share)"}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A key that differs from its default; values as YAML would show them."""
+
+    key: str
+    value: str
+    default: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One figure of the first and of the last evaluation."""
+
+    name: str
+    label: str
+    before: float | None
+    after: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Complaint:
+    """A warning or error of the log; equal ones are counted once."""
+
+    level: str
+    text: str
+    time: str
+    step: int | None
+    """the step that was last reported when it first came up"""
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Seconds of all steps that were spent in one phase."""
+
+    name: str
+    seconds: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best evaluation so far, by ``checkpoint.metric``."""
+
+    name: str
+    step: int
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The whole content of a report, whatever it is written as."""
+
+    generator: str
+    made: str
+    """local time with offset, to the second"""
+    name: str
+    folder: str
+    status: str
+    sentence: str
+    """status in words"""
+    go_on: str | None
+    """the command that goes on with the run, where one can"""
+    failure: str | None
+    """what ended a failed run"""
+    step: int
+    total_steps: int
+    episodes: int
+    updates: int
+    model: str
+    reward: str
+    prompts: str
+    settings: list[Setting]
+    all_settings: dict[str, str]
+    command: str | None
+    """None for a run of Python objects, which no command line can name"""
+    before_step: int | None
+    after_step: int | None
+    outcome: list[Outcome]
+    best: Best | None
+    curves: list[Curve]
+    samples: Samples
+    complaints: list[Complaint]
+    evaluations: list[EvaluationRow]
+    checkpoints: list[Checkpoint]
+    phases: list[Phase]
+    environment: list[tuple[str, str]]
+
+    def figure(self, name: str) -> Outcome | None:
+        """An outcome by name."""
+        return next((row for row in self.outcome if row.name == name), None)
+
+    def as_json(self) -> dict[str, Any]:
+        """The content as strict JSON; curves hold the points that are drawn."""
+        found: dict[str, Any] = finite_or_null(asdict(self))
+        found["environment"] = dict(self.environment)
+        return found
+
+
+def gather(record: RunRecord, *, command: str | None, shown_as: str) -> Report:
+    """Everything a report says.
+
+    Args:
+        command: the command line that makes such a run again; None if no command line can.
+        shown_as: how the user names the run's folder, for commands.
+    """
+    config, summary = record.config, record.summary or {}
+    newest = record.rows[-1] if record.rows else {}
+    before, after = _evaluations(record)
+    first, last = (None if row is None else int(row["step"]) for row in (before, after))
+    best = _best(config, summary)
+    return Report(
+        generator=f"ppocli report {__version__}",
+        made=datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
+        name=record.name, folder=str(record.folder.path), status=record.status,
+        sentence=_sentence(record), go_on=_go_on(record, command, shown_as),
+        failure=_failure(record, summary),
+        step=record.step, total_steps=record.total_steps,
+        episodes=_whole(newest.get("episode")), updates=_whole(newest.get("updates")),
+        model=_model(config), reward=_reward(config), prompts=_prompts(config),
+        settings=[Setting(key, _yaml(new), _default(old))
+                  for key, old, new in config_differences(TrainConfig(), config)],
+        all_settings={key: _yaml(value) for key, value in flat(config).items()},
+        command=command,
+        before_step=first, after_step=last,
+        outcome=_outcome(before, after), best=best,
+        curves=curves_of(record),
+        samples=samples_of(record, first, last),
+        complaints=_complaints(record), evaluations=evaluations_of(record.folder.path),
+        checkpoints=checkpoints_of(record.folder, best.step if best else None),
+        phases=_phases(record), environment=environment_of(record.folder.path, summary))
+
+
+def _whole(value: Any) -> int:
+    return int(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0
+
+
+def _yaml(value: Any) -> str:
+    """A value as it would be written in a configuration file, on one line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return value if isinstance(value, str) else str(value)
+
+
+def _default(value: Any) -> str:
+    return "" if value == "???" else _yaml(value)
+
+
+def _model(config: TrainConfig) -> str:
+    return config.model.path + (f" at {config.model.revision}" if config.model.revision else "")
+
+
+def _reward(config: TrainConfig) -> str:
+    reward = config.reward
+    if reward.fns:
+        return " + ".join(f"{entry.get('weight', 1)} * {name}" if isinstance(entry, dict) else name
+                          for name, entry in reward.fns.items())
+    given = ", ".join(f"{name}={_yaml(value)}" for name, value in reward.kwargs.items())
+    return f"{reward.fn or 'none'}({given})" if given else str(reward.fn or "none")
+
+
+def _prompts(config: TrainConfig) -> str:
+    if config.prompts.path:
+        return config.prompts.path
+    count = len(config.prompts.items or [])
+    return f"{count} given inline" if count else "none (each response starts from nothing)"
+
+
+def _sentence(record: RunRecord) -> str:
+    if record.status == "finished":
+        return f"All {record.total_steps:,} steps are done."
+    at = f"at step {record.step:,} of {record.total_steps:,}"
+    return {"running": f"Still running, {at}: this is what there is so far.",
+            "stopped": f"Stopped {at}.", "failed": f"Failed {at}.",
+            "interrupted": f"Ended {at} without saying why: it was killed, or the machine went "
+                           "down."}[record.status]
+
+
+def _go_on(record: RunRecord, command: str | None, shown_as: str) -> str | None:
+    if record.status in ("finished", "running") or command is None:
+        return None
+    return shlex.join(["ppocli", "resume", shown_as])
+
+
+def _failure(record: RunRecord, summary: dict[str, Any]) -> str | None:
+    error = summary.get("error")
+    return shown(str(error)) if record.status == "failed" and error else None
+
+
+def _evaluations(record: RunRecord) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """The rows of the first and of the last evaluation; a lone one before any step is a first."""
+    rows = [row for row in record.rows if row.get("eval/reward_mean") is not None]
+    if len(rows) == 1:
+        return (rows[0], None) if rows[0]["step"] == 0 else (None, rows[0])
+    return (rows[0], rows[-1]) if rows else (None, None)
+
+
+def _outcome(before: dict[str, Any] | None, after: dict[str, Any] | None) -> list[Outcome]:
+    names = [name for name in dict.fromkeys([*(before or {}), *(after or {})])
+             if name.startswith("eval/")]
+    rows = []
+    for full in names:
+        name = full.removeprefix("eval/")
+        rows.append(Outcome(name, _NAMES.get(name, name.removeprefix("metrics/")),
+                            _number((before or {}).get(full)), _number((after or {}).get(full))))
+    return rows
+
+
+def _best(config: TrainConfig, summary: dict[str, Any]) -> Best | None:
+    """As the summary has it; a run that is still going has none on record."""
+    best = summary.get("best")
+    if not isinstance(best, dict) or not isinstance(best.get("step"), int):
+        return None
+    value = _number(best.get("metric"))
+    name = str(best.get("name") or config.checkpoint.metric)
+    return None if value is None else Best(name, best["step"], value)
+
+
+def _number(value: Any) -> float | None:
+    fine = isinstance(value, (int, float)) and math.isfinite(value)
+    return float(value) if fine else None
+
+
+def _complaints(record: RunRecord) -> list[Complaint]:
+    """Warnings and errors in order; those that differ in their numbers alone are one."""
+    found: dict[str, Complaint] = {}
+    step = None
+    for line in record.log_lines():
+        if line.level not in ("WARNING", "ERROR", "CRITICAL"):
+            match = _STEP_LINE.match(line.text)
+            step = int(match[1]) if match else step
+            continue
+        kind = re.sub(r"\d+(\.\d+)?", "#", line.text)
+        if kind in found:
+            seen = found[kind]
+            found[kind] = Complaint(seen.level, seen.text, seen.time, seen.step, seen.count + 1)
+        else:
+            found[kind] = Complaint(line.level.lower(), shown(line.text), line.time, step, 1)
+    return list(found.values())
+
+
+def _phases(record: RunRecord) -> list[Phase]:
+    names = [name for name in record.names if name.startswith("time/") and name != "time/step"]
+    seconds = {name.removeprefix("time/"): math.fsum(y for _, y in record.series(name))
+               for name in names}
+    total = math.fsum(seconds.values())
+    return [Phase(name, value, value / total) for name, value in seconds.items() if total > 0]
+
+
+def total_time(report: Report) -> str:
+    """Computing time of all steps in words; empty where none was measured."""
+    return duration(sum(p.seconds for p in report.phases)) if report.phases else ""

@@ -1,0 +1,113 @@
+"""What the policy answered to the same prompts before and after, and how it was scored."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+from ppocli.report.text import shown
+from ppocli.runs.charts import histogram
+from ppocli.runs.record import RunRecord, read_jsonl
+
+SHOWN, HIDDEN = 8, 40
+"""pairs of a report that are seen at once, and those behind a fold"""
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """One response; its text is cleaned and cut for display."""
+
+    text: str
+    score: float | None
+    kl: float | None
+    tokens: int | None
+    finished: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The responses to one prompt at two evaluations."""
+
+    prompt: str
+    before: Response | None
+    after: Response | None
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """What samples.jsonl tells of two evaluations."""
+
+    pairs: list[Pair]
+    """different prompts in the order of the evaluation, so nothing is picked"""
+    prompts: int
+    """how many different prompts there are"""
+    scores_before: list[float]
+    scores_after: list[float]
+    stderr_before: float | None
+    stderr_after: float | None
+    """of the mean score, over prompts: responses to one prompt hang together"""
+
+    def svg(self) -> str:
+        """How scores are distributed at both evaluations."""
+        groups = [(name, scores) for name, scores in (("before", self.scores_before),
+                                                      ("after", self.scores_after)) if scores]
+        return histogram(groups, title="Distribution of the reward", x_label="score of a response",
+                         width=480, height=220)
+
+
+def samples_of(record: RunRecord, before: int | None, after: int | None) -> Samples:
+    """Samples of the evaluations at two steps; the file is read once."""
+    rows: dict[int, list[dict[str, Any]]] = {}
+    wanted = {step for step in (before, after) if step is not None}
+    for row in read_jsonl(record.folder.samples) if wanted else ():
+        if row.get("kind") == "eval" and row.get("step") in wanted:
+            rows.setdefault(row["step"], []).append(row)
+    old = rows.get(before, []) if before is not None else []
+    new = rows.get(after, []) if after is not None else []
+    first_old, first_new = _first_of_each_prompt(old), _first_of_each_prompt(new)
+    prompts = list(dict.fromkeys([*first_old, *first_new]))
+    pairs = [Pair(shown(prompt), _response(first_old.get(prompt)), _response(first_new.get(prompt)))
+             for prompt in prompts[:SHOWN + HIDDEN]]
+    return Samples(pairs, len(prompts), _scores(old), _scores(new), _stderr(old), _stderr(new))
+
+
+def _first_of_each_prompt(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        found.setdefault(str(row.get("prompt", "")), row)
+    return found
+
+
+def _response(row: dict[str, Any] | None) -> Response | None:
+    if row is None:
+        return None
+    tokens, finished = row.get("response_tokens"), row.get("finished")
+    return Response(shown(str(row.get("response", ""))), _finite(row.get("score")),
+                    _finite(row.get("kl")), tokens if isinstance(tokens, int) else None,
+                    finished if isinstance(finished, bool) else None)
+
+
+def _finite(value: Any) -> float | None:
+    fine = isinstance(value, (int, float)) and math.isfinite(value)
+    return float(value) if fine else None
+
+
+def _scores(rows: list[dict[str, Any]]) -> list[float]:
+    return [score for row in rows if (score := _finite(row.get("score"))) is not None]
+
+
+def _stderr(rows: list[dict[str, Any]]) -> float | None:
+    """s / sqrt(n) of the prompts' mean scores; with a single prompt, of its scores.
+
+    With as many responses to every prompt this is the clustered standard error of the mean (Miller
+    2024, arXiv:2411.00640, section 2.2).
+    """
+    by_prompt: dict[str, list[float]] = {}
+    for row in rows:
+        by_prompt.setdefault(str(row.get("prompt", "")), []).extend(_scores([row]))
+    means = [math.fsum(scores) / len(scores) for scores in by_prompt.values() if scores]
+    if len(means) == 1:
+        means = _scores(rows)
+    return statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None

@@ -1,0 +1,188 @@
+"""A sweep as its folder tells it: the words, and what came of every job. No torch here."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ppocli.engine.atomic import write_json_atomic
+from ppocli.engine.run_folder import LOCK, Owner, finite_or_null, live_owner
+from ppocli.errors import CheckpointError, ConfigError
+from ppocli.runs.record import RunRecord, is_run, read_run
+
+SWEEP_FILE = "sweep.json"
+
+
+@dataclass(frozen=True, slots=True)
+class JobRecord:
+    """What came of one job, as the sweep wrote it down. ``varied`` are the overrides that differ
+    between jobs; the figures are of the evaluation after training."""
+
+    number: int
+    overrides: tuple[str, ...]
+    """all its words; empty before it is started"""
+    varied: tuple[str, ...]
+    status: str
+    """``planned``, ``running``, ``finished``, ``failed`` or ``stopped``"""
+    exit_code: int | None
+    reward_mean: float | None
+    kl_mean: float | None
+    seconds: float
+    folder: str
+    """absolute, or empty before it is known"""
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class SweepRecord:
+    """One sweep, read from its folder."""
+
+    folder: Path
+    words: tuple[str, ...]
+    """the command line after ``train``"""
+    cwd: str
+    """the folder the command was given in"""
+    grid: bool
+    """whether all jobs were known beforehand"""
+    jobs: tuple[JobRecord, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class JobState:
+    """A job as it is now: its record, set right by what its run folder says."""
+
+    job: JobRecord
+    folder: Path
+    run: RunRecord | None
+    status: str
+    """of the record, or ``interrupted`` (ended without a word), or ``gone`` (finished, but its
+    folder was deleted)"""
+    reward_mean: float | None
+    kl_mean: float | None
+    """of the evaluation after training; of the latest one where the job isn't finished"""
+
+
+def write_sweep(sweep: SweepRecord) -> None:
+    """Replace ``sweep.json``, atomically.
+
+    Raises:
+        DiskError: the disk is full, read-only, or refuses.
+    """
+    write_json_atomic(sweep.folder / SWEEP_FILE, finite_or_null({
+        "words": list(sweep.words), "cwd": sweep.cwd, "dir": str(sweep.folder), "grid": sweep.grid,
+        "jobs": [asdict(job) for job in sweep.jobs]}))
+
+
+def is_sweep(folder: Path) -> bool:
+    """Whether a folder is a sweep's."""
+    return (folder / SWEEP_FILE).is_file()
+
+
+def read_sweep(folder: Path) -> SweepRecord:
+    """Read a sweep's folder; folders of its jobs are given where they lie now.
+
+    Raises:
+        CheckpointError: it is no sweep's, or its sweep.json is damaged.
+    """
+    path = folder / SWEEP_FILE
+    if not path.is_file():
+        raise CheckpointError(f"{folder} is no sweep (it holds no {SWEEP_FILE}).",
+                              where=str(folder.absolute()),
+                              fix="name a folder that ppocli train -m made")
+    folder = folder.resolve()
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        home = Path(data.get("dir") or folder)
+        jobs = tuple(_job(entry, home, folder) for entry in data["jobs"])
+        return SweepRecord(folder, tuple(str(word) for word in data["words"]),
+                           str(data.get("cwd") or ""), bool(data.get("grid")), jobs)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}", where=str(path),
+                              fix="restore it from a copy; the runs of its jobs are untouched"
+                              ) from error
+
+
+def _job(entry: dict[str, Any], home: Path, folder: Path) -> JobRecord:
+    place = str(entry["folder"] or "")
+    if place:
+        relative = Path(os.path.relpath(place, home))
+        place = str(folder / relative if ".." not in relative.parts else Path(place))
+    code = entry.get("exit_code")
+    return JobRecord(
+        int(entry["number"]), tuple(map(str, entry["overrides"])),
+        tuple(map(str, entry["varied"])), str(entry["status"]),
+        None if code is None else int(code), entry.get("reward_mean"), entry.get("kl_mean"),
+        float(entry.get("seconds") or 0.0), place, entry.get("error"))
+
+
+def find_sweep(given: str | None, runs: Path = Path("runs")) -> Path:
+    """The folder of a sweep: a path, a name below ``runs``, or by default the newest there.
+
+    Raises:
+        ConfigError: nothing was given and there is no sweep.
+        CheckpointError: what was given is none.
+    """
+    if given is not None:
+        path = Path(given).expanduser()
+        return runs / given if not path.exists() and is_sweep(runs / given) else path
+    found = [folder for folder in runs.iterdir() if is_sweep(folder)] if runs.is_dir() else []
+    if not found:
+        raise ConfigError(f"There is no sweep in {runs} yet.", where=str(runs.absolute()),
+                          fix="name a sweep's folder; or make one: "
+                          "ppocli train -m +recipe=quickstart seed=1,2")
+    return max(found, key=lambda folder: (folder / SWEEP_FILE).stat().st_mtime)
+
+
+def job_states(sweep: SweepRecord) -> list[JobState]:
+    """What is true of every job now, also of those whose sweep was killed before it could say."""
+    alive = live_owner(sweep.folder) is not None
+    return [job_state(job, alive) for job in sweep.jobs]
+
+
+def job_state(job: JobRecord, sweep_alive: bool) -> JobState:
+    """The state of one job; ``sweep_alive`` tells whether its sweep's process still runs."""
+    folder = Path(job.folder)
+    run = None
+    with suppress(CheckpointError):  # a damaged configuration: the record alone has to do
+        run = read_run(folder) if job.folder and is_run(folder) else None
+    status = _status(job, run, sweep_alive)
+    reward, kl = job.reward_mean, job.kl_mean
+    if run is not None and status != "failed":
+        rewards, kls = run.series("eval/reward_mean"), run.series("eval/kl_mean")
+        reward = rewards[-1][1] if rewards else reward
+        kl = kls[-1][1] if kls else kl
+    return JobState(job, folder, run, status, reward, kl)
+
+
+def _status(job: JobRecord, run: RunRecord | None, sweep_alive: bool) -> str:
+    if run is None:
+        if job.status == "running":
+            working = sweep_alive or live_owner(Path(job.folder)) is not None
+            return "running" if working else "interrupted"
+        return "gone" if job.status == "finished" else job.status
+    if run.status in ("running", "finished"):
+        return run.status
+    if job.status == "running" and sweep_alive:
+        return "running"  # its process is starting
+    return job.status if job.status in ("failed", "stopped") else run.status
+
+
+def running_job(jobs: Iterable[JobRecord]) -> tuple[JobRecord, Owner] | None:
+    """A job whose process still runs, and that process."""
+    for job in jobs:
+        if job.folder and (Path(job.folder) / LOCK).is_file():
+            owner = live_owner(Path(job.folder))
+            if owner is not None:
+                return job, owner
+    return None
+
+
+def varied_values(job: JobRecord) -> dict[str, str]:
+    """Key -> value of the overrides that differ between jobs: ``{"seed": "1"}``."""
+    parts = (word.lstrip("+~").partition("=") for word in job.varied)
+    return {key: value for key, _, value in parts}

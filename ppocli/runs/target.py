@@ -1,0 +1,226 @@
+"""What a command was pointed at: a run, a checkpoint, a model folder or a Hub name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ppocli.assets.model_files import BUILTIN_PREFIX, check_folder, find_model
+from ppocli.config.keys import did_you_mean
+from ppocli.engine.checkpoints import find_latest, open_checkpoint, open_step
+from ppocli.engine.manifest import MANIFEST
+from ppocli.engine.retention import POINTERS, list_steps
+from ppocli.engine.run_folder import RunFolder
+from ppocli.errors import CheckpointError, ConfigError, InputError
+from ppocli.runs.record import is_run, read_run
+
+POLICY = "policy"
+"""folder of a checkpoint that holds the policy as a plain Hugging Face folder"""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A policy that a command can load, and the run it came from, if any."""
+
+    name: str
+    """how messages call it: ``runs/quickstart, step 24``"""
+    kind: Literal["run", "checkpoint", "model"]
+    model: str
+    """checked plain Hugging Face folder (absolute), or a Hub name"""
+    run_dir: Path | None
+    """absolute; its config.yaml says how the policy was trained"""
+    step: int | None
+    """steps the policy has been trained for; None for a model that came from elsewhere"""
+    checkpoint: Path | None
+    """verified step folder, with value head and optimizer state, where that was asked for"""
+
+    @property
+    def label(self) -> str:
+        """A short name for files and folders: ``step-000024``, or the model's own name."""
+        if self.step is not None:
+            return f"step-{self.step:06d}"
+        return Path(self.model).name or "model"
+
+
+def find_target(given: str | None, *, say: Callable[[str], None], step: int | None = None,
+                best: bool = False, checkpoint: bool = False,
+                runs: Path = Path("runs")) -> Target:
+    """Find out what ``given`` names and check that a policy can be loaded from it.
+
+    A folder or anything that begins with ``.``, ``/`` or ``~`` is a path; ``NAME`` may be a run
+    below ``runs``; everything else is a Hub name. A run stands for its final model, an unfinished
+    one for its newest valid checkpoint. A model folder inside a run belongs to that run.
+
+    Args:
+        given: as the user typed it; None takes the newest run below ``runs``.
+        say: told what was chosen where the user left it open.
+        step, best: choose a checkpoint of a run.
+        checkpoint: choose a checkpoint even of a finished run (for its value head).
+        runs: where runs lie.
+
+    Raises:
+        ConfigError: nothing was given and there is no run, or ``step``/``best`` don't apply.
+        CheckpointError: the run has no valid checkpoint, or not the one asked for.
+        InputError: no such folder, or no model in it.
+    """
+    if given is None:
+        run_dir = newest_run(runs)
+        say(f"using {run_dir} (the newest run)")
+        return _of_run(run_dir.resolve(), str(run_dir), say, step, best, checkpoint)
+    path = Path(given).expanduser()
+    if not os.path.lexists(path) and "/" not in given and is_run(runs / given):
+        path = runs / given
+    if is_run(path):
+        return _of_run(path.resolve(), str(path), say, step, best, checkpoint)
+    inside = _inside_checkpoint(path)
+    if inside is not None:
+        _refuse_choice(step, best, given)
+        found = open_checkpoint(inside)
+        run_dir = found.path.parent.parent
+        return Target(f"{given}", "checkpoint", str(found.path / POLICY),
+                      run_dir if is_run(run_dir) else None, found.step, found.path)
+    return _of_model(given, path, say, step, best)
+
+
+def find_run(given: str | None, *, say: Callable[[str], None],
+             runs: Path = Path("runs")) -> Path:
+    """The run folder a command that only reads was pointed at, as the user would write it.
+
+    Args:
+        given: a run's folder, or its name below ``runs``; None takes the newest run there.
+        say: told which run was taken where the user named none.
+        runs: where runs lie.
+
+    Raises:
+        ConfigError: nothing was given and there is no run.
+        InputError: ``given`` is no run.
+    """
+    if given is None:
+        newest = newest_run(runs)
+        say(f"using {newest} (the newest run)")
+        return newest
+    path = Path(given).expanduser()
+    if is_run(path):
+        return path
+    if "/" not in given and is_run(runs / given):
+        return runs / given
+    known = [str(run) for run in list_runs(runs)]
+    hint = did_you_mean(given, [*known, *(Path(run).name for run in known)])
+    what = "is no run folder" if path.exists() else f"does not exist (looked in {Path.cwd()})"
+    raise InputError(f"{given} {what}.", where="RUN",
+                     fix="name a run's folder, or its name below runs/" + hint)
+
+
+def newest_run(runs: Path) -> Path:
+    """The run below ``runs`` that was written to last.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = list_runs(runs)
+    if not found:
+        raise ConfigError(f"There is no run in {runs} yet.", where=str(runs.absolute()),
+                          fix="name a run, a checkpoint, a model folder or a Hub name; or train "
+                          "one first: ppocli train +recipe=quickstart")
+    return max(found, key=written)
+
+
+def list_runs(root: Path) -> list[Path]:
+    """Run folders below ``root``, those of sweeps (one folder deeper) too, by name."""
+    if not root.is_dir():
+        return []
+    found = []
+    for folder in sorted(entry for entry in root.iterdir() if entry.is_dir()):
+        if is_run(folder):
+            found.append(folder)
+        elif not folder.name.startswith("."):
+            found += [job for job in sorted(folder.iterdir()) if job.is_dir() and is_run(job)]
+    return found
+
+
+def written(folder: Path) -> float:
+    """When a run's folder was last written to, in seconds since the epoch."""
+    run = RunFolder(folder)
+    times = [path.stat().st_mtime for path in (run.metrics, run.config, run.summary, run.log)
+             if path.is_file()]
+    return max(times, default=0.0)
+
+
+def _of_run(run_dir: Path, shown: str, say: Callable[[str], None], step: int | None, best: bool,
+            checkpoint: bool) -> Target:
+    run = RunFolder(run_dir)
+    record = read_run(run_dir)
+    if best and step is not None:
+        raise ConfigError("--best and --step name two checkpoints.", fix="leave one of them out")
+    if best:
+        step = _best_step(run, record.summary)
+    whole = record.status == "finished" and run.model.is_dir()
+    final = int((record.summary or {}).get("steps") or 0)
+    if whole and step in (None, final) and not checkpoint:
+        check_folder(run.model, key="RUN")
+        return Target(f"{shown}, step {final}", "run", str(run.model), run_dir, final, None)
+    if step is not None:
+        found = open_step(run.checkpoints, step)
+    else:
+        search = find_latest(run.checkpoints, run_id=None)
+        for line in search.skipped:
+            say(line)
+        if search.found is None:
+            raise CheckpointError(f"{shown} holds neither a finished model nor a valid checkpoint.",
+                                  where=str(run.checkpoints),
+                                  fix=f"go on with the run: ppocli resume {shown}")
+        found = search.found
+        if not whole:
+            say(f"the run is {record.status}: taking its newest checkpoint, step {found.step}")
+    return Target(f"{shown}, step {found.step}", "run", str(found.path / POLICY), run_dir,
+                  found.step, found.path)
+
+
+def _best_step(run: RunFolder, summary: dict[str, object] | None) -> int:
+    link = run.checkpoints / "best"
+    if link.is_symlink():
+        return open_checkpoint(link).step
+    best = (summary or {}).get("best")
+    steps = [number for number, _ in list_steps(run.checkpoints)]
+    if isinstance(best, dict) and best.get("step") in steps:
+        return int(best["step"])
+    raise CheckpointError(f"{run.path} keeps no best checkpoint.", where=str(run.checkpoints),
+                          fix="choose a step: --step N (there: "
+                          f"{', '.join(map(str, steps)) or 'none'}); or train with "
+                          "checkpoint.keep_best=true and eval.every_steps=N")
+
+
+def _inside_checkpoint(path: Path) -> Path | None:
+    """The step folder that ``path`` is, links to, or is the policy of."""
+    for folder in (path, path.parent if path.name == POLICY else path):
+        if (folder / MANIFEST).is_file() or (folder.name in POINTERS and folder.is_symlink()):
+            return folder
+    return None
+
+
+def _refuse_choice(step: int | None, best: bool, given: str) -> None:
+    if step is not None or best:
+        raise ConfigError(f"{'--best' if best else '--step'} chooses a checkpoint of a run, and "
+                          f"{given} is no run.", fix="leave it out, or name the run's folder")
+
+
+def _of_model(given: str, path: Path, say: Callable[[str], None], step: int | None,
+              best: bool) -> Target:
+    looks_like_path = given.startswith((".", "/", "~")) or path.exists()
+    if looks_like_path and not path.exists():
+        raise InputError(f"{given} does not exist (looked in {Path.cwd()}).", where="RUN",
+                         fix="name a run, a checkpoint, a model folder or a Hub name"
+                         + did_you_mean(given, [str(run) for run in list_runs(Path("runs"))]))
+    _refuse_choice(step, best, given)
+    if not looks_like_path or given.startswith(BUILTIN_PREFIX):
+        found, _ = find_model(given, key="RUN")
+        return Target(given, "model", found, None, None, None)
+    check_folder(path, key="RUN")
+    folder = path.resolve()
+    run_dir = folder.parent
+    if folder.name == "model" and is_run(run_dir):
+        return _of_run(run_dir, given, say, None, False, False)
+    return Target(given, "model", str(folder), None, None, None)

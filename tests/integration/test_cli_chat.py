@@ -1,0 +1,188 @@
+"""``ppocli chat``: in a real terminal, and line by line in this process."""
+
+from __future__ import annotations
+
+import pytest
+from helpers import ppocli, save_talker
+from terminal import Terminal
+
+from ppocli.cli.chat import Chat, Conversation
+from ppocli.cli.generate import Asking, Cast, find_cast, sampling_of
+from ppocli.config.schema import ModelConfig
+from ppocli.errors import ConfigError
+from ppocli.evaluation.player import build_judge, changed_sampling, load_player
+
+
+class Talk(Terminal):
+    """A chat on a terminal, read up to one thing after another."""
+
+    _read_to = 0
+
+    def until(self, text: str) -> str:
+        """What was shown since the last call, up to and with ``text``."""
+        start = self._read_to
+        self.wait_for(lambda: text in self.raw[start:])
+        self._read_to = self.raw.index(text, start) + len(text)
+        return self.raw[start:self._read_to]
+
+    def say(self, line: str) -> None:
+        """Type a line; what the terminal echoes of it counts as read."""
+        self.type(line.encode() + b"\n")
+        self.until("\n")
+
+
+def test_an_answer_is_stopped_and_the_chat_goes_on(tmp_path):
+    save_talker(tmp_path / "talker", max_position_embeddings=10**6)
+    talk = Talk("chat", "talker", "--max-new-tokens", "100000", "--min-new-tokens", "100000",
+                cwd=tmp_path)
+    greeting = talk.until("> ")
+    assert "chatting with talker: max_new_tokens=100000" in greeting
+    assert "no chat template" not in greeting
+    talk.say("the film was good")
+    talk.until(" the ")  # it is talking
+    talk.type(b"\x03")
+    assert "(stopped)" in talk.until("> ")
+    talk.say("/set max_new_tokens=3 min_new_tokens=3")
+    assert "max_new_tokens=3" in talk.until("> ")
+    talk.say("and")
+    assert 1 <= len(talk.until("> ").removesuffix("> ").split()) <= 3
+    talk.type(b"\x03")
+    assert talk.end() == 130
+    assert "Stopped: left by Ctrl-C" in talk.raw
+
+
+@pytest.mark.parametrize("keys", [b"/quit\n", b"\x04"])
+def test_a_prompt_is_answered_and_the_user_leaves(shared_world, keys):
+    talk = Talk("chat", "lm", "--max-new-tokens", "4", cwd=shared_world)
+    assert "no chat template: each text is a prompt of its own" in talk.until("> ")
+    talk.say("the film")
+    assert len(talk.until("> ").split()) > 1
+    talk.type(keys)
+    assert talk.end() == 0
+
+
+def test_a_pipe_is_refused(tmp_path):
+    done = ppocli("chat", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "Error: ppocli chat is for a terminal, and standard input is none.\n"
+        "  where: standard input\n"
+        "  fix:   ppocli generate takes prompts from a pipe or a file\n")
+
+
+# Line by line -------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory):
+    folder = save_talker(tmp_path_factory.mktemp("chat") / "talker")
+    return load_player(ModelConfig(path=str(folder)), "talker")
+
+
+@pytest.fixture(scope="module")
+def cast(tmp_path_factory) -> Cast:
+    folder = save_talker(tmp_path_factory.mktemp("cast") / "talker")
+    return find_cast(Asking(str(folder), flags={}))
+
+
+def chat_with(cast, *players, reward=None, **asking) -> Chat:
+    given = Asking(flags={"max_new_tokens": 6, "min_new_tokens": 2}, **asking)
+    return Chat(given, cast, players, sampling_of(given, cast, players[0]), reward)
+
+
+def said(capsys, talk, line):
+    """What a line brings to standard output, and to standard error."""
+    capsys.readouterr()
+    assert talk.take(line)
+    return capsys.readouterr()
+
+
+def test_the_conversation_is_kept_and_repeats_with_its_seed(cast, talker, capsys):
+    talk = chat_with(cast, talker)
+    first, second = said(capsys, talk, "the film").out, said(capsys, talk, "the film").out
+    assert first.strip()
+    said(capsys, talk, "/reset")
+    assert said(capsys, talk, "the film").out == first
+    assert said(capsys, talk, "the film").out == second
+    said(capsys, talk, "/reset")
+    said(capsys, talk, "/seed 5")
+    assert said(capsys, talk, "the film").out != first
+    said(capsys, talk, "/reset")
+    said(capsys, talk, "/seed 0")
+    assert said(capsys, talk, "the film").out == first
+    assert said(capsys, talk, "   ").out == ""
+
+
+def test_the_first_answer_is_that_of_generate(cast, talker, capsys):
+    generation = changed_sampling(cast.cfg, {"max_new_tokens": 6, "min_new_tokens": 2})
+    text = talker.render(["the film"], chat=True)
+    assert text == ["you the film . i "]
+    tokens = talker.tokens(text, generation, chat=True)
+    answer, = [a for batch in talker.answers(tokens, generation, seed=0) for a in batch]
+    assert said(capsys, chat_with(cast, talker), "the film").out == answer.text + "\n"
+
+
+def test_the_oldest_turns_are_dropped_and_it_is_said_once(talker, cast, capsys):
+    generation = changed_sampling(cast.cfg, {"max_new_tokens": 20})
+    talk = Conversation(talker, system="be warm")
+    for turn in range(6):
+        rendered, tokens = talk.ask(f"this plot was good {'and ' * turn}", generation)
+        assert len(tokens) + 20 <= 64
+        assert rendered.startswith("we be warm . you this plot was good")
+        talk.keep(f"this plot was good {'and ' * turn}", "it was not so very bad")
+    assert talk.dropped > 2
+    assert talk.turns
+    assert rendered.count("you") == len(talk.turns)
+    assert capsys.readouterr().err.count("its oldest turns are left out") == 1
+    with pytest.raises(ConfigError, match="exceed the model's 64 positions"):
+        talk.ask("the film " * 40, generation)
+    talk.reset()
+    assert talk.ask("it", generation)[0] == "we be warm . you it . i "
+
+
+def test_wrong_lines_are_told_and_the_chat_goes_on(cast, talker, capsys):
+    talk = chat_with(cast, talker)
+    for line, message in (
+            ("/foo", "There is no command /foo"), ("/seed", "it takes a number"),
+            ("/seed -1", "it takes a number"), ("/set temperature", "it takes NAME=VALUE"),
+            ("/set heat=3", "'heat' is no sampling setting"),
+            ("/set temperature=hot", "/set temperature=hot: Value 'hot'"),
+            ("/set temperature=-1", "generation.temperature: -1 must be"),
+            ("the film " * 40, "exceed the model's 64 positions"),
+            ("a \ud800", "no character")):
+        ended = said(capsys, talk, line)
+        assert ended.err.startswith("Error: ")
+        assert message in ended.err, ended.err
+        assert ended.out == ""
+    assert said(capsys, talk, "/help").err.startswith("/quit")
+    assert "temperature=0.5" in said(capsys, talk, "/set temperature=0.5 top_k=3").err
+    assert "top_k=3" in said(capsys, talk, "/set").err
+    assert said(capsys, talk, "//the film").out.strip()
+    assert not talk.take("/quit")
+
+
+def test_two_models_keep_their_own_conversations(cast, talker, shared_world, capsys):
+    plain = load_player(ModelConfig(path=str(shared_world / "lm")), "plain")
+    cast.cfg.reward.fn = "keyword"
+    cast.cfg.reward.kwargs = {"words": ["the"]}
+    talk = chat_with(cast, talker, plain, reward=build_judge(cast.cfg.reward, []))
+    talk.greet()
+    greeting = capsys.readouterr().err
+    assert "chatting with talker and plain" in greeting
+    assert "plain has no chat template" in greeting
+    both = said(capsys, talk, "the film")
+    assert both.out.startswith("[talker]\n")
+    assert "\n[plain]\n" in both.out
+    assert both.err.count("score ") == 2
+    alone = said(capsys, chat_with(cast, plain), "the film").out
+    assert both.out.endswith(alone)
+
+
+def test_a_failing_reward_ends_no_chat(cast, talker, world, capsys):
+    (world / "moody.py").write_text("def score(outputs):\n    raise OSError('in a mood')\n")
+    cast.cfg.reward.fn = f"{world / 'moody.py'}:score"
+    cast.cfg.reward.kwargs = {}
+    talk = chat_with(cast, talker, reward=build_judge(cast.cfg.reward, []))
+    ended = said(capsys, talk, "the film")
+    assert ended.out.strip()
+    assert "in a mood" in ended.err
+    assert said(capsys, talk, "the film").out.strip()

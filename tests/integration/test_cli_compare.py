@@ -1,0 +1,131 @@
+"""``ppocli compare``: equal samples, settings that differ, wins on shared prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers import jsonl, ppocli
+from runs import whole_copy
+
+from ppocli.cli.compare import print_comparison
+from ppocli.cli.output import code_of
+from ppocli.config.resolved import read_config, write_config
+
+
+@pytest.fixture
+def runs(reference, tmp_path, monkeypatch) -> Path:
+    """The current folder with two copies of a run; tests change the second."""
+    monkeypatch.chdir(tmp_path)
+    whole_copy(reference, tmp_path / "runs/a")
+    whole_copy(reference, tmp_path / "runs/b")
+    return tmp_path
+
+
+def change_rows(path: Path, change: Callable[[dict], dict | None]) -> None:
+    rows = [change(row) for row in jsonl(path)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows if row is not None))
+
+
+def change_config(run: Path, **sections: dict) -> None:
+    config = read_config(run / "config.yaml")
+    for name, values in sections.items():
+        part = getattr(config, name)
+        config = replace(config, **{name: replace(part, **values)})
+    write_config(config, run / "config.yaml")
+
+
+def compared(capsys, *given: str) -> dict:
+    capsys.readouterr()
+    assert code_of(lambda: print_comparison(given, True)) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_figures_at_equal_samples_and_at_the_end(runs, capsys):
+    change_rows(runs / "runs/b/metrics.jsonl", lambda row: None if row["step"] > 3 else row)
+    found = compared(capsys, "a", "b")
+    rows = {row["step"]: row for row in jsonl(runs / "runs/a/metrics.jsonl")}
+    assert found["episodes"] == rows[3]["episode"]
+    a, b = found["runs"]
+    assert (a["equal"]["step"], a["end"]["step"]) == (3, 4)
+    assert (b["equal"]["step"], b["end"]["step"]) == (3, 3)
+    assert a["equal"]["figures"]["reward/mean"] == rows[3]["reward/mean"]
+    assert a["end"]["figures"]["reward/mean"] == rows[4]["reward/mean"]
+    # evaluated at 0, 2 and 4
+    assert a["equal"]["figures"]["eval/reward_mean"] == rows[2]["eval/reward_mean"]
+    assert a["equal"]["figures"]["eval/metrics/words"] == rows[2]["eval/metrics/words"]
+    assert a["equal"]["seconds"] == pytest.approx(sum(
+        rows[s].get("time/step", 0) + rows[s].get("time/eval", 0) for s in range(4)))
+    best = max((rows[s]["eval/reward_mean"], -s) for s in (0, 2, 4))
+    assert (a["best"], a["best_step"], a["best_metric"]) == (best[0], -best[1], "reward_mean")
+
+
+def test_settings_that_differ_and_only_these(runs, capsys):
+    change_config(runs / "runs/b", ppo={"init_kl_coef": 0.7}, eval={"every_steps": 9})
+    found = compared(capsys, "a", "b")["config_differences"]
+    assert found == {"eval.every_steps": {"a": 2, "b": 9},
+                     "ppo.init_kl_coef": {"a": read_config(
+                         runs / "runs/a/config.yaml").ppo.init_kl_coef, "b": 0.7}}
+
+
+def test_wins_count_ties_half_and_leave_out_what_has_no_score(runs, capsys):
+    assert compared(capsys, "a", "b")["win_rates"] == [
+        {"run": "b", "against": "a", "prompts": 4, "rate": 0.5, "reason": None}]
+    count = iter(range(4))
+
+    def change(row: dict) -> dict:
+        if row["kind"] == "eval" and row["step"] == 4:
+            row["score"] = [row["score"], row["score"] + 1, row["score"] + 1, None][next(count)]
+        return row
+
+    change_rows(runs / "runs/b/samples.jsonl", change)
+    (wins,) = compared(capsys, "a", "b")["win_rates"]
+    assert (wins["prompts"], wins["rate"]) == (3, (0.5 + 1 + 1) / 3)
+    (wins,) = compared(capsys, "b", "a")["win_rates"]
+    assert wins["rate"] == pytest.approx(0.5 / 3)
+
+
+def test_without_shared_prompts_or_rewards_there_is_no_win_rate(runs, capsys):
+    whole_copy(runs / "runs/a", runs / "runs/c")
+    whole_copy(runs / "runs/a", runs / "runs/d")
+    change_rows(runs / "runs/b/samples.jsonl", lambda row: {**row, "prompt": row["prompt"] + "!"})
+    change_config(runs / "runs/c", reward={"fn": "length"})
+    (runs / "runs/d/samples.jsonl").unlink()
+    wins = compared(capsys, "a", "b", "c", "d")["win_rates"]
+    assert [each["rate"] for each in wins] == [None] * 3
+    assert [each["reason"] for each in wins] == [
+        "the evaluation prompts aren't shared", "other rewards score them (reward.fn differ)",
+        "there are no evaluation samples of d"]
+
+
+def test_the_table(runs):
+    change_config(runs / "runs/b", ppo={"init_kl_coef": 0.7})
+    done = ppocli("compare", "runs/a", "runs/b", cwd=runs)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[0].split() == ["a", "b"]
+    assert "after 48 episodes, the end of all" in lines
+    assert "at the end" not in done.stdout
+    (changed,) = [line.split() for line in lines if "init_kl_coef" in line]
+    assert changed[0] == "ppo.init_kl_coef"
+    assert changed[2] == "0.7"
+    assert lines[-1] == "win rate of b over a: 50.0 % on 4 shared prompts, ties half"
+
+
+def test_a_run_that_has_just_begun(runs, capsys):
+    (runs / "runs/b/metrics.jsonl").write_text("")
+    found = compared(capsys, "a", "b")
+    assert found["episodes"] == 0
+    assert found["runs"][1]["end"]["figures"]["reward/mean"] is None
+    assert code_of(lambda: print_comparison(["a", "b"], False)) == 0
+
+
+@pytest.mark.parametrize("given", [["a"], ["a", "runs/a"]])
+def test_two_are_needed(runs, capsys, given):
+    assert code_of(lambda: print_comparison(given, False)) == 2
+    assert capsys.readouterr().err == (
+        "Error: There must be two different runs or more to compare.\n  where: command line\n"
+        "  fix:   ppocli compare runs/ONE runs/OTHER\n")

@@ -1,0 +1,269 @@
+"""Completion: what is offered, Typer's protocols for three shells, and TAB in a real bash."""
+
+from __future__ import annotations
+
+import os
+import pty
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from helpers import environment, ppocli
+
+from ppocli.cli.completion import complete_word
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with two runs in it."""
+    for name in ("older", "newer"):
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text("")
+        (folder / "run.json").write_text("{}")
+    os.utime(tmp_path / "runs/older/config.yaml", (1e9, 1e9))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("words", "incomplete", "expected"), [
+    ([], "+recipe=im", ["+recipe=imdb_sentiment"]),
+    ([], "ppo.kl_est", ["ppo.kl_estimator="]),
+    ([], "ppo.kl_estimator=k", [f"ppo.kl_estimator=k{n}" for n in (1, 2, 3)]),
+    ([], "model=re", ["model=reviews"]),
+    ([], "ppo.kl_estimator=k1,ab", ["ppo.kl_estimator=k1,abs"]),
+    ([], "eval.at_start=", ["eval.at_start=true", "eval.at_start=false"]),
+    ([], "model.path=b", ["model.path=builtin:reviews", "model.path=builtin:randomwalks"]),
+    ([], "prompts.path=builtin:ra", ["prompts.path=builtin:randomwalks-prompts"]),
+    ([], "reward.fn=key", ["reward.fn=keyword"]),
+    ([], "resume=", ["resume=never", "resume=auto", "resume=runs/newer", "resume=runs/older"]),
+    (["--cfg"], "", ["job", "hydra", "all"]),
+    (["--info"], "sea", ["searchpath"]),
+    ([], "--multi", ["--multirun"]),
+    # as bash breaks words
+    (["+recipe", "="], "im", ["imdb_sentiment"]),
+    (["+recipe"], "", ["imdb_sentiment", "quickstart", "randomwalks"]),
+    (["model.path", "=", "builtin", ":"], "re", ["reviews"]),
+    (["seed", "=", "1", "model", "="], "re", ["reviews"]),
+    (["seed", "=", "1"], "reward.kw", ["reward.kwargs="]),
+    (["seed=1"], "reward.kw", ["reward.kwargs="]),
+    (["seed=1"], "nothing", []),
+])
+def test_words_are_completed(words, incomplete, expected, runs):
+    assert complete_word(words, incomplete) == expected
+
+
+def test_a_new_word_is_completed_after_a_whole_one(runs):
+    assert not [offer for offer in complete_word([], "") if offer.startswith("-")]
+    for before in (["seed=1"], ["seed", "=", "1"], ["+recipe=quickstart"], ["runs/newer"]):
+        assert "+recipe=" in complete_word(before, "")
+
+
+BASH = [
+    ("ppocli tr", 1, ["train"]),
+    ("ppocli train +recipe = im", 4, ["imdb_sentiment"]),
+    ("ppocli train +recipe =", 3, ["imdb_sentiment", "quickstart", "randomwalks"]),
+    ("ppocli train seed = 1 ppo.kl_est", 5, ["ppo.kl_estimator="]),
+    ("ppocli --q", 1, ["--quiet"]),
+    ("ppocli train --no-pr", 2, ["--no-progress"]),
+    ("ppocli train --multi", 2, ["--multirun"]),
+    ("ppocli train --cfg j", 3, ["job"]),
+    ("ppocli resume ", 2, ["runs/newer", "runs/older"]),
+    ("ppocli resume runs/old ppo.total_ep", 3, ["ppo.total_episodes="]),
+    ("ppocli watch runs/o", 2, ["runs/older"]),
+    ("ppocli watch old", 2, ["older"]),
+    ("ppocli recipes show quick", 3, ["quickstart"]),
+    ("ppocli completion z", 2, ["zsh"]),
+]
+
+
+QUICK = 4
+"""cases of a protocol that a quick run of the tests tries; each starts a process"""
+
+
+def most_are_slow(cases: list[tuple]) -> list:
+    return [*cases[:QUICK], *(pytest.param(*case, marks=pytest.mark.slow)
+                              for case in cases[QUICK:])]
+
+
+@pytest.mark.parametrize(("line", "number", "expected"), most_are_slow(BASH))
+def test_bash_protocol(line, number, expected, runs):
+    done = ppocli(cwd=runs, _PPOCLI_COMPLETE="complete_bash", COMP_WORDS=line,
+                  COMP_CWORD=str(number))
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, expected, "")
+
+
+LINES = [
+    ("ppocli ", "watch"), ("ppocli eval reward.f", "reward.fn="),
+    ("ppocli train +recipe=qu", "+recipe=quickstart"),
+    ("ppocli train seed=1 model.path=builtin:re", "model.path=builtin:reviews"),
+    ("ppocli train ppo.kl_estimator=k", "ppo.kl_estimator=k2"),
+    ("ppocli eval runs/n", "runs/newer"),
+    ("ppocli eval runs/newer ppo.cliprange", "ppo.cliprange="),
+    ("ppocli train --hydra", "--hydra-help")]
+
+
+@pytest.mark.parametrize(("line", "expected"), most_are_slow(LINES))
+def test_fish_protocol(line, expected, runs):
+    done = ppocli(cwd=runs, _PPOCLI_COMPLETE="complete_fish", _TYPER_COMPLETE_ARGS=line,
+                  _TYPER_COMPLETE_FISH_ACTION="get-args")
+    assert expected in [offer.split("\t")[0] for offer in done.stdout.splitlines()], done
+    assert done.stderr == ""
+
+
+def test_fish_protocol_shows_what_keys_mean_and_leaves_files_to_fish(runs):
+    variables = {"_PPOCLI_COMPLETE": "complete_fish", "_TYPER_COMPLETE_ARGS": "ppocli train see"}
+    done = ppocli(cwd=runs, **variables, _TYPER_COMPLETE_FISH_ACTION="get-args")
+    assert done.stdout.startswith("seed=\t")
+    assert len(done.stdout.strip().split("\t")[1]) > 10
+    for line, code in (("ppocli train see", 0), ("ppocli train reward.fn=my_rew", 1)):
+        done = ppocli(cwd=runs, **{**variables, "_TYPER_COMPLETE_ARGS": line},
+                      _TYPER_COMPLETE_FISH_ACTION="is-args")
+        assert done.returncode == code
+
+
+@pytest.mark.parametrize(("line", "expected"), [
+    ("ppocli train +recipe=qu", "_arguments '*: :((\"+recipe=quickstart\"))'"),
+    ("ppocli train reward.fn=my_rew", "_files")])
+def test_zsh_protocol(line, expected, runs):
+    done = ppocli(cwd=runs, _PPOCLI_COMPLETE="complete_zsh", _TYPER_COMPLETE_ARGS=line)
+    assert done.stdout.strip() == expected
+
+
+def test_completing_imports_nothing_heavy(runs):
+    code = ("import sys; from ppocli.cli import app\ntry: app.main()\n"
+            "except SystemExit: assert not {'torch', 'transformers', 'hydra'} & set(sys.modules)")
+    done = subprocess.run(
+        [sys.executable, "-c", code], text=True, capture_output=True, timeout=60, check=False,
+        env=environment(_PPOCLI_COMPLETE="complete_fish", _TYPER_COMPLETE_ARGS="ppocli watch runs/",
+                        _TYPER_COMPLETE_FISH_ACTION="get-args"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() == ["runs/newer", "runs/older"]
+
+
+# --- scripts --------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("shell", "part"), [
+    ("bash", "complete -o default"), ("zsh", "#compdef ppocli"), ("fish", "complete --command")])
+def test_the_script_of_each_shell_is_printed_and_installed(shell, part, tmp_path):
+    script = ppocli("completion", shell, cwd=tmp_path).stdout
+    assert part in script
+    for _ in range(2):
+        done = ppocli("completion", shell, "--install", cwd=tmp_path, HOME=str(tmp_path))
+        assert done.returncode == 0, done.stderr
+    path = Path(done.stdout.strip())
+    assert path.read_text().strip() == script.strip()
+    if shell == "bash":
+        assert (tmp_path / ".bashrc").read_text().count(str(path)) == 1
+
+
+@pytest.mark.parametrize(("option", "shell"), [
+    ("--show-completion", "zsh"), ("--install-completion", "fish"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("--show-completion", "bash"), ("--show-completion", "fish"),
+        ("--install-completion", "bash"), ("--install-completion", "zsh")))])
+def test_the_options_find_the_shell_without_a_terminal(option, shell, tmp_path):
+    """No shell is around the process: what ``$SHELL`` says counts."""
+    code = ("import shellingham\n"
+            "def nothing(*a, **k): raise shellingham.ShellDetectionFailure\n"
+            "shellingham.detect_shell = nothing\n"
+            "from ppocli.cli.app import main; main()")
+    done = subprocess.run(
+        [sys.executable, "-c", code, option], cwd=tmp_path, text=True, capture_output=True,
+        stdin=subprocess.DEVNULL, timeout=60, check=False,
+        env=environment(SHELL=f"/usr/bin/{shell}", HOME=str(tmp_path)))
+    assert done.returncode == 0, done.stderr
+    script = ppocli("completion", shell, cwd=tmp_path).stdout
+    found = done.stdout if option == "--show-completion" else Path(done.stdout.strip()).read_text()
+    assert found.strip() == script.strip()
+
+
+def test_the_shell_around_is_found(tmp_path):
+    """``bash -c`` of two commands, so that bash stays around."""
+    line = f"{sys.executable} -m ppocli --show-completion; true"
+    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, text=True, capture_output=True,
+                          timeout=60, check=False, env=environment(SHELL="/bin/zsh"))
+    assert "_ppocli_completion()" in done.stdout
+
+
+def test_an_unknown_shell_is_refused(tmp_path):
+    done = ppocli("completion", "bas", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == ("Error: there is no completion for 'bas'; did you mean bash?\n"
+                           "  where: SHELL\n"
+                           "  fix:   name one of bash, zsh, fish: ppocli completion bash\n")
+
+
+def test_a_home_that_cannot_be_written_is_said(tmp_path):
+    (tmp_path / ".bash_completions").write_text("a file")
+    done = ppocli("completion", "bash", "--install", cwd=tmp_path, HOME=str(tmp_path))
+    assert done.returncode == 6
+    assert "ppocli completion bash > FILE" in done.stderr
+
+
+# --- a real bash ----------------------------------------------------------------------------
+
+Tab = Callable[[str], str]
+
+
+@pytest.fixture
+def bash(runs: Path) -> Iterator[Tab]:
+    """TAB in an interactive bash that has read the installed script: a line to its completion."""
+    (runs / "bin").mkdir()
+    command = runs / "bin/ppocli"
+    command.write_text(f"#!/bin/sh\nexec {sys.executable} -m ppocli \"$@\"\n")
+    command.chmod(0o755)
+    assert ppocli("completion", "bash", "--install", cwd=runs, HOME=str(runs)).returncode == 0
+    (runs / "my_file.jsonl").write_text("")
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [shutil.which("bash"), "--rcfile", str(runs / ".bashrc"), "-i"], cwd=runs,
+        stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+        env=environment(HOME=str(runs), PATH=f"{runs}/bin:{os.environ['PATH']}", TERM="dumb",
+                        PS1="", COLUMNS="1000", INPUTRC="/dev/null", HISTFILE="/dev/null"))
+    os.close(theirs)
+    seen = ""
+
+    def send(keys: str, until: str) -> str:
+        nonlocal seen
+        seen = ""
+        os.write(ours, keys.encode())
+        while until not in seen:
+            seen += os.read(ours, 4096).decode(errors="replace")
+        return seen
+
+    send("bind -x '\"\\C-g\": echo \"<<$READLINE_LINE>>\"'; echo rea''dy\n", "ready")
+
+    def tab(line: str) -> str:
+        text = send(f"{line}\t\x07", ">>")
+        os.write(ours, b"\x15")  # an empty line again
+        return text.rpartition("<<")[2].partition(">>")[0]
+
+    yield tab
+    os.close(ours)
+    process.wait(timeout=30)
+
+
+def test_tab_in_bash(bash):
+    """A blank follows what is whole; after ``KEY=`` none does."""
+    for line, completed in (
+            ("ppocli tr", "ppocli train "),
+            ("ppocli recipes sh", "ppocli recipes show "),
+            ("ppocli train +recipe=im", "ppocli train +recipe=imdb_sentiment "),
+            ("ppocli train +rec", "ppocli train +recipe="),
+            ("ppocli train +recipe=", "ppocli train +recipe="),  # several
+            ("ppocli train seed=1 ppo.kl_est", "ppocli train seed=1 ppo.kl_estimator="),
+            ("ppocli train ppo.kl_estimator=", "ppocli train ppo.kl_estimator="),
+            ("ppocli train ppo.kl_estimator=a", "ppocli train ppo.kl_estimator=abs "),
+            ("ppocli train model.path=builtin:", "ppocli train model.path=builtin:r"),
+            ("ppocli train model.path=builtin:re", "ppocli train model.path=builtin:reviews "),
+            ("ppocli train prompts.path=my_f", "ppocli train prompts.path=my_file.jsonl "),
+            ("ppocli train --no-p", "ppocli train --no-progress "),
+            ("ppocli watch runs/n", "ppocli watch runs/newer "),
+            ("ppocli eval runs/newer prompts.eval.lim",
+             "ppocli eval runs/newer prompts.eval.limit="),
+            ("seed=3; X=1 ppocli resume runs/o", "seed=3; X=1 ppocli resume runs/older ")):
+        assert bash(line) == completed

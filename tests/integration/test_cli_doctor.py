@@ -1,0 +1,374 @@
+"""``ppocli doctor`` on machines that are broken for real, one thing at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from helpers import environment, ppocli
+from runs import PLANTED
+
+from ppocli.doctor import devices, folders, libraries, machine, network
+from ppocli.doctor.checking import Check, Finding, Surroundings, run_checks
+from ppocli.doctor.checks import CHECKS
+from ppocli.doctor.processes import Answer, ask
+
+
+@pytest.fixture(scope="session")
+def torch_answer() -> Answer:
+    """What the real torch of this machine says."""
+    answer = ask("torch_probe", seconds=120)
+    assert answer.facts is not None, answer.error
+    return answer
+
+
+@pytest.fixture
+def around(tmp_path: Path, torch_answer: Answer) -> Surroundings:
+    """An empty machine under ``tmp_path/root`` with the real torch."""
+    surroundings = Surroundings(tmp_path / "runs", tmp_path / "root")
+    vars(surroundings)["torch"] = torch_answer  # asked once: it takes seconds
+    return surroundings
+
+
+def plant(around: Surroundings, name: str, text: str) -> None:
+    """A file of the machine's /proc, /sys or /dev."""
+    path = around.root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def install(folder: Path, name: str, version: str) -> None:
+    """A distribution as pip leaves it, metadata only."""
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+# The doctor itself --------------------------------------------------------------------------------
+
+def test_a_check_that_hangs_or_breaks_keeps_no_other_back(around):
+    never = threading.Event()
+
+    def hang(_: Surroundings) -> Finding:
+        never.wait()
+        raise AssertionError
+
+    def broken(_: Surroundings) -> Finding:
+        raise OSError("bad machine")
+
+    begun: list[str] = []
+    checks = (Check("hang", hang, seconds=0.2), Check("broken", broken),
+              Check("good", lambda _: Finding("ok", "fine")))
+    results = list(run_checks(checks, around, begin=begun.append))
+    never.set()
+    assert begun == ["hang", "broken", "good"]
+    assert [result.verdict for result in results] == ["fail", "fail", "ok"]
+    assert results[0].text == "no answer within 0.2 s"
+    assert results[1].text == "the check broke: OSError: bad machine"
+
+
+def test_the_whole_doctor_on_this_machine(tmp_path):
+    done = ppocli("doctor", "--json", "new/runs", cwd=tmp_path, HF_TOKEN=PLANTED,
+                  XDG_CACHE_HOME=str(tmp_path / "cache"))
+    rows = json.loads(done.stdout)
+    assert [row["name"] for row in rows] == [check.name for check in CHECKS]
+    failed = [row for row in rows if row["verdict"] == "fail"]
+    assert (done.returncode, failed) == (0, []), done.stdout
+    assert all(row["fix"] for row in rows if row["verdict"] != "ok")
+    by_name = {row["name"]: row for row in rows}
+    assert by_name["token"]["text"] == "set (HF_TOKEN), not tried"
+    assert by_name["hub"]["text"] == "HF_HUB_OFFLINE=1: nothing is downloaded"
+    assert by_name["gloo"]["text"] == "two processes added up a number over gloo"
+    assert PLANTED not in done.stdout + done.stderr
+    assert "ok       python" in done.stderr  # a line for each check as it is done
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_failed_check_is_1_and_says_what_to_do(tmp_path):
+    (tmp_path / "runs").write_text("")
+    broken = tmp_path / "broken/torch"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise ImportError('libcudart.so.9: cannot open')\n")
+    done = ppocli("doctor", cwd=tmp_path, PYTHONPATH=str(broken.parent))
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    position = next(i for i, line in enumerate(lines) if line.split()[:2] == ["fail", "output"])
+    assert lines[position].endswith("runs can't be a folder: runs is a file.")
+    assert lines[position + 1].strip() == "fix: choose another folder: output_dir=FOLDER"
+    assert "torch can't be imported: ImportError: libcudart.so.9: cannot open" in done.stdout
+    assert "checks failed: output, torch, devices, bf16, " in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+# Probes -------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("code", "said"), [
+    ("import os\nos.abort()", "the process was ended by SIGABRT"),
+    ("import sys\nsys.exit(3)", "exit code 3"),
+    ("import threading\nthreading.Event().wait()", "no answer within 2 s"),
+])
+def test_an_import_may_crash_or_hang(code, said, tmp_path, monkeypatch):
+    (tmp_path / "wild.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    answer = ask("import_probe", "wild", seconds=2)
+    assert (answer.facts, answer.error) == (None, said)
+
+
+# Machine ------------------------------------------------------------------------------------------
+
+def test_memory_is_the_groups_where_it_has_less(around):
+    assert machine.memory(around).text == "the system doesn't tell"
+    plant(around, "proc/meminfo", "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n")
+    assert machine.memory(around) == Finding("ok", "8.0 of 16.0 GiB free")
+    plant(around, "sys/fs/cgroup/memory.max", f"{2 * 2**30}\n")
+    plant(around, "sys/fs/cgroup/memory.current", f"{2**30}\n")
+    assert machine.memory(around).text == "1.0 of 2.0 GiB free (container)"
+    assert machine.memory(around).verdict == "warning"
+    plant(around, "sys/fs/cgroup/memory.current", f"{2 * 2**30 - 1000}\n")
+    assert machine.memory(around).verdict == "fail"
+
+
+def test_threads_beyond_the_cores(around, torch_answer, monkeypatch):
+    assert machine.threads(around).verdict == "ok"
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    found = machine.threads(around)
+    assert (found.verdict, "OMP_NUM_THREADS='many'" in found.text) == ("warning", True)
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    plant(around, "sys/fs/cgroup/cpu.max", "100000 100000")
+    vars(around)["torch"] = Answer({**(torch_answer.facts or {}), "threads": 8})
+    found = machine.threads(around)
+    assert found.verdict == "warning"
+    assert found.text.startswith("8 threads on 1 usable core: ")
+    assert "hardware.num_threads=1" in (found.fix or "")
+
+
+def test_no_shared_memory(around):
+    assert machine.shared_memory(around).verdict == "warning"
+
+
+# torch and devices --------------------------------------------------------------------------------
+
+def test_torch_and_the_driver(around, torch_answer, monkeypatch):
+    assert devices.torch(around).verdict == "ok"
+    plant(around, "proc/driver/nvidia/version",
+          "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 2024\n")
+    cpu = {**(torch_answer.facts or {}), "cuda": None, "hip": None, "available": False}
+    vars(around)["torch"] = Answer(cpu)
+    found = devices.torch(around)
+    assert found.verdict == "warning"
+    assert "NVIDIA driver 535.183.01: this build of torch can't use the GPU" in found.text
+    vars(around)["torch"] = Answer({**cpu, "cuda": "13.0", "reason": "driver is too old"})
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    found = devices.torch(around)
+    assert (found.verdict, "no usable GPU: driver is too old" in found.text) == ("fail", True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert devices.torch(around).verdict == "warning"
+    vars(around)["torch"] = Answer({**cpu, "cuda": "13.0", "available": True})
+    assert devices.torch(around).verdict == "ok"
+
+
+def test_devices_that_compute_wrongly(around, torch_answer):
+    assert devices.devices(around).text.endswith("products are right")
+    cpu = (torch_answer.facts or {})["devices"][0]
+    for wrong, said in (({"product_error": 0.5}, "wrong by 0.5"),
+                        ({"product_error": float("nan")}, "wrong by nan"),
+                        ({"error": "CUDA error: out of memory"}, "out of memory")):
+        vars(around)["torch"] = Answer({"devices": [cpu, {
+            "device": "cuda:0", "name": "X", "free_gib": 1.0, "total_gib": 2.0, "bf16": False,
+            **wrong}]})
+        found = devices.devices(around)
+        assert (found.verdict, said in found.text) == ("fail", True)
+        assert devices.bf16(around).verdict == "warning"
+
+
+def test_a_network_that_keeps_ranks_apart(around, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuchif0")
+    found = devices.collectives(around)
+    assert (found.verdict, "nosuchif0" in found.text) == ("fail", True), found
+    assert "GLOO_SOCKET_IFNAME" in (found.fix or "")
+
+
+# Libraries ----------------------------------------------------------------------------------------
+
+def test_versions_outside_our_bounds(around, tmp_path, monkeypatch):
+    assert libraries.packages(around).verdict == "ok"
+    install(tmp_path / "site", "typer", "0.99.0")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    found = libraries.packages(around)
+    assert found.verdict == "fail"
+    assert "typer 0.99.0 (wanted: <0.31,>=0.26)" in found.text
+    assert found.fix == "pip install 'typer<0.31,>=0.26'"
+
+
+def test_a_vulnerable_transformers(around, tmp_path, monkeypatch):
+    assert libraries.transformers(around).verdict == "ok"
+    install(tmp_path / "site", "transformers", "5.2.0")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    found = libraries.transformers(around)
+    assert (found.verdict, "CVE-2026-4372" in found.text) == ("fail", True)
+
+
+@pytest.mark.parametrize(("plugins", "verdict", "said"), [
+    ({}, "ok", "hydra-core 1.3.8, omegaconf 2.3.1"),
+    ({"hydra-optuna-sweeper": "1.3.0"}, "warning", "storage in a database fails"),
+    ({"hydra-optuna-sweeper": "1.1.2"}, "warning", "goes back to it"),
+    ({"hydra-optuna-sweeper": "1.4.0rc3"}, "warning", "wants hydra-core 1.4"),
+    ({"hydra-optuna-sweeper": "1.4.0rc3", "hydra-core": "1.4.0rc3", "omegaconf": "2.4.1rc1"},
+     "ok", "(a pre-release)"),
+    ({"omegaconf": "2.4.0"}, "warning", "made for omegaconf below 2.4"),
+    ({"hydra-joblib-launcher": "1.2.0"}, "ok", "hydra-joblib-launcher 1.2.0"),
+])
+def test_hydra_and_its_plugins(plugins, verdict, said, around, tmp_path, monkeypatch):
+    for name, version in {"hydra-core": "1.3.8", "omegaconf": "2.3.1", **plugins}.items():
+        install(tmp_path / "site", name, version)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    found = libraries.hydra(around)
+    assert (found.verdict, said in found.text) == (verdict, True), found
+    assert (found.fix is None) == (verdict == "ok")
+
+
+def test_a_broken_deepspeed(around, tmp_path, monkeypatch):
+    (tmp_path / "deepspeed.py").write_text("raise RuntimeError('no nvcc')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = libraries.deepspeed(around)
+    assert (found.verdict, "RuntimeError: no nvcc" in found.text) == ("fail", True)
+
+
+def test_settings_of_accelerate(around, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        monkeypatch.delenv(name)
+    assert libraries.accelerate(around).verdict == "ok"
+    (tmp_path / "hf/accelerate").mkdir(parents=True)
+    (tmp_path / "hf/accelerate/default_config.yaml").write_text("num_processes: 2\n")
+    found = libraries.accelerate(around)
+    assert (found.verdict, "hf/accelerate/default_config.yaml" in found.text) == ("warning", True)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert "rank of a launcher" in libraries.accelerate(around).text
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    assert "ACCELERATE_MIXED_PRECISION" in libraries.accelerate(around).text
+
+
+# Folders ------------------------------------------------------------------------------------------
+
+def in_shell(script: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    code = ("from pathlib import Path; from ppocli.doctor import folders as f; "
+            "from ppocli.doctor.checking import Surroundings as S; s = S(Path('disk/runs')); "
+            "print(f.disk(s)); print(f.output(s)); print(f.cache(s))")
+    env = {name: value.replace("CHECK", f'{sys.executable} -c "{code}"')
+           for name, value in {**env, "MAIN": script}.items()}
+    return subprocess.run(["sh", "-c", env["MAIN"]], cwd=cwd, text=True, capture_output=True,
+                          timeout=60, check=False,
+                          env=environment(PPOCLI_CACHE=str(cwd / "cache"), **env))
+
+
+def test_a_limit_on_files_is_noticed_and_nothing_is_left(tmp_path):
+    done = in_shell("ulimit -f 0; CHECK", tmp_path)
+    output, cache = done.stdout.splitlines()[1:]
+    assert "verdict='fail'" in output
+    assert "File size limit reached" in output
+    assert "PPOCLI_CACHE" in cache
+    assert "verdict='ok'" in in_shell("CHECK", tmp_path).stdout.splitlines()[1]
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(("options", "disk", "output"), [
+    ("size=300k", "verdict='fail'", "verdict='ok'"),
+    ("size=300k,ro", "verdict='fail'", "Read-only disk"),
+])
+def test_small_and_read_only_disks(options, disk, output, tmp_path):
+    done = in_shell('unshare -rm sh -c "$SCRIPT"', tmp_path,
+                    SCRIPT=f"mkdir disk && mount -t tmpfs -o {options} none disk && CHECK")
+    if "unshare" in done.stderr or "mount:" in done.stderr:
+        pytest.skip("this machine gives no name spaces to users")
+    found = done.stdout.splitlines()
+    assert disk in found[0]
+    assert output in found[1]
+
+
+def test_folders_below_a_file_or_none_at_all(around):
+    around.folder.write_text("")
+    assert folders.output(around).text.endswith("runs is a file.")
+    assert folders.disk(around).text.startswith("runs ")
+    nowhere = Surroundings(Path("/proc/nowhere/runs"))
+    assert folders.output(nowhere).verdict == "fail"
+
+
+# The Hub ------------------------------------------------------------------------------------------
+
+class _Hub(BaseHTTPRequestHandler):
+    """What the Hub answers to ``whoami``; ``ANSWER`` of the server's class decides."""
+
+    def do_GET(self) -> None:
+        self.server.seen.append((self.path, self.headers.get("authorization", "")))
+        code, body = self.server.answer
+        self.send_response(code)
+        self.send_header("content-type", "application/json")
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def log_message(self, *words: object) -> None:
+        """Nothing on the terminal."""
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ThreadingHTTPServer]:
+    """A small Hub of this machine, which the environment names."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
+    server.seen, server.answer = [], (200, {})
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HTTP_PROXY", "http_proxy",
+                 "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_hub_that_answers(around, hub, monkeypatch):
+    assert network.hub(around) == Finding(
+        "ok", f"http://127.0.0.1:{hub.server_port} can be reached")
+    assert network.token(around).text.startswith("none")
+    monkeypatch.setenv("HF_TOKEN", PLANTED)
+    hub.answer = (200, {"name": "someone", "type": "user",
+                        "auth": {"accessToken": {"role": "write", "displayName": "mine"}}})
+    assert network.token(around) == Finding("ok", "set (HF_TOKEN), role write")
+    assert hub.seen[-1] == ("/api/whoami-v2", f"Bearer {PLANTED}")
+    hub.answer = (401, {"error": "Invalid credentials in Authorization header"})
+    found = network.token(around)
+    assert (found.verdict, found.text) == ("warning", "set (HF_TOKEN), but the Hub refuses it")
+
+
+def test_a_token_of_hf_auth_login(around, hub, tmp_path, monkeypatch):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/token").write_text(PLANTED)
+    hub.answer = (404, {"error": PLANTED})
+    found = network.token(around)
+    assert found.verdict == "warning"
+    assert found.text.startswith("set (hf auth login), but the Hub didn't say what it may do: ")
+    assert PLANTED not in str(found)
+
+
+def test_a_hub_out_of_reach_and_an_address_that_is_none(around, monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    with closing(socket.socket()) as taken:  # bound but not listening: connections are refused
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("HF_ENDPOINT", f"http://me:{PLANTED}@127.0.0.1:{taken.getsockname()[1]}")
+        found = network.hub(around)
+    assert (found.verdict, "doesn't answer within 2 s" in found.text) == ("warning", True)
+    assert PLANTED not in str(found)
+    monkeypatch.setenv("HF_ENDPOINT", "huggingface.co")
+    assert network.hub(around).verdict == "fail"

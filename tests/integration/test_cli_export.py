@@ -1,0 +1,350 @@
+"""``ppocli export`` on this disk: what comes out, that it is the policy, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from helpers import environment, save_lm
+from runs import PLANTED, STEPS, Ended, run, whole_copy
+from safetensors.torch import load_file
+
+from ppocli.export.card import user_text, with_user_text
+
+LAST = f"step-{STEPS:06d}"
+FILES = {"README.md", "config.json", "curve.svg", "export.json", "generation_config.json",
+         "model.safetensors", "tokenizer.json", "tokenizer_config.json", "training_config.yaml"}
+WITHOUT_PPOCLI = '''\
+import sys
+
+
+class Forbid:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "ppocli":
+            raise ImportError("ppocli is not here")
+
+
+sys.meta_path.insert(0, Forbid())
+try:
+    import ppocli
+except ImportError:
+    pass
+else:
+    raise SystemExit("ppocli could be imported")
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+export, policy = sys.argv[1:]
+tokenizer = AutoTokenizer.from_pretrained(export)
+inputs = tokenizer(["the film", "i saw a"], return_tensors="pt", padding=True)
+models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (export, policy)]
+with torch.no_grad():
+    ours, theirs = (model(**inputs).logits for model in models)
+assert torch.equal(ours, theirs)
+assert not torch.equal(ours, torch.zeros_like(ours))
+print(models[0].generate(**inputs).shape[0], [n for n in sys.modules if n.startswith("ppocli")])
+'''
+
+Export = Callable[..., Ended]
+
+
+@pytest.fixture
+def export(capsys: pytest.CaptureFixture[str]) -> Export:
+    """``ppocli export`` in this process."""
+    import typer
+
+    from ppocli.cli.commands import export as command
+
+    app = typer.Typer()
+    command.register(app)
+
+    @app.command()
+    def other() -> None:
+        """A second command, so that the first keeps its name."""
+
+    def call(*words: object) -> Ended:
+        capsys.readouterr()
+        try:
+            app(["export", *map(str, words)], standalone_mode=False)
+            code = 0
+        except SystemExit as leaving:
+            code = int(leaving.code or 0)
+        return Ended(code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def finished(reference: Path, here: Path) -> Path:
+    """A copy of the reference run below ./runs."""
+    return whole_copy(reference, here / "runs/mine")
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_a_finished_run_becomes_a_folder_that_needs_no_ppocli(finished, export, here):
+    done = export("mine")
+    folder = finished / "export" / LAST
+    assert (done.code, done.out) == (0, f"{folder}\n"), done.err
+    assert "Verified: reloaded with transformers" in done.err
+    assert "logits on 2 prompts equal, tokenizer equal." in done.err
+    assert names(folder) == FILES
+    assert names(folder.parent) == {LAST}
+    ours, theirs = (load_file(place / "model.safetensors")
+                    for place in (folder, finished / "model"))
+    assert set(ours) == set(theirs)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    own = json.loads((finished / "model/generation_config.json").read_text())
+    assert json.loads((folder / "generation_config.json").read_text()) == own
+    script = here / "script.py"
+    script.write_text(WITHOUT_PPOCLI)
+    alone = subprocess.run(
+        [sys.executable, "-I", str(script), str(folder), str(finished / "model")], text=True,
+        capture_output=True, env=environment(), timeout=120, check=False)
+    assert (alone.returncode, alone.stdout) == (0, "2 []\n"), alone.stderr
+
+
+def test_the_card_tells_what_was_trained(finished, export):
+    from huggingface_hub import ModelCard
+
+    assert export("mine").code == 0
+    folder = finished / "export" / LAST
+    text = (folder / "README.md").read_text()
+    summary = json.loads((finished / "summary.json").read_text())
+    before, after = (summary[name]["reward_mean"] for name in ("eval_before", "eval_after"))
+    assert f"| `reward_mean` | {before:.3f} | {after:.3f} |" in text
+    assert "| reward | rewards.py:score |" in text
+    assert "ppo.num_steps=4" in text
+    assert f"torch {torch.__version__}".split("+")[0] in text
+    metrics = ModelCard(text).data.eval_results
+    assert metrics[0].metric_value == after
+    assert "base_model" not in text.split("---")[1]  # the base is a folder, which no one else has
+    config = yaml.safe_load((folder / "training_config.yaml").read_text())
+    assert config["ppo"]["num_rollouts"] == 12
+
+
+def test_best_step_and_checkpoint(finished, export):
+    best = json.loads((finished / "summary.json").read_text())["best"]["step"]
+    folder = finished / "export" / f"step-{best:06d}"
+    assert export("mine", "--best").out == f"{folder}\n"
+    assert json.loads((folder / "export.json").read_text())["step"] == best
+    done = export("mine", "--step", 1)
+    assert done.out.endswith("export/step-000001\n")
+    assert "There was no evaluation at step 1." in (
+        finished / "export/step-000001/README.md").read_text()
+    assert export(finished / "checkpoints/step-000003").out.endswith("export/step-000003\n")
+    wrong = export("mine", "--step", 77)
+    assert wrong.code == 5
+
+
+def test_casts_shards_and_the_value_head(finished, export, here):
+    done = export(finished, "--dtype", "bf16", "--max-shard-size", "20KB", "--include-value-head",
+                  "-o", "out", "--json")
+    told = json.loads(done.out)
+    folder = here / "out"
+    assert (told["folder"], told["dtype"], told["step"]) == (str(folder), "bf16", STEPS)
+    assert set(told["files"]) == names(folder)
+    assert len([name for name in told["files"] if name.startswith("model-0")]) > 2
+    assert 0 < told["verified"]["logits"] <= told["verified"]["allowed"] < 0.1
+    assert str(finished) not in (folder / "export.json").read_text()
+    head = finished / "checkpoints" / LAST / "value_head.safetensors"
+    assert (folder / "value_head.safetensors").read_bytes() == head.read_bytes()
+    assert "`value_head.safetensors` is the critic" in (folder / "README.md").read_text()
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert model.dtype == torch.bfloat16
+    assert not info["missing_keys"]
+    # and back: what bf16 holds, fp32 holds exactly
+    assert "prompts equal" in export("out", "--dtype", "fp32", "-o", "back").err
+
+
+def test_a_bare_model_folder(here, export):
+    lm = save_lm(here / "lm", "llama", tie_word_embeddings=True)
+    (lm / "generation_config.json").unlink()
+    (lm / "README.md").write_text("---\nlicense: mit\n---\n")
+    wrong = export("./lm")
+    assert (wrong.code, wrong.err) == (2, (
+        "Error: ./lm belongs to no run: where should the export go?\n"
+        "  where: --output\n  fix:   --output DIR\n"))
+    done = export("./lm", "--dtype", "fp16", "--output", "half")
+    assert (done.code, done.out) == (0, f"{here}/half\n"), done.err
+    assert names(here / "half") == FILES - {"curve.svg", "training_config.yaml"}
+    headless = export("./lm", "--include-value-head", "-o", "x")
+    assert (headless.code, headless.err.splitlines()[0]) == (
+        3, "Error: ./lm has no value head: only the checkpoints of a run have one.")
+    assert not (here / "x").exists()
+
+
+def test_a_missing_value_head_is_told(finished, export):
+    shutil.rmtree(finished / "checkpoints" / LAST)
+    done = export("mine", "--include-value-head")
+    assert done.code == 3
+    assert "is gone: its checkpoint is not there any more" in done.err
+
+
+def test_nothing_is_overwritten_unasked(finished, export, here):
+    folder = finished / "export" / LAST
+    assert export("mine").code == 0
+    again = export("mine")
+    assert (again.code, again.err) == (2, (
+        f"Error: runs/mine/export/{LAST} holds an export already.\n  where: --output\n"
+        "  fix:   add --overwrite, or name another folder: --output DIR\n"))
+    card = folder / "README.md"
+    card.write_text(with_user_text(card.read_text(), "My own words."))
+    assert export("mine", "--overwrite", "--dtype", "bf16").code == 0
+    assert user_text(card.read_text()) == "My own words."
+    assert "stored as bf16" in card.read_text()
+    (folder / "notes.txt").write_text("mine")
+    foreign = export("mine", "--overwrite")
+    assert foreign.code == 2
+    assert "would be lost (notes.txt)" in foreign.err
+    for place in (".", "runs/mine", "runs/mine/model", "runs/mine/config.yaml"):
+        refused = export("mine", "--overwrite", "-o", place)
+        assert refused.code == 2, place
+    assert (finished / "model/model.safetensors").is_file()
+    (here / "empty").mkdir()
+    assert export("mine", "-o", "empty").code == 0
+
+
+def test_a_dry_run_says_everything_and_writes_nothing(finished, here):
+    def state() -> list[tuple[str, int]]:
+        return [(str(p), p.lstat().st_mtime_ns) for p in sorted(here.rglob("*"))]
+
+    old = state()
+    done = run("export", "mine", "--dry-run", "--to-hub", "--public", "--dtype", "bf16", cwd=here,
+               HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="0", HF_TOKEN=PLANTED)
+    assert (done.code, done.err) == (0, "")
+    assert state() == old
+    assert done.out.splitlines()[:2] == [
+        f"would export:  runs/mine, step {STEPS} (runs/mine/model)",
+        f"would write:   runs/mine/export/{LAST}"]
+    for part in ("fp32 cast to bf16", "training_config.yaml", "USER/mine", "(public)",
+                 "Nothing was written (--dry-run)."):
+        assert part in done.out
+
+
+def test_a_difference_publishes_nothing(finished, export, inject):
+    inject("export.tensor@3:nan")
+    done = export("mine")
+    assert done.code == 5
+    assert done.err.splitlines()[1].startswith("Error: The export differs from its source: the "
+                                               "values of transformer.h.0.")
+    assert done.err.splitlines()[1].endswith(" differ. Nothing was published.")
+    assert list((finished / "export").iterdir()) == []
+
+
+@pytest.mark.parametrize(("fault", "code"), [
+    ("export.before_verify:term", 143),
+    pytest.param("export.tensor@2:int", 130, marks=pytest.mark.slow)])
+def test_an_interrupted_export_leaves_nothing(finished, here, fault, code):
+    done = run("export", "mine", cwd=here, PPOCLI_FAULTS=fault)
+    assert done.code == code, done.err
+    assert "Stopped: stopped by SIG" in done.err
+    assert list((finished / "export").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_killed_export_is_cleared_away_by_the_next(finished, export, here):
+    done = run("export", "mine", cwd=here, PPOCLI_FAULTS="export.before_rename:kill9")
+    assert done.code == -9
+    left = list((finished / "export").iterdir())
+    assert [path.name.startswith(".staging-") for path in left] == [True]
+    assert export("mine").code == 0
+    assert names(finished / "export") == {LAST}
+
+
+def test_no_secret_and_no_home_leave_the_machine(finished, export, here, monkeypatch):
+    """Planted everywhere a user could have left it by accident."""
+    secret = "correct-horse-battery"
+    monkeypatch.setenv("HF_TOKEN", PLANTED)
+    monkeypatch.setenv("MY_SERVICE_PASSWORD", secret)
+    monkeypatch.setenv("HOME", str(here))
+    config = yaml.safe_load((finished / "config.yaml").read_text())
+    config["reward"]["kwargs"] = {"url": f"https://me:{secret}@host", "other": PLANTED[:-1]}
+    (finished / "config.yaml").write_text(yaml.safe_dump(config))
+    with (finished / "samples.jsonl").open("a") as file:
+        prompt = f"{secret} {PLANTED}"
+        for step in (0, STEPS):
+            row = {"kind": "eval", "step": step, "prompt": prompt, "response": prompt}
+            file.write(json.dumps(row) + "\n")
+    rows = (finished / "samples.jsonl").read_text().splitlines()
+    (finished / "samples.jsonl").write_text("\n".join(reversed(rows)) + "\n")
+    evaluation = finished / "eval/mine"
+    evaluation.mkdir(parents=True)
+    (evaluation / "eval.json").write_text(json.dumps({"step": STEPS, "note": f"{secret} {here}/x"}))
+    done = export("mine", "--json")
+    assert done.code == 0, done.err
+    folder = finished / "export" / LAST
+    for text in (done.out.replace(str(folder), ""), done.err,
+                 *(path.read_bytes().decode("latin-1") for path in folder.iterdir())):
+        for planted in (PLANTED[:-1], secret, str(here)):
+            assert planted not in text
+    assert "*** ***" in (folder / "README.md").read_text().replace("\\", "")
+    assert json.loads((folder / "eval.json").read_text())["note"] == "*** ~/x"
+    config = yaml.safe_load((folder / "training_config.yaml").read_text())
+    assert config["reward"]["kwargs"] == {"url": "https://me:***@host", "other": "***"}
+    assert config["output_dir"] == "~/runs"
+
+
+def test_the_newest_evaluation_of_the_step_comes_along(finished, export):
+    for name, step, age in (("old", STEPS, 200), ("new", STEPS, 100), ("other", 2, 0)):
+        path = finished / "eval" / name / "eval.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps({
+            "step": step, "name": name, "samples": 8, "figures": {"reward_mean": 0.25,
+            "kl_mean": None}, "stderr": {"reward_mean": 0.125}}))
+        now = path.stat().st_mtime
+        os.utime(path, (now - age, now - age))
+    assert export("mine").code == 0
+    folder = finished / "export" / LAST
+    assert json.loads((folder / "eval.json").read_text())["name"] == "new"
+    text = (folder / "README.md").read_text()
+    assert "a separate evaluation of these weights, of 8 samples." in text
+    assert "| `reward_mean` | 0.250 | 0.125 |" in text
+
+
+def test_offline_is_said_at_once_after_the_export_is_complete(here, export):
+    save_lm(here / "lm")
+    done = export("./lm", "-o", "new", "--to-hub", "--repo-id", "me/lm")
+    assert (done.code, done.out) == (9, "")
+    assert "Verified: " in done.err
+    assert done.err.endswith(
+        "\nError: The push to me/lm did not go through: HF_HUB_OFFLINE=1 forbids it. Your export "
+        "is complete in ./new.\n  where: https://huggingface.co\n  fix:   env -u HF_HUB_OFFLINE "
+        "ppocli export ./new --to-hub --repo-id me/lm\n")
+    assert names(here / "new") == FILES - {"curve.svg", "training_config.yaml"}
+
+
+@pytest.mark.parametrize(("words", "code", "said"), [
+    (["--repo-id", "me/x"], 2, "--repo-id is about the Hub, and nothing is to be pushed there."),
+    (["--public"], 2, "--public is about the Hub"),
+    (["--to-hub", "--create-pr", "--revision", "x"], 2, "--create-pr and --revision exclude"),
+    (["--to-hub", "--repo-id", "./x"], 2, "--repo-id ./x is a path."),
+    (["--max-shard-size", "big"], 2, "--max-shard-size big is no size."),
+    (["--best", "--step", "2"], 2, "--best and --step name two checkpoints."),
+    (["./nowhere"], 3, "./nowhere does not exist")])
+def test_what_cannot_be_meant_is_refused(here, export, reference, words, code, said):
+    if "--best" in words:
+        words = [str(reference), *words]
+    done = export(*words)
+    assert done.code == code
+    assert said in done.err
+    assert list(here.iterdir()) == []

@@ -1,0 +1,274 @@
+"""``ppocli generate``: what is printed for which prompts, and how it ends."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+from helpers import environment, ppocli, save_talker, write_prompts
+from runs import PLANTED, Ended, assert_no_process_left, spawn, whole_copy
+
+from ppocli.cli.app import app
+from ppocli.cli.output import code_of
+from ppocli.cli.sheet import printable, side_by_side
+
+TEXTS = ["the film", "i saw", "this plot was"]
+SHORT = ("--max-new-tokens", "6", "--min-new-tokens", "2")
+BAD_VALUES = (
+    (("--temperature", "0"), "generation.temperature: 0 must be > 0 (from --temperature)"),
+    (("--min-new-tokens", "9", "--max-new-tokens", "3"), "min_new_tokens 9 must be at most"),
+    (("--stop", ""), "must not hold an empty text"),
+    (("--seed", str(2**64)), "is too large"),
+    (("--greedy", "--top-k", "3"), "--greedy takes the likeliest token; --top-k would change"))
+
+
+@pytest.fixture
+def here(reference, world):
+    """A folder with a finished run in ``runs``, beside the model and the prompts it had."""
+    (world / "runs").mkdir()
+    whole_copy(reference, world / "runs/first")
+    return world
+
+
+@pytest.fixture
+def generate(capsys, monkeypatch):
+    """The command in this process."""
+    def command(*words: str, stdin: bytes | None = None) -> Ended:
+        if stdin is not None:
+            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        capsys.readouterr()
+        code = code_of(lambda: app(["generate", *words], prog_name="ppocli"))
+        return Ended(code, *capsys.readouterr())
+
+    return command
+
+
+def rows(ended: Ended) -> list[dict]:
+    assert ended.code == 0, ended.said
+    return [json.loads(line) for line in ended.out.splitlines()]
+
+
+def test_one_prompt_gives_its_response_and_nothing_else(here):
+    from ppocli.api import load_run
+
+    done = ppocli("generate", "--prompt", "the film", "--score", cwd=here, HF_TOKEN=PLANTED)
+    assert done.returncode == 0, done.stderr
+    # the very response that Python gives, with the run's own sampling
+    assert done.stdout == load_run(here / "runs/first").generate(["the film"])[0] + "\n"
+    assert "using runs/first (the newest run)" in done.stderr
+    assert "score " in done.stderr
+    assert PLANTED not in done.stdout + done.stderr
+
+
+def test_several_prompts_and_samples_are_blocks(here, generate):
+    ended = generate("first", "-p", "the film", "-p", "i saw\nit", "-n", "2", "--score", *SHORT)
+    assert ended.code == 0
+    lines = ended.out.splitlines()
+    assert lines[0] == "== prompt 1: the film"
+    assert lines[1].startswith("-- sample 1, score ")
+    assert lines[3].startswith("-- sample 2, score ")
+    assert "== prompt 2: i saw ⏎ it" in lines
+    assert "mean score of runs/first, step 4: " in ended.err
+    assert "(4 scored)" in ended.err
+
+
+def test_json_holds_a_sample_a_line(here, generate):
+    found = rows(generate("first", *(w for t in TEXTS for w in ("-p", t)), "-n", "3", "--json",
+                          "--reward", "length", "reward.kwargs.target=4", "--seed", "7", *SHORT))
+    assert [(row["prompt"], row["sample"]) for row in found] == [
+        (text, k) for text in TEXTS for k in range(3)]
+    assert set(found[0]) == {"prompt", "sample", "response", "model", "score", "finished",
+                             "response_tokens"}
+    assert {row["model"] for row in found} == {"runs/first, step 4"}
+    assert all(2 <= row["response_tokens"] <= 6 for row in found)
+    # fewer prompts and samples: the same ones
+    assert rows(generate("first", "-p", TEXTS[0], "--json", "--seed", "7", *SHORT)) == [
+        {**found[0], "score": None}]
+    others = rows(generate("first", "-p", TEXTS[0], "-n", "3", "--json", "--seed", "8", *SHORT))
+    assert [row["response"] for row in others] != [row["response"] for row in found[:3]]
+
+
+def test_two_models_side_by_side(here, shared_world, generate):
+    found = rows(generate("first", "-p", "the film", "-n", "2", "--against", "base", "--json"))
+    assert [row["model"] for row in found] == [
+        "runs/first, step 4", f"{shared_world / 'lm'} (base)"] * 2
+    alone = rows(generate("./lm", "-p", "the film", "-n", "2", "--json",
+                          "generation.max_new_tokens=8"))
+    assert [row["response"] for row in found[1::2]] == [row["response"] for row in alone]
+    ended = generate("first", "-p", "the film", "--against", "./lm", "--score")
+    assert ended.code == 0
+    assert ended.out.startswith("== prompt 1: the film\n┌")
+    heading = ended.out.splitlines()[2]
+    assert "runs/first, step 4" in heading
+    assert "./lm" in heading
+    assert ended.err.count("mean score of") == 2
+
+
+def test_columns_are_of_equal_width_and_keep_lines(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    lines = side_by_side(["a\x1b", "b"], ["one\ntwo", "x" * 30]).splitlines()
+    assert {len(line) for line in lines} == {40}
+    assert "│ a?" in lines[1]
+    assert [line[2:5] for line in lines[3:5]] == ["one", "two"]
+    assert "".join(lines).count("x") == 30
+
+
+@pytest.mark.parametrize(("name", "content"), [
+    ("p.txt", "the film\n\ni saw\n"), ("p.jsonl", '{"prompt": "the film"}\n{"prompt": "i saw"}\n'),
+    ("p.json", '["the film", "i saw"]'), ("p.csv", "prompt,n\nthe film,1\ni saw,2\n")])
+def test_prompts_of_a_file(world, generate, name, content):
+    (world / name).write_text(content)
+    ended = generate("./lm", "--prompts-file", name, "--json", *SHORT)
+    assert [row["prompt"] for row in rows(ended)] == ["the film", "i saw"]
+    assert ("1 blank prompt was dropped" in ended.err) == (name == "p.txt")
+
+
+def test_standard_input_holds_a_prompt_a_line(world, generate):
+    piped = rows(generate("./lm", "--json", *SHORT, stdin=b"\xef\xbb\xbfthe film\r\ni saw"))
+    assert [row["prompt"] for row in piped] == ["the film", "i saw"]
+    assert rows(generate("./lm", "--prompts-file", "-", "--json", *SHORT,
+                         stdin=b"the film\n"))[0] == piped[0]
+    wrong = generate("./lm", stdin=b"fine\n\xff\n")
+    assert (wrong.code, wrong.err.splitlines()[0]) == (
+        3, "Error: Line 2 of standard input is not UTF-8.")
+    empty = generate("./lm", stdin=b"\n")
+    assert empty.code == 2
+    assert empty.err == (
+        "Error: There are no prompts: standard input is empty.\n"
+        "  where: command line\n"
+        "  fix:   give --prompt TEXT, --prompts-file FILE (json, jsonl, csv, parquet or txt), or a "
+        "line each on standard input\n")
+
+
+def test_metadata_columns_reach_the_reward(world, generate):
+    (world / "mine.py").write_text(
+        "def score(prompts, target, label):\n"
+        "    return [t * (1 if kind == 'up' else -1) for t, kind in zip(target, label)]\n")
+    write_prompts(world / "asked.jsonl", TEXTS, target=[1, 2, 3], label=["up", "down", "up"])
+    asked = ("./lm", "--prompts-file", "asked.jsonl", "--reward", "mine.py:score", "--json")
+    assert [row["score"] for row in rows(generate(*asked, "-n", "2", "--batch-size", "5"))] == [
+        1, 1, -2, -2, 3, 3]
+    ended = generate("./lm", "-p", "it", "--reward", "mine.py:score")
+    assert ended.code == 7
+    assert "needs an argument 'target' that nothing provides" in ended.err
+
+
+def test_a_chat_template_is_used_on_demand_or_as_in_the_run(here, generate):
+    save_talker(here / "talker")
+    plain = rows(generate("./talker", "-p", "the film", "--json", *SHORT))
+    chat = rows(generate("./talker", "-p", "the film", "--json", "--chat", *SHORT))
+    warm = rows(generate("./talker", "-p", "the film", "--json", "--chat", "--system", "be warm",
+                         *SHORT))
+    spelled = [rows(generate("./talker", "-p", text, "--json", *SHORT)) for text in (
+        "you the film . i ", "we be warm . you the film . i ")]
+    assert [chat[0]["response"], warm[0]["response"]] == [one[0]["response"] for one in spelled]
+    assert plain[0]["response"] != chat[0]["response"]
+    assert chat[0]["prompt"] == "the film"
+    (here / "talks.jsonl").write_text(
+        '{"prompt": [{"role": "user", "content": "the film"}]}\n')
+    asked = rows(generate("./talker", "--prompts-file", "talks.jsonl", "--json", "--chat", *SHORT))
+    assert asked[0]["response"] == chat[0]["response"]
+    assert asked[0]["prompt"] == "you the film . i "
+    assert rows(generate("./talker", "-p", "the film", "--json", "prompts.chat=true",
+                         *SHORT)) == chat
+    lacking = generate("first", "-p", "x", "--chat")
+    assert (lacking.code, lacking.err.splitlines()[0]) == (
+        3, "Error: The tokenizer of runs/first, step 4 has no chat template.")
+    assert "--system is a message of a conversation" in generate(
+        "first", "-p", "x", "--system", "y").err
+    assert "fix:   --chat" in generate("./talker", "--prompts-file", "talks.jsonl").err
+
+
+def test_checkpoints_and_sampling_of_a_model(here, generate):
+    earlier = rows(generate("first", "-p", "the film", "--step", "1", "--json"))
+    assert earlier[0]["model"] == "runs/first, step 1"
+    path = rows(generate("runs/first/checkpoints/step-000001", "-p", "the film", "--json"))
+    assert path[0]["response"] == earlier[0]["response"]
+    (here / "lm/generation_config.json").write_text(
+        '{"temperature": 0.3, "do_sample": true, "max_new_tokens": 3}')
+    ended = generate("./lm", "-p", "the film", "--json", "--temperature", "0.4")
+    assert rows(ended)[0]["response_tokens"] <= 3
+    assert "sampling as its generation_config.json says: max_new_tokens=3" in ended.err
+    worded = generate("./lm", "-p", "the film", "--json", "generation.max_new_tokens=5")
+    assert "max_new_tokens" not in worded.err
+    greedy = rows(generate("./lm", "-p", "the film", "-n", "3", "--greedy", "--json"))
+    assert len({row["response"] for row in greedy}) == 1
+
+
+def test_a_stop_text_ends_a_response(here, generate):
+    free = rows(generate("./lm", "-p", "the film", "--json", *SHORT))[0]
+    first, second = free["response"].split()[:2]
+    stopped = rows(generate("./lm", "-p", "the film", "--json", "--stop", second, *SHORT))[0]
+    assert stopped["response"].split() == [first]
+    assert stopped["finished"]
+
+
+@pytest.mark.parametrize(("words", "message"), BAD_VALUES)
+def test_bad_sampling_is_refused(here, generate, words, message):
+    ended = generate("first", "-p", "the film", *words)
+    assert ended.code == 2
+    assert message in ended.err
+    assert ended.out == ""
+
+
+def test_wrong_prompts_are_told(here, generate):
+    (here / "odd.csv").write_text("text,n\nhello,1\n")
+    for words, code, message in (
+            (("--prompts-file", "nope.txt"), 3, "Prompt file or folder nope.txt does not exist"),
+            (("--prompts-file", "nope"), 3, "Prompt file or folder nope does not exist"),
+            (("--prompts-file", "odd.csv"), 3, "  where: --column prompt\n  fix:   --column text"),
+            (("-p", "x", "--prompts-file", "odd.csv"), 2, "are both given"),
+            (("-p", "  "), 2, "The prompt '  ' is empty"),
+            (("-p", "the film " * 40), 2, "The prompt has 80 tokens; with 8 new ones"),
+            (("hello there",), 2, "prompts go behind an option: --prompt TEXT"),
+            (("-p", "x", "--step", "99"), 5, "step-000099")):
+        ended = generate("first", *words)
+        assert ended.code == code, ended.said
+        assert message in ended.err, ended.err
+        assert ended.out == ""
+    asked = generate("./lm", "-p", "x", "--score")
+    assert (asked.code, "--reward" in asked.err) == (2, True)
+    assert generate("./nothing", "-p", "x").code == 3
+
+
+def test_control_characters_reach_no_terminal(monkeypatch):
+    evil = "a\x1b[2Jb\r\n\tc"
+    assert printable(evil) == evil
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert printable(evil) == "a?[2Jb?\n\tc"
+
+
+ENDLESS = ("generate", "./talker", "-p", "the film", "-n", "100000", "--batch-size", "1", "--json",
+           "--max-new-tokens", "40", "--min-new-tokens", "40")
+
+
+@pytest.mark.parametrize(("number", "code"), [
+    (signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)])
+def test_what_was_generated_before_a_signal_is_there(tmp_path, number, code):
+    save_talker(tmp_path / "talker")
+    process = spawn(*ENDLESS, cwd=tmp_path)
+    assert process.stdout is not None
+    first = process.stdout.readline()
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    assert all(json.loads(line)["response_tokens"] == 40 for line in (first + out).splitlines())
+    assert err == f"Stopped: stopped by {number.name}\n"
+    assert_no_process_left(process.pid)
+
+
+def test_a_reader_that_leaves_ends_it_quietly(tmp_path):
+    save_talker(tmp_path / "talker")
+    with subprocess.Popen([sys.executable, "-m", "ppocli", *ENDLESS], cwd=tmp_path, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          env=environment()) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert json.loads(process.stdout.readline())["sample"] == 0
+        process.stdout.close()
+        assert process.wait(timeout=60) == 128 + signal.SIGPIPE
+        assert process.stderr.read() == ""

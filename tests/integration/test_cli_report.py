@@ -1,0 +1,326 @@
+"""``ppocli report``: what a page and a Markdown file say of real runs, and what they never do."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from helpers import jsonl, ppocli
+from hostile import hostile_run
+from runs import PLANTED, whole_copy
+
+from ppocli.cli.output import code_of
+from ppocli.cli.report import report
+
+
+class Page(HTMLParser):
+    """Tags of a page, and its text without what a reader doesn't see."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self._open: list[str] = []
+        self._text: list[str] = []
+        self.feed(path.read_text(encoding="utf-8"))
+        assert self._open == [], "every element is closed"
+        self.text = " ".join("".join(self._text).split())
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag not in ("meta", "link", "wbr"):
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self._open.pop() == tag
+
+    def handle_data(self, data):
+        if not {"style"} & set(self._open):
+            self._text.append(data)
+
+
+@pytest.fixture
+def run(reference: Path, tmp_path: Path) -> Path:
+    """A finished run of one's own."""
+    return whole_copy(reference, tmp_path / "runs" / "one")
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str]):
+    """The command in this process: (exit code, stdout, stderr)."""
+    def command(run=None, output=None, form=None, overwrite=False, as_json=False):
+        capsys.readouterr()
+        code = code_of(lambda: report(run and str(run), output and Path(output), form, overwrite,
+                                      as_json))
+        return code, *capsys.readouterr()
+    return command
+
+
+def outside_fences(text: str) -> list[str]:
+    """The lines of a Markdown text that aren't in a code block, as CommonMark has it."""
+    found, fence = [], None
+    for line in text.split("\n"):
+        match = re.match(r" {0,3}(`{3,}|~{3,})", line)
+        if fence is None and match:
+            fence = match[1]
+        elif fence is not None:
+            bare = line.strip()
+            if bare and set(bare) == {fence[0]} and len(bare) >= len(fence):
+                fence = None
+        else:
+            found.append(line)
+    assert fence is None, "a code block is left open"
+    return found
+
+
+def test_the_command_writes_a_page_and_markdown_into_the_newest_run(run, tmp_path):
+    done = ppocli("report", cwd=tmp_path, HF_TOKEN=PLANTED)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "runs/one/report.html\nruns/one/report.md\n"
+    assert done.stderr == "using runs/one (the newest run)\n"
+    page = Page(run / "report.html")
+    rows = jsonl(run / "metrics.jsonl")
+    before, after = rows[0]["eval/reward_mean"], rows[-1]["eval/reward_mean"]
+    for text in (page.text, (run / "report.md").read_text(encoding="utf-8")):
+        assert f"{before:.3f} → {after:.3f}" in text.replace("**", "")
+        for part in ("ppo.kl_controller", "adaptive", "rewards.py:score", "ppo.horizon", "10000",
+                     "ppocli train", "before (step 0)", "after (step 4)", "transformers",
+                     "All 4 steps are done.", "newest"):
+            assert part in text, part
+        assert PLANTED not in text
+    # reward, KL, ... and the distribution of the reward
+    assert page.tags.count("svg") >= 13
+    assert {"script", "img", "iframe", "object", "base"} & set(page.tags) == set()
+
+
+def test_a_page_refers_to_nothing_outside_itself(run, say):
+    assert say(run)[0] == 0
+    text = (run / "report.html").read_text(encoding="utf-8")
+    assert not re.search(r"url\(|@import", text)
+    assert set(re.findall(r"https?://[^\"'<\s]+", text)) == {"http://www.w3.org/2000/svg"}
+    assert "default-src 'none'" in text
+    page = Page(run / "report.html")
+    loading = {value for name, value in page.attributes
+               if name in ("src", "href", "srcset", "action", "data", "poster")}
+    assert {value for value in loading if value[0] != "#"} == {"data:,"}
+    ids = [value for name, value in page.attributes if name == "id"]
+    links = {value[1:] for name, value in page.attributes if name == "href" and value[0] == "#"}
+    assert len(ids) == len(set(ids))
+    assert links <= set(ids)
+    assert len(links) == len({"asked", "outcome", "curves", "samples", "warnings", "checkpoints",
+                              "environment", "reproduce"})
+
+
+def test_the_samples_are_those_of_the_same_prompts(run, say):
+    code, out, _ = say(run, as_json=True)
+    assert code == 0
+    data = json.loads(out)
+    rows = [row for row in jsonl(run / "samples.jsonl") if row["kind"] == "eval"]
+    for pair in data["samples"]["pairs"]:
+        for side, step in (("before", 0), ("after", 4)):
+            row = next(r for r in rows if r["step"] == step and r["prompt"] == pair["prompt"])
+            assert pair[side]["text"] == row["response"]
+            assert pair[side]["score"] == row["score"]
+            assert pair[side]["kl"] == row["kl"]
+    scores = [row["score"] for row in rows if row["step"] == 4]
+    assert data["samples"]["scores_after"] == scores
+    assert {row["name"]: row["after"] for row in data["outcome"]}["reward_mean"] == pytest.approx(
+        sum(scores) / len(scores))
+    assert not (run / "report.html").exists()
+
+
+def test_hostile_texts_stay_texts_on_the_page(reference, tmp_path, say):
+    run = hostile_run(reference, tmp_path / "hostile")
+    assert say(run)[0] == 0
+    raw = (run / "report.html").read_text(encoding="utf-8")
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e\u2066\u2069\ud800-\udfff]", raw)
+    page = Page(run / "report.html")
+    assert {"script", "img"} & set(page.tags) == set()
+    assert "alert(1)" not in "".join(value for _, value in page.attributes)
+    for part in ("</script><script>document.title='owned'", "a | b || c \\| d", "{{ 7 * 7 }}",
+                 "\\x1b[31mred", "\\u202egnp.exe", "lone \\ud83d surrogate", "&amp;",
+                 "(18,500 more characters)", "<b>bold|name", "0.500 ± 0.125", "0.750 ± 0.100"):
+        assert part in page.text, part
+    assert PLANTED not in raw
+
+
+def test_hostile_texts_stay_texts_in_markdown(reference, tmp_path, say):
+    run = hostile_run(reference, tmp_path / "hostile")
+    assert say(run, form="md")[0] == 0
+    raw = (run / "report.md").read_text(encoding="utf-8")
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e\u2066\ud800-\udfff]", raw)
+    lines = outside_fences(raw)
+    assert [line for line in lines if line.startswith("#")] == [
+        "# hostile: PPO training report", *(f"## {name}" for name in (
+            "What was asked", "Outcome", "Curves", "Samples", "Warnings", "Evaluations",
+            "Checkpoints", "Environment", "Reproduce"))]
+    assert not any(line.startswith(("out of the fence", "~~~")) for line in lines)
+    for line in lines[1:]:
+        bare = re.sub(r"\\.", "", re.sub(r"(`+)(?!`).*?(?<!`)\1(?!`)", "", line))
+        assert not re.search(r"<|\]\(|://|@", bare), line
+    for start, columns in (("| key |", 3), ("| name |", 7), ("| figure |", 6)):
+        at = next(i for i, line in enumerate(lines) if line.startswith(start))
+        for line in lines[at:lines.index("", at)]:
+            assert len(re.findall(r"(?<!\\)\|", line)) == columns + 1, line
+    assert PLANTED not in raw
+
+
+def test_equal_warnings_are_counted_once_and_dated(run, say):
+    with (run / "ppocli.log").open("a") as log:
+        for step in (5, 6, 7):
+            log.write(f"2026-01-31 12:00:0{step},000 INFO step {step}/9  reward 0.1\n"
+                      f"2026-01-31 12:00:0{step},500 WARNING Mean ratio 1{step}.5 exceeds.\nmore\n")
+    code, out, _ = say(run, as_json=True)
+    assert code == 0
+    assert json.loads(out)["complaints"][-1] == {
+        "level": "warning", "text": "Mean ratio 15.5 exceeds.\nmore",
+        "time": "2026-01-31 12:00:05", "step": 5, "count": 3}
+
+
+@pytest.mark.parametrize(("status", "said"), [
+    ("stopped", "Stopped at step 4 of 4."), ("failed", "Failed at step 4 of 4."),
+    ("interrupted", "Ended at step 4 of 4 without saying why")])
+def test_an_unfinished_run_gets_a_report_that_says_so(run, say, status, said):
+    summary = json.loads((run / "summary.json").read_text())
+    summary |= {"status": status, "error": "the <disk> was full", "eval_after": None}
+    (run / "summary.json").write_text(json.dumps(summary))
+    if status == "interrupted":
+        (run / "summary.json").unlink()
+    shutil.rmtree(run / "model")
+    shutil.rmtree(run / "checkpoints")
+    assert say(run)[0] == 0
+    page, text = Page(run / "report.html").text, (run / "report.md").read_text()
+    for found in (page, text):
+        assert said in found
+        assert f"ppocli resume {run}" in found
+        assert "None are kept." in found
+        assert ("the <disk> was full" in found) == (status == "failed")
+
+
+def test_a_running_run_gets_a_report_that_says_so(run, say):
+    from ppocli.engine.run_folder import lock
+
+    (run / "summary.json").unlink()
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:2]) + '{"step": 2, "rew')
+    with lock(run):
+        assert say(run)[0] == 0
+    page = Page(run / "report.html").text
+    assert "Still running, at step 1 of 4: this is what there is so far." in page
+    assert "ppocli resume" not in page
+
+
+def test_a_run_that_has_only_begun_gets_a_report(run, say):
+    for path in run.iterdir():
+        if path.name not in ("config.yaml", "run.json"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert say(run)[0] == 0
+    for found in (Page(run / "report.html").text, (run / "report.md").read_text()):
+        for part in ("No evaluation has ended yet", "No step has ended yet.",
+                     "No evaluation samples were written.", "None are kept."):
+            assert part in found, part
+
+
+def test_an_unusable_checkpoint_is_called_so(run, say):
+    newest = max((run / "checkpoints").glob("step-*"))
+    (newest / "value_head.safetensors").unlink()
+    code, out, _ = say(run, as_json=True)
+    assert code == 0
+    kept = {entry["step"]: entry for entry in json.loads(out)["checkpoints"]}
+    assert kept[4]["problem"] == "value_head.safetensors is missing"
+    assert not kept[4]["latest"]
+    assert kept[3]["latest"]
+    assert kept[3]["bytes"] > 10_000
+
+
+def test_a_run_of_python_objects_has_no_command(run, say):
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(re.sub(r"(?m)^(  fn:) .*$", r"\1 <python object>", config))
+    assert say(run)[0] == 0
+    for found in (Page(run / "report.html").text, (run / "report.md").read_text()):
+        assert "started from Python with Python objects" in found
+        assert "ppocli train" not in found
+
+
+def test_ten_thousand_steps_are_thinned_and_said_to_be(run, say):
+    row = jsonl(run / "metrics.jsonl")[-1]
+    with (run / "metrics.jsonl").open("w") as file:
+        for step in range(1, 10_001):
+            file.write(json.dumps({**row, "step": step, "reward/mean": step % 97,
+                                   "val/var_explained": -5.0}) + "\n")
+    assert say(run)[0] == 0
+    path = run / "report.html"
+    assert path.stat().st_size < 1_000_000
+    said = "Of about every 20 neighbouring steps the lowest and the highest value are drawn."
+    assert said in Page(path).text
+    assert "Values below -1 are drawn there." in Page(path).text
+    data = json.loads(say(run, as_json=True)[1])
+    lines = [line for curve in data["curves"] for line in curve["lines"]]
+    assert max(len(line["points"]) for line in lines) == 1000
+
+
+def test_only_files_that_are_reports_are_replaced(run, say):
+    mine = run / "report.md"
+    mine.write_text("# my own notes\n")
+    code, out, err = say(run)
+    assert (code, out) == (2, "")
+    assert err == (f"Error: {mine} exists and was not written by ppocli report.\n"
+                   f"  where: {mine}\n  fix:   choose another file with --output, or replace it "
+                   "with --overwrite\n")
+    assert not (run / "report.html").exists(), "nothing was written before it was refused"
+    assert mine.read_text() == "# my own notes\n"
+    assert say(run, overwrite=True)[0] == 0
+    assert say(run)[0] == 0, "its own files it replaces"
+
+
+def test_the_file_name_tells_the_format(run, say, tmp_path):
+    code, out, _ = say(run, output=tmp_path / "new/place/talk.html")
+    assert (code, out) == (0, f"{tmp_path}/new/place/talk.html\n")
+    assert not (run / "report.html").exists()
+    assert say(run, output=tmp_path / "a.md")[0] == 0
+    assert (tmp_path / "a.md").read_text().startswith("<!-- generator: ppocli report ")
+    code, out, _ = say(run, output=tmp_path / "both.html", form="both")
+    assert out.split() == [f"{tmp_path}/both.html", f"{tmp_path}/both.md"]
+    code, out, _ = say(run, output=tmp_path, form="md")
+    assert out == f"{tmp_path}/report.md\n"
+
+
+@pytest.mark.parametrize(("options", "code", "what"), [
+    ({"output": "x.pdf"}, 2, "x.pdf doesn't tell the format of the report."),
+    ({"output": "x.md", "form": "html"}, 2, "x.md ends like another format than --format html."),
+    ({"form": "pdf"}, 2, "--format pdf is unknown."),
+    ({"as_json": True, "form": "md"}, 2, "--json prints the report's data and writes no file."),
+    ({"run": "nowhere"}, 3, "nowhere does not exist"),
+    ({"run": "."}, 3, ". is no run folder."),
+    ({"output": "file/report.md"}, 6, "file can't be a folder: "),
+])
+def test_what_is_refused(run, say, tmp_path, monkeypatch, options, code, what):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    found, out, err = say(**{"run": run, **options})
+    assert (found, out) == (code, "")
+    assert err.startswith(f"Error: {what}"), err
+    assert "  fix:   " in err
+
+
+def test_no_run_at_all_is_refused(say, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = say()
+    assert code == 2
+    assert "There is no run in runs yet." in err
+
+
+def test_a_report_needs_no_torch(run, tmp_path):
+    done = ppocli("report", str(run), cwd=tmp_path, PYTHONPROFILEIMPORTTIME="1")
+    assert done.returncode == 0
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert {"torch", "transformers"} & loaded == set()
+    assert "jinja2" in loaded

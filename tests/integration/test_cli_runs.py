@@ -1,0 +1,321 @@
+"""``ppocli runs list`` and ``prune``: what is told of runs, and what may never be deleted."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers import environment, ppocli
+from runs import copied, whole_copy
+
+from ppocli.cli.output import code_of
+from ppocli.cli.runs import print_runs, prune_runs
+from ppocli.engine.run_folder import lock
+from ppocli.runs.listing import age, folder_size
+from ppocli.runs.pruning import carry_out, plan_pruning
+from ppocli.runs.target import find_target
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    """An empty current folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def runs(reference, here) -> Path:
+    """A folder with a finished run, one that failed at once, one interrupted after a checkpoint,
+    and one of a sweep; and things that are no runs."""
+    root = here / "runs"
+    whole_copy(reference, root / "done")
+    failed = copied(reference, root / "failed", 0)
+    (failed / "summary.json").write_text('{"status": "failed", "steps": 4}')
+    shutil.rmtree(failed / "checkpoints")
+    copied(reference, root / "cut", 2)
+    whole_copy(reference, root / "sweep-1/0")
+    (root / "notes").mkdir()
+    (root / "notes/config.yaml").write_text("mine: true")
+    (root / "paper.txt").write_text("mine")
+    for number, name in enumerate(["failed", "cut", "sweep-1/0", "done"]):
+        for path in (root / name).iterdir():
+            os.utime(path, (1.7e9 + number, 1.7e9 + number))
+    return root
+
+
+def listed(capsys, folder: Path | None = None) -> list[dict]:
+    capsys.readouterr()
+    assert code_of(lambda: print_runs(folder, True)) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def prune(root: Path | None = None, **options) -> int:
+    given = {"checkpoints": False, "failed": False, "keep_best": False, "older_than": None,
+             "dry_run": False, "yes": True, "as_json": False, **options}
+    return code_of(lambda: prune_runs(root, **given))
+
+
+def snapshot(folder: Path) -> dict[str, bytes | None]:
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+            for path in sorted(folder.rglob("*")) if path.name != ".lock"}
+
+
+def test_the_list_of_runs(runs, capsys):
+    found = listed(capsys)
+    assert [run["name"] for run in found] == ["done", "sweep-1/0", "cut", "failed"]
+    assert [run["status"] for run in found] == ["finished", "finished", "interrupted", "failed"]
+    rows = [json.loads(line) for line in (runs / "done/metrics.jsonl").read_text().splitlines()]
+    done = found[0]
+    assert (done["step"], done["total_steps"], done["pid"]) == (4, 4, None)
+    assert done["reward_mean"] == rows[-1]["reward/mean"]
+    best = max((row["eval/reward_mean"], -row["step"]) for row in rows if "eval/reward_mean" in row)
+    assert (done["best"], done["best_step"]) == (best[0], -best[1])
+    assert done["bytes"] == sum(p.stat().st_size for p in (runs / "done").rglob("*")
+                                if p.is_file() and not p.is_symlink()
+                                and "latest" not in p.parts and "best" not in p.parts)
+    assert done["written"] == "2023-11-14T22:13:23+00:00"
+    assert done["model"] == "lm"
+    assert done["reward"] == "rewards.py:score"
+    assert listed(capsys, runs / "sweep-1")[0]["name"] == "0"
+    assert listed(capsys, runs / "done")[0]["name"] == "done"
+
+
+def test_a_running_and_a_damaged_run(runs, capsys):
+    (runs / "failed/config.yaml").write_text("{")
+    with lock(runs / "cut"):
+        by_name = {run["name"]: run for run in listed(capsys)}
+    assert (by_name["cut"]["status"], by_name["cut"]["pid"]) == ("running", os.getpid())
+    assert by_name["failed"]["status"] == "damaged"
+
+
+def test_the_table_and_the_alias(runs):
+    done = ppocli("runs", "list", cwd=runs.parent)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert lines[0][:4] == ["run", "status", "step", "reward"]
+    assert lines[1][:3] == ["done", "finished", "4/4"]
+    assert len(lines) == 5
+    assert ppocli("runs", "ls", "--json", cwd=runs.parent).stdout.startswith("[")
+
+
+def test_an_empty_place_says_how_to_start(here, capsys):
+    assert code_of(lambda: print_runs(None, False)) == 0
+    assert capsys.readouterr() == (
+        "", "There are no runs in runs yet. Start one: ppocli train +recipe=quickstart\n")
+    assert listed(capsys) == []
+    assert code_of(lambda: print_runs(Path("nowhere"), False)) == 3
+    assert "nowhere does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(0, "0 s"), (59.9, "59 s"), (60, "1 min"),
+                                                (3599, "59 min"), (7200, "2 h"), (86400, "1 d"),
+                                                (-5, "0 s")])
+def test_ages(seconds, shown):
+    assert age(1000.0, 1000.0 + seconds) == shown
+
+
+def test_checkpoints_of_finished_runs_go_and_all_else_stays(runs, capsys):
+    (runs / "done/checkpoints/superseded/step-000009").mkdir(parents=True)
+    (runs / "done/checkpoints/.discarded-step-000001-1234").mkdir()
+    (runs / "done/nonfinite-dump/step-000001").mkdir(parents=True)
+    before, other = snapshot(runs / "done"), {n: snapshot(runs / n) for n in ("cut", "failed")}
+    assert prune(dry_run=True) == 0
+    assert snapshot(runs / "done") == before
+    out, err = capsys.readouterr()
+    assert [line.split()[:2] for line in out.splitlines()[1:]] == [["done", "finished"],
+                                                                   ["sweep-1/0", "finished"]]
+    assert err.endswith("could be given back; nothing was deleted.\n")
+    assert prune() == 0
+    after = snapshot(runs / "done")
+    assert set(after) - set(before) == {"checkpoints/pruned.json"}
+    gone = {Path(name).parts[0] for name in set(before) - set(after)}
+    assert gone == {"checkpoints", "nonfinite-dump"}
+    assert sorted(os.listdir(runs / "done/checkpoints")) == ["pruned.json"]
+    assert all(after[name] == before[name] for name in after if name in before)
+    assert {n: snapshot(runs / n) for n in ("cut", "failed")} == other
+    assert (runs / "paper.txt").exists()
+    assert prune() == 0
+    assert "There is nothing to delete in runs." in capsys.readouterr().err
+
+
+def test_what_is_given_back_is_what_was_promised(runs, capsys):
+    size = folder_size(runs)
+    assert prune(dry_run=True, as_json=True) == 0
+    promised = sum(each["bytes"] for each in json.loads(capsys.readouterr().out))
+    assert prune(as_json=True) == 0
+    assert sum(each["bytes"] for each in json.loads(capsys.readouterr().out)) == promised > 0
+    notes = sum(p.stat().st_size for p in runs.rglob("pruned.json"))
+    assert size - (folder_size(runs) - notes) == promised
+
+
+def test_the_best_checkpoint_can_stay(runs):
+    best = os.readlink(runs / "done/checkpoints/best")
+    assert prune(keep_best=True) == 0
+    assert sorted(os.listdir(runs / "done/checkpoints")) == ["best", "pruned.json", best]
+    assert find_target("done", say=print, best=True).step == int(best.removeprefix("step-"))
+
+
+def test_a_pruned_run_still_loads_and_says_why_it_cannot_go_on(runs, command):
+    from transformers import AutoModelForCausalLM
+
+    assert prune() == 0
+    target = find_target("done", say=print)
+    assert (target.step, target.run_dir) == (4, runs / "done")
+    assert AutoModelForCausalLM.from_pretrained(target.model).config.vocab_size > 0
+    before = snapshot(runs / "done")
+    ended = command("resume=runs/done", "ppo.num_steps=9")
+    assert ended.code == 5
+    assert "The checkpoints of done were deleted by ppocli runs prune (20" in ended.err
+    assert (f"  fix:   start another run with its model: model.path={runs}/done/model "
+            "run_name=NAME\n") in ended.err
+    assert command("resume=runs/done").code == 0  # nothing left to do
+    assert snapshot(runs / "done") == before
+
+
+def test_resume_auto_does_not_start_a_pruned_run_afresh(runs):
+    from ppocli.config.resolved import read_config
+    from ppocli.errors import CheckpointError
+    from ppocli.launch import launch
+
+    assert prune() == 0
+    metrics = (runs / "done/metrics.jsonl").read_bytes()
+    config = replace(read_config(runs / "done/config.yaml"), resume="auto")
+    config.ppo.num_steps = 9
+    with pytest.raises(CheckpointError, match="were deleted by ppocli runs prune"):
+        launch(config)
+    assert (runs / "done/metrics.jsonl").read_bytes() == metrics
+
+
+def test_runs_that_failed_before_a_checkpoint_go_whole(runs, capsys):
+    assert prune(failed=True) == 0
+    assert sorted(os.listdir(runs)) == ["cut", "done", "notes", "paper.txt", "sweep-1"]
+    assert len(os.listdir(runs / "done/checkpoints")) > 2
+    assert "failed  failed before a checkpoint  the whole folder" in capsys.readouterr().out
+
+
+def test_a_running_run_is_never_touched(runs, capsys):
+    with lock(runs / "done"), lock(runs / "failed"):
+        assert prune(checkpoints=True, failed=True) == 0
+        assert "sweep-1/0" in capsys.readouterr().out
+    assert (runs / "failed").exists()
+    assert (runs / "done/checkpoints/step-000004").exists()
+
+
+def test_a_run_that_began_again_after_the_plan_is_left_alone(runs):
+    from ppocli.errors import CheckpointError
+
+    plan = {removal.run.name: removal
+            for removal in plan_pruning(runs, checkpoints=True, failed=True)}
+    with lock(runs / "done"), pytest.raises(CheckpointError, match="is in use by process"):
+        carry_out(plan["done"])
+    os.utime(runs / "failed/metrics.jsonl")
+    with pytest.raises(CheckpointError, match="has gone on meanwhile and is left alone"):
+        carry_out(plan["failed"])
+    shutil.rmtree(runs / "sweep-1")
+    carry_out(plan["0"])
+    assert not (runs / "sweep-1").exists()
+    assert (runs / "done/checkpoints/step-000004").exists()
+    assert (runs / "failed").exists()
+
+
+def test_a_run_on_another_machine_is_left_alone(runs, capsys):
+    (runs / "failed/.lock").write_text(json.dumps({
+        "pid": 1, "host": "elsewhere", "boot": "b", "started": 1}))
+    assert prune(failed=True) == 0
+    assert (runs / "failed").exists()
+    assert "it may be running on elsewhere (.lock says so)" in capsys.readouterr().err
+
+
+def test_links_are_left_alone(runs, here):
+    elsewhere = whole_copy(runs / "done", here / "elsewhere/kept")
+    (runs / "link").symlink_to(elsewhere)
+    shutil.move(runs / "done/checkpoints", here / "big")
+    (runs / "done/checkpoints").symlink_to(here / "big")
+    before = snapshot(here / "big")
+    assert prune() == 0
+    assert (elsewhere / "checkpoints/step-000004").exists()
+    assert snapshot(here / "big") == before
+
+
+def test_only_old_ones(runs, capsys):
+    os.utime(runs / "done/metrics.jsonl")
+    assert prune(older_than="1d") == 0
+    assert (runs / "done/checkpoints/step-000004").exists()
+    assert not (runs / "sweep-1/0/checkpoints/step-000004").exists()
+    assert prune(older_than="7 weeks") == 2
+    assert "--older-than 7 weeks: must be a number with s, min, h, d or w" in \
+        capsys.readouterr().err
+
+
+def test_leftovers_of_a_killed_prune_go(runs):
+    left = runs / ".discarded-gone-0123abcd"
+    shutil.copytree(runs / "failed", left)
+    (runs / ".discarded-mine").mkdir()
+    assert prune(failed=True) == 0
+    assert not left.exists()
+    assert (runs / ".discarded-mine").exists()
+
+
+def test_what_cannot_be_deleted_is_told_and_the_rest_goes(runs, capsys, monkeypatch):
+    from ppocli.runs import pruning
+
+    def refuse(part: Path) -> None:
+        if "done" in part.parts:
+            raise PermissionError(13, "Permission denied", str(part))
+        shutil.rmtree(part)
+
+    monkeypatch.setattr(pruning, "discard", refuse)
+    assert prune(checkpoints=True, failed=True) == 6
+    assert "No permission" in capsys.readouterr().err
+    assert not (runs / "failed").exists()
+
+
+def test_without_a_terminal_yes_is_needed(runs):
+    done = ppocli("runs", "prune", cwd=runs.parent)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "Error: Nothing was deleted: there is no terminal to ask on.\n  where: command line\n"
+        "  fix:   look at the list (--dry-run prints it alone), then add --yes\n")
+    assert (runs / "done/checkpoints/step-000004").exists()
+
+
+@pytest.mark.parametrize(("answer", "deleted"), [(b"n\n", False), (b"\n", False), (b"y\n", True)])
+def test_on_a_terminal_it_asks(runs, answer, deleted):
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen([sys.executable, "-m", "ppocli", "runs", "prune"], cwd=runs.parent,
+                               stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               env=environment(), text=True)
+    try:
+        os.close(theirs)
+        os.write(ours, answer)
+        _, err = process.communicate(timeout=60)
+    finally:
+        os.close(ours)
+    assert process.returncode == 0
+    assert "? [y/N] " in err
+    assert (runs / "done/checkpoints/step-000004").exists() is not deleted
+    assert ("Nothing was deleted." in err) is not deleted
+
+
+def test_a_run_being_pruned_is_locked(runs, monkeypatch):
+    from ppocli.engine.run_folder import live_owner
+    from ppocli.runs import pruning
+
+    seen = []
+
+    def watch(part: Path) -> None:
+        owner = live_owner(runs / "done")
+        seen.append(owner.pid if owner else None)
+
+    monkeypatch.setattr(pruning, "discard", watch)
+    (plan,) = plan_pruning(runs / "done", checkpoints=True, failed=False)
+    carry_out(plan)
+    assert seen
+    assert set(seen) == {os.getpid()}

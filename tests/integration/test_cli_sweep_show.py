@@ -1,0 +1,247 @@
+"""``ppocli sweep show`` and ``resume``: sweeps that were killed, jobs that are kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from runs import copied, spawn, wait_for, whole_copy, words
+
+from ppocli.cli.output import code_of
+from ppocli.cli.sweep import resume_sweep
+from ppocli.cli.sweep_show import show_sweep
+from ppocli.engine.run_folder import live_owner, lock
+from ppocli.runs.sweeps import JobRecord, SweepRecord, read_sweep, write_sweep
+
+KEYS = ["ppo.init_kl_coef=0.1", "ppo.init_kl_coef=0.2"]
+
+
+def job(sweep: Path, number: int, status: str, varied: list[str], reward: float | None = None,
+        kl: float | None = None, code: int | None = None) -> JobRecord:
+    return JobRecord(number, tuple(varied), tuple(varied), status, code, reward, kl, 2.0,
+                     str(sweep / str(number)), None)
+
+
+@pytest.fixture
+def sweep(reference, world) -> Path:
+    """A sweep over two keys: finished, failed, being run when all was killed, never begun."""
+    folder = world / "runs/sweep-1"
+    whole_copy(reference, folder / "0")
+    copied(reference, folder / "2", 2)
+    given = [word for word in words(stateful=True) if not word.startswith("seed")]
+    write_sweep(SweepRecord(folder, ("-m", *given, "seed=0,1", "ppo.init_kl_coef=0.1,0.2"),
+                            str(world), True, (
+        job(folder, 0, "finished", ["seed=0", KEYS[0]], 0.5, 0.25, 0),
+        job(folder, 1, "failed", ["seed=0", KEYS[1]], code=7),
+        job(folder, 2, "running", ["seed=1", KEYS[0]]),
+        JobRecord(3, (), ("seed=1", KEYS[1]), "planned", None, None, None, 0.0, "", None))))
+    return folder
+
+
+def shown(capsys, given: str | None = None, sort: str = "reward") -> dict:
+    capsys.readouterr()
+    assert code_of(lambda: show_sweep(given, sort, True)) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def resume(capsys, *given: str) -> tuple[int, str, str]:
+    capsys.readouterr()
+    code = code_of(lambda: resume_sweep(given[0], given[1:]))
+    return (code, *capsys.readouterr())
+
+
+def edit(sweep: Path, **values) -> None:
+    data = json.loads((sweep / "sweep.json").read_text())
+    (sweep / "sweep.json").write_text(json.dumps({**data, **values}))
+
+
+def test_status_is_told_even_of_jobs_that_nobody_wrote_down(sweep, capsys):
+    found = {each["job"]: each for each in shown(capsys)["jobs"]}
+    assert [found[n]["status"] for n in range(4)] == ["finished", "failed", "interrupted",
+                                                      "planned"]
+    assert [found[n]["step"] for n in range(4)] == [4, None, 4, None]
+    rows = [json.loads(line) for line in (sweep / "0/metrics.jsonl").read_text().splitlines()]
+    assert found[0]["reward_mean"] == rows[-1]["eval/reward_mean"]
+    assert found[3]["varied"] == {"seed": "1", "ppo.init_kl_coef": "0.2"}
+    with lock(sweep / "2"):
+        assert shown(capsys, "sweep-1", "job")["jobs"][2]["status"] == "running"
+    (sweep / "0").rename(sweep / "away")
+    assert shown(capsys, "runs/sweep-1", "job")["jobs"][0]["status"] == "gone"
+
+
+def test_order_and_means_of_every_value(sweep, capsys, reference):
+    for number in (1, 2, 3):
+        if number != 2:
+            whole_copy(reference, sweep / str(number))
+    keys = [["seed=0", KEYS[0]], ["seed=0", KEYS[1]], ["seed=1", KEYS[0]], ["seed=1", KEYS[1]]]
+    rewards, kls = [0.1, 0.4, None, 0.2], [3.0, 1.0, None, 2.0]
+    for number in (0, 1, 3):
+        path = sweep / str(number) / "metrics.jsonl"
+        path.write_text(json.dumps({"step": 4, "episode": 48, "eval/kl_mean": kls[number],
+                                    "eval/reward_mean": rewards[number]}) + "\n")
+    (sweep / "2/metrics.jsonl").write_text("")
+    write_sweep(SweepRecord(sweep, ("-m",), str(sweep), True, tuple(
+        job(sweep, n, "finished", keys[n]) for n in range(4))))
+    assert [e["job"] for e in shown(capsys)["jobs"]] == [1, 3, 0, 2]
+    assert [e["job"] for e in shown(capsys, sort="kl")["jobs"]] == [1, 3, 0, 2]
+    assert [e["job"] for e in shown(capsys, sort="job")["jobs"]] == [0, 1, 2, 3]
+    means = {(m["key"], m["value"]): m for m in shown(capsys)["marginal_means"]}
+    assert means["seed", "0"]["jobs"] == 2
+    assert means["seed", "0"]["reward_mean"] == pytest.approx(0.25)
+    assert means["seed", "1"]["reward_mean"] == 0.2  # the interrupted job doesn't count
+    assert means["ppo.init_kl_coef", "0.2"]["kl_mean"] == 1.5
+    assert code_of(lambda: show_sweep(None, "best", False)) == 2
+
+
+def test_the_table(sweep, capsys):
+    assert code_of(lambda: show_sweep(None, "job", False)) == 0
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert lines[0].split() == ["job", "status", "step", "reward", "KL", "seconds", "seed",
+                                "ppo.init_kl_coef", "folder"]
+    assert lines[1].split()[:3] == ["0", "finished", "4/4"]
+    assert lines[4].split() == ["3", "planned", "-", "-", "-", "-", "1", "0.2", "-"]
+    assert lines[6].split() == ["value", "jobs", "reward", "KL"]
+    assert err.startswith("using runs/sweep-1 (the newest sweep)\n")
+    assert err.endswith("3 of 4 jobs are not finished; go on with: ppocli sweep resume "
+                        "runs/sweep-1\n")
+
+
+def test_a_sweep_that_was_moved_is_read_where_it_is(sweep, capsys, world):
+    moved = sweep.rename(world / "elsewhere")
+    assert read_sweep(moved).jobs[0].folder == str(moved / "0")
+    assert shown(capsys, "elsewhere", "job")["jobs"][0]["status"] == "finished"
+
+
+def test_no_sweep(world, capsys):
+    assert code_of(lambda: show_sweep(None, "reward", False)) == 2
+    assert "There is no sweep in runs yet." in capsys.readouterr().err
+    assert code_of(lambda: show_sweep(".", "reward", False)) == 5
+    assert capsys.readouterr().err.startswith("Error: . is no sweep (it holds no sweep.json).\n")
+    Path("sweep.json").write_text('{"jobs": 3}')
+    assert code_of(lambda: show_sweep(".", "reward", False)) == 5
+    assert "sweep.json is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    (["seed=4"], "seed can't be changed: its values make the jobs of this sweep."),
+    (["resume=never"], "resume can't be changed: a sweep goes on where it is."),
+    (["hydra.sweep.dir=x"], "hydra.sweep.dir can't be changed"),
+    (["ppo.cliprange=0.1,0.2"], "The words no longer give the jobs of this sweep."),
+    (["nonsense"], "'nonsense' is neither an option nor a setting")])
+def test_words_that_would_make_another_sweep_are_refused(sweep, capsys, given, said):
+    before = (sweep / "sweep.json").read_bytes()
+    code, _, err = resume(capsys, "runs/sweep-1", *given)
+    assert code == 2, err
+    assert said in err
+    assert (sweep / "sweep.json").read_bytes() == before
+
+
+def test_only_grids_go_on(sweep, capsys):
+    edit(sweep, grid=False)
+    code, _, err = resume(capsys, str(sweep))
+    assert code == 2
+    assert "is no grid: its sweeper chose the jobs as it went, and can't be asked again." in err
+
+
+def test_a_sweep_that_still_runs_is_refused(sweep, capsys):
+    with lock(sweep):
+        code, _, err = resume(capsys, str(sweep))
+    assert code == 5
+    assert f"The sweep in {sweep} is still running: process {os.getpid()} on " in err
+    with lock(sweep / "2"):
+        code, _, err = resume(capsys, str(sweep))
+    assert code == 5
+    assert f"Job 2 of the sweep in {sweep} is still running: process {os.getpid()} on " in err
+    assert f"  fix:   wait for it to end, or stop it: kill {os.getpid()}\n" in err
+
+
+def test_finished_jobs_are_kept_without_being_loaded(sweep, reference, capsys, monkeypatch):
+    """Also where a word changes what they would have been trained with."""
+    from ppocli.cli import sweep as module
+
+    for number in (1, 2, 3):
+        shutil.rmtree(sweep / str(number), ignore_errors=True)
+        whole_copy(reference, sweep / str(number))
+    monkeypatch.setattr(module, "launch", None)  # nothing may be started
+    monkeypatch.chdir("/")  # the words name files from where the sweep was started
+    code, out, err = resume(capsys, str(sweep), "ppo.num_steps=9")
+    assert code == 0, err
+    assert err.count("finished already, kept") == 4
+    rows = [line.split() for line in out.splitlines()]
+    assert rows[1][:5] == ["0", "finished", "0", "0.5", "0.25"]  # as it was written down
+    jobs = json.loads((sweep / "sweep.json").read_text())["jobs"]
+    after = json.loads((sweep / "3/summary.json").read_text())["eval_after"]
+    assert jobs[3]["reward_mean"] == after["reward_mean"]  # was known to its folder alone
+    assert [each["status"] for each in jobs] == ["finished"] * 4
+
+
+def test_the_same_words_keep_a_finished_job_of_the_same_settings_only(sweep, reference, command,
+                                                                    monkeypatch):
+    from ppocli.cli import sweep as module
+    from ppocli.errors import CheckpointError
+
+    started = []
+
+    def refuse(config, **options):
+        started.append(config)
+        raise CheckpointError("no")
+
+    monkeypatch.setattr(module, "launch", refuse)
+    config = sweep / "0/config.yaml"
+    config.write_text(config.read_text().replace(str(reference.parents[1]), str(Path.cwd())))
+    given = words("seed=0", "hydra.sweep.dir=runs/sweep-1", "resume=auto", stateful=True)
+    ended = command("-m", *given)
+    assert (ended.code, started) == (0, []), ended.err
+    ended = command("-m", *given, "reward.timeout=77")
+    assert ended.code == 11
+    assert [config.reward.timeout for config in started] == [77]
+
+
+def test_a_sweep_never_replaces_another(sweep, command):
+    before = (sweep / "sweep.json").read_bytes()
+    ended = command("-m", *words("seed=1,2", "hydra.sweep.dir=runs/sweep-1"))
+    assert ended.code == 5
+    assert f"{sweep} holds a sweep already; nothing is overwritten." in ended.err
+    assert f"go on with it: ppocli sweep resume {sweep}" in ended.err
+    assert (sweep / "sweep.json").read_bytes() == before
+
+
+def test_kill_9_of_a_sweep_stops_its_job_and_the_sweep_goes_on(world, capsys):
+    """What was planned is on the disk, the job saves and ends, and nothing is done twice."""
+    given = [*words("ppo.num_steps=3"), "seed=1,2"]
+    process = spawn("train", "-m", *given, "hydra.sweep.dir=s", cwd=world,
+                    PPOCLI_FAULTS="score.before@8:sleep=4")
+    wait_for((world / "s/0/checkpoints/step-000001").exists, process)
+    planned = json.loads((world / "s/sweep.json").read_text())
+    assert planned["words"][0] == "-m"
+    assert [each["status"] for each in planned["jobs"]] == ["running", "planned"]
+    worker = live_owner(world / "s/0")
+    assert worker is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    code, _, err = resume(capsys, "s")
+    assert code == 5
+    assert f"is still running: process {worker.pid}" in err
+    ended = os.pidfd_open(worker.pid)
+    try:
+        assert select.select([ended], [], [], 60)[0], "the job outlives its sweep"
+    finally:
+        os.close(ended)
+    process.communicate()
+    assert json.loads((world / "s/0/summary.json").read_text())["status"] == "stopped"
+    found = shown(capsys, "s", "job")["jobs"]
+    assert [each["status"] for each in found] == ["stopped", "planned"]
+    done = subprocess.run([sys.executable, "-m", "ppocli", "sweep", "resume", "s"], cwd=world,
+                          text=True, capture_output=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "resuming step" in done.stderr
+    assert [each["status"] for each in shown(capsys, "s")["jobs"]] == ["finished"] * 2
+    assert all((world / f"s/{number}/model/config.json").is_file() for number in (0, 1))

@@ -1,0 +1,282 @@
+"""``ppocli validate``: all problems at once, nothing written, and a rehearsal that is the run's."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers import environment, jsonl, ppocli
+from runs import Ended, whole_copy, words
+
+from ppocli.cli.output import code_of
+from ppocli.cli.validate import validate_words
+
+Validate = Callable[..., Ended]
+
+
+@pytest.fixture
+def validate(capsys: pytest.CaptureFixture[str]) -> Validate:
+    def call(*given: str, **options: bool) -> Ended:
+        capsys.readouterr()
+        code = code_of(lambda: validate_words(list(given), **options))
+        out, err = capsys.readouterr()
+        return Ended(code, out, err)
+
+    return call
+
+
+def everything(folder: Path) -> dict[str, int]:
+    """All files and folders with the time of their last change."""
+    return {str(path): path.lstat().st_mtime_ns for path in (folder, *folder.rglob("*"))
+            if "__pycache__" not in path.parts}
+
+
+def test_a_valid_run_is_one_line_and_writes_nothing(validate, world):
+    before = everything(world)
+    done = validate(*words())
+    assert (done.code, done.err) == (0, "")
+    assert done.out == (
+        "valid: ./lm, reward rewards.py:plain, 8 prompts, 4 steps of 12 samples (48 in all), "
+        "device cpu fp32, into runs/run-DATE-TIME\n")
+    assert validate(*words("run_name=mine", "output_dir=deep/er")).out.rstrip().endswith(
+        "into deep/er/mine")
+    after = everything(world)
+    del before[str(world)], after[str(world)]  # a nameless file may touch the folder
+    assert after == before
+
+
+def test_all_problems_are_told_at_once_each_with_place_and_remedy(validate, world):
+    (world / "out").write_text("")
+    done = validate("model.path=./nope", "prompts.path=prompt.jsonl", "reward.fn=rewards.py:plan",
+                    "reward.metric_fn=nowhere:metric", "ppo.num_steps=2", "ppo.vf_coef=-1",
+                    "generation.top_pp=1", "output_dir=out")
+    assert (done.code, done.out) == (2, "")
+    assert done.err == f"""\
+Error: 7 problems:
+  generation.top_pp: unknown key; did you mean generation.top_p or generation.eval.top_p or \
+generation.top_k?
+    where: command line
+    fix:   ppocli schema lists all keys
+  ppo.vf_coef: -1 must be >= 0
+    where: command line
+    fix:   ppocli schema ppo.vf_coef tells what it takes
+  Folder ./nope does not exist (looked in {world}).
+    where: model.path
+    fix:   model.path=/path/to/model
+  Prompt file or folder prompt.jsonl does not exist (looked in {world}).
+    where: prompts.path=prompt.jsonl
+    fix:   did you mean prompts.jsonl?
+  There is no 'plan' in 'rewards.py'. Did you mean 'plain'?
+    where: reward.fn=rewards.py:plan
+    fix:   name a function that the module has
+  There is no module 'nowhere' in {world} or among the installed packages.
+    where: reward.metric_fn=nowhere:metric
+    fix:   one of these forms: pkg.module:function, pkg.module.function, path/to/file.py:function; \
+or a built-in: classifier, keyword, length, randomwalks, reward_model, word_list
+  out can't be a folder: {world}/out is a file.
+    where: out
+    fix:   choose another output_dir or run_name
+"""
+
+
+NEEDS_COLUMN = "def score(samples, genre):\n    return [0.0] * len(samples)\n"
+
+
+@pytest.mark.parametrize(("more", "code", "said"), [
+    (["ppo.gamma=2"], 2, "ppo.gamma: 2 must be >= 0 and <= 1"),
+    (["+recipe=quickstrat"], 2, "did you mean quickstart?"),
+    (["--cfg", "job"], 2, "only print something"),
+    (["prompts.template=see {titel}"], 2, "{titel} is no column"),
+    (["prompts.column=text"], 3, "There is no column 'text'"),
+    (["prompts.columns=[genre]"], 3, "no metadata column 'genre'"),
+    (["prompts.eval.path=gone.txt"], 3, "gone.txt does not exist"),
+    (["prompts.path=some/dataset"], 3, "HF_HUB_OFFLINE=1 forbids downloading"),
+    (["model.path=some/model"], 3, "HF_HUB_OFFLINE=1 forbids downloading"),
+    (["model.tokenizer_path=./rewards.py"], 3, "model.tokenizer_path"),
+    (["reward.fn=column.py:score"], 7, "genre"),
+    (["reward.fn=length", "reward.kwargs.goal=3"], 7, "goal"),
+    (["reward.fn=classifier", "reward.kwargs.model=./gone", "reward.kwargs.label=X"], 3, "./gone"),
+    (["output_dir=/proc/nowhere"], 6, "/proc/nowhere can't be written"),
+    (["run_name=lm", "output_dir=."], 5, "lm exists already and isn't empty"),
+    (["resume=runs/none"], 5, "there is no such folder"),
+    ([], 0, ""),
+])
+def test_exit_codes(more, code, said, validate, world):
+    (world / "column.py").write_text(NEEDS_COLUMN)
+    done = validate(*words(*more))
+    assert (done.code, said in done.err) == (code, True), done.said
+    assert "Traceback" not in done.err
+
+
+def test_every_reward_of_several_is_checked(validate, world):
+    done = validate(*words("reward.fn=null", "reward.fns.a.fn=rewards.py:nope",
+                           "reward.fns.b.fn=gone.py:score", "reward.fns.c.fn=length",
+                           "reward.fns.d.fn=rewards.py:plain"))
+    assert done.code == 7
+    assert "Error: 3 problems:" in done.err
+    for part in ("reward.fns.a.fn", "reward.fns.b.fn", "reward.fns.c"):
+        assert part in done.err
+    assert "reward.fns.d" not in done.err
+
+
+def test_a_bare_command_tells_how_to_start(validate, world):
+    done = validate()
+    assert done.code == 2
+    assert "ppocli train +recipe=quickstart" in done.err
+
+
+def test_resuming_is_compared_with_the_run(validate, reference, tmp_path, monkeypatch):
+    run = whole_copy(reference, tmp_path / "runs/old")
+    monkeypatch.chdir(tmp_path)
+    before = everything(run)
+    assert validate("resume=runs/old", "ppo.num_steps=9").out.endswith(f"into {run}\n")
+    done = validate("resume=runs/old", "seed=8")
+    assert done.code == 5
+    assert "seed: 0 -> 8" in done.err
+    shutil.move(run / "checkpoints", tmp_path / "elsewhere")
+    done = validate("resume=runs/old")
+    assert done.code == 5
+    assert "has no valid checkpoint to go on from" in done.err
+    shutil.move(tmp_path / "elsewhere", run / "checkpoints")
+    after = everything(run)
+    assert before | {str(run): 0} == after | {str(run): 0}
+
+
+def test_every_job_of_a_sweep_is_checked(validate, world):
+    before = everything(world)
+    done = validate("-m", *words("ppo.vf_coef=0.1,0.2", "reward.fn=rewards.py:plain,length",
+                                 "run_name=null"))
+    assert done.code == 7
+    assert done.err.startswith("Error: job 2, 3: length"), done.err
+    done = validate("-m", *words("seed=1,2"))
+    assert done.code == 0
+    assert done.out.splitlines()[0] == "valid: a sweep of 2 jobs"
+    assert "  job 1 (seed=2): ./lm, reward rewards.py:plain" in done.out
+    assert "into runs/sweep-DATE-TIME/1" in done.out
+    done = validate("-m", *words("seed=1,x", "ppo.gamma=2,1"), as_json=True)
+    problems = json.loads(done.out)["problems"]
+    assert done.code == 2
+    assert [problem["what"] for problem in problems] == [
+        "job 0, 2: ppo.gamma: 2 must be >= 0 and <= 1", "job 2, 3: seed: x must be a whole number"]
+    done = validate("-m", *words("seed=1,2", "hydra/launcher=joblib"))
+    assert done.code == 2
+    assert "hydra/launcher decides the jobs" in done.err
+    after = everything(world)
+    assert after | {str(world): 0} == before | {str(world): 0}
+
+
+def test_json_holds_the_same(validate, world):
+    good = json.loads(validate(*words(), as_json=True).out)
+    assert (good["valid"], good["exit_code"], good["problems"]) == (True, 0, [])
+    assert good["runs"][0]["samples"] == 48
+    done = validate(*words("ppo.gamma=2", "model.path=./nope"), as_json=True)
+    bad = json.loads(done.out)
+    assert (done.code, bad["valid"], bad["exit_code"], bad["runs"]) == (2, False, 2, [])
+    assert [problem["exit_code"] for problem in bad["problems"]] == [2, 3]
+    assert bad["problems"][1]["where"] == "model.path"
+    assert all(problem["fix"] for problem in bad["problems"])
+
+
+def test_the_rehearsal_draws_the_runs_own_first_samples(reference, shared_world):
+    """The reference run logged its rollouts: step 1 begins with the very samples shown here."""
+    own = [row for row in jsonl(reference / "samples.jsonl") if row["kind"] == "rollout"][:2]
+    before = sorted(path.name for path in shared_world.iterdir())
+    done = ppocli("validate", "--deep", "--json", *words("run_name=new", stateful=True),
+                  cwd=shared_world)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["rehearsal"]
+    assert [s["prompt"] for s in found["samples"]] == [s["prompt"] for s in own]
+    assert [s["response"] for s in found["samples"]] == [s["response"] for s in own]
+    assert found["metrics"]["words"] == [float(len(s["response"].split())) for s in own]
+    assert (found["device"], found["prompts"], found["agrees"]) == ("cpu", 8, True)
+    assert abs(found["kl_per_token"]) < 1e-5
+    assert found["terms"]["grad_norm"] > 0
+    assert set(found["seconds"]) == {"load", "rollout", "reward", "scoring", "metric", "optimize"}
+    assert found["peak_memory_mib"] > 50
+    assert sorted(path.name for path in shared_world.iterdir()) == before
+
+
+def test_the_rehearsal_in_words(validate, world):
+    (world / "odd.py").write_text(
+        "def score(samples, **columns):\n    return [1.5] * len(samples)\n")
+    done = validate(*words("reward.fn=odd.py:score", "prompts.template='\x1b[31m{prompt}'"),
+                    deep=True)
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    assert lines[0].startswith("valid: ./lm")
+    assert "first prompt as the model gets it" in lines[2]
+    assert sum(line.startswith("sample ") for line in lines) == 2
+    assert "score 1.5, kl 0.0000" in done.out
+    assert "nats per token, as it must be before training" in done.out
+    assert "\x1b" not in done.out
+    assert f"running code from {world}/odd.py" in done.err
+    assert [line.split(":")[0] for line in lines[-3:]] == ["gradient", "seconds", "peak memory"]
+
+
+def test_a_reference_that_disagrees_is_pointed_out(validate, world, monkeypatch):
+    from ppocli.engine import rehearsal
+
+    monkeypatch.setitem(rehearsal.KL_TOLERANCE, "fp32", 1e-9)  # what bf16 rounds off is small here
+    done = validate(*words("model.dtype=bf16"), deep=True)
+    assert "WRONG: before training it must be 0; do model.dtype" in done.out
+
+
+def test_samples_without_scores_are_told(validate, world):
+    (world / "odd.py").write_text(
+        "def score(samples, **columns):\n    return [None] * len(samples)\n")
+    done = validate(*words("reward.fn=odd.py:score", "reward.on_invalid=skip"), deep=True)
+    assert done.code == 0, done.err
+    assert "sample 1: score none" in done.out
+    assert "gradient: not tried, no sample has a score" in done.out
+
+
+@pytest.mark.parametrize(("body", "more", "code", "said"), [
+    ("raise RuntimeError('bad day')", [], 7, "bad day"),
+    ("return [0.0]", [], 7, "1"),
+    ("return [0.0] * len(samples)", ["generation.max_new_tokens=64"], 2,
+     "leave no room for a prompt"),
+    ("return [0.0] * len(samples)", ["hardware.device=cuda"], 2, "No CUDA device"),
+    ("return [0.0] * len(samples)", ["prompts.chat=true"], 3, "no chat template"),
+])
+def test_a_rehearsal_ends_as_the_run_would(body, more, code, said, validate, world):
+    if "hardware.device=cuda" in more:
+        import torch
+
+        if torch.cuda.is_available():
+            pytest.skip("there is a CUDA device")
+    (world / "odd.py").write_text(f"def score(samples, **columns):\n    {body}\n")
+    done = validate(*words("reward.fn=odd.py:score", *more), deep=True)
+    assert (done.code, said in done.err) == (code, True), done.said
+    done = validate(*words("reward.fn=odd.py:score", *more), deep=True, as_json=True)
+    assert json.loads(done.out)["problems"][0]["exit_code"] == done.code == code
+
+
+def test_a_read_only_disk_is_noticed(world):
+    script = ("mkdir -p disk && mount -t tmpfs -o ro none disk && exec "
+              f"{sys.executable} -m ppocli validate {' '.join(words('output_dir=disk/runs'))}")
+    done = subprocess.run(["unshare", "-rm", "sh", "-c", script], cwd=world, text=True,
+                          capture_output=True, timeout=60, env=environment(), check=False)
+    if "unshare" in done.stderr or "mount:" in done.stderr:
+        pytest.skip("this machine gives no name spaces to users")
+    assert done.returncode == 6, done.stderr
+    assert "Read-only disk" in done.stderr
+
+
+def test_the_command_writes_nothing_and_needs_no_torch(world):
+    (world / "plain.py").write_text("def score(samples, **columns):\n    return []\n")
+    script = ("import sys\nfrom ppocli.cli.validate import validate_words\n"
+              f"validate_words({words('reward.fn=plain.py:score')!r})\n"
+              "print({'torch', 'transformers', 'datasets'} & set(sys.modules))")
+    done = subprocess.run([sys.executable, "-c", script], cwd=world, text=True, timeout=60,
+                          capture_output=True, env=environment(), check=True)
+    assert done.stdout.splitlines()[-1] == "set()"
+    done = ppocli("validate", "--json", *words("ppo.gamma=3"), cwd=world)
+    assert (done.returncode, json.loads(done.stdout)["exit_code"]) == (2, 2)
+    assert not (world / "runs").exists()
+    assert "outputs" not in os.listdir(world)

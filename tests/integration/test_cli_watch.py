@@ -1,0 +1,297 @@
+"""``ppocli watch``: runs that begin, go on, are resumed, end in every way; pipes and terminals."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from helpers import environment, jsonl, ppocli
+from runs import copied, spawn, wait_for, whole_copy, words
+from terminal import Terminal
+
+from ppocli.cli.follow import Tail
+from ppocli.cli.output import code_of
+from ppocli.cli.watch import watch
+
+
+@pytest.fixture
+def finished(reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """``runs/done`` of the current folder, a finished run."""
+    monkeypatch.chdir(tmp_path)
+    return whole_copy(reference, tmp_path / "runs/done")
+
+
+def look(capsys: pytest.CaptureFixture[str], given: str | None = None, **how: object
+         ) -> tuple[int, list[str], str]:
+    """``ppocli watch`` of a run that has ended: code, lines, messages."""
+    options = {"interval": 0.1, "from_start": False, "plain": True, "as_json": False, **how}
+    code = code_of(lambda: watch(given, **options))
+    out, err = capsys.readouterr()
+    return code, out.splitlines(), err
+
+
+def begin(run: Path) -> Path:
+    """Turn a run's folder into one that has only just begun."""
+    for path in run.iterdir():
+        if path.name not in ("config.yaml", ".lock"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return run
+
+
+def hold(run: Path) -> None:
+    """Let this process be the one that works in the folder."""
+    from dataclasses import asdict
+
+    from ppocli.engine.run_folder import _myself
+
+    (run / ".lock").write_text(json.dumps(asdict(_myself())))
+
+
+class Watched:
+    """``watch`` in a thread, on a run that this process plays."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], run: Path, **how: object) -> None:
+        self._capsys, self._run, self.out, self.err = capsys, run, "", ""
+        self.code: int | None = None
+        options = {"interval": 0.1, "from_start": False, "plain": True, "as_json": False, **how}
+
+        def call() -> None:
+            self.code = code_of(lambda: watch(str(run), **options))
+
+        self._thread = threading.Thread(target=call)
+        self._thread.start()
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 30
+        while not condition():
+            self.read()
+            assert time.monotonic() < deadline, (self.out, self.err)
+            time.sleep(0.02)
+
+    def read(self) -> None:
+        out, err = self._capsys.readouterr()
+        self.out += out
+        self.err += err
+
+    def end(self) -> None:
+        """The run's process ends."""
+        (self._run / ".lock").write_text("")
+        self._thread.join(timeout=30)
+        self.read()
+        assert self.code is not None
+
+
+@pytest.fixture
+def watched(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Watched]]:
+    begun = []
+
+    def start(run: Path, **how: object) -> Watched:
+        begun.append((run, Watched(capsys, run, **how)))
+        return begun[-1][1]
+
+    yield start
+    for run, one in begun:
+        (run / ".lock").write_text("")
+        one._thread.join(timeout=30)
+
+
+def test_a_finished_run_shows_its_last_steps_and_how_it_ended(finished, capsys):
+    code, out, err = look(capsys, "done")
+    assert code == 0
+    log = [line.split(" INFO ", 1)[1] for line in (finished / "ppocli.log").read_text().splitlines()
+           if " INFO step " in line or " INFO eval at" in line]
+    assert out == log[-len(out):]
+    assert [line.split()[1] for line in out if line.startswith("step")] == [
+        "1/4", "2/4", "3/4", "4/4"]
+    assert err.startswith("runs/done finished: 4 steps, reward ")
+    assert err.endswith("; model: runs/done/model\n")
+
+
+def test_from_start_shows_every_step(finished, capsys):
+    rows = jsonl(finished / "metrics.jsonl")
+    more = [{**rows[-1], "step": step} for step in range(5, 20)]
+    with (finished / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in more)
+    _, out, _ = look(capsys, "runs/done")
+    assert sum(line.startswith("step") for line in out) == 5
+    _, out, _ = look(capsys, "runs/done", from_start=True)
+    assert [line.split()[1] for line in out if line.startswith("step")] == [
+        f"{step}/4" for step in range(1, 20)]
+
+
+def test_json_gives_the_rows(finished, capsys):
+    _, out, _ = look(capsys, None, as_json=True, from_start=True)
+    assert [json.loads(line) for line in out] == jsonl(finished / "metrics.jsonl")
+
+
+def test_every_end_has_its_words_and_the_way_on(finished, reference, tmp_path, capsys):
+    summary = json.loads((finished / "summary.json").read_text())
+    for change, said in (
+            ({"status": "stopped"}, "runs/done was stopped at step 4 of 4; resume with: ppocli "
+                                    "resume runs/done\n"),
+            ({"status": "failed", "error": "no \x1b[2Jdisk"},
+             "runs/done failed at step 4 of 4: no ?[2Jdisk\n  log:   runs/done/ppocli.log\n")):
+        (finished / "summary.json").write_text(json.dumps({**summary, **change}))
+        code, _, err = look(capsys, "runs/done")
+        assert (code, err) == (0, said)
+    copied(reference, tmp_path / "runs/killed", 2)
+    assert look(capsys, "killed")[2] == (
+        "runs/killed was interrupted at step 4 of 4: its process is gone; resume with: ppocli "
+        "resume runs/killed\n")
+    begin(finished)
+    os.utime(finished / "config.yaml", (1e9, 1e9))
+    assert look(capsys, "done")[2] == "runs/done ended before its first step\n"
+
+
+@pytest.mark.parametrize(("given", "code", "said"), [
+    ("runs/dome", 3, "There is no run runs/dome"), ("runs/dome", 3, "did you mean runs/done?"),
+    ("here", 5, "here is no run folder"), ("runs/done/model", 5, "no config.yaml")])
+def test_what_is_no_run_is_refused(given, code, said, finished, tmp_path, capsys):
+    (tmp_path / "here").mkdir()
+    ended, out, err = look(capsys, given)
+    assert (ended, out) == (code, [])
+    assert said in err
+
+
+def test_without_any_run_the_first_is_proposed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = look(capsys)
+    assert code == 2
+    assert "ppocli train +recipe=quickstart" in err
+
+
+def test_a_run_that_has_just_begun_is_waited_for_and_followed(finished, watched):
+    lines = (finished / "metrics.jsonl").read_text().splitlines(keepends=True)
+    run = begin(finished)
+    hold(run)
+    one = watched(run)
+    one.wait_for(lambda: "waiting for the first step" in one.err)
+    metrics = run / "metrics.jsonl"
+    metrics.write_text(lines[0] + lines[1][:50])  # a line that is still being written
+    one.wait_for(lambda: "eval at step 0" in one.out)
+    assert "step 1/4" not in one.out
+    metrics.write_text("".join(lines[:3]))
+    (run / "ppocli.log").write_text("2026-01-01 12:00:00,000 WARNING the KL is\nhigh\n"
+                                    "2026-01-01 12:00:00,001 INFO on\n")
+    one.wait_for(lambda: "step 2/4" in one.out and "warning: the KL is\nhigh\n" in one.err)
+    assert one.out.count("step 1/4") == 1
+    with metrics.open("a") as file:
+        file.write("".join(lines[3:]))
+    one.end()  # the rows before the end are not lost
+    assert one.code == 0
+    assert [line.split()[1] for line in one.out.splitlines() if line.startswith("step")] == [
+        "1/4", "2/4", "3/4", "4/4"]
+    assert "on\n" not in one.err.replace("warning", "")
+    assert "was interrupted at step 4 of 4" in one.err
+
+
+def test_a_resumed_run_repeats_nothing_that_stayed(finished, watched):
+    lines = (finished / "metrics.jsonl").read_text().splitlines(keepends=True)
+    hold(finished)
+    one = watched(finished, as_json=True)
+    one.wait_for(lambda: '"step": 4' in one.out)
+    kept = finished / "kept"
+    kept.write_text("".join(lines[:3]))
+    os.replace(kept, finished / "metrics.jsonl")
+    one.wait_for(lambda: "taken up again at step 2" in one.err)
+    with (finished / "metrics.jsonl").open("a") as file:
+        file.write(lines[3])
+    one.wait_for(lambda: one.out.count('"step": 3') == 2)
+    one.end()
+    assert [json.loads(line)["step"] for line in one.out.splitlines()] == [0, 1, 2, 3, 4, 3]
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_file_that_is_cut_and_grows_between_two_looks(replaced, tmp_path):
+    """Also when it is as long as before by then."""
+    path = tmp_path / "log"
+    tail = Tail(path)
+    assert tail.poll() == (0, [])
+    path.write_bytes(b"a1\nb2\nc3\n")
+    assert tail.poll() == (0, [b"a1\n", b"b2\n", b"c3\n"])
+    other = tmp_path / "other" if replaced else path
+    other.write_bytes(b"a1\nB2\nC3\nhalf")
+    os.replace(other, path)
+    assert tail.poll() == (2, [b"B2\n", b"C3\n"])
+    path.write_bytes(b"a1\nB2\nC3\nhalf a line\n")
+    assert tail.poll() == (0, [b"half a line\n"])
+    path.unlink()
+    assert tail.poll() == (0, [])
+
+
+def test_a_run_of_another_machine_is_followed_by_its_lock(finished, watched):
+    (finished / ".lock").write_text(json.dumps({"pid": 1, "host": "elsewhere", "boot": "b",
+                                                "started": 5}))
+    one = watched(finished)
+    one.wait_for(lambda: "step 4/4" in one.out)
+    assert one.code is None
+    one.end()
+    assert "finished" in one.err
+
+
+def test_ctrl_c_leaves_quietly_and_the_run_alone(finished):
+    hold(finished)
+    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.is_file()}
+    process = subprocess.Popen([sys.executable, "-m", "ppocli", "watch"], text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment())
+    assert process.stderr.readline() == "watching runs/done, the newest run\n"
+    while not process.stdout.readline().startswith("eval at step 4"):
+        pass
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (130, "", "")
+    assert before == {path: path.stat().st_mtime_ns for path in finished.rglob("*")
+                      if path.is_file()}
+
+
+def test_it_needs_no_torch(finished):
+    code = ("import sys; from ppocli.cli.watch import watch; watch('done', interval=1, "
+            "from_start=True, plain=True, as_json=False); "
+            "assert not {'torch', 'transformers'} & set(sys.modules)")
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), text=True,
+                          capture_output=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_reader_that_left(finished, tmp_path):
+    line = f"{sys.executable} -m ppocli watch --from-start | head -1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], env=environment(), text=True, capture_output=True,
+                          timeout=60, check=False)
+    assert done.stdout.splitlines()[-1] in ("0", "141")
+    assert "Traceback" not in done.stderr
+
+
+def test_quiet_leaves_the_end(finished, tmp_path):
+    done = ppocli("-q", "watch", cwd=tmp_path)
+    assert done.stderr.startswith("runs/done finished")
+
+
+@pytest.mark.slow
+def test_a_real_run_on_a_terminal_that_is_killed(world: Path):
+    """The live view, from the beginning to the run's sudden death."""
+    process = spawn("train", *words("run_name=r", "ppo.num_steps=50"), cwd=world)
+    try:
+        wait_for((world / "runs/r/.lock").exists, process)
+        terminal = Terminal("watch", "r", "--interval", "0.2", cwd=world)
+        screen = terminal.screen
+        terminal.wait_for(lambda: any("step 3/50 " in line and " left" in line
+                                      for line in screen.lines))
+        shown = "\n".join(screen.lines)
+        for part in ("── training runs/r ──", "reward  ", "samples of step", "memory"):
+            assert part in shown, shown
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+    assert terminal.end() == 0
+    said = [line for line in screen.lines if line]
+    assert not any("── training" in line for line in said)
+    assert "runs/r was interrupted at step " in " ".join(said[-2:])

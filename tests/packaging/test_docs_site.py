@@ -1,0 +1,185 @@
+"""The documentation as a site: it builds without a warning, asks nothing of the network, and leads
+to every page; and the pictures in it are what their script makes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from helpers import environment
+
+ROOT = Path(__file__).resolve().parents[2]
+CAPTIONS = ["Start", "Train", "After the training", "Understand", "Setup", "Other"]
+LOADED = {"script": ("src",), "link": ("href",), "img": ("src", "srcset"), "iframe": ("src",),
+          "source": ("src", "srcset"), "video": ("src", "poster"), "audio": ("src",),
+          "object": ("data",), "embed": ("src",), "image": ("href", "xlink:href"),
+          "use": ("href", "xlink:href"), "font": ("src",), "base": ("href",)}
+"""what a browser fetches by itself: tag -> attributes"""
+ELSEWHERE = re.compile(r"(?:https?:)?//", re.IGNORECASE)
+IN_STYLES = re.compile(r"(?:url\(\s*|@import\s+)['\"]?((?:https?:)?//[^)'\"\s]*)", re.IGNORECASE)
+
+
+class Page(HTMLParser):
+    """The resources and the links of one page."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.resources: list[str] = []
+        self.links: list[str] = []
+        self.feed(file.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if value and name in LOADED.get(tag, ()):
+                self.resources += [part.split()[0] for part in value.split(",")
+                                   if part.strip()] if name == "srcset" else [value]
+            if value and tag == "a" and name == "href":
+                self.links.append(value)
+
+
+def build(source: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-E", "-c", source / "docs",
+         "-d", out.parent / "doctrees", "-b", "html", source, out], cwd=source, text=True,
+        capture_output=True, env=environment(), timeout=240, check=False)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built pages; as `make docs` builds them."""
+    for module in ("sphinx", "myst_parser", "furo"):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"no {module}: make docs installs it")
+    out = tmp_path_factory.mktemp("docs") / "site"
+    done = build(ROOT, out)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def pages_of(site: Path) -> list[Path]:
+    return sorted(site.rglob("*.html"))
+
+
+def test_pages_load_nothing_from_elsewhere(site):
+    found = {f"{page.relative_to(site)}: {resource}" for page in pages_of(site)
+             for resource in Page(page).resources if ELSEWHERE.match(resource)}
+    assert found == set()
+    styled = [file for kind in ("*.css", "*.svg", "*.html") for file in site.rglob(kind)]
+    assert len(styled) > 20
+    assert {f"{file.relative_to(site)}: {url}" for file in styled
+            for url in IN_STYLES.findall(file.read_text(encoding="utf-8"))} == set()
+
+
+def test_a_resource_from_elsewhere_would_be_seen(tmp_path):
+    file = tmp_path / "page.html"
+    file.write_text('<link href="//cdn.example/x.css"><img srcset="a.png 1x, http://b/c.png 2x">'
+                    '<a href="https://example.org">fine</a><script src="local.js"></script>')
+    assert [r for r in Page(file).resources if ELSEWHERE.match(r)] == [
+        "//cdn.example/x.css", "http://b/c.png"]
+    assert IN_STYLES.findall('@font-face{src:url("https://f/x.woff")}') == ["https://f/x.woff"]
+
+
+def test_every_page_is_in_the_navigation(site):
+    first = site / "docs/index.html"
+    reached = {(first.parent / link.partition("#")[0]).resolve()
+               for link in Page(first).links if not ELSEWHERE.match(link) and link[0] != "#"}
+    made_by_sphinx = {site / "index.html", site / "search.html", site / "genindex.html", first}
+    assert {str(page.relative_to(site)) for page in set(pages_of(site)) - made_by_sphinx
+            if page.resolve() not in reached} == set()
+    text = first.read_text(encoding="utf-8")
+    assert [c for c in CAPTIONS if f'<span class="caption-text">{c}</span>' in text] == CAPTIONS
+
+
+def test_the_front_door_leads_to_the_first_page(site):
+    text = (site / "index.html").read_text(encoding="utf-8")
+    target = re.search(r'content="0; url=([^"]+)"', text)
+    assert target is not None
+    assert (site / target[1]).is_file()
+
+
+def test_links_between_pages_lead_to_their_headings(site):
+    ids: dict[Path, set[str]] = {}
+    broken = []
+    for page in pages_of(site):
+        for link in Page(page).links:
+            path, _, anchor = link.partition("#")
+            if ELSEWHERE.match(link) or link.startswith("mailto:"):
+                continue
+            file = (page.parent / path).resolve() if path else page
+            if not file.is_file():
+                broken.append(f"{page.name}: {link}")
+            elif anchor and file.suffix == ".html":
+                known = ids.setdefault(file, set(re.findall(r'\bid="([^"]+)"', file.read_text(
+                    encoding="utf-8"))))
+                broken += [] if anchor in known else [f"{page.name}: {link}"]
+    assert broken == []
+
+
+def test_the_search_is_local_and_knows_every_page(site):
+    text = (site / "searchindex.js").read_text(encoding="utf-8")
+    index = json.loads(text.removeprefix("Search.setIndex(").removesuffix(")"))
+    built = {str(page.relative_to(site).with_suffix("")) for page in pages_of(site)}
+    assert set(index["docnames"]) == built - {"index", "search", "genindex"}
+    found = index["titleterms"]["collaps"]  # the stem that a search for "collapse" looks up
+    places = [found] if isinstance(found, int) else found
+    assert "docs/curves" in {index["docnames"][place] for place in places}
+
+
+def test_a_link_to_nowhere_fails_the_build(site, tmp_path):
+    copy = tmp_path / "copy"
+    (copy / "docs").mkdir(parents=True)
+    (copy / "docs/conf.py").write_bytes((ROOT / "docs/conf.py").read_bytes())
+    (copy / "docs/index.md").write_text("# All\n\n```{toctree}\npage\n```\n")
+    (copy / "docs/page.md").write_text("# Page\n\n[there](index.md)\n")
+    assert build(copy, tmp_path / "a/site").returncode == 0
+    (copy / "docs/page.md").write_text("# Page\n\n[there](nowhere.md) [or](index.md#nowhere)\n")
+    done = build(copy, tmp_path / "b/site")
+    assert done.returncode != 0
+    assert done.stderr.count("WARNING") == 2, done.stderr
+
+
+def test_pictures_are_small_and_ask_for_nothing():
+    pictures = sorted((ROOT / "docs").glob("*.svg"))
+    assert {"quickstart-run.svg", "quickstart-curve.svg"} <= {p.name for p in pictures}
+    for picture in pictures:
+        text = picture.read_text(encoding="utf-8")
+        assert len(text.encode()) < 150_000, picture.name
+        names = re.findall(r'xmlns(?::\w+)?="[^"]*"', text)
+        for name in names:
+            text = text.replace(name, "")
+        assert not re.search(r"https?://|@font-face|@import|<image|<script|url\((?!#)", text)
+
+
+def test_a_recorded_run_shows_the_output_and_not_the_machine(tmp_path):
+    out = tmp_path / "run.svg"
+    words = ["train", "+recipe=quickstart", "run_name=first", "ppo.total_episodes=64",
+             "ppo.num_rollouts=16", "ppo.mini_batch_size=16", "ppo.ppo_epochs=1",
+             "prompts.eval.limit=2", "prompts.eval.repeat=1", "generation.max_new_tokens=4",
+             "eval.every_steps=3"]
+    done = subprocess.run([sys.executable, "docs/record_run.py", out, "--", *words], cwd=ROOT,
+                          env=environment(), text=True, capture_output=True, timeout=240,
+                          check=False)
+    assert done.returncode == 0, done.stderr
+    text = out.read_text(encoding="utf-8").replace("&#160;", " ")
+    for shown in ("ppocli train +recipe=quickstart run_name=first", "step 1/4 ", "step 2/4 ",
+                  "step 4/4 ", "eval at step 3 ", "reward_mean", ">runs/first/model<"):
+        assert shown in text, shown
+    assert "step 3/4 " not in text
+    assert "/tmp" not in text
+    assert str(tmp_path) not in text
+
+
+def test_a_command_that_fails_is_not_drawn(tmp_path):
+    out = tmp_path / "run.svg"
+    done = subprocess.run([sys.executable, "docs/record_run.py", out, "--", "train", "ppo.gama=1"],
+                          cwd=ROOT, env=environment(), text=True, capture_output=True,
+                          timeout=240, check=False)
+    assert done.returncode == 1
+    assert "exit code 2" in done.stderr
+    assert not out.exists()

@@ -1,0 +1,249 @@
+"""The arithmetic of evaluations, and what a folder of one is taken for."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import statistics
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ppocli.config.schema import EvalGenerationConfig, TrainConfig
+from ppocli.errors import CheckpointError, ConfigError
+from ppocli.evaluation.figures import clustered_stderr, compare, figures_of, quantile
+from ppocli.evaluation.folder import EvalFolder, Place, choose, take_up
+from ppocli.evaluation.frontier import best_of_n, best_of_n_kl, frontier_of, frontier_svg
+from ppocli.evaluation.request import EvalRequest
+from ppocli.runs.target import Target
+
+SCORES = [0.3, -1.0, 2.5, 2.5, 0.0, 7.0]
+
+
+def row(score, prompt=0, *, response="a b", kl=0.5, rewards=None, metrics=None):
+    return {"model": "policy", "prompt_index": prompt, "prompt": "p", "response": response,
+            "score": score, "kl": kl, "response_tokens": 2, "finished": True,
+            "rewards": rewards or {"r": score}, "metrics": metrics or {}}
+
+
+def test_stderr_of_single_samples_is_the_usual_one():
+    expected = statistics.stdev(SCORES) / math.sqrt(len(SCORES))
+    assert clustered_stderr(SCORES, range(6)) == pytest.approx(expected)
+    assert clustered_stderr(SCORES, [0] * 6) == pytest.approx(expected), "one prompt"
+
+
+def test_samples_of_one_prompt_do_not_count_as_independent():
+    copies = [score for score in SCORES for _ in range(4)]
+    prompts = [prompt for prompt in range(6) for _ in range(4)]
+    assert clustered_stderr(copies, prompts) == pytest.approx(clustered_stderr(SCORES, range(6)))
+    means = [statistics.mean(pair) for pair in itertools.batched(SCORES, 2)] \
+        if hasattr(itertools, "batched") else [-0.35, 2.5, 3.5]
+    assert clustered_stderr(SCORES, [0, 0, 1, 1, 2, 2]) == pytest.approx(
+        statistics.stdev(means) / math.sqrt(3))
+
+
+@pytest.mark.parametrize("values", [[], [1.0]])
+def test_too_few_samples_have_no_stderr(values):
+    assert math.isnan(clustered_stderr(values, range(len(values))))
+
+
+@pytest.mark.parametrize("q", [0.0, 0.05, 0.25, 0.5, 0.95, 1.0])
+def test_quantiles_are_numpys(q):
+    assert quantile(sorted(SCORES), q) == pytest.approx(float(np.quantile(SCORES, q)))
+    assert math.isnan(quantile([], q))
+
+
+def test_figures_leave_out_what_has_no_score():
+    rows = [row(1.0, 0, rewards={"a": 0.5, "b": None}, metrics={"m": 2.0}),
+            row(None, 1, rewards={"a": None, "b": None}, metrics={"m": 4.0}),
+            row(4.0, 2, response="a b c", rewards={"a": 1.5, "b": 1.0}, metrics={"m": 6.0})]
+    found = figures_of(rows)
+    assert (found.samples, found.scored) == (3, 2)
+    assert found.figures["reward_mean"] == 2.5
+    assert found.figures["metrics/m"] == 4.0
+    assert found.figures["reward/a"] == 1.0
+    assert found.figures["reward/b"] == 1.0
+    assert found.figures["distinct_1"] == 3 / 7
+    assert found.figures["distinct_3"] == 1.0
+    assert found.stderr["reward_mean"] == 1.5
+    assert math.isnan(found.stderr["reward/b"])
+    assert found.stderr["metrics/m"] == pytest.approx(2 / math.sqrt(3))
+    assert found.quantiles["p50"] == 2.5
+
+
+def test_a_tie_is_half_a_win_and_unscored_pairs_are_left_out():
+    policy = [row(1.0, 0), row(1.0, 1), row(0.0, 2), row(None, 3), row(1.0, 4)]
+    against = [row(0.0, 0), row(1.0, 1), row(2.0, 2), row(0.0, 3), row(0.5, 4)]
+    found = compare(policy, against)
+    assert [found[k] for k in ("compared", "wins", "ties", "losses")] == [4, 2, 1, 1]
+    assert found["win_rate"] == 2.5 / 4
+    assert found["difference"] == -0.5 / 4
+    assert found["stderr"] == pytest.approx(statistics.stdev([1, 0.5, 0, 1]) / 2)
+    assert math.isnan(compare(policy[3:4], against[3:4])["win_rate"])
+
+
+@pytest.mark.parametrize("n", range(1, 7))
+def test_best_of_n_is_the_mean_over_all_subsets(n):
+    subsets = [max(subset) for subset in itertools.combinations(SCORES, n)]
+    assert best_of_n(SCORES, n) == pytest.approx(statistics.mean(subsets))
+
+
+def test_kl_of_best_of_n():
+    assert best_of_n_kl(1) == 0.0
+    assert best_of_n_kl(2) == pytest.approx(0.1931, abs=1e-4)
+    assert best_of_n_kl(16) == pytest.approx(1.8351, abs=1e-4)
+
+
+def frontier(policy_scores, kl, *, plain=True):
+    """Three prompts whose base scores are 0 to 15 (and shifted)."""
+    base = [row(float(score + prompt), prompt) for prompt in range(3) for score in range(16)]
+    policy = [row(score + prompt, prompt, kl=kl) for prompt in range(3) for score in policy_scores]
+    return frontier_of(base, policy, plain_sampling=plain)
+
+
+def test_a_policy_is_compared_with_best_of_n_at_its_own_kl():
+    expected = best_of_n([float(s) for s in range(16)], 4) + 1.0
+    found = frontier([14.0, 15.0], best_of_n_kl(4))
+    assert found.points[2].reward == pytest.approx(expected)
+    assert found.points[2].prompts == 3
+    assert found.best_of_n == pytest.approx(expected)
+    assert found.verdict == "above"
+    assert found.difference == pytest.approx(15.5 - expected)
+    assert frontier([2.0], best_of_n_kl(4)).verdict == "below"
+    halfway = frontier([2.0], (best_of_n_kl(4) + best_of_n_kl(8)) / 2)
+    assert halfway.best_of_n == pytest.approx(
+        (halfway.points[2].reward + halfway.points[3].reward) / 2)
+    assert frontier([2.0], -1e-7).best_of_n == found.points[0].reward, "rounding below 0"
+
+
+def test_what_cannot_be_compared_is_not():
+    assert frontier([15.0], 1.9).verdict == "beyond"
+    assert math.isnan(frontier([15.0], 1.9).best_of_n)
+    assert frontier([15.0], 0.5, plain=False).verdict == "not comparable"
+    assert frontier([15.0], None).verdict == "not comparable"
+    noise = [row(s, p, kl=0.0) for p, s in enumerate([7.5, 8.6, 9.4])]
+    base = [row(float(score + prompt), prompt) for prompt in range(3) for score in range(16)]
+    assert frontier_of(base, noise, plain_sampling=True).verdict == "level"
+
+
+def test_a_prompt_with_too_few_scores_is_left_out_of_the_points():
+    base = [row(float(s), 0) for s in range(16)] + [row(float(s), 1) for s in range(5)]
+    base += [row(None, 1) for _ in range(11)]
+    found = frontier_of(base, [row(1.0, 0)], plain_sampling=True)
+    assert [point.prompts for point in found.points] == [2, 2, 2, 1, 1]
+    assert "best-of-n of the base" in frontier_svg(found)
+
+
+def write_rows(folder: EvalFolder, count, roles=("policy",), tail=b""):
+    folder.path.mkdir(exist_ok=True)
+    lines = [json.dumps({"model": role, "number": number}).encode() + b"\n"
+             for role in roles for number in range(count)]
+    folder.samples.write_bytes(b"".join(lines) + tail)
+    return lines
+
+
+@pytest.mark.parametrize("tail", [b"", b'{"model": "pol', b'{"model": "policy", "number": 6}',
+                                  b"\0\0\0\n", b'{"model": "base", "number": 6}\n', b"[1]\n"])
+def test_samples_after_the_last_whole_chunk_are_cut_off(tmp_path, tail):
+    folder = EvalFolder(tmp_path / "e")
+    lines = write_rows(folder, 6, tail=tail)
+    found = take_up(folder, [("policy", 8), ("against", 8)], chunk=4)
+    assert {role: len(rows) for role, rows in found.items()} == {"policy": 4, "against": 0}
+    assert folder.samples.read_bytes() == b"".join(lines[:4])
+
+
+def test_a_models_last_chunk_may_be_shorter(tmp_path):
+    folder = EvalFolder(tmp_path / "e")
+    lines = write_rows(folder, 6, ("policy", "against"))
+    found = take_up(folder, [("policy", 6), ("against", 6)], chunk=4)
+    assert [len(rows) for rows in found.values()] == [6, 6]
+    assert folder.samples.read_bytes() == b"".join(lines)
+
+
+def place(root: Path, **over) -> Place:
+    return Place(**{"root": root, "label": "step-000004", "name": None, "overwrite": False,
+                    "resume": False, **over})
+
+
+def finished(folder: EvalFolder, identity=None):
+    folder.path.mkdir(parents=True, exist_ok=True)
+    folder.settings.write_text(json.dumps({"identity": identity or {}}))
+    write_rows(folder, 1)
+    folder.result.write_text("{}")
+    return folder
+
+
+def test_results_never_land_where_some_are(tmp_path):
+    said = []
+    finished(EvalFolder(tmp_path / "step-000004"))
+    assert choose(place(tmp_path), {}, said.append).path.name == "step-000004-2"
+    assert choose(place(tmp_path), {}, said.append).path.name == "step-000004-3"
+    assert said == [f"{tmp_path / 'step-000004-2'} holds an unfinished evaluation; to go on with "
+                    "it: the same command with --resume --name step-000004-2"]
+
+
+def test_resuming_takes_the_unfinished_one_of_the_same_settings(tmp_path):
+    mine, other = {"seed": 1, "models": {}}, {"seed": 2, "models": {"policy": "x"}}
+    finished(EvalFolder(tmp_path / "step-000004"), mine)
+    begun = finished(EvalFolder(tmp_path / "step-000004-2"), other)
+    begun.result.unlink()
+    resuming = place(tmp_path, resume=True)
+    assert choose(resuming, mine, print).path.name == "step-000004"
+    assert choose(resuming, other, print).path.name == "step-000004-2"
+    assert choose(resuming, {**other, "models": {}}, print).path.name == "step-000004-2"
+    with pytest.raises(CheckpointError, match="seed: 2 -> 3"):
+        choose(resuming, {"seed": 3, "models": {}}, print)
+    begun.settings.unlink()
+    with pytest.raises(CheckpointError, match=r"settings\.json is missing or damaged"):
+        choose(place(tmp_path, resume=True, name="step-000004-2"), other, print)
+
+
+def test_only_evaluations_are_overwritten(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.tex").write_text("x")
+    with pytest.raises(CheckpointError, match=r"holds what is no evaluation \(thesis.tex\)"):
+        place(tmp_path, name="mine", overwrite=True).refuse_taken()
+
+
+MODEL = Target("./lm", "model", "/somewhere/lm", None, None, None)
+
+
+def test_flags_become_words():
+    request = EvalRequest(prompts="p.jsonl", reward="my:fn", limit=3, num_samples=2, seed=7,
+                          words=("reward.kwargs.k=1",))
+    words = request.overrides(MODEL)
+    assert {"prompts.eval.path='p.jsonl'", "reward.fn='my:fn'", "prompts.eval.limit=3",
+            "prompts.eval.repeat=2", "seed=7"} <= set(words)
+    assert words[-1] == "reward.kwargs.k=1"
+
+
+def test_a_word_for_generation_counts_at_evaluation_too():
+    assert EvalRequest(words=("generation.top_k=5",)).overrides(MODEL) == [
+        "generation.top_k=5", "generation.eval.top_k=null"]
+    both = ("generation.top_k=5", "generation.eval.top_k=6")
+    assert EvalRequest(words=both).overrides(MODEL) == list(both)
+    assert EvalRequest(words=("prompts.shuffle=false",)).overrides(MODEL) == [
+        "prompts.shuffle=false"]
+    assert TrainConfig().generation.eval == EvalGenerationConfig()
+
+
+@pytest.mark.parametrize(("request_", "message"), [
+    (EvalRequest(resume=True, overwrite=True), "goes on with an evaluation and --overwrite"),
+    (EvalRequest(name="a/b"), "--name a/b: a name is no path"),
+    (EvalRequest(name=".."), "a name is no path"),
+    (EvalRequest(limit=3, words=("prompts.eval.limit=4",)),
+     "--limit and prompts.eval.limit set the same thing"),
+])
+def test_contradictions_are_refused(request_, message):
+    with pytest.raises(ConfigError, match=message):
+        request_.check()
+
+
+def test_the_command_that_goes_on_is_the_one_that_was_typed():
+    request = EvalRequest(run="runs/my run", words=("generation.top_k=5",), against="base",
+                          limit=0, frontier=True, best=True)
+    assert request.command(MODEL, "x") == (
+        "ppocli eval 'runs/my run' generation.top_k=5 --against base --limit 0 --name x --best "
+        "--frontier --resume")

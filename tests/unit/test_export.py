@@ -1,0 +1,343 @@
+"""Parts of an export: what is masked, how cards are written, how weights are cut and compared."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from helpers import save_lm
+from safetensors.torch import load_file, save_file
+
+from ppocli.config.schema import TrainConfig
+from ppocli.errors import CheckpointError, ConfigError, InputError
+from ppocli.export.base_model import BaseModel, describe_base, split_card
+from ppocli.export.card import (
+    PLACEHOLDER,
+    CardInputs,
+    escaped,
+    render_card,
+    user_text,
+    with_location,
+    with_user_text,
+)
+from ppocli.export.curve import curve
+from ppocli.export.facts import Facts, SamplePair
+from ppocli.export.hub import Push, check_repo_id, repo_name
+from ppocli.export.masking import Mask
+from ppocli.export.verify import compare_tokenizers, tolerance, verification_prompts
+from ppocli.export.weights import (
+    compare_weights,
+    dtype_of,
+    parse_size,
+    plan_files,
+    stored_tensors,
+    write_weights,
+)
+from ppocli.runs.record import RunRecord
+
+NO_MASK = Mask({})
+
+
+def free() -> None:
+    """Nothing asks to stop."""
+
+
+class TestMask:
+    def test_secrets_of_every_kind_are_hidden(self):
+        mask = Mask({"MY_API_KEY": "plain-looking-words", "EDITOR": "vim-is-no-secret",
+                     "SHORT_TOKEN": "none"}, tokens=("stored-by-hf-login",))
+        text = ("plain-looking-words, stored-by-hf-login, vim-is-no-secret, none, "
+                "hf_abcdefghijklmnopqrstuvwx, https://user:letmein@host/x")
+        assert mask(text) == "***, ***, vim-is-no-secret, none, ***, https://user:***@host/x"
+
+    def test_a_path_is_no_secret_whatever_its_variable_is_called(self, tmp_path):
+        mask = Mask({"PWD": str(tmp_path), "GOOGLE_CREDENTIALS": str(tmp_path)})
+        assert mask(f"{tmp_path}/runs") == f"{tmp_path}/runs"
+
+    def test_home_is_a_tilde(self, tmp_path):
+        mask = Mask({}, home=tmp_path)
+        assert mask(f"{tmp_path}/lm, {tmp_path}") == "~/lm, ~"
+        assert mask(f"{tmp_path}ter/lm") == f"{tmp_path}ter/lm"
+
+    def test_trees(self):
+        mask = Mask({"A_TOKEN": "swordfish-9"})
+        assert mask.tree({"k": ["swordfish-9", 1, None, True], "swordfish-9": ("x",)}) == {
+            "k": ["***", 1, None, True], "***": ["x"]}
+
+
+class TestEscaping:
+    @pytest.mark.parametrize(("text", "shown"), [
+        ("a|b", r"a\|b"),
+        ("<script>alert(1)</script>", r"&lt;script&gt;alert\(1\)&lt;/script&gt;"),
+        ("![x](http://evil.example/p.png)", r"\!\[x\]\(http\://evil.example/p.png\)"),
+        ("www.evil.example @someone", r"www\.evil.example \@someone"),
+        ("`code` *b* _i_ ~s~ $m$ # h", r"\`code\` \*b\* \_i\_ \~s\~ \$m\$ \# h"),
+        ("two\nlines\x1b[31m", r"two ⏎ lines?\[31m"),
+        ("it was fine, 10.5 of 10: really.", "it was fine, 10.5 of 10: really.")])
+    def test_text_shows_as_it_is(self, text, shown):
+        assert escaped(text) == shown
+
+    def test_long_text_is_cut(self):
+        assert escaped("x" * 400) == "x" * 299 + "…"
+
+
+def run_record(tmp_path: Path, **row: float) -> RunRecord:
+    """A run with two rows, as its folder would tell it."""
+    from ppocli.engine.run_folder import RunFolder
+
+    config = TrainConfig()
+    config.model.path = "org/base"
+    config.reward.fn = "/secret/place/rewards.py:score"
+    config.prompts.path = "org/prompts"
+    config.ppo.num_steps = 2
+    return RunRecord(RunFolder(tmp_path / "tamed"), config,
+                     [{"step": 0, "eval/reward_mean": 0.1}, {"step": 2, **row}], None, "finished")
+
+
+def facts_of(run: RunRecord) -> Facts:
+    return Facts(
+        name="tamed", step=2, run=run, base=BaseModel("org/base", "org/base", {"license": "mit"}),
+        before={"reward_mean": 0.1}, after={"reward_mean": 0.9, "metrics/good|bad": 2.0},
+        samples=[SamplePair("<b>hi</b>", "a|b", "[x](y)", None, 0.5)],
+        versions={"torch": "2.6.0"}, command="ppocli train model.path=org/base")
+
+
+def card_of(facts: Facts, previous: str | None = None) -> str:
+    return render_card(CardInputs(facts, "fp32", "tester/tamed", chat=False, value_head=False,
+                                  curve=True), previous, NO_MASK)
+
+
+class TestCard:
+    def test_metadata_are_what_the_hub_reads(self, tmp_path):
+        from huggingface_hub import ModelCard
+
+        data = ModelCard(card_of(facts_of(run_record(tmp_path)))).data.to_dict()
+        results = data.pop("model-index")
+        assert data == {
+            "base_model": "org/base", "base_model_relation": "finetune",
+            "datasets": ["org/prompts"], "library_name": "transformers",
+            "license": "mit", "pipeline_tag": "text-generation", "tags": ["ppo", "rlhf", "ppocli"]}
+        metrics = [(m["type"], m["value"]) for m in results[0]["results"][0]["metrics"]]
+        assert results[0]["name"] == "tamed"
+        assert metrics == [("reward_mean", 0.9), ("metrics/good|bad", 2.0)]
+
+    def test_text(self, tmp_path):
+        text = card_of(facts_of(run_record(tmp_path)))
+        for line in ("[org/base](https://huggingface.co/org/base), fine-tuned with PPO",
+                     "| reward | rewards.py:score |", "| `reward_mean` | 0.100 | 0.900 |",
+                     r"| metrics/good\|bad | - | 2.000 |",
+                     r"| &lt;b&gt;hi&lt;/b&gt; | a\|b | \[x\]\(y\) (0.50) |",
+                     "![Reward and KL over the steps of the training](curve.svg)",
+                     'name = "tester/tamed"', "ppocli train model.path=org/base",
+                     "Versions: torch 2.6.0."):
+            assert line in text
+        assert "/secret/place" not in text
+
+    def test_a_model_without_a_run(self):
+        text = card_of(Facts("lm"))
+        assert "## Use" in text
+        assert "## Training" not in text
+        assert "ppocli train" not in text
+
+    def test_user_text_and_metadata_survive(self, tmp_path):
+        first = card_of(Facts("lm"))
+        assert user_text(first) is None
+        edited = with_user_text(first, "Mine: use *with care*.").replace(
+            "pipeline_tag", "language: en\npipeline_tag").replace("- ppo\n", "- ppo\n- mine\n")
+        again = card_of(facts_of(run_record(tmp_path)), previous=edited)
+        assert user_text(again) == "Mine: use *with care*."
+        assert PLACEHOLDER not in again
+        data = split_card(again)[0]
+        assert data["language"] == "en"
+        assert data["tags"] == ["ppo", "rlhf", "ppocli", "mine"]
+
+    def test_a_card_of_another_hand_is_kept_whole(self):
+        assert user_text("---\nlicense: mit\n---\n# My model\n\nwords") == "# My model\n\nwords"
+        assert user_text("just words") == "just words"
+        assert user_text("---\nlicense: [\n---\nwords") == "words"
+
+    def test_location(self):
+        card = with_location(card_of(Facts("lm")), "me/lm")
+        assert 'name = "me/lm"' in card
+        assert "tester/tamed" not in card
+
+    def test_curve(self, tmp_path):
+        drawn = curve(run_record(tmp_path, **{"reward/mean": 0.5, "objective/kl": 2.0}))
+        assert drawn is not None
+        assert drawn.count("<polyline") + drawn.count("<circle") >= 3
+        assert "Mean reward" in drawn
+        assert "KL from the starting model" in drawn
+        import xml.etree.ElementTree as tree
+
+        assert tree.fromstring(drawn).tag.endswith("svg")
+
+
+class TestBase:
+    def test_license_of_a_folder(self, tmp_path):
+        (tmp_path / "config.json").write_text('{"license": "bsd-3-clause"}')
+        assert describe_base(str(tmp_path), None, network=False).license == {
+            "license": "bsd-3-clause"}
+        (tmp_path / "README.md").write_text("---\nlicense: other\nlicense_name: mine\n---\n")
+        found = describe_base(str(tmp_path), None, network=False)
+        assert found.license == {"license": "other", "license_name": "mine"}
+        assert (found.shown, found.hub_name) == (tmp_path.name, None)
+
+    def test_unknown_license(self, tmp_path):
+        assert describe_base(str(tmp_path / "gone"), None, network=False).license == {}
+        assert describe_base("org/never-cached", None, network=False) == BaseModel(
+            "org/never-cached", "org/never-cached", {})
+
+    def test_builtin(self):
+        assert describe_base("builtin:reviews", None, network=False) == BaseModel(
+            "builtin:reviews", None, {"license": "apache-2.0"})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return save_lm(tmp_path_factory.mktemp("export") / "lm")
+
+
+class TestWeights:
+    @pytest.mark.parametrize(("text", "size"), [
+        ("5GB", 5 * 10**9), ("500kb", 500_000), ("1.5 MB", 1_500_000), ("2TB", 2 * 10**12)])
+    def test_sizes(self, text, size):
+        assert parse_size(text) == size
+
+    @pytest.mark.parametrize("text", ["", "5", "GB", "-1GB", "0MB", "5 apples", "nanGB"])
+    def test_wrong_sizes(self, text):
+        with pytest.raises(ConfigError, match="is no size"):
+            parse_size(text)
+
+    def test_shards_hold_every_tensor_once(self, model, tmp_path):
+        tensors = stored_tensors(model)
+        plan = plan_files(tensors, None, 20_000)
+        write_weights(model, tensors, plan, None, tmp_path, free)
+        index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+        assert len(plan.files) > 2
+        assert set(index["weight_map"]) == set(tensors)
+        merged = {}
+        for file in plan.files:
+            part = load_file(tmp_path / file)
+            assert sum(t.nbytes for t in part.values()) <= 20_000 or len(part) == 1
+            assert not part.keys() & merged.keys()
+            merged |= part
+        whole = load_file(model / "model.safetensors")
+        assert all(torch.equal(merged[name], whole[name]) for name in whole)
+        compare_weights(model, tensors, None, tmp_path, free)
+
+    def test_cast(self, model, tmp_path):
+        tensors = stored_tensors(model)
+        write_weights(model, tensors, plan_files(tensors, "bf16", 10**9), "bf16", tmp_path, free)
+        found = load_file(tmp_path / "model.safetensors")
+        assert {t.dtype for t in found.values()} == {torch.bfloat16}
+        assert dtype_of(stored_tensors(tmp_path)) == "bf16"
+        compare_weights(model, tensors, "bf16", tmp_path, free)
+        with pytest.raises(CheckpointError, match=r"is BF16 \[.*\], not F32"):
+            compare_weights(model, tensors, None, tmp_path, free)
+
+    def test_whole_numbers_are_never_cast(self, tmp_path):
+        source, target = tmp_path / "a", tmp_path / "b"
+        source.mkdir()
+        target.mkdir()
+        save_file({"ids": torch.arange(3), "w": torch.ones(2, dtype=torch.bfloat16),
+                   "v": torch.ones(2)}, source / "model.safetensors")
+        tensors = stored_tensors(source)
+        assert dtype_of(tensors) == "bf16+fp32"
+        write_weights(source, tensors, plan_files(tensors, "fp16", 10**9), "fp16", target, free)
+        found = load_file(target / "model.safetensors")
+        assert {name: t.dtype for name, t in found.items()} == {
+            "ids": torch.int64, "w": torch.float16, "v": torch.float16}
+
+    def test_what_fp16_cannot_hold_is_refused(self, tmp_path):
+        save_file({"w": torch.tensor([1.0, 7e4])}, tmp_path / "model.safetensors")
+        tensors = stored_tensors(tmp_path)
+        with pytest.raises(CheckpointError, match=r"w holds values up to 7e\+04, which fp16 can't"):
+            write_weights(tmp_path, tensors, plan_files(tensors, "fp16", 10**9), "fp16",
+                          tmp_path, free)
+
+    @pytest.mark.parametrize(("change", "said"), [
+        (lambda t: t.pop("w"), "w is missing"),
+        (lambda t: t.update(extra=torch.zeros(1)), "extra is not in the source"),
+        (lambda t: t.update(w=torch.zeros(3, 2)), r"w is F32 \[3, 2\], not F32 \[2, 3\]"),
+        (lambda t: t["w"].view(-1)[5:].fill_(1e-45), "the values of w differ"),
+        (lambda t: t["w"].view(-1)[5:].fill_(-0.0), "the values of w differ")])
+    def test_every_difference_is_found(self, tmp_path, change, said):
+        source, target = tmp_path / "a", tmp_path / "b"
+        source.mkdir()
+        target.mkdir()
+        weights = {"w": torch.zeros(2, 3), "v": torch.ones(2)}
+        save_file(weights, source / "model.safetensors")
+        change(weights)
+        save_file(weights, target / "model.safetensors")
+        with pytest.raises(CheckpointError, match=said):
+            compare_weights(source, stored_tensors(source), None, target, free)
+
+    def test_pickles_and_damage_are_refused(self, tmp_path):
+        (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+        with pytest.raises(InputError, match="are not safetensors"):
+            stored_tensors(tmp_path)
+        (tmp_path / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{")
+        with pytest.raises(InputError, match="can't be read"):
+            stored_tensors(tmp_path)
+
+
+class TestVerify:
+    def test_tolerance_is_a_few_roundings(self):
+        assert tolerance("bf16", 1) == pytest.approx(4 * 2**-8 * 2)
+        assert tolerance("fp16", 31) == pytest.approx(4 * 2**-11 * 8)
+
+    def test_prompts(self):
+        assert verification_prompts([" ", "a", "a", "b", "c"]) == ["a", "b"]
+        assert len(verification_prompts([])) == 2
+
+    def test_another_tokenizer_is_noticed(self):
+        from helpers import make_tokenizer
+
+        compare_tokenizers(make_tokenizer(), make_tokenizer(), ["the film"])
+        with pytest.raises(CheckpointError, match="other special tokens"):
+            compare_tokenizers(make_tokenizer(), make_tokenizer(bos=True), ["the film"])
+        other = make_tokenizer()
+        other.chat_template = "{{ messages }}"
+        with pytest.raises(CheckpointError, match="chat template"):
+            compare_tokenizers(make_tokenizer(), other, ["the film"])
+
+
+class TestNames:
+    @pytest.mark.parametrize(("name", "repo"), [
+        ("quick", "quick"), ("my run/1", "my-run-1"), ("a--b..c", "a-b.c"), ("x.git", "x"),
+        ("-.-", "ppocli-model"), ("ä", "ppocli-model"), ("n" * 200, "n" * 96)])
+    def test_repository_names(self, name, repo):
+        from huggingface_hub.utils import validate_repo_id
+
+        assert repo_name(name) == repo
+        validate_repo_id(repo)
+
+    @pytest.mark.parametrize("given", ["./x", "/tmp/x", "~/x", "../x"])
+    def test_paths_are_no_repositories(self, given):
+        with pytest.raises(ConfigError, match="is a path"):
+            check_repo_id(given)
+
+    def test_what_exists_is_a_path(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "user" / "name").mkdir(parents=True)
+        with pytest.raises(ConfigError, match="is a path"):
+            check_repo_id("user/name")
+        with pytest.raises(ConfigError, match="is no name of a repository"):
+            check_repo_id("a/b/c")
+        check_repo_id("user/other")
+
+    def test_command_to_try_again(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        push = Push("me/x", private=False, revision="a b")
+        assert push.command(tmp_path / "runs/out") == (
+            "ppocli export runs/out --to-hub --repo-id me/x --public --revision 'a b'")
+
+
+def test_training_config_is_yaml_that_reads_back():
+    from ppocli.export.facts import settings
+
+    text = yaml.safe_dump(NO_MASK.tree(settings(TrainConfig())), sort_keys=False)
+    assert yaml.safe_load(text)["ppo"]["num_rollouts"] == 128

@@ -1,0 +1,299 @@
+"""The live view: what it shows at any size, when it draws, and what the modes leave out."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import logging
+import os
+import pty
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from ppocli.engine.console import can_live, clean, open_console, open_display
+from ppocli.engine.live import Dashboard, Sample, duration, resident_mib, sparkline
+from ppocli.engine.pane import Above, Pane
+
+
+def row(step: int, **more: float | None) -> dict:
+    return {"step": step, "reward/mean": step / 8, "reward/std": 0.1, "objective/kl": 2.0 * step,
+            "rollout/response_tokens_mean": 8.0, "loss/policy_avg": 0.0, "loss/value_avg": 0.1,
+            "policy/clipfrac_avg": 0.0, "lr": 1e-5, "time/rollout": 3.0, "time/reward": 0.5,
+            "time/scoring": 0.5, "time/optimize": 6.0, "time/step": 10.0,
+            "tokens_per_second/rollout": 9876.0, "tokens_per_second/optimize": 1_234_567.0,
+            "memory/peak_mib": 600.0, **more}
+
+
+@pytest.fixture
+def now() -> list[float]:
+    return [100.0]
+
+
+@pytest.fixture
+def board(now) -> Dashboard:
+    board = Dashboard("night-run", memory=lambda: 485.0, clock=lambda: now[0])
+    board.begin(20, [{"step": 0, "eval/reward_mean": 0.05, "time/eval": 3.0}])
+    for step in range(1, 6):
+        board.add_row(row(step))
+    board.show([Sample("the film", " was\tgood\x1b[2Jand 漢字漢字", 0.5),
+                Sample("i saw", "it\nagain", None)], 5)
+    return board
+
+
+def shown(board: Dashboard, width: int, height: int = 40, **how: bool) -> list[str]:
+    return [line.plain for line in board.lines(width, height, **how)]
+
+
+def test_every_figure_is_in_its_line(board, now):
+    board.enter("rollout", ("chunk", 1, 3))
+    board.marked("rollout")
+    now[0] += 4
+    text = "\n".join(shown(board, 100))
+    for part in ("── training night-run ─", "step 5/20   25% ", "now     reward, chunk 1/3  0:04",
+                 "reward  ▁▃▅▇█", "0.625  eval 0.050 (step 0)", "KL      ▁▃▅▇█", "10.00",
+                 "speed   rollout 9.9k  optimize 1.2M tokens/s   memory  485 MiB, 600 MiB peak",
+                 "seconds 10.0: rollout 3.0 reward 0.5 scoring 0.5 optimize 6.0",
+                 "samples of step 5", "  0.50  the film │ was good?[2Jand 漢字漢字",
+                 "  none  i saw │ it ⏎ again"):
+        assert part in text, (part, text)
+    assert "warning" not in text
+    board.warn("KL is high")
+    board.warn("KL is higher\nstill")
+    assert "2 warnings, the last: KL is higher ⏎ still" in "\n".join(shown(board, 100))
+
+
+@pytest.mark.parametrize("width", [10, 20, 40, 60, 80, 120, 300])
+@pytest.mark.parametrize("ascii_only", [False, True])
+def test_lines_fit_any_width_and_height(board, width, ascii_only):
+    board.enter("optimize", ("epoch", 1, 4), ("update", 3, 64))
+    board.warn("a warning " * 30)
+    lines = board.lines(width, 40, ascii_only=ascii_only)
+    assert max(line.cell_len for line in lines) <= width
+    assert all("\n" not in line.plain for line in lines)
+    for height in (1, 3, 8):
+        few = board.lines(width, height, ascii_only=ascii_only)
+        assert [line.plain for line in few] == [line.plain for line in lines][:height]
+
+
+def test_ascii_terminals_get_ascii(board):
+    board.samples = (Sample("a" * 200, "b" * 200, 1.0),)
+    for line in shown(board, 60, ascii_only=True):
+        assert line.isascii(), line
+
+
+def test_the_end_of_a_long_prompt_stays(board):
+    board.samples = (Sample("beginning " * 20 + "the end", "answer " * 30, 1.0),)
+    line = shown(board, 60)[-1]
+    assert "the end │ answer" in line
+    assert line.startswith("  1.00  …")
+
+
+def test_the_remaining_time_is_told_from_the_last_steps(now):
+    board = Dashboard("r", clock=lambda: now[0])
+    board.begin(100)
+    assert board.left() is None
+    for step in range(1, 31):  # slow at first, as with long responses
+        board.add_row(row(step, **{"time/step": 100.0 if step <= 20 else 2.0}))
+    assert board.left() == 70 * 2.0
+    now[0] += 1.5
+    assert board.left() == 70 * 2.0 - 1.5
+    now[0] += 60  # this step takes longer than the others: no less is left than the rest
+    assert board.left() == 69 * 2.0
+
+
+def test_phases_follow_the_marks_of_the_clock(board):
+    seen = []
+    board.enter("rollout", ("chunk", 1, 2))
+    for mark in ("rollout", "reward", "scoring", "rollout", "reward", "scoring", "scoring",
+                 "optimize"):
+        seen.append((board.phase.name, board.phase.parts[0][1]))
+        board.marked(mark)
+    assert seen == [("rollout", 1), ("reward", 1), ("scoring", 1), ("rollout", 2), ("reward", 2),
+                    ("scoring", 2), ("scoring", 2), ("scoring", 2)]
+
+
+def test_missing_and_unfinite_figures_leave_gaps(board):
+    board.add_row(row(6, **{"reward/mean": None, "objective/kl": float("nan"), "time/step": None,
+                            "tokens_per_second/rollout": None}))
+    text = "\n".join(shown(board, 80))
+    assert "step 6/20" in text
+    assert "0.625  eval" in text  # the newest that there is
+
+
+@pytest.mark.parametrize(("values", "cells", "expected"), [
+    ([], 5, ""), ([1.0], 0, ""), ([1.0, 1.0], 5, "▅▅"), ([None, None], 3, "  "),
+    ([0.0, None, 7.0], 3, "▁ █"), (list(range(8)), 8, "▁▂▃▄▅▆▇█"),
+    ([0.0, 0.0, 7.0, 7.0], 2, "▁█"), ([float(i) for i in range(1000)], 4, "▁▃▆█")])
+def test_sparkline(values, cells, expected):
+    assert sparkline(values, cells) == expected
+
+
+@pytest.mark.parametrize(("seconds", "text"), [
+    (0.4, "0:00"), (7, "0:07"), (725, "12:05"), (12_000, "3:20:00"), (187_200, "2 d 04:00")])
+def test_duration(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_memory_of_a_process():
+    assert resident_mib(os.getpid()) > 5
+    assert resident_mib(2**22 + 1) is None
+
+
+def test_text_cannot_turn_the_terminal_around():
+    assert clean("a\u202eb\x9bc\u2028d\ud800") == "a?b?c?d?"
+
+
+# --- the pane -------------------------------------------------------------------------------
+
+def terminal_console(width: int = 40) -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=width, height=20,
+                   color_system=None)
+
+
+def test_a_pane_draws_only_what_has_changed():
+    console, lines = terminal_console(), ["one", "two"]
+    pane = Pane(console, lambda width, height: [Text(line) for line in lines])
+    pane.draw()
+    pane.draw()
+    assert console.file.getvalue() == "one\ntwo\n"
+    lines[1] = "three"
+    pane.draw()
+    assert console.file.getvalue() == "one\ntwo\n\r\x1b[2A\x1b[Jone\nthree\n"
+    pane.print(Text("a line"))
+    assert console.file.getvalue().endswith("\r\x1b[2A\x1b[Ja line\none\nthree\n")
+    pane.stop()
+    pane.write("after\n")
+    assert console.file.getvalue().endswith("three\n\r\x1b[2A\x1b[Jafter\n")
+
+
+def test_what_a_reward_prints_goes_above_in_whole_lines():
+    console = terminal_console()
+    pane = Pane(console, lambda width, height: [Text("pane")])
+    pane.draw()
+    stream = Above(io.StringIO(), pane)
+    print("half", end="", file=stream, flush=True)
+    assert console.file.getvalue() == "pane\n"
+    print(" a line", file=stream)
+    assert console.file.getvalue().endswith("\x1b[Jhalf a line\npane\n")
+    print("rest", end="", file=stream)
+    stream.close_line()
+    assert console.file.getvalue().endswith("\x1b[Jrest\npane\n")
+
+
+def test_a_view_that_fails_is_taken_away_and_the_lines_go_on():
+    console, calls = terminal_console(), []
+
+    def render(width: int, height: int) -> list[Text]:
+        calls.append(None)
+        if len(calls) > 1:
+            raise ZeroDivisionError
+        return [Text("pane")]
+
+    pane = Pane(console, render)
+    pane.start()
+    pane.changed()
+    pane._thread.join(timeout=10)
+    assert isinstance(pane.trouble, ZeroDivisionError)
+    pane.write("on\n")
+    pane.stop()
+    assert console.file.getvalue() == "pane\n\r\x1b[1A\x1b[Jon\n"
+
+
+def test_a_thousand_changes_are_few_drawings():
+    """At most four drawings a second, however often something changes."""
+    drawings = []
+
+    def render(width: int, height: int) -> list[Text]:
+        drawings.append(time.monotonic())
+        return [Text(str(len(drawings)))]
+
+    pane = Pane(terminal_console(), render)
+    pane.start()
+    begun = time.monotonic()
+    while time.monotonic() - begun < 1.0:
+        pane.changed()
+    pane.stop()
+    assert 2 <= len(drawings) <= 6
+    assert min(b - a for a, b in itertools.pairwise(drawings[1:])) >= 0.25
+    assert not any(thread.name == "ppocli-live-view" for thread in threading.enumerate())
+
+
+# --- modes ----------------------------------------------------------------------------------
+
+@pytest.fixture
+def on_terminal(monkeypatch):
+    """Runs a function with standard output on a pseudo terminal; gives what that got."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+    def call(function: Callable[[], None]) -> str:
+        ours, theirs = pty.openpty()
+        with os.fdopen(theirs, "w", encoding="utf-8") as stream, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", stream)
+            function()
+            assert sys.stdout is stream  # put back
+            print("END", flush=True)
+            seen = b""
+            while not seen.endswith(b"END\r\n"):
+                seen += os.read(ours, 65536)
+        os.close(ours)
+        return seen.decode().replace("\r\n", "\n").removesuffix("END\n")
+
+    return call
+
+
+def show_a_step(tmp_path, mode: str) -> None:
+    with open_display(tmp_path / "ppocli.log", mode) as display:
+        display.start(0, 3, lambda: 100.0)
+        display.phase("rollout", ("chunk", 1, 2))
+        display.samples([("p", "r", 1.0)], 1)
+        display.step(row(1), 3)
+        logging.getLogger("ppocli").warning("careful")
+
+
+def test_a_terminal_gets_the_view(on_terminal, tmp_path):
+    seen = on_terminal(lambda: show_a_step(tmp_path, "auto"))
+    assert "── training " in seen
+    assert "step 1/3  reward 0.125" in seen
+    assert seen.endswith("\x1b[J")
+
+
+@pytest.mark.parametrize(("mode", "term"), [("lines", "xterm"), ("auto", "dumb"), ("auto", "")])
+def test_plain_lines_where_asked_for_or_needed(mode, term, on_terminal, tmp_path, monkeypatch):
+    monkeypatch.setenv("TERM", term)
+    seen = on_terminal(lambda: show_a_step(tmp_path, mode))
+    assert seen.startswith("step 1/3  reward 0.125±0.100  kl 2.00  len 8.0  loss 0.000/0.100  clip "
+                           "0.00  lr 1.0e-05  10.0 s (rollout 3.0 reward 0.5 scoring 0.5 optimize "
+                           "6.0, 9876 tokens/s)\n")
+    assert "\x1b" not in seen
+    assert "training" not in seen
+
+
+def test_quiet_leaves_warnings(on_terminal, tmp_path, capsys):
+    assert on_terminal(lambda: show_a_step(tmp_path, "quiet")) == ""
+    assert capsys.readouterr().err == "warning: careful\n"
+
+
+def test_a_pipe_is_no_terminal_whatever_colour_is_forced(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    assert not can_live(open_console(io.StringIO()))
+
+
+def test_a_resumed_run_shows_its_past(on_terminal, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(row(step)) + "\n" for step in range(1, 8)))
+
+    def go_on() -> None:
+        with open_display(tmp_path / "ppocli.log") as display:
+            display.start(5, 9, lambda: None)
+            assert display.board.rewards == [step / 8 for step in range(1, 6)]
+
+    assert "step 5/9 " in on_terminal(go_on)

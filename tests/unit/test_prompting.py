@@ -1,0 +1,194 @@
+"""Answers outside of training: numbering of the random numbers, and text that appears as it grows.
+"""
+
+import pytest
+import torch
+from helpers import make_tokenizer, save_lm
+
+from ppocli.config.schema import ModelConfig, TrainConfig
+from ppocli.errors import ConfigError, DivergedError
+from ppocli.evaluation.player import (
+    changed_sampling,
+    load_player,
+    own_sampling,
+    policy_config,
+)
+from ppocli.models.prompting import TextStream, answer_prompts, prompt_ids
+from ppocli.models.sampling import SamplingSpec
+from ppocli.models.text import decode_responses
+
+PROMPTS = ["the film", "i saw", "this plot was", "it"]
+
+
+def byte_tokenizer():
+    """Each byte is a token of its own, so that characters come in parts."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE({"<eos>": 0, **{c: i + 1 for i, c in enumerate(alphabet)}}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", pad_token="<eos>")
+
+
+def streamed(tokenizer, prompt, ids, stops=()):
+    """The pieces of a response that grows by a token at a time, and its whole text."""
+    stream = TextStream(tokenizer, prompt, stops)
+    pieces = [stream.push(ids[:n]) for n in range(1, len(ids) + 1)]
+    text = decode_responses(tokenizer, [prompt], [ids], stops)[0]
+    return [*pieces, stream.close(text)], text
+
+
+@pytest.mark.parametrize("text", ["a fine film.\n\nYes", "naïve café", "🎬🎞 très bon 映画",
+                                  "  x  y "])
+def test_pieces_are_the_text_and_hold_whole_characters(text):
+    tokenizer = byte_tokenizer()
+    prompt, ids = tokenizer("It was")["input_ids"], tokenizer(text)["input_ids"]
+    pieces, whole = streamed(tokenizer, prompt, ids)
+    assert whole == text
+    assert "".join(pieces) == text
+    assert len(ids) == len(text.encode())
+    assert sum(bool(piece) for piece in pieces) > len(text) / 3  # it does come in pieces
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+
+
+def test_bytes_that_are_no_character_come_out_at_the_end():
+    tokenizer = byte_tokenizer()
+    ids = tokenizer("ok é")["input_ids"][:-1]  # the last character lacks a byte
+    pieces, text = streamed(tokenizer, [], ids)
+    assert text == "ok \N{REPLACEMENT CHARACTER}"
+    assert pieces[-1] == " \N{REPLACEMENT CHARACTER}"
+    assert "".join(pieces) == text
+
+
+@pytest.mark.parametrize(("said", "kept"), [
+    ("good\nUser: and", "good"), ("good\nUse it", "good\nUse it"), ("good\nUser", "good\nUser"),
+    ("a café", "a "), ("a caf", "a caf")])
+def test_what_may_become_a_stop_sequence_is_held_back(said, kept):
+    tokenizer = byte_tokenizer()
+    pieces, text = streamed(tokenizer, tokenizer("so ")["input_ids"], tokenizer(said)["input_ids"],
+                            ("\nUser:", "café"))
+    assert text == kept
+    assert "".join(pieces) == kept
+    before = "".join(pieces[:-1])
+    assert kept.startswith(before)
+    if said != kept:
+        assert before == kept.rstrip()
+
+
+def test_words_of_a_word_level_tokenizer_keep_their_spaces():
+    tokenizer = make_tokenizer()
+    prompt = tokenizer("the film")["input_ids"]
+    pieces, text = streamed(tokenizer, prompt, tokenizer("was very good .")["input_ids"])
+    assert pieces == [" was", " very", " good", " .", ""]
+    assert text == " was very good ."
+
+
+def test_a_text_that_changes_afterwards_is_told_again():
+    stream = TextStream(make_tokenizer(), [])
+    assert stream.push(make_tokenizer()("good film")["input_ids"]) == "good film"
+    assert stream.close("good films") == "s"
+    other = TextStream(make_tokenizer(), [])
+    other.push(make_tokenizer()("good film")["input_ids"])
+    assert other.close("great film") == "\ngreat film"
+
+
+@pytest.fixture(scope="module")
+def player(tmp_path_factory):
+    folder = save_lm(tmp_path_factory.mktemp("player") / "lm")
+    return load_player(ModelConfig(path=str(folder)), "lm")
+
+
+def sample(player, prompts, num_samples=1, **more):
+    generation = changed_sampling(TrainConfig(), {"max_new_tokens": 12, "min_new_tokens": 2})
+    ids = player.tokens(prompts, generation)
+    return {(answer.prompt, answer.sample): answer
+            for batch in player.answers(ids, generation, seed=3, num_samples=num_samples, **more)
+            for answer in batch}
+
+
+def test_a_sample_does_not_depend_on_how_many_are_asked_for(player):
+    few, many = sample(player, PROMPTS[:1]), sample(player, PROMPTS, 5)
+    assert set(many) == {(i, k) for i in range(4) for k in range(5)}
+    assert few[0, 0] == many[0, 0]
+    for i in range(4):
+        assert sample(player, PROMPTS[:i + 1], 2)[i, 1] == many[i, 1]
+    assert len({many[0, k].text for k in range(5)}) > 1
+    assert sample(player, PROMPTS, 5, batch=3) == many
+    # the second prompt asked alone, told its number
+    assert sample(player, PROMPTS[1:2], first=1)[0, 0].text == many[1, 0].text
+
+
+def test_a_shown_answer_is_the_same_answer(player):
+    pieces = []
+    shown = sample(player, PROMPTS[2:3], show=pieces.append)
+    assert shown == sample(player, PROMPTS[2:3])
+    assert "".join(pieces) == shown[0, 0].text
+    assert len(pieces) > 2
+    with pytest.raises(ValueError, match="4 responses"):
+        sample(player, PROMPTS, show=pieces.append)
+
+
+def test_prompts_that_close_with_eos_or_start_with_bos():
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = make_tokenizer(bos=True)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A <eos>", special_tokens=[("<bos>", 2), ("<eos>", 1)])
+    bare = tokenizer("the film", add_special_tokens=False)["input_ids"]
+    assert prompt_ids(tokenizer, ["the film"]) == [[2, *bare]]
+    assert prompt_ids(tokenizer, ["the film"], rendered=True) == [bare]
+    with pytest.raises(ConfigError, match="has no tokens"):
+        prompt_ids(make_tokenizer(), [""])
+
+
+def test_prompts_that_leave_no_room_are_refused(player):
+    generation = changed_sampling(TrainConfig(), {"max_new_tokens": 60})
+    assert player.tokens(["the film was ."], generation)
+    with pytest.raises(ConfigError, match="Prompt 2 has 5 tokens; with 60 new ones they exceed "
+                                          "the model's 64 positions"):
+        player.tokens(["it", "the film was so good"], generation)
+
+
+def test_a_broken_model_is_told(tmp_path):
+    player = load_player(ModelConfig(path=str(save_lm(tmp_path / "lm"))), "lm")
+    with torch.no_grad():
+        player.loaded.lm.transformer.ln_f.weight[:] = float("nan")
+    made = answer_prompts(player.loaded.lm, player.tokenizer, [[4, 5]], SamplingSpec(4, (1,)),
+                          seed=0)
+    with pytest.raises(DivergedError, match="not finite"):
+        list(made)
+
+
+def test_sampling_settings_of_a_model_from_elsewhere(player, tmp_path):
+    from transformers import GenerationConfig
+
+    assert own_sampling(player) == {}
+    folder = save_lm(tmp_path / "lm")
+    GenerationConfig(do_sample=True, temperature=0.6, top_k=7, eos_token_id=1).save_pretrained(
+        folder)
+    own = own_sampling(load_player(ModelConfig(path=str(folder)), "lm"))
+    assert own == {"do_sample": True, "temperature": 0.6, "top_k": 7}
+
+
+def test_changes_of_sampling_are_checked():
+    cfg = TrainConfig()
+    cfg.generation.eval.min_new_tokens = 20  # at evaluation only
+    changed = changed_sampling(cfg, {"max_new_tokens": 5, "stop_sequences": ["."]})
+    assert (changed.max_new_tokens, changed.stop_sequences) == (5, ["."])
+    with pytest.raises(ConfigError, match="'temprature' is no sampling setting"):
+        changed_sampling(cfg, {"temprature": 1.0})
+    with pytest.raises(ConfigError) as wrong:
+        changed_sampling(cfg, {"temperature": 0.0, "top_p": 2.0}, {"top_p": "--top-p"})
+    assert "generation.temperature: 0 must be" in str(wrong.value)
+    assert "generation.top_p: 2 must be" in str(wrong.value)
+    assert "(from --top-p)" in str(wrong.value)
+
+
+def test_a_policy_brings_its_own_tokenizer():
+    cfg = ModelConfig(path="base", revision="v1", tokenizer_path="tok", attn_implementation="eager")
+    assert policy_config(cfg, "base") is cfg
+    policy = policy_config(cfg, "/run/model")
+    assert (policy.path, policy.revision, policy.tokenizer_path) == ("/run/model", None, None)
+    assert policy.attn_implementation == "eager"
