@@ -130,6 +130,17 @@ class Terminal:
         """Press keys."""
         os.write(self._ours, keys)
 
+    def press_until(self, keys: bytes, text: str, seconds: float = 120) -> None:
+        """Press keys every two seconds until a text is shown."""
+        deadline = time.monotonic() + seconds
+        while text not in self.raw:
+            assert time.monotonic() < deadline, self.raw[-3000:]
+            self.type(keys)
+            again = time.monotonic() + 2
+            while text not in self.raw and (left := again - time.monotonic()) > 0:
+                if select.select([self._ours], [], [], left)[0]:
+                    assert self._read(), self.raw[-3000:]
+
     def end(self, seconds: float = 120) -> int:
         """Read to the command's end; its exit code."""
         deadline = time.monotonic() + seconds

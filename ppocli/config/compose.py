@@ -8,6 +8,7 @@ so that no secret is ever printed or written.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -382,13 +383,17 @@ def _call_hydra(job: Callable[[DictConfig], object], read: Words) -> None:
 
 @contextmanager
 def _process_state(argv: list[str]) -> Iterator[None]:
-    """Hydra reads ``sys.argv``, and hands on exceptions only under ``HYDRA_FULL_ERROR``."""
+    """Hydra reads ``sys.argv``, hands on exceptions only under ``HYDRA_FULL_ERROR``, and under
+    ``--info`` logs to the terminal from then on."""
     old_argv, old_full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    root = logging.getLogger()
+    old_handlers = list(root.handlers)
     sys.argv, os.environ["HYDRA_FULL_ERROR"] = argv, "1"
     try:
         yield
     finally:
         sys.argv = old_argv
+        root.handlers[:] = old_handlers
         if old_full is None:
             del os.environ["HYDRA_FULL_ERROR"]
         else:

@@ -46,9 +46,9 @@ def test_an_answer_is_stopped_and_the_chat_goes_on(tmp_path):
     assert "max_new_tokens=3" in talk.until("> ")
     talk.say("and")
     assert 1 <= len(talk.until("> ").removesuffix("> ").split()) <= 3
-    talk.type(b"\x03")
+    # one that comes between the prompt's text and the waiting for keys is taken with the next key
+    talk.press_until(b"\x03", "Stopped: left by Ctrl-C")
     assert talk.end() == 130
-    assert "Stopped: left by Ctrl-C" in talk.raw
 
 
 @pytest.mark.parametrize("keys", [b"/quit\n", b"\x04"])

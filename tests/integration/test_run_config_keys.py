@@ -13,6 +13,8 @@ from ppocli.config import schema
 PACKAGE = Path(ppocli.__file__).parent
 # these handle every key alike, so that naming one there doesn't mean that it has an effect
 GENERIC = {"config/schema.py", "config/changes.py", "config/keys.py"}
+SHOWING = ("cli/", "doctor/", "export/", "report/")
+"""rooms that print what was set; that alone is no use of a key"""
 
 
 def sections(section: type = schema.TrainConfig, name: str = "") -> dict[str, list[str]]:
@@ -131,7 +133,8 @@ def strings_of(constant: str, source: str) -> set[str]:
 
 def modules() -> dict[str, str]:
     return {name: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))
-            if (name := str(path.relative_to(PACKAGE))) not in GENERIC}
+            if (name := str(path.relative_to(PACKAGE))) not in GENERIC
+            and not name.startswith(SHOWING)}
 
 
 def dead_keys(sources: dict[str, str]) -> set[str]:
