@@ -94,7 +94,8 @@ def write_prompts(path: Path, texts=None, **columns) -> Path:
 
 def environment(**over: str) -> dict[str, str]:
     """The environment of a command under test: offline, one thread, no terminal tricks."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("PPOCLI_", "HF_", "DS_", "PYTORCH_"))}
+    ours = ("PPOCLI_", "HF_", "DS_", "PYTORCH_")  # also what libraries set in this very process
+    env = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
     env.update({"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
                 "PYTHONWARNINGS": "ignore", "COLUMNS": "120", **over})
     return env
