@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppocli.errors import ConfigError, InputError
+from ppocli.errors import ConfigError, InputError, PpocliError
 
 if TYPE_CHECKING:
     from ppocli.evaluation.player import Player
@@ -122,6 +122,12 @@ def train(overrides: Sequence[str] = (), *,
         eval_prompts=None if eval_prompts is None else list(eval_prompts))
     outcome = launch(config, objects=objects if handed_in else None,
                      resume_from=composition.resume_from, name_hint=composition.recipe or "run")
+    if outcome.exit_code != 0:
+        error = PpocliError(f"The run ended with exit code {outcome.exit_code}: "
+                            f"{(outcome.summary or {}).get('error') or 'see above'}",
+                            where=str(outcome.run_dir))
+        error.exit_code = outcome.exit_code
+        raise error
     return load_run(outcome.run_dir)
 
 

@@ -5,38 +5,37 @@ The only place that decides where a run lies and names the command of a worker p
 
 from __future__ import annotations
 
-import errno
 import itertools
 import json
 import logging
 import os
 import shutil
-import signal
-import subprocess
 import sys
-import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from ppocli.children import run_process
 from ppocli.config.changes import classify_change, config_differences
+from ppocli.config.deepspeed import deepspeed_config
 from ppocli.config.problems import shown
 from ppocli.config.resolved import (
     CONFIG_FILE,
     NEXT_CONFIG_FILE,
     PYTHON_OBJECT,
+    next_config,
     read_config,
     with_absolute_paths,
     write_config,
 )
-from ppocli.config.schema import TrainConfig
+from ppocli.config.schema import HardwareConfig, TrainConfig
 from ppocli.engine.atomic import disk_errors
 from ppocli.engine.run_folder import lock, probe_writable
-from ppocli.errors import CheckpointError, ConfigError, PpocliError
+from ppocli.errors import CheckpointError, ConfigError, InputError
 from ppocli.preflight import check_inputs
 
 if TYPE_CHECKING:
@@ -86,6 +85,8 @@ def launch(config: TrainConfig, *, fresh_process: bool = False,
     if fresh_process and objects is not None:
         raise ValueError("Python objects can't be handed to a fresh process")
     config = noting_objects(with_absolute_paths(config, Path.cwd()), objects)
+    if config.hardware.node_rank > 0:
+        return _join(config, resume_from, say, display)
     run_dir = resume_from.absolute() if resume_from else _run_to_go_on_with(config, say)
     if run_dir is not None:
         # an explicit folder must hold a checkpoint; "auto" may have been killed before its first
@@ -99,6 +100,7 @@ def launch(config: TrainConfig, *, fresh_process: bool = False,
             # still there only if the run did not go on: its own configuration stays as it was
             (run_dir / NEXT_CONFIG_FILE).unlink(missing_ok=True)
     check_inputs(config)
+    check_deepspeed(config)
     base = Path(config.output_dir)
     new_parents = [folder for folder in (base, *base.parents) if not folder.exists()]
     with _removed_if_empty(new_parents):
@@ -110,6 +112,48 @@ def launch(config: TrainConfig, *, fresh_process: bool = False,
             # the libraries alone take seconds to load
             say(f"{run_dir}: loading {config.model.path}")
             return _run(run_dir, False, fresh_process, objects, display)
+
+
+def _join(config: TrainConfig, resume_from: Path | None, say: Callable[[str], None],
+          display: DisplayMode) -> RunOutcome:
+    """Take part in a run whose folder, which all nodes share, node 0 makes and watches over.
+
+    Raises:
+        InputError: there is no such folder within ``hardware.timeout_seconds``.
+    """
+    run_dir = resume_from or Path(config.output_dir) / str(config.run_name)
+    deadline = time.monotonic() + config.hardware.timeout_seconds
+    say(f"node {config.hardware.node_rank}: waiting for node 0 in {run_dir}")
+    while not (run_dir / CONFIG_FILE).is_file():
+        if time.monotonic() > deadline:
+            raise InputError(f"Node 0 has not made {run_dir} within "
+                             f"{config.hardware.timeout_seconds} seconds.", where=str(run_dir),
+                             fix="start the same command with hardware.node_rank=0 on node 0; "
+                             "output_dir must lie on a file system that all nodes share")
+        time.sleep(0.2)
+    resume = resume_from is not None or config.resume == "auto"
+    return _start(run_dir, "ppocli.elastic", resume, display,
+                  [f"--node-rank={config.hardware.node_rank}"])
+
+
+def _start(run_dir: Path, module: str, resume: bool, display: DisplayMode,
+           words: list[str]) -> RunOutcome:
+    """Run a module of ours on a run's folder, in a process of its own."""
+    command = [sys.executable, "-m", module, str(run_dir), f"--display={display}", *words]
+    code, stopped_by = run_process(command + ["--resume"] * resume, lifeline=True)
+    model = run_dir / "model"
+    return RunOutcome(run_dir, code, model if code == 0 and model.is_dir() else None,
+                      _read_summary(run_dir), stopped_by)
+
+
+def check_deepspeed(config: TrainConfig) -> None:
+    """Contradictions between settings and a DeepSpeed file, told before any process starts.
+
+    Raises:
+        ConfigError: the file can't be read or says something else than a setting.
+    """
+    if config.hardware.zero_stage > 0:
+        deepspeed_config(config)
 
 
 def noting_objects(config: TrainConfig, objects: PythonObjects | None) -> TrainConfig:
@@ -201,6 +245,7 @@ def _prepare_resumed(run_dir: Path, config: TrainConfig, objects: PythonObjects 
     beside it, to be taken over once the run goes on."""
     changes = changes_on_resume(run_dir, config, objects)
     check_inputs(config)
+    check_deepspeed(config)
     for key, line in changes:
         say(f"changed on resume: {line}" + ("" if classify_change(key) == "harmless" else
                                            " (from here on the run differs)"))
@@ -249,12 +294,14 @@ def _removed_if_nothing_came(run_dir: Path) -> Iterator[None]:
 
 def _run(run_dir: Path, resume: bool, fresh_process: bool,
          objects: PythonObjects | None, display: DisplayMode) -> RunOutcome:
-    if fresh_process:
-        command = [sys.executable, "-m", "ppocli.worker", str(run_dir), f"--display={display}"]
-        code, stopped_by = run_process(command + ["--resume"] * resume, lifeline=True)
-        model = run_dir / "model"
-        return RunOutcome(run_dir, code, model if code == 0 and model.is_dir() else None,
-                          _read_summary(run_dir), stopped_by)
+    several = needs_launcher(read_config(next_config(run_dir)).hardware)
+    if several and objects is not None:
+        raise ConfigError("Python objects can't be handed to several processes.",
+                          where="hardware.num_processes, hardware.zero_stage",
+                          fix="name the reward by an import path, the prompts by a file")
+    if fresh_process or several:
+        return _start(run_dir, "ppocli.elastic" if several else "ppocli.worker", resume, display,
+                      [])
     # `python -m` has the current folder on its path, a console script hasn't
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -264,92 +311,15 @@ def _run(run_dir: Path, resume: bool, fresh_process: bool,
     return RunOutcome(run_dir, 0, result.model_dir, result.summary)
 
 
+def needs_launcher(hardware: HardwareConfig) -> bool:
+    """Whether torch's elastic launcher has to start the run: several processes, or DeepSpeed, which
+    wants to be one of several even if there is one."""
+    return hardware.num_processes * hardware.num_nodes > 1 or hardware.zero_stage > 0
+
+
 def _read_summary(run_dir: Path) -> dict[str, Any] | None:
     try:
         summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return summary if isinstance(summary, dict) else None
-
-
-def run_process(command: list[str], *, lifeline: bool = False) -> tuple[int, int | None]:
-    """Run a command to its end, its standard output on our standard error.
-
-    The child has its own process group, so that a Ctrl-C reaches it once, through us, and it can
-    save before it leaves; a second Ctrl-C is handed on as well. With ``lifeline`` the command gets
-    a last word ``--lifeline=FD``, a pipe that closes when we end, even by ``kill -9``.
-
-    Returns:
-        its exit code (128 + n if signal n killed it), and the first signal that we got meanwhile.
-
-    Raises:
-        PpocliError: the process couldn't be started.
-    """
-    received: list[int] = []
-    process: subprocess.Popen[bytes] | None = None
-
-    def hand_on(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        if process is not None and process.poll() is None:
-            process.send_signal(number)
-
-    with _handling(hand_on), _lifeline(lifeline) as (passed, words):
-        try:
-            process = subprocess.Popen([*command, *words], process_group=0, pass_fds=passed,
-                                       stdin=subprocess.DEVNULL, stdout=_standard_error())
-        except OSError as error:
-            if error.errno in (errno.ENOMEM, errno.EAGAIN, errno.ENOENT, errno.EACCES):
-                raise PpocliError(f"the worker process couldn't be started: {error.strerror}",
-                                  where=command[0]) from error
-            raise
-        if received:
-            process.send_signal(received[0])
-        code = _wait(process)
-    return (code if code >= 0 else 128 - code), (received[0] if received else None)
-
-
-@contextmanager
-def _lifeline(wanted: bool) -> Iterator[tuple[tuple[int, ...], list[str]]]:
-    """The end of a pipe that a child inherits, and the word that tells it. Our end is closed on
-    exec, so that no other child of ours keeps it open."""
-    if not wanted:
-        yield (), []
-        return
-    reading, writing = os.pipe()
-    try:
-        yield (reading,), [f"--lifeline={reading}"]
-    finally:
-        os.close(reading)
-        os.close(writing)
-
-
-def _wait(process: subprocess.Popen[bytes]) -> int:
-    """The child's exit code. Waits in short turns: a signal that comes just before a blocking wait
-    would have its handler run only when the child has ended by itself."""
-    while True:
-        try:
-            return process.wait(timeout=1.0)
-        except subprocess.TimeoutExpired:
-            continue
-
-
-def _standard_error() -> int:
-    try:
-        return sys.stderr.fileno()
-    except (AttributeError, OSError, ValueError):
-        return subprocess.DEVNULL
-
-
-@contextmanager
-def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    wanted = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-              if signal.getsignal(number) is not signal.SIG_IGN]
-    previous = {number: signal.signal(number, handler) for number in wanted}
-    try:
-        yield
-    finally:
-        for number, old in previous.items():
-            signal.signal(number, signal.SIG_DFL if old is None else old)

@@ -12,10 +12,11 @@ import logging
 import os
 import secrets
 import sys
+import traceback
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from time import monotonic
+from time import monotonic, time
 from typing import Any
 
 from ppocli.config.resolved import accept_config, next_config, read_config
@@ -28,9 +29,17 @@ from ppocli.engine.console import (
     closing_table,
     keep_log,
     open_display,
+    open_silence,
 )
 from ppocli.engine.environment import ENV_FILE, describe
 from ppocli.engine.loop import Run, initial_state, run_training, save
+from ppocli.engine.outcomes import (
+    OUTCOMES,
+    RankOutcome,
+    announce,
+    my_rank,
+    write_outcome,
+)
 from ppocli.engine.pane import draw_for
 from ppocli.engine.run_folder import (
     RunFolder,
@@ -80,6 +89,9 @@ def run_worker(run_dir: Path, *, objects: PythonObjects | None = None, resume: b
     run_dir = run_dir.resolve()
     folder = RunFolder(run_dir)
     cfg = read_config(next_config(run_dir) if resume else folder.config)
+    if my_rank() > 0:  # rank 0 alone holds the folder and speaks
+        with open_silence() as shown, catch_signals() as stop:
+            return _run(cfg, folder, PythonObjects(), resume, shown, stop)
     with lock(run_dir), open_display(folder.log, display) as shown, catch_signals() as stop:
         return _run(cfg, folder, objects or PythonObjects(), resume, shown, stop)
 
@@ -89,30 +101,39 @@ def _run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects, resume: bo
     from transformers.utils import logging as transformers_logging
 
     from ppocli.engine import generators
-    from ppocli.engine.backend import open_backend
-    from ppocli.engine.metrics import open_recorder, torch_versions
+    from ppocli.engine.backend import open_ranks
+    from ppocli.engine.metrics import open_recorder, silent_recorder, torch_versions
     from ppocli.engine.resume import restore
+    from ppocli.engine.updates import close_engine
 
     transformers_logging.disable_progress_bar()  # bars for reading a file are not news
     transformers_logging.set_verbosity_error()  # what matters of a load is checked by us
-    with open_backend(cfg.hardware) as backend:
-        if resume and (done := _already_finished(cfg, folder)) is not None:
+    with open_ranks(cfg) as backend:
+        ranks = stop.ranks = backend.ranks
+        if (early := announce()) is not None:
+            stop.request(early)
+        if resume and (done := ranks.first_does(lambda: _already_finished(cfg, folder))):
             return done
-        generators.seed(cfg.seed)
+        # rewards draw from these: ranks must not draw alike
+        generators.seed(cfg.seed + ranks.rank)
         session = build_session(cfg, backend, objects)
         state = initial_state(session)
-        run_id = _run_id(folder)
+        run_id = ranks.first_does(lambda: _run_id(folder))
         if resume:
             state = restore(session, folder, run_id, state)
-            accept_config(folder.path)
-        keep_log()
-        write_json_atomic(folder.path / ENV_FILE, {
-            "started": datetime.now(UTC).isoformat(timespec="seconds"), **describe()})
+            ranks.first_does(lambda: accept_config(folder.path))
+        if ranks.first:
+            keep_log()
+            write_json_atomic(folder.path / ENV_FILE, {
+                "started": datetime.now(UTC).isoformat(timespec="seconds"), **describe()})
         digest = hashlib.sha256(folder.config.read_bytes()).hexdigest()
-        with open_recorder(folder) as recorder:
+        with open_recorder(folder) if ranks.first else silent_recorder() as recorder:
             run = Run(session, folder, run_id, digest, torch_versions(), stop, recorder, display,
                       state, generators.capture(backend.device), saved_at=monotonic())
-            return _train(run)
+            try:
+                return _train(run)
+            finally:
+                close_engine(session)
 
 
 def _run_id(folder: RunFolder) -> str:
@@ -234,6 +255,8 @@ def _write_summary(run: Run, status: str, error: str | None = None) -> dict[str,
     summary = _summary(run, status)
     if error is not None:
         summary["error"] = error
+    if not run.session.backend.ranks.first:
+        return summary
     try:
         write_summary(run.folder, summary)
     except PpocliError as disk:
@@ -245,6 +268,7 @@ def _publish(run: Run) -> RunResult:
     """Write ``model/`` and the summary of a finished run, and show what came out."""
     from ppocli.engine.card import write_card
     from ppocli.engine.persist import save_policy
+    from ppocli.engine.sharded import gathered
 
     summary = _summary(run, "finished")
 
@@ -252,10 +276,15 @@ def _publish(run: Run) -> RunResult:
         save_policy(run.session, folder)
         write_card(folder, run.session.cfg, summary)
 
-    with run.stop.defer():
+    def publish() -> None:
         publish_folder(write, run.folder.model)
         write_summary(run.folder, summary)
-    _show(run)
+
+    backend = run.session.backend
+    with run.stop.defer(), gathered(run.session.policy, backend.zero_stage):
+        backend.ranks.first_does(publish)
+    if backend.ranks.first:
+        _show(run)
     return RunResult(run.folder.path, run.folder.model, summary)
 
 
@@ -294,12 +323,30 @@ def main(argv: list[str]) -> int:
     draw_for(os.getppid())
     display: DisplayMode = next((mode for mode in DISPLAY_MODES if f"--display={mode}" in options),
                                 "auto")
+    if OUTCOMES in os.environ:
+        return _as_rank(Path(folder), "--resume" in options, display)
     try:
         run_worker(Path(folder), resume="--resume" in options, display=display)
     except PpocliError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
     return 0
+
+
+def _as_rank(folder: Path, resume: bool, display: DisplayMode) -> int:
+    """One of several processes: what it came to is left for the one that started them.
+
+    A stop is no failure to that one, which would end the ranks that are still saving.
+    """
+    code, message, trace = 0, "", ""
+    try:
+        run_worker(folder, resume=resume, display=display)
+    except PpocliError as error:
+        code, message = error.exit_code, str(error)
+    except Exception as error:
+        code, message, trace = 1, f"{type(error).__name__}: {error}", traceback.format_exc()
+    write_outcome(RankOutcome(my_rank(), code, message, trace, time()))
+    return 0 if code > 128 else code
 
 
 if __name__ == "__main__":

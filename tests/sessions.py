@@ -11,7 +11,7 @@ from typing import Any
 from helpers import save_lm, write_prompts
 
 from ppocli.config.schema import TrainConfig
-from ppocli.engine.backend import open_backend
+from ppocli.engine.backend import open_ranks
 from ppocli.engine.records import TrainState
 from ppocli.engine.rollout import PhaseClock, collect_rollout
 from ppocli.engine.session import PythonObjects, Session, build_session
@@ -55,7 +55,7 @@ def small_config(folder: Path, **keys: Any) -> TrainConfig:
 @contextmanager
 def session_of(cfg: TrainConfig, reward: Any = count_good) -> Iterator[Session]:
     """A built session; the accelerator's global state is cleared afterwards."""
-    with open_backend(cfg.hardware) as backend:
+    with open_ranks(cfg) as backend:
         yield build_session(cfg, backend, PythonObjects(reward_fn=reward))
 
 

@@ -39,6 +39,8 @@ def run_words(words: Sequence[str], *, dry_run: bool = False) -> None:
     outcome = launch(composition.config, resume_from=composition.resume_from,
                      name_hint=composition.recipe or "run", say=say,
                      display=display_mode())
+    if outcome.exit_code != 0:  # of several processes, which have said why
+        raise SystemExit(outcome.exit_code)
     if outcome.model_dir is not None:
         with suppress(OSError):  # a display that is gone doesn't undo the training
             print(outcome.model_dir, flush=True)

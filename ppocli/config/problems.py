@@ -76,7 +76,7 @@ def find_problems(config: TrainConfig, sources: Mapping[str, str] | None = None,
     sources = sources or {}
     found = range_problems(config, sources)
     bad = {problem.key for problem in found}
-    for check in (_length, _sizes, _reward, _prompts, _generation, _algorithm, _run):
+    for check in (_length, _sizes, _reward, _prompts, _generation, _algorithm, _hardware, _run):
         for names, text in check(config, handed_in):
             # a value that is wrong in itself is not also reported as a contradiction
             if not bad.intersection(names):
@@ -255,6 +255,27 @@ def _algorithm(config: TrainConfig, handed_in: frozenset[str]) -> Found:
         yield (("ppo.kl_controller", "ppo.init_kl_coef"),
                "the adaptive controller multiplies the coefficient and can never leave 0: start "
                "above 0 or use ppo.kl_controller=fixed")
+
+
+def _hardware(config: TrainConfig, handed_in: frozenset[str]) -> Found:
+    hardware = config.hardware
+    for name, lowest in (("offload_optimizer", 1), ("offload_param", 3)):
+        if getattr(hardware, name) and hardware.zero_stage < lowest:
+            yield ((f"hardware.{name}", "hardware.zero_stage"),
+                   f"{name} needs zero_stage {lowest} or more, not {hardware.zero_stage}")
+    if hardware.deepspeed_config is not None and hardware.zero_stage == 0:
+        yield (("hardware.deepspeed_config", "hardware.zero_stage"),
+               "DeepSpeed is used with zero_stage 1 to 3 only")
+    if hardware.num_nodes > 1 and hardware.rdzv_endpoint is None:
+        yield (("hardware.num_nodes", "hardware.rdzv_endpoint"),
+               f"{hardware.num_nodes} nodes need a place to meet: "
+               "hardware.rdzv_endpoint=HOST-OF-NODE-0:29500")
+    if hardware.node_rank >= hardware.num_nodes:
+        yield (("hardware.node_rank", "hardware.num_nodes"),
+               f"node_rank {hardware.node_rank} must be below num_nodes {hardware.num_nodes}")
+    if hardware.num_nodes > 1 and config.run_name is None:
+        yield (("hardware.num_nodes", "run_name"), "all nodes write into one run folder: give it a "
+               "name with run_name=NAME")
 
 
 def _run(config: TrainConfig, handed_in: frozenset[str]) -> Found:

@@ -21,7 +21,7 @@ NEXT_CONFIG_FILE = "config.next.yaml"
 """settings a resumed run was asked to go on with; they replace config.yaml once it does"""
 PYTHON_OBJECT = "<python object>"
 _PATH_KEYS = ("output_dir", "model.path", "model.tokenizer_path", "prompts.path",
-              "prompts.eval.path")
+              "prompts.eval.path", "hardware.deepspeed_config")
 
 
 def schema_node() -> DictConfig:

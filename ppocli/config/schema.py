@@ -215,7 +215,21 @@ class HardwareConfig:
     device: str = key("auto", "where to compute", choices=("auto", "cpu", "cuda"))
     precision: str = key("fp32", "compute type; trained weights and optimizer state stay fp32",
                          choices=("fp32", "bf16"))
-    num_threads: Optional[int] = key(None, "CPU threads (default: torch's choice)", ge=1)
+    num_threads: Optional[int] = key(None, "CPU threads of each process (default: torch's "
+                                     "choice)", ge=1)
+    num_processes: int = key(1, "processes on each node: one a GPU, or several on a CPU", ge=1)
+    num_nodes: int = key(1, "machines that run the same command, each with its node_rank", ge=1)
+    node_rank: int = key(0, "number of this machine, from 0", ge=0)
+    rdzv_endpoint: Optional[str] = key(None, "HOST:PORT of node 0, where the nodes meet")
+    zero_stage: int = key(0, "DeepSpeed ZeRO: 0 replicates everything, 1 shards the optimizer, 2 "
+                          "gradients too, 3 weights too", ge=0, le=3)
+    offload_optimizer: bool = key(False, "keep optimizer state in host memory (ZeRO 1 to 3)")
+    offload_param: bool = key(False, "keep weights in host memory (ZeRO 3)")
+    gather_for_generation: bool = key(True, "ZeRO 3: put the whole weights together once a "
+                                      "rollout instead of layer by layer at every token")
+    deepspeed_config: Optional[str] = key(None, "a DeepSpeed JSON file of your own; what it leaves "
+                                          "open is filled in")
+    timeout_seconds: int = key(1800, "how long a process waits for the others", ge=1)
 
 
 @dataclass

@@ -6,27 +6,32 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 
-from ppocli.config.schema import HardwareConfig, OptimizerConfig
+from ppocli.config.schema import HardwareConfig, OptimizerConfig, TrainConfig
 from ppocli.engine.live import resident_mib
+from ppocli.engine.ranks import Ranks
 from ppocli.errors import ConfigError
 from ppocli.models.policy import Policy
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """Where and how precisely to compute."""
+    """Where and how precisely to compute, and with how many others."""
 
     accelerator: Any
     device: torch.device
     precision: str
+    ranks: Ranks
+    zero_stage: int = 0
 
     def autocast(self) -> Any:
         """Context in which raw modules compute in the run's precision."""
-        return self.accelerator.autocast()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16,
+                              enabled=self.precision == "bf16")
 
     def memory_mib(self) -> float | None:
         """What the device's allocator holds now, or on a CPU the process, in MiB; None where the
@@ -44,14 +49,47 @@ class Backend:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
+def launched_world() -> int:
+    """How many processes the launcher started (torchrun, srun, accelerate: ``WORLD_SIZE``)."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 @contextmanager
 def open_backend(hardware: HardwareConfig) -> Iterator[Backend]:
-    """The accelerator of one run; its process-wide state is cleared again afterwards.
+    """The accelerator of a command that works in one process, whatever its configuration says of
+    several; its process-wide state is cleared again afterwards.
 
     Raises:
         ConfigError: a CUDA device or bf16 is asked for and not there.
     """
     from accelerate import Accelerator
+
+    with _process_state(hardware) as use_cuda:
+        accelerator = Accelerator(cpu=not use_cuda, mixed_precision=_mixed(hardware))
+        yield Backend(accelerator, accelerator.device, hardware.precision, Ranks())
+
+
+@contextmanager
+def open_ranks(cfg: TrainConfig) -> Iterator[Backend]:
+    """As :func:`open_backend`, for the training of ``cfg``, of which this process is one rank.
+
+    Raises:
+        ConfigError: also if DeepSpeed's file contradicts the configuration.
+    """
+    if launched_world() == 1 and cfg.hardware.zero_stage == 0:
+        with open_backend(cfg.hardware) as backend:
+            yield backend
+        return
+    with _process_state(cfg.hardware) as use_cuda:
+        accelerator = _accelerator(cfg, use_cuda)
+        yield Backend(accelerator, accelerator.device, cfg.hardware.precision,
+                      _ranks(cfg.hardware), cfg.hardware.zero_stage)
+
+
+@contextmanager
+def _process_state(hardware: HardwareConfig) -> Iterator[bool]:
+    """Whether to compute on a GPU; threads and accelerate's and torch's global state are as before
+    at the end."""
     from accelerate.state import AcceleratorState
 
     present = torch.cuda.is_available()
@@ -70,12 +108,67 @@ def open_backend(hardware: HardwareConfig) -> Iterator[Backend]:
         torch.set_num_threads(hardware.num_threads)
     AcceleratorState._reset_state(reset_partial_state=True)
     try:
-        accelerator = Accelerator(cpu=not use_cuda,
-                                  mixed_precision="bf16" if hardware.precision == "bf16" else "no")
-        yield Backend(accelerator, accelerator.device, hardware.precision)
+        yield use_cuda
     finally:
         torch.set_num_threads(threads)
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
         AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def _mixed(hardware: HardwareConfig) -> str:
+    return "bf16" if hardware.precision == "bf16" else "no"
+
+
+def _accelerator(cfg: TrainConfig, use_cuda: bool) -> Any:
+    """accelerate's object for several ranks: DDP, or with DeepSpeed behind it."""
+    from accelerate import Accelerator
+    from accelerate.utils import (
+        DeepSpeedPlugin,
+        DistributedDataParallelKwargs,
+        InitProcessGroupKwargs,
+    )
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    from ppocli.config.deepspeed import deepspeed_config
+
+    timeout = timedelta(seconds=cfg.hardware.timeout_seconds)
+    group = InitProcessGroupKwargs(backend="nccl" if use_cuda else "gloo", timeout=timeout)
+    if cfg.hardware.zero_stage == 0:
+        # critic warm-up leaves the trunk without gradients
+        ddp = DistributedDataParallelKwargs(
+            find_unused_parameters=cfg.ppo.critic_warmup_steps > 0)
+        return Accelerator(cpu=not use_cuda, mixed_precision=_mixed(cfg.hardware),
+                           kwargs_handlers=[group, ddp])
+    if not use_cuda:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        _without_compiled_kernel()
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    # with cpu=True accelerate would take plain DDP; weights stay fp32, DeepSpeed autocasts
+    plugin = DeepSpeedPlugin(hf_ds_config=deepspeed_config(cfg))
+    accelerator = Accelerator(deepspeed_plugin=plugin, mixed_precision="no",
+                              kwargs_handlers=[group])
+    # accelerate has told transformers to shard under ZeRO 3 whatever is loaded from now on. Here
+    # models are loaded whole and the policy is sharded when it is prepared: neither a reference nor
+    # a reward's classifier must be sharded because the policy is
+    unset_hf_deepspeed_config()
+    return accelerator
+
+
+def _without_compiled_kernel() -> None:
+    """On CPUs DeepSpeed would compile a kernel when the ranks meet (a minute of C++, or the end of
+    the run where there is no compiler) that only its inference uses."""
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def _ranks(hardware: HardwareConfig) -> Ranks:
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return Ranks()
+    timeout = timedelta(seconds=hardware.timeout_seconds)
+    return Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size(),
+                 torch.distributed.new_group(backend="gloo", timeout=timeout))
 
 
 def named_trainable(policy: Policy) -> dict[str, torch.nn.Parameter]:

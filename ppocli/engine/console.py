@@ -319,6 +319,20 @@ def open_display(log_file: Path, mode: DisplayMode = "auto") -> Iterator[Display
         log.propagate = propagate
 
 
+@contextmanager
+def open_silence() -> Iterator[Display]:
+    """The display of ranks other than 0, which say nothing: rank 0 says the same."""
+    level, propagate = log.level, log.propagate
+    log.setLevel(logging.CRITICAL + 1)
+    log.propagate = False
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        try:
+            yield Display(open_console(nowhere), [], "quiet", Path(os.devnull))
+        finally:
+            log.setLevel(level)
+            log.propagate = propagate
+
+
 def keep_log() -> None:
     """Write what was said so far, and everything from now on, to the log file."""
     for handler in list(log.handlers):

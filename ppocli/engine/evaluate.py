@@ -9,10 +9,17 @@ from typing import Any
 
 import torch
 
-from ppocli.engine.rollout import decode, sample_responses, score_texts, score_tokens
+from ppocli.engine.rollout import (
+    decode,
+    sample_responses,
+    score_texts,
+    score_tokens,
+    take_rows,
+)
 from ppocli.engine.session import EvalSession, Session
 from ppocli.engine.stop import StopFlag
 from ppocli.ppo.noise import EVALUATION
+from ppocli.rewards.records import RewardScores
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,37 +68,68 @@ def evaluate_chunks(session: EvalSession, stop: StopFlag, *, skip: int = 0) -> I
     """Sample and score the evaluation prompts, one generate call at a time.
 
     A sample is a function of seed, prompt and number alone, and chunks always begin at multiples of
-    ``chunk_size``; so an evaluation that goes on after ``skip`` samples gives the very same ones.
+    ``chunk_size`` times the number of ranks; so an evaluation that goes on after ``skip`` samples
+    gives the very same ones.
 
     Args:
-        skip: how many samples are there already; a multiple of ``session.chunk_size``.
+        skip: how many samples are there already; a multiple of ``session.chunk_size``, with
+            one rank.
 
     Raises:
         RewardError, DivergedError, StopRequested.
     """
-    prompts, chunk = session.eval_prompts, session.chunk_size
-    # in fp32 the decoding pass has computed the policy's logprobs already
-    decoded = session.from_decode and session.eval_sampling.temperature == 1.0
+    chunk = session.chunk_size * session.backend.ranks.world
     total = evaluation_size(session)
     for start in range(skip, total, chunk):
-        stop.check()
+        stop.meet()
         episodes = list(range(start, min(start + chunk, total)))
-        index = [episode % len(prompts) for episode in episodes]
-        batch = prompts.batch(index, episodes, session.tokenizer.pad_token_id)
-        out = sample_responses(session, batch, session.eval_sampling, EVALUATION, stop)
-        responses = decode(session, batch, out)
+        mine, own = session.backend.ranks.share(episodes)
+        found = session.backend.ranks.gather(_one_share(session, mine, own, stop))
+        yield _joined(start, len(episodes), found)
+
+
+def _one_share(session: EvalSession, episodes: list[int], own: int, stop: StopFlag) -> EvalChunk:
+    """This rank's samples; those after the first ``own`` only keep the ranks in step."""
+    # in fp32 the decoding pass has computed the policy's logprobs already
+    decoded = session.from_decode and session.eval_sampling.temperature == 1.0
+    prompts = session.eval_prompts
+    index = [episode % len(prompts) for episode in episodes]
+    batch = prompts.batch(index, episodes, session.tokenizer.pad_token_id)
+    out = sample_responses(session, batch, session.eval_sampling, EVALUATION, stop)
+    tokens = score_tokens(session, batch, out, want_policy=not decoded, estimator="k1",
+                          temperature=1.0, stop=stop)
+    if own < len(episodes):
+        batch, out = take_rows(batch, own), out.first(own)
+    responses = decode(session, batch, out)
+    def judge() -> tuple[RewardScores, dict[str, list[float]]]:
         request, scores = score_texts(session, batch, out, responses)
-        tokens = score_tokens(session, batch, out, want_policy=not decoded, estimator="k1",
-                              temperature=1.0, stop=stop)
-        kl = tokens.kl.sum(1)
-        samples = [{
-            "prompt": batch.texts[i], "response": responses[i],
-            "score": scores.scores[i] if scores.valid[i] else None,
-            "kl": float(kl[i]) if session.reference is not None else None,
-            "response_tokens": int(out.mask[i].sum()), "finished": bool(out.finished[i])}
-            for i in range(len(index))]
-        metrics = session.metric.compute(request) if session.metric is not None else {}
-        yield EvalChunk(start, samples, metrics, dict(scores.parts))
+        return scores, session.metric.compute(request) if session.metric is not None else {}
+
+    scores, metrics = session.backend.ranks.all_do(judge, "reward at evaluation")
+    kl = tokens.kl.sum(1)
+    samples = [{
+        "prompt": batch.texts[i], "response": responses[i],
+        "score": scores.scores[i] if scores.valid[i] else None,
+        "kl": float(kl[i]) if session.reference is not None else None,
+        "response_tokens": int(out.mask[i].sum()), "finished": bool(out.finished[i])}
+        for i in range(own)]
+    return EvalChunk(episodes[0], samples, metrics, dict(scores.parts))
+
+
+def _joined(start: int, count: int, shares: list[EvalChunk]) -> EvalChunk:
+    """The ranks' shares, dealt in turn, as one chunk in the order of its samples."""
+    if len(shares) == 1:
+        return shares[0]
+
+    def woven(lists: list[list[Any]]) -> list[Any]:
+        return [lists[i % len(lists)][i // len(lists)] for i in range(count)]
+
+    filled = [share for share in shares if share.samples]
+    return EvalChunk(
+        start, woven([share.samples for share in shares]),
+        {name: woven([share.metrics.get(name, []) for share in shares])
+         for name in filled[0].metrics},
+        {name: woven([share.parts[name] for share in shares]) for name in filled[0].parts})
 
 
 def evaluate(session: EvalSession, stop: StopFlag) -> Evaluation:
@@ -106,12 +144,13 @@ def evaluate(session: EvalSession, stop: StopFlag) -> Evaluation:
     samples: list[dict[str, Any]] = []
     metrics: dict[str, list[float]] = {}
     parts: dict[str, list[float]] = {}
-    for chunk in evaluate_chunks(session, stop):
-        samples += chunk.samples
-        for name, values in chunk.metrics.items():
-            metrics.setdefault(name, []).extend(values)
-        for name, part in chunk.parts.items():
-            parts.setdefault(name, []).extend(v for v in part if v is not None)
+    with session.acting() as acting:
+        for chunk in evaluate_chunks(acting, stop):
+            samples += chunk.samples
+            for name, values in chunk.metrics.items():
+                metrics.setdefault(name, []).extend(values)
+            for name, part in chunk.parts.items():
+                parts.setdefault(name, []).extend(v for v in part if v is not None)
     return Evaluation(evaluation_figures(samples, metrics, parts), samples,
                       sum(s["response_tokens"] for s in samples))
 
@@ -143,6 +182,8 @@ def better(figure: float | None, best: float | None) -> bool:
 
 def policy_is_finite(session: Session) -> bool:
     """Whether every trainable weight is finite; asked before anything is saved."""
-    flags = [torch.isfinite(p.detach()).all() for p in session.policy.parameters()
-             if p.requires_grad]
-    return bool(torch.stack(flags).all()) if flags else True
+    # under ZeRO 3 this rank's part of each
+    flags = [torch.isfinite(getattr(p, "ds_tensor", p).detach()).all()
+             for p in session.policy.parameters() if p.requires_grad]
+    finite = bool(torch.stack(flags).all()) if flags else True
+    return not session.backend.ranks.any(not finite)

@@ -60,13 +60,19 @@ def seed(number: int) -> None:
     torch.manual_seed(number)
 
 
-def write(generators: Generators, folder: Path) -> None:
-    """Save as safetensors and JSON."""
-    save_file(generators.tensors, folder / TENSORS)
-    (folder / NUMBERS).write_text(json.dumps(generators.numbers))
+def write(generators: Generators, folder: Path, rank: int = 0) -> None:
+    """Save as safetensors and JSON, those of other ranks than 0 beside them."""
+    save_file(generators.tensors, folder / _named(TENSORS, rank))
+    (folder / _named(NUMBERS, rank)).write_text(json.dumps(generators.numbers))
 
 
-def read(folder: Path) -> Generators:
-    """What ``write`` saved."""
-    return Generators(load_file(folder / TENSORS),
-                      json.loads((folder / NUMBERS).read_text()))
+def read(folder: Path, rank: int = 0) -> Generators | None:
+    """What ``write`` saved; None where this rank saved none."""
+    tensors, numbers = folder / _named(TENSORS, rank), folder / _named(NUMBERS, rank)
+    if rank > 0 and not tensors.is_file():
+        return None
+    return Generators(load_file(tensors), json.loads(numbers.read_text()))
+
+
+def _named(name: str, rank: int) -> str:
+    return name if rank == 0 else name.replace("rng.", f"rng-rank-{rank:05d}.")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -29,7 +30,7 @@ from ppocli.engine.metrics import (
     state_figures,
 )
 from ppocli.engine.optimize import optimize
-from ppocli.engine.persist import write_checkpoint, write_experience
+from ppocli.engine.persist import save_together, write_experience
 from ppocli.engine.records import Best, Experience, Rollout, TrainState
 from ppocli.engine.retention import prune, update_pointers
 from ppocli.engine.rollout import PhaseClock, collect_rollout
@@ -85,7 +86,7 @@ def run_training(run: Run) -> TrainState:
     run.display.start(run.state.step, session.total_steps(), session.backend.memory_mib)
     finish_step(run)
     while run.state.episodes < session.total_episodes():
-        run.stop.check()
+        run.stop.meet()
         train_step(run)
         finish_step(run)
     return run.state
@@ -165,6 +166,8 @@ def _commit(run: Run, state: TrainState) -> None:
 def _dump(run: Run, rollout: Rollout, experience: Experience, step: int) -> str | None:
     """Keep what the policy diverged on, for whoever looks for the cause; says where."""
     target = run.folder.nonfinite_dump / f"step-{step:06d}"
+    if not run.session.backend.ranks.first:
+        return str(target)
     try:
         publish_folder(lambda folder: write_experience(folder, experience,
                                                        rollout_samples(rollout, step)), target)
@@ -200,7 +203,8 @@ def finish_step(run: Run) -> None:
     run.display.step(row, run.session.total_steps())
     _commit(run, replace(run.state, pending=None))
     minutes = cfg.checkpoint.every_minutes
-    overdue = minutes is not None and monotonic() - run.saved_at >= 60 * minutes
+    overdue = minutes is not None and run.session.backend.ranks.broadcast(
+        monotonic() - run.saved_at >= 60 * minutes)  # clocks of ranks differ
     if step > 0 and (improved or overdue or _due(cfg.checkpoint.every_steps, step)
                      or _is_last(run)):
         save(run)
@@ -240,11 +244,16 @@ def save(run: Run) -> None:
     """
     state, cfg = run.state, run.session.cfg
     run.display.phase("saving")
-    save_checkpoint(run.folder.checkpoints, state.step, run_id=run.run_id,
-                    write=lambda folder: write_checkpoint(run.session, folder, run.generators),
-                    state=finite_or_null(state.to_json()), config_digest=run.config_digest,
-                    versions=run.versions)
+
+    def put(write: Callable[[Path], None]) -> None:
+        save_checkpoint(run.folder.checkpoints, state.step, run_id=run.run_id, write=write,
+                        state=finite_or_null(state.to_json()), config_digest=run.config_digest,
+                        versions=run.versions)
+
+    save_together(run.session, run.generators, put)
     run.saved_at = monotonic()
+    if not run.session.backend.ranks.first:
+        return
     best = state.best.step if state.best and cfg.checkpoint.keep_best else None
     pruned = prune(run.folder.checkpoints, cfg.checkpoint.keep_last, best)
     complaints = list(pruned.warnings)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -138,6 +138,25 @@ def open_recorder(folder: RunFolder) -> Iterator[Recorder]:
         finally:
             with contextlib.suppress(OSError):
                 events.close()
+
+
+class _Nowhere:
+    """Takes what a file would and drops it."""
+
+    def append(self, rows: Any) -> None:
+        """Drop rows."""
+
+    def add_scalar(self, *figure: Any) -> None:
+        """Drop a figure."""
+
+    def flush(self) -> None:
+        """There is nothing to flush."""
+
+
+@contextmanager
+def silent_recorder() -> Iterator[Recorder]:
+    """The recorder of ranks other than 0, which write nothing."""
+    yield Recorder(cast(JsonlWriter, _Nowhere()), cast(JsonlWriter, _Nowhere()), _Nowhere())
 
 
 def state_figures(state: TrainState) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 
 from ppocli.engine import faults
-from ppocli.engine.backend import set_learning_rate
+from ppocli.engine.ranks import Ranks
 from ppocli.engine.records import Experience, TrainState
 from ppocli.engine.rollout import rows_by_length
 from ppocli.engine.session import Session
@@ -64,49 +65,110 @@ def on_device(experience: Experience, device: torch.device) -> Experience:
                    returns=experience.returns.to(device))
 
 
-def _backward(session: Session, experience: Experience, rows: torch.Tensor, *, value_only: bool
-              ) -> tuple[torch.Tensor, int]:
+def _micro_batches(session: Session, spans: torch.Tensor) -> list[torch.Tensor]:
+    """This rank's rows of a minibatch, longest first, in groups of one forward pass.
+
+    Rows are dealt over ranks in the order of their lengths, so that all have like work. Every rank
+    has the same number of groups; one that has fewer rows fills up with empty ones.
+    """
+    ranks, size = session.backend.ranks, session.forward_rows
+    if ranks.world == 1:
+        return list(rows_by_length(spans, size))
+    order = torch.argsort(spans, descending=True, stable=True)
+    mine = list(order[ranks.rank::ranks.world].split(size))
+    most = math.ceil(len(spans) / ranks.world)  # rows of rank 0
+    passes = math.ceil(most / size)
+    mine = [part for part in mine if len(part)]
+    return [*mine, *[order[:0]] * (passes - len(mine))]
+
+
+def _loss(session: Session, experience: Experience, chosen: torch.Tensor, weights: torch.Tensor, *,
+          total_tokens: int, value_only: bool) -> tuple[PPOLoss, int]:
+    """The loss of one micro-batch, and how many tokens were computed.
+
+    Args:
+        chosen: rows of ``experience``.
+        weights: of each response token of these rows, laid flat.
+    """
+    ppo, device = session.cfg.ppo, session.backend.device
+    mask = experience.response_mask[chosen]
+    batch = lay_out(experience.prompt_tokens[chosen], experience.prompt_mask[chosen],
+                    experience.response_tokens[chosen], mask).to(device)
+    out = session.engine(batch, temperature=session.sampling.temperature,
+                         want_entropy=ppo.ent_coef > 0, value_only=value_only)
+    row, column = mask.nonzero(as_tuple=True)
+    place = (chosen[row] * mask.shape[1] + column).to(device)
+
+    def flat(x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(-1).index_select(0, place)
+
+    loss = ppo_loss(
+        logprobs=out.logprobs, values=out.values, entropy=out.entropy,
+        old_logprobs=flat(experience.logprobs), old_values=flat(experience.values),
+        advantages=flat(experience.advantages), returns=flat(experience.returns),
+        weights=weights.to(device), total_tokens=total_tokens, cliprange=ppo.cliprange,
+        cliprange_value=ppo.cliprange_value, vf_coef=ppo.vf_coef, ent_coef=ppo.ent_coef)
+    return loss, batch.tokens.numel()
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Terms of an update's loss, summed over micro-batches: those of this rank, or of all."""
+
+    terms: torch.Tensor | None = None
+    tokens: int = 0
+
+    def add(self, loss: PPOLoss, tokens: int) -> None:
+        """Add a micro-batch."""
+        terms = torch.stack([getattr(loss, name).detach() for name in TERMS])
+        self.terms = terms if self.terms is None else _add_terms(self.terms, terms)
+        self.tokens += tokens
+
+    def over(self, ranks: Ranks) -> torch.Tensor:
+        """[len(TERMS)] of the whole update; with one rank still on its device."""
+        own = torch.zeros(len(TERMS)) if self.terms is None else self.terms
+        if ranks.world == 1:
+            return own
+        largest = TERMS.index("max_log_ratio")
+        total = ranks.sum(own)
+        total[largest] = ranks.max(own)[largest]
+        return total
+
+
+def _backward(session: Session, experience: Experience, rows: torch.Tensor, sums: _Sums, *,
+              value_only: bool, poisoned: bool) -> str:
     """Accumulate the gradient of one minibatch.
 
     Returns:
-        the terms of its loss, in the order of ``TERMS``, on the device; and tokens computed.
+        the verdict on its loss terms where it had to be found before the last backward pass; else
+        ``step``.
     """
-    ppo, device = session.cfg.ppo, session.backend.device
+    ppo, updates = session.cfg.ppo, session.updates
     lengths = experience.response_mask[rows].sum(1)
     total_tokens = int(lengths.sum())
     weights = token_weights(lengths, aggregation=ppo.loss_aggregation, total_tokens=total_tokens,
                             total_samples=len(rows))
     spans = lengths + experience.prompt_mask[rows].sum(1)
-    sums: torch.Tensor | None = None
-    tokens = 0
-    for part in rows_by_length(spans, session.forward_rows):
-        chosen = rows[part]
-        mask = experience.response_mask[chosen]
-        if not bool(mask.any()):
-            continue
-        batch = lay_out(experience.prompt_tokens[chosen], experience.prompt_mask[chosen],
-                        experience.response_tokens[chosen], mask).to(device)
-        out = session.engine(batch, temperature=session.sampling.temperature,
-                             want_entropy=ppo.ent_coef > 0, value_only=value_only)
-
-        row, column = mask.nonzero(as_tuple=True)
-        place = (chosen[row] * mask.shape[1] + column).to(device)
-
-        def flat(x: torch.Tensor, place: torch.Tensor = place) -> torch.Tensor:
-            return x.reshape(-1).index_select(0, place)
-
-        loss = ppo_loss(
-            logprobs=out.logprobs, values=out.values, entropy=out.entropy,
-            old_logprobs=flat(experience.logprobs), old_values=flat(experience.values),
-            advantages=flat(experience.advantages), returns=flat(experience.returns),
-            weights=weights[part].repeat_interleave(lengths[part]).to(device),
-            total_tokens=total_tokens, cliprange=ppo.cliprange,
-            cliprange_value=ppo.cliprange_value, vf_coef=ppo.vf_coef, ent_coef=ppo.ent_coef)
-        session.backend.accelerator.backward(loss.total)
-        terms = torch.stack([getattr(loss, name).detach() for name in TERMS])
-        sums = terms if sums is None else _add_terms(sums, terms)
-        tokens += batch.tokens.numel()
-    return (torch.zeros(len(TERMS)) if sums is None else sums), tokens
+    parts = _micro_batches(session, spans)
+    if session.backend.ranks.world == 1 and not updates.decides_first:
+        parts = [part for part in parts if int(lengths[part].sum())]
+    verdict = "step"
+    for number, part in enumerate(parts, 1):
+        last = number == len(parts)
+        # a rank without rows left goes through one of its neighbours' with weight 0
+        some = part if len(part) else torch.argmax(lengths).reshape(1)
+        with updates.accumulating(last=last):
+            loss, tokens = _loss(
+                session, experience, rows[some],
+                weights[some].repeat_interleave(lengths[some]) * float(len(part) > 0),
+                total_tokens=total_tokens, value_only=value_only)
+            if len(part):
+                sums.add(loss, tokens)
+            if last and updates.decides_first:
+                found = dict(zip(TERMS, sums.over(session.backend.ranks).tolist(), strict=True))
+                verdict = judge(session, found)
+            updates.backward(loss.total, accepted=verdict == "step" and not poisoned)
+    return verdict
 
 
 def _add_terms(sums: torch.Tensor, terms: torch.Tensor) -> torch.Tensor:
@@ -116,13 +178,17 @@ def _add_terms(sums: torch.Tensor, terms: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _clip_gradient(session: Session) -> torch.Tensor:
-    """The gradient norm before clipping, on the device."""
-    parameters = [p for p in session.policy.parameters() if p.grad is not None]
-    limit = session.cfg.ppo.max_grad_norm
-    norm = session.backend.accelerator.clip_grad_norm_(
-        parameters, float("inf") if limit is None else limit)
-    return norm.detach()
+def judge(session: Session, terms: dict[str, float]) -> str:
+    """``step``, ``skip``, ``nonfinite`` or ``stop`` for an update with these terms, over all
+    ranks."""
+    ppo = session.cfg.ppo
+    if not all(np.isfinite(v) for v in terms.values()):
+        return "nonfinite"
+    if ppo.target_kl is not None and terms["approx_kl"] > 1.5 * ppo.target_kl:
+        return "stop"
+    if ppo.ratio_threshold is not None and terms["ratio"] > ppo.ratio_threshold:
+        return "skip"
+    return "step"
 
 
 @dataclass(slots=True)
@@ -135,56 +201,59 @@ class _Progress:
     lr: float = 0.0
     tokens: int = 0
 
-    def verdict(self, session: Session, terms: dict[str, float]) -> str:
-        """``step``, ``skip`` or ``stop`` for one minibatch whose gradient is ready."""
+    def count(self, session: Session, verdict: str, terms: dict[str, float], step: int) -> None:
+        """Book a verdict and speak of a skipped update.
+
+        Raises:
+            DivergedError: ``max_nonfinite`` in a row were not finite.
+        """
         ppo = session.cfg.ppo
-        if not all(np.isfinite(v) for v in terms.values()):
-            self.nonfinite += 1
+        self.nonfinite = self.nonfinite + 1 if verdict == "nonfinite" else 0
+        self.updates += verdict == "step"
+        self.skipped += verdict in ("skip", "nonfinite")
+        if verdict == "nonfinite":
             log.warning("A loss or gradient is not finite; the update is skipped (%d in a row, "
                         "the run stops at ppo.max_nonfinite=%d).", self.nonfinite,
                         ppo.max_nonfinite)
-            return "skip"
-        self.nonfinite = 0
-        if ppo.target_kl is not None and terms["approx_kl"] > 1.5 * ppo.target_kl:
-            return "stop"
-        if ppo.ratio_threshold is not None and terms["ratio"] > ppo.ratio_threshold:
+        elif verdict == "skip":
             log.warning("Mean ratio %.3g exceeds ppo.ratio_threshold=%g; the update is skipped.",
                         terms["ratio"], ppo.ratio_threshold)
-            return "skip"
-        return "step"
+        if self.nonfinite >= ppo.max_nonfinite:
+            raise DivergedError(
+                f"{self.nonfinite} updates in a row had a non-finite loss or gradient "
+                f"(step {step}).", fix="lower ppo.optimizer.lr, raise "
+                "ppo.init_kl_coef, check the reward's scale, or use hardware.precision=fp32")
 
 
 def _update(session: Session, experience: Experience, rows: torch.Tensor, state: TrainState,
             progress: _Progress, *, value_only: bool) -> tuple[str, dict[str, float]]:
     """Gradient, guards, and (unless a guard objects) one optimizer step."""
-    ppo = session.cfg.ppo
-    session.optimizer.zero_grad(set_to_none=True)
-    sums, tokens = _backward(session, experience, rows, value_only=value_only)
-    progress.tokens += tokens
-    if faults.point("optimize.minibatch"):
-        for parameter in session.policy.parameters():
-            if parameter.grad is not None:
-                parameter.grad.fill_(float("nan"))
-    norm = _clip_gradient(session)
+    ppo, updates = session.cfg.ppo, session.updates
+    factor = lr_factor(state.updates + progress.updates, name=ppo.scheduler.name,
+                       total_updates=session.total_updates(state),
+                       warmup_updates=ppo.scheduler.warmup_updates,
+                       min_lr_ratio=ppo.scheduler.min_lr_ratio)
+    updates.clear()
+    sums = _Sums()
+    poisoned = faults.point("optimize.minibatch")
+    verdict = _backward(session, experience, rows, sums, value_only=value_only, poisoned=poisoned)
+    progress.tokens += sums.tokens
+    if updates.decides_first:
+        lr = updates.apply(factor)
+        norm = updates.norm()
+        if verdict != "step":  # its gradient was made one that DeepSpeed refuses
+            norm = torch.zeros(())
+    else:
+        norm = updates.norm()
     # one synchronisation per update: the guards must speak before the weights move
-    figures = torch.cat([sums, norm.reshape(1).to(sums)]).tolist()
+    terms_now = sums.over(session.backend.ranks)
+    figures = torch.cat([terms_now, norm.reshape(1).to(terms_now)]).tolist()
     terms = dict(zip((*TERMS, "grad_norm"), figures, strict=True))
-    verdict = progress.verdict(session, terms)
     if verdict == "step":
-        factor = lr_factor(state.updates + progress.updates, name=ppo.scheduler.name,
-                           total_updates=session.total_updates(state),
-                           warmup_updates=ppo.scheduler.warmup_updates,
-                           min_lr_ratio=ppo.scheduler.min_lr_ratio)
-        progress.lr = set_learning_rate(session.optimizer, factor)
-        session.optimizer.step()
-        progress.updates += 1
-    elif verdict == "skip":
-        progress.skipped += 1
-        if progress.nonfinite >= ppo.max_nonfinite:
-            raise DivergedError(
-                f"{progress.nonfinite} updates in a row had a non-finite loss or gradient "
-                f"(step {state.step + 1}).", fix="lower ppo.optimizer.lr, raise "
-                "ppo.init_kl_coef, check the reward's scale, or use hardware.precision=fp32")
+        verdict = judge(session, terms)
+    if verdict == "step":
+        progress.lr = lr if updates.decides_first else updates.apply(factor)
+    progress.count(session, verdict, terms, state.step + 1)
     return verdict, terms
 
 
@@ -213,9 +282,9 @@ def optimize(session: Session, experience: Experience, state: TrainState, stop: 
     seen, stopped, started = 0, False, perf_counter()
     session.policy.train(session.cfg.model.gradient_checkpointing)
     for done, rows in enumerate(batches):
-        if stop.requested == signal.SIGTERM and (perf_counter() - started) / max(done, 1) * (
-                len(batches) - done) > GRACE_SECONDS:
-            stop.check()
+        left = (perf_counter() - started) / max(done, 1) * (len(batches) - done)
+        if session.backend.ranks.any(stop.requested == signal.SIGTERM and left > GRACE_SECONDS):
+            stop.meet()
         if tell is not None:
             tell(done, len(batches))
         verdict, terms = _update(session, experience, rows, state, progress, value_only=value_only)
@@ -227,7 +296,7 @@ def optimize(session: Session, experience: Experience, state: TrainState, stop: 
             for name, value in terms.items():
                 sums[name] = (max(sums.get(name, 0.0), value) if name == "max_log_ratio"
                               else sums.get(name, 0.0) + value)
-    session.optimizer.zero_grad(set_to_none=True)
+    session.updates.clear()
     session.policy.eval()
     means = {n: (v if n == "max_log_ratio" else v / max(seen, 1)) for n, v in sums.items()}
     return OptimizeResult(progress.updates, progress.skipped, progress.nonfinite, stopped,
@@ -238,10 +307,12 @@ def probe_gradient(session: Session, experience: Experience) -> dict[str, float]
     """The loss terms and gradient norm of one forward and backward pass over all samples, as means
     over the update it would be. No weight moves and the gradient is dropped."""
     session.policy.train(session.cfg.model.gradient_checkpointing)
-    sums, _ = _backward(session, on_device(experience, session.backend.device),
-                        torch.arange(len(experience)), value_only=False)
-    norm = _clip_gradient(session)
-    session.optimizer.zero_grad(set_to_none=True)
+    sums = _Sums()
+    _backward(session, on_device(experience, session.backend.device),
+              torch.arange(len(experience)), sums, value_only=False, poisoned=False)
+    norm = session.updates.norm()
+    session.updates.clear()
     session.policy.eval()
-    figures = torch.cat([sums, norm.reshape(1).to(sums)]).tolist()
+    found = sums.over(session.backend.ranks)
+    figures = torch.cat([found, norm.reshape(1).to(found)]).tolist()
     return dict(zip((*TERMS, "grad_norm"), figures, strict=True))

@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 import copy
+import errno
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ppocli.engine import generators
 from ppocli.engine.backend import named_trainable
 from ppocli.engine.generators import Generators
+from ppocli.engine.ranks import Ranks
 from ppocli.engine.records import Experience
 from ppocli.engine.run_logs import JsonlWriter
 from ppocli.engine.session import Session
-from ppocli.errors import CheckpointError
+from ppocli.engine.sharded import (
+    adopt_weights,
+    fill_optimizer,
+    gathered,
+    optimizer_slots,
+    whole_shape,
+)
+from ppocli.errors import CheckpointError, PpocliError
+
+log = logging.getLogger("ppocli")
 
 POLICY = "policy"
 VALUE_HEAD = "value_head.safetensors"
@@ -48,28 +64,104 @@ def _generation_config(session: Session) -> Any:
     return config
 
 
-def _optimizer_tensors(session: Session) -> dict[str, torch.Tensor]:
-    """Optimizer state by parameter name: ``NAME/exp_avg`` and so on."""
-    tensors = {}
-    state = session.optimizer.state
-    for name, parameter in named_trainable(session.policy).items():
-        for slot, value in state.get(parameter, {}).items():
-            if value is not None:
-                tensors[f"{name}/{slot}"] = torch.as_tensor(value).detach().cpu().contiguous()
-    return tensors
-
-
 def write_checkpoint(session: Session, folder: Path, state: Generators) -> None:
     """Put everything that ``read_checkpoint`` needs into ``folder``; safetensors and JSON only.
 
+    All ranks call it in step and write into the same folder: rank 0 the weights, each rank its
+    share of the optimizer state and its own generators. Whole tensors are written whatever the
+    ZeRO stage, so that any number of ranks, under any stage, can read them.
+
     Args:
-        state: of the global generators when the training state was committed.
+        state: of this rank's global generators when the training state was committed.
     """
-    save_policy(session, folder / POLICY)
-    head = {n: p.detach().cpu() for n, p in session.policy.value_head.state_dict().items()}
-    save_file(head, folder / VALUE_HEAD)
-    save_file(_optimizer_tensors(session), folder / OPTIMIZER)
-    generators.write(state, folder)
+    ranks, stage = session.backend.ranks, session.backend.zero_stage
+    problem: Exception | None = None
+
+    def attempt(work: Callable[[], None]) -> None:
+        """A disk that refuses one rank must not leave the others waiting in a collective."""
+        nonlocal problem
+        if problem is None:
+            try:
+                work()
+            except Exception as error:
+                problem = error
+
+    def weights() -> None:
+        save_policy(session, folder / POLICY)
+        head = {n: p.detach().cpu().clone()
+                for n, p in session.policy.value_head.state_dict().items()}
+        save_file(head, folder / VALUE_HEAD)
+
+    with gathered(session.policy, stage):
+        if ranks.first:
+            attempt(weights)
+    slots = optimizer_slots(named_trainable(session.policy), session.optimizer, stage, ranks)
+    attempt(lambda: save_file(slots, folder / _part(OPTIMIZER, ranks)))
+    attempt(lambda: generators.write(state, folder, ranks.rank))
+    if problem is not None:
+        raise problem
+
+
+def save_together(session: Session, state: Generators,
+                  put: Callable[[Callable[[Path], None]], None]) -> None:
+    """Let rank 0 save a checkpoint into which all ranks write. All ranks call it in step.
+
+    Args:
+        put: called on rank 0 with a function that fills a folder, as often as it calls that.
+
+    Raises:
+        PpocliError: whatever ``put`` raised, on all ranks.
+    """
+    ranks = session.backend.ranks
+    if ranks.world == 1:
+        put(lambda folder: write_checkpoint(session, folder, state))
+        return
+
+    def fill(folder: Path) -> None:
+        problem: Exception | None = None
+        try:
+            write_checkpoint(session, folder, state)
+        except Exception as error:
+            problem = error
+        found = ranks.gather(None if problem is None else _told(problem))
+        if problem is not None:
+            raise problem
+        if (other := next((told for told in found if told is not None), None)) is not None:
+            raise OSError(*other)
+
+    def command(folder: Path) -> None:
+        ranks.broadcast(str(folder))
+        fill(folder)
+
+    if ranks.first:
+        ended: PpocliError | None = None
+        try:
+            put(command)
+        except PpocliError as error:
+            ended = error
+        ranks.broadcast(ended)
+        if ended is not None:
+            raise ended
+        return
+    message: Any
+    while isinstance(message := ranks.broadcast(None), str):
+        with suppress(Exception):  # rank 0 has heard of it and decides
+            fill(Path(message))
+    if message is not None:
+        raise message
+
+
+def _told(problem: Exception) -> tuple[int, str]:
+    """A rank's failure to write as the number and text of an ``OSError``."""
+    number = problem.errno if isinstance(problem, OSError) and problem.errno else errno.EIO
+    return number, str(problem)
+
+
+def _part(name: str, ranks: Ranks) -> str:
+    if ranks.world == 1:
+        return name
+    stem, dot, suffix = name.partition(".")
+    return f"{stem}-{ranks.rank + 1:05d}-of-{ranks.world:05d}{dot}{suffix}"
 
 
 def write_experience(folder: Path, experience: Experience, samples: list[dict[str, Any]]) -> None:
@@ -110,39 +202,53 @@ def _read_shards(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _restore_optimizer(session: Session, tensors: dict[str, torch.Tensor]) -> None:
+def _restore_optimizer(session: Session, folder: Path) -> None:
     """Fill the optimizer's state by name; every parameter must find what it had."""
     parameters = named_trainable(session.policy)
-    grouped: dict[str, dict[str, torch.Tensor]] = {}
-    for key, value in tensors.items():
-        name, slot = key.rsplit("/", 1)
-        grouped.setdefault(name, {})[slot] = value
-    extra = sorted(set(grouped) - set(parameters))
-    # parameters that never had a gradient (critic warm-up) have no state; else all have it
-    wrong = [n for n, slots in grouped.items() if n in parameters and any(
-        v.dim() and v.shape != parameters[n].shape for v in slots.values())]
-    if extra or wrong:
-        raise CheckpointError(
-            f"The optimizer state of the checkpoint does not fit: {', '.join((extra + wrong)[:3])}",
-            where="model.num_layers_unfrozen, ppo.optimizer",
-            fix="resume with the model and optimizer the run was started with")
-    for name, slots in grouped.items():
-        parameter = parameters[name]
-        session.optimizer.state[parameter] = {
-            slot: value if slot == "step" and parameter.device.type == "cpu"
-            else value.to(parameter.device) for slot, value in slots.items()}
+    with ExitStack() as files:
+        found: dict[str, dict[str, Any]] = {}
+        for path in sorted(folder.glob(f"{Path(OPTIMIZER).stem}*.safetensors")):
+            file = files.enter_context(safe_open(path, framework="pt"))
+            for key in file.keys():  # noqa: SIM118 - no dict
+                name, slot = key.rsplit("/", 1)
+                found.setdefault(name, {})[slot] = (file, key)
+        extra = sorted(set(found) - set(parameters))
+        # parameters that never had a gradient (critic warm-up) have no state; else all have it
+        wrong = [n for n, slots in found.items() if n in parameters and any(
+            (shape := tuple(file.get_slice(key).get_shape())) and
+            shape != tuple(whole_shape(parameters[n])) for file, key in slots.values())]
+        if extra or wrong:
+            raise CheckpointError(
+                "The optimizer state of the checkpoint does not fit: "
+                f"{', '.join((extra + wrong)[:3])}",
+                where="model.num_layers_unfrozen, ppo.optimizer",
+                fix="resume with the model and optimizer the run was started with")
+        fill_optimizer(parameters, session.optimizer, session.backend.zero_stage, {
+            name: {slot: partial(file.get_tensor, key)
+                   for slot, (file, key) in slots.items()} for name, slots in found.items()})
 
 
 def read_checkpoint(session: Session, folder: Path) -> None:
-    """Load weights, value head, optimizer and generators from a verified checkpoint folder.
+    """Load weights, value head, optimizer and generators from a verified checkpoint folder. All
+    ranks call it in step.
 
     Raises:
         CheckpointError: a tensor is missing, superfluous or of another shape.
     """
-    weights = _read_shards(folder / POLICY)
-    _load_module(session.policy.lm, weights, "policy",
-                 _tied_names(session.policy.lm, set(weights)))
-    session.policy.lm.tie_weights()
-    _load_module(session.policy.value_head, load_file(folder / VALUE_HEAD), "value head", set())
-    _restore_optimizer(session, load_file(folder / OPTIMIZER))
-    generators.restore(generators.read(folder), session.backend.device)
+    stage, ranks = session.backend.zero_stage, session.backend.ranks
+    with gathered(session.policy, stage, modify=True):
+        weights = _read_shards(folder / POLICY)
+        _load_module(session.policy.lm, weights, "policy",
+                     _tied_names(session.policy.lm, set(weights)))
+        session.policy.lm.tie_weights()
+        _load_module(session.policy.value_head, load_file(folder / VALUE_HEAD), "value head",
+                     set())
+    adopt_weights(session.policy, session.optimizer, stage)
+    _restore_optimizer(session, folder)
+    own = generators.read(folder, ranks.rank)
+    if own is None:
+        log.info("the checkpoint has no random generators of rank %d: those of rewards start anew",
+                 ranks.rank)
+        generators.seed(session.cfg.seed + ranks.rank)
+    else:
+        generators.restore(own, session.backend.device)

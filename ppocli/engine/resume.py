@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ppocli.engine.checkpoints import find_latest
@@ -28,36 +29,48 @@ def restore(session: Session, folder: RunFolder, run_id: str, fresh: TrainState)
     Raises:
         CheckpointError: there is none, or prompts or reference are not those of the run.
     """
+    ranks = session.backend.ranks
+    place = ranks.first_does(lambda: _newest(session, folder, run_id, fresh))
+    if place is None:
+        return fresh
+    path, state = place
+    read_checkpoint(session, path)
+    ranks.first_does(lambda: _tidy(session, folder, path, state))
+    return state
+
+
+def _newest(session: Session, folder: RunFolder, run_id: str, fresh: TrainState
+            ) -> tuple[Path, TrainState] | None:
+    """The checkpoint to go on from and its state; None starts afresh, where that was allowed."""
     leftovers = (*clean_staging(folder.checkpoints), *repair_published(folder.model))
     search = find_latest(folder.checkpoints, run_id=run_id)
     for line in (*leftovers, *search.skipped):
         log.warning(line)
-    if search.found is None:
-        if (when := removed_at(folder.checkpoints)) is not None:
-            # also with resume=auto: starting afresh would remove what was worth keeping
-            raise CheckpointError(
-                f"The checkpoints of {folder.path.name} were deleted by ppocli runs prune "
-                f"({when}): there is nothing to go on from.", where=str(folder.checkpoints),
-                fix=f"start another run with its model: model.path={folder.model} run_name=NAME")
-        if session.cfg.resume == "auto":
-            log.info("No checkpoint in %s: the run starts from the beginning.", folder.checkpoints)
-            _forget_after(folder, -1, reopen=None)
-            return fresh
-        raise CheckpointError(f"No valid checkpoint in {folder.checkpoints}.",
-                              where=str(folder.path),
-                              fix="start again under another run_name, or with resume=auto")
-    found = search.found
-    state = _adopt(TrainState.from_json(found.state), fresh, folder)
-    read_checkpoint(session, found.path)
-    for step in supersede(folder.checkpoints, found.step):
+    if search.found is not None:
+        return search.found.path, _adopt(TrainState.from_json(search.found.state), fresh, folder)
+    if (when := removed_at(folder.checkpoints)) is not None:
+        # also with resume=auto: starting afresh would remove what was worth keeping
+        raise CheckpointError(
+            f"The checkpoints of {folder.path.name} were deleted by ppocli runs prune "
+            f"({when}): there is nothing to go on from.", where=str(folder.checkpoints),
+            fix=f"start another run with its model: model.path={folder.model} run_name=NAME")
+    if session.cfg.resume == "auto":
+        log.info("No checkpoint in %s: the run starts from the beginning.", folder.checkpoints)
+        _forget_after(folder, -1, reopen=None)
+        return None
+    raise CheckpointError(f"No valid checkpoint in {folder.checkpoints}.", where=str(folder.path),
+                          fix="start again under another run_name, or with resume=auto")
+
+
+def _tidy(session: Session, folder: RunFolder, path: Path, state: TrainState) -> None:
+    """Cut the run's files back to a checkpoint that has been loaded."""
+    for step in supersede(folder.checkpoints, state.step):
         log.warning("step %d is later than the resumed step %d: moved to superseded/.", step,
-                    found.step)
-    _forget_after(folder, found.step, reopen=found.step if state.pending is not None else None)
+                    state.step)
+    _forget_after(folder, state.step, reopen=state.step if state.pending is not None else None)
     if state.episodes < session.total_episodes():
         _set_aside_finished(folder)
-    log.info("resuming step %d of %d from %s (verified)", state.step, session.total_steps(),
-             found.path)
-    return state
+    log.info("resuming step %d of %d from %s (verified)", state.step, session.total_steps(), path)
 
 
 def _adopt(state: TrainState, fresh: TrainState, folder: RunFolder) -> TrainState:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from time import perf_counter
 from typing import Any
@@ -176,39 +176,86 @@ def _dense_rewards(scores: RewardScores, mask: torch.Tensor) -> torch.Tensor | N
     return dense
 
 
-def _collect_chunk(session: Session, prompts: PromptBatch, stream: int, stop: StopFlag,
-                   clock: PhaseClock) -> Rollout:
+def _collect_chunk(session: Session, prompts: PromptBatch, own: int, stream: int, stop: StopFlag,
+                   clock: PhaseClock) -> Rollout | None:
+    """Samples of the first ``own`` prompts; those after them only keep the ranks in step."""
     out = sample_responses(session, prompts, session.sampling, stream, stop)
     clock.mark("rollout")
-    responses = decode(session, prompts, out)
-    _, scores = score_texts(session, prompts, out, responses)
-    stop.check()
-    clock.mark("reward")
     forward = not session.from_decode
+    kept = prompts if own == len(prompts) else take_rows(prompts, own)
+    mine = out if own == len(prompts) else out.first(own)
+    responses = decode(session, kept, mine)
+    _, scores = session.backend.ranks.all_do(
+        lambda: score_texts(session, kept, mine, responses), "reward")
+    stop.meet()
+    clock.mark("reward")
     tokens = score_tokens(session, prompts, out, want_policy=forward, stop=stop,
                           estimator=session.cfg.ppo.kl_estimator,
                           temperature=session.sampling.temperature)
     clock.mark("scoring")
+    if own == 0:
+        return None
     return Rollout(
-        prompts=prompts, response_tokens=out.tokens, response_mask=out.mask,
-        logprobs=out.logprobs if tokens.logprobs is None else tokens.logprobs,
-        ref_logprobs=tokens.ref_logprobs,
-        values=out.values if tokens.values is None else tokens.values,
-        kl=tokens.kl, scores=scores.scores, dense=_dense_rewards(scores, out.mask),
-        valid=torch.tensor(scores.valid), finished=out.finished,
+        prompts=kept, response_tokens=mine.tokens, response_mask=mine.mask,
+        logprobs=mine.logprobs if tokens.logprobs is None else tokens.logprobs[:own],
+        ref_logprobs=tokens.ref_logprobs[:own],
+        values=mine.values if tokens.values is None else tokens.values[:own],
+        kl=tokens.kl[:own], scores=scores.scores, dense=_dense_rewards(scores, mine.mask),
+        valid=torch.tensor(scores.valid), finished=mine.finished,
         has_reference=session.reference is not None, responses=responses, parts=scores.parts)
 
 
 def collect_rollout(session: Session, prompts: PromptBatch, stream: int, stop: StopFlag,
                     clock: PhaseClock) -> Rollout:
-    """Generate, score and measure all prompts, ``chunk_size`` at a time."""
+    """Generate, score and measure all prompts, ``chunk_size`` at a time on every rank.
+
+    Each rank takes its share; the result, the same on all ranks, is the whole rollout in the order
+    of the prompts.
+    """
+    rows, own = session.backend.ranks.share(range(len(prompts)))
     chunk = session.chunk_size
     parts = []
-    for start in range(0, len(prompts), chunk):
-        stop.check()
-        parts.append(_collect_chunk(session, take_prompts(prompts, range(
-            start, min(start + chunk, len(prompts)))), stream, stop, clock))
-    return merge_rollouts(parts)
+    with session.acting() as acting:
+        for start in range(0, len(rows), chunk):
+            stop.meet()
+            part = rows[start:start + chunk]
+            parts.append(_collect_chunk(acting, take_prompts(prompts, part),
+                                        min(max(own - start, 0), len(part)), stream, stop, clock))
+    mine = [part for part in parts if part is not None]
+    found = session.backend.ranks.gather(merge_rollouts(mine) if mine else None)
+    whole = merge_rollouts([part for part in found if part is not None])
+    clock.mark("gather")
+    return whole if len(found) == 1 else in_order(whole)
+
+
+def take_rows(prompts: PromptBatch, count: int) -> PromptBatch:
+    """The first ``count`` rows, padding and all, which may be none."""
+    return PromptBatch(
+        tokens=prompts.tokens[:count], mask=prompts.mask[:count], texts=prompts.texts[:count],
+        columns={name: values[:count] for name, values in prompts.columns.items()},
+        indices=prompts.indices[:count], episodes=prompts.episodes[:count])
+
+
+def in_order(rollout: Rollout) -> Rollout:
+    """The samples in the order of their episodes."""
+    order = sorted(range(len(rollout)), key=lambda i: rollout.prompts.episodes[i])
+    index = torch.tensor(order)
+
+    def listed(values: list[Any]) -> list[Any]:
+        return [values[i] for i in order]
+
+    prompts = rollout.prompts
+    return replace(
+        rollout, prompts=PromptBatch(
+            prompts.tokens[index], prompts.mask[index], listed(prompts.texts),
+            {name: listed(values) for name, values in prompts.columns.items()},
+            listed(prompts.indices), listed(prompts.episodes)),
+        **{name: getattr(rollout, name)[index] for name in (
+            "response_tokens", "response_mask", "logprobs", "ref_logprobs", "values", "kl",
+            "valid", "finished")},
+        scores=listed(rollout.scores), responses=listed(rollout.responses),
+        dense=None if rollout.dense is None else rollout.dense[index],
+        parts={name: listed(values) for name, values in rollout.parts.items()})
 
 
 def take_prompts(prompts: PromptBatch, rows: Sequence[int]) -> PromptBatch:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -16,6 +17,8 @@ from ppocli.data.prompt_set import PromptSet, load_eval_prompts, load_prompts
 from ppocli.data.spec import evaluation_spec
 from ppocli.engine.backend import Backend, build_optimizer
 from ppocli.engine.records import TrainState
+from ppocli.engine.sharded import gathered_policy
+from ppocli.engine.updates import PlainUpdates, Updates, ZeroUpdates
 from ppocli.errors import ConfigError, InputError
 from ppocli.models.loading import (
     LoadedLM,
@@ -74,6 +77,17 @@ class EvalSession:
         """Rows of one forward pass: the training micro-batch."""
         return self.cfg.ppo.micro_batch_size or self.cfg.ppo.mini_batch_size
 
+    @contextmanager
+    def acting(self) -> Iterator[Self]:
+        """This session with a policy that can be run outside of training: where the weights are
+        sharded, and ``hardware.gather_for_generation`` allows it, with all of them put together.
+        All ranks enter and leave in step."""
+        if self.backend.zero_stage < 3 or not self.cfg.hardware.gather_for_generation:
+            yield self
+            return
+        with gathered_policy(self.policy, self.loaded) as whole:
+            yield replace(self, policy=whole)
+
     @property
     def chunk_size(self) -> int:
         """Samples of one generate call."""
@@ -87,6 +101,8 @@ class Session(EvalSession):
     engine: Any
     """the module accelerate wraps: forward passes for scoring and training"""
     optimizer: Any
+    updates: Updates
+    """how gradients become steps of ``optimizer``"""
     prompts: PromptSet
 
     def next_prompts(self, start: int, count: int) -> PromptBatch:
@@ -207,9 +223,10 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
         log.info("prompts: %s", note)
     for note in eval_prompts.notes:
         log.info("evaluation prompts: %s", note)
-    policy, engine, optimizer = _build_policy(cfg, backend, loaded)
-    reference = _load_reference(cfg, backend)
+    # before the policy is sharded, when shapes of weights still tell the vocabulary
     sampling, eval_sampling = sampling_specs(cfg.generation, tokenizer, loaded)
+    policy, engine, optimizer, updates = _build_policy(cfg, backend, loaded)
+    reference = _load_reference(cfg, backend)
     _warn_about_sampling(sampling)
     if len(prompts) < cfg.ppo.num_rollouts:
         log.info("%d prompts are fewer than the %d samples of a rollout: they are cycled.",
@@ -217,7 +234,7 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
     return Session(cfg=cfg, backend=backend, tokenizer=tokenizer, loaded=loaded, policy=policy,
                    reference=reference, eval_prompts=eval_prompts, reward=reward, metric=metric,
                    sampling=sampling, eval_sampling=eval_sampling, engine=engine,
-                   optimizer=optimizer, prompts=prompts)
+                   optimizer=optimizer, updates=updates, prompts=prompts)
 
 
 def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects, *,
@@ -255,7 +272,7 @@ def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObject
 
 
 def _build_policy(cfg: TrainConfig, backend: Backend, loaded: LoadedLM
-                  ) -> tuple[Policy, Any, Any]:
+                  ) -> tuple[Policy, Any, Any, Updates]:
     try:
         freeze_bottom(loaded.lm, cfg.model.num_layers_unfrozen)
     except ValueError as error:
@@ -265,8 +282,14 @@ def _build_policy(cfg: TrainConfig, backend: Backend, loaded: LoadedLM
         # transformers renamed it in 5.2x; the old name warns there and is the only one before
         enable = getattr(loaded.lm, "activation_checkpointing_enable", None)
         (enable or loaded.lm.gradient_checkpointing_enable)({"use_reentrant": False})
-    policy = Policy(loaded.lm, torch.Generator().manual_seed(cfg.seed)).to(backend.device)
+    policy = Policy(loaded.lm, torch.Generator().manual_seed(cfg.seed))
+    if backend.zero_stage < 3:  # sharded weights never lie on one device as a whole
+        policy = policy.to(backend.device)
     policy.eval()
     optimizer = build_optimizer(policy, cfg.ppo.optimizer)
     engine, prepared = backend.accelerator.prepare(policy, optimizer)
-    return policy, engine, prepared
+    policy.eval()
+    if backend.zero_stage > 0:
+        return policy, engine, engine.optimizer, ZeroUpdates(backend, engine)
+    updates = PlainUpdates(backend, policy, engine, prepared, cfg.ppo.max_grad_norm)
+    return policy, engine, prepared, updates

@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
+from ppocli.engine.ranks import Ranks
+
 
 class StopRequested(BaseException):
     """Raised by :meth:`StopFlag.check`. Not an ``Exception``, as ``KeyboardInterrupt`` isn't:
@@ -31,11 +33,13 @@ class StopRequested(BaseException):
 class StopFlag:
     """Whether, and by which signal, the run was asked to stop."""
 
-    __slots__ = ("_deferred", "_signal")
+    __slots__ = ("_deferred", "_signal", "ranks")
 
     def __init__(self) -> None:
         self._signal: int | None = None
         self._deferred = 0
+        self.ranks = Ranks()
+        """the processes that have to stop together; set once they have met"""
 
     @property
     def requested(self) -> int | None:
@@ -48,9 +52,23 @@ class StopFlag:
             self._signal = signal_number
 
     def check(self) -> None:
-        """Raise :class:`StopRequested` if a stop was requested and isn't deferred."""
-        if self._signal is not None and not self._deferred:
+        """Raise :class:`StopRequested` if a stop was requested and isn't deferred.
+
+        With several ranks this does nothing: one that left alone would leave the others waiting in
+        a collective. They stop where they :meth:`meet`.
+        """
+        if self._signal is not None and not self._deferred and self.ranks.world == 1:
             raise StopRequested(self._signal)
+
+    def meet(self) -> None:
+        """As :meth:`check`, on all ranks together: a signal that one got stops all. To be called
+        by every rank in step."""
+        if self.ranks.world > 1:
+            found = max(self.ranks.gather(self._signal or 0))
+            if found and not self._deferred:
+                self.request(found)
+                raise StopRequested(found)
+        self.check()
 
     @contextmanager
     def defer(self) -> Iterator[None]:

@@ -32,6 +32,11 @@ class Generation:
     finished: torch.Tensor
     """[B] bool, true where a stop token or stop sequence ended the response"""
 
+    def first(self, count: int) -> Generation:
+        """The first ``count`` responses."""
+        return Generation(self.tokens[:count], self.mask[:count], self.logprobs[:count],
+                          self.values[:count], self.finished[:count])
+
 
 @dataclass(slots=True)
 class _Live:

@@ -19,6 +19,8 @@ def decode_responses(tokenizer: Any, prompt_ids: Sequence[Sequence[int]],
     A response is decoded behind its prompt and the prompt's text is taken off again: tokenizers
     that mark words by a leading space would lose that space on a response decoded alone.
     """
+    if not responses:
+        return []
     together = tokenizer.batch_decode([list(p) + list(r) for p, r in
                                        zip(prompt_ids, responses, strict=True)],
                                       skip_special_tokens=True)

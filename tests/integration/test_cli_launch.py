@@ -14,13 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from ppocli.children import run_process
 from ppocli.config.compose import compose
 from ppocli.config.resolved import PYTHON_OBJECT, next_config, read_config, write_config
 from ppocli.config.schema import TrainConfig
 from ppocli.engine.run_folder import lock
 from ppocli.engine.session import PythonObjects
 from ppocli.errors import CheckpointError, DiskError, RewardError
-from ppocli.launch import launch, run_process
+from ppocli.launch import launch
 
 BAD_REWARD = ["+recipe=quickstart", "reward.fn=no_such_module:score", "reward.kwargs={}",
               "~reward"]

@@ -8,7 +8,7 @@ from helpers import save_lm, write_prompts
 from sessions import count_good, fresh_state, rollout_of, session_of, small_config, weights_of
 
 from ppocli.engine.experience import to_experience, update_moments
-from ppocli.engine.optimize import TERMS, _backward, optimize
+from ppocli.engine.optimize import TERMS, _backward, _Sums, optimize
 from ppocli.engine.stop import StopFlag
 from ppocli.errors import DivergedError
 from ppocli.models.head import token_logprobs
@@ -27,7 +27,9 @@ def experience_of(session):
 def gradients(session, experience, rows=None):
     rows = torch.arange(len(experience)) if rows is None else rows
     session.optimizer.zero_grad(set_to_none=True)
-    terms, _ = _backward(session, experience, rows, value_only=False)
+    sums = _Sums()
+    _backward(session, experience, rows, sums, value_only=False, poisoned=False)
+    terms = sums.over(session.backend.ranks)
     return ({n: p.grad.clone() for n, p in session.policy.named_parameters()
              if p.grad is not None}, dict(zip(TERMS, terms.tolist(), strict=True)))
 

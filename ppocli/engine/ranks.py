@@ -1,0 +1,140 @@
+"""The only door to collectives: what several processes of one run tell each other.
+
+Every process draws the same prompts, holds the same state between steps and decides alike, because
+what differs (samples, loss terms, a failed write) is exchanged here. With one process each of these
+is the identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ppocli.errors import PpocliError
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among those of the run. All methods must be called by every rank in step."""
+
+    rank: int = 0
+    world: int = 1
+    host_group: Any = None
+    """gloo group for objects and CPU tensors, whatever the devices talk over; None with world 1"""
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0, which alone writes to the run folder and to the terminal."""
+        return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """[world] values, one of each rank, in their order; pickled between processes of one run.
+        """
+        if self.world == 1:
+            return [value]
+        import torch
+
+        found: list[Any] = [None] * self.world
+        torch.distributed.all_gather_object(found, value, group=self.host_group)
+        return found
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's value."""
+        if self.world == 1:
+            return value
+        import torch
+
+        box: list[Any] = [value]
+        torch.distributed.broadcast_object_list(box, src=0, group=self.host_group)
+        return box[0]
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Element-wise sum over ranks, on the CPU."""
+        return self._reduce(values, "SUM")
+
+    def max(self, values: torch.Tensor) -> torch.Tensor:
+        """Element-wise maximum over ranks, on the CPU."""
+        return self._reduce(values, "MAX")
+
+    def _reduce(self, values: torch.Tensor, operation: str) -> torch.Tensor:
+        import torch
+
+        found = values.detach().cpu().clone()
+        if self.world > 1:
+            torch.distributed.all_reduce(found, group=self.host_group,
+                                         op=getattr(torch.distributed.ReduceOp, operation))
+        return found
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank."""
+        return max(self.gather(int(flag))) > 0
+
+    def first_does(self, work: Callable[[], T]) -> T:
+        """What ``work`` returns on rank 0, which alone runs it.
+
+        Raises:
+            PpocliError: that ``work`` raised, on all ranks. Any other exception ends rank 0 alone.
+        """
+        if self.world == 1:
+            return work()
+        if not self.first:
+            told: Any = self.broadcast(None)
+            if told[1] is not None:
+                raise told[1]
+            return told[0]
+        try:
+            result = work()
+        except PpocliError as error:
+            self.broadcast((None, error))
+            raise
+        self.broadcast((result, None))
+        return result
+
+    def all_do(self, work: Callable[[], T], phase: str) -> T:
+        """What ``work`` returns here, once all ranks have done theirs.
+
+        Raises:
+            PpocliError: that ``work`` raised on some rank, on all ranks, naming rank and phase.
+        """
+        if self.world == 1:
+            return work()
+        failed: PpocliError | None = None
+        result: Any = None
+        try:
+            result = work()
+        except PpocliError as error:
+            error.what = f"rank {self.rank}, {phase}: {error.what}"
+            failed = error
+        errors = [error for error in self.gather(failed) if error is not None]
+        if errors:
+            raise errors[0]
+        return result
+
+    def barrier(self) -> None:
+        """Wait for all."""
+        if self.world > 1:
+            import torch
+
+            torch.distributed.barrier(group=self.host_group)
+
+    def share(self, rows: Sequence[int]) -> tuple[list[int], int]:
+        """This rank's part of ``rows``, the same number on every rank.
+
+        Rows are dealt in turn, so that neighbours of like length are spread. Where the number
+        doesn't divide, the last rows are dealt twice: all ranks make the same number of passes.
+
+        Returns:
+            the rows, and how many of them (from the front) are this rank's own.
+        """
+        if self.world == 1:
+            return list(rows), len(rows)
+        mine = list(rows[self.rank::self.world])
+        size = -(-len(rows) // self.world)
+        own = len(mine)
+        return mine + list(rows[-1:]) * (size - own), own

@@ -1,0 +1,203 @@
+"""Weights and optimizer state that DeepSpeed keeps in parts: put together, read and written by
+parameter name, so that a checkpoint is the same whatever the stage and the number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ppocli.engine.ranks import Ranks
+from ppocli.models.loading import LoadedLM
+from ppocli.models.policy import Policy
+
+
+@contextmanager
+def gathered(module: nn.Module, stage: int, *, modify: bool = False) -> Iterator[None]:
+    """Every parameter of ``module`` whole, on every rank; nothing to do below ZeRO 3.
+
+    Args:
+        modify: what was written to the parameters (the same on all ranks) is kept.
+    """
+    if stage < 3:
+        yield
+        return
+    from deepspeed.runtime.zero import GatheredParameters
+
+    with GatheredParameters(list(module.parameters()), modifier_rank=0 if modify else None):
+        yield
+
+
+def whole_shape(parameter: nn.Parameter) -> torch.Size:
+    """The shape a parameter has when it isn't sharded."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def adopt_weights(policy: nn.Module, optimizer: Any, stage: int) -> None:
+    """Let DeepSpeed's optimizer start from the weights that were just loaded into the policy: it
+    steps on a copy of its own."""
+    if stage == 0:
+        return
+    for parameter in policy.parameters():
+        if parameter.requires_grad:
+            with gathered(_One(parameter), stage):
+                whole = parameter.detach().clone()
+            _set(parameter, whole, None, stage)
+
+
+def _set(parameter: nn.Parameter, whole: torch.Tensor, slot: str | None, stage: int) -> None:
+    """Put a whole tensor in place of DeepSpeed's copy of a parameter, or of a slot of its optimizer
+    state."""
+    from deepspeed import utils
+
+    if stage < 3:
+        if slot is None:
+            utils.safe_set_full_fp32_param(parameter, whole)
+        else:
+            utils.safe_set_full_optimizer_state(parameter, whole, slot)
+        return
+    # DeepSpeed's own setter for whole tensors fails on those that don't divide by the ranks
+    partition: Any = parameter  # DeepSpeed's methods
+    size, rank = partition.partition_numel(), torch.distributed.get_rank()
+    padded = nn.functional.pad(whole.flatten(), (0, size * torch.distributed.get_world_size()
+                                                 - whole.numel()))
+    own = padded.narrow(0, size * rank, size)
+    if slot is None:
+        utils.safe_set_local_fp32_param(parameter, own)
+    else:
+        utils.safe_set_local_optimizer_state(parameter, own, slot)
+
+
+class _One(nn.Module):
+    """A module of one parameter."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        super().__init__()
+        self.parameter = parameter
+
+
+@contextmanager
+def gathered_policy(policy: Policy, loaded: LoadedLM) -> Iterator[Policy]:
+    """A second module over the same, whole, weights of a policy that is sharded by ZeRO 3.
+
+    The hooks on the original release each layer's weights behind its forward pass; the copy has
+    none, so that decoding gathers once and not at every token. It holds no weights of its own.
+    """
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        lm = type(loaded.lm)(loaded.lm.config)
+        whole = Policy(lm, torch.Generator().manual_seed(0))
+    with gathered(policy, 3):
+        device = next(iter(policy.parameters())).device
+        _adopt(whole, policy)
+        whole.to(device)
+        whole.eval()
+        yield whole
+
+
+def _adopt(copy: nn.Module, original: nn.Module) -> None:
+    """Let ``copy``'s modules use the tensors of ``original``'s."""
+    theirs = dict(original.named_modules())
+    for name, module in copy.named_modules():
+        for key in list(module._parameters):
+            parameter = theirs[name]._parameters[key]
+            module._parameters[key] = None if parameter is None else nn.Parameter(
+                parameter.data, requires_grad=False)
+        for key, buffer in theirs[name]._buffers.items():
+            module._buffers[key] = buffer
+
+
+def optimizer_slots(parameters: dict[str, nn.Parameter], optimizer: Any, stage: int, ranks: Ranks
+                    ) -> dict[str, torch.Tensor]:
+    """This rank's share of the optimizer state: whole tensors by ``NAME/slot``, on the CPU.
+
+    Parameters are dealt over ranks in turn. Under ZeRO each tensor is put together on all ranks in
+    step and kept by one, so that no rank holds more than its share and one tensor.
+    """
+    found: dict[str, torch.Tensor] = {}
+    slots = _slots(parameters, optimizer, stage)
+    for number, (name, parameter) in enumerate(parameters.items()):
+        mine = number % ranks.world == ranks.rank
+        for slot in slots:
+            value = _read_slot(parameter, slot, optimizer, stage)
+            if mine and value is not None:
+                found[f"{name}/{slot}"] = value.detach().cpu().contiguous().clone()
+    return found
+
+
+def _slots(parameters: dict[str, nn.Parameter], optimizer: Any, stage: int) -> list[str]:
+    """Names of what the optimizer keeps for a parameter; none before its first step."""
+    if stage > 0:
+        _link_state(optimizer, stage)
+    inner = optimizer.optimizer if stage > 0 else optimizer
+    names = dict.fromkeys(slot for state in inner.state.values() for slot, value in state.items()
+                          if value is not None)
+    return list(names)
+
+
+def _read_slot(parameter: nn.Parameter, slot: str, optimizer: Any, stage: int
+               ) -> torch.Tensor | None:
+    if stage == 0:
+        value = optimizer.state.get(parameter, {}).get(slot)
+        return None if value is None else torch.as_tensor(value)
+    inner = optimizer.optimizer
+    kept = [state[slot] for state in inner.state.values() if slot in state]
+    if torch.as_tensor(kept[0]).dim() == 0:  # counts of steps are the same everywhere
+        return torch.as_tensor(kept[0])
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    return safe_get_full_optimizer_state(parameter, slot).reshape(whole_shape(parameter))
+
+
+def _link_state(optimizer: Any, stage: int) -> None:
+    """ZeRO 1 and 2 link parameters to optimizer state when they are built, before there is any."""
+    if stage == 3:
+        return
+    from deepspeed.utils import lazy_init_hp_params_optimizer_state
+
+    for group, flat in zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups,
+                           strict=True):
+        if optimizer.optimizer.state.get(flat):
+            lazy_init_hp_params_optimizer_state(group, flat, optimizer.optimizer.state)
+
+
+def fill_optimizer(parameters: dict[str, nn.Parameter], optimizer: Any, stage: int,
+                   saved: dict[str, dict[str, Callable[[], torch.Tensor]]]) -> None:
+    """Give the optimizer the state that :func:`optimizer_slots` read, of all ranks together.
+
+    Args:
+        saved: parameter name -> slot -> a function that reads the whole tensor.
+    """
+    if stage == 0:
+        for name, slots in saved.items():
+            parameter = parameters[name]
+            optimizer.state[parameter] = {
+                slot: value if slot == "step" and parameter.device.type == "cpu"
+                else value.to(parameter.device)
+                for slot, value in ((slot, read()) for slot, read in slots.items())}
+        return
+    if not saved:
+        return
+    _make_state(optimizer, stage, next(iter(saved.values())))
+    _link_state(optimizer, stage)
+    for name, slots in saved.items():
+        for slot, read in slots.items():
+            value = read()
+            if value.dim() > 0:
+                _set(parameters[name], value, slot, stage)
+
+
+def _make_state(optimizer: Any, stage: int, slots: dict[str, Callable[[], torch.Tensor]]) -> None:
+    """Zeroed state for DeepSpeed's flat partitions, as the optimizer's first step would make it."""
+    flats = (optimizer.fp32_partitioned_groups_flat if stage == 3
+             else optimizer.single_partition_of_fp32_groups)
+    for flat in flats:
+        state: dict[str, torch.Tensor] = {}
+        for slot, read in slots.items():
+            value = read()
+            state[slot] = torch.zeros_like(flat) if value.dim() > 0 else value.clone()
+        optimizer.optimizer.state[flat] = state

@@ -1,0 +1,94 @@
+"""One rank of a small job: build a session, roll out, update once, tell what came of it.
+
+    torchrun ... one_update.py CONFIG.json OUT.safetensors [given=FILE] [save=DIR | load=DIR]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+# the import path has to be set first
+import torch
+from safetensors.torch import load_file, save_file
+from sessions import count_good, fresh_state, rollout_of, set_keys
+
+from ppocli.config.schema import TrainConfig
+from ppocli.engine import generators
+from ppocli.engine.backend import named_trainable, open_ranks
+from ppocli.engine.evaluate import evaluate
+from ppocli.engine.experience import to_experience, update_moments
+from ppocli.engine.optimize import optimize
+from ppocli.engine.persist import read_checkpoint, write_checkpoint
+from ppocli.engine.records import Experience
+from ppocli.engine.session import PythonObjects, Session, build_session
+from ppocli.engine.sharded import gathered, optimizer_slots
+from ppocli.engine.stop import StopFlag
+
+
+def update(session: Session, step: int, given: Experience | None = None) -> tuple[Any, Any]:
+    """One rollout and its optimize phase."""
+    cfg = session.cfg
+    rollout = rollout_of(session, step * cfg.ppo.num_rollouts)
+    state = replace(update_moments(fresh_state(session), rollout, cfg), step=step,
+                    updates=step * 4)
+    experience = given or to_experience(rollout, state, cfg)
+    stop = StopFlag()
+    stop.ranks = session.backend.ranks
+    return experience, optimize(session, experience, state, stop)
+
+
+def tensors_of(session: Session) -> dict[str, torch.Tensor]:
+    """All weights and optimizer state, on every rank."""
+    backend, found = session.backend, {}
+    parameters = named_trainable(session.policy)
+    with gathered(session.policy, backend.zero_stage):
+        for name, parameter in parameters.items():
+            found[f"weight/{name}"] = parameter.detach().cpu().clone()
+    slots = optimizer_slots(parameters, session.optimizer, backend.zero_stage, backend.ranks)
+    for part in backend.ranks.gather(slots):
+        found.update({f"state/{name}": value for name, value in part.items()})
+    return found
+
+
+def main(config: str, out: str, *words: str) -> None:
+    """``given=FILE``: update on this experience. ``save=DIR``: write a checkpoint after the first
+    step, then make a second one. ``load=DIR``: read that checkpoint and make the second step."""
+    options = dict(word.split("=", 1) for word in words)
+    cfg = set_keys(TrainConfig(), json.loads(Path(config).read_text()))
+    with open_ranks(cfg) as backend:
+        session = build_session(cfg, backend, PythonObjects(reward_fn=count_good))
+        found: dict[str, torch.Tensor] = {}
+        if "load" in options:
+            read_checkpoint(session, Path(options["load"]))
+        else:
+            given = Experience(**load_file(options["given"])) if "given" in options else None
+            experience, result = update(session, 0, given)
+            found |= {f"experience/{f.name}": getattr(experience, f.name).contiguous()
+                      for f in fields(experience)}
+            found["terms"] = torch.tensor([result.terms[name] for name in sorted(result.terms)])
+            found["counts"] = torch.tensor([result.updates, result.skipped, result.nonfinite])
+        if "save" in options:
+            Path(options["save"]).mkdir(exist_ok=True)
+            write_checkpoint(session, Path(options["save"]), generators.capture(backend.device))
+        if "save" in options or "load" in options:
+            update(session, 1)
+        found |= tensors_of(session)
+        stop = StopFlag()
+        stop.ranks = backend.ranks
+        figures = evaluate(session, stop).figures
+        found["eval"] = torch.tensor([figures[name] for name in sorted(figures)])
+        if backend.ranks.first:
+            save_file(found, out)
+        backend.ranks.barrier()
+        if backend.zero_stage:
+            session.engine.destroy()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

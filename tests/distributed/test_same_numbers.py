@@ -1,0 +1,135 @@
+"""1, 2 and 4 ranks, ZeRO 0 to 3, any micro-batch: one and the same update from one rollout."""
+
+from __future__ import annotations
+
+import pytest
+from ranks import largest_difference, run_job
+from sessions import small_config
+
+# counts that don't divide: 13 samples, minibatches of 7, micro-batches of 2, chunks of 3
+ODD = {"ppo.num_steps": 3, "ppo.num_rollouts": 13, "ppo.mini_batch_size": 7,
+       "ppo.micro_batch_size": 2, "ppo.ppo_epochs": 2, "ppo.chunk_size": 3,
+       "generation.max_new_tokens": 10, "hardware.device": "cpu", "hardware.num_threads": 1,
+       "ppo.optimizer.lr": 1e-2, "ppo.max_grad_norm": 0.5, "prompts.eval.limit": 5,
+       "ppo.ent_coef": 0.01}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> dict:
+    world = tmp_path_factory.mktemp("ranks")
+    small_config(world)
+    return {"model.path": str(world / "lm"), "prompts.path": str(world / "prompts.jsonl"), **ODD}
+
+
+@pytest.fixture(scope="module")
+def alone(config, tmp_path_factory) -> dict:
+    """One process, SGD."""
+    return run_job(tmp_path_factory.mktemp("alone"), "alone",
+                   {**config, "ppo.optimizer.name": "sgd"}, world=1)
+
+
+def assert_same(alone: dict, found: dict, tolerance: float = 1e-6) -> None:
+    assert found["counts"].tolist() == alone["counts"].tolist()
+    for prefix in ("experience/", "terms", "weight/", "eval"):
+        assert largest_difference(alone, found, prefix) < tolerance, prefix
+
+
+QUICK = [(2, 0), (2, 3)]
+SLOW = [(2, 1), (2, 2), (4, 0), (4, 1), (4, 2), (4, 3), (1, 1), (1, 2), (1, 3)]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("world", "stage"), [
+    *QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW)])
+def test_one_update_is_the_same_on_any_ranks(config, alone, tmp_path, world, stage):
+    found = run_job(tmp_path, "many", {**config, "ppo.optimizer.name": "sgd",
+                                       "hardware.zero_stage": stage}, world=world)
+    assert_same(alone, found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("size", [1, 5])
+def test_the_micro_batch_changes_nothing(config, alone, tmp_path, stage, size):
+    found = run_job(tmp_path, "many", {
+        **config, "ppo.optimizer.name": "sgd", "hardware.zero_stage": stage,
+        "ppo.micro_batch_size": size}, world=2)
+    assert_same(alone, found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("changes", [
+    {"hardware.zero_stage": 3, "hardware.gather_for_generation": False},
+    {"hardware.zero_stage": 3, "hardware.offload_optimizer": True, "hardware.offload_param": True},
+    {"hardware.zero_stage": 2, "hardware.offload_optimizer": True},
+    {"hardware.zero_stage": 3, "model.gradient_checkpointing": True},
+    {"hardware.zero_stage": 2, "model.num_layers_unfrozen": 1},
+    {"ppo.critic_warmup_steps": 1}, {"hardware.zero_stage": 3, "ppo.critic_warmup_steps": 1},
+    {"ppo.loss_aggregation": "seq-mean-token-mean", "ppo.whiten_rewards": True}])
+def test_settings_that_move_weights_elsewhere(config, tmp_path, changes):
+    base = {**config, "ppo.optimizer.name": "sgd", **{
+        name: value for name, value in changes.items() if not name.startswith("hardware.")}}
+    one = run_job(tmp_path, "one", base, world=1)
+    assert_same(one, run_job(tmp_path, "many", {**base, **changes}, world=2))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_skipped_minibatch_changes_nothing_on_any_rank(config, tmp_path, stage):
+    """The second of four updates is not finite, and the ratio guard refuses none."""
+    settings = {**config, "ppo.optimizer.name": "adamw"}
+    fault = {"PPOCLI_FAULTS": "optimize.minibatch@2:nan"}
+    one = run_job(tmp_path, "one", settings, world=1, **fault)
+    many = run_job(tmp_path, "many", {**settings, "hardware.zero_stage": stage}, world=2, **fault)
+    assert many["counts"].tolist() == one["counts"].tolist() == [3, 1, 0]
+    assert largest_difference(one, many, "state/") < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_ratio_guard_and_the_early_stop_are_of_all_ranks(config, tmp_path, stage):
+    for guard in ({"ppo.ratio_threshold": 1.0000001}, {"ppo.target_kl": 1e-9}):
+        settings = {**config, "ppo.optimizer.name": "sgd", **guard}
+        one = run_job(tmp_path, "one", settings, world=1)
+        many = run_job(tmp_path, "many", {**settings, "hardware.zero_stage": stage}, world=2)
+        assert many["counts"].tolist() == one["counts"].tolist()
+        assert one["counts"][0] < 4
+        assert largest_difference(one, many, "weight/") < 1e-6
+
+
+# Checkpoints --------------------------------------------------------------------------------------
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow),
+                                   pytest.param(1, marks=pytest.mark.slow),
+                                   pytest.param(2, marks=pytest.mark.slow), 3])
+def test_a_checkpoint_goes_on_exactly_and_on_other_ranks(config, tmp_path, stage):
+    """Saved after the first step, read for the second: byte for byte on as many ranks, and within
+    rounding in one process, which reads the same files."""
+    settings = {**config, "hardware.zero_stage": stage}
+    saved = tmp_path / "checkpoint"
+    through = run_job(tmp_path, "through", settings, f"save={saved}", world=2)
+    names = {path.name for path in saved.rglob("*") if path.is_file()}
+    assert {"model.safetensors", "value_head.safetensors", "optimizer-00001-of-00002.safetensors",
+            "optimizer-00002-of-00002.safetensors", "rng.json", "rng-rank-00001.json"} <= names
+    assert not [name for name in names if name.endswith((".pt", ".bin", ".pkl"))]
+    again = run_job(tmp_path, "again", settings, f"load={saved}", world=2)
+    for prefix in ("weight/", "state/", "eval"):
+        assert largest_difference(through, again, prefix) == 0.0, prefix
+    one = run_job(tmp_path, "one", config, f"load={saved}", world=1)
+    assert largest_difference(through, one, "state/") < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_checkpoint_of_one_process_goes_on_under_every_stage(config, tmp_path, stage):
+    saved = tmp_path / "checkpoint"
+    one = run_job(tmp_path, "one", config, f"save={saved}", world=1)
+    many = run_job(tmp_path, "many", {**config, "hardware.zero_stage": stage}, f"load={saved}",
+                   world=2)
+    assert largest_difference(one, many, "state/") < 1e-6
