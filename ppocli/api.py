@@ -35,10 +35,11 @@ class TrainedRun:
 
     @cached_property
     def _player(self) -> Player:
-        from ppocli.config.schema import ModelConfig
-        from ppocli.evaluation.player import load_player
+        from ppocli.config.resolved import read_config
+        from ppocli.evaluation.player import load_player, policy_config
 
-        return load_player(ModelConfig(path=str(self.model_dir)), str(self.run_dir))
+        own = read_config(self.run_dir / "config.yaml").model
+        return load_player(policy_config(own, str(self.model_dir)), str(self.run_dir))
 
     def generate(self, prompts: Sequence[str], *, seed: int = 0, **sampling: Any) -> list[str]:
         """One response for each prompt, sampled as in training.
@@ -50,15 +51,16 @@ class TrainedRun:
                 do_sample, stop_sequences.
 
         Raises:
-            ConfigError: an unknown override, or no prompts.
+            ConfigError: an unknown override, or no list of texts as prompts.
         """
         from ppocli.config.resolved import read_config
         from ppocli.evaluation.player import changed_sampling
 
         generation = changed_sampling(read_config(self.run_dir / "config.yaml"), sampling)
-        if not prompts:
+        texts = _texts(prompts, "prompts")
+        if not texts:
             raise ConfigError("There are no prompts.", fix="give at least one text")
-        tokens = self._player.tokens(list(prompts), generation)
+        tokens = self._player.tokens(texts, generation)
         return [answer.text for batch in self._player.answers(tokens, generation, seed=seed)
                 for answer in batch]
 
@@ -104,7 +106,7 @@ def train(overrides: Sequence[str] = (), *,
     given = {"reward.fn": reward_fn, "reward.metric_fn": metric_fn, "prompts.items": prompts,
              "prompts.eval.items": eval_prompts}
     handed_in = frozenset(key for key, value in given.items() if value is not None)
-    composition = compose(list(overrides), handed_in=handed_in)
+    composition = compose(_texts(overrides, "overrides"), handed_in=handed_in)
     if composition is None:
         raise ConfigError("These words only print a configuration.", fix="leave out --cfg, --info")
     config = composition.config
@@ -149,7 +151,7 @@ class EvalResult:
 
 
 def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
-             against: str | Path | None = None,
+             against: str | Path | None = None, reward: str | None = None,
              reward_fn: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None,
              metric_fn: Callable[..., Any] | None = None,
              prompts: str | Path | Sequence[Any] | None = None, limit: int | None = None,
@@ -163,7 +165,8 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
             runs/).
         overrides: words KEY=VALUE over the run's settings.
         against: another such target, or ``base``.
-        reward_fn: in place of the run's rewards: a callable, or several by name (each of weight 1).
+        reward: in place of the run's rewards, by its import path or name, without their arguments.
+        reward_fn: likewise, as an object: a callable, or several by name (each of weight 1).
         metric_fn: in place of ``reward.metric_fn``.
         prompts: a file, a folder or a Hub data set; or the prompts themselves, texts or mappings
             with a ``prompt`` and metadata.
@@ -183,7 +186,8 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
 
     items = None if prompts is None or isinstance(prompts, str | Path) else list(prompts)
     request = EvalRequest(
-        run=_text(run), words=tuple(overrides), against=_text(against),
+        run=_text(run), words=tuple(_texts(overrides, "overrides")), against=_text(against),
+        reward=reward,
         prompts=_text(prompts) if isinstance(prompts, str | Path) else None, limit=limit,
         num_samples=num_samples, seed=seed, step=step, best=best, frontier=frontier,
         output=_text(output), name=name, overwrite=overwrite, resume=resume,
@@ -203,6 +207,23 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
     return EvalResult(done.folder.path, done.folder.samples, report["figures"], report["stderr"],
                       report["against"] and report["against"]["figures"], report["win_rate"],
                       report)
+
+
+def _texts(values: Sequence[str], name: str) -> list[str]:
+    """A list of texts, which one text isn't, though Python would take it letter by letter.
+
+    Raises:
+        ConfigError: it is one text, or not all are texts.
+    """
+    if isinstance(values, str):
+        raise ConfigError(f"{name} is one text, not a list of them.", where=name,
+                          fix=f"{name}=[{values!r}]")
+    texts = list(values)
+    wrong = next((value for value in texts if not isinstance(value, str)), None)
+    if wrong is not None or None in texts:
+        raise ConfigError(f"{name} holds {wrong!r}, which is no text.", where=name,
+                          fix="give a list of texts")
+    return texts
 
 
 def _text(value: str | Path | None) -> str | None:

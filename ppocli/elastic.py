@@ -6,6 +6,7 @@ which stop together; the agent only waits. What each came to is read from a file
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -32,7 +33,9 @@ def _launch_config(cfg: TrainConfig, node_rank: int) -> Any:
         rdzv_endpoint=hardware.rdzv_endpoint or "localhost:0",
         rdzv_configs={"rank": node_rank, "timeout": hardware.timeout_seconds}
         if several else {"timeout": hardware.timeout_seconds},
-        max_restarts=0, monitor_interval=0.1, signals_to_handle="",
+        max_restarts=0, monitor_interval=0.1,
+        # ours go to the ranks; this one nobody sends, and none at all the agent complains of
+        signals_to_handle="SIGUSR2",
         shutdown_timeout=min(hardware.timeout_seconds, 30))
 
 
@@ -46,6 +49,8 @@ def run_ranks(run_dir: Path, words: Sequence[str]) -> int:
     node_rank = next((int(word.partition("=")[2]) for word in words
                       if word.startswith("--node-rank=")), cfg.hardware.node_rank)
     words = [word for word in words if not word.startswith("--node-rank=")]
+    # what it would say of a failed rank is said here, once
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(cfg.hardware.num_threads or 1))
     with tempfile.TemporaryDirectory(prefix="ppocli-ranks-") as folder:
         os.environ[OUTCOMES] = folder

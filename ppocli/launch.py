@@ -34,7 +34,7 @@ from ppocli.config.resolved import (
 )
 from ppocli.config.schema import HardwareConfig, TrainConfig
 from ppocli.engine.atomic import disk_errors
-from ppocli.engine.run_folder import lock, probe_writable
+from ppocli.engine.run_folder import probe_writable, reserved
 from ppocli.errors import CheckpointError, ConfigError, InputError
 from ppocli.preflight import check_inputs
 
@@ -92,13 +92,17 @@ def launch(config: TrainConfig, *, fresh_process: bool = False,
         # an explicit folder must hold a checkpoint; "auto" may have been killed before its first
         config = replace(config, run_name=run_dir.name, output_dir=str(run_dir.parent),
                          resume="never" if resume_from else "auto")
-        try:
-            _prepare_resumed(run_dir, config, objects, say)
-            say(f"{run_dir}: loading {config.model.path}")
-            return _run(run_dir, True, fresh_process, objects, display)
-        finally:
-            # still there only if the run did not go on: its own configuration stays as it was
-            (run_dir / NEXT_CONFIG_FILE).unlink(missing_ok=True)
+        _check_resumed(run_dir, config, objects, say)
+        # loading takes seconds, in which nobody else may delete or resume what is here
+        with reserved(run_dir):
+            try:
+                with disk_errors(run_dir / NEXT_CONFIG_FILE):
+                    write_config(config, run_dir / NEXT_CONFIG_FILE)
+                say(f"{run_dir}: loading {config.model.path}")
+                return _run(run_dir, True, fresh_process, objects, display)
+            finally:
+                # still there only if the run did not go on: its own configuration stays as it was
+                (run_dir / NEXT_CONFIG_FILE).unlink(missing_ok=True)
     check_inputs(config)
     check_deepspeed(config)
     base = Path(config.output_dir)
@@ -239,10 +243,9 @@ def changes_on_resume(run_dir: Path, config: TrainConfig, objects: PythonObjects
     return changes
 
 
-def _prepare_resumed(run_dir: Path, config: TrainConfig, objects: PythonObjects | None,
-                     say: Callable[[str], None]) -> None:
-    """Compare with the run's own configuration, refuse or list what changed, and write it
-    beside it, to be taken over once the run goes on."""
+def _check_resumed(run_dir: Path, config: TrainConfig, objects: PythonObjects | None,
+                   say: Callable[[str], None]) -> None:
+    """Compare with the run's own configuration, and refuse or list what changed."""
     changes = changes_on_resume(run_dir, config, objects)
     check_inputs(config)
     check_deepspeed(config)
@@ -250,8 +253,6 @@ def _prepare_resumed(run_dir: Path, config: TrainConfig, objects: PythonObjects 
         say(f"changed on resume: {line}" + ("" if classify_change(key) == "harmless" else
                                            " (from here on the run differs)"))
     probe_writable(run_dir)
-    with lock(run_dir), disk_errors(run_dir / NEXT_CONFIG_FILE):
-        write_config(config, run_dir / NEXT_CONFIG_FILE)
 
 
 def _ask_for_objects(config: TrainConfig, objects: PythonObjects | None, run_dir: Path) -> None:
@@ -301,13 +302,14 @@ def _run(run_dir: Path, resume: bool, fresh_process: bool,
                           fix="name the reward by an import path, the prompts by a file")
     if fresh_process or several:
         return _start(run_dir, "ppocli.elastic" if several else "ppocli.worker", resume, display,
-                      [])
+                      [f"--reserved-by={os.getpid()}"] * resume)
     # `python -m` has the current folder on its path, a console script hasn't
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     from ppocli.worker import run_worker
 
-    result = run_worker(run_dir, objects=objects, resume=resume, display=display)
+    result = run_worker(run_dir, objects=objects, resume=resume, display=display,
+                        reserved_by=os.getpid() if resume else None)
     return RunOutcome(run_dir, 0, result.model_dir, result.summary)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ppocli.config.quoting import quoted
+from ppocli.config.quoting import literal, quoted
 from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import ConfigError
@@ -34,7 +34,7 @@ def target_config(target: Target, words: Sequence[str] = (), *, needs_reward: bo
     if target.run_dir is not None:
         base = [f"resume={quoted(str(target.run_dir))}"]
     else:
-        base = [f"model.path={quoted(target.model)}", "ppo.num_steps=1"]
+        base = [f"model.path={literal(target.model)}", "ppo.num_steps=1"]
         if needs_reward and not given & {"reward.fn", "reward.fns"} and not any(
                 name.startswith("reward.fns.") for name in given):
             raise ConfigError(f"{target.name} is a model and brings no reward of its own.",

@@ -13,13 +13,15 @@ import os
 import secrets
 import sys
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic, time
-from typing import Any
+from typing import Any, NoReturn
 
-from ppocli.config.resolved import accept_config, next_config, read_config
+from ppocli.config.resolved import next_config, read_config
+from ppocli.config.sayable import sayable
 from ppocli.config.schema import TrainConfig, planned_episodes
 from ppocli.engine.atomic import write_json_atomic
 from ppocli.engine.console import (
@@ -41,12 +43,9 @@ from ppocli.engine.outcomes import (
     write_outcome,
 )
 from ppocli.engine.pane import draw_for
-from ppocli.engine.run_folder import (
-    RunFolder,
-    lock,
-    publish_folder,
-    write_summary,
-)
+from ppocli.engine.publishing import publish_folder
+from ppocli.engine.run_folder import RunFolder, lock, write_summary
+from ppocli.engine.run_logs import read_jsonl
 from ppocli.engine.session import PythonObjects, build_session
 from ppocli.engine.stop import StopFlag, StopRequested, catch_signals, stop_when_closed
 from ppocli.errors import (
@@ -57,10 +56,9 @@ from ppocli.errors import (
     PpocliError,
     StoppedError,
 )
+from ppocli.runs.resumed import RUN_FILE, accept_settings
 
 log = logging.getLogger("ppocli")
-
-RUN_FILE = "run.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +71,7 @@ class RunResult:
 
 
 def run_worker(run_dir: Path, *, objects: PythonObjects | None = None, resume: bool = False,
-               display: DisplayMode = "auto") -> RunResult:
+               display: DisplayMode = "auto", reserved_by: int | None = None) -> RunResult:
     """Train in this process.
 
     Args:
@@ -81,6 +79,7 @@ def run_worker(run_dir: Path, *, objects: PythonObjects | None = None, resume: b
         objects: Python objects in place of config keys.
         resume: go on from the newest valid checkpoint.
         display: what a person is shown.
+        reserved_by: the process that keeps the folder for this one.
 
     Raises:
         PpocliError: with the exit code of its kind; checkpoints are kept and the message says how
@@ -92,7 +91,8 @@ def run_worker(run_dir: Path, *, objects: PythonObjects | None = None, resume: b
     if my_rank() > 0:  # rank 0 alone holds the folder and speaks
         with open_silence() as shown, catch_signals() as stop:
             return _run(cfg, folder, PythonObjects(), resume, shown, stop)
-    with lock(run_dir), open_display(folder.log, display) as shown, catch_signals() as stop:
+    with lock(run_dir, reserved_by=reserved_by), open_display(folder.log, display) as shown, \
+            catch_signals() as stop:
         return _run(cfg, folder, objects or PythonObjects(), resume, shown, stop)
 
 
@@ -117,11 +117,12 @@ def _run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects, resume: bo
         # rewards draw from these: ranks must not draw alike
         generators.seed(cfg.seed + ranks.rank)
         session = build_session(cfg, backend, objects)
-        state = initial_state(session)
+        state = fresh = initial_state(session)
         run_id = ranks.first_does(lambda: _run_id(folder))
         if resume:
-            state = restore(session, folder, run_id, state)
-            ranks.first_does(lambda: accept_config(folder.path))
+            state = restore(session, folder, run_id, fresh)
+            since = None if state is fresh else state.step
+            ranks.first_does(lambda: accept_settings(folder.path, since))
         if ranks.first:
             keep_log()
             write_json_atomic(folder.path / ENV_FILE, {
@@ -163,7 +164,7 @@ def _already_finished(cfg: TrainConfig, folder: RunFolder) -> RunResult | None:
         return None
     if not complete or episodes < planned_episodes(cfg.ppo):
         return None
-    accept_config(folder.path)
+    accept_settings(folder.path, int(summary["steps"]))
     log.info("already finished (%d/%d steps): %s", summary["steps"], summary["steps"], folder.model)
     return RunResult(folder.path, folder.model, summary)
 
@@ -254,7 +255,7 @@ def _summary(run: Run, status: str) -> dict[str, Any]:
 def _write_summary(run: Run, status: str, error: str | None = None) -> dict[str, Any]:
     summary = _summary(run, status)
     if error is not None:
-        summary["error"] = error
+        summary["error"] = sayable(error)
     if not run.session.backend.ranks.first:
         return summary
     try:
@@ -291,11 +292,9 @@ def _publish(run: Run) -> RunResult:
 def _show(run: Run) -> None:
     """The closing table: figures and samples before and after, and where things are."""
     rows: dict[int, list[dict[str, Any]]] = {0: [], run.state.step: []}
-    with run.folder.samples.open(encoding="utf-8") as lines:
-        for line in lines:
-            row = json.loads(line)
-            if row.get("kind") == "eval" and row["step"] in rows:
-                rows[row["step"]].append(row)
+    for row in read_jsonl(run.folder.samples):
+        if row.get("kind") == "eval" and row.get("step") in rows:
+            rows[row["step"]].append(row)
     after = rows[run.state.step]
     before: list[Any] = rows[0] if len(rows[0]) == len(after) else [None] * len(after)
     chosen = list(zip(before, after, strict=True))[:4]
@@ -310,10 +309,11 @@ def _show(run: Run) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """``python -m ppocli.worker RUN_DIR [--resume] [--display=MODE] [--lifeline=FD]``; returns the
-    exit code.
+    """``python -m ppocli.worker RUN_DIR [--resume] [--display=MODE] [--lifeline=FD]
+    [--reserved-by=PID]``; returns the exit code.
 
-    ``FD`` is the reading end of a pipe; when its other end closes, the run stops and saves.
+    ``FD`` is the reading end of a pipe; when its other end closes, the run stops and saves. ``PID``
+    is the process that keeps the folder for this one.
     """
     options = [word for word in argv if word.startswith("--")]
     folder = next(word for word in argv if word not in options)
@@ -323,30 +323,38 @@ def main(argv: list[str]) -> int:
     draw_for(os.getppid())
     display: DisplayMode = next((mode for mode in DISPLAY_MODES if f"--display={mode}" in options),
                                 "auto")
+    reserved_by = next((int(option.partition("=")[2]) for option in options
+                        if option.startswith("--reserved-by=")), None)
     if OUTCOMES in os.environ:
-        return _as_rank(Path(folder), "--resume" in options, display)
+        _as_rank(Path(folder), "--resume" in options, display, reserved_by)
     try:
-        run_worker(Path(folder), resume="--resume" in options, display=display)
+        run_worker(Path(folder), resume="--resume" in options, display=display,
+                   reserved_by=reserved_by)
     except PpocliError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(sayable(f"error: {error}\n"))
         return error.exit_code
     return 0
 
 
-def _as_rank(folder: Path, resume: bool, display: DisplayMode) -> int:
+def _as_rank(folder: Path, resume: bool, display: DisplayMode, reserved_by: int | None
+             ) -> NoReturn:
     """One of several processes: what it came to is left for the one that started them.
 
     A stop is no failure to that one, which would end the ranks that are still saving.
     """
     code, message, trace = 0, "", ""
     try:
-        run_worker(folder, resume=resume, display=display)
+        run_worker(folder, resume=resume, display=display, reserved_by=reserved_by)
     except PpocliError as error:
         code, message = error.exit_code, str(error)
     except Exception as error:
         code, message, trace = 1, f"{type(error).__name__}: {error}", traceback.format_exc()
     write_outcome(RankOutcome(my_rank(), code, message, trace, time()))
-    return 0 if code > 128 else code
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    # the threads of a process group can abort an interpreter that takes itself down
+    os._exit(0 if code > 128 else code)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from runs import PLANTED, Command, command_in_process, make_world, run, words
+from runs import PLANTED, Command, Ended, command_in_process, make_world, run, words
+
+Export = Callable[..., Ended]
 
 
 @pytest.fixture(scope="session")
@@ -49,6 +51,32 @@ def command(capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
     torch.set_num_threads(threads)
     os.environ.clear()
     os.environ.update(environment)
+
+
+@pytest.fixture
+def export(capsys: pytest.CaptureFixture[str]) -> Export:
+    """``ppocli export`` in this process."""
+    import typer
+
+    from ppocli.cli.commands import export as command
+
+    app = typer.Typer()
+    command.register(app)
+
+    @app.command()
+    def other() -> None:
+        """A second command, so that the first keeps its name."""
+
+    def call(*words: object) -> Ended:
+        capsys.readouterr()
+        try:
+            app(["export", *map(str, words)], standalone_mode=False)
+            code = 0
+        except SystemExit as leaving:
+            code = int(leaving.code or 0)
+        return Ended(code, *capsys.readouterr())
+
+    return call
 
 
 @pytest.fixture

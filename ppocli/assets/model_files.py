@@ -28,7 +28,7 @@ def find_model(model: str, *, key: str, revision: str | None = None,
 
     Args:
         model: a folder, a Hub name, or ``builtin:NAME``.
-        key: the configuration key it was given by, for messages.
+        key: the configuration key, argument (RUN) or option it was given by, for messages.
         revision: branch, tag or commit of a Hub model.
         needs: what has to be there.
 
@@ -41,7 +41,7 @@ def find_model(model: str, *, key: str, revision: str | None = None,
     """
     if not isinstance(model, str) or not model.strip():
         raise InputError(f"{model!r} is not a folder or a Hub name.",
-                         where=key, fix=f"{key}=/path/to/model")
+                         where=key, fix=_folder_fix(key))
     if model.startswith(BUILTIN_PREFIX):
         from ppocli.assets.builtin import resolve_builtin
 
@@ -55,8 +55,19 @@ def find_model(model: str, *, key: str, revision: str | None = None,
                          fix="give the folder that holds config.json")
     if model.startswith((".", "/", "~", os.sep)) or model.count("/") > 1 or "\\" in model:
         raise InputError(f"Folder {model} does not exist (looked in {os.getcwd()}).",
-                         where=key, fix=f"{key}=/path/to/model")
+                         where=key, fix=_folder_fix(key))
     return _from_hub(model, revision, key, needs)
+
+
+def _is_setting(key: str) -> bool:
+    """Whether ``key`` is one of a configuration, not an argument or an option of a command."""
+    return not (key.isupper() or key.startswith("--"))
+
+
+def _folder_fix(key: str) -> str:
+    if _is_setting(key):
+        return f"{key}=/path/to/model"
+    return f"give the folder of a run or a model as {key}"
 
 
 def check_folder(folder: Path, *, key: str, needs: Needs = "model and tokenizer") -> None:
@@ -144,12 +155,13 @@ def _from_hub(name: str, revision: str | None, key: str, needs: Needs) -> tuple[
         return str(folder), True
     except HFValidationError as error:
         raise InputError(f"{name!r} is neither a folder nor a Hub name: {error}", where=key,
-                         fix=f"{key}=/path/to/model") from error
+                         fix=_folder_fix(key)) from error
     except PpocliError:
         raise
     except Exception as error:
         raise InputError(
             f"Model {name!r} is not on this machine and {offline_hint()}.",
-            where=f"{key}={name}",
-            fix=f"give a folder: {key}=/path, or run once with network: hf download {name}",
+            where=f"{key}={name}" if _is_setting(key) else key,
+            fix=(f"give a folder: {key}=/path" if _is_setting(key) else _folder_fix(key))
+            + f", or run once with network: hf download {name}",
         ) from error

@@ -90,5 +90,7 @@ def main() -> None:
     if _COMPLETING in os.environ:
         from typer.completion import completion_init
 
+        # Typer wraps help at the width of a terminal; a second line would be one more offer
+        os.environ.update(COLUMNS="10000", TERMINAL_WIDTH="10000")
         completion_init()  # what answers shells in Typer's way
     leave(code_of(lambda: app(prog_name="ppocli")))

@@ -10,7 +10,15 @@ from dataclasses import asdict, dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from ppocli.cli.generate import MAX_SEED, Asking, Cast, find_cast, load_players, sampling_of
+from ppocli.cli.generate import (
+    MAX_SEED,
+    Asking,
+    Cast,
+    find_cast,
+    load_players,
+    sampling_of,
+    say_idle,
+)
 from ppocli.cli.output import complain, say
 from ppocli.cli.sheet import printable
 from ppocli.cli.working import working
@@ -160,6 +168,7 @@ class Chat:
         del changes["eval"], changes["stop_token_ids"]
         changes.update(_typed(self._generation, {name: value for name, _, value in pairs}))
         self._generation = changed_sampling(self._cast.cfg, changes)
+        say_idle(self._generation, [name for name, _, _ in pairs])
         complain(self._sampling())
 
     def _sampling(self) -> str:

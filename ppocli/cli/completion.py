@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ppocli.config.paths import config_groups, recipe_files
+from ppocli.errors import PpocliError
 
 HYDRA_FLAGS = {
     "-m": "run every combination of KEY=A,B", "--multirun": "run every combination of KEY=A,B",
@@ -82,6 +84,23 @@ def complete_run(incomplete: str) -> list[str]:
     found = sorted(list_runs(Path("runs")), key=written, reverse=True)
     paths = [str(folder) for folder in found if str(folder).startswith(incomplete)]
     return paths or [folder.name for folder in found if folder.name.startswith(incomplete)]
+
+
+def complete_form(incomplete: str) -> list[str]:
+    """What ``report --format`` can be."""
+    return [form for form in ("html", "md", "both") if form.startswith(incomplete)]
+
+
+def complete_metrics(incomplete: str) -> list[str]:
+    """Names of figures with commas between them: short ones, and those of the newest run."""
+    from ppocli.report.plot import SHORT
+    from ppocli.runs.record import read_run
+
+    done, comma, last = incomplete.rpartition(",")
+    names = list(SHORT)
+    with suppress(PpocliError, OSError):  # no run yet, or a damaged one
+        names += [name for run in complete_run("")[:1] for name in read_run(Path(run)).names]
+    return [f"{done}{comma}{name}" for name in dict.fromkeys(names) if name.startswith(last)]
 
 
 def complete_key(incomplete: str) -> list[str]:

@@ -14,7 +14,7 @@ from ppocli.cli.output import display_mode, say
 from ppocli.cli.tables import aligned, shown_figure
 from ppocli.cli.working import split_words, working
 from ppocli.engine.console import clean
-from ppocli.errors import ThresholdError
+from ppocli.errors import ConfigError, ThresholdError
 from ppocli.runs.record import read_jsonl
 
 if TYPE_CHECKING:
@@ -74,8 +74,33 @@ def evaluate_command(request: EvalRequest, *, min_reward: float | None, show: in
     say(f"results  {done.folder.result}")
     mean = done.report["figures"]["reward_mean"]
     if min_reward is not None and not (mean is not None and mean >= min_reward):
-        raise ThresholdError(f"The mean reward is {shown_figure(mean)}, below the {min_reward:g} "
-                             "asked for.", where=str(done.folder.result))
+        reached, asked = told_apart(mean, min_reward)
+        raise ThresholdError(f"The mean reward is {reached}, below the {asked} asked for.",
+                             where=str(done.folder.result))
+
+
+def printing_of(min_reward: float | None, show: int, as_json: bool) -> tuple[str, ...]:
+    """The options that say what is printed and how the command ends, as they are typed.
+
+    Raises:
+        ConfigError: ``min_reward`` is no number that a mean can be held against.
+    """
+    from ppocli.cli.commands.evaluate import SHOWN
+
+    if min_reward is not None and not math.isfinite(min_reward):
+        raise ConfigError(f"--min-reward {min_reward} is no finite number.", where="--min-reward",
+                          fix="give a number, e.g. --min-reward 0.8")
+    return (*(("--min-reward", repr(min_reward)) if min_reward is not None else ()),
+            *(("--show", str(show)) if show != SHOWN else ()), *(("--json",) if as_json else ()))
+
+
+def told_apart(mean: float | None, asked: float) -> tuple[str, str]:
+    """Two figures of which the first is less, with as many digits as it takes to see that."""
+    for digits in range(4, 18):
+        shown, other = shown_figure(mean, digits), f"{asked:.{max(digits, 6)}g}"
+        if mean is None or float(shown) < float(other):
+            break
+    return shown, other
 
 
 @contextmanager
@@ -151,7 +176,7 @@ def lines_of(report: dict[str, Any]) -> list[str]:
               if count]
     if report["win_rate"] is not None:
         lines += ["", _win_line(report["win_rate"])]
-    return lines if frontier is None else [*lines, "", *_frontier_lines(frontier)]
+    return lines if frontier is None else [*lines, "", *_frontier_lines(report)]
 
 
 _NAMES = {"reward_mean": "reward", "reward_std": "reward std", "kl_mean": "KL to the base",
@@ -167,22 +192,25 @@ def _with_error(value: float | None, error: float | None) -> str:
 
 
 def _win_line(found: dict[str, Any]) -> str:
+    counts = ", ".join(f"{found[name]} {one if found[name] == 1 else name}" for one, name in (
+        ("win", "wins"), ("tie", "ties"), ("loss", "losses")))
     return (f"win rate {_with_error(found['win_rate'], found['stderr'])} of {found['compared']}: "
-            f"{found['wins']} wins, {found['ties']} ties, {found['losses']} losses; reward higher "
-            f"by {_with_error(found['difference'], found['difference_stderr'])}")
+            f"{counts}; reward higher by "
+            f"{_with_error(found['difference'], found['difference_stderr'])}")
 
 
-def _frontier_lines(frontier: dict[str, Any]) -> list[str]:
+def _frontier_lines(report: dict[str, Any]) -> list[str]:
+    frontier = report["frontier"]
     table = [["", "KL", "reward"]]
     table += [[f"best of {point['n']}", shown_figure(point["kl"]),
                _with_error(point["reward"], point["stderr"])] for point in frontier["points"]]
     policy = frontier["policy"]
     table.append(["policy", shown_figure(policy["kl"]),
                   _with_error(policy["reward"], policy["stderr"])])
-    return [*aligned(table), _verdict(frontier)]
+    return [*aligned(table), _verdict(frontier, report["generation"])]
 
 
-def _verdict(frontier: dict[str, Any]) -> str:
+def _verdict(frontier: dict[str, Any], sampling: dict[str, Any]) -> str:
     last, policy = frontier["points"][-1], frontier["policy"]
     more = None not in (last["reward"], last["stderr"], policy["reward"], policy["stderr"]) and (
         last["reward"] - policy["reward"] > 2 * math.hypot(last["stderr"], policy["stderr"]))
@@ -198,9 +226,19 @@ def _verdict(frontier: dict[str, Any]) -> str:
                   f"({shown_figure(last['kl'])}), so they can't be compared at the same KL; best "
                   f"of {last['n']} reaches {shown_figure(last['reward'])}"
                   + (", more at less KL." if more else "."),
-        "not comparable": "The policy can't be placed: its KL is not known, or responses were not "
-                          "drawn at temperature 1 without top-k and top-p.",
+        "not comparable": f"The policy can't be placed: {_hindrance(frontier, sampling)}.",
     }[frontier["verdict"]]
+
+
+def _hindrance(frontier: dict[str, Any], sampling: dict[str, Any]) -> str:
+    if frontier["policy"]["kl"] is None:
+        return "its KL is not known"
+    if not (sampling["do_sample"] and sampling["temperature"] == 1.0 and sampling["top_k"] == 0
+            and sampling["top_p"] >= 1.0 and sampling["min_new_tokens"] == 0):
+        return ("responses were not drawn at temperature 1 without top-k, top-p and a minimum "
+                "length")
+    return (f"too few responses have a score; it takes all {frontier['samples_each']} of the base "
+            "to a prompt, and one of the policy")
 
 
 def _sample_lines(path: Path, count: int) -> Iterator[str]:

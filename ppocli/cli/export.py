@@ -8,10 +8,12 @@ from typing import Any
 from ppocli.cli.output import say
 from ppocli.config.as_words import training_command
 from ppocli.engine.atomic import format_bytes
+from ppocli.engine.publishing import repair_published
+from ppocli.engine.run_folder import lock_beside
 from ppocli.export.folder import ExportPlan, write_export
 from ppocli.export.hub import push, shown
 from ppocli.export.masking import Mask
-from ppocli.export.request import Existing, ExportRequest, resolve
+from ppocli.export.request import Existing, ExportRequest, check_destination, resolve
 
 
 def export(request: ExportRequest, as_json: bool) -> None:
@@ -36,7 +38,7 @@ def export(request: ExportRequest, as_json: bool) -> None:
         tell(f"{shown(folder)} is as it was exported and verified")
     else:
         folder, name = plan.target, plan.facts.name
-        done = _write(plan, mask, tell)
+        done = _write(plan, request, mask, tell)
     if request.to_hub:
         done["url"] = push(folder, request.push(name), mask, tell)
     if as_json:
@@ -45,12 +47,15 @@ def export(request: ExportRequest, as_json: bool) -> None:
         print(done.get("url", folder), flush=True)
 
 
-def _write(plan: ExportPlan, mask: Mask, tell: Any) -> dict[str, Any]:
+def _write(plan: ExportPlan, request: ExportRequest, mask: Mask, tell: Any) -> dict[str, Any]:
     from ppocli.cli.working import working
 
     tell(f"exporting {plan.name} as {plan.written} ({format_bytes(plan.bytes)}) to "
          f"{shown(plan.target)}")
-    with working(fix="nothing was written; export again") as stop:
+    with (working(fix="nothing was written; export again") as stop,
+          lock_beside(plan.target, "name another folder: --output DIR")):
+        repair_published(plan.target)
+        check_destination(request, plan.target, plan.source)  # another export may have ended there
         verified = write_export(plan, mask, stop.check)
     tell(verified.sentence())
     return {"source": mask(plan.name), "step": plan.facts.step, "dtype": plan.written,

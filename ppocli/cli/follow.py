@@ -14,8 +14,8 @@ from ppocli.config.keys import did_you_mean
 from ppocli.config.resolved import NEXT_CONFIG_FILE
 from ppocli.engine.run_folder import RunFolder, live_owner
 from ppocli.errors import CheckpointError, ConfigError, InputError
-from ppocli.runs.record import is_run
-from ppocli.runs.target import written
+from ppocli.runs.record import is_run, subfolders
+from ppocli.runs.target import run_named, written
 
 START_SECONDS = 120.0
 """how long a run may load before it takes its folder's lock"""
@@ -111,15 +111,13 @@ def find_watched(given: str | None, say: Callable[[str], None], runs: Path = Pat
                               fix="start one: ppocli train +recipe=quickstart")
         say(f"watching {found}, the newest run")
         return found.resolve(), str(found)
-    path = Path(given).expanduser()
-    if not path.exists() and "/" not in given and (runs / given).is_dir():
-        path = runs / given
-    if not path.is_dir():
-        names = [str(folder) for folder in _begun(runs)]
+    path = run_named(given, runs, os.path.isdir)
+    if not os.path.isdir(path):
+        names = [name for run in _begun(runs)
+                 for name in (str(run), run.relative_to(runs).as_posix())]
         raise InputError(f"There is no run {given} (looked in {Path.cwd()}).", where="RUN",
-                         fix="name a run's folder: ppocli runs list"
-                         + did_you_mean(given, [*names, *(Path(name).name for name in names)]))
-    if not RunFolder(path).config.is_file():
+                         fix="name a run's folder: ppocli runs list" + did_you_mean(given, names))
+    if not _has_begun(path):
         inside = _newest(path)
         if inside is None:
             raise CheckpointError(f"{given} is no run folder (no config.yaml).", where=str(path),
@@ -131,15 +129,17 @@ def find_watched(given: str | None, say: Callable[[str], None], runs: Path = Pat
 
 def _begun(root: Path) -> list[Path]:
     """Folders of runs, those of sweeps one folder deeper too, that have at least begun."""
-    if not root.is_dir():
-        return []
     found = []
-    for folder in sorted(entry for entry in root.iterdir() if entry.is_dir()):
-        if RunFolder(folder).config.is_file():
+    for folder in subfolders(root):
+        if _has_begun(folder):
             found.append(folder)
         elif not folder.name.startswith("."):
-            found += [job for job in sorted(folder.iterdir()) if RunFolder(job).config.is_file()]
+            found += [job for job in subfolders(folder) if _has_begun(job)]
     return found
+
+
+def _has_begun(folder: Path) -> bool:
+    return os.path.isfile(RunFolder(folder).config)
 
 
 def may_begin(folder: Path) -> bool:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 COLUMN = "prompt"
 MAX_SEED = 2**63
+SHAPING = ("temperature", "top_k", "top_p")
+"""sampling settings that count only where something is drawn"""
 HOW = ("give --prompt TEXT, --prompts-file FILE (json, jsonl, csv, parquet or txt), or a line each "
        "on standard input")
 _OPTIONS = (("prompts.path=", "--prompts-file "), ("prompts.column=", "--column "),
@@ -179,7 +181,7 @@ def sampling_of(asking: Asking, cast: Cast, player: Player | None) -> Generation
     changes: dict[str, Any] = {}
     if not cast.from_run and player is not None:
         worded = {word.lstrip("+~").partition("=")[0] for word in asking.words}
-        changes = {name: value for name, value in own_sampling(player).items()
+        changes = {name: value for name, value in own_sampling(player.loaded).items()
                    if f"generation.{name}" not in worded}
         if changes:
             say("sampling as its generation_config.json says: " + ", ".join(
@@ -187,7 +189,18 @@ def sampling_of(asking: Asking, cast: Cast, player: Player | None) -> Generation
     given = _given_flags(asking)
     sources = {**dict.fromkeys(changes, "generation_config.json"),
                **{name: _option(name) for name in given}}
-    return changed_sampling(cast.cfg, {**changes, **given}, sources)
+    generation = changed_sampling(cast.cfg, {**changes, **given}, sources)
+    say_idle(generation, [name for name in SHAPING if any(
+        word.lstrip("+~").startswith(f"generation.{name}=") for word in asking.words)])
+    return generation
+
+
+def say_idle(generation: GenerationConfig, asked: Sequence[str]) -> None:
+    """Say which of the settings that were ``asked`` for change nothing."""
+    idle = [name for name in asked if name in SHAPING]
+    if idle and not generation.do_sample:
+        say(f"no effect: {', '.join(idle)}, as do_sample=false (--greedy) always takes the "
+            "likeliest token")
 
 
 def _given_flags(asking: Asking) -> dict[str, Any]:
@@ -197,7 +210,7 @@ def _given_flags(asking: Asking) -> dict[str, Any]:
         ConfigError: flags that exclude each other.
     """
     given = {name: value for name, value in asking.flags.items() if value is not None}
-    shaping = sorted(given.keys() & {"temperature", "top_k", "top_p"})
+    shaping = sorted(given.keys() & set(SHAPING))
     if shaping and given.setdefault("do_sample", True) is False:
         raise ConfigError(f"--greedy takes the likeliest token; {_option(shaping[0])} would change "
                           "nothing.", where="command line", fix="give one of them")

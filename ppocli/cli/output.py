@@ -61,8 +61,10 @@ def say(text: str) -> None:
 
 def complain(text: str) -> None:
     """A warning or an error on standard error; a display that is gone is no reason to stop."""
+    from ppocli.config.sayable import sayable
+
     with suppress(OSError, ValueError, AttributeError):
-        print(text, file=sys.stderr, flush=True)
+        print(sayable(text), file=sys.stderr, flush=True)
 
 
 def survive_any_terminal() -> None:
@@ -99,8 +101,7 @@ def code_of(run: Callable[[], object]) -> int:
         sys.stdout.flush()
     except PpocliError as error:
         if os.environ.get("PPOCLI_DEBUG", "") not in ("", "0"):
-            with suppress(OSError, ValueError):
-                traceback.print_exc()
+            complain(traceback.format_exc().rstrip())
         label = "Stopped" if isinstance(error, StoppedError) else "Error"
         complain(f"{label}: {error}")
         return error.exit_code
@@ -122,8 +123,7 @@ def code_of(run: Callable[[], object]) -> int:
 
 
 def _bug() -> int:
-    with suppress(OSError, ValueError):
-        traceback.print_exc()
+    complain(traceback.format_exc().rstrip())
     complain("This is a bug in ppocli; please report it with the lines above.")
     return 1
 

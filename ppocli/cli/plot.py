@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ppocli.cli.output import say
-from ppocli.engine.atomic import make_dirs, write_atomic
 from ppocli.engine.console import clean
 from ppocli.errors import ConfigError
 from ppocli.report.braille import Curve, Style, can_show_braille, draw
+from ppocli.report.files import write_file
 from ppocli.report.plot import (
     Series,
     as_png,
@@ -54,8 +54,7 @@ def plot_runs(given: Sequence[str], *, metric: str, smooth: int, out: Path | Non
     if out is not None:
         picture = as_svg(series, smooth) if out.suffix.lower() == ".svg" else \
             as_png(series, smooth)
-        make_dirs(out.absolute().parent)
-        write_atomic(out, picture)
+        write_file(out, picture, "--out")
     if as_json:
         print(json.dumps({"smooth": smooth, "series": [
             {"run": each.run, "metric": each.metric,
@@ -81,10 +80,10 @@ def _check_out(out: Path, overwrite: bool) -> None:
     if out.suffix.lower() not in (".svg", ".png"):
         raise ConfigError(f"--out {out}: must end in .svg or .png", where="command line",
                           fix=f"e.g. --out {out.with_suffix('.svg')}")
-    if out.is_dir() or (os.path.lexists(out) and not overwrite):
+    if os.path.isdir(out) or (os.path.lexists(out) and not overwrite):
         raise ConfigError(f"{out} exists already; nothing is overwritten.", where="--out",
                           fix="choose another name"
-                          + ("" if out.is_dir() else ", or add --overwrite"))
+                          + ("" if os.path.isdir(out) else ", or add --overwrite"))
 
 
 def _print_charts(series: Sequence[Series], smooth: int) -> None:

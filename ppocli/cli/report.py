@@ -21,7 +21,7 @@ def report(run: str | None, output: Path | None, form: str | None, overwrite: bo
         DiskError: the report can't be written.
     """
     from ppocli.report.facts import gather
-    from ppocli.report.files import check_replaceable, destinations, write_report
+    from ppocli.report.files import check_replaceable, destinations, write_file
     from ppocli.report.render import render
     from ppocli.runs.record import read_run
     from ppocli.runs.target import find_run
@@ -38,7 +38,7 @@ def report(run: str | None, output: Path | None, form: str | None, overwrite: bo
         print(json.dumps(gathered.as_json(), indent=2, ensure_ascii=False))
         return
     for target in targets:
-        write_report(target, render(gathered, target.form))
+        write_file(target.path, render(gathered, target.form), "--output")
         print(target.path)
 
 

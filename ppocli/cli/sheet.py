@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ppocli.cli.output import complain
-from ppocli.engine.console import CONTROL, clean, figure
+from ppocli.config.sayable import CONTROL
+from ppocli.engine.console import clean, figure
 
 if TYPE_CHECKING:
     from ppocli.models.prompting import Answer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from os.path import isdir
 
 from ppocli.cli.output import display_mode, ignore_broken_pipes, say
 
@@ -47,5 +48,8 @@ def run_words(words: Sequence[str], *, dry_run: bool = False) -> None:
 
 
 def resume_words(run: str, words: Sequence[str]) -> list[str]:
-    """The words of ``ppocli resume RUN ...`` as those of ``ppocli train``."""
-    return [f"resume={run}", *words]
+    """The words of ``ppocli resume RUN ...`` as those of ``ppocli train``; RUN is a folder, or a
+    run's name below ``runs``."""
+    from ppocli.runs.target import run_named
+
+    return [f"resume={run if isdir(run) else run_named(run, fits=isdir)}", *words]

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ppocli.cli.examine import Examined, examine
+from ppocli.config.sayable import sayable
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import PpocliError
 
@@ -74,8 +75,10 @@ def _as_json(found: Examined, rehearsal: Rehearsal | None) -> dict[str, Any]:
     problems = _ranked(found)
     answer: dict[str, Any] = {
         "valid": not problems, "exit_code": problems[0].exit_code if problems else 0,
-        "problems": [{"exit_code": error.exit_code, "what": error.what, "where": error.where,
-                      "fix": error.fix} for error in problems],
+        "problems": [{"exit_code": error.exit_code,
+                      **{part: text and sayable(text) for part, text in (
+                          ("what", error.what), ("where", error.where), ("fix", error.fix))}}
+                     for error in problems],
         "runs": [asdict(plan) for plan in found.plans]}
     if rehearsal is not None:
         answer["rehearsal"] = finite_or_null({**asdict(rehearsal), "agrees": rehearsal.agrees})

@@ -19,7 +19,7 @@ from ppocli.config.schema import planned_episodes
 from ppocli.engine.console import can_live, clean, figure, open_console, row_lines
 from ppocli.engine.live import Dashboard, Sample, resident_mib
 from ppocli.engine.pane import Pane
-from ppocli.engine.run_folder import LOCK, RunFolder, live_owner
+from ppocli.engine.run_folder import LOCK, RunFolder, finite_or_null, live_owner
 from ppocli.errors import PpocliError
 from ppocli.runs.record import is_run, read_run
 
@@ -126,7 +126,7 @@ class _Follower:
             return f"{path} ended before its first step"
         record = read_run(self.run.path)
         summary = record.summary or {}
-        step = int(summary.get("steps") or 0) if record.status != "interrupted" else record.step
+        step = record.step
         at = f"at step {step} of {self._total}"
         if record.status == "running":  # taken up again in this very moment
             return f"{path} is running again; watch it with: ppocli watch {path}"
@@ -139,8 +139,9 @@ class _Follower:
         if record.status == "stopped":
             return f"{path} was stopped {at}; {resume}"
         if record.status == "failed":
-            error = clean(str(summary.get("error", "unknown error")))
-            return f"{path} failed {at}: {error}\n  log:   {path}/ppocli.log"
+            error = re.sub(r"\n(?! )", "\n  ", str(summary.get("error", "unknown error")))
+            go_on = f"\n  {resume}" if record.folder.checkpoints.is_dir() else ""
+            return f"{path} failed {at}: {error}\n  log:   {path}/ppocli.log{go_on}"
         if not record.folder.checkpoints.is_dir():
             return f"{path} was interrupted {at}: its process is gone, and no checkpoint is saved"
         return f"{path} was interrupted {at}: its process is gone; {resume}"
@@ -195,7 +196,7 @@ class _Follower:
             rows, self._past = rows[-self._past:], None
         for row in rows:
             if self._as_json:
-                self._print(json.dumps(row, ensure_ascii=False))
+                self._print(json.dumps(finite_or_null(row), ensure_ascii=False))
             else:
                 for line in row_lines(row, self._total):
                     self._print(line)

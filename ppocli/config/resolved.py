@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import operator
 import os
 import typing
 from pathlib import Path
@@ -120,12 +122,14 @@ def with_absolute_paths(config: TrainConfig, folder: Path) -> TrainConfig:
     Names that could also be Hub names (``gpt2``, ``org/name``) are taken as paths only where a
     file or folder of that name exists, or where they start with ``.``, ``/`` or ``~``.
     """
-    node = OmegaConf.merge(schema_node(), OmegaConf.create(dataclasses.asdict(config)))
+    # on plain values: OmegaConf would take a ${ in them for an interpolation once more
+    result = copy.deepcopy(config)
     for name in _PATH_KEYS:
-        value = OmegaConf.select(node, name, throw_on_missing=False)
-        if isinstance(value, str):
-            OmegaConf.update(node, name, _absolute(value, folder, name == "output_dir"))
-    result = typed(typing.cast(DictConfig, node))
+        section, _, last = name.rpartition(".")
+        owner = operator.attrgetter(section)(result) if section else result
+        value = getattr(owner, last)
+        if isinstance(value, str) and value != "???":
+            setattr(owner, last, _absolute(value, folder, name == "output_dir"))
     for name in ("fn", "metric_fn"):
         setattr(result.reward, name, _absolute_function(getattr(result.reward, name), folder))
     result.reward.kwargs = _absolute_values(result.reward.kwargs, folder)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from ppocli.config.keys import schema_keys
 from ppocli.errors import ConfigError
@@ -15,7 +16,11 @@ _SECRET_CAMEL = re.compile(r"(apiKey|accessKey|[a-z](Token|Secret|Password))$")
 _SECRET_VALUE = re.compile(
     r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|"
     r"github_pat_[A-Za-z0-9_]{20,}|AKIA[0-9A-Z]{16}|xox[abprs]-[A-Za-z0-9-]{10,})")
+_URL_PASSWORD = re.compile(r"(\b[a-z][a-z0-9+.-]*://[^/\s:@]+:)[^@/\s]+@", re.IGNORECASE)
 _ENVIRONMENT = re.compile(r"\$\{\s*(oc\.env|env|oc\.decode)\s*:", re.IGNORECASE)
+MASK = "***"
+_SHORTEST = 8
+"""a shorter value of a variable named like a secret would blot out ordinary words"""
 _REMEDY = ("leave it out: tokens come from the environment (HF_TOKEN) or from `hf auth login`, "
            "never from the configuration, which is written to disk")
 
@@ -31,9 +36,25 @@ def looks_secret(name: str) -> bool:
                for part in name.split("."))
 
 
-def without_secrets(text: str) -> str:
-    """``text`` with everything in it that is shaped like a token replaced by ``***``."""
-    return _SECRET_VALUE.sub("***", text)
+def secret_values(environment: Mapping[str, str]) -> set[str]:
+    """Values of the variables that are named like tokens, passwords or API keys."""
+    # a path, of the working folder (PWD) or of a file of credentials, is none itself
+    return {value for name, value in environment.items()
+            if looks_secret(name) and not os.path.exists(value)}
+
+
+def without_secrets(text: str, values: Iterable[str] = ()) -> str:
+    """``text`` with ``values``, passwords in URLs and everything that is shaped like a token
+    replaced by ``***``."""
+    for value in sorted(values, key=len, reverse=True):
+        if len(value) >= _SHORTEST:
+            text = text.replace(value, MASK)
+    return _URL_PASSWORD.sub(rf"\1{MASK}@", _SECRET_VALUE.sub(MASK, text))
+
+
+def hide_secrets(text: str) -> str:
+    """``text`` without secrets of this process's environment, nor anything shaped like one."""
+    return without_secrets(text, secret_values(os.environ))
 
 
 def refuse_secrets(entries: Iterable[tuple[str, object, str]]) -> None:

@@ -257,6 +257,17 @@ def walk_files(folder: Path) -> list[str]:
     return sorted(names)
 
 
+def share(folder: Path, names: list[str]) -> None:
+    """Give files of a new ``folder`` the permissions that the umask gives new files, as it gave the
+    folder its own: safetensors leaves what it writes readable by its owner alone."""
+    wanted = stat.S_IMODE(folder.stat().st_mode) & 0o666
+    for name in names:
+        mode = stat.S_IMODE((folder / name).stat().st_mode)
+        if mode | wanted != mode:
+            with suppress(OSError):  # some file systems have no permissions to set
+                (folder / name).chmod(mode | wanted)
+
+
 def fsync_folders(folder: Path) -> None:
     """Sync ``folder`` and every folder below it, deepest first (the files are the caller's)."""
     for base, _, _ in os.walk(folder, topdown=False, followlinks=False):

@@ -31,6 +31,7 @@ from ppocli.engine.atomic import (
     make_dirs,
     rename_durable,
     sha256_file,
+    share,
     walk_files,
     write_json_atomic,
 )
@@ -164,6 +165,7 @@ def _stage(staging: Path, target: Path, meta: Manifest, write: Callable[[Path], 
             problem = "is reserved" if name == STATE else problem
             raise ValueError(f"a checkpoint can't hold {name!r}: it {problem}")
     write_json_atomic(staging / STATE, state)
+    share(staging, names)
     files = {}
     for name in (*names, STATE):
         faults.point("save.open")

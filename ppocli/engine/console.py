@@ -7,12 +7,10 @@ dropped; the run goes on.
 
 from __future__ import annotations
 
-import json
 import logging
 import logging.handlers
 import math
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +21,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ppocli.config.sayable import CONTROL, sayable
+from ppocli.engine.run_logs import read_jsonl
+
 if TYPE_CHECKING:
     from ppocli.engine.live import Dashboard
     from ppocli.engine.pane import Pane
@@ -32,9 +33,6 @@ log = logging.getLogger("ppocli")
 DisplayMode = Literal["auto", "lines", "quiet"]
 """a live view where standard output is a terminal; lines only; warnings only"""
 DISPLAY_MODES: tuple[DisplayMode, ...] = ("auto", "lines", "quiet")
-
-# controls, line separators, changes of writing direction, lone surrogates
-CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def clean(text: str) -> str:
@@ -85,7 +83,7 @@ class _StreamHandler(logging.Handler):
         self.pane: Pane | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
+        text = sayable(record.getMessage())
         if self.prefix:
             text = f"{record.levelname.lower()}: {text}"
         if self.pane is not None:
@@ -93,6 +91,13 @@ class _StreamHandler(logging.Handler):
             return
         self.console.print(Text(text), soft_wrap=True)
         self.console.file.flush()
+
+
+class _FileFormatter(logging.Formatter):
+    """Lines of ppocli.log, which reports quote and people publish."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return sayable(super().format(record))
 
 
 class _FileHandler(logging.FileHandler):
@@ -202,7 +207,7 @@ class _Counting(logging.Handler):
         self._board = board
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._board.warn(record.getMessage())
+        self._board.warn(sayable(record.getMessage()))
 
 
 def _nothing() -> None:
@@ -211,13 +216,10 @@ def _nothing() -> None:
 
 def _rows(metrics: Path, done: int) -> Iterator[dict[str, Any]]:
     """What a resumed run has recorded up to the step it goes on from."""
-    if not metrics.is_file():
-        return
-    with metrics.open(encoding="utf-8") as lines:
-        for line in lines:
-            row = json.loads(line)
-            if row["step"] <= done:
-                yield row
+    for row in read_jsonl(metrics):
+        step = row.get("step")
+        if isinstance(step, int) and step <= done:
+            yield row
 
 
 def can_live(console: Console) -> bool:
@@ -234,11 +236,12 @@ def _is_terminal(stream: Any) -> bool:
         return False
 
 
-def figure(value: float | None, digits: int) -> str:
-    """A figure with so many decimals; ``-`` for one that isn't there or isn't finite."""
-    if value is None or not math.isfinite(value):
+def figure(value: object, digits: int, kind: Literal["f", "e"] = "f") -> str:
+    """A figure with so many decimals; ``-`` for one that isn't there or isn't finite, and for what
+    is no number: a damaged file may hold anything."""
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
         return "-"
-    text = f"{value:.{digits}f}"
+    text = f"{value:.{digits}{kind}}"
     return text.removeprefix("-") if float(text) == 0 else text  # no minus before a rounded zero
 
 
@@ -257,12 +260,11 @@ def step_line(row: dict[str, Any], total: int) -> str:
     phases = " ".join(f"{name} {shown(f'time/{name}', 1)}"
                       for name in ("rollout", "reward", "scoring", "optimize")
                       if f"time/{name}" in row)
-    rate = row.get("lr")
     return (f"step {row['step']}/{total}  reward {shown('reward/mean', 3)}"
             f"±{shown('reward/std', 3)}  kl {shown('objective/kl', 2)}  "
             f"len {shown('rollout/response_tokens_mean', 1)}  "
             f"loss {shown('loss/policy_avg', 3)}/{shown('loss/value_avg', 3)}  "
-            f"clip {shown('policy/clipfrac_avg', 2)}  lr {'-' if rate is None else f'{rate:.1e}'}  "
+            f"clip {shown('policy/clipfrac_avg', 2)}  lr {figure(row.get('lr'), 1, 'e')}  "
             f"{shown('time/step', 1)} s ({phases}, "
             f"{shown('tokens_per_second/rollout', 0)} tokens/s)")
 
@@ -296,7 +298,7 @@ def open_display(log_file: Path, mode: DisplayMode = "auto") -> Iterator[Display
     # what ends the run is said once, by whoever started it
     warnings.addFilter(lambda record: not getattr(record, "ends_run", False))
     file = _FileHandler(log_file, delay=True, encoding="utf-8")
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    file.setFormatter(_FileFormatter("%(asctime)s %(levelname)s %(message)s"))
     # a run that fails before it starts leaves no file behind
     buffer = logging.handlers.MemoryHandler(10**6, flushLevel=logging.CRITICAL + 1, target=file,
                                             flushOnClose=False)

@@ -294,6 +294,8 @@ class _View:
         speeds = [f"{name} {_count(value)}" for name in ("rollout", "optimize")
                   if (value := _number(row.get(f"tokens_per_second/{name}"))) is not None]
         peak, now = _number(row.get("memory/peak_mib")), self.board.memory()
+        if peak is not None and now is not None:
+            peak = max(peak, now)  # the row's is of the end of a step, and the next one goes on
         amounts = [f"{_mib(value)}{word}" for value, word in ((now, ""), (peak, " peak"))
                    if value is not None]
         memory = "memory  " + ", ".join(amounts)
@@ -318,7 +320,8 @@ class _View:
         return Text(f"seconds {whole}{' '.join(parts)}")
 
     def _sample(self, sample: Sample) -> Text:
-        score = f"{'none' if sample.score is None else f'{sample.score:.2f}':>6}  "
+        value = _number(sample.score)
+        score = f"{'none' if value is None else f'{value:.2f}':>6}  "
         prompt, response = _one_line(sample.prompt), _one_line(sample.response)
         bar = " | " if self.ascii else " │ "
         room = self.width - len(score) - len(bar)

@@ -31,10 +31,11 @@ from ppocli.engine.metrics import (
 )
 from ppocli.engine.optimize import optimize
 from ppocli.engine.persist import save_together, write_experience
+from ppocli.engine.publishing import publish_folder
 from ppocli.engine.records import Best, Experience, Rollout, TrainState
 from ppocli.engine.retention import prune, update_pointers
 from ppocli.engine.rollout import PhaseClock, collect_rollout
-from ppocli.engine.run_folder import RunFolder, finite_or_null, publish_folder
+from ppocli.engine.run_folder import RunFolder, finite_or_null
 from ppocli.engine.session import Session
 from ppocli.engine.stop import StopFlag
 from ppocli.errors import ConfigError, DiskError, DivergedError

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+from ppocli.config.sayable import sayable
 
 OUTCOMES = "PPOCLI_OUTCOMES"
 """environment variable: the folder in which each rank says what it came to"""
@@ -58,7 +60,8 @@ def write_outcome(outcome: RankOutcome) -> None:
     folder = os.environ.get(OUTCOMES)
     if folder:
         path = Path(folder) / f"rank-{outcome.rank}.json"
-        path.write_text(json.dumps(asdict(outcome)), encoding="utf-8")
+        told = replace(outcome, message=sayable(outcome.message), trace=sayable(outcome.trace))
+        path.write_text(json.dumps(asdict(told)), encoding="utf-8")
 
 
 def read_outcomes(folder: Path) -> list[RankOutcome]:

@@ -10,9 +10,10 @@ from typing import Any
 
 from ppocli.engine.checkpoints import find_latest
 from ppocli.engine.persist import read_checkpoint
+from ppocli.engine.publishing import repair_published
 from ppocli.engine.records import TrainState
 from ppocli.engine.retention import clean_staging, removed_at, supersede
-from ppocli.engine.run_folder import RunFolder, repair_published
+from ppocli.engine.run_folder import RunFolder
 from ppocli.engine.run_logs import truncate_events, truncate_jsonl
 from ppocli.engine.session import Session
 from ppocli.errors import CheckpointError

@@ -1,4 +1,4 @@
-"""A run's folder: where things lie, who may write to it, and folders that appear whole."""
+"""A run's folder: where things lie, and who may write to it."""
 
 from __future__ import annotations
 
@@ -7,29 +7,18 @@ import json
 import math
 import os
 import secrets
-import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ppocli.engine import faults
 from ppocli.engine.atomic import (
     TEMPORARY_PREFIX,
     disk_errors,
-    disk_fix,
-    disk_reason,
-    disk_sentence,
-    fsync_dir,
-    fsync_file,
-    fsync_folders,
     make_dirs,
-    remove_tree,
-    rename_durable,
-    walk_files,
     write_atomic,
     write_json_atomic,
 )
@@ -145,7 +134,7 @@ class Owner:
 
 
 @contextmanager
-def lock(run_dir: Path) -> Iterator[None]:
+def lock(run_dir: Path, *, reserved_by: int | None = None) -> Iterator[None]:
     """Hold a run folder for this process; created where missing.
 
     The lock is a POSIX record lock on ``.lock`` (it ends with the process, and forked children
@@ -153,32 +142,101 @@ def lock(run_dir: Path) -> Iterator[None]:
     a pid that is now someone else's is taken over. The file stays, empty, when the lock is given
     back: deleting it would open a race.
 
+    Args:
+        run_dir: the folder.
+        reserved_by: the process whose name may stand there, see :func:`reserved`.
+
     Raises:
         CheckpointError: a live process, this one included, works in the folder; names pid and host.
         DiskError: the folder can't be written.
     """
+    descriptor = _claim(run_dir, reserved_by)
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # a dying disk: the name left there is a dead process's soon
+            os.ftruncate(descriptor, 0)
+        os.close(descriptor)
+
+
+@contextmanager
+def reserved(run_dir: Path) -> Iterator[None]:
+    """Keep a run folder for the worker that will :func:`lock` it with ``reserved_by`` this process,
+    seconds later, when its libraries are loaded.
+
+    The name in the file alone keeps others out: a record lock could not be handed to a child.
+
+    Raises:
+        CheckpointError, DiskError: as :func:`lock`.
+    """
+    os.close(_claim(run_dir, None))
+    try:
+        yield
+    finally:
+        # the worker has emptied it, unless it never came that far
+        with suppress(OSError), (run_dir / LOCK).open("r+b") as file:
+            if _kernel_lock(file.fileno()) and _read_owner(file.read(4096)) == _myself():
+                file.truncate(0)
+
+
+@contextmanager
+def lock_beside(target: Path, fix: str) -> Iterator[None]:
+    """Hold ``target``, a folder that is going to be published, as :func:`lock` holds a run folder.
+
+    The file lies beside it, since ``target`` itself is replaced, and is deleted at the end.
+
+    Args:
+        target: the folder.
+        fix: what else may be done while another process holds it.
+
+    Raises:
+        CheckpointError, DiskError: as :func:`lock`.
+    """
+    make_dirs(target.parent)
+    path = target.with_name(f"{LOCK}-{target.name}")
+    descriptor = _take(path, target, None, fix)
+    while not _is_at(path, descriptor):  # deleted by the last holder while we opened it
+        os.close(descriptor)
+        descriptor = _take(path, target, None, fix)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            path.unlink()
+        os.close(descriptor)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _claim(run_dir: Path, reserved_by: int | None) -> int:
     make_dirs(run_dir)
-    path = run_dir / LOCK
+    return _take(run_dir / LOCK, run_dir, reserved_by, "choose another run_name")
+
+
+def _take(path: Path, held: Path, reserved_by: int | None, fix: str) -> int:
+    """Take the lock and write this process's name; the descriptor that holds it."""
     with disk_errors(path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         if not _kernel_lock(descriptor):
-            raise _locked(run_dir, _wait_for_owner(path))
+            raise _locked(path, held, _wait_for_owner(path), fix)
         # A process doesn't conflict with its own record locks; its name in the file tells.
         owner = _read_owner(os.pread(descriptor, 4096, 0))
-        if owner is not None and _is_alive(owner):
-            raise _locked(run_dir, owner)
+        if owner is not None and owner.pid != reserved_by and _is_alive(owner):
+            raise _locked(path, held, owner, fix)
         with disk_errors(path):
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(asdict(_myself())).encode(), 0)
             os.fsync(descriptor)
-        try:
-            yield
-        finally:
-            with suppress(OSError):  # a dying disk: the name left there is a dead process's soon
-                os.ftruncate(descriptor, 0)
-    finally:
+    except BaseException:
         os.close(descriptor)
+        raise
+    return descriptor
 
 
 def live_owner(run_dir: Path) -> Owner | None:
@@ -201,16 +259,19 @@ def _kernel_lock(descriptor: int) -> bool:
     return True
 
 
-def _locked(run_dir: Path, owner: Owner | None) -> CheckpointError:
+def _locked(path: Path, held: Path, owner: Owner | None, fix: str) -> CheckpointError:
     who = "another process" if owner is None else f"process {owner.pid} on {owner.host}"
-    return CheckpointError(f"{run_dir} is in use by {who}.", where=str(run_dir / LOCK),
-                           fix="wait for it to end or stop it, or choose another run_name")
+    return CheckpointError(f"{held} is in use by {who}.", where=str(path),
+                           fix=f"wait for it to end or stop it, or {fix}")
 
 
 def _wait_for_owner(path: Path) -> Owner | None:
     deadline = time.monotonic() + _OWNER_WAIT_SECONDS
-    while (owner := _read_owner(path.read_bytes())) is None and time.monotonic() < deadline:
-        time.sleep(0.05)
+    owner = None
+    with suppress(FileNotFoundError):  # it has ended just now
+        while (((owner := _read_owner(path.read_bytes())) is None or not _is_alive(owner))
+               and time.monotonic() < deadline):  # the name there may be that of the one before
+            time.sleep(0.05)
     return owner
 
 
@@ -257,69 +318,3 @@ def _is_alive(owner: Owner) -> bool:
     except PermissionError:
         return True
     return True
-
-
-def publish_folder(write: Callable[[Path], None], target: Path) -> None:
-    """Make ``target`` a folder with what ``write`` puts into the empty folder it is given.
-
-    Readers see the old folder or the whole new one; in the instant between two renames, neither,
-    and :func:`repair_published` (called here first, and by whoever opens the run) ends that. A link
-    at ``target`` is replaced; what it points to is left alone.
-
-    Raises:
-        DiskError: the disk refused; the old ``target`` is still there.
-        ValueError: ``write`` left a link or something that is no plain file.
-    """
-    make_dirs(target.parent)
-    repair_published(target)
-    nonce = secrets.token_hex(4)
-    staging, old = (target.with_name(f".{kind}-{target.name}-{nonce}")
-                    for kind in ("staging", "replaced"))
-    try:
-        staging.mkdir()
-        write(staging)
-        for name in walk_files(staging):
-            fsync_file(staging / name)
-        fsync_folders(staging)
-        faults.point("export.before_rename")
-        if os.path.lexists(target):
-            rename_durable(target, old)
-            faults.point("export.between_renames")
-        rename_durable(staging, target)
-    except BaseException as error:
-        reason = disk_reason(error, target.parent)
-        shutil.rmtree(staging, ignore_errors=True)
-        _restore(old, target)
-        if reason is None or not isinstance(error, Exception):
-            raise
-        raise DiskError(disk_sentence(reason, str(target), target.parent, None),
-                        where=str(target), fix=disk_fix(reason)) from error
-    if os.path.lexists(old):
-        with disk_errors(old):
-            remove_tree(old)
-
-
-def repair_published(target: Path) -> list[str]:
-    """Undo a :func:`publish_folder` that was killed: put the old folder back where the new one
-    isn't there yet, and delete the leftovers. The run folder's lock must be held.
-
-    Returns:
-        One line for each unfinished folder: ``skipped .staging-model-1f2e3d4c: incomplete``.
-    """
-    said = []
-    for old in sorted(target.parent.glob(f".replaced-{target.name}-*")):
-        _restore(old, target)
-        if os.path.lexists(old):
-            with disk_errors(old):
-                remove_tree(old)
-    for staging in sorted(target.parent.glob(f".staging-{target.name}-*")):
-        said.append(f"skipped {staging.name}: incomplete")
-        with disk_errors(staging):
-            remove_tree(staging)
-    return said
-
-
-def _restore(old: Path, target: Path) -> None:
-    if os.path.lexists(old) and not os.path.lexists(target):
-        os.rename(old, target)
-        fsync_dir(target.parent)

@@ -91,6 +91,21 @@ def _end_of_last_line(descriptor: int) -> int:
     return 0
 
 
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON-lines file; missing file, torn and damaged lines give nothing."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError):
+                    continue
+                if isinstance(row, dict):
+                    yield row
+    except OSError:
+        return
+
+
 def truncate_jsonl(path: Path, last_step: int,
                    also: Callable[[dict[str, Any]], bool] | None = None) -> int:
     """Drop rows whose ``step`` is past ``last_step``, and a torn or damaged last line.

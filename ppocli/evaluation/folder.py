@@ -23,6 +23,9 @@ from ppocli.evaluation.figures import Row
 
 EVAL = "eval"
 """folder of a run that holds its evaluations"""
+_REPORT = {"model", "figures", "stderr", "quantiles", "samples", "scored", "against", "win_rate",
+           "frontier", "base"}
+"""what readers of eval.json count on"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,8 @@ class EvalFolder:
 def read_result(folder: Path) -> dict[str, Any] | None:
     """The contents of a finished evaluation's eval.json; None if there is none, or a damaged one.
     """
-    return read_json(EvalFolder(folder).result)
+    report = read_json(EvalFolder(folder).result)
+    return report if report is not None and report.keys() >= _REPORT else None
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -230,8 +234,8 @@ def _other_settings(folder: EvalFolder, identity: dict[str, Any]) -> CheckpointE
     return CheckpointError(
         "\n".join([f"{folder.path} was begun under other settings:",
                    *(f"  {line}" for line in lines[:8]), *more]), where=str(folder.settings),
-        fix="give the settings it was begun with; or start again: --overwrite; or choose another "
-            "--name")
+        fix="give the settings it was begun with; or start again: --overwrite in place of "
+            "--resume; or choose another --name")
 
 
 def check_same(folder: EvalFolder, identity: dict[str, Any]) -> None:

@@ -7,10 +7,12 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
 from typing import Any
 
 import torch
 
+from ppocli.config.keys import schema_keys
 from ppocli.config.problems import find_problems, raise_problems
 from ppocli.config.schema import (
     EvalGenerationConfig,
@@ -157,23 +159,35 @@ def changed_sampling(cfg: TrainConfig, changes: Mapping[str, Any],
         sources: where each change came from, for messages.
 
     Raises:
-        ConfigError: an unknown name, or values out of range.
+        ConfigError: an unknown name, a value of another type, or one out of range.
     """
     unknown = sorted(set(changes) - set(CHANGEABLE))
     if unknown:
         raise ConfigError(f"{unknown[0]!r} is no sampling setting.",
                           fix=f"one of {', '.join(CHANGEABLE)}")
-    generation = replace(cfg.generation, eval=EvalGenerationConfig(), **changes)
     named = {f"generation.{name}": source for name, source in (sources or {}).items()}
+    for name, value in changes.items():
+        _check_type(name, value, (sources or {}).get(name))
+    generation = replace(cfg.generation, eval=EvalGenerationConfig(), **changes)
     raise_problems([problem for problem in find_problems(replace(cfg, generation=generation), named)
                     if problem.key.startswith("generation.")])
     return generation
 
 
-def own_sampling(player: Player) -> dict[str, Any]:
+def _check_type(name: str, value: Any, source: str | None) -> None:
+    key = schema_keys()[f"generation.{name}"]
+    types = {int: Integral, float: Real}.get(key.item, key.item)
+    values = list(value) if key.kind == "list" and isinstance(value, list | tuple) else [value]
+    right = all(isinstance(each, types) and isinstance(each, bool) == (key.item is bool)
+                for each in values) and (key.kind != "list" or not isinstance(value, str))
+    if not right and not (value is None and key.optional):
+        raise ConfigError(f"{name} is {value!r}; it takes {key.expected}.", where=source or name)
+
+
+def own_sampling(loaded: LoadedLM) -> dict[str, Any]:
     """What a model's generation_config.json says about sampling, as changes for
     :func:`changed_sampling`. A temperature of 0 means greedy there."""
-    declared = player.loaded.generation_config.to_diff_dict()
+    declared = loaded.generation_config.to_diff_dict()
     found = {name: declared[name] for name in SAMPLING_KEYS if declared.get(name) is not None}
     if found.get("temperature", 1.0) <= 0:
         del found["temperature"]

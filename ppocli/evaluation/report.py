@@ -14,9 +14,10 @@ import torch
 
 from ppocli.engine.digests import weights_digest
 from ppocli.engine.metrics import torch_versions
-from ppocli.engine.session import EvalSession
+from ppocli.engine.session import EvalSession, PythonObjects
 from ppocli.evaluation.figures import Row, compare, figures_of
 from ppocli.evaluation.frontier import Frontier
+from ppocli.evaluation.judges import judge_digests
 from ppocli.runs.target import Target
 
 SCHEMA = 1
@@ -24,11 +25,13 @@ SCHEMA = 1
 _REWARD_KEYS = ("fn", "kwargs", "fns", "metric_fn", "on_invalid")
 
 
-def identity_of(session: EvalSession, targets: Sequence[Target], frontier: bool) -> dict[str, Any]:
+def identity_of(session: EvalSession, targets: Sequence[Target], frontier: bool,
+                objects: PythonObjects) -> dict[str, Any]:
     """All that makes the samples, for telling whether two evaluations are the same one.
 
     Args:
         session: of the policy; the weights of other models join ``models`` as they are loaded.
+        objects: what took the place of reward and metric.
     """
     cfg = session.cfg
     judges = [*session.reward.code_files, *(session.metric.code_files if session.metric else [])]
@@ -41,6 +44,7 @@ def identity_of(session: EvalSession, targets: Sequence[Target], frontier: bool)
                     "count": len(session.eval_prompts)},
         "reward": {key: value for key, value in asdict(cfg.reward).items() if key in _REWARD_KEYS},
         "code": {path: _sha256(path) for path in dict.fromkeys(judges)},
+        "judges": judge_digests(session, objects),
         "model": asdict(cfg.model),
         "base_digest": None if session.reference is None else weights_digest(session.reference),
         "chunk_size": session.chunk_size, "forward_rows": session.forward_rows,

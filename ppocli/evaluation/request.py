@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppocli.config.quoting import quoted
+from ppocli.config.quoting import literal
 from ppocli.config.resolved import PYTHON_OBJECT, read_config
 from ppocli.config.schema import (
     EvalGenerationConfig,
@@ -52,6 +52,8 @@ class EvalRequest:
     resume: bool = False
     own_reward: bool = False
     """a Python function takes the place of ``reward``"""
+    printing: tuple[str, ...] = ()
+    """options of the command line that change no result"""
 
     def check(self) -> None:
         """Refuse what can't be meant.
@@ -66,11 +68,19 @@ class EvalRequest:
         if name is not None and (name != Path(name).name or name.startswith(".")):
             raise ConfigError(f"--name {name}: a name is no path.", where="--name",
                               fix="--output DIR says where, --name NAME how it is called there")
+        if self.reward is not None and self.own_reward:
+            raise ConfigError("reward and reward_fn set the same thing.", where="ppocli.evaluate",
+                              fix="give one of them")
         given = {_key(word) for word in self.words}
         for flag, key, value in self._settings():
             if value is not None and key in given:
                 raise ConfigError(f"{flag} and {key} set the same thing.", where="command line",
                                   fix="give one of them")
+
+    def sets(self, key: str) -> bool:
+        """Whether a word sets this key, or the same one for evaluation."""
+        section, _, name = key.partition(".")
+        return bool({_key(word) for word in self.words} & {key, f"{section}.eval.{name}"})
 
     def overrides(self, target: Target) -> list[str]:
         """Words for :func:`ppocli.target_config.target_config`: flags, then the words given.
@@ -82,14 +92,14 @@ class EvalRequest:
         words: list[str] = []
         if self.prompts is not None:
             # name and split belong to the source that is replaced
-            words += [f"prompts.eval.path={quoted(self.prompts)}", "prompts.eval.items=null",
+            words += [f"prompts.eval.path={literal(self.prompts)}", "prompts.eval.items=null",
                       "prompts.eval.name=null", "prompts.eval.split=null", "prompts.name=null",
                       "prompts.split=train"]
         given = {_key(word) for word in self.words}
         if self.reward is not None or self.own_reward:
             words += _without_rewards(run.reward if run else RewardConfig())
             # a Python function takes this place once the words have been composed
-            words.append(f"reward.fn={'length' if self.own_reward else quoted(str(self.reward))}")
+            words.append(f"reward.fn={'length' if self.own_reward else literal(str(self.reward))}")
         words += [f"{key}={value}" for flag, key, value in self._settings()
                   if value is not None and flag not in ("--prompts", "--reward")]
         keys = {_key(word) for word in (*self.words, *words)}
@@ -107,7 +117,7 @@ class EvalRequest:
         if self.against is None:
             return None
         if self.against != BASE:
-            return find_target(self.against, say=say)
+            return find_target(self.against, say=say, asked_by="--against")
         return base_target(target, cfg.model, "--against base")
 
     def command(self, target: Target, name: str) -> str:
@@ -118,7 +128,8 @@ class EvalRequest:
                  ("--num-samples", self.num_samples), ("--seed", self.seed),
                  ("--step", self.step), ("--output", self.output), ("--name", name)]
         words = [text for flag, value in flags if value is not None for text in (flag, str(value))]
-        words += ["--best"] * self.best + ["--frontier"] * self.frontier + ["--resume"]
+        words += ["--best"] * self.best + ["--frontier"] * self.frontier
+        words += [*self.printing, "--resume"]
         return shlex.join(["ppocli", "eval", run, *self.words, *words])
 
     def _settings(self) -> list[tuple[str, str, str | int | None]]:
@@ -167,10 +178,14 @@ def _without_rewards(reward: RewardConfig) -> list[str]:
 
 
 def _counting(words: tuple[str, ...]) -> list[str]:
-    """``generation.eval.KEY=null`` for each ``generation.KEY=...``; ``prompts`` likewise."""
+    """``generation.eval.KEY=null`` for each ``generation.KEY=...``; ``prompts`` likewise. The limit
+    of the evaluation prompts, which has no such null, takes the number itself."""
     found = []
     for word in words:
         section, _, name = _key(word).partition(".")
+        value = word.partition("=")[2]
+        if (section, name) == ("prompts", "limit") and value.strip().isdecimal():
+            found.append(f"prompts.eval.limit={value}")
         if section in _SECTIONS and name in {f.name for f in fields(_SECTIONS[section])
                                              if f.default is None}:
             names = (*_SOURCES, "name", "split") if name in _SOURCES else (name,)

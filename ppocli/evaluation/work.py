@@ -34,6 +34,7 @@ from ppocli.evaluation.folder import (
     take_up,
     working_in,
 )
+from ppocli.evaluation.player import own_sampling
 from ppocli.evaluation.report import identity_of, report_of
 from ppocli.evaluation.request import EvalRequest, base_target
 from ppocli.models.loading import load_tokenizer
@@ -117,11 +118,17 @@ def run_evaluation(request: EvalRequest, target: Target, cfg: TrainConfig, objec
     try:
         with open_backend(cfg.hardware) as backend:
             session = _session(cfg, backend, objects, parts[0], None, say)
-            identity = identity_of(session, [part.target for part in parts], request.frontier)
+            if target.run_dir is None:
+                _say_declared(session, request, say)
+            identity = identity_of(session, [part.target for part in parts], request.frontier,
+                                   objects)
             folder = choose(place, identity, say)
             if folder.finished and request.resume:
-                say(f"finished already: {folder.result}")
-                return Done(folder, read_result(folder.path) or {})
+                report = read_result(folder.path)
+                if report is not None:
+                    say(f"finished already: {folder.result}")
+                    return Done(folder, report)
+                say(f"{folder.result} is damaged: it is made again from the samples")
             work = _Work(request, session, parts, objects, stop, say, watch, folder, identity, {},
                          "", monotonic())
             del session  # else its model would stay in memory beside the next one
@@ -146,6 +153,19 @@ def _without_own_reference(cfg: TrainConfig, target: Target, say: Callable[[str]
         none = replace(cfg.model.reference, kind="none")
         return replace(cfg, model=replace(cfg.model, reference=none))
     return cfg
+
+
+def _say_declared(session: EvalSession, request: EvalRequest, say: Callable[[str], None]) -> None:
+    """Models are compared under equal sampling, so what a bare one wants for itself is only said.
+    """
+    spec = session.eval_sampling
+    wanted = own_sampling(session.loaded)
+    words = [f"generation.{name}={str(value).lower()}" for name, value in wanted.items()
+             if getattr(spec, name) != value]
+    left = [word for word in words if not request.sets(word.partition("=")[0])]
+    if left:
+        say("the model's generation_config.json is not followed; to sample as it says: "
+            + " ".join(left))
 
 
 def _parts(request: EvalRequest, target: Target, cfg: TrainConfig, say: Callable[[str], None]
@@ -281,7 +301,7 @@ def _sample(work: _Work, part: Part, in_all: int, writer: JsonlWriter) -> None:
     told = part.role != "policy" or "base" not in work.rows
     while len(rows) < total:
         # rewards that draw random numbers draw the same ones when a chunk is done again
-        generators.seed(session.cfg.seed * 1_000_003 + len(rows))
+        generators.seed((session.cfg.seed * 1_000_003 + len(rows)) % 2**63)
         begun = monotonic()
         new = _rows(part.role, next(chunks), len(session.eval_prompts))
         writer.append(new)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.config.schema import TrainConfig
 from ppocli.engine.card import (
@@ -29,12 +31,14 @@ from ppocli.export.masking import Mask
 from ppocli.version import __version__
 
 CARD = "README.md"
+KL = "kl_mean"
 PLACEHOLDER = "*Write about this model here: what is between the two comments is kept.*"
 _TEMPLATE = Path(__file__).parent / "model_card.md.j2"
 _LONGEST_TEXT = 300
 _SPECIAL = re.compile(r"[\\`*_\[\]{}()#!|~$@^]")
 _LINK = re.compile(r"\b(www|https?|ftp|mailto|xmpp)([.:])", re.IGNORECASE)
 """what Markdown makes a link of without being asked"""
+_STORED = re.compile(r"^(.*The weights are stored as )[\w+?]+\.$", re.MULTILINE)
 _LOCATION = re.compile(r'^name = ".*"$', re.MULTILINE)
 _SHOWN_VERSIONS = ("ppocli", "torch", "transformers", "python")
 
@@ -100,16 +104,22 @@ def _of_training(inputs: CardInputs, config: TrainConfig) -> dict[str, Any]:
     link = facts.base.hub_name
     command = facts.command or ""
     from_python = PYTHON_OBJECT in command
+    figures = [(_code(name), old, new)
+               for name, old, new in figure_rows(facts.before, facts.after)]
     return {
         "config": config, "step": facts.step, "total_steps": facts.run.total_steps,
         "rollouts": config.ppo.num_rollouts, "reward": escaped(reward_names(config)),
         "base": f"[{base}](https://huggingface.co/{link})" if link else base,
         "prompts": escaped(_prompts(config)), "eval_prompts": escaped(_eval_prompts(config)),
         "sampling": _sampling(config), "curve": inputs.curve,
-        "figures": [(_code(name), old, new)
-                    for name, old, new in figure_rows(facts.before, facts.after)],
-        "evaluation": _separate_evaluation(facts.evaluation),
+        "figures": figures,
+        "evaluation": (evaluation := _separate_evaluation(facts.evaluation)),
+        "kl": any(name == f"`{KL}`" for name, *_ in
+                  [*figures, *(evaluation["rows"] if evaluation else [])]),
         "samples": [_shown(sample) for sample in facts.samples],
+        "changes": [{"key": _code(change.key), "before": escaped(change.before),
+                     "after": escaped(change.after), "step": change.step}
+                    for change in facts.run.changes],
         "command": None if from_python or not command else command.replace("```", ""),
         "local_files": any(part.startswith(("/", "'/")) or "=/" in part or ":/" in part
                            for part in command.split()),
@@ -153,7 +163,7 @@ def _results(facts: Facts, config: TrainConfig) -> list[Any]:
 
 def _metric_name(name: str, config: TrainConfig) -> str:
     known = {"reward_mean": f"mean reward ({reward_names(config)})",
-             "kl_mean": "KL from the starting model (nats per response)",
+             KL: "KL from the starting model (nats per response)",
              "response_tokens_mean": "mean response length (tokens)"}
     return known.get(name, name)
 
@@ -179,6 +189,25 @@ def with_user_text(card: str, text: str) -> str:
 def with_location(card: str, location: str) -> str:
     """``card`` with another name to load the model by."""
     return _LOCATION.sub(lambda match: f"name = {json.dumps(location)}", card, count=1)
+
+
+def render_again(card: str, location: str, dtype: str, previous: str | None, mask: Mask) -> str:
+    """The card of an export that is exported once more: what the earlier one told, with where it
+    lies now and how it's stored.
+
+    Args:
+        previous: the card that is replaced, if any: as for :func:`render_card`.
+    """
+    text = _STORED.sub(lambda match: f"{match[1]}{dtype}.", with_location(card, location))
+    kept = None if previous is None else user_text(previous)
+    if kept is not None:
+        text = with_user_text(text, kept)
+    data, body = split_card(text)
+    old = {} if previous is None else split_card(previous)[0]
+    if added := {key: value for key, value in old.items() if key not in data}:
+        front = yaml.safe_dump(data | added, sort_keys=False, allow_unicode=True)
+        text = f"---\n{front}---\n{body}"
+    return mask(text)
 
 
 def _hub_data_set(path: str | None) -> str | None:

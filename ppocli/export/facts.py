@@ -12,11 +12,11 @@ from typing import Any
 
 from ppocli.config.schema import TrainConfig
 from ppocli.export.base_model import BaseModel, describe_base
+from ppocli.export.own_evaluation import own_evaluation, without_folders
 from ppocli.runs.record import RunRecord, read_run
 from ppocli.runs.target import Target
 
 _NUM_SAMPLES = 4
-EVALUATION = "eval.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,21 @@ class SamplePair:
     score_after: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """What an export told that is now exported once more, from its folder alone."""
+
+    record: dict[str, Any]
+    """its export.json"""
+    card: str
+    files: tuple[Path, ...]
+    """those beside model, tokenizer and card: they come along as they are"""
+
+
 @dataclass(frozen=True)
 class Facts:
     """All that is known of what is exported. ``run`` is None for a model that came from elsewhere:
-    then the rest is empty."""
+    then the rest is empty, but for what an earlier export tells."""
 
     name: str
     step: int | None = None
@@ -44,11 +55,13 @@ class Facts:
     after: dict[str, float] = field(default_factory=dict)
     """figures of the evaluation of exactly the exported weights"""
     evaluation: dict[str, Any] | None = None
-    """the newest eval.json of these weights"""
+    """the newest eval.json of these weights under the run's own settings"""
     samples: list[SamplePair] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     command: str | None = None
     """a command line that trains it again"""
+    earlier: Earlier | None = None
+    """of the export that is exported once more"""
 
     @property
     def config(self) -> TrainConfig | None:
@@ -68,11 +81,13 @@ def gather(target: Target, *, network: bool, command: Callable[[TrainConfig], st
     run = read_run(target.run_dir)
     step = target.step or 0
     model = run.config.model
+    evaluation = own_evaluation(target, run.config)
     return Facts(
         name=run.name, step=target.step, run=run,
         base=describe_base(model.path, model.revision, network=network),
         before=_figures(run, 0), after=_figures(run, step),
-        evaluation=_newest_evaluation(target.run_dir, step), samples=_samples(run, step),
+        evaluation=None if evaluation is None else without_folders(evaluation),
+        samples=_samples(run, step),
         versions=_versions(run, target), command=command(run.config))
 
 
@@ -82,19 +97,6 @@ def _figures(run: RunRecord, step: int) -> dict[str, float]:
     return {name.removeprefix("eval/"): float(value) for name, value in row.items()
             if name.startswith("eval/") and isinstance(value, (int, float))
             and math.isfinite(value)}
-
-
-def _newest_evaluation(run_dir: Path, step: int) -> dict[str, Any] | None:
-    """The newest ``eval/*/eval.json`` whose ``step`` is that of the exported weights."""
-    found = []
-    for path in run_dir.glob(f"eval/*/{EVALUATION}"):
-        try:
-            value = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        if isinstance(value, dict) and value.get("step") == step:
-            found.append((path.stat().st_mtime_ns, path.parent.name, value))
-    return max(found, key=lambda entry: entry[:2])[2] if found else None
 
 
 def _samples(run: RunRecord, step: int) -> list[SamplePair]:

@@ -15,12 +15,13 @@ import yaml
 from ppocli.assets.model_files import TOKENIZER_FILES
 from ppocli.engine import faults
 from ppocli.engine.atomic import disk_fix, disk_sentence, format_bytes, free_bytes, sha256_file
-from ppocli.engine.run_folder import publish_folder
+from ppocli.engine.publishing import publish_folder
 from ppocli.errors import CheckpointError, DiskError, InputError
-from ppocli.export.card import CARD, CardInputs, render_card
+from ppocli.export.card import CARD, CardInputs, render_again, render_card
 from ppocli.export.curve import CURVE, curve
-from ppocli.export.facts import EVALUATION, Facts, settings
+from ppocli.export.facts import Earlier, Facts, settings
 from ppocli.export.masking import Mask
+from ppocli.export.own_evaluation import EVALUATION
 from ppocli.export.verify import Verified, verification_prompts, verify_model
 from ppocli.export.weights import (
     StoredTensor,
@@ -39,6 +40,8 @@ TRAINING_CONFIG = "training_config.yaml"
 VALUE_HEAD = "value_head.safetensors"
 _TOKENIZER = (*TOKENIZER_FILES, "merges.txt", "special_tokens_map.json", "added_tokens.json",
               "chat_template.jinja", "chat_template.json")
+_OF_TRAINING = ("source", "run", "step", "evaluation", "run_id", "versions")
+"""names in the record that are the same for an export of an export"""
 _TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -94,6 +97,8 @@ class ExportPlan:
             names += [CURVE] if curve(self.facts.run) is not None else []
         if self.facts.evaluation is not None:
             names.append(EVALUATION)
+        if self.facts.earlier is not None:
+            names += [file.name for file in self.facts.earlier.files]
         return sorted(set(names))
 
 
@@ -174,10 +179,17 @@ def _write_files(plan: ExportPlan, folder: Path, previous: str | None, mask: Mas
         _write_text(folder / CURVE, mask(drawn))
     if facts.evaluation is not None:
         _write_json(folder / EVALUATION, mask.tree(facts.evaluation))
-    inputs = CardInputs(facts, plan.written, plan.repo_id or plan.target.name,
-                        chat=_has_chat_template(folder), value_head=plan.value_head is not None,
-                        curve=drawn is not None)
-    _write_text(folder / CARD, render_card(inputs, previous, mask))
+    location = plan.repo_id or plan.target.name
+    if facts.earlier is not None:
+        for file in facts.earlier.files:
+            shutil.copyfile(file, folder / file.name)
+        card = render_again(facts.earlier.card, location, plan.written, previous, mask)
+    else:
+        card = render_card(
+            CardInputs(facts, plan.written, location, chat=_has_chat_template(folder),
+                       value_head=plan.value_head is not None, curve=drawn is not None),
+            previous, mask)
+    _write_text(folder / CARD, card)
     faults.point("export.before_verify")
     check()
 
@@ -201,6 +213,8 @@ def _write_record(plan: ExportPlan, folder: Path, verified: Verified, mask: Mask
         "verified": asdict(verified),
         "evaluation": {"before": facts.before, "after": facts.after} if facts.run else None,
         "run_id": (summary or {}).get("run_id"), "versions": facts.versions}
+    if facts.earlier is not None:
+        record |= {name: facts.earlier.record.get(name) for name in _OF_TRAINING}
     record = mask.tree(record)
     record["files"] = {file.name: sha256_file(file) for file in sorted(folder.iterdir())
                        if file.name != CARD}
@@ -287,8 +301,28 @@ def foreign_files(folder: Path) -> list[str]:
     return sorted(name for name in os.listdir(folder) if name not in known)
 
 
-def check_whole(folder: Path) -> dict[str, Any]:
+def earlier_export(source: Path, say: Callable[[str], None]) -> Earlier | None:
+    """What the export in ``source`` tells of its training; None for any other folder, and for an
+    export with files that were changed: it tells of other weights."""
+    record, card = read_record(source), source / CARD
+    if record is None or not card.is_file():
+        return None
+    try:
+        check_whole(source, links=True)  # a snapshot of a Hub repository is made of them
+    except InputError as changed:
+        say(f"{changed.what} What it tells of its training is left behind.")
+        return None
+    files = tuple(source / name for name in (TRAINING_CONFIG, CURVE, EVALUATION, VALUE_HEAD)
+                  if name in record["files"])
+    return Earlier(record, card.read_text(encoding="utf-8", errors="replace"), files)
+
+
+def check_whole(folder: Path, *, links: bool = False) -> dict[str, Any]:
     """The record of an export whose files are all as they were written; only the card may differ.
+
+    Args:
+        folder: the export.
+        links: whether links to such files do.
 
     Raises:
         InputError: it is no export, or a file of it is missing, damaged or changed.
@@ -299,7 +333,8 @@ def check_whole(folder: Path) -> dict[str, Any]:
                          where=str(folder), fix="export it first, with --output NEW")
     for name, digest in record["files"].items():
         path = folder / name
-        if not path.is_file() or path.is_symlink() or sha256_file(path) != digest:
+        if (not path.is_file() or (path.is_symlink() and not links)
+                or sha256_file(path) != digest):
             raise InputError(f"{name} in {folder} is not as it was exported.", where=str(path),
                              fix="export again, with --overwrite")
     return record

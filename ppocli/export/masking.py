@@ -8,12 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ppocli.config.secrets import looks_secret, without_secrets
-
-MASK = "***"
-_SHORTEST = 8
-"""a shorter value of a variable named like a secret would blot out ordinary words"""
-_URL_PASSWORD = re.compile(r"(\b[a-z][a-z0-9+.-]*://[^/\s:@]+:)[^@/\s]+@", re.IGNORECASE)
+from ppocli.config.secrets import secret_values, without_secrets
 
 
 class Mask:
@@ -28,12 +23,7 @@ class Mask:
 
     def __init__(self, environment: Mapping[str, str], *, tokens: tuple[str, ...] = (),
                  home: Path | None = None) -> None:
-        # a path, of the working folder (PWD) or of a file of credentials, is none itself
-        hidden = {value for name, value in environment.items()
-                  if looks_secret(name) and not os.path.exists(value)}
-        hidden |= set(tokens)
-        self._hidden = sorted((value for value in hidden if len(value) >= _SHORTEST),
-                              key=len, reverse=True)
+        self._hidden = secret_values(environment) | set(tokens)
         homes = {str(home), os.path.realpath(home)} - {"/", "."} if home is not None else set()
         self._homes = [re.compile(re.escape(folder) + r"(?![\w.-])")
                        for folder in sorted(homes, key=len, reverse=True)]
@@ -51,9 +41,7 @@ class Mask:
 
     def __call__(self, text: str) -> str:
         """``text`` with nothing in it that is to stay here."""
-        for value in self._hidden:
-            text = text.replace(value, MASK)
-        text = _URL_PASSWORD.sub(rf"\1{MASK}@", without_secrets(text))
+        text = without_secrets(text, self._hidden)
         for pattern in self._homes:
             text = pattern.sub("~", text)
         return text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,11 +10,14 @@ from pathlib import Path
 from ppocli.config.hub import go_offline, offline_variable
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, ConfigError, InputError
-from ppocli.export.facts import gather
+from ppocli.export.curve import CURVE
+from ppocli.export.facts import Earlier, Facts, gather
 from ppocli.export.folder import (
+    TRAINING_CONFIG,
     VALUE_HEAD,
     ExportPlan,
     check_whole,
+    earlier_export,
     foreign_files,
     plan_export,
     read_record,
@@ -25,7 +27,9 @@ from ppocli.export.weights import parse_size
 from ppocli.runs.record import is_run
 from ppocli.runs.target import Target, find_target
 
-_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py", "README.md"]
+DEFAULT_SHARD = "5GB"
+_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py", "README.md",
+             TRAINING_CONFIG, CURVE]
 """of a Hub repository, what an export reads"""
 
 
@@ -38,7 +42,8 @@ class ExportRequest:
     best: bool = False
     step: int | None = None
     dtype: str | None = None
-    max_shard_size: str = "5GB"
+    max_shard_size: str | None = None
+    """None: ``DEFAULT_SHARD``"""
     include_value_head: bool = False
     overwrite: bool = False
     dry_run: bool = False
@@ -54,7 +59,7 @@ class ExportRequest:
         Raises:
             ConfigError: says which options don't go together, or what is no name.
         """
-        parse_size(self.max_shard_size)
+        parse_size(self.max_shard_size or DEFAULT_SHARD)
         if not self.to_hub:
             given = {"--repo-id": self.repo_id is not None, "--create-pr": self.create_pr,
                      "--private": self.private is True, "--public": self.private is False,
@@ -72,10 +77,18 @@ class ExportRequest:
         return Push(self.repo_id, repo_name(run_name), self.private, self.create_pr, self.revision)
 
     @property
+    def writing(self) -> list[str]:
+        """The options given that are about what is written, not where it is pushed."""
+        given = {"--output": self.output is not None, "--best": self.best,
+                 "--step": self.step is not None, "--dtype": self.dtype is not None,
+                 "--max-shard-size": self.max_shard_size is not None,
+                 "--include-value-head": self.include_value_head, "--overwrite": self.overwrite}
+        return [option for option, there in given.items() if there]
+
+    @property
     def writes_nothing_new(self) -> bool:
         """Whether nothing is asked of the export itself."""
-        return (self.output, self.best, self.step, self.dtype, self.include_value_head,
-                self.overwrite) == (None, False, None, None, False, False)
+        return not self.writing
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +124,21 @@ def resolve(request: ExportRequest, say: Callable[[str], None],
         target, value_head = _with_value_head(target)
     destination = _destination(request, target)
     source = _local(target.model)
-    _check_destination(request, destination, source)
+    check_destination(request, destination, source)
     facts = gather(target, network=network, command=command)
+    if facts.run is None and (earlier := earlier_export(source, say)) is not None:
+        facts = _told_by(earlier, facts)
     return plan_export(target.name, source, destination, facts, dtype=request.dtype,
-                       max_shard=parse_size(request.max_shard_size), value_head=value_head,
+                       max_shard=parse_size(request.max_shard_size or DEFAULT_SHARD),
+                       value_head=value_head,
                        repo_id=request.repo_id)
+
+
+def _told_by(earlier: Earlier, facts: Facts) -> Facts:
+    """What an export tells of itself, in the place of what a run would."""
+    name, step = earlier.record.get("run"), earlier.record.get("step")
+    return replace(facts, name=str(name or facts.name), earlier=earlier,
+                   step=step if isinstance(step, int) else None)
 
 
 def _forbid_network() -> None:
@@ -138,7 +161,11 @@ def _existing(request: ExportRequest) -> Existing | None:
 
 
 def _with_value_head(target: Target) -> tuple[Target, Path]:
-    """The checkpoint of exactly the target's step, and the value head in it."""
+    """The checkpoint of exactly the target's step, and the value head in it; an export may hold
+    one itself."""
+    record = read_record(Path(target.model)) if target.run_dir is None else None
+    if record is not None and VALUE_HEAD in record["files"]:
+        return target, Path(target.model) / VALUE_HEAD
     if target.run_dir is None or target.step is None:
         raise InputError(f"{target.name} has no value head: only the checkpoints of a run have "
                          "one.", where="--include-value-head",
@@ -161,12 +188,15 @@ def _destination(request: ExportRequest, target: Target) -> Path:
     if request.output is not None:
         return request.output.expanduser().absolute()
     if target.run_dir is None:
+        fix = "--output DIR"
+        if request.to_hub and request.writing and read_record(Path(target.model)) is not None:
+            fix += f"; or push it as it is: leave out {', '.join(request.writing)}"
         raise ConfigError(f"{target.name} belongs to no run: where should the export go?",
-                          where="--output", fix="--output DIR")
+                          where="--output", fix=fix)
     return target.run_dir / "export" / target.label
 
 
-def _check_destination(request: ExportRequest, destination: Path, source: Path) -> None:
+def check_destination(request: ExportRequest, destination: Path, source: Path) -> None:
     """Nothing is overwritten without being asked, and never anything but an export.
 
     Raises:
@@ -187,7 +217,7 @@ def _check_destination(request: ExportRequest, destination: Path, source: Path) 
         raise ConfigError(f"{shown} holds something that is no export ({foreign[0]}).",
                           where="--output", fix="name another folder: --output DIR")
     if not request.overwrite:
-        again = shlex.join(["ppocli", "export", str(shown), "--to-hub"])
+        again = request.push(destination.name).command(destination)
         raise ConfigError(f"{shown} holds an export already.", where="--output",
                           fix="add --overwrite, or name another folder: --output DIR"
                           + (f"; to push the one that is there: {again}" if request.to_hub else ""))

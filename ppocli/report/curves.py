@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
+from ppocli.report.text import sparkline
 from ppocli.runs.charts import Line, line_chart, thin
 from ppocli.runs.record import RunRecord
 
@@ -14,21 +16,41 @@ _LEAST_EXPLAINED = -1.0
 
 
 @dataclass(frozen=True, slots=True)
+class Figures:
+    """What the whole of a line comes to, every step of it."""
+
+    name: str
+    first: float
+    last: float
+    lowest: float
+    highest: float
+    blocks: str
+    """means over equal parts, as characters"""
+
+
+@dataclass(frozen=True, slots=True)
 class Curve:
     """One picture: lines over the steps, and what has to be said about them."""
 
     title: str
     unit: str
     lines: list[Line]
+    figures: list[Figures]
+    """of each line"""
+    floor: float | None
+    """lower values are drawn there"""
     note: str
-    """how the lines were changed for drawing; often empty"""
+    """the same in words; often empty"""
+    thinned: str
+    """which points of a long run ``lines`` have, in words"""
     steps: int
     """where the axis ends: the run's newest step"""
 
     def svg(self, width: int = 480, height: int = 220) -> str:
         """The picture as an SVG element."""
         return line_chart(self.lines, title=self.title, y_label=self.unit, width=width,
-                          height=height, x_range=(0, self.steps))
+                          height=height, x_range=(0, self.steps),
+                          floor=-math.inf if self.floor is None else self.floor)
 
 
 # title, unit, (name of the line, figure)
@@ -74,21 +96,33 @@ def curves_of(record: RunRecord) -> list[Curve]:
 
 def _curve(record: RunRecord, title: str, unit: str, wanted: list[tuple[str, str]]
            ) -> Curve | None:
-    lines, notes = [], []
+    lines: list[Line] = []
+    figures: list[Figures] = []
+    floor, note, thinned = None, "", ""
     evaluated = any(figure.startswith("eval/") and record.series(figure) for _, figure in wanted)
     for name, figure in wanted:
         points: list[tuple[float, float]] = [(float(x), y) for x, y in record.series(figure)]
         if not points:
             continue
         if figure == "val/var_explained" and min(y for _, y in points) < _LEAST_EXPLAINED:
-            points = [(x, max(y, _LEAST_EXPLAINED)) for x, y in points]
-            notes.append(f"Values below {_LEAST_EXPLAINED:g} are drawn there.")
+            floor = _LEAST_EXPLAINED
+            note = f"Values below {floor:g} are drawn at {floor:g}."
         kept = thin(points, MOST_POINTS)
         if len(kept) < len(points):
-            notes.append(f"Of about every {2 * len(points) / MOST_POINTS:.0f} neighbouring steps "
-                         "the lowest and the highest value are drawn.")
+            thinned = (f"Of about every {2 * len(points) / MOST_POINTS:.0f} neighbouring steps the "
+                       "lowest and the highest value are drawn.")
         lines.append(Line(name, kept, _kind(figure, len(kept), evaluated)))
-    return Curve(title, unit, lines, " ".join(dict.fromkeys(notes)), record.step) if lines else None
+        figures.append(_figures(name, [y for _, y in points], floor))
+    if not lines:
+        return None
+    if len(wanted) > 1 and len(lines) == 1 and lines[0].name != "rollouts":
+        title = f"{title}: {lines[0].name}"  # a picture of one line has no legend
+    return Curve(title, unit, lines, figures, floor, note, thinned, record.step)
+
+
+def _figures(name: str, values: list[float], floor: float | None) -> Figures:
+    drawn = values if floor is None else [max(value, floor) for value in values]
+    return Figures(name, values[0], values[-1], min(values), max(values), sparkline(drawn))
 
 
 def _kind(figure: str, count: int, evaluated: bool) -> Literal["line", "thin", "dots"]:

@@ -6,6 +6,7 @@ Everything is read tolerantly: a running, stopped or failed run gives a report o
 from __future__ import annotations
 
 import math
+import os
 import re
 import shlex
 from dataclasses import asdict, dataclass
@@ -27,6 +28,7 @@ from ppocli.report.extras import (
 from ppocli.report.samples import Samples, samples_of
 from ppocli.report.text import duration, shown
 from ppocli.runs.record import RunRecord
+from ppocli.runs.resumed import Change
 from ppocli.version import __version__
 
 _STEP_LINE = re.compile(r"(?:step|eval at step) (\d+)")
@@ -113,6 +115,10 @@ class Report:
     all_settings: dict[str, str]
     command: str | None
     """None for a run of Python objects, which no command line can name"""
+    modules: list[str]
+    """of rewards and metrics that are found where the command is run, or are installed"""
+    changes: list[Change]
+    """settings that were others before the run was resumed"""
     before_step: int | None
     after_step: int | None
     outcome: list[Outcome]
@@ -144,7 +150,6 @@ def gather(record: RunRecord, *, command: str | None, shown_as: str) -> Report:
         shown_as: how the user names the run's folder, for commands.
     """
     config, summary = record.config, record.summary or {}
-    newest = record.rows[-1] if record.rows else {}
     before, after = _evaluations(record)
     first, last = (None if row is None else int(row["step"]) for row in (before, after))
     best = _best(config, summary)
@@ -155,12 +160,12 @@ def gather(record: RunRecord, *, command: str | None, shown_as: str) -> Report:
         sentence=_sentence(record), go_on=_go_on(record, command, shown_as),
         failure=_failure(record, summary),
         step=record.step, total_steps=record.total_steps,
-        episodes=_whole(newest.get("episode")), updates=_whole(newest.get("updates")),
+        episodes=record.episodes, updates=record.updates,
         model=_model(config), reward=_reward(config), prompts=_prompts(config),
         settings=[Setting(key, _yaml(new), _default(old))
                   for key, old, new in config_differences(TrainConfig(), config)],
         all_settings={key: _yaml(value) for key, value in flat(config).items()},
-        command=command,
+        command=command, modules=_modules(config), changes=record.changes,
         before_step=first, after_step=last,
         outcome=_outcome(before, after), best=best,
         curves=curves_of(record),
@@ -168,10 +173,6 @@ def gather(record: RunRecord, *, command: str | None, shown_as: str) -> Report:
         complaints=_complaints(record), evaluations=evaluations_of(record.folder.path),
         checkpoints=checkpoints_of(record.folder, best.step if best else None),
         phases=_phases(record), environment=environment_of(record.folder.path, summary))
-
-
-def _whole(value: Any) -> int:
-    return int(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0
 
 
 def _yaml(value: Any) -> str:
@@ -198,6 +199,20 @@ def _reward(config: TrainConfig) -> str:
                           for name, entry in reward.fns.items())
     given = ", ".join(f"{name}={_yaml(value)}" for name, value in reward.kwargs.items())
     return f"{reward.fn or 'none'}({given})" if given else str(reward.fn or "none")
+
+
+def _modules(config: TrainConfig) -> list[str]:
+    """Modules among the functions that a configuration names; files have absolute paths."""
+    reward = config.reward
+    given = [reward.fn, reward.metric_fn,
+             *(entry.get("fn") for entry in reward.fns.values() if isinstance(entry, dict))]
+    found = []
+    for name in given:
+        module = (name or "").rpartition(":" if ":" in (name or "") else ".")[0]
+        if module and not module.endswith(".py") \
+                and os.sep not in module and module.partition(".")[0] != "ppocli":
+            found.append(module)
+    return list(dict.fromkeys(found))
 
 
 def _prompts(config: TrainConfig) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ def destinations(run_dir: Path, output: Path | None, form: str | None) -> list[D
         raise ConfigError(f"--format {form} is unknown.", where="--format",
                           fix="one of: html, md, both")
     folder = run_dir if output is None else output
-    if output is None or output.is_dir():
+    if output is None or os.path.isdir(output):
         wanted = FORMATS if form in (None, "both") else (form,)
         return [Destination(folder / f"{NAME}.{each}", each) for each in wanted if each]
     told = _SUFFIXES.get(output.suffix.lower())
@@ -64,10 +65,10 @@ def check_replaceable(targets: Sequence[Destination], overwrite: bool) -> None:
         DiskError: a file there can't be read.
     """
     for target in targets:
-        if target.path.is_dir():
+        if os.path.isdir(target.path):
             raise ConfigError(f"{target.path} is a folder.", where=str(target.path),
                               fix="name a file: --output FILE")
-        if target.path.exists() and not overwrite and not _is_ours(target.path):
+        if os.path.exists(target.path) and not overwrite and not _is_ours(target.path):
             raise ConfigError(f"{target.path} exists and was not written by ppocli report.",
                               where=str(target.path),
                               fix="choose another file with --output, or replace it with "
@@ -83,16 +84,16 @@ def _is_ours(path: Path) -> bool:
                         fix="choose another file with --output") from error
 
 
-def write_report(target: Destination, text: str) -> None:
-    """Write one report, whole or not at all; missing folders are made.
+def write_file(path: Path, content: str | bytes, option: str) -> None:
+    """Write a file that an option named, whole or not at all; missing folders are made.
 
     Raises:
         DiskError: the disk is full, read-only, or refuses, or a file is where a folder should be.
     """
     try:
-        probe_writable(target.path.parent)
-        write_atomic(target.path, text)
+        probe_writable(path.absolute().parent)
+        write_atomic(path, content)
     except DiskError as error:
         raise DiskError(error.what, where=error.where,
-                        fix="name a file on another disk or in another folder: --output FILE"
+                        fix=f"name a file on another disk or in another folder: {option} FILE"
                         ) from error

@@ -43,8 +43,12 @@ def metric_names(text: str, runs: Sequence[RunRecord]) -> list[str]:
     """
     known = list(dict.fromkeys(name for run in runs for name in run.names))
     if not known:
-        raise InputError(f"There are no figures in {', '.join(run.name for run in runs)} yet.",
-                         where="metrics.jsonl", fix="wait for the first step")
+        going = any(run.status == "running" for run in runs)
+        raise InputError(f"There are no figures in {', '.join(run.name for run in runs)}"
+                         + (" yet." if going else "."), where="metrics.jsonl",
+                         fix="wait for the first step" if going else "it ended without a row: "
+                         "name another run, or go on with this one: "
+                         f"ppocli resume {runs[0].folder.path}")
     names = []
     for given in (part.strip() for part in text.split(",")):
         name = SHORT.get(given, given)

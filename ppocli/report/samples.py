@@ -7,12 +7,13 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from ppocli.report.text import shown
+from ppocli.report.text import bars, shown
 from ppocli.runs.charts import histogram
 from ppocli.runs.record import RunRecord, read_jsonl
 
 SHOWN, HIDDEN = 8, 40
 """pairs of a report that are seen at once, and those behind a fold"""
+_BINS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,21 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
+class Spread:
+    """How the scores of an evaluation are distributed."""
+
+    name: str
+    count: int
+    lowest: float
+    lower: float
+    median: float
+    upper: float
+    highest: float
+    blocks: str
+    """shares of the scores in equal ranges, which are those of all spreads, as characters"""
+
+
+@dataclass(frozen=True, slots=True)
 class Samples:
     """What samples.jsonl tells of two evaluations."""
 
@@ -51,10 +67,43 @@ class Samples:
 
     def svg(self) -> str:
         """How scores are distributed at both evaluations."""
-        groups = [(name, scores) for name, scores in (("before", self.scores_before),
-                                                      ("after", self.scores_after)) if scores]
-        return histogram(groups, title="Distribution of the reward", x_label="score of a response",
-                         width=480, height=220)
+        return histogram(self._groups(), title="Distribution of the reward",
+                         x_label="score of a response", width=480, height=220)
+
+    def spreads(self) -> list[Spread]:
+        """The same as figures and characters."""
+        groups = self._groups()
+        everything = [score for _, scores in groups for score in scores]
+        shares = [_shares(scores, min(everything), max(everything)) for _, scores in groups]
+        top = max((share for row in shares for share in row), default=1.0)
+        found = []
+        for (name, scores), row in zip(groups, shares, strict=True):
+            lower, median, upper = _quartiles(scores)
+            found.append(Spread(name, len(scores), min(scores), lower, median, upper, max(scores),
+                                bars(row, top)))
+        return found
+
+    def _groups(self) -> list[tuple[str, list[float]]]:
+        return [(name, scores) for name, scores in (("before", self.scores_before),
+                                                    ("after", self.scores_after)) if scores]
+
+
+def _quartiles(scores: list[float]) -> tuple[float, float, float]:
+    values = sorted(scores)
+    if len(values) > 1:
+        lower, median, upper = statistics.quantiles(values, method="inclusive")
+        return lower, median, upper
+    return values[0], values[0], values[0]
+
+
+def _shares(scores: list[float], low: float, high: float) -> list[float]:
+    """Of the scores in each of the equal ranges; all in the middle one if there is one value."""
+    counts = [0] * _BINS
+    span = high / 2 - low / 2  # halved, so that no difference overflows
+    for score in scores:
+        part = (score / 2 - low / 2) / span if span else 0.5
+        counts[min(_BINS - 1, int(part * _BINS))] += 1
+    return [count / len(scores) for count in counts]
 
 
 def samples_of(record: RunRecord, before: int | None, after: int | None) -> Samples:

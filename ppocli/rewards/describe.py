@@ -9,12 +9,15 @@ import traceback
 from collections.abc import Iterable
 from typing import Any
 
+from ppocli.config.secrets import hide_secrets
+
 SHOWN_CHARS = 100
 """longest piece of a sample that a message shows"""
 
 
 def shorten(text: str) -> str:
     """``text`` as one quoted line of at most about 100 characters, the middle left out."""
+    text = hide_secrets(text)  # half of a token is no longer known as one
     if len(text) > SHOWN_CHARS:
         half = SHOWN_CHARS // 2
         text = f"{text[:half]} ... {text[-half:]}"

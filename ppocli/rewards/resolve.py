@@ -254,9 +254,12 @@ def _check_kwargs(located: Located, parameters: Sequence[Parameter], kwargs: Map
             settable = [a for a in accepted if complete or a not in KNOWN_ARGUMENTS]
             listed = ", ".join(settable) or "nothing that can be set"
             near = did_you_mean(name, settable)
+            # what a recipe or a group has set stays where another function is named
+            drop = "; or, where a recipe brought it, take the recipe's reward out: ~reward " \
+                f"{located.key}={located.spec}" if located.key == "reward.fn" else ""
             raise RewardError(
                 f"{located.label} has no argument {name!r}. {near}".rstrip(),
-                where=f"{key}.{name}", fix=f"it takes: {listed}")
+                where=f"{key}.{name}", fix=f"it takes: {listed}{drop}")
     required = [p.name for p in parameters if p.kind in _KEYWORD
                 and p.default is Parameter.empty and p.name not in kwargs]
     if complete and required:

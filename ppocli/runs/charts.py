@@ -74,6 +74,7 @@ class _Frame:
     top: float
     x: _Axis
     y: _Axis
+    floor: float
 
     @property
     def bottom(self) -> float:
@@ -83,12 +84,12 @@ class _Frame:
     def at(self, x: float, y: float) -> tuple[float, float]:
         """A point of the plot on the picture."""
         return (self.left + self.x.share(x) * (self.width - self.left - _RIGHT),
-                self.bottom - self.y.share(y) * (self.bottom - self.top))
+                self.bottom - self.y.share(max(y, self.floor)) * (self.bottom - self.top))
 
 
 def line_chart(lines: Sequence[Line], *, title: str, x_label: str = "step", y_label: str = "",
-               width: int = 640, height: int = 240,
-               x_range: tuple[float, float] | None = None) -> str:
+               width: int = 640, height: int = 240, x_range: tuple[float, float] | None = None,
+               floor: float = -math.inf) -> str:
     """A complete SVG element of series over one axis; what isn't finite is left out.
 
     Args:
@@ -98,13 +99,14 @@ def line_chart(lines: Sequence[Line], *, title: str, x_label: str = "step", y_la
         x_label, y_label: what the axes measure.
         width, height: in pixels; a narrower page shrinks the picture.
         x_range: the axis reaches over it, so that pictures below each other line up.
+        floor: lower values are drawn there.
 
     Returns:
         ``<svg ...>...</svg>``, ready for a page or, as it is, for a file.
     """
     drawn = [_finite(line.points) for line in lines]
     xs = [x for segments in drawn for segment in segments for x, _ in segment]
-    ys = [y for segments in drawn for segment in segments for _, y in segment]
+    ys = [max(y, floor) for segments in drawn for segment in segments for _, y in segment]
     names = [line.name for line in lines] if len(lines) > 1 else []
     said = "; ".join(_in_words(line.name, segments)
                      for line, segments in zip(lines, drawn, strict=True))
@@ -112,7 +114,7 @@ def line_chart(lines: Sequence[Line], *, title: str, x_label: str = "step", y_la
         return _document([], names, title, f"{title}: no values", width, height, empty=True)
     xs += x_range or ()
     frame = _frame(_axis(xs, width // 90, whole=all(x == int(x) for x in xs), tight=True),
-                   _axis(ys, max(2, height // 50)), names, width, height)
+                   _axis(ys, max(2, height // 50)), names, width, height, floor)
     body = [*_axes(frame, x_label, y_label)]
     for number, (line, segments) in enumerate(zip(lines, drawn, strict=True)):
         body += _series(line, segments, number % len(_LIGHT), frame)
@@ -152,19 +154,21 @@ def histogram(groups: Sequence[tuple[str, Sequence[float]]], *, title: str, x_la
 
 
 def thin(points: Points, limit: int = 1000) -> list[tuple[float, float]]:
-    """At most ``limit`` points: of every run of neighbours only the lowest and the highest stay.
+    """At most ``limit`` points: both ends, and of every run of neighbours between them the lowest
+    and the highest.
 
     Unlike means, this shows single outliers. Points that aren't finite must be gone already.
     """
     if len(points) <= limit:
         return list(points)
-    buckets = max(1, limit // 2)
-    kept: list[tuple[float, float]] = []
+    between = points[1:-1]
+    buckets = max(1, limit // 2 - 1)
+    kept = [points[0]]
     for number in range(buckets):
-        bucket = range(number * len(points) // buckets, (number + 1) * len(points) // buckets)
-        by_value = sorted(bucket, key=lambda i: points[i][1])
-        kept += [points[i] for i in sorted({by_value[0], by_value[-1]})]
-    return kept
+        bucket = range(number * len(between) // buckets, (number + 1) * len(between) // buckets)
+        by_value = sorted(bucket, key=lambda i: between[i][1])
+        kept += [between[i] for i in sorted({by_value[0], by_value[-1]})]
+    return [*kept, points[-1]]
 
 
 def _drawable(value: float | None) -> bool:
@@ -248,10 +252,11 @@ def _labels(ticks: list[float], step: float) -> list[str]:
             for tick in ticks]
 
 
-def _frame(x: _Axis, y: _Axis, names: list[str], width: int, height: int) -> _Frame:
+def _frame(x: _Axis, y: _Axis, names: list[str], width: int, height: int,
+           floor: float = -math.inf) -> _Frame:
     left = 40 + _LETTER * max(4, *(len(label) for label in y.labels))  # short ones line up
     top = _TOP + _ROW * len(_legend_rows(names, width)) + 6
-    return _Frame(width, height, left, top, x, y)
+    return _Frame(width, height, left, top, x, y, floor)
 
 
 def _axes(frame: _Frame, x_label: str, y_label: str) -> list[str]:

@@ -14,7 +14,7 @@ from ppocli.config.schema import TrainConfig
 from ppocli.engine.run_folder import live_owner
 from ppocli.errors import CheckpointError, InputError
 from ppocli.runs.record import RunRecord, is_run, read_run
-from ppocli.runs.target import list_runs, newest_run, written
+from ppocli.runs.target import known_names, list_runs, newest_run, run_named, written
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +60,15 @@ def find_run(given: str | None, runs: Path = Path("runs")) -> Path:
         InputError: what was given is no run.
     """
     if given is None:
-        return newest_run(runs)
-    path = Path(given).expanduser()
-    if not path.exists() and is_run(runs / given):
-        return runs / given
-    for folder in (path, *list(path.absolute().parents)[:3]) if path.exists() else ():
+        return newest_run(runs, "a run's folder")
+    path = run_named(given, runs)
+    there = os.path.exists(path)
+    for folder in (path, *list(path.absolute().parents)[:3]) if there else ():
         if is_run(folder):
             return folder
-    what = "is no run folder" if path.exists() else f"does not exist (looked in {Path.cwd()})"
+    what = "is no run folder" if there else f"does not exist (looked in {Path.cwd()})"
     raise InputError(f"{given} {what}.", where="RUN", fix="name a run's folder: ppocli runs list"
-                     + did_you_mean(given, [name for run in list_runs(runs)
-                                              for name in (run.relative_to(runs).as_posix(),
-                                                           str(run))]))
+                     + did_you_mean(given, known_names(runs)))
 
 
 def _info(folder: Path, root: Path) -> RunInfo:

@@ -25,7 +25,7 @@ from ppocli.engine.retention import (
 from ppocli.engine.run_folder import LOCK, RunFolder, lock
 from ppocli.errors import CheckpointError, ConfigError, PpocliError
 from ppocli.runs.listing import folder_size
-from ppocli.runs.record import RunRecord, is_run, read_run
+from ppocli.runs.record import RunRecord, is_run, read_run, subfolders
 from ppocli.runs.target import list_runs, written
 
 _LEFT = re.compile(r"\.discarded-.+-[0-9a-f]{8}")
@@ -85,18 +85,24 @@ def plan_pruning(root: Path, *, checkpoints: bool, failed: bool, keep_best: bool
         when = written(folder)
         if older_than is not None and time.time() - when < older_than:
             continue
-        try:
-            run = read_run(folder)
-        except CheckpointError as damage:
-            say(f"{folder} is left alone: {damage.what}")
-            continue
-        if run.status == "running" or _is_left_over(folder):
+        if _is_left_over(folder):
             continue
         if (host := _other_host(folder)) is not None:
             say(f"{folder} is left alone: it may be running on {host} ({LOCK} says so)")
             continue
-        removal = _whole(run, folder, when) if failed else None
-        removal = removal or (_checkpoints(run, folder, when, keep_best) if checkpoints else None)
+        try:
+            run = read_run(folder)
+            if run.status == "running":
+                continue
+            removal = _whole(run, folder, when) if failed else None
+            removal = removal or (
+                _checkpoints(run, folder, when, keep_best) if checkpoints else None)
+        except CheckpointError as damage:
+            say(f"{folder} is left alone: {damage.what}")
+            continue
+        except OSError as error:
+            say(f"{folder} is left alone: it can't be read: {error.strerror or error}")
+            continue
         if removal is not None:
             found.append(removal)
     return found + _left_over(root)
@@ -191,10 +197,10 @@ def _is_left_over(folder: Path) -> bool:
 
 def _left_over(root: Path) -> list[Removal]:
     """Folders that an earlier call was killed while deleting."""
-    if is_run(root) or not root.is_dir():
+    if is_run(root):
         return []
-    places = [root, *(entry for entry in sorted(root.iterdir())
-                      if entry.is_dir() and not entry.is_symlink() and not is_run(entry))]
+    places = [root, *(entry for entry in subfolders(root)
+                      if not entry.is_symlink() and not is_run(entry))]
     return [Removal(path, "run", "left by an earlier prune", (path,), folder_size(path), 0.0)
-            for place in places for path in sorted(place.glob(".discarded-*"))
-            if _is_left_over(path) and path.is_dir() and not path.is_symlink()]
+            for place in places for path in subfolders(place)
+            if _is_left_over(path) and not path.is_symlink()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +15,9 @@ from typing import Any, Literal
 from ppocli.config.resolved import read_config
 from ppocli.config.schema import TrainConfig, planned_episodes
 from ppocli.engine.run_folder import RunFolder, live_owner
+from ppocli.engine.run_logs import read_jsonl
 from ppocli.errors import CheckpointError
+from ppocli.runs.resumed import Change, read_changes
 
 Status = Literal["running", "finished", "stopped", "failed", "interrupted"]
 _LOG_LINE = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (\w+) (.*)$")
@@ -37,7 +40,8 @@ class RunRecord:
     folder: RunFolder
     config: TrainConfig
     rows: list[dict[str, Any]]
-    """metrics.jsonl: one row a step, in order, step 0 first if there was an evaluation"""
+    """metrics.jsonl: one row a step, in order, step 0 first if there was an evaluation;
+    finite numbers and None alone"""
     summary: dict[str, Any] | None
     """summary.json of the newest end of the run; ``status`` tells whether it is still true"""
     status: Status
@@ -49,8 +53,27 @@ class RunRecord:
 
     @property
     def step(self) -> int:
-        """The newest step with a row."""
-        return int(self.rows[-1]["step"]) if self.rows else 0
+        """The newest step of which anything is known."""
+        return int(self._newest("step", "steps"))
+
+    @property
+    def episodes(self) -> int:
+        """Episodes drawn by then."""
+        return int(self._newest("episode", "episodes"))
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps taken by then."""
+        return int(self._newest("updates", "updates"))
+
+    def _newest(self, in_row: str, in_summary: str) -> float:
+        """A count. A run that is stopped in the evaluation of a step has saved the step, and has no
+        row of it."""
+        row = self.rows[-1] if self.rows else {}
+        if self.status in ("finished", "stopped", "failed") \
+                and whole(self.summary, "steps") > row.get("step", 0):
+            return whole(self.summary, in_summary)
+        return row.get(in_row) or 0
 
     @property
     def total_steps(self) -> int:
@@ -67,6 +90,11 @@ class RunRecord:
         """Names of all figures, in the order they first appear."""
         return list(dict.fromkeys(name for row in self.rows for name in row
                                   if name not in ("step", "episode", "updates")))
+
+    @cached_property
+    def changes(self) -> list[Change]:
+        """Settings that were changed when the run was resumed."""
+        return read_changes(self.folder.path)
 
     def eval_samples(self, step: int) -> list[dict[str, Any]]:
         """The evaluation samples of one step, in the order of the prompts."""
@@ -97,8 +125,18 @@ class RunRecord:
 def is_run(folder: Path) -> bool:
     """Whether a folder is a run's: it has a configuration, and a run has started to fill it."""
     run = RunFolder(folder)
-    return run.config.is_file() and ((folder / "run.json").is_file() or run.metrics.is_file()
-                                     or run.checkpoints.is_dir() or run.summary.is_file())
+    # unlike Path's own, these take what can't be looked into for what isn't there
+    return os.path.isfile(run.config) and (
+        any(map(os.path.isfile, (folder / "run.json", run.metrics, run.summary)))
+        or os.path.isdir(run.checkpoints))
+
+
+def subfolders(folder: Path) -> list[Path]:
+    """The folders in ``folder``, by name; none where it can't be read or is gone by now."""
+    try:
+        return sorted(entry for entry in folder.iterdir() if os.path.isdir(entry))
+    except OSError:
+        return []
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -118,24 +156,28 @@ def read_run(folder: Path) -> RunRecord:
     return RunRecord(run, config, rows, summary, _status(run, summary, rows))
 
 
-def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file; missing file, torn and damaged lines give nothing."""
-    try:
-        with path.open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError):
-                    continue
-                if isinstance(row, dict):
-                    yield row
-    except OSError:
-        return
-
-
 def _last_of_each_step(rows: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
-    by_step = {row["step"]: row for row in rows if isinstance(row.get("step"), int)}
+    by_step = {row["step"]: row for row in map(_sound_row, rows) if row is not None}
     return [by_step[step] for step in sorted(by_step)]
+
+
+def _sound_row(row: dict[str, Any]) -> dict[str, Any] | None:
+    """A row of metrics.jsonl without what is no number, which is damage; None without a step."""
+    if not isinstance(row.get("step"), int) or not _is_number(row["step"]):
+        return None
+    return {name: value for name, value in row.items() if value is None or _is_number(value)}
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return abs(value) < 1 << 63  # a longer one is damage, and no float
+    return isinstance(value, float) and math.isfinite(value)
+
+
+def whole(summary: dict[str, Any] | None, name: str) -> int:
+    """A count in a summary; 0 where there is none, or something that is no count."""
+    value = (summary or {}).get(name)
+    return value if isinstance(value, int) and _is_number(value) else 0
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
@@ -151,7 +193,7 @@ def _status(run: RunFolder, summary: dict[str, Any] | None, rows: list[dict[str,
     if live_owner(run.path) is not None:
         return "running"
     newest = rows[-1]["step"] if rows else 0
-    if summary is None or int(summary.get("steps") or 0) < newest:
+    if summary is None or whole(summary, "steps") < newest:
         return "interrupted"
     status = summary.get("status")
     return status if status in ("finished", "stopped", "failed") else "interrupted"

@@ -10,10 +10,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ppocli.config.keys import did_you_mean
 from ppocli.engine.atomic import write_json_atomic
 from ppocli.engine.run_folder import LOCK, Owner, finite_or_null, live_owner
 from ppocli.errors import CheckpointError, ConfigError
-from ppocli.runs.record import RunRecord, is_run, read_run
+from ppocli.runs.record import RunRecord, is_run, read_run, subfolders
+from ppocli.runs.target import run_named
 
 SWEEP_FILE = "sweep.json"
 
@@ -80,7 +82,7 @@ def write_sweep(sweep: SweepRecord) -> None:
 
 def is_sweep(folder: Path) -> bool:
     """Whether a folder is a sweep's."""
-    return (folder / SWEEP_FILE).is_file()
+    return os.path.isfile(folder / SWEEP_FILE)
 
 
 def read_sweep(folder: Path) -> SweepRecord:
@@ -128,14 +130,38 @@ def find_sweep(given: str | None, runs: Path = Path("runs")) -> Path:
         CheckpointError: what was given is none.
     """
     if given is not None:
-        path = Path(given).expanduser()
-        return runs / given if not path.exists() and is_sweep(runs / given) else path
-    found = [folder for folder in runs.iterdir() if is_sweep(folder)] if runs.is_dir() else []
+        path = run_named(given, runs, is_sweep)
+        if not is_sweep(path):
+            raise CheckpointError(f"{given} is no sweep (it holds no {SWEEP_FILE}).",
+                                  where=str(path.absolute()), fix=_instead(given, runs))
+        return path
+    found = list_sweeps(runs)
     if not found:
         raise ConfigError(f"There is no sweep in {runs} yet.", where=str(runs.absolute()),
                           fix="name a sweep's folder; or make one: "
                           "ppocli train -m +recipe=quickstart seed=1,2")
-    return max(found, key=lambda folder: (folder / SWEEP_FILE).stat().st_mtime)
+    return found[-1]
+
+
+def list_sweeps(runs: Path) -> list[Path]:
+    """Folders of sweeps below ``runs``, the one written to last at the end."""
+    found = []
+    for folder in subfolders(runs):
+        with suppress(OSError):  # no sweep, not readable, or gone by now
+            found.append(((folder / SWEEP_FILE).stat().st_mtime, folder))
+    return [folder for _, folder in sorted(found)]
+
+
+def _instead(given: str, runs: Path) -> str:
+    """What somebody may have meant who named something that is no sweep."""
+    place = run_named(given, runs)
+    if os.path.isdir(place) and is_sweep(place.parent):
+        return f"it is a job of a sweep: name {place.parent}"
+    known = list_sweeps(runs)
+    if not known:
+        return f"name a folder that ppocli train -m made; there is none in {runs}"
+    hint = did_you_mean(given, [name for each in known for name in (str(each), each.name)])
+    return f"name one of {', '.join(map(str, known[:-9:-1]))}{hint}"
 
 
 def job_states(sweep: SweepRecord) -> list[JobState]:
@@ -175,7 +201,7 @@ def _status(job: JobRecord, run: RunRecord | None, sweep_alive: bool) -> str:
 def running_job(jobs: Iterable[JobRecord]) -> tuple[JobRecord, Owner] | None:
     """A job whose process still runs, and that process."""
     for job in jobs:
-        if job.folder and (Path(job.folder) / LOCK).is_file():
+        if job.folder and os.path.isfile(Path(job.folder) / LOCK):
             owner = live_owner(Path(job.folder))
             if owner is not None:
                 return job, owner

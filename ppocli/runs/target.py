@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,10 +13,10 @@ from ppocli.assets.model_files import BUILTIN_PREFIX, check_folder, find_model
 from ppocli.config.keys import did_you_mean
 from ppocli.engine.checkpoints import find_latest, open_checkpoint, open_step
 from ppocli.engine.manifest import MANIFEST
-from ppocli.engine.retention import POINTERS, list_steps
+from ppocli.engine.retention import POINTERS, list_steps, removed_at
 from ppocli.engine.run_folder import RunFolder
 from ppocli.errors import CheckpointError, ConfigError, InputError
-from ppocli.runs.record import is_run, read_run
+from ppocli.runs.record import is_run, read_run, subfolders, whole
 
 POLICY = "policy"
 """folder of a checkpoint that holds the policy as a plain Hugging Face folder"""
@@ -47,12 +48,13 @@ class Target:
 
 def find_target(given: str | None, *, say: Callable[[str], None], step: int | None = None,
                 best: bool = False, checkpoint: bool = False,
-                runs: Path = Path("runs")) -> Target:
+                runs: Path = Path("runs"), asked_by: str = "RUN") -> Target:
     """Find out what ``given`` names and check that a policy can be loaded from it.
 
-    A folder or anything that begins with ``.``, ``/`` or ``~`` is a path; ``NAME`` may be a run
-    below ``runs``; everything else is a Hub name. A run stands for its final model, an unfinished
-    one for its newest valid checkpoint. A model folder inside a run belongs to that run.
+    A folder or anything that begins with ``.``, ``/``, ``~`` or a folder that exists is a path;
+    ``NAME`` and ``SWEEP/JOB`` may be a run below ``runs``; everything else is a Hub name. A run
+    stands for its final model, an unfinished one for its newest valid checkpoint. A model folder
+    inside a run belongs to that run.
 
     Args:
         given: as the user typed it; None takes the newest run below ``runs``.
@@ -60,6 +62,7 @@ def find_target(given: str | None, *, say: Callable[[str], None], step: int | No
         step, best: choose a checkpoint of a run.
         checkpoint: choose a checkpoint even of a finished run (for its value head).
         runs: where runs lie.
+        asked_by: what ``given`` was given by, for messages.
 
     Raises:
         ConfigError: nothing was given and there is no run, or ``step``/``best`` don't apply.
@@ -71,8 +74,8 @@ def find_target(given: str | None, *, say: Callable[[str], None], step: int | No
         say(f"using {run_dir} (the newest run)")
         return _of_run(run_dir.resolve(), str(run_dir), say, step, best, checkpoint)
     path = Path(given).expanduser()
-    if not os.path.lexists(path) and "/" not in given and is_run(runs / given):
-        path = runs / given
+    if not os.path.lexists(path):
+        path = run_named(given, runs)
     if is_run(path):
         return _of_run(path.resolve(), str(path), say, step, best, checkpoint)
     inside = _inside_checkpoint(path)
@@ -82,7 +85,23 @@ def find_target(given: str | None, *, say: Callable[[str], None], step: int | No
         run_dir = found.path.parent.parent
         return Target(f"{given}", "checkpoint", str(found.path / POLICY),
                       run_dir if is_run(run_dir) else None, found.step, found.path)
-    return _of_model(given, path, say, step, best)
+    return _of_model(given, path, say, step, best, asked_by)
+
+
+def run_named(given: str, runs: Path = Path("runs"),
+              fits: Callable[[Path], bool] = is_run) -> Path:
+    """The folder that ``given`` names: a path, or else what ``runs list`` calls a run, its place
+    below ``runs`` (``NAME``, ``SWEEP/JOB``). Where neither fits, the path."""
+    path = Path(given).expanduser()
+    if given.startswith((".", "/", "~")) or ".." in path.parts or fits(path):
+        return path
+    return runs / given if fits(runs / given) else path
+
+
+def known_names(runs: Path) -> list[str]:
+    """All that names a run below ``runs``, for hints: its folder, and what ``runs list`` shows."""
+    return [name for run in list_runs(runs)
+            for name in (str(run), run.relative_to(runs).as_posix())]
 
 
 def find_run(given: str | None, *, say: Callable[[str], None],
@@ -99,23 +118,22 @@ def find_run(given: str | None, *, say: Callable[[str], None],
         InputError: ``given`` is no run.
     """
     if given is None:
-        newest = newest_run(runs)
+        newest = newest_run(runs, "a run's folder")
         say(f"using {newest} (the newest run)")
         return newest
-    path = Path(given).expanduser()
+    path = run_named(given, runs)
     if is_run(path):
         return path
-    if "/" not in given and is_run(runs / given):
-        return runs / given
-    known = [str(run) for run in list_runs(runs)]
-    hint = did_you_mean(given, [*known, *(Path(run).name for run in known)])
-    what = "is no run folder" if path.exists() else f"does not exist (looked in {Path.cwd()})"
+    what = "is no run folder" if os.path.exists(path) else \
+        f"does not exist (looked in {Path.cwd()})"
     raise InputError(f"{given} {what}.", where="RUN",
-                     fix="name a run's folder, or its name below runs/" + hint)
+                     fix="name a run's folder, or its name below runs/"
+                     + did_you_mean(given, known_names(runs)))
 
 
-def newest_run(runs: Path) -> Path:
-    """The run below ``runs`` that was written to last.
+def newest_run(runs: Path, takes: str = "a run, a checkpoint, a model folder or a Hub name"
+               ) -> Path:
+    """The run below ``runs`` that was written to last; ``takes`` is what else may be named.
 
     Raises:
         ConfigError: there is none.
@@ -123,30 +141,31 @@ def newest_run(runs: Path) -> Path:
     found = list_runs(runs)
     if not found:
         raise ConfigError(f"There is no run in {runs} yet.", where=str(runs.absolute()),
-                          fix="name a run, a checkpoint, a model folder or a Hub name; or train "
-                          "one first: ppocli train +recipe=quickstart")
+                          fix=f"name {takes}; or train one first: "
+                          "ppocli train +recipe=quickstart")
     return max(found, key=written)
 
 
 def list_runs(root: Path) -> list[Path]:
-    """Run folders below ``root``, those of sweeps (one folder deeper) too, by name."""
-    if not root.is_dir():
-        return []
+    """Run folders below ``root``, those of sweeps (one folder deeper) too, by name; none of what
+    can't be read."""
     found = []
-    for folder in sorted(entry for entry in root.iterdir() if entry.is_dir()):
+    for folder in subfolders(root):
         if is_run(folder):
             found.append(folder)
         elif not folder.name.startswith("."):
-            found += [job for job in sorted(folder.iterdir()) if job.is_dir() and is_run(job)]
+            found += [job for job in subfolders(folder) if is_run(job)]
     return found
 
 
 def written(folder: Path) -> float:
     """When a run's folder was last written to, in seconds since the epoch."""
     run = RunFolder(folder)
-    times = [path.stat().st_mtime for path in (run.metrics, run.config, run.summary, run.log)
-             if path.is_file()]
-    return max(times, default=0.0)
+    times = [0.0]
+    for path in (run.metrics, run.config, run.summary, run.log):
+        with suppress(OSError):  # it may not be there, or be gone by now
+            times.append(path.stat().st_mtime)
+    return max(times)
 
 
 def _of_run(run_dir: Path, shown: str, say: Callable[[str], None], step: int | None, best: bool,
@@ -157,9 +176,9 @@ def _of_run(run_dir: Path, shown: str, say: Callable[[str], None], step: int | N
         raise ConfigError("--best and --step name two checkpoints.", fix="leave one of them out")
     if best:
         step = _best_step(run, record.summary)
-    whole = record.status == "finished" and run.model.is_dir()
-    final = int((record.summary or {}).get("steps") or 0)
-    if whole and step in (None, final) and not checkpoint:
+    complete = record.status == "finished" and run.model.is_dir()
+    final = whole(record.summary, "steps")
+    if complete and step in (None, final) and not checkpoint:
         check_folder(run.model, key="RUN")
         return Target(f"{shown}, step {final}", "run", str(run.model), run_dir, final, None)
     if step is not None:
@@ -169,14 +188,23 @@ def _of_run(run_dir: Path, shown: str, say: Callable[[str], None], step: int | N
         for line in search.skipped:
             say(line)
         if search.found is None:
-            raise CheckpointError(f"{shown} holds neither a finished model nor a valid checkpoint.",
-                                  where=str(run.checkpoints),
-                                  fix=f"go on with the run: ppocli resume {shown}")
+            raise _nothing_there(run, shown, complete)
         found = search.found
-        if not whole:
+        if not complete:
             say(f"the run is {record.status}: taking its newest checkpoint, step {found.step}")
     return Target(f"{shown}, step {found.step}", "run", str(found.path / POLICY), run_dir,
                   found.step, found.path)
+
+
+def _nothing_there(run: RunFolder, shown: str, finished: bool) -> CheckpointError:
+    if (when := removed_at(run.checkpoints)) is not None:
+        return CheckpointError(
+            f"The checkpoints of {shown} were deleted by ppocli runs prune ({when}).",
+            where=str(run.checkpoints), fix="name its model, which is still there: "
+            f"{shown}/model" if finished else "train it again: they can't be brought back")
+    return CheckpointError(f"{shown} holds neither a finished model nor a valid checkpoint.",
+                           where=str(run.checkpoints),
+                           fix=f"go on with the run: ppocli resume {shown}")
 
 
 def _best_step(run: RunFolder, summary: dict[str, object] | None) -> int:
@@ -207,18 +235,28 @@ def _refuse_choice(step: int | None, best: bool, given: str) -> None:
                           f"{given} is no run.", fix="leave it out, or name the run's folder")
 
 
+def _below_a_folder(given: str, path: Path) -> bool:
+    first = path.parts[0] if "/" in given else ""
+    return bool(first) and (Path(first).is_dir() or Path("runs", first).is_dir())
+
+
 def _of_model(given: str, path: Path, say: Callable[[str], None], step: int | None,
-              best: bool) -> Target:
-    looks_like_path = given.startswith((".", "/", "~")) or path.exists()
+              best: bool, asked_by: str) -> Target:
+    looks_like_path = (given.startswith((".", "/", "~")) or path.exists()
+                       or _below_a_folder(given, path))
     if looks_like_path and not path.exists():
-        raise InputError(f"{given} does not exist (looked in {Path.cwd()}).", where="RUN",
+        raise InputError(f"{given} does not exist (looked in {Path.cwd()}).", where=asked_by,
                          fix="name a run, a checkpoint, a model folder or a Hub name"
-                         + did_you_mean(given, [str(run) for run in list_runs(Path("runs"))]))
+                         + did_you_mean(given, known_names(Path("runs"))))
     _refuse_choice(step, best, given)
     if not looks_like_path or given.startswith(BUILTIN_PREFIX):
-        found, _ = find_model(given, key="RUN")
+        try:
+            found, _ = find_model(given, key=asked_by)
+        except InputError as error:
+            error.fix = (error.fix or "") + did_you_mean(given, known_names(Path("runs")))
+            raise
         return Target(given, "model", found, None, None, None)
-    check_folder(path, key="RUN")
+    check_folder(path, key=asked_by)
     folder = path.resolve()
     run_dir = folder.parent
     if folder.name == "model" and is_run(run_dir):

@@ -6,7 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from runs import assert_equal_runs, resumed, words
+from runs import PLANTED, assert_equal_runs, resumed, words
+
+from ppocli.cli.output import code_of
+from ppocli.cli.report import report
+from ppocli.cli.watch import watch
 
 MODULE = '''\
 import time
@@ -119,3 +123,38 @@ def test_a_wrong_import_path_is_told_before_anything_is_made(fn, said, command, 
     assert said in ended.err
     assert "Traceback" not in ended.said
     assert not (world / "runs").exists()
+
+
+TELLING = """\
+import os
+
+
+def score(outputs):
+    raise ValueError(f"boom \\x1b[31m {os.environ['HF_TOKEN']} {os.environ['MY_API_KEY']} "
+                     "http://me:hunter2@host")
+"""
+
+
+def test_what_a_reward_tells_of_secrets_and_terminals_stays_in_the_process(
+        command, world, monkeypatch, capsys):
+    """Every file of the run, and whatever shows it, has neither tokens nor raw escapes."""
+    secrets = (PLANTED, "not shaped like a token", "hunter2")
+    for name, value in zip(("HF_TOKEN", "MY_API_KEY"), secrets, strict=False):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PPOCLI_DEBUG", "1")
+    (world / "telling.py").write_text(TELLING)
+    ended = command(*words("reward.fn=telling.py:score", "run_name=r"))
+    assert ended.code == 7
+    assert code_of(lambda: watch("runs/r", interval=0.1, from_start=True, plain=True,
+                                 as_json=False)) == 0
+    code_of(lambda: report("runs/r", None, None, False, False))
+    said = [ended.said, *capsys.readouterr()]
+    assert "Traceback" in ended.err
+    assert sum(r"boom \x1b[31m *** *** http://me:***@host" in text for text in said) == 2
+    left = [path.read_bytes().decode(errors="replace") for path in (world / "runs").rglob("*")
+            if path.is_file()]
+    assert sum("boom" in text for text in left) >= 4  # log, summary, report.md, report.html
+    for text in (*said, *left):
+        assert not [secret for secret in secrets if secret in text]
+    for text in (*said, (world / "runs/r/ppocli.log").read_text()):
+        assert "\x1b" not in text

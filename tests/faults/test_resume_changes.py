@@ -11,6 +11,7 @@ from helpers import jsonl, save_lm, write_prompts
 from runs import assert_equal_runs, copied, run, words
 
 from ppocli.config.resolved import read_config
+from ppocli.runs.resumed import Change, read_changes
 
 
 @pytest.fixture
@@ -55,6 +56,12 @@ def test_an_accepted_change_becomes_the_runs_own(command, stopped):
     ended = command(f"resume={stopped}", "ppo.optimizer.lr=2e-3")
     assert ended.code == 0, ended.said
     assert read_config(stopped / "config.yaml").ppo.optimizer.lr == 2e-3
+    assert read_changes(stopped) == [Change(2, "ppo.optimizer.lr", "0.001", "0.002")]
+    ended = command(f"resume={stopped}", "ppo.vf_coef=0.5")
+    assert "already finished" in ended.said
+    assert read_changes(stopped)[1:] == [Change(4, "ppo.vf_coef", "0.1", "0.5")]
+    summary = json.loads((stopped / "summary.json").read_text())
+    assert json.loads((stopped / "run.json").read_text())["run_id"] == summary["run_id"]
     assert not (stopped / "config.next.yaml").exists()
 
 

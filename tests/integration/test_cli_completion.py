@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from helpers import environment, ppocli
 
-from ppocli.cli.completion import complete_word
+from ppocli.cli.completion import complete_form, complete_metrics, complete_word
 
 
 @pytest.fixture
@@ -123,6 +123,18 @@ def test_fish_protocol_shows_what_keys_mean_and_leaves_files_to_fish(runs):
         done = ppocli(cwd=runs, **{**variables, "_TYPER_COMPLETE_ARGS": line},
                       _TYPER_COMPLETE_FISH_ACTION="is-args")
         assert done.returncode == code
+
+
+def test_long_help_is_no_further_offer(runs):
+    done = ppocli(cwd=runs, _PPOCLI_COMPLETE="complete_fish", COLUMNS="40", TERMINAL_WIDTH="40",
+                  _TYPER_COMPLETE_ARGS="ppocli train model.ref",
+                  _TYPER_COMPLETE_FISH_ACTION="get-args")
+    assert [line.split("\t")[0] for line in done.stdout.splitlines()] == ["model.reference.kind="]
+
+
+def test_figures_and_forms_of_a_report_are_offered(runs):
+    assert complete_form("") == ["html", "md", "both"]
+    assert complete_metrics("reward,l") == ["reward,length", "reward,lr", "reward,loss"]
 
 
 @pytest.mark.parametrize(("line", "expected"), [

@@ -339,8 +339,8 @@ def test_samples_of_anything_else_are_not_mixed_in(here, evaluate, inject):
         f"Error: {folder} was begun under other settings:\n"
         "  generation.temperature: 1.0 -> 0.5\n"
         f"  where: {folder / 'settings.json'}\n"
-        "  fix:   give the settings it was begun with; or start again: --overwrite; or choose "
-        "another --name\n")
+        "  fix:   give the settings it was begun with; or start again: --overwrite in place "
+        "of --resume; or choose another --name\n")
     with (here / "rewards.py").open("a") as code:
         code.write("# changed\n")
     save_lm(here / "new", seed=9)

@@ -7,14 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from helpers import environment, save_lm
-from runs import PLANTED, STEPS, Ended, run, whole_copy
+from runs import PLANTED, STEPS, run, whole_copy
 from safetensors.torch import load_file
 
 from ppocli.export.card import user_text, with_user_text
@@ -53,34 +52,6 @@ assert not torch.equal(ours, torch.zeros_like(ours))
 print(models[0].generate(**inputs).shape[0], [n for n in sys.modules if n.startswith("ppocli")])
 '''
 
-Export = Callable[..., Ended]
-
-
-@pytest.fixture
-def export(capsys: pytest.CaptureFixture[str]) -> Export:
-    """``ppocli export`` in this process."""
-    import typer
-
-    from ppocli.cli.commands import export as command
-
-    app = typer.Typer()
-    command.register(app)
-
-    @app.command()
-    def other() -> None:
-        """A second command, so that the first keeps its name."""
-
-    def call(*words: object) -> Ended:
-        capsys.readouterr()
-        try:
-            app(["export", *map(str, words)], standalone_mode=False)
-            code = 0
-        except SystemExit as leaving:
-            code = int(leaving.code or 0)
-        return Ended(code, *capsys.readouterr())
-
-    return call
-
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -97,6 +68,21 @@ def finished(reference: Path, here: Path) -> Path:
 
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
+
+
+def evaluated(run_dir: Path, place: str, *, reward: dict | None = None, **changed: object) -> Path:
+    """An ``eval.json`` of the run's own evaluation, with something changed in it."""
+    import ppocli
+
+    done = ppocli.evaluate(run_dir, name="made", overwrite=True, limit=None).folder / "eval.json"
+    told = json.loads(done.read_text()) | changed
+    if reward is not None:
+        told["settings"]["reward"] = {key: reward[key] for key in told["settings"]["reward"]}
+    path = run_dir / "eval" / place / "eval.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(told))
+    shutil.rmtree(done.parent)
+    return path
 
 
 def test_a_finished_run_becomes_a_folder_that_needs_no_ppocli(finished, export, here):
@@ -265,8 +251,9 @@ def test_an_interrupted_export_leaves_nothing(finished, here, fault, code):
 def test_a_killed_export_is_cleared_away_by_the_next(finished, export, here):
     done = run("export", "mine", cwd=here, PPOCLI_FAULTS="export.before_rename:kill9")
     assert done.code == -9
-    left = list((finished / "export").iterdir())
-    assert [path.name.startswith(".staging-") for path in left] == [True]
+    lock, staging = sorted(names(finished / "export"))
+    assert lock == f".lock-{LAST}"
+    assert staging.startswith(f".staging-{LAST}-")
     assert export("mine").code == 0
     assert names(finished / "export") == {LAST}
 
@@ -279,6 +266,8 @@ def test_no_secret_and_no_home_leave_the_machine(finished, export, here, monkeyp
     monkeypatch.setenv("HOME", str(here))
     config = yaml.safe_load((finished / "config.yaml").read_text())
     config["reward"]["kwargs"] = {"url": f"https://me:{secret}@host", "other": PLANTED[:-1]}
+    # while the configuration can still be evaluated
+    evaluated(finished, "mine", note=f"{secret} {here}/x", reward=config["reward"])
     (finished / "config.yaml").write_text(yaml.safe_dump(config))
     with (finished / "samples.jsonl").open("a") as file:
         prompt = f"{secret} {PLANTED}"
@@ -287,9 +276,6 @@ def test_no_secret_and_no_home_leave_the_machine(finished, export, here, monkeyp
             file.write(json.dumps(row) + "\n")
     rows = (finished / "samples.jsonl").read_text().splitlines()
     (finished / "samples.jsonl").write_text("\n".join(reversed(rows)) + "\n")
-    evaluation = finished / "eval/mine"
-    evaluation.mkdir(parents=True)
-    (evaluation / "eval.json").write_text(json.dumps({"step": STEPS, "note": f"{secret} {here}/x"}))
     done = export("mine", "--json")
     assert done.code == 0, done.err
     folder = finished / "export" / LAST
@@ -306,11 +292,9 @@ def test_no_secret_and_no_home_leave_the_machine(finished, export, here, monkeyp
 
 def test_the_newest_evaluation_of_the_step_comes_along(finished, export):
     for name, step, age in (("old", STEPS, 200), ("new", STEPS, 100), ("other", 2, 0)):
-        path = finished / "eval" / name / "eval.json"
-        path.parent.mkdir(parents=True)
-        path.write_text(json.dumps({
-            "step": step, "name": name, "samples": 8, "figures": {"reward_mean": 0.25,
-            "kl_mean": None}, "stderr": {"reward_mean": 0.125}}))
+        path = evaluated(finished, name, step=step, name=name, samples=8,
+                         figures={"reward_mean": 0.25, "kl_mean": None},
+                         stderr={"reward_mean": 0.125})
         now = path.stat().st_mtime
         os.utime(path, (now - age, now - age))
     assert export("mine").code == 0

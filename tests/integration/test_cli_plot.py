@@ -97,6 +97,15 @@ def test_svg_holds_a_chart_for_each_figure(runs, capsys):
     assert ElementTree.parse("b.svg").getroot().get("height") == "240"
 
 
+@pytest.mark.parametrize("out", ["file/a.svg", "file/b/a.png", "/proc/a.svg", f"{'n' * 300}.svg"])
+def test_a_place_that_can_not_be_written_is_told(runs, capsys, out):
+    Path("file").write_text("")
+    code, said, err = plot(capsys, "one", metric="lr", out=out)
+    assert (code, said) == (6, "")
+    assert err.startswith("Error: ")
+    assert err.endswith("name a file on another disk or in another folder: --out FILE\n")
+
+
 def test_png(runs, capsys):
     whole_copy(runs / "runs/one", runs / "runs/_日本 $x$")
     code, out, err = plot(capsys, "one", "_日本 $x$", out="a.png")
@@ -148,7 +157,15 @@ def test_no_run_and_no_figures(runs, capsys):
     Path("runs/one/metrics.jsonl").write_text("")
     code, _, err = plot(capsys, "one")
     assert code == 3
-    assert "There are no figures in one yet." in err
+    assert "There are no figures in one.\n" in err
+    assert "it ended without a row" in err
+    from ppocli.engine.run_folder import lock
+
+    with lock(Path("runs/one").absolute()):
+        code, _, err = plot(capsys, "one")
+    assert code == 3
+    assert "There are no figures in one yet.\n" in err
+    assert "wait for the first step" in err
 
 
 def test_parts_of_a_run_stand_for_it_and_equal_names_are_told_apart(runs, capsys):

@@ -255,16 +255,86 @@ def test_ten_thousand_steps_are_thinned_and_said_to_be(run, say):
     with (run / "metrics.jsonl").open("w") as file:
         for step in range(1, 10_001):
             file.write(json.dumps({**row, "step": step, "reward/mean": step % 97,
-                                   "val/var_explained": -5.0}) + "\n")
+                                   "val/var_explained": -5.0 - (step in (1, 9_999)),
+                                   "lr": 0.5 if step in (1, 10_000) else step % 7}) + "\n")
     assert say(run)[0] == 0
     path = run / "report.html"
     assert path.stat().st_size < 1_000_000
     said = "Of about every 20 neighbouring steps the lowest and the highest value are drawn."
     assert said in Page(path).text
-    assert "Values below -1 are drawn there." in Page(path).text
+    assert "Values below -1 are drawn at -1." in Page(path).text
     data = json.loads(say(run, as_json=True)[1])
     lines = [line for curve in data["curves"] for line in curve["lines"]]
     assert max(len(line["points"]) for line in lines) == 1000
+    text = (run / "report.md").read_text()
+    assert "| Explained variance of the returns | -6 | -5 | -6 | -5 | ▁" in text
+    assert "Explained variance of the returns: Values below -1 are drawn at -1.\n" in text
+    assert "| Learning rate | 0.500 | 0.500 | 0 | 6 |" in text
+    rate = next(curve for curve in data["curves"] if curve["title"] == "Learning rate")
+    assert (rate["figures"][0]["first"], rate["figures"][0]["last"]) == (0.5, 0.5)
+    assert [rate["lines"][0]["points"][at] for at in (0, -1)] == [[1, 0.5], [10_000, 0.5]]
+    explained = next(c for c in data["curves"] if c["title"].startswith("Explained"))
+    assert explained["lines"][0]["points"][0] == [1, -6.0]
+
+
+def test_changes_of_a_resume_are_named_and_the_promise_is_dropped(run, say):
+    promise, warned = "on a CPU in fp32, byte for byte", "it need not give the same numbers"
+    assert say(run)[0] == 0
+    assert promise in Page(run / "report.html").text
+    told = json.loads((run / "run.json").read_text())
+    told["changes"] = [{"step": 2, "key": "reward.kwargs.<i>", "before": "a|b", "after": "0.25"}]
+    (run / "run.json").write_text(json.dumps(told))
+    assert say(run)[0] == 0
+    page, text = Page(run / "report.html").text, (run / "report.md").read_text()
+    assert promise not in page + text
+    assert warned in page
+    assert warned in text
+    assert "| `reward.kwargs.<i>` | `a\\|b` | `0.25` | 2 |" in text
+    assert "reward.kwargs.<i>" in page
+
+
+def test_modules_that_the_command_has_to_find_are_named(run, say):
+    assert json.loads(say(run, as_json=True)[1])["modules"] == []
+    config = (run / "config.yaml").read_text()
+    config = re.sub(r"(?m)^(  fn:) .*$", r"\1 ok:score", config)
+    config = re.sub(r"(?m)^(  metric_fn:) .*$", r"\1 pkg.more.f", config)
+    (run / "config.yaml").write_text(config)
+    (run / "summary.json").unlink()
+    assert say(run)[0] == 0
+    text = (run / "report.md").read_text()
+    assert f"To go on (where `ok`, `pkg.more` can be imported): `ppocli resume {run}`" in text
+    assert "Run it in the folder that `ok`, `pkg.more` are imported from, unless installed" in text
+    page = Page(run / "report.html").text
+    assert "To go on (where ok, pkg.more can be imported): ppocli resume" in page
+    assert "Run it in the folder that ok, pkg.more are imported from, unless installed" in page
+
+
+@pytest.mark.parametrize(("kept", "said"), [
+    (lambda row: row["step"] == 0, "before training"),
+    (lambda row: row["step"] > 2, "after step 4")])
+def test_a_lone_evaluation_says_of_when_it_is(run, say, kept, said):
+    rows = [row for row in jsonl(run / "metrics.jsonl") if kept(row)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert say(run)[0] == 0
+    reward = f"{next(r['eval/reward_mean'] for r in rows if 'eval/reward_mean' in r):.3f}"
+    text = (run / "report.md").read_text()
+    assert f"Reward on the evaluation prompts {said}: **{reward}**" in text
+    assert f"Reward on the evaluation prompts {said}{reward}" in Page(run / "report.html").text
+    alone = "| Reward: evaluation |" in text and "| Reward: rollouts |" not in text
+    assert alone == (said == "before training")
+    assert ("Reward: evaluation" in (run / "report.html").read_text()) == alone
+
+
+def test_markdown_tells_how_the_scores_are_distributed(run, say):
+    rows = [{"kind": "eval", "step": step, "prompt": str(n), "response": "", "score": score}
+            for step, scores in ((0, [0, 0, 1, 10]), (4, [10, 10, 10, 10]))
+            for n, score in enumerate(scores)]
+    (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert say(run, form="md")[0] == 0
+    text = (run / "report.md").read_text()
+    assert "shares of them in equal ranges from 0 to 10:" in text
+    assert f"| before | 4 | 0 | 0 | 0.500 | 3.250 | 10 | ▅·▃{'·' * 16}▃ |\n" in text
+    assert f"| after | 4 | 10 | 10 | 10 | 10 | 10 | {'·' * 19}█ |\n" in text
 
 
 def test_only_files_that_are_reports_are_replaced(run, say):
@@ -300,14 +370,15 @@ def test_the_file_name_tells_the_format(run, say, tmp_path):
     ({"as_json": True, "form": "md"}, 2, "--json prints the report's data and writes no file."),
     ({"run": "nowhere"}, 3, "nowhere does not exist"),
     ({"run": "."}, 3, ". is no run folder."),
-    ({"output": "file/report.md"}, 6, "file can't be a folder: "),
+    ({"output": "file/report.md"}, 6, "{here}/file can't be a folder: "),
+    ({"output": f"{'n' * 300}.md"}, 6, "Path too long"),
 ])
 def test_what_is_refused(run, say, tmp_path, monkeypatch, options, code, what):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
     found, out, err = say(**{"run": run, **options})
     assert (found, out) == (code, "")
-    assert err.startswith(f"Error: {what}"), err
+    assert err.startswith(f"Error: {what.replace('{here}', str(tmp_path))}"), err
     assert "  fix:   " in err
 
 

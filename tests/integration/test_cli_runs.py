@@ -225,6 +225,37 @@ def test_a_run_that_began_again_after_the_plan_is_left_alone(runs):
     assert (runs / "failed").exists()
 
 
+@pytest.mark.parametrize("fresh_process", [False, True])
+def test_a_run_that_is_being_resumed_is_kept(runs, fresh_process):
+    """From the first word about loading on, before the libraries are there."""
+    from ppocli.config.resolved import read_config
+    from ppocli.errors import CheckpointError
+    from ppocli.launch import launch
+
+    plan = {removal.run.name: removal for removal in plan_pruning(runs, checkpoints=True,
+                                                                  failed=False)}
+    config = read_config(runs / "done/config.yaml")
+    config.ppo.num_steps = 5
+    tried = []
+
+    def disturb(text: str) -> None:
+        if "loading" not in text:
+            return
+        tried.append(prune())
+        with pytest.raises(CheckpointError, match="is in use by process"):
+            carry_out(plan["done"])
+        with pytest.raises(CheckpointError, match="is in use by process"):
+            launch(config, resume_from=runs / "done", say=lambda text: None)
+        assert (runs / "done/config.next.yaml").is_file()
+
+    ended = launch(config, resume_from=runs / "done", say=disturb, fresh_process=fresh_process)
+    assert (ended.exit_code, tried) == (0, [0])
+    assert not (runs / "sweep-1/0/checkpoints/step-000004").exists()
+    steps = sorted(path.name for path in (runs / "done/checkpoints").glob("step-*"))
+    assert steps[-2:] == ["step-000004", "step-000005"]
+    assert (runs / "done/.lock").read_bytes() == b""
+
+
 def test_a_run_on_another_machine_is_left_alone(runs, capsys):
     (runs / "failed/.lock").write_text(json.dumps({
         "pid": 1, "host": "elsewhere", "boot": "b", "started": 1}))

@@ -114,6 +114,17 @@ def test_exit_codes(more, code, said, validate, world):
     assert "Traceback" not in done.err
 
 
+def test_a_reward_of_ones_own_after_a_recipe_is_told_the_words_that_work(validate, world):
+    (world / "own.py").write_text("def score(outputs):\n    return [0.0] * len(outputs)\n")
+    done = validate("+recipe=quickstart", "reward.fn=own:score")
+    assert done.code == 7
+    assert "has no argument 'model'" in done.err
+    told = done.err.strip().rpartition("take the recipe's reward out: ")[2].split()
+    assert told == ["~reward", "reward.fn=own:score"]
+    done = validate("+recipe=quickstart", *told)
+    assert (done.code, "reward own:score" in done.out) == (0, True), done.said
+
+
 def test_every_reward_of_several_is_checked(validate, world):
     done = validate(*words("reward.fn=null", "reward.fns.a.fn=rewards.py:nope",
                            "reward.fns.b.fn=gone.py:score", "reward.fns.c.fn=length",

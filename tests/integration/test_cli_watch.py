@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -133,13 +134,34 @@ def test_json_gives_the_rows(finished, capsys):
     assert [json.loads(line) for line in out] == jsonl(finished / "metrics.jsonl")
 
 
+def test_rows_with_what_is_no_number_are_shown_all_the_same(finished, capsys):
+    rows = jsonl(finished / "metrics.jsonl")
+    odd = [{**rows[-1], "step": 5, "lr": math.nan, "reward/mean": "abc"},
+           {**rows[-1], "step": 6, "lr": None, "time/step": math.inf}]
+    with (finished / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in odd)
+    code, out, _ = look(capsys, "runs/done")
+    lines = {line.split("  ")[0]: line for line in out}
+    assert code == 0
+    assert "reward -±" in lines["step 5/4"]
+    assert all("  lr -  " in lines[f"step {step}/4"] for step in (5, 6))
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    _, out, _ = look(capsys, "runs/done", as_json=True)
+    rows = [json.loads(line, parse_constant=refuse) for line in out]
+    assert [row["lr"] for row in rows[-2:]] == [None, None]
+
+
 def test_every_end_has_its_words_and_the_way_on(finished, reference, tmp_path, capsys):
     summary = json.loads((finished / "summary.json").read_text())
     for change, said in (
             ({"status": "stopped"}, "runs/done was stopped at step 4 of 4; resume with: ppocli "
                                     "resume runs/done\n"),
-            ({"status": "failed", "error": "no \x1b[2Jdisk"},
-             "runs/done failed at step 4 of 4: no ?[2Jdisk\n  log:   runs/done/ppocli.log\n")):
+            ({"status": "failed", "error": "no \x1b[2Jdisk\nat all\n  fix:   buy one"},
+             "runs/done failed at step 4 of 4: no \\x1b[2Jdisk\n  at all\n  fix:   buy one\n"
+             "  log:   runs/done/ppocli.log\n  resume with: ppocli resume runs/done\n")):
         (finished / "summary.json").write_text(json.dumps({**summary, **change}))
         code, _, err = look(capsys, "runs/done")
         assert (code, err) == (0, said)

@@ -14,12 +14,6 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 
-USED_WITHOUT_IMPORT = {
-    "deepspeed": "accelerate imports it for ZeRO; core by decision, so that it is there when asked",
-}
-"""declared distributions that no module of ours imports, each with its reason"""
-
-
 def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
@@ -68,7 +62,7 @@ def test_every_imported_library_is_a_declared_dependency():
 
 def test_every_declared_dependency_is_imported():
     used = {name for module in imported(ROOT / "ppocli") for name in distributions_of(module)}
-    assert declared() - used == set(USED_WITHOUT_IMPORT)
+    assert declared() - used == set()
 
 
 @pytest.mark.parametrize("folder", ["tests", "benchmarks", "docs"])

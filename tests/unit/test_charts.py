@@ -63,6 +63,14 @@ def test_a_long_legend_takes_more_rows_and_stays_inside():
     assert max(legend) < min(plot)
 
 
+def test_values_below_the_floor_are_drawn_there_and_told_as_they_are():
+    svg = line_chart([Line("c", [(0, -50.0), (1, -1.0), (2, 1.0)])], title="t", floor=-1.0)
+    (_, first), (_, second), (_, third) = coordinates(svg)
+    assert first == second > third
+    assert {"-1.0", "1.0"} <= set(texts(svg))
+    assert "c -50 at 0, 1 at 2" in parsed(svg).get("aria-label")
+
+
 def test_what_is_not_finite_leaves_a_gap():
     svg = line_chart([Line("x", [(0, 1.0), (1, 2.0), (2, math.nan), (3, 1.0), (4, math.inf),
                                  (5, 1.0), (6, 2.0)])], title="t")
@@ -150,6 +158,9 @@ def test_thinning_keeps_ends_of_the_range_and_every_outlier():
     assert len(kept) <= 1000
     assert [x for x, _ in kept] == sorted(x for x, _ in kept)
     assert {points[4321], points[7000]} <= set(kept)
+    assert (kept[0], kept[-1]) == (points[0], points[-1])
+    peak = [(0.0, 0.5), *((float(step), float(step % 7)) for step in range(1, 5000)), (5000.0, 0.5)]
+    assert [thin(peak)[at] for at in (0, -1)] == [(0.0, 0.5), (5000.0, 0.5)]
     assert thin(points[:1000], 1000) == points[:1000]
 
 

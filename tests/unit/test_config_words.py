@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
 from ppocli.config.keys import did_you_mean, key_for, nearest, schema_keys, schema_sections
-from ppocli.config.quoting import quoted, unquoted
+from ppocli.config.quoting import literal, quoted, unquoted
 from ppocli.config.words import normalised, read_words
 from ppocli.errors import ConfigError
 
@@ -101,3 +104,21 @@ def test_free_mappings_take_any_key():
 
 def test_unquoted_takes_one_pair():
     assert [unquoted(t) for t in ("'a'", '"a"', "a", "'", "'a\"")] == ["a", "a", "a", "'", "'a\""]
+
+
+TEXTS = ["", "plain", "o'b", "a\\", "a\\'b", "\\\\''\\", "it's \"it\"\\\\", "a\\\\\n",
+         "pr, =${y}.x", "\\${a}", "\\\\${a:b}'", "${a}\\"]
+
+
+@pytest.mark.parametrize("text", [*TEXTS, *("".join(parts) for parts in itertools.product(
+    "'\\a\"", repeat=4))])
+def test_quotes_are_undone(text):
+    assert unquoted(quoted(text)) == text
+    parsed = OverridesParser.create().parse_override(f"x={quoted(text)}")
+    assert str(parsed.value()) == text
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_literal_text_has_no_interpolation(text):
+    parsed = OverridesParser.create().parse_override(f"x={literal(text)}")
+    assert OmegaConf.create({"x": parsed.value()}).x == text

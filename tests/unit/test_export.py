@@ -136,6 +136,15 @@ class TestCard:
             assert line in text
         assert "/secret/place" not in text
 
+    def test_settings_that_a_resume_changed_are_named(self, tmp_path):
+        assert "need not give" not in card_of(facts_of(run_record(tmp_path)))
+        (tmp_path / "tamed").mkdir()
+        change = {"step": 1, "key": "ppo.optimizer.lr", "before": "0.001", "after": "<b>"}
+        (tmp_path / "tamed/run.json").write_text(json.dumps({"run_id": "a", "changes": [change]}))
+        text = card_of(facts_of(run_record(tmp_path)))
+        assert ("so it need not give the\nsame numbers:\n\n"
+                "- `ppo.optimizer.lr`: 0.001 until step 1, then &lt;b&gt;\n") in text
+
     def test_a_model_without_a_run(self):
         text = card_of(Facts("lm"))
         assert "## Use" in text

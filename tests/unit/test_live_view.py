@@ -69,6 +69,11 @@ def test_every_figure_is_in_its_line(board, now):
     assert "2 warnings, the last: KL is higher ⏎ still" in "\n".join(shown(board, 100))
 
 
+def test_no_memory_is_above_its_peak(board):
+    board.memory = lambda: 612.0
+    assert "memory  612 MiB, 612 MiB peak" in "\n".join(shown(board, 100))
+
+
 @pytest.mark.parametrize("width", [10, 20, 40, 60, 80, 120, 300])
 @pytest.mark.parametrize("ascii_only", [False, True])
 def test_lines_fit_any_width_and_height(board, width, ascii_only):
@@ -289,7 +294,8 @@ def test_a_pipe_is_no_terminal_whatever_colour_is_forced(monkeypatch):
 
 def test_a_resumed_run_shows_its_past(on_terminal, tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
-        "".join(json.dumps(row(step)) + "\n" for step in range(1, 8)))
+        "".join(json.dumps(row(step)) + "\n" for step in range(1, 8))
+        + '{"step": 2, torn\n[]\n{"step": "two"}\n')
 
     def go_on() -> None:
         with open_display(tmp_path / "ppocli.log") as display:

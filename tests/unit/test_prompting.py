@@ -164,11 +164,11 @@ def test_a_broken_model_is_told(tmp_path):
 def test_sampling_settings_of_a_model_from_elsewhere(player, tmp_path):
     from transformers import GenerationConfig
 
-    assert own_sampling(player) == {}
+    assert own_sampling(player.loaded) == {}
     folder = save_lm(tmp_path / "lm")
     GenerationConfig(do_sample=True, temperature=0.6, top_k=7, eos_token_id=1).save_pretrained(
         folder)
-    own = own_sampling(load_player(ModelConfig(path=str(folder)), "lm"))
+    own = own_sampling(load_player(ModelConfig(path=str(folder)), "lm").loaded)
     assert own == {"do_sample": True, "temperature": 0.6, "top_k": 7}
 
 

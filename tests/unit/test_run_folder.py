@@ -7,15 +7,17 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from checkpoint_samples import start_python, tree
+from checkpoint_samples import save, start_python, tree, write_files
 
 from ppocli.engine import atomic, faults, run_folder
+from ppocli.engine.publishing import publish_folder, repair_published
 from ppocli.engine.run_folder import (
     RunFolder,
+    live_owner,
     lock,
+    lock_beside,
     probe_writable,
-    publish_folder,
-    repair_published,
+    reserved,
     write_summary,
 )
 from ppocli.errors import CheckpointError, DiskError
@@ -69,6 +71,20 @@ def test_the_same_process_cannot_hold_it_twice(tmp_path: Path):
         assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
     with lock(tmp_path):
         pass
+
+
+def test_a_reserved_folder_waits_for_its_worker_alone(tmp_path: Path):
+    with reserved(tmp_path):
+        assert live_owner(tmp_path) is not None
+        with pytest.raises(CheckpointError, match="is in use by"), lock(tmp_path):
+            pass
+        with pytest.raises(CheckpointError, match="is in use by"), reserved(tmp_path):
+            pass
+        with lock(tmp_path, reserved_by=os.getpid()):
+            pass
+    with reserved(tmp_path):  # whose worker never comes that far
+        pass
+    assert (tmp_path / ".lock").read_bytes() == b""
 
 
 def test_it_is_given_back_after_an_exception(tmp_path: Path):
@@ -166,6 +182,50 @@ def test_of_processes_that_race_exactly_one_wins(tmp_path: Path, before: str):
     assert all(f"in use by process {winners[0].pid} on" in line for line in said.values()), said
 
 
+def test_a_folder_that_is_replaced_is_held_from_beside(tmp_path: Path):
+    target = tmp_path / "run" / "model"
+    code = HOLD.replace("import lock\n", "import lock_beside as lock\n").replace(
+        "sys.argv[1])", "sys.argv[1]), 'go away'")
+    holder = start_python(code, target, 60)
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(CheckpointError) as refused, lock_beside(target, "go away"):
+        pass
+    assert f"{target} is in use by process {holder.pid} on" in str(refused.value)
+    assert str(refused.value).endswith("or go away")
+    holder.kill()
+    holder.communicate()
+    with lock_beside(target, ""), pytest.raises(CheckpointError), lock_beside(target, ""):
+        pass  # not even by this process itself
+    with lock_beside(target.with_name("other"), ""):
+        pass
+    assert list(target.parent.iterdir()) == []
+
+
+TURNS = """
+import sys
+from pathlib import Path
+from ppocli.engine.run_folder import lock_beside
+from ppocli.errors import CheckpointError
+target, turns = Path(sys.argv[1]), 0
+print("ready", flush=True)
+while turns < 200:
+    try:
+        with lock_beside(target, ""):
+            target.mkdir()  # fails if another is here
+            target.rmdir()
+            turns += 1
+    except CheckpointError:
+        pass
+"""
+
+
+def test_deleting_the_file_beside_lets_no_two_in(tmp_path: Path):
+    racers = [start_python(TURNS, tmp_path / "model") for _ in range(3)]
+    said = [racer.communicate(timeout=60)[1] for racer in racers]
+    assert [racer.returncode for racer in racers] == [0, 0, 0], said
+    assert list(tmp_path.iterdir()) == []
+
+
 # --------------------------------------------------------------------- folders that appear whole
 
 
@@ -184,6 +244,28 @@ def test_publish_and_replace(tmp_path: Path):
     publish_folder(write_model("two"), target)
     assert tree(target) == {"config.json": b"two", "sub/a.txt": b"two"}
     assert [p.name for p in target.parent.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_weights_can_be_read_by_whom_the_umask_lets(tmp_path: Path, mask: int, mode: int):
+    """Safetensors makes its files private."""
+    old = os.umask(mask)
+    try:
+        publish_folder(write_files(1), tmp_path / "model")
+        saved = save(tmp_path / "checkpoints", 1)
+    finally:
+        os.umask(old)
+    files = [path for folder in (tmp_path / "model", saved) for path in folder.rglob("*")
+             if path.is_file()]
+    assert {path.suffix for path in files} == {".safetensors", ".json"}
+    assert {path.stat().st_mode & 0o777 for path in files} == {mode}
+
+
+def test_what_a_neighbour_is_writing_is_left_alone(tmp_path: Path):
+    (tmp_path / ".staging-model-2-0123abcd").mkdir()
+    (tmp_path / ".staging-model-0123abcd").mkdir()
+    assert len(repair_published(tmp_path / "model")) == 1
+    assert [path.name for path in tmp_path.iterdir()] == [".staging-model-2-0123abcd"]
 
 
 def test_a_failed_publish_keeps_the_old_folder(tmp_path: Path):
@@ -233,7 +315,7 @@ def test_publishing_over_a_link_leaves_its_target_alone(tmp_path: Path):
 PUBLISH = """
 import sys
 from pathlib import Path
-from ppocli.engine.run_folder import publish_folder
+from ppocli.engine.publishing import publish_folder
 def write(staging):
     (staging / "config.json").write_text("two")
 publish_folder(write, Path(sys.argv[1]))

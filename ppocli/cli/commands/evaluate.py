@@ -9,6 +9,9 @@ import typer
 from ppocli.cli.options import AsJson, Run, complete_setting
 from ppocli.cli.output import ending
 
+SHOWN = 3
+"""samples that are printed"""
+
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
@@ -53,7 +56,7 @@ def evaluate(
         resume: Annotated[bool, typer.Option(
             "--resume", help="Go on with an interrupted evaluation.")] = False,
         show: Annotated[int, typer.Option(
-            metavar="N", min=0, help="Print so many samples.")] = 3,
+            metavar="N", min=0, help="Print so many samples.")] = SHOWN,
         as_json: AsJson = False) -> None:
     """Score a policy's responses to fixed prompts, and compare policies.
 
@@ -70,10 +73,11 @@ def evaluate(
       ppocli eval ./model --prompts prompts.jsonl --reward my_rewards:score
       ppocli eval runs/NAME --min-reward 0.8 --json
     """
-    from ppocli.cli.evaluate import evaluate_command, request_of
+    from ppocli.cli.evaluate import evaluate_command, printing_of, request_of
 
     ending(lambda: evaluate_command(
         request_of(run, words, against=against, prompts=prompts, reward=reward, limit=limit,
                    num_samples=num_samples, seed=seed, frontier=frontier, step=step, best=best,
-                   output=output, name=name, overwrite=overwrite, resume=resume),
+                   output=output, name=name, overwrite=overwrite, resume=resume,
+                   printing=printing_of(min_reward, show, as_json)),
         min_reward=min_reward, show=show, as_json=as_json))

@@ -29,8 +29,9 @@ def export(
     dtype: Annotated[Literal["fp32", "bf16", "fp16"] | None, typer.Option(
         "--dtype", show_default=False,
         help="Store the weights as this type (default: as they are).")] = None,
-    max_shard_size: Annotated[str, typer.Option(
-        "--max-shard-size", metavar="SIZE", help="Largest weight file.")] = "5GB",
+    max_shard_size: Annotated[str | None, typer.Option(
+        "--max-shard-size", metavar="SIZE", show_default=False,
+        help="Largest weight file (default: 5GB).")] = None,
     include_value_head: Annotated[bool, typer.Option(
         "--include-value-head", help="Add the critic as value_head.safetensors.")] = False,
     overwrite: Annotated[bool, typer.Option(

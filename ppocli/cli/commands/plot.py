@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ppocli.cli.completion import complete_run
+from ppocli.cli.completion import complete_metrics, complete_run
 from ppocli.cli.options import AsJson
 from ppocli.cli.output import ending
 
@@ -23,8 +23,9 @@ def plot(runs: Annotated[list[str] | None, typer.Argument(
              help="Folders or names of runs, drawn over one another (default: the newest run "
              "below runs/).")] = None,
          metric: Annotated[str, typer.Option(
-             "--metric", "-m", metavar="NAME,...", help="Figures of metrics.jsonl, or reward, kl, "
-             "length, entropy, clip, lr, loss, eval.")] = "reward,kl",
+             "--metric", "-m", metavar="NAME,...", autocompletion=complete_metrics,
+             help="Figures of metrics.jsonl, or reward, kl, length, entropy, clip, lr, loss, "
+             "eval.")] = "reward,kl",
          smooth: Annotated[int, typer.Option(
              "--smooth", metavar="N", help="Show the mean of the last N steps.")] = 1,
          out: Annotated[Path | None, typer.Option(

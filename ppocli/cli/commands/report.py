@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ppocli.cli.completion import complete_form
 from ppocli.cli.options import AsJson, RunFolder
 from ppocli.cli.output import ending
 
@@ -22,7 +23,8 @@ def report(run: RunFolder = None,
                help="Where to write it; .html or .md tells the format (default: report.html and "
                     "report.md in the run's folder).")] = None,
            form: Annotated[str | None, typer.Option(
-               "--format", metavar="html|md|both", show_default=False,
+               "--format", metavar="html|md|both", autocompletion=complete_form,
+               show_default=False,
                help="What to write (default: as --output ends, else both).")] = None,
            overwrite: Annotated[bool, typer.Option(
                "--overwrite", help="Replace files that no report was written to before.")] = False,

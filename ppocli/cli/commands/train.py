@@ -73,7 +73,7 @@ def train(overrides: Overrides = None, no_progress: NoProgress = False, dry_run:
 
 
 def resume(run: Annotated[str, typer.Argument(metavar="RUN", autocompletion=complete_run,
-                                              help="The run's folder.")],
+                                              help="The run's folder or name.")],
            overrides: Overrides = None, no_progress: NoProgress = False, dry_run: DryRun = False
            ) -> None:
     """Go on with a stopped run, exactly where it was saved.

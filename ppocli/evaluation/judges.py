@@ -1,0 +1,150 @@
+"""Digests of what judges samples: Python objects by their code, models by their weights."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import json
+import sysconfig
+from collections.abc import Mapping
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
+from typing import Any
+
+import torch
+
+from ppocli.engine.digests import weights_digest
+from ppocli.engine.session import EvalSession, PythonObjects
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_DEEPEST = 30
+"""steps from an object to what it refers to"""
+_NEAR = 3
+"""steps within which an object holds the model that it scores with"""
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+"""where code lies that is told by its name"""
+
+
+def judge_digests(session: EvalSession, objects: PythonObjects) -> dict[str, str]:
+    """Digests by name: ``reward_fn``, ``metric_fn`` of Python objects, and ``weights of NAME``.
+
+    A function counts by its code, its defaults and the plain values, functions and models that it
+    refers to; another object also by its own plain values. Code that a name was given for is
+    told by its file, so only the models that it has loaded are looked at.
+    """
+    found = {name: _digest(_described(value, set(), 0, plain=True))
+             for name in ("reward_fn", "metric_fn")
+             if (value := getattr(objects, name)) is not None}
+    parts = {part.name: part.bound.call for part in session.reward.parts}
+    if session.metric is not None:
+        parts["metric_fn"] = session.metric.bound.call
+    for name, call in parts.items():
+        weights = sorted(_weights(call, []))
+        if weights:
+            found[f"weights of {name}"] = _digest(weights)
+    return found
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def _described(value: Any, seen: set[int], depth: int, *, plain: bool) -> Any:
+    """What tells ``value`` from another one, in JSON types and the same in every process.
+
+    Args:
+        seen: functions, classes and objects that were described before: they refer to each other.
+        plain: whether plain values that an object holds count. Those of objects that code merely
+            refers to may be caches and counters.
+    """
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if depth > _DEEPEST:
+        return type(value).__qualname__
+
+    def inner(part: Any, plain: bool = False) -> Any:
+        return _described(part, seen, depth + 1, plain=plain)
+
+    if isinstance(value, torch.nn.Module):
+        return [type(value).__qualname__, weights_digest(value)]
+    if isinstance(value, set | frozenset):
+        return sorted(json.dumps(inner(cell)) for cell in value)
+    parts = _parts(value)
+    if parts is not None:
+        return [inner(part, plain) for part in parts]
+    name = [type(value).__qualname__, str(getattr(value, "__qualname__", ""))]
+    if id(value) in seen or isinstance(value, BuiltinFunctionType):
+        return name
+    seen.add(id(value))
+    if isinstance(value, FunctionType):
+        if value.__code__.co_filename.startswith(_INSTALLED):
+            return [value.__module__, *name]
+        return [inner(value.__code__), inner(value.__defaults__), inner(value.__kwdefaults__),
+                [inner(part) for part in _referred(value)]]
+    if isinstance(value, type):
+        return [*name, [[key, inner(part)] for key, part in vars(value).items()
+                        if isinstance(part, FunctionType)]]
+    held = {key: cell for key, cell in _attributes(value).items()
+            if plain or isinstance(cell, torch.nn.Module)}
+    return [*name, inner(type(value)) if plain else "", inner(held, plain)]
+
+
+def _parts(value: Any) -> list[Any] | None:
+    """What ``value`` is made of; None for what is more than its parts."""
+    if isinstance(value, Mapping):
+        return [part for item in value.items() for part in item]
+    if isinstance(value, list | tuple):
+        return list(value)
+    if isinstance(value, CodeType):
+        # line numbers don't count: code may move
+        return [value.co_code, value.co_names, value.co_varnames, value.co_consts]
+    if isinstance(value, MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, functools.partial):
+        return [value.func, value.args, value.keywords]
+    return None
+
+
+def _referred(function: FunctionType) -> list[Any]:
+    """Values of a function's closure, and those globals of its module that it names."""
+    found: list[Any] = []
+    for cell in function.__closure__ or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:  # not filled yet
+            continue
+    names = dict.fromkeys(_named(function.__code__))
+    known = [function.__globals__[name] for name in names if name in function.__globals__]
+    return found + [value for value in known if not inspect.ismodule(value)]
+
+
+def _named(code: CodeType) -> list[str]:
+    """Names that code uses, with those of the functions inside it."""
+    return [*code.co_names, *(name for constant in code.co_consts if isinstance(constant, CodeType)
+                              for name in _named(constant))]
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    slots = [name for base in type(value).__mro__ for name in _names(vars(base).get("__slots__"))]
+    return {**{name: getattr(value, name) for name in slots if hasattr(value, name)},
+            **getattr(value, "__dict__", {})}
+
+
+def _names(slots: Any) -> list[str]:
+    return [slots] if isinstance(slots, str) else list(slots or ())
+
+
+def _weights(value: Any, above: list[int]) -> list[str]:
+    """Digests of the models that ``value`` is or refers to."""
+    if isinstance(value, torch.nn.Module):
+        return [weights_digest(value)]
+    if isinstance(value, (*_PLAIN, type)) or id(value) in above or len(above) > _NEAR:
+        return []
+    above = [*above, id(value)]
+    if isinstance(value, FunctionType):
+        inside = _referred(value)
+    elif isinstance(value, MethodType):
+        inside = [value.__self__]
+    else:
+        inside = list(_attributes(value).values())
+    return [digest for part in inside for digest in _weights(part, above)]

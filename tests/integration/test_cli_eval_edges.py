@@ -1,0 +1,192 @@
+"""``ppocli eval`` and ``generate`` where something is odd: names, numbers, damage, and objects."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers import jsonl, save_lm, write_prompts
+from runs import Ended, whole_copy
+
+import ppocli
+from ppocli.cli.evaluate import lines_of, printing_of, request_of, told_apart
+from ppocli.errors import CheckpointError, ConfigError
+
+RUN = "runs/first"
+
+
+@pytest.fixture
+def here(reference: Path, world: Path) -> Path:
+    """A folder with an apostrophe in its name; a finished run in it, its model and prompts."""
+    (world / "o'b/runs").mkdir(parents=True)
+    whole_copy(reference, world / "o'b" / RUN)
+    return world / "o'b"
+
+
+@pytest.fixture
+def typed(capsys: pytest.CaptureFixture[str], command: object, here: Path,
+          monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ended]:
+    """A command in this process, in :func:`here`."""
+    from ppocli.cli.app import app
+    from ppocli.cli.output import code_of
+
+    monkeypatch.chdir(here)
+
+    def typed(*given: str) -> Ended:
+        capsys.readouterr()
+        code = code_of(lambda: app(list(given), prog_name="ppocli"))
+        return Ended(code, *capsys.readouterr())
+
+    return typed
+
+
+def test_a_folder_may_have_an_apostrophe_and_a_file_a_dollar(here, typed):
+    write_prompts(here / "pr, =${y}.jsonl", ["the film"])
+    done = typed("eval", RUN, "--prompts", "pr, =${y}.jsonl", "--seed", str(2**63 - 1))
+    assert done.code == 0, done.err
+    done = typed("generate", RUN, "-p", "the film", "--greedy", "generation.temperature=0.5")
+    assert done.code == 0, done.err
+    assert "no effect: temperature, as do_sample=false" in done.err
+
+
+def test_the_limit_of_the_prompts_counts(here, typed):
+    done = typed("eval", RUN, "prompts.limit=3", "--json")
+    assert json.loads(done.out)["prompts"]["count"] == 3
+
+
+@pytest.mark.parametrize(("given", "option"), [
+    (["eval", "runs/frist"], "RUN"), (["eval", RUN, "--against", "runs/frist"], "--against"),
+    (["eval", "frist"], "RUN")])
+def test_a_misspelt_run_is_named(typed, given, option):
+    done = typed(*given)
+    assert done.code == 3
+    assert f"\n  where: {option}\n" in done.err
+    assert re.search("did you mean (runs/)?first", done.err)
+    assert "RUN=" not in done.err
+    assert "hf download runs" not in done.err
+
+
+def test_a_model_says_what_is_not_followed(here, typed):
+    from transformers import GenerationConfig
+
+    lm = save_lm(here / "lm")
+    GenerationConfig(do_sample=True, temperature=0.6, top_k=7, eos_token_id=1).save_pretrained(lm)
+    write_prompts(here / "p.jsonl", ["the film"])
+    given = ["eval", "./lm", "--prompts", "p.jsonl", "--reward", "length",
+             "reward.kwargs.target=3"]
+    told = "to sample as it says: "
+    assert f"{told}generation.temperature=0.6 generation.top_k=7\n" in typed(*given).err
+    done = typed(*given, "generation.temperature=0.6", "generation.top_k=7", "--json")
+    assert told not in done.err
+    assert json.loads(done.out)["generation"]["top_k"] == 7
+
+
+def test_a_damaged_result_is_made_again(here, typed):
+    given = ["eval", RUN, "--limit", "2", "--name", "x"]
+    assert typed(*given).code == 0
+    result = here / RUN / "eval/x/eval.json"
+    whole = json.loads(result.read_text())
+    for damage in ("{}", result.read_text()[:100]):
+        result.write_text(damage)
+        done = typed(*given, "--resume")
+        assert done.code == 0, done.err
+        assert f"{result} is damaged" in done.err
+        assert json.loads(result.read_text())["figures"] == whole["figures"]
+
+
+def test_samples_of_another_function_are_not_taken_up(here):
+    run = here / RUN
+    given = {"limit": 2, "name": "x", "resume": True}
+    found = ppocli.evaluate(run, reward_fn=lambda outputs: [1.0] * len(outputs), **given)
+    again = ppocli.evaluate(run, reward_fn=lambda outputs: [1.0] * len(outputs), **given)
+    assert again.report == found.report
+    with pytest.raises(CheckpointError, match=r"judges\.reward_fn: .* -> .*"):
+        ppocli.evaluate(run, reward_fn=lambda outputs: [2.0] * len(outputs), **given)
+
+
+def test_samples_of_a_reward_with_other_weights_are_not_taken_up(here, typed):
+    from transformers import GPT2Config, GPT2ForSequenceClassification
+
+    save_lm(here / "judge")
+    config = GPT2Config.from_pretrained(here / "judge", num_labels=1, pad_token_id=0)
+    GPT2ForSequenceClassification(config).save_pretrained(here / "judge")
+    given = ["eval", RUN, "--limit", "2", "--name", "x", "--resume", "--reward", "reward_model",
+             "reward.kwargs.model=./judge"]
+    assert typed(*given).code == 0
+    assert "finished already" in typed(*given).err
+    GPT2ForSequenceClassification(config).save_pretrained(here / "judge")
+    done = typed(*given)
+    assert done.code == 5
+    assert "judges.weights of reward_model: " in done.err
+    assert "--overwrite in place of --resume" in done.err
+
+
+def test_one_text_is_no_list_of_texts(here):
+    run = ppocli.load_run(here / RUN)
+    for prompts, sampling, message in (
+            ("The film", {}, r"prompts is one text"), ([None], {}, "prompts holds None"),
+            (["it"], {"max_new_tokens": "5"}, "max_new_tokens is '5'; it takes a whole number"),
+            (["it"], {"top_k": True}, "top_k is True"),
+            (["it"], {"stop_sequences": "."}, "it takes a list of texts"),
+            (["it"], {"temperature": None}, "temperature is None")):
+        with pytest.raises(ConfigError, match=message):
+            run.generate(prompts, **sampling)
+    for function in (lambda words: ppocli.evaluate(here / RUN, words), ppocli.train):
+        with pytest.raises(ConfigError, match="overrides is one text"):
+            function("generation.temperature=0.7")
+    with pytest.raises(ConfigError, match="reward and reward_fn"):
+        ppocli.evaluate(here / RUN, reward="length", reward_fn=len)
+    assert ppocli.evaluate(here / RUN, ["reward.kwargs.target=3"], reward="length", limit=1).report[
+        "settings"]["reward"]["fn"] == "length"
+
+
+def test_a_run_is_asked_as_its_model_was_loaded(here):
+    config = here / RUN / "config.yaml"
+    config.write_text(config.read_text().replace("attn_implementation: null",
+                                                 "attn_implementation: eager"))
+    assert "attn_implementation: eager" in config.read_text()
+    lm = ppocli.load_run(here / RUN)._player.loaded.lm
+    assert lm.config._attn_implementation == "eager"
+
+
+def test_the_command_that_goes_on_keeps_what_is_printed():
+    from ppocli.runs.target import Target
+
+    request = request_of(RUN, [], printing=printing_of(0.25, 0, as_json=True))
+    model = Target("x", "model", "/x", None, None, None)
+    assert request.command(model, "n") == (
+        f"ppocli eval {RUN} --name n --min-reward 0.25 --show 0 --json --resume")
+    assert printing_of(None, 3, as_json=False) == ()
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_a_threshold_is_a_finite_number(typed, value):
+    done = typed("eval", RUN, f"--min-reward={value}")
+    assert (done.code, "is no finite number" in done.err) == (2, True)
+
+
+@pytest.mark.parametrize(("mean", "asked", "shown"), [
+    (0.95206, 0.9521, ("0.95206", "0.9521")), (0.5, 99.0, ("0.5", "99")), (None, 1.0, ("-", "1")),
+    (math.nextafter(1.0, 0.0), 1.0, ("0.9999999999999999", "1"))])
+def test_a_figure_below_the_threshold_reads_as_less(mean, asked, shown):
+    assert told_apart(mean, asked) == shown
+
+
+def test_too_few_scores_are_said(here, typed):
+    (here / "rare.py").write_text(
+        "calls = [0]\n\ndef score(outputs):\n    calls[0] += 1\n"
+        "    return [None] + [1.0] * (len(outputs) - 1)\n")
+    done = typed("eval", RUN, "--frontier", "--limit", "1", "--reward", "rare.py:score",
+                 "reward.on_invalid=skip", "ppo.chunk_size=8")
+    assert done.code == 0, done.err
+    assert "The policy can't be placed: " in done.out
+    assert "too few responses have a score; it takes all 16 of the base" in done.out
+    folder = next((here / RUN / "eval").iterdir())
+    report = json.loads((folder / "eval.json").read_text())
+    assert len(jsonl(folder / "samples.jsonl")) > 16
+    report["frontier"]["policy"]["kl"] = None
+    assert "its KL is not known" in lines_of(report)[-1]
