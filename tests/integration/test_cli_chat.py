@@ -156,6 +156,8 @@ def test_wrong_lines_are_told_and_the_chat_goes_on(cast, talker, capsys):
     assert said(capsys, talk, "/help").err.startswith("/quit")
     assert "temperature=0.5" in said(capsys, talk, "/set temperature=0.5 top_k=3").err
     assert "top_k=3" in said(capsys, talk, "/set").err
+    assert "no effect: top_p, as do_sample=false" in said(
+        capsys, talk, "/set do_sample=false top_p=0.5").err
     assert said(capsys, talk, "//the film").out.strip()
     assert not talk.take("/quit")
 
