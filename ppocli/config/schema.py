@@ -225,8 +225,6 @@ class HardwareConfig:
                           "gradients too, 3 weights too", ge=0, le=3)
     offload_optimizer: bool = key(False, "keep optimizer state in host memory (ZeRO 1 to 3)")
     offload_param: bool = key(False, "keep weights in host memory (ZeRO 3)")
-    gather_for_generation: bool = key(True, "ZeRO 3: put the whole weights together once a "
-                                      "rollout instead of layer by layer at every token")
     deepspeed_config: Optional[str] = key(None, "a DeepSpeed JSON file of your own; what it leaves "
                                           "open is filled in")
     timeout_seconds: int = key(1800, "how long a process waits for the others", ge=1)

@@ -106,6 +106,7 @@ def _one_share(session: EvalSession, episodes: list[int], own: int, stop: StopFl
         return scores, session.metric.compute(request) if session.metric is not None else {}
 
     scores, metrics = session.backend.ranks.all_do(judge, "reward at evaluation")
+    stop.meet()
     kl = tokens.kl.sum(1)
     samples = [{
         "prompt": batch.texts[i], "response": responses[i],

@@ -80,9 +80,8 @@ class EvalSession:
     @contextmanager
     def acting(self) -> Iterator[Self]:
         """This session with a policy that can be run outside of training: where the weights are
-        sharded, and ``hardware.gather_for_generation`` allows it, with all of them put together.
-        All ranks enter and leave in step."""
-        if self.backend.zero_stage < 3 or not self.cfg.hardware.gather_for_generation:
+        sharded, with all of them put together. All ranks enter and leave in step."""
+        if self.backend.zero_stage < 3:
             yield self
             return
         with gathered_policy(self.policy, self.loaded) as whole:
