@@ -224,8 +224,10 @@ def collect_rollout(session: Session, prompts: PromptBatch, stream: int, stop: S
     mine = [part for part in parts if part is not None]
     found = session.backend.ranks.gather(merge_rollouts(mine) if mine else None)
     whole = merge_rollouts([part for part in found if part is not None])
+    if len(found) == 1:
+        return whole
     clock.mark("gather")
-    return whole if len(found) == 1 else in_order(whole)
+    return in_order(whole)
 
 
 def take_rows(prompts: PromptBatch, count: int) -> PromptBatch:
