@@ -40,8 +40,8 @@ def test_help_shows_examples_groups_and_keys(tmp_path):
     done = ppocli("train", "--help", cwd=tmp_path)
     assert done.returncode == 0
     for part in ("ppocli train +recipe=quickstart", "Config groups:", "+recipe=imdb_sentiment|",
-                 "model=", "reward=", "hardware=cpu|ddp|gpu|gpu_bf16|multi_node|zero1", "ppo.total_episodes",
-                 "--multirun", "--hydra-help"):
+                 "model=", "reward=", "hardware=cpu|ddp|gpu|gpu_bf16|multi_node|zero1",
+                 "ppo.total_episodes", "--multirun", "--hydra-help"):
         assert part in done.stdout, part
 
 
