@@ -43,7 +43,7 @@ class OptimizeResult:
     lr: float
     terms: dict[str, float]
     tokens: int
-    """tokens that went through forward and backward"""
+    """tokens that went through forward and backward, on all ranks"""
 
 
 def minibatches(count: int, size: int, *, seed: int, step: int, epoch: int
@@ -117,6 +117,8 @@ class _Sums:
 
     terms: torch.Tensor | None = None
     tokens: int = 0
+    whole: torch.Tensor | None = None
+    """of all ranks, once they have been asked"""
 
     def add(self, loss: PPOLoss, tokens: int) -> None:
         """Add a micro-batch."""
@@ -129,10 +131,11 @@ class _Sums:
         own = torch.zeros(len(TERMS)) if self.terms is None else self.terms
         if ranks.world == 1:
             return own
-        largest = TERMS.index("max_log_ratio")
-        total = ranks.sum(own)
-        total[largest] = ranks.max(own)[largest]
-        return total
+        if self.whole is None:
+            largest = TERMS.index("max_log_ratio")
+            self.whole = ranks.sum(own)
+            self.whole[largest] = ranks.max(own)[largest]
+        return self.whole
 
 
 def _backward(session: Session, experience: Experience, rows: torch.Tensor, sums: _Sums, *,
@@ -299,8 +302,9 @@ def optimize(session: Session, experience: Experience, state: TrainState, stop: 
     session.updates.clear()
     session.policy.eval()
     means = {n: (v if n == "max_log_ratio" else v / max(seen, 1)) for n, v in sums.items()}
+    tokens = int(session.backend.ranks.sum(torch.tensor(progress.tokens)))
     return OptimizeResult(progress.updates, progress.skipped, progress.nonfinite, stopped,
-                          progress.lr, means, progress.tokens)
+                          progress.lr, means, tokens)
 
 
 def probe_gradient(session: Session, experience: Experience) -> dict[str, float]:

@@ -102,14 +102,12 @@ class ZeroUpdates:
         self.backend = backend
         self.engine = engine
         self.optimizer = engine.optimizer
-        self._last = False
 
     def clear(self) -> None:
         """As :class:`Updates`; DeepSpeed clears after each update itself."""
 
     @contextmanager
     def _micro_batch(self, last: bool) -> Iterator[None]:
-        self._last = last
         self.engine.set_gradient_accumulation_boundary(last)
         yield
         if not last:
