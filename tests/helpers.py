@@ -34,20 +34,26 @@ def make_tokenizer(*, pad: bool = True, bos: bool = False):
 
 def model_config(kind: str = "gpt2", **over):
     """A configuration of two small layers with the vocabulary of :func:`make_tokenizer`."""
-    from transformers import GPT2Config, GPTNeoXConfig, LlamaConfig, Qwen2Config
+    from transformers import CONFIG_MAPPING
 
     vocabulary = len(SPECIAL) + len(WORDS)
     ids = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
-    if kind == "gpt2":
-        return GPT2Config(**{"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 64,
-                             "vocab_size": vocabulary, **ids, **over})
+    if kind in ("gpt2", "gptj"):
+        shape = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 64,
+                 "vocab_size": vocabulary, **ids}
+        if kind == "gptj":
+            shape |= {"rotary_dim": 8, "tie_word_embeddings": False}
+        return CONFIG_MAPPING[kind](**{**shape, **over})
     shape = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2,
-             "intermediate_size": 48, "vocab_size": vocabulary, "max_position_embeddings": 64,
-             **ids, **over}
-    if kind == "gpt_neox":
-        return GPTNeoXConfig(**shape)
-    kinds = {"llama": LlamaConfig, "qwen2": Qwen2Config}
-    return kinds[kind](**{"num_key_value_heads": 1, **shape})
+             "vocab_size": vocabulary, "max_position_embeddings": 64, **ids}
+    shape["ffn_dim" if kind == "opt" else "intermediate_size"] = 48
+    if kind == "opt":
+        shape["word_embed_proj_dim"] = 32
+    if kind in ("llama", "qwen2", "qwen3", "mistral", "gemma"):
+        shape["num_key_value_heads"] = 1
+    if kind in ("gemma", "qwen3"):
+        shape["head_dim"] = 16
+    return CONFIG_MAPPING[kind](**{**shape, **over})
 
 
 def save_lm(folder: Path, kind: str = "gpt2", *, seed: int = 0, pad: bool = True, gain: float = 4.0,

@@ -17,6 +17,7 @@ _HARMLESS = frozenset({
     "ppo.total_episodes", "ppo.num_steps", "ppo.max_nonfinite", "hardware.num_threads",
     "hardware.timeout_seconds", "hardware.rdzv_endpoint", "hardware.node_rank",
     "reward.timeout", "reward.retries", "model.gradient_checkpointing", "ppo.micro_batch_size",
+    "model.reference.offload",
 })
 _HARMLESS_SECTIONS = ("eval.", "checkpoint.", "tracking.")
 

@@ -30,8 +30,11 @@ def key(default: Any, doc: str, *, choices: tuple[str, ...] | None = None, ge: f
 
 @dataclass
 class ReferenceConfig:
-    kind: str = key("copy", "frozen copy of the starting policy that the KL is measured against; "
-                    "'none' trains without a KL term", choices=("copy", "none"))
+    kind: str = key("auto", "frozen starting policy that the KL is measured against: a 'copy', or "
+                    "'shared' with the policy's frozen layers (auto: shared where "
+                    "model.num_layers_unfrozen freezes some, else copy); 'none' trains without "
+                    "a KL term", choices=("auto", "copy", "shared", "none"))
+    offload: bool = key(False, "keep the reference in host memory while it is not run")
 
 
 @dataclass
@@ -273,3 +276,10 @@ class TrainConfig:
 def planned_episodes(ppo: PPOConfig) -> int:
     """Samples in the whole run, given by ``total_episodes`` or ``num_steps``."""
     return ppo.total_episodes or (ppo.num_steps or 0) * ppo.num_rollouts
+
+
+def reference_kind(model: ModelConfig) -> str:
+    """``copy``, ``shared`` or ``none``: what ``model.reference.kind`` comes to."""
+    if model.reference.kind != "auto":
+        return model.reference.kind
+    return "shared" if model.num_layers_unfrozen >= 0 else "copy"

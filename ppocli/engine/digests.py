@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ppocli.config.schema import TrainConfig
-from ppocli.engine.session import Session
+from ppocli.engine.session import EvalSession, Session
 
 
 def _sha256(value: Any) -> str:
@@ -36,9 +36,17 @@ def session_digests(session: Session) -> dict[str, str]:
     """Digests of the training prompts, the evaluation prompts and the reference's weights."""
     found = {"prompts": session.prompts.digest(),
              "evaluation prompts": session.eval_prompts.digest()}
-    if session.reference is not None:
-        found["reference model"] = weights_digest(session.reference)
+    if (digest := reference_digest(session)) is not None:
+        found["reference model"] = digest
     return found
+
+
+def reference_digest(session: EvalSession) -> str | None:
+    """Digest of the reference's weights; None without one."""
+    if session.reference is None:
+        return None
+    with session.reference.view(session.policy.lm) as view:
+        return weights_digest(view)
 
 
 def judge_digest(cfg: TrainConfig) -> str:

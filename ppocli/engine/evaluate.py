@@ -96,8 +96,8 @@ def _one_share(session: EvalSession, episodes: list[int], own: int, stop: StopFl
     index = [episode % len(prompts) for episode in episodes]
     batch = prompts.batch(index, episodes, session.tokenizer.pad_token_id)
     out = sample_responses(session, batch, session.eval_sampling, EVALUATION, stop)
-    tokens = score_tokens(session, batch, out, want_policy=not decoded, estimator="k1",
-                          temperature=1.0, stop=stop)
+    tokens = score_tokens(session, batch, out, want_policy=not decoded, want_values=False,
+                          estimator="k1", temperature=1.0, stop=stop)
     if own < len(episodes):
         batch, out = take_rows(batch, own), out.first(own)
     responses = decode(session, batch, out)

@@ -15,11 +15,11 @@ import torch
 from ppocli.engine import faults
 from ppocli.engine.ranks import Ranks
 from ppocli.engine.records import Experience, TrainState
-from ppocli.engine.rollout import rows_by_length
 from ppocli.engine.session import Session
 from ppocli.engine.stop import StopFlag
 from ppocli.errors import DivergedError
 from ppocli.models.layout import lay_out
+from ppocli.models.passes import rows_by_length
 from ppocli.ppo.losses import PPOLoss, ppo_loss, token_weights
 from ppocli.ppo.schedule import lr_factor
 

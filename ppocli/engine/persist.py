@@ -31,11 +31,13 @@ from ppocli.engine.sharded import (
     whole_shape,
 )
 from ppocli.errors import CheckpointError, PpocliError
+from ppocli.models.policy import Policy
 
 log = logging.getLogger("ppocli")
 
 POLICY = "policy"
 VALUE_HEAD = "value_head.safetensors"
+VALUE_TRUNK = "value_trunk.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 
 
@@ -88,9 +90,9 @@ def write_checkpoint(session: Session, folder: Path, state: Generators) -> None:
 
     def weights() -> None:
         save_policy(session, folder / POLICY)
-        head = {n: p.detach().cpu().clone()
-                for n, p in session.policy.value_head.state_dict().items()}
-        save_file(head, folder / VALUE_HEAD)
+        for name, module in _value_modules(session.policy).items():
+            save_file({n: p.detach().cpu().contiguous().clone()
+                       for n, p in module.state_dict().items()}, folder / name)
 
     with gathered(session.policy, stage):
         if ranks.first:
@@ -100,6 +102,12 @@ def write_checkpoint(session: Session, folder: Path, state: Generators) -> None:
     attempt(lambda: generators.write(state, folder, ranks.rank))
     if problem is not None:
         raise problem
+
+
+def _value_modules(policy: Policy) -> dict[str, torch.nn.Module]:
+    """File name -> what the value function is made of; empty without one."""
+    found = {VALUE_HEAD: policy.value_head, VALUE_TRUNK: policy.value_trunk}
+    return {name: module for name, module in found.items() if module is not None}
 
 
 def save_together(session: Session, state: Generators,
@@ -187,6 +195,19 @@ def _load_module(module: torch.nn.Module, tensors: dict[str, torch.Tensor], what
     module.load_state_dict(tensors, strict=False)
 
 
+def _load_value_function(policy: Policy, folder: Path) -> None:
+    wanted = _value_modules(policy)
+    there = {name for name in (VALUE_HEAD, VALUE_TRUNK) if (folder / name).exists()}
+    if there != set(wanted):
+        raise CheckpointError(
+            "The value function of the checkpoint is of another kind: it has "
+            f"{', '.join(sorted(there)) or 'none'}, the run needs "
+            f"{', '.join(sorted(wanted)) or 'none'}", where="model.value, ppo.advantage",
+            fix="resume with the value function the run was started with")
+    for name, module in wanted.items():
+        _load_module(module, load_file(folder / name), Path(name).stem.replace("_", " "), set())
+
+
 def _tied_names(lm: Any, saved: set[str]) -> set[str]:
     """Names of state-dict entries that share memory with an entry that is saved."""
     seen: dict[int, list[str]] = {}
@@ -241,8 +262,7 @@ def read_checkpoint(session: Session, folder: Path) -> None:
         _load_module(session.policy.lm, weights, "policy",
                      _tied_names(session.policy.lm, set(weights)))
         session.policy.lm.tie_weights()
-        _load_module(session.policy.value_head, load_file(folder / VALUE_HEAD), "value head",
-                     set())
+        _load_value_function(session.policy, folder)
     adopt_weights(session.policy, session.optimizer, stage)
     _restore_optimizer(session, folder)
     own = generators.read(folder, ranks.rank)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from time import perf_counter
@@ -17,9 +17,8 @@ from ppocli.engine.session import EvalSession, Session
 from ppocli.engine.stop import StopFlag
 from ppocli.errors import DivergedError
 from ppocli.models.generation import Generation, generate
-from ppocli.models.head import full_kl, token_logprobs
-from ppocli.models.layout import SequenceBatch, lay_out
-from ppocli.models.policy import response_hidden
+from ppocli.models.head import HeadWeights
+from ppocli.models.passes import collect, lay_out_rows, score_policy, score_reference
 from ppocli.models.sampling import SamplingSpec
 from ppocli.models.text import decode_responses, response_ids
 from ppocli.ppo.kl import kl_per_token
@@ -59,12 +58,6 @@ class PhaseClock:
         self.last = now
 
 
-def rows_by_length(lengths: torch.Tensor, rows: int) -> Iterator[torch.Tensor]:
-    """Row numbers sorted by length, longest first, in groups of at most ``rows``: neighbours are of
-    like length, so that little is padded, and the largest group shows at once whether it fits."""
-    yield from torch.argsort(lengths, descending=True, stable=True).split(rows)
-
-
 def sample_responses(session: EvalSession, prompts: PromptBatch, spec: SamplingSpec, stream: int,
                      stop: StopFlag) -> Generation:
     """Generate one response per prompt with the policy.
@@ -81,7 +74,9 @@ def sample_responses(session: EvalSession, prompts: PromptBatch, spec: SamplingS
     session.policy.eval()
     with session.backend.autocast():
         out = generate(session.policy.lm, prompts.tokens, prompts.mask, spec, noise,
-                       tokenizer=session.tokenizer, value_head=session.policy.value_head, poll=poll)
+                       tokenizer=session.tokenizer, poll=poll,
+                       value_head=(session.policy.value_head
+                                   if session.policy.values_while_decoding else None))
     if not bool(torch.isfinite(out.logprobs).all()):
         raise DivergedError("The policy became non-finite: its token probabilities are NaN.",
                             fix="lower ppo.optimizer.lr, raise ppo.init_kl_coef, or use "
@@ -110,62 +105,36 @@ def decode(session: EvalSession, prompts: PromptBatch, out: Generation) -> list[
 
 
 @torch.no_grad()
-def _score_rows(session: EvalSession, batch: SequenceBatch, *, want_policy: bool, estimator: str,
-                temperature: float) -> dict[str, torch.Tensor]:
-    """Flat [N] figures of one forward batch, on the device."""
-    found: dict[str, torch.Tensor] = {}
-    hidden = None
-    with session.backend.autocast():
-        if want_policy or estimator == "full":
-            hidden = response_hidden(session.policy.lm, batch)
-            head = session.policy.lm.get_output_embeddings()
-            found["logprobs"], _ = token_logprobs(hidden, head, batch.targets,
-                                                  temperature=temperature, want_entropy=False)
-            found["values"] = session.policy.value_head(hidden)
-        if session.reference is not None:
-            ref_hidden = response_hidden(session.reference, batch)
-            ref_head = session.reference.get_output_embeddings()
-            found["ref_logprobs"], _ = token_logprobs(ref_hidden, ref_head, batch.targets,
-                                                      temperature=temperature, want_entropy=False)
-            if estimator == "full" and hidden is not None:
-                found["full_kl"] = full_kl(hidden, session.policy.lm.get_output_embeddings(),
-                                           ref_hidden, ref_head, temperature=temperature)
-    return found
-
-
 def score_tokens(session: EvalSession, prompts: PromptBatch, out: Generation, *, want_policy: bool,
-                 estimator: str, temperature: float, stop: StopFlag) -> ScoredTokens:
+                 want_values: bool, estimator: str, temperature: float, stop: StopFlag
+                 ) -> ScoredTokens:
     """Forward passes over B samples: reference logprobs, KL, and the policy's own on demand.
 
     Args:
-        want_policy: also compute the policy's logprobs and values (else the decoded ones serve).
+        want_policy: also compute the policy's logprobs (else the decoded ones serve).
+        want_values: also compute the values of the states before each token.
         estimator: of :mod:`ppocli.ppo.kl`, or ``full`` for the KL over the whole vocabulary.
     """
-    lengths = prompts.mask.sum(1) + out.mask.sum(1)
-    places: list[torch.Tensor] = []
-    flats: dict[str, list[torch.Tensor]] = {}
-    for rows in rows_by_length(lengths, session.forward_rows):
-        stop.check()
-        mask = out.mask[rows]
-        if not bool(mask.any()):
-            continue
-        batch = lay_out(prompts.tokens[rows], prompts.mask[rows], out.tokens[rows], mask)
-        found = _score_rows(session, batch.to(session.backend.device), want_policy=want_policy,
-                            estimator=estimator, temperature=temperature)
-        row, column = mask.nonzero(as_tuple=True)
-        places.append(rows[row] * out.mask.shape[1] + column)
-        for name, flat in found.items():
-            flats.setdefault(name, []).append(flat)
-    # one copy from the device at the end instead of one a batch
-    full = {name: torch.zeros(out.mask.shape)
-            for name in ("ref_logprobs", "full_kl", "logprobs", "values")}
-    for name, flat_parts in flats.items():
-        full[name].view(-1)[torch.cat(places)] = torch.cat(flat_parts).cpu()
+    passes = lay_out_rows(prompts.tokens, prompts.mask, out, session.forward_rows,
+                          session.backend.device)
+    with session.backend.autocast():
+        if want_policy or want_values or estimator == "full":
+            for one in passes:
+                stop.check()
+                score_policy(session.policy, session.reference, one, temperature=temperature,
+                             want_values=want_values, keep_hidden=estimator == "full")
+        if session.reference is not None:
+            head = HeadWeights.of(session.policy.lm.get_output_embeddings())
+            with session.reference.view(session.policy.lm) as view:
+                for one in passes:
+                    stop.check()
+                    score_reference(session.reference, view, one, head, temperature=temperature)
+    full = collect(passes, out.mask.shape)
     logprobs = full["logprobs"] if want_policy else out.logprobs
     ref_logprobs = full["ref_logprobs"] if session.reference is not None else logprobs
     kl = full["full_kl"] if estimator == "full" else kl_per_token(logprobs, ref_logprobs, estimator)
     return ScoredTokens(full["logprobs"] if want_policy else None,
-                        full["values"] if want_policy else None, ref_logprobs, kl * out.mask)
+                        full["values"] if want_values else None, ref_logprobs, kl * out.mask)
 
 
 def _dense_rewards(scores: RewardScores, mask: torch.Tensor) -> torch.Tensor | None:
@@ -189,7 +158,10 @@ def _collect_chunk(session: Session, prompts: PromptBatch, own: int, stream: int
         lambda: score_texts(session, kept, mine, responses), "reward")
     stop.meet()
     clock.mark("reward")
-    tokens = score_tokens(session, prompts, out, want_policy=forward, stop=stop,
+    policy = session.policy
+    want_values = policy.value_head is not None and (forward or not policy.values_while_decoding)
+    tokens = score_tokens(session, prompts, out, want_policy=forward, want_values=want_values,
+                          stop=stop,
                           estimator=session.cfg.ppo.kl_estimator,
                           temperature=session.sampling.temperature)
     clock.mark("scoring")

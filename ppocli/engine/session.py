@@ -8,9 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-import torch
-
-from ppocli.config.schema import GenerationConfig, TrainConfig, planned_episodes
+from ppocli.config.schema import (
+    GenerationConfig,
+    TrainConfig,
+    planned_episodes,
+    reference_kind,
+)
 from ppocli.data.batch import PromptBatch
 from ppocli.data.order import prompt_indices
 from ppocli.data.prompt_set import PromptSet, load_eval_prompts, load_prompts
@@ -29,7 +32,8 @@ from ppocli.models.loading import (
     max_positions,
     stop_rules,
 )
-from ppocli.models.policy import Policy, freeze_bottom
+from ppocli.models.policy import Policy, build_value_head, freeze_bottom
+from ppocli.models.reference import CopyReference, Reference, share_trunk
 from ppocli.models.sampling import SAMPLING_KEYS, SamplingSpec
 
 log = logging.getLogger("ppocli")
@@ -56,8 +60,8 @@ class EvalSession:
     loaded: LoadedLM
     policy: Policy
     """the bare module: decoding and saving"""
-    reference: Any
-    """frozen causal LM, or None without a KL term"""
+    reference: Reference | None
+    """None without a KL term"""
     eval_prompts: PromptSet
     reward: Any
     metric: Any
@@ -201,10 +205,24 @@ def _load_eval_prompts(cfg: TrainConfig, tokenizer: Any, lm: Any, objects: Pytho
     return found
 
 
-def _load_reference(cfg: TrainConfig, backend: Backend) -> Any:
-    if cfg.model.reference.kind != "copy":
+def _copy_reference(cfg: TrainConfig, backend: Backend) -> Reference | None:
+    """The reference as a model of its own, also where a training shares it with its policy."""
+    if cfg.model.reference.kind == "none":
         return None
-    return load_reference(cfg.model, cfg.hardware).to(backend.device)
+    lm, offload = load_reference(cfg.model, cfg.hardware), cfg.model.reference.offload
+    return CopyReference(lm if offload else lm.to(backend.device), backend.device, offload)
+
+
+def _build_reference(cfg: TrainConfig, backend: Backend, lm: Any) -> Reference | None:
+    """The reference of a training, from a policy whose weights are still those it starts from."""
+    if reference_kind(cfg.model) != "shared":
+        return _copy_reference(cfg, backend)
+    try:
+        return share_trunk(lm, offload=cfg.model.reference.offload)
+    except ValueError as error:
+        raise InputError(f"The reference can't share the policy's trunk: {error}.",
+                         where="model.reference.kind",
+                         fix="set model.reference.kind=copy") from error
 
 
 def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) -> Session:
@@ -224,8 +242,9 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
         log.info("evaluation prompts: %s", note)
     # before the policy is sharded, when shapes of weights still tell the vocabulary
     sampling, eval_sampling = sampling_specs(cfg.generation, tokenizer, loaded)
-    policy, engine, optimizer, updates = _build_policy(cfg, backend, loaded)
-    reference = _load_reference(cfg, backend)
+    policy = _build_policy(cfg, backend, loaded)
+    reference = _build_reference(cfg, backend, policy.lm)
+    engine, optimizer, updates = _prepare(cfg, backend, policy)
     _warn_about_sampling(sampling)
     if len(prompts) < cfg.ppo.num_rollouts:
         log.info("%d prompts are fewer than the %d samples of a rollout: they are cycled.",
@@ -261,17 +280,16 @@ def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObject
     eval_prompts = _load_eval_prompts(cfg, tokenizer, loaded.lm, objects, reward, metric)
     for note in eval_prompts.notes:
         log.info("evaluation prompts: %s", note)
-    wrapped = Policy(loaded.lm, torch.Generator().manual_seed(cfg.seed)).to(backend.device)
+    wrapped = Policy(loaded.lm, None).to(backend.device)
     wrapped.eval()
-    reference = _load_reference(cfg, backend) if judges is None else judges.reference
+    reference = _copy_reference(cfg, backend) if judges is None else judges.reference
     sampling, eval_sampling = sampling_specs(cfg.generation, tokenizer, loaded)
     return EvalSession(cfg=cfg, backend=backend, tokenizer=tokenizer, loaded=loaded, policy=wrapped,
                        reference=reference, eval_prompts=eval_prompts, reward=reward, metric=metric,
                        sampling=sampling, eval_sampling=eval_sampling)
 
 
-def _build_policy(cfg: TrainConfig, backend: Backend, loaded: LoadedLM
-                  ) -> tuple[Policy, Any, Any, Updates]:
+def _build_policy(cfg: TrainConfig, backend: Backend, loaded: LoadedLM) -> Policy:
     try:
         freeze_bottom(loaded.lm, cfg.model.num_layers_unfrozen)
     except ValueError as error:
@@ -281,14 +299,17 @@ def _build_policy(cfg: TrainConfig, backend: Backend, loaded: LoadedLM
         # transformers renamed it in 5.2x; the old name warns there and is the only one before
         enable = getattr(loaded.lm, "activation_checkpointing_enable", None)
         (enable or loaded.lm.gradient_checkpointing_enable)({"use_reentrant": False})
-    policy = Policy(loaded.lm, torch.Generator().manual_seed(cfg.seed))
+    policy = Policy(loaded.lm, build_value_head(loaded.lm, cfg.seed))
     if backend.zero_stage < 3:  # sharded weights never lie on one device as a whole
         policy = policy.to(backend.device)
-    policy.eval()
+    return policy.eval()
+
+
+def _prepare(cfg: TrainConfig, backend: Backend, policy: Policy) -> tuple[Any, Any, Updates]:
+    """The policy as accelerate wraps it, the optimizer, and how gradients become its steps."""
     optimizer = build_optimizer(policy, cfg.ppo.optimizer)
     engine, prepared = backend.accelerator.prepare(policy, optimizer)
     policy.eval()
     if backend.zero_stage > 0:
-        return policy, engine, engine.optimizer, ZeroUpdates(backend, engine)
-    updates = PlainUpdates(backend, policy, engine, prepared, cfg.ppo.max_grad_norm)
-    return policy, engine, prepared, updates
+        return engine, engine.optimizer, ZeroUpdates(backend, engine)
+    return engine, prepared, PlainUpdates(backend, policy, engine, prepared, cfg.ppo.max_grad_norm)

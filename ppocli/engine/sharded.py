@@ -12,7 +12,7 @@ from torch import nn
 
 from ppocli.engine.ranks import Ranks
 from ppocli.models.loading import LoadedLM
-from ppocli.models.policy import Policy
+from ppocli.models.policy import Policy, build_value_head
 
 
 @contextmanager
@@ -90,11 +90,12 @@ def gathered_policy(policy: Policy, loaded: LoadedLM) -> Iterator[Policy]:
 
     with init_empty_weights(include_buffers=False):
         lm = type(loaded.lm)(loaded.lm.config)
-        whole = Policy(lm, torch.Generator().manual_seed(0))
+        whole = Policy(lm, None if policy.value_head is None else build_value_head(lm, 0))
     with gathered(policy, 3):
         device = next(iter(policy.parameters())).device
         _adopt(whole, policy)
         whole.to(device)
+        whole.value_trunk = policy.value_trunk  # run as it is: nothing decodes with it
         whole.eval()
         yield whole
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ppocli.engine.digests import weights_digest
+from ppocli.engine.digests import reference_digest, weights_digest
 from ppocli.engine.metrics import torch_versions
 from ppocli.engine.session import EvalSession, PythonObjects
 from ppocli.evaluation.figures import Row, compare, figures_of
@@ -46,7 +46,7 @@ def identity_of(session: EvalSession, targets: Sequence[Target], frontier: bool,
         "code": {path: _sha256(path) for path in dict.fromkeys(judges)},
         "judges": judge_digests(session, objects),
         "model": asdict(cfg.model),
-        "base_digest": None if session.reference is None else weights_digest(session.reference),
+        "base_digest": reference_digest(session),
         "chunk_size": session.chunk_size, "forward_rows": session.forward_rows,
         "logprobs_from": cfg.ppo.logprobs_from,
         "device": session.backend.device.type, "precision": session.backend.precision,

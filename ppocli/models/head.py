@@ -6,9 +6,24 @@ The backward pass either reuses a small chunk's logits in place or computes them
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+
+class HeadWeights(NamedTuple):
+    """An output embedding as it is now: [V, D] and [V] or None. It stays when the module's own
+    tensors are swapped."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    @staticmethod
+    def of(head: Any) -> HeadWeights:
+        """Of a linear layer."""
+        bias = getattr(head, "bias", None)
+        return HeadWeights(head.weight.detach(), None if bias is None else bias.detach())
+
 
 CHUNK_BYTES = 64 * 2**20
 """most memory that the fp32 logits of one chunk may take"""
@@ -118,17 +133,18 @@ def token_logprobs(hidden: torch.Tensor, head: Any, targets: torch.Tensor, *,
 
 
 @torch.no_grad()
-def full_kl(hidden: torch.Tensor, head: Any, ref_hidden: torch.Tensor, ref_head: Any, *,
-            temperature: float) -> torch.Tensor:
+def full_kl(hidden: torch.Tensor, head: HeadWeights, ref_hidden: torch.Tensor,
+            ref_head: HeadWeights, *, temperature: float) -> torch.Tensor:
     """KL(policy || reference) over the whole vocabulary at each token, [N] fp32 nats.
 
     ``sum_v p_v (log p_v - log q_v)``, chunk by chunk (TRL 0.11's ``kl_penalty=full``).
     """
+    linear = torch.nn.functional.linear
     rows = _chunk_rows(head.weight.shape[0])
     out = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
     for start in range(0, len(hidden), rows):
         part = slice(start, start + rows)
-        log_p = torch.log_softmax(head(hidden[part]).float() / temperature, -1)
-        log_q = torch.log_softmax(ref_head(ref_hidden[part]).float() / temperature, -1)
+        log_p = torch.log_softmax(linear(hidden[part], *head).float() / temperature, -1)
+        log_q = torch.log_softmax(linear(ref_hidden[part], *ref_head).float() / temperature, -1)
         out[part] = (log_p.exp() * (log_p - log_q)).sum(-1)
     return out

@@ -1,4 +1,4 @@
-"""The policy: a causal language model with a value head on its trunk, and the frozen reference."""
+"""The policy: a causal language model and, unless the advantages need none, its value function."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ppocli.models.head import token_logprobs
+from ppocli.models.layers import layer_stack
 from ppocli.models.layout import SequenceBatch
 
 
@@ -15,7 +16,8 @@ class PolicyOutput(NamedTuple):
     """What a forward pass says of N response tokens; fp32, each [N]."""
 
     logprobs: torch.Tensor
-    values: torch.Tensor
+    values: torch.Tensor | None
+    """None without a value function"""
     entropy: torch.Tensor | None
 
 
@@ -44,6 +46,12 @@ class ValueHead(nn.Module):
             return self.outer(inner).squeeze(-1)
 
 
+def build_value_head(lm: Any, seed: int) -> ValueHead:
+    """A value head that fits the trunk of ``lm``, the same for the same seed."""
+    width = lm.get_output_embeddings().weight.shape[1]
+    return ValueHead(width, torch.Generator().manual_seed(seed))
+
+
 def response_hidden(lm: Any, batch: SequenceBatch) -> torch.Tensor:
     """[N, D] final hidden states of ``lm``'s trunk at the positions that predict the response."""
     states = lm.base_model(input_ids=batch.tokens, use_cache=False).last_hidden_state
@@ -51,17 +59,40 @@ def response_hidden(lm: Any, batch: SequenceBatch) -> torch.Tensor:
 
 
 class Policy(nn.Module):
-    """A causal LM and its value head; one ``forward`` serves scoring and training.
+    """A causal LM and its value function; one ``forward`` serves scoring and training.
+
+    Everything of the value function has a name that begins with ``value_``.
 
     Args:
         lm: a transformers causal LM whose logits are ``output_embeddings(trunk(x))``.
-        generator: seeds the value head.
+        value_head: from hidden states to values; None where nothing asks for values.
+        value_trunk: makes the hidden states for ``value_head``, [N, D] from (lm, batch); None takes
+            those of the policy's own trunk.
     """
 
-    def __init__(self, lm: Any, generator: torch.Generator) -> None:
+    def __init__(self, lm: Any, value_head: ValueHead | None,
+                 value_trunk: nn.Module | None = None) -> None:
         super().__init__()
         self.lm = lm
-        self.value_head = ValueHead(lm.get_output_embeddings().weight.shape[1], generator)
+        self.value_head = value_head
+        self.value_trunk = value_trunk
+
+    @property
+    def values_while_decoding(self) -> bool:
+        """Whether the states that a token is sampled from give its value too."""
+        return self.value_head is not None and self.value_trunk is None
+
+    def values(self, batch: SequenceBatch, hidden: torch.Tensor) -> torch.Tensor | None:
+        """[N] values of the batch's response tokens, fp32.
+
+        Args:
+            hidden: [N, D] the policy trunk's states at the positions that predict them.
+        """
+        if self.value_head is None:
+            return None
+        if self.value_trunk is not None:
+            hidden = self.value_trunk(self.lm, batch)
+        return self.value_head(hidden)
 
     def forward(self, batch: SequenceBatch, *, temperature: float, want_entropy: bool = False,
                 value_only: bool = False) -> PolicyOutput:
@@ -76,7 +107,7 @@ class Policy(nn.Module):
             logprobs, entropy = token_logprobs(
                 hidden, self.lm.get_output_embeddings(), batch.targets, temperature=temperature,
                 want_entropy=want_entropy)
-        return PolicyOutput(logprobs, self.value_head(hidden), entropy)
+        return PolicyOutput(logprobs, self.values(batch, hidden), entropy)
 
 
 def freeze_bottom(lm: Any, num_layers_unfrozen: int) -> None:
@@ -90,14 +121,10 @@ def freeze_bottom(lm: Any, num_layers_unfrozen: int) -> None:
     """
     if num_layers_unfrozen < 0:
         return
-    depth = lm.config.num_hidden_layers
-    stacks = [m for m in lm.base_model.modules()
-              if isinstance(m, nn.ModuleList) and len(m) == depth]
-    if not stacks:
-        raise ValueError(f"no stack of {depth} layers in {type(lm.base_model).__name__}")
+    layers = list(layer_stack(lm))
+    depth = len(layers)
     if num_layers_unfrozen >= depth:
         return
-    layers = list(stacks[0])
     for parameter in lm.parameters():
         parameter.requires_grad_(False)
     in_stack = {id(p) for layer in layers for p in layer.parameters()}

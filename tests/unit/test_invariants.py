@@ -212,8 +212,8 @@ def test_logprobs_and_values_do_not_depend_on_the_batch(tmp_path, kind):
             batch = lay_out(prompts.tokens[rows], prompts.mask[rows],
                             rollout.response_tokens[rows], rollout.response_mask[rows])
             out = session.policy(batch, temperature=1.0)
-            hidden = response_hidden(session.reference, batch)
-            reference = token_logprobs(hidden, session.reference.get_output_embeddings(),
+            hidden = response_hidden(session.reference.lm, batch)
+            reference = token_logprobs(hidden, session.reference.lm.get_output_embeddings(),
                                        batch.targets, temperature=1.0, want_entropy=False)[0]
             return out.logprobs, out.values, reference
 
@@ -240,7 +240,7 @@ def test_responses_that_end_at_once_are_defined(tmp_path):
         bias = torch.zeros(session.policy.lm.config.vocab_size)
         bias[session.tokenizer.eos_token_id] = 1e4
         session.policy.lm.lm_head.bias = torch.nn.Parameter(bias, requires_grad=False)
-        session.reference.lm_head.bias = session.policy.lm.lm_head.bias
+        session.reference.lm.lm_head.bias = session.policy.lm.lm_head.bias
         experience, state = experience_of(session)
         assert experience.response_mask.sum(1).tolist() == [1] * 16
         result = optimize(session, experience, state, StopFlag())
@@ -346,7 +346,7 @@ def test_bf16_keeps_fp32_weights_and_a_ratio_near_one(tmp_path, source):
         experience, state = experience_of(session)
         result = optimize(session, experience, state, StopFlag())
         assert all(p.dtype == torch.float32 for p in session.policy.parameters())
-        assert next(session.reference.parameters()).dtype == torch.bfloat16
+        assert next(session.reference.lm.parameters()).dtype == torch.bfloat16
     assert result.terms["ratio"] == pytest.approx(1.0, abs=0.02)
     assert experience.logprobs.dtype == torch.float32
 
@@ -369,7 +369,7 @@ def test_full_kl_is_the_divergence_of_the_whole_distributions(tmp_path):
                 response = rollout.response_tokens[i][rollout.response_mask[i]]
                 ids = torch.cat([prompt, response])[None]
                 p, q = (torch.log_softmax(m(ids).logits[0, len(prompt) - 1:-1].double(), -1)
-                        for m in (session.policy.lm, session.reference))
+                        for m in (session.policy.lm, session.reference.lm))
                 wanted = (p.exp() * (p - q)).sum(-1)
                 got = rollout.kl[i][rollout.response_mask[i]].double()
                 torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-5)

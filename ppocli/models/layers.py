@@ -1,0 +1,97 @@
+"""The decoder's stack of layers, entered in the middle: one forward pass of the frozen bottom can
+serve several tops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def layer_stack(lm: Any) -> nn.ModuleList:
+    """The list of a model's decoder layers.
+
+    Raises:
+        ValueError: no list of modules is as long as the model is deep.
+    """
+    depth = lm.config.num_hidden_layers
+    for module in lm.base_model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == depth:
+            return module
+    raise ValueError(f"no stack of {depth} layers in {type(lm.base_model).__name__}")
+
+
+class _Skipped(nn.Module):
+    """Stands in for a layer and hands its input on, or another tensor in its place."""
+
+    def __init__(self, layer: nn.Module, instead: torch.Tensor | None, as_tuple: bool) -> None:
+        super().__init__()
+        object.__setattr__(self, "layer", layer)  # not a submodule: nothing of it is moved or saved
+        self.instead = instead
+        self.as_tuple = as_tuple
+
+    def __getattr__(self, name: str) -> Any:
+        """What a trunk asks its layers for (the kind of their attention) is the layer's own."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(object.__getattribute__(self, "layer"), name)
+
+    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> Any:
+        """As the layer's, without computing anything."""
+        out = hidden if self.instead is None else self.instead
+        return (out,) if self.as_tuple else out
+
+
+@contextmanager
+def tapped(stack: nn.ModuleList, index: int) -> Iterator[list[torch.Tensor]]:
+    """Collects what goes into layer ``index``, [b, T, D] for each forward pass meanwhile."""
+    found: list[torch.Tensor] = []
+
+    def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.append(args[0] if args else kwargs["hidden_states"])
+
+    handle = stack[index].register_forward_pre_hook(take, with_kwargs=True)
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def entered_at(stack: nn.ModuleList, index: int, hidden: torch.Tensor, *, as_tuple: bool
+               ) -> Iterator[None]:
+    """Forward passes meanwhile start at layer ``index`` with ``hidden`` [b, T, D] as its input;
+    the layers below are not run.
+
+    Args:
+        as_tuple: whether the model's layers return tuples.
+    """
+    if index == 0:
+        raise ValueError("a stack is entered above its first layer")
+    below = list(stack)[:index]
+    for number, layer in enumerate(below):
+        stack[number] = _Skipped(layer, hidden if number == 0 else None, as_tuple)
+    try:
+        yield
+    finally:
+        for number, layer in enumerate(below):
+            stack[number] = layer
+
+
+@contextmanager
+def swapped_parameters(module: nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Forward passes meanwhile use ``tensors`` in place of the parameters of these names. Gradients
+    must not flow through such a pass, nor be pending from one before."""
+    own = dict(module.named_parameters())
+    kept = {name: own[name].data for name in tensors}
+    try:
+        for name, tensor in tensors.items():
+            own[name].data = tensor
+        yield
+    finally:
+        for name, tensor in kept.items():
+            own[name].data = tensor

@@ -1,0 +1,106 @@
+"""Forward passes over sampled responses: what policy and reference say of each token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ppocli.models.generation import Generation
+from ppocli.models.head import HeadWeights, full_kl, token_logprobs
+from ppocli.models.layout import SequenceBatch, lay_out
+from ppocli.models.policy import Policy, response_hidden
+from ppocli.models.reference import Reference
+
+FIGURES = ("logprobs", "values", "ref_logprobs", "full_kl")
+
+
+@dataclass(slots=True)
+class ForwardPass:
+    """b rows that go through a model together, and what has been found of their N tokens."""
+
+    batch: SequenceBatch
+    places: torch.Tensor
+    """[N] index of each response token into [B, R] laid flat; on the CPU"""
+    found: dict[str, torch.Tensor] = field(default_factory=dict)
+    """[N] each, on the device, by their names in ``FIGURES``"""
+    hidden: torch.Tensor | None = None
+    """[N, D] the policy's final states, for the KL over the whole vocabulary"""
+    shared: list[torch.Tensor] = field(default_factory=list)
+    """what the reference can take over from the policy's pass"""
+
+
+def rows_by_length(lengths: torch.Tensor, rows: int) -> Iterator[torch.Tensor]:
+    """Row numbers sorted by length, longest first, in groups of at most ``rows``: neighbours are of
+    like length, so that little is padded, and the largest group shows at once whether it fits."""
+    yield from torch.argsort(lengths, descending=True, stable=True).split(rows)
+
+
+def lay_out_rows(prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, out: Generation, size: int,
+                 device: torch.device) -> list[ForwardPass]:
+    """All samples that have response tokens, at most ``size`` rows a pass.
+
+    Args:
+        prompt_tokens, prompt_mask: [B, Q], padding on the left.
+    """
+    lengths = prompt_mask.sum(1) + out.mask.sum(1)
+    passes = []
+    for rows in rows_by_length(lengths, size):
+        mask = out.mask[rows]
+        if not bool(mask.any()):
+            continue
+        row, column = mask.nonzero(as_tuple=True)
+        batch = lay_out(prompt_tokens[rows], prompt_mask[rows], out.tokens[rows], mask)
+        passes.append(ForwardPass(batch.to(device), rows[row] * out.mask.shape[1] + column))
+    return passes
+
+
+def score_policy(policy: Policy, reference: Reference | None, one: ForwardPass, *,
+                 temperature: float, want_values: bool, keep_hidden: bool) -> None:
+    """Find logprobs and, on demand, values of the policy."""
+    tap = nullcontext([]) if reference is None else reference.tap(policy.lm)
+    with tap as shared:
+        hidden = response_hidden(policy.lm, one.batch)
+    one.shared = shared
+    one.hidden = hidden if keep_hidden else None
+    one.found["logprobs"], _ = token_logprobs(
+        hidden, policy.lm.get_output_embeddings(), one.batch.targets, temperature=temperature,
+        want_entropy=False)
+    values = policy.values(one.batch, hidden) if want_values else None
+    if values is not None:
+        one.found["values"] = values
+
+
+def score_reference(reference: Reference, view: Any, one: ForwardPass, head: HeadWeights, *,
+                    temperature: float) -> None:
+    """Find the reference's logprobs and, where the policy's states were kept, the KL over the whole
+    vocabulary.
+
+    Args:
+        view: the reference as a model.
+        head: of the policy, which the view may have put the reference's in the place of.
+    """
+    with reference.entered(view, one.shared):
+        hidden = response_hidden(view, one.batch)
+    one.shared = []
+    ref_head = view.get_output_embeddings()
+    one.found["ref_logprobs"], _ = token_logprobs(hidden, ref_head, one.batch.targets,
+                                                  temperature=temperature, want_entropy=False)
+    if one.hidden is not None:
+        one.found["full_kl"] = full_kl(one.hidden, head, hidden, HeadWeights.of(ref_head),
+                                       temperature=temperature)
+        one.hidden = None
+
+
+def collect(passes: list[ForwardPass], shape: torch.Size) -> dict[str, torch.Tensor]:
+    """Every figure of all passes as [B, R] on the CPU, 0 where there is no token or no figure."""
+    full = {name: torch.zeros(shape) for name in FIGURES}
+    for name in FIGURES:
+        parts = [(one.places, one.found[name]) for one in passes if name in one.found]
+        if parts:  # one copy from the device instead of one a pass
+            places, flats = zip(*parts, strict=True)
+            full[name].view(-1)[torch.cat(places)] = torch.cat(flats).cpu()
+    return full

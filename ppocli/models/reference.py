@@ -1,0 +1,163 @@
+"""The frozen policy that the KL is measured against: a copy of its own, or the policy's own module
+with what trains put back as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ppocli.models.layers import entered_at, layer_stack, swapped_parameters, tapped
+
+
+class Reference(Protocol):
+    """Yields a causal LM to run; which one may share its trunk with the policy."""
+
+    def view(self, policy_lm: Any) -> AbstractContextManager[Any]:
+        """The reference as a model, for passes without gradients.
+
+        Args:
+            policy_lm: the policy's model, which must not be run meanwhile.
+        """
+
+    def tap(self, policy_lm: Any) -> AbstractContextManager[list[torch.Tensor]]:
+        """Collects of the policy's forward passes meanwhile what :meth:`entered` can use."""
+
+    def entered(self, view: Any, hidden: list[torch.Tensor]) -> AbstractContextManager[Any]:
+        """A pass of the :meth:`view` meanwhile leaves out what the policy's pass over the same
+        batch has computed already."""
+
+
+@contextmanager
+def _nothing_shared() -> Iterator[list[torch.Tensor]]:
+    yield []
+
+
+@dataclass(frozen=True, slots=True)
+class CopyReference:
+    """A model of its own."""
+
+    lm: Any
+    device: torch.device
+    """where it is run"""
+    offload: bool = False
+    """whether it lies in host memory while it isn't"""
+
+    @contextmanager
+    def view(self, policy_lm: Any) -> Iterator[Any]:
+        """As :class:`Reference`."""
+        if not self.offload:
+            yield self.lm
+            return
+        there = {name: p.data.to(self.device, non_blocking=True)
+                 for name, p in self.lm.named_parameters()}
+        with swapped_parameters(self.lm, there), _moved_buffers(self.lm, self.device):
+            yield self.lm
+
+    def tap(self, policy_lm: Any) -> AbstractContextManager[list[torch.Tensor]]:
+        """As :class:`Reference`: nothing is shared."""
+        return _nothing_shared()
+
+    def entered(self, view: Any, hidden: list[torch.Tensor]) -> AbstractContextManager[Any]:
+        """As :class:`Reference`: nothing is shared."""
+        return nullcontext()
+
+
+@contextmanager
+def _moved_buffers(lm: Any, device: torch.device) -> Iterator[None]:
+    kept = dict(lm.named_buffers())
+    owners = {name: lm.get_submodule(name.rpartition(".")[0]) for name in kept}
+    try:
+        for name, buffer in kept.items():
+            owners[name]._buffers[name.rpartition(".")[2]] = buffer.to(device)
+        yield
+    finally:
+        for name, buffer in kept.items():
+            owners[name]._buffers[name.rpartition(".")[2]] = buffer
+
+
+@dataclass(frozen=True, slots=True)
+class SharedReference:
+    """The policy's own frozen trunk, and copies of the few tensors that train (trlX's hydra).
+
+    ``border`` is the first layer that trains: below it policy and reference are the same, and one
+    pass serves both.
+    """
+
+    frozen: dict[str, torch.Tensor]
+    """parameters that train as they were at the start, by their names in the causal LM"""
+    border: int
+    as_tuple: bool
+    """whether the model's layers return tuples"""
+
+    @contextmanager
+    def view(self, policy_lm: Any) -> Iterator[Any]:
+        """As :class:`Reference`."""
+        device = next(policy_lm.parameters()).device
+        here = {name: tensor.to(device) for name, tensor in self.frozen.items()}
+        with swapped_parameters(policy_lm, here):
+            yield policy_lm
+
+    def tap(self, policy_lm: Any) -> AbstractContextManager[list[torch.Tensor]]:
+        """As :class:`Reference`."""
+        if self.border == 0:
+            return _nothing_shared()
+        return tapped(layer_stack(policy_lm), self.border)
+
+    def entered(self, view: Any, hidden: list[torch.Tensor]) -> AbstractContextManager[Any]:
+        """As :class:`Reference`."""
+        if not hidden:
+            return nullcontext()
+        return entered_at(layer_stack(view), self.border, hidden[-1], as_tuple=self.as_tuple)
+
+
+@torch.no_grad()
+def share_trunk(lm: Any, *, offload: bool = False) -> SharedReference:
+    """A reference that shares what is frozen of a policy that has not been trained yet.
+
+    Raises:
+        ValueError: a pass from the first trained layer on does not give what a whole pass gives, so
+            that the model's layers are not a plain sequence.
+    """
+    frozen = {name: p.detach().clone().to("cpu" if offload else p.device)
+              for name, p in lm.named_parameters() if p.requires_grad}
+    stack = layer_stack(lm)
+    trains = [any(p.requires_grad for p in layer.parameters()) for layer in stack]
+    below = {id(p) for p, in_stack in _parameters_by_place(lm, stack) if not in_stack}
+    embeds = any(p.requires_grad for m in lm.modules() if isinstance(m, torch.nn.Embedding)
+                 for p in m.parameters() if id(p) in below)
+    border = 0 if embeds or not any(trains) else trains.index(True)
+    return SharedReference(frozen, border, _check_entry(lm, stack, border))
+
+
+def _parameters_by_place(lm: Any, stack: Any) -> Iterator[tuple[torch.nn.Parameter, bool]]:
+    inside = {id(p) for p in stack.parameters()}
+    for parameter in lm.parameters():
+        yield parameter, id(parameter) in inside
+
+
+def _check_entry(lm: Any, stack: Any, border: int) -> bool:
+    """Whether layers return tuples; entering at ``border`` must give what a whole pass gives."""
+    if border == 0:
+        return False
+    kinds: list[bool] = []
+    handle = stack[border].register_forward_hook(
+        lambda _module, _inputs, out: kinds.append(isinstance(out, tuple)))
+    probe = torch.zeros(1, 3, dtype=torch.long, device=lm.base_model.device)
+    try:
+        with tapped(stack, border) as hidden:
+            whole = lm.base_model(input_ids=probe, use_cache=False).last_hidden_state
+    finally:
+        handle.remove()
+    try:
+        with entered_at(stack, border, hidden[-1], as_tuple=kinds[-1]):
+            entered = lm.base_model(input_ids=probe, use_cache=False).last_hidden_state
+    except (TypeError, AttributeError, IndexError, RuntimeError) as error:
+        raise ValueError(f"{type(lm).__name__} can't be entered at layer {border} ({error})"
+                         ) from error
+    if not torch.equal(whole, entered):
+        raise ValueError(f"{type(lm).__name__} entered at layer {border} gives other numbers")
+    return kinds[-1]

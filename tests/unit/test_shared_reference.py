@@ -1,0 +1,118 @@
+"""A reference that shares the policy's frozen trunk: the same numbers as a copy, with fewer tensors
+and without a second pass through what is frozen."""
+
+import pytest
+import torch
+from helpers import model_config, save_lm
+from sessions import count_good, rollout_of, session_of, small_config
+from test_invariants import experience_of
+
+from ppocli.config.schema import ReferenceConfig, TrainConfig, reference_kind
+from ppocli.engine.optimize import optimize
+from ppocli.engine.stop import StopFlag
+from ppocli.models.layers import layer_stack
+from ppocli.models.policy import freeze_bottom
+from ppocli.models.reference import CopyReference, SharedReference, share_trunk
+
+KINDS = ["gpt2", "gpt_neox", "gptj", "llama", "qwen2", "qwen3", "mistral", "gemma", "opt", "phi"]
+
+
+def count_letters(outputs, **_):
+    return [len(output) / 10 for output in outputs]
+
+
+def one_layer(tmp_path, kind="gpt2", reference="shared", **over):
+    save_lm(tmp_path / "lm", kind, gain=1.5)  # less sure of itself, so that a KL can be seen
+    return small_config(tmp_path, **{
+        "model__num_layers_unfrozen": 1, "model__reference__kind": reference,
+        "ppo__chunk_size": 5, **over})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("source", ["decode", "forward"])
+def test_a_shared_reference_gives_what_a_copy_gives(tmp_path, kind, source):
+    found = []
+    for reference in ("copy", "shared"):
+        cfg = one_layer(tmp_path, kind, reference, ppo__optimizer__lr=0.01,
+                        ppo__logprobs_from=source)
+        with session_of(cfg, reward=count_letters) as session:
+            kinds = {"copy": CopyReference, "shared": SharedReference}
+            assert isinstance(session.reference, kinds[reference])
+            before = rollout_of(session)
+            experience, state = experience_of(session)
+            optimize(session, experience, state, StopFlag())
+            found.append((before, rollout_of(session, start=100)))
+    for copied, shared in zip(*found, strict=True):
+        assert torch.equal(copied.response_tokens, shared.response_tokens)
+        torch.testing.assert_close(shared.ref_logprobs, copied.ref_logprobs, rtol=0, atol=2e-6)
+        torch.testing.assert_close(shared.values, copied.values, rtol=0, atol=2e-6)
+    first, later = found[1]
+    assert first.kl.abs().max() <= (0.0 if source == "forward" else 1e-5)
+    assert later.kl.abs().max() > 1e-3
+
+
+def test_it_holds_what_trains_and_nothing_else(tmp_path):
+    with session_of(one_layer(tmp_path, "llama")) as session:
+        policy, reference = session.policy.lm, session.reference
+        assert set(reference.frozen) == {n for n, p in policy.named_parameters()
+                                         if p.requires_grad}
+        held = sum(t.numel() for t in reference.frozen.values())
+        copied = sum(p.numel() for p in policy.parameters())
+        assert reference.border == 1
+        assert held < 0.6 * copied
+
+
+def test_the_frozen_bottom_runs_once_for_policy_and_reference(tmp_path):
+    with session_of(one_layer(tmp_path, ppo__logprobs_from="forward", ppo__chunk_size=16,
+                              ppo__micro_batch_size=16)) as session:
+        stack = layer_stack(session.policy.lm)
+        passes = [0, 0]
+
+        def count(number):
+            def hook(_module, inputs):
+                passes[number] += inputs[0].shape[1] > 1 and inputs[0].shape[0] == 16
+            return hook
+
+        for number, layer in enumerate(stack):
+            layer.register_forward_pre_hook(count(number))
+        rollout_of(session)
+    # reading the prompts, then policy and reference over all tokens
+    assert passes == [2, 3]
+
+
+def test_auto_shares_where_layers_are_frozen(tmp_path):
+    def chosen(**model):
+        cfg = TrainConfig()
+        for name, value in model.items():
+            setattr(cfg.model, name, value)
+        return reference_kind(cfg.model)
+
+    assert chosen() == "copy"
+    assert chosen(num_layers_unfrozen=1) == "shared"
+    assert chosen(num_layers_unfrozen=1, reference=ReferenceConfig(kind="copy")) == "copy"
+    assert chosen(reference=ReferenceConfig(kind="none")) == "none"
+
+
+def test_a_trunk_whose_layers_are_no_plain_sequence_is_refused():
+    from transformers import AutoModelForCausalLM
+
+    lm = AutoModelForCausalLM.from_config(model_config("gpt2")).eval()
+    freeze_bottom(lm, 1)
+    layers = layer_stack(lm)
+    original = layers[1].forward
+    # a layer that also looks at what another one did
+    seen = []
+    layers[0].register_forward_hook(lambda *_: seen.append(len(seen)))
+    layers[1].forward = lambda hidden, *a, **k: original(hidden * (1 + len(seen)), *a, **k)
+    with pytest.raises(ValueError, match="entered at layer 1 gives other numbers"):
+        share_trunk(lm)
+
+
+def test_an_offloaded_copy_gives_the_same_numbers(tmp_path):
+    found = []
+    for offload in (False, True):
+        cfg = small_config(tmp_path, model__reference__offload=offload)
+        with session_of(cfg, reward=count_good) as session:
+            assert session.reference.offload is offload
+            found.append(rollout_of(session))
+    assert torch.equal(found[0].ref_logprobs, found[1].ref_logprobs)
