@@ -100,10 +100,11 @@ def test_a_trunk_whose_layers_are_no_plain_sequence_is_refused():
     freeze_bottom(lm, 1)
     layers = layer_stack(lm)
     original = layers[1].forward
-    # a layer that also looks at what another one did
-    seen = []
-    layers[0].register_forward_hook(lambda *_: seen.append(len(seen)))
-    layers[1].forward = lambda hidden, *a, **k: original(hidden * (1 + len(seen)), *a, **k)
+    # a layer that also takes what another one left
+    left = []
+    layers[0].register_forward_hook(lambda *_: left.append(2.0))
+    layers[1].forward = lambda hidden, *a, **k: original(
+        hidden * (left.pop() if left else 1.0), *a, **k)
     with pytest.raises(ValueError, match="entered at layer 1 gives other numbers"):
         share_trunk(lm)
 
