@@ -20,6 +20,7 @@ from ppocli.cli.commands import (
     recipes,
     report,
     runs,
+    serve,
     sweep,
     train,
     validate,
@@ -80,7 +81,7 @@ def _options(
 
 # in the order in which --help lists them
 for _module in (train, watch, evaluate, generate, export, report, plot, runs, sweep, recipes,
-                validate, doctor, completion):
+                serve, validate, doctor, completion):
     _module.register(app)
 
 

@@ -75,7 +75,8 @@ def refuse_secrets(entries: Iterable[tuple[str, object, str]]) -> None:
                 raise ConfigError(f"{part} reads an environment variable; its value could be a "
                                   "secret and would be written to disk", where=source,
                                   fix="write the value itself; " + _REMEDY)
-            if _SECRET_VALUE.search(text):
+            if _SECRET_VALUE.search(text) or (name.startswith("reward.")
+                                              and _URL_PASSWORD.search(text)):
                 raise ConfigError(f"the value of {part} looks like a secret and was refused "
                                   "(value not shown)", where=source, fix=_REMEDY)
 

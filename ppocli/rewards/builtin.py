@@ -11,6 +11,7 @@ from types import MappingProxyType
 BUILTIN_REWARDS: Mapping[str, str] = MappingProxyType({
     "classifier": "ppocli.rewards.classifier:TextClassifier",
     "reward_model": "ppocli.rewards.reward_model:RewardModel",
+    "http": "ppocli.rewards.remote:HttpReward",
     "length": "ppocli.rewards.rules:Length",
     "keyword": "ppocli.rewards.rules:Keyword",
     "word_list": "ppocli.rewards.rules:WordList",

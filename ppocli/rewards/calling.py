@@ -14,7 +14,7 @@ from typing import Any
 from ppocli.errors import PpocliError, RewardError
 from ppocli.rewards.describe import first_line, raised_at, shorten
 from ppocli.rewards.records import RewardRequest
-from ppocli.rewards.resolve import BoundCallable
+from ppocli.rewards.resolve import BoundCallable, name_own_key
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,8 @@ def call_with_request(bound: BoundCallable, request: RewardRequest, policy: Call
         positional, named = bound.arguments(request)  # fresh lists: a failed call may have cut them
         try:
             return _call(bound, positional, named, len(request), policy.timeout)
-        except PpocliError:
+        except PpocliError as error:
+            name_own_key(error, bound.located.key)
             raise
         except Exception as error:
             place = raised_at(error, bound.file)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import Parameter
 from typing import Any
 
@@ -187,6 +187,8 @@ def bind(located: Located, kwargs: Mapping[str, Any]) -> BoundCallable:
     if inspect.isclass(call):
         _check_kwargs(located, _signature(call, located), kwargs, complete=True)
         call, bound_kwargs = _construct(located, kwargs), {}
+        if isinstance(told := getattr(call, "told_as", None), str):  # better known than its class
+            located = replace(located, spec=told, file=None, line=None)
         if not callable(call):
             raise _not_callable(located, f"An object of class {located.spec}")
     parameters = _signature(_body(call), located)
@@ -205,16 +207,20 @@ def _construct(located: Located, kwargs: Mapping[str, Any]) -> Any:
     try:
         return located.target(**kwargs)
     except PpocliError as error:
-        # Built-ins name the usual key; under reward.fns it is another one.
-        named = kwargs_key(located.key)
-        error.where = error.where and error.where.replace("reward.kwargs", named)
-        error.fix = error.fix and error.fix.replace("reward.kwargs", named)
+        name_own_key(error, located.key)
         raise
     except Exception as error:
         raise RewardError(
             f"Building {located.label} with {dict(kwargs)} failed: {first_line(error)}",
             where=raised_at(error, located.file), fix=f"see {kwargs_key(located.key)}",
         ) from error
+
+
+def name_own_key(error: PpocliError, key: str) -> None:
+    """Built-ins name the usual key in their errors; under ``reward.fns`` it is another one."""
+    named = kwargs_key(key)
+    error.where = error.where and error.where.replace("reward.kwargs", named)
+    error.fix = error.fix and error.fix.replace("reward.kwargs", named)
 
 
 def _body(call: Any) -> Any:

@@ -270,5 +270,5 @@ def test_every_command_is_among_those_tried(installed):
     from ppocli.cli.app import app
 
     tried = {line.split()[0] for line, _, _ in COMMANDS} | {"train", "recipes"}
-    # these need more than a run: a sweep, and a minute
-    assert set(get_command(app).commands) - tried == {"sweep", "doctor"}
+    # these need more than a run: a sweep, a minute, and somebody who asks
+    assert set(get_command(app).commands) - tried == {"sweep", "doctor", "serve-reward"}

@@ -14,6 +14,8 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -72,15 +74,40 @@ def shrunk(command: list[str]) -> list[str]:
 
 
 def type_in(commands: list[list[str]], folder: Path, timeout: float) -> None:
-    """Run commands one after another, as a user whose virtual environment is active."""
+    """Run commands one after another, as a user whose virtual environment is active. One that ends
+    with ``&`` is a server: it runs beside the others until the end, where SIGTERM ends it well."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    for command in commands:
-        done = subprocess.run(command, cwd=folder, env=environment(PATH=path), text=True,
-                              capture_output=True, timeout=timeout, check=False)
-        assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}\n{done.stderr}"
-        if trains(command) and "-m" not in command:
-            model = Path(done.stdout.splitlines()[-1])
-            assert (model / "config.json").is_file(), done.stdout
+    with ExitStack() as servers:
+        for command in commands:
+            if command[-1] == "&":
+                servers.enter_context(in_background(command[:-1], folder, path))
+            else:
+                type_one(command, folder, path, timeout)
+
+
+@contextmanager
+def in_background(command: list[str], folder: Path, path: str) -> Iterator[None]:
+    """A server, from the first line that it prints."""
+    with subprocess.Popen(command, cwd=folder, env=environment(PATH=path), text=True,
+                          stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline(), shlex.join(command)
+            yield
+        finally:
+            process.terminate()
+            process.communicate(timeout=60)
+        assert process.returncode == 0, shlex.join(command)
+
+
+def type_one(command: list[str], folder: Path, path: str, timeout: float) -> None:
+    """Run one command to its end."""
+    done = subprocess.run(command, cwd=folder, env=environment(PATH=path), text=True,
+                          capture_output=True, timeout=timeout, check=False)
+    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}\n{done.stderr}"
+    if trains(command) and "-m" not in command:
+        model = Path(done.stdout.splitlines()[-1])
+        assert (model / "config.json").is_file(), done.stdout
 
 
 def prepare(page: str, folder: Path) -> list[list[str]]:

@@ -1,0 +1,252 @@
+"""Built-in reward ``http``: scores that another process, GPU or machine computes.
+
+    reward.fn=http reward.kwargs.url=http://127.0.0.1:8123/score
+
+What is sent and answered is said in :mod:`ppocli.rewards.wire`; ``ppocli serve-reward`` is a server
+for it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import re
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from ppocli.config.secrets import looks_secret
+from ppocli.errors import RewardError
+from ppocli.rewards.describe import first_line, shorten
+from ppocli.rewards.resolve import KNOWN_ARGUMENTS
+from ppocli.rewards.wire import WireError, decode_scores, encode_request, opening
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+"""seconds before the first retry, doubled before each further one, and at most"""
+TOO_MANY = 429
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_HEADER = re.compile(r"\s*([A-Za-z0-9-]+)\s*:\s*([A-Za-z_][A-Za-z0-9_]*)\s*")
+
+
+class HttpReward:
+    """Scores that a server gives for batches of samples.
+
+    Connection errors and the statuses 429 and 5xx are tried again, with growing pauses. An answer
+    that doesn't come in time is not asked for again: the server may still be at work on it.
+
+    Args:
+        url: where batches are posted to, http:// or https://.
+        timeout: seconds to wait for a connection, and for an answer.
+        retries: how often a request is tried again.
+        concurrency: requests under way at once; a chunk is split between them.
+        batch_size: most samples of a request (default: the chunk in ``concurrency`` parts).
+        token_env: name of the environment variable that holds a token (``Authorization: Bearer``).
+        headers: further headers, each as ``Name: VARIABLE``, an environment variable's name.
+
+    Raises:
+        RewardError: a wrong argument, a variable that isn't set, or a server that isn't there.
+    """
+
+    waits = True
+    """scoring waits for others instead of computing here: it may go on beside generation"""
+
+    def __init__(self, url: str, *, timeout: float = 60.0, retries: int = 3, concurrency: int = 1,
+                 batch_size: int | None = None, token_env: str | None = None,
+                 headers: Sequence[str] = ()) -> None:
+        import httpx2
+
+        host = _checked_host(url)
+        for name, value, lowest in (("retries", retries, 0), ("concurrency", concurrency, 1),
+                                    ("batch_size", batch_size, 1)):
+            if value is not None and (type(value) is not int or value < lowest):
+                raise _bad(name, value, f"a whole number from {lowest}")
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
+            raise _bad("timeout", timeout, "seconds above 0")
+        self.url, self.told_as = url, f"http {url}"
+        self.timeout, self.retries = float(timeout), retries
+        self.concurrency, self.batch_size = concurrency, batch_size
+        self._client = httpx2.Client(
+            timeout=self.timeout, headers=_secret_headers(token_env, headers),
+            # a proxy of the environment's would look for "localhost" on its own machine
+            trust_env=not is_loopback(host),
+            limits=httpx2.Limits(max_connections=concurrency))
+        weakref.finalize(self, self._client.close)
+        # any answer will do: that the server is missing is told before models are loaded
+        self._patiently(lambda: self._client.get(url), any_status=True)
+
+    def __call__(self, prompts: list[str], responses: list[str], response_ids: list[list[int]],
+                 **columns: Any) -> list[Any]:
+        """[N] scores as the server gave them, in the order of the samples."""
+        columns = {name: values for name, values in columns.items() if name not in KNOWN_ARGUMENTS}
+        count = len(responses)
+        size = self.batch_size or -(-count // self.concurrency)
+        parts = [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+        def ask(part: slice) -> list[Any]:
+            body = encode_request(prompts[part], responses[part], response_ids[part],
+                                  {name: values[part] for name, values in columns.items()})
+            return self._scores(body, part, count)
+
+        return [score for scores in in_threads(ask, parts, self.concurrency) for score in scores]
+
+    def _scores(self, body: bytes, part: slice, count: int) -> list[Any]:
+        answer = self._patiently(lambda: self._client.post(
+            self.url, content=body, headers={"Content-Type": "application/json"}))
+        try:
+            scores = decode_scores(answer.content)
+        except WireError as problem:
+            raise RewardError(f"{self.url} answered {answer.status_code} with {problem}.",
+                              where="reward.kwargs.url",
+                              fix='it must answer {"scores": [...]}, one a sample') from None
+        asked = part.stop - part.start
+        if len(scores) != asked:
+            noun = "score" if len(scores) == 1 else "scores"
+            raise RewardError(
+                f"{self.url} answered {answer.status_code} with {len(scores)} {noun} for {asked} "
+                f"samples (sample {part.start} to {part.stop - 1} of {count}): "
+                f"{shorten(opening(answer.content))}", where="reward.kwargs.url",
+                fix="it must answer one score a sample, in their order")
+        return scores
+
+    def _patiently(self, send: Callable[[], Any], *, any_status: bool = False) -> Any:
+        """The answer, asked for again where that may help."""
+        import httpx2
+
+        for attempt in range(self.retries + 1):
+            pause = min(FIRST_PAUSE * 2**attempt, LONGEST_PAUSE)
+            try:
+                answer = send()
+            except (httpx2.ReadTimeout, httpx2.WriteTimeout) as error:
+                if any_status:
+                    return None  # slow, but there
+                raise RewardError(
+                    f"{self.url} did not answer within {self.timeout:g} s.",
+                    where="reward.kwargs.timeout", fix="make it faster, give smaller parts "
+                    "(reward.kwargs.batch_size=N), or raise reward.kwargs.timeout") from error
+            except httpx2.TransportError as error:
+                failed = f"{self.url} could not be reached: {first_line(error)}"
+                cause: Exception | None = error
+                fix = "start it (ppocli serve-reward), or correct reward.kwargs.url"
+            else:
+                status = answer.status_code
+                if any_status or status == 200:
+                    return answer
+                failed = f"{self.url} answered {status}: {shorten(opening(answer.content))}"
+                cause, fix = None, "look into the server's own messages"
+                pause = max(pause, _asked_pause(answer))
+                if status < 500 and status != TOO_MANY:
+                    raise RewardError(failed, where="reward.kwargs.url", fix=_remedy(status))
+            if attempt < self.retries:
+                log.warning("%s; trying again in %g s (%d of %d)", failed, pause, attempt + 1,
+                            self.retries)
+                time.sleep(pause)
+        tries = f" ({self.retries + 1} times in a row)" if self.retries else ""
+        raise RewardError(failed + tries, where="reward.kwargs.url", fix=fix) from cause
+
+
+def in_threads(work: Callable[[slice], list[Any]], parts: Sequence[slice], width: int
+               ) -> list[list[Any]]:
+    """``work`` of every part in their order, ``width`` at a time; the first failure is raised.
+
+    Daemon threads: a server that hangs must not keep a process that wants to end.
+    """
+    if width == 1 or len(parts) < 2:
+        return [work(part) for part in parts]
+    results: list[list[Any] | None] = [None] * len(parts)
+    failures: dict[int, BaseException] = {}
+    left, lock = iter(enumerate(parts)), threading.Lock()
+
+    def body() -> None:
+        while not failures:
+            with lock:
+                number, part = next(left, (None, None))
+            if number is None or part is None:
+                return
+            try:
+                results[number] = work(part)
+            except BaseException as error:
+                failures[number] = error
+
+    threads = [threading.Thread(target=body, name=f"reward request {n}", daemon=True)
+               for n in range(min(width, len(parts)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[min(failures)]
+    return [scores for scores in results if scores is not None]
+
+
+def _checked_host(url: object) -> str:
+    parts = urlsplit(url) if isinstance(url, str) else None
+    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
+        raise _bad("url", url, "an address such as http://127.0.0.1:8123/score")
+    if parts.password or any(looks_secret(name) for name, _ in parse_qsl(parts.query)):
+        raise RewardError("reward.kwargs.url holds a secret (not shown).",
+                          where="reward.kwargs.url", fix="send it as a header: "
+                          "reward.kwargs.token_env=NAME-OF-A-VARIABLE")
+    return parts.hostname
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or name means this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _secret_headers(token_env: str | None, headers: Sequence[str]) -> dict[str, str]:
+    """Header -> value, read from the environment."""
+    if isinstance(headers, str) or not all(isinstance(text, str) for text in headers):
+        raise _bad("headers", headers, "a list of texts 'Name: VARIABLE'")
+    if token_env is not None and (not isinstance(token_env, str)
+                                  or not _VARIABLE.fullmatch(token_env)):
+        raise RewardError("reward.kwargs.token_env is not the name of a variable (not shown).",
+                          where="reward.kwargs.token_env", fix="put the token into a variable of "
+                          "the environment and give the variable's name")
+    wanted = [("token_env", "Authorization", token_env, "Bearer ")] if token_env else []
+    for text in headers:
+        matched = _HEADER.fullmatch(text)
+        if matched is None:
+            raise RewardError("An entry of reward.kwargs.headers is not of the form 'Name: "
+                              "VARIABLE' (not shown).", where="reward.kwargs.headers",
+                              fix="put the value into a variable of the environment and give the "
+                              "variable's name")
+        wanted.append(("headers", matched[1], matched[2], ""))
+    found = {}
+    for key, header, variable, prefix in wanted:
+        if variable not in os.environ:
+            raise RewardError(f"The environment has no variable {variable}, which is to be sent as "
+                              f"{header}.", where=f"reward.kwargs.{key}",
+                              fix=f"export {variable}=...")
+        found[header] = prefix + os.environ[variable]
+    return found
+
+
+def _asked_pause(answer: Any) -> float:
+    """Seconds that ``Retry-After`` asks for, as far as they are reasonable."""
+    try:
+        return min(float(answer.headers.get("Retry-After", 0)), LONGEST_PAUSE)
+    except ValueError:
+        return 0.0
+
+
+def _remedy(status: int) -> str:
+    return {401: "give the token that it asks for: reward.kwargs.token_env=VARIABLE",
+            403: "give the token that it asks for: reward.kwargs.token_env=VARIABLE",
+            404: "correct the path of reward.kwargs.url; ppocli serve-reward listens at /score",
+            413: "send fewer samples at once: reward.kwargs.batch_size=N"}.get(
+                status, "look into the server's own messages")
+
+
+def _bad(name: str, value: object, allowed: str) -> RewardError:
+    return RewardError(f"reward.kwargs.{name} is {shorten(repr(value))[1:-1]}, not {allowed}.",
+                       where=f"reward.kwargs.{name}", fix=f"reward.kwargs.{name}=...")

@@ -1,0 +1,364 @@
+"""The reward that asks a server, against servers that misbehave; and the server, asked wrongly."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+
+from ppocli.config.schema import RewardConfig
+from ppocli.config.secrets import refuse_secrets
+from ppocli.errors import ConfigError, RewardError
+from ppocli.rewards import remote
+from ppocli.rewards.records import RewardRequest
+from ppocli.rewards.scoring import build_reward
+from ppocli.rewards.serving import RewardServer, Service
+
+Answer = Callable[[dict[str, Any], int], tuple[int, str]]
+
+
+@contextmanager
+def answering(answer: Answer) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A server that is not ours; its address, and what it was posted with headers and all."""
+    asked: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(405)
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked.append({"body": body, "headers": dict(self.headers)})
+            status, text = answer(body, len(asked))
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}/score", asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def request_of(count: int = 5) -> RewardRequest:
+    return RewardRequest([f"p{i} " for i in range(count)], [f"r{i}" for i in range(count)],
+                         [[i, 7] for i in range(count)], {"wanted": list(range(count))}, None)
+
+
+def cfg_of(url: str, **kwargs: Any) -> RewardConfig:
+    return RewardConfig(fn="http", kwargs={"url": url, **kwargs})
+
+
+def lengths(body: dict[str, Any], call: int) -> tuple[int, str]:
+    return 200, json.dumps({"scores": [float(x) for x in body["columns"]["wanted"]]})
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "FIRST_PAUSE", 0.01)
+
+
+def test_what_is_sent_and_that_scores_come_back_to_their_samples():
+    with answering(lengths) as (url, asked):
+        found = build_reward(cfg_of(url, batch_size=2, concurrency=3)).score(request_of())
+    assert found.scores == [0.0, 1.0, 2.0, 3.0, 4.0]
+    bodies = sorted((each["body"] for each in asked), key=lambda body: body["responses"])
+    assert bodies == [
+        {"prompts": ["p0 ", "p1 "], "responses": ["r0", "r1"], "response_ids": [[0, 7], [1, 7]],
+         "columns": {"wanted": [0, 1]}},
+        {"prompts": ["p2 ", "p3 "], "responses": ["r2", "r3"], "response_ids": [[2, 7], [3, 7]],
+         "columns": {"wanted": [2, 3]}},
+        {"prompts": ["p4 "], "responses": ["r4"], "response_ids": [[4, 7]],
+         "columns": {"wanted": [4]}}]
+
+
+def test_a_bare_list_and_scores_a_token_are_understood():
+    with answering(lambda body, call: (200, "[[1, 2], [0.5, 0.25]]")) as (url, _):
+        found = build_reward(cfg_of(url)).score(request_of(2))
+    assert found.dense == [[1.0, 2.0], [0.5, 0.25]]
+    assert found.scores == [3.0, 0.75]
+
+
+def test_parts_are_asked_at_once_as_many_as_allowed():
+    gate = threading.Barrier(3, timeout=20)  # broken unless three requests are there together
+
+    def meet(body: dict[str, Any], call: int) -> tuple[int, str]:
+        gate.wait()
+        return lengths(body, call)
+
+    with answering(meet) as (url, asked):
+        found = build_reward(cfg_of(url, concurrency=3)).score(request_of(6))
+    assert found.scores == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert len(asked) == 3
+
+
+BAD = {
+    "count": ((200, '{"scores": [1.0, 2.0]}'),
+              "answered 200 with 2 scores for 5 samples (sample 0 to 4 of 5)"),
+    "no json": ((200, "<html>\n<p>hello"), "answered 200 with no JSON: '<html>'"),
+    "no list": ((200, '{"scores": 1.0}'), "1.0"),
+    "other key": ((200, '{"rewards": [1]}'), "a JSON object without 'scores'"),
+    "NaN": ((200, '{"scores": [1.0, NaN, 1.0, 1.0, 1.0]}'), "returned NaN for sample 1: 'p1 r1'"),
+    "null": ((200, '{"scores": [1.0, 1.0, 1.0, null, 1.0]}'), "returned None for sample 3"),
+    "text": ((200, '{"scores": [1, 1, "x", 1, 1]}'), "returned str 'x' for sample 2"),
+    "infinite": ((200, '{"scores": [1, 1, 1, 1, Infinity]}'), "returned inf, which is not finite"),
+    "client's fault": ((422, '{"error": "needs a column \\nand more"}'),
+                       "answered 422: 'needs a column'"),
+    "always busy": ((503, "busy\nline two"), "answered 503: 'busy' (3 times in a row)"),
+    "moved": ((301, ""), "answered 301: '(no text)'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_answer_names_address_status_and_sample(case):
+    (status, text), said = BAD[case]
+    with answering(lambda body, call: (status, text)) as (url, asked):
+        with pytest.raises(RewardError) as caught:
+            build_reward(cfg_of(url, retries=2)).score(request_of())
+        assert len(asked) == (3 if status == 503 else 1)
+    assert said in str(caught.value)
+    assert url in str(caught.value)
+    assert "fix:" in str(caught.value)
+    assert caught.value.exit_code == 7
+
+
+def test_the_sample_of_a_later_part_is_named():
+    def short(body: dict[str, Any], call: int) -> tuple[int, str]:
+        return 200, json.dumps([1.0] * (2 if body["responses"][0] == "r0" else 1))
+
+    with answering(short) as (url, _), pytest.raises(
+            RewardError, match=r"1 score for 2 samples \(sample 2 to 3 of 5\)"):
+        build_reward(cfg_of(url, batch_size=2)).score(request_of())
+
+
+def test_failures_of_the_server_are_tried_again(caplog):
+    def second_time(body: dict[str, Any], call: int) -> tuple[int, str]:
+        return (500, "oops") if call == 1 else (429, "slow down") if call == 2 else lengths(body, 0)
+
+    with answering(second_time) as (url, asked), caplog.at_level(logging.WARNING):
+        assert build_reward(cfg_of(url)).score(request_of(2)).scores == [0.0, 1.0]
+        assert len(asked) == 3
+    assert f"{url} answered 500: 'oops'; trying again in 0.01 s (1 of 3)" in caplog.text
+    assert "answered 429: 'slow down'; trying again in 0.02 s (2 of 3)" in caplog.text
+
+
+def test_a_slow_answer_is_not_waited_for_and_not_asked_for_again():
+    ended = threading.Event()
+
+    def sleep(body: dict[str, Any], call: int) -> tuple[int, str]:
+        ended.wait(20)
+        return lengths(body, call)
+
+    with answering(sleep) as (url, asked):
+        started = time.monotonic()
+        with pytest.raises(RewardError, match=r"did not answer within 0\.2 s") as caught:
+            build_reward(cfg_of(url, timeout=0.2)).score(request_of())
+        assert time.monotonic() - started < 5
+        ended.set()
+        assert len(asked) == 1
+    assert caught.value.where == "reward.kwargs.timeout"
+
+
+def test_a_server_that_is_not_there_is_told_when_the_reward_is_built():
+    with pytest.raises(RewardError, match=r"could not be reached: ConnectError.*\(2 times"):
+        build_reward(cfg_of("http://127.0.0.1:9/score", retries=1))
+
+
+def test_among_several_rewards_the_right_key_is_named():
+    with answering(lambda body, call: (404, "")) as (url, _):
+        reward = build_reward(RewardConfig(fns={"far": {"fn": "http", "kwargs": {"url": url}}}))
+        with pytest.raises(RewardError) as caught:
+            reward.score(request_of())
+    assert caught.value.where == "reward.fns.far.kwargs.url"
+
+
+def test_headers_come_from_the_environment(monkeypatch):
+    monkeypatch.setenv("MY_REWARD_VALUE", "s3cret")
+    with answering(lengths) as (url, asked):
+        build_reward(cfg_of(url, token_env="MY_REWARD_VALUE", headers=["X-Team: MY_REWARD_VALUE"])
+                     ).score(request_of())
+    assert asked[0]["headers"]["Authorization"] == "Bearer s3cret"
+    assert asked[0]["headers"]["X-Team"] == "s3cret"
+
+
+@pytest.mark.parametrize(("kwargs", "said"), [
+    ({"url": "localhost:8123"}, "not an address"), ({"url": "ftp://x/y"}, "not an address"),
+    ({"url": 5}, "not an address"), ({"url": "http://me:pw123@host/x"}, "holds a secret"),
+    ({"url": "http://host/x?api_key=pw123"}, "holds a secret"),
+    ({"retries": -1}, "reward.kwargs.retries is -1"), ({"retries": 1.5}, "a whole number from 0"),
+    ({"concurrency": 0}, "a whole number from 1"), ({"batch_size": True}, "batch_size is True"),
+    ({"timeout": 0}, "seconds above 0"), ({"token_env": "not_set_anywhere"}, "no variable"),
+    ({"token_env": "my secret pw123"}, "not the name of a variable"),
+    ({"headers": ["X-Key: pw123 abc"]}, "not of the form"), ({"headers": "X-Key: A"}, "a list"),
+    ({"tries": 3}, "no argument 'tries'")])
+def test_wrong_arguments_are_refused_and_secrets_not_shown(kwargs, said):
+    with pytest.raises(RewardError) as caught:
+        build_reward(cfg_of(**{"url": "http://127.0.0.1:9/", "retries": 0, **kwargs}))
+    assert said in str(caught.value)
+    assert "pw123" not in str(caught.value)
+
+
+def test_an_address_with_a_password_never_reaches_a_file():
+    with pytest.raises(ConfigError, match=r"the value of reward.kwargs.url looks like a secret"):
+        refuse_secrets([("reward.kwargs.url", "http://me:pw@host/x", "command line")])
+
+
+def test_columns_that_json_can_not_hold_are_named():
+    request = RewardRequest(["p"], ["r"], [[1]], {"when": [{1, 2}], "x": [float("nan")]}, None)
+    with answering(lambda body, call: (200, "[1]")) as (url, asked):
+        reward = build_reward(cfg_of(url))
+        with pytest.raises(RewardError, match="Prompt column 'when' holds a set"):
+            reward.score(request)
+        reward.score(RewardRequest(["p"], ["r\ud800"], [[1]], {"x": [float("nan")]}, None))
+        assert asked[0]["body"]["columns"] == {"x": [None]}
+        assert asked[0]["body"]["responses"] == ["r\ud800"]
+
+
+# The server ---------------------------------------------------------------------------------------
+
+@contextmanager
+def serving(fn: Any, **settings: Any) -> Iterator[str]:
+    reward = build_reward(RewardConfig(on_invalid="skip"), reward_fn=fn)
+    service = Service(reward, **{"max_body": 10_000, **settings})
+    stop = threading.Event()
+
+    def poll() -> None:
+        if stop.is_set():
+            raise InterruptedError
+
+    def serve() -> None:
+        with pytest.raises(InterruptedError):
+            server.serve_forever(poll_interval=0.02)
+
+    with RewardServer("127.0.0.1", 0, service, poll) as server:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            stop.set()
+            thread.join()
+
+
+def post(url: str, body: bytes, **headers: str) -> tuple[int, dict[str, Any]]:
+    try:
+        with urlopen(Request(url, body, headers), timeout=20) as answer:
+            return answer.status, json.load(answer)
+    except HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+def test_every_digit_of_a_score_arrives():
+    numbers = [0.1, 1 / 3, -1e-300, 12345678.87654321, 5e-324]
+    with serving(lambda responses: numbers) as address:
+        found = build_reward(cfg_of(f"{address}/score")).score(request_of())
+    assert found.scores == numbers
+
+
+def test_scores_a_token_and_missing_ones_arrive():
+    def dense(response_ids):
+        return [[0.5] * len(ids) if ids[0] else None for ids in response_ids]
+
+    with serving(dense) as address:
+        cfg = RewardConfig(fn="http", kwargs={"url": f"{address}/score"}, on_invalid="skip")
+        found = build_reward(cfg).score(request_of(3))
+    assert found.valid == [False, True, True]
+    assert found.dense == [[0.0, 0.0], [0.5, 0.5], [0.5, 0.5]]
+
+
+def test_several_rewards_are_served_together_and_apart():
+    with serving({"one": lambda responses: [1.0] * len(responses),
+                  "two": lambda wanted: [float(x) for x in wanted]}) as address:
+        scores = {path: build_reward(cfg_of(f"{address}/score{path}")).score(request_of(3)).scores
+                  for path in ("", "/one", "/two")}
+    assert scores == {"": [1.0, 2.0, 3.0], "/one": [1.0] * 3, "/two": [0.0, 1.0, 2.0]}
+
+
+SAMPLE = {"prompts": ["p"], "responses": ["r"], "response_ids": [[1]]}
+WRONG = {
+    "no json": (b"{", 400, "no JSON: '{'"),
+    "no object": (b"[]", 400, "must be a JSON object"),
+    "missing": (b'{"prompts": []}', 400, "'responses' is missing"),
+    "unknown": (json.dumps({**SAMPLE, "foo": 1}).encode(), 400, "unknown key 'foo'"),
+    "no texts": (json.dumps({**SAMPLE, "prompts": [1]}).encode(), 400, "a list of texts"),
+    "count": (json.dumps({**SAMPLE, "prompts": ["a", "b"]}).encode(), 400,
+              "'prompts' has 2 values for 1 responses"),
+    "ids": (json.dumps({**SAMPLE, "response_ids": [["a"]]}).encode(), 400, "whole numbers"),
+    "columns": (json.dumps({**SAMPLE, "columns": {"x": 1}}).encode(), 400, "'columns.x'|must be"),
+    "lacks": (json.dumps(SAMPLE).encode(), 422, "needs an argument 'wanted'"),
+    "raises": (json.dumps({**SAMPLE, "columns": {"wanted": [0]}}).encode(), 500,
+               "raised ZeroDivisionError"),
+    "large": (b" " * 10_001, 413, "10001 bytes are more than the 10000"),
+}
+
+
+def divide(wanted):
+    return [1 / x for x in wanted]
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_request_is_told_so_and_the_next_is_served(case):
+    body, status, said = WRONG[case]
+    with serving(divide) as address:
+        code, answer = post(f"{address}/score", body)
+        assert code == status
+        assert any(part in answer["error"] for part in said.split("|")), answer
+        right = json.dumps({**SAMPLE, "columns": {"wanted": [4]}}).encode()
+        assert post(f"{address}/score", right) == (200, {"scores": [0.25]})
+        assert post(f"{address}/other", right)[0] == 404
+        with urlopen(f"{address}/health", timeout=20) as health:
+            said_so = json.load(health)
+        assert (said_so["status"], said_so["requests"], said_so["samples"]) == ("ok", 1, 1)
+
+
+def test_the_token_is_asked_for():
+    body = json.dumps({**SAMPLE, "columns": {"wanted": [1]}}).encode()
+    with serving(divide, token="abc") as address:
+        assert post(f"{address}/score", body)[0] == 401
+        assert post(f"{address}/score", body, Authorization="Bearer ab")[0] == 401
+        assert post(f"{address}/score", body, Authorization="Bearer abc")[0] == 200
+
+
+class Crowd:
+    """Notes how many threads are in it at once; with ``together`` waits until two are."""
+
+    def __init__(self, thread_safe: bool) -> None:
+        self.thread_safe = thread_safe
+        self.inside = self.most = 0
+        self.gate = threading.Barrier(2, timeout=20)
+
+    def __call__(self, responses):
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        if self.thread_safe:
+            self.gate.wait()
+        else:
+            time.sleep(0.05)
+        self.inside -= 1
+        return [1.0] * len(responses)
+
+
+@pytest.mark.parametrize("thread_safe", [False, True])
+def test_requests_are_let_in_one_by_one_unless_the_reward_is_thread_safe(thread_safe):
+    crowd = Crowd(thread_safe)
+    with serving(crowd) as address:
+        build_reward(cfg_of(f"{address}/score", concurrency=4)).score(request_of(8))
+    assert (crowd.most > 1) == thread_safe
