@@ -74,6 +74,9 @@ class RewardConfig:
                           choices=("error", "skip"))
     timeout: Optional[float] = key(None, "seconds one reward call may take", gt=0)
     retries: int = key(0, "how often a reward call that raised is tried again", ge=0)
+    overlap: str = key("auto", "score a chunk in a thread while the next is generated (auto: where "
+                       "the reward waits for others, as http does)",
+                       choices=("auto", "always", "never"))
 
 
 @dataclass

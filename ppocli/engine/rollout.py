@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from time import perf_counter
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from ppocli.data.batch import PromptBatch
 from ppocli.engine import faults
+from ppocli.engine.aside import begin
 from ppocli.engine.records import Rollout
 from ppocli.engine.session import EvalSession, Session
 from ppocli.engine.stop import StopFlag
@@ -145,36 +147,94 @@ def _dense_rewards(scores: RewardScores, mask: torch.Tensor) -> torch.Tensor | N
     return dense
 
 
-def _collect_chunk(session: Session, prompts: PromptBatch, own: int, stream: int, stop: StopFlag,
-                   clock: PhaseClock) -> Rollout | None:
-    """Samples of the first ``own`` prompts; those after them only keep the ranks in step."""
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """One generated chunk; its rows after the first ``own`` only keep the ranks in step."""
+
+    prompts: PromptBatch
+    out: Generation
+    own: int
+    kept: PromptBatch
+    """the own rows of ``prompts``"""
+    mine: Generation
+    """the own rows of ``out``"""
+    responses: list[str]
+
+
+def _generate_chunk(session: Session, prompts: PromptBatch, own: int, stream: int, stop: StopFlag
+                    ) -> _Chunk:
     out = sample_responses(session, prompts, session.sampling, stream, stop)
-    clock.mark("rollout")
-    forward = not session.from_decode
     kept = prompts if own == len(prompts) else take_rows(prompts, own)
     mine = out if own == len(prompts) else out.first(own)
-    responses = decode(session, kept, mine)
-    _, scores = session.backend.ranks.all_do(
-        lambda: score_texts(session, kept, mine, responses), "reward")
-    stop.meet()
-    clock.mark("reward")
-    policy = session.policy
+    return _Chunk(prompts, out, own, kept, mine, decode(session, kept, mine))
+
+
+def _measure_chunk(session: Session, chunk: _Chunk, stop: StopFlag) -> ScoredTokens:
+    policy, forward = session.policy, not session.from_decode
     want_values = policy.value_head is not None and (forward or not policy.values_while_decoding)
-    tokens = score_tokens(session, prompts, out, want_policy=forward, want_values=want_values,
-                          stop=stop,
-                          estimator=session.cfg.ppo.kl_estimator,
-                          temperature=session.sampling.temperature)
-    clock.mark("scoring")
+    return score_tokens(session, chunk.prompts, chunk.out, want_policy=forward,
+                        want_values=want_values, stop=stop,
+                        estimator=session.cfg.ppo.kl_estimator,
+                        temperature=session.sampling.temperature)
+
+
+def _rollout_of(session: Session, chunk: _Chunk, scores: RewardScores, tokens: ScoredTokens
+                ) -> Rollout | None:
+    own, mine = chunk.own, chunk.mine
     if own == 0:
         return None
     return Rollout(
-        prompts=kept, response_tokens=mine.tokens, response_mask=mine.mask,
+        prompts=chunk.kept, response_tokens=mine.tokens, response_mask=mine.mask,
         logprobs=mine.logprobs if tokens.logprobs is None else tokens.logprobs[:own],
         ref_logprobs=tokens.ref_logprobs[:own],
         values=mine.values if tokens.values is None else tokens.values[:own],
         kl=tokens.kl[:own], scores=scores.scores, dense=_dense_rewards(scores, mine.mask),
         valid=torch.tensor(scores.valid), finished=mine.finished,
-        has_reference=session.reference is not None, responses=responses, parts=scores.parts)
+        has_reference=session.reference is not None, responses=chunk.responses, parts=scores.parts)
+
+
+def _collect_chunks(session: Session, prompts: PromptBatch, rows: Sequence[int], own: int,
+                    stream: int, stop: StopFlag, clock: PhaseClock) -> Iterator[Rollout | None]:
+    """A rollout for each chunk of ``rows``, the first ``own`` of which are this rank's.
+
+    A reward that waits for others (``reward.overlap``) scores a chunk while the next one is
+    generated. It is asked for one chunk at a time and in their order, either way.
+    """
+    device, ranks = session.backend.device, session.backend.ranks
+    asides = {"always": True, "never": False}.get(session.cfg.reward.overlap, session.reward.waits)
+    waiting: tuple[_Chunk, ScoredTokens, Callable[[], RewardScores]] | None = None
+
+    def scored(work: Callable[[], RewardScores]) -> RewardScores:
+        scores = ranks.all_do(work, "reward")
+        stop.meet()
+        clock.mark("reward")
+        return scores
+
+    for start in range(0, len(rows), session.chunk_size):
+        stop.meet()
+        part = rows[start:start + session.chunk_size]
+        chunk = _generate_chunk(session, take_prompts(prompts, part),
+                                min(max(own - start, 0), len(part)), stream, stop)
+        clock.mark("rollout")
+        work = partial(_score_chunk, session, chunk)
+        scores = None
+        if not asides:
+            scores = scored(work)
+        elif waiting is not None:
+            yield _rollout_of(session, waiting[0], scored(waiting[2]), waiting[1])
+        wait = begin(work, device, stop.check) if asides else work
+        tokens = _measure_chunk(session, chunk, stop)
+        clock.mark("scoring")
+        if scores is not None:
+            yield _rollout_of(session, chunk, scores, tokens)
+        else:
+            waiting = (chunk, tokens, wait)
+    if waiting is not None:
+        yield _rollout_of(session, waiting[0], scored(waiting[2]), waiting[1])
+
+
+def _score_chunk(session: Session, chunk: _Chunk) -> RewardScores:
+    return score_texts(session, chunk.kept, chunk.mine, chunk.responses)[1]
 
 
 def collect_rollout(session: Session, prompts: PromptBatch, stream: int, stop: StopFlag,
@@ -185,14 +245,8 @@ def collect_rollout(session: Session, prompts: PromptBatch, stream: int, stop: S
     of the prompts.
     """
     rows, own = session.backend.ranks.share(range(len(prompts)))
-    chunk = session.chunk_size
-    parts = []
     with session.acting() as acting:
-        for start in range(0, len(rows), chunk):
-            stop.meet()
-            part = rows[start:start + chunk]
-            parts.append(_collect_chunk(acting, take_prompts(prompts, part),
-                                        min(max(own - start, 0), len(part)), stream, stop, clock))
+        parts = list(_collect_chunks(acting, prompts, rows, own, stream, stop, clock))
     mine = [part for part in parts if part is not None]
     found = session.backend.ranks.gather(merge_rollouts(mine) if mine else None)
     whole = merge_rollouts([part for part in found if part is not None])

@@ -55,6 +55,12 @@ class Reward:
         """Files of the user's code that scoring runs, for ``running code from FILE``."""
         return _user_files(part.bound for part in self.parts)
 
+    @property
+    def waits(self) -> bool:
+        """Whether scoring only waits for others, so that generation may go on beside it: every
+        reward says so by an attribute ``waits = True``."""
+        return all(getattr(part.bound.call, "waits", False) is True for part in self.parts)
+
     def check_columns(self, columns: Sequence[str]) -> None:
         """Check every signature against the metadata columns that the prompts turned out to have.
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
-from runs import PLANTED, assert_equal_runs, resumed, words
+from runs import PLANTED, assert_equal_runs, resumed, spawn, wait_for, words
 
 from ppocli.cli.output import code_of
 from ppocli.cli.report import report
@@ -66,6 +67,62 @@ def test_a_bad_reward_stops_the_run_and_the_steps_before_it_are_kept(kind, comma
     summary = json.loads((world / "runs/r/summary.json").read_text())
     assert summary["status"] == "failed"
     assert said in summary["error"]
+
+
+@pytest.mark.parametrize("kind", ["raises", "too few", "slow"])
+def test_a_reward_that_fails_beside_generation_stops_the_run_the_same(kind, command, world):
+    body, said = BAD[kind]
+    ended = command(*words(write_reward(world, body, late=5), "run_name=r", "eval.every_steps=null",
+                           "reward.overlap=always", "eval.at_start=false", "reward.timeout=0.3"))
+    assert ended.code == 7, ended.said
+    assert said in ended.err
+    rows = (world / "runs/r/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [1]
+    assert (world / "runs/r/checkpoints/step-000001/MANIFEST.json").is_file()
+
+
+def test_scoring_beside_generation_changes_no_number(command, world, reference):
+    """Rewards that draw random numbers, scores that are scaled by all before them."""
+    ended = command(*words("run_name=r", "reward.overlap=always", stateful=True))
+    assert ended.code == 0, ended.said
+    assert_equal_runs(reference, world / "runs/r")
+
+
+WAITS = """\
+import os
+import threading
+
+
+def score(outputs):
+    with open("threads", "a") as file:
+        print(len(outputs), threading.current_thread() is threading.main_thread(), file=file)
+    return [float(len(text)) for text in outputs]
+
+
+score.waits = True
+"""
+
+
+def test_a_reward_that_says_it_waits_is_called_beside_generation(command, world):
+    """Chunks of 5, 5 and 2 in their order, outside the main thread; the evaluation's inside."""
+    (world / "bad.py").write_text(WAITS)
+    ended = command(*words("reward.fn=bad.py:score", "run_name=r", "ppo.num_steps=1",
+                           "eval.at_start=false"))
+    assert ended.code == 0, ended.said
+    assert (world / "threads").read_text().splitlines() == [
+        "5 False", "5 False", "2 False", "4 True"]
+
+
+def test_a_stop_does_not_wait_for_a_reward_beside_generation(world):
+    (world / "bad.py").write_text("import time\n\n\ndef score(outputs):\n    open('asked', 'w')\n"
+                                  "    time.sleep(100)\n")
+    run = spawn("train", *words("reward.fn=bad.py:score", "run_name=r", "eval.at_start=false",
+                                "reward.overlap=always"), cwd=world)
+    wait_for((world / "asked").exists, run)
+    run.send_signal(signal.SIGINT)
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == 130, err
+    assert "stopped by SIGINT at step 0" in err
 
 
 def test_a_mended_reward_goes_on_exactly(command, world):
