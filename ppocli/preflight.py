@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ppocli.assets.model_files import Needs, find_model
+from ppocli.config.algorithm import require_optimizer
 from ppocli.config.hub import hub_reachable, offline_hint
 from ppocli.config.schema import TrainConfig
 from ppocli.data.sources import names_hub_dataset
@@ -38,8 +39,15 @@ def check_inputs(cfg: TrainConfig) -> None:
 
 
 def missing_inputs(cfg: TrainConfig) -> list[InputError]:
-    """Every model and data set that isn't there, each with its key in ``where``."""
-    return list(_missing_models(cfg)) + list(_missing_data(cfg))
+    """Every package, model and data set that isn't there, each with its key in ``where``."""
+    return [*_missing_packages(cfg), *_missing_models(cfg), *_missing_data(cfg)]
+
+
+def _missing_packages(cfg: TrainConfig) -> Iterator[InputError]:
+    try:
+        require_optimizer(cfg.ppo.optimizer)
+    except InputError as error:
+        yield error
 
 
 def _named_models(cfg: TrainConfig) -> Iterator[tuple[str, str, str | None, Needs]]:

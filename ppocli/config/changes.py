@@ -25,7 +25,7 @@ _HARMLESS_SECTIONS = ("eval.", "checkpoint.", "tracking.")
 _REFUSED = frozenset({
     "seed", "model.path", "model.revision", "model.tokenizer_path", "model.dtype",
     "model.num_layers_unfrozen", "model.reference.kind", "hardware.precision",
-    "ppo.optimizer.name", "ppo.advantage", "reward.scale", "ppo.kl_controller",
+    "ppo.optimizer.name", "ppo.advantage", "ppo.n", "reward.scale", "ppo.kl_controller",
     "prompts.path", "prompts.name", "prompts.split", "prompts.column", "prompts.columns",
     "prompts.items", "prompts.limit", "prompts.first_words", "prompts.length_sampler",
     "prompts.template", "prompts.chat", "prompts.max_length", "prompts.truncation_side",

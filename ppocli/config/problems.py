@@ -13,6 +13,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from ppocli.config.algorithm import algorithm_problems
 from ppocli.config.keys import Key, did_you_mean, free_mapping_of, schema_keys
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import ConfigError
@@ -76,7 +77,8 @@ def find_problems(config: TrainConfig, sources: Mapping[str, str] | None = None,
     sources = sources or {}
     found = range_problems(config, sources)
     bad = {problem.key for problem in found}
-    for check in (_length, _sizes, _reward, _prompts, _generation, _algorithm, _hardware, _run):
+    for check in (_length, _sizes, _reward, _prompts, _generation, algorithm_problems,
+                  _hardware, _run):
         for names, text in check(config, handed_in):
             # a value that is wrong in itself is not also reported as a contradiction
             if not bad.intersection(names):
@@ -237,24 +239,6 @@ def _generation(config: TrainConfig, handed_in: frozenset[str]) -> Found:
                    f"at evaluation min_new_tokens {low} must be at most max_new_tokens {high}")
     if "" in train.stop_sequences:
         yield ("generation.stop_sequences",), "must not hold an empty text"
-
-
-def _algorithm(config: TrainConfig, handed_in: frozenset[str]) -> Found:
-    ppo = config.ppo
-    if ppo.kl_controller == "adaptive" and config.model.reference.kind == "none":
-        yield (("ppo.kl_controller", "model.reference.kind"),
-               "the adaptive controller steers the KL to a reference, and there is none")
-    if len(ppo.optimizer.betas) != 2:
-        yield (("ppo.optimizer.betas",),
-               f"{shown(ppo.optimizer.betas)} must be two numbers, e.g. [0.9,0.999]")
-    if config.model.reference.kind == "none" and ppo.init_kl_coef > 0:
-        yield (("model.reference.kind", "ppo.init_kl_coef"),
-               f"a KL penalty of {ppo.init_kl_coef:g} needs a reference: set ppo.init_kl_coef=0 "
-               "or model.reference.kind=copy")
-    if ppo.kl_controller == "adaptive" and ppo.init_kl_coef == 0:
-        yield (("ppo.kl_controller", "ppo.init_kl_coef"),
-               "the adaptive controller multiplies the coefficient and can never leave 0: start "
-               "above 0 or use ppo.kl_controller=fixed")
 
 
 def _hardware(config: TrainConfig, handed_in: frozenset[str]) -> Found:

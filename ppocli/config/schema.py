@@ -12,6 +12,8 @@ from typing import Any, Optional
 
 from omegaconf import MISSING
 
+from ppocli.ppo.advantages import ESTIMATORS
+
 
 def key(default: Any, doc: str, *, choices: tuple[str, ...] | None = None, ge: float | None = None,
         gt: float | None = None, le: float | None = None, lt: float | None = None) -> Any:
@@ -155,11 +157,14 @@ class GenerationConfig:
 
 @dataclass
 class OptimizerConfig:
-    name: str = key("adamw", "optimizer", choices=("adamw", "adam", "sgd"))
-    lr: float = key(1.41e-5, "learning rate", ge=0)
-    betas: list[float] = key([0.9, 0.999], "Adam's decay rates", ge=0, lt=1)
-    eps: float = key(1e-8, "Adam's epsilon", gt=0)
-    weight_decay: float = key(0.0, "decoupled (adamw) or L2 (adam, sgd) weight decay", ge=0)
+    name: str = key("adamw", "optimizer; adamw_8bit needs bitsandbytes (extra 8bit)",
+                    choices=("adamw", "adamw_8bit", "adam", "sgd", "adafactor"))
+    lr: float = key(1.41e-5, "learning rate (adafactor: relative to the scale of each weight)",
+                    ge=0)
+    betas: list[float] = key([0.9, 0.999], "decay rates of adamw, adamw_8bit and adam", ge=0, lt=1)
+    eps: float = key(1e-8, "epsilon of adamw, adamw_8bit and adam", gt=0)
+    momentum: float = key(0.0, "momentum of sgd", ge=0, lt=1)
+    weight_decay: float = key(0.0, "weight decay: decoupled, or L2 with adam and sgd", ge=0)
     value_lr: Optional[float] = key(None, "learning rate of the value head (default: lr)", ge=0)
 
 
@@ -176,6 +181,7 @@ class PPOConfig:
     total_episodes: Optional[int] = key(None, "samples drawn in the whole run", ge=1)
     num_steps: Optional[int] = key(None, "steps (rollout + optimize) in the whole run", ge=1)
     num_rollouts: int = key(128, "samples per rollout phase", ge=1)
+    n: int = key(1, "samples of each prompt, one after another; they count in num_rollouts", ge=1)
     chunk_size: Optional[int] = key(None, "samples per generate call (default: num_rollouts, at "
                                     "most 128)", ge=1)
     ppo_epochs: int = key(4, "passes over a rollout", ge=1)
@@ -183,19 +189,28 @@ class PPOConfig:
     micro_batch_size: Optional[int] = key(None, "samples per forward/backward pass (default: "
                                           "mini_batch_size); never changes the gradient", ge=1)
     cliprange: float = key(0.2, "ratio clip of the policy loss", gt=0, lt=1)
+    cliprange_high: Optional[float] = key(None, "upper ratio clip (default: cliprange)", gt=0)
+    dual_clip: Optional[float] = key(None, "largest ratio that a negative advantage is charged "
+                                     "with (null: any)", gt=1)
     cliprange_value: float = key(0.2, "clip of the value change", gt=0)
     vf_coef: float = key(0.1, "weight of the value loss", ge=0)
     ent_coef: float = key(0.0, "weight of the entropy bonus", ge=0)
-    gamma: float = key(1.0, "discount", ge=0, le=1)
+    gamma: float = key(1.0, "discount of token rewards (gae, reinforce_pp)", ge=0, le=1)
     lam: float = key(0.95, "GAE lambda", ge=0, le=1)
-    advantage: str = key("gae", "advantage estimator", choices=("gae",))
+    advantage: str = key("gae", "advantage estimator; only gae has a value model",
+                         choices=tuple(ESTIMATORS))
+    group_std: bool = key(True, "grpo: divide by the deviation of the prompt's samples (false: "
+                          "Dr. GRPO)")
     loss_aggregation: str = key("token-mean", "what the loss sums are divided by: all response "
                                 "tokens of the update, or per sequence first",
-                                choices=("token-mean", "seq-mean-token-mean",
-                                         "seq-mean-token-sum"))
-    init_kl_coef: float = key(0.05, "coefficient of the KL penalty in the reward", ge=0)
-    kl_estimator: str = key("k1", "per-token KL estimate", choices=("k1", "abs", "k2", "k3",
-                                                                    "full"))
+                                choices=("token-mean", "token-sum", "seq-mean-token-mean",
+                                         "seq-mean-token-sum", "seq-mean-token-sum-norm"))
+    init_kl_coef: float = key(0.05, "coefficient of the KL to the reference", ge=0)
+    kl_in: Optional[str] = key(None, "charge the KL in the reward, or as a term of the loss "
+                               "(default: loss with grpo, else reward)",
+                               choices=("reward", "loss"))
+    kl_estimator: Optional[str] = key(None, "per-token KL estimate (default: k1 in the reward, k3 "
+                                      "in the loss)", choices=("k1", "abs", "k2", "k3", "full"))
     kl_controller: str = key("fixed", "keep the coefficient, or steer it towards target",
                              choices=("fixed", "adaptive"))
     target: float = key(6.0, "KL per sequence (nats) that the adaptive controller aims at", gt=0)
@@ -204,7 +219,8 @@ class PPOConfig:
                                      "than 1.5 times this (nats per token)", gt=0)
     ratio_threshold: Optional[float] = key(10.0, "skip an update whose mean ratio exceeds this",
                                            gt=1)
-    whiten_advantages: bool = key(True, "centre and scale advantages over the whole rollout")
+    whiten_advantages: Optional[bool] = key(None, "centre and scale advantages over the whole "
+                                            "rollout (default: with gae and reinforce_pp)")
     whiten_rewards: bool = key(False, "scale per-token rewards, keeping their mean")
     max_grad_norm: Optional[float] = key(1.0, "gradient norm clip (null: none)", gt=0)
     max_nonfinite: int = key(3, "stop after this many non-finite updates in a row", ge=1)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ppocli.config.algorithm import require_optimizer
 from ppocli.config.schema import HardwareConfig, OptimizerConfig, TrainConfig
 from ppocli.engine.live import resident_mib
 from ppocli.engine.ranks import Ranks
@@ -177,7 +178,15 @@ def named_trainable(policy: Policy) -> dict[str, torch.nn.Parameter]:
 
 
 def build_optimizer(policy: Policy, cfg: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer over the trainable parameters, the value head in a group of its own."""
+    """The optimizer over the trainable parameters, the value head in a group of its own.
+
+    ``adafactor`` is torch's (Shazeer and Stern 2018, arXiv 1804.04235), whose steps are relative to
+    the scale of each weight; ``adamw_8bit`` is bitsandbytes', which keeps the state of weights of
+    4096 numbers and more in 8 bits.
+
+    Raises:
+        InputError: bitsandbytes is asked for and missing.
+    """
     trunk: list[torch.nn.Parameter] = []
     head: list[torch.nn.Parameter] = []
     for name, parameter in named_trainable(policy).items():
@@ -186,10 +195,18 @@ def build_optimizer(policy: Policy, cfg: OptimizerConfig) -> torch.optim.Optimiz
     groups = [{"params": trunk, "lr": cfg.lr, "base_lr": cfg.lr},
               {"params": head, "lr": value_lr, "base_lr": value_lr}]
     if cfg.name == "sgd":
-        return torch.optim.SGD(groups, weight_decay=cfg.weight_decay, fused=True)
+        return torch.optim.SGD(groups, momentum=cfg.momentum, weight_decay=cfg.weight_decay,
+                               fused=True)
+    if cfg.name == "adafactor":
+        return torch.optim.Adafactor(groups, weight_decay=cfg.weight_decay)
+    betas = (cfg.betas[0], cfg.betas[1])
+    if cfg.name == "adamw_8bit":
+        require_optimizer(cfg)
+        from bitsandbytes.optim import AdamW8bit
+
+        return AdamW8bit(groups, betas=betas, eps=cfg.eps, weight_decay=cfg.weight_decay)
     kind = torch.optim.AdamW if cfg.name == "adamw" else torch.optim.Adam
-    return kind(groups, betas=(cfg.betas[0], cfg.betas[1]), eps=cfg.eps,
-                weight_decay=cfg.weight_decay, fused=True)
+    return kind(groups, betas=betas, eps=cfg.eps, weight_decay=cfg.weight_decay, fused=True)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> float:

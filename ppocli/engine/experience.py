@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import torch
 
+from ppocli.config.algorithm import estimator_of, kl_in, whitens_advantages
 from ppocli.config.schema import TrainConfig
 from ppocli.engine.records import Experience, Rollout, TrainState
-from ppocli.ppo.advantages import ESTIMATORS, token_rewards
+from ppocli.ppo.advantages import Samples, token_rewards
 from ppocli.ppo.kl import adapt_kl_coef
 from ppocli.ppo.masking import whiten
 from ppocli.ppo.moments import moments_of, scale_scores
@@ -55,28 +56,36 @@ def shaped_scores(rollout: Rollout, state: TrainState, cfg: TrainConfig
 
 
 def to_experience(rollout: Rollout, state: TrainState, cfg: TrainConfig) -> Experience:
-    """Token rewards, GAE and whitening over the valid samples of a rollout.
+    """Token rewards, advantages and whitening over the valid samples of a rollout.
+
+    The samples of a prompt that are left without an invalid one are their whole group.
 
     Args:
         state: with this rollout's moments already merged, and the KL coefficient to charge.
     """
     keep = rollout.valid.nonzero().squeeze(-1)
     mask = rollout.response_mask[keep]
+    ppo, in_reward = cfg.ppo, kl_in(cfg.ppo) == "reward"
     scores, dense = shaped_scores(rollout, state, cfg)
-    rewards = token_rewards(scores[keep], rollout.kl[keep], mask, kl_coef=state.kl_coef,
+    rewards = token_rewards(scores[keep], rollout.kl[keep], mask,
+                            kl_coef=state.kl_coef if in_reward else 0.0,
                             dense=None if dense is None else dense[keep])
-    if cfg.ppo.whiten_rewards:
+    if ppo.whiten_rewards:
         rewards = whiten(rewards, mask, center=False)
-    values = rollout.values[keep]
-    estimate = ESTIMATORS[cfg.ppo.advantage]
-    advantages, returns = estimate(rewards, values, mask, gamma=cfg.ppo.gamma, lam=cfg.ppo.lam)
-    if cfg.ppo.whiten_advantages:
+    values = rollout.values[keep] if estimator_of(ppo).needs_critic else None
+    groups = torch.tensor(rollout.prompts.episodes)[keep] // ppo.n
+    advantages, returns = estimator_of(ppo).estimate(Samples(
+        rewards, mask, groups, values, gamma=ppo.gamma, lam=ppo.lam, group_std=ppo.group_std))
+    if whitens_advantages(ppo):
         advantages = whiten(advantages, mask, center=True)
+    charged = not in_reward and rollout.has_reference and state.kl_coef > 0
     return Experience(
         prompt_tokens=rollout.prompts.tokens[keep], prompt_mask=rollout.prompts.mask[keep],
         response_tokens=rollout.response_tokens[keep], response_mask=mask,
-        logprobs=rollout.logprobs[keep], values=values * mask, advantages=advantages,
-        returns=returns)
+        logprobs=rollout.logprobs[keep], values=None if values is None else values * mask,
+        advantages=advantages, returns=returns,
+        ref_logprobs=rollout.ref_logprobs[keep] if charged else None,
+        kl_coef=state.kl_coef if charged else 0.0)
 
 
 def sequence_kl(rollout: Rollout) -> float:

@@ -14,6 +14,7 @@ from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Any
 
+from ppocli.config.algorithm import kl_in
 from ppocli.engine.checkpoints import save_checkpoint
 from ppocli.engine.console import Display
 from ppocli.engine.digests import judge_digest, session_digests
@@ -126,8 +127,10 @@ def train_step(run: Run) -> None:
     after, messages = watch(session, rollout, after, sequence_kl(rollout))
     for message in messages:
         log.warning(message)
-    row = {**state_figures(after), **rollout_figures(rollout, state.kl_coef),
-           **optimize_figures(result, experience, with_entropy=session.cfg.ppo.ent_coef > 0),
+    ppo = session.cfg.ppo
+    row = {**state_figures(after),
+           **rollout_figures(rollout, state.kl_coef, in_reward=kl_in(ppo) == "reward"),
+           **optimize_figures(result, experience, ppo),
            **speed_figures(clock.seconds, tokens, session.backend.peak_memory_mib())}
     _log_rollout(run, rollout, after.step)
     _commit(run, replace(after, pending=row))

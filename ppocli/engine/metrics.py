@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 
+from ppocli.config.schema import PPOConfig
 from ppocli.engine.experience import sequence_kl
 from ppocli.engine.optimize import OptimizeResult
 from ppocli.engine.records import Experience, Rollout, TrainState
@@ -28,14 +29,19 @@ def _mean_std(values: list[float]) -> tuple[float, float]:
     return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / len(values))
 
 
-def rollout_figures(rollout: Rollout, kl_coef: float) -> dict[str, float]:
-    """Figures of phase 1, named as TRL names them where it has them."""
+def rollout_figures(rollout: Rollout, kl_coef: float, *, in_reward: bool = True
+                    ) -> dict[str, float]:
+    """Figures of phase 1, named as TRL names them where it has them.
+
+    Args:
+        in_reward: whether the reward is charged with the KL, and not the loss.
+    """
     mask = rollout.response_mask
     lengths = mask.sum(1).double()
     scores = [s for s, ok in zip(rollout.scores, rollout.valid.tolist(), strict=True) if ok]
     mean, std = _mean_std(scores)
     kl = sequence_kl(rollout)
-    penalty = kl_coef * float((rollout.kl * mask).double().sum(1).mean())
+    penalty = kl_coef * float((rollout.kl * mask).double().sum(1).mean()) if in_reward else 0.0
     figures = {
         "reward/mean": mean, "reward/std": std,
         "reward/invalid": float((~rollout.valid).sum()),
@@ -55,31 +61,43 @@ def rollout_figures(rollout: Rollout, kl_coef: float) -> dict[str, float]:
     return figures
 
 
-def optimize_figures(result: OptimizeResult, experience: Experience, *, with_entropy: bool
+def _critic_figures(terms: dict[str, float], returns: torch.Tensor) -> dict[str, float]:
+    """How the value function does; ``returns`` flat."""
+    variance = float(returns.var(correction=0)) if returns.numel() else 0.0
+    error = terms.get("value_error", math.nan)
+    return {
+        "loss/value_avg": terms.get("value", math.nan),
+        "val/clipfrac_avg": terms.get("value_clipfrac", math.nan),
+        "val/error": error,
+        "val/var_explained": 1.0 - error / variance if variance > 0 else math.nan,
+        "val/returns_mean": float(returns.mean()) if returns.numel() else math.nan,
+    }
+
+
+def optimize_figures(result: OptimizeResult, experience: Experience, ppo: PPOConfig
                      ) -> dict[str, float]:
     """Figures of phase 2, named as TRL names them where it has them."""
     terms = result.terms
-    returns = experience.returns[experience.response_mask].double()
-    variance = float(returns.var(correction=0)) if returns.numel() else 0.0
-    error = terms.get("value_error", math.nan)
     figures = {
         "loss/total_avg": terms.get("total", math.nan),
         "loss/policy_avg": terms.get("policy", math.nan),
-        "loss/value_avg": terms.get("value", math.nan),
         "policy/approxkl_avg": terms.get("approx_kl_squared", math.nan),
         "policy/policykl_avg": terms.get("approx_kl", math.nan),
         "policy/clipfrac_avg": terms.get("policy_clipfrac", math.nan),
         "policy/grad_norm": terms.get("grad_norm", math.nan),
         "policy/max_log_ratio": terms.get("max_log_ratio", math.nan),
-        "val/clipfrac_avg": terms.get("value_clipfrac", math.nan),
-        "val/error": error, "val/ratio": terms.get("ratio", math.nan),
-        "val/var_explained": 1.0 - error / variance if variance > 0 else math.nan,
-        "val/returns_mean": float(returns.mean()) if returns.numel() else math.nan,
+        "val/ratio": terms.get("ratio", math.nan),
         "lr": result.lr, "updates_skipped": float(result.skipped),
         "early_stopped": float(result.early_stopped),
     }
-    if with_entropy:  # else it is not computed; objective/entropy is the sampled estimate
+    if experience.returns is not None:
+        figures |= _critic_figures(terms, experience.returns[experience.response_mask].double())
+    if ppo.ent_coef > 0:  # else it is not computed; objective/entropy is the sampled estimate
         figures["policy/entropy_avg"] = terms.get("entropy", math.nan)
+    if experience.ref_logprobs is not None:
+        figures["loss/kl_avg"] = terms.get("kl", math.nan)
+    if ppo.dual_clip is not None:
+        figures["policy/dual_clipfrac_avg"] = terms.get("dual_clipfrac", math.nan)
     return figures
 
 

@@ -12,6 +12,8 @@ from time import perf_counter
 import numpy as np
 import torch
 
+from ppocli.config.algorithm import kl_estimator
+from ppocli.config.schema import PPOConfig
 from ppocli.engine import faults
 from ppocli.engine.ranks import Ranks
 from ppocli.engine.records import Experience, TrainState
@@ -20,7 +22,7 @@ from ppocli.engine.stop import StopFlag
 from ppocli.errors import DivergedError
 from ppocli.models.layout import lay_out
 from ppocli.models.passes import rows_by_length
-from ppocli.ppo.losses import PPOLoss, ppo_loss, token_weights
+from ppocli.ppo.losses import LossOptions, PPOLoss, ppo_loss, token_weights
 from ppocli.ppo.schedule import lr_factor
 
 log = logging.getLogger("ppocli")
@@ -59,10 +61,9 @@ def minibatches(count: int, size: int, *, seed: int, step: int, epoch: int
 def on_device(experience: Experience, device: torch.device) -> Experience:
     """The figures that losses are made of on ``device``, once for all updates. Tokens and masks
     stay on the CPU, where batches are laid out without waiting for the device."""
-    return replace(experience, logprobs=experience.logprobs.to(device),
-                   values=experience.values.to(device),
-                   advantages=experience.advantages.to(device),
-                   returns=experience.returns.to(device))
+    names = ("logprobs", "values", "advantages", "returns", "ref_logprobs")
+    return replace(experience, **{name: tensor.to(device) for name in names
+                                  if (tensor := getattr(experience, name)) is not None})
 
 
 def _micro_batches(session: Session, spans: torch.Tensor) -> list[torch.Tensor]:
@@ -80,6 +81,14 @@ def _micro_batches(session: Session, spans: torch.Tensor) -> list[torch.Tensor]:
     passes = math.ceil(most / size)
     mine = [part for part in mine if len(part)]
     return [*mine, *[order[:0]] * (passes - len(mine))]
+
+
+def loss_options(ppo: PPOConfig, kl_coef: float) -> LossOptions:
+    """The loss that a configuration asks for, with the coefficient of its KL term."""
+    return LossOptions(
+        cliprange=ppo.cliprange, cliprange_high=ppo.cliprange_high, dual_clip=ppo.dual_clip,
+        cliprange_value=ppo.cliprange_value, vf_coef=ppo.vf_coef, ent_coef=ppo.ent_coef,
+        kl_coef=kl_coef, kl_estimator=kl_estimator(ppo))
 
 
 def _loss(session: Session, experience: Experience, chosen: torch.Tensor, weights: torch.Tensor, *,
@@ -102,12 +111,15 @@ def _loss(session: Session, experience: Experience, chosen: torch.Tensor, weight
     def flat(x: torch.Tensor) -> torch.Tensor:
         return x.reshape(-1).index_select(0, place)
 
+    def given(x: torch.Tensor | None) -> torch.Tensor | None:
+        return None if x is None else flat(x)
+
     loss = ppo_loss(
-        logprobs=out.logprobs, values=out.values, entropy=out.entropy,
-        old_logprobs=flat(experience.logprobs), old_values=flat(experience.values),
-        advantages=flat(experience.advantages), returns=flat(experience.returns),
-        weights=weights.to(device), total_tokens=total_tokens, cliprange=ppo.cliprange,
-        cliprange_value=ppo.cliprange_value, vf_coef=ppo.vf_coef, ent_coef=ppo.ent_coef)
+        loss_options(ppo, experience.kl_coef), logprobs=out.logprobs, values=out.values,
+        entropy=out.entropy, old_logprobs=flat(experience.logprobs),
+        advantages=flat(experience.advantages), old_values=given(experience.values),
+        returns=given(experience.returns), ref_logprobs=given(experience.ref_logprobs),
+        weights=weights.to(device), total_tokens=total_tokens)
     return loss, batch.tokens.numel()
 
 
@@ -150,7 +162,8 @@ def _backward(session: Session, experience: Experience, rows: torch.Tensor, sums
     lengths = experience.response_mask[rows].sum(1)
     total_tokens = int(lengths.sum())
     weights = token_weights(lengths, aggregation=ppo.loss_aggregation, total_tokens=total_tokens,
-                            total_samples=len(rows))
+                            total_samples=len(rows),
+                            max_tokens=session.sampling.max_new_tokens)
     spans = lengths + experience.prompt_mask[rows].sum(1)
     parts = _micro_batches(session, spans)
     if session.backend.ranks.world == 1 and not updates.decides_first:

@@ -28,6 +28,7 @@ from ppocli.engine.sharded import (
     fill_optimizer,
     gathered,
     optimizer_slots,
+    slot_fits,
     whole_shape,
 )
 from ppocli.errors import CheckpointError, PpocliError
@@ -174,7 +175,8 @@ def _part(name: str, ranks: Ranks) -> str:
 
 def write_experience(folder: Path, experience: Experience, samples: list[dict[str, Any]]) -> None:
     """A rollout for later inspection: its tensors, and one JSON line a sample."""
-    tensors = {f.name: getattr(experience, f.name).contiguous() for f in fields(experience)}
+    tensors = {f.name: value.contiguous() for f in fields(experience)
+               if isinstance(value := getattr(experience, f.name), torch.Tensor)}
     save_file(tensors, folder / "experience.safetensors")
     with JsonlWriter(folder / "samples.jsonl") as lines:
         lines.append(samples)
@@ -236,8 +238,9 @@ def _restore_optimizer(session: Session, folder: Path) -> None:
         extra = sorted(set(found) - set(parameters))
         # parameters that never had a gradient (critic warm-up) have no state; else all have it
         wrong = [n for n, slots in found.items() if n in parameters and any(
-            (shape := tuple(file.get_slice(key).get_shape())) and
-            shape != tuple(whole_shape(parameters[n])) for file, key in slots.values())]
+            not slot_fits(slot, tuple(file.get_slice(key).get_shape()),
+                          tuple(whole_shape(parameters[n])))
+            for slot, (file, key) in slots.items())]
         if extra or wrong:
             raise CheckpointError(
                 "The optimizer state of the checkpoint does not fit: "

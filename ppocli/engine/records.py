@@ -30,7 +30,7 @@ class Rollout:
     values: torch.Tensor
     """[B, R] fp32"""
     kl: torch.Tensor
-    """[B, R] per-token KL estimate (nats) that the reward is charged with"""
+    """[B, R] per-token KL estimate (nats), as ``ppo.kl_estimator`` says"""
     scores: list[float]
     """[B] raw scores as the rewards gave them"""
     dense: torch.Tensor | None
@@ -58,9 +58,14 @@ class Experience:
     response_tokens: torch.Tensor
     response_mask: torch.Tensor
     logprobs: torch.Tensor
-    values: torch.Tensor
+    values: torch.Tensor | None
+    """None without a critic, as are ``returns``"""
     advantages: torch.Tensor
-    returns: torch.Tensor
+    returns: torch.Tensor | None
+    ref_logprobs: torch.Tensor | None = None
+    """[B, R] where the KL is a term of the loss"""
+    kl_coef: float = 0.0
+    """of the KL term of the loss; 0 where the reward is charged"""
 
     def __len__(self) -> int:
         return len(self.response_tokens)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ppocli.config.algorithm import kl_estimator
 from ppocli.data.batch import PromptBatch
 from ppocli.engine import faults
 from ppocli.engine.aside import begin
@@ -174,7 +175,7 @@ def _measure_chunk(session: Session, chunk: _Chunk, stop: StopFlag) -> ScoredTok
     want_values = policy.value_head is not None and (forward or not policy.values_while_decoding)
     return score_tokens(session, chunk.prompts, chunk.out, want_policy=forward,
                         want_values=want_values, stop=stop,
-                        estimator=session.cfg.ppo.kl_estimator,
+                        estimator=kl_estimator(session.cfg.ppo),
                         temperature=session.sampling.temperature)
 
 

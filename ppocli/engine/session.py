@@ -109,11 +109,13 @@ class Session(EvalSession):
     prompts: PromptSet
 
     def next_prompts(self, start: int, count: int) -> PromptBatch:
-        """The prompts of episodes ``start`` to ``start + count``; the order is a function of the
-        seed and the position alone."""
-        indices = prompt_indices(start, count, n=len(self.prompts), seed=self.cfg.seed,
-                                 shuffle=self.cfg.prompts.shuffle)
-        return self.prompts.batch(indices, list(range(start, start + count)),
+        """The prompts of episodes ``start`` to ``start + count``, each ``ppo.n`` times in a row;
+        the order is a function of the seed and the position alone."""
+        n, episodes = self.cfg.ppo.n, range(start, start + count)
+        first = start // n
+        indices = prompt_indices(first, -(-episodes.stop // n) - first, n=len(self.prompts),
+                                 seed=self.cfg.seed, shuffle=self.cfg.prompts.shuffle)
+        return self.prompts.batch([indices[e // n - first] for e in episodes], list(episodes),
                                   self.tokenizer.pad_token_id)
 
     def total_episodes(self) -> int:
@@ -246,9 +248,9 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
     reference = _build_reference(cfg, backend, policy.lm)
     engine, optimizer, updates = _prepare(cfg, backend, policy)
     _warn_about_sampling(sampling)
-    if len(prompts) < cfg.ppo.num_rollouts:
-        log.info("%d prompts are fewer than the %d samples of a rollout: they are cycled.",
-                 len(prompts), cfg.ppo.num_rollouts)
+    if len(prompts) < cfg.ppo.num_rollouts // cfg.ppo.n:
+        log.info("%d prompts are fewer than the %d of a rollout: they are cycled.",
+                 len(prompts), cfg.ppo.num_rollouts // cfg.ppo.n)
     return Session(cfg=cfg, backend=backend, tokenizer=tokenizer, loaded=loaded, policy=policy,
                    reference=reference, eval_prompts=eval_prompts, reward=reward, metric=metric,
                    sampling=sampling, eval_sampling=eval_sampling, engine=engine,

@@ -3,6 +3,7 @@ parameter name, so that a checkpoint is the same whatever the stage and the numb
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -176,10 +177,8 @@ def fill_optimizer(parameters: dict[str, nn.Parameter], optimizer: Any, stage: i
     if stage == 0:
         for name, slots in saved.items():
             parameter = parameters[name]
-            optimizer.state[parameter] = {
-                slot: value if slot == "step" and parameter.device.type == "cpu"
-                else value.to(parameter.device)
-                for slot, value in ((slot, read()) for slot, read in slots.items())}
+            optimizer.state[parameter] = {slot: _placed(read(), slot, optimizer, parameter)
+                                          for slot, read in slots.items()}
         return
     if not saved:
         return
@@ -190,6 +189,28 @@ def fill_optimizer(parameters: dict[str, nn.Parameter], optimizer: Any, stage: i
             value = read()
             if value.dim() > 0:
                 _set(parameters[name], value, slot, stage)
+
+
+def slot_fits(slot: str, shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Whether a saved tensor of optimizer state can belong to a parameter of shape ``whole``."""
+    if slot == "row_var":  # of Adafactor
+        return shape == (*whole[:-1], 1)
+    if slot == "col_var":
+        return shape == (*whole[:-2], 1, *whole[-1:])
+    if slot.startswith("qmap"):  # of bitsandbytes
+        return len(shape) == 1
+    if slot.startswith("absmax"):
+        return shape == (-(-math.prod(whole) // 256),)
+    return shape in ((), whole)
+
+
+def _placed(value: torch.Tensor, slot: str, optimizer: Any, parameter: nn.Parameter) -> Any:
+    """A saved slot as the optimizer itself keeps it."""
+    if slot == "step" and not value.is_floating_point():
+        return int(value)  # bitsandbytes counts in Python
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    # others read the count of steps on the host
+    return value if slot == "step" and not fused else value.to(parameter.device)
 
 
 def _make_state(optimizer: Any, stage: int, slots: dict[str, Callable[[], torch.Tensor]]) -> None:

@@ -1,8 +1,17 @@
-"""Per-token rewards and generalised advantage estimation."""
+"""Per-token rewards, and the advantage estimators made from them.
+
+``ESTIMATORS`` is read while a configuration is checked, before torch is loaded: nothing here
+imports it.
+"""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 def token_rewards(scores: torch.Tensor, kl: torch.Tensor, mask: torch.Tensor, *, kl_coef: float,
@@ -16,7 +25,7 @@ def token_rewards(scores: torch.Tensor, kl: torch.Tensor, mask: torch.Tensor, *,
         scores: [B] score of each sample, added at the last true entry of its mask row.
         kl: [B, R] per-token KL estimates (nats).
         mask: [B, R] bool, contiguous from column 0. A row without a true entry gets no score.
-        kl_coef: beta.
+        kl_coef: beta; 0 where the KL is a term of the loss.
         dense: [B, R] rewards that already lie on their own tokens.
 
     Returns:
@@ -25,39 +34,132 @@ def token_rewards(scores: torch.Tensor, kl: torch.Tensor, mask: torch.Tensor, *,
     rewards = -kl_coef * kl
     if dense is not None:
         rewards = rewards + dense
-    lengths = mask.sum(dim=1)
-    rows = torch.arange(len(scores), device=scores.device)
-    last = (lengths - 1).clamp(min=0)
-    rewards = rewards.index_put((rows, last), scores.to(rewards.dtype), accumulate=True)
+    last = (mask.sum(dim=1) - 1).clamp(min=0)
+    rewards = rewards.scatter_add(1, last[:, None], scores.to(rewards.dtype)[:, None])
     return rewards * mask
 
 
-def gae(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, *, gamma: float,
-        lam: float) -> tuple[torch.Tensor, torch.Tensor]:
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """B samples of one rollout, of all ranks: all that an advantage may depend on."""
+
+    rewards: torch.Tensor
+    """[B, R] of each token, zero outside the mask"""
+    mask: torch.Tensor
+    """[B, R] bool, contiguous from column 0"""
+    groups: torch.Tensor
+    """[B] int64: samples with the same number answer the same prompt of the order"""
+    values: torch.Tensor | None
+    """[B, R] value of the state before each response token; None without a critic"""
+    gamma: float = 1.0
+    lam: float = 1.0
+    group_std: bool = True
+    """GRPO: divide by the group's standard deviation"""
+
+
+def gae(given: Samples) -> tuple[torch.Tensor, torch.Tensor]:
     """Generalised advantage estimation (Schulman et al. 2015, eq. 16).
 
     ``delta_t = r_t + gamma V_{t+1} - V_t``; ``A_t = delta_t + gamma lam A_{t+1}``. The value after
     a sample's last token is 0, whether or not it ended by itself (truncation is terminal).
 
-    Args:
-        rewards: [B, R] per-token rewards.
-        values: [B, R] value of the state before each response token.
-        mask: [B, R] bool, contiguous from column 0.
-
     Returns:
         advantages [B, R] and returns = advantages + values [B, R], both zero outside the mask.
+
+    Raises:
+        ValueError: there are no values.
     """
-    rewards, values = rewards * mask, values * mask
-    advantages = torch.zeros_like(values)
-    running = torch.zeros_like(values[:, 0])
-    next_value = torch.zeros_like(running)
+    mask = given.mask
+    if given.values is None:
+        raise ValueError("gae needs values")
+    rewards, values = given.rewards * mask, given.values * mask
+    advantages = values.new_zeros(values.shape)
+    running = values.new_zeros(len(values))
+    next_value = running
     for t in range(values.shape[1] - 1, -1, -1):
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        running = (delta + gamma * lam * running) * mask[:, t]
+        delta = rewards[:, t] + given.gamma * next_value - values[:, t]
+        running = (delta + given.gamma * given.lam * running) * mask[:, t]
         advantages[:, t] = running
         next_value = values[:, t]
     return advantages, (advantages + values) * mask
 
 
-ESTIMATORS = {"gae": gae}
-"""by the name that ``ppo.advantage`` gives them"""
+def _outcomes(given: Samples) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The reward of each whole response, float64 [B]: its tokens' sum; the sum of its group, and
+    how many are in the group."""
+    outcomes = (given.rewards * given.mask).double().sum(dim=1)
+    group = given.groups.unique(return_inverse=True)[1]
+    zeros = outcomes.new_zeros(len(outcomes))
+    sums = zeros.index_add(0, group, outcomes)
+    counts = zeros.index_add(0, group, outcomes.new_ones(len(outcomes)))
+    return outcomes, sums[group], counts[group]
+
+
+def _on_tokens(advantages: torch.Tensor, given: Samples) -> torch.Tensor:
+    """[B] -> [B, R]: every token of a response has the response's advantage."""
+    return advantages[:, None].to(given.rewards.dtype) * given.mask
+
+
+def grpo(given: Samples) -> tuple[torch.Tensor, None]:
+    """Group relative advantages (Shao et al. 2024, arXiv 2402.03300, section 4.1.2).
+
+    ``A_i = (R_i - mean(R)) / (std(R) + 1e-6)`` over the samples of one prompt, the same on every
+    token; unbiased standard deviation and epsilon as ``verl/trainer/ppo/core_algos.py@1dda039``.
+    Without ``group_std`` only the mean comes off (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783).
+    A sample that is alone in its group, the others being invalid, has advantage 0.
+    """
+    outcomes, sums, counts = _outcomes(given)
+    centred = outcomes - sums / counts
+    if given.group_std:
+        group = given.groups.unique(return_inverse=True)[1]
+        squares = centred.new_zeros(len(centred)).index_add(0, group, centred.square())[group]
+        centred = centred / ((squares / (counts - 1).clamp(min=1)).sqrt() + 1e-6)
+    return _on_tokens(centred, given), None
+
+
+def rloo(given: Samples) -> tuple[torch.Tensor, None]:
+    """REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv 2402.14740, eq. 8).
+
+    ``A_i = R_i - mean of the R_j of the prompt's other samples``, the same on every token. A sample
+    that is alone in its group, the others being invalid, has advantage 0.
+    """
+    outcomes, sums, counts = _outcomes(given)
+    others = (sums - outcomes) / (counts - 1).clamp(min=1)
+    return _on_tokens((outcomes - others) * (counts > 1), given), None
+
+
+def reinforce_pp(given: Samples) -> tuple[torch.Tensor, None]:
+    """REINFORCE++ (Hu 2025, arXiv 2501.03262): ``A_t = sum over k >= t of gamma^(k-t) r_k``, to be
+    whitened over the whole rollout (``ppo.whiten_advantages``, on unless it is switched off)."""
+    rewards = given.rewards * given.mask
+    advantages = rewards.new_zeros(rewards.shape)
+    running = rewards.new_zeros(len(rewards))
+    for t in range(rewards.shape[1] - 1, -1, -1):
+        running = rewards[:, t] + given.gamma * running
+        advantages[:, t] = running
+    return advantages * given.mask, None
+
+
+@dataclass(frozen=True, slots=True)
+class Estimator:
+    """An advantage estimator, and all that configuration and engine must know of it."""
+
+    estimate: Callable[[Samples], tuple[torch.Tensor, torch.Tensor | None]]
+    """advantages [B, R], and with a critic the returns [B, R] that it learns"""
+    needs_critic: bool
+    needs_groups: bool
+    """compares the samples of one prompt: ``ppo.n`` must be 2 or more"""
+    whitened: bool
+    """whether ``ppo.whiten_advantages`` is on unless it is set"""
+    kl_in: str
+    """where the KL is charged unless ``ppo.kl_in`` is set: ``reward`` or ``loss``"""
+
+
+ESTIMATORS = {
+    "gae": Estimator(gae, needs_critic=True, needs_groups=False, whitened=True, kl_in="reward"),
+    "grpo": Estimator(grpo, needs_critic=False, needs_groups=True, whitened=False, kl_in="loss"),
+    "rloo": Estimator(rloo, needs_critic=False, needs_groups=True, whitened=False, kl_in="reward"),
+    "reinforce_pp": Estimator(reinforce_pp, needs_critic=False, needs_groups=False, whitened=True,
+                              kl_in="reward"),
+}
+"""by the name that ``ppo.advantage`` gives them; one more needs a function and a line here"""

@@ -6,11 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
+from ppocli.ppo.kl import kl_per_token
+
+AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum",
+                "seq-mean-token-sum-norm")
 
 
 def token_weights(lengths: torch.Tensor, *, aggregation: str, total_tokens: int,
-                  total_samples: int) -> torch.Tensor:
+                  total_samples: int, max_tokens: int) -> torch.Tensor:
     """The weight of each sample's tokens in the loss of one optimizer update.
 
     Weighting tokens instead of averaging micro-batches makes the gradient independent of
@@ -18,9 +21,12 @@ def token_weights(lengths: torch.Tensor, *, aggregation: str, total_tokens: int,
 
     Args:
         lengths: [B] response tokens of each sample in this part of the update.
-        aggregation: ``token-mean`` divides by all response tokens of the update,
-            ``seq-mean-token-mean`` by samples and own length, ``seq-mean-token-sum`` by samples.
+        aggregation: by the names of ``verl/trainer/ppo/core_algos.py@1dda039``: ``token-mean``
+            divides by all response tokens of the update, ``token-sum`` by nothing,
+            ``seq-mean-token-mean`` by samples and own length, ``seq-mean-token-sum`` by samples,
+            ``seq-mean-token-sum-norm`` by samples and ``max_tokens`` (Dr. GRPO, arXiv 2503.20783).
         total_tokens, total_samples: of the whole update, over all micro-batches and ranks.
+        max_tokens: the longest response there can be.
 
     Returns:
         [B] weight of each token of the sample.
@@ -28,11 +34,33 @@ def token_weights(lengths: torch.Tensor, *, aggregation: str, total_tokens: int,
     ones = torch.ones_like(lengths, dtype=torch.float32)
     if aggregation == "token-mean":
         return ones / max(total_tokens, 1)
+    if aggregation == "token-sum":
+        return ones
     if aggregation == "seq-mean-token-mean":
         return 1.0 / (lengths.clamp(min=1).float() * max(total_samples, 1))
     if aggregation == "seq-mean-token-sum":
         return ones / max(total_samples, 1)
+    if aggregation == "seq-mean-token-sum-norm":
+        return ones / (max(total_samples, 1) * max_tokens)
     raise ValueError(f"{aggregation!r} is not one of {AGGREGATIONS}")
+
+
+@dataclass(frozen=True, slots=True)
+class LossOptions:
+    """What the loss of an update is made of."""
+
+    cliprange: float
+    cliprange_high: float | None = None
+    """upper clip of the ratio (DAPO, Yu et al. 2025, arXiv 2503.14476); None: ``cliprange``"""
+    dual_clip: float | None = None
+    """bound on the loss of tokens with a negative advantage (Ye et al. 2019, arXiv 1912.09729)"""
+    cliprange_value: float = 0.2
+    vf_coef: float = 0.0
+    ent_coef: float = 0.0
+    kl_coef: float = 0.0
+    """of the KL term; 0 where the reward is charged instead"""
+    kl_estimator: str = "k3"
+    """of the KL term, one of ``ppocli.ppo.kl.SAMPLED_ESTIMATORS``"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +75,15 @@ class PPOLoss:
     policy: torch.Tensor
     value: torch.Tensor
     entropy: torch.Tensor
+    kl: torch.Tensor
+    """the KL term before its coefficient; 0 where it is not part of the loss"""
     approx_kl: torch.Tensor
     """mean of (old - new logprob): what early stopping looks at"""
     approx_kl_squared: torch.Tensor
     """half the mean squared log-ratio"""
     policy_clipfrac: torch.Tensor
+    dual_clipfrac: torch.Tensor
+    """share of tokens whose loss ``dual_clip`` cut"""
     value_clipfrac: torch.Tensor
     value_error: torch.Tensor
     """mean squared (value - return)"""
@@ -60,45 +92,72 @@ class PPOLoss:
     """largest absolute log-ratio"""
 
 
-def ppo_loss(*, logprobs: torch.Tensor, values: torch.Tensor, entropy: torch.Tensor | None,
-             old_logprobs: torch.Tensor, old_values: torch.Tensor, advantages: torch.Tensor,
-             returns: torch.Tensor, weights: torch.Tensor, total_tokens: int, cliprange: float,
-             cliprange_value: float, vf_coef: float, ent_coef: float) -> PPOLoss:
+def _policy_terms(log_ratio: torch.Tensor, advantages: torch.Tensor, options: LossOptions
+                  ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Each token's policy loss [N], and where the clip and the dual clip were what counted."""
+    ratio = torch.exp(log_ratio)
+    high = options.cliprange if options.cliprange_high is None else options.cliprange_high
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1.0 - options.cliprange, 1.0 + high)
+    loss = torch.maximum(unclipped, clipped)
+    is_clipped = clipped > unclipped
+    if options.dual_clip is None:
+        return loss, is_clipped, torch.zeros_like(is_clipped)
+    bound = -advantages * options.dual_clip
+    is_bounded = (advantages < 0) & (loss > bound)
+    return torch.where(is_bounded, bound, loss), is_clipped, is_bounded
+
+
+def ppo_loss(options: LossOptions, *, logprobs: torch.Tensor, old_logprobs: torch.Tensor,
+             advantages: torch.Tensor, weights: torch.Tensor, total_tokens: int,
+             values: torch.Tensor | None = None, old_values: torch.Tensor | None = None,
+             returns: torch.Tensor | None = None, entropy: torch.Tensor | None = None,
+             ref_logprobs: torch.Tensor | None = None) -> PPOLoss:
     """Clipped policy and value losses (Schulman et al. 2017, eq. 7 and 9), all inputs [N].
 
-    ``max(-A ratio, -A clip(ratio, 1-c, 1+c))`` and
-    ``0.5 max((V-R)^2, (V_old + clip(V-V_old, -c, c) - R)^2)``;
-    total = policy + vf_coef * value - ent_coef * entropy, each a sum of ``weights`` times the term.
+    Policy: ``max(-A ratio, -A clip(ratio, 1-c, 1+c_high))``, with a dual clip ``d`` at most
+    ``-d A`` where A < 0. Value: ``0.5 max((V-R)^2, (V_old + clip(V-V_old, -c, c) - R)^2)``. KL: the
+    estimate between policy and reference, differentiated as it stands (Shao et al. 2024, eq. 4,
+    for k3). total = policy + vf_coef * value - ent_coef * entropy + kl_coef * kl, each a sum of
+    ``weights`` times the term.
 
     Args:
-        entropy: of the policy at each token, or None when it is not computed.
         weights: each token's weight in the loss, from :func:`token_weights`.
         total_tokens: response tokens of the whole update; the diagnostics are means over them,
             whatever the aggregation of the loss.
+        values, old_values, returns: all None without a critic.
+        entropy: of the policy at each token, or None when it is not computed.
+        ref_logprobs: of the reference, or None when the KL is not part of the loss.
     """
     log_ratio = logprobs - old_logprobs
-    ratio = torch.exp(log_ratio)
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1.0 - cliprange, 1.0 + cliprange)
-    policy = (weights * torch.maximum(unclipped, clipped)).sum()
-
-    value_change = (values - old_values).clamp(-cliprange_value, cliprange_value)
-    square = (values - returns).square()
-    square_clipped = (old_values + value_change - returns).square()
-    value = 0.5 * (weights * torch.maximum(square, square_clipped)).sum()
-
-    mean_entropy = policy.new_zeros(()) if entropy is None else (weights * entropy).sum()
-    total = policy + vf_coef * value - ent_coef * mean_entropy
+    losses, is_clipped, is_bounded = _policy_terms(log_ratio, advantages, options)
+    policy = (weights * losses).sum()
+    total, zero = policy, policy.new_zeros(())
+    square = square_clipped = policy.new_zeros(1)
+    value = mean_entropy = kl = zero
+    if values is not None and old_values is not None and returns is not None:
+        change = (values - old_values).clamp(-options.cliprange_value, options.cliprange_value)
+        square = (values - returns).square()
+        square_clipped = (old_values + change - returns).square()
+        value = 0.5 * (weights * torch.maximum(square, square_clipped)).sum()
+        total = total + options.vf_coef * value
+    if entropy is not None:
+        mean_entropy = (weights * entropy).sum()
+        total = total - options.ent_coef * mean_entropy
+    if ref_logprobs is not None:
+        kl = (weights * kl_per_token(logprobs, ref_logprobs, options.kl_estimator)).sum()
+        total = total + options.kl_coef * kl
     share = 1.0 / max(total_tokens, 1)
     with torch.no_grad():
         return PPOLoss(
             total=total, policy=policy.detach(), value=value.detach(),
-            entropy=mean_entropy.detach(),
+            entropy=mean_entropy.detach(), kl=kl.detach(),
             approx_kl=-log_ratio.sum() * share,
             approx_kl_squared=0.5 * log_ratio.square().sum() * share,
-            policy_clipfrac=(clipped > unclipped).sum() * share,
+            policy_clipfrac=is_clipped.sum() * share,
+            dual_clipfrac=is_bounded.sum() * share,
             value_clipfrac=(square_clipped > square).sum() * share,
             value_error=square.sum() * share,
-            ratio=ratio.sum() * share,
+            ratio=torch.exp(log_ratio).sum() * share,
             max_log_ratio=log_ratio.abs().max() if log_ratio.numel() else log_ratio.new_zeros(()),
         )

@@ -69,8 +69,8 @@ def main(config: str, out: str, *words: str) -> None:
         else:
             given = Experience(**load_file(options["given"])) if "given" in options else None
             experience, result = update(session, 0, given)
-            found |= {f"experience/{f.name}": getattr(experience, f.name).contiguous()
-                      for f in fields(experience)}
+            found |= {f"experience/{f.name}": value.contiguous() for f in fields(experience)
+                      if isinstance(value := getattr(experience, f.name), torch.Tensor)}
             found["terms"] = torch.tensor([result.terms[name] for name in sorted(result.terms)])
             found["counts"] = torch.tensor([result.updates, result.skipped, result.nonfinite])
         if "save" in options:

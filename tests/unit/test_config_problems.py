@@ -90,6 +90,43 @@ def test_each_problem_is_named(values, text):
     assert text in lines[0]
 
 
+@pytest.mark.parametrize(("values", "text"), [
+    ({"ppo__advantage": "grpo"}, "grpo compares samples of the same prompt: set ppo.n to 2"),
+    ({"ppo__advantage": "rloo", "ppo__n": 1}, "set ppo.n to 2 or more"),
+    ({"ppo__advantage": "grpos"}, "must be one of gae, grpo, rloo, reinforce_pp; did you mean grp"),
+    ({"ppo__n": 3}, "num_rollouts 128 must be a multiple of n 3"),
+    ({"ppo__n": 0}, "ppo.n: 0 must be >= 1"),
+    ({"ppo__n": 8}, "total_episodes 100 must be a multiple of n 8"),
+    ({"ppo__advantage": "grpo", "ppo__n": 4, "generation__do_sample": False}, "are all alike"),
+    ({"ppo__advantage": "rloo", "ppo__n": 4, "ppo__whiten_rewards": True},
+     "rloo normalises the rewards of whole responses itself"),
+    ({"ppo__group_std": False}, "group_std belongs to grpo"),
+    ({"ppo__advantage": "reinforce_pp", "ppo__critic_warmup_steps": 2}, "no critic to warm up"),
+    ({"ppo__advantage": "reinforce_pp", "ppo__optimizer__value_lr": 1e-3}, "no value head"),
+    ({"ppo__kl_in": "loss", "ppo__kl_estimator": "full"}, "only be charged in the reward"),
+    ({"ppo__dual_clip": 1.0}, "ppo.dual_clip: 1 must be > 1"),
+    ({"ppo__optimizer__name": "sgd", "ppo__optimizer__betas": [0.9, 0.95]},
+     "sgd has no betas: leave it at [0.9, 0.999]"),
+    ({"ppo__optimizer__name": "adafactor", "ppo__optimizer__eps": 1e-6},
+     "adafactor has no eps: leave it at 1e-08"),
+    ({"ppo__optimizer__momentum": 0.9}, "adamw has no momentum: leave it at 0.0"),
+    ({"ppo__optimizer__name": "adafactor", "hardware__zero_stage": 2}, "ZeRO shards its state"),
+    ({"ppo__optimizer__name": "adamw_8bit", "hardware__zero_stage": 1}, "ZeRO shards its state"),
+])
+def test_each_contradiction_of_the_algorithm_is_named(values, text):
+    lines = said(changed(**values))
+    assert len(lines) == 1
+    assert text in lines[0]
+
+
+def test_every_optimizer_takes_what_it_uses():
+    for name, over in (("adamw", {"betas": [0.8, 0.9], "eps": 1e-6}), ("sgd", {"momentum": 0.9}),
+                       ("adafactor", {}), ("adamw_8bit", {"betas": [0.8, 0.9]})):
+        keys = {f"ppo__optimizer__{key}": value for key, value in over.items()}
+        assert said(changed(ppo__optimizer__name=name, ppo__optimizer__weight_decay=0.1,
+                            ppo__optimizer__value_lr=1e-3, **keys)) == []
+
+
 def test_sizes_that_do_not_divide_are_fine():
     assert said(changed(ppo__num_rollouts=100, ppo__mini_batch_size=33, ppo__micro_batch_size=7,
                         ppo__total_episodes=1, eval__every_steps=1000)) == []

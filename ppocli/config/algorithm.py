@@ -1,0 +1,137 @@
+"""What the algorithm's keys come to where they are left to the estimator, and which of them
+contradict each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from ppocli.config.keys import schema_keys
+from ppocli.config.schema import OptimizerConfig, PPOConfig, TrainConfig, planned_episodes
+from ppocli.errors import InputError
+from ppocli.ppo.advantages import ESTIMATORS, Estimator
+
+Found = Iterator[tuple[tuple[str, ...], str]]
+
+OPTIMIZER_KEYS = {
+    "adamw": ("betas", "eps"), "adamw_8bit": ("betas", "eps"), "adam": ("betas", "eps"),
+    "sgd": ("momentum",), "adafactor": ()}
+"""keys that only some optimizers have; all have lr, value_lr and weight_decay"""
+UNSHARDED_OPTIMIZERS = ("adamw_8bit", "adafactor")
+"""their state depends on a weight's whole shape, which ZeRO's flat partitions don't have"""
+
+
+def estimator_of(ppo: PPOConfig) -> Estimator:
+    """The entry of the table of advantage estimators."""
+    return ESTIMATORS[ppo.advantage]
+
+
+def kl_in(ppo: PPOConfig) -> str:
+    """``reward`` or ``loss``."""
+    return ppo.kl_in or estimator_of(ppo).kl_in
+
+
+def kl_estimator(ppo: PPOConfig) -> str:
+    """The name of the KL estimate. k1 as a loss would have no gradient on average."""
+    return ppo.kl_estimator or ("k1" if kl_in(ppo) == "reward" else "k3")
+
+
+def whitens_advantages(ppo: PPOConfig) -> bool:
+    """Whether advantages are centred and scaled over the whole rollout."""
+    return estimator_of(ppo).whitened if ppo.whiten_advantages is None else ppo.whiten_advantages
+
+
+def algorithm_problems(config: TrainConfig, handed_in: frozenset[str]) -> Found:
+    """Contradictions among the keys of the algorithm, as (keys, text)."""
+    if config.ppo.advantage in ESTIMATORS:
+        yield from _kl(config)
+        yield from _critic(config)
+        yield from _groups(config)
+    yield from _optimizer(config)
+
+
+def _kl(config: TrainConfig) -> Found:
+    ppo = config.ppo
+    if ppo.kl_controller == "adaptive" and config.model.reference.kind == "none":
+        yield (("ppo.kl_controller", "model.reference.kind"),
+               "the adaptive controller steers the KL to a reference, and there is none")
+    if config.model.reference.kind == "none" and ppo.init_kl_coef > 0:
+        yield (("model.reference.kind", "ppo.init_kl_coef"),
+               f"a KL penalty of {ppo.init_kl_coef:g} needs a reference: set ppo.init_kl_coef=0 "
+               "or model.reference.kind=copy")
+    if ppo.kl_controller == "adaptive" and ppo.init_kl_coef == 0:
+        yield (("ppo.kl_controller", "ppo.init_kl_coef"),
+               "the adaptive controller multiplies the coefficient and can never leave 0: start "
+               "above 0 or use ppo.kl_controller=fixed")
+    if kl_in(ppo) == "loss" and ppo.kl_estimator == "full":
+        yield (("ppo.kl_in", "ppo.kl_estimator"),
+               "the full KL can only be charged in the reward: use k3 or k2 in the loss, or "
+               "ppo.kl_in=reward")
+
+
+def _critic(config: TrainConfig) -> Found:
+    ppo = config.ppo
+    if estimator_of(ppo).needs_critic:
+        return
+    if ppo.critic_warmup_steps > 0:
+        yield (("ppo.critic_warmup_steps", "ppo.advantage"),
+               f"{ppo.advantage} has no critic to warm up: set ppo.critic_warmup_steps=0")
+    if ppo.optimizer.value_lr is not None:
+        yield (("ppo.optimizer.value_lr", "ppo.advantage"),
+               f"{ppo.advantage} has no value head to learn: set ppo.optimizer.value_lr=null")
+
+
+def _groups(config: TrainConfig) -> Found:
+    ppo = config.ppo
+    grouped = estimator_of(ppo).needs_groups
+    if grouped and ppo.n < 2:
+        yield (("ppo.advantage", "ppo.n"),
+               f"{ppo.advantage} compares samples of the same prompt: set ppo.n to 2 or more")
+    if grouped and not config.generation.do_sample:
+        yield (("ppo.advantage", "generation.do_sample"),
+               f"{ppo.advantage} compares samples of the same prompt, and without sampling they "
+               "are all alike")
+    if grouped and ppo.whiten_rewards:
+        yield (("ppo.advantage", "ppo.whiten_rewards"),
+               f"{ppo.advantage} normalises the rewards of whole responses itself: set "
+               "ppo.whiten_rewards=false")
+    if not ppo.group_std and ppo.advantage != "grpo":
+        yield (("ppo.group_std", "ppo.advantage"),
+               f"group_std belongs to grpo; {ppo.advantage} does not divide by a deviation")
+    if ppo.n < 1:
+        return
+    if ppo.num_rollouts % ppo.n:
+        yield (("ppo.num_rollouts", "ppo.n"),
+               f"num_rollouts {ppo.num_rollouts} must be a multiple of n {ppo.n}")
+    elif planned_episodes(ppo) % ppo.n:
+        yield (("ppo.total_episodes", "ppo.n"),
+               f"total_episodes {ppo.total_episodes} must be a multiple of n {ppo.n}")
+
+
+def require_optimizer(optimizer: OptimizerConfig) -> None:
+    """Raise unless the package that an optimizer comes from is installed.
+
+    Raises:
+        InputError: bitsandbytes is missing.
+    """
+    if optimizer.name == "adamw_8bit" and find_spec("bitsandbytes") is None:
+        raise InputError("The 8-bit AdamW comes from bitsandbytes, which is not installed.",
+                         where="ppo.optimizer.name=adamw_8bit",
+                         fix='pip install "ppocli[8bit]", or use ppo.optimizer.name=adamw')
+
+
+def _optimizer(config: TrainConfig) -> Found:
+    optimizer = config.ppo.optimizer
+    if len(optimizer.betas) != 2:
+        yield (("ppo.optimizer.betas",),
+               f"{optimizer.betas} must be two numbers, e.g. [0.9,0.999]")
+    for name in sorted({key for keys in OPTIMIZER_KEYS.values() for key in keys}):
+        default = schema_keys()[f"ppo.optimizer.{name}"].default
+        used = OPTIMIZER_KEYS.get(optimizer.name)
+        if used is not None and name not in used and getattr(optimizer, name) != default:
+            yield ((f"ppo.optimizer.{name}", "ppo.optimizer.name"),
+                   f"{optimizer.name} has no {name}: leave it at {default}")
+    if optimizer.name in UNSHARDED_OPTIMIZERS and config.hardware.zero_stage > 0:
+        yield (("ppo.optimizer.name", "hardware.zero_stage"),
+               f"{optimizer.name} needs whole weights, and ZeRO shards its state: use "
+               "ppo.optimizer.name=adamw or hardware.zero_stage=0")

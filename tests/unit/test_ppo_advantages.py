@@ -1,0 +1,256 @@
+"""Advantage estimators against numbers worked out by hand and naive float64 references."""
+
+import math
+import random
+import statistics
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from ppocli.ppo.advantages import ESTIMATORS, Samples, gae, grpo, reinforce_pp, rloo, token_rewards
+from ppocli.ppo.masking import whiten
+
+
+def mask_of(lengths, width):
+    return torch.arange(width)[None, :] < torch.tensor(lengths)[:, None]
+
+
+def double(rows):
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def samples(rewards, lengths, groups=None, values=None, **over):
+    rewards = torch.as_tensor(rewards)
+    groups = range(len(rewards)) if groups is None else groups
+    return Samples(rewards, mask_of(lengths, rewards.shape[1]), torch.tensor(list(groups)), values,
+                   **over)
+
+
+# --- rewards ---------------------------------------------------------------------------------
+
+
+def test_score_lands_on_the_last_valid_token_of_each_sample():
+    mask = mask_of([1, 3, 2], 3)
+    rewards = token_rewards(torch.tensor([1.0, 2.0, 3.0]), torch.full((3, 3), 0.5), mask,
+                            kl_coef=0.2)
+    expected = [[0.9, 0.0, 0.0], [-0.1, -0.1, 1.9], [-0.1, 2.9, 0.0]]
+    torch.testing.assert_close(rewards, torch.tensor(expected))
+
+
+def test_a_response_without_tokens_gets_nothing():
+    rewards = token_rewards(torch.tensor([5.0]), torch.zeros(1, 2), mask_of([0], 2), kl_coef=1.0)
+    assert rewards.tolist() == [[0.0, 0.0]]
+
+
+def test_dense_rewards_stay_on_their_tokens():
+    dense = torch.tensor([[0.1, 0.2, 0.3]])
+    rewards = token_rewards(torch.tensor([1.0]), torch.zeros(1, 3), mask_of([3], 3), kl_coef=0.0,
+                            dense=dense)
+    torch.testing.assert_close(rewards, torch.tensor([[0.1, 0.2, 1.3]]))
+
+
+# --- GAE -------------------------------------------------------------------------------------
+
+
+def test_gae_by_hand():
+    # gamma 0.5, lam 0.5: delta_1 = 1 - 0.4 = 0.6; delta_0 = 0 + 0.5*0.4 - 0.2 = 0
+    # A_1 = 0.6; A_0 = 0 + 0.25 * 0.6 = 0.15; returns 0.35 and 1.0
+    advantages, returns = gae(samples([[0.0, 1.0]], [2], values=torch.tensor([[0.2, 0.4]]),
+                                      gamma=0.5, lam=0.5))
+    torch.testing.assert_close(advantages, torch.tensor([[0.15, 0.6]]))
+    torch.testing.assert_close(returns, torch.tensor([[0.35, 1.0]]))
+
+
+def naive_gae(rewards, values, lengths, gamma, lam):
+    """A_t as the double sum of its definition, float64, one token at a time."""
+    out = np.zeros(np.shape(rewards))
+    for i, n in enumerate(lengths):
+        for t in range(n):
+            for k in range(t, n):
+                after = values[i][k + 1] if k + 1 < n else 0.0
+                out[i][t] += (gamma * lam) ** (k - t) * (
+                    rewards[i][k] + gamma * after - values[i][k])
+    return out
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+@pytest.mark.parametrize("lam", [1.0, 0.95, 0.0])
+def test_gae_equals_its_definition(gamma, lam):
+    rng = random.Random(1)
+    lengths, width = [7, 1, 4, 6], 7
+    rewards = [[rng.gauss(0, 1) for _ in range(width)] for _ in lengths]
+    values = [[rng.gauss(0, 1) for _ in range(width)] for _ in lengths]
+    mask = mask_of(lengths, width)
+    advantages, returns = gae(samples(double(rewards), lengths, gamma=gamma, lam=lam,
+                                      values=double(values)))
+    expected = naive_gae(rewards, values, lengths, gamma, lam)
+    np.testing.assert_allclose(advantages.numpy(), expected, atol=1e-12)
+    np.testing.assert_allclose(returns.numpy(), (expected + np.array(values)) * mask.numpy(),
+                               atol=1e-12)
+
+
+# --- what holds of every estimator --------------------------------------------------------------
+
+
+def random_samples(seed, lengths, groups, width=6, **over):
+    generator = torch.Generator().manual_seed(seed)
+    rewards = torch.randn(len(lengths), width, generator=generator)
+    values = torch.randn(len(lengths), width, generator=generator)
+    mask = mask_of(lengths, width)
+    return samples(rewards * mask, lengths, groups, values, gamma=0.9, lam=0.8, **over)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_what_follows_a_response_touches_nothing(name):
+    clean = random_samples(0, [2, 3, 6, 1], [0, 0, 1, 1])
+    rewards, values = clean.rewards.clone(), clean.values.clone()
+    rewards[~clean.mask], values[~clean.mask] = 100.0, -50.0
+    dirty = Samples(rewards, clean.mask, clean.groups, values, 0.9, 0.8)
+    for a, b in zip(ESTIMATORS[name].estimate(clean), ESTIMATORS[name].estimate(dirty),
+                    strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
+    assert (ESTIMATORS[name].estimate(clean)[0][~clean.mask] == 0).all()
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_the_order_of_the_groups_changes_nothing(name):
+    given = random_samples(1, [2, 3, 6, 1, 4, 5], [0, 0, 1, 1, 2, 2])
+    order = torch.tensor([4, 1, 3, 0, 2, 5])
+    moved = Samples(given.rewards[order], given.mask[order], given.groups[order] + 7,
+                    given.values[order], 0.9, 0.8)
+    torch.testing.assert_close(ESTIMATORS[name].estimate(moved)[0],
+                               ESTIMATORS[name].estimate(given)[0][order], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_padding_more_columns_changes_nothing(name):
+    narrow = random_samples(2, [2, 3, 5, 1], [0, 0, 1, 1])
+    wide = Samples(*(torch.nn.functional.pad(x, (0, 3)) for x in (narrow.rewards, narrow.mask)),
+                   narrow.groups, torch.nn.functional.pad(narrow.values, (0, 3)), 0.9, 0.8)
+    assert torch.equal(ESTIMATORS[name].estimate(wide)[0][:, :6],
+                       ESTIMATORS[name].estimate(narrow)[0])
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_only_a_critic_has_returns_to_learn(name):
+    given = random_samples(3, [2, 3], [0, 0])
+    returns = ESTIMATORS[name].estimate(given)[1]
+    assert (returns is not None) == ESTIMATORS[name].needs_critic
+    if not ESTIMATORS[name].needs_critic:
+        without = Samples(given.rewards, given.mask, given.groups, None, 0.9, 0.8)
+        assert torch.equal(ESTIMATORS[name].estimate(without)[0],
+                           ESTIMATORS[name].estimate(given)[0])
+
+
+def test_gae_needs_values():
+    with pytest.raises(ValueError, match="values"):
+        gae(samples([[1.0]], [1]))
+
+
+def test_the_table_is_read_without_torch():
+    code = ("import sys, ppocli.ppo.advantages as a; assert a.ESTIMATORS; "
+            "sys.exit('torch' in sys.modules)")
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# --- GRPO ----------------------------------------------------------------------------------------
+
+
+def test_grpo_by_hand():
+    # group 0: outcomes 1, 2, 6: mean 3, unbiased variance (4 + 1 + 9) / 2 = 7
+    # group 1: outcomes 4, 0: mean 2, unbiased variance (4 + 4) / 1 = 8
+    rewards = [[0.0, 1.0, 0.0], [2.0, 0.0, 0.0], [1.0, 2.0, 3.0], [0.0, 4.0, 0.0], [0.0, 0.0, 0.0]]
+    given = samples(rewards, [2, 1, 3, 2, 1], [0, 0, 0, 1, 1])
+    advantages, returns = grpo(given)
+    a, b, c = -2 / math.sqrt(7), -1 / math.sqrt(7), 3 / math.sqrt(7)
+    d = 2 / math.sqrt(8)
+    expected = torch.tensor([[a, a, 0], [b, 0, 0], [c, c, c], [d, d, 0], [-d, 0, 0]])
+    torch.testing.assert_close(advantages, expected, rtol=0, atol=2e-6)
+    assert returns is None
+
+
+def test_without_the_deviation_only_the_mean_comes_off():
+    rewards = [[0.0, 1.0], [2.0, 0.0], [1.0, 5.0]]
+    advantages, _ = grpo(samples(rewards, [2, 1, 2], [3, 3, 3], group_std=False))
+    torch.testing.assert_close(advantages, torch.tensor([[-2.0, -2.0], [-1.0, 0.0], [3.0, 3.0]]))
+
+
+def naive_groups(rewards, lengths, groups, how):
+    """Advantages of whole responses, one sample at a time in float64."""
+    outcomes = [math.fsum(row[:n]) for row, n in zip(rewards, lengths, strict=True)]
+    found = []
+    for i, own in enumerate(outcomes):
+        peers = [o for j, o in enumerate(outcomes) if groups[j] == groups[i]]
+        others = [o for j, o in enumerate(outcomes) if groups[j] == groups[i] and j != i]
+        if not others:
+            found.append(0.0)
+        elif how == "rloo":
+            found.append(own - math.fsum(others) / len(others))
+        else:
+            centred = own - math.fsum(peers) / len(peers)
+            found.append(centred / (statistics.stdev(peers) + 1e-6) if how == "grpo" else centred)
+    return [[a if t < n else 0.0 for t in range(len(rewards[0]))]
+            for a, n in zip(found, lengths, strict=True)]
+
+
+@pytest.mark.parametrize("how", ["grpo", "dr_grpo", "rloo"])
+def test_group_estimators_equal_the_naive_reference(how):
+    rng = random.Random(5)
+    lengths = [3, 1, 5, 2, 4, 4, 2, 5]
+    groups = [0, 0, 0, 1, 1, 2, 3, 3]  # of 3: invalid ones are missing
+    rewards = [[rng.gauss(0, 1) if t < n else 0.0 for t in range(5)] for n in lengths]
+    given = samples(double(rewards), lengths, groups, group_std=how == "grpo")
+    advantages, _ = (rloo if how == "rloo" else grpo)(given)
+    np.testing.assert_allclose(advantages.numpy(), naive_groups(rewards, lengths, groups, how),
+                               rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("estimate", [grpo, rloo])
+def test_equal_outcomes_say_nothing(estimate):
+    advantages, _ = estimate(samples([[0.1, 0.0]] * 3, [1, 2, 2], [0, 0, 0]))
+    assert advantages.abs().max() < 1e-6
+
+
+# --- RLOO and REINFORCE++ ------------------------------------------------------------------------
+
+
+def test_rloo_by_hand():
+    # outcomes 1, 2, 6: baselines 4, 3.5, 1.5
+    rewards = [[0.0, 1.0], [2.0, 0.0], [1.0, 5.0]]
+    advantages, returns = rloo(samples(rewards, [2, 1, 2], [0, 0, 0]))
+    torch.testing.assert_close(advantages, torch.tensor([[-3.0, -3.0], [-1.5, 0.0], [4.5, 4.5]]))
+    assert returns is None
+
+
+def test_rloo_charges_the_kl_of_the_whole_response():
+    # scores 1 and 0, KL 0.5 a token over 2 and 1 tokens at beta 0.2: outcomes 0.8 and -0.1
+    mask = mask_of([2, 1], 2)
+    rewards = token_rewards(torch.tensor([1.0, 0.0]), torch.full((2, 2), 0.5), mask, kl_coef=0.2)
+    advantages, _ = rloo(samples(rewards, [2, 1], [0, 0]))
+    torch.testing.assert_close(advantages, torch.tensor([[0.9, 0.9], [-0.9, 0.0]]))
+
+
+def test_reinforce_pp_by_hand():
+    # gamma 0.5: 1; 2 + 0.5; 0 + 1.25
+    advantages, returns = reinforce_pp(samples([[0.0, 2.0, 1.0], [3.0, 9.0, 9.0]], [3, 1],
+                                               gamma=0.5))
+    torch.testing.assert_close(advantages, torch.tensor([[1.25, 2.5, 1.0], [3.0, 0.0, 0.0]]))
+    assert returns is None
+
+
+def test_whitened_reinforce_pp_equals_the_naive_reference():
+    rng = random.Random(6)
+    lengths = [4, 1, 3]
+    rewards = [[rng.gauss(0, 1) if t < n else 0.0 for t in range(4)] for n in lengths]
+    given = samples(double(rewards), lengths, gamma=0.9)
+    got = whiten(reinforce_pp(given)[0], given.mask, center=True)
+    sums = [[math.fsum(0.9 ** (k - t) * row[k] for k in range(t, n)) for t in range(n)]
+            for row, n in zip(rewards, lengths, strict=True)]
+    flat = [x for row in sums for x in row]
+    mean = math.fsum(flat) / len(flat)
+    deviation = math.sqrt(math.fsum((x - mean) ** 2 for x in flat) / len(flat) + 1e-8)
+    expected = [(x - mean) / deviation for x in flat]
+    np.testing.assert_allclose(got[given.mask].numpy(), expected, rtol=0, atol=1e-12)

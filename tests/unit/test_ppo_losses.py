@@ -1,0 +1,209 @@
+"""Each option of the loss by hand, and the whole of it against a naive float64 reference."""
+
+import itertools
+import math
+import random
+from dataclasses import fields
+
+import pytest
+import torch
+
+from ppocli.models.head import token_logprobs
+from ppocli.ppo.kl import SAMPLED_ESTIMATORS
+from ppocli.ppo.losses import AGGREGATIONS, LossOptions, ppo_loss, token_weights
+
+
+def loss_of(**over):
+    given = {"logprobs": torch.tensor([math.log(1.5)]), "values": torch.tensor([1.0]),
+             "entropy": None, "old_logprobs": torch.zeros(1), "old_values": torch.tensor([0.5]),
+             "advantages": torch.tensor([1.0]), "returns": torch.tensor([2.0]),
+             "weights": torch.ones(1), "total_tokens": 1, **over}
+    names = {f.name for f in fields(LossOptions)}
+    options = {"cliprange": 0.2, "cliprange_value": 0.2, "vf_coef": 0.1} | {
+        name: given.pop(name) for name in list(given) if name in names}
+    return ppo_loss(LossOptions(**options), **given)
+
+
+def test_policy_loss_by_hand():
+    assert loss_of().policy.item() == pytest.approx(-1.2)  # clipped: -1 * 1.2 > -1 * 1.5
+    assert loss_of(advantages=torch.tensor([-1.0])).policy.item() == pytest.approx(1.5)
+    low = torch.tensor([math.log(0.5)])
+    assert loss_of(logprobs=low).policy.item() == pytest.approx(-0.5)
+    pushed = loss_of(logprobs=low, advantages=torch.tensor([-1.0]))
+    assert pushed.policy.item() == pytest.approx(0.8)
+
+
+def test_value_loss_by_hand():
+    # (1-2)^2 = 1; clipped value 0.5 + 0.2 = 0.7: (0.7-2)^2 = 1.69; half the larger
+    loss = loss_of()
+    assert loss.value.item() == pytest.approx(0.845)
+    assert loss.total.item() == pytest.approx(-1.2 + 0.1 * 0.845)
+    assert loss.value_clipfrac.item() == 1.0
+    assert loss.policy_clipfrac.item() == 1.0
+    assert loss.ratio.item() == pytest.approx(1.5)
+    assert loss.approx_kl.item() == pytest.approx(-math.log(1.5))
+
+
+def test_entropy_bonus_lowers_the_loss():
+    with_bonus = loss_of(entropy=torch.tensor([2.0]), ent_coef=0.01)
+    assert with_bonus.total.item() == pytest.approx(loss_of().total.item() - 0.02)
+
+
+def test_without_a_critic_there_is_no_value_loss():
+    loss = loss_of(values=None, old_values=None, returns=None)
+    assert loss.total.item() == pytest.approx(-1.2)
+    assert loss.value.item() == loss.value_clipfrac.item() == loss.value_error.item() == 0.0
+
+
+@pytest.mark.parametrize(("ratio", "advantage", "options", "expected"), [
+    (1.5, 1.0, {"cliprange_high": 0.28}, -1.28),  # max(-1.5, -1.28)
+    (1.5, 1.0, {"cliprange_high": 0.6}, -1.5),  # not clipped
+    (0.5, -1.0, {"cliprange_high": 0.28}, 0.8),  # the lower clip is as it was
+    (1.5, -1.0, {"cliprange_high": 0.28}, 1.5),
+    (5.0, -1.0, {"dual_clip": 3.0}, 3.0),  # min(max(5, 1.2), 3)
+    (2.0, -1.0, {"dual_clip": 3.0}, 2.0),  # within the bound
+    (5.0, -2.0, {"dual_clip": 3.0}, 6.0),
+    (5.0, 1.0, {"dual_clip": 3.0}, -1.2),  # positive advantages are not touched
+    (0.1, -1.0, {"dual_clip": 3.0}, 0.8),
+])
+def test_asymmetric_and_dual_clip_by_hand(ratio, advantage, options, expected):
+    loss = loss_of(logprobs=torch.tensor([math.log(ratio)]), advantages=torch.tensor([advantage]),
+                   **options)
+    assert loss.policy.item() == pytest.approx(expected)
+
+
+def test_a_token_beyond_the_dual_clip_has_no_gradient():
+    logprobs = torch.tensor([math.log(5.0), math.log(2.0)], requires_grad=True)
+    two = torch.ones(2)
+    loss = loss_of(logprobs=logprobs, old_logprobs=torch.zeros(2), advantages=-two, weights=two / 2,
+                   values=None, old_values=None, returns=None, dual_clip=3.0, total_tokens=2)
+    loss.total.backward()
+    assert logprobs.grad.tolist() == pytest.approx([0.0, 1.0])  # half of the ratio 2
+    assert loss.dual_clipfrac.item() == 0.5
+
+
+# --- KL in the loss --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "value", "slope"), [
+    ("k1", 0.5, 1.0), ("abs", 0.5, 1.0), ("k2", 0.125, 0.5),
+    ("k3", math.exp(-0.5) - 0.5, 1 - math.exp(-0.5))])
+def test_kl_as_a_loss_by_hand(name, value, slope):
+    # new - reference logprob is 0.5; the derivative is by the new logprob
+    logprobs = torch.tensor([-1.0], requires_grad=True)
+    loss = loss_of(logprobs=logprobs, old_logprobs=torch.tensor([-1.0]),
+                   ref_logprobs=torch.tensor([-1.5]), kl_coef=0.2, kl_estimator=name,
+                   advantages=torch.zeros(1), values=None, old_values=None, returns=None)
+    assert loss.kl.item() == pytest.approx(value)
+    assert loss.total.item() == pytest.approx(0.2 * value)
+    loss.total.backward()
+    assert logprobs.grad.item() == pytest.approx(0.2 * slope)
+
+
+def test_k3_descends_towards_the_reference_from_both_sides():
+    for ref, sign in ((-2.0, 1.0), (0.0, -1.0)):
+        logprobs = torch.tensor([-1.0], requires_grad=True)
+        loss_of(logprobs=logprobs, old_logprobs=torch.tensor([-1.0]), kl_coef=1.0,
+                ref_logprobs=torch.tensor([ref]), advantages=torch.zeros(1), values=None,
+                old_values=None, returns=None).total.backward()
+        assert math.copysign(1.0, logprobs.grad.item()) == sign
+
+
+# --- entropy ---------------------------------------------------------------------------------
+
+
+def test_the_gradient_of_the_entropy_bonus_equals_the_naive_one():
+    # dH/dz_i = -p_i (log p_i + H), here by the temperature 0.7 that divides the logits
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(3, 4, generator=generator)
+    head = torch.nn.Linear(4, 5, bias=False)
+    with torch.no_grad():
+        head.weight.copy_(0.5 * torch.randn(5, 4, generator=generator))
+    hidden.requires_grad_(True)
+    logprobs, entropy = token_logprobs(hidden, head, torch.tensor([0, 3, 1]), temperature=0.7,
+                                       want_entropy=True)
+    weights = torch.tensor([0.5, 0.3, 0.2])
+    loss_of(logprobs=logprobs, old_logprobs=logprobs.detach(), advantages=torch.zeros(3),
+            weights=weights, entropy=entropy, ent_coef=0.01, values=None, old_values=None,
+            returns=None).total.backward()
+    for i in range(3):
+        z = [float(hidden[i].detach() @ head.weight[v].detach()) / 0.7 for v in range(5)]
+        top = math.fsum(math.exp(x) for x in z)
+        p = [math.exp(x) / top for x in z]
+        h = -math.fsum(q * math.log(q) for q in p)
+        assert entropy[i].item() == pytest.approx(h, rel=1e-5, abs=1e-6)
+        slope = [-q * (math.log(q) + h) / 0.7 for q in p]
+        expected = [-0.01 * weights[i].item() * math.fsum(
+            slope[v] * head.weight[v, d].item() for v in range(5)) for d in range(4)]
+        assert hidden.grad[i].tolist() == pytest.approx(expected, rel=1e-3, abs=1e-7)
+
+
+# --- the whole update ------------------------------------------------------------------------
+
+
+def naive_kl(name, x):
+    return {"k1": x, "abs": abs(x), "k2": x * x / 2, "k3": math.exp(-x) - 1 + x}[name]
+
+
+def naive_loss(rows, aggregation, o):
+    """The whole update, one token at a time in float64."""
+    total = 0.0
+    tokens = sum(len(r["lp"]) for r in rows)
+    for r in rows:
+        for j in range(len(r["lp"])):
+            ratio = math.exp(r["lp"][j] - r["old"][j])
+            a = r["adv"][j]
+            high = o.cliprange if o.cliprange_high is None else o.cliprange_high
+            pg = max(-a * ratio, -a * min(max(ratio, 1 - o.cliprange), 1 + high))
+            if o.dual_clip is not None and a < 0:
+                pg = min(pg, -a * o.dual_clip)
+            v, vo, ret = r["v"][j], r["v_old"][j], r["ret"][j]
+            vc = vo + min(max(v - vo, -o.cliprange_value), o.cliprange_value)
+            loss = pg + o.vf_coef * 0.5 * max((v - ret) ** 2, (vc - ret) ** 2)
+            loss -= o.ent_coef * r["ent"][j]
+            loss += o.kl_coef * naive_kl(o.kl_estimator, r["lp"][j] - r["ref"][j])
+            if aggregation == "token-mean":
+                total += loss / tokens
+            elif aggregation == "seq-mean-token-mean":
+                total += loss / len(r["lp"]) / len(rows)
+            elif aggregation == "token-sum":
+                total += loss
+            elif aggregation == "seq-mean-token-sum":
+                total += loss / len(rows)
+            else:
+                total += loss / len(rows) / 10
+    return total
+
+
+OPTIONS = {
+    "plain": LossOptions(0.2, cliprange_value=0.3, vf_coef=0.7),
+    "asymmetric": LossOptions(0.2, cliprange_high=0.28, vf_coef=0.1),
+    "dual": LossOptions(0.2, dual_clip=1.3, vf_coef=0.1, ent_coef=0.02),
+    **{name: LossOptions(0.2, kl_coef=0.4, kl_estimator=name) for name in SAMPLED_ESTIMATORS},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("cut", [[0, 5], [0, 2, 5], [0, 1, 2, 3, 4, 5]])
+def test_loss_equals_the_naive_reference_however_it_is_cut(aggregation, cut, options):
+    rng = random.Random(3)
+    lengths = [4, 1, 6, 2, 3]
+    names = ("lp", "old", "adv", "v", "v_old", "ret", "ref", "ent")
+    rows = [{n: [rng.gauss(0, 0.5) for _ in range(k)] for n in names} for k in lengths]
+    total = 0.0
+    for start, end in itertools.pairwise(cut):
+        part = rows[start:end]
+        sizes = torch.tensor(lengths[start:end])
+        weights = token_weights(sizes, aggregation=aggregation, total_tokens=sum(lengths),
+                                total_samples=len(lengths), max_tokens=10).double()
+
+        def flat(name, part=part):
+            return torch.tensor([x for r in part for x in r[name]], dtype=torch.float64)
+
+        total += ppo_loss(
+            options, logprobs=flat("lp"), values=flat("v"), entropy=flat("ent"),
+            old_logprobs=flat("old"), old_values=flat("v_old"), advantages=flat("adv"),
+            returns=flat("ret"), ref_logprobs=flat("ref"),
+            weights=weights.repeat_interleave(sizes), total_tokens=sum(lengths)).total.item()
+    assert total == pytest.approx(naive_loss(rows, aggregation, options), rel=1e-6)
