@@ -124,7 +124,8 @@ def test_every_key_and_section_is_described():
 def test_a_section_alone(capsys):
     assert code_of(lambda: print_schema("ppo.optimizer", True)) == 0
     section = json.loads(capsys.readouterr().out)
-    assert set(section["properties"]) == {"name", "lr", "betas", "eps", "weight_decay", "value_lr"}
+    assert set(section["properties"]) == {
+        "name", "lr", "betas", "eps", "momentum", "weight_decay", "value_lr"}
     assert section["additionalProperties"] is False
 
 

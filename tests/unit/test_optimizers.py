@@ -1,0 +1,150 @@
+"""Each optimizer by a first step worked out by hand, and resumed bit for bit."""
+
+import importlib.util
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import save_lm
+from sessions import fresh_state, rollout_of, session_of, small_config, weights_of
+
+from ppocli.config import algorithm
+from ppocli.config.schema import OptimizerConfig
+from ppocli.engine import generators
+from ppocli.engine.backend import build_optimizer
+from ppocli.engine.experience import to_experience
+from ppocli.engine.optimize import optimize
+from ppocli.engine.persist import read_checkpoint, write_checkpoint
+from ppocli.engine.sharded import slot_fits
+from ppocli.engine.stop import StopFlag
+from ppocli.errors import CheckpointError, InputError
+from ppocli.preflight import missing_inputs
+
+HAS_8BIT = importlib.util.find_spec("bitsandbytes") is not None
+needs_8bit = pytest.mark.skipif(not HAS_8BIT, reason="bitsandbytes is not installed")
+EVERY = ["adamw", "adam", "sgd", "adafactor", pytest.param("adamw_8bit", marks=needs_8bit)]
+
+
+def step_of(cfg: OptimizerConfig, weight: list[list[float]], *grads: list[list[float]]):
+    """The weight after a step with each of these gradients, flat."""
+    module = torch.nn.Linear(len(weight[0]), len(weight), bias=False)
+    with torch.no_grad():
+        module.weight.copy_(torch.tensor(weight))
+    optimizer = build_optimizer(module, cfg)
+    for grad in grads:
+        module.weight.grad = torch.tensor(grad)
+        optimizer.step()
+    return module.weight.detach().flatten().tolist()
+
+
+def test_sgd_with_momentum_by_hand():
+    # buffer 1, then 0.5 * 1 + 2 = 2.5: 3 - 0.1 * 1 - 0.1 * 2.5
+    cfg = OptimizerConfig(name="sgd", lr=0.1, momentum=0.5)
+    assert step_of(cfg, [[3.0]], [[1.0]], [[2.0]]) == pytest.approx([2.65])
+
+
+def test_weight_decay_is_decoupled_in_adamw_and_added_in_adam_and_sgd():
+    # first step of Adam: the sign of the gradient; adamw shrinks by lr * decay besides
+    adamw = OptimizerConfig(name="adamw", lr=0.1, weight_decay=0.5)
+    assert step_of(adamw, [[2.0]], [[3.0]]) == pytest.approx([2.0 * 0.95 - 0.1])
+    adam = OptimizerConfig(name="adam", lr=0.1, weight_decay=0.5)
+    assert step_of(adam, [[2.0]], [[-3.0]]) == pytest.approx([2.1])  # -3 + 0.5 * 2 < 0
+    sgd = OptimizerConfig(name="sgd", lr=0.1, weight_decay=0.5)
+    assert step_of(sgd, [[2.0]], [[3.0]]) == pytest.approx([2.0 - 0.1 * 4.0])
+
+
+def test_betas_and_eps_of_adam_by_hand():
+    # gradients 1 and 2 at betas (0.5, 0.5): both moments corrected by 1 - 0.25
+    m = (0.5 * 0.5 * 1 + 0.5 * 2) / 0.75
+    v = (0.5 * 0.5 * 1 + 0.5 * 4) / 0.75
+    first = 0.1 * 1 / (1 + 0.5)
+    cfg = OptimizerConfig(name="adam", lr=0.1, betas=[0.5, 0.5], eps=0.5)
+    assert step_of(cfg, [[0.0]], [[1.0]], [[2.0]]) == pytest.approx(
+        [-first - 0.1 * m / (math.sqrt(v) + 0.5)])
+
+
+def test_adafactor_by_hand():
+    # step 1: beta2 is 0; the squared gradient's means are 5 and 25 by row, 13 and 17 by column; the
+    # estimate is row * column / mean of rows; the gradient over its root, clipped to RMS 1, goes
+    # times min(lr, 1) * RMS of the weight (before its decay)
+    weight, grad = [[1.0, 2.0], [3.0, 4.0]], [[1.0, 3.0], [5.0, 5.0]]
+    rows = [5.0, 25.0]
+    columns = [13.0, 17.0]
+    update = [[grad[i][j] / math.sqrt(rows[i] * columns[j] / 15.0) for j in range(2)]
+              for i in range(2)]
+    size = math.sqrt(sum(u * u for row in update for u in row) / 4)
+    scale = 0.1 * math.sqrt((1 + 4 + 9 + 16) / 4) / max(1.0, size)
+    expected = [weight[i][j] * (1 - 0.1 * 0.5) - scale * update[i][j] for i in range(2)
+                for j in range(2)]
+    cfg = OptimizerConfig(name="adafactor", lr=0.1, weight_decay=0.5)
+    assert step_of(cfg, weight, grad) == pytest.approx(expected, rel=1e-5)
+
+
+def two_steps(cfg, save: Path | None = None, load: Path | None = None):
+    """Weights and optimizer state after steps 0 and 1, or after step 1 from a checkpoint."""
+    with session_of(cfg) as session:
+        steps = range(2)
+        if load is not None:
+            read_checkpoint(session, load)
+            steps = range(1, 2)
+        for step in steps:
+            state = replace(fresh_state(session), step=step, updates=8 * step)
+            rollout = rollout_of(session, start=16 * step)
+            optimize(session, to_experience(rollout, state, cfg), state, StopFlag())
+            if save is not None and step == 0:
+                save.mkdir()
+                write_checkpoint(session, save, generators.capture(session.backend.device))
+        slots = [{k: torch.as_tensor(v).clone() for k, v in session.optimizer.state[p].items()
+                  if v is not None} for p in session.policy.parameters()]
+        return weights_of(session), slots
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_an_optimizer_resumes_bit_for_bit(tmp_path, name):
+    # bitsandbytes keeps weights of less than 4096 numbers in 32 bits
+    save_lm(tmp_path / "lm", n_embd=64)
+    cfg = small_config(tmp_path, ppo__optimizer__name=name, ppo__optimizer__lr=1e-2,
+                       ppo__scheduler__name="linear", ppo__scheduler__warmup_updates=3)
+    if name == "sgd":
+        cfg.ppo.optimizer.momentum = 0.9
+    weights, slots = two_steps(cfg, save=tmp_path / "saved")
+    if name == "adamw_8bit":
+        assert any(slot.dtype == torch.uint8 for state in slots for slot in state.values())
+    again, slots_again = two_steps(cfg, load=tmp_path / "saved")
+    for key, tensor in weights.items():
+        assert torch.equal(tensor, again[key]), key
+    assert any(slots)
+    for old, new in zip(slots, slots_again, strict=True):
+        assert set(old) == set(new)
+        assert all(torch.equal(old[k], new[k]) for k in old)
+
+
+def test_state_of_another_optimizer_is_refused(tmp_path):
+    cfg = small_config(tmp_path, ppo__optimizer__name="adafactor")
+    two_steps(cfg, save=tmp_path / "saved")
+    cfg.model.num_layers_unfrozen = 1
+    with pytest.raises(CheckpointError, match="optimizer state"):
+        two_steps(cfg, load=tmp_path / "saved")
+
+
+def test_which_shapes_of_state_fit():
+    assert slot_fits("exp_avg", (3, 4), (3, 4))
+    assert slot_fits("step", (), (3, 4))
+    assert not slot_fits("exp_avg", (4, 3), (3, 4))
+    assert slot_fits("row_var", (3, 1), (3, 4))
+    assert slot_fits("col_var", (1, 4), (3, 4))
+    assert not slot_fits("row_var", (1, 4), (3, 4))
+    assert slot_fits("absmax1", (3,), (6, 100))  # 600 numbers in blocks of 256
+    assert not slot_fits("absmax1", (2,), (6, 100))
+    assert slot_fits("qmap1", (256,), (6, 100))
+
+
+def test_without_bitsandbytes_the_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(algorithm, "find_spec", lambda name: None)
+    cfg = small_config(tmp_path, ppo__optimizer__name="adamw_8bit")
+    (problem,) = missing_inputs(cfg)
+    assert 'pip install "ppocli[8bit]"' in problem.fix
+    with pytest.raises(InputError, match="bitsandbytes"):
+        build_optimizer(torch.nn.Linear(1, 1), cfg.ppo.optimizer)
