@@ -194,6 +194,7 @@ def build_optimizer(policy: Policy, cfg: OptimizerConfig) -> torch.optim.Optimiz
     value_lr = cfg.lr if cfg.value_lr is None else cfg.value_lr
     groups = [{"params": trunk, "lr": cfg.lr, "base_lr": cfg.lr},
               {"params": head, "lr": value_lr, "base_lr": value_lr}]
+    groups = groups if head else groups[:1]
     if cfg.name == "sgd":
         return torch.optim.SGD(groups, momentum=cfg.momentum, weight_decay=cfg.weight_decay,
                                fused=True)

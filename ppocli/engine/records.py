@@ -28,7 +28,7 @@ class Rollout:
     ref_logprobs: torch.Tensor
     """[B, R] fp32 under the reference"""
     values: torch.Tensor
-    """[B, R] fp32"""
+    """[B, R] fp32; zero without a critic"""
     kl: torch.Tensor
     """[B, R] per-token KL estimate (nats), as ``ppo.kl_estimator`` says"""
     scores: list[float]

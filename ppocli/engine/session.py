@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from ppocli.config.algorithm import estimator_of
 from ppocli.config.schema import (
     GenerationConfig,
     TrainConfig,
@@ -301,7 +302,8 @@ def _build_policy(cfg: TrainConfig, backend: Backend, loaded: LoadedLM) -> Polic
         # transformers renamed it in 5.2x; the old name warns there and is the only one before
         enable = getattr(loaded.lm, "activation_checkpointing_enable", None)
         (enable or loaded.lm.gradient_checkpointing_enable)({"use_reentrant": False})
-    policy = Policy(loaded.lm, build_value_head(loaded.lm, cfg.seed))
+    critic = estimator_of(cfg.ppo).needs_critic
+    policy = Policy(loaded.lm, build_value_head(loaded.lm, cfg.seed) if critic else None)
     if backend.zero_stage < 3:  # sharded weights never lie on one device as a whole
         policy = policy.to(backend.device)
     return policy.eval()

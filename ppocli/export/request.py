@@ -181,7 +181,11 @@ def _with_value_head(target: Target) -> tuple[Target, Path]:
                              fix=error.fix or "leave the option out") from error
         target = replace(found, name=target.name)
     assert target.checkpoint is not None
-    return target, target.checkpoint / VALUE_HEAD
+    head = target.checkpoint / VALUE_HEAD
+    if not head.is_file():
+        raise InputError(f"{target.name} has no value head: it was trained without a critic.",
+                         where="--include-value-head", fix="leave the option out")
+    return target, head
 
 
 def _destination(request: ExportRequest, target: Target) -> Path:

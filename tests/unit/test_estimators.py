@@ -1,15 +1,20 @@
 """What must hold of the engine whichever advantage estimator, KL term and loss it works with."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from sessions import count_good, fresh_state, rollout_of, session_of, small_config, weights_of
 
 from ppocli.config.algorithm import kl_estimator, kl_in, whitens_advantages
+from ppocli.engine import generators
 from ppocli.engine.experience import to_experience, update_moments
+from ppocli.engine.metrics import optimize_figures
 from ppocli.engine.optimize import TERMS, _backward, _Sums, optimize
+from ppocli.engine.persist import VALUE_HEAD, read_checkpoint, write_checkpoint
 from ppocli.engine.stop import StopFlag
+from ppocli.errors import CheckpointError
 from ppocli.ppo.advantages import ESTIMATORS
 
 CRITIC_FREE = [name for name, entry in ESTIMATORS.items() if not entry.needs_critic]
@@ -123,13 +128,52 @@ def test_a_group_without_its_invalid_samples_is_the_group(tmp_path, advantage):
 
 
 @pytest.mark.parametrize("advantage", CRITIC_FREE)
-def test_nothing_of_a_critic_is_in_the_experience(tmp_path, advantage):
-    with session_of(config(tmp_path, advantage)) as session:
+@pytest.mark.parametrize("source", ["decode", "forward"])
+def test_without_a_critic_nothing_of_one_is_built_or_computed(tmp_path, advantage, source):
+    with session_of(config(tmp_path, advantage, ppo__logprobs_from=source)) as session:
         experience, state = experience_of(session)
         result = optimize(session, experience, state, StopFlag())
+        figures = optimize_figures(result, experience, session.cfg.ppo)
+        assert session.policy.value_head is None
+        assert len(session.optimizer.param_groups) == 1
+        names = {name for name, _ in session.policy.named_parameters()}
     assert experience.values is None
     assert experience.returns is None
+    assert not any(name.startswith("value") for name in names)
     assert result.terms["value"] == result.terms["value_error"] == 0.0
+    assert not {"loss/value_avg", "val/error", "val/var_explained"} & set(figures)
+    assert ("loss/kl_avg" in figures) == (advantage == "grpo")
+
+
+@pytest.mark.parametrize("advantage", CRITIC_FREE)
+def test_a_checkpoint_without_a_critic_resumes_bit_for_bit(tmp_path, advantage):
+    cfg = config(tmp_path, advantage)
+    found = []
+    for load in (False, True):
+        with session_of(cfg) as session:
+            for step in range(int(load), 2):
+                if load:
+                    read_checkpoint(session, tmp_path / "saved")
+                state = replace(fresh_state(session), step=step, updates=8 * step)
+                rollout = rollout_of(session, start=16 * step)
+                optimize(session, to_experience(rollout, state, cfg), state, StopFlag())
+                if not load and step == 0:
+                    (tmp_path / "saved").mkdir()
+                    write_checkpoint(session, tmp_path / "saved",
+                                     generators.capture(session.backend.device))
+            found.append(weights_of(session))
+    assert not (tmp_path / "saved" / VALUE_HEAD).exists()
+    for name, tensor in found[0].items():
+        assert torch.equal(tensor, found[1][name]), name
+
+
+def test_a_critic_and_none_do_not_take_over_from_each_other(tmp_path):
+    with session_of(config(tmp_path, "grpo")) as session:
+        (tmp_path / "saved").mkdir()
+        write_checkpoint(session, tmp_path / "saved", generators.capture(session.backend.device))
+    with (session_of(config(tmp_path, "gae")) as session,
+          pytest.raises(CheckpointError, match="value")):
+        read_checkpoint(session, tmp_path / "saved")
 
 
 @pytest.mark.parametrize("advantage", ESTIMATORS)
