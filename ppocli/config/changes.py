@@ -24,7 +24,8 @@ _HARMLESS_SECTIONS = ("eval.", "checkpoint.", "tracking.")
 # saved state would not load, or would be read as something else
 _REFUSED = frozenset({
     "seed", "model.path", "model.revision", "model.tokenizer_path", "model.dtype",
-    "model.num_layers_unfrozen", "model.reference.kind", "hardware.precision",
+    "model.num_layers_unfrozen", "model.reference.kind", "model.reference.path",
+    "model.value.kind", "model.value.path", "model.value.num_layers_unfrozen", "hardware.precision",
     "ppo.optimizer.name", "ppo.advantage", "ppo.n", "reward.scale", "ppo.kl_controller",
     "prompts.path", "prompts.name", "prompts.split", "prompts.column", "prompts.columns",
     "prompts.items", "prompts.limit", "prompts.first_words", "prompts.length_sampler",

@@ -78,7 +78,7 @@ def find_problems(config: TrainConfig, sources: Mapping[str, str] | None = None,
     found = range_problems(config, sources)
     bad = {problem.key for problem in found}
     for check in (_length, _sizes, _reward, _prompts, _generation, algorithm_problems,
-                  _hardware, _run):
+                  _value_function, _hardware, _run):
         for names, text in check(config, handed_in):
             # a value that is wrong in itself is not also reported as a contradiction
             if not bad.intersection(names):
@@ -239,6 +239,24 @@ def _generation(config: TrainConfig, handed_in: frozenset[str]) -> Found:
                    f"at evaluation min_new_tokens {low} must be at most max_new_tokens {high}")
     if "" in train.stop_sequences:
         yield ("generation.stop_sequences",), "must not hold an empty text"
+
+
+def _value_function(config: TrainConfig, handed_in: frozenset[str]) -> Found:
+    value, reference = config.model.value, config.model.reference
+    if value.path is not None and value.kind != "model":
+        yield (("model.value.path", "model.value.kind"),
+               f"a value function of kind {value.kind} is made from the policy: set "
+               "model.value.kind=model, or leave the path out")
+    if value.kind == "branch" and value.num_layers_unfrozen < 1:
+        yield (("model.value.num_layers_unfrozen", "model.value.kind"),
+               "a branch needs layers of its own: set model.value.num_layers_unfrozen=2, say")
+    if value.kind == "head" and value.num_layers_unfrozen >= 0:
+        yield (("model.value.num_layers_unfrozen", "model.value.kind"),
+               "a head has no layers of its own: set model.value.kind=branch or =model")
+    if reference.path is not None and reference.kind not in ("auto", "copy"):
+        yield (("model.reference.path", "model.reference.kind"),
+               f"a reference of kind {reference.kind} is made from the policy: set "
+               "model.reference.kind=copy, or leave the path out")
 
 
 def _hardware(config: TrainConfig, handed_in: frozenset[str]) -> Found:

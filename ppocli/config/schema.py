@@ -36,7 +36,19 @@ class ReferenceConfig:
                     "'shared' with the policy's frozen layers (auto: shared where "
                     "model.num_layers_unfrozen freezes some, else copy); 'none' trains without "
                     "a KL term", choices=("auto", "copy", "shared", "none"))
+    path: Optional[str] = key(None, "folder or Hub name of another reference than the model that "
+                              "the policy starts from; it has the same tokenizer")
     offload: bool = key(False, "keep the reference in host memory while it is not run")
+
+
+@dataclass
+class ValueConfig:
+    kind: str = key("head", "a 'head' on the policy's trunk, a 'branch' with top layers of its "
+                    "own, or a 'model' of its own", choices=("head", "branch", "model"))
+    path: Optional[str] = key(None, "kind=model: folder or Hub name, such as the reward model's "
+                              "(default: model.path)")
+    num_layers_unfrozen: int = key(-1, "kind=branch: how many top layers of its own; kind=model: "
+                                   "train only the top k layers (-1: all)", ge=-1)
 
 
 @dataclass
@@ -51,6 +63,7 @@ class ModelConfig:
     attn_implementation: Optional[str] = key(None, "sdpa, eager, flash_attention_2, ... "
                                              "(default: transformers' choice)")
     trust_remote_code: bool = key(False, "run Python code that the model's repository ships")
+    value: ValueConfig = key(ValueConfig, "the value function")
     reference: ReferenceConfig = key(ReferenceConfig, "the reference policy")
 
 
@@ -301,4 +314,5 @@ def reference_kind(model: ModelConfig) -> str:
     """``copy``, ``shared`` or ``none``: what ``model.reference.kind`` comes to."""
     if model.reference.kind != "auto":
         return model.reference.kind
-    return "shared" if model.num_layers_unfrozen >= 0 else "copy"
+    shares = model.num_layers_unfrozen >= 0 and model.reference.path is None
+    return "shared" if shares else "copy"

@@ -190,7 +190,7 @@ def build_optimizer(policy: Policy, cfg: OptimizerConfig) -> torch.optim.Optimiz
     trunk: list[torch.nn.Parameter] = []
     head: list[torch.nn.Parameter] = []
     for name, parameter in named_trainable(policy).items():
-        (head if name.startswith("value_head.") else trunk).append(parameter)
+        (head if name.startswith("value_") else trunk).append(parameter)
     value_lr = cfg.lr if cfg.value_lr is None else cfg.value_lr
     groups = [{"params": trunk, "lr": cfg.lr, "base_lr": cfg.lr},
               {"params": head, "lr": value_lr, "base_lr": value_lr}]

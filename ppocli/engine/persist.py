@@ -107,7 +107,7 @@ def write_checkpoint(session: Session, folder: Path, state: Generators) -> None:
 
 def _value_modules(policy: Policy) -> dict[str, torch.nn.Module]:
     """File name -> what the value function is made of; empty without one."""
-    found = {VALUE_HEAD: policy.value_head, VALUE_TRUNK: policy.value_trunk}
+    found: dict[str, Any] = {VALUE_HEAD: policy.value_head, VALUE_TRUNK: policy.value_trunk}
     return {name: module for name, module in found.items() if module is not None}
 
 

@@ -8,33 +8,31 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from ppocli.config.algorithm import estimator_of
 from ppocli.config.schema import (
     GenerationConfig,
     TrainConfig,
     planned_episodes,
-    reference_kind,
 )
 from ppocli.data.batch import PromptBatch
 from ppocli.data.order import prompt_indices
 from ppocli.data.prompt_set import PromptSet, load_eval_prompts, load_prompts
 from ppocli.data.spec import evaluation_spec
-from ppocli.engine.backend import Backend, build_optimizer
+from ppocli.engine.backend import Backend
+from ppocli.engine.building import build_policy, build_reference, copy_reference, prepare
 from ppocli.engine.records import TrainState
 from ppocli.engine.sharded import gathered_policy
-from ppocli.engine.updates import PlainUpdates, Updates, ZeroUpdates
-from ppocli.errors import ConfigError, InputError
+from ppocli.engine.updates import Updates
+from ppocli.errors import ConfigError
 from ppocli.models.loading import (
     LoadedLM,
     check_vocabulary,
     load_causal_lm,
-    load_reference,
     load_tokenizer,
     max_positions,
     stop_rules,
 )
-from ppocli.models.policy import Policy, build_value_head, freeze_bottom
-from ppocli.models.reference import CopyReference, Reference, share_trunk
+from ppocli.models.policy import Policy
+from ppocli.models.reference import Reference
 from ppocli.models.sampling import SAMPLING_KEYS, SamplingSpec
 
 log = logging.getLogger("ppocli")
@@ -208,26 +206,6 @@ def _load_eval_prompts(cfg: TrainConfig, tokenizer: Any, lm: Any, objects: Pytho
     return found
 
 
-def _copy_reference(cfg: TrainConfig, backend: Backend) -> Reference | None:
-    """The reference as a model of its own, also where a training shares it with its policy."""
-    if cfg.model.reference.kind == "none":
-        return None
-    lm, offload = load_reference(cfg.model, cfg.hardware), cfg.model.reference.offload
-    return CopyReference(lm if offload else lm.to(backend.device), backend.device, offload)
-
-
-def _build_reference(cfg: TrainConfig, backend: Backend, lm: Any) -> Reference | None:
-    """The reference of a training, from a policy whose weights are still those it starts from."""
-    if reference_kind(cfg.model) != "shared":
-        return _copy_reference(cfg, backend)
-    try:
-        return share_trunk(lm, offload=cfg.model.reference.offload)
-    except ValueError as error:
-        raise InputError(f"The reference can't share the policy's trunk: {error}.",
-                         where="model.reference.kind",
-                         fix="set model.reference.kind=copy") from error
-
-
 def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) -> Session:
     """Build every part, the cheap checks first: reward, tokenizer, prompts, then the models.
 
@@ -245,9 +223,9 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
         log.info("evaluation prompts: %s", note)
     # before the policy is sharded, when shapes of weights still tell the vocabulary
     sampling, eval_sampling = sampling_specs(cfg.generation, tokenizer, loaded)
-    policy = _build_policy(cfg, backend, loaded)
-    reference = _build_reference(cfg, backend, policy.lm)
-    engine, optimizer, updates = _prepare(cfg, backend, policy)
+    policy = build_policy(cfg, backend, loaded, tokenizer)
+    reference = build_reference(cfg, backend, policy.lm, tokenizer)
+    engine, optimizer, updates = prepare(cfg, backend, policy)
     _warn_about_sampling(sampling)
     if len(prompts) < cfg.ppo.num_rollouts // cfg.ppo.n:
         log.info("%d prompts are fewer than the %d of a rollout: they are cycled.",
@@ -285,35 +263,8 @@ def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObject
         log.info("evaluation prompts: %s", note)
     wrapped = Policy(loaded.lm, None).to(backend.device)
     wrapped.eval()
-    reference = _copy_reference(cfg, backend) if judges is None else judges.reference
+    reference = copy_reference(cfg, backend, tokenizer) if judges is None else judges.reference
     sampling, eval_sampling = sampling_specs(cfg.generation, tokenizer, loaded)
     return EvalSession(cfg=cfg, backend=backend, tokenizer=tokenizer, loaded=loaded, policy=wrapped,
                        reference=reference, eval_prompts=eval_prompts, reward=reward, metric=metric,
                        sampling=sampling, eval_sampling=eval_sampling)
-
-
-def _build_policy(cfg: TrainConfig, backend: Backend, loaded: LoadedLM) -> Policy:
-    try:
-        freeze_bottom(loaded.lm, cfg.model.num_layers_unfrozen)
-    except ValueError as error:
-        raise InputError(f"model.num_layers_unfrozen can't be used: {error}.",
-                         where="model.num_layers_unfrozen", fix="leave it at -1") from error
-    if cfg.model.gradient_checkpointing:
-        # transformers renamed it in 5.2x; the old name warns there and is the only one before
-        enable = getattr(loaded.lm, "activation_checkpointing_enable", None)
-        (enable or loaded.lm.gradient_checkpointing_enable)({"use_reentrant": False})
-    critic = estimator_of(cfg.ppo).needs_critic
-    policy = Policy(loaded.lm, build_value_head(loaded.lm, cfg.seed) if critic else None)
-    if backend.zero_stage < 3:  # sharded weights never lie on one device as a whole
-        policy = policy.to(backend.device)
-    return policy.eval()
-
-
-def _prepare(cfg: TrainConfig, backend: Backend, policy: Policy) -> tuple[Any, Any, Updates]:
-    """The policy as accelerate wraps it, the optimizer, and how gradients become its steps."""
-    optimizer = build_optimizer(policy, cfg.ppo.optimizer)
-    engine, prepared = backend.accelerator.prepare(policy, optimizer)
-    policy.eval()
-    if backend.zero_stage > 0:
-        return engine, engine.optimizer, ZeroUpdates(backend, engine)
-    return engine, prepared, PlainUpdates(backend, policy, engine, prepared, cfg.ppo.max_grad_norm)

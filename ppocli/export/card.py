@@ -53,7 +53,8 @@ class CardInputs:
     """what a reader passes to ``from_pretrained``"""
     chat: bool
     """the tokenizer has a chat template"""
-    value_head: bool
+    value_head: list[str]
+    """names of the value function's files"""
     curve: bool
 
 

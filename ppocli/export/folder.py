@@ -38,6 +38,8 @@ RECORD = "export.json"
 """what an export is of; also how an export is known from any other folder"""
 TRAINING_CONFIG = "training_config.yaml"
 VALUE_HEAD = "value_head.safetensors"
+VALUE_TRUNK = "value_trunk.safetensors"
+"""beside the head where the value function has layers of its own"""
 _TOKENIZER = (*TOKENIZER_FILES, "merges.txt", "special_tokens_map.json", "added_tokens.json",
               "chat_template.jinja", "chat_template.json")
 _OF_TRAINING = ("source", "run", "step", "evaluation", "run_id", "versions")
@@ -81,8 +83,15 @@ class ExportPlan:
     @property
     def bytes(self) -> int:
         """What the weights will take on the disk."""
-        head = self.value_head.stat().st_size if self.value_head is not None else 0
-        return self.weights.total + head
+        return self.weights.total + sum(path.stat().st_size for path in self.critic)
+
+    @property
+    def critic(self) -> list[Path]:
+        """The files of the value function that are wanted."""
+        if self.value_head is None:
+            return []
+        trunk = self.value_head.with_name(VALUE_TRUNK)
+        return [self.value_head, *([trunk] if trunk.exists() else [])]
 
     def files(self) -> list[str]:
         """Names of everything that is going to be written."""
@@ -90,8 +99,7 @@ class ExportPlan:
                  *(file.name for file in _copied(self.source)), CARD, RECORD]
         if len(self.weights.files) > 1:
             names.append("model.safetensors.index.json")
-        if self.value_head is not None:
-            names.append(VALUE_HEAD)
+        names += [path.name for path in self.critic]
         if self.facts.run is not None:
             names.append(TRAINING_CONFIG)
             names += [CURVE] if curve(self.facts.run) is not None else []
@@ -168,8 +176,8 @@ def _write_files(plan: ExportPlan, folder: Path, previous: str | None, mask: Mas
     for file in _copied(plan.source):
         shutil.copyfile(file, folder / file.name)
     _forget_origin(folder / "tokenizer_config.json")
-    if plan.value_head is not None:
-        shutil.copyfile(plan.value_head, folder / VALUE_HEAD)
+    for path in plan.critic:
+        shutil.copyfile(path, folder / path.name)
     facts, drawn = plan.facts, None
     if facts.run is not None:
         _write_text(folder / TRAINING_CONFIG, yaml.safe_dump(
@@ -187,7 +195,7 @@ def _write_files(plan: ExportPlan, folder: Path, previous: str | None, mask: Mas
     else:
         card = render_card(
             CardInputs(facts, plan.written, location, chat=_has_chat_template(folder),
-                       value_head=plan.value_head is not None, curve=drawn is not None),
+                       value_head=[path.name for path in plan.critic], curve=drawn is not None),
             previous, mask)
     _write_text(folder / CARD, card)
     faults.point("export.before_verify")
@@ -312,7 +320,8 @@ def earlier_export(source: Path, say: Callable[[str], None]) -> Earlier | None:
     except InputError as changed:
         say(f"{changed.what} What it tells of its training is left behind.")
         return None
-    files = tuple(source / name for name in (TRAINING_CONFIG, CURVE, EVALUATION, VALUE_HEAD)
+    files = tuple(source / name for name in (TRAINING_CONFIG, CURVE, EVALUATION, VALUE_HEAD,
+                                               VALUE_TRUNK)
                   if name in record["files"])
     return Earlier(record, card.read_text(encoding="utf-8", errors="replace"), files)
 

@@ -25,7 +25,7 @@ _WAITS = (1.0, 4.0)
 _PATIENCE = 15.0
 """seconds after which a step isn't tried again: huggingface_hub has waited long enough itself"""
 _STALE = ["model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json",
-          "value_head.safetensors", "eval.json"]
+          "value_head.safetensors", "value_trunk.safetensors", "eval.json"]
 """files of an earlier export that this one may not have; transformers would load the wrong ones"""
 _LONGEST_NAME = 96
 _PULL_REQUEST = re.compile(r"refs/pr/\d+")

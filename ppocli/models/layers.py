@@ -24,6 +24,27 @@ def layer_stack(lm: Any) -> nn.ModuleList:
     raise ValueError(f"no stack of {depth} layers in {type(lm.base_model).__name__}")
 
 
+def stack_owner(lm: Any) -> nn.Module:
+    """The module whose child the stack of layers is."""
+    stack = layer_stack(lm)
+    return next(module for module in lm.base_model.modules()
+                if any(child is stack for child in module.children()))
+
+
+@torch.no_grad()
+def layers_return_tuples(lm: Any) -> bool:
+    """Whether the layers return tuples instead of tensors: transformers' differ in that."""
+    kinds: list[bool] = []
+    handle = layer_stack(lm)[0].register_forward_hook(
+        lambda _module, _inputs, out: kinds.append(isinstance(out, tuple)))
+    try:
+        probe = torch.zeros(1, 2, dtype=torch.long, device=lm.base_model.device)
+        lm.base_model(input_ids=probe, use_cache=False)
+    finally:
+        handle.remove()
+    return kinds[0]
+
+
 class _Skipped(nn.Module):
     """Stands in for a layer and hands its input on, or another tensor in its place."""
 

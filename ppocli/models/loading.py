@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision,
                                                   trust_remote_code=cfg.trust_remote_code)
     except Exception as error:  # transformers raises many kinds here, all about the folder
-        raise InputError(f"The tokenizer of {name} can't be loaded: {_first_line(error)}",
+        raise InputError(f"The tokenizer of {name} can't be loaded: {first_line(error)}",
                          where=key, fix="give a tokenizer folder: model.tokenizer_path=/path"
                          ) from error
     if len(tokenizer) == 0 or tokenizer.vocab_size == 0:
@@ -65,12 +65,13 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
     return tokenizer
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What a library's exception says, cut to one line."""
     text = str(error).strip()
     return text.splitlines()[0][:300] if text else type(error).__name__
 
 
-def _without_dropout(config: Any) -> Any:
+def without_dropout(config: Any) -> Any:
     """A copy of ``config`` whose dropout rates are 0: the ratio must be 1 before the first update,
     also in train mode, which gradient checkpointing needs."""
     quiet = copy.deepcopy(config)
@@ -80,15 +81,19 @@ def _without_dropout(config: Any) -> Any:
     return quiet
 
 
-def _silence_dropout(module: torch.nn.Module) -> None:
+def silence_dropout(module: torch.nn.Module) -> None:
     """What a nested configuration may have turned on all the same."""
     for part in module.modules():
         if isinstance(part, torch.nn.Dropout):
             part.p = 0.0
 
 
-def load_causal_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32) -> LoadedLM:
-    """Load ``model.path`` with every weight found in its files.
+def load_causal_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32,
+                   key: str = "model.path") -> LoadedLM:
+    """Load ``cfg.path`` with every weight found in its files.
+
+    Args:
+        key: where the path comes from, for messages.
 
     Raises:
         InputError: folder or Hub model missing or broken, not a causal LM, weights missing, or an
@@ -96,35 +101,35 @@ def load_causal_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32) -> L
     """
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-    source, _ = find_model(cfg.path, key="model.path", revision=cfg.revision, needs="model")
+    source, _ = find_model(cfg.path, key=key, revision=cfg.revision, needs="model")
     hub = {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code}
     attention = {"attn_implementation": cfg.attn_implementation} if cfg.attn_implementation else {}
     try:
         config = AutoConfig.from_pretrained(source, **hub)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source, config=_without_dropout(config), dtype=dtype, output_loading_info=True,
+            source, config=without_dropout(config), dtype=dtype, output_loading_info=True,
             **hub, **attention)
         lm, info = loaded
     except Exception as error:
-        raise InputError(f"The model {cfg.path} can't be loaded: {_first_line(error)}",
-                         where="model.path", fix="check the folder's config.json and "
+        raise InputError(f"The model {cfg.path} can't be loaded: {first_line(error)}",
+                         where=key, fix="check the folder's config.json and "
                          "model.safetensors, or give another one") from error
     missing = sorted(info["missing_keys"]) + sorted(str(m) for m in info["mismatched_keys"])
     if missing:
         raise InputError(f"{cfg.path} lacks {len(missing)} weights that {type(lm).__name__} needs "
-                         f"(the first: {missing[0]}); they would be random.", where="model.path",
+                         f"(the first: {missing[0]}); they would be random.", where=key,
                          fix="give a complete checkpoint")
     generation_config = copy.deepcopy(lm.generation_config) or GenerationConfig()
     # the ids are checked by us; transformers' own padding check would synchronise at every call
     lm.config.pad_token_id = None
     lm.eval()
-    _silence_dropout(lm)
-    _check_linear_head(lm, cfg.path)
+    silence_dropout(lm)
+    _check_linear_head(lm, cfg.path, key)
     return LoadedLM(lm, config, generation_config)
 
 
 @torch.no_grad()
-def _check_linear_head(lm: Any, name: str) -> None:
+def _check_linear_head(lm: Any, name: str, key: str) -> None:
     """The engine computes logits as head(trunk(x)), only where they are needed. A model that adds
     more (soft caps, scaling) would be trained on wrong probabilities."""
     probe = torch.zeros(1, 2, dtype=torch.long, device=lm.device)
@@ -135,18 +140,19 @@ def _check_linear_head(lm: Any, name: str) -> None:
         if ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3):
             return
     raise InputError(f"{type(lm).__name__} ({name}) does not compute its logits as a linear map of "
-                     "its trunk's output; ppocli can't train it.", where="model.path",
+                     "its trunk's output; ppocli can't train it.", where=key,
                      fix="use a causal LM of another architecture")
 
 
-def check_vocabulary(tokenizer: Any, lm: Any, cfg: ModelConfig) -> None:
+def check_vocabulary(tokenizer: Any, lm: Any, cfg: ModelConfig, *, key: str | None = None) -> None:
     """Refuse a tokenizer that can produce ids the model has no embedding for."""
     highest = max(tokenizer.get_vocab().values(), default=-1)
     rows = lm.get_input_embeddings().weight.shape[0]
     if highest >= rows:
         raise InputError(f"The tokenizer of {cfg.tokenizer_path or cfg.path} has ids up to "
                          f"{highest}, the model {cfg.path} embeds only {rows}.",
-                         where="model.tokenizer_path" if cfg.tokenizer_path else "model.path",
+                         where=key or ("model.tokenizer_path" if cfg.tokenizer_path
+                                       else "model.path"),
                          fix="use the tokenizer the model was trained with")
 
 
@@ -184,9 +190,14 @@ def stop_token_ids(tokenizer: Any, loaded: LoadedLM, extra: list[int]) -> tuple[
 
 
 def load_reference(cfg: ModelConfig, hardware: HardwareConfig) -> Any:
-    """The frozen copy of the starting policy, in its storage type; eval mode, no gradients."""
-    dtype = DTYPES[cfg.dtype or hardware.precision]
-    reference = load_causal_lm(cfg, dtype=dtype).lm
+    """The frozen reference (default: the model that the policy starts from) in its storage type;
+    eval mode, no gradients."""
+    dtype, path = DTYPES[cfg.dtype or hardware.precision], cfg.reference.path
+    if path is None:
+        reference = load_causal_lm(cfg, dtype=dtype).lm
+    else:
+        other = replace(cfg, path=path, revision=None)
+        reference = load_causal_lm(other, dtype=dtype, key="model.reference.path").lm
     for parameter in reference.parameters():
         parameter.requires_grad_(False)
     return reference

@@ -12,8 +12,9 @@ import torch
 from ppocli.models.generation import Generation
 from ppocli.models.head import HeadWeights, full_kl, token_logprobs
 from ppocli.models.layout import SequenceBatch, lay_out
-from ppocli.models.policy import Policy, response_hidden
+from ppocli.models.policy import Policy
 from ppocli.models.reference import Reference
+from ppocli.models.trunk import response_hidden
 
 FIGURES = ("logprobs", "values", "ref_logprobs", "full_kl")
 
@@ -62,14 +63,13 @@ def score_policy(policy: Policy, reference: Reference | None, one: ForwardPass, 
                  temperature: float, want_values: bool, keep_hidden: bool) -> None:
     """Find logprobs and, on demand, values of the policy."""
     tap = nullcontext([]) if reference is None else reference.tap(policy.lm)
-    with tap as shared:
-        hidden = response_hidden(policy.lm, one.batch)
-    one.shared = shared
+    with tap as one.shared:
+        hidden, branched = policy.trunk(one.batch)
     one.hidden = hidden if keep_hidden else None
     one.found["logprobs"], _ = token_logprobs(
         hidden, policy.lm.get_output_embeddings(), one.batch.targets, temperature=temperature,
         want_entropy=False)
-    values = policy.values(one.batch, hidden) if want_values else None
+    values = policy.values(one.batch, hidden, branched) if want_values else None
     if values is not None:
         one.found["values"] = values
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from ppocli.models.critics import ScoreHead, ValueTrunk
 from ppocli.models.head import token_logprobs
 from ppocli.models.layers import layer_stack
 from ppocli.models.layout import SequenceBatch
+from ppocli.models.trunk import response_hidden
 
 
 class PolicyOutput(NamedTuple):
@@ -52,12 +55,6 @@ def build_value_head(lm: Any, seed: int) -> ValueHead:
     return ValueHead(width, torch.Generator().manual_seed(seed))
 
 
-def response_hidden(lm: Any, batch: SequenceBatch) -> torch.Tensor:
-    """[N, D] final hidden states of ``lm``'s trunk at the positions that predict the response."""
-    states = lm.base_model(input_ids=batch.tokens, use_cache=False).last_hidden_state
-    return states.reshape(-1, states.shape[-1]).index_select(0, batch.predictors)
-
-
 class Policy(nn.Module):
     """A causal LM and its value function; one ``forward`` serves scoring and training.
 
@@ -67,31 +64,40 @@ class Policy(nn.Module):
         lm: a transformers causal LM whose logits are ``output_embeddings(trunk(x))``.
         value_head: from hidden states to values; None where nothing asks for values.
         value_trunk: makes the hidden states for ``value_head``, [N, D] from (lm, batch); None takes
-            those of the policy's own trunk.
+            those of the policy's own trunk. A module and a :class:`ValueTrunk`.
     """
 
-    def __init__(self, lm: Any, value_head: ValueHead | None,
-                 value_trunk: nn.Module | None = None) -> None:
+    def __init__(self, lm: Any, value_head: ValueHead | ScoreHead | None,
+                 value_trunk: Any = None) -> None:
         super().__init__()
         self.lm = lm
         self.value_head = value_head
-        self.value_trunk = value_trunk
+        self.value_trunk: ValueTrunk | None = value_trunk
 
     @property
     def values_while_decoding(self) -> bool:
         """Whether the states that a token is sampled from give its value too."""
         return self.value_head is not None and self.value_trunk is None
 
-    def values(self, batch: SequenceBatch, hidden: torch.Tensor) -> torch.Tensor | None:
+    def trunk(self, batch: SequenceBatch) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """[N, D] states that predict the batch's response tokens, and what the value function can
+        start from."""
+        tap = nullcontext([]) if self.value_trunk is None else self.value_trunk.tap(self.lm)
+        with tap as shared:
+            hidden = response_hidden(self.lm, batch)
+        return hidden, shared
+
+    def values(self, batch: SequenceBatch, hidden: torch.Tensor, shared: list[torch.Tensor]
+               ) -> torch.Tensor | None:
         """[N] values of the batch's response tokens, fp32.
 
         Args:
-            hidden: [N, D] the policy trunk's states at the positions that predict them.
+            hidden, shared: what :meth:`trunk` returned for this batch.
         """
         if self.value_head is None:
             return None
         if self.value_trunk is not None:
-            hidden = self.value_trunk(self.lm, batch)
+            hidden = self.value_trunk(self.lm, batch, shared)
         return self.value_head(hidden)
 
     def forward(self, batch: SequenceBatch, *, temperature: float, want_entropy: bool = False,
@@ -99,15 +105,15 @@ class Policy(nn.Module):
         """Logprobs, values and (on demand) entropies of the batch's response tokens.
 
         Args:
-            value_only: train nothing but the value head (critic warm-up): logprobs and hidden
-                states carry no gradient.
+            value_only: train nothing but the value function (critic warm-up): logprobs and the
+                policy's hidden states carry no gradient.
         """
         with torch.set_grad_enabled(torch.is_grad_enabled() and not value_only):
-            hidden = response_hidden(self.lm, batch)
+            hidden, shared = self.trunk(batch)
             logprobs, entropy = token_logprobs(
                 hidden, self.lm.get_output_embeddings(), batch.targets, temperature=temperature,
                 want_entropy=want_entropy)
-        return PolicyOutput(logprobs, self.values(batch, hidden), entropy)
+        return PolicyOutput(logprobs, self.values(batch, hidden, shared), entropy)
 
 
 def freeze_bottom(lm: Any, num_layers_unfrozen: int) -> None:

@@ -10,7 +10,13 @@ from typing import Any, Protocol
 
 import torch
 
-from ppocli.models.layers import entered_at, layer_stack, swapped_parameters, tapped
+from ppocli.models.layers import (
+    entered_at,
+    layer_stack,
+    layers_return_tuples,
+    swapped_parameters,
+    tapped,
+)
 
 
 class Reference(Protocol):
@@ -143,21 +149,16 @@ def _check_entry(lm: Any, stack: Any, border: int) -> bool:
     """Whether layers return tuples; entering at ``border`` must give what a whole pass gives."""
     if border == 0:
         return False
-    kinds: list[bool] = []
-    handle = stack[border].register_forward_hook(
-        lambda _module, _inputs, out: kinds.append(isinstance(out, tuple)))
+    as_tuple = layers_return_tuples(lm)
     probe = torch.zeros(1, 3, dtype=torch.long, device=lm.base_model.device)
+    with tapped(stack, border) as hidden:
+        whole = lm.base_model(input_ids=probe, use_cache=False).last_hidden_state
     try:
-        with tapped(stack, border) as hidden:
-            whole = lm.base_model(input_ids=probe, use_cache=False).last_hidden_state
-    finally:
-        handle.remove()
-    try:
-        with entered_at(stack, border, hidden[-1], as_tuple=kinds[-1]):
+        with entered_at(stack, border, hidden[-1], as_tuple=as_tuple):
             entered = lm.base_model(input_ids=probe, use_cache=False).last_hidden_state
     except (TypeError, AttributeError, IndexError, RuntimeError) as error:
         raise ValueError(f"{type(lm).__name__} can't be entered at layer {border} ({error})"
                          ) from error
     if not torch.equal(whole, entered):
         raise ValueError(f"{type(lm).__name__} entered at layer {border} gives other numbers")
-    return kinds[-1]
+    return as_tuple

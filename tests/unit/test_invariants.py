@@ -13,7 +13,7 @@ from ppocli.engine.stop import StopFlag
 from ppocli.errors import DivergedError
 from ppocli.models.head import token_logprobs
 from ppocli.models.layout import lay_out
-from ppocli.models.policy import response_hidden
+from ppocli.models.trunk import response_hidden
 
 ARCHITECTURES = ["gpt2", "gpt_neox", "llama", "qwen2"]
 

@@ -1,0 +1,104 @@
+"""Builds what a run trains: the policy with its value function, the reference beside it, and the
+optimizer behind it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ppocli.config.algorithm import estimator_of
+from ppocli.config.schema import TrainConfig, reference_kind
+from ppocli.engine.backend import Backend, build_optimizer
+from ppocli.engine.updates import PlainUpdates, Updates, ZeroUpdates
+from ppocli.errors import InputError
+from ppocli.models.critics import ValueBranch
+from ppocli.models.loading import LoadedLM, check_vocabulary, load_reference
+from ppocli.models.policy import Policy, build_value_head, freeze_bottom
+from ppocli.models.reference import CopyReference, Reference, share_trunk
+from ppocli.models.value_model import load_value_model
+
+
+def copy_reference(cfg: TrainConfig, backend: Backend, tokenizer: Any) -> Reference | None:
+    """The reference as a model of its own, also where a training shares it with its policy."""
+    if cfg.model.reference.kind == "none":
+        return None
+    lm, offload = load_reference(cfg.model, cfg.hardware), cfg.model.reference.offload
+    if cfg.model.reference.path is not None:
+        check_vocabulary(tokenizer, lm, replace(cfg.model, path=cfg.model.reference.path),
+                         key="model.reference.path")
+    return CopyReference(lm if offload else lm.to(backend.device), backend.device, offload)
+
+
+def build_reference(cfg: TrainConfig, backend: Backend, lm: Any, tokenizer: Any
+                    ) -> Reference | None:
+    """The reference of a training, from a policy whose weights are still those it starts from.
+
+    Raises:
+        InputError: it can't be loaded, or can't share the policy's trunk.
+    """
+    if reference_kind(cfg.model) != "shared":
+        return copy_reference(cfg, backend, tokenizer)
+    try:
+        return share_trunk(lm, offload=cfg.model.reference.offload)
+    except ValueError as error:
+        raise InputError(f"The reference can't share the policy's trunk: {error}.",
+                         where="model.reference.kind",
+                         fix="set model.reference.kind=copy") from error
+
+
+def build_policy(cfg: TrainConfig, backend: Backend, loaded: LoadedLM, tokenizer: Any) -> Policy:
+    """The policy on its device, in eval mode, with what is frozen frozen.
+
+    Raises:
+        InputError: layers can't be found, or the value function can't be built.
+    """
+    try:
+        freeze_bottom(loaded.lm, cfg.model.num_layers_unfrozen)
+    except ValueError as error:
+        raise InputError(f"model.num_layers_unfrozen can't be used: {error}.",
+                         where="model.num_layers_unfrozen", fix="leave it at -1") from error
+    if cfg.model.gradient_checkpointing:
+        _checkpoint_gradients(loaded.lm)
+    head, trunk = _value_function(cfg, loaded, tokenizer)
+    policy = Policy(loaded.lm, head, trunk)
+    if backend.zero_stage < 3:  # sharded weights never lie on one device as a whole
+        policy = policy.to(backend.device)
+    return policy.eval()
+
+
+def _checkpoint_gradients(lm: Any) -> None:
+    # transformers renamed it in 5.2x; the old name warns there and is the only one before
+    enable = getattr(lm, "activation_checkpointing_enable", None)
+    (enable or lm.gradient_checkpointing_enable)({"use_reentrant": False})
+
+
+def _value_function(cfg: TrainConfig, loaded: LoadedLM, tokenizer: Any) -> tuple[Any, Any]:
+    """The value head and, unless it reads the policy's own states, what makes its states."""
+    value = cfg.model.value
+    if not estimator_of(cfg.ppo).needs_critic:
+        return None, None
+    if value.kind == "head":
+        return build_value_head(loaded.lm, cfg.seed), None
+    try:
+        if value.kind == "branch":
+            branch = ValueBranch(loaded.lm, value.num_layers_unfrozen)
+            return build_value_head(loaded.lm, cfg.seed), branch
+        model, head = load_value_model(cfg.model, tokenizer, cfg.seed)
+        freeze_bottom(model.lm, value.num_layers_unfrozen)
+    except ValueError as error:
+        raise InputError(f"The value function can't be built: {error}.", where="model.value",
+                         fix="set model.value.kind=head, or change "
+                         "model.value.num_layers_unfrozen") from error
+    if cfg.model.gradient_checkpointing:
+        _checkpoint_gradients(model.lm)
+    return head, model
+
+
+def prepare(cfg: TrainConfig, backend: Backend, policy: Policy) -> tuple[Any, Any, Updates]:
+    """The policy as accelerate wraps it, the optimizer, and how gradients become its steps."""
+    optimizer = build_optimizer(policy, cfg.ppo.optimizer)
+    engine, prepared = backend.accelerator.prepare(policy, optimizer)
+    policy.eval()
+    if backend.zero_stage > 0:
+        return engine, engine.optimizer, ZeroUpdates(backend, engine)
+    return engine, prepared, PlainUpdates(backend, policy, engine, prepared, cfg.ppo.max_grad_norm)

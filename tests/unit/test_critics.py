@@ -1,0 +1,189 @@
+"""Value functions with layers of their own: what trains them, what they share, where they start."""
+
+import pytest
+import torch
+from helpers import SPECIAL, WORDS, model_config, save_lm
+from sessions import rollout_of, session_of, small_config
+from test_invariants import experience_of, gradients
+from test_shared_reference import KINDS, count_letters
+
+from ppocli.engine.optimize import optimize
+from ppocli.engine.stop import StopFlag
+from ppocli.errors import InputError
+from ppocli.models.critics import ScoreHead, ValueBranch, ValueModel
+from ppocli.models.layers import layer_stack
+from ppocli.models.layout import lay_out
+
+CRITICS = {"branch": {"model__value__kind": "branch", "model__value__num_layers_unfrozen": 1},
+           "model": {"model__value__kind": "model"}}
+
+
+def with_critic(tmp_path, critic, kind="gpt2", **over):
+    save_lm(tmp_path / "lm", kind, gain=1.5)
+    return small_config(tmp_path, **{**CRITICS[critic], **over})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_branch_and_model_start_with_the_states_of_the_policy(tmp_path, kind):
+    for critic, cls in (("branch", ValueBranch), ("model", ValueModel)):
+        with session_of(with_critic(tmp_path, critic, kind), reward=count_letters) as session:
+            assert isinstance(session.policy.value_trunk, cls)
+            rollout = rollout_of(session)
+            batch = lay_out(rollout.prompts.tokens, rollout.prompts.mask, rollout.response_tokens,
+                            rollout.response_mask)
+            with torch.no_grad():
+                hidden, shared = session.policy.trunk(batch)
+                own = session.policy.value_trunk(session.policy.lm, batch, shared)
+            torch.testing.assert_close(own, hidden, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("critic", ["branch", "model"])
+def test_with_learning_rate_zero_every_ratio_is_one_and_no_value_moves(tmp_path, critic):
+    cfg = with_critic(tmp_path, critic, ppo__optimizer__lr=0.0, ppo__chunk_size=5)
+    with session_of(cfg, reward=count_letters) as session:
+        experience, state = experience_of(session)
+        result = optimize(session, experience, state, StopFlag())
+    assert result.terms["max_log_ratio"] <= 1e-5
+    assert result.terms["value_clipfrac"] == 0
+
+
+@pytest.mark.parametrize("critic", ["branch", "model"])
+def test_the_value_loss_trains_the_critic_s_own_layers(tmp_path, critic):
+    cfg = with_critic(tmp_path, critic, ppo__vf_coef=1.0, ppo__optimizer__lr=0.01)
+    with session_of(cfg, reward=count_letters) as session:
+        own = dict(session.policy.value_trunk.named_parameters())
+        assert all(p.requires_grad for p in own.values())
+        before = {name: p.detach().clone() for name, p in own.items()}
+        experience, state = experience_of(session)
+        result = optimize(session, experience, state, StopFlag())
+        later, _ = experience_of(session)
+    moved = {name for name, p in own.items() if not torch.equal(p, before[name])}
+    # a head that starts at 0 hands nothing down in the first update only
+    assert len(moved) > 0.9 * len(own) - 1
+    assert result.terms["value"] > 0
+    assert later.values.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("critic", ["branch", "model"])
+def test_the_gradient_does_not_depend_on_the_micro_batch(tmp_path, critic):
+    found = []
+    for micro in (None, 3):
+        cfg = with_critic(tmp_path, critic, ppo__micro_batch_size=micro, ppo__mini_batch_size=16)
+        with session_of(cfg, reward=count_letters) as session:
+            with torch.no_grad():  # a head at 0 would hide the trunk's gradient
+                session.policy.value_head.outer.weight.fill_(0.05)
+            experience, _ = experience_of(session)
+            found.append(gradients(session, experience)[0])
+    assert any(name.startswith("value_trunk.") for name in found[0])
+    for name, grad in found[0].items():
+        torch.testing.assert_close(found[1][name], grad, rtol=2e-4, atol=2e-6)
+
+
+def test_a_model_of_its_own_leaves_the_policy_without_a_value_gradient(tmp_path):
+    cfg = with_critic(tmp_path, "model", ppo__vf_coef=0.0)
+    with session_of(cfg, reward=count_letters) as session:
+        experience, _ = experience_of(session)
+        without = gradients(session, experience)[0]
+    cfg = with_critic(tmp_path, "model", ppo__vf_coef=1.0)
+    with session_of(cfg, reward=count_letters) as session:
+        with torch.no_grad():
+            session.policy.value_head.outer.weight.fill_(0.05)
+        again, _ = experience_of(session)
+        again = type(again)(**{**{n: getattr(again, n) for n in again.__dataclass_fields__},
+                               "advantages": experience.advantages})
+        with_value = gradients(session, again)[0]
+    for name, grad in without.items():
+        if name.startswith("lm."):
+            torch.testing.assert_close(with_value[name], grad, rtol=1e-5, atol=1e-7)
+
+
+def test_critic_warm_up_trains_a_critic_of_its_own_and_nothing_else(tmp_path):
+    for critic in ("branch", "model"):
+        cfg = with_critic(tmp_path, critic, ppo__critic_warmup_steps=1, ppo__vf_coef=1.0)
+        with session_of(cfg, reward=count_letters) as session:
+            before = {n: p.detach().clone() for n, p in session.policy.named_parameters()}
+            experience, state = experience_of(session)
+            optimize(session, experience, state, StopFlag())
+            moved = {n for n, p in session.policy.named_parameters()
+                     if not torch.equal(p, before[n])}
+        assert moved
+        assert all(name.startswith("value_") for name in moved)
+
+
+def save_reward_model(folder, kind="llama"):
+    from transformers import AutoModelForSequenceClassification
+
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        model = AutoModelForSequenceClassification.from_config(model_config(kind, num_labels=1))
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def test_values_start_as_the_scores_of_a_reward_model(tmp_path):
+    scorer = save_reward_model(tmp_path / "rm")
+    cfg = with_critic(tmp_path, "model", model__value__path=str(tmp_path / "rm"))
+    with session_of(cfg, reward=count_letters) as session:
+        assert isinstance(session.policy.value_head, ScoreHead)
+        rollout = rollout_of(session)
+        i = int(rollout.response_mask.sum(1).argmax())
+        ids = torch.cat([rollout.prompts.tokens[i][rollout.prompts.mask[i]],
+                         rollout.response_tokens[i][rollout.response_mask[i]]])
+        with torch.no_grad():
+            states = scorer.base_model(input_ids=ids[None]).last_hidden_state[0]
+            wanted = scorer.score(states).squeeze(-1)
+    prompt = int(rollout.prompts.mask[i].sum())
+    got = rollout.values[i][rollout.response_mask[i]]
+    torch.testing.assert_close(got, wanted[prompt - 1:-1], rtol=0, atol=1e-5)
+
+
+def test_only_the_top_of_a_value_model_trains_if_wanted(tmp_path):
+    cfg = with_critic(tmp_path, "model", model__value__num_layers_unfrozen=1)
+    with session_of(cfg, reward=count_letters) as session:
+        stack = layer_stack(session.policy.value_trunk.lm)
+        assert not any(p.requires_grad for p in stack[0].parameters())
+        assert all(p.requires_grad for p in stack[1].parameters())
+
+
+def test_gradient_checkpointing_changes_no_gradient(tmp_path):
+    for critic in ("branch", "model"):
+        found = []
+        for checkpointing in (False, True):
+            cfg = with_critic(tmp_path, critic, model__gradient_checkpointing=checkpointing)
+            with session_of(cfg, reward=count_letters) as session:
+                with torch.no_grad():
+                    session.policy.value_head.outer.weight.fill_(0.05)
+                experience, _ = experience_of(session)
+                session.policy.train(checkpointing)
+                found.append(gradients(session, experience)[0])
+        for name, grad in found[0].items():
+            torch.testing.assert_close(found[1][name], grad, rtol=1e-4, atol=1e-6)
+
+
+def test_what_can_t_be_a_value_model_is_refused(tmp_path):
+    from transformers import BertConfig, BertModel
+
+    BertModel(BertConfig(num_hidden_layers=1, hidden_size=16, num_attention_heads=2,
+                         intermediate_size=16, vocab_size=len(SPECIAL) + len(WORDS),
+                         max_position_embeddings=32)).save_pretrained(tmp_path / "bert")
+    save_lm(tmp_path / "small", "llama", vocab_size=20)
+    for name, message in (("bert", "is not causal"), ("small", "embeds only 20"),
+                          ("nowhere", "nowhere")):
+        cfg = with_critic(tmp_path, "model", model__value__path=str(tmp_path / name))
+        with pytest.raises(InputError, match=message) as caught, session_of(cfg):
+            pass
+        assert caught.value.where == "model.value.path"
+    cfg = with_critic(tmp_path, "branch", model__value__num_layers_unfrozen=2)
+    with pytest.raises(InputError, match="it needs one below it"), session_of(cfg):
+        pass
+
+
+def test_a_reference_from_another_path_gives_a_kl_at_once(tmp_path):
+    save_lm(tmp_path / "other", "gpt2", gain=1.5, seed=7)
+    save_lm(tmp_path / "lm", "gpt2", gain=1.5)
+    cfg = small_config(tmp_path, model__reference__path=str(tmp_path / "other"))
+    with session_of(cfg) as session:
+        assert rollout_of(session).kl.abs().max() > 0.01
+    cfg.model.reference.path = str(tmp_path / "lm")
+    with session_of(cfg) as session:
+        assert rollout_of(session).kl.abs().max() <= 1e-5
