@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ MODEL_REWARDS = ("classifier", "reward_model")
 
 
 def check_inputs(cfg: TrainConfig) -> None:
-    """Look for every model and data set the configuration names.
+    """Look for every model, data set and tracker the configuration names.
 
     Raises:
         InputError: lists all that are missing, each with the key that takes a local folder.
@@ -48,6 +49,12 @@ def _missing_packages(cfg: TrainConfig) -> Iterator[InputError]:
         require_optimizer(cfg.ppo.optimizer)
     except InputError as error:
         yield error
+    for name in cfg.tracking.trackers:
+        found = find_spec(name)
+        # a folder of that name, as wandb makes one for its files, is no package of that name
+        if found is None or found.origin is None:
+            yield InputError(f"The tracker {name} is not installed.", where="tracking.trackers",
+                             fix=f'pip install "ppocli[{name}]", or leave it out')
 
 
 def _named_models(cfg: TrainConfig) -> Iterator[tuple[str, str, str | None, Needs]]:

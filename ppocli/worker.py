@@ -128,7 +128,7 @@ def _run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects, resume: bo
             write_json_atomic(folder.path / ENV_FILE, {
                 "started": datetime.now(UTC).isoformat(timespec="seconds"), **describe()})
         digest = hashlib.sha256(folder.config.read_bytes()).hexdigest()
-        with open_recorder(folder) if ranks.first else silent_recorder() as recorder:
+        with open_recorder(folder, cfg.tracking) if ranks.first else silent_recorder() as recorder:
             run = Run(session, folder, run_id, digest, torch_versions(), stop, recorder, display,
                       state, generators.capture(backend.device), saved_at=monotonic())
             try:

@@ -289,5 +289,13 @@ def _run(config: TrainConfig, handed_in: frozenset[str]) -> Found:
         yield ("output_dir",), "must not be empty (for the current folder: output_dir=.)"
     if config.resume == "auto" and name is None:
         yield ("resume", "run_name"), "resume=auto needs run_name, the name of the run folder"
+    trackers = config.tracking.trackers
+    if len(set(trackers)) < len(trackers):
+        yield ("tracking.trackers",), f"{shown(trackers)} must name each tracker once"
+    if config.tracking.project == "":
+        yield ("tracking.project",), "must not be empty (for the default: null)"
+    elif config.tracking.project is not None and not {"wandb", "trackio"}.intersection(trackers):
+        yield (("tracking.project", "tracking.trackers"), f"{shown(config.tracking.project)} is a "
+               "project of wandb or trackio, and neither is among the trackers")
     if config.resume == "":
         yield ("resume",), "must be never, auto or a run folder"

@@ -284,6 +284,11 @@ class CheckpointConfig:
 
 @dataclass
 class TrackingConfig:
+    trackers: list[str] = key(["tensorboard"], "where figures go beside metrics.jsonl; wandb and "
+                              "trackio are extras: pip install 'ppocli[wandb]'",
+                              choices=("tensorboard", "wandb", "trackio"))
+    project: Optional[str] = key(None, "project of wandb and trackio (default: WANDB_PROJECT for "
+                                 "wandb, else ppocli)")
     log_rollouts: bool = key(False, "write every rollout sample to samples.jsonl, not only "
                              "evaluation samples")
 

@@ -222,7 +222,7 @@ def _evaluate(run: Run, row: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     clock.mark("eval")
     state, step = run.state, run.state.step
     state = state.add_phase("eval", clock.seconds["eval"], found.tokens)
-    run.recorder.samples.append([{"step": step, "kind": "eval", **s} for s in found.samples])
+    run.recorder.evaluated(step, found.samples)
     if step == 0:
         state = replace(state, eval_before=found.figures)
     metric = run.session.cfg.checkpoint.metric

@@ -1,22 +1,22 @@
-"""What a step is told to have done: figures by name, to metrics.jsonl and TensorBoard."""
+"""What a step is told to have done: figures by name, to metrics.jsonl and the trackers."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 
-from ppocli.config.schema import PPOConfig
+from ppocli.config.schema import PPOConfig, TrackingConfig
 from ppocli.engine.experience import sequence_kl
 from ppocli.engine.optimize import OptimizeResult
 from ppocli.engine.records import Experience, Rollout, TrainState
 from ppocli.engine.run_folder import RunFolder
 from ppocli.engine.run_logs import JsonlWriter
+from ppocli.engine.trackers import Tracker, open_trackers
 
 VOLATILE = ("time/", "tokens_per_second/", "memory/")
 """prefixes of figures that differ between two equal runs"""
@@ -127,35 +127,31 @@ def rollout_samples(rollout: Rollout, step: int) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Recorder:
-    """Open metrics.jsonl, samples.jsonl and TensorBoard files of a run."""
+    """Open metrics.jsonl and samples.jsonl of a run, and its trackers."""
 
     metrics: JsonlWriter
     samples: JsonlWriter
-    events: Any
+    trackers: Sequence[Tracker]
 
     def row(self, row: dict[str, Any]) -> None:
-        """Append one step's figures to metrics.jsonl and TensorBoard."""
+        """Append one step's figures to metrics.jsonl and hand them to the trackers."""
         self.metrics.append([row])
-        for name, value in row.items():
-            if name != "step" and isinstance(value, (int, float)) and math.isfinite(value):
-                self.events.add_scalar(name, value, row["step"])
-        # a full disk has been reported by metrics.jsonl; the copy must not end the run
-        with contextlib.suppress(OSError):
-            self.events.flush()
+        for tracker in self.trackers:
+            tracker.row(row)
+
+    def evaluated(self, step: int, samples: list[dict[str, Any]]) -> None:
+        """Append an evaluation's samples to samples.jsonl and hand them to the trackers."""
+        self.samples.append([{"step": step, "kind": "eval", **sample} for sample in samples])
+        for tracker in self.trackers:
+            tracker.samples(step, samples)
 
 
 @contextmanager
-def open_recorder(folder: RunFolder) -> Iterator[Recorder]:
+def open_recorder(folder: RunFolder, tracking: TrackingConfig) -> Iterator[Recorder]:
     """The recorder of a run; closes its files."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    with JsonlWriter(folder.metrics) as metrics, JsonlWriter(folder.samples) as samples:
-        events = SummaryWriter(str(folder.events))
-        try:
-            yield Recorder(metrics, samples, events)
-        finally:
-            with contextlib.suppress(OSError):
-                events.close()
+    with JsonlWriter(folder.metrics) as metrics, JsonlWriter(folder.samples) as samples, \
+            open_trackers(tracking, folder) as trackers:
+        yield Recorder(metrics, samples, trackers)
 
 
 class _Nowhere:
@@ -164,17 +160,11 @@ class _Nowhere:
     def append(self, rows: Any) -> None:
         """Drop rows."""
 
-    def add_scalar(self, *figure: Any) -> None:
-        """Drop a figure."""
-
-    def flush(self) -> None:
-        """There is nothing to flush."""
-
 
 @contextmanager
 def silent_recorder() -> Iterator[Recorder]:
     """The recorder of ranks other than 0, which write nothing."""
-    yield Recorder(cast(JsonlWriter, _Nowhere()), cast(JsonlWriter, _Nowhere()), _Nowhere())
+    yield Recorder(cast(JsonlWriter, _Nowhere()), cast(JsonlWriter, _Nowhere()), ())
 
 
 def state_figures(state: TrainState) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def distributions_of(module: str) -> set[str]:
     return {canonical(name) for name in packages_distributions().get(module, [])}
 
 
-OPTIONAL = {"matplotlib": "plot", "bitsandbytes": "8bit"}
+OPTIONAL = {"matplotlib": "plot", "bitsandbytes": "8bit", "wandb": "wandb", "trackio": "trackio"}
 """what only an extra brings; imported inside functions, which say how to get it"""
 
 
@@ -72,6 +72,6 @@ def test_what_surrounds_the_package_needs_no_more_than_the_extras(folder):
     own = {file.stem for file in (ROOT / folder).rglob("*.py")}
     come_along = {"packaging"}  # a dependency of pytest
     undeclared = {module: sorted(files) for module, files in imported(ROOT / folder).items()
-                  if module not in own and not distributions_of(module) & (
-                      declared("dev", "docs", "browser", "plot") | come_along)}
+                  if module not in own and not (distributions_of(module) or {module}) & (
+                      declared("dev", "docs", "browser", *OPTIONAL.values()) | come_along)}
     assert undeclared == {}

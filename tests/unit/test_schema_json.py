@@ -82,7 +82,8 @@ def test_values_are_judged_as_ppocli_judges_them(value):
             assert not fitting, name  # a list's elements are never null
         else:
             assert fitting == (name in taken), name
-        good = [*(key.metadata["choices"] or ()), *([key.default] * (key.default != MISSING))]
+        choices = [[item] if key.kind == "list" else item for item in key.metadata["choices"] or ()]
+        good = [*choices, *([key.default] * (key.default != MISSING))]
         assert all(fits(choice, schema, whole) for choice in good), name
 
 

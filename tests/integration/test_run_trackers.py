@@ -1,0 +1,50 @@
+"""`ppocli train` with trackers: asked for before anything is loaded, and never waited for."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from helpers import jsonl, ppocli
+from runs import words
+from wandb_double import calls, installed, put_double
+
+
+@pytest.mark.skipif(installed("wandb"), reason="wandb is installed")
+def test_a_tracker_that_is_not_installed(world: Path):
+    (world / "wandb").mkdir()  # wandb's own folder of files is no library
+    done = ppocli("train", *words("run_name=a", "tracking.trackers=[wandb]"), cwd=world)
+    assert done.returncode == 3
+    assert "The tracker wandb is not installed" in done.stderr
+    assert 'pip install "ppocli[wandb]"' in done.stderr
+    assert not (world / "runs").exists()
+
+
+def test_a_run_and_its_continuation_are_one_run(world: Path, tmp_path: Path):
+    env = {**put_double(tmp_path), "WANDB_MODE": "offline"}
+    more = ("run_name=a", "tracking.trackers=[wandb]")
+    done = ppocli("train", *words(*more, "ppo.num_steps=2"), cwd=world, **env)
+    assert done.returncode == 0, done.stderr
+    assert not (world / "runs/a/events").exists()
+    done = ppocli("resume", "runs/a", "ppo.num_steps=3", cwd=world, **env)
+    assert done.returncode == 0, done.stderr
+    logged = calls(tmp_path, "log")
+    rows = jsonl(world / "runs/a/metrics.jsonl")
+    assert [row["step"] for row in logged] == [row["step"] for row in rows] == [0, 1, 2, 3]
+    for row, of in zip(logged, rows, strict=True):
+        table = row["figures"].pop("eval/samples", None)
+        assert (table is not None) == ("eval/reward_mean" in of)
+        assert row["figures"] == {k: v for k, v in of.items() if k != "step" and v is not None}
+    assert len({row["id"] for row in calls(tmp_path, "init")}) == 1
+
+
+def test_a_tracker_that_hangs_costs_a_run_nothing_but_the_end(world: Path, tmp_path: Path):
+    start = time.monotonic()
+    done = ppocli("train", *words("run_name=a", "ppo.num_steps=1", "tracking.trackers=[wandb]"),
+                  cwd=world, **put_double(tmp_path, "init hangs"))
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - start < 120
+    assert (done.stdout + done.stderr).count("warning: wandb: it did not finish within 10") == 1
+    assert len(jsonl(world / "runs/a/metrics.jsonl")) == 2
+    assert (world / "runs/a/model/config.json").is_file()
