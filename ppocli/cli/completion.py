@@ -166,6 +166,8 @@ def _values(key: str, value: str) -> list[str]:
         choices = schema_key.metadata["choices"] if schema_key else None
         options = list(choices or (("true", "false") if schema_key and schema_key.item is bool
                                    else ()))
+        if schema_key and schema_key.kind == "list":
+            options = [f"[{option}]" for option in options]
     return [f"{done}{comma}{option}" for option in options if option.startswith(last)]
 
 

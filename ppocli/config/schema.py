@@ -284,8 +284,8 @@ class CheckpointConfig:
 
 @dataclass
 class TrackingConfig:
-    trackers: list[str] = key(["tensorboard"], "where figures go beside metrics.jsonl; wandb and "
-                              "trackio are extras: pip install 'ppocli[wandb]'",
+    trackers: list[str] = key(["tensorboard"], "list of where figures go beside metrics.jsonl; "
+                              "wandb and trackio are extras: pip install 'ppocli[wandb]'",
                               choices=("tensorboard", "wandb", "trackio"))
     project: Optional[str] = key(None, "project of wandb and trackio (default: WANDB_PROJECT for "
                                  "wandb, else ppocli)")
