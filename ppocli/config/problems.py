@@ -174,6 +174,7 @@ def _reward(config: TrainConfig, handed_in: frozenset[str]) -> Found:
         if getattr(reward, name) is not None and reward.scale != "ref":
             yield ((f"reward.{name}", "reward.scale"),
                    f"{name} is used with reward.scale=ref only, not {reward.scale}")
+    yield from _penalties(config)
     metric = config.checkpoint.metric
     if metric.startswith("metrics/"):
         if reward.metric_fn is None and "reward.metric_fn" not in handed_in:
@@ -181,6 +182,26 @@ def _reward(config: TrainConfig, handed_in: frozenset[str]) -> Found:
                    f"{metric} comes from reward.metric_fn, which is not given")
     elif metric != "reward_mean":
         yield ("checkpoint.metric",), f"{shown(metric)} must be reward_mean or metrics/NAME"
+
+
+def _penalties(config: TrainConfig) -> Found:
+    reward, longest = config.reward, config.generation.max_new_tokens
+    for name, needs in (("min_response_length", "min_response_penalty"),
+                        ("min_response_penalty", "min_response_length"),
+                        ("overlong_penalty", "overlong_buffer")):
+        if getattr(reward, name) is not None and getattr(reward, needs) is None:
+            yield (f"reward.{name}", f"reward.{needs}"), f"{name} needs {needs}, which is not given"
+    for name in ("min_response_length", "overlong_buffer"):
+        if (getattr(reward, name) or 0) > longest:
+            yield ((f"reward.{name}", "generation.max_new_tokens"),
+                   f"{name} {getattr(reward, name)} must be at most max_new_tokens {longest}")
+    if (reward.penalty_mode == "replace" and reward.missing_eos_penalty is None
+            and reward.min_response_penalty is None):
+        yield (("reward.penalty_mode",), "replace is used with missing_eos_penalty or "
+               "min_response_penalty, and neither is given")
+    if config.tracking.rollout_tokens and not config.tracking.log_rollouts:
+        yield (("tracking.rollout_tokens", "tracking.log_rollouts"),
+               "rollout_tokens adds to what log_rollouts=true writes")
 
 
 def _fns_entry(entry: Any) -> Iterator[str]:

@@ -83,8 +83,19 @@ class RewardConfig:
     ref_std: Optional[float] = key(None, "std of the reference scores (default: from the first "
                                    "rollout)", gt=0)
     clip: Optional[float] = key(None, "clip scaled scores to [-clip, clip]", gt=0)
-    missing_eos_penalty: Optional[float] = key(None, "subtracted from the score of a response "
-                                               "that never ended", ge=0)
+    missing_eos_penalty: Optional[float] = key(None, "penalty of a response that never ended",
+                                               ge=0)
+    min_response_length: Optional[int] = key(None, "responses with fewer tokens get "
+                                             "min_response_penalty", ge=1)
+    min_response_penalty: Optional[float] = key(None, "penalty of a response that is too short",
+                                                ge=0)
+    penalty_mode: str = key("subtract", "these two penalties come off the score (as in TRL), or "
+                            "take its place (as in torchtune)", choices=("subtract", "replace"))
+    overlong_buffer: Optional[int] = key(None, "last tokens below max_new_tokens over which DAPO's "
+                                         "penalty for length rises from 0 to overlong_penalty",
+                                         ge=1)
+    overlong_penalty: Optional[float] = key(None, "largest penalty for length, subtracted "
+                                            "(default: 1)", ge=0)
     on_invalid: str = key("error", "what a None or NaN score does: stop, or drop the sample",
                           choices=("error", "skip"))
     timeout: Optional[float] = key(None, "seconds one reward call may take", gt=0)
@@ -291,6 +302,8 @@ class TrackingConfig:
                                  "wandb, else ppocli)")
     log_rollouts: bool = key(False, "write every rollout sample to samples.jsonl, not only "
                              "evaluation samples")
+    rollout_tokens: bool = key(False, "with log_rollouts: also token ids, and logprobs, values and "
+                               "KL of each token")
 
 
 @dataclass

@@ -108,12 +108,15 @@ def _one_share(session: EvalSession, episodes: list[int], own: int, stop: StopFl
     scores, metrics = session.backend.ranks.all_do(judge, "reward at evaluation")
     stop.meet()
     kl = tokens.kl.sum(1)
-    samples = [{
+    samples: list[dict[str, Any]] = [{
         "prompt": batch.texts[i], "response": responses[i],
         "score": scores.scores[i] if scores.valid[i] else None,
         "kl": float(kl[i]) if session.reference is not None else None,
         "response_tokens": int(out.mask[i].sum()), "finished": bool(out.finished[i])}
         for i in range(own)]
+    if len(scores.parts) > 1:
+        for i, sample in enumerate(samples):
+            sample["rewards"] = {name: values[i] for name, values in scores.parts.items()}
     return EvalChunk(episodes[0], samples, metrics, dict(scores.parts))
 
 

@@ -14,6 +14,7 @@ from ppocli.ppo.advantages import Samples, token_rewards
 from ppocli.ppo.kl import adapt_kl_coef
 from ppocli.ppo.masking import whiten
 from ppocli.ppo.moments import moments_of, scale_scores
+from ppocli.ppo.shaping import overlong_penalties, penalised
 
 
 def update_moments(state: TrainState, rollout: Rollout, cfg: TrainConfig) -> TrainState:
@@ -27,13 +28,32 @@ def update_moments(state: TrainState, rollout: Rollout, cfg: TrainConfig) -> Tra
     return replace(state, moments=state.moments.merge(found), ref_std=ref_std)
 
 
+def penalties_of(rollout: Rollout, cfg: TrainConfig) -> dict[str, list[float | None]]:
+    """Penalties that the configuration asks for by name, each with the amount of every sample, None
+    where it does not apply: ``missing_eos``, ``short``, ``overlong``."""
+    reward, found = cfg.reward, dict[str, list[float | None]]()
+    lengths = rollout.response_mask.sum(1).tolist()
+    if reward.missing_eos_penalty is not None:
+        found["missing_eos"] = [None if ended else reward.missing_eos_penalty
+                                for ended in rollout.finished.tolist()]
+    if reward.min_response_length is not None:
+        found["short"] = [reward.min_response_penalty if length < reward.min_response_length
+                          else None for length in lengths]
+    if reward.overlong_buffer is not None:
+        factor = 1.0 if reward.overlong_penalty is None else reward.overlong_penalty
+        found["overlong"] = list(overlong_penalties(
+            lengths, longest=cfg.generation.max_new_tokens, buffer=reward.overlong_buffer,
+            factor=factor))
+    return found
+
+
 def shaped_scores(rollout: Rollout, state: TrainState, cfg: TrainConfig
                   ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What lands on the tokens: scaled and clipped scores, less the penalty for never ending.
+    """What lands on the tokens: scaled and clipped scores, less penalties.
 
     ``running`` divides by the running deviation (trlX ``scale_reward: running``; no mean is taken
-    off), ``ref`` by the reference one. Clipping comes after scaling. Dense rewards are scaled and
-    clipped entry by entry.
+    off), ``ref`` by the reference one. Clipping comes after scaling, penalties after both. Dense
+    rewards are scaled and clipped entry by entry; a penalty that replaces a score replaces them.
 
     Returns:
         scores [B] for the last token, and dense rewards [B, R] or None.
@@ -44,15 +64,28 @@ def shaped_scores(rollout: Rollout, state: TrainState, cfg: TrainConfig
         std = state.moments.std
     elif reward.scale == "ref":
         std, mean = state.ref_std or 1.0, reward.ref_mean or 0.0
-    penalty = (reward.missing_eos_penalty or 0.0) * (~rollout.finished).float()
+    dense = None
     if rollout.dense is None:
-        scaled = scale_scores(rollout.scores, std=std, mean=mean, clip=reward.clip)
-        return torch.tensor(scaled, dtype=torch.float32) - penalty, None
-    dense = rollout.dense / std
-    if reward.clip is not None:
-        dense = dense.clamp(-reward.clip, reward.clip)
-    # the mean is a sample's, not a token's: it comes off once, at the end
-    return -penalty - mean / std, dense
+        scores = scale_scores(rollout.scores, std=std, mean=mean, clip=reward.clip)
+    else:
+        dense = rollout.dense / std
+        if reward.clip is not None:
+            dense = dense.clamp(-reward.clip, reward.clip)
+        # the mean is a sample's, not a token's: it comes off once, at the end
+        scores = [-mean / std] * len(rollout)
+    penalties = penalties_of(rollout, cfg)
+    nothing: list[float | None] = [None] * len(rollout)
+    unended = penalties.get("missing_eos", nothing)
+    short = penalties.get("short", nothing)
+    replace = reward.penalty_mode == "replace"
+    scores = penalised(scores, unended=unended, short=short, replace=replace)
+    if dense is not None and replace:
+        kept = [a is None and b is None for a, b in zip(unended, short, strict=True)]
+        dense = dense * torch.tensor(kept)[:, None]
+    found = torch.tensor(scores, dtype=torch.float32)
+    if "overlong" in penalties:
+        found = found - torch.tensor(penalties["overlong"], dtype=torch.float32)
+    return found, dense
 
 
 def to_experience(rollout: Rollout, state: TrainState, cfg: TrainConfig) -> Experience:

@@ -25,6 +25,7 @@ from ppocli.engine.health import watch
 from ppocli.engine.metrics import (
     Recorder,
     optimize_figures,
+    penalty_figures,
     rollout_figures,
     rollout_samples,
     speed_figures,
@@ -130,6 +131,7 @@ def train_step(run: Run) -> None:
     ppo = session.cfg.ppo
     row = {**state_figures(after),
            **rollout_figures(rollout, state.kl_coef, in_reward=kl_in(ppo) == "reward"),
+           **penalty_figures(rollout, session.cfg),
            **optimize_figures(result, experience, ppo),
            **speed_figures(clock.seconds, tokens, session.backend.peak_memory_mib())}
     _log_rollout(run, rollout, after.step)
@@ -172,9 +174,9 @@ def _dump(run: Run, rollout: Rollout, experience: Experience, step: int) -> str 
     target = run.folder.nonfinite_dump / f"step-{step:06d}"
     if not run.session.backend.ranks.first:
         return str(target)
+    samples = rollout_samples(rollout, step, run.session.cfg)
     try:
-        publish_folder(lambda folder: write_experience(folder, experience,
-                                                       rollout_samples(rollout, step)), target)
+        publish_folder(lambda folder: write_experience(folder, experience, samples), target)
     except DiskError as error:
         log.error("%s", error)
         return None
@@ -183,7 +185,7 @@ def _dump(run: Run, rollout: Rollout, experience: Experience, step: int) -> str 
 
 def _log_rollout(run: Run, rollout: Rollout, step: int) -> None:
     if run.session.cfg.tracking.log_rollouts:
-        run.recorder.samples.append(rollout_samples(rollout, step))
+        run.recorder.samples.append(rollout_samples(rollout, step, run.session.cfg))
 
 
 def _is_last(run: Run) -> bool:

@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import torch
 
-from ppocli.config.schema import PPOConfig, TrackingConfig
-from ppocli.engine.experience import sequence_kl
+from ppocli.config.schema import PPOConfig, TrackingConfig, TrainConfig
+from ppocli.engine.experience import penalties_of, sequence_kl
 from ppocli.engine.optimize import OptimizeResult
 from ppocli.engine.records import Experience, Rollout, TrainState
 from ppocli.engine.run_folder import RunFolder
@@ -74,6 +74,12 @@ def _critic_figures(terms: dict[str, float], returns: torch.Tensor) -> dict[str,
     }
 
 
+def penalty_figures(rollout: Rollout, cfg: TrainConfig) -> dict[str, float]:
+    """Mean amount of each penalty over all samples, 0 where it does not apply."""
+    return {f"reward/penalty/{name}": _mean_std([amount or 0.0 for amount in amounts])[0]
+            for name, amounts in penalties_of(rollout, cfg).items()}
+
+
 def optimize_figures(result: OptimizeResult, experience: Experience, ppo: PPOConfig
                      ) -> dict[str, float]:
     """Figures of phase 2, named as TRL names them where it has them."""
@@ -112,17 +118,40 @@ def speed_figures(seconds: dict[str, float], tokens: dict[str, int], memory_mib:
     return figures
 
 
-def rollout_samples(rollout: Rollout, step: int) -> list[dict[str, Any]]:
+def rollout_samples(rollout: Rollout, step: int, cfg: TrainConfig) -> list[dict[str, Any]]:
     """One row a sample for samples.jsonl."""
     kl: list[float | None] = [None] * len(rollout)
     if rollout.has_reference:
         kl = ((rollout.logprobs - rollout.ref_logprobs) * rollout.response_mask).sum(1).tolist()
     lengths = rollout.response_mask.sum(1).tolist()
-    return [{"step": step, "kind": "rollout", "episode": rollout.prompts.episodes[i],
+    rows = [{"step": step, "kind": "rollout", "episode": rollout.prompts.episodes[i],
              "prompt": rollout.prompts.texts[i], "response": rollout.responses[i],
              "score": rollout.scores[i] if bool(rollout.valid[i]) else None, "kl": kl[i],
              "response_tokens": lengths[i], "finished": bool(rollout.finished[i])}
             for i in range(len(rollout))]
+    for name, columns in (("rewards", rollout.parts if len(rollout.parts) > 1 else {}),
+                          ("penalties", penalties_of(rollout, cfg))):
+        if columns:
+            for i, row in enumerate(rows):
+                row[name] = {part: values[i] for part, values in columns.items()}
+    if cfg.tracking.rollout_tokens:
+        for i, row in enumerate(rows):
+            row.update(_token_lists(rollout, i))
+    return rows
+
+
+def _token_lists(rollout: Rollout, i: int) -> dict[str, Any]:
+    """Token by token what the update is made from, as trlX's ``rollout_logging_dir`` keeps it."""
+    prompts, mask = rollout.prompts, rollout.response_mask[i]
+    found = {"prompt_ids": prompts.tokens[i][prompts.mask[i]].tolist(),
+             "response_ids": rollout.response_tokens[i][mask].tolist(),
+             "logprobs": rollout.logprobs[i][mask].tolist(),
+             "values": rollout.values[i][mask].tolist()}
+    if rollout.has_reference:
+        found["kl_per_token"] = rollout.kl[i][mask].tolist()
+    if rollout.dense is not None:
+        found["token_rewards"] = rollout.dense[i][mask].tolist()
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,7 @@ def _rehearse(session: Session, backend: Backend, clock: PhaseClock, stop: StopF
         prompts=len(session.prompts), prompt=session.tokenizer.decode(ids), prompt_tokens=len(ids),
         samples=[{name: row[name] for name in ("prompt", "response", "score", "kl",
                                                "response_tokens", "finished")}
-                 for row in rollout_samples(rollout, 0)],
+                 for row in rollout_samples(rollout, 0, session.cfg)],
         parts=dict(rollout.parts), metrics=metrics, kl_per_token=_kl_per_token(rollout),
         terms=terms, seconds=dict(clock.seconds), peak_memory_mib=backend.peak_memory_mib())
 

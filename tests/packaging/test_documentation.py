@@ -239,7 +239,7 @@ def without_names(figure: str, names: set[str]) -> str:
 def test_every_figure_of_a_run_is_explained_and_no_other(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "ppocli", "train", "model=reviews", "prompts=reviews", "run_name=x",
-         *SMALL, "eval.at_start=true", "ppo.ent_coef=0.01",
+         *SMALL, "eval.at_start=true", "ppo.ent_coef=0.01", "reward.missing_eos_penalty=0.1",
          "reward.fns.brief.fn=length", "reward.fns.brief.kwargs.target=8",
          "reward.fns.praise.fn=keyword", "reward.fns.praise.kwargs.words=[great]",
          "reward.metric_fn=ppocli.rewards.randomwalks:metrics"], cwd=tmp_path, text=True,
@@ -250,7 +250,7 @@ def test_every_figure_of_a_run_is_explained_and_no_other(tmp_path):
     own = {name.removeprefix("eval/metrics/") for name in figures if "eval/metrics/" in name}
     assert own
     summary = json.loads((tmp_path / "runs/x/summary.json").read_text(encoding="utf-8"))
-    found = {without_names(name, own | {"brief", "praise"}) for name in figures}
+    found = {without_names(name, own | {"brief", "praise", "missing_eos"}) for name in figures}
     assert found | set(summary) == explained()
     left = {path.name for path in (tmp_path / "runs/x").iterdir()} - {".lock"}
     assert left == {"config.yaml", "metrics.jsonl", "samples.jsonl", "events", "summary.json",

@@ -1,0 +1,183 @@
+"""From raw scores to what lands on the tokens, by hand-worked numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import jsonl
+from runs import words
+
+from ppocli.config.problems import find_problems
+from ppocli.config.schema import RewardConfig, TrainConfig
+from ppocli.data.batch import PromptBatch
+from ppocli.engine.experience import shaped_scores, to_experience, update_moments
+from ppocli.engine.metrics import penalty_figures, rollout_samples
+from ppocli.engine.records import Rollout, TrainState
+from ppocli.ppo.moments import RunningMoments
+from ppocli.ppo.shaping import overlong_penalties
+
+STATE = TrainState(kl_coef=0.0, init_kl_coef=0.0, digests={}, judged_by="")
+
+
+def rollout_of(scores: list[float], lengths: list[int], finished: list[bool],
+               dense: list[list[float]] | None = None, **parts: list[float | None]) -> Rollout:
+    """Samples of those lengths without KL; everything else is zero."""
+    count, width = len(scores), max(lengths)
+    mask = torch.arange(width)[None, :] < torch.tensor(lengths)[:, None]
+    zeros = torch.zeros(count, width)
+    prompts = PromptBatch(torch.ones(count, 1, dtype=torch.long),
+                          torch.ones(count, 1, dtype=torch.bool), ["p"] * count, {},
+                          list(range(count)), list(range(count)))
+    return Rollout(prompts, torch.ones(count, width, dtype=torch.long), mask, zeros, zeros, zeros,
+                   zeros, scores, None if dense is None else torch.tensor(dense),
+                   torch.ones(count, dtype=torch.bool), torch.tensor(finished), False,
+                   ["r"] * count, parts or {"score": scores})
+
+
+def cfg_of(max_new_tokens: int = 10, **reward: object) -> TrainConfig:
+    cfg = TrainConfig()
+    return replace(cfg, reward=replace(RewardConfig(fn="x:y"), **reward), generation=replace(
+        cfg.generation, max_new_tokens=max_new_tokens))
+
+
+def shaped(rollout: Rollout, state: TrainState = STATE, **reward: object) -> list[float]:
+    scores, dense = shaped_scores(rollout, state, cfg_of(**reward))
+    assert dense is None
+    return scores.tolist()
+
+
+# three samples: one ended after 2 tokens, one after 8, one never (10)
+THREE = rollout_of([1.0, 2.0, 3.0], [2, 8, 10], [True, True, False])
+
+
+@pytest.mark.parametrize(("reward", "expected"), [
+    ({}, [1.0, 2.0, 3.0]),
+    ({"missing_eos_penalty": 0.5}, [1.0, 2.0, 2.5]),  # TRL: score minus penalty
+    ({"missing_eos_penalty": 3.0, "penalty_mode": "replace"}, [1.0, 2.0, -3.0]),  # torchtune
+    ({"missing_eos_penalty": 0.0, "penalty_mode": "replace"}, [1.0, 2.0, 0.0]),
+    ({"min_response_length": 8, "min_response_penalty": 4.0}, [-3.0, 2.0, 3.0]),
+    ({"min_response_length": 8, "min_response_penalty": 4.0, "penalty_mode": "replace"},
+     [-4.0, 2.0, 3.0]),
+    ({"min_response_length": 9, "min_response_penalty": 4.0, "missing_eos_penalty": 1.0},
+     [-3.0, -2.0, 2.0]),
+    # up to 6 of 10 tokens nothing, at 8 half, at 10 all of it
+    ({"overlong_buffer": 4}, [1.0, 1.5, 2.0]),
+    ({"overlong_buffer": 4, "overlong_penalty": 0.5}, [1.0, 1.75, 2.5]),
+    ({"overlong_buffer": 4, "missing_eos_penalty": 3.0, "penalty_mode": "replace"},
+     [1.0, 1.5, -4.0]),
+    ({"clip": 1.5, "missing_eos_penalty": 1.0}, [1.0, 1.5, 0.5]),  # clipped first
+    ({"scale": "ref", "ref_mean": 1.0, "ref_std": 2.0}, [0.0, 0.5, 1.0])])
+def test_scores_after_shaping(reward, expected):
+    state = replace(STATE, ref_std=reward.get("ref_std"))
+    assert shaped(THREE, state, **reward) == pytest.approx(expected, abs=1e-7)
+
+
+def test_both_penalties_come_off_but_only_the_larger_one_replaces():
+    """A response cut short by its drawn length: 3 tokens, never ended."""
+    cut = rollout_of([5.0], [3], [False])
+    both = {"missing_eos_penalty": 1.0, "min_response_length": 4, "min_response_penalty": 2.0}
+    assert shaped(cut, **both) == [2.0]
+    assert shaped(cut, **both, penalty_mode="replace") == [-2.0]
+
+
+def test_a_penalty_replaces_all_of_a_dense_reward():
+    rollout = rollout_of([3.0, 7.0], [2, 3], [True, False], [[1.0, 2.0, 0.0], [3.0, 3.0, 1.0]])
+    scores, dense = shaped_scores(rollout, STATE, cfg_of(missing_eos_penalty=2.0,
+                                                         penalty_mode="replace"))
+    assert scores.tolist() == [0.0, -2.0]
+    assert dense is not None
+    assert dense.tolist() == [[1.0, 2.0, 0.0], [0.0, 0.0, 0.0]]
+    scores, dense = shaped_scores(rollout, STATE, cfg_of(missing_eos_penalty=2.0, clip=2.5))
+    assert scores.tolist() == [0.0, -2.0]
+    assert dense is not None
+    assert dense.tolist() == [[1.0, 2.0, 0.0], [2.5, 2.5, 1.0]]
+
+
+def test_the_soft_overlong_punishment_of_the_paper():
+    """arXiv:2503.14476, eq. 13, with its L_max 20480 and L_cache 4096 (the sign turned)."""
+    found = overlong_penalties([1, 16384, 17408, 18432, 20480, 30000], longest=20480, buffer=4096)
+    assert found == [0.0, 0.0, 0.25, 0.5, 1.0, 1.0]
+
+
+def test_running_scale_divides_by_the_deviation_of_all_scores_so_far():
+    """Scores 1, 3 and then 5, 7: mean 4, squares 9 + 1 + 1 + 9 = 20, deviation sqrt(20 / 3)."""
+    cfg = cfg_of(scale="running")
+    first = update_moments(STATE, rollout_of([1.0, 3.0], [1, 1], [True, True]), cfg)
+    assert first.moments == RunningMoments(2, 2.0, 2.0)
+    restored = TrainState.from_json(first.to_json())  # what a checkpoint keeps
+    rollout = rollout_of([5.0, 7.0], [1, 1], [True, True])
+    second = update_moments(restored, rollout, cfg)
+    assert second.moments == RunningMoments(4, 4.0, 20.0)
+    scores, _ = shaped_scores(rollout, second, cfg)
+    assert scores.tolist() == pytest.approx([5 / (20 / 3) ** 0.5, 7 / (20 / 3) ** 0.5])
+
+
+def test_reference_scale_keeps_the_deviation_of_the_first_rollout():
+    cfg = cfg_of(scale="ref")
+    state = update_moments(STATE, rollout_of([0.0, 4.0], [1, 1], [True, True]), cfg)
+    state = update_moments(state, rollout_of([0.0, 100.0], [1, 1], [True, True]), cfg)
+    assert state.ref_std == pytest.approx(8.0 ** 0.5)
+
+
+def test_whitened_rewards_keep_their_mean():
+    """Rewards 0, 2 (first sample) and 0, 4: mean 1.5, variance (2.25 + 0.25 + 2.25 + 6.25) / 4 =
+    2.75. Whitened: -1.5, 0.5, -1.5 and 2.5 over sqrt(2.75), plus 1.5. Undiscounted returns without
+    values are the rewards still to come."""
+    cfg = cfg_of()
+    cfg = replace(cfg, ppo=replace(cfg.ppo, whiten_rewards=True, lam=1.0, whiten_advantages=False))
+    found = to_experience(rollout_of([2.0, 4.0], [2, 2], [True, True]), STATE, cfg).returns
+    rewards = [0.5954660, 1.8015113, 0.5954660, 3.0075568]
+    assert found.flatten().tolist() == pytest.approx(
+        [rewards[0] + rewards[1], rewards[1], rewards[2] + rewards[3], rewards[3]], abs=1e-5)
+
+
+def test_penalties_and_rewards_are_told_apart():
+    cfg = cfg_of(missing_eos_penalty=0.5, overlong_buffer=4)
+    assert penalty_figures(THREE, cfg) == pytest.approx(
+        {"reward/penalty/missing_eos": 0.5 / 3, "reward/penalty/overlong": 0.5})
+    assert penalty_figures(THREE, cfg_of()) == {}
+    several = replace(THREE, parts={"a": [1.0, 1.0, 1.0], "b": [None, 1.0, 2.0]})
+    rows = rollout_samples(several, 3, cfg)
+    assert rows[0]["penalties"] == {"missing_eos": None, "overlong": 0.0}
+    assert rows[2]["penalties"] == {"missing_eos": 0.5, "overlong": 1.0}
+    assert [row["rewards"] for row in rows] == [
+        {"a": 1.0, "b": None}, {"a": 1.0, "b": 1.0}, {"a": 1.0, "b": 2.0}]
+    assert not {"rewards", "penalties"} & rollout_samples(THREE, 3, cfg_of())[0].keys()
+
+
+@pytest.mark.parametrize(("reward", "said"), [
+    ({"min_response_length": 3}, "min_response_length needs min_response_penalty"),
+    ({"min_response_penalty": 3.0}, "min_response_penalty needs min_response_length"),
+    ({"overlong_penalty": 1.0}, "overlong_penalty needs overlong_buffer"),
+    ({"overlong_buffer": 11}, "overlong_buffer 11 must be at most max_new_tokens 10"),
+    ({"min_response_length": 11, "min_response_penalty": 1.0},
+     "min_response_length 11 must be at most max_new_tokens 10"),
+    ({"penalty_mode": "replace"}, "replace is used with missing_eos_penalty or")])
+def test_keys_that_need_each_other(reward, said):
+    problems = [str(problem) for problem in find_problems(cfg_of(**reward))]
+    assert [text for text in problems if said in text], problems
+
+
+def test_what_a_run_writes_of_rewards_penalties_and_tokens(command, world):
+    ended = command(*words(
+        "reward.fn=null", "reward.fns.good.fn=rewards.py:plain", "reward.fns.long.fn=length",
+        "reward.fns.long.kwargs.target=4", "reward.fns.long.weight=0.5", "run_name=r",
+        "reward.missing_eos_penalty=1", "ppo.num_steps=1", "tracking.log_rollouts=true",
+        "tracking.rollout_tokens=true"))
+    assert ended.code == 0, ended.said
+    row = jsonl(world / "runs/r/metrics.jsonl")[-1]
+    samples = jsonl(world / "runs/r/samples.jsonl")
+    drawn = [sample for sample in samples if sample["kind"] == "rollout"]
+    assert len(drawn) == 12
+    for sample in samples:
+        parts = sample["rewards"]
+        assert sample["score"] == pytest.approx(parts["good"] + 0.5 * parts["long"])
+    for sample in drawn:
+        assert sample["penalties"] == {"missing_eos": None if sample["finished"] else 1.0}
+        for name in ("response_ids", "logprobs", "values", "kl_per_token"):
+            assert len(sample[name]) == sample["response_tokens"]
+    unended = sum(not sample["finished"] for sample in drawn)
+    assert row["reward/penalty/missing_eos"] == pytest.approx(unended / 12)
+    assert row["reward/long"] == pytest.approx(sum(s["rewards"]["long"] for s in drawn) / 12)
