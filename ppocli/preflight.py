@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ppocli.assets.model_files import Needs, find_model
-from ppocli.config.algorithm import require_optimizer
+from ppocli.config.algorithm import require_optimizer, value_optimizer
 from ppocli.config.hub import hub_reachable, offline_hint
 from ppocli.config.schema import TrainConfig
 from ppocli.data.sources import names_hub_dataset
@@ -47,6 +47,7 @@ def missing_inputs(cfg: TrainConfig) -> list[InputError]:
 def _missing_packages(cfg: TrainConfig) -> Iterator[InputError]:
     try:
         require_optimizer(cfg.ppo.optimizer)
+        require_optimizer(value_optimizer(cfg.ppo))
     except InputError as error:
         yield error
     for name in cfg.tracking.trackers:
@@ -64,6 +65,10 @@ def _named_models(cfg: TrainConfig) -> Iterator[tuple[str, str, str | None, Need
         yield "model.tokenizer_path", cfg.model.tokenizer_path, None, "tokenizer"
     else:
         yield "model.path", cfg.model.path, cfg.model.revision, "model and tokenizer"
+    for key, path in (("model.value.path", cfg.model.value.path),
+                      ("model.reference.path", cfg.model.reference.path)):
+        if path is not None:
+            yield key, path, None, "model"
     rewards: dict[str, tuple[Any, Any]] = {"reward.kwargs": (cfg.reward.fn, cfg.reward.kwargs)}
     for name, entry in cfg.reward.fns.items():
         if isinstance(entry, dict):

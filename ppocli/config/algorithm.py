@@ -4,10 +4,18 @@ contradict each other."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields, replace
 from importlib.util import find_spec
+from typing import Any
 
 from ppocli.config.keys import schema_keys
-from ppocli.config.schema import OptimizerConfig, PPOConfig, TrainConfig, planned_episodes
+from ppocli.config.schema import (
+    OptimizerConfig,
+    PPOConfig,
+    SchedulerConfig,
+    TrainConfig,
+    planned_episodes,
+)
 from ppocli.errors import InputError
 from ppocli.ppo.advantages import ESTIMATORS, Estimator
 
@@ -79,6 +87,10 @@ def _critic(config: TrainConfig) -> Found:
     if ppo.optimizer.value_lr is not None:
         yield (("ppo.optimizer.value_lr", "ppo.advantage"),
                f"{ppo.advantage} has no value head to learn: set ppo.optimizer.value_lr=null")
+    for node in ("value_optimizer", "value_scheduler"):
+        for name in _given(getattr(ppo, node)):
+            yield ((f"ppo.{node}.{name}", "ppo.advantage"),
+                   f"{ppo.advantage} has no value function to train: set ppo.{node}.{name}=null")
 
 
 def _groups(config: TrainConfig) -> Found:
@@ -120,18 +132,41 @@ def require_optimizer(optimizer: OptimizerConfig) -> None:
                          fix='pip install "ppocli[8bit]", or use ppo.optimizer.name=adamw')
 
 
+def value_optimizer(ppo: PPOConfig) -> OptimizerConfig:
+    """The value function's optimizer: the policy's, with what is set for it alone laid over."""
+    lr = ppo.optimizer.lr if ppo.optimizer.value_lr is None else ppo.optimizer.value_lr
+    return replace(ppo.optimizer, lr=lr, value_lr=None, **_given(ppo.value_optimizer))
+
+
+def value_scheduler(ppo: PPOConfig) -> SchedulerConfig:
+    """The value function's schedule: the policy's, with what is set for it alone laid over."""
+    return replace(ppo.scheduler, **_given(ppo.value_scheduler))
+
+
+def _given(section: Any) -> dict[str, Any]:
+    return {f.name: value for f in fields(section)
+            if (value := getattr(section, f.name)) is not None}
+
+
 def _optimizer(config: TrainConfig) -> Found:
-    optimizer = config.ppo.optimizer
-    if len(optimizer.betas) != 2:
-        yield (("ppo.optimizer.betas",),
-               f"{optimizer.betas} must be two numbers, e.g. [0.9,0.999]")
-    for name in sorted({key for keys in OPTIMIZER_KEYS.values() for key in keys}):
-        default = schema_keys()[f"ppo.optimizer.{name}"].default
-        used = OPTIMIZER_KEYS.get(optimizer.name)
-        if used is not None and name not in used and getattr(optimizer, name) != default:
-            yield ((f"ppo.optimizer.{name}", "ppo.optimizer.name"),
-                   f"{optimizer.name} has no {name}: leave it at {default}")
-    if optimizer.name in UNSHARDED_OPTIMIZERS and config.hardware.zero_stage > 0:
-        yield (("ppo.optimizer.name", "hardware.zero_stage"),
-               f"{optimizer.name} needs whole weights, and ZeRO shards its state: use "
-               "ppo.optimizer.name=adamw or hardware.zero_stage=0")
+    ppo, zero = config.ppo, config.hardware.zero_stage > 0
+    for node, optimizer in (("optimizer", ppo.optimizer),
+                            ("value_optimizer", value_optimizer(ppo))):
+        section = getattr(ppo, node)
+        if section.betas is not None and len(section.betas) != 2:
+            yield ((f"ppo.{node}.betas",),
+                   f"{section.betas} must be two numbers, e.g. [0.9,0.999]")
+        for name in sorted({key for keys in OPTIMIZER_KEYS.values() for key in keys}):
+            default = schema_keys()[f"ppo.{node}.{name}"].default
+            used = OPTIMIZER_KEYS.get(optimizer.name)
+            if used is not None and name not in used and getattr(section, name) != default:
+                yield ((f"ppo.{node}.{name}", f"ppo.{node}.name"),
+                       f"{optimizer.name} has no {name}: leave it at {default}")
+        if section.name in UNSHARDED_OPTIMIZERS and zero:
+            yield ((f"ppo.{node}.name", "hardware.zero_stage"),
+                   f"{section.name} needs whole weights, and ZeRO shards its state: use "
+                   f"ppo.{node}.name=adamw or hardware.zero_stage=0")
+    if zero and value_optimizer(ppo).name != ppo.optimizer.name:
+        yield (("ppo.value_optimizer.name", "hardware.zero_stage"),
+               "DeepSpeed drives one optimizer: leave ppo.value_optimizer.name at null, or use "
+               "hardware.zero_stage=0")

@@ -189,7 +189,7 @@ class OptimizerConfig:
     eps: float = key(1e-8, "epsilon of adamw, adamw_8bit and adam", gt=0)
     momentum: float = key(0.0, "momentum of sgd", ge=0, lt=1)
     weight_decay: float = key(0.0, "weight decay: decoupled, or L2 with adam and sgd", ge=0)
-    value_lr: Optional[float] = key(None, "learning rate of the value head (default: lr)", ge=0)
+    value_lr: Optional[float] = key(None, "learning rate of the value function (default: lr)", ge=0)
 
 
 @dataclass
@@ -198,6 +198,31 @@ class SchedulerConfig:
                     choices=("constant", "linear", "cosine"))
     warmup_updates: int = key(0, "updates of linear warm-up", ge=0)
     min_lr_ratio: float = key(0.0, "final learning rate as a share of lr", ge=0, le=1)
+
+
+@dataclass
+class ValueOptimizerConfig:
+    """The value function's optimizer. A key left null takes the value of ``ppo.optimizer``."""
+
+    name: Optional[str] = key(None, "optimizer of the value function; another kind than the "
+                              "policy's is not possible under ZeRO",
+                              choices=("adamw", "adamw_8bit", "adam", "sgd", "adafactor"))
+    betas: Optional[list[float]] = key(None, "decay rates of adamw, adamw_8bit and adam", ge=0,
+                                       lt=1)
+    eps: Optional[float] = key(None, "epsilon of adamw, adamw_8bit and adam", gt=0)
+    momentum: Optional[float] = key(None, "momentum of sgd", ge=0, lt=1)
+    weight_decay: Optional[float] = key(None, "weight decay", ge=0)
+
+
+@dataclass
+class ValueSchedulerConfig:
+    """The value function's schedule. A key left null takes the value of ``ppo.scheduler``."""
+
+    name: Optional[str] = key(None, "shape of the learning rate over updates",
+                              choices=("constant", "linear", "cosine"))
+    warmup_updates: Optional[int] = key(None, "updates of linear warm-up", ge=0)
+    min_lr_ratio: Optional[float] = key(None, "final learning rate as a share of value_lr", ge=0,
+                                        le=1)
 
 
 @dataclass
@@ -254,6 +279,11 @@ class PPOConfig:
                              choices=("auto", "decode", "forward"))
     optimizer: OptimizerConfig = key(OptimizerConfig, "the optimizer")
     scheduler: SchedulerConfig = key(SchedulerConfig, "the learning-rate schedule, over updates")
+    value_optimizer: ValueOptimizerConfig = key(
+        ValueOptimizerConfig, "where the value function's optimizer differs (its learning rate: "
+        "ppo.optimizer.value_lr)")
+    value_scheduler: ValueSchedulerConfig = key(
+        ValueSchedulerConfig, "where the value function's schedule differs")
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The door to devices and precision: accelerate, and the optimizer it drives."""
+"""The door to devices, precision and other processes: accelerate."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from typing import Any
 
 import torch
 
-from ppocli.config.algorithm import require_optimizer
-from ppocli.config.schema import HardwareConfig, OptimizerConfig, TrainConfig
+from ppocli.config.schema import HardwareConfig, TrainConfig
 from ppocli.engine.live import resident_mib
 from ppocli.engine.ranks import Ranks
 from ppocli.errors import ConfigError
-from ppocli.models.policy import Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,48 +168,3 @@ def _ranks(hardware: HardwareConfig) -> Ranks:
     timeout = timedelta(seconds=hardware.timeout_seconds)
     return Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size(),
                  torch.distributed.new_group(backend="gloo", timeout=timeout))
-
-
-def named_trainable(policy: Policy) -> dict[str, torch.nn.Parameter]:
-    """Trainable parameters by name, tied ones once; the order is the model's own."""
-    return {name: p for name, p in policy.named_parameters() if p.requires_grad}
-
-
-def build_optimizer(policy: Policy, cfg: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer over the trainable parameters, the value head in a group of its own.
-
-    ``adafactor`` is torch's (Shazeer and Stern 2018, arXiv 1804.04235), whose steps are relative to
-    the scale of each weight; ``adamw_8bit`` is bitsandbytes', which keeps the state of weights of
-    4096 numbers and more in 8 bits.
-
-    Raises:
-        InputError: bitsandbytes is asked for and missing.
-    """
-    trunk: list[torch.nn.Parameter] = []
-    head: list[torch.nn.Parameter] = []
-    for name, parameter in named_trainable(policy).items():
-        (head if name.startswith("value_") else trunk).append(parameter)
-    value_lr = cfg.lr if cfg.value_lr is None else cfg.value_lr
-    groups = [{"params": trunk, "lr": cfg.lr, "base_lr": cfg.lr},
-              {"params": head, "lr": value_lr, "base_lr": value_lr}]
-    groups = groups if head else groups[:1]
-    if cfg.name == "sgd":
-        return torch.optim.SGD(groups, momentum=cfg.momentum, weight_decay=cfg.weight_decay,
-                               fused=True)
-    if cfg.name == "adafactor":
-        return torch.optim.Adafactor(groups, weight_decay=cfg.weight_decay)
-    betas = (cfg.betas[0], cfg.betas[1])
-    if cfg.name == "adamw_8bit":
-        require_optimizer(cfg)
-        from bitsandbytes.optim import AdamW8bit
-
-        return AdamW8bit(groups, betas=betas, eps=cfg.eps, weight_decay=cfg.weight_decay)
-    kind = torch.optim.AdamW if cfg.name == "adamw" else torch.optim.Adam
-    return kind(groups, betas=betas, eps=cfg.eps, weight_decay=cfg.weight_decay, fused=True)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> float:
-    """Set every group's rate to ``base_lr * factor``; returns the first group's."""
-    for group in optimizer.param_groups:
-        group["lr"] = group["base_lr"] * factor
-    return float(optimizer.param_groups[0]["lr"])

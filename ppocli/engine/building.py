@@ -8,7 +8,8 @@ from typing import Any
 
 from ppocli.config.algorithm import estimator_of
 from ppocli.config.schema import TrainConfig, reference_kind
-from ppocli.engine.backend import Backend, build_optimizer
+from ppocli.engine.backend import Backend
+from ppocli.engine.optimizers import build_optimizer
 from ppocli.engine.updates import PlainUpdates, Updates, ZeroUpdates
 from ppocli.errors import InputError
 from ppocli.models.critics import ValueBranch
@@ -96,7 +97,7 @@ def _value_function(cfg: TrainConfig, loaded: LoadedLM, tokenizer: Any) -> tuple
 
 def prepare(cfg: TrainConfig, backend: Backend, policy: Policy) -> tuple[Any, Any, Updates]:
     """The policy as accelerate wraps it, the optimizer, and how gradients become its steps."""
-    optimizer = build_optimizer(policy, cfg.ppo.optimizer)
+    optimizer = build_optimizer(policy, cfg.ppo)
     engine, prepared = backend.accelerator.prepare(policy, optimizer)
     policy.eval()
     if backend.zero_stage > 0:

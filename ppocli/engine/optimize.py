@@ -12,9 +12,10 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from ppocli.config.algorithm import kl_estimator
+from ppocli.config.algorithm import kl_estimator, value_scheduler
 from ppocli.config.schema import PPOConfig
 from ppocli.engine import faults
+from ppocli.engine.optimizers import Factors
 from ppocli.engine.ranks import Ranks
 from ppocli.engine.records import Experience, TrainState
 from ppocli.engine.session import Session
@@ -241,21 +242,26 @@ class _Progress:
                 "ppo.init_kl_coef, check the reward's scale, or use hardware.precision=fp32")
 
 
+def _factors(session: Session, state: TrainState, update: int) -> Factors:
+    """What the schedules make of the learning rates at an update, counted over the whole run."""
+    ppo, total = session.cfg.ppo, session.total_updates(state)
+    return Factors(*(lr_factor(
+        update, name=schedule.name, total_updates=total, warmup_updates=schedule.warmup_updates,
+        min_lr_ratio=schedule.min_lr_ratio) for schedule in (ppo.scheduler, value_scheduler(ppo))))
+
+
 def _update(session: Session, experience: Experience, rows: torch.Tensor, state: TrainState,
             progress: _Progress, *, value_only: bool) -> tuple[str, dict[str, float]]:
     """Gradient, guards, and (unless a guard objects) one optimizer step."""
-    ppo, updates = session.cfg.ppo, session.updates
-    factor = lr_factor(state.updates + progress.updates, name=ppo.scheduler.name,
-                       total_updates=session.total_updates(state),
-                       warmup_updates=ppo.scheduler.warmup_updates,
-                       min_lr_ratio=ppo.scheduler.min_lr_ratio)
+    updates = session.updates
+    factors = _factors(session, state, state.updates + progress.updates)
     updates.clear()
     sums = _Sums()
     poisoned = faults.point("optimize.minibatch")
     verdict = _backward(session, experience, rows, sums, value_only=value_only, poisoned=poisoned)
     progress.tokens += sums.tokens
     if updates.decides_first:
-        lr = updates.apply(factor)
+        lr = updates.apply(factors)
         norm = updates.norm()
         if verdict != "step":  # its gradient was made one that DeepSpeed refuses
             norm = torch.zeros(())
@@ -268,7 +274,7 @@ def _update(session: Session, experience: Experience, rows: torch.Tensor, state:
     if verdict == "step":
         verdict = judge(session, terms)
     if verdict == "step":
-        progress.lr = lr if updates.decides_first else updates.apply(factor)
+        progress.lr = lr if updates.decides_first else updates.apply(factors)
     progress.count(session, verdict, terms, state.step + 1)
     return verdict, terms
 

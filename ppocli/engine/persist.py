@@ -17,8 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ppocli.engine import generators
-from ppocli.engine.backend import named_trainable
 from ppocli.engine.generators import Generators
+from ppocli.engine.optimizers import named_trainable
 from ppocli.engine.ranks import Ranks
 from ppocli.engine.records import Experience
 from ppocli.engine.run_logs import JsonlWriter

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
-from ppocli.engine.backend import Backend, set_learning_rate
+from ppocli.engine.backend import Backend
+from ppocli.engine.optimizers import Factors, set_learning_rate
 from ppocli.models.policy import Policy
 
 
@@ -39,8 +40,8 @@ class Updates(Protocol):
         """The gradient norm over all ranks before clipping; clips. Once an update, after the last
         micro-batch."""
 
-    def apply(self, factor: float) -> float:
-        """Step with every group's rate at ``base_lr * factor``; returns the first group's."""
+    def apply(self, factors: Factors) -> float:
+        """Step with every group's rate at ``base_lr`` times its factor; returns the policy's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +79,9 @@ class PlainUpdates:
         limit = float("inf") if self.max_norm is None else self.max_norm
         return self.backend.accelerator.clip_grad_norm_(parameters, limit).detach()
 
-    def apply(self, factor: float) -> float:
+    def apply(self, factors: Factors) -> float:
         """As :class:`Updates`."""
-        lr = set_learning_rate(self.optimizer, factor)
+        lr = set_learning_rate(self.optimizer, factors)
         self.optimizer.step()
         return lr
 
@@ -127,9 +128,9 @@ class ZeroUpdates:
         :meth:`apply` must have been called."""
         return torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32).detach()
 
-    def apply(self, factor: float) -> float:
+    def apply(self, factors: Factors) -> float:
         """As :class:`Updates`; a gradient that is not finite changes nothing."""
-        lr = set_learning_rate(self.optimizer, factor)
+        lr = set_learning_rate(self.optimizer, factors)
         self.engine.step()
         return lr
 

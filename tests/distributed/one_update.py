@@ -20,10 +20,11 @@ from sessions import count_good, fresh_state, rollout_of, set_keys
 
 from ppocli.config.schema import TrainConfig
 from ppocli.engine import generators
-from ppocli.engine.backend import named_trainable, open_ranks
+from ppocli.engine.backend import open_ranks
 from ppocli.engine.evaluate import evaluate
 from ppocli.engine.experience import to_experience, update_moments
 from ppocli.engine.optimize import optimize
+from ppocli.engine.optimizers import named_trainable
 from ppocli.engine.persist import read_checkpoint, write_checkpoint
 from ppocli.engine.records import Experience
 from ppocli.engine.session import PythonObjects, Session, build_session

@@ -7,6 +7,7 @@ from sessions import rollout_of, session_of, small_config
 from test_invariants import experience_of, gradients
 from test_shared_reference import KINDS, count_letters
 
+from ppocli.config.problems import find_problems
 from ppocli.engine.optimize import optimize
 from ppocli.engine.stop import StopFlag
 from ppocli.errors import InputError
@@ -187,3 +188,42 @@ def test_a_reference_from_another_path_gives_a_kl_at_once(tmp_path):
     cfg.model.reference.path = str(tmp_path / "lm")
     with session_of(cfg) as session:
         assert rollout_of(session).kl.abs().max() <= 1e-5
+
+
+def test_the_critic_s_own_optimizer_and_schedule(tmp_path):
+    """Plain SGD at rate 0.5 that warms up over 4 updates, beside an AdamW that moves nothing."""
+    cfg = with_critic(
+        tmp_path, "model", ppo__optimizer__lr=0.0, ppo__optimizer__value_lr=0.5,
+        ppo__value_optimizer__name="sgd", ppo__value_scheduler__warmup_updates=4, ppo__vf_coef=1.0,
+        ppo__ppo_epochs=1, ppo__mini_batch_size=16, ppo__max_grad_norm=None)
+    with session_of(cfg, reward=count_letters) as session:
+        before = {n: p.detach().clone() for n, p in session.policy.named_parameters()}
+        experience, state = experience_of(session)
+        grads = gradients(session, experience)[0]
+        optimize(session, experience, state, StopFlag())
+        for name, parameter in session.policy.named_parameters():
+            if name.startswith("value_"):
+                # the first of four warm-up updates runs at a fifth of the rate
+                wanted = before[name] - 0.5 / 5 * grads.get(name, torch.zeros(()))
+                torch.testing.assert_close(parameter, wanted, rtol=1e-5, atol=1e-7)
+            else:
+                assert torch.equal(parameter, before[name])
+        slots = [len(state) for state in session.optimizer.state.values() if state]
+        assert set(slots) == {3}  # SGD keeps nothing, AdamW a count and two moments
+        assert len(slots) == sum(n.startswith("lm.") for n in before)
+
+
+@pytest.mark.parametrize(("keys", "problem"), [
+    ({"ppo__value_optimizer__name": "sgd", "ppo__value_optimizer__betas": [0.9, 0.9]},
+     "sgd has no betas"),
+    ({"ppo__value_optimizer__name": "sgd", "hardware__zero_stage": 2}, "drives one optimizer"),
+    ({"ppo__value_optimizer__betas": [0.9]}, "must be two numbers"),
+    ({"model__value__path": "x"}, "set model.value.kind=model"),
+    ({"model__value__kind": "branch"}, "a branch needs layers of its own"),
+    ({"model__value__num_layers_unfrozen": 1}, "a head has no layers of its own"),
+    ({"model__reference__path": "x", "model__reference__kind": "shared"},
+     "is made from the policy"),
+])
+def test_contradictions_are_found_before_anything_is_loaded(tmp_path, keys, problem):
+    found = find_problems(small_config(tmp_path, **keys))
+    assert any(problem in one.text for one in found), found

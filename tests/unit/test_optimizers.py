@@ -11,11 +11,11 @@ from helpers import save_lm
 from sessions import fresh_state, rollout_of, session_of, small_config, weights_of
 
 from ppocli.config import algorithm
-from ppocli.config.schema import OptimizerConfig
+from ppocli.config.schema import OptimizerConfig, PPOConfig
 from ppocli.engine import generators
-from ppocli.engine.backend import build_optimizer
 from ppocli.engine.experience import to_experience
 from ppocli.engine.optimize import optimize
+from ppocli.engine.optimizers import build_optimizer
 from ppocli.engine.persist import read_checkpoint, write_checkpoint
 from ppocli.engine.sharded import slot_fits
 from ppocli.engine.stop import StopFlag
@@ -32,7 +32,7 @@ def step_of(cfg: OptimizerConfig, weight: list[list[float]], *grads: list[list[f
     module = torch.nn.Linear(len(weight[0]), len(weight), bias=False)
     with torch.no_grad():
         module.weight.copy_(torch.tensor(weight))
-    optimizer = build_optimizer(module, cfg)
+    optimizer = build_optimizer(module, PPOConfig(optimizer=cfg))
     for grad in grads:
         module.weight.grad = torch.tensor(grad)
         optimizer.step()
@@ -147,4 +147,4 @@ def test_without_bitsandbytes_the_extra_is_named(tmp_path, monkeypatch):
     (problem,) = missing_inputs(cfg)
     assert 'pip install "ppocli[8bit]"' in problem.fix
     with pytest.raises(InputError, match="bitsandbytes"):
-        build_optimizer(torch.nn.Linear(1, 1), cfg.ppo.optimizer)
+        build_optimizer(torch.nn.Linear(1, 1), cfg.ppo)

@@ -1,0 +1,113 @@
+"""The optimizers over what trains: the policy, and apart from it the value function."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+import torch
+
+from ppocli.config.algorithm import require_optimizer, value_optimizer
+from ppocli.config.schema import OptimizerConfig, PPOConfig
+from ppocli.models.policy import Policy
+
+
+class Factors(NamedTuple):
+    """What a schedule makes of the learning rates at one update."""
+
+    policy: float
+    value: float
+
+
+def named_trainable(policy: Policy) -> dict[str, torch.nn.Parameter]:
+    """Trainable parameters by name, tied ones once; the order is the model's own."""
+    return {name: p for name, p in policy.named_parameters() if p.requires_grad}
+
+
+def build_optimizer(policy: Policy, ppo: PPOConfig) -> torch.optim.Optimizer:
+    """The optimizer over the trainable parameters, the value function's in a group of its own, or
+    in an optimizer of its own where that is of another kind.
+
+    ``adafactor`` is torch's (Shazeer and Stern 2018, arXiv 1804.04235), whose steps are relative to
+    the scale of each weight; ``adamw_8bit`` is bitsandbytes', which keeps the state of weights of
+    4096 numbers and more in 8 bits.
+
+    Raises:
+        InputError: bitsandbytes is asked for and missing.
+    """
+    own: list[torch.nn.Parameter] = []
+    critic: list[torch.nn.Parameter] = []
+    for name, parameter in named_trainable(policy).items():
+        (critic if name.startswith("value_") else own).append(parameter)
+    wanted = ppo.optimizer, value_optimizer(ppo)
+    groups = [_group(parameters, cfg, role) for parameters, cfg, role in zip(
+        (own, critic), wanted, Factors._fields, strict=True) if parameters]
+    if wanted[0].name == wanted[1].name or len(groups) == 1:
+        return _optimizer(wanted[0], groups)
+    return JointOptimizer([_optimizer(cfg, [group])
+                           for cfg, group in zip(wanted, groups, strict=True)])
+
+
+def _group(parameters: list[torch.nn.Parameter], cfg: OptimizerConfig, role: str
+           ) -> dict[str, Any]:
+    group: dict[str, Any] = {"params": parameters, "lr": cfg.lr, "base_lr": cfg.lr, "role": role,
+                             "weight_decay": cfg.weight_decay}
+    if cfg.name == "sgd":
+        return group | {"momentum": cfg.momentum}
+    if cfg.name == "adafactor":
+        return group
+    return group | {"betas": (cfg.betas[0], cfg.betas[1]), "eps": cfg.eps}
+
+
+def _optimizer(cfg: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    if cfg.name == "sgd":
+        return torch.optim.SGD(groups, fused=True)
+    if cfg.name == "adafactor":
+        return torch.optim.Adafactor(groups)
+    if cfg.name == "adamw_8bit":
+        require_optimizer(cfg)
+        from bitsandbytes.optim import AdamW8bit
+
+        return AdamW8bit(groups)
+    kind = torch.optim.AdamW if cfg.name == "adamw" else torch.optim.Adam
+    return kind(groups, fused=True)
+
+
+class JointOptimizer(torch.optim.Optimizer):
+    """Two optimizers of different kinds as one: they share the mapping of state and list their
+    groups together."""
+
+    def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
+        self.parts = parts
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self._link()
+
+    def _link(self) -> None:
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+        self.state = defaultdict(dict)
+        for part in self.parts:
+            self.state.update(part.state)
+            part.state = self.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step with both."""
+        for part in self.parts:
+            part.step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of both, in their order."""
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """What :meth:`state_dict` gave."""
+        for part, state in zip(self.parts, state_dict["parts"], strict=True):
+            part.state = defaultdict(dict)
+            part.load_state_dict(state)
+        self._link()
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, factors: Factors) -> float:
+    """Set every group's rate to ``base_lr`` times its factor; returns the first group's."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["base_lr"] * getattr(factors, group["role"])
+    return float(optimizer.param_groups[0]["lr"])
