@@ -8,20 +8,60 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ppocli.config.resolved import next_config, read_config
-from ppocli.config.schema import TrainConfig
-from ppocli.engine.outcomes import OUTCOMES, RankOutcome, hand_on, read_outcomes
+from ppocli.config.schema import HardwareConfig, TrainConfig
+from ppocli.engine.outcomes import (
+    OUTCOMES,
+    RankOutcome,
+    hand_on,
+    open_lifelines,
+    read_outcomes,
+    read_phase,
+)
 from ppocli.engine.stop import stop_when_closed
 
+NODE_FAILED = ".node-failed"
+"""in the run folder, which all nodes share: one of them has failed"""
+_GO_ON = "  fix:   go on from the last checkpoint: ppocli resume RUN\n"
 
-def _launch_config(cfg: TrainConfig, node_rank: int) -> Any:
+
+@dataclass(slots=True)
+class Job:
+    """The ranks of this machine, and what was seen of them from outside."""
+
+    hardware: HardwareConfig
+    node_rank: int = 0
+    failed: dict[int, int] = field(default_factory=dict)
+    """exit codes (negative: a signal) of ranks that failed before the agent ended the others"""
+    agent_error: str | None = None
+    """of torch's agent itself: another node is gone, or never came"""
+    ended_for: str | None = None
+    """the node for whose sake the ranks of this one were ended"""
+
+    @property
+    def ranks(self) -> range:
+        """Numbers of the ranks that run here."""
+        first = self.node_rank * self.hardware.num_processes
+        return range(first, first + self.hardware.num_processes)
+
+    @property
+    def grace(self) -> int:
+        """Seconds that ranks have to leave by themselves when another one has failed."""
+        return min(self.hardware.timeout_seconds, 30)
+
+
+def _launch_config(cfg: TrainConfig, job: Job) -> Any:
     from torch.distributed.launcher.api import LaunchConfig
 
     hardware = cfg.hardware
@@ -31,66 +71,138 @@ def _launch_config(cfg: TrainConfig, node_rank: int) -> Any:
         nproc_per_node=hardware.num_processes, run_id=str(cfg.run_name), role="rank",
         rdzv_backend="static" if several else "c10d",
         rdzv_endpoint=hardware.rdzv_endpoint or "localhost:0",
-        rdzv_configs={"rank": node_rank, "timeout": hardware.timeout_seconds}
+        rdzv_configs={"rank": job.node_rank, "timeout": hardware.timeout_seconds}
         if several else {"timeout": hardware.timeout_seconds},
         max_restarts=0, monitor_interval=0.1,
         # ours go to the ranks; this one nobody sends, and none at all the agent complains of
         signals_to_handle="SIGUSR2",
-        shutdown_timeout=min(hardware.timeout_seconds, 30))
+        shutdown_timeout=job.grace)
 
 
 def run_ranks(run_dir: Path, words: Sequence[str]) -> int:
     """Start the ranks, wait for them, say what ended them; returns the exit code."""
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
-
     cfg = read_config(next_config(run_dir) if "--resume" in words else run_dir / "config.yaml")
     # the folder's configuration is node 0's
     node_rank = next((int(word.partition("=")[2]) for word in words
                       if word.startswith("--node-rank=")), cfg.hardware.node_rank)
     words = [word for word in words if not word.startswith("--node-rank=")]
+    job = Job(cfg.hardware, node_rank)
     # what it would say of a failed rank is said here, once
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(cfg.hardware.num_threads or 1))
-    with tempfile.TemporaryDirectory(prefix="ppocli-ranks-") as folder:
-        os.environ[OUTCOMES] = folder
+    with tempfile.TemporaryDirectory(prefix="ppocli-ranks-") as name:
+        folder = Path(name)
+        lifelines = open_lifelines(folder)
+        os.environ[OUTCOMES] = name
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, lambda got, _: hand_on(Path(folder), got))
-        failed: tuple[int, int] | None = None
+            signal.signal(number, lambda got, _: hand_on(folder, got))
+        if cfg.hardware.num_nodes > 1:
+            if node_rank == 0:
+                (run_dir / NODE_FAILED).unlink(missing_ok=True)  # of an earlier start
+            _watch_other_nodes(job, run_dir / NODE_FAILED, folder)
+        _launch(cfg, job, [str(run_dir), *words])
+        os.close(lifelines)
+        code, said = conclude(job, read_outcomes(folder),
+                              {rank: read_phase(folder, rank) for rank in job.ranks})
+    if cfg.hardware.num_nodes > 1 and code not in (0, 128 + signal.SIGINT, 128 + signal.SIGTERM):
+        with suppress(OSError):
+            (run_dir / NODE_FAILED).write_text(f"{secrets.token_hex(4)} {node_rank}")
+    sys.stderr.write(said)
+    return code
+
+
+def _launch(cfg: TrainConfig, job: Job, words: list[str]) -> None:
+    """Run the workers to their end; what the agent sees of them goes into ``job``."""
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+    from torch.distributed.launcher.api import elastic_launch
+
+    try:
+        elastic_launch(_launch_config(cfg, job), sys.executable)("-m", "ppocli.worker", *words)
+    except ChildFailedError as error:
+        job.failed.update({rank: failure.exitcode for rank, failure in error.failures.items()})
+    except (DistError, RendezvousError, TimeoutError) as error:
+        job.agent_error = f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _watch_other_nodes(job: Job, mark: Path, folder: Path) -> None:
+    """End the ranks of this node when another node has failed and they have not left in time: one
+    that hangs would keep this node waiting for ever."""
+
+    def content() -> str:
         try:
-            elastic_launch(_launch_config(cfg, node_rank), sys.executable)(
-                "-m", "ppocli.worker", str(run_dir), *words)
-        except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            failed = rank, failure.exitcode
-        return _conclude(read_outcomes(Path(folder)), failed)
+            return mark.read_text()
+        except OSError:
+            return ""
+
+    before = content()  # of an earlier start
+
+    def watch() -> None:
+        while (now := content()) in ("", before):
+            threading.Event().wait(0.5)
+        threading.Event().wait(job.grace)
+        job.ended_for = now.partition(" ")[2]
+        hand_on(folder, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="ppocli-other-nodes", daemon=True).start()
 
 
-def _conclude(outcomes: list[RankOutcome], failed: tuple[int, int] | None) -> int:
-    """The exit code and the one message of the whole job.
+def conclude(job: Job, outcomes: list[RankOutcome], phases: dict[int, str]) -> tuple[int, str]:
+    """The exit code and the one message of the ranks of this machine.
+
+    A cause comes before its consequences: first what a rank knows of itself, then what killed one,
+    then who is silent, and only then that a connection broke.
 
     Args:
         outcomes: what the ranks said, the earliest first.
-        failed: rank and exit code (negative: a signal) of the first that the agent saw fail.
+        phases: where each was last; empty where that isn't known.
     """
     bad = [outcome for outcome in outcomes if outcome.code != 0]
-    expected = [outcome for outcome in bad if not outcome.trace]
-    # a rank whose neighbour was killed complains of its connection: that is not the cause
-    if failed is not None and failed[1] < 0 and not expected:
-        sys.stderr.write(
-            f"Error: rank {failed[0]} was killed by {signal.Signals(-failed[1]).name}; the other "
-            "ranks were ended.\n  fix:   go on from the last checkpoint: ppocli resume RUN\n")
-        return 1
-    if bad:
-        first = (expected or bad)[0]
-        label = "Stopped" if first.code > 128 else "Error"
-        sys.stderr.write(f"{first.trace}{label}: {first.message}\n")
-        return first.code
-    if failed is not None:
-        sys.stderr.write(f"Error: rank {failed[0]} ended with exit code {failed[1]} and said "
-                         "nothing.\n")
-        return 1
-    return 0
+    if told := next((outcome for outcome in bad if not outcome.trace), None):
+        label = "Stopped" if told.code > 128 else "Error"
+        return told.code, f"{label}: {told.message}\n"
+    silent = [rank for rank in job.ranks if rank not in {outcome.rank for outcome in outcomes}]
+    # a rank that is killed for memory takes precedence over whatever that broke in the others
+    ends = {rank: job.failed[rank] for rank in silent if rank in job.failed}
+    if job.ended_for is None and -signal.SIGKILL in ends.values():
+        rank = next(rank for rank, code in ends.items() if code == -signal.SIGKILL)
+        return 1, (f"Error: {_place(rank, phases)}: killed by SIGKILL (exit -9): probably out of "
+                   "memory; the other ranks were ended.\n"
+                   "  where: ppo.micro_batch_size, ppo.chunk_size, hardware.num_processes\n"
+                   f"{_GO_ON}")
+    if own := next((outcome for outcome in bad if not outcome.lost), None):
+        place = _place(own.rank, {own.rank: own.phase})
+        return own.code, f"{own.trace}Error: {place}: {own.message}\n"
+    if job.ended_for is None and ends:
+        rank, code = next(iter(ends.items()))
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        return 1, f"Error: {_place(rank, phases)}: {how} and said nothing.\n{_GO_ON}"
+    return _unanswered(job, bad, silent, phases)
+
+
+def _place(rank: int, phases: dict[int, str]) -> str:
+    return f"rank {rank}, {phases.get(rank) or 'before its first phase'}"
+
+
+def _unanswered(job: Job, lost: list[RankOutcome], silent: list[int], phases: dict[int, str]
+                ) -> tuple[int, str]:
+    """As :func:`conclude`, where no rank knows more than that it heard nothing of another one."""
+    waited = f"within {job.hardware.timeout_seconds} seconds (hardware.timeout_seconds)"
+    if silent and (lost or job.ended_for is not None):
+        who = "; ".join(_place(rank, phases) for rank in silent)
+        return 1, f"Error: {who}: no answer {waited}; all ranks were ended.\n{_GO_ON}"
+    if lost:
+        place = _place(lost[0].rank, {lost[0].rank: lost[0].phase})
+        reason = lost[0].message.splitlines()[0]
+        return 1, (f"Error: {place}: another rank is gone or gave no answer {waited}; what another "
+                   f"node says tells why.\n  where: {reason}\n{_GO_ON}")
+    if job.agent_error is not None:
+        return 1, (f"Error: node {job.node_rank}: the nodes lost each other, or did not meet "
+                   f"{waited}.\n  where: hardware.rdzv_endpoint={job.hardware.rdzv_endpoint} "
+                   f"({job.agent_error})\n  fix:   start the same command on all nodes; the "
+                   "address of node 0 must be reachable from each\n")
+    return 0, ""
 
 
 def main(argv: list[str]) -> int:

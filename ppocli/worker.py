@@ -20,7 +20,7 @@ from pathlib import Path
 from time import monotonic, time
 from typing import Any, NoReturn
 
-from ppocli.config.resolved import next_config, read_config
+from ppocli.config.resolved import CONFIG_FILE, next_config, read_config
 from ppocli.config.sayable import sayable
 from ppocli.config.schema import TrainConfig, planned_episodes
 from ppocli.engine.atomic import write_json_atomic
@@ -39,11 +39,15 @@ from ppocli.engine.outcomes import (
     OUTCOMES,
     RankOutcome,
     announce,
+    hold_lifeline,
     my_rank,
+    note_phase,
+    read_phase,
     write_outcome,
 )
 from ppocli.engine.pane import draw_for
 from ppocli.engine.publishing import publish_folder
+from ppocli.engine.ranks import is_lost_neighbour
 from ppocli.engine.run_folder import RunFolder, lock, write_summary
 from ppocli.engine.run_logs import read_jsonl
 from ppocli.engine.session import PythonObjects, build_session
@@ -106,6 +110,7 @@ def _run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects, resume: bo
     from ppocli.engine.resume import restore
     from ppocli.engine.updates import close_engine
 
+    note_phase("meeting the other ranks")
     transformers_logging.disable_progress_bar()  # bars for reading a file are not news
     transformers_logging.set_verbosity_error()  # what matters of a load is checked by us
     with open_ranks(cfg) as backend:
@@ -116,6 +121,7 @@ def _run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects, resume: bo
             return done
         # rewards draw from these: ranks must not draw alike
         generators.seed(cfg.seed + ranks.rank)
+        note_phase("loading")
         session = build_session(cfg, backend, objects)
         state = fresh = initial_state(session)
         run_id = ranks.first_does(lambda: _run_id(folder))
@@ -175,6 +181,7 @@ def _train(run: Run) -> RunResult:
 
     try:
         run_training(run)
+        note_phase("writing the model")
     except StopRequested as stop:
         where, resumable = _save_what_is_sound(run)
         _write_summary(run, "stopped")
@@ -185,10 +192,14 @@ def _train(run: Run) -> RunResult:
             "start again; checkpoint.every_steps=1 or checkpoint.every_minutes=5 saves more often"
         ) from None
     except torch.OutOfMemoryError as error:
-        where, _ = _save_what_is_sound(run)
+        # of several ranks this one alone is here: it can't save, which takes all of them
+        alone = run.session.backend.ranks.world == 1
+        where, _ = _save_what_is_sound(run) if alone else _last_checkpoint(run)
         _write_summary(run, "failed", error=str(error))
         raise OutOfMemoryError(
-            f"Out of memory in step {run.state.step + 1}; {where}",
+            f"Out of memory in step {run.state.step + 1}; {where}" if alone else
+            f"rank {my_rank()}, {_my_phase()}: out of memory with {run.session.forward_rows} rows "
+            f"a forward pass; {where}",
             where="ppo.micro_batch_size, ppo.chunk_size",
             fix="set ppo.micro_batch_size (the gradient stays the same) or ppo.chunk_size lower, "
                 f"then: ppocli resume {run.folder.path} ppo.micro_batch_size=N") from error
@@ -203,6 +214,10 @@ def _train(run: Run) -> RunResult:
         _write_summary(run, "failed", error="unexpected error")
         raise
     return _publish(run)
+
+
+def _my_phase() -> str:
+    return read_phase(Path(os.environ.get(OUTCOMES, "")), my_rank()) or "unknown phase"
 
 
 def _last_checkpoint(run: Run) -> tuple[str, bool]:
@@ -336,20 +351,30 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def _patience(folder: Path, resume: bool) -> float:
+    """Seconds in which ranks that nobody watches any more have to come to a stop together."""
+    config = next_config(folder) if resume else folder / CONFIG_FILE
+    return float(read_config(config).hardware.timeout_seconds)
+
+
 def _as_rank(folder: Path, resume: bool, display: DisplayMode, reserved_by: int | None
              ) -> NoReturn:
     """One of several processes: what it came to is left for the one that started them.
 
     A stop is no failure to that one, which would end the ranks that are still saving.
     """
-    code, message, trace = 0, "", ""
+    code, message, trace, lost = 0, "", "", False
+    lifeline = hold_lifeline()
+    if lifeline is not None:
+        stop_when_closed(lifeline, leave_after=_patience(folder, resume))
     try:
         run_worker(folder, resume=resume, display=display, reserved_by=reserved_by)
     except PpocliError as error:
         code, message = error.exit_code, str(error)
     except Exception as error:
         code, message, trace = 1, f"{type(error).__name__}: {error}", traceback.format_exc()
-    write_outcome(RankOutcome(my_rank(), code, message, trace, time()))
+        lost = is_lost_neighbour(error)
+    write_outcome(RankOutcome(my_rank(), code, message, trace, time(), _my_phase(), lost))
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()

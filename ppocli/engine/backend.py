@@ -48,6 +48,11 @@ class Backend:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
+def made_on(backend: Backend) -> dict[str, str]:
+    """What a checkpoint notes of where it was made: elsewhere a run goes on, not bit for bit."""
+    return {"device": backend.device.type, "processes": str(backend.ranks.world)}
+
+
 def launched_world() -> int:
     """How many processes the launcher started (torchrun, srun, accelerate: ``WORLD_SIZE``)."""
     return int(os.environ.get("WORLD_SIZE", "1"))

@@ -95,9 +95,14 @@ def _one_share(session: EvalSession, episodes: list[int], own: int, stop: StopFl
     prompts = session.eval_prompts
     index = [episode % len(prompts) for episode in episodes]
     batch = prompts.batch(index, episodes, session.tokenizer.pad_token_id)
-    out = sample_responses(session, batch, session.eval_sampling, EVALUATION, stop)
-    tokens = score_tokens(session, batch, out, want_policy=not decoded, want_values=False,
-                          estimator="k1", temperature=1.0, stop=stop)
+    ranks = session.backend.ranks
+    out = ranks.all_do(
+        lambda: sample_responses(session, batch, session.eval_sampling, EVALUATION, stop),
+        f"evaluation of {len(batch)} samples at once")
+    tokens = ranks.all_do(
+        lambda: score_tokens(session, batch, out, want_policy=not decoded, want_values=False,
+                             estimator="k1", temperature=1.0, stop=stop),
+        f"evaluation of {session.forward_rows} rows at once")
     if own < len(episodes):
         batch, out = take_rows(batch, own), out.first(own)
     responses = decode(session, batch, out)
@@ -105,7 +110,7 @@ def _one_share(session: EvalSession, episodes: list[int], own: int, stop: StopFl
         request, scores = score_texts(session, batch, out, responses)
         return scores, session.metric.compute(request) if session.metric is not None else {}
 
-    scores, metrics = session.backend.ranks.all_do(judge, "reward at evaluation")
+    scores, metrics = ranks.all_do(judge, "reward at evaluation")
     stop.meet()
     kl = tokens.kl.sum(1)
     samples: list[dict[str, Any]] = [{

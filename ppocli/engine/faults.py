@@ -1,11 +1,13 @@
 """Faults on request, for tests of what a run survives.
 
 Off unless the environment variable ``PPOCLI_FAULTS`` is set when this module is imported. It lists
-``POINT[@N[+]]:ACTION`` separated by commas; the fault fires each time the point is passed, only the
-``N``-th time (``@N``), or from the ``N``-th time on (``@N+``)::
+``POINT[@N[+]][#RANK]:ACTION`` separated by commas; the fault fires each time the point is passed,
+only the ``N``-th time (``@N``), or from the ``N``-th time on (``@N+``); with ``#RANK`` in that one
+of several processes alone::
 
     PPOCLI_FAULTS=save.before_rename:kill9
     PPOCLI_FAULTS=rollout.token@7:term,optimize.minibatch@3:nan
+    PPOCLI_FAULTS=optimize.forward@2#1:oom
 
 Actions: ``kill9``, ``term``, ``int`` (signals to this process), ``raise`` (``RuntimeError``),
 ``sleep`` or ``sleep=SECONDS`` (default 60), ``enospc`` (``OSError``), ``oom``
@@ -28,6 +30,7 @@ from ppocli.errors import ConfigError
 VARIABLE = "PPOCLI_FAULTS"
 ACTIONS = ("kill9", "term", "int", "raise", "sleep", "enospc", "oom", "nan")
 _ENTRY = re.compile(r"(?P<point>[a-z_.]+)(@(?P<nth>[1-9][0-9]*)(?P<on>\+)?)?"
+                    r"(#(?P<rank>[0-9]+))?"
                     r":(?P<action>[a-z0-9]+)(=(?P<seconds>[0-9]+(\.[0-9]+)?))?")
 _SIGNALS = {"kill9": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT}
 
@@ -41,29 +44,34 @@ class Fault:
     first: int
     last: float
     seconds: float
+    rank: int | None = None
+    """the only rank that it happens in; None: in all"""
 
 
 def parse(text: str) -> tuple[Fault, ...]:
     """Read the value of ``PPOCLI_FAULTS``.
 
     Raises:
-        ConfigError: an entry isn't ``POINT[@N[+]]:ACTION`` or its action is unknown.
+        ConfigError: an entry isn't ``POINT[@N[+]][#RANK]:ACTION`` or its action is unknown.
     """
     faults = []
     for entry in filter(None, (part.strip() for part in text.split(","))):
         match = _ENTRY.fullmatch(entry)
         if match is None or match["action"] not in ACTIONS:
             raise ConfigError(f"{entry!r} is not a fault", where=f"environment variable {VARIABLE}",
-                              fix=f"POINT[@N[+]]:ACTION with one of {', '.join(ACTIONS)}")
+                              fix=f"POINT[@N[+]][#RANK]:ACTION with one of {', '.join(ACTIONS)}")
         first = int(match["nth"] or 1)
         last = float(first) if match["nth"] and not match["on"] else float("inf")
         faults.append(Fault(match["point"], match["action"], first, last,
-                            float(match["seconds"] or 60)))
+                            float(match["seconds"] or 60),
+                            None if match["rank"] is None else int(match["rank"])))
     return tuple(faults)
 
 
-def armed(faults: tuple[Fault, ...]) -> Callable[[str], bool]:
-    """A ``point`` function that counts passes and fires ``faults``."""
+def armed(faults: tuple[Fault, ...], rank: int = 0) -> Callable[[str], bool]:
+    """A ``point`` function that counts passes and fires those of ``faults`` that concern
+    ``rank``."""
+    faults = tuple(fault for fault in faults if fault.rank in (None, rank))
     passes: Counter[str] = Counter()
 
     def point(name: str) -> bool:
@@ -100,4 +108,5 @@ def _fire(fault: Fault) -> bool:
 
 
 _planned = parse(os.environ.get(VARIABLE, ""))
-point: Callable[[str], bool] = armed(_planned) if _planned else disarmed
+point: Callable[[str], bool] = (
+    armed(_planned, int(os.environ.get("RANK", "0"))) if _planned else disarmed)

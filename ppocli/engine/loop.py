@@ -15,6 +15,7 @@ from time import monotonic, perf_counter
 from typing import Any
 
 from ppocli.config.algorithm import kl_in
+from ppocli.engine.backend import made_on
 from ppocli.engine.checkpoints import save_checkpoint
 from ppocli.engine.console import Display
 from ppocli.engine.digests import judge_digest, session_digests
@@ -32,6 +33,7 @@ from ppocli.engine.metrics import (
     state_figures,
 )
 from ppocli.engine.optimize import optimize
+from ppocli.engine.outcomes import note_phase
 from ppocli.engine.persist import save_together, write_experience
 from ppocli.engine.publishing import publish_folder
 from ppocli.engine.records import Best, Experience, Rollout, TrainState
@@ -99,6 +101,7 @@ def train_step(run: Run) -> None:
     """One rollout and its optimize phase; commits the new state."""
     session, state = run.session, run.state
     count = min(session.cfg.ppo.num_rollouts, session.total_episodes() - state.episodes)
+    note_phase(f"step {state.step + 1}, rollout")
     run.display.phase("rollout", ("chunk", 1, -(-count // session.chunk_size)))
     clock = _ToldClock(session.backend.device, {}, perf_counter(), run.display.marked)
     prompts = session.next_prompts(state.episodes, count)
@@ -109,6 +112,7 @@ def train_step(run: Run) -> None:
     experience = to_experience(rollout, scored, session.cfg)
     clock.mark("scoring")
     run.intact = False
+    note_phase(f"step {state.step + 1}, optimize")
     try:
         result = optimize(session, experience, scored, run.stop, lambda done, total: _tell_updates(
             run, done, total))
@@ -185,7 +189,8 @@ def _dump(run: Run, rollout: Rollout, experience: Experience, step: int) -> str 
 
 def _log_rollout(run: Run, rollout: Rollout, step: int) -> None:
     if run.session.cfg.tracking.log_rollouts:
-        run.recorder.samples.append(rollout_samples(rollout, step, run.session.cfg))
+        rows = rollout_samples(rollout, step, run.session.cfg)
+        run.session.backend.ranks.first_does(lambda: run.recorder.samples.append(rows))
 
 
 def _is_last(run: Run) -> bool:
@@ -205,7 +210,8 @@ def finish_step(run: Run) -> None:
     improved = False
     if step == 0 or _due(cfg.eval.every_steps, step) or _is_last(run):
         row, improved = _evaluate(run, row)
-    run.recorder.row(row)
+    # what the disk refuses rank 0 must stop all of them in step
+    run.session.backend.ranks.first_does(lambda: run.recorder.row(row))
     run.display.step(row, run.session.total_steps())
     _commit(run, replace(run.state, pending=None))
     minutes = cfg.checkpoint.every_minutes
@@ -218,13 +224,14 @@ def finish_step(run: Run) -> None:
 
 def _evaluate(run: Run, row: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """The row with evaluation figures, and whether this is a best to keep. Commits the state."""
+    note_phase(f"evaluation after step {run.state.step}")
     run.display.phase("evaluation")
     clock = PhaseClock.start(run.session.backend.device)
     found = evaluate(run.session, run.stop)
     clock.mark("eval")
     state, step = run.state, run.state.step
     state = state.add_phase("eval", clock.seconds["eval"], found.tokens)
-    run.recorder.evaluated(step, found.samples)
+    run.session.backend.ranks.first_does(lambda: run.recorder.evaluated(step, found.samples))
     if step == 0:
         state = replace(state, eval_before=found.figures)
     metric = run.session.cfg.checkpoint.metric
@@ -249,12 +256,13 @@ def save(run: Run) -> None:
         DiskError: the disk is full; older checkpoints are untouched.
     """
     state, cfg = run.state, run.session.cfg
+    note_phase(f"saving step {state.step}")
     run.display.phase("saving")
 
     def put(write: Callable[[Path], None]) -> None:
         save_checkpoint(run.folder.checkpoints, state.step, run_id=run.run_id, write=write,
                         state=finite_or_null(state.to_json()), config_digest=run.config_digest,
-                        versions=run.versions)
+                        versions=run.versions | made_on(run.session.backend))
 
     save_together(run.session, run.generators, put)
     run.saved_at = monotonic()

@@ -12,6 +12,7 @@ from ppocli.config.sayable import sayable
 
 OUTCOMES = "PPOCLI_OUTCOMES"
 """environment variable: the folder in which each rank says what it came to"""
+_LIFELINE = "lifeline"
 
 
 def my_rank() -> int:
@@ -32,6 +33,10 @@ class RankOutcome:
     """of an exception that nobody expected"""
     at: float
     """seconds since the epoch, to tell which came first"""
+    phase: str = ""
+    """where it was, as ``step 3, optimize``"""
+    lost: bool = False
+    """whether all it has to say is that another rank is gone or doesn't answer"""
 
 
 def announce() -> int | None:
@@ -45,6 +50,37 @@ def announce() -> int | None:
         return int((Path(folder) / "signal").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+
+
+def open_lifelines(folder: Path) -> int:
+    """Something that each rank can hold, and that breaks when this process ends, however it does.
+
+    Returns:
+        a file descriptor that has to stay open.
+    """
+    os.mkfifo(folder / _LIFELINE)
+    return os.open(folder / _LIFELINE, os.O_RDWR | os.O_CLOEXEC)
+
+
+def hold_lifeline() -> int | None:
+    """What breaks when the process that started this rank ends, for ``stop_when_closed``."""
+    folder = os.environ.get(OUTCOMES)
+    return os.open(Path(folder) / _LIFELINE, os.O_RDONLY | os.O_CLOEXEC) if folder else None
+
+
+def note_phase(phase: str) -> None:
+    """Leave word of where this rank is, should it say nothing any more."""
+    folder = os.environ.get(OUTCOMES)
+    if folder:
+        (Path(folder) / f"phase-{my_rank()}").write_text(phase, encoding="utf-8")
+
+
+def read_phase(folder: Path, rank: int) -> str:
+    """Where a rank was last; empty if that isn't known."""
+    try:
+        return (folder / f"phase-{rank}").read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return ""
 
 
 def hand_on(folder: Path, number: int) -> None:

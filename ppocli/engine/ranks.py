@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ppocli.errors import PpocliError
+from ppocli.errors import OutOfMemoryError, PpocliError
 
 if TYPE_CHECKING:
     import torch
@@ -100,10 +100,13 @@ class Ranks:
         """What ``work`` returns here, once all ranks have done theirs.
 
         Raises:
-            PpocliError: that ``work`` raised on some rank, on all ranks, naming rank and phase.
+            PpocliError: that ``work`` raised on some rank, on all ranks, naming rank and phase;
+                also for memory that didn't suffice there.
         """
         if self.world == 1:
             return work()
+        import torch
+
         failed: PpocliError | None = None
         result: Any = None
         try:
@@ -111,6 +114,10 @@ class Ranks:
         except PpocliError as error:
             error.what = f"rank {self.rank}, {phase}: {error.what}"
             failed = error
+        except torch.OutOfMemoryError:
+            failed = OutOfMemoryError(
+                f"rank {self.rank}, {phase}: out of memory", where="ppo.chunk_size, "
+                "ppo.micro_batch_size", fix="set the smaller of them lower")
         errors = [error for error in self.gather(failed) if error is not None]
         if errors:
             raise errors[0]
@@ -138,3 +145,14 @@ class Ranks:
         size = -(-len(rows) // self.world)
         own = len(mine)
         return mine + list(rows[-1:]) * (size - own), own
+
+
+def is_lost_neighbour(error: BaseException) -> bool:
+    """Whether an exception says that another rank is gone or doesn't answer: never the cause of
+    what happened, only its consequence here."""
+    import torch
+
+    if isinstance(error, torch.distributed.DistError):
+        return True
+    # gloo raises plain RuntimeErrors; all name their place in its sources
+    return isinstance(error, RuntimeError) and "gloo" in str(error)

@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ppocli.engine.checkpoints import find_latest
+from ppocli.engine.backend import made_on
+from ppocli.engine.checkpoints import FoundCheckpoint, find_latest
 from ppocli.engine.persist import read_checkpoint
 from ppocli.engine.publishing import repair_published
 from ppocli.engine.records import TrainState
@@ -48,6 +49,7 @@ def _newest(session: Session, folder: RunFolder, run_id: str, fresh: TrainState
     for line in (*leftovers, *search.skipped):
         log.warning(line)
     if search.found is not None:
+        _note_other_place(search.found, session)
         return search.found.path, _adopt(TrainState.from_json(search.found.state), fresh, folder)
     if (when := removed_at(folder.checkpoints)) is not None:
         # also with resume=auto: starting afresh would remove what was worth keeping
@@ -61,6 +63,15 @@ def _newest(session: Session, folder: RunFolder, run_id: str, fresh: TrainState
         return None
     raise CheckpointError(f"No valid checkpoint in {folder.checkpoints}.", where=str(folder.path),
                           fix="start again under another run_name, or with resume=auto")
+
+
+def _note_other_place(found: FoundCheckpoint, session: Session) -> None:
+    here = made_on(session.backend)
+    there = {name: found.versions.get(name, value) for name, value in here.items()}
+    if there != here:
+        log.warning("the checkpoint was made on %s by %s process(es), this run goes on on %s with "
+                    "%s: equal up to rounding, not bit-exact", there["device"],
+                    there["processes"], here["device"], here["processes"])
 
 
 def _tidy(session: Session, folder: RunFolder, path: Path, state: TrainState) -> None:

@@ -124,6 +124,7 @@ def score_tokens(session: EvalSession, prompts: PromptBatch, out: Generation, *,
         if want_policy or want_values or estimator == "full":
             for one in passes:
                 stop.check()
+                faults.point("scoring.forward")
                 score_policy(session.policy, session.reference, one, temperature=temperature,
                              want_values=want_values, keep_hidden=estimator == "full")
         if session.reference is not None:
@@ -131,6 +132,7 @@ def score_tokens(session: EvalSession, prompts: PromptBatch, out: Generation, *,
             with session.reference.view(session.policy.lm) as view:
                 for one in passes:
                     stop.check()
+                    faults.point("scoring.forward")
                     score_reference(session.reference, view, one, head, temperature=temperature)
     full = collect(passes, out.mask.shape)
     logprobs = full["logprobs"] if want_policy else out.logprobs
@@ -214,8 +216,10 @@ def _collect_chunks(session: Session, prompts: PromptBatch, rows: Sequence[int],
     for start in range(0, len(rows), session.chunk_size):
         stop.meet()
         part = rows[start:start + session.chunk_size]
-        chunk = _generate_chunk(session, take_prompts(prompts, part),
-                                min(max(own - start, 0), len(part)), stream, stop)
+        chunk = ranks.all_do(partial(
+            _generate_chunk, session, take_prompts(prompts, part),
+            min(max(own - start, 0), len(part)), stream, stop),
+            f"rollout of {len(part)} samples at once")
         clock.mark("rollout")
         work = partial(_score_chunk, session, chunk)
         scores = None
@@ -224,7 +228,8 @@ def _collect_chunks(session: Session, prompts: PromptBatch, rows: Sequence[int],
         elif waiting is not None:
             yield _rollout_of(session, waiting[0], scored(waiting[2]), waiting[1])
         wait = begin(work, device, stop.check) if asides else work
-        tokens = _measure_chunk(session, chunk, stop)
+        tokens = ranks.all_do(partial(_measure_chunk, session, chunk, stop),
+                              f"scoring of {session.forward_rows} rows at once")
         clock.mark("scoring")
         if scores is not None:
             yield _rollout_of(session, chunk, scores, tokens)

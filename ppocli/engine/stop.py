@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from time import sleep
 from types import FrameType
 from typing import Any
 
@@ -81,11 +82,14 @@ class StopFlag:
             self._deferred -= 1
 
 
-def stop_when_closed(descriptor: int) -> None:
+def stop_when_closed(descriptor: int, *, leave_after: float | None = None) -> None:
     """Ask this process to stop, as SIGTERM does, once nobody holds the other end of a pipe.
 
     However the process at that end dies, ``kill -9`` included, the kernel closes its end. A thread
     waits for it, and the signal goes to the main thread, whose waiting it interrupts.
+
+    Args:
+        leave_after: seconds after which the process ends even if it has not come to stop.
     """
     main = threading.main_thread().ident
     assert main is not None
@@ -95,6 +99,9 @@ def stop_when_closed(descriptor: int) -> None:
             while os.read(descriptor, 1):
                 pass
         signal.pthread_kill(main, signal.SIGTERM)
+        if leave_after is not None:
+            sleep(leave_after)
+            os._exit(128 + signal.SIGTERM)
 
     threading.Thread(target=wait, name="ppocli-lifeline", daemon=True).start()
 
