@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 from ppocli.config.resolved import next_config, read_config
@@ -28,6 +29,7 @@ from ppocli.engine.outcomes import (
     open_lifelines,
     read_outcomes,
     read_phase,
+    send,
 )
 from ppocli.engine.stop import stop_when_closed
 
@@ -46,8 +48,10 @@ class Job:
     """exit codes (negative: a signal) of ranks that failed before the agent ended the others"""
     agent_error: str | None = None
     """of torch's agent itself: another node is gone, or never came"""
-    ended_for: str | None = None
-    """the node for whose sake the ranks of this one were ended"""
+    elsewhere: bool = False
+    """whether it was another node that failed first"""
+    hung: list[int] = field(default_factory=list)
+    """ranks that had to be killed long after another one had failed"""
 
     @property
     def ranks(self) -> range:
@@ -58,7 +62,7 @@ class Job:
     @property
     def grace(self) -> int:
         """Seconds that ranks have to leave by themselves when another one has failed."""
-        return min(self.hardware.timeout_seconds, 30)
+        return min(self.hardware.timeout_seconds, 20)
 
 
 def _launch_config(cfg: TrainConfig, job: Job) -> Any:
@@ -96,10 +100,9 @@ def run_ranks(run_dir: Path, words: Sequence[str]) -> int:
         os.environ[OUTCOMES] = name
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda got, _: hand_on(folder, got))
-        if cfg.hardware.num_nodes > 1:
-            if node_rank == 0:
-                (run_dir / NODE_FAILED).unlink(missing_ok=True)  # of an earlier start
-            _watch_other_nodes(job, run_dir / NODE_FAILED, folder)
+        if node_rank == 0:
+            (run_dir / NODE_FAILED).unlink(missing_ok=True)  # of an earlier start
+        _watch(job, run_dir / NODE_FAILED, folder)
         _launch(cfg, job, [str(run_dir), *words])
         os.close(lifelines)
         code, said = conclude(job, read_outcomes(folder),
@@ -126,26 +129,36 @@ def _launch(cfg: TrainConfig, job: Job, words: list[str]) -> None:
         job.agent_error = f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _watch_other_nodes(job: Job, mark: Path, folder: Path) -> None:
-    """End the ranks of this node when another node has failed and they have not left in time: one
-    that hangs would keep this node waiting for ever."""
+def _watch(job: Job, mark: Path, folder: Path) -> None:
+    """End the ranks of this machine that have not left some time after one of them, or another
+    node, has failed: those hang. Left alone they would keep this machine waiting for ever, or for
+    as long as torch's agent pleases.
 
-    def content() -> str:
-        try:
-            return mark.read_text()
-        except OSError:
-            return ""
-
-    before = content()  # of an earlier start
+    Args:
+        mark: what a failed node leaves; empty or ``before`` as long as none has.
+    """
+    before = _content(mark)  # of an earlier start
 
     def watch() -> None:
-        while (now := content()) in ("", before):
-            threading.Event().wait(0.5)
-        threading.Event().wait(job.grace)
-        job.ended_for = now.partition(" ")[2]
-        hand_on(folder, signal.SIGKILL)
+        while not (elsewhere := _content(mark) not in ("", before)) and not any(
+                0 < outcome.code < 128 for outcome in read_outcomes(folder)):
+            sleep(0.2)
+        sleep(job.grace)
+        spoken = {outcome.rank for outcome in read_outcomes(folder)}
+        hung = [rank for rank in job.ranks if rank not in spoken and send(folder, rank, 0)]
+        job.elsewhere = elsewhere
+        job.hung.extend(hung)
+        for rank in hung:
+            send(folder, rank, signal.SIGKILL)
 
-    threading.Thread(target=watch, name="ppocli-other-nodes", daemon=True).start()
+    threading.Thread(target=watch, name="ppocli-watch", daemon=True).start()
+
+
+def _content(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
 
 
 def conclude(job: Job, outcomes: list[RankOutcome], phases: dict[int, str]) -> tuple[int, str]:
@@ -164,8 +177,9 @@ def conclude(job: Job, outcomes: list[RankOutcome], phases: dict[int, str]) -> t
         return told.code, f"{label}: {told.message}\n"
     silent = [rank for rank in job.ranks if rank not in {outcome.rank for outcome in outcomes}]
     # a rank that is killed for memory takes precedence over whatever that broke in the others
-    ends = {rank: job.failed[rank] for rank in silent if rank in job.failed}
-    if job.ended_for is None and -signal.SIGKILL in ends.values():
+    ends = {rank: code for rank, code in job.failed.items()
+            if rank in silent and rank not in job.hung}
+    if -signal.SIGKILL in ends.values():
         rank = next(rank for rank, code in ends.items() if code == -signal.SIGKILL)
         return 1, (f"Error: {_place(rank, phases)}: killed by SIGKILL (exit -9): probably out of "
                    "memory; the other ranks were ended.\n"
@@ -174,7 +188,7 @@ def conclude(job: Job, outcomes: list[RankOutcome], phases: dict[int, str]) -> t
     if own := next((outcome for outcome in bad if not outcome.lost), None):
         place = _place(own.rank, {own.rank: own.phase})
         return own.code, f"{own.trace}Error: {place}: {own.message}\n"
-    if job.ended_for is None and ends:
+    if ends:
         rank, code = next(iter(ends.items()))
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         return 1, f"Error: {_place(rank, phases)}: {how} and said nothing.\n{_GO_ON}"
@@ -189,7 +203,7 @@ def _unanswered(job: Job, lost: list[RankOutcome], silent: list[int], phases: di
                 ) -> tuple[int, str]:
     """As :func:`conclude`, where no rank knows more than that it heard nothing of another one."""
     waited = f"within {job.hardware.timeout_seconds} seconds (hardware.timeout_seconds)"
-    if silent and (lost or job.ended_for is not None):
+    if silent and (lost or job.hung):
         who = "; ".join(_place(rank, phases) for rank in silent)
         return 1, f"Error: {who}: no answer {waited}; all ranks were ended.\n{_GO_ON}"
     if lost:

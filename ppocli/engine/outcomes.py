@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -87,8 +86,16 @@ def hand_on(folder: Path, number: int) -> None:
     """Send a signal to all ranks that have announced themselves, and leave it for the others."""
     (folder / "signal").write_text(str(number), encoding="utf-8")
     for path in folder.glob("pid-*"):
-        with suppress(OSError, ValueError):
-            os.kill(int(path.read_text(encoding="utf-8")), number)
+        send(folder, int(path.name.removeprefix("pid-")), number)
+
+
+def send(folder: Path, rank: int, number: int) -> bool:
+    """Send a signal to one rank; false if it isn't there."""
+    try:
+        os.kill(int((folder / f"pid-{rank}").read_text(encoding="utf-8")), number)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def write_outcome(outcome: RankOutcome) -> None:

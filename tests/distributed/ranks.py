@@ -6,10 +6,30 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import pytest
 from helpers import environment
 
+REWARD = '''\
+import os
+import time
+
+
+def broken_on_one_rank(outputs, **columns):
+    if os.environ.get("RANK") == "1":
+        raise ValueError("no reward today")
+    return [float(len(text)) for text in outputs]
+
+
+def unlike(outputs, **columns):
+    """Draws random numbers: each rank has its own, and they go on exactly."""
+    import random
+
+    return [len(text) + random.random() for text in outputs]
+'''
+LONG = ("ppo.num_steps=400", "eval.every_steps=100", "checkpoint.every_steps=100")
 SCRIPT = Path(__file__).with_name("one_update.py")
 
 
@@ -53,3 +73,46 @@ def largest_difference(one: dict, other: dict, prefix: str) -> float:
     assert set(names) == {name for name in other if name.startswith(prefix)}
     return max(float((one[name].double() - other[name].double()).abs().max()) for name in names
                if one[name].numel())
+
+
+def ranks_of(run_name: str) -> list[int]:
+    """Pids of the ranks of a run, by their command lines."""
+    return _pids_of(run_name, b"ppocli.worker")
+
+
+def launchers_of(run_name: str) -> list[int]:
+    """Pids of the processes that start the ranks, one on each machine."""
+    return _pids_of(run_name, b"ppocli.elastic")
+
+
+def _pids_of(run_name: str, module: bytes) -> list[int]:
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                line = (folder / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if module in line and any(part.endswith(f"/{run_name}".encode())
+                                                for part in line):
+                found.append(int(folder.name))
+    return sorted(found)
+
+
+def rows_of(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def wait_for_no_ranks(run_name: str) -> None:
+    deadline = time.monotonic() + 10
+    while ranks_of(run_name):
+        assert time.monotonic() < deadline, "orphans"
+        time.sleep(0.1)
+
+
+def close_to(rows: list[dict], others: list[dict]) -> bool:
+    return len(rows) == len(others) and all(
+        row.keys() == other.keys() and all(
+            row[name] == pytest.approx(other[name], rel=1e-3, abs=1e-4) for name in row)
+        for row, other in zip(rows, others, strict=True))

@@ -12,62 +12,31 @@ from pathlib import Path
 
 import pytest
 from helpers import ppocli, stable_rows
-from ranks import free_port
+from ranks import (
+    LONG,
+    REWARD,
+    close_to,
+    ranks_of,
+    rows_of,
+    wait_for_no_ranks,
+)
 from runs import assert_tidy, run, spawn, wait_for, words
 
-REWARD = '''\
-import os
-import time
-
-
-def broken_on_one_rank(outputs, **columns):
-    if os.environ.get("RANK") == "1":
-        raise ValueError("no reward today")
-    return [float(len(text)) for text in outputs]
-
-
-def unlike(outputs, **columns):
-    """Draws random numbers: each rank has its own, and they go on exactly."""
-    import random
-
-    return [len(text) + random.random() for text in outputs]
-'''
-LONG = ("ppo.num_steps=400", "eval.every_steps=100", "checkpoint.every_steps=100")
 pytestmark = pytest.mark.timeout(400)
 
 
-def ranks_of(run_name: str) -> list[int]:
-    """Pids of the ranks of a run, by their command lines."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                line = (folder / "cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if b"ppocli.worker" in line and any(part.endswith(f"/{run_name}".encode())
-                                                for part in line):
-                found.append(int(folder.name))
-    return sorted(found)
+def assert_plain(exported: Path, model: Path) -> None:
+    """Two folders hold whole models for transformers alone that say the same within rounding."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-
-def rows_of(folder: Path) -> int:
-    path = folder / "metrics.jsonl"
-    return len(path.read_text().splitlines()) if path.exists() else 0
-
-
-def wait_for_no_ranks(run_name: str) -> None:
-    deadline = time.monotonic() + 10
-    while ranks_of(run_name):
-        assert time.monotonic() < deadline, "orphans"
-        time.sleep(0.1)
-
-
-def close_to(rows: list[dict], others: list[dict]) -> bool:
-    return len(rows) == len(others) and all(
-        row.keys() == other.keys() and all(
-            row[name] == pytest.approx(other[name], rel=1e-3, abs=1e-4) for name in row)
-        for row, other in zip(rows, others, strict=True))
+    ids = AutoTokenizer.from_pretrained(exported)("the film was", return_tensors="pt").input_ids
+    one, other = (AutoModelForCausalLM.from_pretrained(folder).eval()
+                  for folder in (exported, model))
+    with torch.no_grad():
+        assert torch.allclose(one(ids).logits, other(ids).logits, atol=1e-4)
+    shapes = {name: value.shape for name, value in other.state_dict().items()}
+    assert {name: value.shape for name, value in one.state_dict().items()} == shapes
 
 
 @pytest.mark.parametrize("hardware", [
@@ -89,8 +58,9 @@ def test_a_run_on_two_processes_comes_to_what_one_comes_to(world, hardware):
     summary = json.loads((world / "runs/two/summary.json").read_text())
     found = json.loads(judged.stdout)["figures"]["reward_mean"]
     assert found == pytest.approx(summary["eval_after"]["reward_mean"], abs=1e-4)
-    exported = ppocli("export", "runs/two", "--step", "3", cwd=world)
+    exported = ppocli("export", "runs/two", "--step", "4", "-o", "plain", cwd=world)
     assert exported.returncode == 0, exported.stderr
+    assert_plain(world / "plain", world / "runs/one/model")
 
 
 @pytest.mark.slow
@@ -145,73 +115,13 @@ def test_a_killed_rank_ends_the_others_and_the_run_goes_on_later(world, number):
     os.kill(ranks_of("killed")[number], signal.SIGKILL)
     _, err = process.communicate(timeout=90)
     assert process.returncode == 1
-    assert f"rank {number} was killed by SIGKILL" in err, err
+    assert f"rank {number}, step" in err
+    assert "killed by SIGKILL (exit -9): probably out of memory" in err, err
     wait_for_no_ranks("killed")
     done = run("resume", "runs/killed", "ppo.num_steps=8", cwd=world)
     assert done.code == 0, done.err
     steps = [row["step"] for row in stable_rows(world / "runs/killed/metrics.jsonl")]
     assert steps == sorted(set(steps))
-
-
-@pytest.mark.slow
-def test_a_rank_that_hangs_ends_the_run_within_the_timeout(world):
-    process = spawn("train", *words("run_name=hung", "hardware=ddp", *LONG,
-                                    "hardware.timeout_seconds=8"), cwd=world)
-    wait_for(lambda: rows_of(world / "runs/hung") >= 2, process)
-    hung = ranks_of("hung")[1]
-    os.kill(hung, signal.SIGSTOP)
-    started = time.monotonic()
-    try:
-        process.communicate(timeout=90)
-    finally:
-        for pid in ranks_of("hung"):
-            os.kill(pid, signal.SIGKILL)
-    assert process.returncode == 1
-    assert time.monotonic() - started < 60
-    wait_for_no_ranks("hung")
-
-
-@pytest.mark.slow
-def test_the_command_killed_outright_leaves_no_ranks(world):
-    process = spawn("train", *words("run_name=orphan", "hardware=ddp", *LONG), cwd=world)
-    wait_for(lambda: rows_of(world / "runs/orphan") >= 2, process)
-    process.kill()
-    process.communicate(timeout=60)
-    deadline = time.monotonic() + 60
-    while ranks_of("orphan"):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    summary = json.loads((world / "runs/orphan/summary.json").read_text())
-    assert summary["status"] == "stopped"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("more", [["hardware=ddp"], ["hardware=zero3"]])
-def test_another_number_of_processes_goes_on(world, more):
-    done = run("train", *words("run_name=moved", *more), cwd=world)
-    assert done.code == 0, done.err
-    done = run("resume", "runs/moved", "ppo.num_steps=6", "hardware.num_processes=1",
-               "hardware.zero_stage=0", cwd=world)
-    assert done.code == 0, done.err
-    assert "changed on resume: hardware.num_processes: 2 -> 1" in done.err
-    assert json.loads((world / "runs/moved/summary.json").read_text())["steps"] == 6
-
-
-@pytest.mark.slow
-def test_two_nodes_make_one_run(world):
-    """Two launchers with an address to meet at, as two machines have that share a file system."""
-    common = words("run_name=nodes", "hardware=multi_node",
-                   f"hardware.rdzv_endpoint=127.0.0.1:{free_port()}")
-    processes = [spawn("train", *common, f"hardware.node_rank={rank}", cwd=world)
-                 for rank in (1, 0)]
-    ended = [process.communicate(timeout=240) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], ended
-    alone = run("train", *words("run_name=alone"), cwd=world)
-    assert alone.code == 0
-    assert close_to(stable_rows(world / "runs/alone/metrics.jsonl"),
-                    stable_rows(world / "runs/nodes/metrics.jsonl"))
-    summary = json.loads((world / "runs/nodes/summary.json").read_text())
-    assert summary["status"] == "finished"
 
 
 CONTRADICTIONS = [

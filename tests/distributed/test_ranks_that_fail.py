@@ -1,0 +1,204 @@
+"""One of several ranks dies, raises, hangs or runs out of memory: the others end in time, one
+message names rank, phase and cause, nothing is left running, and the run goes on later."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from helpers import ppocli, stable_rows
+from ranks import (
+    LONG,
+    REWARD,
+    close_to,
+    launchers_of,
+    ranks_of,
+    rows_of,
+    wait_for_no_ranks,
+)
+from runs import assert_tidy, last_checkpoint, run, spawn, wait_for, words
+
+pytestmark = [pytest.mark.timeout(400)]
+slow = pytest.mark.slow
+
+
+def messages(said: str) -> list[str]:
+    """The first lines of all errors that were told."""
+    return [line for line in said.splitlines() if line.startswith(("Error:", "Stopped:", "error:"))]
+
+
+FAILURES = [
+    # out of memory: where all can agree, all save, and elsewhere nothing is half done
+    ("rollout.token@13#1:oom", "ddp", 8, "rank 1, rollout of 5 samples at once: out of memory "
+     "(saved step 0)"),
+    ("scoring.forward@5#1:oom", "zero3", 8, "rank 1, scoring of 4 rows at once: out of memory "
+     "(saved step 0)"),
+    ("scoring.forward@1#1:oom", "zero1", 8, "rank 1, evaluation of 4 rows at once: out of memory"),
+    ("optimize.forward@6#1:oom", "ddp", 8, "rank 1, step 2, optimize: out of memory with 4 rows a "
+     "forward pass; last healthy: step 1"),
+    ("optimize.backward@6#0:oom", "zero2", 8, "rank 0, step 2, optimize: out of memory with 4 rows "
+     "a forward pass; last healthy: step 1"),
+    ("optimize.forward@6#1:oom", "zero3", 8, "rank 1, step 2, optimize: out of memory with 4 rows "
+     "a forward pass; last healthy: step 1"),
+    # what nobody expected keeps its traceback
+    ("optimize.forward@6#1:raise", "ddp", 1, "rank 1, step 2, optimize: RuntimeError: injected "
+     "fault at optimize.forward"),
+    ("score.before@5#0:raise", "zero2", 1, "rank 0, step 2, rollout: RuntimeError: injected"),
+    ("save.open@1#0:raise", "zero3", 1, "rank 0, saving step 1: RuntimeError: injected"),
+    # killed from outside, as the kernel does when memory is short
+    ("optimize.backward@6#1:kill9", "ddp", 1, "rank 1, step 2, optimize: killed by SIGKILL (exit "
+     "-9): probably out of memory"),
+    ("rollout.token@40#0:kill9", "zero3", 1, "rank 0, step 2, rollout: killed by SIGKILL (exit "
+     "-9)"),
+    ("save.before_manifest@2#0:kill9", "zero2", 1, "rank 0, saving step 2: killed by SIGKILL"),
+    # a disk that refuses rank 0 stops all of them
+    ("save.before_manifest@2+#0:enospc", "zero1", 6, "Disk full writing step 2"),
+]
+
+
+@slow
+@pytest.mark.parametrize(("fault", "hardware", "code", "text"), FAILURES)
+def test_a_failing_rank_is_named_once_and_the_run_goes_on(world, fault, hardware, code, text):
+    common = words("run_name=r", f"hardware={hardware}", "hardware.timeout_seconds=60")
+    started = time.monotonic()
+    done = run("train", *common, cwd=world, PPOCLI_FAULTS=fault)
+    assert done.code == code, done.err
+    [message] = messages(done.err)
+    assert text in message
+    assert ("Traceback" in done.err) == ("injected" in text)
+    assert "terminate called" not in done.err
+    assert time.monotonic() - started < 150
+    wait_for_no_ranks("r")
+    went_on = run("train", *words("run_name=r", f"hardware={hardware}", "resume=auto",
+                                  "ppo.micro_batch_size=2"), cwd=world)
+    assert went_on.code == 0, went_on.err
+    alone = run("train", *words("run_name=alone"), cwd=world)
+    assert alone.code == 0
+    # half the micro-batch, the same effective batch: what it comes to is as if nothing had been
+    assert close_to(stable_rows(world / "runs/r/metrics.jsonl"),
+                    stable_rows(world / "runs/alone/metrics.jsonl"))
+    assert_tidy(world / "runs/r")
+
+
+@slow
+@pytest.mark.parametrize(("hardware", "fault", "phase"), [
+    ("ddp", "rollout.token@40#1:sleep=900", "step 2, rollout"),
+    ("zero3", "optimize.forward@6#0:sleep=900", "step 2, optimize")])
+def test_a_rank_that_hangs_in_python_is_named(world, hardware, fault, phase):
+    process = spawn("train", *words("run_name=hung", f"hardware={hardware}",
+                                    "hardware.timeout_seconds=8"), cwd=world, PPOCLI_FAULTS=fault)
+    wait_for(lambda: rows_of(world / "runs/hung") >= 2, process)
+    started = time.monotonic()
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    # what is left of the step, the timeout, and as long again for the one that hangs
+    assert time.monotonic() - started < 45
+    rank = fault.partition("#")[2][0]
+    assert messages(err) == [f"Error: rank {rank}, {phase}: no answer within 8 seconds "
+                             "(hardware.timeout_seconds); all ranks were ended."]
+    wait_for_no_ranks("hung")
+
+
+@slow
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_rank_that_is_stopped_ends_the_run_within_the_timeout(world, number):
+    process = spawn("train", *words("run_name=hung", "hardware=ddp", *LONG,
+                                    "hardware.timeout_seconds=8"), cwd=world)
+    wait_for(lambda: rows_of(world / "runs/hung") >= 2, process)
+    os.kill(ranks_of("hung")[number], signal.SIGSTOP)
+    started = time.monotonic()
+    try:
+        _, err = process.communicate(timeout=90)
+    finally:
+        for pid in ranks_of("hung"):
+            os.kill(pid, signal.SIGKILL)
+    assert process.returncode == 1
+    assert time.monotonic() - started < 45
+    [message] = messages(err)
+    assert f"rank {number}, step" in message
+    assert "no answer within 8 seconds" in message
+    wait_for_no_ranks("hung")
+
+
+def kill_all_of(run_name: str, process: subprocess.Popen[str]) -> None:
+    """End the command, its launcher and all ranks at once, as a machine that loses its power."""
+    for pid in [process.pid, *launchers_of(run_name), *ranks_of(run_name)]:
+        os.kill(pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    wait_for_no_ranks(run_name)
+
+
+@slow
+@pytest.mark.parametrize("hardware", ["ddp", "zero1", "zero2", "zero3"])
+def test_all_killed_at_once_and_resumed_comes_to_the_same_bytes(world, hardware):
+    """Also from another place: the folder is moved in between."""
+    (world / "odd.py").write_text(REWARD)
+    given = ["reward.fn=odd.py:unlike", f"hardware={hardware}", "ppo.num_steps=6"]
+    whole = run("train", *words("run_name=whole", *given), cwd=world)
+    assert whole.code == 0, whole.err
+    process = spawn("train", *words("run_name=cut", *given), cwd=world)
+    wait_for(lambda: rows_of(world / "runs/cut") >= 3, process)
+    kill_all_of("cut", process)
+    assert rows_of(world / "runs/cut") < 7
+    (world / "elsewhere").mkdir()
+    moved = (world / "runs/cut").rename(world / "elsewhere/moved")
+    done = run("resume", "elsewhere/moved", cwd=world)
+    assert done.code == 0, done.err
+    assert "not bit-exact" not in done.err
+    assert stable_rows(moved / "metrics.jsonl") == stable_rows(world / "runs/whole/metrics.jsonl")
+    saved = last_checkpoint(world / "runs/whole")
+    pairs = [(last_checkpoint(moved) / path.relative_to(saved), path)
+             for path in saved.rglob("*.safetensors")]
+    assert len(pairs) >= 5
+    for own, other in [*pairs, (moved / "model/model.safetensors",
+                                world / "runs/whole/model/model.safetensors")]:
+        assert own.read_bytes() == other.read_bytes(), own
+    assert_tidy(moved)
+
+
+@slow
+@pytest.mark.parametrize("who", ["command", "launcher", "both"])
+def test_killing_what_started_the_ranks_leaves_none(world, who):
+    process = spawn("train", *words("run_name=orphan", "hardware=ddp", *LONG), cwd=world)
+    wait_for(lambda: rows_of(world / "runs/orphan") >= 2, process)
+    [launcher] = launchers_of("orphan")
+    for pid in {"command": [process.pid], "launcher": [launcher],
+                "both": [launcher, process.pid]}[who]:
+        os.kill(pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    deadline = time.monotonic() + 60
+    while ranks_of("orphan"):
+        assert time.monotonic() < deadline, "orphans"
+        time.sleep(0.2)
+    summary = json.loads((world / "runs/orphan/summary.json").read_text())
+    assert summary["status"] == "stopped"
+    assert ppocli("resume", "runs/orphan", f"ppo.num_steps={summary['steps'] + 1}",
+                  cwd=world).returncode == 0
+
+
+@slow
+@pytest.mark.parametrize(("before", "after"), [
+    (["hardware=ddp"], ["hardware.num_processes=1"]),
+    (["hardware=zero3"], ["hardware.num_processes=1", "hardware.zero_stage=0"]),
+    (["hardware=zero2"], ["hardware.num_processes=4"]),
+    ([], ["hardware.num_processes=2", "hardware.zero_stage=1"])])
+def test_another_number_of_processes_goes_on_and_says_so(world, before, after):
+    whole = run("train", *words("run_name=alone", "ppo.num_steps=6"), cwd=world)
+    done = run("train", *words("run_name=moved", *before), cwd=world)
+    assert (whole.code, done.code) == (0, 0), done.err
+    done = run("resume", "runs/moved", "ppo.num_steps=6", *after, cwd=world)
+    assert done.code == 0, done.err
+    processes = after[0].rpartition("=")[2]
+    assert f"changed on resume: hardware.num_processes: {2 if before else 1} -> {processes}" in (
+        done.err)
+    assert (f"the checkpoint was made on cpu by {2 if before else 1} process(es), this run goes on "
+            f"on cpu with {processes}: equal up to rounding, not bit-exact") in done.err
+    rows = {row["step"]: row for row in stable_rows(Path("runs/moved/metrics.jsonl"))}
+    # the row of step 4 has an evaluation more: it was the last one
+    others = {row["step"]: row for row in stable_rows(Path("runs/alone/metrics.jsonl"))}
+    assert close_to([rows[5], rows[6]], [others[5], others[6]])
