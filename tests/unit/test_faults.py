@@ -26,9 +26,9 @@ print(faults.point is faults.disarmed, calls[:2], len(calls), "torch" in sys.mod
 def test_parse():
     inf = float("inf")
     assert parse("") == ()
-    assert parse("save.open:kill9, rollout.token@7:term,a@2+:sleep=0.5") == (
+    assert parse("save.open:kill9, rollout.token@7:term,a@2+:sleep=0.5,a.b@2#1:oom") == (
         Fault("save.open", "kill9", 1, inf, 60), Fault("rollout.token", "term", 7, 7, 60),
-        Fault("a", "sleep", 2, inf, 0.5))
+        Fault("a", "sleep", 2, inf, 0.5), Fault("a.b", "oom", 2, 2, 60, 1))
 
 
 @pytest.mark.parametrize("text", ["save.open", "save.open:explode", "save.open@0:raise", ":raise",
@@ -49,6 +49,11 @@ def test_passes_are_counted_per_point():
     with pytest.raises(OSError, match="No space left") as full:
         point("d")
     assert full.value.errno == 28
+
+
+def test_a_fault_of_one_rank_happens_in_no_other():
+    assert [armed(parse("a#1:nan,b#0:nan"), rank)(name) for rank in (0, 1) for name in "ab"] == [
+        False, True, True, False]
 
 
 def test_out_of_memory_is_torchs_own():

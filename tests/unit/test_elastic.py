@@ -1,0 +1,88 @@
+"""One message out of what several ranks said, and what was seen of them."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from ppocli.config.schema import HardwareConfig
+from ppocli.elastic import Job, conclude
+from ppocli.engine.outcomes import RankOutcome
+
+TRACE = "Traceback (most recent call last):\n  ...\n"
+PHASES = {0: "step 3, rollout", 1: "step 3, optimize", 2: "", 3: ""}
+
+
+def job(**more) -> Job:
+    return Job(HardwareConfig(num_processes=2, timeout_seconds=8), **more)
+
+
+def lost(rank: int, at: float = 5.0) -> RankOutcome:
+    return RankOutcome(rank, 1, "RuntimeError: gloo says so\nand more", TRACE, at, PHASES[rank],
+                       lost=True)
+
+
+def test_all_is_well():
+    assert conclude(job(), [RankOutcome(0, 0, "", "", 1.0), RankOutcome(1, 0, "", "", 1.0)],
+                    PHASES) == (0, "")
+
+
+def test_what_a_rank_expected_is_told_as_it_is_and_the_earliest_first():
+    outcomes = [lost(0, 1.0), RankOutcome(1, 7, "rank 1, reward: no", "", 2.0),
+                RankOutcome(0, 8, "too late", "", 3.0)]
+    assert conclude(job(failed={0: 1, 1: 7}), outcomes, PHASES) == (
+        7, "Error: rank 1, reward: no\n")
+
+
+def test_a_stop_is_no_error():
+    outcomes = [RankOutcome(rank, 143, "stopped by SIGTERM", "", 2.0) for rank in (0, 1)]
+    assert conclude(job(), outcomes, PHASES) == (143, "Stopped: stopped by SIGTERM\n")
+
+
+@pytest.mark.parametrize("failed", [{1: -9}, {0: 1, 1: -9}])
+def test_a_rank_killed_for_memory_comes_before_the_broken_connection_of_another(failed):
+    code, said = conclude(job(failed=failed), [lost(0)], PHASES)
+    assert code == 1
+    assert said.startswith("Error: rank 1, step 3, optimize: killed by SIGKILL (exit -9): probably "
+                           "out of memory")
+    assert "Traceback" not in said
+
+
+def test_an_unexpected_error_keeps_its_traceback_and_comes_before_its_consequences():
+    own = RankOutcome(1, 1, "KeyError: 'x'", TRACE, 9.0, "step 3, optimize")
+    assert conclude(job(failed={0: 1, 1: 1}), [lost(0), own], PHASES) == (
+        1, f"{TRACE}Error: rank 1, step 3, optimize: KeyError: 'x'\n")
+
+
+@pytest.mark.parametrize(("code", "text"), [(3, "ended with code 3 and said nothing"),
+                                            (-signal.SIGSEGV, "killed by SIGSEGV")])
+def test_a_rank_that_ends_without_a_word(code, text):
+    said = conclude(job(failed={1: code, 0: 1}), [lost(0)], PHASES)[1]
+    assert said.startswith(f"Error: rank 1, step 3, optimize: {text}")
+
+
+def test_a_rank_that_hung_is_named_not_those_that_waited_for_it():
+    code, said = conclude(job(failed={0: 1, 1: -9}, hung=[1]), [lost(0)], PHASES)
+    assert code == 1
+    assert said.startswith("Error: rank 1, step 3, optimize: no answer within 8 seconds "
+                           "(hardware.timeout_seconds); all ranks were ended.\n")
+    assert "Traceback" not in said
+
+
+def test_a_broken_connection_to_another_node():
+    several = Job(HardwareConfig(num_processes=2, num_nodes=2, timeout_seconds=8), node_rank=1,
+                  failed={2: 1, 3: 1})
+    said = conclude(several, [lost(3, 1.0), lost(2, 2.0)], PHASES)[1]
+    assert said.startswith("Error: rank 3, before its first phase: another rank is gone or gave no "
+                           "answer within 8 seconds")
+    assert "where: RuntimeError: gloo says so\n" in said
+
+
+def test_nodes_that_never_met():
+    several = Job(HardwareConfig(num_nodes=2, timeout_seconds=8, rdzv_endpoint="h:1"), node_rank=1,
+                  agent_error="DistStoreError: timed out")
+    code, said = conclude(several, [], PHASES)
+    assert code == 1
+    assert "node 1: the nodes lost each other, or did not meet within 8 seconds" in said
+    assert "hardware.rdzv_endpoint=h:1 (DistStoreError: timed out)" in said
