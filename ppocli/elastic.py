@@ -22,6 +22,7 @@ from typing import Any
 
 from ppocli.config.resolved import next_config, read_config
 from ppocli.config.schema import HardwareConfig, TrainConfig
+from ppocli.engine.interfaces import let_gloo_use
 from ppocli.engine.outcomes import (
     OUTCOMES,
     RankOutcome,
@@ -103,6 +104,8 @@ def run_ranks(run_dir: Path, words: Sequence[str]) -> int:
         if node_rank == 0:
             (run_dir / NODE_FAILED).unlink(missing_ok=True)  # of an earlier start
         _watch(job, run_dir / NODE_FAILED, folder)
+        if cfg.hardware.num_nodes > 1 and cfg.hardware.rdzv_endpoint is not None:
+            let_gloo_use(cfg.hardware.rdzv_endpoint.rpartition(":")[0])
         _launch(cfg, job, [str(run_dir), *words])
         os.close(lifelines)
         code, said = conclude(job, read_outcomes(folder),
@@ -158,7 +161,8 @@ def _content(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError:
-        return ""
+        # a run that came to nothing takes its folder away
+        return "" if path.parent.is_dir() else "gone"
 
 
 def conclude(job: Job, outcomes: list[RankOutcome], phases: dict[int, str]) -> tuple[int, str]:

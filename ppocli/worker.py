@@ -110,13 +110,13 @@ def _run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects, resume: bo
     from ppocli.engine.resume import restore
     from ppocli.engine.updates import close_engine
 
+    if (early := announce()) is not None:
+        stop.request(early)
     note_phase("meeting the other ranks")
     transformers_logging.disable_progress_bar()  # bars for reading a file are not news
     transformers_logging.set_verbosity_error()  # what matters of a load is checked by us
     with open_ranks(cfg) as backend:
         ranks = stop.ranks = backend.ranks
-        if (early := announce()) is not None:
-            stop.request(early)
         if resume and (done := ranks.first_does(lambda: _already_finished(cfg, folder))):
             return done
         # rewards draw from these: ranks must not draw alike
