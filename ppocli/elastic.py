@@ -24,6 +24,7 @@ from ppocli.config.resolved import next_config, read_config
 from ppocli.config.schema import HardwareConfig, TrainConfig
 from ppocli.engine.interfaces import let_gloo_use
 from ppocli.engine.outcomes import (
+    NODE_FAILED,
     OUTCOMES,
     RankOutcome,
     hand_on,
@@ -34,8 +35,6 @@ from ppocli.engine.outcomes import (
 )
 from ppocli.engine.stop import stop_when_closed
 
-NODE_FAILED = ".node-failed"
-"""in the run folder, which all nodes share: one of them has failed"""
 _GO_ON = "  fix:   go on from the last checkpoint: ppocli resume RUN\n"
 
 

@@ -34,6 +34,7 @@ from ppocli.config.resolved import (
 )
 from ppocli.config.schema import HardwareConfig, TrainConfig
 from ppocli.engine.atomic import disk_errors
+from ppocli.engine.outcomes import NODE_FAILED
 from ppocli.engine.run_folder import probe_writable, reserved
 from ppocli.errors import CheckpointError, ConfigError, InputError
 from ppocli.preflight import check_inputs
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ppocli")
 
 # a run that left no more than these made nothing worth keeping
-_TRACES = frozenset({CONFIG_FILE, ".lock", "ppocli.log"})
+_TRACES = frozenset({CONFIG_FILE, ".lock", "ppocli.log", NODE_FAILED})
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ from ppocli.config.sayable import sayable
 
 OUTCOMES = "PPOCLI_OUTCOMES"
 """environment variable: the folder in which each rank says what it came to"""
+NODE_FAILED = ".node-failed"
+"""a file in the run folder, which all nodes share: one of them has failed"""
 _LIFELINE = "lifeline"
 
 
