@@ -12,6 +12,8 @@ WORDS = (
     "the", "a", "film", "plot", "actor", "was", "is", "not", "very", "good", "bad", "great",
     "awful", "fine", "dull", "warm", "cold", "and", "but", "so", "i", "you", "we", "it", "this",
     "that", "loved", "hated", "saw", "liked", ".", ",", "!")
+PAIRS = ("t5", "bart")
+"""kinds of encoder-decoder"""
 SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>")
 
 
@@ -44,6 +46,16 @@ def model_config(kind: str = "gpt2", **over):
         if kind == "gptj":
             shape |= {"rotary_dim": 8, "tie_word_embeddings": False}
         return CONFIG_MAPPING[kind](**{**shape, **over})
+    if kind == "t5":
+        return CONFIG_MAPPING[kind](**{
+            "num_layers": 2, "num_decoder_layers": 2, "d_model": 32, "d_kv": 16, "num_heads": 2,
+            "d_ff": 48, "vocab_size": vocabulary, "decoder_start_token_id": 0, **ids, **over})
+    if kind == "bart":
+        return CONFIG_MAPPING[kind](**{
+            "encoder_layers": 2, "decoder_layers": 2, "d_model": 32, "encoder_attention_heads": 2,
+            "decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
+            "vocab_size": vocabulary, "max_position_embeddings": 64, "decoder_start_token_id": 2,
+            "forced_eos_token_id": None, **ids, **over})
     shape = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2,
              "vocab_size": vocabulary, "max_position_embeddings": 64, **ids}
     shape["ffn_dim" if kind == "opt" else "intermediate_size"] = 48
@@ -58,13 +70,14 @@ def model_config(kind: str = "gpt2", **over):
 
 def save_lm(folder: Path, kind: str = "gpt2", *, seed: int = 0, pad: bool = True, gain: float = 4.0,
             **over) -> Path:
-    """A causal LM folder with random weights, peaked enough by ``gain`` to have preferences."""
+    """A language model folder with random weights that ``gain`` makes prefer some tokens."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+    auto = AutoModelForSeq2SeqLM if kind in PAIRS else AutoModelForCausalLM
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(model_config(kind, **over))
+        model = auto.from_config(model_config(kind, **over))
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() > 1:

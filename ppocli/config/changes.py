@@ -23,7 +23,7 @@ _HARMLESS_SECTIONS = ("eval.", "checkpoint.", "tracking.")
 
 # saved state would not load, or would be read as something else
 _REFUSED = frozenset({
-    "seed", "model.path", "model.revision", "model.tokenizer_path", "model.dtype",
+    "seed", "model.path", "model.arch", "model.revision", "model.tokenizer_path", "model.dtype",
     "model.num_layers_unfrozen", "model.reference.kind", "model.reference.path",
     "model.value.kind", "model.value.path", "model.value.num_layers_unfrozen", "hardware.precision",
     "ppo.optimizer.name", "ppo.advantage", "ppo.n", "reward.scale", "ppo.kl_controller",

@@ -55,6 +55,9 @@ class ValueConfig:
 class ModelConfig:
     path: str = key(MISSING, "a folder, a Hub name, or builtin:reviews / builtin:randomwalks")
     revision: Optional[str] = key(None, "branch, tag or commit of a Hub model")
+    arch: str = key("auto", "a 'causal' model that continues the prompt, or an encoder-decoder "
+                    "('seq2seq') that answers it (auto: what the model's files say)",
+                    choices=("auto", "causal", "seq2seq"))
     tokenizer_path: Optional[str] = key(None, "tokenizer folder or Hub name (default: model.path)")
     dtype: Optional[str] = key(None, "storage type of the frozen reference (default: "
                                "hardware.precision)", choices=("fp32", "bf16"))

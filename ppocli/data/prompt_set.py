@@ -80,7 +80,8 @@ class PromptSet:
 
 
 def load_prompts(cfg: PromptsConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int,
-                 max_prompt_tokens: int, items: list[Any] | None = None) -> PromptSet:
+                 max_prompt_tokens: int, items: list[Any] | None = None, whole: bool = False
+                 ) -> PromptSet:
     """The training prompts.
 
     Rows are read from ``cfg.path`` or ``cfg.items``; without either, the set is one prompt, the BOS
@@ -91,6 +92,7 @@ def load_prompts(cfg: PromptsConfig, tokenizer: PreTrainedTokenizerBase, *, seed
         seed: of the length sampler.
         max_prompt_tokens: what fits the model beside the response; at least 1.
         items: prompts given from Python (texts or mappings); they replace ``cfg.path``.
+        whole: whether an encoder reads them, instead of a causal model that continues them.
 
     Raises:
         ConfigError: contradictory keys, a template that names no column.
@@ -104,12 +106,12 @@ def load_prompts(cfg: PromptsConfig, tokenizer: PreTrainedTokenizerBase, *, seed
     rows, blank = take_rows(open_rows(spec, notes), spec, most=spec.limit)
     notes.extend(_blank_note(blank))
     return _build(rows, spec, tokenizer, seed=seed, max_prompt_tokens=max_prompt_tokens,
-                  notes=notes, eval_rows=tuple(_spread(rows, cfg.eval.limit)))
+                  notes=notes, eval_rows=tuple(_spread(rows, cfg.eval.limit)), whole=whole)
 
 
 def load_eval_prompts(cfg: PromptsConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int,
                       max_prompt_tokens: int, training: PromptSet,
-                      items: list[Any] | None = None) -> PromptSet:
+                      items: list[Any] | None = None, whole: bool = False) -> PromptSet:
     """The evaluation prompts: at most ``cfg.eval.limit``, spread evenly over their source.
 
     The source is ``items``, ``cfg.eval.items``, ``cfg.eval.path``, or another split or
@@ -120,6 +122,7 @@ def load_eval_prompts(cfg: PromptsConfig, tokenizer: PreTrainedTokenizerBase, *,
     Args:
         training: what :func:`load_prompts` returned for the same ``cfg``.
         items: evaluation prompts given from Python.
+        whole: as of :func:`load_prompts`.
 
     Raises:
         ConfigError, InputError: as :func:`load_prompts`.
@@ -133,15 +136,15 @@ def load_eval_prompts(cfg: PromptsConfig, tokenizer: PreTrainedTokenizerBase, *,
     rows, blank = take_rows(source, spec, most=None)
     notes.extend(_blank_note(blank))
     return _build(_spread(rows, cfg.eval.limit), spec, tokenizer, seed=seed,
-                  max_prompt_tokens=max_prompt_tokens, notes=notes)
+                  max_prompt_tokens=max_prompt_tokens, notes=notes, whole=whole)
 
 
 def _build(rows: list[Row], spec: PromptSpec, tokenizer: PreTrainedTokenizerBase, *, seed: int,
-           max_prompt_tokens: int, notes: list[str],
+           max_prompt_tokens: int, notes: list[str], whole: bool,
            eval_rows: tuple[Row, ...] = ()) -> PromptSet:
     columns = metadata(rows, spec)
     encoded = encode(prompt_texts(rows, spec, tokenizer), spec, tokenizer, seed=seed,
-                     max_prompt_tokens=max_prompt_tokens)
+                     max_prompt_tokens=max_prompt_tokens, whole=whole)
     if not encoded.kept:
         raise InputError(f"The tokenizer makes no token of any of the {len(rows)} prompts.",
                          where=f"{spec.key}.column={spec.column}",

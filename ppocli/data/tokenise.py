@@ -34,11 +34,12 @@ class Encoded:
 
 
 def encode(texts: list[str], spec: PromptSpec, tokenizer: PreTrainedTokenizerBase, *, seed: int,
-           max_prompt_tokens: int) -> Encoded:
+           max_prompt_tokens: int, whole: bool = False) -> Encoded:
     """Tokenise, draw lengths, cut.
 
     Text is given the tokens that the tokenizer puts in front of a text (BOS), and none behind it,
-    so that the response continues the prompt. Chat text is taken as its template wrote it. Lengths
+    so that the response continues the prompt; the prompts of an encoder are whole texts and get
+    those behind it (EOS) too. Chat text is taken as its template wrote it. Lengths
     count all tokens; what stands in front survives a cut on the left. A length sampler keeps the
     first tokens, as TRL's ``LengthSampler`` examples do; ``truncation_side`` is for the rest.
 
@@ -46,6 +47,7 @@ def encode(texts: list[str], spec: PromptSpec, tokenizer: PreTrainedTokenizerBas
         texts: rendered prompts.
         seed: of the length sampler; the length of the i-th prompt is a function of (seed, i).
         max_prompt_tokens: what fits the model beside the response.
+        whole: whether prompts are read by an encoder.
 
     Raises:
         ConfigError: the response leaves no room for a prompt.
@@ -53,6 +55,8 @@ def encode(texts: list[str], spec: PromptSpec, tokenizer: PreTrainedTokenizerBas
     """
     longest = _longest(spec, max_prompt_tokens)
     front = [] if spec.chat else front_tokens(tokenizer)
+    behind = tokens_behind(tokenizer) if whole and not spec.chat else []
+    room = max(longest - len(behind), 1)
     lengths = _drawn_lengths(spec, seed, len(texts))
     token_ids: list[list[int]] = []
     kept_texts: list[str] = []
@@ -63,21 +67,30 @@ def encode(texts: list[str], spec: PromptSpec, tokenizer: PreTrainedTokenizerBas
             continue
         ids = front + body
         fixed = len(front) or int(ids[0] == tokenizer.bos_token_id)
-        whole = len(ids)
+        uncut = len(ids)
         if lengths is not None:
             ids = ids[:lengths[len(kept)]]
-        if len(ids) > longest:
+        if len(ids) > room:
             cut += 1
-            ids = _cut(ids, longest, fixed, spec.truncation_side)
+            ids = _cut(ids, room, fixed, spec.truncation_side)
         kept.append(i)
-        token_ids.append(ids)
-        kept_texts.append(texts[i] if len(ids) == whole
+        token_ids.append(ids + behind)
+        kept_texts.append(texts[i] if len(ids) == uncut
                           else _decode(ids[len(front):], tokenizer))
     return Encoded(token_ids=token_ids, texts=kept_texts, kept=kept, cut=cut, longest=longest)
 
 
 def front_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids that the tokenizer puts in front of every text by itself, most often BOS or none."""
+    return _tokens_around(tokenizer)[0]
+
+
+def tokens_behind(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids that the tokenizer puts behind every text by itself, most often EOS or none."""
+    return _tokens_around(tokenizer)[1]
+
+
+def _tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     text = "a"
     try:
         bare = _bare_ids([text], tokenizer)[0]
@@ -86,10 +99,10 @@ def front_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
         bare, full = [], list(tokenizer("")["input_ids"])
     for start in range(len(full) - len(bare) + 1):
         if bare and full[start:start + len(bare)] == bare:
-            return full[:start]
+            return full[:start], full[start + len(bare):]
     if full and full[0] == tokenizer.bos_token_id:  # no vocabulary for the probe
-        return full[:1]
-    return []
+        return full[:1], full[1:]
+    return [], full
 
 
 def bos_alone(tokenizer: PreTrainedTokenizerBase) -> tuple[int, str]:

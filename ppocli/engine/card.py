@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,21 @@ from ppocli.engine.console import figure
 from ppocli.version import __version__
 
 TAGS = ("ppo", "rlhf", "ppocli")
-PIPELINE = "text-generation"
 LIBRARY = "transformers"
 USER_BEGIN, USER_END = "<!-- user text: begin -->", "<!-- user text: end -->"
 """what a user writes between these lines of a card is kept when the card is written again"""
 _FIRST_FIGURES = ("reward_mean", "kl_mean", "response_tokens_mean")
+
+
+def is_encoder_decoder(folder: Path) -> bool:
+    """Whether the model in ``folder`` has an encoder beside its decoder."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return bool(config.get("is_encoder_decoder"))
+
+
+def pipeline(pair: bool) -> str:
+    """The Hub's name for what a model does."""
+    return "text2text-generation" if pair else "text-generation"
 
 
 def hub_name(model: str) -> str | None:
@@ -50,7 +61,8 @@ def figure_rows(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str
 
 def write_card(folder: Path, cfg: TrainConfig, summary: dict[str, Any]) -> None:
     """Write a model card: metadata for the Hub, what was trained, figures before and after."""
-    data: dict[str, Any] = {"library_name": LIBRARY, "pipeline_tag": PIPELINE, "tags": list(TAGS)}
+    data: dict[str, Any] = {"library_name": LIBRARY, "tags": list(TAGS),
+                            "pipeline_tag": pipeline(is_encoder_decoder(folder))}
     base = hub_name(cfg.model.path)
     if base is not None:
         data |= {"base_model": base, "base_model_relation": "finetune"}

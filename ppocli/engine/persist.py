@@ -61,7 +61,8 @@ def _generation_config(session: Session) -> Any:
     config = type(own)(
         bos_token_id=own.bos_token_id, pad_token_id=session.tokenizer.pad_token_id,
         eos_token_id=list(spec.stop_ids) if len(spec.stop_ids) != 1 else spec.stop_ids[0],
-        do_sample=spec.do_sample, max_new_tokens=spec.max_new_tokens)
+        do_sample=spec.do_sample, max_new_tokens=spec.max_new_tokens,
+        decoder_start_token_id=session.loaded.decoder_start)
     if spec.do_sample:
         config.temperature, config.top_k, config.top_p = spec.temperature, spec.top_k, spec.top_p
     return config

@@ -78,6 +78,7 @@ def sample_responses(session: EvalSession, prompts: PromptBatch, spec: SamplingS
     with session.backend.autocast():
         out = generate(session.policy.lm, prompts.tokens, prompts.mask, spec, noise,
                        tokenizer=session.tokenizer, poll=poll,
+                       start=session.loaded.decoder_start,
                        value_head=(session.policy.value_head
                                    if session.policy.values_while_decoding else None))
     if not bool(torch.isfinite(out.logprobs).all()):
@@ -102,7 +103,9 @@ def score_texts(session: EvalSession, prompts: PromptBatch, out: Generation, res
 def decode(session: EvalSession, prompts: PromptBatch, out: Generation) -> list[str]:
     """The responses as text."""
     rows = zip(prompts.tokens, prompts.mask, strict=True)
-    prompt_ids = [row[mask].tolist() for row, mask in rows]
+    # what a decoder says stands alone; what a causal model says continues its prompt
+    alone = session.loaded.decoder_start is not None
+    prompt_ids = [[] if alone else row[mask].tolist() for row, mask in rows]
     return decode_responses(session.tokenizer, prompt_ids, response_ids(out.tokens, out.mask),
                             session.sampling.stop_sequences)
 
@@ -119,7 +122,7 @@ def score_tokens(session: EvalSession, prompts: PromptBatch, out: Generation, *,
         estimator: of :mod:`ppocli.ppo.kl`, or ``full`` for the KL over the whole vocabulary.
     """
     passes = lay_out_rows(prompts.tokens, prompts.mask, out, session.forward_rows,
-                          session.backend.device)
+                          session.backend.device, session.loaded.decoder_start)
     with session.backend.autocast():
         if want_policy or want_values or estimator == "full":
             for one in passes:

@@ -26,7 +26,7 @@ from ppocli.errors import ConfigError
 from ppocli.models.loading import (
     LoadedLM,
     check_vocabulary,
-    load_causal_lm,
+    load_lm,
     load_tokenizer,
     max_positions,
     stop_rules,
@@ -34,6 +34,7 @@ from ppocli.models.loading import (
 from ppocli.models.policy import Policy
 from ppocli.models.reference import Reference
 from ppocli.models.sampling import SAMPLING_KEYS, SamplingSpec
+from ppocli.models.trunk import has_encoder
 
 log = logging.getLogger("ppocli")
 
@@ -147,7 +148,7 @@ def sampling_specs(cfg: GenerationConfig, tokenizer: Any, loaded: LoadedLM
 
 
 def _max_prompt_tokens(cfg: TrainConfig, lm: Any) -> int:
-    limit = max_positions(lm)
+    limit = max_positions(lm)  # an encoder-decoder has that many on either side
     if limit is None:
         return 2**31
     longest = max(cfg.generation.max_new_tokens, cfg.generation.eval.max_new_tokens or 0)
@@ -155,7 +156,7 @@ def _max_prompt_tokens(cfg: TrainConfig, lm: Any) -> int:
         raise ConfigError(f"{longest} new tokens leave no room for a prompt: the model has "
                           f"{limit} positions.", where="generation.max_new_tokens",
                           fix=f"set generation.max_new_tokens below {limit}")
-    return limit - longest
+    return limit if has_encoder(lm) else limit - longest
 
 
 def _warn_about_sampling(spec: SamplingSpec) -> None:
@@ -182,9 +183,10 @@ def _load_prompt_sets(cfg: TrainConfig, tokenizer: Any, lm: Any, objects: Python
     """Training and evaluation prompts, checked against what reward and metric ask for."""
     limit = _max_prompt_tokens(cfg, lm)
     prompts = load_prompts(cfg.prompts, tokenizer, seed=cfg.seed, max_prompt_tokens=limit,
-                           items=objects.prompts)
+                           items=objects.prompts, whole=has_encoder(lm))
     eval_prompts = load_eval_prompts(cfg.prompts, tokenizer, seed=cfg.seed, max_prompt_tokens=limit,
-                                     items=objects.eval_prompts, training=prompts)
+                                     items=objects.eval_prompts, training=prompts,
+                                     whole=has_encoder(lm))
     for columns in (prompts.columns, eval_prompts.columns):
         reward.check_columns(list(columns))
     if metric is not None:
@@ -199,7 +201,8 @@ def _load_eval_prompts(cfg: TrainConfig, tokenizer: Any, lm: Any, objects: Pytho
         return _load_prompt_sets(cfg, tokenizer, lm, objects, reward, metric)[1]
     found = load_eval_prompts(cfg.prompts, tokenizer, seed=cfg.seed,
                               max_prompt_tokens=_max_prompt_tokens(cfg, lm),
-                              items=objects.eval_prompts, training=PromptSet([], [], {}, []))
+                              items=objects.eval_prompts, training=PromptSet([], [], {}, []),
+                              whole=has_encoder(lm))
     for judge in (reward, metric):
         if judge is not None:
             judge.check_columns(list(found.columns))
@@ -214,7 +217,7 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
     """
     reward, metric = _build_judges(cfg, objects)
     tokenizer = load_tokenizer(cfg.model)
-    loaded = load_causal_lm(cfg.model)
+    loaded = load_lm(cfg.model)
     check_vocabulary(tokenizer, loaded.lm, cfg.model)
     prompts, eval_prompts = _load_prompt_sets(cfg, tokenizer, loaded.lm, objects, reward, metric)
     for note in prompts.notes:
@@ -256,7 +259,7 @@ def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObject
     if policy is not None and policy != cfg.model.path:
         own = replace(cfg.model, path=policy, tokenizer_path=None, revision=revision)
     tokenizer = load_tokenizer(own)
-    loaded = load_causal_lm(own)
+    loaded = load_lm(own)
     check_vocabulary(tokenizer, loaded.lm, own)
     eval_prompts = _load_eval_prompts(cfg, tokenizer, loaded.lm, objects, reward, metric)
     for note in eval_prompts.notes:

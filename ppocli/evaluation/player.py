@@ -28,7 +28,7 @@ from ppocli.data.spec import training_spec
 from ppocli.engine.backend import Backend
 from ppocli.engine.session import sampling_specs
 from ppocli.errors import ConfigError, InputError, OutOfMemoryError
-from ppocli.models.loading import LoadedLM, check_vocabulary, load_causal_lm, load_tokenizer
+from ppocli.models.loading import LoadedLM, check_vocabulary, load_lm, load_tokenizer
 from ppocli.models.prompting import BATCH, Answer, answer_prompts, check_lengths, prompt_ids
 from ppocli.models.sampling import SAMPLING_KEYS
 from ppocli.rewards.records import RewardRequest
@@ -89,7 +89,8 @@ class Player:
         Raises:
             ConfigError: a prompt without tokens, or one too long for the model.
         """
-        ids = prompt_ids(self.tokenizer, texts, rendered=chat)
+        ids = prompt_ids(self.tokenizer, texts, rendered=chat,
+                         whole=self.loaded.decoder_start is not None)
         check_lengths(self.loaded.lm, ids, self._spec(generation))
         return ids
 
@@ -108,7 +109,7 @@ class Player:
         """
         made = answer_prompts(self.loaded.lm, self.tokenizer, prompts, self._spec(generation),
                               seed=seed, num_samples=num_samples, first=first, batch=batch,
-                              poll=poll, show=show)
+                              start=self.loaded.decoder_start, poll=poll, show=show)
         while True:
             try:
                 with self.autocast():
@@ -135,7 +136,7 @@ def load_player(cfg: ModelConfig, name: str, backend: Backend | None = None) -> 
     Raises:
         InputError: model or tokenizer are missing or unusable.
     """
-    tokenizer, loaded = load_tokenizer(cfg), load_causal_lm(cfg)
+    tokenizer, loaded = load_tokenizer(cfg), load_lm(cfg)
     check_vocabulary(tokenizer, loaded.lm, cfg)
     if backend is None:
         return Player(name, tokenizer, loaded)

@@ -15,12 +15,12 @@ from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.config.schema import TrainConfig
 from ppocli.engine.card import (
     LIBRARY,
-    PIPELINE,
     TAGS,
     USER_BEGIN,
     USER_END,
     figure_rows,
     hub_name,
+    pipeline,
     reward_names,
     shown_model,
 )
@@ -53,6 +53,8 @@ class CardInputs:
     """what a reader passes to ``from_pretrained``"""
     chat: bool
     """the tokenizer has a chat template"""
+    pair: bool
+    """the model is an encoder-decoder"""
     value_head: list[str]
     """names of the value function's files"""
     curve: bool
@@ -85,7 +87,9 @@ def render_card(inputs: CardInputs, previous: str | None, mask: Mask) -> str:
     old = {} if previous is None else split_card(previous)[0]
     values: dict[str, Any] = {
         "user_begin": USER_BEGIN, "user_end": USER_END, "user_text": kept or PLACEHOLDER,
-        "metadata": metadata(inputs.facts, old).to_yaml().strip(), "version": __version__,
+        "metadata": metadata(inputs.facts, old, inputs.pair).to_yaml().strip(),
+        "version": __version__,
+        "auto": "AutoModelForSeq2SeqLM" if inputs.pair else "AutoModelForCausalLM",
         "title": escaped(inputs.facts.name), "dtype": inputs.dtype,
         "location": json.dumps(inputs.location), "value_head": inputs.value_head,
         "config": None, "command": None, "versions": _versions(inputs.facts.versions),
@@ -127,12 +131,13 @@ def _of_training(inputs: CardInputs, config: TrainConfig) -> dict[str, Any]:
         "trust": ", trust_remote_code=True" if config.model.trust_remote_code else ""}
 
 
-def metadata(facts: Facts, previous: dict[str, Any]) -> Any:
+def metadata(facts: Facts, previous: dict[str, Any], pair: bool) -> Any:
     """The card's front matter as ``huggingface_hub.ModelCardData``; keys that ``previous`` has
     and this training doesn't determine are kept."""
     from huggingface_hub import ModelCardData
 
-    own: dict[str, Any] = {"library_name": LIBRARY, "pipeline_tag": PIPELINE, "tags": list(TAGS)}
+    own: dict[str, Any] = {"library_name": LIBRARY, "pipeline_tag": pipeline(pair),
+                           "tags": list(TAGS)}
     if facts.base is not None:
         own |= facts.base.license
         if facts.base.hub_name is not None:
@@ -141,7 +146,7 @@ def metadata(facts: Facts, previous: dict[str, Any]) -> Any:
     if config is not None and (data_set := _hub_data_set(config.prompts.path)) is not None:
         own["datasets"] = [data_set]
     if config is not None and facts.after:
-        own |= {"model_name": facts.name, "eval_results": _results(facts, config)}
+        own |= {"model_name": facts.name, "eval_results": _results(facts, config, pipeline(pair))}
     kept = {key: value for key, value in previous.items()
             if key not in own and key not in ("model-index", "model_name", "eval_results")}
     if isinstance(previous.get("tags"), list):
@@ -149,14 +154,14 @@ def metadata(facts: Facts, previous: dict[str, Any]) -> Any:
     return ModelCardData(**own, **kept)
 
 
-def _results(facts: Facts, config: TrainConfig) -> list[Any]:
+def _results(facts: Facts, config: TrainConfig, task: str) -> list[Any]:
     from huggingface_hub import EvalResult
 
     source = config.prompts.eval.path or config.prompts.path
     data_set = _hub_data_set(source)
     shown = _eval_prompts(config)
     names = [name for name, _, _ in figure_rows(facts.before, facts.after)]
-    return [EvalResult(task_type=PIPELINE, dataset_type=data_set or "prompts", dataset_name=shown,
+    return [EvalResult(task_type=task, dataset_type=data_set or "prompts", dataset_name=shown,
                        metric_type=name, metric_name=_metric_name(name, config),
                        metric_value=facts.after[name])
             for name in names if math.isfinite(facts.after[name])]

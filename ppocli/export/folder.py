@@ -15,6 +15,7 @@ import yaml
 from ppocli.assets.model_files import TOKENIZER_FILES
 from ppocli.engine import faults
 from ppocli.engine.atomic import disk_fix, disk_sentence, format_bytes, free_bytes, sha256_file
+from ppocli.engine.card import is_encoder_decoder
 from ppocli.engine.publishing import publish_folder
 from ppocli.errors import CheckpointError, DiskError, InputError
 from ppocli.export.card import CARD, CardInputs, render_again, render_card
@@ -195,6 +196,7 @@ def _write_files(plan: ExportPlan, folder: Path, previous: str | None, mask: Mas
     else:
         card = render_card(
             CardInputs(facts, plan.written, location, chat=_has_chat_template(folder),
+                       pair=is_encoder_decoder(plan.source),
                        value_head=[path.name for path in plan.critic], curve=drawn is not None),
             previous, mask)
     _write_text(folder / CARD, card)

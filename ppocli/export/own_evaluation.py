@@ -93,11 +93,11 @@ def _loaded(target: Target, config: TrainConfig) -> tuple[str, dict[str, Any]]:
 
     from ppocli.engine.digests import weights_digest
     from ppocli.engine.session import sampling_specs
-    from ppocli.models.loading import load_causal_lm, load_tokenizer
+    from ppocli.models.loading import load_lm, load_tokenizer
 
     transformers_logging.disable_progress_bar()
     own = replace(config.model, path=target.model, tokenizer_path=None, revision=None)
-    loaded = load_causal_lm(own)
+    loaded = load_lm(own)
     spec = sampling_specs(config.generation, load_tokenizer(own), loaded)[1]
     return weights_digest(loaded.lm), json.loads(json.dumps(asdict(spec)))
 

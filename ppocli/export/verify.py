@@ -132,8 +132,10 @@ def _logits(folder: Path, ids: list[list[int]], in_fp32: bool, hub: dict[str, An
     import torch
     import transformers
 
-    model, info = _load(transformers.AutoModelForCausalLM, folder, hub, failure,
-                        output_loading_info=True, dtype="auto")
+    config = _load(transformers.AutoConfig, folder, hub, failure)
+    pair = bool(getattr(config, "is_encoder_decoder", False))
+    kind = transformers.AutoModelForSeq2SeqLM if pair else transformers.AutoModelForCausalLM
+    model, info = _load(kind, folder, hub, failure, output_loading_info=True, dtype="auto")
     wrong = [*info["missing_keys"], *map(str, info["mismatched_keys"])]
     if wrong:
         raise failure(f"The weights in {folder} do not fit the model: {sorted(wrong)[0]}.",
@@ -145,7 +147,13 @@ def _logits(folder: Path, ids: list[list[int]], in_fp32: bool, hub: dict[str, An
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     with torch.inference_mode():
-        found = [model(input_ids=torch.tensor([row])).logits[0].float() for row in ids]
+        found = []
+        for row in ids:
+            given = {"input_ids": torch.tensor([row])}
+            if pair:  # what the decoder says after its start and the same tokens
+                start = int(config.decoder_start_token_id or 0)
+                given["decoder_input_ids"] = torch.tensor([[start, *row[:-1]]])
+            found.append(model(**given).logits[0].float())
     layers = int(getattr(model.config.get_text_config(), "num_hidden_layers", 1) or 1)
     del model
     gc.collect()

@@ -13,7 +13,7 @@ from torch import nn
 
 from ppocli.models.layers import entered_at, layer_stack, layers_return_tuples, stack_owner, tapped
 from ppocli.models.layout import SequenceBatch
-from ppocli.models.trunk import response_hidden
+from ppocli.models.trunk import has_encoder, response_hidden
 
 
 class ValueTrunk(Protocol):
@@ -45,6 +45,8 @@ class ValueBranch(nn.Module):
 
     def __init__(self, lm: Any, num_layers: int) -> None:
         super().__init__()
+        if has_encoder(lm):
+            raise ValueError("a branch can't leave the decoder of an encoder-decoder")
         stack = layer_stack(lm)
         if not 0 < num_layers < len(stack):
             raise ValueError(f"a branch of {num_layers} layers does not fit a stack of "

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from ppocli.models.layout import right_padded
 from ppocli.models.sampling import SamplingSpec, choose
+from ppocli.models.trunk import logit_scale
 
 Watch = Callable[[torch.Tensor, torch.Tensor], None]
 """is shown tokens and mask [B, t] of the responses so far, on the model's device"""
@@ -52,6 +54,10 @@ class _Live:
     """[b, q]"""
     done: torch.Tensor
     """[b] bool"""
+    encoded: torch.Tensor | None = None
+    """[b, Q, D] what an encoder made of the prompts"""
+    encoder_mask: torch.Tensor | None = None
+    """[b, Q]"""
 
 
 def _ends_with_stop(tokenizer: Any, spec: SamplingSpec, tokens: torch.Tensor) -> torch.Tensor:
@@ -70,6 +76,10 @@ def _trunk_step(lm: Any, live: _Live, cache: Any, takes_positions: bool) -> torc
     """[b, D] the trunk's output at the newest position of every live row."""
     arguments: dict[str, Any] = {"input_ids": live.inputs, "past_key_values": cache,
                                  "use_cache": True}
+    if live.encoded is not None:
+        out = lm.get_decoder()(encoder_hidden_states=live.encoded,
+                               encoder_attention_mask=live.encoder_mask, **arguments)
+        return out.last_hidden_state[:, -1]
     if live.attention is not None:
         arguments["attention_mask"] = live.attention.long()
     if takes_positions:
@@ -90,14 +100,25 @@ def _compact(live: _Live, cache: Any) -> None:
     live.rows, live.inputs = live.rows[keep], live.inputs[keep]
     live.positions = live.positions[keep]
     live.done = live.done[keep]
-    if live.attention is not None:
-        live.attention = live.attention[keep]
+    for name in ("attention", "encoded", "encoder_mask"):
+        value = getattr(live, name)
+        if value is not None:
+            setattr(live, name, value[keep])
 
 
-def _first_live(prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor,
-                device: torch.device) -> _Live:
+def _first_live(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor,
+                device: torch.device, start: int | None) -> _Live:
     mask = prompt_mask.to(device)
     count = len(mask)
+    if start is not None:
+        tokens, there = right_padded(prompt_tokens.to(device), mask)
+        encoded = lm.get_encoder()(input_ids=tokens, attention_mask=there.long())
+        return _Live(
+            rows=torch.arange(count, device=device), attention=None,
+            inputs=torch.full((count, 1), start, device=device),
+            positions=torch.zeros(count, 1, dtype=torch.long, device=device),
+            done=torch.zeros(count, dtype=torch.bool, device=device),
+            encoded=encoded.last_hidden_state, encoder_mask=there.long())
     return _Live(
         rows=torch.arange(count, device=device), inputs=prompt_tokens.to(device),
         attention=None if bool(prompt_mask.all()) else mask,
@@ -107,15 +128,16 @@ def _first_live(prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor,
 
 @torch.no_grad()
 def generate(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, spec: SamplingSpec,
-             uniform: Any, *, tokenizer: Any, value_head: Any = None,
+             uniform: Any, *, tokenizer: Any, start: int | None = None, value_head: Any = None,
              poll: Callable[[], None] = lambda: None, watch: Watch = lambda *_: None) -> Generation:
     """Sample one response per prompt.
 
     Args:
-        lm: a transformers causal LM in eval mode.
+        lm: a transformers causal LM or encoder-decoder in eval mode.
         prompt_tokens, prompt_mask: [B, Q], padding on the left.
         uniform: [B, max_new_tokens] array in (0, 1); row i, column t decides token t of row i.
         tokenizer: used to find stop sequences.
+        start: the token that a decoder beside an encoder starts from; None for a causal LM.
         value_head: adds the value of the state before each token.
         poll: called before every token; may raise to stop.
         watch: shown all tokens so far after every token.
@@ -123,12 +145,13 @@ def generate(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, sp
     Returns:
         A :class:`Generation` with R = the longest response (at least 1).
     """
-    from transformers import DynamicCache
+    from transformers import DynamicCache, EncoderDecoderCache
 
     device = lm.base_model.device
     count, steps = len(prompt_tokens), spec.max_new_tokens
     noise = torch.as_tensor(uniform, dtype=torch.float64).to(device)
     head = lm.get_output_embeddings()
+    scale = logit_scale(lm)
     takes_positions = "position_ids" in inspect.signature(lm.base_model.forward).parameters
     stops = torch.tensor(spec.stop_ids, dtype=torch.long, device=device)
     tokens = torch.zeros(count, steps, dtype=torch.long, device=device)
@@ -136,13 +159,17 @@ def generate(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, sp
     logprobs = torch.zeros(count, steps, device=device)
     values = torch.zeros(count, steps, device=device)
     finished = torch.zeros(count, dtype=torch.bool, device=device)
-    live, cache = _first_live(prompt_tokens, prompt_mask, device), DynamicCache(config=lm.config)
+    live = _first_live(lm, prompt_tokens, prompt_mask, device, start)
+    cache: Any = DynamicCache(config=lm.config)
+    if start is not None:
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
     # asking the device whether rows are done costs a synchronisation; on a CPU it is free
     check_every = 1 if device.type == "cpu" else 8
     for t in range(steps):
         poll()
         hidden = _trunk_step(lm, live, cache, takes_positions)
-        chosen, lp = choose(head(hidden), noise[live.rows, t], spec, t, stops)
+        logits = head(hidden) if scale == 1.0 else head(hidden) * scale
+        chosen, lp = choose(logits, noise[live.rows, t], spec, t, stops)
         alive = ~live.done
         tokens[live.rows, t] = torch.where(alive, chosen, 0)
         mask[live.rows, t] = alive

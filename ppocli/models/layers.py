@@ -17,11 +17,16 @@ def layer_stack(lm: Any) -> nn.ModuleList:
     Raises:
         ValueError: no list of modules is as long as the model is deep.
     """
-    depth = lm.config.num_hidden_layers
-    for module in lm.base_model.modules():
+    config, trunk = lm.config, lm.base_model
+    depth = config.num_hidden_layers
+    if getattr(config, "is_encoder_decoder", False):
+        trunk = lm.get_decoder()
+        depth = next(value for name in ("num_decoder_layers", "decoder_layers")
+                     if (value := getattr(config, name, None)) is not None)
+    for module in trunk.modules():
         if isinstance(module, nn.ModuleList) and len(module) == depth:
             return module
-    raise ValueError(f"no stack of {depth} layers in {type(lm.base_model).__name__}")
+    raise ValueError(f"no stack of {depth} layers in {type(trunk).__name__}")
 
 
 def stack_owner(lm: Any) -> nn.Module:

@@ -1,5 +1,5 @@
-"""From a name or a folder to a tokenizer and a causal LM, with everything checked that transformers
-lets pass: a tokenizer without vocabulary, missing weights, ids beyond the embedding."""
+"""From a name or a folder to a tokenizer and a language model. What transformers lets pass is
+checked: a tokenizer without vocabulary, missing weights, ids beyond the embedding."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import torch
 from ppocli.assets.model_files import find_model
 from ppocli.config.schema import HardwareConfig, ModelConfig
 from ppocli.errors import InputError
+from ppocli.models.layout import SequenceBatch
+from ppocli.models.trunk import decoder_start, has_encoder, logit_scale, response_hidden
 
 log = logging.getLogger("ppocli")
 
@@ -21,7 +23,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class LoadedLM:
-    """A causal LM ready for PPO."""
+    """A causal LM or an encoder-decoder, ready for PPO."""
 
     lm: Any
     """eval mode, dropout rates zero, every parameter fp32"""
@@ -29,6 +31,8 @@ class LoadedLM:
     """its configuration as it came, to be saved with the trained weights"""
     generation_config: Any
     """its own generation defaults; read for EOS ids and saved again, never used to sample"""
+    decoder_start: int | None
+    """the token that the decoder of an encoder-decoder starts from; None for a causal LM"""
 
 
 def load_tokenizer(cfg: ModelConfig) -> Any:
@@ -88,29 +92,39 @@ def silence_dropout(module: torch.nn.Module) -> None:
             part.p = 0.0
 
 
-def load_causal_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32,
-                   key: str = "model.path") -> LoadedLM:
+def load_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32,
+            key: str = "model.path") -> LoadedLM:
     """Load ``cfg.path`` with every weight found in its files.
 
     Args:
         key: where the path comes from, for messages.
 
     Raises:
-        InputError: folder or Hub model missing or broken, not a causal LM, weights missing, or an
-            architecture whose logits are not a plain linear map of its trunk.
+        InputError: folder or Hub model missing or broken, neither a causal LM nor an
+            encoder-decoder, weights missing, or an architecture whose logits are not a plain linear
+            map of its trunk.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForSeq2SeqLM,
+        GenerationConfig,
+    )
 
     source, _ = find_model(cfg.path, key=key, revision=cfg.revision, needs="model")
     hub = {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code}
     attention = {"attn_implementation": cfg.attn_implementation} if cfg.attn_implementation else {}
     try:
         config = AutoConfig.from_pretrained(source, **hub)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        pair = _check_arch(cfg, config, key)
+        kind = AutoModelForSeq2SeqLM if pair else AutoModelForCausalLM
+        loaded: Any = kind.from_pretrained(
             source, config=without_dropout(config), dtype=dtype, output_loading_info=True,
             **hub, **attention)
         lm, info = loaded
-    except Exception as error:
+    except InputError:
+        raise
+    except Exception as error:  # transformers raises many kinds here, all about the folder
         raise InputError(f"The model {cfg.path} can't be loaded: {first_line(error)}",
                          where=key, fix="check the folder's config.json and "
                          "model.safetensors, or give another one") from error
@@ -120,12 +134,25 @@ def load_causal_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32,
                          f"(the first: {missing[0]}); they would be random.", where=key,
                          fix="give a complete checkpoint")
     generation_config = copy.deepcopy(lm.generation_config) or GenerationConfig()
+    start = decoder_start(lm)
     # the ids are checked by us; transformers' own padding check would synchronise at every call
     lm.config.pad_token_id = None
     lm.eval()
     silence_dropout(lm)
     _check_linear_head(lm, cfg.path, key)
-    return LoadedLM(lm, config, generation_config)
+    return LoadedLM(lm, config, generation_config, start)
+
+
+def _check_arch(cfg: ModelConfig, config: Any, key: str) -> bool:
+    """Whether the model is an encoder-decoder, as ``model.arch`` says or its configuration."""
+    pair = bool(getattr(config, "is_encoder_decoder", False))
+    wanted = {"auto": pair, "causal": False, "seq2seq": True}[cfg.arch]
+    if wanted != pair:
+        what = "an encoder-decoder" if pair else "a causal language model"
+        raise InputError(f"{cfg.path} is {what} ({config.model_type}), not {cfg.arch}.",
+                         where="model.arch" if key == "model.path" else key,
+                         fix="set model.arch=auto, or give another model")
+    return pair
 
 
 @torch.no_grad()
@@ -134,14 +161,20 @@ def _check_linear_head(lm: Any, name: str, key: str) -> None:
     more (soft caps, scaling) would be trained on wrong probabilities."""
     probe = torch.zeros(1, 2, dtype=torch.long, device=lm.device)
     head = lm.get_output_embeddings()
-    if head is not None and lm.base_model is not lm:
-        ours = head(lm.base_model(input_ids=probe, use_cache=False).last_hidden_state).float()
-        theirs = lm(input_ids=probe, use_cache=False).logits.float()
+    if head is not None and (lm.base_model is not lm or has_encoder(lm)):
+        both = torch.arange(2, device=lm.device)
+        given: dict[str, Any] = {"input_ids": probe}
+        batch = SequenceBatch(probe, both, both)
+        if has_encoder(lm):
+            given["decoder_input_ids"] = probe
+            batch = SequenceBatch(probe, both, both, probe, torch.ones_like(probe))
+        ours = (head(response_hidden(lm, batch)) * logit_scale(lm)).float()[None]
+        theirs = lm(use_cache=False, **given).logits.float()
         if ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3):
             return
     raise InputError(f"{type(lm).__name__} ({name}) does not compute its logits as a linear map of "
                      "its trunk's output; ppocli can't train it.", where=key,
-                     fix="use a causal LM of another architecture")
+                     fix="use a language model of another architecture")
 
 
 def check_vocabulary(tokenizer: Any, lm: Any, cfg: ModelConfig, *, key: str | None = None) -> None:
@@ -194,10 +227,10 @@ def load_reference(cfg: ModelConfig, hardware: HardwareConfig) -> Any:
     eval mode, no gradients."""
     dtype, path = DTYPES[cfg.dtype or hardware.precision], cfg.reference.path
     if path is None:
-        reference = load_causal_lm(cfg, dtype=dtype).lm
+        reference = load_lm(cfg, dtype=dtype).lm
     else:
         other = replace(cfg, path=path, revision=None)
-        reference = load_causal_lm(other, dtype=dtype, key="model.reference.path").lm
+        reference = load_lm(other, dtype=dtype, key="model.reference.path").lm
     for parameter in reference.parameters():
         parameter.requires_grad_(False)
     return reference

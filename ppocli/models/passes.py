@@ -14,7 +14,7 @@ from ppocli.models.head import HeadWeights, full_kl, token_logprobs
 from ppocli.models.layout import SequenceBatch, lay_out
 from ppocli.models.policy import Policy
 from ppocli.models.reference import Reference
-from ppocli.models.trunk import response_hidden
+from ppocli.models.trunk import logit_scale, response_hidden
 
 FIGURES = ("logprobs", "values", "ref_logprobs", "full_kl")
 
@@ -41,11 +41,12 @@ def rows_by_length(lengths: torch.Tensor, rows: int) -> Iterator[torch.Tensor]:
 
 
 def lay_out_rows(prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, out: Generation, size: int,
-                 device: torch.device) -> list[ForwardPass]:
+                 device: torch.device, decoder_start: int | None) -> list[ForwardPass]:
     """All samples that have response tokens, at most ``size`` rows a pass.
 
     Args:
         prompt_tokens, prompt_mask: [B, Q], padding on the left.
+        decoder_start: as of :func:`lay_out`.
     """
     lengths = prompt_mask.sum(1) + out.mask.sum(1)
     passes = []
@@ -54,7 +55,8 @@ def lay_out_rows(prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, out: Ge
         if not bool(mask.any()):
             continue
         row, column = mask.nonzero(as_tuple=True)
-        batch = lay_out(prompt_tokens[rows], prompt_mask[rows], out.tokens[rows], mask)
+        batch = lay_out(prompt_tokens[rows], prompt_mask[rows], out.tokens[rows], mask,
+                        decoder_start)
         passes.append(ForwardPass(batch.to(device), rows[row] * out.mask.shape[1] + column))
     return passes
 
@@ -67,8 +69,8 @@ def score_policy(policy: Policy, reference: Reference | None, one: ForwardPass, 
         hidden, branched = policy.trunk(one.batch)
     one.hidden = hidden if keep_hidden else None
     one.found["logprobs"], _ = token_logprobs(
-        hidden, policy.lm.get_output_embeddings(), one.batch.targets, temperature=temperature,
-        want_entropy=False)
+        hidden, policy.lm.get_output_embeddings(), one.batch.targets,
+        temperature=temperature / logit_scale(policy.lm), want_entropy=False)
     values = policy.values(one.batch, hidden, branched) if want_values else None
     if values is not None:
         one.found["values"] = values
@@ -86,7 +88,7 @@ def score_reference(reference: Reference, view: Any, one: ForwardPass, head: Hea
     with reference.entered(view, one.shared):
         hidden = response_hidden(view, one.batch)
     one.shared = []
-    ref_head = view.get_output_embeddings()
+    ref_head, temperature = view.get_output_embeddings(), temperature / logit_scale(view)
     one.found["ref_logprobs"], _ = token_logprobs(hidden, ref_head, one.batch.targets,
                                                   temperature=temperature, want_entropy=False)
     if one.hidden is not None:

@@ -12,7 +12,7 @@ from ppocli.models.critics import ScoreHead, ValueTrunk
 from ppocli.models.head import token_logprobs
 from ppocli.models.layers import layer_stack
 from ppocli.models.layout import SequenceBatch
-from ppocli.models.trunk import response_hidden
+from ppocli.models.trunk import has_encoder, logit_scale, response_hidden
 
 
 class PolicyOutput(NamedTuple):
@@ -111,16 +111,16 @@ class Policy(nn.Module):
         with torch.set_grad_enabled(torch.is_grad_enabled() and not value_only):
             hidden, shared = self.trunk(batch)
             logprobs, entropy = token_logprobs(
-                hidden, self.lm.get_output_embeddings(), batch.targets, temperature=temperature,
-                want_entropy=want_entropy)
+                hidden, self.lm.get_output_embeddings(), batch.targets,
+                temperature=temperature / logit_scale(self.lm), want_entropy=want_entropy)
         return PolicyOutput(logprobs, self.values(batch, hidden, shared), entropy)
 
 
 def freeze_bottom(lm: Any, num_layers_unfrozen: int) -> None:
     """Leave gradients only to the top ``num_layers_unfrozen`` layers and what follows them.
 
-    Embeddings and lower layers are frozen; the top layers, the final norm and an untied output
-    embedding train. -1 trains everything; a number beyond the depth does too.
+    Embeddings and lower layers are frozen, and an encoder too; the top layers, the final norm and
+    an untied output embedding train. -1 trains everything; a number beyond the depth does too.
 
     Raises:
         ValueError: when the stack of layers can't be found.
@@ -135,6 +135,8 @@ def freeze_bottom(lm: Any, num_layers_unfrozen: int) -> None:
         parameter.requires_grad_(False)
     in_stack = {id(p) for layer in layers for p in layer.parameters()}
     embedding = {id(p) for m in lm.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    if has_encoder(lm):
+        embedding |= {id(p) for p in lm.get_encoder().parameters()}
     for layer in layers[depth - num_layers_unfrozen:]:
         for parameter in layer.parameters():
             parameter.requires_grad_(True)

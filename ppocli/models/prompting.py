@@ -13,6 +13,7 @@ from ppocli.models.generation import Watch, generate
 from ppocli.models.loading import max_positions
 from ppocli.models.sampling import SamplingSpec
 from ppocli.models.text import decode_responses, response_ids
+from ppocli.models.trunk import has_encoder
 from ppocli.ppo.noise import USER, uniform
 
 BATCH = 64
@@ -82,8 +83,9 @@ def _certain(text: str, stops: Sequence[str]) -> str:
     return text[:len(text) - held].rstrip()
 
 
-def prompt_ids(tokenizer: Any, texts: Sequence[str], *, rendered: bool = False) -> list[list[int]]:
-    """The tokens of each prompt, ready to be continued.
+def prompt_ids(tokenizer: Any, texts: Sequence[str], *, rendered: bool = False, whole: bool = False
+               ) -> list[list[int]]:
+    """The tokens of each prompt, ready to be continued or, if ``whole``, for an encoder.
 
     Args:
         rendered: the texts are a chat template's output, which has all its special tokens written
@@ -96,7 +98,7 @@ def prompt_ids(tokenizer: Any, texts: Sequence[str], *, rendered: bool = False) 
     for text in texts:
         ids = list(tokenizer(text, add_special_tokens=not rendered, verbose=False)["input_ids"])
         # some tokenizers close a text with EOS; a prompt is to be continued
-        if not rendered and ids and ids[-1] == tokenizer.eos_token_id:
+        if not (rendered or whole) and ids and ids[-1] == tokenizer.eos_token_id:
             ids = ids[:-1]
         if not ids:
             raise ConfigError(f"The prompt {text!r} has no tokens.", fix="give some text")
@@ -112,7 +114,9 @@ def check_lengths(lm: Any, prompts: Sequence[Sequence[int]], spec: SamplingSpec)
     """
     limit = max_positions(lm)
     for number, ids in enumerate(prompts, start=1):
-        if limit is not None and len(ids) + spec.max_new_tokens > limit:
+        apart = has_encoder(lm)  # prompt and response have positions of their own
+        taken = max(len(ids), spec.max_new_tokens) if apart else len(ids) + spec.max_new_tokens
+        if limit is not None and taken > limit:
             which = "The prompt" if len(prompts) == 1 else f"Prompt {number}"
             tokens = f"{len(ids)} token{'s' if len(ids) > 1 else ''}"
             raise ConfigError(
@@ -123,12 +127,13 @@ def check_lengths(lm: Any, prompts: Sequence[Sequence[int]], spec: SamplingSpec)
 
 def answer_prompts(lm: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], spec: SamplingSpec, *,
                    seed: int, num_samples: int = 1, first: int = 0, batch: int = BATCH,
-                   poll: Callable[[], None] = lambda: None,
+                   start: int | None = None, poll: Callable[[], None] = lambda: None,
                    show: Callable[[str], None] | None = None) -> Iterator[list[Answer]]:
     """Sample responses, a batch at a time, all those to one prompt before those to the next.
 
     Args:
         prompts: P lists of token ids, checked by :func:`check_lengths`.
+        start: as of :func:`generate`.
         num_samples: responses to each prompt.
         first: number of the first prompt, for the random numbers.
         batch: samples decoded together.
@@ -141,23 +146,24 @@ def answer_prompts(lm: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], sp
     total = len(prompts) * num_samples
     if show is not None and total != 1:
         raise ValueError(f"{total} responses can't be shown as they come")
-    for start in range(0, total, batch):
-        places = [divmod(n, num_samples) for n in range(start, min(start + batch, total))]
+    for done in range(0, total, batch):
+        places = [divmod(n, num_samples) for n in range(done, min(done + batch, total))]
         rows = [list(prompts[i]) for i, _ in places]
         width = max(len(row) for row in rows)
         tokens = torch.tensor([[tokenizer.pad_token_id] * (width - len(row)) + row for row in rows])
         mask = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in rows])
         noise = uniform(seed, USER, [first + i + k * SAMPLES_APART for i, k in places],
                         spec.max_new_tokens)
-        stream = TextStream(tokenizer, rows[0], spec.stop_sequences)
-        out = generate(lm, tokens, mask, spec, noise, tokenizer=tokenizer, poll=poll,
+        before = [[]] * len(rows) if start is not None else rows
+        stream = TextStream(tokenizer, before[0], spec.stop_sequences)
+        out = generate(lm, tokens, mask, spec, noise, tokenizer=tokenizer, poll=poll, start=start,
                        watch=_watcher(stream, show))
         if not bool(torch.isfinite(out.logprobs).all()):
             raise DivergedError("The model's token probabilities are not finite.",
                                 fix="its weights are damaged, or diverged in training: choose "
                                 "another checkpoint")
         sampled = response_ids(out.tokens, out.mask)
-        texts = decode_responses(tokenizer, rows, sampled, spec.stop_sequences)
+        texts = decode_responses(tokenizer, before, sampled, spec.stop_sequences)
         if show is not None:
             show(stream.close(texts[0]))
         yield [Answer(i, k, text, ids, ended) for (i, k), text, ids, ended in

@@ -17,6 +17,7 @@ from ppocli.models.layers import (
     swapped_parameters,
     tapped,
 )
+from ppocli.models.trunk import has_encoder
 
 
 class Reference(Protocol):
@@ -136,6 +137,8 @@ def share_trunk(lm: Any, *, offload: bool = False) -> SharedReference:
     embeds = any(p.requires_grad for m in lm.modules() if isinstance(m, torch.nn.Embedding)
                  for p in m.parameters() if id(p) in below)
     border = 0 if embeds or not any(trains) else trains.index(True)
+    if has_encoder(lm):
+        border = 0  # a decoder's layers need more than the states of the layer below
     return SharedReference(frozen, border, _check_entry(lm, stack, border))
 
 

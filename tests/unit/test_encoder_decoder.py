@@ -1,0 +1,161 @@
+"""Encoder-decoders: the same invariants as for causal models, and transformers' own numbers."""
+
+import pytest
+import torch
+from helpers import PAIRS, make_tokenizer, ppocli, save_lm
+from runs import assert_equal_runs, copied, resumed
+from sessions import rollout_of, session_of, small_config
+from test_invariants import experience_of, gradients
+from test_shared_reference import count_letters
+from transformers import AutoModelForSeq2SeqLM
+
+from ppocli.config.schema import PromptsConfig
+from ppocli.data.prompt_set import load_prompts
+from ppocli.engine.optimize import optimize
+from ppocli.engine.stop import StopFlag
+from ppocli.errors import InputError
+from ppocli.models.loading import load_lm
+from ppocli.models.trunk import logit_scale
+
+
+def pair_config(tmp_path, kind, **over):
+    save_lm(tmp_path / "lm", kind, gain=2.0)
+    return small_config(tmp_path, ppo__chunk_size=5, **over)
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+@pytest.mark.parametrize("source", ["decode", "forward"])
+def test_logprobs_are_those_of_transformers_at_the_temperature(tmp_path, kind, source):
+    cfg = pair_config(tmp_path, kind, generation__temperature=0.7, ppo__logprobs_from=source,
+                      generation__stop_token_ids=[4, 5, 6, 7, 8, 9])
+    with session_of(cfg) as session:
+        rollout = rollout_of(session)
+    lm = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "lm").eval()
+    start = lm.config.decoder_start_token_id
+    assert len(set(rollout.response_mask.sum(1).tolist())) > 1
+    for i in range(len(rollout)):
+        prompt = rollout.prompts.tokens[i][rollout.prompts.mask[i]]
+        response = rollout.response_tokens[i][rollout.response_mask[i]]
+        with torch.no_grad():
+            logits = lm(input_ids=prompt[None], decoder_input_ids=torch.cat(
+                [torch.tensor([start]), response[:-1]])[None]).logits[0]
+        wanted = torch.log_softmax(logits / 0.7, -1).gather(1, response[:, None])[:, 0]
+        got = rollout.logprobs[i][rollout.response_mask[i]]
+        torch.testing.assert_close(got, wanted, rtol=0, atol=2e-5)
+        torch.testing.assert_close(rollout.ref_logprobs[i][rollout.response_mask[i]], wanted,
+                                   rtol=0, atol=2e-5)
+    assert rollout.kl.abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_with_learning_rate_zero_every_ratio_is_one(tmp_path, kind):
+    cfg = pair_config(tmp_path, kind, ppo__optimizer__lr=0.0)
+    with session_of(cfg, reward=count_letters) as session:
+        experience, state = experience_of(session)
+        result = optimize(session, experience, state, StopFlag())
+    assert result.terms["max_log_ratio"] <= 1e-5
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_the_gradient_does_not_depend_on_the_micro_batch(tmp_path, kind):
+    found = []
+    for micro in (None, 3):
+        cfg = pair_config(tmp_path, kind, ppo__micro_batch_size=micro, ppo__mini_batch_size=16)
+        with session_of(cfg, reward=count_letters) as session:
+            experience, _ = experience_of(session)
+            found.append(gradients(session, experience)[0])
+    assert any(".encoder." in name and grad.abs().max() > 0 for name, grad in found[0].items())
+    for name, grad in found[0].items():
+        torch.testing.assert_close(found[1][name], grad, rtol=2e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_the_rollout_does_not_depend_on_the_chunk(tmp_path, kind):
+    found = []
+    for chunk in (2, 16):
+        save_lm(tmp_path / "lm", kind, gain=2.0)
+        with session_of(small_config(tmp_path, ppo__chunk_size=chunk)) as session:
+            found.append(rollout_of(session))
+    assert torch.equal(found[0].response_tokens, found[1].response_tokens)
+    torch.testing.assert_close(found[0].values, found[1].values, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_only_the_decoder_s_top_trains_if_wanted(tmp_path, kind):
+    cfg = pair_config(tmp_path, kind, model__num_layers_unfrozen=1, ppo__optimizer__lr=0.01)
+    with session_of(cfg, reward=count_letters) as session:
+        trained = {n for n, p in session.policy.lm.named_parameters() if p.requires_grad}
+        assert trained
+        assert not any(".encoder." in name or "shared" in name for name in trained)
+        experience, state = experience_of(session)
+        optimize(session, experience, state, StopFlag())
+        later = rollout_of(session, start=100)
+    lm = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "lm").eval()
+    response = later.response_tokens[0][later.response_mask[0]]
+    prompt = later.prompts.tokens[0][later.prompts.mask[0]]
+    with torch.no_grad():
+        logits = lm(input_ids=prompt[None], decoder_input_ids=torch.cat(
+            [torch.tensor([lm.config.decoder_start_token_id]), response[:-1]])[None]).logits[0]
+    wanted = torch.log_softmax(logits, -1).gather(1, response[:, None])[:, 0]
+    torch.testing.assert_close(later.ref_logprobs[0][later.response_mask[0]], wanted, rtol=0,
+                               atol=2e-5)
+    assert later.kl.abs().max() > 1e-4
+
+
+def test_t5_scales_its_states_where_embeddings_are_tied(tmp_path):
+    lm = load_lm(small_config(save_lm(tmp_path / "a" / "lm", "t5").parent).model).lm
+    assert logit_scale(lm) == pytest.approx(32 ** -0.5)
+    untied = save_lm(tmp_path / "b" / "lm", "t5", tie_word_embeddings=False)
+    assert logit_scale(load_lm(small_config(untied.parent).model).lm) == 1.0
+
+
+def test_a_model_of_the_other_kind_is_refused(tmp_path):
+    for kind, arch, what in (("t5", "causal", "an encoder-decoder"),
+                             ("gpt2", "seq2seq", "a causal language model")):
+        cfg = small_config(save_lm(tmp_path / kind / "lm", kind).parent, model__arch=arch)
+        with pytest.raises(InputError, match=what) as caught:
+            load_lm(cfg.model)
+        assert caught.value.where == "model.arch"
+
+
+def test_what_a_tokenizer_puts_behind_a_text_goes_to_an_encoder_only():
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = make_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="$A <eos>", special_tokens=[("<eos>", tokenizer.eos_token_id)])
+    cfg = PromptsConfig(items=["the film was good", "it"], max_length=3)
+    end = tokenizer.eos_token_id
+    causal, encoder = (load_prompts(cfg, tokenizer, seed=0, max_prompt_tokens=9, whole=whole)
+                       for whole in (False, True))
+    film, was, good, it = tokenizer.convert_tokens_to_ids(["film", "was", "good", "it"])
+    assert causal.token_ids == [[film, was, good], [it]]
+    assert encoder.token_ids == [[was, good, end], [it, end]]
+
+
+def test_train_resume_export_eval_and_generate(tmp_path, command, monkeypatch):
+    """What a user does, with an encoder-decoder."""
+    monkeypatch.chdir(tmp_path)
+    save_lm(tmp_path / "t5", "t5", gain=2.0)
+    (tmp_path / "prompts.txt").write_text("the film\ni saw\nthis plot was\nit\n")
+    (tmp_path / "letters.py").write_text(
+        "def letters(outputs, **_):\n    return [len(o) / 10 for o in outputs]\n")
+    words = ["model.path=t5", "prompts.path=prompts.txt", "reward.fn=letters.py:letters",
+             "ppo.num_steps=2", "ppo.num_rollouts=8", "ppo.mini_batch_size=4",
+             "generation.max_new_tokens=6", "checkpoint.every_steps=1", "checkpoint.keep_last=9",
+             "hardware.device=cpu"]
+    done = command(*words, "run_name=straight")
+    assert done.code == 0, done.said
+    stopped = copied(tmp_path / "runs/straight", tmp_path / "runs/stopped", 1)
+    resumed(stopped)
+    assert_equal_runs(tmp_path / "runs/straight", stopped)
+    model, info = AutoModelForSeq2SeqLM.from_pretrained("runs/straight/model",
+                                                        output_loading_info=True)
+    assert not info["missing_keys"]
+    assert model.generation_config.decoder_start_token_id == 0
+    for line in (["export", "runs/straight", "-o", "out"],
+                 ["eval", "runs/straight", "--limit", "2"],
+                 ["generate", "runs/straight", "--prompt", "the film"]):
+        done = ppocli(*line, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert "AutoModelForSeq2SeqLM" in (tmp_path / "out/README.md").read_text()
