@@ -34,14 +34,17 @@ from ppocli.config.resolved import (
 )
 from ppocli.config.schema import HardwareConfig, TrainConfig
 from ppocli.engine.atomic import disk_errors
+from ppocli.engine.launched import find_launch
 from ppocli.engine.outcomes import NODE_FAILED
 from ppocli.engine.run_folder import probe_writable, reserved
 from ppocli.errors import CheckpointError, ConfigError, InputError
 from ppocli.preflight import check_inputs
+from ppocli.together import start_of
 
 if TYPE_CHECKING:
     from ppocli.engine.console import DisplayMode
     from ppocli.engine.session import PythonObjects
+    from ppocli.together import Meeting
 
 log = logging.getLogger("ppocli")
 
@@ -64,7 +67,7 @@ class RunOutcome:
 def launch(config: TrainConfig, *, fresh_process: bool = False,
            objects: PythonObjects | None = None, resume_from: Path | None = None,
            name_hint: str = "run", say: Callable[[str], None] = log.info,
-           display: DisplayMode = "auto") -> RunOutcome:
+           display: DisplayMode = "auto", meeting: Meeting | None = None) -> RunOutcome:
     """Run one configuration to its end.
 
     Args:
@@ -76,8 +79,10 @@ def launch(config: TrainConfig, *, fresh_process: bool = False,
         name_hint: what a run without ``run_name`` is called, before its time stamp.
         say: where notes for the user go.
         display: what a person is shown of the run.
+        meeting: where the ranks that a launcher has started meet, of which this is the first.
 
     Raises:
+        ConfigError: a launcher has started this process among others, and there is no meeting.
         CheckpointError: the folder is in use or holds another run, or a changed key forbids to
             resume.
         DiskError: the folder can't be written.
@@ -85,6 +90,8 @@ def launch(config: TrainConfig, *, fresh_process: bool = False,
     """
     if fresh_process and objects is not None:
         raise ValueError("Python objects can't be handed to a fresh process")
+    if meeting is None:
+        _refuse_ranks()
     config = noting_objects(with_absolute_paths(config, Path.cwd()), objects)
     if config.hardware.node_rank > 0:
         return _join(config, resume_from, say, display)
@@ -100,7 +107,7 @@ def launch(config: TrainConfig, *, fresh_process: bool = False,
                 with disk_errors(run_dir / NEXT_CONFIG_FILE):
                     write_config(config, run_dir / NEXT_CONFIG_FILE)
                 say(f"{run_dir}: loading {config.model.path}")
-                return _run(run_dir, True, fresh_process, objects, display)
+                return _run(run_dir, True, fresh_process, objects, display, meeting)
             finally:
                 # still there only if the run did not go on: its own configuration stays as it was
                 (run_dir / NEXT_CONFIG_FILE).unlink(missing_ok=True)
@@ -116,7 +123,7 @@ def launch(config: TrainConfig, *, fresh_process: bool = False,
                 write_config(settled, run_dir / CONFIG_FILE)
             # the libraries alone take seconds to load
             say(f"{run_dir}: loading {config.model.path}")
-            return _run(run_dir, False, fresh_process, objects, display)
+            return _run(run_dir, False, fresh_process, objects, display, meeting)
 
 
 def _join(config: TrainConfig, resume_from: Path | None, say: Callable[[str], None],
@@ -139,6 +146,35 @@ def _join(config: TrainConfig, resume_from: Path | None, say: Callable[[str], No
     resume = resume_from is not None or config.resume == "auto"
     return _start(run_dir, "ppocli.elastic", resume, display,
                   [f"--node-rank={config.hardware.node_rank}"])
+
+
+def follow(meeting: Meeting) -> None:
+    """Take part, as another rank than 0, in the run that rank 0 tells of at the meeting.
+
+    Raises:
+        PpocliError: whatever ended the run.
+        SystemExit: with the exit code of ranks that were started here, on a node of its own.
+    """
+    start = meeting.wait()
+    if start is None:
+        return
+    if not start.as_nodes:
+        _work(Path(start.run_dir), None, start.resume, "quiet", joined=True)
+        return
+    done = _start(Path(start.run_dir), "ppocli.elastic", start.resume, start.display,
+                  [f"--node-rank={meeting.launched.rank}"])
+    if done.exit_code:
+        raise SystemExit(done.exit_code)
+
+
+def _refuse_ranks() -> None:
+    launched = find_launch(os.environ)
+    if launched is not None and launched.world > 1:
+        raise ConfigError(
+            f"{launched.by} has started {launched.world} processes, and this starts its own.",
+            where="WORLD_SIZE or srun's number of tasks",
+            fix="start one process, with hardware.num_processes; or use the command, which takes "
+                "its place among them: torchrun ... -m ppocli train ...")
 
 
 def _start(run_dir: Path, module: str, resume: bool, display: DisplayMode,
@@ -295,8 +331,15 @@ def _removed_if_nothing_came(run_dir: Path) -> Iterator[None]:
 
 
 def _run(run_dir: Path, resume: bool, fresh_process: bool,
-         objects: PythonObjects | None, display: DisplayMode) -> RunOutcome:
-    several = needs_launcher(read_config(next_config(run_dir)).hardware)
+         objects: PythonObjects | None, display: DisplayMode, meeting: Meeting | None
+         ) -> RunOutcome:
+    config = read_config(next_config(run_dir))
+    several = needs_launcher(config.hardware)
+    if meeting is not None:
+        start = start_of(run_dir, resume, display, config, meeting.launched)
+        meeting.tell(start)
+        if not start.as_nodes:
+            return _work(run_dir, objects, resume, display, joined=True)
     if several and objects is not None:
         raise ConfigError("Python objects can't be handed to several processes.",
                           where="hardware.num_processes, hardware.zero_stage",
@@ -304,13 +347,19 @@ def _run(run_dir: Path, resume: bool, fresh_process: bool,
     if fresh_process or several:
         return _start(run_dir, "ppocli.elastic" if several else "ppocli.worker", resume, display,
                       [f"--reserved-by={os.getpid()}"] * resume)
+    return _work(run_dir, objects, resume, display)
+
+
+def _work(run_dir: Path, objects: PythonObjects | None, resume: bool, display: DisplayMode,
+          joined: bool = False) -> RunOutcome:
+    """Run in this process, as one of a launcher's ranks if ``joined``."""
     # `python -m` has the current folder on its path, a console script hasn't
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     from ppocli.worker import run_worker
 
     result = run_worker(run_dir, objects=objects, resume=resume, display=display,
-                        reserved_by=os.getpid() if resume else None)
+                        reserved_by=os.getpid() if resume else None, joined=joined)
     return RunOutcome(run_dir, 0, result.model_dir, result.summary)
 
 

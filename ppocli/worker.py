@@ -75,7 +75,8 @@ class RunResult:
 
 
 def run_worker(run_dir: Path, *, objects: PythonObjects | None = None, resume: bool = False,
-               display: DisplayMode = "auto", reserved_by: int | None = None) -> RunResult:
+               display: DisplayMode = "auto", reserved_by: int | None = None,
+               joined: bool = False) -> RunResult:
     """Train in this process.
 
     Args:
@@ -84,6 +85,8 @@ def run_worker(run_dir: Path, *, objects: PythonObjects | None = None, resume: b
         resume: go on from the newest valid checkpoint.
         display: what a person is shown.
         reserved_by: the process that keeps the folder for this one.
+        joined: one of the ranks of somebody else's launcher, which may hand a signal on that the
+            terminal sends as well.
 
     Raises:
         PpocliError: with the exit code of its kind; checkpoints are kept and the message says how
@@ -92,11 +95,12 @@ def run_worker(run_dir: Path, *, objects: PythonObjects | None = None, resume: b
     run_dir = run_dir.resolve()
     folder = RunFolder(run_dir)
     cfg = read_config(next_config(run_dir) if resume else folder.config)
+    settle = 2.0 if joined else 0.0
     if my_rank() > 0:  # rank 0 alone holds the folder and speaks
-        with open_silence() as shown, catch_signals() as stop:
+        with open_silence() as shown, catch_signals(settle) as stop:
             return _run(cfg, folder, PythonObjects(), resume, shown, stop)
     with lock(run_dir, reserved_by=reserved_by), open_display(folder.log, display) as shown, \
-            catch_signals() as stop:
+            catch_signals(settle) as stop:
         return _run(cfg, folder, objects or PythonObjects(), resume, shown, stop)
 
 

@@ -74,7 +74,10 @@ def _options(
             help="Install completion for this shell (see: ppocli completion).")] = False,
         show_completion: Annotated[bool, typer.Option(
             "--show-completion", callback=_show_completion, is_eager=True,
-            help="Print the completion script of this shell.")] = False) -> None:
+            help="Print the completion script of this shell.")] = False,
+        local_rank: Annotated[int | None, typer.Option(
+            "--local_rank", "--local-rank", hidden=True,
+            help="What DeepSpeed's launcher adds; LOCAL_RANK says the same.")] = None) -> None:
     """Options before the command."""
     set_manner(quiet=quiet, verbose=verbose, no_color=no_color)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from os.path import isdir
@@ -9,8 +10,10 @@ from os.path import isdir
 from ppocli.cli.output import display_mode, ignore_broken_pipes, say
 
 
-def run_words(words: Sequence[str], *, dry_run: bool = False) -> None:
+def run_words(words: Sequence[str], *, dry_run: bool = False, resumed: str | None = None) -> None:
     """Train with the words of the command line, sweep with ``-m``, or let Hydra print.
+
+    With ``resumed``, a run's folder or name, go on with that run.
 
     The last line on standard output is the path of the trained model's folder. With ``dry_run``
     everything is loaded and tried, but nothing is trained or written.
@@ -18,6 +21,17 @@ def run_words(words: Sequence[str], *, dry_run: bool = False) -> None:
     Raises:
         PpocliError: whatever keeps the run from its end.
     """
+    from ppocli.engine.launched import find_launch
+
+    def own_words() -> list[str]:
+        return list(words) if resumed is None else resume_words(resumed, words)
+
+    launched = find_launch(os.environ)
+    if launched is not None and not dry_run:
+        from ppocli.cli.ranked import train_as_rank
+
+        train_as_rank(launched, own_words)
+    words = own_words()
     if dry_run:
         from ppocli.cli.validate import validate_words
 

@@ -37,8 +37,12 @@ def working(fix: str | None = None) -> Iterator[StopFlag]:
         fix: how to go on after a stop, for the message.
 
     Raises:
+        ConfigError: a launcher has started several processes of this command.
         StoppedError: a signal asked to stop and the work reached a safe point.
     """
+    from ppocli.cli.ranked import refuse_several
+
+    refuse_several("This command")
     from transformers.utils import logging as transformers_logging
 
     from ppocli.engine.stop import StopRequested, catch_signals

@@ -72,7 +72,8 @@ def find_problems(config: TrainConfig, sources: Mapping[str, str] | None = None,
         sources: where each key's value came from ("command line", a file); a key that is not in
             it has its default.
         handed_in: the keys whose place is taken by a Python object given to ``ppocli.train()``,
-            of ``reward.fn``, ``reward.metric_fn``, ``prompts.items``, ``prompts.eval.items``.
+            of ``reward.fn``, ``reward.metric_fn``, ``prompts.items``, ``prompts.eval.items``; or
+            that a launcher provides, of ``hardware.rdzv_endpoint``, ``run_name``.
     """
     sources = sources or {}
     found = range_problems(config, sources)
@@ -289,14 +290,15 @@ def _hardware(config: TrainConfig, handed_in: frozenset[str]) -> Found:
     if hardware.deepspeed_config is not None and hardware.zero_stage == 0:
         yield (("hardware.deepspeed_config", "hardware.zero_stage"),
                "DeepSpeed is used with zero_stage 1 to 3 only")
-    if hardware.num_nodes > 1 and hardware.rdzv_endpoint is None:
+    if hardware.num_nodes > 1 and hardware.rdzv_endpoint is None \
+            and "hardware.rdzv_endpoint" not in handed_in:
         yield (("hardware.num_nodes", "hardware.rdzv_endpoint"),
                f"{hardware.num_nodes} nodes need a place to meet: "
                "hardware.rdzv_endpoint=HOST-OF-NODE-0:29500")
     if hardware.node_rank >= hardware.num_nodes:
         yield (("hardware.node_rank", "hardware.num_nodes"),
                f"node_rank {hardware.node_rank} must be below num_nodes {hardware.num_nodes}")
-    if hardware.num_nodes > 1 and config.run_name is None:
+    if hardware.num_nodes > 1 and config.run_name is None and "run_name" not in handed_in:
         yield (("hardware.num_nodes", "run_name"), "all nodes write into one run folder: give it a "
                "name with run_name=NAME")
 

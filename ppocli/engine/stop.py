@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from time import sleep
+from time import monotonic, sleep
 from types import FrameType
 from typing import Any
 
@@ -107,22 +107,30 @@ def stop_when_closed(descriptor: int, *, leave_after: float | None = None) -> No
 
 
 @contextmanager
-def catch_signals() -> Iterator[StopFlag]:
+def catch_signals(settle_seconds: float = 0.0) -> Iterator[StopFlag]:
     """Make SIGINT, SIGTERM and SIGHUP set the yielded flag; restore the old handlers at the end.
 
     The second signal flushes the streams and ends the process at once with 128 + its number (130,
     143; a hang-up counts as SIGTERM). A SIGHUP that was already ignored (``nohup``) stays ignored.
     Outside the main thread, where Python allows no handlers, the flag is never set by a signal.
+
+    Args:
+        settle_seconds: what comes within this time of the first signal is the same request.
     """
     flag = StopFlag()
     if threading.current_thread() is not threading.main_thread():
         yield flag
         return
 
+    settled_at = [0.0]
+
     def handle(number: int, frame: FrameType | None) -> None:
         number = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
         if flag.requested is not None:
+            if monotonic() < settled_at[0]:
+                return
             _leave_at_once(number)
+        settled_at[0] = monotonic() + settle_seconds
         flag.request(number)
 
     caught = [signal.SIGINT, signal.SIGTERM]

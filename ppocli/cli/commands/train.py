@@ -85,7 +85,7 @@ def resume(run: Annotated[str, typer.Argument(metavar="RUN", autocompletion=comp
       ppocli resume runs/NAME
       ppocli resume runs/NAME ppo.total_episodes=4000
     """
-    from ppocli.cli.train import resume_words, run_words
+    from ppocli.cli.train import run_words
 
     set_manner(plain=no_progress)
-    ending(lambda: run_words(resume_words(run, overrides or []), dry_run=dry_run))
+    ending(lambda: run_words(overrides or [], dry_run=dry_run, resumed=run))

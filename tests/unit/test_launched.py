@@ -1,0 +1,141 @@
+"""What launchers set in the environment, as their documentation has it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ppocli.config.schema import HardwareConfig, TrainConfig
+from ppocli.engine.launched import Launched, find_launch, hosts_of
+from ppocli.errors import ConfigError
+from ppocli.together import placed
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "first", "MASTER_PORT": "29400", "TORCHELASTIC_RUN_ID": "none"}
+DEEPSPEED = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2",
+             "CROSS_RANK": "1", "CROSS_SIZE": "2", "MASTER_ADDR": "first", "MASTER_PORT": "29500"}
+# what sbatch --nodes=2 --ntasks-per-node=2 gives to its script, which is one process
+BATCH = {"SLURM_JOB_ID": "4217", "SLURM_JOBID": "4217", "SLURM_NTASKS": "4", "SLURM_NPROCS": "4",
+         "SLURM_NNODES": "2", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS_PER_NODE": "2",
+         "SLURM_JOB_NODELIST": "gpu[07-08]", "SLURM_NODELIST": "gpu[07-08]",
+         "SLURM_TASKS_PER_NODE": "2(x2)", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
+         "SLURM_NODEID": "0", "SLURM_TASK_PID": "77"}
+# and what srun adds for a task of its own
+TASK = {**BATCH, "SLURM_STEP_ID": "0", "SLURM_STEPID": "0", "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "gpu[07-08]",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_PROCID": "3", "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "1"}
+ONE_A_NODE = {**TASK, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+              "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
+
+
+@pytest.mark.parametrize(("nodelist", "hosts"), [
+    ("gpu1", ["gpu1"]),
+    ("node[01-03,07],gpu2", ["node01", "node02", "node03", "node07", "gpu2"]),
+    ("n[8-11]", ["n8", "n9", "n10", "n11"]),
+    ("n[098-101]-ib", ["n098-ib", "n099-ib", "n100-ib", "n101-ib"]),
+    ("r[1-2]n[3,5]", ["r1n3", "r1n5", "r2n3", "r2n5"]),
+    ("a-b.c,d[1]", ["a-b.c", "d1"]), ("", [])])
+def test_the_short_form_of_hosts_is_written_out(nodelist, hosts):
+    assert list(hosts_of(nodelist)) == hosts
+
+
+@pytest.mark.parametrize(("environ", "by"), [
+    (TORCHRUN, "torchrun"), (DEEPSPEED, "deepspeed"), ({**TASK, **TORCHRUN}, "torchrun")])
+def test_ranks_of_launchers(environ, by):
+    found = find_launch(environ)
+    assert found is not None
+    assert (found.by, found.rank, found.world, found.local_rank, found.local_world) == (
+        by, 3, 4, 1, 2)
+    assert (found.address, found.on_each_node) == ("first", False)
+
+
+@pytest.mark.parametrize("environ", [
+    {}, BATCH, {**BATCH, "SLURM_STEP_ID": "4294967291"},
+    {**BATCH, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"},
+    {**TASK, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, {"WORLD_SIZE": "4"},
+    {"RANK": "0", "WORLD_SIZE": "1"}, {"MASTER_ADDR": "x", "MASTER_PORT": "1"}],
+    ids=["laptop", "sbatch", "batch step", "salloc's shell", "srun of one", "no rank", "world of 1",
+         "only an address"])
+def test_one_process_is_taken_for_one(environ):
+    assert find_launch(environ) is None
+
+
+def test_tasks_of_srun_are_ranks():
+    found = find_launch(TASK)
+    assert found == Launched("srun", 3, 4, 1, 2, "gpu07", found.port)
+    assert found.variables() == {
+        "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "gpu07", "MASTER_PORT": str(found.port)}
+    assert 15000 <= found.port < 30000
+    assert found.port % 2 == 0
+    assert find_launch({**TASK, "SLURM_PROCID": "0"}).port == found.port
+    assert find_launch({**TASK, "SLURM_STEP_ID": "1"}).port != found.port
+    given = find_launch({**TASK, "MASTER_ADDR": "gpu08", "MASTER_PORT": "31000"})
+    assert (given.address, given.port) == ("gpu08", 31000)
+
+
+@pytest.mark.parametrize(("environ", "text"), [
+    ({"RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK and MASTER_ADDR and MASTER_PORT not"),
+    ({**TORCHRUN, "RANK": "4"}, "RANK=4, WORLD_SIZE=4"),
+    ({**TORCHRUN, "MASTER_PORT": "none"}, "MASTER_PORT is 'none', no whole number"),
+    ({**TASK, "SLURM_LOCALID": ""}, "SLURM_LOCALID is ''")])
+def test_an_environment_that_makes_no_sense_is_refused(environ, text):
+    with pytest.raises(ConfigError, match=text):
+        find_launch(environ)
+
+
+def hardware(environ, *, given=(), more=None, **keys) -> HardwareConfig:
+    config = replace(TrainConfig(), hardware=HardwareConfig(**keys))
+    return placed(config, find_launch(environ), frozenset(f"hardware.{name}" for name in given),
+                  more or {}).hardware
+
+
+def test_the_launcher_says_how_many():
+    for environ in (TORCHRUN, DEEPSPEED, TASK):
+        found = hardware(environ, num_processes=8, zero_stage=2)
+        assert (found.num_processes, found.num_nodes, found.rdzv_endpoint) == (2, 2, None)
+    with pytest.raises(ConfigError, match="num_processes is 4, but torchrun has started 4"):
+        hardware(TORCHRUN, given=["num_processes"], num_processes=4)
+    with pytest.raises(ConfigError, match="num_nodes is 3, but srun"):
+        hardware(TASK, given=["num_nodes", "num_processes"], num_nodes=3, num_processes=2)
+    assert hardware(TASK, given=["num_nodes", "num_processes"], num_nodes=2,
+                    num_processes=2).num_nodes == 2
+    plain = {name: TORCHRUN[name] for name in TORCHRUN if name != "LOCAL_WORLD_SIZE"}
+    assert hardware(plain).num_processes == 4
+    assert hardware(plain, given=["num_nodes"], num_nodes=2).num_processes == 2
+    uneven = {**TASK, "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "2,1",
+              "SLURM_PROCID": "2", "SLURM_LOCALID": "0"}
+    assert (hardware(uneven).num_processes, hardware(uneven).num_nodes) == (3, 1)
+
+
+def test_one_task_a_node_is_a_node_where_it_is_to_start_ranks():
+    found = hardware(ONE_A_NODE, num_processes=4)
+    port = find_launch(ONE_A_NODE).port
+    assert (found.num_processes, found.num_nodes) == (4, 2)
+    assert found.rdzv_endpoint == f"gpu07:{port + 1}"
+    assert hardware(ONE_A_NODE, num_processes=4, rdzv_endpoint="x:1").rdzv_endpoint == "x:1"
+    found = hardware(ONE_A_NODE)
+    assert (found.num_processes, found.num_nodes, found.rdzv_endpoint) == (1, 2, None)
+
+
+@pytest.mark.parametrize(("told", "keys", "text"), [
+    ({"ACCELERATE_MIXED_PRECISION": "bf16"}, {}, "mixed precision bf16, but hardware.precision"),
+    ({"ACCELERATE_MIXED_PRECISION": "fp16"}, {"precision": "bf16"}, "mixed precision fp16"),
+    ({"ACCELERATE_USE_DEEPSPEED": "true"}, {}, "DeepSpeed, but hardware.zero_stage is 0"),
+    ({"ACCELERATE_USE_FSDP": "true"}, {}, "FSDP"),
+    ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, {}, "a dynamo backend"),
+    ({"ACCELERATE_USE_CPU": "True"}, {"device": "cuda"}, "the CPU")])
+def test_what_accelerate_was_told_must_not_contradict(told, keys, text):
+    with pytest.raises(ConfigError, match=text):
+        hardware(TORCHRUN, more=told, **keys)
+
+
+def test_what_accelerate_says_by_itself_is_no_contradiction():
+    found = hardware(TORCHRUN, more={
+        "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "no",
+        "ACCELERATE_USE_CPU": "True"})
+    assert found.device == "cpu"
+    assert hardware(TORCHRUN, more={"ACCELERATE_MIXED_PRECISION": "bf16"},
+                    precision="bf16").precision == "bf16"
