@@ -101,6 +101,9 @@ class RewardConfig:
                                             "(default: 1)", ge=0)
     on_invalid: str = key("error", "what a None or NaN score does: stop, or drop the sample",
                           choices=("error", "skip"))
+    ranks: str = key("auto", "with several processes: each scores its share, or the first scores "
+                     "all samples (auto: all, unless a function says needs_all_samples)",
+                     choices=("auto", "all", "first"))
     timeout: Optional[float] = key(None, "seconds one reward call may take", gt=0)
     retries: int = key(0, "how often a reward call that raised is tried again", ge=0)
     overlap: str = key("auto", "score a chunk in a thread while the next is generated (auto: where "

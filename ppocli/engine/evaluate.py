@@ -9,17 +9,16 @@ from typing import Any
 
 import torch
 
+from ppocli.engine.judging import judge
 from ppocli.engine.rollout import (
     decode,
     sample_responses,
-    score_texts,
     score_tokens,
     take_rows,
 )
 from ppocli.engine.session import EvalSession, Session
 from ppocli.engine.stop import StopFlag
 from ppocli.ppo.noise import EVALUATION
-from ppocli.rewards.records import RewardScores
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +105,7 @@ def _one_share(session: EvalSession, episodes: list[int], own: int, stop: StopFl
     if own < len(episodes):
         batch, out = take_rows(batch, own), out.first(own)
     responses = decode(session, batch, out)
-    def judge() -> tuple[RewardScores, dict[str, list[float]]]:
-        request, scores = score_texts(session, batch, out, responses)
-        return scores, session.metric.compute(request) if session.metric is not None else {}
-
-    scores, metrics = ranks.all_do(judge, "reward at evaluation")
+    scores, metrics = judge(session, batch, out, responses, "reward at evaluation")
     stop.meet()
     kl = tokens.kl.sum(1)
     samples: list[dict[str, Any]] = [{

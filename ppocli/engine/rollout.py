@@ -15,6 +15,7 @@ from ppocli.config.algorithm import kl_estimator
 from ppocli.data.batch import PromptBatch
 from ppocli.engine import faults
 from ppocli.engine.aside import begin
+from ppocli.engine.judging import Question, ask, dealt_scores, score
 from ppocli.engine.records import Rollout
 from ppocli.engine.session import EvalSession, Session
 from ppocli.engine.stop import StopFlag
@@ -26,7 +27,7 @@ from ppocli.models.sampling import SamplingSpec
 from ppocli.models.text import decode_responses, response_ids
 from ppocli.ppo.kl import kl_per_token
 from ppocli.ppo.noise import uniform
-from ppocli.rewards.records import RewardRequest, RewardScores
+from ppocli.rewards.records import RewardScores
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +87,6 @@ def sample_responses(session: EvalSession, prompts: PromptBatch, spec: SamplingS
                             fix="lower ppo.optimizer.lr, raise ppo.init_kl_coef, or use "
                             "hardware.precision=fp32")
     return out
-
-
-def score_texts(session: EvalSession, prompts: PromptBatch, out: Generation, responses: list[str]
-                ) -> tuple[RewardRequest, RewardScores]:
-    """Hand one chunk to the reward; special tokens are left out and stop sequences trimmed."""
-    request = RewardRequest(prompts=prompts.texts, responses=responses,
-                            response_ids=response_ids(out.tokens, out.mask),
-                            columns=prompts.columns, tokenizer=session.tokenizer)
-    faults.point("score.before")
-    scores = session.reward.score(request)
-    faults.point("score.after")
-    return request, scores
 
 
 def decode(session: EvalSession, prompts: PromptBatch, out: Generation) -> list[str]:
@@ -207,11 +196,14 @@ def _collect_chunks(session: Session, prompts: PromptBatch, rows: Sequence[int],
     generated. It is asked for one chunk at a time and in their order, either way.
     """
     device, ranks = session.backend.device, session.backend.ranks
+    together = session.reward.needs_all_samples
     asides = {"always": True, "never": False}.get(session.cfg.reward.overlap, session.reward.waits)
-    waiting: tuple[_Chunk, ScoredTokens, Callable[[], RewardScores]] | None = None
+    if together:  # rank 0 alone has built the reward
+        asides = ranks.broadcast(asides)
+    waiting: tuple[_Chunk, ScoredTokens, Question, Callable[[], RewardScores]] | None = None
 
-    def scored(work: Callable[[], RewardScores]) -> RewardScores:
-        scores = ranks.all_do(work, "reward")
+    def scored(question: Question, work: Callable[[], RewardScores]) -> RewardScores:
+        scores = question.answer(work, dealt_scores, "reward")
         stop.meet()
         clock.mark("reward")
         return scores
@@ -224,26 +216,24 @@ def _collect_chunks(session: Session, prompts: PromptBatch, rows: Sequence[int],
             min(max(own - start, 0), len(part)), stream, stop),
             f"rollout of {len(part)} samples at once")
         clock.mark("rollout")
-        work = partial(_score_chunk, session, chunk)
+        question = ask(session, chunk.kept, chunk.mine, chunk.responses, together)
+        work = partial(score, session, question)
         scores = None
         if not asides:
-            scores = scored(work)
+            scores = scored(question, work)
         elif waiting is not None:
-            yield _rollout_of(session, waiting[0], scored(waiting[2]), waiting[1])
-        wait = begin(work, device, stop.check) if asides else work
+            yield _rollout_of(session, waiting[0], scored(*waiting[2:]), waiting[1])
+        mine = question.places is None or ranks.first
+        wait = begin(work, device, stop.check) if asides and mine else work
         tokens = ranks.all_do(partial(_measure_chunk, session, chunk, stop),
                               f"scoring of {session.forward_rows} rows at once")
         clock.mark("scoring")
         if scores is not None:
             yield _rollout_of(session, chunk, scores, tokens)
         else:
-            waiting = (chunk, tokens, wait)
+            waiting = (chunk, tokens, question, wait)
     if waiting is not None:
-        yield _rollout_of(session, waiting[0], scored(waiting[2]), waiting[1])
-
-
-def _score_chunk(session: Session, chunk: _Chunk) -> RewardScores:
-    return score_texts(session, chunk.kept, chunk.mine, chunk.responses)[1]
+        yield _rollout_of(session, waiting[0], scored(*waiting[2:]), waiting[1])
 
 
 def collect_rollout(session: Session, prompts: PromptBatch, stream: int, stop: StopFlag,

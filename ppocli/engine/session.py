@@ -166,13 +166,13 @@ def _warn_about_sampling(spec: SamplingSpec) -> None:
                     "may turn negative. generation.top_k=0 top_p=1 min_new_tokens=0 avoids it.")
 
 
-def _build_judges(cfg: TrainConfig, objects: PythonObjects) -> tuple[Any, Any]:
+def _build_judges(cfg: TrainConfig, objects: PythonObjects, first: bool) -> tuple[Any, Any]:
     """The reward and the metric; code of the user's that they run is named."""
     from ppocli.rewards.scoring import build_metric, build_reward
 
-    reward = build_reward(cfg.reward, reward_fn=objects.reward_fn)
+    reward = build_reward(cfg.reward, reward_fn=objects.reward_fn, first=first)
     metric = build_metric(cfg.reward.metric_fn, objects.metric_fn, timeout=cfg.reward.timeout,
-                          retries=cfg.reward.retries)
+                          retries=cfg.reward.retries, ranks=cfg.reward.ranks, first=first)
     for path in dict.fromkeys([*reward.code_files, *(metric.code_files if metric else [])]):
         log.info("running code from %s", path)
     return reward, metric
@@ -215,7 +215,7 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
     Raises:
         RewardError, InputError, ConfigError: each naming the key and the fix.
     """
-    reward, metric = _build_judges(cfg, objects)
+    reward, metric = _build_judges(cfg, objects, backend.ranks.first)
     tokenizer = load_tokenizer(cfg.model)
     loaded = load_lm(cfg.model)
     check_vocabulary(tokenizer, loaded.lm, cfg.model)
@@ -253,7 +253,7 @@ def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObject
     Raises:
         RewardError, InputError, ConfigError: each naming the key and the fix.
     """
-    reward, metric = (_build_judges(cfg, objects) if judges is None
+    reward, metric = (_build_judges(cfg, objects, backend.ranks.first) if judges is None
                       else (judges.reward, judges.metric))
     own = cfg.model
     if policy is not None and policy != cfg.model.path:

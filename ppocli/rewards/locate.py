@@ -49,6 +49,12 @@ class Located:
             return self.spec
         return f"{self.spec} ({short_path(self.file)}:{self.line})"
 
+    @property
+    def needs_all_samples(self) -> bool:
+        """Whether the function or class has a true attribute of that name: with several ranks it
+        wants one call on one of them, with the samples of all."""
+        return bool(getattr(self.target, "needs_all_samples", False))
+
 
 def locate(spec: str, *, key: str) -> Located:
     """Import what ``spec`` names.

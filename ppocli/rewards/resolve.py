@@ -198,6 +198,11 @@ def bind(located: Located, kwargs: Mapping[str, Any]) -> BoundCallable:
     return BoundCallable(located, call, bound_kwargs, parameters, is_async)
 
 
+def unbuilt(located: Located) -> BoundCallable:
+    """What stands for a function that another rank calls: nothing is built or bound."""
+    return BoundCallable(located, located.target, {}, (), is_async=False)
+
+
 def _not_callable(located: Located, what: str) -> RewardError:
     return RewardError(f"{what} can't be called: the class has no __call__ method.",
                        where=located.label, fix="give it __call__(self, samples, ...) -> list")

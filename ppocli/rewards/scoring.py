@@ -20,13 +20,14 @@ from ppocli.rewards.check import (
     is_nan,
 )
 from ppocli.rewards.describe import did_you_mean, shorten
-from ppocli.rewards.locate import locate
+from ppocli.rewards.locate import Located, locate
 from ppocli.rewards.records import RewardRequest, RewardScores
 from ppocli.rewards.resolve import (
     BoundCallable,
+    bind,
     check_callable,
-    resolve_callable,
     resolve_object,
+    unbuilt,
 )
 
 PYTHON_OBJECT = "<python object>"
@@ -49,6 +50,8 @@ class Reward:
     parts: tuple[WeightedReward, ...]
     policy: CallPolicy
     skip_invalid: bool
+    needs_all_samples: bool = False
+    """one call, on the first of several ranks, for the samples of all"""
 
     @property
     def code_files(self) -> list[str]:
@@ -144,6 +147,8 @@ class Metric:
 
     bound: BoundCallable
     policy: CallPolicy
+    needs_all_samples: bool = False
+    """as of :class:`Reward`"""
 
     @property
     def code_files(self) -> list[str]:
@@ -168,7 +173,7 @@ class Metric:
 
 def build_reward(cfg: RewardConfig, *,
                  reward_fn: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None,
-                 columns: Sequence[str] | None = None) -> Reward:
+                 columns: Sequence[str] | None = None, first: bool = True) -> Reward:
     """Resolve, build and check what scores the samples; built-in models are loaded here.
 
     Args:
@@ -178,6 +183,7 @@ def build_reward(cfg: RewardConfig, *,
             unless they came with a ``cfg.fn`` of their own.
         columns: metadata columns of the prompts; None while they aren't known yet, then
             :meth:`Reward.check_columns` has to follow.
+        first: this is rank 0, which alone builds what :attr:`Reward.needs_all_samples`.
 
     Raises:
         RewardError: an import path, a signature or an argument is wrong.
@@ -187,10 +193,12 @@ def build_reward(cfg: RewardConfig, *,
     if reward_fn is not None:
         parts = _parts_from_objects(cfg, reward_fn)
     else:
-        parts = [WeightedReward(entry.name, resolve_callable(entry.fn, entry.kwargs,
-                                                             key=entry.key), entry.weight)
-                 for entry in _entries(cfg)]
-    reward = Reward(tuple(parts), CallPolicy(cfg.timeout, cfg.retries), cfg.on_invalid == "skip")
+        located = [(entry, locate(entry.fn, key=entry.key)) for entry in _entries(cfg)]
+        build = first or not _together(cfg.ranks, [found for _, found in located])
+        parts = [WeightedReward(entry.name, bind(found, entry.kwargs) if build else unbuilt(found),
+                                entry.weight) for entry, found in located]
+    reward = Reward(tuple(parts), CallPolicy(cfg.timeout, cfg.retries), cfg.on_invalid == "skip",
+                    _together(cfg.ranks, [part.bound.located for part in parts]))
     if columns is not None:
         reward.check_columns(columns)
     return reward
@@ -198,8 +206,11 @@ def build_reward(cfg: RewardConfig, *,
 
 def build_metric(spec: str | None, metric_fn: Callable[..., Any] | None = None, *,
                  columns: Sequence[str] | None = None, timeout: float | None = None,
-                 retries: int = 0) -> Metric | None:
+                 retries: int = 0, ranks: str = "auto", first: bool = True) -> Metric | None:
     """The metric that ``reward.metric_fn`` names, or the one handed over in Python; None if none.
+
+    ``timeout``, ``retries`` and ``ranks`` are those of the ``reward`` section, ``first`` as in
+    :func:`build_reward`.
 
     Raises:
         RewardError: as :func:`build_reward`.
@@ -208,13 +219,21 @@ def build_metric(spec: str | None, metric_fn: Callable[..., Any] | None = None, 
     if metric_fn is not None:
         bound = resolve_object(metric_fn, {}, key=key)
     elif spec is not None:
-        bound = resolve_callable(_object_missing(spec, key), {}, key=key)
+        located = locate(_object_missing(spec, key), key=key)
+        bound = bind(located, {}) if first or not _together(ranks, [located]) else unbuilt(located)
     else:
         return None
-    metric = Metric(bound, CallPolicy(timeout, retries))
+    metric = Metric(bound, CallPolicy(timeout, retries), _together(ranks, [bound.located]))
     if columns is not None:
         metric.check_columns(columns)
     return metric
+
+
+def _together(ranks: str, functions: Sequence[Located]) -> bool:
+    """Whether one call has to see the samples of all ranks."""
+    if ranks == "auto":
+        return any(function.needs_all_samples for function in functions)
+    return ranks == "first"
 
 
 def check_reward_config(cfg: RewardConfig, *, columns: Sequence[str] | None = None) -> list[str]:
