@@ -20,6 +20,7 @@ from pathlib import Path
 from time import monotonic, time
 from typing import Any, NoReturn
 
+from ppocli.config.deepspeed import DEEPSPEED_FILE, deepspeed_config
 from ppocli.config.resolved import CONFIG_FILE, next_config, read_config
 from ppocli.config.sayable import sayable
 from ppocli.config.schema import TrainConfig, planned_episodes
@@ -137,6 +138,8 @@ def _run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects, resume: bo
             keep_log()
             write_json_atomic(folder.path / ENV_FILE, {
                 "started": datetime.now(UTC).isoformat(timespec="seconds"), **describe()})
+            if cfg.hardware.zero_stage > 0:
+                write_json_atomic(folder.path / DEEPSPEED_FILE, deepspeed_config(cfg, ranks.world))
         digest = hashlib.sha256(folder.config.read_bytes()).hexdigest()
         with open_recorder(folder, cfg.tracking) if ranks.first else silent_recorder() as recorder:
             run = Run(session, folder, run_id, digest, torch_versions(), stop, recorder, display,

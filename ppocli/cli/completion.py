@@ -21,7 +21,8 @@ HYDRA_FLAGS = {
     "--package": "with --cfg: a part of it", "--info": "where configuration comes from",
     "--config-dir": "a folder with recipes or config groups of your own",
     "--config-name": "another primary config", "--hydra-help": "Hydra's own help"}
-_FLAG_VALUES = {"--cfg": ("job", "hydra", "all"), "-c": ("job", "hydra", "all"),
+_CFG = ("job", "hydra", "all", "deepspeed")
+_FLAG_VALUES = {"--cfg": _CFG, "-c": _CFG,
                 "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")}
 _BREAKS = frozenset("=:")
 

@@ -182,12 +182,19 @@ def _examine_job(job: SweepJob, came_to: TrainConfig | PpocliError, flags: Seque
 # Inputs -------------------------------------------------------------------------------------------
 
 def _examine_config(config: TrainConfig, wrong: frozenset[str], found: Examined) -> int | None:
-    """Models, prompts and rewards, apart from keys that are wrong already; returns how many
-    training prompts there are."""
+    """Models, DeepSpeed's file, prompts and rewards, apart from keys that are wrong already;
+    returns how many training prompts there are."""
     from ppocli.preflight import missing_inputs
 
     if not wrong & {"model.path", "model.tokenizer_path"}:
         found.add(list(missing_inputs(config)))
+    if config.hardware.zero_stage > 0 and not any(key.startswith("hardware") for key in wrong):
+        from ppocli.config.deepspeed import deepspeed_config
+
+        try:
+            deepspeed_config(config)
+        except ConfigError as error:
+            found.add([error])
     count, columns = None, None
     if not any(key.startswith("prompts") for key in wrong):
         count, columns, problems = _examine_prompts(config.prompts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,7 +13,12 @@ from ppocli.cli.output import display_mode, ignore_broken_pipes, say
 from ppocli.engine.launched import Launched, find_launch
 from ppocli.errors import ConfigError
 
+# what an option of the group sets is its proposal, not the user's word
+_GROUP = re.compile(r"(^|/)hardware/[^/]+\.yaml")
+
 if TYPE_CHECKING:
+    from ppocli.config.compose import Composition
+    from ppocli.config.schema import TrainConfig
     from ppocli.together import Meeting
 
 
@@ -71,22 +77,30 @@ def train_as_rank(launched: Launched, words_of: Callable[[], list[str]]) -> NoRe
 
 def _lead(meeting: Meeting, words: list[str], environ: dict[str, str]) -> None:
     """Rank 0: compose, check, make the folder, tell the others, train, print the model's path."""
+    from ppocli.cli.train import asks_for_deepspeed, show_deepspeed
     from ppocli.config.compose import compose, is_sweep
     from ppocli.launch import launch
     from ppocli.together import PROVIDED, placed
 
     if is_sweep(words):
         raise one_process_error("A sweep", meeting.launched)
-    composition = compose(words, handed_in=PROVIDED)
+
+    def settled(composition: Composition) -> TrainConfig:
+        given = frozenset(key for key, source in composition.sources.items()
+                          if not _GROUP.search(source)
+                          and (composition.resume_from is None or source == "command line"))
+        return placed(composition.config, meeting.launched, given, environ)
+
+    if asks_for_deepspeed(words):
+        show_deepspeed(words, settled)
+        composition = None
+    else:
+        composition = compose(words, handed_in=PROVIDED)
     if composition is None:
         sys.stdout.flush()
         meeting.tell(None)
         return
-    given = frozenset(key for key, source in composition.sources.items()
-                      if not source.startswith("conf/hardware/")
-                      and (composition.resume_from is None or source == "command line"))
-    config = placed(composition.config, meeting.launched, given, environ)
-    outcome = launch(config, resume_from=composition.resume_from,
+    outcome = launch(settled(composition), resume_from=composition.resume_from,
                      name_hint=composition.recipe or "run", say=say, display=display_mode(),
                      meeting=meeting)
     if outcome.exit_code != 0:

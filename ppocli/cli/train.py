@@ -6,8 +6,18 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from os.path import isdir
+from typing import TYPE_CHECKING
 
 from ppocli.cli.output import display_mode, ignore_broken_pipes, say
+from ppocli.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ppocli.config.compose import Composition
+    from ppocli.config.schema import TrainConfig
+
+    Settle = Callable[[Composition], TrainConfig]
 
 
 def run_words(words: Sequence[str], *, dry_run: bool = False, resumed: str | None = None) -> None:
@@ -45,6 +55,9 @@ def run_words(words: Sequence[str], *, dry_run: bool = False, resumed: str | Non
         ignore_broken_pipes()
         run_sweep(words)
         return
+    if asks_for_deepspeed(words):
+        show_deepspeed(words)
+        return
     composition = compose(words)
     if composition is None:
         return
@@ -59,6 +72,45 @@ def run_words(words: Sequence[str], *, dry_run: bool = False, resumed: str | Non
     if outcome.model_dir is not None:
         with suppress(OSError):  # a display that is gone doesn't undo the training
             print(outcome.model_dir, flush=True)
+
+
+def asks_for_deepspeed(words: Sequence[str]) -> bool:
+    """Whether the words hold ``--cfg deepspeed``."""
+    from ppocli.config.words import read_words
+
+    return read_words(words).flag("--cfg") == "deepspeed"
+
+
+def show_deepspeed(words: Sequence[str], settle: Settle = lambda composition: composition.config
+                   ) -> None:
+    """Print what DeepSpeed would be given, as JSON.
+
+    Raises:
+        ConfigError: DeepSpeed is not used, or its file contradicts the settings.
+    """
+    import json
+    from pathlib import Path
+
+    from ppocli.config.compose import compose
+    from ppocli.config.deepspeed import deepspeed_config
+    from ppocli.config.resolved import with_absolute_paths
+    from ppocli.together import PROVIDED
+
+    rest = list(words)
+    for i, word in enumerate(words):
+        if word in ("--cfg", "-c"):
+            rest = [*words[:i], *words[i + 2:]]
+        elif word.startswith(("--cfg=", "-c=")):
+            rest = [*words[:i], *words[i + 1:]]
+    # what a launcher would provide does not matter here
+    composition = compose(rest, handed_in=PROVIDED)
+    if composition is None:
+        return
+    config = with_absolute_paths(settle(composition), Path.cwd())
+    if config.hardware.zero_stage == 0:
+        raise ConfigError("DeepSpeed is not used: hardware.zero_stage is 0.",
+                          where="hardware.zero_stage", fix="add hardware=zero2")
+    print(json.dumps(deepspeed_config(config), indent=2))
 
 
 def resume_words(run: str, words: Sequence[str]) -> list[str]:

@@ -1,87 +1,213 @@
-"""The DeepSpeed configuration of a run, computed once from its settings."""
+"""The DeepSpeed configuration of a run, computed once from its settings and a file of the user's.
+
+Nothing is filled in later, by accelerate or DeepSpeed, but the interval at which DeepSpeed prints,
+which accelerate sets to never.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ppocli.config.keys import did_you_mean
+from ppocli.config.problems import shown
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import ConfigError
 
-_OURS = ("optimizer", "scheduler")
+KEY = "hardware.deepspeed_config"
+DEEPSPEED_FILE = "deepspeed.json"
+"""in a run folder: what DeepSpeed was given"""
+
+# top-level keys that DeepSpeed knows (deepspeedai/DeepSpeed:docs/_pages/config-json.md and
+# deepspeed/runtime/config.py); it ignores others without a word
+KNOWN = frozenset({
+    "activation_checkpointing", "aio", "amp", "autotuning", "bf16", "checkpoint", "comet",
+    "comms_logger", "communication_data_type", "compile", "compression_training", "csv_monitor",
+    "curriculum_learning", "data_efficiency", "data_types", "dataloader_drop_last",
+    "disable_allgather", "disable_python_gc", "dump_state", "eigenvalue", "elasticity",
+    "flops_profiler", "fp16", "gradient_accumulation_steps", "gradient_allreduce_op",
+    "gradient_clipping", "gradient_predivide_factor", "hybrid_engine", "log_level",
+    "managed_gradient_accumulation", "memory_breakdown", "nebula", "optimizer", "pipeline",
+    "prescale_gradients", "progressive_layer_drop", "scheduler",
+    "seq_parallel_communication_data_type", "sequence_parallel_size", "sparse_attention",
+    "sparse_gradients", "steps_per_print", "tensor_parallel", "tensorboard", "timers",
+    "torch_autocast", "train_batch_size", "train_micro_batch_size_per_gpu", "vocabulary_size",
+    "wall_clock_breakdown", "wandb", "weight_quantization", "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer", "zero_optimization"})
+# of DeepSpeedZeroConfig (deepspeed/runtime/zero/config.py), which refuses others on every rank
+KNOWN_ZERO = frozenset({
+    "allgather_bucket_size", "allgather_partitions", "compute_grad_norm", "contiguous_gradients",
+    "elastic_checkpoint", "enable_sanity_checks", "ignore_unused_parameters", "leaf_module",
+    "legacy_stage1", "load_from_fp32_weights", "log_trace_cache_warnings",
+    "memory_efficient_linear", "offload_optimizer",
+    "offload_param", "override_module_apply", "overlap_comm", "parameter_alignment",
+    "pipeline_loading_checkpoint", "reduce_bucket_size", "reduce_scatter",
+    "round_robin_gradients", "save_muon_momentum_buffer_in_memory", "stage",
+    "stage3_allgather_sequential", "stage3_gather_16bit_weights_on_model_save",
+    "stage3_max_live_parameters", "stage3_max_reuse_distance",
+    "stage3_model_persistence_threshold", "stage3_module_granularity_threshold",
+    "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size",
+    "stage3_use_all_reduce_for_fetch_params", "sub_group_size", "use_multi_rank_bucket_allreduce",
+    "zenflow", "zero_hpz_partition_size", "zero_quantized_gradients",
+    "zero_quantized_nontrainable_weights", "zero_quantized_weights"})
+# what another part of the program has to know of, and doesn't
+_FOREIGN = ("amp", "autotuning", "compression_training", "curriculum_learning", "data_efficiency",
+            "elasticity", "hybrid_engine", "pipeline", "progressive_layer_drop",
+            "sparse_attention", "tensor_parallel", "weight_quantization")
+# which of our keys decides
+_DECIDED_BY = {
+    "train_batch_size": "it is ppo.micro_batch_size times the number of ranks",
+    "train_micro_batch_size_per_gpu": "ppo.micro_batch_size decides",
+    "gradient_accumulation_steps": "ppo.mini_batch_size and ppo.micro_batch_size decide, and "
+    "accumulation is ppocli's own",
+    "gradient_clipping": "ppo.max_grad_norm decides",
+    "zero_optimization.stage": "hardware.zero_stage decides",
+    "fp16.enabled": "weights stay fp32; there is no fp16",
+    "bf16.enabled": "weights stay fp32; hardware.precision=bf16 computes in bf16",
+    "torch_autocast.enabled": "hardware.precision decides",
+    "torch_autocast.dtype": "hardware.precision decides",
+}
 
 
-def deepspeed_config(cfg: TrainConfig) -> dict[str, Any]:
+def deepspeed_config(cfg: TrainConfig, world: int | None = None) -> dict[str, Any]:
     """What DeepSpeed is given: the user's own file, if there is one, filled in from the settings.
+    What the file calls ``"auto"`` is as if it were left out.
 
     The accumulation boundary is set for each micro-batch by the engine, so DeepSpeed's own count of
     accumulation steps stays 1; losses are normalised over all ranks by the engine.
 
+    Args:
+        world: number of ranks, where it is not that of the settings.
+
     Raises:
-        ConfigError: the file can't be read, or contradicts a setting.
+        ConfigError: the file can't be read, or all that contradicts the settings in it.
     """
+    own = _own(cfg, world or cfg.hardware.num_processes * cfg.hardware.num_nodes)
+    file = cfg.hardware.deepspeed_config
+    if file is None:
+        return own
+    theirs = _without_auto(_read(Path(file)))
+    found = list(dict.fromkeys([*_unknown(theirs), *_unusable(theirs, cfg),
+                                *_differences(theirs, own, "")]))
+    if found:
+        raise ConfigError(
+            f"{file}: {found[0]}" if len(found) == 1 else "\n".join(
+                [f"{len(found)} problems in {file}:", *(f"  {text}" for text in found)]),
+            where=KEY, fix="correct the file; what it leaves out, or calls \"auto\", is filled in")
+    return _merged(theirs, own)
+
+
+def _own(cfg: TrainConfig, world: int) -> dict[str, Any]:
+    """What the settings come to."""
     hardware = cfg.hardware
+    micro = cfg.ppo.micro_batch_size or cfg.ppo.mini_batch_size
     zero: dict[str, Any] = {"stage": hardware.zero_stage}
     if hardware.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu"}
     if hardware.offload_param:
         zero["offload_param"] = {"device": "cpu"}
-    own = {
-        "train_micro_batch_size_per_gpu": cfg.ppo.micro_batch_size or cfg.ppo.mini_batch_size,
+    return {
+        "train_batch_size": micro * world,
+        "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": cfg.ppo.max_grad_norm or 0.0,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
+        "fp16": {"enabled": False},
+        "bf16": {"enabled": False},
         "torch_autocast": {"enabled": hardware.precision == "bf16", "dtype": "bfloat16"},
     }
-    if hardware.deepspeed_config is None:
-        return own
-    return _merged(_read(Path(hardware.deepspeed_config)), own, "", hardware.deepspeed_config)
 
 
 def _read(path: Path) -> dict[str, Any]:
-    key = "hardware.deepspeed_config"
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} can't be read as JSON: {error}", where=key,
+        raise ConfigError(f"{path} can't be read as JSON: {error}", where=KEY,
                           fix="give a DeepSpeed configuration file") from error
     if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds no JSON object.", where=key,
+        raise ConfigError(f"{path} holds no JSON object.", where=KEY,
                           fix="give a DeepSpeed configuration file")
-    for name in _OURS:
-        if name in value:
-            raise ConfigError(f"{path} has a section {name!r}; ppocli makes its own.", where=key,
-                              fix=f"remove it and set ppo.{name}.* instead")
-    for name in ("fp16", "bf16"):
-        if isinstance(value.get(name), dict) and value[name].get("enabled") is True:
-            raise ConfigError(f"{path} turns {name} on; weights stay fp32 here.", where=key,
-                              fix="remove the section; for bf16 computation set "
-                              "hardware.precision=bf16")
     return value
 
 
-def _merged(theirs: dict[str, Any], own: dict[str, Any], prefix: str, file: str
-            ) -> dict[str, Any]:
-    """``theirs`` with what it leaves out, or calls "auto", from ``own``.
+def _without_auto(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _without_auto(value) if isinstance(value, dict) else value
+            for name, value in values.items() if value != "auto"}
 
-    Raises:
-        ConfigError: both set the same thing differently.
-    """
-    result = dict(theirs)
+
+def _unknown(theirs: Mapping[str, Any]) -> Iterator[str]:
+    zero = theirs.get("zero_optimization")
+    for prefix, names, known in (("", theirs, KNOWN), (
+            "zero_optimization.", zero if isinstance(zero, dict) else {}, KNOWN_ZERO)):
+        for name in names:
+            old = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param",
+                   "cpu_offload_use_pin_memory": "offload_optimizer.pin_memory"}.get(name)
+            if prefix and old:
+                yield f"{prefix}{name}: DeepSpeed has given it up for {prefix}{old}"
+            elif name not in known:
+                yield (f"{prefix}{name}: DeepSpeed has no such key"
+                       + did_you_mean(name, sorted(known)))
+
+
+def _unusable(theirs: Mapping[str, Any], cfg: TrainConfig) -> Iterator[str]:
+    """Sections that a run has no use for, and offloading that the settings don't know of."""
+    for name in ("optimizer", "scheduler"):
+        if name in theirs:
+            yield f"{name}: ppocli makes its own; remove the section and set ppo.{name}.*"
+    for name in _FOREIGN:
+        value = theirs.get(name)
+        if value and not (isinstance(value, dict) and value.get("enabled") is False):
+            yield f"{name}: ppocli does not work with it; remove the section"
+    if theirs.get("sequence_parallel_size", 1) != 1:
+        yield "sequence_parallel_size: ppocli does not work with it; remove it"
+    zero = theirs.get("zero_optimization")
+    zero = zero if isinstance(zero, dict) else {}
+    for name in ("offload_optimizer", "offload_param"):
+        section = zero.get(name)
+        if section is None:
+            continue
+        if not isinstance(section, dict):
+            yield f"zero_optimization.{name} is {shown(section)}, not an object"
+            continue
+        device = section.get("device", "cpu" if getattr(cfg.hardware, name) else "none")
+        if device == "nvme":
+            yield (f"zero_optimization.{name}.device is nvme, but ppocli offloads to host memory "
+                   f"only: cpu, with hardware.{name}=true")
+        elif device != "none" and not getattr(cfg.hardware, name):
+            yield (f"zero_optimization.{name}.device is {shown(device)}, but hardware.{name} is "
+                   f"false: set hardware.{name}=true")
+
+
+def _differences(theirs: Mapping[str, Any], own: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    """Where the file says something else than the settings."""
     for name, value in own.items():
-        there = theirs.get(name, "auto")
-        if there == "auto":
-            result[name] = value
-        elif isinstance(value, dict) and isinstance(there, dict):
-            result[name] = _merged(there, value, f"{prefix}{name}.", file)
-        elif there != value and name not in ("steps_per_print",):
-            raise ConfigError(f"{file} sets {prefix}{name} to {there!r}, the configuration makes "
-                              f"it {value!r}.", where="hardware.deepspeed_config",
-                              fix=f"remove {name} from the file, or write \"auto\"; "
-                              "ppo.micro_batch_size, ppo.max_grad_norm and hardware.zero_stage "
-                              "decide")
-    return result
+        key = prefix + name
+        if name not in theirs or key == "steps_per_print":
+            continue
+        there = theirs[name]
+        if isinstance(value, dict):
+            if isinstance(there, dict):
+                yield from _differences(there, value, f"{key}.")
+            elif not name.startswith("offload_"):
+                yield f"{key} is {_json(there)}, not an object"
+        elif (there != value or isinstance(there, bool) != isinstance(value, bool)) \
+                and there != "nvme":
+            yield (f"{key} is {_json(there)}, the settings make it {_json(value)}: "
+                   + _DECIDED_BY.get(key, f"remove {key}"))
+
+
+def _merged(theirs: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """``theirs`` with what it leaves out from ``own``."""
+    return {**theirs, **{name: _merged(theirs[name], value)
+                         if isinstance(value, dict) and name in theirs else value
+                         for name, value in own.items()}}
+
+
+def _json(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -16,7 +16,7 @@ from ppocli.config.paths import config_groups
 from ppocli.config.quoting import quoted
 from ppocli.errors import ConfigError
 
-_CHOICES = {"--cfg": ("job", "hydra", "all"),
+_CHOICES = {"--cfg": ("job", "hydra", "all", "deepspeed"),
             "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")}
 _SHORT = {"-c": "--cfg", "-p": "--package", "-r": "--run", "-m": "--multirun",
           "-sc": "--shell-completion", "-cp": "--config-path", "-cn": "--config-name",

@@ -149,7 +149,7 @@ def _accelerator(cfg: TrainConfig, use_cuda: bool) -> Any:
         _without_compiled_kernel()
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     # with cpu=True accelerate would take plain DDP; weights stay fp32, DeepSpeed autocasts
-    plugin = DeepSpeedPlugin(hf_ds_config=deepspeed_config(cfg))
+    plugin = DeepSpeedPlugin(hf_ds_config=deepspeed_config(cfg, launched_world()))
     accelerator = Accelerator(deepspeed_plugin=plugin, mixed_precision="no",
                               kwargs_handlers=[group])
     # accelerate has told transformers to shard under ZeRO 3 whatever is loaded from now on. Here

@@ -69,7 +69,7 @@ def int_of(environ: Mapping[str, str], name: str, default: int | None = None) ->
     Raises:
         ConfigError: it is missing and has no default, or holds something else.
     """
-    text = environ.get(name, "" if default is None else str(default))
+    text = environ.get(name) or ("" if default is None else str(default))
     if not re.fullmatch(r"\d{1,18}", text):
         raise ConfigError(f"The environment variable {name} is {text!r}, no whole number.",
                           where=name, fix="start the run through torchrun, accelerate launch, "

@@ -40,7 +40,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ([], "prompts.path=builtin:ra", ["prompts.path=builtin:randomwalks-prompts"]),
     ([], "reward.fn=key", ["reward.fn=keyword"]),
     ([], "resume=", ["resume=never", "resume=auto", "resume=runs/newer", "resume=runs/older"]),
-    (["--cfg"], "", ["job", "hydra", "all"]),
+    (["--cfg"], "", ["job", "hydra", "all", "deepspeed"]),
     (["--info"], "sea", ["searchpath"]),
     ([], "--multi", ["--multirun"]),
     # as bash breaks words

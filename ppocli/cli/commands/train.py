@@ -48,6 +48,7 @@ Common keys (all of them, with values: ppocli train --cfg job):
 Options handed on to Hydra:
   -m, --multirun          run every combination of KEY=A,B
   --cfg job [--resolve]   print the composed configuration (-p PART: a part of it)
+  --cfg deepspeed         print what DeepSpeed would be given (ours, not Hydra's)
   --info [searchpath]     print where configuration comes from
   -cd, --config-dir DIR   a folder with recipes or config groups of your own
   -cn, --config-name NAME another primary config
