@@ -131,7 +131,7 @@ CONTRADICTIONS = [
     (["hardware.node_rank=1"], "node_rank 1 must be below num_nodes 1"),
     (["hardware.deepspeed_config=ds.json"], "DeepSpeed is used with zero_stage 1 to 3 only"),
     (["hardware.deepspeed_config=ds.json", "hardware.zero_stage=1"],
-     "sets gradient_accumulation_steps to 4"),
+     "gradient_accumulation_steps is 4, the settings make it 1"),
     (["hardware.deepspeed_config=none.json", "hardware.zero_stage=1"], "can't be read as JSON")]
 
 
