@@ -77,12 +77,26 @@ def test_the_micro_batch_changes_nothing(config, alone, tmp_path, stage, size):
     {"hardware.zero_stage": 3, "model.gradient_checkpointing": True},
     {"hardware.zero_stage": 2, "model.num_layers_unfrozen": 1},
     {"ppo.critic_warmup_steps": 1}, {"hardware.zero_stage": 3, "ppo.critic_warmup_steps": 1},
-    {"ppo.loss_aggregation": "seq-mean-token-mean", "ppo.whiten_rewards": True}])
+    {"ppo.loss_aggregation": "seq-mean-token-mean", "ppo.whiten_rewards": True},
+    {"ppo.optimizer.momentum": 0.9}, {"hardware.zero_stage": 2, "ppo.optimizer.momentum": 0.9},
+    {"ppo.kl_in": "loss", "ppo.dual_clip": 2.0, "ppo.cliprange_high": 0.3}])
 def test_settings_that_move_weights_elsewhere(config, tmp_path, changes):
     base = {**config, "ppo.optimizer.name": "sgd", **{
         name: value for name, value in changes.items() if not name.startswith("hardware.")}}
     one = run_job(tmp_path, "one", base, world=1)
     assert_same(one, run_job(tmp_path, "many", {**base, **changes}, world=2))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("advantage", "stage"), [("grpo", 0), *(
+    pytest.param(name, stage, marks=pytest.mark.slow)
+    for name, stage in [("grpo", 2), ("grpo", 3), ("rloo", 0), ("rloo", 3), ("reinforce_pp", 0)])])
+def test_estimators_without_a_critic_are_the_same_on_any_ranks(config, tmp_path, advantage, stage):
+    """14 samples in groups of two, which chunks of 3 and shares of the ranks cut through."""
+    base = {**config, "ppo.optimizer.name": "sgd", "ppo.advantage": advantage, "ppo.n": 2,
+            "ppo.num_rollouts": 14}
+    one = run_job(tmp_path, "one", base, world=1)
+    assert_same(one, run_job(tmp_path, "many", {**base, **under(stage, tmp_path)}, world=2))
 
 
 @pytest.mark.slow
