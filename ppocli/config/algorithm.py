@@ -84,6 +84,9 @@ def _critic(config: TrainConfig) -> Found:
     if ppo.critic_warmup_steps > 0:
         yield (("ppo.critic_warmup_steps", "ppo.advantage"),
                f"{ppo.advantage} has no critic to warm up: set ppo.critic_warmup_steps=0")
+    if config.model.value.kind != "head":
+        yield (("model.value.kind", "ppo.advantage"),
+               f"{ppo.advantage} has no value function to build: leave model.value.kind at head")
     if ppo.optimizer.value_lr is not None:
         yield (("ppo.optimizer.value_lr", "ppo.advantage"),
                f"{ppo.advantage} has no value head to learn: set ppo.optimizer.value_lr=null")

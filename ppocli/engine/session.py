@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from ppocli.config.algorithm import kl_estimator, kl_in
 from ppocli.config.schema import (
     GenerationConfig,
     TrainConfig,
@@ -230,6 +231,9 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
     reference = build_reference(cfg, backend, policy.lm, tokenizer)
     engine, optimizer, updates = prepare(cfg, backend, policy)
     _warn_about_sampling(sampling)
+    if kl_in(cfg.ppo) == "loss" and kl_estimator(cfg.ppo) == "k1" and cfg.ppo.init_kl_coef > 0:
+        log.warning("The gradient of k1 is zero on average: as a term of the loss it holds nothing "
+                    "to the reference. ppo.kl_estimator=k3 or k2 does.")
     if len(prompts) < cfg.ppo.num_rollouts // cfg.ppo.n:
         log.info("%d prompts are fewer than the %d of a rollout: they are cycled.",
                  len(prompts), cfg.ppo.num_rollouts // cfg.ppo.n)

@@ -239,7 +239,8 @@ def without_names(figure: str, names: set[str]) -> str:
 def test_every_figure_of_a_run_is_explained_and_no_other(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "ppocli", "train", "model=reviews", "prompts=reviews", "run_name=x",
-         *SMALL, "eval.at_start=true", "ppo.ent_coef=0.01", "reward.missing_eos_penalty=0.1",
+         *SMALL, "eval.at_start=true", "ppo.ent_coef=0.01", "ppo.kl_in=loss", "ppo.dual_clip=3",
+         "reward.missing_eos_penalty=0.1",
          "reward.fns.brief.fn=length", "reward.fns.brief.kwargs.target=8",
          "reward.fns.praise.fn=keyword", "reward.fns.praise.kwargs.words=[great]",
          "reward.metric_fn=ppocli.rewards.randomwalks:metrics"], cwd=tmp_path, text=True,

@@ -103,6 +103,7 @@ def test_each_problem_is_named(values, text):
     ({"ppo__group_std": False}, "group_std belongs to grpo"),
     ({"ppo__advantage": "reinforce_pp", "ppo__critic_warmup_steps": 2}, "no critic to warm up"),
     ({"ppo__advantage": "reinforce_pp", "ppo__optimizer__value_lr": 1e-3}, "no value head"),
+    ({"ppo__advantage": "reinforce_pp", "model__value__kind": "model"}, "no value function"),
     ({"ppo__kl_in": "loss", "ppo__kl_estimator": "full"}, "only be charged in the reward"),
     ({"ppo__dual_clip": 1.0}, "ppo.dual_clip: 1 must be > 1"),
     ({"ppo__optimizer__name": "sgd", "ppo__optimizer__betas": [0.9, 0.95]},
