@@ -127,6 +127,9 @@ def _value(key: Key) -> dict[str, Any]:
         body = {"type": "object", "additionalProperties": _fns_entry()}
     elif key.kind == "mapping":
         body = {"type": "object"}
+    elif key.kind == "sweep":
+        body = {"anyOf": [_item(key), {"type": "array", "minItems": 1, "uniqueItems": True,
+                                       "items": {"anyOf": [_item(key), _INTERPOLATION]}}]}
     else:
         body = _item(key)
     options = [body, _INTERPOLATION, *([{"type": "null"}] if key.optional else [])]

@@ -27,7 +27,7 @@ class Key:
     """One leaf of the schema. ``item`` is the element type of a list, else the type itself."""
 
     name: str
-    kind: str  # "scalar", "list" or "mapping"
+    kind: str  # "scalar", "list", "mapping", or "sweep": one value or a list of several
     item: Any
     optional: bool
     default: Any
@@ -40,6 +40,9 @@ class Key:
             text = f"a list of {_PLURALS[self.item]}"
         elif self.kind == "mapping":
             text = "a mapping"
+        elif self.kind == "sweep":
+            text = f"{_WORDS[self.item]}, a list of {_PLURALS[self.item]}"
+            return f"{text}, or null"
         else:
             text = _WORDS[self.item]
         return f"{text} or null" if self.optional else text
@@ -81,6 +84,11 @@ def key_for(name: str) -> Key | None:
     return schema_keys().get(free_mapping_of(name) or name)
 
 
+def several(value: Any) -> list[Any]:
+    """A value that may be one, a list of several, or null, as a list."""
+    return [] if value is None else value if isinstance(value, list) else [value]
+
+
 def _leaves(schema: type, prefix: str) -> list[tuple[str, Key]]:
     hints = typing.get_type_hints(schema)
     found: list[tuple[str, Key]] = []
@@ -88,6 +96,10 @@ def _leaves(schema: type, prefix: str) -> list[tuple[str, Key]]:
         name, hint = prefix + field.name, hints[field.name]
         if dataclasses.is_dataclass(hint):
             found += _leaves(typing.cast(type, hint), name + ".")
+            continue
+        each = field.metadata.get("each")
+        if each is not None:
+            found.append((name, Key(name, "sweep", each, True, field.default, field.metadata)))
             continue
         optional = type(None) in typing.get_args(hint)
         if optional:

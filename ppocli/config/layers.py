@@ -19,7 +19,7 @@ from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import BooleanNode, DictConfig, FloatNode, IntegerNode, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ppocli.config.keys import (
@@ -246,13 +246,32 @@ def _apply(node: DictConfig, entry: Entry) -> str | None:
                                                 and not math.isfinite(entry.value)):
         return f"{shown(entry.value)} must be {key.expected}"
     try:
-        OmegaConf.update(node, entry.key, entry.value, merge=True)
+        value = _each_converted(key, entry.value) if key.kind == "sweep" else entry.value
+        OmegaConf.update(node, entry.key, value, merge=True)
     except OmegaConfBaseException:
         several = (f" (to try several values: -m {entry.key}="
                    f"{','.join(map(str, entry.value))})"
                    if key.kind == "scalar" and isinstance(entry.value, list) else "")
+        at_evaluation = entry.key.replace("generation.", "generation.eval.", 1)
+        if several and schema_keys().get(at_evaluation, key).kind == "sweep":
+            several += f" (to evaluate with each: {at_evaluation}=[...])"
         return f"{shown(entry.value)} must be {key.expected}{several}"
     return None
+
+
+def _each_converted(key: Key, value: Any) -> Any:
+    """One value or several of ``key.item``, with the conversions that OmegaConf does for a key of
+    that very type.
+
+    Raises:
+        OmegaConfBaseException: a value that can't be converted.
+    """
+    if value is None or (isinstance(value, str) and "${" in value):
+        return value
+    kinds: dict[Any, Any] = {int: IntegerNode, float: FloatNode, bool: BooleanNode}
+    many = value if isinstance(value, list) else [value]
+    converted = [kinds[key.item](item, is_optional=False)._value() for item in many]
+    return converted if isinstance(value, list) else converted[0]
 
 
 def _is_boolean_number(key: Key, value: Any) -> bool:

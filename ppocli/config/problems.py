@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from omegaconf import MISSING
 
 from ppocli.config.algorithm import algorithm_problems
-from ppocli.config.keys import Key, did_you_mean, free_mapping_of, schema_keys
+from ppocli.config.keys import Key, did_you_mean, free_mapping_of, schema_keys, several
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import ConfigError
 
@@ -108,7 +108,12 @@ def _range_problems(key: Key, value: Any) -> Iterator[str]:
         return
     if value is None:
         return
-    for item in value if key.kind == "list" else [value]:
+    if key.kind == "sweep" and isinstance(value, list):
+        if not value:
+            yield "the list must hold at least one value"
+        if len(set(value)) < len(value):
+            yield f"{shown(value)} holds a value twice"
+    for item in value if isinstance(value, list) else [value]:
         if key.item in (int, float) and isinstance(item, float) and not math.isfinite(item):
             yield f"{shown(item)} must be a finite number"
         elif key.allowed and not _allowed(key.metadata, item):
@@ -252,13 +257,28 @@ def _generation(config: TrainConfig, handed_in: frozenset[str]) -> Found:
                f"min_new_tokens {train.min_new_tokens} must be at most max_new_tokens "
                f"{train.max_new_tokens}")
     elif evaluation.min_new_tokens is not None or evaluation.max_new_tokens is not None:
-        low = train.min_new_tokens if evaluation.min_new_tokens is None \
-            else evaluation.min_new_tokens
-        high = train.max_new_tokens if evaluation.max_new_tokens is None \
-            else evaluation.max_new_tokens
+        low = max(several(evaluation.min_new_tokens), default=train.min_new_tokens)
+        high = min(several(evaluation.max_new_tokens), default=train.max_new_tokens)
         if low > high:
             yield (("generation.eval.min_new_tokens", "generation.eval.max_new_tokens"),
                    f"at evaluation min_new_tokens {low} must be at most max_new_tokens {high}")
+    lists = [f"generation.eval.{field.name}" for field in fields(evaluation)
+             if isinstance(getattr(evaluation, field.name), list)]
+    if len(lists) > 1:
+        yield tuple(lists), "only one of the keys of generation.eval may be a list"
+    sampler = train.length_sampler
+    if sampler is not None:
+        if len(sampler) != 2 or sampler[0] > sampler[1]:
+            yield (("generation.length_sampler",),
+                   f"{shown(sampler)} must be [min, max] with min at most max")
+        elif sampler[1] > train.max_new_tokens or sampler[0] < train.min_new_tokens:
+            yield (("generation.length_sampler", "generation.max_new_tokens",
+                    "generation.min_new_tokens"),
+                   f"{shown(sampler)} must lie between min_new_tokens {train.min_new_tokens} and "
+                   f"max_new_tokens {train.max_new_tokens}")
+    if config.eval.ref_responses and config.model.reference.kind == "none":
+        yield (("eval.ref_responses", "model.reference.kind"),
+               "there is no reference whose responses could be shown")
     if "" in train.stop_sequences:
         yield ("generation.stop_sequences",), "must not hold an empty text"
 

@@ -16,13 +16,19 @@ from ppocli.ppo.advantages import ESTIMATORS
 
 
 def key(default: Any, doc: str, *, choices: tuple[str, ...] | None = None, ge: float | None = None,
-        gt: float | None = None, le: float | None = None, lt: float | None = None) -> Any:
+        gt: float | None = None, le: float | None = None, lt: float | None = None,
+        each: type | None = None) -> Any:
     """A dataclass field with its documentation and its allowed values.
 
     Bounds are inclusive (``ge``, ``le``) or exclusive (``gt``, ``lt``); for a list they hold for
     each element. ``None`` is allowed exactly where the type is ``Optional``.
+
+    Args:
+        each: type of a value that may be one or a list of several, which OmegaConf's own types
+            can't say: the field's type is then ``Any``, and null is allowed.
     """
-    metadata = {"doc": doc, "choices": choices, "ge": ge, "gt": gt, "le": le, "lt": lt}
+    metadata = {"doc": doc, "choices": choices, "ge": ge, "gt": gt, "le": le, "lt": lt,
+                "each": each}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     if isinstance(default, type):
@@ -160,14 +166,15 @@ class PromptsConfig:
 
 @dataclass
 class EvalGenerationConfig:
-    """Overrides of ``generation`` at evaluation. Null: as in training."""
+    """Overrides of ``generation`` at evaluation. Null: as in training. One of them may be a list:
+    evaluations then sample with each of its values, and the first is the one that counts."""
 
-    max_new_tokens: Optional[int] = key(None, "longest response in tokens", ge=1)
-    min_new_tokens: Optional[int] = key(None, "no stop token before this many tokens", ge=0)
-    temperature: Optional[float] = key(None, "softmax temperature", gt=0)
-    top_k: Optional[int] = key(None, "sample among the k likeliest tokens (0: all)", ge=0)
-    top_p: Optional[float] = key(None, "nucleus sampling (1: all)", gt=0, le=1)
-    do_sample: Optional[bool] = key(None, "sample, or take the likeliest token")
+    max_new_tokens: Any = key(None, "longest response in tokens", each=int, ge=1)
+    min_new_tokens: Any = key(None, "no stop token before this many tokens", each=int, ge=0)
+    temperature: Any = key(None, "softmax temperature", each=float, gt=0)
+    top_k: Any = key(None, "sample among the k likeliest tokens (0: all)", each=int, ge=0)
+    top_p: Any = key(None, "nucleus sampling (1: all)", each=float, gt=0, le=1)
+    do_sample: Any = key(None, "sample, or take the likeliest token", each=bool)
 
 
 @dataclass
@@ -182,7 +189,10 @@ class GenerationConfig:
                                     "sees")
     stop_token_ids: list[int] = key([], "token ids that end a response, besides the model's EOS",
                                     ge=0)
-    eval: EvalGenerationConfig = key(EvalGenerationConfig, "overrides at evaluation")
+    length_sampler: Optional[list[int]] = key(None, "[min, max] tokens that a rollout's response "
+                                              "may have at most, drawn per response", ge=1)
+    eval: EvalGenerationConfig = key(EvalGenerationConfig, "overrides at evaluation; one of them "
+                                     "may be a list, to evaluate with each of its values")
 
 
 @dataclass
@@ -317,6 +327,8 @@ class EvalConfig:
     every_steps: Optional[int] = key(10, "evaluate every n steps (null: only at start and end)",
                                      ge=1)
     at_start: bool = key(True, "evaluate before training")
+    ref_responses: bool = key(False, "put the reference's response to each prompt beside the "
+                              "policy's in samples.jsonl and the report")
 
 
 @dataclass

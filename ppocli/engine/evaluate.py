@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,11 +13,12 @@ import torch
 from ppocli.engine.judging import judge
 from ppocli.engine.rollout import (
     decode,
+    draw,
     sample_responses,
     score_tokens,
     take_rows,
 )
-from ppocli.engine.session import EvalSession, Session
+from ppocli.engine.session import EvalSession, Session, sampling_sweep
 from ppocli.engine.stop import StopFlag
 from ppocli.ppo.noise import EVALUATION
 
@@ -31,6 +33,11 @@ class Evaluation:
     """prompt, response, score, kl, response_tokens, finished of each prompt"""
     tokens: int
     """response tokens generated"""
+    swept: dict[str, dict[str, float]] = field(default_factory=dict)
+    """``top_k=50`` -> its figures, for every value of a key of ``generation.eval`` that is a list,
+    the first one's being :attr:`figures`"""
+    swept_samples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """the same for the samples of the further values"""
 
 
 def distinct(texts: list[str], n: int) -> float:
@@ -142,9 +149,27 @@ def evaluate(session: EvalSession, stop: StopFlag) -> Evaluation:
     ``kl_mean`` is the k1 estimate summed over each response and averaged over samples, in nats, of
     the distributions at temperature 1 without top-k or top-p, whatever the sampling was.
 
+    Where a key of ``generation.eval`` is a list, this is done once for each of its values (trlX's
+    sweep of a generation argument, ``trlx/trainer/accelerate_base_trainer.py::evaluate``).
+
     Raises:
         RewardError, DivergedError, StopRequested.
     """
+    found = _evaluate_once(session, stop)
+    swept: dict[str, dict[str, float]] = {}
+    samples: dict[str, list[dict[str, Any]]] = {}
+    tokens = found.tokens
+    for name, spec in sampling_sweep(session.cfg.generation, session.eval_sampling).items():
+        if not swept:
+            swept[name] = found.figures
+            continue
+        other = _evaluate_once(replace(session, eval_sampling=spec), stop)
+        swept[name], samples[name] = other.figures, other.samples
+        tokens += other.tokens
+    return replace(found, tokens=tokens, swept=swept, swept_samples=samples)
+
+
+def _evaluate_once(session: EvalSession, stop: StopFlag) -> Evaluation:
     samples: list[dict[str, Any]] = []
     metrics: dict[str, list[float]] = {}
     parts: dict[str, list[float]] = {}
@@ -157,6 +182,32 @@ def evaluate(session: EvalSession, stop: StopFlag) -> Evaluation:
                 parts.setdefault(name, []).extend(v for v in part if v is not None)
     return Evaluation(evaluation_figures(samples, metrics, parts), samples,
                       sum(s["response_tokens"] for s in samples))
+
+
+def reference_responses(session: EvalSession, stop: StopFlag) -> list[str]:
+    """The reference's response to each prompt of an evaluation, drawn with the random numbers of
+    the policy's; empty without a reference.
+
+    Raises:
+        StopRequested.
+    """
+    if session.reference is None:
+        return []
+    ranks, prompts = session.backend.ranks, session.eval_prompts
+    total, chunk = evaluation_size(session), session.chunk_size * ranks.world
+    texts: list[str] = []
+    with session.acting() as acting, session.reference.view(acting.policy.lm) as lm:
+        for start in range(0, total, chunk):
+            stop.meet()
+            episodes = list(range(start, min(start + chunk, total)))
+            mine, own = ranks.share(episodes)
+            batch = prompts.batch([episode % len(prompts) for episode in mine], mine,
+                                  session.tokenizer.pad_token_id)
+            out = ranks.all_do(partial(draw, session, lm, batch, session.eval_sampling, EVALUATION,
+                                       stop), "generation of the reference")
+            shares = ranks.gather(decode(session, batch, out)[:own])
+            texts += [shares[i % len(shares)][i // len(shares)] for i in range(len(episodes))]
+    return texts
 
 
 def evaluation_figures(samples: list[dict[str, Any]], metrics: dict[str, list[float]],

@@ -19,7 +19,13 @@ from ppocli.engine.backend import made_on
 from ppocli.engine.checkpoints import save_checkpoint
 from ppocli.engine.console import Display
 from ppocli.engine.digests import judge_digest, session_digests
-from ppocli.engine.evaluate import better, evaluate, policy_is_finite
+from ppocli.engine.evaluate import (
+    Evaluation,
+    better,
+    evaluate,
+    policy_is_finite,
+    reference_responses,
+)
 from ppocli.engine.experience import next_kl_coef, sequence_kl, to_experience, update_moments
 from ppocli.engine.generators import Generators, capture
 from ppocli.engine.health import watch
@@ -68,6 +74,8 @@ class Run:
     """monotonic time of the last checkpoint"""
     intact: bool = True
     """false while the weights are between two steps and must not be saved"""
+    ref_responses: list[str] | None = None
+    """the reference's responses at every evaluation (``eval.ref_responses``), once they are made"""
 
 
 def initial_state(session: Session) -> TrainState:
@@ -227,11 +235,13 @@ def _evaluate(run: Run, row: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     note_phase(f"evaluation after step {run.state.step}")
     run.display.phase("evaluation")
     clock = PhaseClock.start(run.session.backend.device)
+    if run.session.cfg.eval.ref_responses and run.ref_responses is None:
+        run.ref_responses = reference_responses(run.session, run.stop)
     found = evaluate(run.session, run.stop)
     clock.mark("eval")
     state, step = run.state, run.state.step
     state = state.add_phase("eval", clock.seconds["eval"], found.tokens)
-    run.session.backend.ranks.first_does(lambda: run.recorder.evaluated(step, found.samples))
+    run.session.backend.ranks.first_does(lambda: _record_samples(run, step, found))
     if step == 0:
         state = replace(state, eval_before=found.figures)
     metric = run.session.cfg.checkpoint.metric
@@ -245,8 +255,21 @@ def _evaluate(run: Run, row: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         state = replace(state, best=Best(step, figure))
     run.state = replace(state, eval_last=found.figures, eval_step=step)
     row = {**row, **{f"eval/{name}": value for name, value in found.figures.items()},
+           **{f"eval/{name}@{sampling}": value for sampling, figures in found.swept.items()
+              for name, value in figures.items()},
            "time/eval": clock.seconds["eval"]}
     return row, improved and run.session.cfg.checkpoint.keep_best
+
+
+def _record_samples(run: Run, step: int, found: Evaluation) -> None:
+    """An evaluation's samples, with the reference's responses beside them where they are kept."""
+    samples = found.samples
+    if run.ref_responses is not None:
+        samples = [{**sample, "ref_response": text}
+                   for sample, text in zip(samples, run.ref_responses, strict=True)]
+    run.recorder.evaluated(step, samples)
+    if found.swept_samples:
+        run.recorder.swept(step, found.swept_samples)
 
 
 def save(run: Run) -> None:

@@ -18,6 +18,8 @@ from ppocli.engine.run_folder import RunFolder
 from ppocli.engine.run_logs import JsonlWriter
 from ppocli.engine.trackers import Tracker, open_trackers
 
+EVAL_ROW, SWEEP_ROW = "eval", "eval_sweep"
+"""``kind`` of rows of samples.jsonl that an evaluation writes"""
 VOLATILE = ("time/", "tokens_per_second/", "memory/")
 """prefixes of figures that differ between two equal runs"""
 
@@ -170,9 +172,15 @@ class Recorder:
 
     def evaluated(self, step: int, samples: list[dict[str, Any]]) -> None:
         """Append an evaluation's samples to samples.jsonl and hand them to the trackers."""
-        self.samples.append([{"step": step, "kind": "eval", **sample} for sample in samples])
+        self.samples.append([{"step": step, "kind": EVAL_ROW, **sample} for sample in samples])
         for tracker in self.trackers:
             tracker.samples(step, samples)
+
+
+    def swept(self, step: int, samples: dict[str, list[dict[str, Any]]]) -> None:
+        """Append samples of the further values of a list in ``generation.eval``."""
+        self.samples.append([{"step": step, "kind": SWEEP_ROW, "sampling": name, **sample}
+                             for name, rows in samples.items() for sample in rows])
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 
 from ppocli.engine.backend import made_on
 from ppocli.engine.checkpoints import FoundCheckpoint, find_latest
+from ppocli.engine.metrics import EVAL_ROW, SWEEP_ROW
 from ppocli.engine.persist import read_checkpoint
 from ppocli.engine.publishing import repair_published
 from ppocli.engine.records import TrainState
@@ -110,7 +111,8 @@ def _forget_after(folder: RunFolder, step: int, *, reopen: int | None) -> None:
     last_row = step if reopen is None else reopen - 1
     truncate_jsonl(folder.metrics, last_row)
     truncate_jsonl(folder.samples, step,
-                   also=lambda row: row.get("kind") == "eval" and row.get("step") == reopen)
+                   also=lambda row: row.get("kind") in (EVAL_ROW, SWEEP_ROW)
+                   and row.get("step") == reopen)
     truncate_events(folder.events, last_row)
 
 

@@ -26,7 +26,7 @@ from ppocli.models.passes import collect, lay_out_rows, score_policy, score_refe
 from ppocli.models.sampling import SamplingSpec
 from ppocli.models.text import decode_responses, response_ids
 from ppocli.ppo.kl import kl_per_token
-from ppocli.ppo.noise import uniform
+from ppocli.ppo.noise import lengths, uniform
 from ppocli.rewards.records import RewardScores
 
 
@@ -69,24 +69,32 @@ def sample_responses(session: EvalSession, prompts: PromptBatch, spec: SamplingS
     Raises:
         DivergedError: the policy's probabilities are no longer finite.
     """
-    noise = uniform(session.cfg.seed, stream, prompts.episodes, spec.max_new_tokens)
-
-    def poll() -> None:
-        faults.point("rollout.token")
-        stop.check()
-
     session.policy.eval()
-    with session.backend.autocast():
-        out = generate(session.policy.lm, prompts.tokens, prompts.mask, spec, noise,
-                       tokenizer=session.tokenizer, poll=poll,
-                       start=session.loaded.decoder_start,
-                       value_head=(session.policy.value_head
-                                   if session.policy.values_while_decoding else None))
+    head = session.policy.value_head if session.policy.values_while_decoding else None
+    out = draw(session, session.policy.lm, prompts, spec, stream, stop, value_head=head)
     if not bool(torch.isfinite(out.logprobs).all()):
         raise DivergedError("The policy became non-finite: its token probabilities are NaN.",
                             fix="lower ppo.optimizer.lr, raise ppo.init_kl_coef, or use "
                             "hardware.precision=fp32")
     return out
+
+
+def draw(session: EvalSession, lm: Any, prompts: PromptBatch, spec: SamplingSpec, stream: int,
+         stop: StopFlag, value_head: Any = None) -> Generation:
+    """One response per prompt by a causal LM, with the random numbers of the stream."""
+    noise = uniform(session.cfg.seed, stream, prompts.episodes, spec.max_new_tokens)
+    limits = None
+    if spec.length_range is not None:
+        limits = lengths(session.cfg.seed, prompts.episodes, *spec.length_range)
+
+    def poll() -> None:
+        faults.point("rollout.token")
+        stop.check()
+
+    with session.backend.autocast():
+        return generate(lm, prompts.tokens, prompts.mask, spec, noise, tokenizer=session.tokenizer,
+                        start=session.loaded.decoder_start, value_head=value_head, limits=limits,
+                        poll=poll)
 
 
 def decode(session: EvalSession, prompts: PromptBatch, out: Generation) -> list[str]:

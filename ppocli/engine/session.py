@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from ppocli.config.algorithm import kl_estimator, kl_in
+from ppocli.config.keys import several
 from ppocli.config.schema import (
     GenerationConfig,
     TrainConfig,
@@ -139,20 +140,40 @@ class Session(EvalSession):
 
 def sampling_specs(cfg: GenerationConfig, tokenizer: Any, loaded: LoadedLM
                    ) -> tuple[SamplingSpec, SamplingSpec]:
-    """Sampling in training and at evaluation, the latter with ``generation.eval`` laid over it."""
+    """Sampling in training and at evaluation, the latter with ``generation.eval`` laid over it, of
+    a list its first value."""
     base = {name: getattr(cfg, name) for name in SAMPLING_KEYS}
-    over = {name: value for name in SAMPLING_KEYS
-            if (value := getattr(cfg.eval, name)) is not None}
+    over = {name: values[0] for name in SAMPLING_KEYS
+            if (values := several(getattr(cfg.eval, name)))}
     stop_ids, stops = stop_rules(tokenizer, loaded, cfg.stop_token_ids, cfg.stop_sequences)
-    return (SamplingSpec(stop_ids=stop_ids, stop_sequences=stops, **base),
+    lengths = None if cfg.length_sampler is None else (cfg.length_sampler[0], cfg.length_sampler[1])
+    return (SamplingSpec(stop_ids=stop_ids, stop_sequences=stops, length_range=lengths, **base),
             SamplingSpec(stop_ids=stop_ids, stop_sequences=stops, **{**base, **over}))
+
+
+def sampling_sweep(cfg: GenerationConfig, first: SamplingSpec) -> dict[str, SamplingSpec]:
+    """``top_k=50`` and the like -> sampling at evaluation with that value of the one key of
+    ``generation.eval`` that is a list; empty without a list.
+
+    Args:
+        first: sampling at evaluation by :func:`sampling_specs`.
+    """
+    found = {}
+    for name in SAMPLING_KEYS:
+        values = getattr(cfg.eval, name)
+        if isinstance(values, list):
+            for value in values:
+                changes: dict[str, Any] = {name: value}
+                shown = str(value).lower() if isinstance(value, bool) else f"{value:g}"
+                found[f"{name}={shown}"] = replace(first, **changes)
+    return found
 
 
 def _max_prompt_tokens(cfg: TrainConfig, lm: Any) -> int:
     limit = max_positions(lm)  # an encoder-decoder has that many on either side
     if limit is None:
         return 2**31
-    longest = max(cfg.generation.max_new_tokens, cfg.generation.eval.max_new_tokens or 0)
+    longest = max([cfg.generation.max_new_tokens, *several(cfg.generation.eval.max_new_tokens)])
     if longest >= limit:
         raise ConfigError(f"{longest} new tokens leave no room for a prompt: the model has "
                           f"{limit} positions.", where="generation.max_new_tokens",

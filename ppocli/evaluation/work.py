@@ -18,7 +18,12 @@ from ppocli.engine.digests import weights_digest
 from ppocli.engine.evaluate import EvalChunk, evaluate_chunks, evaluation_size
 from ppocli.engine.run_folder import finite_or_null
 from ppocli.engine.run_logs import JsonlWriter
-from ppocli.engine.session import EvalSession, PythonObjects, build_eval_session
+from ppocli.engine.session import (
+    EvalSession,
+    PythonObjects,
+    build_eval_session,
+    sampling_sweep,
+)
 from ppocli.engine.stop import StopFlag, StopRequested
 from ppocli.errors import CheckpointError, ConfigError, OutOfMemoryError, PpocliError, StoppedError
 from ppocli.evaluation import frontier as frontiers
@@ -118,6 +123,9 @@ def run_evaluation(request: EvalRequest, target: Target, cfg: TrainConfig, objec
     try:
         with open_backend(cfg.hardware) as backend:
             session = _session(cfg, backend, objects, parts[0], None, say)
+            swept = list(sampling_sweep(cfg.generation, session.eval_sampling))
+            if swept:
+                say(f"of the list in generation.eval the first value is taken: {swept[0]}")
             if target.run_dir is None:
                 _say_declared(session, request, say)
             identity = identity_of(session, [part.target for part in parts], request.frontier,

@@ -129,7 +129,8 @@ def _first_live(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor,
 @torch.no_grad()
 def generate(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, spec: SamplingSpec,
              uniform: Any, *, tokenizer: Any, start: int | None = None, value_head: Any = None,
-             poll: Callable[[], None] = lambda: None, watch: Watch = lambda *_: None) -> Generation:
+             limits: Any = None, poll: Callable[[], None] = lambda: None,
+             watch: Watch = lambda *_: None) -> Generation:
     """Sample one response per prompt.
 
     Args:
@@ -139,6 +140,7 @@ def generate(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, sp
         tokenizer: used to find stop sequences.
         start: the token that a decoder beside an encoder starts from; None for a causal LM.
         value_head: adds the value of the state before each token.
+        limits: [B] most tokens of each response, at least 1 (default: ``max_new_tokens``).
         poll: called before every token; may raise to stop.
         watch: shown all tokens so far after every token.
 
@@ -150,6 +152,7 @@ def generate(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, sp
     device = lm.base_model.device
     count, steps = len(prompt_tokens), spec.max_new_tokens
     noise = torch.as_tensor(uniform, dtype=torch.float64).to(device)
+    most = None if limits is None else torch.as_tensor(limits, dtype=torch.long).to(device)
     head = lm.get_output_embeddings()
     scale = logit_scale(lm)
     takes_positions = "position_ids" in inspect.signature(lm.base_model.forward).parameters
@@ -182,6 +185,8 @@ def generate(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, sp
         finished[live.rows] |= alive & ended
         watch(tokens[:, : t + 1], mask[:, : t + 1])
         live.done = live.done | ended
+        if most is not None:
+            live.done |= most[live.rows] <= t + 1
         _advance(live, chosen)
         if (t + 1) % check_every == 0 and t + 1 < steps:
             remaining = int((~live.done).sum())

@@ -27,6 +27,8 @@ class SamplingSpec:
     top_p: float = 1.0
     do_sample: bool = True
     stop_sequences: tuple[str, ...] = ()
+    length_range: tuple[int, int] | None = None
+    """fewest and most tokens that each response is allowed, drawn by whoever generates"""
 
     @property
     def is_policy_distribution(self) -> bool:

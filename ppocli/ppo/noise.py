@@ -14,6 +14,7 @@ import numpy as np
 ROLLOUT = 1
 EVALUATION = 2
 USER = 3
+LENGTHS = 4
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -28,7 +29,7 @@ def uniform(seed: int, stream: int, episodes: Sequence[int], num_tokens: int) ->
 
     Args:
         seed: the run's seed.
-        stream: ROLLOUT, EVALUATION or USER; streams are independent.
+        stream: ROLLOUT, EVALUATION, USER or LENGTHS; streams are independent.
         episodes: number of each sample within its stream.
     """
     golden = np.uint64(0x9E3779B97F4A7C15)
@@ -38,3 +39,11 @@ def uniform(seed: int, stream: int, episodes: Sequence[int], num_tokens: int) ->
         tokens = np.arange(1, num_tokens + 1, dtype=np.uint64) * golden
         bits = _mix(rows[:, None] + tokens[None, :]) >> np.uint64(11)
     return (bits.astype(np.float64) + 0.5) * 2.0**-53
+
+
+def lengths(seed: int, episodes: Sequence[int], low: int, high: int) -> np.ndarray:
+    """[len(episodes)] int64, a whole number from ``low`` to ``high`` (both included) a sample: how
+    long its response may become. TRL's ``LengthSampler`` (``trl/core.py``, v0.11) draws one a
+    batch and leaves ``high`` out."""
+    drawn = uniform(seed, LENGTHS, episodes, 1)[:, 0]
+    return low + np.minimum((drawn * (high - low + 1)).astype(np.int64), high - low)

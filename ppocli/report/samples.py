@@ -34,6 +34,8 @@ class Pair:
     prompt: str
     before: Response | None
     after: Response | None
+    reference: str | None = None
+    """the reference's own response to it, where the run kept it (``eval.ref_responses``)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,8 @@ def samples_of(record: RunRecord, before: int | None, after: int | None) -> Samp
     new = rows.get(after, []) if after is not None else []
     first_old, first_new = _first_of_each_prompt(old), _first_of_each_prompt(new)
     prompts = list(dict.fromkeys([*first_old, *first_new]))
-    pairs = [Pair(shown(prompt), _response(first_old.get(prompt)), _response(first_new.get(prompt)))
+    pairs = [Pair(shown(prompt), _response(first_old.get(prompt)), _response(first_new.get(prompt)),
+                  _reference(first_new.get(prompt) or first_old.get(prompt)))
              for prompt in prompts[:SHOWN + HIDDEN]]
     return Samples(pairs, len(prompts), _scores(old), _scores(new), _stderr(old), _stderr(new))
 
@@ -127,6 +130,11 @@ def _first_of_each_prompt(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any
     for row in rows:
         found.setdefault(str(row.get("prompt", "")), row)
     return found
+
+
+def _reference(row: dict[str, Any] | None) -> str | None:
+    text = None if row is None else row.get("ref_response")
+    return shown(text) if isinstance(text, str) else None
 
 
 def _response(row: dict[str, Any] | None) -> Response | None:
