@@ -107,6 +107,33 @@ def test_a_reward_that_fails_on_one_rank_ends_all_with_one_message(world, hardwa
 
 
 @pytest.mark.slow
+def test_scoring_beside_generation_keeps_ranks_in_step(world):
+    """With drawn lengths, a sweep at evaluation and the reference's responses: all that ranks
+    share out among them."""
+    (world / "odd.py").write_text(REWARD)
+    more = ("reward.overlap=always", "ppo.chunk_size=2", "generation.length_sampler=[3,6]",
+            "generation.eval.top_k=[0,3]", "eval.ref_responses=true", "prompts.eval.repeat=2",
+            "tracking.log_rollouts=true", "ppo.num_steps=2")
+    one = run("train", *words("run_name=one", *more), cwd=world)
+    two = run("train", *words("run_name=two", "hardware=ddp", *more), cwd=world)
+    assert (one.code, two.code) == (0, 0), two.err
+    left, right = (world / "runs" / name for name in ("one", "two"))
+    assert close_to(stable_rows(right / "metrics.jsonl"), stable_rows(left / "metrics.jsonl"))
+
+    def told(folder: Path) -> list[tuple]:
+        rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+        return [(row["step"], row["kind"], row["response"], row.get("ref_response"))
+                for row in rows if row["step"] < 2]  # by one policy on all processes
+
+    assert told(left) == told(right)
+    done = run("train", *words("run_name=bad", "reward.fn=odd.py:broken_on_one_rank",
+                               "hardware=ddp", "eval.at_start=false", *more[:2]), cwd=world)
+    assert done.code == 7
+    assert "rank 1, reward" in done.err
+    wait_for_no_ranks("bad")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_killed_rank_ends_the_others_and_the_run_goes_on_later(world, number):
     process = spawn("train", *words("run_name=killed", "hardware=zero2", *LONG[:2],

@@ -47,6 +47,8 @@ def _follows(word: str, value: Any, schema: dict[str, Any], whole: dict[str, Any
         "enum": lambda: value in says,
         "pattern": lambda: not isinstance(value, str) or re.search(says, value) is not None,
         "minLength": lambda: not isinstance(value, str) or len(value) >= says,
+        "minItems": lambda: not isinstance(value, list) or len(value) >= says,
+        "uniqueItems": lambda: not isinstance(value, list) or len(value) == len(set(value)),
         "items": lambda: not isinstance(value, list) or all(fits(v, says, whole) for v in value),
         "required": lambda: not isinstance(value, dict) or set(says) <= set(value),
         "properties": lambda: not isinstance(value, dict) or all(
