@@ -11,7 +11,7 @@ PYTEST_WORDS ?=
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PHONY: help quickstart setup setup-dev test test-all test-browser lint docs benchmark-learning \
-	benchmark-startup clean
+	benchmark-startup benchmark-ranks clean
 
 help: ## list what make can do
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ benchmark-learning: $(VENV)/.installed ## train every offline recipe with five s
 
 benchmark-startup: $(VENV)/.installed ## measure how long the command takes to answer
 	@$(BIN)/python benchmarks/startup.py
+
+benchmark-ranks: $(VENV)/.installed ## time the phases of a step in one process and in two
+	@$(BIN)/python benchmarks/ranks.py --out benchmarks/RESULTS.md
 
 clean: ## remove .venv, builds and caches; runs/ stays
 	@rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -39,10 +39,8 @@ def assert_plain(exported: Path, model: Path) -> None:
     assert {name: value.shape for name, value in one.state_dict().items()} == shapes
 
 
-@pytest.mark.parametrize("hardware", [
-    "zero2", *(pytest.param(name, marks=pytest.mark.slow)
-               for name in ("ddp", "zero1", "zero3", "zero3_offload"))])
-def test_a_run_on_two_processes_comes_to_what_one_comes_to(world, hardware):
+def assert_two_come_to_what_one_comes_to(world: Path, hardware: str) -> None:
+    """The runs ``one`` and ``two``, left below ``world``."""
     one = run("train", *words("run_name=one"), cwd=world)
     two = run("train", *words("run_name=two", f"hardware={hardware}"), cwd=world)
     assert (one.code, two.code) == (0, 0), two.err
@@ -52,7 +50,16 @@ def test_a_run_on_two_processes_comes_to_what_one_comes_to(world, hardware):
     assert_tidy(world / "runs/two")
     checkpoint = world / "runs/two/checkpoints/step-000004"
     assert len(list(checkpoint.glob("optimizer-*-of-00002.safetensors"))) == 2
-    # what follows a training needs one process, whatever the training had
+
+
+def test_a_run_on_two_processes_comes_to_what_one_comes_to(world):
+    assert_two_come_to_what_one_comes_to(world, "zero2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hardware", ["ddp", "zero1", "zero2", "zero3", "zero3_offload"])
+def test_what_follows_a_training_needs_one_process_whatever_that_had(world, hardware):
+    assert_two_come_to_what_one_comes_to(world, hardware)
     judged = ppocli("eval", "runs/two", "--json", cwd=world)
     assert judged.returncode == 0, judged.stderr
     summary = json.loads((world / "runs/two/summary.json").read_text())
@@ -61,6 +68,7 @@ def test_a_run_on_two_processes_comes_to_what_one_comes_to(world, hardware):
     exported = ppocli("export", "runs/two", "--step", "4", "-o", "plain", cwd=world)
     assert exported.returncode == 0, exported.stderr
     assert_plain(world / "plain", world / "runs/one/model")
+    assert_plain(world / "runs/two/model", world / "runs/one/model")
 
 
 @pytest.mark.slow

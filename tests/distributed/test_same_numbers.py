@@ -127,10 +127,9 @@ def test_the_ratio_guard_and_the_early_stop_are_of_all_ranks(config, tmp_path, s
 
 # Checkpoints --------------------------------------------------------------------------------------
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow),
-                                   pytest.param(1, marks=pytest.mark.slow),
-                                   pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_checkpoint_goes_on_exactly_and_on_other_ranks(config, tmp_path, stage):
     """Saved after the first step, read for the second: byte for byte on as many ranks, and within
     rounding in one process, which reads the same files."""
