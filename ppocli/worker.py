@@ -172,7 +172,7 @@ def _already_finished(cfg: TrainConfig, folder: RunFolder) -> RunResult | None:
         summary = json.loads(folder.summary.read_text())
         complete = summary["status"] == "finished"
         episodes = int(summary["episodes"])
-        check_folder(folder.model, key="model")
+        check_folder(folder.model, key="model", adapters=True)
     except (OSError, ValueError, KeyError, TypeError, InputError):
         return None
     if not complete or episodes < planned_episodes(cfg.ppo):

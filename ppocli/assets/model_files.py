@@ -12,6 +12,8 @@ import os
 from pathlib import Path
 from typing import Literal
 
+from ppocli.assets.adapter_files import CONFIG, is_adapter
+from ppocli.assets.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
 from ppocli.errors import InputError, PpocliError
 
 Needs = Literal["model and tokenizer", "model", "tokenizer"]
@@ -23,7 +25,7 @@ WEIGHTS = (SAFETENSORS, "pytorch_model.bin")
 
 
 def find_model(model: str, *, key: str, revision: str | None = None,
-               needs: Needs = "model and tokenizer") -> tuple[str, bool]:
+               needs: Needs = "model and tokenizer", adapters: bool = False) -> tuple[str, bool]:
     """Where to load ``model`` from.
 
     Args:
@@ -31,6 +33,7 @@ def find_model(model: str, *, key: str, revision: str | None = None,
         key: the configuration key, argument (RUN) or option it was given by, for messages.
         revision: branch, tag or commit of a Hub model.
         needs: what has to be there.
+        adapters: whether a folder with an adapter will do.
 
     Returns:
         a checked folder and True, or a Hub name and False when the Hub can be asked for it.
@@ -48,7 +51,7 @@ def find_model(model: str, *, key: str, revision: str | None = None,
         return str(resolve_builtin(model)), True
     path = Path(model).expanduser()
     if path.is_dir():
-        check_folder(path, key=key, needs=needs)
+        check_folder(path, key=key, needs=needs, adapters=adapters)
         return str(path), True
     if path.exists():
         raise InputError(f"{model} is a file, not a model folder.", where=key,
@@ -70,24 +73,29 @@ def _folder_fix(key: str) -> str:
     return f"give the folder of a run or a model as {key}"
 
 
-def check_folder(folder: Path, *, key: str, needs: Needs = "model and tokenizer") -> None:
+def check_folder(folder: Path, *, key: str, needs: Needs = "model and tokenizer",
+                 adapters: bool = False) -> None:
     """Check that ``folder`` holds a model and a tokenizer that can be read.
+
+    Args:
+        adapters: whether an adapter will do in place of a model.
 
     Raises:
         InputError: names the missing or broken file and what belongs there.
     """
-    if needs != "tokenizer" and not (folder / "config.json").is_file():
-        if (folder / "adapter_config.json").is_file():
-            raise InputError(f"{folder} holds only an adapter (adapter_config.json).",
-                             where=key, fix="merge it into its base model and give the "
-                                                  "merged folder")
+    adapter = is_adapter(folder)
+    if needs != "tokenizer" and adapter and not adapters:
+        raise InputError(f"{folder} holds only an adapter (adapter_config.json).", where=key,
+                         fix=f"merge it into its base: ppocli export {folder} --merge -o FOLDER, "
+                         "and give that")
+    if needs != "tokenizer" and not adapter and not (folder / "config.json").is_file():
         raise InputError(f"There is no config.json in {folder}.", where=key,
                          fix="give a folder written by save_pretrained()")
-    for name in ("config.json", "tokenizer_config.json", "tokenizer.json"):
+    for name in ("config.json", CONFIG, "tokenizer_config.json", "tokenizer.json"):
         if (folder / name).is_file():
             _check_json(folder / name, key)
     if needs != "tokenizer":
-        _check_weights(folder, key)
+        _check_weights(folder, key, (ADAPTER_WEIGHTS,) if adapter else WEIGHTS)
     if needs != "model" and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise InputError(
             f"No tokenizer in {folder} (expected tokenizer.json, or a vocabulary file).",
@@ -106,8 +114,8 @@ def _check_json(path: Path, key: str) -> None:
                          where=key, fix="copy or download the file again")
 
 
-def _check_weights(folder: Path, key: str) -> None:
-    for name in WEIGHTS:
+def _check_weights(folder: Path, key: str, names: tuple[str, ...]) -> None:
+    for name in names:
         if (folder / name).is_file():
             _check_readable(folder / name, key)
             return
@@ -121,7 +129,7 @@ def _check_weights(folder: Path, key: str) -> None:
                                      where=key, fix="copy or download the file again")
                 _check_readable(folder / shard, key)
             return
-    raise InputError(f"There are no weights in {folder} (expected {SAFETENSORS}).",
+    raise InputError(f"There are no weights in {folder} (expected {names[0]}).",
                      where=key, fix="give a folder written by save_pretrained()")
 
 

@@ -258,7 +258,7 @@ def _finished_before(job: SweepJob, book: _Book) -> JobRecord | None:
         run = read_run(job.folder)
         if run.status != "finished":
             return None
-        check_folder(run.folder.model, key="model")
+        check_folder(run.folder.model, key="model", adapters=True)
         if book.going_on is None:
             now = with_absolute_paths(job.compose().config, Path.cwd())
             if config_differences(run.config, now):

@@ -13,6 +13,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from ppocli.config.adapters import adapter_problems
 from ppocli.config.algorithm import algorithm_problems
 from ppocli.config.keys import Key, did_you_mean, free_mapping_of, schema_keys, several
 from ppocli.config.schema import TrainConfig
@@ -79,7 +80,7 @@ def find_problems(config: TrainConfig, sources: Mapping[str, str] | None = None,
     found = range_problems(config, sources)
     bad = {problem.key for problem in found}
     for check in (_length, _sizes, _reward, _prompts, _generation, algorithm_problems,
-                  _value_function, _hardware, _run):
+                  _value_function, adapter_problems, _hardware, _run):
         for names, text in check(config, handed_in):
             # a value that is wrong in itself is not also reported as a contradiction
             if not bad.intersection(names):
@@ -104,7 +105,7 @@ def _range_problems(key: Key, value: Any) -> Iterator[str]:
         return
     if key.kind == "mapping":
         yield from (f"{name} is missing; it must be given: {key.name}.{name}=..."
-                    for name, item in value.items() if item == MISSING)
+                    for name, item in (value or {}).items() if item == MISSING)
         return
     if value is None:
         return

@@ -38,10 +38,11 @@ def key(default: Any, doc: str, *, choices: tuple[str, ...] | None = None, ge: f
 
 @dataclass
 class ReferenceConfig:
-    kind: str = key("auto", "frozen starting policy that the KL is measured against: a 'copy', or "
-                    "'shared' with the policy's frozen layers (auto: shared where "
+    kind: str = key("auto", "frozen starting policy that the KL is measured against: a 'copy', "
+                    "'shared' with the policy's frozen layers, or the policy with its 'adapter' "
+                    "switched off (auto: adapter with model.peft, shared where "
                     "model.num_layers_unfrozen freezes some, else copy); 'none' trains without "
-                    "a KL term", choices=("auto", "copy", "shared", "none"))
+                    "a KL term", choices=("auto", "copy", "shared", "adapter", "none"))
     path: Optional[str] = key(None, "folder or Hub name of another reference than the model that "
                               "the policy starts from; it has the same tokenizer")
     offload: bool = key(False, "keep the reference in host memory while it is not run")
@@ -65,8 +66,13 @@ class ModelConfig:
                     "('seq2seq') that answers it (auto: what the model's files say)",
                     choices=("auto", "causal", "seq2seq"))
     tokenizer_path: Optional[str] = key(None, "tokenizer folder or Hub name (default: model.path)")
-    dtype: Optional[str] = key(None, "storage type of the frozen reference (default: "
+    dtype: Optional[str] = key(None, "storage type of what never trains: the reference "
+                               "and, with model.peft, the policy's base (default: "
                                "hardware.precision)", choices=("fp32", "bf16"))
+    peft: Optional[dict[str, Any]] = key({}, "train an adapter on a frozen base: type (lora, "
+                                         "prefix, prompt) and fields of that config of PEFT")
+    quantization: Optional[str] = key(None, "hold the frozen base under model.peft in 8 or 4 bits "
+                                      "(bitsandbytes, needs CUDA)", choices=("8bit", "4bit"))
     num_layers_unfrozen: int = key(-1, "train only the top k layers (-1: all)", ge=-1)
     gradient_checkpointing: bool = key(False, "recompute activations in the backward pass")
     attn_implementation: Optional[str] = key(None, "sdpa, eager, flash_attention_2, ... "
@@ -377,8 +383,11 @@ def planned_episodes(ppo: PPOConfig) -> int:
 
 
 def reference_kind(model: ModelConfig) -> str:
-    """``copy``, ``shared`` or ``none``: what ``model.reference.kind`` comes to."""
+    """``copy``, ``shared``, ``adapter`` or ``none``: what ``model.reference.kind`` comes to."""
     if model.reference.kind != "auto":
         return model.reference.kind
-    shares = model.num_layers_unfrozen >= 0 and model.reference.path is None
-    return "shared" if shares else "copy"
+    if model.reference.path is not None:
+        return "copy"
+    if model.peft:
+        return "adapter"
+    return "shared" if model.num_layers_unfrozen >= 0 else "copy"

@@ -15,7 +15,7 @@ from ppocli.errors import InputError
 from ppocli.models.critics import ValueBranch
 from ppocli.models.loading import LoadedLM, check_vocabulary, load_reference
 from ppocli.models.policy import Policy, build_value_head, freeze_bottom
-from ppocli.models.reference import CopyReference, Reference, share_trunk
+from ppocli.models.reference import AdapterReference, CopyReference, Reference, share_trunk
 from ppocli.models.value_model import load_value_model
 
 
@@ -37,6 +37,8 @@ def build_reference(cfg: TrainConfig, backend: Backend, lm: Any, tokenizer: Any
     Raises:
         InputError: it can't be loaded, or can't share the policy's trunk.
     """
+    if reference_kind(cfg.model) == "adapter":
+        return AdapterReference()
     if reference_kind(cfg.model) != "shared":
         return copy_reference(cfg, backend, tokenizer)
     try:

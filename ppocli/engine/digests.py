@@ -11,6 +11,8 @@ import torch
 
 from ppocli.config.schema import TrainConfig
 from ppocli.engine.session import EvalSession, Session
+from ppocli.models.adapters import base_tensors
+from ppocli.models.digest import tensors_digest
 
 
 def _sha256(value: Any) -> str:
@@ -18,18 +20,8 @@ def _sha256(value: Any) -> str:
 
 
 def weights_digest(module: torch.nn.Module) -> str:
-    """SHA-256 over each tensor's name, shape, type and the sum of its bytes as integers.
-
-    A sum of integers does not depend on the order of summation, so the digest is the same for any
-    number of threads and on any device; it notices another model, not a malicious one.
-    """
-    parts = []
-    for name, tensor in module.state_dict().items():
-        kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-        bits = tensor.detach().contiguous().view(kind[tensor.element_size()])
-        total = int(bits.sum(dtype=torch.int64))
-        parts.append((name, list(tensor.shape), str(tensor.dtype), total))
-    return _sha256(parts)
+    """Of all weights and buffers of a module; see :func:`ppocli.models.digest.tensors_digest`."""
+    return tensors_digest(module.state_dict())
 
 
 def session_digests(session: Session) -> dict[str, str]:
@@ -46,7 +38,7 @@ def reference_digest(session: EvalSession) -> str | None:
     if session.reference is None:
         return None
     with session.reference.view(session.policy.lm) as view:
-        return weights_digest(view)
+        return tensors_digest(base_tensors(view))
 
 
 def judge_digest(cfg: TrainConfig) -> str:

@@ -32,26 +32,33 @@ from ppocli.engine.sharded import (
     whole_shape,
 )
 from ppocli.errors import CheckpointError, PpocliError
+from ppocli.models.adapters import fill_adapter, save_adapter
 from ppocli.models.policy import Policy
+from ppocli.models.virtual_tokens import virtual_tokens
 
 log = logging.getLogger("ppocli")
 
 POLICY = "policy"
 VALUE_HEAD = "value_head.safetensors"
 VALUE_TRUNK = "value_trunk.safetensors"
+PROMPT_ENCODER = "prompt_encoder.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 
 
 def save_policy(session: Session, folder: Path) -> None:
     """Write the policy as transformers would: weights, configuration as it came, tokenizer, and
-    the sampling of the training as generation config."""
+    the sampling of the training as generation config. Of an adapter its own files, as PEFT would.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    lm = session.policy.lm
-    lm.save_pretrained(folder, safe_serialization=True)
-    config = copy.deepcopy(session.loaded.export_config)
-    config.architectures = [type(lm).__name__]
-    config.dtype = str(next(lm.parameters()).dtype).removeprefix("torch.")
-    config.save_pretrained(folder)
+    lm, adapter = session.policy.lm, session.loaded.adapter
+    if adapter is None:
+        lm.save_pretrained(folder, safe_serialization=True)
+        config = copy.deepcopy(session.loaded.export_config)
+        config.architectures = [type(lm).__name__]
+        config.dtype = str(next(lm.parameters()).dtype).removeprefix("torch.")
+        config.save_pretrained(folder)
+    else:
+        save_adapter(adapter, folder)
     session.tokenizer.save_pretrained(folder)
     _generation_config(session).save_pretrained(folder)
 
@@ -92,7 +99,8 @@ def write_checkpoint(session: Session, folder: Path, state: Generators) -> None:
 
     def weights() -> None:
         save_policy(session, folder / POLICY)
-        for name, module in _value_modules(session.policy).items():
+        for name, module in {**_value_modules(session.policy),
+                             **_prompt_encoders(session.policy)}.items():
             save_file({n: p.detach().cpu().contiguous().clone()
                        for n, p in module.state_dict().items()}, folder / name)
 
@@ -110,6 +118,13 @@ def _value_modules(policy: Policy) -> dict[str, torch.nn.Module]:
     """File name -> what the value function is made of; empty without one."""
     found: dict[str, Any] = {VALUE_HEAD: policy.value_head, VALUE_TRUNK: policy.value_trunk}
     return {name: module for name, module in found.items() if module is not None}
+
+
+def _prompt_encoders(policy: Policy) -> dict[str, torch.nn.Module]:
+    """File name -> what trained virtual tokens are made by; PEFT's own file holds the result, from
+    which a projection can't be found again."""
+    virtual = virtual_tokens(policy.lm)
+    return {} if virtual is None else {PROMPT_ENCODER: virtual.prompt_encoder}
 
 
 def save_together(session: Session, state: Generators,
@@ -263,9 +278,15 @@ def read_checkpoint(session: Session, folder: Path) -> None:
     stage, ranks = session.backend.zero_stage, session.backend.ranks
     with gathered(session.policy, stage, modify=True):
         weights = _read_shards(folder / POLICY)
-        _load_module(session.policy.lm, weights, "policy",
-                     _tied_names(session.policy.lm, set(weights)))
-        session.policy.lm.tie_weights()
+        if session.loaded.adapter is None:
+            _load_module(session.policy.lm, weights, "policy",
+                         _tied_names(session.policy.lm, set(weights)))
+            session.policy.lm.tie_weights()
+        elif encoders := _prompt_encoders(session.policy):
+            for name, module in encoders.items():
+                _load_module(module, load_file(folder / name), "adapter", set())
+        else:
+            fill_adapter(session.loaded.adapter, weights, str(folder / POLICY))
         _load_value_function(session.policy, folder)
     adopt_weights(session.policy, session.optimizer, stage)
     _restore_optimizer(session, folder)

@@ -29,6 +29,7 @@ from ppocli.models.loading import (
     LoadedLM,
     check_vocabulary,
     load_lm,
+    load_policy,
     load_tokenizer,
     max_positions,
     stop_rules,
@@ -37,6 +38,7 @@ from ppocli.models.policy import Policy
 from ppocli.models.reference import Reference
 from ppocli.models.sampling import SAMPLING_KEYS, SamplingSpec
 from ppocli.models.trunk import has_encoder
+from ppocli.models.virtual_tokens import num_virtual_tokens
 
 log = logging.getLogger("ppocli")
 
@@ -75,7 +77,9 @@ class EvalSession:
         """Whether old logprobs and values are taken from the decoding pass."""
         choice = self.cfg.ppo.logprobs_from
         if choice == "auto":
-            return self.cfg.hardware.precision == "fp32"
+            exact = self.cfg.model.quantization is None and not (
+                self.cfg.model.peft and self.cfg.model.dtype == "bf16")
+            return self.cfg.hardware.precision == "fp32" and exact
         return choice == "decode"
 
     @property
@@ -176,9 +180,14 @@ def _max_prompt_tokens(cfg: TrainConfig, lm: Any) -> int:
     longest = max([cfg.generation.max_new_tokens, *several(cfg.generation.eval.max_new_tokens)])
     if longest >= limit:
         raise ConfigError(f"{longest} new tokens leave no room for a prompt: the model has "
-                          f"{limit} positions.", where="generation.max_new_tokens",
+                          f"{limit} positions{_beside(lm)}.", where="generation.max_new_tokens",
                           fix=f"set generation.max_new_tokens below {limit}")
     return limit if has_encoder(lm) else limit - longest
+
+
+def _beside(lm: Any) -> str:
+    count = num_virtual_tokens(lm)
+    return f" beside its {count} virtual tokens" if count else ""
 
 
 def _warn_about_sampling(spec: SamplingSpec) -> None:
@@ -239,7 +248,7 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
     """
     reward, metric = _build_judges(cfg, objects, backend.ranks.first)
     tokenizer = load_tokenizer(cfg.model)
-    loaded = load_lm(cfg.model)
+    loaded = load_policy(cfg.model, cfg.hardware, cfg.seed)
     check_vocabulary(tokenizer, loaded.lm, cfg.model)
     prompts, eval_prompts = _load_prompt_sets(cfg, tokenizer, loaded.lm, objects, reward, metric)
     for note in prompts.notes:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ppocli.engine.ranks import Ranks
+from ppocli.models.adapters import attach_again
 from ppocli.models.loading import LoadedLM
 from ppocli.models.policy import Policy, build_value_head
 
@@ -91,6 +92,8 @@ def gathered_policy(policy: Policy, loaded: LoadedLM) -> Iterator[Policy]:
 
     with init_empty_weights(include_buffers=False):
         lm = type(loaded.lm)(loaded.lm.config)
+        if loaded.adapter is not None:
+            attach_again(lm, loaded.adapter)
         whole = Policy(lm, None if policy.value_head is None else build_value_head(lm, 0))
     with gathered(policy, 3):
         device = next(iter(policy.parameters())).device

@@ -12,6 +12,7 @@ import torch
 from ppocli.models.layout import right_padded
 from ppocli.models.sampling import SamplingSpec, choose
 from ppocli.models.trunk import logit_scale
+from ppocli.models.virtual_tokens import VirtualTokens, virtual_tokens
 
 Watch = Callable[[torch.Tensor, torch.Tensor], None]
 """is shown tokens and mask [B, t] of the responses so far, on the model's device"""
@@ -72,18 +73,29 @@ def _ends_with_stop(tokenizer: Any, spec: SamplingSpec, tokens: torch.Tensor) ->
     return torch.tensor(found, device=tokens.device)
 
 
-def _trunk_step(lm: Any, live: _Live, cache: Any, takes_positions: bool) -> torch.Tensor:
-    """[b, D] the trunk's output at the newest position of every live row."""
+def _trunk_step(lm: Any, live: _Live, cache: Any, takes_positions: bool,
+                virtual: VirtualTokens | None) -> torch.Tensor:
+    """[b, D] the trunk's output at the newest position of every live row.
+
+    Args:
+        virtual: tokens to embed in front of the prompts, in the first step.
+    """
     arguments: dict[str, Any] = {"input_ids": live.inputs, "past_key_values": cache,
                                  "use_cache": True}
     if live.encoded is not None:
         out = lm.get_decoder()(encoder_hidden_states=live.encoded,
                                encoder_attention_mask=live.encoder_mask, **arguments)
         return out.last_hidden_state[:, -1]
+    positions = live.positions
+    if virtual is not None:
+        del arguments["input_ids"]
+        arguments["inputs_embeds"] = virtual.in_front(lm.get_input_embeddings()(live.inputs))
+        first = torch.arange(virtual.count, device=positions.device)
+        positions = torch.cat([first.expand(len(positions), -1), positions], dim=1)
     if live.attention is not None:
         arguments["attention_mask"] = live.attention.long()
     if takes_positions:
-        arguments["position_ids"] = live.positions
+        arguments["position_ids"] = positions
     return lm.base_model(**arguments).last_hidden_state[:, -1]
 
 
@@ -107,7 +119,8 @@ def _compact(live: _Live, cache: Any) -> None:
 
 
 def _first_live(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor,
-                device: torch.device, start: int | None) -> _Live:
+                device: torch.device, start: int | None, before: int) -> _Live:
+    """All rows; ``before`` virtual tokens come first and take the first positions."""
     mask = prompt_mask.to(device)
     count = len(mask)
     if start is not None:
@@ -119,10 +132,11 @@ def _first_live(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor,
             positions=torch.zeros(count, 1, dtype=torch.long, device=device),
             done=torch.zeros(count, dtype=torch.bool, device=device),
             encoded=encoded.last_hidden_state, encoder_mask=there.long())
+    seen = torch.nn.functional.pad(mask, (before, 0), value=True)
     return _Live(
         rows=torch.arange(count, device=device), inputs=prompt_tokens.to(device),
-        attention=None if bool(prompt_mask.all()) else mask,
-        positions=(mask.long().cumsum(1) - 1).clamp(min=0),
+        attention=None if bool(prompt_mask.all()) else seen,
+        positions=(mask.long().cumsum(1) - 1).clamp(min=0) + before,
         done=torch.zeros(count, dtype=torch.bool, device=device))
 
 
@@ -162,15 +176,19 @@ def generate(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, sp
     logprobs = torch.zeros(count, steps, device=device)
     values = torch.zeros(count, steps, device=device)
     finished = torch.zeros(count, dtype=torch.bool, device=device)
-    live = _first_live(lm, prompt_tokens, prompt_mask, device, start)
+    virtual = virtual_tokens(lm)
+    live = _first_live(lm, prompt_tokens, prompt_mask, device, start,
+                       0 if virtual is None else virtual.count)
     cache: Any = DynamicCache(config=lm.config)
     if start is not None:
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    elif virtual is not None and virtual.in_cache:
+        cache, virtual = virtual.cache(count), None
     # asking the device whether rows are done costs a synchronisation; on a CPU it is free
     check_every = 1 if device.type == "cpu" else 8
     for t in range(steps):
         poll()
-        hidden = _trunk_step(lm, live, cache, takes_positions)
+        hidden = _trunk_step(lm, live, cache, takes_positions, virtual if t == 0 else None)
         logits = head(hidden) if scale == 1.0 else head(hidden) * scale
         chosen, lp = choose(logits, noise[live.rows, t], spec, t, stops)
         alive = ~live.done

@@ -6,15 +6,20 @@ from __future__ import annotations
 import copy
 import logging
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from ppocli.assets.adapter_files import BASE, CONFIG, is_adapter, named_base
 from ppocli.assets.model_files import find_model
+from ppocli.config.adapters import adapter_kind, adapter_settings
 from ppocli.config.schema import HardwareConfig, ModelConfig
-from ppocli.errors import InputError
+from ppocli.errors import CheckpointError, ConfigError, InputError, PpocliError
+from ppocli.models.adapters import Adapter, attach, identify, load_adapter, peft_config
 from ppocli.models.layout import SequenceBatch
 from ppocli.models.trunk import decoder_start, has_encoder, logit_scale, response_hidden
+from ppocli.models.virtual_tokens import num_virtual_tokens
 
 log = logging.getLogger("ppocli")
 
@@ -26,13 +31,15 @@ class LoadedLM:
     """A causal LM or an encoder-decoder, ready for PPO."""
 
     lm: Any
-    """eval mode, dropout rates zero, every parameter fp32"""
+    """eval mode, dropout rates zero; every parameter that trains is fp32"""
     export_config: Any
     """its configuration as it came, to be saved with the trained weights"""
     generation_config: Any
     """its own generation defaults; read for EOS ids and saved again, never used to sample"""
     decoder_start: int | None
     """the token that the decoder of an encoder-decoder starts from; None for a causal LM"""
+    adapter: Adapter | None = None
+    """what trains on it in its place"""
 
 
 def load_tokenizer(cfg: ModelConfig) -> Any:
@@ -111,7 +118,10 @@ def load_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32,
         GenerationConfig,
     )
 
-    source, _ = find_model(cfg.path, key=key, revision=cfg.revision, needs="model")
+    source, is_folder = find_model(cfg.path, key=key, revision=cfg.revision, needs="model",
+                                   adapters=True)
+    if is_folder and is_adapter(source):
+        return _load_on_base(cfg, Path(source), dtype)
     hub = {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code}
     attention = {"attn_implementation": cfg.attn_implementation} if cfg.attn_implementation else {}
     try:
@@ -120,9 +130,9 @@ def load_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32,
         kind = AutoModelForSeq2SeqLM if pair else AutoModelForCausalLM
         loaded: Any = kind.from_pretrained(
             source, config=without_dropout(config), dtype=dtype, output_loading_info=True,
-            **hub, **attention)
+            **hub, **attention, **_quantized(cfg))
         lm, info = loaded
-    except InputError:
+    except PpocliError:
         raise
     except Exception as error:  # transformers raises many kinds here, all about the folder
         raise InputError(f"The model {cfg.path} can't be loaded: {first_line(error)}",
@@ -153,6 +163,76 @@ def _check_arch(cfg: ModelConfig, config: Any, key: str) -> bool:
                          where="model.arch" if key == "model.path" else key,
                          fix="set model.arch=auto, or give another model")
     return pair
+
+
+def _quantized(cfg: ModelConfig) -> dict[str, Any]:
+    """How transformers is asked for quantized weights, which it makes on the GPU.
+
+    Raises:
+        InputError: there is none.
+    """
+    if cfg.quantization is None:
+        return {}
+    if not torch.cuda.is_available():
+        raise InputError(f"A {cfg.quantization} base needs a CUDA device, and none was found.",
+                         where="model.quantization", fix="leave model.quantization out")
+    from transformers import BitsAndBytesConfig
+
+    how = (BitsAndBytesConfig(load_in_8bit=True) if cfg.quantization == "8bit" else
+           BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
+                              bnb_4bit_use_double_quant=True,
+                              bnb_4bit_compute_dtype=torch.bfloat16))
+    return {"quantization_config": how, "device_map": {"": torch.cuda.current_device()}}
+
+
+def load_policy(cfg: ModelConfig, hardware: HardwareConfig, seed: int) -> LoadedLM:
+    """The model that a training starts from, with a new adapter on it where one is asked for.
+
+    Raises:
+        InputError: as :func:`load_lm`; or ``model.path`` is an adapter itself.
+        ConfigError: the adapter doesn't fit the model.
+    """
+    kind = adapter_kind(cfg)
+    if kind is None:
+        loaded = load_lm(cfg)
+    else:
+        loaded = load_lm(cfg, dtype=DTYPES[cfg.dtype or hardware.precision])
+    if loaded.adapter is not None:
+        raise InputError(f"{cfg.path} holds only an adapter.", where="model.path",
+                         fix=f"merge it into its base first: ppocli export {cfg.path} --merge "
+                         "-o FOLDER, then model.path=FOLDER")
+    if kind is None:
+        return loaded
+    base = identify(loaded.lm, cfg.path, cfg.revision)
+    config = peft_config(kind, adapter_settings(cfg), pair=has_encoder(loaded.lm),
+                         revision=cfg.revision, tokenizer=loaded.lm.config.name_or_path)
+    model = attach(loaded.lm, config, seed=seed)
+    positions, own = _positions(loaded.lm), num_virtual_tokens(loaded.lm)
+    if positions is not None and own >= positions:
+        raise ConfigError(f"{own} virtual tokens leave no room: the model has {positions} "
+                          "positions.", where="model.peft.num_virtual_tokens",
+                          fix=f"set it far below {positions}")
+    return replace(loaded, adapter=Adapter(model, base))
+
+
+def _load_on_base(cfg: ModelConfig, folder: Path, dtype: torch.dtype) -> LoadedLM:
+    """An adapter's folder: its base, as it names it, with the adapter on it."""
+    path, revision, known = named_base(folder)
+    try:
+        loaded = load_lm(replace(cfg, path=path, revision=revision), dtype=dtype)
+    except InputError as error:
+        raise InputError(f"The base of the adapter in {folder} can't be loaded: {error.what}",
+                         where=str(folder / (BASE if known else CONFIG)),
+                         fix=f"name the base there as it is called now; {error.fix}") from error
+    if loaded.adapter is not None:
+        raise InputError(f"The base of the adapter in {folder} is an adapter itself: {path}.",
+                         where=str(folder), fix="merge that one into its base")
+    base = identify(loaded.lm, path, revision)
+    if known is not None and known.storage == base.storage and known.digest != base.digest:
+        raise CheckpointError(f"{path} is not the model that the adapter in {folder} was trained "
+                              "on: its weights have changed.", where=str(folder / BASE),
+                              fix="put the model back, or name it there as it is called now")
+    return replace(loaded, adapter=load_adapter(loaded.lm, folder, base))
 
 
 @torch.no_grad()
@@ -190,7 +270,13 @@ def check_vocabulary(tokenizer: Any, lm: Any, cfg: ModelConfig, *, key: str | No
 
 
 def max_positions(lm: Any) -> int | None:
-    """Longest sequence the model has positions for; None when its configuration has no limit."""
+    """Longest sequence the model has positions for, beside its virtual tokens; None when its
+    configuration has no limit."""
+    positions = _positions(lm)
+    return None if positions is None else max(positions - num_virtual_tokens(lm), 0)
+
+
+def _positions(lm: Any) -> int | None:
     for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"):
         value = getattr(lm.config, name, None)
         if isinstance(value, int) and value > 0:
@@ -225,6 +311,7 @@ def stop_token_ids(tokenizer: Any, loaded: LoadedLM, extra: list[int]) -> tuple[
 def load_reference(cfg: ModelConfig, hardware: HardwareConfig) -> Any:
     """The frozen reference (default: the model that the policy starts from) in its storage type;
     eval mode, no gradients."""
+    cfg = replace(cfg, quantization=None)
     dtype, path = DTYPES[cfg.dtype or hardware.precision], cfg.reference.path
     if path is None:
         reference = load_lm(cfg, dtype=dtype).lm

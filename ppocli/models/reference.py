@@ -1,5 +1,5 @@
 """The frozen policy that the KL is measured against: a copy of its own, or the policy's own module
-with what trains put back as it was."""
+with what trains put back as it was, or with its adapter switched off."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ppocli.models.adapters import adapter_off
 from ppocli.models.layers import (
     entered_at,
     layer_stack,
@@ -119,6 +120,23 @@ class SharedReference:
         if not hidden:
             return nullcontext()
         return entered_at(layer_stack(view), self.border, hidden[-1], as_tuple=self.as_tuple)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterReference:
+    """The policy's own model with its adapter switched off: nothing is held twice."""
+
+    def view(self, policy_lm: Any) -> AbstractContextManager[Any]:
+        """As :class:`Reference`."""
+        return adapter_off(policy_lm)
+
+    def tap(self, policy_lm: Any) -> AbstractContextManager[list[torch.Tensor]]:
+        """As :class:`Reference`: an adapter changes the states from the first layer on."""
+        return _nothing_shared()
+
+    def entered(self, view: Any, hidden: list[torch.Tensor]) -> AbstractContextManager[Any]:
+        """As :class:`Reference`: nothing is shared."""
+        return nullcontext()
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ppocli.models.layout import SequenceBatch
+from ppocli.models.virtual_tokens import trunk_states
 
 _SCALES_STATES = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
 
@@ -40,7 +41,7 @@ def logit_scale(lm: Any) -> float:
 def response_hidden(lm: Any, batch: SequenceBatch) -> torch.Tensor:
     """[N, D] final hidden states of ``lm``'s trunk at the positions that predict the response."""
     if batch.encoder_tokens is None:
-        states = lm.base_model(input_ids=batch.tokens, use_cache=False).last_hidden_state
+        states = trunk_states(lm, batch.tokens)
     else:
         encoded = lm.get_encoder()(input_ids=batch.encoder_tokens,
                                    attention_mask=batch.encoder_mask).last_hidden_state

@@ -155,7 +155,7 @@ def _checkpoints(run: RunRecord, folder: Path, when: float, keep_best: bool) -> 
     if run.status != "finished":
         return None
     try:
-        check_folder(run.folder.model, key="model")
+        check_folder(run.folder.model, key="model", adapters=True)
     except PpocliError:
         return None
     place = folder / "checkpoints"

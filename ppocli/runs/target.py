@@ -179,7 +179,7 @@ def _of_run(run_dir: Path, shown: str, say: Callable[[str], None], step: int | N
     complete = record.status == "finished" and run.model.is_dir()
     final = whole(record.summary, "steps")
     if complete and step in (None, final) and not checkpoint:
-        check_folder(run.model, key="RUN")
+        check_folder(run.model, key="RUN", adapters=True)
         return Target(f"{shown}, step {final}", "run", str(run.model), run_dir, final, None)
     if step is not None:
         found = open_step(run.checkpoints, step)
@@ -251,12 +251,12 @@ def _of_model(given: str, path: Path, say: Callable[[str], None], step: int | No
     _refuse_choice(step, best, given)
     if not looks_like_path or given.startswith(BUILTIN_PREFIX):
         try:
-            found, _ = find_model(given, key=asked_by)
+            found, _ = find_model(given, key=asked_by, adapters=True)
         except InputError as error:
             error.fix = (error.fix or "") + did_you_mean(given, known_names(Path("runs")))
             raise
         return Target(given, "model", found, None, None, None)
-    check_folder(path, key=asked_by)
+    check_folder(path, key=asked_by, adapters=True)
     folder = path.resolve()
     run_dir = folder.parent
     if folder.name == "model" and is_run(run_dir):

@@ -1,0 +1,59 @@
+"""An adapter's folder: the files of PEFT, and which base it belongs to. Reads JSON only."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from ppocli.errors import InputError
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+BASE = "base_model.json"
+"""which model an adapter belongs to, beside the files that PEFT knows"""
+
+
+@dataclass(frozen=True, slots=True)
+class BaseIdentity:
+    """The frozen model under an adapter."""
+
+    path: str
+    """as it was configured: a folder, a Hub name or a built-in"""
+    revision: str | None
+    storage: str
+    """the type its weights were held in; the digest is of these"""
+    digest: str
+
+
+def is_adapter(folder: str | Path) -> bool:
+    """Whether a folder holds an adapter instead of a model."""
+    return (Path(folder) / CONFIG).is_file() and not (Path(folder) / "config.json").is_file()
+
+
+def named_base(folder: Path) -> tuple[str, str | None, BaseIdentity | None]:
+    """Path and revision of the base that an adapter's folder names, and all that is known of it.
+
+    Raises:
+        InputError: it names none.
+    """
+    try:
+        known = BaseIdentity(**json.loads((folder / BASE).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        known = None
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(f"{folder / BASE} can't be read: {error}", where=str(folder / BASE),
+                         fix="copy the folder again") from error
+    if known is not None:
+        return known.path, known.revision, known
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        path, revision = config.get("base_model_name_or_path"), config.get("revision")
+    except (OSError, ValueError, AttributeError) as error:
+        raise InputError(f"{folder / CONFIG} can't be read: {error}", where=str(folder / CONFIG),
+                         fix="copy the folder again") from error
+    if not isinstance(path, str) or not path:
+        raise InputError(f"The adapter in {folder} does not name its base.",
+                         where=str(folder / CONFIG),
+                         fix='give "base_model_name_or_path" there a folder or a Hub name')
+    return path, revision, None

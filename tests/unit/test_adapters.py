@@ -1,0 +1,314 @@
+"""LoRA, prefix and prompt tuning: what PEFT computes and writes, and what must hold of every run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import save_lm
+from sessions import count_good, rollout_of, session_of, small_config, weights_of
+from test_invariants import experience_of
+
+from ppocli.config.problems import find_problems
+from ppocli.config.schema import TrainConfig
+from ppocli.engine import generators
+from ppocli.engine.backend import named_trainable
+from ppocli.engine.optimize import optimize
+from ppocli.engine.persist import read_checkpoint, write_checkpoint
+from ppocli.engine.stop import StopFlag
+from ppocli.errors import CheckpointError, ConfigError, InputError
+from ppocli.models.loading import load_lm
+from ppocli.models.reference import AdapterReference, CopyReference
+
+# PEFT asks transformers by a name that is going to be dropped
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is dep:FutureWarning")
+
+KINDS = ["lora", "prefix", "prompt"]
+SHAPES = ["gpt2", "llama"]
+BOTH = [(kind, shape) for kind in KINDS for shape in SHAPES]
+
+
+def adapter(kind: str, **fields) -> dict:
+    return {"type": kind, **({"r": 4, "lora_alpha": 8} if kind == "lora" else
+                             {"num_virtual_tokens": 5}), **fields}
+
+
+def config_of(tmp_path, kind="lora", shape="gpt2", fields=None, **over) -> TrainConfig:
+    if not (tmp_path / "lm").exists():
+        save_lm(tmp_path / "lm", shape, gain=1.5)
+    return small_config(tmp_path, **{"model__peft": adapter(kind, **(fields or {})),
+                                     "ppo__chunk_size": 5, "ppo__optimizer__lr": 0.01, **over})
+
+
+def trained(session) -> None:
+    """One rollout and its updates."""
+    experience, state = experience_of(session)
+    optimize(session, experience, state, StopFlag())
+
+
+def plain_peft(tmp_path, folder):
+    """The saved adapter as anyone would load it, and the bare base."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "lm")
+    return PeftModel.from_pretrained(base, folder).eval()
+
+
+def naive_logprobs(logits_of, rollout) -> torch.Tensor:
+    """[B, R] of the sampled tokens, one row at a time, without any padding."""
+    out = torch.zeros(rollout.response_mask.shape)
+    for row in range(len(rollout)):
+        prompt = rollout.prompts.tokens[row][rollout.prompts.mask[row]]
+        answer = rollout.response_tokens[row][rollout.response_mask[row]]
+        logits = logits_of(torch.cat([prompt, answer])[None])[0]
+        # virtual tokens in front of the words have logits too
+        logits = logits[len(logits) - len(prompt) - len(answer):]
+        found = torch.log_softmax(logits[len(prompt) - 1:-1], -1)
+        out[row, :len(answer)] = found.gather(-1, answer[:, None])[:, 0]
+    return out
+
+
+@pytest.mark.parametrize(("kind", "shape"), BOTH)
+def test_a_trained_adapter_is_what_plain_peft_makes_of_its_files(tmp_path, kind, shape):
+    """Decoding, the packed forward pass, the reference, and the files, against PEFT's own forward."""
+    from transformers import AutoModelForCausalLM
+
+    forward = kind == "prompt"
+    cfg = config_of(tmp_path, kind, shape, ppo__logprobs_from="forward" if forward else "decode")
+    with session_of(cfg) as session:
+        assert isinstance(session.reference, AdapterReference)
+        before = weights_of(session)
+        trained(session)
+        after = rollout_of(session, start=100)
+        lengths = after.prompts.mask.sum(1)
+        assert lengths.min() < lengths.max()  # some rows are padded
+        write_checkpoint(session, tmp_path / "saved", generators.capture(session.backend.device))
+        moved = {n for n, t in session.policy.state_dict().items() if not torch.equal(t, before[n])}
+        assert moved == set(named_trainable(session.policy))
+        assert all(n.startswith("value_head.") or "lora_" in n or "prompt_encoder" in n
+                   for n in moved)
+    files = tmp_path / "saved" / "policy"
+    assert not (files / "model.safetensors").exists()
+    peft, base = plain_peft(tmp_path, files), AutoModelForCausalLM.from_pretrained(tmp_path / "lm")
+    with torch.no_grad():
+        expected = naive_logprobs(lambda ids: peft(input_ids=ids).logits, after)
+        of_base = naive_logprobs(lambda ids: base.eval()(input_ids=ids).logits, after)
+    torch.testing.assert_close(after.logprobs * after.response_mask, expected, rtol=0, atol=2e-5)
+    torch.testing.assert_close(after.ref_logprobs, of_base, rtol=0, atol=2e-5)
+    assert (expected - of_base).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_files_are_those_that_peft_writes(tmp_path, kind):
+    from safetensors.torch import load_file
+
+    with session_of(config_of(tmp_path, kind)) as session:
+        write_checkpoint(session, tmp_path / "saved", generators.capture(session.backend.device))
+        model = session.loaded.adapter.model
+        model.save_pretrained(tmp_path / "theirs")
+    ours, theirs = (load_file(folder / "adapter_model.safetensors")
+                    for folder in (tmp_path / "saved" / "policy", tmp_path / "theirs"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    configs = [json.loads((folder / "adapter_config.json").read_text())
+               for folder in (tmp_path / "saved" / "policy", tmp_path / "theirs")]
+    assert configs[0] == configs[1]
+    assert configs[0]["base_model_name_or_path"] == str(tmp_path / "lm")
+
+
+# Invariants ---------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("kind", "shape"), BOTH)
+def test_with_learning_rate_zero_every_ratio_is_one(tmp_path, kind, shape):
+    with session_of(config_of(tmp_path, kind, shape, ppo__optimizer__lr=0.0)) as session:
+        experience, state = experience_of(session)
+        result = optimize(session, experience, state, StopFlag())
+    assert result.terms["ratio"] == pytest.approx(1.0, abs=1e-5)
+    assert result.terms["max_log_ratio"] <= 1e-5
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("estimator", ["k1", "full"])
+def test_the_kl_is_zero_before_lora_has_learnt(tmp_path, shape, estimator):
+    for over, largest in (({"ppo__logprobs_from": "forward"}, 0.0),
+                          ({"ppo__logprobs_from": "decode"}, 1e-5),
+                          ({"hardware__precision": "bf16"}, 0.0)):
+        cfg = config_of(tmp_path, "lora", shape, ppo__kl_estimator=estimator, **over)
+        with session_of(cfg) as session:
+            assert rollout_of(session).kl.abs().max() <= largest
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_adapter_switched_off_is_a_copy_of_the_base(tmp_path, kind):
+    found = []
+    for reference in ("adapter", "copy"):
+        cfg = config_of(tmp_path, kind, ppo__kl_estimator="full", ppo__logprobs_from="forward",
+                        model__reference__kind=reference)
+        with session_of(cfg) as session:
+            assert isinstance(session.reference, CopyReference) == (reference == "copy")
+            trained(session)
+            found.append(rollout_of(session, start=100))
+    off, copied = found
+    assert torch.equal(off.response_tokens, copied.response_tokens)
+    torch.testing.assert_close(off.kl, copied.kl, rtol=0, atol=2e-6)
+    assert off.kl.abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_and_micro_batches_change_nothing(tmp_path, kind):
+    found = []
+    for chunk, micro in ((16, None), (3, 1)):
+        cfg = config_of(tmp_path, kind, ppo__chunk_size=chunk, ppo__micro_batch_size=micro,
+                        ppo__logprobs_from="forward")
+        with session_of(cfg) as session:
+            found.append(rollout_of(session))
+    assert torch.equal(found[0].response_tokens, found[1].response_tokens)
+    for name in ("logprobs", "ref_logprobs", "values"):
+        one, other = (getattr(rollout, name) for rollout in found)
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "fields"), [
+    ("lora", {}), ("lora", {"use_dora": True}), ("prompt", {}), ("prefix", {}),
+    ("prefix", {"prefix_projection": True, "encoder_hidden_size": 8})])
+def test_a_checkpoint_goes_on_bit_for_bit(tmp_path, kind, fields):
+    cfg = config_of(tmp_path, kind, fields=fields)
+    with session_of(cfg) as session:
+        trained(session)
+        write_checkpoint(session, tmp_path / "saved", generators.capture(session.backend.device))
+        trained(session)
+        straight = weights_of(session)
+    with session_of(replace(cfg, seed=1)) as session:  # another initial adapter
+        session.cfg.seed = cfg.seed
+        read_checkpoint(session, tmp_path / "saved")
+        trained(session)
+        for name, tensor in weights_of(session).items():
+            assert torch.equal(tensor, straight[name]), name
+
+
+def test_the_base_is_held_once(tmp_path):
+    def held(**over):
+        with session_of(config_of(tmp_path, **over)) as session:
+            modules = [session.policy.lm, getattr(session.reference, "lm", None)]
+            tensors = {p.data_ptr(): p.numel() for m in modules if m is not None
+                       for p in m.parameters()}
+            state = sum(p.numel() for p in named_trainable(session.policy).values())
+            return sum(tensors.values()), state
+
+    alone, trains = held()
+    copied, _ = held(model__reference__kind="copy")
+    base = sum(p.numel() for p in load_lm(small_config(tmp_path).model).lm.parameters())
+    # 2 layers of c_attn, 32 -> 96: A is [4, 32], B [96, 4]
+    lora = 2 * (4 * 32 + 96 * 4)
+    assert alone == base + lora
+    assert copied == 2 * base + lora
+    assert trains == lora + (32 * 64 + 64) + (64 + 1)
+
+
+@pytest.mark.parametrize("kind", ["lora", "prompt"])
+def test_gradient_checkpointing_gives_the_same_weights(tmp_path, kind):
+    found = []
+    for checkpointing in (False, True):
+        cfg = config_of(tmp_path, kind, model__gradient_checkpointing=checkpointing)
+        with session_of(cfg) as session:
+            trained(session)
+            found.append(weights_of(session))
+    assert all(torch.allclose(found[1][n], t, rtol=0, atol=1e-6) for n, t in found[0].items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_base_in_bf16_keeps_adapters_in_fp32(tmp_path, kind):
+    with session_of(config_of(tmp_path, kind, model__dtype="bf16")) as session:
+        types = {p.requires_grad: p.dtype for p in session.policy.lm.parameters()}
+        assert types == {True: torch.float32, False: torch.bfloat16}
+        assert not session.from_decode
+        trained(session)
+        assert all(bool(torch.isfinite(p).all()) for p in session.policy.parameters())
+
+
+# Loading ------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def saved(tmp_path):
+    with session_of(config_of(tmp_path, "lora")) as session:
+        trained(session)
+        write_checkpoint(session, tmp_path / "saved", generators.capture(session.backend.device))
+    return tmp_path / "saved"
+
+
+def test_an_adapter_folder_is_loaded_on_the_base_it_names(tmp_path, saved):
+    cfg = small_config(tmp_path, model__path=str(saved / "policy"))
+    loaded = load_lm(cfg.model)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        theirs = plain_peft(tmp_path, saved / "policy")(input_ids=ids).logits
+        torch.testing.assert_close(loaded.lm(input_ids=ids).logits, theirs, rtol=0, atol=1e-5)
+    assert not any(p.requires_grad for p in loaded.lm.parameters())
+
+
+def test_another_base_under_the_same_name_is_refused(tmp_path, saved):
+    save_lm(tmp_path / "lm", seed=7)
+    with pytest.raises(CheckpointError, match="is not the model that the adapter"):
+        load_lm(small_config(tmp_path, model__path=str(saved / "policy")).model)
+
+
+def test_an_adapter_is_no_model_to_start_from(tmp_path, saved):
+    cfg = config_of(tmp_path, "lora", model__path=str(saved / "policy"))
+    with pytest.raises(InputError, match="holds only an adapter"), session_of(cfg, count_good):
+        pass
+
+
+def test_an_adapter_of_another_shape_does_not_resume(tmp_path, saved):
+    with (session_of(config_of(tmp_path, "lora", fields={"r": 2})) as session,
+          pytest.raises(CheckpointError, match=r"is \(4, 32\) in the file, \(2, 32\) here")):
+        read_checkpoint(session, saved)
+
+
+@pytest.mark.parametrize(("kind", "fields", "what"), [
+    ("prompt", {"num_virtual_tokens": 64}, "64 virtual tokens leave no room"),
+    ("prefix", {"num_virtual_tokens": 60}, "4 positions beside its 60 virtual tokens"),
+    ("lora", {"target_modules": ["nowhere"]}, "does not fit GPT2LMHeadModel"),
+    ("lora", {"target_modules": ["lm_head", "c_attn"]}, "covers the output embedding")])
+def test_an_adapter_that_does_not_fit_the_model_is_refused(tmp_path, kind, fields, what):
+    with (pytest.raises(ConfigError, match=what),
+          session_of(config_of(tmp_path, kind, fields=fields))):
+        pass
+
+
+# The configuration --------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("changes", "what"), [
+    ({"peft": {"r": 8}}, "model.peft: type is missing"),
+    ({"peft": {"type": "lore"}}, "lore must be one of lora, prefix, prompt; did you mean lora?"),
+    ({"peft": {"type": "lora", "lora_alfa": 8}}, "did you mean lora_alpha"),
+    ({"peft": {"type": "lora", "r": "many"}}, "model.peft.r: 'many' must be of the type int"),
+    ({"peft": {"type": "lora", "r": 0}}, "model.peft.r: 0 must be >= 1"),
+    ({"peft": {"type": "lora", "lora_dropout": 0.1}}, "model.peft.lora_dropout: must be 0"),
+    ({"peft": {"type": "lora", "init_lora_weights": "pissa"}}, "pissa must be one of true"),
+    ({"peft": {"type": "lora", "bias": "all"}}, "biases of the base would train"),
+    ({"peft": {"type": "lora", "inference_mode": True}}, "is filled in by ppocli"),
+    ({"peft": {"type": "lora", "task_type": "SEQ_CLS"}}, "SEQ_CLS must be CAUSAL_LM or SEQ_2_SEQ_LM"),
+    ({"peft": {"type": "prefix"}}, "model.peft.num_virtual_tokens: missing"),
+    ({"peft": {"type": "lora"}, "num_layers_unfrozen": 1}, "the whole base is frozen"),
+    ({"peft": {"type": "prefix", "num_virtual_tokens": 4}, "gradient_checkpointing": True},
+     "which gradient checkpointing doesn't use"),
+    ({"quantization": "4bit"}, "4bit weights can't be trained")])
+def test_what_contradicts_an_adapter_is_said_before_anything_is_loaded(changes, what):
+    cfg = TrainConfig()
+    for name, value in changes.items():
+        setattr(cfg.model, name, value)
+    assert any(what in str(problem) for problem in find_problems(cfg))
+
+
+@pytest.mark.parametrize("peft", [
+    None, {}, {"type": "lora"}, {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8},
+    {"type": "lora", "target_modules": ["c_attn"], "use_rslora": True},
+    {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 4},
+    {"type": "prompt", "num_virtual_tokens": 4, "prompt_tuning_init": "RANDOM"}])
+def test_what_peft_takes_is_taken(peft):
+    cfg = TrainConfig()
+    cfg.model.peft = peft
+    assert not [p for p in find_problems(cfg) if p.key.startswith("model.peft")]
