@@ -48,7 +48,8 @@ def distributions_of(module: str) -> set[str]:
     return {canonical(name) for name in packages_distributions().get(module, [])}
 
 
-OPTIONAL = {"matplotlib": "plot", "bitsandbytes": "8bit", "wandb": "wandb", "trackio": "trackio"}
+OPTIONAL = {"matplotlib": "plot", "peft": "peft", "bitsandbytes": "8bit", "wandb": "wandb",
+            "trackio": "trackio"}
 """what only an extra brings; imported inside functions, which say how to get it"""
 
 

@@ -1,4 +1,4 @@
-"""LoRA, prefix and prompt tuning: what PEFT computes and writes, and what must hold of every run."""
+"""LoRA, prefix and prompt tuning: what PEFT computes and writes, and what holds of every run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from test_invariants import experience_of
 from ppocli.config.problems import find_problems
 from ppocli.config.schema import TrainConfig
 from ppocli.engine import generators
-from ppocli.engine.backend import named_trainable
 from ppocli.engine.optimize import optimize
+from ppocli.engine.optimizers import named_trainable
 from ppocli.engine.persist import read_checkpoint, write_checkpoint
 from ppocli.engine.stop import StopFlag
 from ppocli.errors import CheckpointError, ConfigError, InputError
@@ -73,7 +73,7 @@ def naive_logprobs(logits_of, rollout) -> torch.Tensor:
 
 @pytest.mark.parametrize(("kind", "shape"), BOTH)
 def test_a_trained_adapter_is_what_plain_peft_makes_of_its_files(tmp_path, kind, shape):
-    """Decoding, the packed forward pass, the reference, and the files, against PEFT's own forward."""
+    """Decoding, the packed pass, the reference and the files, against PEFT's own forward."""
     from transformers import AutoModelForCausalLM
 
     forward = kind == "prompt"
