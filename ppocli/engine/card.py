@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from ppocli.assets.adapter_files import CONFIG, is_adapter
 from ppocli.assets.model_files import BUILTIN_PREFIX
 from ppocli.config.schema import TrainConfig
 from ppocli.engine.console import figure
@@ -15,13 +16,18 @@ from ppocli.version import __version__
 
 TAGS = ("ppo", "rlhf", "ppocli")
 LIBRARY = "transformers"
+PEFT_LIBRARY = "peft"
 USER_BEGIN, USER_END = "<!-- user text: begin -->", "<!-- user text: end -->"
 """what a user writes between these lines of a card is kept when the card is written again"""
 _FIRST_FIGURES = ("reward_mean", "kl_mean", "response_tokens_mean")
 
 
 def is_encoder_decoder(folder: Path) -> bool:
-    """Whether the model in ``folder`` has an encoder beside its decoder."""
+    """Whether the model in ``folder``, or the base of the adapter there, has an encoder beside its
+    decoder."""
+    if is_adapter(folder):
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        return bool(config.get("task_type") == "SEQ_2_SEQ_LM")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return bool(config.get("is_encoder_decoder"))
 
@@ -61,11 +67,14 @@ def figure_rows(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str
 
 def write_card(folder: Path, cfg: TrainConfig, summary: dict[str, Any]) -> None:
     """Write a model card: metadata for the Hub, what was trained, figures before and after."""
-    data: dict[str, Any] = {"library_name": LIBRARY, "tags": list(TAGS),
+    adapter = is_adapter(folder)
+    data: dict[str, Any] = {"library_name": PEFT_LIBRARY if adapter else LIBRARY,
+                            "tags": list(TAGS),
                             "pipeline_tag": pipeline(is_encoder_decoder(folder))}
     base = hub_name(cfg.model.path)
     if base is not None:
-        data |= {"base_model": base, "base_model_relation": "finetune"}
+        data |= {"base_model": base,
+                 "base_model_relation": "adapter" if adapter else "finetune"}
     rows = [f"| {name} | {old} | {new} |" for name, old, new in figure_rows(
         summary["eval_before"] or {}, summary["eval_after"] or {})]
     body = [

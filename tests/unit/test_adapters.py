@@ -249,6 +249,27 @@ def test_an_adapter_folder_is_loaded_on_the_base_it_names(tmp_path, saved):
     assert not any(p.requires_grad for p in loaded.lm.parameters())
 
 
+def test_lora_on_an_encoder_decoder(tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForSeq2SeqLM
+
+    cfg = config_of(tmp_path, "lora", "t5", ppo__logprobs_from="forward")
+    with session_of(cfg) as session:
+        assert rollout_of(session).kl.abs().max() == 0.0
+        trained(session)
+        write_checkpoint(session, tmp_path / "saved", generators.capture(session.backend.device))
+    files = tmp_path / "saved" / "policy"
+    ours = load_lm(small_config(tmp_path, model__path=str(files)).model).lm
+    theirs = PeftModel.from_pretrained(
+        AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "lm"), files).eval()
+    words = {"input_ids": torch.tensor([[5, 6, 7]]), "decoder_input_ids": torch.tensor([[0, 8]])}
+    with torch.no_grad():
+        torch.testing.assert_close(ours(**words).logits, theirs(**words).logits, rtol=0, atol=1e-5)
+    with (pytest.raises(ConfigError, match="takes no prompt adapter"),
+          session_of(config_of(tmp_path, "prompt", "t5"))):
+        pass
+
+
 def test_another_base_under_the_same_name_is_refused(tmp_path, saved):
     save_lm(tmp_path / "lm", seed=7)
     with pytest.raises(CheckpointError, match="is not the model that the adapter"):
@@ -290,7 +311,7 @@ def test_an_adapter_that_does_not_fit_the_model_is_refused(tmp_path, kind, field
     ({"peft": {"type": "lora", "init_lora_weights": "pissa"}}, "pissa must be one of true"),
     ({"peft": {"type": "lora", "bias": "all"}}, "biases of the base would train"),
     ({"peft": {"type": "lora", "inference_mode": True}}, "is filled in by ppocli"),
-    ({"peft": {"type": "lora", "task_type": "SEQ_CLS"}}, "SEQ_CLS must be CAUSAL_LM or SEQ_2_SEQ_LM"),
+    ({"peft": {"type": "lora", "task_type": "SEQ_CLS"}}, "SEQ_CLS must be CAUSAL_LM or SEQ_2_SEQ"),
     ({"peft": {"type": "prefix"}}, "model.peft.num_virtual_tokens: missing"),
     ({"peft": {"type": "lora"}, "num_layers_unfrozen": 1}, "the whole base is frozen"),
     ({"peft": {"type": "prefix", "num_virtual_tokens": 4}, "gradient_checkpointing": True},
