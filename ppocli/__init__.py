@@ -1,7 +1,8 @@
 """ppocli fine-tunes language models with PPO and any Python reward function.
 
 ``ppocli.train(words, reward_fn=...)`` trains from Python, ``ppocli.load_run(folder)`` opens a
-finished run, ``ppocli.evaluate(run)`` scores its policy. They load their parts on first use:
+finished run, ``ppocli.evaluate(run)`` scores its policy, ``ppocli.PPOTrainer(words)`` is for a loop
+of one's own. They load their parts on first use:
 importing ppocli imports neither torch nor hydra.
 """
 
@@ -13,8 +14,10 @@ from ppocli.version import __version__
 
 if TYPE_CHECKING:
     from ppocli.api import EvalResult, TrainedRun, evaluate, load_run, train
+    from ppocli.trainer import Batch, PPOTrainer
 
-__all__ = ["EvalResult", "TrainedRun", "__version__", "evaluate", "load_run", "train"]
+__all__ = ["Batch", "EvalResult", "PPOTrainer", "TrainedRun", "__version__", "evaluate",
+           "load_run", "train"]
 
 
 def __getattr__(name: str) -> Any:
@@ -22,4 +25,8 @@ def __getattr__(name: str) -> Any:
         from ppocli import api
 
         return getattr(api, name)
+    if name in ("Batch", "PPOTrainer"):
+        from ppocli import trainer
+
+        return getattr(trainer, name)
     raise AttributeError(f"module 'ppocli' has no attribute {name!r}")

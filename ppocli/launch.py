@@ -95,6 +95,24 @@ def launch(config: TrainConfig, *, fresh_process: bool = False,
     config = noting_objects(with_absolute_paths(config, Path.cwd()), objects)
     if config.hardware.node_rank > 0:
         return _join(config, resume_from, say, display)
+    with open_folder(config, objects=objects, resume_from=resume_from, name_hint=name_hint,
+                     say=say) as (run_dir, resume):
+        return _run(run_dir, resume, fresh_process, objects, display, meeting)
+
+
+@contextmanager
+def open_folder(config: TrainConfig, *, objects: PythonObjects | None = None,
+                resume_from: Path | None = None, name_hint: str = "run",
+                say: Callable[[str], None] = log.info) -> Iterator[tuple[Path, bool]]:
+    """The folder of a run, with its configuration in it, and whether a run in it is resumed.
+
+    Args:
+        config: with absolute paths; the rest as for :func:`launch`.
+
+    Raises:
+        CheckpointError, DiskError: as :func:`launch`.
+        InputError: something that the configuration names is missing.
+    """
     run_dir = resume_from.absolute() if resume_from else _run_to_go_on_with(config, say)
     if run_dir is not None:
         # an explicit folder must hold a checkpoint; "auto" may have been killed before its first
@@ -107,10 +125,11 @@ def launch(config: TrainConfig, *, fresh_process: bool = False,
                 with disk_errors(run_dir / NEXT_CONFIG_FILE):
                     write_config(config, run_dir / NEXT_CONFIG_FILE)
                 say(f"{run_dir}: loading {config.model.path}")
-                return _run(run_dir, True, fresh_process, objects, display, meeting)
+                yield run_dir, True
             finally:
                 # still there only if the run did not go on: its own configuration stays as it was
                 (run_dir / NEXT_CONFIG_FILE).unlink(missing_ok=True)
+        return
     check_inputs(config)
     check_deepspeed(config)
     base = Path(config.output_dir)
@@ -123,7 +142,7 @@ def launch(config: TrainConfig, *, fresh_process: bool = False,
                 write_config(settled, run_dir / CONFIG_FILE)
             # the libraries alone take seconds to load
             say(f"{run_dir}: loading {config.model.path}")
-            return _run(run_dir, False, fresh_process, objects, display, meeting)
+            yield run_dir, False
 
 
 def _join(config: TrainConfig, resume_from: Path | None, say: Callable[[str], None],

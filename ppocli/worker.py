@@ -6,36 +6,29 @@ trains, and leaves the trained model, a summary and checkpoints behind, whatever
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
-import secrets
 import sys
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
-from time import monotonic, time
+from time import time
 from typing import Any, NoReturn
 
-from ppocli.config.deepspeed import DEEPSPEED_FILE, deepspeed_config
 from ppocli.config.resolved import CONFIG_FILE, next_config, read_config
 from ppocli.config.sayable import sayable
 from ppocli.config.schema import TrainConfig, planned_episodes
-from ppocli.engine.atomic import write_json_atomic
 from ppocli.engine.console import (
     DISPLAY_MODES,
     Display,
     DisplayMode,
     closing_table,
-    keep_log,
     open_display,
     open_silence,
 )
-from ppocli.engine.environment import ENV_FILE, describe
-from ppocli.engine.loop import Run, initial_state, run_training, save
+from ppocli.engine.loop import Run, run_training, save
 from ppocli.engine.outcomes import (
     OUTCOMES,
     RankOutcome,
@@ -51,17 +44,17 @@ from ppocli.engine.publishing import publish_folder
 from ppocli.engine.ranks import is_lost_neighbour
 from ppocli.engine.run_folder import RunFolder, lock, write_summary
 from ppocli.engine.run_logs import read_jsonl
-from ppocli.engine.session import PythonObjects, build_session
+from ppocli.engine.session import PythonObjects
 from ppocli.engine.stop import StopFlag, StopRequested, catch_signals, stop_when_closed
 from ppocli.errors import (
-    CheckpointError,
     DivergedError,
     InputError,
     OutOfMemoryError,
     PpocliError,
     StoppedError,
 )
-from ppocli.runs.resumed import RUN_FILE, accept_settings
+from ppocli.opening import open_run, quiet_libraries
+from ppocli.runs.resumed import accept_settings
 
 log = logging.getLogger("ppocli")
 
@@ -107,61 +100,18 @@ def run_worker(run_dir: Path, *, objects: PythonObjects | None = None, resume: b
 
 def _run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects, resume: bool,
          display: Display, stop: StopFlag) -> RunResult:
-    from transformers.utils import logging as transformers_logging
-
-    from ppocli.engine import generators
     from ppocli.engine.backend import open_ranks
-    from ppocli.engine.metrics import open_recorder, silent_recorder, torch_versions
-    from ppocli.engine.resume import restore
-    from ppocli.engine.updates import close_engine
 
     if (early := announce()) is not None:
         stop.request(early)
     note_phase("meeting the other ranks")
-    transformers_logging.disable_progress_bar()  # bars for reading a file are not news
-    transformers_logging.set_verbosity_error()  # what matters of a load is checked by us
+    quiet_libraries()
     with open_ranks(cfg) as backend:
         ranks = stop.ranks = backend.ranks
         if resume and (done := ranks.first_does(lambda: _already_finished(cfg, folder))):
             return done
-        # rewards draw from these: ranks must not draw alike
-        generators.seed(cfg.seed + ranks.rank)
-        note_phase("loading")
-        session = build_session(cfg, backend, objects)
-        state = fresh = initial_state(session)
-        run_id = ranks.first_does(lambda: _run_id(folder))
-        if resume:
-            state = restore(session, folder, run_id, fresh)
-            since = None if state is fresh else state.step
-            ranks.first_does(lambda: accept_settings(folder.path, since))
-        if ranks.first:
-            keep_log()
-            write_json_atomic(folder.path / ENV_FILE, {
-                "started": datetime.now(UTC).isoformat(timespec="seconds"), **describe()})
-            if cfg.hardware.zero_stage > 0:
-                write_json_atomic(folder.path / DEEPSPEED_FILE, deepspeed_config(cfg, ranks.world))
-        digest = hashlib.sha256(folder.config.read_bytes()).hexdigest()
-        with open_recorder(folder, cfg.tracking) if ranks.first else silent_recorder() as recorder:
-            run = Run(session, folder, run_id, digest, torch_versions(), stop, recorder, display,
-                      state, generators.capture(backend.device), saved_at=monotonic())
-            try:
-                return _train(run)
-            finally:
-                close_engine(session)
-
-
-def _run_id(folder: RunFolder) -> str:
-    """The run's identity, made at its first start; checkpoints of other runs are refused."""
-    path = folder.path / RUN_FILE
-    if path.is_file():
-        try:
-            return str(json.loads(path.read_text())["run_id"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path} is damaged: {error}", where=str(path),
-                                  fix="restore it from a copy, or start a new run") from error
-    run_id = secrets.token_hex(8)
-    write_json_atomic(path, {"run_id": run_id})
-    return run_id
+        with open_run(cfg, folder, objects, backend, stop, display, resume=resume) as run:
+            return _train(run)
 
 
 def _already_finished(cfg: TrainConfig, folder: RunFolder) -> RunResult | None:
@@ -191,7 +141,7 @@ def _train(run: Run) -> RunResult:
         note_phase("writing the model")
     except StopRequested as stop:
         where, resumable = _save_what_is_sound(run)
-        _write_summary(run, "stopped")
+        write_summary_of(run, "stopped")
         raise StoppedError(
             f"stopped by {stop} at step {run.state.step} of {run.session.total_steps()}; {where}",
             signal_number=stop.signal_number,
@@ -202,7 +152,7 @@ def _train(run: Run) -> RunResult:
         # of several ranks this one alone is here: it can't save, which takes all of them
         alone = run.session.backend.ranks.world == 1
         where, _ = _save_what_is_sound(run) if alone else _last_checkpoint(run)
-        _write_summary(run, "failed", error=str(error))
+        write_summary_of(run, "failed", error=str(error))
         raise OutOfMemoryError(
             f"Out of memory in step {run.state.step + 1}; {where}" if alone else
             f"rank {my_rank()}, {_my_phase()}: out of memory with {run.session.forward_rows} rows "
@@ -213,14 +163,14 @@ def _train(run: Run) -> RunResult:
     except PpocliError as error:
         where, _ = _last_checkpoint(run) if isinstance(error, DivergedError) \
             else _save_what_is_sound(run)
-        _write_summary(run, "failed", error=str(error))
+        write_summary_of(run, "failed", error=str(error))
         error.what = f"{error.what} ({where})"
         log.error(error.what, extra={"ends_run": True})
         raise
     except BaseException:
-        _write_summary(run, "failed", error="unexpected error")
+        write_summary_of(run, "failed", error="unexpected error")
         raise
-    return _publish(run)
+    return publish(run)
 
 
 def _my_phase() -> str:
@@ -274,7 +224,8 @@ def _summary(run: Run, status: str) -> dict[str, Any]:
     }
 
 
-def _write_summary(run: Run, status: str, error: str | None = None) -> dict[str, Any]:
+def write_summary_of(run: Run, status: str, error: str | None = None) -> dict[str, Any]:
+    """Write and return ``summary.json``; a disk that refuses is only reported."""
     summary = _summary(run, status)
     if error is not None:
         summary["error"] = sayable(error)
@@ -287,7 +238,7 @@ def _write_summary(run: Run, status: str, error: str | None = None) -> dict[str,
     return summary
 
 
-def _publish(run: Run) -> RunResult:
+def publish(run: Run) -> RunResult:
     """Write ``model/`` and the summary of a finished run, and show what came out."""
     from ppocli.engine.card import write_card
     from ppocli.engine.persist import save_policy

@@ -113,7 +113,17 @@ def train_step(run: Run) -> None:
     run.display.phase("rollout", ("chunk", 1, -(-count // session.chunk_size)))
     clock = _ToldClock(session.backend.device, {}, perf_counter(), run.display.marked)
     prompts = session.next_prompts(state.episodes, count)
-    rollout = collect_rollout(session, prompts, ROLLOUT, run.stop, clock)
+    learn(run, collect_rollout(session, prompts, ROLLOUT, run.stop, clock), clock)
+
+
+def learn(run: Run, rollout: Rollout, clock: PhaseClock) -> None:
+    """The optimize phase on a scored rollout; commits the new state, whose row is pending.
+
+    Raises:
+        RewardError: too few samples have a valid score.
+        DivergedError: the policy stopped being finite.
+    """
+    session, state = run.session, run.state
     _show_samples(run, rollout)
     check_invalid_share(int((~rollout.valid).sum()), len(rollout))
     scored = update_moments(state, rollout, session.cfg)

@@ -115,6 +115,8 @@ def speed_figures(seconds: dict[str, float], tokens: dict[str, int], memory_mib:
     figures = {f"time/{name}": value for name, value in seconds.items()}
     figures["time/step"] = sum(seconds.values())
     for name, count in tokens.items():
+        if name not in seconds:  # responses that came from elsewhere took no time here
+            continue
         figures[f"tokens_per_second/{name}"] = count / max(seconds.get(name, 0.0), 1e-9)
     figures["memory/peak_mib"] = memory_mib
     return figures

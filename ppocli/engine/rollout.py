@@ -151,7 +151,7 @@ def _dense_rewards(scores: RewardScores, mask: torch.Tensor) -> torch.Tensor | N
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunk:
+class Chunk:
     """One generated chunk; its rows after the first ``own`` only keep the ranks in step."""
 
     prompts: PromptBatch
@@ -164,16 +164,22 @@ class _Chunk:
     responses: list[str]
 
 
-def _generate_chunk(session: Session, prompts: PromptBatch, own: int, stream: int, stop: StopFlag
-                    ) -> _Chunk:
+def generate_chunk(session: Session, prompts: PromptBatch, own: int, stream: int, stop: StopFlag
+                   ) -> Chunk:
+    """Sample one response to each prompt, the first ``own`` of them for this rank."""
     out = sample_responses(session, prompts, session.sampling, stream, stop)
     kept = prompts if own == len(prompts) else take_rows(prompts, own)
     mine = out if own == len(prompts) else out.first(own)
-    return _Chunk(prompts, out, own, kept, mine, decode(session, kept, mine))
+    return Chunk(prompts, out, own, kept, mine, decode(session, kept, mine))
 
 
-def _measure_chunk(session: Session, chunk: _Chunk, stop: StopFlag) -> ScoredTokens:
-    policy, forward = session.policy, not session.from_decode
+def measure_chunk(session: Session, chunk: Chunk, stop: StopFlag, *, forward: bool) -> ScoredTokens:
+    """The forward passes over a chunk's samples.
+
+    Args:
+        forward: also for logprobs and values, in place of those of the decoding pass.
+    """
+    policy = session.policy
     want_values = policy.value_head is not None and (forward or not policy.values_while_decoding)
     return score_tokens(session, chunk.prompts, chunk.out, want_policy=forward,
                         want_values=want_values, stop=stop,
@@ -181,8 +187,9 @@ def _measure_chunk(session: Session, chunk: _Chunk, stop: StopFlag) -> ScoredTok
                         temperature=session.sampling.temperature)
 
 
-def _rollout_of(session: Session, chunk: _Chunk, scores: RewardScores, tokens: ScoredTokens
-                ) -> Rollout | None:
+def rollout_of(session: Session, chunk: Chunk, scores: RewardScores, tokens: ScoredTokens
+               ) -> Rollout | None:
+    """The own rows of a scored and measured chunk; None where it has none."""
     own, mine = chunk.own, chunk.mine
     if own == 0:
         return None
@@ -208,7 +215,7 @@ def _collect_chunks(session: Session, prompts: PromptBatch, rows: Sequence[int],
     asides = {"always": True, "never": False}.get(session.cfg.reward.overlap, session.reward.waits)
     if together:  # rank 0 alone has built the reward
         asides = ranks.broadcast(asides)
-    waiting: tuple[_Chunk, ScoredTokens, Question, Callable[[], RewardScores]] | None = None
+    waiting: tuple[Chunk, ScoredTokens, Question, Callable[[], RewardScores]] | None = None
 
     def scored(question: Question, work: Callable[[], RewardScores]) -> RewardScores:
         scores = question.answer(work, dealt_scores, "reward")
@@ -220,7 +227,7 @@ def _collect_chunks(session: Session, prompts: PromptBatch, rows: Sequence[int],
         stop.meet()
         part = rows[start:start + session.chunk_size]
         chunk = ranks.all_do(partial(
-            _generate_chunk, session, take_prompts(prompts, part),
+            generate_chunk, session, take_prompts(prompts, part),
             min(max(own - start, 0), len(part)), stream, stop),
             f"rollout of {len(part)} samples at once")
         clock.mark("rollout")
@@ -230,18 +237,19 @@ def _collect_chunks(session: Session, prompts: PromptBatch, rows: Sequence[int],
         if not asides:
             scores = scored(question, work)
         elif waiting is not None:
-            yield _rollout_of(session, waiting[0], scored(*waiting[2:]), waiting[1])
+            yield rollout_of(session, waiting[0], scored(*waiting[2:]), waiting[1])
         mine = question.places is None or ranks.first
         wait = begin(work, device, stop.check) if asides and mine else work
-        tokens = ranks.all_do(partial(_measure_chunk, session, chunk, stop),
-                              f"scoring of {session.forward_rows} rows at once")
+        tokens = ranks.all_do(
+            partial(measure_chunk, session, chunk, stop, forward=not session.from_decode),
+            f"scoring of {session.forward_rows} rows at once")
         clock.mark("scoring")
         if scores is not None:
-            yield _rollout_of(session, chunk, scores, tokens)
+            yield rollout_of(session, chunk, scores, tokens)
         else:
             waiting = (chunk, tokens, question, wait)
     if waiting is not None:
-        yield _rollout_of(session, waiting[0], scored(*waiting[2:]), waiting[1])
+        yield rollout_of(session, waiting[0], scored(*waiting[2:]), waiting[1])
 
 
 def collect_rollout(session: Session, prompts: PromptBatch, stream: int, stop: StopFlag,

@@ -173,7 +173,12 @@ def sampling_sweep(cfg: GenerationConfig, first: SamplingSpec) -> dict[str, Samp
     return found
 
 
-def _max_prompt_tokens(cfg: TrainConfig, lm: Any) -> int:
+def max_prompt_tokens(cfg: TrainConfig, lm: Any) -> int:
+    """Tokens a prompt may have beside the longest response.
+
+    Raises:
+        ConfigError: none, so long is the response.
+    """
     limit = max_positions(lm)  # an encoder-decoder has that many on either side
     if limit is None:
         return 2**31
@@ -212,7 +217,7 @@ def _build_judges(cfg: TrainConfig, objects: PythonObjects, first: bool) -> tupl
 def _load_prompt_sets(cfg: TrainConfig, tokenizer: Any, lm: Any, objects: PythonObjects,
                       reward: Any, metric: Any) -> tuple[PromptSet, PromptSet]:
     """Training and evaluation prompts, checked against what reward and metric ask for."""
-    limit = _max_prompt_tokens(cfg, lm)
+    limit = max_prompt_tokens(cfg, lm)
     prompts = load_prompts(cfg.prompts, tokenizer, seed=cfg.seed, max_prompt_tokens=limit,
                            items=objects.prompts, whole=has_encoder(lm))
     eval_prompts = load_eval_prompts(cfg.prompts, tokenizer, seed=cfg.seed, max_prompt_tokens=limit,
@@ -231,7 +236,7 @@ def _load_eval_prompts(cfg: TrainConfig, tokenizer: Any, lm: Any, objects: Pytho
     if not evaluation_spec(cfg.prompts, objects.eval_prompts).has_source:
         return _load_prompt_sets(cfg, tokenizer, lm, objects, reward, metric)[1]
     found = load_eval_prompts(cfg.prompts, tokenizer, seed=cfg.seed,
-                              max_prompt_tokens=_max_prompt_tokens(cfg, lm),
+                              max_prompt_tokens=max_prompt_tokens(cfg, lm),
                               items=objects.eval_prompts, training=PromptSet([], [], {}, []),
                               whole=has_encoder(lm))
     for judge in (reward, metric):

@@ -1,0 +1,292 @@
+"""A loop of one's own is the same training: same numbers, same checks, same files."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import environment, jsonl, ppocli, stable_rows
+from runs import WORDS
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ppocli import PPOTrainer, load_run
+from ppocli.config.resolved import read_config
+from ppocli.errors import CheckpointError, ConfigError, RewardError
+from ppocli.rewards.records import RewardRequest
+from ppocli.rewards.scoring import build_reward
+
+QUICKSTART = ["+recipe=quickstart", "seed=3", "ppo.total_episodes=null", "ppo.num_steps=3",
+              "ppo.num_rollouts=16", "ppo.chunk_size=6", "ppo.mini_batch_size=8",
+              "ppo.kl_controller=adaptive", "reward.scale=running", "prompts.eval.limit=4",
+              "eval.at_start=false", "eval.every_steps=null", "hardware.device=cpu"]
+
+
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of the command that a loop has to equal."""
+    folder = tmp_path_factory.mktemp("quick")
+    done = ppocli("train", *QUICKSTART, "run_name=command", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "runs/command"
+
+
+def same_numbers(loop: Path, command: Path) -> None:
+    rows = [{k: v for k, v in row.items() if not k.startswith("eval/")}
+            for row in stable_rows(command / "metrics.jsonl")]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert stable_rows(loop / "metrics.jsonl") == rows
+    ours = load_file(loop / "model/model.safetensors")
+    theirs = load_file(command / "model/model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def sentiment_of(trainer: PPOTrainer, batch, chunk: int = 6) -> list[float]:
+    """The recipe's own reward, asked for as many at a time as the command does."""
+    reward = build_reward(read_config(trainer.run_dir.parent / "reward.yaml").reward)
+    scores: list[float] = []
+    for start in range(0, len(batch), chunk):
+        rows = slice(start, start + chunk)
+        scores += reward.score(RewardRequest(
+            batch.prompts[rows], batch.responses[rows], batch.response_ids[rows],
+            {name: values[rows] for name, values in batch.columns.items()},
+            trainer.tokenizer)).scores
+    return scores
+
+
+@pytest.mark.parametrize("by", ["configuration", "ids"])
+def test_a_loop_gives_the_numbers_of_the_command(by, quick: Path, tmp_path: Path):
+    (tmp_path / "reward.yaml").write_bytes((quick / "config.yaml").read_bytes())
+    with PPOTrainer([*QUICKSTART, f"output_dir={tmp_path}", "run_name=loop"]) as trainer:
+        session = trainer._run.session
+        while not trainer.done:
+            if by == "ids":  # the same prompts, handed in by the loop
+                start = trainer.steps * 16
+                batch = session.next_prompts(start, 16)
+                rows = zip(batch.tokens, batch.mask, strict=True)
+                batch = trainer.generate([ids[mask] for ids, mask in rows])
+            else:
+                batch = trainer.generate()
+            trainer.log(trainer.step(batch, sentiment_of(trainer, batch)))
+        run = trainer.finish()
+    assert run.summary["status"] == "finished"
+    same_numbers(run.run_dir, quick)
+
+
+@pytest.fixture
+def loop_words(shared_world: Path, tmp_path: Path) -> list[str]:
+    return [f"model.path={shared_world / 'lm'}", *WORDS, f"output_dir={tmp_path / 'runs'}",
+            "ppo.num_steps=4", "run_name=loop"]
+
+
+@pytest.fixture(scope="module")
+def idle(shared_world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PPOTrainer]:
+    """A trainer that makes no step."""
+    runs = tmp_path_factory.mktemp("idle")
+    with PPOTrainer([f"model.path={shared_world / 'lm'}", *WORDS, f"output_dir={runs}"]) as trainer:
+        yield trainer
+
+
+@pytest.fixture
+def trainer(loop_words: list[str]) -> Iterator[PPOTrainer]:
+    with PPOTrainer(loop_words) as trainer:
+        yield trainer
+
+
+QUERIES = ["the film", "i saw", "this plot was"]
+
+
+def good(texts: list[str]) -> list[float]:
+    return [float(text.split().count("good")) + len(text) / 100 for text in texts]
+
+
+def test_responses_from_elsewhere_are_measured_by_a_forward_pass(trainer: PPOTrainer, shared_world):
+    """Against transformers' own model, with nothing of ours between."""
+    model = AutoModelForCausalLM.from_pretrained(shared_world / "lm").eval()
+    tokenizer = AutoTokenizer.from_pretrained(shared_world / "lm")
+    queries = [torch.tensor(tokenizer(q)["input_ids"]) for q in QUERIES]
+    responses = [torch.tensor([4, 9, 1]), torch.tensor([12, 5]), torch.tensor([30])]
+    entropy = []
+    for query, response in zip(queries, responses, strict=True):
+        ids = torch.cat([query, response])[None]
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model(ids).logits[0].double(), -1)
+        picked = logprobs[len(query) - 1:-1].gather(1, response[:, None])
+        entropy.append(-float(picked.sum()))
+    stats = trainer.step(queries, responses, [torch.tensor(1.0), torch.tensor([0.5]), 0.0])
+    assert stats["objective/entropy"] == pytest.approx(sum(entropy) / 3, rel=1e-5)
+    assert stats["objective/kl"] == 0.0
+    assert stats["reward/mean"] == 0.5
+    assert stats["val/num_eos_tokens"] == 1.0  # 1 is EOS
+    assert stats["rollout/response_tokens_mean"] == 2.0
+    assert stats["episode"] == 3
+    assert stats["updates"] == 2
+    assert "tokens_per_second/rollout" not in stats
+    assert "time/between" not in stats
+
+
+def test_own_samples_handed_in_as_ids_are_the_same_step(loop_words, tmp_path):
+    """Ids of what the policy sampled: the forward pass gives what decoding gave."""
+    with PPOTrainer([*loop_words, "run_name=one"]) as one:
+        batch = one.generate(QUERIES)
+        expected = one.step(batch, good(batch.responses))
+    with PPOTrainer([*loop_words, "run_name=two"]) as two:
+        found = two.step(batch.prompt_ids, batch.response_ids, good(batch.responses))
+    for name, value in expected.items():
+        if not name.startswith(("time/", "tokens_per_second/", "memory/")):
+            assert found[name] == pytest.approx(value, rel=1e-3, abs=1e-4, nan_ok=True), name
+
+
+def test_texts_are_tokenised_and_ended(trainer: PPOTrainer):
+    stats = trainer.step(QUERIES, ["was good", "a film", "dull and cold"], good(QUERIES))
+    assert stats["rollout/response_tokens_mean"] == pytest.approx((3 + 3 + 4) / 3)
+    assert stats["val/num_eos_tokens"] == 3
+
+
+def test_a_batch_tells_what_was_sampled(trainer: PPOTrainer):
+    batch = trainer.generate(["the film", {"prompt": "i saw", "topic": "plot"}])
+    assert batch.prompts == ["the film", "i saw"]
+    assert batch.columns == {"topic": [None, "plot"]}
+    for ids, logprobs, values, done in zip(batch.response_ids, batch.logprobs, batch.values,
+                                           batch.finished, strict=True):
+        assert len(ids) == len(logprobs) == len(values) <= 8
+        assert max(logprobs) < 0
+        assert done == (ids[-1] == 1)
+    assert trainer.generate(["the film"] * 2).response_ids[0] != batch.response_ids[0]
+
+
+def test_dense_scores(trainer: PPOTrainer):
+    batch = trainer.generate(QUERIES)
+    stats = trainer.step(batch, [[0.5] * len(ids) for ids in batch.response_ids])
+    lengths = [len(ids) for ids in batch.response_ids]
+    assert stats["reward/mean"] == pytest.approx(0.5 * sum(lengths) / 3)
+
+
+@pytest.mark.parametrize(("scores", "said"), [
+    ([1.0], "1 value for 3 samples"), ([1.0, 2.0, math.nan], "NaN"),
+    ([1.0, 2.0, "3"], "str '3'"), ([1.0, 2.0, math.inf], "not finite"),
+    ([[1.0], 2.0, 3.0], "tokens")])
+def test_scores_are_checked_as_everywhere(scores, said, idle: PPOTrainer):
+    batch = idle.generate(QUERIES)
+    with pytest.raises(RewardError, match=said) as caught:
+        idle.step(batch, scores)
+    assert caught.value.where == "PPOTrainer.step(scores)"
+    assert idle.steps == 0
+
+
+def test_a_refused_call_loses_nothing(trainer: PPOTrainer):
+    batch = trainer.generate(QUERIES)
+    with pytest.raises(ConfigError, match="only scores go with it"):
+        trainer.step(batch)
+    with pytest.raises(RewardError):
+        trainer.step(batch, [1.0])
+    assert trainer.step(batch, [1.0, 2.0, 3.0])["step"] == 1
+
+
+@pytest.mark.parametrize(("call", "said"), [
+    (lambda t: t.generate([]), "no prompts"), (lambda t: t.generate("the film"), "one text"),
+    (lambda t: t.generate(["the film", " "]), "blank"),
+    (lambda t: t.generate([[1, 2], "the film"]), "token ids"),
+    (lambda t: t.generate([[1, 99999]]), "99999"), (lambda t: t.generate([[]]), "no token"),
+    (lambda t: t.generate([[5] * 60]), "leaves no room"),
+    (lambda t: t.step([[4]], [[5], [6]], [1.0]), "1 queries, but 2"),
+    (lambda t: t.step([[4]], [[5] * 64], [1.0]), "more than the 64"),
+    (lambda t: t.step([[4]], [[]], [1.0]), "no token"),
+    (lambda t: t.step([[4]] * 49, [[5]] * 49, [1.0] * 49), "only 48 of the 48"),
+    (lambda t: t.log({"lr": 1.0}), "isn't logged yet"),
+    (lambda t: t.log({"step": 1, "note": "text"}), "no number")])
+def test_what_does_not_fit_is_told(call, said, idle: PPOTrainer):
+    with pytest.raises(ConfigError, match=said):
+        call(idle)
+
+
+def test_a_batch_of_an_earlier_policy_is_refused(trainer: PPOTrainer):
+    batch = trainer.generate(QUERIES)
+    stats = trainer.step(batch, good(batch.responses))
+    with pytest.raises(ConfigError, match="policy after step 0, which has made 1"):
+        trainer.step(batch, good(batch.responses))
+    trainer.log({**stats, "mine/figure": torch.tensor(2.0)})
+    with pytest.raises(ConfigError, match="logged"):
+        trainer.log(stats)
+    (row,) = jsonl(trainer.run_dir / "metrics.jsonl")
+    assert (row["step"], row["mine/figure"]) == (1, 2.0)
+
+
+def run_steps(trainer: PPOTrainer, count: int) -> None:
+    for _ in range(count):
+        batch = trainer.generate(QUERIES * 4)
+        trainer.log(trainer.step(batch, good(batch.responses)))
+
+
+def test_a_resumed_loop_goes_on_as_if_never_stopped(loop_words, tmp_path):
+    with PPOTrainer([*loop_words, "run_name=whole"]) as whole:
+        run_steps(whole, 3)
+        whole.save_pretrained(tmp_path / "whole")
+    with PPOTrainer(loop_words) as first:
+        run_steps(first, 1)
+        saved = first.save_checkpoint()
+        run_steps(first, 1)  # lost
+    assert json.loads((saved.parent.parent / "summary.json").read_text())["status"] == "stopped"
+    with PPOTrainer([f"resume={saved.parent.parent}"]) as second:
+        assert second.steps == 1
+        run_steps(second, 2)
+        second.save_pretrained(tmp_path / "second")
+        with pytest.raises(CheckpointError, match="in use"):
+            PPOTrainer([f"resume={saved.parent.parent}"])
+    runs = tmp_path / "runs"
+    assert stable_rows(runs / "loop/metrics.jsonl") == stable_rows(runs / "whole/metrics.jsonl")
+    ours, theirs = (load_file(tmp_path / f"{n}/model.safetensors") for n in ("second", "whole"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_failure_is_noted_and_a_closed_trainer_says_so(loop_words):
+    with pytest.raises(ZeroDivisionError), PPOTrainer(loop_words) as trainer:
+        raise ZeroDivisionError("mine")
+    summary = json.loads((trainer.run_dir / "summary.json").read_text())
+    assert (summary["status"], summary["error"]) == ("failed", "ZeroDivisionError: mine")
+    with pytest.raises(ConfigError, match="closed"):
+        trainer.generate(QUERIES)
+    trainer.close()
+
+
+def test_the_end_leaves_what_a_run_leaves(loop_words, tmp_path):
+    trainer = PPOTrainer(loop_words)
+    run_steps(trainer, 1)
+    run = trainer.finish()
+    assert run.summary["steps"] == 1
+    assert (run.run_dir / "checkpoints/step-000001").is_dir()
+    assert len(load_run(run.run_dir).generate(["the film"])) == 1
+    with pytest.raises(ConfigError, match="closed"):
+        trainer.save_pretrained(tmp_path / "model")
+
+
+def test_groups_stand_together(loop_words):
+    words = [*loop_words, "ppo.advantage=rloo", "ppo.n=2", "ppo.num_rollouts=12"]
+    with PPOTrainer(words) as trainer:
+        with pytest.raises(ConfigError, match="2 responses to the same prompt"):
+            trainer.step(["it", "i saw"], ["was", "a film"], [1.0, 0.0])
+        assert trainer.step(["it", "it"], ["was", "good"], [1.0, 0.0])["updates"] > 0
+
+
+def test_several_processes_are_refused(loop_words, monkeypatch):
+    with pytest.raises(ConfigError, match="one process"):
+        PPOTrainer([*loop_words, "hardware.num_processes=2"])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="one process"):
+        PPOTrainer(loop_words)
+
+
+def test_importing_ppocli_imports_no_torch():
+    code = ("import sys, ppocli; ppocli.PPOTrainer; ppocli.Batch; "
+            "sys.exit('torch' in sys.modules or 'hydra' in sys.modules)")
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), check=False)
+    assert done.returncode == 0
