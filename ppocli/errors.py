@@ -70,7 +70,8 @@ class RewardError(PpocliError):
 
 
 class OutOfMemoryError(PpocliError):
-    """Out of memory even at the smallest micro-batch."""
+    """Out of memory even at the smallest micro-batch, or sure to be: told before weights are
+    loaded."""
 
     exit_code = 8
 

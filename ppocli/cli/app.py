@@ -13,6 +13,7 @@ import typer
 from ppocli.cli.commands import (
     completion,
     doctor,
+    estimate,
     evaluate,
     export,
     generate,
@@ -84,7 +85,7 @@ def _options(
 
 # in the order in which --help lists them
 for _module in (train, watch, evaluate, generate, export, report, plot, runs, sweep, recipes,
-                serve, validate, doctor, completion):
+                serve, validate, estimate, doctor, completion):
     _module.register(app)
 
 

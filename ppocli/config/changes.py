@@ -15,7 +15,8 @@ _PLACE = frozenset({"run_name", "output_dir", "resume"})
 
 _HARMLESS = frozenset({
     "ppo.total_episodes", "ppo.num_steps", "ppo.max_nonfinite", "hardware.num_threads",
-    "hardware.timeout_seconds", "hardware.rdzv_endpoint", "hardware.node_rank",
+    "hardware.timeout_seconds", "hardware.memory_check",
+    "hardware.rdzv_endpoint", "hardware.node_rank",
     "reward.timeout", "reward.retries", "reward.overlap", "model.gradient_checkpointing",
     "ppo.micro_batch_size", "model.reference.offload",
 })

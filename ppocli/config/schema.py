@@ -325,6 +325,9 @@ class HardwareConfig:
     offload_param: bool = key(False, "keep weights in host memory (ZeRO 3)")
     deepspeed_config: Optional[str] = key(None, "a DeepSpeed JSON file of your own; what it leaves "
                                           "open is filled in")
+    memory_check: str = key("error", "what a run does that surely does not fit into memory, before "
+                            "it loads weights: stop, warn, or not look",
+                            choices=("error", "warn", "off"))
     timeout_seconds: int = key(1800, "how long a process waits for the others", ge=1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from ppocli.engine.records import TrainState
 from ppocli.engine.sharded import gathered_policy
 from ppocli.engine.updates import Updates
 from ppocli.errors import ConfigError
+from ppocli.estimate.check import check_memory
 from ppocli.models.loading import (
     LoadedLM,
     check_vocabulary,
@@ -32,6 +34,7 @@ from ppocli.models.loading import (
     load_policy,
     load_tokenizer,
     max_positions,
+    read_lm,
     stop_rules,
 )
 from ppocli.models.policy import Policy
@@ -245,6 +248,19 @@ def _load_eval_prompts(cfg: TrainConfig, tokenizer: Any, lm: Any, objects: Pytho
     return found
 
 
+def _check_memory(cfg: TrainConfig, backend: Backend, lm_config: Any,
+                  prompts: tuple[PromptSet, ...]) -> None:
+    """Tell a run that can't fit before any rank loads weights."""
+    ranks, hardware = backend.ranks, cfg.hardware
+    longest = max(len(ids) for given in prompts for ids in given.token_ids)
+    # a rehearsal is one process; what it asks is whether the run fits
+    planned = hardware.num_processes * hardware.num_nodes if ranks.world == 1 else ranks.world
+    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", hardware.num_processes))
+    ranks.all_do(lambda: check_memory(
+        cfg, lm_config, prompt_tokens=longest, device=backend.device, ranks=planned,
+        ranks_on_host=on_host, warn=ranks.first), "memory")
+
+
 def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) -> Session:
     """Build every part, the cheap checks first: reward, tokenizer, prompts, then the models.
 
@@ -253,13 +269,19 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
     """
     reward, metric = _build_judges(cfg, objects, backend.ranks.first)
     tokenizer = load_tokenizer(cfg.model)
-    loaded = load_policy(cfg.model, cfg.hardware, cfg.seed)
-    check_vocabulary(tokenizer, loaded.lm, cfg.model)
-    prompts, eval_prompts = _load_prompt_sets(cfg, tokenizer, loaded.lm, objects, reward, metric)
+    # adapters decide what a prompt may take, and are not estimated yet: they are loaded first
+    unloaded = None if cfg.model.peft or cfg.model.quantization else read_lm(cfg.model)
+    loaded = None if unloaded else load_policy(cfg.model, cfg.hardware, cfg.seed)
+    prompts, eval_prompts = _load_prompt_sets(cfg, tokenizer, loaded.lm if loaded else unloaded,
+                                              objects, reward, metric)
     for note in prompts.notes:
         log.info("prompts: %s", note)
     for note in eval_prompts.notes:
         log.info("evaluation prompts: %s", note)
+    if unloaded:
+        _check_memory(cfg, backend, unloaded.config, (prompts, eval_prompts))
+    loaded = loaded or load_policy(cfg.model, cfg.hardware, cfg.seed)
+    check_vocabulary(tokenizer, loaded.lm, cfg.model)
     # before the policy is sharded, when shapes of weights still tell the vocabulary
     sampling, eval_sampling = sampling_specs(cfg.generation, tokenizer, loaded)
     policy = build_policy(cfg, backend, loaded, tokenizer)

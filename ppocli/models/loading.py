@@ -99,6 +99,31 @@ def silence_dropout(module: torch.nn.Module) -> None:
             part.p = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Unloaded:
+    """What is known of a model before its weights are loaded."""
+
+    config: Any
+
+
+def read_lm(cfg: ModelConfig) -> Unloaded:
+    """The configuration of ``model.path``, whose files are all there.
+
+    Raises:
+        InputError: folder or Hub model missing or broken.
+    """
+    from transformers import AutoConfig
+
+    source, _ = find_model(cfg.path, key="model.path", revision=cfg.revision, needs="model")
+    try:
+        return Unloaded(AutoConfig.from_pretrained(source, revision=cfg.revision,
+                                                   trust_remote_code=cfg.trust_remote_code))
+    except Exception as error:  # transformers raises many kinds here, all about the folder
+        raise InputError(f"The model {cfg.path} can't be loaded: {first_line(error)}",
+                         where="model.path", fix="check the folder's config.json and "
+                         "model.safetensors, or give another one") from error
+
+
 def load_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32,
             key: str = "model.path") -> LoadedLM:
     """Load ``cfg.path`` with every weight found in its files.

@@ -1,0 +1,246 @@
+"""``ppocli estimate``: memory and disk of a run, told before it starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ppocli.cli.tables import print_table
+from ppocli.config.algorithm import estimator_of
+from ppocli.config.problems import raise_problems
+from ppocli.config.schema import TrainConfig
+from ppocli.errors import ConfigError, InputError, OutOfMemoryError
+
+if TYPE_CHECKING:
+    from ppocli.estimate.estimate import Estimate
+    from ppocli.estimate.machine import Room
+
+ASSUMED_TOKENS = 512
+"""of the longest prompt, where nothing tells"""
+NOT_NEEDED = frozenset({"reward.fn", "ppo.total_episodes, ppo.num_steps"})
+"""keys that a run needs and an estimate does not"""
+
+
+def print_estimate(words: Sequence[str], *, prompt_tokens: int | None, available: bool,
+                   memory: float | None, as_json: bool) -> None:
+    """Print what a run of ``words`` takes.
+
+    Args:
+        prompt_tokens: of the longest prompt, if the user knows better.
+        available: compare with this machine.
+        memory: compare with a device of so many GiB.
+
+    Raises:
+        ConfigError: words that make no configuration, or both comparisons.
+        InputError: the model has no configuration that can be read.
+        OutOfMemoryError: it does not fit what it was compared with.
+    """
+    if available and memory is not None:
+        raise ConfigError("--available and --memory are two comparisons.", fix="give one of them")
+    cfg = _composed(words)
+    from transformers.utils import logging as transformers_logging
+
+    from ppocli.estimate.estimate import estimate
+    from ppocli.estimate.parts import outline, read_config
+
+    transformers_logging.set_verbosity_error()
+    config = read_config(cfg.model.path, key="model.path", revision=cfg.model.revision,
+                         trust_remote_code=cfg.model.trust_remote_code)
+    tokens, source = _prompt_tokens(cfg, config, prompt_tokens)
+    cuda = _computes_on_cuda(cfg)
+    critic = estimator_of(cfg.ppo).needs_critic
+    hardware = cfg.hardware
+    policy = outline(cfg.model, config, critic=critic)
+    found = estimate(cfg, policy, prompt_tokens=tokens, cuda=cuda,
+                     ranks=hardware.num_processes * hardware.num_nodes,
+                     ranks_on_host=hardware.num_processes)
+    room = _room(available, memory, cuda)
+    verdict, fits = (None, True) if room is None else _verdict(found, room, cfg)
+    if as_json:
+        print(json.dumps(_as_json(found, cfg, source, room, fits), indent=2, ensure_ascii=False))
+    else:
+        _print(found, cfg, source)
+        if verdict is not None and fits:
+            print(f"fits: {verdict}")
+    if not fits:
+        from ppocli.estimate.estimate import advice
+
+        helps = ", ".join(advice(found, cfg))
+        if as_json:
+            raise SystemExit(OutOfMemoryError.exit_code)
+        raise OutOfMemoryError(f"It doesn't fit: {verdict}.",
+                               fix=f"in the order of what it saves: {helps}" if helps else None)
+
+
+def _composed(words: Sequence[str]) -> TrainConfig:
+    from ppocli.config.compose import draft
+    from ppocli.config.words import read_words
+
+    read = read_words(words)
+    if read.only_prints or read.is_sweep:
+        raise ConfigError("These words don't make one run.", where="command line",
+                          fix="leave out -m, --cfg, --info and --hydra-help")
+    drafted = draft(words)
+    raise_problems([p for p in drafted.problems if p.key not in NOT_NEEDED], drafted.fix)
+    return drafted.config
+
+
+def _computes_on_cuda(cfg: TrainConfig) -> bool:
+    """Whether GPUs compute: as configured; with ``auto``, as on this machine."""
+    if cfg.hardware.device != "auto":
+        return cfg.hardware.device == "cuda"
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _prompt_tokens(cfg: TrainConfig, config: Any, given: int | None) -> tuple[int, str]:
+    """Tokens of the longest prompt, and how that is known."""
+    from ppocli.models.loading import Unloaded, max_positions
+
+    if given is not None:
+        return given, "as given"
+    limit = max_positions(Unloaded(config))
+    new = max(cfg.generation.max_new_tokens, cfg.generation.eval.max_new_tokens or 0)
+    room = 2**31 if limit is None else max(limit - new, 1)
+    measured = _longest_prompt(cfg, room)
+    if measured is not None:
+        return measured, "the longest there is"
+    longest = cfg.prompts.max_length or max(cfg.prompts.length_sampler or [0])
+    if longest:
+        return min(longest, room), "prompts.max_length or length_sampler"
+    return min(ASSUMED_TOKENS, room), "assumed: --prompt-tokens N says better"
+
+
+def _longest_prompt(cfg: TrainConfig, room: int) -> int | None:
+    """Of the prompts of a run, if they and the tokenizer are on this machine."""
+    from ppocli.data.prompt_set import load_eval_prompts, load_prompts
+    from ppocli.data.sources import names_hub_dataset
+    from ppocli.models.loading import load_tokenizer
+
+    prompts = cfg.prompts
+    if prompts.path is None and prompts.items is None:
+        return None
+    if any(path is not None and names_hub_dataset(path)
+           for path in (prompts.path, prompts.eval.path)):
+        return None
+    try:
+        tokenizer = load_tokenizer(cfg.model)
+    except InputError:  # a folder with config.json alone
+        return None
+    training = load_prompts(prompts, tokenizer, seed=cfg.seed, max_prompt_tokens=room)
+    judged = load_eval_prompts(prompts, tokenizer, seed=cfg.seed, max_prompt_tokens=room,
+                               training=training)
+    return max(len(ids) for found in (training, judged) for ids in found.token_ids)
+
+
+def _room(available: bool, memory: float | None, cuda: bool) -> Room | None:
+    if not available and memory is None:
+        return None
+    from ppocli.estimate.machine import GIVEN, Room, room_here
+
+    if memory is not None:
+        size = round(memory * 2**30)
+        return Room(size, None, GIVEN) if cuda else Room(None, size, GIVEN)
+    import torch
+
+    if cuda and not torch.cuda.is_available():
+        raise ConfigError("No CUDA device was found to compare with.", where="--available",
+                          fix="give its memory: --memory 80, or set hardware.device=cpu")
+    return room_here(cuda=cuda)
+
+
+def _verdict(found: Estimate, room: Room, cfg: TrainConfig) -> tuple[str, bool]:
+    """Words about the tightest of device and host, and whether all fits."""
+    from ppocli.estimate.check import needs, shown
+
+    asked = needs(found, room)
+    if not asked:
+        raise InputError("This system doesn't tell how much memory is free.", where="--available",
+                         fix="give it: --memory GIB")
+    needed, there, place = max(asked, key=lambda one: one[0] / max(one[1], 1))
+    return (f"{shown(needed)} of {shown(there)} of {place} ({needed / max(there, 1):.0%})",
+            needed <= there)
+
+
+# Telling ------------------------------------------------------------------------------------------
+
+def _print(found: Estimate, cfg: TrainConfig, source: str) -> None:
+    from ppocli.engine.atomic import format_bytes
+    from ppocli.estimate.check import digits, shown
+
+    for line in _heading(found, cfg, source):
+        print(line)
+    print()
+    sums = found.sums
+    unit, size = ("GiB", 2**30) if sums.device >= 2**30 else ("MiB", 2**20)
+
+    def cell(amount: int, there: bool = True) -> str:
+        return digits(amount / size) if amount and there else "-"
+
+    rows = [(f"{unit}, of one process", "rollouts", "updates", "host")]
+    rows += [(line.name, cell(line.device, line.rollout), cell(line.device, line.update),
+              cell(line.host)) for line in found.lines]
+    rows.append(("most at once", cell(sums.rollout), cell(sums.update), "-"))
+    print_table(rows, right=frozenset({1, 2, 3}))
+    if sums.update < sum(line.device for line in found.lines if line.update):
+        print("(activations go while gradients come: not all of both is there at once)")
+    print()
+    many = found.layout.ranks_on_host
+    of = "" if many == 1 else f" for its {many} processes"
+    print(f"host: {shown(sums.host) if sums.host else 'nothing'}{of}, "
+          f"{shown(sums.loading)} while models are loaded; Python and its libraries apart")
+    disk = found.disk
+    print(f"disk: {format_bytes(disk.checkpoint)} a checkpoint, {format_bytes(disk.model)} the "
+          f"model, {format_bytes(disk.run)} at most")
+    for name in found.unknown:
+        print(f"reward {name}: unknown, your function")
+
+
+def _heading(found: Estimate, cfg: TrainConfig, source: str) -> Iterator[str]:
+    hardware, layout = cfg.hardware, found.layout
+    many = "1 process" if layout.ranks == 1 else f"{layout.ranks} processes"
+    nodes = "" if hardware.num_nodes == 1 else f" on {hardware.num_nodes} machines"
+    how = f", ZeRO {hardware.zero_stage}" if hardware.zero_stage else (
+        ", DDP" if layout.ranks > 1 else "")
+    yield (f"{cfg.model.path} on {'cuda' if layout.cuda else 'cpu'} {hardware.precision}, "
+           f"{many}{nodes}{how}")
+    for part in found.parts:
+        stored = "" if part.sharded else f", stored with {part.bytes_each} bytes each"
+        trained = f"{part.trained:,} trained" if part.sharded else "frozen"
+        yield f"{part.name}: {part.parameters:,} parameters, {trained}{stored}"
+    yield (f"tokens: prompts of {found.prompt_tokens} ({source}), responses of "
+           f"{found.new_tokens}")
+    yield (f"a rank at a time: {layout.decoded} samples in generation, {layout.rows} in a forward "
+           "and backward pass")
+
+
+def _as_json(found: Estimate, cfg: TrainConfig, source: str, room: Room | None, fits: bool
+             ) -> dict[str, Any]:
+    from ppocli.estimate.check import needs
+    from ppocli.estimate.estimate import advice
+
+    layout, sums, disk = found.layout, found.sums, found.disk
+    answer: dict[str, Any] = {
+        "model": cfg.model.path, "device": "cuda" if layout.cuda else "cpu",
+        "precision": cfg.hardware.precision, "zero_stage": cfg.hardware.zero_stage,
+        "ranks": layout.ranks, "ranks_on_host": layout.ranks_on_host,
+        "prompt_tokens": found.prompt_tokens, "prompt_tokens_from": source,
+        "new_tokens": found.new_tokens, "samples_generated": layout.decoded,
+        "samples_a_pass": layout.rows,
+        "parts": [{"kind": p.kind, "name": p.name, "parameters": p.parameters,
+                   "trained": p.trained, "bytes": p.stored} for p in found.parts],
+        "unknown_rewards": list(found.unknown),
+        "lines": [{"name": line.name, "device_bytes": line.device, "host_bytes": line.host,
+                   "in_rollouts": line.rollout, "in_updates": line.update}
+                  for line in found.lines],
+        "rollout_bytes": sums.rollout, "update_bytes": sums.update, "device_bytes": sums.device,
+        "host_bytes": sums.host, "loading_bytes": sums.loading,
+        "checkpoint_bytes": disk.checkpoint, "model_bytes": disk.model, "disk_bytes": disk.run,
+        "advice": advice(found, cfg)}
+    if room is not None:
+        answer["fits"] = fits
+        answer["compared"] = [{"needed_bytes": needed, "available_bytes": there, "of": place}
+                              for needed, there, place in needs(found, room)]
+    return answer

@@ -1,0 +1,141 @@
+"""Before a run loads weights: does it fit?"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from ppocli.config.algorithm import estimator_of
+from ppocli.config.schema import TrainConfig
+from ppocli.errors import OutOfMemoryError, PpocliError
+from ppocli.estimate.estimate import Estimate, advice, estimate
+from ppocli.estimate.machine import GIVEN, Room, room_here
+from ppocli.estimate.memory import Layout, layout_of
+from ppocli.estimate.parts import Part, outline, parts_of
+from ppocli.models.head import CHUNK_BYTES
+from ppocli.models.policy import Policy
+
+log = logging.getLogger("ppocli")
+
+SURELY_TOO_MUCH = 1.15
+"""share of what is there from which a run is refused: an estimate may err by this much"""
+CLOSE = 0.9
+"""share from which it is warned of"""
+PLENTY = 0.5
+"""a bound below this share settles it"""
+
+
+def check_memory(cfg: TrainConfig, lm_config: Any, *, prompt_tokens: int, device: torch.device,
+                 ranks: int, ranks_on_host: int, warn: bool = True) -> None:
+    """Compare what a run takes with what this rank's device and host can still give.
+
+    Rewards are built by then, so what they hold is gone from there already.
+
+    Args:
+        lm_config: the configuration of ``model.path``.
+        prompt_tokens: of the longest prompt.
+        ranks: of the whole run.
+        warn: whether this rank speaks.
+
+    Raises:
+        OutOfMemoryError: it surely doesn't fit and ``hardware.memory_check`` is ``error``.
+    """
+    if cfg.hardware.memory_check == "off":
+        return
+    cuda = device.type == "cuda"
+    room = room_here(cuda=cuda, device=device if cuda else None)
+    try:
+        policy = outline(cfg.model, lm_config,
+                         critic=estimator_of(cfg.ppo).needs_critic)
+        parts = tuple(p for p in parts_of(cfg, policy) if p.kind != "reward")
+        layout = layout_of(cfg, ranks=ranks, ranks_on_host=ranks_on_host, cuda=cuda)
+        least = min(x for x in (room.device if cuda else room.host, room.host, 2**62)
+                    if x is not None)
+        if bound(cfg, policy, parts, layout, prompt_tokens) * ranks_on_host < PLENTY * least:
+            return
+        found = estimate(cfg, policy, prompt_tokens=prompt_tokens, cuda=cuda, ranks=ranks,
+                         ranks_on_host=ranks_on_host, parts=parts)
+    except Exception as error:
+        # a model that can't be outlined may train all the same, and its loader says more
+        if warn and not isinstance(error, PpocliError):
+            log.info("How much memory the run takes can't be told beforehand: %s",
+                     (str(error).strip().splitlines() or [type(error).__name__])[0][:200])
+        return
+    judge(cfg, found, room, warn=warn)
+
+
+def bound(cfg: TrainConfig, policy: Policy, parts: tuple[Part, ...], layout: Layout,
+          prompt_tokens: int) -> int:
+    """More bytes than a rank will take, found without running anything.
+
+    A pass keeps, of each weight matrix, at most a few tensors as wide as its input and its output;
+    attention two matrices of probabilities a head; the head a few chunks of logits and gradients.
+    """
+    own = sum(p.parameters for p in parts if p.sharded)
+    frozen = sum(p.stored for p in parts if not p.sharded)
+    matrices = [p for p in policy.parameters() if p.dim() >= 2]
+    widths = sum(sum(p.shape[-2:]) for p in matrices
+                 if not any(p is m.weight for m in policy.modules()
+                            if isinstance(m, nn.Embedding)))
+    config = policy.lm.config
+    tokens = prompt_tokens + max(cfg.generation.max_new_tokens,
+                                 cfg.generation.eval.max_new_tokens or 0)
+    heads = int(getattr(config, "num_attention_heads", 1) * getattr(config, "num_hidden_layers", 1))
+    head = policy.lm.get_output_embeddings().weight
+    rows = max(layout.rows, layout.decoded)
+    passing = 4 * rows * tokens * (4 * widths + 2 * heads * tokens)
+    return (28 * own + frozen + passing + 4 * rows * head.shape[0] * 8 + 8 * CHUNK_BYTES
+            + 12 * head.numel())
+
+
+def judge(cfg: TrainConfig, found: Estimate, room: Room, *, warn: bool = True) -> None:
+    """Refuse or warn.
+
+    Raises:
+        OutOfMemoryError: as :func:`check_memory`.
+    """
+    for needed, there, place in needs(found, room):
+        share = needed / max(there, 1)
+        if share <= CLOSE:
+            continue
+        text = (f"this run needs about {shown(needed)} of {place}, and {shown(there)} are free")
+        helps = ", ".join(advice(found, cfg)[:4])
+        if share > SURELY_TOO_MUCH and cfg.hardware.memory_check == "error":
+            raise OutOfMemoryError(
+                f"Not enough memory: {text}.", where="told before loading, by ppocli estimate",
+                fix=(f"in the order of what it saves: {helps}; or " if helps else "")
+                + "hardware.memory_check=warn to try it all the same")
+        if warn:
+            log.warning("Memory is short: %s.%s", text,
+                        f" What makes it less: {helps}." if helps else "")
+
+
+def needs(found: Estimate, room: Room) -> list[tuple[int, int, str]]:
+    """(bytes needed, bytes there, of what) of the device and of the host."""
+    sums = found.sums
+    asked = []
+    if room.device is not None:
+        asked.append((sums.device, room.device, f"{room.name} GPU memory" if room.name == GIVEN
+                      else f"memory on {room.name}"))
+    if room.host is not None:
+        many = found.layout.ranks_on_host
+        of = "" if many == 1 else f" for {many} processes"
+        asked.append((max(sums.host, sums.loading), room.host, f"{room.name} memory{of}"
+                      if room.name == GIVEN else f"this machine's memory{of}"))
+    return asked
+
+
+def shown(size: int) -> str:
+    """``23.4 GiB``: bytes with three digits or so."""
+    for unit, power in (("GiB", 30), ("MiB", 20)):
+        if size >= 2**power:
+            return f"{digits(size / 2**power)} {unit}"
+    return f"{digits(size / 2**10)} KiB"
+
+
+def digits(number: float) -> str:
+    """Three digits, or more before the point."""
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"

@@ -1,0 +1,79 @@
+"""How much memory this machine, or its control group, can still give."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+GIVEN = "the given"
+"""name of a device that isn't here"""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes that a device and this host can still give; None where the system doesn't tell. A
+    ``device`` that is None computes on the host."""
+
+    device: int | None
+    host: int | None
+    name: str
+    """what the device is called"""
+
+
+def room_here(*, cuda: bool, device: torch.device | None = None) -> Room:
+    """What is there now.
+
+    Args:
+        cuda: whether a GPU computes.
+        device: which (default: the first that is visible).
+    """
+    host = host_room()
+    if not cuda:
+        return Room(None, host, "this machine")
+    free, _ = torch.cuda.mem_get_info(device)
+    return Room(int(free), host, torch.cuda.get_device_name(device))
+
+
+def host_room(root: Path = Path("/")) -> int | None:
+    """Bytes that may still be taken of the machine's memory, and of the control group's; cached
+    files count as free.
+
+    Args:
+        root: where ``proc`` and ``sys`` lie.
+    """
+    found = [size for size in (_machine(root), *_groups(root)) if size is not None]
+    return min(found) if found else None
+
+
+def _machine(root: Path) -> int | None:
+    try:
+        text = (root / "proc/meminfo").read_text()
+    except OSError:
+        try:
+            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        except (ValueError, OSError):
+            return None
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
+    return int(match[1]) * 1024 if match else None
+
+
+def _groups(root: Path) -> list[int | None]:
+    """What is left of the limits of version 2 and version 1 control groups."""
+    group = root / "sys/fs/cgroup"
+    return [_left(group / "memory.max", group / "memory.current", group / "memory.stat",
+                  "inactive_file"),
+            _left(group / "memory/memory.limit_in_bytes", group / "memory/memory.usage_in_bytes",
+                  group / "memory/memory.stat", "total_inactive_file")]
+
+
+def _left(limit: Path, used: Path, stat: Path, cached: str) -> int | None:
+    try:
+        most, now = int(limit.read_text()), int(used.read_text())
+        match = re.search(rf"^{cached} (\d+)$", stat.read_text(), re.MULTILINE)
+    except (OSError, ValueError):  # no such group, or "max"
+        return None
+    return max(most - now + (int(match[1]) if match else 0), 0)
