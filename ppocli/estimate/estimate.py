@@ -111,8 +111,11 @@ def advice(found: Estimate, cfg: TrainConfig) -> list[str]:
         if not cfg.model.gradient_checkpointing:
             options.append((pass_ * 3 // 4, "model.gradient_checkpointing=true"))
     elif found.layout.decoded > 1:
-        options.append((sizes.get("keys and values (KV cache)", 0)
-                        + sizes.get("working memory of rollouts", 0), "ppo.chunk_size=1"))
+        rows = max(found.layout.decoded // 4, 1)
+        of_rows = (sizes.get("keys and values (KV cache)", 0)
+                   + sizes.get("working memory of rollouts", 0))
+        options.append((of_rows - of_rows * rows // found.layout.decoded,
+                        f"ppo.chunk_size={rows}"))
     if several and zero < 3:
         shared = sizes.get("optimizer state", 0) + (sizes.get("gradients", 0) if zero < 2 else 0)
         options.append((shared, "hardware.zero_stage=2" if zero < 2 else "hardware.zero_stage=3"))

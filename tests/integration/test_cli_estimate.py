@@ -1,0 +1,85 @@
+"""``ppocli estimate`` as a user types it, and what a run does that can't fit."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from helpers import model_config, ppocli, save_lm, write_prompts
+from safetensors.torch import save_file
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with ``lm`` (a whole model), ``outline`` (config.json alone) and ``huge``, whose
+    config.json promises far more than its weights hold and any machine has."""
+    folder = tmp_path_factory.mktemp("place")
+    save_lm(folder / "lm")
+    model_config("llama", hidden_size=256, num_hidden_layers=3).save_pretrained(folder / "outline")
+    save_lm(folder / "huge", "llama")
+    model_config("llama", hidden_size=65536, intermediate_size=262144, num_attention_heads=64,
+                 num_key_value_heads=64, num_hidden_layers=200).save_pretrained(folder / "huge")
+    save_file({"x": torch.zeros(1)}, folder / "huge/model.safetensors", metadata={"format": "pt"})
+    write_prompts(folder / "prompts.jsonl")
+    return folder
+
+
+RUN = ("prompts.path=prompts.jsonl", "reward.fn=length", "reward.kwargs.target=4",
+       "ppo.num_steps=1", "hardware.device=cpu")
+
+
+def test_it_tells_what_a_run_takes(place):
+    done = ppocli("estimate", "model.path=./lm", *RUN, cwd=place)
+    assert done.returncode == 0, done.stderr
+    for text in ("./lm on cpu fp32, 1 process", "prompts of 4 (the longest there is)",
+                 "MiB, of one process", "optimizer state", "keys and values (KV cache)",
+                 "most at once", "a checkpoint"):
+        assert text in done.stdout
+    assert done.stderr == ""
+
+
+def test_json_of_a_config_alone_and_a_device_that_is_too_small(place):
+    words = ("estimate", "model.path=./outline", "hardware=zero2", "hardware.num_processes=4",
+             "hardware.device=cuda", "reward.fn=my_rewards:score", "--json")
+    done = ppocli(*words, "--memory", "80", "--prompt-tokens", "11", cwd=place)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    parts = {part["kind"]: part for part in told["parts"]}
+    width, inner, words_ = 256, 48, 37
+    # one head of keys and values of two: 128 wide
+    layer = 2 * width**2 + 2 * width * 128 + 3 * width * inner + 2 * width
+    assert parts["policy"]["parameters"] == 2 * words_ * width + 3 * layer + width
+    lines = {line["name"]: line for line in told["lines"]}
+    trained = parts["policy"]["trained"] + parts["value"]["trained"]
+    assert lines["optimizer state"]["device_bytes"] == 8 * trained // 4
+    assert (told["prompt_tokens"], told["prompt_tokens_from"]) == (11, "as given")
+    assert told["unknown_rewards"] == ["my_rewards:score"]
+    assert told["fits"] is True
+    small = ppocli(*words, "--memory", "0.01", cwd=place)
+    assert small.returncode == 8
+    assert json.loads(small.stdout)["fits"] is False
+    assert list(place.glob("runs*")) == []
+
+
+def test_what_is_wrong_is_told(place):
+    done = ppocli("estimate", "model.path=./lm", "ppo.gamma=2", cwd=place)
+    assert done.returncode == 2
+    assert "ppo.gamma" in done.stderr
+    done = ppocli("estimate", "model.path=./nowhere", cwd=place)
+    assert done.returncode == 3
+    done = ppocli("estimate", "model.path=./lm", "--memory", "1", "--available", cwd=place)
+    assert done.returncode == 2
+
+
+def test_a_run_that_can_not_fit_is_refused_before_weights_are_loaded(place):
+    done = ppocli("train", "model.path=./huge", *RUN, "run_name=big", cwd=place)
+    assert done.returncode == 8, done.stderr
+    assert "Not enough memory: this run needs about" in done.stderr
+    assert "model.num_layers_unfrozen" in done.stderr
+    assert "hardware.memory_check=warn" in done.stderr
+    assert not (place / "runs/big").exists()
+    done = ppocli("train", "model.path=./huge", *RUN, "run_name=big", "hardware.memory_check=warn",
+                  "--dry-run", cwd=place)
+    assert done.returncode == 3, done.stderr  # goes on, to find that weights are missing
+    assert "Memory is short" in done.stderr

@@ -1,0 +1,47 @@
+"""The estimate of a GPT-2 of 124 million parameters against what its training really takes."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from helpers import save_lm, write_prompts
+from sessions import fresh_state, rollout_of, session_of, small_config
+
+from ppocli.engine.experience import to_experience, update_moments
+from ppocli.engine.live import resident_mib
+from ppocli.engine.optimize import optimize
+from ppocli.engine.stop import StopFlag
+from ppocli.estimate.estimate import estimate
+from ppocli.estimate.parts import outline
+
+PEAK = "/proc/self/clear_refs"
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.skipif(
+    not os.access(PEAK, os.W_OK), reason="the system doesn't forget a process's peak")]
+
+
+def peak_mib() -> float:
+    """The peak of this process since it was last forgotten."""
+    with open("/proc/self/status", encoding="utf-8") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1024
+
+
+def test_updates_of_a_real_training_take_what_was_told(tmp_path):
+    save_lm(tmp_path / "lm", gain=1.0, n_layer=12, n_embd=768, n_head=12, n_positions=1024,
+            vocab_size=50257)
+    write_prompts(tmp_path / "prompts.jsonl", ["the film plot actor was is not very"] * 8)
+    cfg = small_config(tmp_path, ppo__num_rollouts=8, ppo__mini_batch_size=4, ppo__ppo_epochs=1,
+                       generation__max_new_tokens=120, prompts__eval__limit=2,
+                       hardware__num_threads=1)
+    found = estimate(cfg, outline(cfg.model), prompt_tokens=8, cuda=False, ranks=1,
+                     ranks_on_host=1)
+    before = resident_mib(os.getpid())
+    with session_of(cfg) as session:
+        rollout = rollout_of(session)
+        assert int(rollout.response_mask.sum()) == 8 * 120  # nothing ended early
+        state = update_moments(fresh_state(session), rollout, cfg)
+        with open(PEAK, "w", encoding="utf-8") as forget:
+            forget.write("5")
+        optimize(session, to_experience(rollout, state, cfg), state, StopFlag())
+        grown = peak_mib() - before
+    assert found.sums.update / 2**20 == pytest.approx(grown, rel=0.15)
