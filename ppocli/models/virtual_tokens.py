@@ -63,7 +63,7 @@ def switch_virtual_tokens(lm: Any, enabled: bool) -> None:
 
 def num_virtual_tokens(lm: Any) -> int:
     """How many positions of a causal LM virtual tokens take, switched on or not."""
-    found = lm._modules.get(_NAME)
+    found = getattr(lm, "_modules", {}).get(_NAME)  # a model not loaded yet has none
     return 0 if found is None else found.count
 
 
