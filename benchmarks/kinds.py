@@ -3,9 +3,9 @@
     python benchmarks/kinds.py --out docs/kinds.md        # all kinds, three seeds each
     python benchmarks/kinds.py lora grpo --seeds 1 --set ppo.optimizer.lr=2e-4
 
-All but one are trlX's random walks: the recipe with the words shown. The encoder-decoder is a small T5
-with random weights, whose reward is the share of vowels among the letters of its answer. Every run
-is a whole ``ppocli train`` in a process of its own.
+All but one are trlX's random walks: the recipe with the words shown. The encoder-decoder is a small
+T5 with random weights, whose reward is the share of vowels among the letters of its answer. Every
+run is a whole ``ppocli train`` in a process of its own.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ _HARMLESS = frozenset({
     "hardware.timeout_seconds", "hardware.memory_check",
     "hardware.rdzv_endpoint", "hardware.node_rank",
     "reward.timeout", "reward.retries", "reward.overlap", "model.gradient_checkpointing",
-    "ppo.micro_batch_size", "model.reference.offload",
+    "ppo.micro_batch_size", "model.reference.offload", "model.reference.device",
 })
 _HARMLESS_SECTIONS = ("eval.", "checkpoint.", "tracking.")
 

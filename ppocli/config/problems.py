@@ -7,6 +7,7 @@ and the checks that need more than one key.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -14,9 +15,9 @@ from typing import Any
 from omegaconf import MISSING
 
 from ppocli.config.adapters import adapter_problems
-from ppocli.config.algorithm import algorithm_problems
+from ppocli.config.algorithm import algorithm_problems, kl_estimator
 from ppocli.config.keys import Key, did_you_mean, free_mapping_of, schema_keys, several
-from ppocli.config.schema import TrainConfig
+from ppocli.config.schema import TrainConfig, reference_kind
 from ppocli.errors import ConfigError
 
 DEFAULT_SOURCE = "default"
@@ -296,6 +297,18 @@ def _value_function(config: TrainConfig, handed_in: frozenset[str]) -> Found:
     if value.kind == "head" and value.num_layers_unfrozen >= 0:
         yield (("model.value.num_layers_unfrozen", "model.value.kind"),
                "a head has no layers of its own: set model.value.kind=branch or =model")
+    elsewhere = reference.device is not None
+    if elsewhere and not re.fullmatch(r"cpu|cuda(:\d+)?", reference.device or ""):
+        yield (("model.reference.device",),
+               f"{shown(reference.device)} must be cpu, cuda or cuda:N")
+    if elsewhere and reference_kind(config.model) != "copy":
+        yield (("model.reference.device", "model.reference.kind"),
+               f"a reference of kind {reference_kind(config.model)} lies with the policy: set "
+               "model.reference.kind=copy, or leave the device out")
+    if elsewhere and kl_estimator(config.ppo) == "full":
+        yield (("model.reference.device", "ppo.kl_estimator"),
+               "the full KL compares whole distributions, which must lie on one device: leave the "
+               "device out, or use ppo.kl_estimator=k1")
     if reference.path is not None and reference.kind not in ("auto", "copy"):
         yield (("model.reference.path", "model.reference.kind"),
                f"a reference of kind {reference.kind} is made from the policy: set "

@@ -46,6 +46,8 @@ class ReferenceConfig:
     path: Optional[str] = key(None, "folder or Hub name of another reference than the model that "
                               "the policy starts from; it has the same tokenizer")
     offload: bool = key(False, "keep the reference in host memory while it is not run")
+    device: Optional[str] = key(None, "kind=copy: run the reference elsewhere: cpu, cuda:1, ... "
+                                "(default: beside the policy)")
 
 
 @dataclass

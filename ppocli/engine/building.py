@@ -6,14 +6,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from ppocli.config.algorithm import estimator_of
 from ppocli.config.schema import TrainConfig, reference_kind
 from ppocli.engine.backend import Backend
 from ppocli.engine.optimizers import build_optimizer
 from ppocli.engine.updates import PlainUpdates, Updates, ZeroUpdates
-from ppocli.errors import InputError
+from ppocli.errors import ConfigError, InputError
 from ppocli.models.critics import ValueBranch
-from ppocli.models.loading import LoadedLM, check_vocabulary, load_reference
+from ppocli.models.loading import LoadedLM, check_vocabulary, first_line, load_reference
 from ppocli.models.policy import Policy, build_value_head, freeze_bottom
 from ppocli.models.reference import AdapterReference, CopyReference, Reference, share_trunk
 from ppocli.models.value_model import load_value_model
@@ -23,11 +25,18 @@ def copy_reference(cfg: TrainConfig, backend: Backend, tokenizer: Any) -> Refere
     """The reference as a model of its own, also where a training shares it with its policy."""
     if cfg.model.reference.kind == "none":
         return None
-    lm, offload = load_reference(cfg.model, cfg.hardware), cfg.model.reference.offload
+    wanted = cfg.model.reference
+    lm, offload = load_reference(cfg.model, cfg.hardware), wanted.offload
+    device = backend.device if wanted.device is None else torch.device(wanted.device)
     if cfg.model.reference.path is not None:
         check_vocabulary(tokenizer, lm, replace(cfg.model, path=cfg.model.reference.path),
                          key="model.reference.path")
-    return CopyReference(lm if offload else lm.to(backend.device), backend.device, offload)
+    try:
+        return CopyReference(lm if offload else lm.to(device), device, offload)
+    except (RuntimeError, AssertionError) as error:  # torch's words for no such device
+        raise ConfigError(f"The reference can't be put on {wanted.device}: {first_line(error)}",
+                          where="model.reference.device", fix="name a device that is there, or "
+                          "leave the key out") from error
 
 
 def build_reference(cfg: TrainConfig, backend: Backend, lm: Any, tokenizer: Any

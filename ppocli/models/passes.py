@@ -85,11 +85,13 @@ def score_reference(reference: Reference, view: Any, one: ForwardPass, head: Hea
         view: the reference as a model.
         head: of the policy, which the view may have put the reference's in the place of.
     """
+    # which may be run on another device than the policy
+    batch = one.batch.to(view.get_output_embeddings().weight.device)
     with reference.entered(view, one.shared):
-        hidden = response_hidden(view, one.batch)
+        hidden = response_hidden(view, batch)
     one.shared = []
     ref_head, temperature = view.get_output_embeddings(), temperature / logit_scale(view)
-    one.found["ref_logprobs"], _ = token_logprobs(hidden, ref_head, one.batch.targets,
+    one.found["ref_logprobs"], _ = token_logprobs(hidden, ref_head, batch.targets,
                                                   temperature=temperature, want_entropy=False)
     if one.hidden is not None:
         one.found["full_kl"] = full_kl(one.hidden, head, hidden, HeadWeights.of(ref_head),

@@ -10,7 +10,7 @@ from test_shared_reference import KINDS, count_letters
 from ppocli.config.problems import find_problems
 from ppocli.engine.optimize import optimize
 from ppocli.engine.stop import StopFlag
-from ppocli.errors import InputError
+from ppocli.errors import ConfigError, InputError
 from ppocli.models.critics import ScoreHead, ValueBranch, ValueModel
 from ppocli.models.layers import layer_stack
 from ppocli.models.layout import lay_out
@@ -179,6 +179,13 @@ def test_what_can_t_be_a_value_model_is_refused(tmp_path):
         pass
 
 
+def test_a_reference_on_a_device_that_is_not_there_names_the_key(tmp_path):
+    cfg = small_config(tmp_path, model__reference__device="cuda:7")
+    with pytest.raises(ConfigError) as caught, session_of(cfg):
+        pass
+    assert caught.value.where == "model.reference.device"
+
+
 def test_a_reference_from_another_path_gives_a_kl_at_once(tmp_path):
     save_lm(tmp_path / "other", "gpt2", gain=1.5, seed=7)
     save_lm(tmp_path / "lm", "gpt2", gain=1.5)
@@ -223,6 +230,9 @@ def test_the_critic_s_own_optimizer_and_schedule(tmp_path):
     ({"model__value__num_layers_unfrozen": 1}, "a head has no layers of its own"),
     ({"model__reference__path": "x", "model__reference__kind": "shared"},
      "is made from the policy"),
+    ({"model__reference__device": "gpu7"}, "must be cpu, cuda or cuda:N"),
+    ({"model__reference__device": "cpu", "model__num_layers_unfrozen": 1}, "lies with the policy"),
+    ({"model__reference__device": "cpu", "ppo__kl_estimator": "full"}, "must lie on one device"),
 ])
 def test_contradictions_are_found_before_anything_is_loaded(tmp_path, keys, problem):
     found = find_problems(small_config(tmp_path, **keys))
