@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from runs import PLANTED, Command, Ended, command_in_process, make_world, run, words
+from runs import PLANTED, Command, Ended, command_in_process, make_world, run, whole_copy, words
 
 Export = Callable[..., Ended]
 
@@ -26,6 +26,19 @@ def world(shared_world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     shutil.copytree(shared_world, folder, ignore=shutil.ignore_patterns("runs", "__pycache__"))
     monkeypatch.chdir(folder)
     return folder
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def finished(reference: Path, here: Path) -> Path:
+    """A copy of the reference run below ./runs."""
+    return whole_copy(reference, here / "runs/mine")
 
 
 @pytest.fixture(scope="session")

@@ -435,28 +435,3 @@ def test_python_objects_take_the_place_of_words(here):
     bare = ppocli.evaluate("./lm", reward_fn={"words": score}, prompts=["it"], name="bare")
     assert bare.folder == here / "eval/bare"
     assert bare.report["prompts"]["count"] == 1
-
-
-def test_samples_reach_the_terminal_without_control_characters(tmp_path):
-    from ppocli.cli.evaluate import _sample_lines
-
-    path = tmp_path / "samples.jsonl"
-    row = {"model": "policy", "prompt_index": 0, "sample": 0, "prompt": "a\x1b[31mb", "score": None,
-           "response": "c\nd\x07" + "e" * 400}
-    path.write_text(json.dumps(row) + "\n")
-    lines = list(_sample_lines(path, 3))
-    assert lines[1] == "prompt   a?[31mb"
-    assert lines[2].startswith("policy   [-] c ⏎ d?eee")
-    assert lines[2].endswith("e...")
-    assert list(_sample_lines(path, 0)) == []
-
-
-def test_progress_is_told_in_lines_where_there_is_no_terminal(monkeypatch, capsys):
-    from ppocli.cli import evaluate as command
-
-    clock = iter([0.0, 4.0, 12.0, 13.0])
-    monkeypatch.setattr(command, "monotonic", lambda: next(clock))
-    lines = command._Lines()
-    for done in (10, 20, 40, 44):
-        lines("policy", done, 100)
-    assert capsys.readouterr().err == "policy: 40 of 100 samples, 12 s, about 24 s left\n"

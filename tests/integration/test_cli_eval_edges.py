@@ -190,3 +190,28 @@ def test_too_few_scores_are_said(here, typed):
     assert len(jsonl(folder / "samples.jsonl")) > 16
     report["frontier"]["policy"]["kl"] = None
     assert "its KL is not known" in lines_of(report)[-1]
+
+
+def test_samples_reach_the_terminal_without_control_characters(tmp_path):
+    from ppocli.cli.evaluate import _sample_lines
+
+    path = tmp_path / "samples.jsonl"
+    row = {"model": "policy", "prompt_index": 0, "sample": 0, "prompt": "a\x1b[31mb", "score": None,
+           "response": "c\nd\x07" + "e" * 400}
+    path.write_text(json.dumps(row) + "\n")
+    lines = list(_sample_lines(path, 3))
+    assert lines[1] == "prompt   a?[31mb"
+    assert lines[2].startswith("policy   [-] c ⏎ d?eee")
+    assert lines[2].endswith("e...")
+    assert list(_sample_lines(path, 0)) == []
+
+
+def test_progress_is_told_in_lines_where_there_is_no_terminal(monkeypatch, capsys):
+    from ppocli.cli import evaluate as command
+
+    clock = iter([0.0, 4.0, 12.0, 13.0])
+    monkeypatch.setattr(command, "monotonic", lambda: next(clock))
+    lines = command._Lines()
+    for done in (10, 20, 40, 44):
+        lines("policy", done, 100)
+    assert capsys.readouterr().err == "policy: 40 of 100 samples, 12 s, about 24 s left\n"

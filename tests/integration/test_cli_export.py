@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 from helpers import environment, save_lm
-from runs import PLANTED, STEPS, run, whole_copy
+from runs import PLANTED, STEPS, run
 from safetensors.torch import load_file
 
 from ppocli.export.card import user_text, with_user_text
@@ -51,19 +51,6 @@ assert torch.equal(ours, theirs)
 assert not torch.equal(ours, torch.zeros_like(ours))
 print(models[0].generate(**inputs).shape[0], [n for n in sys.modules if n.startswith("ppocli")])
 '''
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty current folder."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
-def finished(reference: Path, here: Path) -> Path:
-    """A copy of the reference run below ./runs."""
-    return whole_copy(reference, here / "runs/mine")
 
 
 def names(folder: Path) -> set[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from helpers import save_lm
-from runs import STEPS, spawn, wait_for, whole_copy
+from runs import STEPS, spawn, wait_for
 
 import ppocli
 from ppocli.errors import ConfigError
@@ -16,19 +16,6 @@ from ppocli.export.base_model import split_card
 from ppocli.export.card import user_text, with_user_text
 
 LAST = f"step-{STEPS:06d}"
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty current folder."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
-def finished(reference: Path, here: Path) -> Path:
-    """A copy of the reference run below ./runs."""
-    return whole_copy(reference, here / "runs/mine")
 
 
 def names(folder: Path) -> set[str]:

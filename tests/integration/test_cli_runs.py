@@ -24,13 +24,6 @@ from ppocli.runs.target import find_target
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch) -> Path:
-    """An empty current folder."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
 def runs(reference, here) -> Path:
     """A folder with a finished run, one that failed at once, one interrupted after a checkpoint,
     and one of a sweep; and things that are no runs."""
