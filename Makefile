@@ -11,7 +11,7 @@ PYTEST_WORDS ?=
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PHONY: help quickstart setup setup-dev test test-all test-browser lint docs benchmark-learning \
-	benchmark-startup benchmark-ranks clean
+	benchmark-kinds benchmark-startup benchmark-ranks clean
 
 help: ## list what make can do
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ docs: $(VENV)/.installed-docs ## write docs/configuration.md anew and build the 
 
 benchmark-learning: $(VENV)/.installed ## train every offline recipe with five seeds, write the tables
 	@$(BIN)/python benchmarks/learning.py --out benchmarks/RESULTS.md
+
+benchmark-kinds: $(VENV)/.installed-dev ## train every kind of model and estimator, write the table of docs/kinds.md
+	@$(BIN)/python benchmarks/kinds.py --out docs/kinds.md
 
 benchmark-startup: $(VENV)/.installed ## measure how long the command takes to answer
 	@$(BIN)/python benchmarks/startup.py
