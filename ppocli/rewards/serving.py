@@ -13,6 +13,7 @@ import logging
 import math
 import socket
 import socketserver
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -133,8 +134,9 @@ class RewardServer(ThreadingHTTPServer):
         """
         with self._counted(), self._turn:
             answer, samples = self.service.score(self.rewards[path], body)
+        with self._changed:
             self.requests, self.samples = self.requests + 1, self.samples + samples
-            return answer
+        return answer
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -156,7 +158,9 @@ class RewardServer(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away is no error; anything else is a bug and keeps its traceback."""
-        log.debug("connection of %s ended", client_address, exc_info=True)
+        gone = isinstance(sys.exception(), (ConnectionError, TimeoutError))
+        log.log(logging.DEBUG if gone else logging.ERROR, "connection of %s ended", client_address,
+                exc_info=True)
 
 
 class _Handler(BaseHTTPRequestHandler):
