@@ -241,13 +241,12 @@ def write_summary_of(run: Run, status: str, error: str | None = None) -> dict[st
 def publish(run: Run) -> RunResult:
     """Write ``model/`` and the summary of a finished run, and show what came out."""
     from ppocli.engine.card import write_card
-    from ppocli.engine.persist import save_policy
-    from ppocli.engine.sharded import gathered
+    from ppocli.engine.persist import save_policy, whole_policy
 
     summary = _summary(run, "finished")
 
     def write(folder: Path) -> None:
-        save_policy(run.session, folder)
+        save_policy(run.session, folder, weights)
         write_card(folder, run.session.cfg, summary)
 
     def publish() -> None:
@@ -255,7 +254,7 @@ def publish(run: Run) -> RunResult:
         write_summary(run.folder, summary)
 
     backend = run.session.backend
-    with run.stop.defer(), gathered(run.session.policy, backend.zero_stage):
+    with run.stop.defer(), whole_policy(run.session) as weights:
         backend.ranks.first_does(publish)
     if backend.ranks.first:
         _show(run)

@@ -68,6 +68,7 @@ _DECIDED_BY = {
     "bf16.enabled": "weights stay fp32; hardware.precision=bf16 computes in bf16",
     "torch_autocast.enabled": "hardware.precision decides",
     "torch_autocast.dtype": "hardware.precision decides",
+    "torch_autocast.lower_precision_safe_modules": "gathering and reducing are in fp32",
 }
 
 
@@ -119,7 +120,10 @@ def _own(cfg: TrainConfig, world: int) -> dict[str, Any]:
         "steps_per_print": 10**9,
         "fp16": {"enabled": False},
         "bf16": {"enabled": False},
-        "torch_autocast": {"enabled": hardware.precision == "bf16", "dtype": "bfloat16"},
+        # modules named here would be gathered, and their gradients reduced, in bf16: the value head
+        # computes in fp32, and tied embeddings would differ from those that rollouts are made with
+        "torch_autocast": {"enabled": hardware.precision == "bf16", "dtype": "bfloat16",
+                           "lower_precision_safe_modules": []},
     }
 
 

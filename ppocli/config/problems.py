@@ -321,6 +321,20 @@ def _hardware(config: TrainConfig, handed_in: frozenset[str]) -> Found:
         if getattr(hardware, name) and hardware.zero_stage < lowest:
             yield ((f"hardware.{name}", "hardware.zero_stage"),
                    f"{name} needs zero_stage {lowest} or more, not {hardware.zero_stage}")
+    if not hardware.gather_for_generation and hardware.zero_stage < 3:
+        yield (("hardware.gather_for_generation", "hardware.zero_stage"),
+               f"with zero_stage {hardware.zero_stage} weights are whole at all times")
+    shard = config.model.reference.shard
+    if shard and hardware.zero_stage < 3:
+        yield (("model.reference.shard", "hardware.zero_stage"),
+               f"a reference in parts needs zero_stage 3, not {hardware.zero_stage}")
+    if shard and config.model.reference.device is not None:
+        yield (("model.reference.shard", "model.reference.device"),
+               "a reference on a device of its own is whole there: set one of the two")
+    if shard is False and hardware.zero_stage == 3 and reference_kind(config.model) == "shared":
+        yield (("model.reference.shard", "model.reference.kind"),
+               "a reference that shares the policy's layers is in parts as they are: leave shard "
+               "open or set kind=copy")
     if hardware.deepspeed_config is not None and hardware.zero_stage == 0:
         yield (("hardware.deepspeed_config", "hardware.zero_stage"),
                "DeepSpeed is used with zero_stage 1 to 3 only")

@@ -48,6 +48,7 @@ class ReferenceConfig:
     offload: bool = key(False, "keep the reference in host memory while it is not run")
     device: Optional[str] = key(None, "kind=copy: run the reference elsewhere: cpu, cuda:1, ... "
                                 "(default: beside the policy)")
+    shard: Optional[bool] = key(None, "keep a part of it on each process (default: under ZeRO 3)")
 
 
 @dataclass
@@ -325,6 +326,7 @@ class HardwareConfig:
                           "gradients too, 3 weights too", ge=0, le=3)
     offload_optimizer: bool = key(False, "keep optimizer state in host memory (ZeRO 1 to 3)")
     offload_param: bool = key(False, "keep weights in host memory (ZeRO 3)")
+    gather_for_generation: bool = key(True, "ZeRO 3: whole weights on each process in rollouts")
     deepspeed_config: Optional[str] = key(None, "a DeepSpeed JSON file of your own; what it leaves "
                                           "open is filled in")
     memory_check: str = key("error", "what a run does that surely does not fit into memory, before "

@@ -4,18 +4,33 @@ optimizer behind it."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from ppocli.config.adapters import adapter_kind
 from ppocli.config.algorithm import estimator_of
 from ppocli.config.schema import TrainConfig, reference_kind
+from ppocli.config.sharding import reference_sharded
 from ppocli.engine.backend import Backend
+from ppocli.engine.handout import load_in_parts
 from ppocli.engine.optimizers import build_optimizer
+from ppocli.engine.references import sharded_copy, share_sharded_trunk
+from ppocli.engine.sharded import gathered
 from ppocli.engine.updates import PlainUpdates, Updates, ZeroUpdates
 from ppocli.errors import ConfigError, InputError
 from ppocli.models.critics import ValueBranch
-from ppocli.models.loading import LoadedLM, check_vocabulary, first_line, load_reference
+from ppocli.models.loading import (
+    LoadedLM,
+    check_vocabulary,
+    empty_lm,
+    empty_reference,
+    first_line,
+    is_on_base,
+    load_policy,
+    load_reference,
+)
 from ppocli.models.policy import Policy, build_value_head, freeze_bottom
 from ppocli.models.reference import AdapterReference, CopyReference, Reference, share_trunk
 from ppocli.models.value_model import load_value_model
@@ -26,11 +41,18 @@ def copy_reference(cfg: TrainConfig, backend: Backend, tokenizer: Any) -> Refere
     if cfg.model.reference.kind == "none":
         return None
     wanted = cfg.model.reference
-    lm, offload = load_reference(cfg.model, cfg.hardware), wanted.offload
+    offload = wanted.offload
+    in_parts = (backend.zero_stage == 3 and reference_sharded(cfg)
+                and not is_on_base(wanted.path or cfg.model.path))
+    lm = (load_in_parts(cfg, backend, partial(load_reference, cfg.model, cfg.hardware),
+                        partial(empty_reference, cfg.model, cfg.hardware), offload=offload)
+          if in_parts else load_reference(cfg.model, cfg.hardware)).lm
     device = backend.device if wanted.device is None else torch.device(wanted.device)
     if cfg.model.reference.path is not None:
         check_vocabulary(tokenizer, lm, replace(cfg.model, path=cfg.model.reference.path),
                          key="model.reference.path")
+    if in_parts:
+        return sharded_copy(cfg, lm)
     try:
         return CopyReference(lm if offload else lm.to(device), device, offload)
     except (RuntimeError, AssertionError) as error:  # torch's words for no such device
@@ -41,7 +63,10 @@ def copy_reference(cfg: TrainConfig, backend: Backend, tokenizer: Any) -> Refere
 
 def build_reference(cfg: TrainConfig, backend: Backend, lm: Any, tokenizer: Any
                     ) -> Reference | None:
-    """The reference of a training, from a policy whose weights are still those it starts from.
+    """The reference of a training.
+
+    Args:
+        lm: the policy's, prepared for training, its weights still those it starts from.
 
     Raises:
         InputError: it can't be loaded, or can't share the policy's trunk.
@@ -50,12 +75,27 @@ def build_reference(cfg: TrainConfig, backend: Backend, lm: Any, tokenizer: Any
         return AdapterReference()
     if reference_kind(cfg.model) != "shared":
         return copy_reference(cfg, backend, tokenizer)
+    share = share_sharded_trunk if backend.zero_stage == 3 else share_trunk
     try:
-        return share_trunk(lm, offload=cfg.model.reference.offload)
+        return share(lm, offload=cfg.model.reference.offload)
     except ValueError as error:
         raise InputError(f"The reference can't share the policy's trunk: {error}.",
                          where="model.reference.kind",
                          fix="set model.reference.kind=copy") from error
+
+
+def load_start(cfg: TrainConfig, backend: Backend) -> LoadedLM:
+    """The model that training starts from; under ZeRO 3 in parts already, unless an adapter is to
+    be attached to it.
+
+    Raises:
+        PpocliError: as :func:`ppocli.models.loading.load_policy`.
+    """
+    whole = partial(load_policy, cfg.model, cfg.hardware, cfg.seed)
+    if backend.zero_stage < 3 or adapter_kind(cfg.model) is not None:
+        return whole()
+    return load_in_parts(cfg, backend, whole, partial(empty_lm, cfg.model),
+                         offload=cfg.hardware.offload_param)
 
 
 def build_policy(cfg: TrainConfig, backend: Backend, loaded: LoadedLM, tokenizer: Any) -> Policy:
@@ -71,10 +111,17 @@ def build_policy(cfg: TrainConfig, backend: Backend, loaded: LoadedLM, tokenizer
                          where="model.num_layers_unfrozen", fix="leave it at -1") from error
     if cfg.model.gradient_checkpointing:
         _checkpoint_gradients(loaded.lm)
-    head, trunk = _value_function(cfg, loaded, tokenizer)
+    # a branch is cut from whole layers
+    branches = cfg.model.value.kind == "branch"
+    with gathered(loaded.lm, backend.zero_stage if branches else 0):
+        head, trunk = _value_function(cfg, loaded, tokenizer)
     policy = Policy(loaded.lm, head, trunk)
-    if backend.zero_stage < 3:  # sharded weights never lie on one device as a whole
+    if backend.zero_stage < 3:
         policy = policy.to(backend.device)
+    else:  # weights follow when they are sharded: they never lie on one device as a whole
+        for module in policy.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(backend.device)
     return policy.eval()
 
 

@@ -11,6 +11,7 @@ import torch
 
 from ppocli.config.schema import TrainConfig
 from ppocli.engine.session import EvalSession, Session
+from ppocli.engine.sharded import one_gathered
 from ppocli.models.adapters import base_tensors
 from ppocli.models.digest import tensors_digest
 
@@ -34,11 +35,11 @@ def session_digests(session: Session) -> dict[str, str]:
 
 
 def reference_digest(session: EvalSession) -> str | None:
-    """Digest of the reference's weights; None without one."""
+    """Digest of the reference's weights; None without one. All ranks call it in step."""
     if session.reference is None:
         return None
-    with session.reference.view(session.policy.lm) as view:
-        return tensors_digest(base_tensors(view))
+    with session.acting() as acting, session.reference.view(acting.policy.lm) as view:
+        return tensors_digest(base_tensors(view), one_gathered)
 
 
 def judge_digest(cfg: TrainConfig) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import errno
 import logging
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -27,17 +27,20 @@ from ppocli.engine.sharded import (
     adopt_weights,
     fill_optimizer,
     gathered,
+    host_weights,
+    one_gathered,
     optimizer_slots,
     slot_fits,
-    whole_shape,
 )
 from ppocli.errors import CheckpointError, PpocliError
 from ppocli.models.adapters import fill_adapter, save_adapter
+from ppocli.models.layers import whole_shape
 from ppocli.models.policy import Policy
 from ppocli.models.virtual_tokens import virtual_tokens
 
 log = logging.getLogger("ppocli")
 
+Tensors = dict[str, torch.Tensor]
 POLICY = "policy"
 VALUE_HEAD = "value_head.safetensors"
 VALUE_TRUNK = "value_trunk.safetensors"
@@ -45,14 +48,17 @@ PROMPT_ENCODER = "prompt_encoder.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 
 
-def save_policy(session: Session, folder: Path) -> None:
+def save_policy(session: Session, folder: Path, weights: Tensors | None = None) -> None:
     """Write the policy as transformers would: weights, configuration as it came, tokenizer, and
     the sampling of the training as generation config. Of an adapter its own files, as PEFT would.
+
+    Args:
+        weights: those of the policy where its modules don't hold them, whole.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lm, adapter = session.policy.lm, session.loaded.adapter
     if adapter is None:
-        lm.save_pretrained(folder, safe_serialization=True)
+        lm.save_pretrained(folder, safe_serialization=True, state_dict=_below("lm", weights))
         config = copy.deepcopy(session.loaded.export_config)
         config.architectures = [type(lm).__name__]
         config.dtype = str(next(lm.parameters()).dtype).removeprefix("torch.")
@@ -61,6 +67,30 @@ def save_policy(session: Session, folder: Path) -> None:
         save_adapter(adapter, folder)
     session.tokenizer.save_pretrained(folder)
     _generation_config(session).save_pretrained(folder)
+
+
+@contextmanager
+def whole_policy(session: Session) -> Iterator[Tensors | None]:
+    """What :func:`save_policy` needs on rank 0, which alone may call it: its modules' weights, or
+    None where they hold them. All ranks enter and leave in step.
+
+    An adapter's own files are made from its modules: those are put together on every rank.
+    """
+    stage, first = session.backend.zero_stage, session.backend.ranks.first
+    if session.loaded.adapter is None:
+        yield host_weights(session.policy, stage, keep=first)
+        return
+    with gathered(session.policy, stage):
+        yield None
+
+
+def _below(prefix: str, weights: Tensors | None) -> Tensors | None:
+    """The weights of the module of that name, by their names in it."""
+    if weights is None:
+        return None
+    start = f"{prefix}."
+    return {name.removeprefix(start): tensor for name, tensor in weights.items()
+            if name.startswith(start)}
 
 
 def _generation_config(session: Session) -> Any:
@@ -97,16 +127,19 @@ def write_checkpoint(session: Session, folder: Path, state: Generators) -> None:
             except Exception as error:
                 problem = error
 
-    def weights() -> None:
-        save_policy(session, folder / POLICY)
+    def weights(whole: Tensors | None) -> None:
+        save_policy(session, folder / POLICY, whole)
         for name, module in {**_value_modules(session.policy),
                              **_prompt_encoders(session.policy)}.items():
+            own = _below(Path(name).stem, whole)
             save_file({n: p.detach().cpu().contiguous().clone()
-                       for n, p in module.state_dict().items()}, folder / name)
+                       for n, p in (module.state_dict() if own is None else own).items()},
+                      folder / name)
 
-    with gathered(session.policy, stage):
+    with whole_policy(session) as whole:
         if ranks.first:
-            attempt(weights)
+            attempt(partial(weights, whole))
+    del whole  # the optimizer's state needs the room
     slots = optimizer_slots(named_trainable(session.policy), session.optimizer, stage, ranks)
     attempt(lambda: save_file(slots, folder / _part(OPTIMIZER, ranks)))
     attempt(lambda: generators.write(state, folder, ranks.rank))
@@ -200,9 +233,9 @@ def write_experience(folder: Path, experience: Experience, samples: list[dict[st
 
 def _load_module(module: torch.nn.Module, tensors: dict[str, torch.Tensor], what: str,
                  allowed_missing: set[str]) -> None:
-    own = module.state_dict()
-    wrong = [f"{name}: {tuple(tensors[name].shape)} saved, {tuple(own[name].shape)} here"
-             for name in tensors if name in own and tensors[name].shape != own[name].shape]
+    own = module.state_dict(keep_vars=True)
+    wrong = [f"{name}: {tuple(tensors[name].shape)} saved, {tuple(whole_shape(own[name]))} here"
+             for name in tensors if name in own and tensors[name].shape != whole_shape(own[name])]
     missing = [f"{name} is not saved" for name in own
                if name not in tensors and name not in allowed_missing]
     extra = [f"{name} is not in the model" for name in tensors if name not in own]
@@ -210,7 +243,10 @@ def _load_module(module: torch.nn.Module, tensors: dict[str, torch.Tensor], what
         raise CheckpointError(f"The {what} of the checkpoint does not fit the model: "
                               f"{'; '.join(problems[:3])}", where="model.path",
                               fix="resume with the model the run was started with")
-    module.load_state_dict(tensors, strict=False)
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            with one_gathered(own[name], modify=True):
+                own[name].copy_(tensor)
 
 
 def _load_value_function(policy: Policy, folder: Path) -> None:
@@ -276,18 +312,18 @@ def read_checkpoint(session: Session, folder: Path) -> None:
         CheckpointError: a tensor is missing, superfluous or of another shape.
     """
     stage, ranks = session.backend.zero_stage, session.backend.ranks
-    with gathered(session.policy, stage, modify=True):
-        weights = _read_shards(folder / POLICY)
-        if session.loaded.adapter is None:
-            _load_module(session.policy.lm, weights, "policy",
-                         _tied_names(session.policy.lm, set(weights)))
-            session.policy.lm.tie_weights()
-        elif encoders := _prompt_encoders(session.policy):
-            for name, module in encoders.items():
-                _load_module(module, load_file(folder / name), "adapter", set())
-        else:
+    weights = _read_shards(folder / POLICY)
+    if session.loaded.adapter is None:
+        _load_module(session.policy.lm, weights, "policy",
+                     _tied_names(session.policy.lm, set(weights)))
+    elif encoders := _prompt_encoders(session.policy):
+        for name, module in encoders.items():
+            _load_module(module, load_file(folder / name), "adapter", set())
+    else:
+        with gathered(session.policy, stage, modify=True):
             fill_adapter(session.loaded.adapter, weights, str(folder / POLICY))
-        _load_value_function(session.policy, folder)
+    del weights
+    _load_value_function(session.policy, folder)
     adopt_weights(session.policy, session.optimizer, stage)
     _restore_optimizer(session, folder)
     own = generators.read(folder, ranks.rank)

@@ -62,6 +62,14 @@ class Ranks:
         """Element-wise maximum over ranks, on the CPU."""
         return self._reduce(values, "MAX")
 
+    def most(self, count: int) -> int:
+        """The largest count of any rank."""
+        if self.world == 1:
+            return count
+        import torch
+
+        return int(self.max(torch.tensor(count)))
+
     def _reduce(self, values: torch.Tensor, operation: str) -> torch.Tensor:
         import torch
 

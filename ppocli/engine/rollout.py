@@ -18,6 +18,7 @@ from ppocli.engine.aside import begin
 from ppocli.engine.judging import Question, ask, dealt_scores, score
 from ppocli.engine.records import Rollout
 from ppocli.engine.session import EvalSession, Session
+from ppocli.engine.sharded import is_sharded
 from ppocli.engine.stop import StopFlag
 from ppocli.errors import DivergedError
 from ppocli.models.generation import Generation, generate
@@ -94,7 +95,7 @@ def draw(session: EvalSession, lm: Any, prompts: PromptBatch, spec: SamplingSpec
     with session.backend.autocast():
         return generate(lm, prompts.tokens, prompts.mask, spec, noise, tokenizer=session.tokenizer,
                         start=session.loaded.decoder_start, value_head=value_head, limits=limits,
-                        poll=poll)
+                        poll=poll, all_alive=session.backend.ranks.most if is_sharded(lm) else int)
 
 
 def decode(session: EvalSession, prompts: PromptBatch, out: Generation) -> list[str]:

@@ -16,14 +16,21 @@ from ppocli.config.schema import (
     TrainConfig,
     planned_episodes,
 )
+from ppocli.config.sharding import whole_while_acting
 from ppocli.data.batch import PromptBatch
 from ppocli.data.order import prompt_indices
 from ppocli.data.prompt_set import PromptSet, load_eval_prompts, load_prompts
 from ppocli.data.spec import evaluation_spec
 from ppocli.engine.backend import Backend
-from ppocli.engine.building import build_policy, build_reference, copy_reference, prepare
+from ppocli.engine.building import (
+    build_policy,
+    build_reference,
+    copy_reference,
+    load_start,
+    prepare,
+)
 from ppocli.engine.records import TrainState
-from ppocli.engine.sharded import gathered_policy
+from ppocli.engine.sharded import gathered_policy, head_parameters, held
 from ppocli.engine.updates import Updates
 from ppocli.errors import ConfigError
 from ppocli.estimate.check import check_memory
@@ -31,7 +38,6 @@ from ppocli.models.loading import (
     LoadedLM,
     check_vocabulary,
     load_lm,
-    load_policy,
     load_tokenizer,
     max_positions,
     read_lm,
@@ -92,13 +98,18 @@ class EvalSession:
 
     @contextmanager
     def acting(self) -> Iterator[Self]:
-        """This session with a policy that can be run outside of training: where the weights are
-        sharded, with all of them put together. All ranks enter and leave in step."""
+        """This session with a policy that can be run outside of training. Where the weights are
+        sharded, all of them are put together; or, without ``hardware.gather_for_generation``, those
+        of the heads, and passes gather the layers one by one. All ranks enter and leave in step."""
         if self.backend.zero_stage < 3:
             yield self
-            return
-        with gathered_policy(self.policy, self.loaded) as whole:
-            yield replace(self, policy=whole)
+        elif whole_while_acting(self.cfg):
+            with gathered_policy(self.policy, self.loaded) as whole:
+                yield replace(self, policy=whole)
+        else:
+            head = self.policy.value_head
+            with held(head_parameters(self.policy.lm) + list(head.parameters() if head else [])):
+                yield self
 
     @property
     def chunk_size(self) -> int:
@@ -271,7 +282,7 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
     tokenizer = load_tokenizer(cfg.model)
     # adapters decide what a prompt may take, and are not estimated yet: they are loaded first
     unloaded = None if cfg.model.peft or cfg.model.quantization else read_lm(cfg.model)
-    loaded = None if unloaded else load_policy(cfg.model, cfg.hardware, cfg.seed)
+    loaded = None if unloaded else load_start(cfg, backend)
     prompts, eval_prompts = _load_prompt_sets(cfg, tokenizer, loaded.lm if loaded else unloaded,
                                               objects, reward, metric)
     for note in prompts.notes:
@@ -280,13 +291,12 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
         log.info("evaluation prompts: %s", note)
     if unloaded:
         _check_memory(cfg, backend, unloaded.config, (prompts, eval_prompts))
-    loaded = loaded or load_policy(cfg.model, cfg.hardware, cfg.seed)
+    loaded = loaded or load_start(cfg, backend)
     check_vocabulary(tokenizer, loaded.lm, cfg.model)
-    # before the policy is sharded, when shapes of weights still tell the vocabulary
     sampling, eval_sampling = sampling_specs(cfg.generation, tokenizer, loaded)
     policy = build_policy(cfg, backend, loaded, tokenizer)
-    reference = build_reference(cfg, backend, policy.lm, tokenizer)
     engine, optimizer, updates = prepare(cfg, backend, policy)
+    reference = build_reference(cfg, backend, policy.lm, tokenizer)
     _warn_about_sampling(sampling)
     if kl_in(cfg.ppo) == "loss" and kl_estimator(cfg.ppo) == "k1" and cfg.ppo.init_kl_coef > 0:
         log.warning("The gradient of k1 is zero on average: as a term of the loss it holds nothing "

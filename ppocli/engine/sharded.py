@@ -4,8 +4,8 @@ parameter name, so that a checkpoint is the same whatever the stage and the numb
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 
 from ppocli.engine.ranks import Ranks
 from ppocli.models.adapters import attach_again
+from ppocli.models.layers import whole_shape
 from ppocli.models.loading import LoadedLM
 from ppocli.models.policy import Policy, build_value_head
 
@@ -29,13 +30,123 @@ def gathered(module: nn.Module, stage: int, *, modify: bool = False) -> Iterator
         return
     from deepspeed.runtime.zero import GatheredParameters
 
-    with GatheredParameters(list(module.parameters()), modifier_rank=0 if modify else None):
+    parameters = list(module.parameters())
+    _put_back(parameters)
+    with GatheredParameters(parameters, modifier_rank=0 if modify else None):
         yield
 
 
-def whole_shape(parameter: nn.Parameter) -> torch.Size:
-    """The shape a parameter has when it isn't sharded."""
-    return getattr(parameter, "ds_shape", parameter.shape)
+def _put_back(parameters: Iterable[Any]) -> None:
+    """Leave to each rank its part. Small parameters that DeepSpeed has left whole behind a pass may
+    be rounded to the type that it computes in."""
+    for parameter in parameters:
+        if _is_whole(parameter) and not parameter.ds_active_sub_modules:
+            parameter.partition()
+
+
+def _is_whole(parameter: Any) -> bool:
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    return getattr(parameter, "ds_status", None) == ZeroParamStatus.AVAILABLE
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether a module's passes gather its weights, so that all ranks make them in step."""
+    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+
+
+_HOLDER = -1
+"""stands among the modules that use a parameter, which DeepSpeed numbers from 0"""
+
+
+@contextmanager
+def held(parameters: list[Any]) -> Iterator[None]:
+    """These sharded parameters are whole on every rank meanwhile, and stay so behind the forward
+    pass of a layer that uses them, where DeepSpeed would release them."""
+    from deepspeed.runtime.zero import GatheredParameters
+
+    _put_back(parameters)
+    with GatheredParameters(parameters):
+        try:
+            for parameter in parameters:
+                parameter.ds_active_sub_modules.add(_HOLDER)
+            yield
+        finally:
+            for parameter in parameters:
+                parameter.ds_active_sub_modules.discard(_HOLDER)
+
+
+def one_gathered(tensor: torch.Tensor, *, modify: bool = False) -> Any:
+    """Context in which a tensor that may be a sharded parameter is whole, on every rank.
+
+    Args:
+        modify: as of :func:`gathered`.
+    """
+    if not hasattr(tensor, "ds_id"):
+        return nullcontext()
+    _put_back([tensor])
+    if _is_whole(tensor):  # held
+        return nullcontext()
+    from deepspeed.runtime.zero import GatheredParameters
+
+    return GatheredParameters([tensor], modifier_rank=0 if modify else None)
+
+
+def host_weights(module: nn.Module, stage: int, *, keep: bool) -> dict[str, torch.Tensor] | None:
+    """The state dict of a module that is sharded by ZeRO 3, in host memory; None below that stage.
+    Put together one tensor at a time, on all ranks in step, so that none holds the whole but the
+    one that is to keep it. Tied tensors are one."""
+    if stage < 3:
+        return None
+    found: dict[str, torch.Tensor] = {}
+    seen: dict[int, torch.Tensor] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            with one_gathered(tensor):
+                seen[id(tensor)] = tensor.detach().cpu().clone() if keep else torch.empty(0)
+        found[name] = seen[id(tensor)]
+    return found if keep else {}
+
+
+def head_parameters(lm: Any) -> list[Any]:
+    """Of the output embedding, which is read outside of its forward pass."""
+    return list(lm.get_output_embeddings().parameters())
+
+
+def local_part(parameter: Any, *, offload: bool) -> torch.Tensor:
+    """A copy of what this rank keeps of a sharded parameter."""
+    part = parameter.ds_tensor.detach().clone()
+    return part.to("cpu") if offload else part
+
+
+def whole_of(part: torch.Tensor, shape: torch.Size, device: torch.device) -> torch.Tensor:
+    """The tensor of which every rank has a part, on every rank."""
+    world = torch.distributed.get_world_size()
+    flat = torch.empty(world * part.numel(), dtype=part.dtype, device=device)
+    torch.distributed.all_gather_into_tensor(flat, part.to(device))
+    return flat[:shape.numel()].view(shape)
+
+
+@contextmanager
+def swapped_parts(parameters: dict[str, Any], parts: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Forward passes meanwhile gather ``parts`` in place of what the ranks keep of the sharded
+    parameters of these names."""
+    _put_back(parameters.values())
+    kept = {name: parameters[name].ds_tensor.data for name in parts}
+    kept_whole = {name: p.data for name, p in parameters.items() if _is_whole(p)}
+    try:
+        for name, part in parts.items():
+            parameter = parameters[name]
+            parameter.ds_tensor.data = part.to(parameter.ds_tensor.device)
+            if name in kept_whole:
+                parameter.data = whole_of(part, parameter.ds_shape, parameter.device)
+        yield
+    finally:
+        _put_back(parameters.values())
+        for name, part in kept.items():
+            parameters[name].ds_tensor.data = part
+        for name, whole in kept_whole.items():
+            parameters[name].data = whole
 
 
 def adopt_weights(policy: nn.Module, optimizer: Any, stage: int) -> None:
@@ -45,7 +156,7 @@ def adopt_weights(policy: nn.Module, optimizer: Any, stage: int) -> None:
         return
     for parameter in policy.parameters():
         if parameter.requires_grad:
-            with gathered(_One(parameter), stage):
+            with gathered(OneParameter(parameter), stage):
                 whole = parameter.detach().clone()
             _set(parameter, whole, None, stage)
 
@@ -73,7 +184,7 @@ def _set(parameter: nn.Parameter, whole: torch.Tensor, slot: str | None, stage: 
         utils.safe_set_local_optimizer_state(parameter, own, slot)
 
 
-class _One(nn.Module):
+class OneParameter(nn.Module):
     """A module of one parameter."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
@@ -105,13 +216,15 @@ def gathered_policy(policy: Policy, loaded: LoadedLM) -> Iterator[Policy]:
 
 
 def _adopt(copy: nn.Module, original: nn.Module) -> None:
-    """Let ``copy``'s modules use the tensors of ``original``'s."""
+    """Let ``copy``'s modules use the tensors of ``original``'s; what is tied there is tied here."""
     theirs = dict(original.named_modules())
+    made: dict[int, nn.Parameter] = {}
     for name, module in copy.named_modules():
         for key in list(module._parameters):
             parameter = theirs[name]._parameters[key]
-            module._parameters[key] = None if parameter is None else nn.Parameter(
-                parameter.data, requires_grad=False)
+            if parameter is not None and id(parameter) not in made:
+                made[id(parameter)] = nn.Parameter(parameter.data, requires_grad=False)
+            module._parameters[key] = None if parameter is None else made[id(parameter)]
         for key, buffer in theirs[name]._buffers.items():
             module._buffers[key] = buffer
 

@@ -15,6 +15,7 @@ import torch
 
 from ppocli.engine.backend import Backend
 from ppocli.engine.optimizers import Factors, set_learning_rate
+from ppocli.engine.references import close_reference
 from ppocli.models.policy import Policy
 
 
@@ -136,6 +137,7 @@ class ZeroUpdates:
 
 
 def close_engine(session: Any) -> None:
-    """Tear DeepSpeed's engine down: one that is left to the interpreter's exit can abort it."""
+    """Tear DeepSpeed's engines down: one that is left to the interpreter's exit can abort it."""
     if session.backend.zero_stage > 0:
+        close_reference(session.reference)
         session.engine.destroy()

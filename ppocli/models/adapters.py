@@ -47,7 +47,7 @@ class Adapter:
 def base_tensors(lm: Any) -> dict[str, torch.Tensor]:
     """The weights and buffers of a causal LM without its adapter, by the names of a bare one."""
     found = {}
-    for name, tensor in lm.state_dict().items():
+    for name, tensor in lm.state_dict(keep_vars=True).items():
         parts = name.split(".")
         if not any(part.startswith("lora_") or part in _ADAPTER_PARTS for part in parts):
             found[".".join(part for part in parts if part not in _WRAPPING_PARTS)] = tensor

@@ -108,6 +108,8 @@ def _advance(live: _Live, tokens: torch.Tensor) -> None:
 
 def _compact(live: _Live, cache: Any) -> None:
     keep = (~live.done).nonzero().squeeze(-1)
+    if len(keep) == 0:  # others go on, and a pass needs a row
+        keep = torch.zeros(1, dtype=torch.long, device=live.done.device)
     cache.batch_select_indices(keep)
     live.rows, live.inputs = live.rows[keep], live.inputs[keep]
     live.positions = live.positions[keep]
@@ -144,7 +146,8 @@ def _first_live(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor,
 def generate(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, spec: SamplingSpec,
              uniform: Any, *, tokenizer: Any, start: int | None = None, value_head: Any = None,
              limits: Any = None, poll: Callable[[], None] = lambda: None,
-             watch: Watch = lambda *_: None) -> Generation:
+             watch: Watch = lambda *_: None, all_alive: Callable[[int], int] = int
+             ) -> Generation:
     """Sample one response per prompt.
 
     Args:
@@ -157,6 +160,8 @@ def generate(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, sp
         limits: [B] most tokens of each response, at least 1 (default: ``max_new_tokens``).
         poll: called before every token; may raise to stop.
         watch: shown all tokens so far after every token.
+        all_alive: from the number of rows that are still alive here to the most that are anywhere;
+            decoding goes on until none is. For ranks whose forward passes must be equally many.
 
     Returns:
         A :class:`Generation` with R = the longest response (at least 1).
@@ -208,9 +213,9 @@ def generate(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, sp
         _advance(live, chosen)
         if (t + 1) % check_every == 0 and t + 1 < steps:
             remaining = int((~live.done).sum())
-            if remaining == 0:
+            if all_alive(remaining) == 0:
                 break
-            if remaining <= SHRINK_AT * len(live.done):
+            if remaining <= SHRINK_AT * len(live.done) and len(live.done) > 1:
                 _compact(live, cache)
     width = max(int(mask.sum(1).max()), 1)
     return Generation(tokens[:, :width].cpu(), mask[:, :width].cpu(), logprobs[:, :width].cpu(),

@@ -50,6 +50,11 @@ def layers_return_tuples(lm: Any) -> bool:
     return kinds[0]
 
 
+def whole_shape(parameter: nn.Parameter) -> torch.Size:
+    """The shape a parameter has when it isn't sharded (by ZeRO 3)."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
 class _Skipped(nn.Module):
     """Stands in for a layer and hands its input on, or another tensor in its place."""
 

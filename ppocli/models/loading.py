@@ -17,6 +17,7 @@ from ppocli.config.adapters import adapter_kind, adapter_settings
 from ppocli.config.schema import HardwareConfig, ModelConfig
 from ppocli.errors import CheckpointError, ConfigError, InputError, PpocliError
 from ppocli.models.adapters import Adapter, attach, identify, load_adapter, peft_config
+from ppocli.models.layers import whole_shape
 from ppocli.models.layout import SequenceBatch
 from ppocli.models.trunk import decoder_start, has_encoder, logit_scale, response_hidden
 from ppocli.models.virtual_tokens import num_virtual_tokens
@@ -136,12 +137,7 @@ def load_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32,
             encoder-decoder, weights missing, or an architecture whose logits are not a plain linear
             map of its trunk.
     """
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoModelForSeq2SeqLM,
-        GenerationConfig,
-    )
+    from transformers import AutoConfig, GenerationConfig
 
     source, is_folder = find_model(cfg.path, key=key, revision=cfg.revision, needs="model",
                                    adapters=True)
@@ -151,9 +147,7 @@ def load_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32,
     attention = {"attn_implementation": cfg.attn_implementation} if cfg.attn_implementation else {}
     try:
         config = AutoConfig.from_pretrained(source, **hub)
-        pair = _check_arch(cfg, config, key)
-        kind = AutoModelForSeq2SeqLM if pair else AutoModelForCausalLM
-        loaded: Any = kind.from_pretrained(
+        loaded: Any = _kind_of(cfg, config, key).from_pretrained(
             source, config=without_dropout(config), dtype=dtype, output_loading_info=True,
             **hub, **attention, **_quantized(cfg))
         lm, info = loaded
@@ -168,14 +162,53 @@ def load_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32,
         raise InputError(f"{cfg.path} lacks {len(missing)} weights that {type(lm).__name__} needs "
                          f"(the first: {missing[0]}); they would be random.", where=key,
                          fix="give a complete checkpoint")
-    generation_config = copy.deepcopy(lm.generation_config) or GenerationConfig()
+    made = _ready(lm, config, copy.deepcopy(lm.generation_config) or GenerationConfig())
+    _check_linear_head(lm, cfg.path, key)
+    return made
+
+
+def _ready(lm: Any, config: Any, generation_config: Any) -> LoadedLM:
     start = decoder_start(lm)
     # the ids are checked by us; transformers' own padding check would synchronise at every call
     lm.config.pad_token_id = None
     lm.eval()
     silence_dropout(lm)
-    _check_linear_head(lm, cfg.path, key)
     return LoadedLM(lm, config, generation_config, start)
+
+
+def empty_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, key: str = "model.path"
+             ) -> LoadedLM:
+    """What :func:`load_lm` gives, before it has read any weights: parameters are on the meta
+    device, and the values of buffers are not to be relied on.
+
+    Raises:
+        InputError: the model's configuration can't be read.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, GenerationConfig
+
+    source, _ = find_model(cfg.path, key=key, revision=cfg.revision, needs="model")
+    trust = cfg.trust_remote_code
+    attention = {"attn_implementation": cfg.attn_implementation} if cfg.attn_implementation else {}
+    try:
+        config = AutoConfig.from_pretrained(source, revision=cfg.revision, trust_remote_code=trust)
+        with init_empty_weights(include_buffers=False):
+            lm = _kind_of(cfg, config, key).from_config(
+                without_dropout(config), dtype=dtype, trust_remote_code=trust, **attention)
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"The model {cfg.path} can't be loaded: {first_line(error)}", where=key,
+                         fix="check the folder's config.json") from error
+    lm.tie_weights()  # which making it without weights has undone
+    return _ready(lm, config, GenerationConfig())
+
+
+def _kind_of(cfg: ModelConfig, config: Any, key: str) -> Any:
+    """transformers' class for an encoder-decoder, or for a causal language model."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    return AutoModelForSeq2SeqLM if _check_arch(cfg, config, key) else AutoModelForCausalLM
 
 
 def _check_arch(cfg: ModelConfig, config: Any, key: str) -> bool:
@@ -285,7 +318,7 @@ def _check_linear_head(lm: Any, name: str, key: str) -> None:
 def check_vocabulary(tokenizer: Any, lm: Any, cfg: ModelConfig, *, key: str | None = None) -> None:
     """Refuse a tokenizer that can produce ids the model has no embedding for."""
     highest = max(tokenizer.get_vocab().values(), default=-1)
-    rows = lm.get_input_embeddings().weight.shape[0]
+    rows = whole_shape(lm.get_input_embeddings().weight)[0]
     if highest >= rows:
         raise InputError(f"The tokenizer of {cfg.tokenizer_path or cfg.path} has ids up to "
                          f"{highest}, the model {cfg.path} embeds only {rows}.",
@@ -329,20 +362,35 @@ def stop_token_ids(tokenizer: Any, loaded: LoadedLM, extra: list[int]) -> tuple[
         ids.add(tokenizer.eos_token_id)
     declared = loaded.generation_config.eos_token_id
     ids.update(declared if isinstance(declared, list) else [] if declared is None else [declared])
-    vocabulary = loaded.lm.get_output_embeddings().weight.shape[0]
+    vocabulary = whole_shape(loaded.lm.get_output_embeddings().weight)[0]
     return tuple(sorted(i for i in ids if 0 <= i < vocabulary))
 
 
-def load_reference(cfg: ModelConfig, hardware: HardwareConfig) -> Any:
+def load_reference(cfg: ModelConfig, hardware: HardwareConfig) -> LoadedLM:
     """The frozen reference (default: the model that the policy starts from) in its storage type;
     eval mode, no gradients."""
-    cfg = replace(cfg, quantization=None)
-    dtype, path = DTYPES[cfg.dtype or hardware.precision], cfg.reference.path
-    if path is None:
-        reference = load_lm(cfg, dtype=dtype).lm
-    else:
-        other = replace(cfg, path=path, revision=None)
-        reference = load_lm(other, dtype=dtype, key="model.reference.path").lm
-    for parameter in reference.parameters():
-        parameter.requires_grad_(False)
+    return _frozen(load_lm, cfg, hardware)
+
+
+def empty_reference(cfg: ModelConfig, hardware: HardwareConfig) -> LoadedLM:
+    """As :func:`load_reference`, before it has read any weights (:func:`empty_lm`)."""
+    return _frozen(empty_lm, cfg, hardware)
+
+
+def reference_dtype(cfg: ModelConfig, hardware: HardwareConfig) -> torch.dtype:
+    """The storage type of a reference that is a model of its own."""
+    return DTYPES[cfg.dtype or hardware.precision]
+
+
+def _frozen(load: Any, cfg: ModelConfig, hardware: HardwareConfig) -> LoadedLM:
+    key, dtype, cfg = "model.path", reference_dtype(cfg, hardware), replace(cfg, quantization=None)
+    if cfg.reference.path is not None:
+        key, cfg = "model.reference.path", replace(cfg, path=cfg.reference.path, revision=None)
+    reference: LoadedLM = load(cfg, dtype=dtype, key=key)
+    reference.lm.requires_grad_(False)
     return reference
+
+
+def is_on_base(path: str) -> bool:
+    """Whether a path is a folder that holds an adapter only."""
+    return Path(path).is_dir() and is_adapter(path)

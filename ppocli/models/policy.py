@@ -10,7 +10,7 @@ from torch import nn
 
 from ppocli.models.critics import ScoreHead, ValueTrunk
 from ppocli.models.head import token_logprobs
-from ppocli.models.layers import layer_stack
+from ppocli.models.layers import layer_stack, whole_shape
 from ppocli.models.layout import SequenceBatch
 from ppocli.models.trunk import has_encoder, logit_scale, response_hidden
 
@@ -51,7 +51,7 @@ class ValueHead(nn.Module):
 
 def build_value_head(lm: Any, seed: int) -> ValueHead:
     """A value head that fits the trunk of ``lm``, the same for the same seed."""
-    width = lm.get_output_embeddings().weight.shape[1]
+    width = whole_shape(lm.get_output_embeddings().weight)[1]
     return ValueHead(width, torch.Generator().manual_seed(seed))
 
 

@@ -149,6 +149,17 @@ def share_trunk(lm: Any, *, offload: bool = False) -> SharedReference:
     """
     frozen = {name: p.detach().clone().to("cpu" if offload else p.device)
               for name, p in lm.named_parameters() if p.requires_grad}
+    return SharedReference(frozen, *trunk_border(lm))
+
+
+@torch.no_grad()
+def trunk_border(lm: Any) -> tuple[int, bool]:
+    """The first layer that trains, or 0 where something below it does; and whether layers return
+    tuples.
+
+    Raises:
+        ValueError: as :func:`share_trunk`.
+    """
     stack = layer_stack(lm)
     trains = [any(p.requires_grad for p in layer.parameters()) for layer in stack]
     below = {id(p) for p, in_stack in _parameters_by_place(lm, stack) if not in_stack}
@@ -157,7 +168,7 @@ def share_trunk(lm: Any, *, offload: bool = False) -> SharedReference:
     border = 0 if embeds or not any(trains) else trains.index(True)
     if has_encoder(lm):
         border = 0  # a decoder's layers need more than the states of the layer below
-    return SharedReference(frozen, border, _check_entry(lm, stack, border))
+    return border, _check_entry(lm, stack, border)
 
 
 def _parameters_by_place(lm: Any, stack: Any) -> Iterator[tuple[torch.nn.Parameter, bool]]:

@@ -30,6 +30,7 @@ from ppocli.engine.records import Experience
 from ppocli.engine.session import PythonObjects, Session, build_session
 from ppocli.engine.sharded import gathered, optimizer_slots
 from ppocli.engine.stop import StopFlag
+from ppocli.engine.updates import close_engine
 
 
 def update(session: Session, step: int, given: Experience | None = None) -> tuple[Any, Any]:
@@ -87,8 +88,7 @@ def main(config: str, out: str, *words: str) -> None:
         if backend.ranks.first:
             save_file(found, out)
         backend.ranks.barrier()
-        if backend.zero_stage:
-            session.engine.destroy()
+        close_engine(session)
 
 
 if __name__ == "__main__":

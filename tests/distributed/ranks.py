@@ -40,9 +40,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run_job(folder: Path, name: str, config: dict, *words: str, world: int, **env: str
-            ) -> dict:
-    """Run one_update.py on ``world`` ranks; returns the tensors it wrote.
+def run_job(folder: Path, name: str, config: dict, *words: str, world: int, script: Path = SCRIPT,
+            timeout: float = 240, **env: str) -> dict:
+    """Run one_update.py, or another script, on ``world`` ranks; returns the tensors it wrote.
 
     Each rank is a process with the variables that torchrun sets: fewer processes to start than with
     torchrun itself, which the tests of the command go through.
@@ -58,9 +58,9 @@ def run_job(folder: Path, name: str, config: dict, *words: str, world: int, **en
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
             "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         processes.append(subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(file), str(out), *words], text=True,
+            [sys.executable, str(script), str(file), str(out), *words], text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment(**variables, **env)))
-    outputs = [process.communicate(timeout=240)[0] for process in processes]
+    outputs = [process.communicate(timeout=timeout)[0] for process in processes]
     for process, said in zip(processes, outputs, strict=True):
         assert process.returncode == 0, said[-4000:]
     return load_file(out)

@@ -48,7 +48,8 @@ def test_settings_alone_make_it_whole(tmp_path):
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
         "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9, "fp16": {"enabled": False}, "bf16": {"enabled": False},
-        "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+        "torch_autocast": {"enabled": True, "dtype": "bfloat16",
+                           "lower_precision_safe_modules": []}}
 
 
 def test_accelerates_example_is_filled_in(tmp_path):

@@ -1,0 +1,116 @@
+"""One rank of a job that makes several sessions one after another, under one ZeRO stage.
+
+    torchrun ... parts.py CONFIG.json OUT.safetensors
+
+The configuration's ``scenarios`` map a name to keys of its own. Of each is written what its
+rollouts, updates and evaluation came to, and what every rank held in memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+# the import path has to be set first
+import torch
+from safetensors.torch import save_file
+from sessions import count_good, fresh_state, rollout_of, set_keys
+
+from ppocli.config.schema import TrainConfig
+from ppocli.engine.backend import Backend, open_ranks
+from ppocli.engine.digests import reference_digest
+from ppocli.engine.evaluate import evaluate
+from ppocli.engine.experience import to_experience, update_moments
+from ppocli.engine.optimize import optimize
+from ppocli.engine.optimizers import named_trainable
+from ppocli.engine.session import PythonObjects, Session, build_session
+from ppocli.engine.sharded import gathered
+from ppocli.engine.stop import StopFlag
+from ppocli.engine.updates import close_engine
+
+
+def elements(*modules: Any) -> int:
+    """Elements that lie in this rank's memory as parameters of these modules, whole or in parts."""
+    own = {id(p): p for module in modules if module is not None for p in module.parameters()}
+    return sum(p.numel() + (p.ds_tensor.numel() if hasattr(p, "ds_tensor") else 0)
+               for p in own.values())
+
+
+def held_by_reference(session: Session) -> int:
+    """Elements that this rank holds for the reference's sake."""
+    reference = session.reference
+    if hasattr(reference, "lm"):
+        return elements(reference.lm)
+    tensors = getattr(reference, "parts", None) or getattr(reference, "frozen", {})
+    return sum(tensor.numel() for tensor in tensors.values())
+
+
+def state_elements(session: Session) -> int:
+    """Elements of this rank's optimizer state."""
+    inner = getattr(session.optimizer, "optimizer", session.optimizer)
+    return sum(value.numel() for slots in inner.state.values() for value in slots.values()
+               if torch.is_tensor(value))
+
+
+def run(cfg: TrainConfig, backend: Backend, reward: Any) -> dict[str, torch.Tensor]:
+    """What one session comes to."""
+    session = build_session(cfg, backend, PythonObjects(reward_fn=reward))
+    stop = StopFlag()
+    stop.ranks = backend.ranks
+    found: dict[str, torch.Tensor] = {}
+    digest = reference_digest(session)
+    if digest is not None:
+        found["digest"] = torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8)
+    sizes = [elements(session.policy), held_by_reference(session)]
+    with session.acting() as acting:
+        sizes.append(elements(acting.policy))
+    rollout = rollout_of(session)
+    found["kl"] = rollout.kl.clone()
+    found["scores"] = torch.tensor(rollout.scores)
+    state = update_moments(fresh_state(session), rollout, cfg)
+    experience = to_experience(rollout, state, cfg)
+    found |= {f"experience/{f.name}": value.contiguous() for f in fields(experience)
+              if isinstance(value := getattr(experience, f.name), torch.Tensor)}
+    result = optimize(session, experience, state, stop)
+    found["counts"] = torch.tensor([result.updates, result.skipped, result.nonfinite])
+    found["terms"] = torch.tensor([result.terms[name] for name in sorted(result.terms)])
+    with gathered(session.policy, backend.zero_stage):
+        found |= {f"weight/{name}": p.detach().cpu().clone()
+                  for name, p in named_trainable(session.policy).items()}
+    # after training, when policy and reference differ
+    later = rollout_of(session, cfg.ppo.num_rollouts)
+    found["later/kl"], found["later/logprobs"] = later.kl.clone(), later.logprobs.clone()
+    figures = evaluate(session, stop).figures
+    found["eval"] = torch.tensor([figures[name] for name in sorted(figures)])
+    after = optimize(session, to_experience(later, state, cfg), replace(state, step=1), stop)
+    found["counts"] += torch.tensor([after.updates, after.skipped, after.nonfinite])
+    sizes.append(state_elements(session))
+    found["sizes"] = torch.tensor(backend.ranks.gather(sizes))
+    close_engine(session)
+    return found
+
+
+def main(config: str, out: str) -> None:
+    """Run all scenarios and write what they came to."""
+    settings = json.loads(Path(config).read_text())
+    scenarios = settings.pop("scenarios")
+    with open_ranks(set_keys(TrainConfig(), settings)) as backend:
+        found: dict[str, torch.Tensor] = {}
+        for name, keys in scenarios.items():
+            cfg = set_keys(TrainConfig(), {**settings, **keys})
+            reward = count_good if cfg.reward.fn is None else None
+            found |= {f"{name}/{key}": value for key, value in run(cfg, backend, reward).items()}
+            gc.collect()
+        if backend.ranks.first:
+            save_file({name: tensor.contiguous() for name, tensor in found.items()}, out)
+        backend.ranks.barrier()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
