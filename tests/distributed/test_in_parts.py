@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import ranks
-from helpers import save_lm
+from helpers import make_tokenizer, model_config, save_lm
 from ranks import largest_difference
 from sessions import small_config
 
@@ -186,12 +186,28 @@ def test_bf16_under_every_stage(config, tmp_path, stage):
         assert largest_difference(one[name], many[name], "weight/") < 1e-4
 
 
+def save_classifier(folder: Path) -> Path:
+    """A model of two labels that tells texts apart."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    labels = {0: "negative", 1: "POSITIVE"}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForSequenceClassification.from_config(model_config(
+            "gpt2", id2label=labels, label2id={name: i for i, name in labels.items()}))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(8.0)
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.slow
 def test_a_classifier_that_judges_is_not_sharded(config, tmp_path):
-    from test_rewards_models import bert
-
     judged = {**config, "reward.fn": "classifier",
-              "reward.kwargs": {"model": str(bert(tmp_path / "judge"))}}
+              "reward.kwargs": {"model": str(save_classifier(tmp_path / "judge"))}}
     one = run_sessions(tmp_path, "one", judged, {"copy": {}}, world=1)
     many = run_sessions(tmp_path, "many", {**judged, **under(3, tmp_path)}, {"copy": {}})
     assert_same(one["copy"], many["copy"])
