@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from ppocli.cli.output import say
 from ppocli.config.as_words import training_command
-from ppocli.engine.atomic import format_bytes
+from ppocli.engine.atomic import format_bytes, make_dirs
 from ppocli.engine.publishing import repair_published
 from ppocli.engine.run_folder import lock_beside
+from ppocli.export.adapter import merged
 from ppocli.export.folder import ExportPlan, write_export
 from ppocli.export.hub import push, shown
 from ppocli.export.masking import Mask
@@ -56,7 +60,13 @@ def _write(plan: ExportPlan, request: ExportRequest, mask: Mask, tell: Any) -> d
           lock_beside(plan.target, "name another folder: --output DIR")):
         repair_published(plan.target)
         check_destination(request, plan.target, plan.source)  # another export may have ended there
-        verified = write_export(plan, mask, stop.check)
+        with ExitStack() as stack:
+            if plan.merge_shards is not None:
+                make_dirs(plan.target.parent)
+                place = stack.enter_context(TemporaryDirectory(dir=plan.target.parent,
+                                                               prefix=".merged-"))
+                plan = merged(plan, Path(place), stop.check)
+            verified = write_export(plan, mask, stop.check)
     tell(verified.sentence())
     return {"source": mask(plan.name), "step": plan.facts.step, "dtype": plan.written,
             "bytes": plan.bytes, "files": plan.files(),

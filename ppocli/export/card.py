@@ -15,6 +15,7 @@ from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.config.schema import TrainConfig
 from ppocli.engine.card import (
     LIBRARY,
+    PEFT_LIBRARY,
     TAGS,
     USER_BEGIN,
     USER_END,
@@ -58,6 +59,8 @@ class CardInputs:
     value_head: list[str]
     """names of the value function's files"""
     curve: bool
+    adapter: bool = False
+    """it is an adapter's own folder, which PEFT loads"""
 
 
 def escaped(text: str) -> str:
@@ -87,9 +90,11 @@ def render_card(inputs: CardInputs, previous: str | None, mask: Mask) -> str:
     old = {} if previous is None else split_card(previous)[0]
     values: dict[str, Any] = {
         "user_begin": USER_BEGIN, "user_end": USER_END, "user_text": kept or PLACEHOLDER,
-        "metadata": metadata(inputs.facts, old, inputs.pair).to_yaml().strip(),
+        "metadata": metadata(inputs.facts, old, inputs.pair, inputs.adapter).to_yaml().strip(),
         "version": __version__,
-        "auto": "AutoModelForSeq2SeqLM" if inputs.pair else "AutoModelForCausalLM",
+        "auto": ("AutoPeftModel" if inputs.adapter else "AutoModel")
+        + ("ForSeq2SeqLM" if inputs.pair else "ForCausalLM"),
+        "adapter": inputs.adapter,
         "title": escaped(inputs.facts.name), "dtype": inputs.dtype,
         "location": json.dumps(inputs.location), "value_head": inputs.value_head,
         "config": None, "command": None, "versions": _versions(inputs.facts.versions),
@@ -131,17 +136,19 @@ def _of_training(inputs: CardInputs, config: TrainConfig) -> dict[str, Any]:
         "trust": ", trust_remote_code=True" if config.model.trust_remote_code else ""}
 
 
-def metadata(facts: Facts, previous: dict[str, Any], pair: bool) -> Any:
+def metadata(facts: Facts, previous: dict[str, Any], pair: bool, adapter: bool = False) -> Any:
     """The card's front matter as ``huggingface_hub.ModelCardData``; keys that ``previous`` has
     and this training doesn't determine are kept."""
     from huggingface_hub import ModelCardData
 
-    own: dict[str, Any] = {"library_name": LIBRARY, "pipeline_tag": pipeline(pair),
+    own: dict[str, Any] = {"library_name": PEFT_LIBRARY if adapter else LIBRARY,
+                           "pipeline_tag": pipeline(pair),
                            "tags": list(TAGS)}
     if facts.base is not None:
         own |= facts.base.license
         if facts.base.hub_name is not None:
-            own |= {"base_model": facts.base.hub_name, "base_model_relation": "finetune"}
+            own |= {"base_model": facts.base.hub_name,
+                    "base_model_relation": "adapter" if adapter else "finetune"}
     config = facts.config
     if config is not None and (data_set := _hub_data_set(config.prompts.path)) is not None:
         own["datasets"] = [data_set]

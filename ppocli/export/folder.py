@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from ppocli.assets.adapter_files import BASE, CONFIG, is_adapter
 from ppocli.assets.model_files import TOKENIZER_FILES
 from ppocli.engine import faults
 from ppocli.engine.atomic import disk_fix, disk_sentence, format_bytes, free_bytes, sha256_file
@@ -45,6 +46,7 @@ _TOKENIZER = (*TOKENIZER_FILES, "merges.txt", "special_tokens_map.json", "added_
               "chat_template.jinja", "chat_template.json")
 _OF_TRAINING = ("source", "run", "step", "evaluation", "run_id", "versions")
 """names in the record that are the same for an export of an export"""
+ADAPTER_CONFIGS = (CONFIG, BASE)
 _TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -65,6 +67,13 @@ class ExportPlan:
     value_head: Path | None
     repo_id: str | None
     """where it will be pushed, if that is known; the card names it"""
+    merge_shards: int | None = None
+    """bytes of the largest file of an adapter that has to be merged into its base first"""
+
+    @property
+    def adapter(self) -> bool:
+        """Whether an adapter's own files are written."""
+        return self.merge_shards is None and is_adapter(self.source)
 
     @property
     def stored(self) -> str:
@@ -96,7 +105,8 @@ class ExportPlan:
 
     def files(self) -> list[str]:
         """Names of everything that is going to be written."""
-        names = [*self.weights.files, "config.json", "generation_config.json",
+        configs = ADAPTER_CONFIGS if self.adapter else ("config.json",)
+        names = [*self.weights.files, *configs, "generation_config.json",
                  *(file.name for file in _copied(self.source)), CARD, RECORD]
         if len(self.weights.files) > 1:
             names.append("model.safetensors.index.json")
@@ -168,12 +178,7 @@ def write_export(plan: ExportPlan, mask: Mask, check: Callable[[], None]) -> Ver
 def _write_files(plan: ExportPlan, folder: Path, previous: str | None, mask: Mask,
                  check: Callable[[], None]) -> None:
     write_weights(plan.source, plan.tensors, plan.weights, plan.dtype, folder, check)
-    _write_json(folder / "config.json", _model_config(plan))
-    generation = plan.source / "generation_config.json"
-    if generation.is_file():
-        shutil.copyfile(generation, folder / generation.name)
-    else:
-        _derive_generation_config(plan.source, folder)
+    _write_configs(plan, folder)
     for file in _copied(plan.source):
         shutil.copyfile(file, folder / file.name)
     _forget_origin(folder / "tokenizer_config.json")
@@ -196,12 +201,25 @@ def _write_files(plan: ExportPlan, folder: Path, previous: str | None, mask: Mas
     else:
         card = render_card(
             CardInputs(facts, plan.written, location, chat=_has_chat_template(folder),
-                       pair=is_encoder_decoder(plan.source),
+                       pair=is_encoder_decoder(plan.source), adapter=plan.adapter,
                        value_head=[path.name for path in plan.critic], curve=drawn is not None),
             previous, mask)
     _write_text(folder / CARD, card)
     faults.point("export.before_verify")
     check()
+
+
+def _write_configs(plan: ExportPlan, folder: Path) -> None:
+    """What says how the weights are to be loaded, and how to sample."""
+    names = ["generation_config.json", *(ADAPTER_CONFIGS if plan.adapter else ())]
+    for path in (plan.source / name for name in names):
+        if path.is_file():
+            shutil.copyfile(path, folder / path.name)
+    if plan.adapter:
+        return
+    _write_json(folder / "config.json", _model_config(plan))
+    if not (plan.source / "generation_config.json").is_file():
+        _derive_generation_config(plan.source, folder)
 
 
 def _verify(plan: ExportPlan, folder: Path, check: Callable[[], None]) -> Verified:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+from ppocli.assets.adapter_files import is_adapter
 from ppocli.config.hub import go_offline, offline_variable
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, ConfigError, InputError
+from ppocli.export.adapter import merges, plan_adapter
 from ppocli.export.curve import CURVE
 from ppocli.export.facts import Earlier, Facts, gather
 from ppocli.export.folder import (
@@ -23,7 +26,7 @@ from ppocli.export.folder import (
     read_record,
 )
 from ppocli.export.hub import Push, check_repo_id, repo_name
-from ppocli.export.weights import parse_size
+from ppocli.export.weights import StoredTensor, WeightFiles, parse_size
 from ppocli.runs.record import is_run
 from ppocli.runs.target import Target, find_target
 
@@ -45,6 +48,8 @@ class ExportRequest:
     max_shard_size: str | None = None
     """None: ``DEFAULT_SHARD``"""
     include_value_head: bool = False
+    merge: bool | None = None
+    """of an adapter: merge it into its base, or write its own folder; None: merge where possible"""
     overwrite: bool = False
     dry_run: bool = False
     to_hub: bool = False
@@ -82,7 +87,9 @@ class ExportRequest:
         given = {"--output": self.output is not None, "--best": self.best,
                  "--step": self.step is not None, "--dtype": self.dtype is not None,
                  "--max-shard-size": self.max_shard_size is not None,
-                 "--include-value-head": self.include_value_head, "--overwrite": self.overwrite}
+                 "--include-value-head": self.include_value_head,
+                 "--merge": self.merge is True, "--adapter": self.merge is False,
+                 "--overwrite": self.overwrite}
         return [option for option, there in given.items() if there]
 
     @property
@@ -125,13 +132,27 @@ def resolve(request: ExportRequest, say: Callable[[str], None],
     destination = _destination(request, target)
     source = _local(target.model)
     check_destination(request, destination, source)
+    merge = merges(source, request.merge, target.name, say)
     facts = gather(target, network=network, command=command)
     if facts.run is None and (earlier := earlier_export(source, say)) is not None:
         facts = _told_by(earlier, facts)
+    max_shard = parse_size(request.max_shard_size or DEFAULT_SHARD)
+    if is_adapter(source):
+        return plan_adapter(
+            partial(_adapter_plan, target.name, source, destination, facts, value_head,
+                    request.repo_id),
+            source, merge=merge, dtype=request.dtype, max_shard=max_shard, given=request.writing)
     return plan_export(target.name, source, destination, facts, dtype=request.dtype,
-                       max_shard=parse_size(request.max_shard_size or DEFAULT_SHARD),
-                       value_head=value_head,
+                       max_shard=max_shard, value_head=value_head,
                        repo_id=request.repo_id)
+
+
+def _adapter_plan(name: str, source: Path, destination: Path, facts: Facts,
+                  value_head: Path | None, repo_id: str | None, tensors: dict[str, StoredTensor],
+                  weights: WeightFiles, dtype: str | None, merge_shards: int | None = None
+                  ) -> ExportPlan:
+    return ExportPlan(name, source, destination, facts, tensors, weights, dtype, value_head,
+                      repo_id, merge_shards)
 
 
 def _told_by(earlier: Earlier, facts: Facts) -> Facts:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ppocli.assets.adapter_files import is_adapter, named_base
+from ppocli.assets.model_files import find_model
 from ppocli.errors import CheckpointError, InputError
 
 _DIGITS = {"bf16": 8, "fp16": 11}
@@ -76,7 +78,7 @@ def verify_model(source: Path, folder: Path, prompts: list[str], *, cast: str | 
     found, layers = _logits(folder, ids, cast is not None, hub, CheckpointError)
     check()
     allowed = 0.0 if cast in (None, "fp32") else tolerance(str(cast), layers)
-    worst = max(_difference(a, b) for a, b in zip(expected, found, strict=True))
+    worst = max(difference(a, b) for a, b in zip(expected, found, strict=True))
     if not worst <= allowed:
         raise _differs(f"logits are off by {worst:.3g} (relative RMS; allowed: {allowed:.3g})")
     _compare_generation(source, folder)
@@ -132,14 +134,19 @@ def _logits(folder: Path, ids: list[list[int]], in_fp32: bool, hub: dict[str, An
     import torch
     import transformers
 
-    config = _load(transformers.AutoConfig, folder, hub, failure)
+    adapter = is_adapter(folder)
+    place = Path(find_model(named_base(folder)[0], key=str(folder), needs="model")[0]
+                 ) if adapter else folder
+    config = _load(transformers.AutoConfig, place, hub, failure)
     pair = bool(getattr(config, "is_encoder_decoder", False))
     kind = transformers.AutoModelForSeq2SeqLM if pair else transformers.AutoModelForCausalLM
-    model, info = _load(kind, folder, hub, failure, output_loading_info=True, dtype="auto")
+    model, info = _load(kind, place, hub, failure, output_loading_info=True, dtype="auto")
     wrong = [*info["missing_keys"], *map(str, info["mismatched_keys"])]
     if wrong:
         raise failure(f"The weights in {folder} do not fit the model: {sorted(wrong)[0]}.",
                       where=str(folder))
+    if adapter:
+        model = _with_adapter(model, folder, failure)
     model.eval()
     if in_fp32:
         model.float()
@@ -153,14 +160,31 @@ def _logits(folder: Path, ids: list[list[int]], in_fp32: bool, hub: dict[str, An
             if pair:  # what the decoder says after its start and the same tokens
                 start = int(config.decoder_start_token_id or 0)
                 given["decoder_input_ids"] = torch.tensor([[start, *row[:-1]]])
-            found.append(model(**given).logits[0].float())
+            found.append(model(**given).logits[0][-len(row):].float())
     layers = int(getattr(model.config.get_text_config(), "num_hidden_layers", 1) or 1)
     del model
     gc.collect()
     return found, layers
 
 
-def _difference(expected: Any, found: Any) -> float:
+def _with_adapter(model: Any, folder: Path,
+                  failure: type[InputError] | type[CheckpointError]) -> Any:
+    """A base with the adapter in ``folder`` on it, by PEFT alone."""
+    import warnings
+
+    from peft import PeftModel
+
+    try:
+        with warnings.catch_warnings():
+            # PEFT asks transformers by names that are going to be dropped
+            warnings.filterwarnings("ignore", category=FutureWarning)
+            return PeftModel.from_pretrained(model, str(folder))
+    except Exception as error:  # PEFT raises many kinds here, all about the folder
+        raise failure(f"PeftModel.from_pretrained({str(folder)!r}) failed: {error}",
+                      where=str(folder)) from error
+
+
+def difference(expected: Any, found: Any) -> float:
     """Relative root-mean-square difference; infinite where shapes differ or one isn't finite."""
     import torch
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ppocli.assets.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
+from ppocli.assets.adapter_files import is_adapter
 from ppocli.assets.model_files import SAFETENSORS
 from ppocli.engine import faults
 from ppocli.errors import CheckpointError, ConfigError, InputError
@@ -56,7 +58,9 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     Raises:
         InputError: the weights aren't safetensors, or can't be read.
     """
-    if (folder / SAFETENSORS).is_file():
+    if is_adapter(folder):
+        files = [ADAPTER_WEIGHTS]
+    elif (folder / SAFETENSORS).is_file():
         files = [SAFETENSORS]
     elif (folder / INDEX).is_file():
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))

@@ -34,6 +34,10 @@ def export(
         help="Largest weight file (default: 5GB).")] = None,
     include_value_head: Annotated[bool, typer.Option(
         "--include-value-head", help="Add the critic as value_head.safetensors.")] = False,
+    merge: Annotated[bool | None, typer.Option(
+        "--merge/--adapter", show_default=False,
+        help="Of a LoRA policy: a whole model with the adapter merged in (default), or the "
+        "adapter's own folder.")] = None,
     overwrite: Annotated[bool, typer.Option(
         "--overwrite", help="Replace an export that is there; your text in its README.md "
         "stays.")] = False,
@@ -63,6 +67,7 @@ def export(
     Examples:
       ppocli export runs/NAME
       ppocli export runs/NAME --best --dtype bf16 -o ./my-model
+      ppocli export runs/LORA --adapter -o ./my-adapter
       ppocli export ./lm --dtype fp16 --max-shard-size 2GB -o ./lm-fp16
       ppocli export runs/NAME --to-hub --repo-id USER/NAME --dry-run
       ppocli export runs/NAME --to-hub --public
@@ -75,7 +80,7 @@ def export(
         implementation(ExportRequest(
             run=run, output=output, best=best, step=step, dtype=dtype,
             max_shard_size=max_shard_size, include_value_head=include_value_head,
-            overwrite=overwrite, dry_run=dry_run, to_hub=to_hub, repo_id=repo_id, private=private,
-            create_pr=create_pr, revision=revision), as_json)
+            merge=merge, overwrite=overwrite, dry_run=dry_run, to_hub=to_hub, repo_id=repo_id,
+            private=private, create_pr=create_pr, revision=revision), as_json)
 
     ending(run_it)
