@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
+from ppocli.assets.adapter_files import is_adapter, named_base
 from ppocli.config.quoting import literal, quoted
 from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.config.schema import TrainConfig
@@ -34,7 +36,7 @@ def target_config(target: Target, words: Sequence[str] = (), *, needs_reward: bo
     if target.run_dir is not None:
         base = [f"resume={quoted(str(target.run_dir))}"]
     else:
-        base = [f"model.path={literal(target.model)}", "ppo.num_steps=1"]
+        base = ["ppo.num_steps=1", *_start_of(target.model)]
         if needs_reward and not given & {"reward.fn", "reward.fns"} and not any(
                 name.startswith("reward.fns.") for name in given):
             raise ConfigError(f"{target.name} is a model and brings no reward of its own.",
@@ -54,6 +56,15 @@ def target_config(target: Target, words: Sequence[str] = (), *, needs_reward: bo
     config = composition.config
     _refuse_objects(config, target, needs_reward, needs_prompts)
     return replace(config, resume="never")
+
+
+def _start_of(model: str) -> list[str]:
+    """The words that name what a bare model started from: itself, but for an adapter its base."""
+    if not is_adapter(model):
+        return [f"model.path={literal(model)}"]
+    path, revision, _ = named_base(Path(model))
+    words = [f"model.path={literal(path)}"]
+    return words if revision is None else [*words, f"model.revision={literal(revision)}"]
 
 
 def _refuse_objects(config: TrainConfig, target: Target, needs_reward: bool, needs_prompts: bool

@@ -203,8 +203,8 @@ def assert_equal_runs(one: Path, other: Path) -> None:
     assert a.name == b.name
     names = sorted(str(p.relative_to(a)) for p in a.rglob("*.safetensors"))
     assert names == sorted(str(p.relative_to(b)) for p in b.rglob("*.safetensors"))
-    assert {"value_head.safetensors", "optimizer.safetensors", "rng.safetensors",
-            "policy/model.safetensors"} <= set(names)
+    assert {"value_head.safetensors", "optimizer.safetensors", "rng.safetensors"} <= set(names)
+    assert {"policy/model.safetensors", "policy/adapter_model.safetensors"} & set(names)
     pairs = [(a / name, b / name) for name in names]
     pairs.append((one / "model/model.safetensors", other / "model/model.safetensors"))
     for left, right in pairs:

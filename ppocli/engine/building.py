@@ -61,6 +61,25 @@ def copy_reference(cfg: TrainConfig, backend: Backend, tokenizer: Any) -> Refere
                           "leave the key out") from error
 
 
+def judging_reference(cfg: TrainConfig, backend: Backend, tokenizer: Any, loaded: LoadedLM,
+                      lent: tuple[Reference | None] | None) -> Reference | None:
+    """The reference of an evaluation: an adapter on the model that ``cfg`` starts from is switched
+    off, anything else is compared with a copy.
+
+    Args:
+        loaded: the policy that is judged.
+        lent: the reference of another policy under the same ``cfg``, taken where it will do.
+    """
+    wanted, adapter = cfg.model.reference, loaded.adapter
+    if (adapter is not None and wanted.kind in ("auto", "adapter") and wanted.path is None
+            and (adapter.base.path, adapter.base.revision) == (cfg.model.path,
+                                                               cfg.model.revision)):
+        return AdapterReference()
+    if lent is None or isinstance(lent[0], AdapterReference):
+        return copy_reference(cfg, backend, tokenizer)
+    return lent[0]
+
+
 def build_reference(cfg: TrainConfig, backend: Backend, lm: Any, tokenizer: Any
                     ) -> Reference | None:
     """The reference of a training.

@@ -25,7 +25,7 @@ from ppocli.engine.backend import Backend
 from ppocli.engine.building import (
     build_policy,
     build_reference,
-    copy_reference,
+    judging_reference,
     load_start,
     prepare,
 )
@@ -37,7 +37,7 @@ from ppocli.estimate.check import check_memory
 from ppocli.models.loading import (
     LoadedLM,
     check_vocabulary,
-    load_lm,
+    load_judged,
     load_tokenizer,
     max_positions,
     read_lm,
@@ -330,14 +330,15 @@ def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObject
     if policy is not None and policy != cfg.model.path:
         own = replace(cfg.model, path=policy, tokenizer_path=None, revision=revision)
     tokenizer = load_tokenizer(own)
-    loaded = load_lm(own)
+    loaded = load_judged(own, cfg.hardware)
     check_vocabulary(tokenizer, loaded.lm, own)
     eval_prompts = _load_eval_prompts(cfg, tokenizer, loaded.lm, objects, reward, metric)
     for note in eval_prompts.notes:
         log.info("evaluation prompts: %s", note)
     wrapped = Policy(loaded.lm, None).to(backend.device)
     wrapped.eval()
-    reference = copy_reference(cfg, backend, tokenizer) if judges is None else judges.reference
+    reference = judging_reference(cfg, backend, tokenizer, loaded,
+                                  None if judges is None else (judges.reference,))
     sampling, eval_sampling = sampling_specs(cfg.generation, tokenizer, loaded)
     return EvalSession(cfg=cfg, backend=backend, tokenizer=tokenizer, loaded=loaded, policy=wrapped,
                        reference=reference, eval_prompts=eval_prompts, reward=reward, metric=metric,

@@ -273,6 +273,12 @@ def load_policy(cfg: ModelConfig, hardware: HardwareConfig, seed: int) -> Loaded
     return replace(loaded, adapter=Adapter(model, base))
 
 
+def load_judged(cfg: ModelConfig, hardware: HardwareConfig) -> LoadedLM:
+    """A policy to be judged; the base of an adapter in the type that a training holds it in."""
+    frozen = is_adapter(cfg.path) and cfg.quantization is None
+    return load_lm(cfg, dtype=DTYPES[cfg.dtype or hardware.precision] if frozen else torch.float32)
+
+
 def _load_on_base(cfg: ModelConfig, folder: Path, dtype: torch.dtype) -> LoadedLM:
     """An adapter's folder: its base, as it names it, with the adapter on it."""
     path, revision, known = named_base(folder)

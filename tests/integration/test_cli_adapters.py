@@ -1,0 +1,112 @@
+"""A LoRA policy through the commands: trained, gone on with, judged, asked, exported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from runs import assert_equal_runs, run, whole_copy, words
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is dep:FutureWarning")
+LORA = ("model.peft.type=lora", "model.peft.r=4", "model.peft.target_modules=[c_attn,c_fc]",
+        "ppo.optimizer.lr=1e-2")
+LAST = "step-000004"
+
+
+@pytest.fixture(scope="module")
+def trained(shared_world: Path) -> Path:
+    """The folder of a finished run, made by the command."""
+    done = run("train", *words(*LORA, "run_name=lora"), cwd=shared_world)
+    assert done.code == 0, done.err
+    return shared_world / "runs/lora"
+
+
+@pytest.fixture
+def here(trained: Path, world: Path) -> Path:
+    """The current folder, with a copy of the run in it; its base stays where it was."""
+    (world / "runs").mkdir()
+    whole_copy(trained, world / "runs/lora")
+    return world
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.tensor([[4, 5, 6, 7]])).logits
+
+
+def test_it_stops_and_goes_on_bit_for_bit(trained, shared_world):
+    short = run("train", *words(*LORA, "run_name=cut", "ppo.num_steps=2"), cwd=shared_world)
+    assert short.code == 0, short.err
+    done = run("resume", "runs/cut", "ppo.num_steps=4", cwd=shared_world)
+    assert done.code == 0, done.err
+    assert_equal_runs(trained, shared_world / "runs/cut")
+
+
+def test_model_and_checkpoints_are_folders_that_peft_loads(trained, shared_world):
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM
+
+    base = logits(AutoModelForCausalLM.from_pretrained(shared_world / "lm"))
+    for folder in (trained / "model", trained / "checkpoints/latest/policy"):
+        assert not list(folder.glob("model*.safetensors"))
+        assert (logits(AutoPeftModelForCausalLM.from_pretrained(folder)) - base).abs().max() > 1e-3
+    named = json.loads((trained / "model/base_model.json").read_text())
+    assert named["path"] == str(shared_world / "lm")
+    assert "library_name: peft" in (trained / "model/README.md").read_text()
+
+
+def test_an_export_is_merged_or_an_adapter(here, trained, export):
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM
+
+    dry = export("lora", "--dry-run")
+    assert "model.safetensors" in dry.out
+    assert not (here / "runs/lora/export").exists()
+    assert export("lora").code == 0
+    folder = here / "runs/lora/export" / LAST
+    assert sorted(p.name for p in folder.parent.iterdir()) == [LAST]
+    assert not (folder / "adapter_config.json").exists()
+    ours = logits(AutoPeftModelForCausalLM.from_pretrained(trained / "model"))
+    merged = logits(AutoModelForCausalLM.from_pretrained(folder))
+    torch.testing.assert_close(merged, ours, rtol=1e-5, atol=1e-5)
+    assert "from transformers import AutoModelForCausalLM" in (folder / "README.md").read_text()
+
+    done = export("lora", "--adapter", "-o", "small", "--include-value-head")
+    assert done.code == 0, done.err
+    assert "8 tensors equal, logits on 2 prompts equal" in done.err
+    assert torch.equal(logits(AutoPeftModelForCausalLM.from_pretrained(here / "small")), ours)
+    assert "from peft import AutoPeftModelForCausalLM" in (here / "small/README.md").read_text()
+    refused = export("lora", "--adapter", "--dtype", "bf16", "-o", "x")
+    assert refused.code == 2
+    assert "--dtype is about a whole model" in refused.err
+    whole = export("lm", "--merge", "-o", "y")
+    assert "is no adapter but a whole model" in whole.err
+    assert export("small", "--merge", "-o", "again").code == 0
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(here / "again")), merged)
+
+
+@pytest.mark.parametrize("what", ["run", "checkpoint", "exported"])
+def test_it_is_judged_and_asked(here, export, what):
+    import ppocli
+
+    target = {"run": "runs/lora", "checkpoint": f"runs/lora/checkpoints/{LAST}",
+              "exported": "small"}[what]
+    words = []
+    if what == "exported":
+        assert export("lora", "--adapter", "-o", "small").code == 0
+        words = ["prompts.path=prompts.jsonl", "reward.fn=rewards.py:plain",
+                 "prompts.eval.limit=4", "generation.max_new_tokens=8"]
+    figures = ppocli.evaluate(target, words).figures
+    after = json.loads((here / "runs/lora/summary.json").read_text())["eval_after"]
+    assert figures["reward_mean"] == pytest.approx(after["reward_mean"])
+    assert figures["kl_mean"] == pytest.approx(after["kl_mean"], abs=1e-5)
+    assert after["kl_mean"] > 1e-3
+
+
+def test_an_adapter_is_no_model_to_train_from(here):
+    done = run("train", *words("model.path=runs/lora/model", "run_name=x"), cwd=here)
+    assert done.code == 3
+    assert "holds only an adapter" in done.err
+    assert "ppocli export" in done.err
