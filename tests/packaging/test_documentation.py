@@ -107,7 +107,8 @@ def type_one(command: list[str], folder: Path, path: str, timeout: float) -> Non
     assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}\n{done.stderr}"
     if trains(command) and "-m" not in command:
         model = Path(done.stdout.splitlines()[-1])
-        assert (model / "config.json").is_file(), done.stdout
+        assert ((model / "config.json").is_file()
+                or (model / "adapter_config.json").is_file()), done.stdout
 
 
 def prepare(page: str, folder: Path) -> list[list[str]]:

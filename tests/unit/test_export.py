@@ -106,8 +106,8 @@ def facts_of(run: RunRecord) -> Facts:
 
 
 def card_of(facts: Facts, previous: str | None = None) -> str:
-    return render_card(CardInputs(facts, "fp32", "tester/tamed", chat=False, value_head=False,
-                                  curve=True), previous, NO_MASK)
+    return render_card(CardInputs(facts, "fp32", "tester/tamed", chat=False, pair=False,
+                                  value_head=[], curve=True), previous, NO_MASK)
 
 
 class TestCard:
