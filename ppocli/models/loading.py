@@ -19,6 +19,7 @@ from ppocli.errors import CheckpointError, ConfigError, InputError, PpocliError
 from ppocli.models.adapters import Adapter, attach, identify, load_adapter, peft_config
 from ppocli.models.layers import whole_shape
 from ppocli.models.layout import SequenceBatch
+from ppocli.models.quantization import quantized
 from ppocli.models.trunk import decoder_start, has_encoder, logit_scale, response_hidden
 from ppocli.models.virtual_tokens import num_virtual_tokens
 
@@ -149,7 +150,7 @@ def load_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32,
         config = AutoConfig.from_pretrained(source, **hub)
         loaded: Any = _kind_of(cfg, config, key).from_pretrained(
             source, config=without_dropout(config), dtype=dtype, output_loading_info=True,
-            **hub, **attention, **_quantized(cfg))
+            **hub, **attention, **quantized(cfg))
         lm, info = loaded
     except PpocliError:
         raise
@@ -221,26 +222,6 @@ def _check_arch(cfg: ModelConfig, config: Any, key: str) -> bool:
                          where="model.arch" if key == "model.path" else key,
                          fix="set model.arch=auto, or give another model")
     return pair
-
-
-def _quantized(cfg: ModelConfig) -> dict[str, Any]:
-    """How transformers is asked for quantized weights, which it makes on the GPU.
-
-    Raises:
-        InputError: there is none.
-    """
-    if cfg.quantization is None:
-        return {}
-    if not torch.cuda.is_available():
-        raise InputError(f"A {cfg.quantization} base needs a CUDA device, and none was found.",
-                         where="model.quantization", fix="leave model.quantization out")
-    from transformers import BitsAndBytesConfig
-
-    how = (BitsAndBytesConfig(load_in_8bit=True) if cfg.quantization == "8bit" else
-           BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
-                              bnb_4bit_use_double_quant=True,
-                              bnb_4bit_compute_dtype=torch.bfloat16))
-    return {"quantization_config": how, "device_map": {"": torch.cuda.current_device()}}
 
 
 def load_policy(cfg: ModelConfig, hardware: HardwareConfig, seed: int) -> LoadedLM:

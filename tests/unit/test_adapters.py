@@ -333,3 +333,12 @@ def test_what_peft_takes_is_taken(peft):
     cfg = TrainConfig()
     cfg.model.peft = peft
     assert not [p for p in find_problems(cfg) if p.key.startswith("model.peft")]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without a GPU")
+def test_a_quantized_base_without_a_gpu_is_told(tmp_path):
+    cfg = config_of(tmp_path, "lora", model__quantization="4bit")
+    said = [str(problem) for problem in find_problems(cfg)]
+    assert any("4bit base is computed with on a GPU: set hardware.device=cuda" in s for s in said)
+    with pytest.raises(InputError, match="A 4bit base needs a CUDA device"), session_of(cfg):
+        pass
