@@ -37,8 +37,8 @@ KINDS = {
     "rloo": ("RLOO, 4 samples a prompt", f"{WALKS} ppo.advantage=rloo ppo.n=4"),
     "reinforce_pp": ("REINFORCE++", f"{WALKS} ppo.advantage=reinforce_pp"),
     "t5": ("encoder-decoder (T5), share of vowels",
-           "model.path=./t5 prompts=reviews reward.fn=vowels.py:vowels ppo.total_episodes=4096 "
-           "ppo.num_rollouts=64 ppo.mini_batch_size=32 ppo.optimizer.lr=1e-3 ppo.init_kl_coef=0.01 "
+           "model.path=./t5 prompts=reviews reward.fn=vowels.py:vowels ppo.total_episodes=3072 "
+           "ppo.num_rollouts=64 ppo.mini_batch_size=32 ppo.optimizer.lr=3e-3 ppo.init_kl_coef=0.001 "
            "generation.max_new_tokens=12 eval.every_steps=null checkpoint.every_steps=null"),
 }
 VOWELS = """def vowels(outputs, **_):
