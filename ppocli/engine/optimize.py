@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ppocli.config.algorithm import kl_estimator, value_scheduler
-from ppocli.config.schema import PPOConfig
+from ppocli.config.schema import PPOConfig, SchedulerConfig
 from ppocli.engine import faults
 from ppocli.engine.optimizers import Factors
 from ppocli.engine.ranks import Ranks
@@ -247,10 +247,13 @@ class _Progress:
 
 def _factors(session: Session, state: TrainState, update: int) -> Factors:
     """What the schedules make of the learning rates at an update, counted over the whole run."""
-    ppo, total = session.cfg.ppo, session.total_updates(state)
-    return Factors(*(lr_factor(
-        update, name=schedule.name, total_updates=total, warmup_updates=schedule.warmup_updates,
-        min_lr_ratio=schedule.min_lr_ratio) for schedule in (ppo.scheduler, value_scheduler(ppo))))
+    total = session.total_updates(state)
+
+    def factor(schedule: SchedulerConfig) -> float:
+        return lr_factor(update, name=schedule.name, total_updates=total,
+                         warmup_updates=schedule.warmup_updates, min_lr_ratio=schedule.min_lr_ratio)
+
+    return Factors(factor(session.cfg.ppo.scheduler), factor(value_scheduler(session.cfg.ppo)))
 
 
 def _update(session: Session, experience: Experience, rows: torch.Tensor, state: TrainState,

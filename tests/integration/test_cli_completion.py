@@ -127,7 +127,7 @@ def test_fish_protocol_shows_what_keys_mean_and_leaves_files_to_fish(runs):
 
 def test_long_help_is_no_further_offer(runs):
     done = ppocli(cwd=runs, _PPOCLI_COMPLETE="complete_fish", COLUMNS="40", TERMINAL_WIDTH="40",
-                  _TYPER_COMPLETE_ARGS="ppocli train model.ref",
+                  _TYPER_COMPLETE_ARGS="ppocli train model.reference.k",
                   _TYPER_COMPLETE_FISH_ACTION="get-args")
     assert [line.split("\t")[0] for line in done.stdout.splitlines()] == ["model.reference.kind="]
 

@@ -42,8 +42,10 @@ def chain_of(node: ast.AST) -> tuple[str, ...]:
 CLASS_SECTIONS = {cls: name for name, cls in (
     ("", "TrainConfig"), ("model", "ModelConfig"), ("reward", "RewardConfig"),
     ("prompts", "PromptsConfig"), ("prompts.eval", "EvalPromptsConfig"),
-    ("generation", "GenerationConfig"), ("ppo.optimizer", "OptimizerConfig"),
-    ("hardware", "HardwareConfig"))}
+    ("generation", "GenerationConfig"), ("ppo", "PPOConfig"), ("ppo.optimizer", "OptimizerConfig"),
+    ("ppo.scheduler", "SchedulerConfig"), ("hardware", "HardwareConfig"))}
+OVERLAYS = {"ppo.value_optimizer": "ppo.optimizer", "ppo.value_scheduler": "ppo.scheduler"}
+"""sections laid over another one, key by key of the same name, by ``config/algorithm.py``"""
 
 
 def reads(source: str) -> set[tuple[str, str]]:
@@ -151,6 +153,9 @@ def dead_keys(sources: dict[str, str]) -> set[str]:
             if full in sections() or (section, key) in found:
                 continue
             if key in named.get(lists.get(section, ""), set()):
+                continue
+            base = OVERLAYS.get(section)
+            if (base, key) in found and f"**_given({section})" in sources["config/algorithm.py"]:
                 continue
             dead.add(full)
     return dead
