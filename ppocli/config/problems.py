@@ -178,10 +178,7 @@ def _reward(config: TrainConfig, handed_in: frozenset[str]) -> Found:
                    "give this one another name")
         for text in _fns_entry(entry):
             yield (f"reward.fns.{name}",), text
-    for name in ("ref_mean", "ref_std"):
-        if getattr(reward, name) is not None and reward.scale != "ref":
-            yield ((f"reward.{name}", "reward.scale"),
-                   f"{name} is used with reward.scale=ref only, not {reward.scale}")
+    yield from _scaling(config)
     yield from _penalties(config)
     metric = config.checkpoint.metric
     if metric.startswith("metrics/"):
@@ -190,6 +187,16 @@ def _reward(config: TrainConfig, handed_in: frozenset[str]) -> Found:
                    f"{metric} comes from reward.metric_fn, which is not given")
     elif metric != "reward_mean":
         yield ("checkpoint.metric",), f"{shown(metric)} must be reward_mean or metrics/NAME"
+
+
+def _scaling(config: TrainConfig) -> Found:
+    reward = config.reward
+    for name, scale in (("ref_mean", "ref"), ("ref_std", "ref"), ("center", "running")):
+        if getattr(reward, name) not in (None, False) and reward.scale != scale:
+            yield ((f"reward.{name}", "reward.scale"),
+                   f"{name} is used with reward.scale={scale} only, not {reward.scale}")
+    if reward.clip_first and reward.clip is None:
+        yield ("reward.clip_first", "reward.clip"), "there is nothing to clip to: set reward.clip"
 
 
 def _penalties(config: TrainConfig) -> Found:

@@ -13,7 +13,7 @@ from ppocli.engine.records import Experience, Rollout, TrainState
 from ppocli.ppo.advantages import Samples, token_rewards
 from ppocli.ppo.kl import adapt_kl_coef
 from ppocli.ppo.masking import whiten
-from ppocli.ppo.moments import moments_of, scale_scores
+from ppocli.ppo.moments import clipped, moments_of, scale_scores
 from ppocli.ppo.shaping import overlong_penalties, penalised
 
 
@@ -51,9 +51,11 @@ def shaped_scores(rollout: Rollout, state: TrainState, cfg: TrainConfig
                   ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What lands on the tokens: scaled and clipped scores, less penalties.
 
-    ``running`` divides by the running deviation (trlX ``scale_reward: running``; no mean is taken
-    off), ``ref`` by the reference one. Clipping comes after scaling, penalties after both. Dense
-    rewards are scaled and clipped entry by entry; a penalty that replaces a score replaces them.
+    ``running`` divides by the running deviation (trlX ``scale_reward: running``), with
+    ``reward.center`` after the running mean was taken off (TRL ``use_score_norm``); ``ref`` divides
+    by the reference one. Clipping comes after scaling (TRL) or, with ``reward.clip_first``, before
+    it (trlX), penalties after both. Dense rewards are scaled and clipped entry by entry; a penalty
+    that replaces a score replaces them.
 
     Returns:
         scores [B] for the last token, and dense rewards [B, R] or None.
@@ -61,16 +63,16 @@ def shaped_scores(rollout: Rollout, state: TrainState, cfg: TrainConfig
     reward = cfg.reward
     std, mean = 1.0, 0.0
     if reward.scale == "running":
-        std = state.moments.std
+        std, mean = state.moments.std, state.moments.mean if reward.center else 0.0
     elif reward.scale == "ref":
         std, mean = state.ref_std or 1.0, reward.ref_mean or 0.0
-    dense = None
+    dense, first = None, reward.clip if reward.clip_first else None
+    last = None if reward.clip_first else reward.clip
     if rollout.dense is None:
-        scores = scale_scores(rollout.scores, std=std, mean=mean, clip=reward.clip)
+        raw = scale_scores(rollout.scores, std=1.0, clip=first)
+        scores = scale_scores(raw, std=std, mean=mean, clip=last)
     else:
-        dense = rollout.dense / std
-        if reward.clip is not None:
-            dense = dense.clamp(-reward.clip, reward.clip)
+        dense = clipped(clipped(rollout.dense, first) / std, last)
         # the mean is a sample's, not a token's: it comes off once, at the end
         scores = [-mean / std] * len(rollout)
     penalties = penalties_of(rollout, cfg)

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass(frozen=True, slots=True)
 class RunningMoments:
@@ -52,3 +54,8 @@ def scale_scores(scores: Sequence[float], *, std: float, mean: float = 0.0,
     if clip is not None:
         scaled = [min(max(s, -clip), clip) for s in scaled]
     return scaled
+
+
+def clipped(rewards: torch.Tensor, clip: float | None) -> torch.Tensor:
+    """Every entry within [-clip, clip]; as it is without ``clip``."""
+    return rewards if clip is None else rewards.clamp(-clip, clip)

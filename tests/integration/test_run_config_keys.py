@@ -12,7 +12,8 @@ from ppocli.config import schema
 
 PACKAGE = Path(ppocli.__file__).parent
 # these handle every key alike, so that naming one there doesn't mean that it has an effect
-GENERIC = {"config/schema.py", "config/changes.py", "config/keys.py"}
+GENERIC = {"config/schema.py", "config/schema_model.py", "config/schema_ppo.py",
+           "config/changes.py", "config/keys.py"}
 SHOWING = ("cli/", "doctor/", "export/", "report/")
 """rooms that print what was set; that alone is no use of a key"""
 
@@ -168,7 +169,7 @@ def test_every_key_is_read():
 def test_the_search_notices_keys_that_nothing_reads():
     """Renamed at every place that reads them, they have to turn up, and no others."""
     renamed = {".gamma": ".g", ".gradient_checkpointing": ".gc", '"top_k"': '"tk"',
-               "cfg.top_k": "cfg.tk", ".stop_token_ids": ".ids", ".eval.repeat": ".eval.r"}
+               "cfg.top_k": "cfg.tk", ".stop_token_ids": ".ids", ".repeat": ".r"}
     sources = modules()
     for old, new in renamed.items():
         sources = {name: text.replace(old, new) for name, text in sources.items()}

@@ -68,7 +68,9 @@ THREE = rollout_of([1.0, 2.0, 3.0], [2, 8, 10], [True, True, False])
     ({"overlong_buffer": 4, "missing_eos_penalty": 3.0, "penalty_mode": "replace"},
      [1.0, 1.5, -4.0]),
     ({"clip": 1.5, "missing_eos_penalty": 1.0}, [1.0, 1.5, 0.5]),  # clipped first
-    ({"scale": "ref", "ref_mean": 1.0, "ref_std": 2.0}, [0.0, 0.5, 1.0])])
+    ({"scale": "ref", "ref_mean": 1.0, "ref_std": 2.0}, [0.0, 0.5, 1.0]),
+    ({"scale": "ref", "ref_std": 2.0, "clip": 1.2}, [0.5, 1.0, 1.2]),
+    ({"scale": "ref", "ref_std": 2.0, "clip": 1.2, "clip_first": True}, [0.5, 0.6, 0.6])])
 def test_scores_after_shaping(reward, expected):
     state = replace(STATE, ref_std=reward.get("ref_std"))
     assert shaped(THREE, state, **reward) == pytest.approx(expected, abs=1e-7)
@@ -112,6 +114,8 @@ def test_running_scale_divides_by_the_deviation_of_all_scores_so_far():
     assert second.moments == RunningMoments(4, 4.0, 20.0)
     scores, _ = shaped_scores(rollout, second, cfg)
     assert scores.tolist() == pytest.approx([5 / (20 / 3) ** 0.5, 7 / (20 / 3) ** 0.5])
+    scores, _ = shaped_scores(rollout, second, cfg_of(scale="running", center=True))
+    assert scores.tolist() == pytest.approx([1 / (20 / 3) ** 0.5, 3 / (20 / 3) ** 0.5])
 
 
 def test_reference_scale_keeps_the_deviation_of_the_first_rollout():

@@ -1,0 +1,121 @@
+"""Keys of the algorithm: its sizes, losses, KL, optimizers and schedules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+from ppocli.config.keyed import key
+from ppocli.ppo.advantages import ESTIMATORS
+
+
+@dataclass
+class OptimizerConfig:
+    name: str = key("adamw", "optimizer; adamw_8bit needs bitsandbytes (extra 8bit)",
+                    choices=("adamw", "adamw_8bit", "adam", "sgd", "adafactor"))
+    lr: float = key(1.41e-5, "learning rate (adafactor: relative to the scale of each weight)",
+                    ge=0)
+    betas: list[float] = key([0.9, 0.999], "decay rates of adamw, adamw_8bit and adam", ge=0, lt=1)
+    eps: float = key(1e-8, "epsilon of adamw, adamw_8bit and adam", gt=0)
+    momentum: float = key(0.0, "momentum of sgd", ge=0, lt=1)
+    weight_decay: float = key(0.0, "weight decay: decoupled, or L2 with adam and sgd", ge=0)
+    value_lr: Optional[float] = key(None, "learning rate of the value function (default: lr)", ge=0)
+
+
+@dataclass
+class SchedulerConfig:
+    name: str = key("constant", "shape of the learning rate over updates",
+                    choices=("constant", "linear", "cosine"))
+    warmup_updates: int = key(0, "updates of linear warm-up", ge=0)
+    min_lr_ratio: float = key(0.0, "final learning rate as a share of lr", ge=0, le=1)
+
+
+@dataclass
+class ValueOptimizerConfig:
+    """The value function's optimizer. A key left null takes the value of ``ppo.optimizer``."""
+
+    name: Optional[str] = key(None, "optimizer of the value function; another kind than the "
+                              "policy's is not possible under ZeRO",
+                              choices=("adamw", "adamw_8bit", "adam", "sgd", "adafactor"))
+    betas: Optional[list[float]] = key(None, "decay rates of adamw, adamw_8bit and adam", ge=0,
+                                       lt=1)
+    eps: Optional[float] = key(None, "epsilon of adamw, adamw_8bit and adam", gt=0)
+    momentum: Optional[float] = key(None, "momentum of sgd", ge=0, lt=1)
+    weight_decay: Optional[float] = key(None, "weight decay", ge=0)
+
+
+@dataclass
+class ValueSchedulerConfig:
+    """The value function's schedule. A key left null takes the value of ``ppo.scheduler``."""
+
+    name: Optional[str] = key(None, "shape of the learning rate over updates",
+                              choices=("constant", "linear", "cosine"))
+    warmup_updates: Optional[int] = key(None, "updates of linear warm-up", ge=0)
+    min_lr_ratio: Optional[float] = key(None, "final learning rate as a share of value_lr", ge=0,
+                                        le=1)
+
+
+@dataclass
+class PPOConfig:
+    total_episodes: Optional[int] = key(None, "samples drawn in the whole run", ge=1)
+    num_steps: Optional[int] = key(None, "steps (rollout + optimize) in the whole run", ge=1)
+    num_rollouts: int = key(128, "samples per rollout phase", ge=1)
+    n: int = key(1, "samples of each prompt, one after another; they count in num_rollouts", ge=1)
+    chunk_size: Optional[int] = key(None, "samples per generate call (default: num_rollouts, at "
+                                    "most 128)", ge=1)
+    ppo_epochs: int = key(4, "passes over a rollout", ge=1)
+    mini_batch_size: int = key(32, "samples per optimizer update", ge=1)
+    micro_batch_size: Optional[int] = key(None, "samples per forward/backward pass (default: "
+                                          "mini_batch_size); never changes the gradient", ge=1)
+    cliprange: float = key(0.2, "ratio clip of the policy loss", gt=0, lt=1)
+    cliprange_high: Optional[float] = key(None, "upper ratio clip (default: cliprange)", gt=0)
+    dual_clip: Optional[float] = key(None, "largest ratio that a negative advantage is charged "
+                                     "with (null: any)", gt=1)
+    cliprange_value: float = key(0.2, "clip of the value change", gt=0)
+    vf_coef: float = key(0.1, "weight of the value loss", ge=0)
+    ent_coef: float = key(0.0, "weight of the entropy bonus", ge=0)
+    gamma: float = key(1.0, "discount of token rewards (gae, reinforce_pp)", ge=0, le=1)
+    lam: float = key(0.95, "GAE lambda", ge=0, le=1)
+    advantage: str = key("gae", "advantage estimator; only gae has a value model",
+                         choices=tuple(ESTIMATORS))
+    group_std: bool = key(True, "grpo: divide by the deviation of the prompt's samples (false: "
+                          "Dr. GRPO)")
+    loss_aggregation: str = key("token-mean", "what the loss sums are divided by: all response "
+                                "tokens of the update, or per sequence first",
+                                choices=("token-mean", "token-sum", "seq-mean-token-mean",
+                                         "seq-mean-token-sum", "seq-mean-token-sum-norm"))
+    init_kl_coef: float = key(0.05, "coefficient of the KL to the reference", ge=0)
+    kl_in: Optional[str] = key(None, "charge the KL in the reward, or as a term of the loss "
+                               "(default: loss with grpo, else reward)",
+                               choices=("reward", "loss"))
+    kl_estimator: Optional[str] = key(None, "per-token KL estimate (default: k1 in the reward, k3 "
+                                      "in the loss)", choices=("k1", "abs", "k2", "k3", "full"))
+    kl_controller: str = key("fixed", "keep the coefficient, or steer it towards target",
+                             choices=("fixed", "adaptive"))
+    target: float = key(6.0, "KL per sequence (nats) that the adaptive controller aims at", gt=0)
+    horizon: int = key(10000, "samples over which the adaptive controller reacts", ge=1)
+    target_kl: Optional[float] = key(None, "stop the epochs of a step when the policy moved more "
+                                     "than 1.5 times this (nats per token)", gt=0)
+    ratio_threshold: Optional[float] = key(10.0, "skip an update whose mean ratio exceeds this",
+                                           gt=1)
+    whiten_advantages: Optional[bool] = key(None, "centre and scale advantages over the whole "
+                                            "rollout (default: with gae and reinforce_pp)")
+    whiten_rewards: bool = key(False, "scale per-token rewards, keeping their mean")
+    max_grad_norm: Optional[float] = key(1.0, "gradient norm clip (null: none)", gt=0)
+    max_nonfinite: int = key(3, "stop after this many non-finite updates in a row", ge=1)
+    critic_warmup_steps: int = key(0, "first steps that train the value head only", ge=0)
+    logprobs_from: str = key("auto", "old logprobs and values: from the decoding pass, or from a "
+                             "forward pass (auto: decode in fp32, forward in bf16)",
+                             choices=("auto", "decode", "forward"))
+    optimizer: OptimizerConfig = key(OptimizerConfig, "the optimizer")
+    scheduler: SchedulerConfig = key(SchedulerConfig, "the learning-rate schedule, over updates")
+    value_optimizer: ValueOptimizerConfig = key(
+        ValueOptimizerConfig, "where the value function's optimizer differs (its learning rate: "
+        "ppo.optimizer.value_lr)")
+    value_scheduler: ValueSchedulerConfig = key(
+        ValueSchedulerConfig, "where the value function's schedule differs")
+
+
+def planned_episodes(ppo: PPOConfig) -> int:
+    """Samples in the whole run, given by ``total_episodes`` or ``num_steps``."""
+    return ppo.total_episodes or (ppo.num_steps or 0) * ppo.num_rollouts
