@@ -13,7 +13,7 @@ from torch import nn
 
 from ppocli.engine.ranks import Ranks
 from ppocli.models.adapters import attach_again
-from ppocli.models.layers import whole_shape
+from ppocli.models.layers import forget_casts, whole_shape
 from ppocli.models.loading import LoadedLM
 from ppocli.models.policy import Policy, build_value_head
 
@@ -140,8 +140,10 @@ def swapped_parts(parameters: dict[str, Any], parts: dict[str, torch.Tensor]) ->
             parameter.ds_tensor.data = part.to(parameter.ds_tensor.device)
             if name in kept_whole:
                 parameter.data = whole_of(part, parameter.ds_shape, parameter.device)
+        forget_casts()
         yield
     finally:
+        forget_casts()
         _put_back(parameters.values())
         for name, part in kept.items():
             parameters[name].ds_tensor.data = part

@@ -122,7 +122,15 @@ def swapped_parameters(module: nn.Module, tensors: dict[str, torch.Tensor]) -> I
     try:
         for name, tensor in tensors.items():
             own[name].data = tensor
+        forget_casts()
         yield
     finally:
         for name, tensor in kept.items():
             own[name].data = tensor
+        forget_casts()
+
+
+def forget_casts() -> None:
+    """Make autocast cast weights anew. While it is on it keeps its copies by parameter, and does
+    not notice that a parameter's data have been replaced."""
+    torch.clear_autocast_cache()

@@ -51,6 +51,22 @@ def test_a_shared_reference_gives_what_a_copy_gives(tmp_path, kind, source):
     assert later.kl.abs().max() > 1e-3
 
 
+def test_in_bf16_the_reference_is_not_the_policy_s_cached_weights(tmp_path):
+    """Autocast keeps the bf16 copies that it made of weights, whatever is put in their place."""
+    found = []
+    for reference in ("copy", "shared"):
+        cfg = one_layer(tmp_path, "llama", reference, ppo__optimizer__lr=0.01,
+                        hardware__precision="bf16", model__dtype="fp32")
+        with session_of(cfg, reward=count_letters) as session:
+            experience, state = experience_of(session)
+            optimize(session, experience, state, StopFlag())
+            found.append(rollout_of(session, start=100))
+    copied, shared = found
+    assert torch.equal(copied.response_tokens, shared.response_tokens)
+    assert copied.kl.abs().max() > 0.01
+    torch.testing.assert_close(shared.kl, copied.kl, rtol=0, atol=2e-3)
+
+
 def test_it_holds_what_trains_and_nothing_else(tmp_path):
     with session_of(one_layer(tmp_path, "llama")) as session:
         policy, reference = session.policy.lm, session.reference
