@@ -74,6 +74,10 @@ class OutOfMemoryError(PpocliError):
     loaded."""
 
     exit_code = 8
+    alone = False
+    """whether one of several ranks raised it, whose neighbours may wait inside of a pass"""
+    word: str | None = None
+    """with which all of them can start again, such as ``ppo.micro_batch_size=2``"""
 
 
 class HubError(PpocliError):

@@ -148,19 +148,20 @@ def _train(run: Run) -> RunResult:
             fix=f"resume with: ppocli resume {run.folder.path}" if resumable else
             "start again; checkpoint.every_steps=1 or checkpoint.every_minutes=5 saves more often"
         ) from None
-    except torch.OutOfMemoryError as error:
+    except torch.OutOfMemoryError as error:  # not in a pass, which is made anew with fewer rows
         # of several ranks this one alone is here: it can't save, which takes all of them
-        alone = run.session.backend.ranks.world == 1
-        where, _ = _save_what_is_sound(run) if alone else _last_checkpoint(run)
+        single = run.session.backend.ranks.world == 1
+        where, _ = _save_what_is_sound(run) if single else _last_checkpoint(run)
         write_summary_of(run, "failed", error=str(error))
         raise OutOfMemoryError(
-            f"Out of memory in step {run.state.step + 1}; {where}" if alone else
-            f"rank {my_rank()}, {_my_phase()}: out of memory with {run.session.forward_rows} rows "
-            f"a forward pass; {where}",
-            where="ppo.micro_batch_size, ppo.chunk_size",
+            f"{_place(run, f'Out of memory in step {run.state.step + 1}', 'out of memory')}; "
+            f"{where}", where="ppo.micro_batch_size, ppo.chunk_size, reward.fn",
             fix="set ppo.micro_batch_size (the gradient stays the same) or ppo.chunk_size lower, "
                 f"then: ppocli resume {run.folder.path} ppo.micro_batch_size=N") from error
     except PpocliError as error:
+        if isinstance(error, OutOfMemoryError) and error.alone:
+            _tell_shortage(run, error)
+            raise
         where, _ = _last_checkpoint(run) if isinstance(error, DivergedError) \
             else _save_what_is_sound(run)
         write_summary_of(run, "failed", error=str(error))
@@ -171,6 +172,26 @@ def _train(run: Run) -> RunResult:
         write_summary_of(run, "failed", error="unexpected error")
         raise
     return publish(run)
+
+
+def _place(run: Run, single: str, of_several: str) -> str:
+    """What happened, with rank and phase where there are several."""
+    if run.session.backend.ranks.world == 1:
+        return single
+    return f"rank {my_rank()}, {_my_phase()}: {of_several}"
+
+
+def _tell_shortage(run: Run, error: OutOfMemoryError) -> None:
+    """Complete the message of a rank whose pass was too much: where the run stands, what to do. It
+    can't save, which takes all of them."""
+    where, resumable = _last_checkpoint(run)
+    what = f"{_my_phase()}: {error.what}"
+    write_summary_of(run, "failed", error=what)
+    error.what = f"{_place(run, what, error.what)}; {where}"
+    if error.word is not None:
+        error.fix = (f"ppocli resume {run.folder.path} {error.word}" if resumable else
+                     f"the same command with {error.word} run_name={run.folder.path.name} "
+                     "resume=auto") + " (the result stays the same)"
 
 
 def _my_phase() -> str:
@@ -320,7 +341,7 @@ def _as_rank(folder: Path, resume: bool, display: DisplayMode, reserved_by: int 
 
     A stop is no failure to that one, which would end the ranks that are still saving.
     """
-    code, message, trace, lost = 0, "", "", False
+    code, message, trace, lost, word = 0, "", "", False, ""
     lifeline = hold_lifeline()
     if lifeline is not None:
         stop_when_closed(lifeline, leave_after=_patience(folder, resume))
@@ -328,10 +349,11 @@ def _as_rank(folder: Path, resume: bool, display: DisplayMode, reserved_by: int 
         run_worker(folder, resume=resume, display=display, reserved_by=reserved_by)
     except PpocliError as error:
         code, message = error.exit_code, str(error)
+        word = getattr(error, "word", None) or ""
     except Exception as error:
         code, message, trace = 1, f"{type(error).__name__}: {error}", traceback.format_exc()
         lost = is_lost_neighbour(error)
-    write_outcome(RankOutcome(my_rank(), code, message, trace, time(), _my_phase(), lost))
+    write_outcome(RankOutcome(my_rank(), code, message, trace, time(), _my_phase(), lost, word))
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -101,14 +100,10 @@ def _one_share(session: EvalSession, episodes: list[int], own: int, stop: StopFl
     prompts = session.eval_prompts
     index = [episode % len(prompts) for episode in episodes]
     batch = prompts.batch(index, episodes, session.tokenizer.pad_token_id)
-    ranks = session.backend.ranks
-    out = ranks.all_do(
-        lambda: sample_responses(session, batch, session.eval_sampling, EVALUATION, stop),
-        f"evaluation of {len(batch)} samples at once")
-    tokens = ranks.all_do(
-        lambda: score_tokens(session, batch, out, want_policy=not decoded, want_values=False,
-                             estimator="k1", temperature=1.0, stop=stop),
-        f"evaluation of {session.forward_rows} rows at once")
+    out = sample_responses(session, batch, session.eval_sampling, EVALUATION, stop)
+    tokens = score_tokens(session, batch, out, phase="scoring of the evaluation",
+                          want_policy=not decoded, want_values=False, estimator="k1",
+                          temperature=1.0, stop=stop)
     if own < len(episodes):
         batch, out = take_rows(batch, own), out.first(own)
     responses = decode(session, batch, out)
@@ -203,8 +198,7 @@ def reference_responses(session: EvalSession, stop: StopFlag) -> list[str]:
             mine, own = ranks.share(episodes)
             batch = prompts.batch([episode % len(prompts) for episode in mine], mine,
                                   session.tokenizer.pad_token_id)
-            out = ranks.all_do(partial(draw, session, lm, batch, session.eval_sampling, EVALUATION,
-                                       stop), "generation of the reference")
+            out = draw(session, lm, batch, session.eval_sampling, EVALUATION, stop)
             shares = ranks.gather(decode(session, batch, out)[:own])
             texts += [shares[i % len(shares)][i // len(shares)] for i in range(len(episodes))]
     return texts

@@ -155,7 +155,8 @@ def learn(run: Run, rollout: Rollout, clock: PhaseClock) -> None:
            **rollout_figures(rollout, state.kl_coef, in_reward=kl_in(ppo) == "reward"),
            **penalty_figures(rollout, session.cfg),
            **optimize_figures(result, experience, ppo),
-           **speed_figures(clock.seconds, tokens, session.backend.peak_memory_mib())}
+           **speed_figures(clock.seconds, tokens, session.backend.peak_memory_mib()),
+           **session.fits.figures()}
     _log_rollout(run, rollout, after.step)
     _commit(run, replace(after, pending=row))
     run.intact = True

@@ -15,6 +15,7 @@ import torch
 from ppocli.config.algorithm import kl_estimator, value_scheduler
 from ppocli.config.schema import PPOConfig, SchedulerConfig
 from ppocli.engine import faults
+from ppocli.engine.fits import fitting, once
 from ppocli.engine.optimizers import Factors
 from ppocli.engine.ranks import Ranks
 from ppocli.engine.records import Experience, TrainState
@@ -73,7 +74,8 @@ def _micro_batches(session: Session, spans: torch.Tensor) -> list[torch.Tensor]:
     Rows are dealt over ranks in the order of their lengths, so that all have like work. Every rank
     has the same number of groups; one that has fewer rows fills up with empty ones.
     """
-    ranks, size = session.backend.ranks, session.forward_rows
+    ranks = session.backend.ranks
+    size = session.fits.rows("optimize", session.forward_rows)
     if ranks.world == 1:
         return list(rows_by_length(spans, size))
     order = torch.argsort(spans, descending=True, stable=True)
@@ -191,6 +193,29 @@ def _backward(session: Session, experience: Experience, rows: torch.Tensor, sums
     return verdict
 
 
+def _gradient(session: Session, experience: Experience, rows: torch.Tensor, *, value_only: bool,
+              poisoned: bool) -> tuple[str, _Sums]:
+    """The gradient of one minibatch in place of any before, and what :func:`_backward` says of it;
+    made anew in smaller passes where memory doesn't suffice.
+
+    Raises:
+        OutOfMemoryError: there is no room for one row; of several ranks ``alone`` on this one.
+    """
+    def work() -> tuple[str, _Sums]:
+        session.updates.clear()
+        sums = _Sums()
+        return _backward(session, experience, rows, sums, value_only=value_only,
+                         poisoned=poisoned), sums
+
+    backend = session.backend
+    asked = min(session.forward_rows, math.ceil(len(rows) / backend.ranks.world))
+    longest = int((experience.response_mask[rows].sum(1) + experience.prompt_mask[rows].sum(1)
+                   ).max())
+    if session.updates.can_repeat:
+        return fitting(session, "optimize", asked, longest, work)
+    return once(backend, "optimize", session.fits.rows("optimize", asked), longest, work)
+
+
 def _add_terms(sums: torch.Tensor, terms: torch.Tensor) -> torch.Tensor:
     total = sums + terms
     largest = TERMS.index("max_log_ratio")
@@ -261,10 +286,8 @@ def _update(session: Session, experience: Experience, rows: torch.Tensor, state:
     """Gradient, guards, and (unless a guard objects) one optimizer step."""
     updates = session.updates
     factors = _factors(session, state, state.updates + progress.updates)
-    updates.clear()
-    sums = _Sums()
     poisoned = faults.point("optimize.minibatch")
-    verdict = _backward(session, experience, rows, sums, value_only=value_only, poisoned=poisoned)
+    verdict, sums = _gradient(session, experience, rows, value_only=value_only, poisoned=poisoned)
     progress.tokens += sums.tokens
     if updates.decides_first:
         lr = updates.apply(factors)
@@ -336,9 +359,8 @@ def probe_gradient(session: Session, experience: Experience) -> dict[str, float]
     """The loss terms and gradient norm of one forward and backward pass over all samples, as means
     over the update it would be. No weight moves and the gradient is dropped."""
     session.policy.train(session.cfg.model.gradient_checkpointing)
-    sums = _Sums()
-    _backward(session, on_device(experience, session.backend.device),
-              torch.arange(len(experience)), sums, value_only=False, poisoned=False)
+    _, sums = _gradient(session, on_device(experience, session.backend.device),
+                        torch.arange(len(experience)), value_only=False, poisoned=False)
     norm = session.updates.norm()
     session.updates.clear()
     session.policy.eval()

@@ -38,6 +38,8 @@ class RankOutcome:
     """where it was, as ``step 3, optimize``"""
     lost: bool = False
     """whether all it has to say is that another rank is gone or doesn't answer"""
+    word: str = ""
+    """with which all ranks can start again, such as ``ppo.micro_batch_size=2``: memory ran out"""
 
 
 def announce() -> int | None:

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_NO_MEMORY = ("DefaultCPUAllocator: can't allocate memory",
+              "DefaultCPUAllocator: not enough memory", "CUBLAS_STATUS_ALLOC_FAILED",
+              "CUDA error: out of memory")
+"""how torch's RuntimeErrors say it"""
+
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
@@ -109,7 +114,8 @@ class Ranks:
 
         Raises:
             PpocliError: that ``work`` raised on some rank, on all ranks, naming rank and phase;
-                also for memory that didn't suffice there.
+                memory that didn't suffice there only if nothing else went wrong.
+            OutOfMemoryError: on this rank ``alone``: the others are still inside of a pass.
         """
         if self.world == 1:
             return work()
@@ -120,15 +126,19 @@ class Ranks:
         try:
             result = work()
         except PpocliError as error:
+            if isinstance(error, OutOfMemoryError) and error.alone:
+                raise
             error.what = f"rank {self.rank}, {phase}: {error.what}"
             failed = error
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
             failed = OutOfMemoryError(
                 f"rank {self.rank}, {phase}: out of memory", where="ppo.chunk_size, "
                 "ppo.micro_batch_size", fix="set the smaller of them lower")
         errors = [error for error in self.gather(failed) if error is not None]
         if errors:
-            raise errors[0]
+            raise min(errors, key=lambda error: isinstance(error, OutOfMemoryError))
         return result
 
     def barrier(self) -> None:
@@ -153,6 +163,14 @@ class Ranks:
         size = -(-len(rows) // self.world)
         own = len(mine)
         return mine + list(rows[-1:]) * (size - own), own
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch says that a device, or on a CPU the host, has no memory left."""
+    import torch
+
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY))
 
 
 def is_lost_neighbour(error: BaseException) -> bool:

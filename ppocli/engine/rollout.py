@@ -15,6 +15,7 @@ from ppocli.config.algorithm import kl_estimator
 from ppocli.data.batch import PromptBatch
 from ppocli.engine import faults
 from ppocli.engine.aside import begin
+from ppocli.engine.fits import fitting
 from ppocli.engine.judging import Question, ask, dealt_scores, score
 from ppocli.engine.records import Rollout
 from ppocli.engine.session import EvalSession, Session
@@ -27,7 +28,7 @@ from ppocli.models.passes import collect, lay_out_rows, score_policy, score_refe
 from ppocli.models.sampling import SamplingSpec
 from ppocli.models.text import decode_responses, response_ids
 from ppocli.ppo.kl import kl_per_token
-from ppocli.ppo.noise import lengths, uniform
+from ppocli.ppo.noise import ROLLOUT, lengths, uniform
 from ppocli.rewards.records import RewardScores
 
 
@@ -65,24 +66,38 @@ class PhaseClock:
 
 def sample_responses(session: EvalSession, prompts: PromptBatch, spec: SamplingSpec, stream: int,
                      stop: StopFlag) -> Generation:
-    """Generate one response per prompt with the policy.
+    """Generate one response per prompt with the policy. All ranks call it in step.
 
     Raises:
         DivergedError: the policy's probabilities are no longer finite.
+        OutOfMemoryError: there is no room for one response.
     """
     session.policy.eval()
     head = session.policy.value_head if session.policy.values_while_decoding else None
-    out = draw(session, session.policy.lm, prompts, spec, stream, stop, value_head=head)
-    if not bool(torch.isfinite(out.logprobs).all()):
-        raise DivergedError("The policy became non-finite: its token probabilities are NaN.",
-                            fix="lower ppo.optimizer.lr, raise ppo.init_kl_coef, or use "
-                            "hardware.precision=fp32")
-    return out
+
+    def check(out: Generation) -> None:
+        if not bool(torch.isfinite(out.logprobs).all()):
+            raise DivergedError("The policy became non-finite: its token probabilities are NaN.",
+                                fix="lower ppo.optimizer.lr, raise ppo.init_kl_coef, or use "
+                                "hardware.precision=fp32")
+
+    return draw(session, session.policy.lm, prompts, spec, stream, stop, value_head=head,
+                check=check)
 
 
 def draw(session: EvalSession, lm: Any, prompts: PromptBatch, spec: SamplingSpec, stream: int,
-         stop: StopFlag, value_head: Any = None) -> Generation:
-    """One response per prompt by a causal LM, with the random numbers of the stream."""
+         stop: StopFlag, value_head: Any = None, check: Callable[[Generation], None] = lambda _: None
+         ) -> Generation:
+    """One response per prompt by a causal LM, with the random numbers of the stream. All ranks call
+    it in step.
+
+    Args:
+        check: shown the responses; may raise.
+
+    Raises:
+        OutOfMemoryError: there is no room for one response.
+    """
+    phase = "rollout" if stream == ROLLOUT else "evaluation"
     noise = uniform(session.cfg.seed, stream, prompts.episodes, spec.max_new_tokens)
     limits = None
     if spec.length_range is not None:
@@ -92,10 +107,24 @@ def draw(session: EvalSession, lm: Any, prompts: PromptBatch, spec: SamplingSpec
         faults.point("rollout.token")
         stop.check()
 
-    with session.backend.autocast():
-        return generate(lm, prompts.tokens, prompts.mask, spec, noise, tokenizer=session.tokenizer,
-                        start=session.loaded.decoder_start, value_head=value_head, limits=limits,
-                        poll=poll, all_alive=session.backend.ranks.most if is_sharded(lm) else int)
+    in_parts = is_sharded(lm)
+
+    def decode(rows: slice) -> Generation:
+        return generate(lm, prompts.tokens[rows], prompts.mask[rows], spec, noise[rows],
+                        tokenizer=session.tokenizer, start=session.loaded.decoder_start,
+                        value_head=value_head, limits=None if limits is None else limits[rows],
+                        poll=poll, all_alive=session.backend.ranks.most if in_parts else int)
+
+    def work() -> Generation:
+        size = session.fits.rows(phase, len(prompts))
+        with session.backend.autocast():
+            out = Generation.joined([decode(slice(start, start + size))
+                                     for start in range(0, len(prompts), size)])
+        check(out)
+        return out
+
+    return fitting(session, phase, len(prompts), prompts.tokens.shape[1] + spec.max_new_tokens,
+                   work, in_step=in_parts)
 
 
 def decode(session: EvalSession, prompts: PromptBatch, out: Generation) -> list[str]:
@@ -108,19 +137,35 @@ def decode(session: EvalSession, prompts: PromptBatch, out: Generation) -> list[
                             session.sampling.stop_sequences)
 
 
-@torch.no_grad()
-def score_tokens(session: EvalSession, prompts: PromptBatch, out: Generation, *, want_policy: bool,
-                 want_values: bool, estimator: str, temperature: float, stop: StopFlag
-                 ) -> ScoredTokens:
-    """Forward passes over B samples: reference logprobs, KL, and the policy's own on demand.
+def score_tokens(session: EvalSession, prompts: PromptBatch, out: Generation, *, phase: str,
+                 want_policy: bool, want_values: bool, estimator: str, temperature: float,
+                 stop: StopFlag) -> ScoredTokens:
+    """Forward passes over B samples: reference logprobs, KL, and the policy's own on demand. All
+    ranks call it in step.
 
     Args:
+        phase: of :data:`ppocli.engine.fits.ROWS_OF`.
         want_policy: also compute the policy's logprobs (else the decoded ones serve).
         want_values: also compute the values of the states before each token.
         estimator: of :mod:`ppocli.ppo.kl`, or ``full`` for the KL over the whole vocabulary.
+
+    Raises:
+        OutOfMemoryError: there is no room for one sample.
     """
-    passes = lay_out_rows(prompts.tokens, prompts.mask, out, session.forward_rows,
-                          session.backend.device, session.loaded.decoder_start)
+    asked = min(session.forward_rows, len(prompts))
+    longest = int((prompts.mask.sum(1) + out.mask.sum(1)).max())
+    return fitting(session, phase, asked, longest, lambda: _score_tokens(
+        session, prompts, out, session.fits.rows(phase, asked), want_policy, want_values, estimator,
+        temperature, stop), in_step=session.scores_in_step)
+
+
+@torch.no_grad()
+def _score_tokens(session: EvalSession, prompts: PromptBatch, out: Generation, size: int,
+                  want_policy: bool, want_values: bool, estimator: str, temperature: float,
+                  stop: StopFlag) -> ScoredTokens:
+    """As :func:`score_tokens`, ``size`` rows a pass, on this rank."""
+    passes = lay_out_rows(prompts.tokens, prompts.mask, out, size, session.backend.device,
+                          session.loaded.decoder_start)
     with session.backend.autocast():
         if want_policy or want_values or estimator == "full":
             for one in passes:
@@ -167,7 +212,8 @@ class Chunk:
 
 def generate_chunk(session: Session, prompts: PromptBatch, own: int, stream: int, stop: StopFlag
                    ) -> Chunk:
-    """Sample one response to each prompt, the first ``own`` of them for this rank."""
+    """Sample one response to each prompt, the first ``own`` of them for this rank. All ranks call
+    it in step."""
     out = sample_responses(session, prompts, session.sampling, stream, stop)
     kept = prompts if own == len(prompts) else take_rows(prompts, own)
     mine = out if own == len(prompts) else out.first(own)
@@ -175,14 +221,14 @@ def generate_chunk(session: Session, prompts: PromptBatch, own: int, stream: int
 
 
 def measure_chunk(session: Session, chunk: Chunk, stop: StopFlag, *, forward: bool) -> ScoredTokens:
-    """The forward passes over a chunk's samples.
+    """The forward passes over a chunk's samples. All ranks call it in step.
 
     Args:
         forward: also for logprobs and values, in place of those of the decoding pass.
     """
     policy = session.policy
     want_values = policy.value_head is not None and (forward or not policy.values_while_decoding)
-    return score_tokens(session, chunk.prompts, chunk.out, want_policy=forward,
+    return score_tokens(session, chunk.prompts, chunk.out, phase="scoring", want_policy=forward,
                         want_values=want_values, stop=stop,
                         estimator=kl_estimator(session.cfg.ppo),
                         temperature=session.sampling.temperature)
@@ -227,10 +273,8 @@ def _collect_chunks(session: Session, prompts: PromptBatch, rows: Sequence[int],
     for start in range(0, len(rows), session.chunk_size):
         stop.meet()
         part = rows[start:start + session.chunk_size]
-        chunk = ranks.all_do(partial(
-            generate_chunk, session, take_prompts(prompts, part),
-            min(max(own - start, 0), len(part)), stream, stop),
-            f"rollout of {len(part)} samples at once")
+        chunk = generate_chunk(session, take_prompts(prompts, part),
+                               min(max(own - start, 0), len(part)), stream, stop)
         clock.mark("rollout")
         question = ask(session, chunk.kept, chunk.mine, chunk.responses, together)
         work = partial(score, session, question)
@@ -241,9 +285,7 @@ def _collect_chunks(session: Session, prompts: PromptBatch, rows: Sequence[int],
             yield rollout_of(session, waiting[0], scored(*waiting[2:]), waiting[1])
         mine = question.places is None or ranks.first
         wait = begin(work, device, stop.check) if asides and mine else work
-        tokens = ranks.all_do(
-            partial(measure_chunk, session, chunk, stop, forward=not session.from_decode),
-            f"scoring of {session.forward_rows} rows at once")
+        tokens = measure_chunk(session, chunk, stop, forward=not session.from_decode)
         clock.mark("scoring")
         if scores is not None:
             yield rollout_of(session, chunk, scores, tokens)

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from ppocli.config.algorithm import kl_estimator, kl_in
@@ -16,7 +16,7 @@ from ppocli.config.schema import (
     TrainConfig,
     planned_episodes,
 )
-from ppocli.config.sharding import whole_while_acting
+from ppocli.config.sharding import reference_sharded, whole_while_acting
 from ppocli.data.batch import PromptBatch
 from ppocli.data.order import prompt_indices
 from ppocli.data.prompt_set import PromptSet, load_eval_prompts, load_prompts
@@ -29,8 +29,9 @@ from ppocli.engine.building import (
     load_start,
     prepare,
 )
+from ppocli.engine.fits import Fits
 from ppocli.engine.records import TrainState
-from ppocli.engine.sharded import gathered_policy, head_parameters, held
+from ppocli.engine.sharded import gathered_policy, head_parameters, held, is_sharded
 from ppocli.engine.updates import Updates
 from ppocli.errors import ConfigError
 from ppocli.estimate.check import check_memory
@@ -65,7 +66,8 @@ class PythonObjects:
 
 @dataclass(frozen=True)
 class EvalSession:
-    """What samples a policy's responses and judges them. Nothing of it changes in evaluation."""
+    """What samples a policy's responses and judges them. Nothing of it but ``fits`` changes
+    in evaluation."""
 
     cfg: TrainConfig
     backend: Backend
@@ -80,6 +82,8 @@ class EvalSession:
     metric: Any
     sampling: SamplingSpec
     eval_sampling: SamplingSpec
+    fits: Fits = field(default_factory=Fits, kw_only=True)
+    """how many rows passes have had to be cut down to"""
 
     @property
     def from_decode(self) -> bool:
@@ -112,6 +116,13 @@ class EvalSession:
                 yield self
 
     @property
+    def scores_in_step(self) -> bool:
+        """Whether forward passes for scoring gather weights, so that all ranks make them in step.
+        """
+        return self.backend.zero_stage == 3 and (
+            reference_sharded(self.cfg) or is_sharded(self.policy))
+
+    @property
     def chunk_size(self) -> int:
         """Samples of one generate call."""
         return self.cfg.ppo.chunk_size or min(self.cfg.ppo.num_rollouts, 128)
@@ -119,7 +130,8 @@ class EvalSession:
 
 @dataclass(frozen=True)
 class Session(EvalSession):
-    """One run's parts. The policy's weights and the optimizer change; nothing else does."""
+    """One run's parts. The policy's weights, the optimizer and ``fits`` change; nothing else does.
+    """
 
     engine: Any
     """the module accelerate wraps: forward passes for scoring and training"""

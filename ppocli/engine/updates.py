@@ -27,6 +27,11 @@ class Updates(Protocol):
         """Whether an update must be accepted or refused before its last backward pass: DeepSpeed
         has reduced, and in part sharded, the gradients as soon as that has run."""
 
+    @property
+    def can_repeat(self) -> bool:
+        """Whether this process can make an update's gradient anew when memory runs out in the
+        middle of it: no other one waits for a part of it, and nothing of it is kept elsewhere."""
+
     def clear(self) -> None:
         """Forget all gradients."""
 
@@ -59,6 +64,11 @@ class PlainUpdates:
     def decides_first(self) -> bool:
         """As :class:`Updates`."""
         return False
+
+    @property
+    def can_repeat(self) -> bool:
+        """As :class:`Updates`."""
+        return self.backend.ranks.world == 1
 
     def clear(self) -> None:
         """As :class:`Updates`."""
@@ -99,6 +109,11 @@ class ZeroUpdates:
     def decides_first(self) -> bool:
         """As :class:`Updates`."""
         return True
+
+    @property
+    def can_repeat(self) -> bool:
+        """As :class:`Updates`."""
+        return False
 
     def __init__(self, backend: Backend, engine: Any) -> None:
         self.backend = backend

@@ -40,6 +40,21 @@ class Generation:
         return Generation(self.tokens[:count], self.mask[:count], self.logprobs[:count],
                           self.values[:count], self.finished[:count])
 
+    @staticmethod
+    def joined(parts: list[Generation]) -> Generation:
+        """All responses of several batches, padded to the longest."""
+        if len(parts) == 1:
+            return parts[0]
+        width = max(part.tokens.shape[1] for part in parts)
+
+        def rows(name: str) -> torch.Tensor:
+            tensors = [getattr(part, name) for part in parts]
+            return torch.cat([torch.nn.functional.pad(t, (0, width - t.shape[1]))
+                              for t in tensors])
+
+        return Generation(rows("tokens"), rows("mask"), rows("logprobs"), rows("values"),
+                          torch.cat([part.finished for part in parts]))
+
 
 @dataclass(slots=True)
 class _Live:
