@@ -13,26 +13,35 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import sleep
 from typing import Any
 
-from ppocli.config.resolved import next_config, read_config
+from ppocli.config.resolved import (
+    CONFIG_FILE,
+    NEXT_CONFIG_FILE,
+    next_config,
+    read_config,
+    write_config,
+)
 from ppocli.config.schema import HardwareConfig, TrainConfig
+from ppocli.engine.console import note_in_log
 from ppocli.engine.interfaces import let_gloo_use
 from ppocli.engine.outcomes import (
     NODE_FAILED,
     OUTCOMES,
     RankOutcome,
+    asked_to_stop,
     hand_on,
     open_lifelines,
     read_outcomes,
     read_phase,
     send,
 )
+from ppocli.engine.run_folder import RunFolder
 from ppocli.engine.stop import stop_when_closed
 
 _GO_ON = "  fix:   go on from the last checkpoint: ppocli resume RUN\n"
@@ -84,36 +93,89 @@ def _launch_config(cfg: TrainConfig, job: Job) -> Any:
 
 
 def run_ranks(run_dir: Path, words: Sequence[str]) -> int:
-    """Start the ranks, wait for them, say what ended them; returns the exit code."""
-    cfg = read_config(next_config(run_dir) if "--resume" in words else run_dir / "config.yaml")
+    """Start the ranks, wait for them, say what ended them; returns the exit code.
+
+    Ranks whose memory ran out in a pass that all make together are started once more with half the
+    rows, from the last checkpoint or the beginning: so often as rows can be halved.
+    """
     # the folder's configuration is node 0's
-    node_rank = next((int(word.partition("=")[2]) for word in words
-                      if word.startswith("--node-rank=")), cfg.hardware.node_rank)
+    own = next((int(word.partition("=")[2]) for word in words
+                if word.startswith("--node-rank=")), None)
     words = [word for word in words if not word.startswith("--node-rank=")]
-    job = Job(cfg.hardware, node_rank)
     # what it would say of a failed rank is said here, once
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    os.environ.setdefault("OMP_NUM_THREADS", str(cfg.hardware.num_threads or 1))
-    with tempfile.TemporaryDirectory(prefix="ppocli-ranks-") as name:
-        folder = Path(name)
-        lifelines = open_lifelines(folder)
-        os.environ[OUTCOMES] = name
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, lambda got, _: hand_on(folder, got))
-        if node_rank == 0:
-            (run_dir / NODE_FAILED).unlink(missing_ok=True)  # of an earlier start
-        _watch(job, run_dir / NODE_FAILED, folder)
-        if cfg.hardware.num_nodes > 1 and cfg.hardware.rdzv_endpoint is not None:
-            let_gloo_use(cfg.hardware.rdzv_endpoint.rpartition(":")[0])
-        _launch(cfg, job, [str(run_dir), *words])
-        os.close(lifelines)
-        code, said = conclude(job, read_outcomes(folder),
-                              {rank: read_phase(folder, rank) for rank in job.ranks})
+    folders: list[Path] = []
+    with tempfile.TemporaryDirectory(prefix="ppocli-ranks-") as name, _no_word_left(run_dir):
+        while True:
+            folders.append(Path(name) / str(len(folders)))
+            folders[-1].mkdir()
+            if len(folders) == 1:
+                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                    signal.signal(number, lambda got, _: hand_on(folders[-1], got))
+            elif asked_to_stop(folders[-2]):
+                break
+            cfg = read_config(next_config(run_dir) if "--resume" in words
+                              else run_dir / CONFIG_FILE)
+            job = Job(cfg.hardware, cfg.hardware.node_rank if own is None else own)
+            outcomes = _start(cfg, job, run_dir, words, folders[-1])
+            code, said = conclude(job, outcomes, {rank: read_phase(folders[-1], rank)
+                                                  for rank in job.ranks})
+            told = next((outcome for outcome in outcomes if outcome.code == code), None)
+            if told is None or not told.word or cfg.hardware.num_nodes > 1:
+                break
+            words = start_smaller(run_dir, cfg, words, told)
     if cfg.hardware.num_nodes > 1 and code not in (0, 128 + signal.SIGINT, 128 + signal.SIGTERM):
         with suppress(OSError):
-            (run_dir / NODE_FAILED).write_text(f"{secrets.token_hex(4)} {node_rank}")
+            (run_dir / NODE_FAILED).write_text(f"{secrets.token_hex(4)} {job.node_rank}")
     sys.stderr.write(said)
     return code
+
+
+@contextmanager
+def _no_word_left(run_dir: Path) -> Iterator[None]:
+    """Settings that ranks were to start again with, and never came to take over, go away with a
+    run; those that a resumed one was asked for are whoever's who asked."""
+    there = (run_dir / NEXT_CONFIG_FILE).exists()
+    try:
+        yield
+    finally:
+        if not there:
+            (run_dir / NEXT_CONFIG_FILE).unlink(missing_ok=True)
+
+
+def start_smaller(run_dir: Path, cfg: TrainConfig, words: Sequence[str], told: RankOutcome
+                  ) -> list[str]:
+    """Put the word that a rank asks for into the settings of the next start, say and log it;
+    returns the words of that start."""
+    key, _, value = told.word.partition("=")
+    smaller: dict[str, Any] = {key.removeprefix("ppo."): int(value)}
+    resumed = "--resume" in words
+    write_config(replace(cfg, resume=cfg.resume if resumed else "auto",
+                         ppo=replace(cfg.ppo, **smaller)), run_dir / NEXT_CONFIG_FILE)
+    text = f"{told.message.splitlines()[0]}; all ranks start again with {told.word}"
+    sys.stderr.write(f"warning: {text}\n")
+    note_in_log(RunFolder(run_dir).log, text)
+    return [*words, *["--resume"] * (not resumed)]
+
+
+def _start(cfg: TrainConfig, job: Job, run_dir: Path, words: Sequence[str], folder: Path
+           ) -> list[RankOutcome]:
+    """Run the ranks to their end; what they said, the earliest first.
+
+    Args:
+        folder: where they leave it.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(cfg.hardware.num_threads or 1))
+    lifelines = open_lifelines(folder)
+    os.environ[OUTCOMES] = str(folder)
+    if job.node_rank == 0:
+        (run_dir / NODE_FAILED).unlink(missing_ok=True)  # of an earlier start
+    _watch(job, run_dir / NODE_FAILED, folder)
+    if cfg.hardware.num_nodes > 1 and cfg.hardware.rdzv_endpoint is not None:
+        let_gloo_use(cfg.hardware.rdzv_endpoint.rpartition(":")[0])
+    _launch(cfg, job, [str(run_dir), *words])
+    os.close(lifelines)
+    return read_outcomes(folder)
 
 
 def _launch(cfg: TrainConfig, job: Job, words: list[str]) -> None:

@@ -13,7 +13,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, cast
 
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from ppocli.engine.pane import Pane
 
 log = logging.getLogger("ppocli")
+
+_LINE = "%(asctime)s %(levelname)s %(message)s"
+"""of ppocli.log"""
 
 DisplayMode = Literal["auto", "lines", "quiet"]
 """a live view where standard output is a terminal; lines only; warnings only"""
@@ -298,7 +301,7 @@ def open_display(log_file: Path, mode: DisplayMode = "auto") -> Iterator[Display
     # what ends the run is said once, by whoever started it
     warnings.addFilter(lambda record: not getattr(record, "ends_run", False))
     file = _FileHandler(log_file, delay=True, encoding="utf-8")
-    file.setFormatter(_FileFormatter("%(asctime)s %(levelname)s %(message)s"))
+    file.setFormatter(_FileFormatter(_LINE))
     # a run that fails before it starts leaves no file behind
     buffer = logging.handlers.MemoryHandler(10**6, flushLevel=logging.CRITICAL + 1, target=file,
                                             flushOnClose=False)
@@ -342,6 +345,15 @@ def keep_log() -> None:
             handler.flush()
             log.removeHandler(handler)
             log.addHandler(handler.target)
+
+
+def note_in_log(log_file: Path, text: str) -> None:
+    """A warning in a run's log file, from a process that is not the run."""
+    file = _FileHandler(log_file, delay=True, encoding="utf-8")
+    file.setFormatter(_FileFormatter(_LINE))
+    with suppress(OSError):
+        file.handle(logging.LogRecord(log.name, logging.WARNING, __file__, 0, text, None, None))
+    file.close()
 
 
 def closing_table(before: dict[str, Any] | None, after: dict[str, Any],

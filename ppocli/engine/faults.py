@@ -1,13 +1,14 @@
 """Faults on request, for tests of what a run survives.
 
 Off unless the environment variable ``PPOCLI_FAULTS`` is set when this module is imported. It lists
-``POINT[@N[+]][#RANK]:ACTION`` separated by commas; the fault fires each time the point is passed,
-only the ``N``-th time (``@N``), or from the ``N``-th time on (``@N+``); with ``#RANK`` in that one
-of several processes alone::
+``POINT[>ROWS][@N[+]][#RANK]:ACTION`` separated by commas; the fault fires each time the point is
+passed, only the ``N``-th time (``@N``), or from the ``N``-th time on (``@N+``); with ``>ROWS`` only
+where a pass has more rows, as a memory of that size would; with ``#RANK`` in that one of several
+processes alone::
 
     PPOCLI_FAULTS=save.before_rename:kill9
     PPOCLI_FAULTS=rollout.token@7:term,optimize.minibatch@3:nan
-    PPOCLI_FAULTS=optimize.forward@2#1:oom
+    PPOCLI_FAULTS=optimize.forward>4@2+#1:oom
 
 Actions: ``kill9``, ``term``, ``int`` (signals to this process), ``raise`` (``RuntimeError``),
 ``sleep`` or ``sleep=SECONDS`` (default 60), ``enospc`` (``OSError``), ``oom``
@@ -22,17 +23,23 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from ppocli.errors import ConfigError
 
 VARIABLE = "PPOCLI_FAULTS"
 ACTIONS = ("kill9", "term", "int", "raise", "sleep", "enospc", "oom", "nan")
-_ENTRY = re.compile(r"(?P<point>[a-z_.]+)(@(?P<nth>[1-9][0-9]*)(?P<on>\+)?)?"
+_ENTRY = re.compile(r"(?P<point>[a-z_.]+)(>(?P<rows>[0-9]+))?(@(?P<nth>[1-9][0-9]*)(?P<on>\+)?)?"
                     r"(#(?P<rank>[0-9]+))?"
                     r":(?P<action>[a-z0-9]+)(=(?P<seconds>[0-9]+(\.[0-9]+)?))?")
 _SIGNALS = {"kill9": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT}
+
+
+class Point(Protocol):
+    """A place that is passed, by name, and how many rows a pass there has."""
+
+    def __call__(self, name: str, rows: int = 0) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,47 +53,53 @@ class Fault:
     seconds: float
     rank: int | None = None
     """the only rank that it happens in; None: in all"""
+    rows: int = -1
+    """it happens where a pass has more of them"""
 
 
 def parse(text: str) -> tuple[Fault, ...]:
     """Read the value of ``PPOCLI_FAULTS``.
 
     Raises:
-        ConfigError: an entry isn't ``POINT[@N[+]][#RANK]:ACTION`` or its action is unknown.
+        ConfigError: an entry isn't ``POINT[>ROWS][@N[+]][#RANK]:ACTION`` or its action is unknown.
     """
     faults = []
     for entry in filter(None, (part.strip() for part in text.split(","))):
         match = _ENTRY.fullmatch(entry)
         if match is None or match["action"] not in ACTIONS:
             raise ConfigError(f"{entry!r} is not a fault", where=f"environment variable {VARIABLE}",
-                              fix=f"POINT[@N[+]][#RANK]:ACTION with one of {', '.join(ACTIONS)}")
+                              fix="POINT[>ROWS][@N[+]][#RANK]:ACTION with one of "
+                                  + ", ".join(ACTIONS))
         first = int(match["nth"] or 1)
         last = float(first) if match["nth"] and not match["on"] else float("inf")
         faults.append(Fault(match["point"], match["action"], first, last,
                             float(match["seconds"] or 60),
-                            None if match["rank"] is None else int(match["rank"])))
+                            None if match["rank"] is None else int(match["rank"]),
+                            int(match["rows"] or -1)))
     return tuple(faults)
 
 
-def armed(faults: tuple[Fault, ...], rank: int = 0) -> Callable[[str], bool]:
+def armed(faults: tuple[Fault, ...], rank: int = 0) -> Point:
     """A ``point`` function that counts passes and fires those of ``faults`` that concern
     ``rank``."""
     faults = tuple(fault for fault in faults if fault.rank in (None, rank))
     passes: Counter[str] = Counter()
 
-    def point(name: str) -> bool:
-        """Fire what is planned for this pass of ``name``; true asks the caller to make a NaN."""
+    def point(name: str, rows: int = 0) -> bool:
+        """Fire what is planned for this pass of ``name``, which has so many rows; true asks the
+        caller to make a NaN."""
         passes[name] += 1
         poison = False
         for fault in faults:
-            if fault.point == name and fault.first <= passes[name] <= fault.last:
+            if (fault.point == name and fault.first <= passes[name] <= fault.last
+                    and rows > fault.rows):
                 poison |= _fire(fault)
         return poison
 
     return point
 
 
-def disarmed(name: str) -> bool:
+def disarmed(name: str, rows: int = 0) -> bool:
     """``point`` without ``PPOCLI_FAULTS``: nothing happens."""
     return False
 
@@ -108,5 +121,5 @@ def _fire(fault: Fault) -> bool:
 
 
 _planned = parse(os.environ.get(VARIABLE, ""))
-point: Callable[[str], bool] = (
+point: Point = (
     armed(_planned, int(os.environ.get("RANK", "0"))) if _planned else disarmed)

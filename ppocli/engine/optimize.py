@@ -178,7 +178,7 @@ def _backward(session: Session, experience: Experience, rows: torch.Tensor, sums
         # a rank without rows left goes through one of its neighbours' with weight 0
         some = part if len(part) else torch.argmax(lengths).reshape(1)
         with updates.accumulating(last=last):
-            faults.point("optimize.forward")
+            faults.point("optimize.forward", len(part))
             loss, tokens = _loss(
                 session, experience, rows[some],
                 weights[some].repeat_interleave(lengths[some]) * float(len(part) > 0),
@@ -188,7 +188,7 @@ def _backward(session: Session, experience: Experience, rows: torch.Tensor, sums
             if last and updates.decides_first:
                 found = dict(zip(TERMS, sums.over(session.backend.ranks).tolist(), strict=True))
                 verdict = judge(session, found)
-            faults.point("optimize.backward")
+            faults.point("optimize.backward", len(part))
             updates.backward(loss.total, accepted=verdict == "step" and not poisoned)
     return verdict
 

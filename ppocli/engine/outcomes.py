@@ -93,6 +93,11 @@ def hand_on(folder: Path, number: int) -> None:
         send(folder, int(path.name.removeprefix("pid-")), number)
 
 
+def asked_to_stop(folder: Path) -> bool:
+    """Whether a signal has come for the ranks."""
+    return (folder / "signal").exists()
+
+
 def send(folder: Path, rank: int, number: int) -> bool:
     """Send a signal to one rank; false if it isn't there."""
     try:

@@ -86,8 +86,8 @@ def sample_responses(session: EvalSession, prompts: PromptBatch, spec: SamplingS
 
 
 def draw(session: EvalSession, lm: Any, prompts: PromptBatch, spec: SamplingSpec, stream: int,
-         stop: StopFlag, value_head: Any = None, check: Callable[[Generation], None] = lambda _: None
-         ) -> Generation:
+         stop: StopFlag, value_head: Any = None,
+         check: Callable[[Generation], None] = lambda _: None) -> Generation:
     """One response per prompt by a causal LM, with the random numbers of the stream. All ranks call
     it in step.
 
@@ -103,13 +103,13 @@ def draw(session: EvalSession, lm: Any, prompts: PromptBatch, spec: SamplingSpec
     if spec.length_range is not None:
         limits = lengths(session.cfg.seed, prompts.episodes, *spec.length_range)
 
-    def poll() -> None:
-        faults.point("rollout.token")
-        stop.check()
-
     in_parts = is_sharded(lm)
 
-    def decode(rows: slice) -> Generation:
+    def some(rows: slice) -> Generation:
+        def poll() -> None:
+            faults.point("rollout.token", len(noise[rows]))
+            stop.check()
+
         return generate(lm, prompts.tokens[rows], prompts.mask[rows], spec, noise[rows],
                         tokenizer=session.tokenizer, start=session.loaded.decoder_start,
                         value_head=value_head, limits=None if limits is None else limits[rows],
@@ -118,7 +118,7 @@ def draw(session: EvalSession, lm: Any, prompts: PromptBatch, spec: SamplingSpec
     def work() -> Generation:
         size = session.fits.rows(phase, len(prompts))
         with session.backend.autocast():
-            out = Generation.joined([decode(slice(start, start + size))
+            out = Generation.joined([some(slice(start, start + size))
                                      for start in range(0, len(prompts), size)])
         check(out)
         return out
@@ -170,7 +170,7 @@ def _score_tokens(session: EvalSession, prompts: PromptBatch, out: Generation, s
         if want_policy or want_values or estimator == "full":
             for one in passes:
                 stop.check()
-                faults.point("scoring.forward")
+                faults.point("scoring.forward", size)
                 score_policy(session.policy, session.reference, one, temperature=temperature,
                              want_values=want_values, keep_hidden=estimator == "full")
         if session.reference is not None:
@@ -178,7 +178,7 @@ def _score_tokens(session: EvalSession, prompts: PromptBatch, out: Generation, s
             with session.reference.view(session.policy.lm) as view:
                 for one in passes:
                     stop.check()
-                    faults.point("scoring.forward")
+                    faults.point("scoring.forward", size)
                     score_reference(session.reference, view, one, head, temperature=temperature)
     full = collect(passes, out.mask.shape)
     logprobs = full["logprobs"] if want_policy else out.logprobs

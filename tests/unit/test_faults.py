@@ -26,9 +26,15 @@ print(faults.point is faults.disarmed, calls[:2], len(calls), "torch" in sys.mod
 def test_parse():
     inf = float("inf")
     assert parse("") == ()
-    assert parse("save.open:kill9, rollout.token@7:term,a@2+:sleep=0.5,a.b@2#1:oom") == (
+    assert parse("save.open:kill9, rollout.token@7:term,a@2+:sleep=0.5,a.b>3@2#1:oom") == (
         Fault("save.open", "kill9", 1, inf, 60), Fault("rollout.token", "term", 7, 7, 60),
-        Fault("a", "sleep", 2, inf, 0.5), Fault("a.b", "oom", 2, 2, 60, 1))
+        Fault("a", "sleep", 2, inf, 0.5), Fault("a.b", "oom", 2, 2, 60, 1, 3))
+
+
+def test_rows_decide_where_a_fault_asks_for_more_than_some():
+    point = armed(parse("a>2:nan"))
+    assert [point("a", rows) for rows in (1, 2, 3)] == [False, False, True]
+    assert not point("a")
 
 
 @pytest.mark.parametrize("text", ["save.open", "save.open:explode", "save.open@0:raise", ":raise",

@@ -1,0 +1,94 @@
+"""Memory that runs out in one process: a pass is made anew with half the rows, numbers stay."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import jsonl, stable_rows
+from runs import Command, last_checkpoint, make_world, run, words
+from safetensors.torch import load_file
+
+# logprobs and values are measured by passes of their own
+WORDS = ("ppo.num_steps=2", "ppo.logprobs_from=forward")
+
+
+@pytest.fixture(scope="module")
+def plenty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with memory for all that it asks for."""
+    folder = make_world(tmp_path_factory.mktemp("plenty"))
+    done = run("train", *words("run_name=r", *WORDS), cwd=folder)
+    assert done.code == 0, done.err
+    return folder / "runs/r"
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    return load_file(run_dir / "model/model.safetensors")
+
+
+def assert_same_up_to_rounding(run_dir: Path, other: Path) -> None:
+    rows, others = (stable_rows(one / "metrics.jsonl") for one in (run_dir, other))
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    for row, expected in zip(rows, others, strict=True):
+        assert row == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    # Adam divides by roots of squares that may be tiny: its steps of 1e-3 are what rounding moves
+    mine, theirs = weights(run_dir), weights(other)
+    assert max(float((mine[k] - theirs[k]).abs().max()) for k in theirs) < 1e-4
+
+
+@pytest.mark.parametrize(("fault", "said", "figure"), [
+    # chunks of 5, 5 and 2 samples, from the second one on no more than two at once
+    ("rollout.token>2@30+:oom", ["rollout of 5 rows at once: out of memory; going on with 2 "
+                                 "(ppo.chunk_size=2 starts so)"], {"rollout": 2.0}),
+    # evaluation, 4 prompts, comes first
+    ("rollout.token>1:oom", ["evaluation of 4 rows at once: out of memory; going on with 2",
+                             "evaluation of 2 rows at once: out of memory; going on with 1",
+                             "rollout of 5 rows at once: out of memory; going on with 2",
+                             "rollout of 2 rows at once: out of memory; going on with 1"],
+     {"rollout": 1.0, "evaluation": 1.0}),
+    ("scoring.forward>2@3+:oom", ["scoring of 4 rows at once: out of memory; going on with 2 "
+                                  "(ppo.micro_batch_size=2 starts so)"], {"scoring": 2.0}),
+    ("optimize.forward>2@4+:oom", ["optimize of 4 rows at once: out of memory; going on with 2 "
+                                   "(ppo.micro_batch_size=2 starts so)"], {"optimize": 2.0}),
+    ("optimize.backward>1:oom", ["optimize of 4 rows at once: out of memory; going on with 2",
+                                 "optimize of 2 rows at once: out of memory; going on with 1"],
+     {"optimize": 1.0})])
+def test_what_does_not_fit_is_made_anew_with_half_the_rows(fault, said, figure, command: Command,
+                                                           inject, world, plenty):
+    inject(fault)
+    ended = command(*words("run_name=r", *WORDS))
+    assert ended.code == 0, ended.said
+    # an evaluation's passes are phases of their own
+    found = [line for line in ended.err.splitlines()
+             if line.removeprefix("warning: ").partition(" of ")[0] in figure
+             and "scoring of the evaluation" not in line]
+    assert len(found) == len(said), found
+    for line, text in zip(found, said, strict=True):
+        assert text in line
+    assert_same_up_to_rounding(world / "runs/r", plenty)
+    if "optimize" not in fault:
+        assert weights(world / "runs/r").keys() == weights(plenty).keys()
+        assert all(torch.equal(tensor, weights(plenty)[name])
+                   for name, tensor in weights(world / "runs/r").items())
+    last = jsonl(world / "runs/r/metrics.jsonl")[-1]
+    for phase, rows in figure.items():
+        assert last[f"memory/rows/{phase}"] == rows
+    assert "out of memory" in (world / "runs/r/ppocli.log").read_text()
+
+
+@pytest.mark.parametrize("fault", ["rollout.token>0@40+:oom", "optimize.forward>0@9+:oom"])
+def test_where_one_row_is_too_much_the_run_stops_with_numbers(fault, command, inject, world):
+    inject(fault)
+    ended = command(*words("run_name=r", *WORDS))
+    assert ended.code == 8, ended.said
+    assert (f"{fault.partition('.')[0]} of 1 row at once: out of memory, and a pass can't be "
+            "smaller: its longest sample has ") in ended.err
+    assert "MiB, and " in ended.err
+    assert "Traceback" not in ended.said
+    assert json.loads((world / "runs/r/summary.json").read_text())["status"] == "failed"
+    if "optimize" in fault:  # between two steps: what was saved before stands
+        assert last_checkpoint(world / "runs/r").name == "step-000001"
+    inject("")
+    assert command(f"resume={world / 'runs/r'}").code == 0
