@@ -96,7 +96,7 @@ def run_ranks(run_dir: Path, words: Sequence[str]) -> int:
     """Start the ranks, wait for them, say what ended them; returns the exit code.
 
     Ranks whose memory ran out in a pass that all make together are started once more with half the
-    rows, from the last checkpoint or the beginning: so often as rows can be halved.
+    rows, from the last checkpoint or the beginning: as often as rows can be halved.
     """
     # the folder's configuration is node 0's
     own = next((int(word.partition("=")[2]) for word in words
@@ -107,8 +107,9 @@ def run_ranks(run_dir: Path, words: Sequence[str]) -> int:
     folders: list[Path] = []
     with tempfile.TemporaryDirectory(prefix="ppocli-ranks-") as name, _no_word_left(run_dir):
         while True:
-            folders.append(Path(name) / str(len(folders)))
-            folders[-1].mkdir()
+            folder = Path(name) / str(len(folders))
+            folder.mkdir()
+            folders.append(folder)
             if len(folders) == 1:
                 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                     signal.signal(number, lambda got, _: hand_on(folders[-1], got))
@@ -117,13 +118,16 @@ def run_ranks(run_dir: Path, words: Sequence[str]) -> int:
             cfg = read_config(next_config(run_dir) if "--resume" in words
                               else run_dir / CONFIG_FILE)
             job = Job(cfg.hardware, cfg.hardware.node_rank if own is None else own)
-            outcomes = _start(cfg, job, run_dir, words, folders[-1])
-            code, said = conclude(job, outcomes, {rank: read_phase(folders[-1], rank)
-                                                  for rank in job.ranks})
+            outcomes = _start(cfg, job, run_dir, words, folder)
+            code, said = conclude(job, outcomes,
+                                  {rank: read_phase(folder, rank) for rank in job.ranks})
             told = next((outcome for outcome in outcomes if outcome.code == code), None)
             if told is None or not told.word or cfg.hardware.num_nodes > 1:
                 break
-            words = start_smaller(run_dir, cfg, words, told)
+            try:
+                words = start_smaller(run_dir, cfg, words, told)
+            except OSError:  # a disk without room for the settings: what is known is said
+                break
     if cfg.hardware.num_nodes > 1 and code not in (0, 128 + signal.SIGINT, 128 + signal.SIGTERM):
         with suppress(OSError):
             (run_dir / NODE_FAILED).write_text(f"{secrets.token_hex(4)} {job.node_rank}")
@@ -175,6 +179,8 @@ def _start(cfg: TrainConfig, job: Job, run_dir: Path, words: Sequence[str], fold
         let_gloo_use(cfg.hardware.rdzv_endpoint.rpartition(":")[0])
     _launch(cfg, job, [str(run_dir), *words])
     os.close(lifelines)
+    for path in folder.glob("pid-*"):  # nobody's any more, and some day someone else's
+        path.unlink()
     return read_outcomes(folder)
 
 

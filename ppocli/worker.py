@@ -57,6 +57,8 @@ from ppocli.opening import open_run, quiet_libraries
 from ppocli.runs.resumed import accept_settings
 
 log = logging.getLogger("ppocli")
+_UNTOLD = "unknown phase"
+"""of a process that nobody here has started, which keeps no file of its phases"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,14 +180,14 @@ def _place(run: Run, single: str, of_several: str) -> str:
     """What happened, with rank and phase where there are several."""
     if run.session.backend.ranks.world == 1:
         return single
-    return f"rank {my_rank()}, {_my_phase()}: {of_several}"
+    return f"rank {my_rank()}, {_where(run)}: {of_several}"
 
 
 def _tell_shortage(run: Run, error: OutOfMemoryError) -> None:
     """Complete the message of a rank whose pass was too much: where the run stands, what to do. It
     can't save, which takes all of them."""
     where, resumable = _last_checkpoint(run)
-    what = f"{_my_phase()}: {error.what}"
+    what = f"{_where(run)}: {error.what}"
     write_summary_of(run, "failed", error=what)
     error.what = f"{_place(run, what, error.what)}; {where}"
     if error.word is not None:
@@ -194,8 +196,13 @@ def _tell_shortage(run: Run, error: OutOfMemoryError) -> None:
                      "resume=auto") + " (the result stays the same)"
 
 
+def _where(run: Run) -> str:
+    phase = _my_phase()
+    return f"step {run.state.step + 1}" if phase == _UNTOLD else phase
+
+
 def _my_phase() -> str:
-    return read_phase(Path(os.environ.get(OUTCOMES, "")), my_rank()) or "unknown phase"
+    return read_phase(Path(os.environ.get(OUTCOMES, "")), my_rank()) or _UNTOLD
 
 
 def _last_checkpoint(run: Run) -> tuple[str, bool]:

@@ -232,6 +232,22 @@ def test_a_failure_on_one_rank_is_told_once(world, function, codes, text):
 
 
 @pytest.mark.slow
+def test_memory_that_runs_out_under_torchrun_ends_all_with_the_command_to_go_on(world):
+    code, out, err = launch(
+        "torch.distributed.run", "--nproc-per-node=2", "--master-port", str(free_port()), "-m",
+        "ppocli", "train", *words("run_name=r", "ppo.num_steps=2"), cwd=world,
+        PPOCLI_FAULTS="optimize.forward>1@6+#1:oom")
+    assert code != 0
+    [message] = errors(err)
+    assert message.startswith("Error: rank 1, step 2: out of memory with 3 rows a pass; last "
+                              "healthy: step 1 in "), err
+    assert f"ppocli resume {world}/runs/r ppo.micro_batch_size=1 (the result stays" in err
+    assert "exitcode  : 8" in out + err
+    done = run("resume", "runs/r", "hardware.num_processes=1", "ppo.micro_batch_size=1", cwd=world)
+    assert done.code == 0, done.err
+
+
+@pytest.mark.slow
 def test_sigterm_to_torchrun_saves_once(world):
     process = start(["torch.distributed.run", "--nproc-per-node=2", "--master-port",
                      str(free_port()), "-m", "ppocli", "train",
