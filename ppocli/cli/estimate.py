@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ppocli.cli.tables import print_table
-from ppocli.config.algorithm import estimator_of
+from ppocli.config.keys import several
 from ppocli.config.problems import raise_problems
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import ConfigError, InputError, OutOfMemoryError
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 ASSUMED_TOKENS = 512
 """of the longest prompt, where nothing tells"""
+PLACES = {"device": "", "offloaded": ", in host memory while it isn't run",
+          "host": ", in host memory", "elsewhere": ", on a device of its own"}
 NOT_NEEDED = frozenset({"reward.fn", "ppo.total_episodes, ppo.num_steps"})
 """keys that a run needs and an estimate does not"""
 
@@ -42,17 +44,15 @@ def print_estimate(words: Sequence[str], *, prompt_tokens: int | None, available
     from transformers.utils import logging as transformers_logging
 
     from ppocli.estimate.estimate import estimate
-    from ppocli.estimate.parts import outline, read_config
+    from ppocli.estimate.outline import outline, read_config
 
     transformers_logging.set_verbosity_error()
     config = read_config(cfg.model.path, key="model.path", revision=cfg.model.revision,
                          trust_remote_code=cfg.model.trust_remote_code)
     tokens, source = _prompt_tokens(cfg, config, prompt_tokens)
     cuda = _computes_on_cuda(cfg)
-    critic = estimator_of(cfg.ppo).needs_critic
     hardware = cfg.hardware
-    policy = outline(cfg.model, config, critic=critic)
-    found = estimate(cfg, policy, prompt_tokens=tokens, cuda=cuda,
+    found = estimate(cfg, outline(cfg, config), prompt_tokens=tokens, cuda=cuda,
                      ranks=hardware.num_processes * hardware.num_nodes,
                      ranks_on_host=hardware.num_processes)
     room = _room(available, memory, cuda)
@@ -97,14 +97,18 @@ def _computes_on_cuda(cfg: TrainConfig) -> bool:
 
 def _prompt_tokens(cfg: TrainConfig, config: Any, given: int | None) -> tuple[int, str]:
     """Tokens of the longest prompt, and how that is known."""
-    from ppocli.models.loading import Unloaded, max_positions
+    from ppocli.models.trunk import has_encoder
+    from ppocli.models.unloaded import max_positions, unloaded
 
     if given is not None:
         return given, "as given"
-    limit = max_positions(Unloaded(config))
-    new = max(cfg.generation.max_new_tokens, cfg.generation.eval.max_new_tokens or 0)
+    lm = unloaded(cfg.model, config)
+    limit = max_positions(lm)
+    # an encoder-decoder has that many on either side
+    new = 0 if has_encoder(lm) else max(
+        [cfg.generation.max_new_tokens, *several(cfg.generation.eval.max_new_tokens)])
     room = 2**31 if limit is None else max(limit - new, 1)
-    measured = _longest_prompt(cfg, room)
+    measured = _longest_prompt(cfg, room, whole=has_encoder(lm))
     if measured is not None:
         return measured, "the longest there is"
     longest = cfg.prompts.max_length or max(cfg.prompts.length_sampler or [0])
@@ -113,7 +117,7 @@ def _prompt_tokens(cfg: TrainConfig, config: Any, given: int | None) -> tuple[in
     return min(ASSUMED_TOKENS, room), "assumed: --prompt-tokens N says better"
 
 
-def _longest_prompt(cfg: TrainConfig, room: int) -> int | None:
+def _longest_prompt(cfg: TrainConfig, room: int, *, whole: bool) -> int | None:
     """Of the prompts of a run, if they and the tokenizer are on this machine."""
     from ppocli.data.prompt_set import load_eval_prompts, load_prompts
     from ppocli.data.sources import names_hub_dataset
@@ -129,9 +133,9 @@ def _longest_prompt(cfg: TrainConfig, room: int) -> int | None:
         tokenizer = load_tokenizer(cfg.model)
     except InputError:  # a folder with config.json alone
         return None
-    training = load_prompts(prompts, tokenizer, seed=cfg.seed, max_prompt_tokens=room)
+    training = load_prompts(prompts, tokenizer, seed=cfg.seed, max_prompt_tokens=room, whole=whole)
     judged = load_eval_prompts(prompts, tokenizer, seed=cfg.seed, max_prompt_tokens=room,
-                               training=training)
+                               training=training, whole=whole)
     return max(len(ids) for found in (training, judged) for ids in found.token_ids)
 
 
@@ -179,11 +183,11 @@ def _print(found: Estimate, cfg: TrainConfig, source: str) -> None:
     def cell(amount: int, there: bool = True) -> str:
         return digits(amount / size) if amount and there else "-"
 
-    rows = [(f"{unit}, of one process", "rollouts", "updates", "host")]
-    rows += [(line.name, cell(line.device, line.rollout), cell(line.device, line.update),
-              cell(line.host)) for line in found.lines]
-    rows.append(("most at once", cell(sums.rollout), cell(sums.update), "-"))
-    print_table(rows, right=frozenset({1, 2, 3}))
+    rows = [(f"{unit}, of one process", "generation", "scoring", "updates", "host")]
+    rows += [(line.name, cell(line.device, line.generate), cell(line.device, line.score),
+              cell(line.device, line.update), cell(line.host)) for line in found.lines]
+    rows.append(("most at once", cell(sums.generate), cell(sums.score), cell(sums.update), "-"))
+    print_table(rows, right=frozenset({1, 2, 3, 4}))
     if sums.update < sum(line.device for line in found.lines if line.update):
         print("(activations go while gradients come: not all of both is there at once)")
     print()
@@ -194,8 +198,8 @@ def _print(found: Estimate, cfg: TrainConfig, source: str) -> None:
     disk = found.disk
     print(f"disk: {format_bytes(disk.checkpoint)} a checkpoint, {format_bytes(disk.model)} the "
           f"model, {format_bytes(disk.run)} at most")
-    for name in found.unknown:
-        print(f"reward {name}: unknown, your function")
+    for one in found.unknown:
+        print(f"{one.name}: unknown, {one.why}")
 
 
 def _heading(found: Estimate, cfg: TrainConfig, source: str) -> Iterator[str]:
@@ -207,9 +211,12 @@ def _heading(found: Estimate, cfg: TrainConfig, source: str) -> Iterator[str]:
     yield (f"{cfg.model.path} on {'cuda' if layout.cuda else 'cpu'} {hardware.precision}, "
            f"{many}{nodes}{how}")
     for part in found.parts:
-        stored = "" if part.sharded else f", stored with {part.bytes_each} bytes each"
-        trained = f"{part.trained:,} trained" if part.sharded else "frozen"
-        yield f"{part.name}: {part.parameters:,} parameters, {trained}{stored}"
+        frozen = part.parameters - part.trained
+        each = (part.size - 4 * part.trained) / frozen if frozen else 4
+        stored = f", the others stored with {each:.3g} bytes each" if each != 4 else ""
+        trained = f"{part.trained:,} trained{stored}" if part.sharded else (
+            f"frozen, stored with {each:.3g} bytes each{PLACES[part.place]}")
+        yield f"{part.name}: {part.parameters:,} parameters, {trained}"
     yield (f"tokens: prompts of {found.prompt_tokens} ({source}), responses of "
            f"{found.new_tokens}")
     yield (f"a rank at a time: {layout.decoded} samples in generation, {layout.rows} in a forward "
@@ -230,12 +237,14 @@ def _as_json(found: Estimate, cfg: TrainConfig, source: str, room: Room | None, 
         "new_tokens": found.new_tokens, "samples_generated": layout.decoded,
         "samples_a_pass": layout.rows,
         "parts": [{"kind": p.kind, "name": p.name, "parameters": p.parameters,
-                   "trained": p.trained, "bytes": p.stored} for p in found.parts],
-        "unknown_rewards": list(found.unknown),
+                   "trained": p.trained, "bytes": p.size} for p in found.parts],
+        "unknown": [{"name": one.name, "why": one.why} for one in found.unknown],
         "lines": [{"name": line.name, "device_bytes": line.device, "host_bytes": line.host,
-                   "in_rollouts": line.rollout, "in_updates": line.update}
+                   "in_generation": line.generate, "in_scoring": line.score,
+                   "in_updates": line.update}
                   for line in found.lines],
-        "rollout_bytes": sums.rollout, "update_bytes": sums.update, "device_bytes": sums.device,
+        "generation_bytes": sums.generate, "scoring_bytes": sums.score,
+        "update_bytes": sums.update, "device_bytes": sums.device,
         "host_bytes": sums.host, "loading_bytes": sums.loading,
         "checkpoint_bytes": disk.checkpoint, "model_bytes": disk.model, "disk_bytes": disk.run,
         "advice": advice(found, cfg)}

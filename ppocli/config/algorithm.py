@@ -49,6 +49,17 @@ def whitens_advantages(ppo: PPOConfig) -> bool:
     return estimator_of(ppo).whitened if ppo.whiten_advantages is None else ppo.whiten_advantages
 
 
+def decoding_scores(config: TrainConfig) -> bool:
+    """Whether old logprobs and values are taken from the decoding pass, what ``ppo.logprobs_from``
+    comes to."""
+    choice = config.ppo.logprobs_from
+    if choice == "auto":
+        exact = config.model.quantization is None and not (
+            config.model.peft and config.model.dtype == "bf16")
+        return config.hardware.precision == "fp32" and exact
+    return choice == "decode"
+
+
 def algorithm_problems(config: TrainConfig, handed_in: frozenset[str]) -> Found:
     """Contradictions among the keys of the algorithm, as (keys, text)."""
     if config.ppo.advantage in ESTIMATORS:

@@ -26,13 +26,13 @@ from ppocli.models.loading import (
     check_vocabulary,
     empty_lm,
     empty_reference,
-    first_line,
     is_on_base,
     load_policy,
     load_reference,
 )
 from ppocli.models.policy import Policy, build_value_head, freeze_bottom
 from ppocli.models.reference import AdapterReference, CopyReference, Reference, share_trunk
+from ppocli.models.unloaded import first_line
 from ppocli.models.value_model import load_value_model
 
 

@@ -29,9 +29,9 @@ from ppocli.engine.session import Session, max_prompt_tokens
 from ppocli.engine.stop import StopFlag
 from ppocli.errors import ConfigError
 from ppocli.models.generation import Generation
-from ppocli.models.loading import max_positions
 from ppocli.models.text import response_ids
 from ppocli.models.trunk import has_encoder
+from ppocli.models.unloaded import max_positions
 from ppocli.ppo.noise import ROLLOUT
 from ppocli.rewards.records import RewardRequest, RewardScores
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from ppocli.config.algorithm import kl_estimator, kl_in
+from ppocli.config.algorithm import decoding_scores, kl_estimator, kl_in
 from ppocli.config.keys import several
 from ppocli.config.schema import (
     GenerationConfig,
@@ -40,14 +40,13 @@ from ppocli.models.loading import (
     check_vocabulary,
     load_judged,
     load_tokenizer,
-    max_positions,
-    read_lm,
     stop_rules,
 )
 from ppocli.models.policy import Policy
 from ppocli.models.reference import Reference
 from ppocli.models.sampling import SAMPLING_KEYS, SamplingSpec
 from ppocli.models.trunk import has_encoder
+from ppocli.models.unloaded import max_positions, read_lm
 from ppocli.models.virtual_tokens import num_virtual_tokens
 
 log = logging.getLogger("ppocli")
@@ -88,12 +87,7 @@ class EvalSession:
     @property
     def from_decode(self) -> bool:
         """Whether old logprobs and values are taken from the decoding pass."""
-        choice = self.cfg.ppo.logprobs_from
-        if choice == "auto":
-            exact = self.cfg.model.quantization is None and not (
-                self.cfg.model.peft and self.cfg.model.dtype == "bf16")
-            return self.cfg.hardware.precision == "fp32" and exact
-        return choice == "decode"
+        return decoding_scores(self.cfg)
 
     @property
     def forward_rows(self) -> int:
@@ -292,18 +286,14 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
     """
     reward, metric = _build_judges(cfg, objects, backend.ranks.first)
     tokenizer = load_tokenizer(cfg.model)
-    # adapters decide what a prompt may take, and are not estimated yet: they are loaded first
-    unloaded = None if cfg.model.peft or cfg.model.quantization else read_lm(cfg.model)
-    loaded = None if unloaded else load_start(cfg, backend)
-    prompts, eval_prompts = _load_prompt_sets(cfg, tokenizer, loaded.lm if loaded else unloaded,
-                                              objects, reward, metric)
+    unloaded = read_lm(cfg.model)
+    prompts, eval_prompts = _load_prompt_sets(cfg, tokenizer, unloaded, objects, reward, metric)
     for note in prompts.notes:
         log.info("prompts: %s", note)
     for note in eval_prompts.notes:
         log.info("evaluation prompts: %s", note)
-    if unloaded:
-        _check_memory(cfg, backend, unloaded.config, (prompts, eval_prompts))
-    loaded = loaded or load_start(cfg, backend)
+    _check_memory(cfg, backend, unloaded.config, (prompts, eval_prompts))
+    loaded = load_start(cfg, backend)
     check_vocabulary(tokenizer, loaded.lm, cfg.model)
     sampling, eval_sampling = sampling_specs(cfg.generation, tokenizer, loaded)
     policy = build_policy(cfg, backend, loaded, tokenizer)

@@ -8,15 +8,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from ppocli.config.algorithm import estimator_of
+from ppocli.config.keys import several
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import OutOfMemoryError, PpocliError
 from ppocli.estimate.estimate import Estimate, advice, estimate
 from ppocli.estimate.machine import GIVEN, Room, room_here
 from ppocli.estimate.memory import Layout, layout_of
-from ppocli.estimate.parts import Part, outline, parts_of
+from ppocli.estimate.outline import outline
+from ppocli.estimate.parts import Part, parts_of
 from ppocli.models.head import CHUNK_BYTES
 from ppocli.models.policy import Policy
+from ppocli.models.trunk import has_encoder
+from ppocli.models.unloaded import first_line
 
 log = logging.getLogger("ppocli")
 
@@ -48,22 +51,25 @@ def check_memory(cfg: TrainConfig, lm_config: Any, *, prompt_tokens: int, device
     cuda = device.type == "cuda"
     room = room_here(cuda=cuda, device=device if cuda else None)
     try:
-        policy = outline(cfg.model, lm_config,
-                         critic=estimator_of(cfg.ppo).needs_critic)
-        parts = tuple(p for p in parts_of(cfg, policy) if p.kind != "reward")
+        policy = outline(cfg, lm_config)
+        parts, unknown = parts_of(cfg, policy, rewards=False)
         layout = layout_of(cfg, ranks=ranks, ranks_on_host=ranks_on_host, cuda=cuda)
         least = min(x for x in (room.device if cuda else room.host, room.host, 2**62)
                     if x is not None)
-        if bound(cfg, policy, parts, layout, prompt_tokens) * ranks_on_host < PLENTY * least:
+        most = bound(cfg, policy, parts, layout, prompt_tokens) * ranks_on_host
+        if not unknown and most < PLENTY * least:
             return
         found = estimate(cfg, policy, prompt_tokens=prompt_tokens, cuda=cuda, ranks=ranks,
-                         ranks_on_host=ranks_on_host, parts=parts)
+                         ranks_on_host=ranks_on_host, rewards=False)
     except Exception as error:
         # a model that can't be outlined may train all the same, and its loader says more
-        if warn and not isinstance(error, PpocliError):
+        if warn:
             log.info("How much memory the run takes can't be told beforehand: %s",
-                     (str(error).strip().splitlines() or [type(error).__name__])[0][:200])
+                     error.what if isinstance(error, PpocliError) else first_line(error))
         return
+    if warn and found.unknown:
+        log.info("Of the memory of this run left out: %s", "; ".join(
+            f"{one.name} ({one.why})" for one in found.unknown))
     judge(cfg, found, room, warn=warn)
 
 
@@ -75,15 +81,16 @@ def bound(cfg: TrainConfig, policy: Policy, parts: tuple[Part, ...], layout: Lay
     attention two matrices of probabilities a head; the head a few chunks of logits and gradients.
     """
     own = sum(p.parameters for p in parts if p.sharded)
-    frozen = sum(p.stored for p in parts if not p.sharded)
+    frozen = sum(p.size for p in parts if not p.sharded)
     matrices = [p for p in policy.parameters() if p.dim() >= 2]
     widths = sum(sum(p.shape[-2:]) for p in matrices
                  if not any(p is m.weight for m in policy.modules()
                             if isinstance(m, nn.Embedding)))
-    config = policy.lm.config
-    tokens = prompt_tokens + max(cfg.generation.max_new_tokens,
-                                 cfg.generation.eval.max_new_tokens or 0)
-    heads = int(getattr(config, "num_attention_heads", 1) * getattr(config, "num_hidden_layers", 1))
+    tokens = prompt_tokens + max([cfg.generation.max_new_tokens,
+                                  *several(cfg.generation.eval.max_new_tokens)])
+    heads = sum(int(getattr(m.config, "num_attention_heads", 1)
+                    * getattr(m.config, "num_hidden_layers", 1)) * (3 if has_encoder(m) else 1)
+                for m in (policy.lm, getattr(policy.value_trunk, "lm", None)) if m is not None)
     head = policy.lm.get_output_embeddings().weight
     rows = max(layout.rows, layout.decoded)
     passing = 4 * rows * tokens * (4 * widths + 2 * heads * tokens)

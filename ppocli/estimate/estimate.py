@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
+from ppocli.config.algorithm import decoding_scores, kl_estimator
 from ppocli.config.deepspeed import deepspeed_config
-from ppocli.config.schema import GenerationConfig, TrainConfig
+from ppocli.config.keys import several
+from ppocli.config.schema import GenerationConfig, TrainConfig, reference_kind
 from ppocli.estimate.memory import (
     Disk,
     Layout,
     Line,
+    Passes,
     Sums,
     add_up,
     disk_of,
     layout_of,
     lines_of,
 )
-from ppocli.estimate.parts import Part, own_functions, parts_of
+from ppocli.estimate.parts import Part, Unknown, packed, parts_of
 from ppocli.estimate.trace import (
+    DecodingPass,
+    Sizes,
+    TrainingPass,
     checkpoint_layers,
     decoding_pass,
+    scoring_pass,
     training_pass,
     weightless,
 )
 from ppocli.models.policy import Policy
 from ppocli.models.sampling import SAMPLING_KEYS, SamplingSpec
+from ppocli.models.trunk import has_encoder
+from ppocli.models.unloaded import first_line
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,54 +51,104 @@ class Estimate:
     disk: Disk
     prompt_tokens: int
     new_tokens: int
-    unknown: tuple[str, ...]
-    """rewards whose memory can't be known"""
+    unknown: tuple[Unknown, ...]
+    """what is left out"""
 
 
 def estimate(cfg: TrainConfig, policy: Policy, *, prompt_tokens: int, cuda: bool, ranks: int,
-             ranks_on_host: int, parts: tuple[Part, ...] | None = None) -> Estimate:
+             ranks_on_host: int, rewards: bool = True) -> Estimate:
     """What a run of ``cfg`` takes, at its fullest.
 
     Args:
-        policy: the outline of ``cfg.model``; must not be used afterwards.
+        policy: the outline of ``cfg``; must not be used afterwards.
         prompt_tokens: of the longest prompt.
         cuda: whether GPUs compute.
-        parts: of the run, if they are known already.
+        rewards: whether those of the rewards count.
 
     Raises:
-        InputError: a reward's model is missing.
         ConfigError: DeepSpeed's file can't be read.
     """
-    parts = parts_of(cfg, policy) if parts is None else parts
+    parts, unknown = parts_of(cfg, policy, rewards=rewards)
     layout = layout_of(cfg, ranks=ranks, ranks_on_host=ranks_on_host, cuda=cuda)
-    bf16 = cfg.hardware.precision == "bf16"
-    new = cfg.generation.max_new_tokens
+    passes, missed = _passes(cfg, policy, layout, prompt_tokens)
+    lines = lines_of(cfg, parts, layout, passes, _zero_section(cfg))
+    sums = add_up(lines, parts, layout, stage=cfg.hardware.zero_stage)
+    return Estimate(parts, layout, lines, sums, disk_of(cfg, parts), prompt_tokens,
+                    cfg.generation.max_new_tokens, (*unknown, *missed))
+
+
+def _passes(cfg: TrainConfig, policy: Policy, layout: Layout, prompt_tokens: int
+            ) -> tuple[Passes, list[Unknown]]:
+    """What passes take, and which could not be run."""
+    bf16, new = cfg.hardware.precision == "bf16", cfg.generation.max_new_tokens
+    sizes = Sizes(layout.rows, prompt_tokens, new, bf16, layout.cuda)
+    temperature = cfg.generation.temperature
     head = policy.lm.get_output_embeddings().weight
+    quantized = packed(cfg, policy.lm)
+    largest = max((p.numel() for p in policy.parameters() if id(p) in quantized), default=0)
+    beside = _beside(cfg, policy, layout, prompt_tokens)
+    hidden = _hidden(cfg, policy, layout, prompt_tokens)
+    heads = 4 * sum(p.numel() for module in (policy.lm.get_output_embeddings(), policy.value_head)
+                    if module is not None for p in module.parameters())
+    unknown: list[Unknown] = []
+
+    def run(name: str, work: Callable[[], Found], nothing: Found) -> Found:
+        try:
+            return work()
+        except Exception as error:  # a model's own code, on tensors that have no numbers
+            unknown.append(Unknown(name, f"its model does not run without weights: "
+                                         f"{first_line(error)}"))
+            return nothing
+
     with weightless(policy):
         if cfg.model.gradient_checkpointing:
-            checkpoint_layers(policy, bf16=bf16, cuda=cuda)
-        training = training_pass(policy, rows=layout.rows, tokens=prompt_tokens + new,
-                                 responses=new, bf16=bf16, cuda=cuda,
-                                 temperature=cfg.generation.temperature,
-                                 want_entropy=cfg.ppo.ent_coef > 0)
+            checkpoint_layers(policy, bf16=bf16, cuda=layout.cuda)
+        training = run("activations", lambda: training_pass(
+            policy, sizes, temperature=temperature, want_entropy=cfg.ppo.ent_coef > 0),
+            TrainingPass(0, 0, 0))
         policy.eval()
-        decoding = decoding_pass(policy, _sampling(cfg.generation), rows=layout.decoded,
-                                 prompts=prompt_tokens, bf16=bf16, cuda=cuda)
-    # prompts of unlike lengths need a mask, a byte a pair of tokens
-    beside = layout.decoded * prompt_tokens**2 if prompt_tokens > 1 else 0
-    if bf16 and head.requires_grad and cfg.hardware.zero_stage < 3:
-        beside += 2 * head.numel()  # decoding keeps a copy of the head's weight
-    decoding = replace(decoding, working=decoding.working + beside)
-    lines = lines_of(cfg, parts, layout, training, decoding, _zero_section(cfg))
-    sums = add_up(lines, parts, layout, stage=cfg.hardware.zero_stage)
-    return Estimate(parts, layout, lines, sums, disk_of(cfg, parts), prompt_tokens, new,
-                    tuple(own_functions(cfg)))
+        copied = 2 * head.numel() if (  # decoding keeps a copy of the head's weight
+            bf16 and head.requires_grad and cfg.hardware.zero_stage < 3) else 0
+        decoding = run("keys and values", lambda: decoding_pass(
+            policy, _sampling(cfg.generation), replace(sizes, rows=layout.decoded)),
+            DecodingPass(0, 0))
+        scoring = run("working memory of scoring", lambda: scoring_pass(
+            policy, replace(sizes, rows=layout.scored), temperature=temperature), 0)
+    if quantized:  # a weight in 16 bits while its layer is run
+        training = replace(training, forward=training.forward + 2 * largest,
+                           backward=training.backward + 2 * largest)
+        beside, scoring = beside + 2 * largest, scoring + 2 * largest
+    decoding = replace(decoding, working=decoding.working + beside + copied)
+    return Passes(training, decoding, scoring, hidden, heads), unknown
+
+
+def _beside(cfg: TrainConfig, policy: Policy, layout: Layout, prompt_tokens: int) -> int:
+    """Prompts of unlike lengths need a mask, a byte a pair of tokens."""
+    if has_encoder(policy.lm) or prompt_tokens < 2:
+        return 0
+    return layout.decoded * prompt_tokens**2
+
+
+def _hidden(cfg: TrainConfig, policy: Policy, layout: Layout, prompt_tokens: int) -> int:
+    """Bytes of the policy's states that are kept, for all samples of a chunk, until the reference
+    is run (:func:`ppocli.engine.rollout.score_tokens`)."""
+    width = policy.lm.get_output_embeddings().weight.shape[1]
+    each = 2 if cfg.hardware.precision == "bf16" else 4
+    full = kl_estimator(cfg.ppo) == "full"
+    beside = policy.value_head is not None and not policy.values_while_decoding
+    new, tokens = cfg.generation.max_new_tokens, 0
+    if full:
+        tokens += new
+    shares = reference_kind(cfg.model) == "shared" and cfg.model.num_layers_unfrozen >= 0
+    if shares and not has_encoder(policy.lm) and (full or beside or not decoding_scores(cfg)):
+        tokens += prompt_tokens + new - 1
+    return layout.decoded * tokens * width * each
 
 
 def _sampling(cfg: GenerationConfig) -> SamplingSpec:
     """Of rollouts, with the longer of the responses of training and evaluation."""
     spec = SamplingSpec(stop_ids=(0,), **{name: getattr(cfg, name) for name in SAMPLING_KEYS})
-    longest = max(cfg.max_new_tokens, cfg.eval.max_new_tokens or 0)
+    longest = max([cfg.max_new_tokens, *several(cfg.eval.max_new_tokens)])
     return replace(spec, max_new_tokens=longest)
 
 
@@ -100,7 +162,7 @@ def _zero_section(cfg: TrainConfig) -> dict[str, Any]:
 def advice(found: Estimate, cfg: TrainConfig) -> list[str]:
     """Settings that make the fullest moment smaller, what helps most first."""
     sizes = {line.name: line.device for line in found.lines}
-    in_update = found.sums.update >= found.sums.rollout
+    in_update = found.sums.update >= max(found.sums.generate, found.sums.score)
     zero = cfg.hardware.zero_stage
     several = found.layout.ranks > 1
     options: list[tuple[int, str]] = []
@@ -113,7 +175,7 @@ def advice(found: Estimate, cfg: TrainConfig) -> list[str]:
     elif found.layout.decoded > 1:
         rows = max(found.layout.decoded // 4, 1)
         of_rows = (sizes.get("keys and values (KV cache)", 0)
-                   + sizes.get("working memory of rollouts", 0))
+                   + sizes.get("working memory of generation", 0))
         options.append((of_rows - of_rows * rows // found.layout.decoded,
                         f"ppo.chunk_size={rows}"))
     if several and zero < 3:
@@ -121,7 +183,7 @@ def advice(found: Estimate, cfg: TrainConfig) -> list[str]:
         options.append((shared, "hardware.zero_stage=2" if zero < 2 else "hardware.zero_stage=3"))
     if zero and found.layout.cuda and not cfg.hardware.offload_optimizer:
         options.append((sizes.get("optimizer state", 0), "hardware.offload_optimizer=true"))
-    if cfg.model.num_layers_unfrozen < 0:
+    if cfg.model.num_layers_unfrozen < 0 and not cfg.model.peft:
         options.append((sizes.get("optimizer state", 0) // 2, "model.num_layers_unfrozen=2"))
     reference = sizes.get("reference", 0)
     if reference and "bf16" not in (cfg.model.dtype, cfg.hardware.precision):

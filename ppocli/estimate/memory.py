@@ -16,8 +16,9 @@ stage weights              gradients       Adam's state  beside them, fp32
 
 DeepSpeed steps on a copy of a rank's share of the weights under stages 1 and 2, and on the weights
 themselves under stage 3 (``deepspeed/runtime/zero/stage_1_and_2.py``, ``single_partition_of_fp32_
-groups``; ``stage3.py``, ``fp32_partitioned_groups_flat``; 0.19). Rollouts gather all weights under
-stage 3 (:func:`ppocli.engine.sharded.gathered_policy`).
+groups``; ``stage3.py``, ``fp32_partitioned_groups_flat``; 0.19). Under stage 3 rollouts gather all
+weights, or without ``hardware.gather_for_generation`` those of one layer after the other
+(:mod:`ppocli.engine.sharded`), and a reference is in parts too (:mod:`ppocli.engine.references`).
 """
 
 from __future__ import annotations
@@ -26,12 +27,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ppocli.config.schema import TrainConfig
+from ppocli.config.schema import TrainConfig, reference_kind
+from ppocli.config.sharding import whole_while_acting
 from ppocli.estimate.parts import Part
 from ppocli.estimate.trace import DecodingPass, TrainingPass
 
-STATE_BYTES = {"adamw": 8, "adam": 8, "adamw_8bit": 2, "sgd": 0, "adafactor": 0}
-"""of optimizer state a trained parameter; Adafactor's rows and columns are too few to count"""
 BUCKET = 500_000_000
 """elements: DeepSpeed's default ``reduce_bucket_size``"""
 MAX_LIVE = 1_000_000_000
@@ -49,6 +49,8 @@ class Layout:
     """samples of a rank's micro-batch"""
     decoded: int
     """samples of a rank's generate call"""
+    scored: int
+    """samples of a rank's forward pass after it"""
     accumulates: bool
     """whether an update is several micro-batches: gradients then lie beside activations"""
 
@@ -61,7 +63,9 @@ class Line:
     name: str
     device: int
     host: int = 0
-    rollout: bool = True
+    generate: bool = True
+    score: bool = True
+    """the forward passes over what was generated"""
     update: bool = True
 
 
@@ -69,7 +73,8 @@ class Line:
 class Sums:
     """Bytes at the fullest moment of each phase; ``device`` of one, ``host`` of all its ranks."""
 
-    rollout: int
+    generate: int
+    score: int
     update: int
     host: int
     loading: int
@@ -78,7 +83,21 @@ class Sums:
     @property
     def device(self) -> int:
         """The fullest moment of a device."""
-        return max(self.rollout, self.update)
+        return max(self.generate, self.score, self.update)
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """What passes take beside weights."""
+
+    training: TrainingPass
+    decoding: DecodingPass
+    scoring: int = 0
+    """working memory of a forward pass without gradients"""
+    hidden: int = 0
+    """the policy's states of all samples of a chunk, where the reference's pass needs them"""
+    heads: int = 0
+    """the weights of the output embedding and the value head"""
 
 
 def layout_of(cfg: TrainConfig, *, ranks: int, ranks_on_host: int, cuda: bool) -> Layout:
@@ -89,12 +108,14 @@ def layout_of(cfg: TrainConfig, *, ranks: int, ranks_on_host: int, cuda: bool) -
     rows = min(ppo.micro_batch_size or ppo.mini_batch_size, share)
     chunk = ppo.chunk_size or min(ppo.num_rollouts, 128)
     most = max(ppo.num_rollouts, evaluation.limit * evaluation.repeat)
+    decoded = min(chunk, -(-most // ranks))
     return Layout(ranks=ranks, ranks_on_host=ranks_on_host, cuda=cuda, rows=rows,
-                  decoded=min(chunk, -(-most // ranks)), accumulates=rows < share)
+                  decoded=decoded, scored=min(ppo.micro_batch_size or ppo.mini_batch_size, decoded),
+                  accumulates=rows < share)
 
 
-def lines_of(cfg: TrainConfig, parts: Iterable[Part], layout: Layout, training: TrainingPass,
-             decoding: DecodingPass, deepspeed: dict[str, Any]) -> tuple[Line, ...]:
+def lines_of(cfg: TrainConfig, parts: Iterable[Part], layout: Layout, passes: Passes,
+             deepspeed: dict[str, Any]) -> tuple[Line, ...]:
     """Everything that takes memory of a rank, in the order in which it is told.
 
     Args:
@@ -103,25 +124,31 @@ def lines_of(cfg: TrainConfig, parts: Iterable[Part], layout: Layout, training: 
     hardware, parts = cfg.hardware, tuple(parts)
     stage, ranks = hardware.zero_stage, layout.ranks
     own = [p for p in parts if p.sharded]
-    count, trained = sum(p.parameters for p in own), sum(p.trained for p in own)
+    size, trained = sum(p.size for p in own), sum(p.trained for p in own)
     cast = sum(p.cast for p in own) if hardware.precision == "bf16" else 0
-    state = STATE_BYTES[cfg.ppo.optimizer.name] * trained
     # checkpointed layers copy again in the backward pass: the copies are working memory
     kept_copies = 0 if cfg.model.gradient_checkpointing else 2 * cast
+    training, decoding = passes.training, passes.decoding
     lines = [
-        _weights(count, stage, ranks, hardware.offload_param),
+        _weights(size, stage, ranks, hardware.offload_param),
         *_master_copy(trained, stage, ranks, hardware.offload_optimizer),
         *_others(parts, layout),
-        _kept("optimizer state", _shared(state, ranks if stage else 1), hardware.offload_optimizer),
+        *_running_reference(cfg, parts, layout, _number(
+            deepspeed, "stage3_max_live_parameters", MAX_LIVE)),
+        _kept("optimizer state", _shared(sum(p.state for p in own), ranks if stage else 1),
+              hardware.offload_optimizer),
         _gradients(trained, stage, ranks, hardware.offload_optimizer),
-        *_buffers(count, trained, layout, stage, deepspeed, hardware.offload_optimizer,
-                  max(p.largest for p in own)),
-        Line("weights in bf16", kept_copies, rollout=False),
-        Line("activations", max(training.kept - kept_copies, 0), rollout=False),
-        Line("working memory of updates", training.working, rollout=False),
+        *_buffers(trained, layout, stage, deepspeed, hardware.offload_optimizer,
+                  max((p.largest for p in own), default=0)),
+        *_gathered(cfg, own, passes.heads, deepspeed),
+        Line("weights in bf16", kept_copies, generate=False, score=False),
+        Line("activations", max(training.kept - kept_copies, 0), generate=False, score=False),
+        Line("working memory of updates", training.working, generate=False, score=False),
         Line("weights in bf16 for rollouts", 2 * cast if stage < 3 else 0, update=False),
-        Line("keys and values (KV cache)", decoding.cache, update=False),
-        Line("working memory of rollouts", decoding.working, update=False)]
+        Line("keys and values (KV cache)", decoding.cache, score=False, update=False),
+        Line("working memory of generation", decoding.working, score=False, update=False),
+        Line("states kept for the reference", passes.hidden, generate=False, update=False),
+        Line("working memory of scoring", passes.scoring, generate=False, update=False)]
     return tuple(line for line in lines if line.device or line.host)
 
 
@@ -133,8 +160,8 @@ def _kept(name: str, size: int, on_host: bool, **phases: bool) -> Line:
     return Line(name, 0, size, **phases) if on_host else Line(name, size, **phases)
 
 
-def _weights(count: int, stage: int, ranks: int, on_host: bool) -> Line:
-    return _kept("weights", _shared(4 * count, ranks if stage == 3 else 1), on_host)
+def _weights(size: int, stage: int, ranks: int, on_host: bool) -> Line:
+    return _kept("weights", _shared(size, ranks if stage == 3 else 1), on_host)
 
 
 def _master_copy(trained: int, stage: int, ranks: int, offloaded: bool) -> Iterable[Line]:
@@ -144,19 +171,41 @@ def _master_copy(trained: int, stage: int, ranks: int, offloaded: bool) -> Itera
 
 
 def _others(parts: Iterable[Part], layout: Layout) -> Iterable[Line]:
-    """Frozen models, whole on every rank."""
+    """Frozen models; whole on every rank, but for a reference in parts."""
     for part in parts:
-        if not part.sharded:
-            yield _kept(part.name, part.stored, part.on_host and layout.cuda)
+        if part.sharded or part.place == "elsewhere":
+            continue
+        kept = _shared(part.size, layout.ranks if part.in_parts else 1)
+        yield _kept(part.name, kept, part.place != "device" and layout.cuda)
+
+
+def _running_reference(cfg: TrainConfig, parts: Iterable[Part], layout: Layout, live: int
+                       ) -> Iterable[Line]:
+    """What a reference takes of the device while it is run, beside what is kept of it there.
+
+    Args:
+        live: elements that DeepSpeed gathers of a model in parts.
+    """
+    part = next((p for p in parts if p.kind == "reference"), None)
+    if part is None or part.place in ("host", "elsewhere"):
+        return
+    size = 0
+    if part.in_parts:
+        whole = reference_kind(cfg.model) == "shared" and whole_while_acting(cfg)
+        size = part.size if whole else min(part.size, live * part.size // max(part.parameters, 1))
+    elif part.place == "offloaded" and layout.cuda:
+        size = part.size
+    yield Line("reference while it runs", size, generate=False, update=False)
 
 
 def _gradients(trained: int, stage: int, ranks: int, offloaded: bool) -> Line:
     size = 4 * trained if stage < 2 else _shared(4 * trained, ranks)
     # stage 3 keeps the room for them, the others give it back after each update
-    return _kept("gradients", size, offloaded and stage > 0, rollout=stage == 3)
+    return _kept("gradients", size, offloaded and stage > 0, generate=stage == 3,
+                 score=stage == 3)
 
 
-def _buffers(count: int, trained: int, layout: Layout, stage: int, deepspeed: dict[str, Any],
+def _buffers(trained: int, layout: Layout, stage: int, deepspeed: dict[str, Any],
              offloaded: bool, largest: int) -> Iterable[Line]:
     if stage == 0:
         if layout.ranks > 1:
@@ -164,16 +213,24 @@ def _buffers(count: int, trained: int, layout: Layout, stage: int, deepspeed: di
         return
     bucket = _number(deepspeed, "reduce_bucket_size", BUCKET)
     # a CPU has pages only for what is written
-    size = 4 * (bucket if layout.cuda else min(bucket, trained))
+    reduced = 4 * (bucket if layout.cuda else min(bucket, trained))
     twice = 2 if stage < 3 and deepspeed.get("overlap_comm") is True else 1
-    yield Line("DeepSpeed's bucket of gradients", twice * size, rollout=stage == 3)
+    yield Line("DeepSpeed's bucket of gradients", twice * reduced, generate=stage == 3,
+               score=stage == 3)
     if offloaded and stage < 3:
         yield Line("DeepSpeed's buffers of one gradient", 4 * largest, 4 * largest)
         yield Line("DeepSpeed's copy of the stepped weights", 0, _shared(4 * trained, layout.ranks))
-    if stage == 3:
-        live = _number(deepspeed, "stage3_max_live_parameters", MAX_LIVE)
-        yield Line("weights gathered in a pass", 4 * min(count, live), rollout=False)
-        yield Line("weights gathered for rollouts", 4 * count, update=False)
+
+
+def _gathered(cfg: TrainConfig, own: Iterable[Part], heads: int, deepspeed: dict[str, Any]
+              ) -> Iterable[Line]:
+    """Weights of ZeRO 3 that a rank holds beside its part."""
+    if cfg.hardware.zero_stage < 3:
+        return
+    size, whole = sum(p.size for p in own), whole_while_acting(cfg)
+    live = 4 * _number(deepspeed, "stage3_max_live_parameters", MAX_LIVE)
+    yield Line("weights gathered in a pass", min(size, live), generate=not whole, score=not whole)
+    yield Line("weights gathered for rollouts", size if whole else heads, update=False)
 
 
 def _number(settings: dict[str, Any], name: str, default: int) -> int:
@@ -188,7 +245,8 @@ def add_up(lines: Iterable[Line], parts: Iterable[Part], layout: Layout, *, stag
     (and stage) only the larger of both counts, with the gradient of the largest weight.
     """
     lines = tuple(lines)
-    rollout = sum(line.device for line in lines if line.rollout)
+    generate = sum(line.device for line in lines if line.generate)
+    score = sum(line.device for line in lines if line.score)
     update = sum(line.device for line in lines if line.update)
     if stage == 0 and not layout.accumulates:
         sizes = {line.name: line.device for line in lines if line.update}
@@ -197,21 +255,30 @@ def add_up(lines: Iterable[Line], parts: Iterable[Part], layout: Layout, *, stag
         gradients = sizes.get("gradients", 0)
         largest = 4 * max(p.largest for p in parts)
         update += max(passing, gradients + largest) - passing - gradients
-    host = layout.ranks_on_host * max(sum(line.host for line in lines if line.rollout),
-                                      sum(line.host for line in lines if line.update))
-    device = max(rollout, update)
-    return Sums(rollout, update, host if layout.cuda else host + layout.ranks_on_host * device,
-                _loading(parts, layout, stage))
+    host = layout.ranks_on_host * max(
+        sum(line.host for line in lines if line.generate or line.score),
+        sum(line.host for line in lines if line.update))
+    device = max(generate, score, update)
+    if not layout.cuda:
+        host += layout.ranks_on_host * device
+    return Sums(generate, score, update, host, _loading(parts, layout, stage))
 
 
 def _loading(parts: Iterable[Part], layout: Layout, stage: int) -> int:
-    """Every rank loads the whole policy into host memory and then, to a device, the reference:
-    :func:`ppocli.engine.session.build_session`. What of that changes is to change here alone."""
+    """Every rank loads the whole policy into host memory and then, to a device, the reference;
+    under ZeRO 3 rank 0 alone does, and hands out parts (:mod:`ppocli.engine.handout`). An adapter's
+    base is whole on every rank, and so is a value model."""
     parts = tuple(parts)
-    policy = sum(4 * p.parameters for p in parts if p.sharded)
-    frozen = sum(p.stored for p in parts if p.kind == "reference")
-    each = max(policy, frozen) if layout.cuda else policy + frozen
-    return layout.ranks_on_host * each
+    own = [p for p in parts if p.sharded]
+    handed_out = stage == 3 and not any(p.adapter for p in own)
+    copies = 1 if handed_out else layout.ranks_on_host
+    policy = sum(p.size * (copies if p.kind == "policy" else layout.ranks_on_host) for p in own)
+    frozen = sum(p.size * (1 if stage == 3 and p.in_parts else layout.ranks_on_host)
+                 for p in parts if p.kind == "reference")
+    if layout.cuda:
+        return max(policy, frozen)
+    # the parts of what was loaded before
+    return max(policy, frozen + sum(p.size for p in own)) if handed_out else policy + frozen
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,11 +292,11 @@ class Disk:
 
 
 def disk_of(cfg: TrainConfig, parts: Iterable[Part]) -> Disk:
-    """fp32 weights, with the optimizer's state in a checkpoint
+    """fp32 weights, or an adapter's alone, with the optimizer's state in a checkpoint
     (:mod:`ppocli.engine.persist`); logs and samples apart."""
     own = [p for p in parts if p.sharded]
-    model = sum(4 * p.parameters for p in own if p.kind == "policy")
-    state = STATE_BYTES[cfg.ppo.optimizer.name] * sum(p.trained for p in own)
-    checkpoint = sum(4 * p.parameters for p in own) + state
+    written = {p.name: 4 * p.trained if p.adapter else p.size for p in own}
+    model = sum(written[p.name] for p in own if p.kind == "policy")
+    checkpoint = sum(written.values()) + sum(p.state for p in own)
     kept = cfg.checkpoint.keep_last + cfg.checkpoint.keep_best + 1
     return Disk(checkpoint, model, kept * checkpoint + model)

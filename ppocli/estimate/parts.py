@@ -1,29 +1,32 @@
 """The models of a run and their sizes, from configurations alone: the one list that everything else
 here is worked out from.
-
-A kind of model that is new (adapters, a critic of its own, a reference that shares a trunk) is one
-more :class:`Part`, or another count in one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from ppocli.config.schema import ModelConfig, TrainConfig, reference_kind
-from ppocli.errors import InputError
-from ppocli.models.loading import without_dropout
-from ppocli.models.policy import Policy, build_value_head, freeze_bottom
+from ppocli.config.algorithm import value_optimizer
+from ppocli.config.schema import OptimizerConfig, TrainConfig, reference_kind
+from ppocli.config.sharding import reference_sharded
+from ppocli.errors import InputError, PpocliError
+from ppocli.estimate.outline import outline_lm, read_config
+from ppocli.models.loading import DTYPES, reference_dtype
+from ppocli.models.policy import Policy
+from ppocli.models.unloaded import first_line
 
-BYTES = {"fp32": 4, "bf16": 2}
+BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 MODEL_REWARDS = ("classifier", "reward_model")
 """short names of the rewards that hold a model of their own"""
 Kind = Literal["policy", "value", "reference", "reward"]
+Place = Literal["device", "offloaded", "host", "elsewhere"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,150 +37,164 @@ class Part:
     name: str
     parameters: int
     """tied ones once"""
+    size: int
+    """bytes of the weights as they are kept"""
     trained: int = 0
-    """of these, those with a gradient and optimizer state; they and their gradients are fp32"""
-    bytes_each: int = 4
-    """of a stored parameter"""
+    """parameters with a gradient and optimizer state; they and their gradients are fp32"""
+    state: int = 0
+    """bytes of optimizer state, its counts of steps apart"""
     sharded: bool = False
     """whether DeepSpeed divides it over ranks; else every rank holds the whole"""
     cast: int = 0
     """trained parameters that autocast copies to bf16 for each pass: weights of linear layers"""
     largest: int = 0
     """elements of the largest trained tensor"""
-    on_host: bool = False
-    """whether it lies in host memory while it isn't used"""
-
-    @property
-    def stored(self) -> int:
-        """Bytes of the weights as they are kept."""
-        return self.parameters * self.bytes_each
-
-
-def read_config(name: str, *, key: str, revision: str | None = None, trust_remote_code: bool = False
-                ) -> Any:
-    """A model's configuration; of a folder nothing but ``config.json`` has to be there.
-
-    Raises:
-        InputError: no such model, or its configuration can't be read.
-    """
-    from transformers import AutoConfig
-
-    from ppocli.assets.model_files import find_model
-
-    source: str = str(Path(name).expanduser())
-    if not (Path(source) / "config.json").is_file():
-        source, _ = find_model(name, key=key, revision=revision, needs="model")
-    try:
-        return AutoConfig.from_pretrained(source, revision=revision,
-                                          trust_remote_code=trust_remote_code)
-    except Exception as error:  # transformers raises many kinds, all about this file
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InputError(f"The configuration of {name} can't be read: {first}", where=key,
-                         fix="check config.json, or give another model") from error
+    in_parts: bool = False
+    """whether each rank keeps a part of it and gathers it while it is run: a reference, under
+    ZeRO 3"""
+    place: Place = "device"
+    """where it lies: ``offloaded`` is in host memory while it isn't run"""
+    adapter: bool = False
+    """whether what trains is an adapter, which is all that is saved of it"""
 
 
-def outline(cfg: ModelConfig, config: Any | None = None, *, critic: bool = True) -> Policy:
-    """The policy as a module on torch's meta device: every shape and no memory.
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """Something of a run whose memory can't be told, and why."""
+
+    name: str
+    why: str
+
+
+def parts_of(cfg: TrainConfig, policy: Policy, *, rewards: bool = True
+             ) -> tuple[tuple[Part, ...], tuple[Unknown, ...]]:
+    """Everything that holds weights in a run of ``cfg``, and what of it can't be told.
 
     Args:
-        config: of the model, if it has been read already.
-        critic: whether there is a value function.
-
-    Raises:
-        InputError: transformers can't make a causal language model of it, or its layers can't be
-            told apart for ``model.num_layers_unfrozen``.
+        policy: the outline of ``cfg``.
+        rewards: whether those of the rewards are among them.
     """
-    from transformers import AutoModelForCausalLM
-
-    if config is None:
-        config = read_config(cfg.path, key="model.path", revision=cfg.revision,
-                             trust_remote_code=cfg.trust_remote_code)
-    _refuse_unknown(cfg, config, critic)
-    attention = {"attn_implementation": cfg.attn_implementation} if cfg.attn_implementation else {}
-    try:
-        with torch.device("meta"):
-            lm = AutoModelForCausalLM.from_config(without_dropout(config), dtype=torch.float32,
-                                                  trust_remote_code=cfg.trust_remote_code,
-                                                  **attention)
-            lm.tie_weights()
-            policy = Policy(lm, build_value_head(lm, 0) if critic else None)
-        policy.eval()
-        freeze_bottom(lm, cfg.num_layers_unfrozen)
-    except Exception as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InputError(f"The model {cfg.path} can't be outlined: {first}", where="model.path",
-                         fix="give a causal language model") from error
-    return policy
+    parts, unknown = list(_policy_parts(cfg, policy)), []
+    sources: list[tuple[str, Callable[[], Iterator[Part]]]] = [
+        ("reference", partial(_reference_parts, cfg, policy))]
+    if rewards:
+        sources += [(f"reward {name}", partial(_reward_parts, key, name, kwargs))
+                    for key, name, kwargs in reward_models(cfg)]
+    for name, find in sources:
+        try:
+            parts += find()
+        except PpocliError as error:
+            unknown.append(Unknown(name, error.what))
+    if rewards:
+        unknown += [Unknown(f"reward {name}", "your function") for name in own_functions(cfg)]
+    return tuple(parts), tuple(unknown)
 
 
-def _refuse_unknown(cfg: ModelConfig, config: Any, critic: bool) -> None:
-    """Kinds of models that are not estimated yet."""
-    if getattr(config, "is_encoder_decoder", False):
-        raise InputError(f"{cfg.path} is an encoder-decoder, whose memory can't be told yet.",
-                         where="model.path", fix="try it: ppocli train ... --dry-run")
-    if cfg.peft or cfg.quantization:
-        raise InputError("The memory of adapters and quantized weights can't be told yet.",
-                         where="model.peft, model.quantization",
-                         fix="try it: ppocli train ... --dry-run")
-    if critic and cfg.value.kind != "head":
-        raise InputError(f"The memory of a value function of the kind {cfg.value.kind} can't be "
-                         "told yet.", where="model.value.kind",
-                         fix="try it: ppocli train ... --dry-run")
-
-
-def parts_of(cfg: TrainConfig, policy: Policy) -> tuple[Part, ...]:
-    """Everything that holds weights in a run of ``cfg``.
-
-    Args:
-        policy: the outline of ``cfg.model``.
-
-    Raises:
-        InputError: a reward's model is missing.
-    """
-    return (*_policy_parts(policy), *_reference_parts(cfg, policy), *_reward_parts(cfg))
-
-
-def _policy_parts(policy: Policy) -> Iterator[Part]:
+def _policy_parts(cfg: TrainConfig, policy: Policy) -> Iterator[Part]:
     embedding = {id(p) for m in policy.modules() if isinstance(m, nn.Embedding)
                  for p in m.parameters()}
-    head = policy.lm.get_output_embeddings()
-    # the head casts its own weight where it needs it, and drops the copy
-    apart = embedding | {id(p) for p in head.parameters()}
-    pieces: list[tuple[Any, str, Any]] = [("policy", "policy", policy.lm),
-                                          ("value", "value head", policy.value_head)]
-    for kind, name, module in pieces:
-        if module is None:
+    # heads cast their own weights where they need them, or never
+    heads = [policy.lm.get_output_embeddings(), policy.value_head]
+    apart = embedding | {id(p) for m in heads if m is not None for p in m.parameters()}
+    pieces: list[tuple[Kind, str, list[Any], OptimizerConfig]] = [
+        ("policy", "policy", [policy.lm], cfg.ppo.optimizer),
+        ("value", f"value {cfg.model.value.kind}", [policy.value_trunk, policy.value_head],
+         value_optimizer(cfg.ppo))]
+    quantized = packed(cfg, policy.lm)
+    for kind, name, modules, optimizer in pieces:
+        parameters = [p for m in modules if m is not None for p in m.parameters()]
+        if not parameters:
             continue
-        parameters = list(module.parameters())
         trained = [p for p in parameters if p.requires_grad]
-        cast = [p for p in trained if p.dim() == 2 and id(p) not in apart] \
-            if kind == "policy" else []
-        yield Part(kind=kind, name=name,
-                   parameters=_count(parameters), trained=_count(trained), sharded=True,
-                   cast=_count(cast), largest=max((p.numel() for p in trained), default=0))
+        yield Part(
+            kind=kind, name=name, parameters=_count(parameters), trained=_count(trained),
+            size=sum(quantized.get(id(p), p.numel() * p.element_size()) for p in parameters),
+            state=sum(state_bytes(optimizer, p.shape) for p in trained), sharded=True,
+            cast=_count([p for p in trained if p.dim() == 2 and id(p) not in apart]),
+            largest=max((p.numel() for p in trained), default=0),
+            adapter=kind == "policy" and bool(cfg.model.peft))
 
 
 def _count(parameters: list[nn.Parameter]) -> int:
     return sum(p.numel() for p in parameters)
 
 
+def state_bytes(optimizer: OptimizerConfig, shape: torch.Size) -> int:
+    """Bytes that an optimizer keeps for a weight, as :mod:`ppocli.engine.optimizers` builds it.
+
+    Adafactor keeps sums of rows and columns in place of a matrix (Shazeer and Stern 2018, arXiv
+    1804.04235); AdamW of bitsandbytes 8 bits a number and a scale for 256 of them, and 32 bits for
+    weights below 4096 numbers (Dettmers et al. 2022, arXiv 2110.02861).
+    """
+    count = math.prod(shape)
+    match optimizer.name:
+        case "sgd":
+            return 4 * count if optimizer.momentum else 0
+        case "adafactor" if len(shape) > 1:
+            return 4 * (count // shape[-1] + count // shape[-2])
+        case "adafactor":
+            return 4 * count
+        case "adamw_8bit" if count >= 4096:
+            return 2 * (count + 4 * -(-count // 256))
+    return 8 * count
+
+
+def packed(cfg: TrainConfig, lm: Any) -> dict[int, int]:
+    """Bytes of each weight, by its id, that ``model.quantization`` changes: those of linear layers,
+    but of the output embedding and what the model wants in fp32."""
+    from transformers.pytorch_utils import Conv1D
+
+    if cfg.model.quantization is None:
+        return {}
+    exact = tuple(getattr(lm, "_keep_in_fp32_modules", None) or ())
+    head = lm.get_output_embeddings().weight
+    found = {}
+    for name, module in lm.named_modules():
+        if isinstance(module, (nn.Linear, Conv1D)) and "lora_" not in name \
+                and module.weight is not head and not module.weight.requires_grad:
+            kept = any(part in exact for part in name.split("."))
+            weight = module.weight
+            found[id(weight)] = (4 * weight.numel() if kept else
+                                 quantized_bytes(cfg.model.quantization, weight.shape))
+    return found
+
+
+def quantized_bytes(how: str, shape: torch.Size) -> int:
+    """Bytes of a weight in 8 bits, with a fp32 scale for each row (LLM.int8(), arXiv 2208.07339),
+    or in 4 bits, with 8 bits of scale for 64 numbers and 32 for 64 * 256 (QLoRA's double
+    quantization, arXiv 2305.14314)."""
+    count = math.prod(shape)
+    if how == "8bit":
+        return count + 4 * shape[0]
+    blocks = -(-count // 64)
+    return -(-count // 2) + blocks + 4 * -(-blocks // 256)
+
+
 def _reference_parts(cfg: TrainConfig, policy: Policy) -> Iterator[Part]:
-    """As :mod:`ppocli.models.reference` keeps it: whole on every rank."""
+    """As :mod:`ppocli.models.reference` keeps it."""
     model = cfg.model
     kind = reference_kind(model)
-    if kind == "none":
+    if kind in ("none", "adapter"):
         return
-    on_host = model.reference.offload
     if kind == "shared":  # fp32 copies of what trains
-        yield Part(kind="reference", name="reference", on_host=on_host, parameters=_count(
-            [p for p in policy.lm.parameters() if p.requires_grad]))
-        return
-    lm = policy.lm
-    if model.reference.path is not None:
-        lm = outline(replace(model, path=model.reference.path, revision=None), critic=False).lm
-    yield Part(kind="reference", name="reference", on_host=on_host,
-               parameters=_count(list(lm.parameters())),
-               bytes_each=BYTES[model.dtype or cfg.hardware.precision])
+        count = _count([p for p in policy.lm.parameters() if p.requires_grad])
+        size, in_parts = 4 * count, cfg.hardware.zero_stage == 3
+    else:
+        path = model.reference.path
+        lm = outline_lm(model, policy.lm.config if path is None else None, path=path,
+                        key="model.reference.path")
+        count = _count(list(lm.parameters()))
+        size = count * reference_dtype(model, cfg.hardware).itemsize
+        in_parts = cfg.hardware.zero_stage == 3 and reference_sharded(cfg)
+    yield Part(kind="reference", name="reference", parameters=count, size=size, in_parts=in_parts,
+               place=_reference_place(cfg))
+
+
+def _reference_place(cfg: TrainConfig) -> Place:
+    wanted = cfg.model.reference
+    if wanted.device is not None and not wanted.offload:
+        return "host" if wanted.device == "cpu" else "elsewhere"
+    return "offloaded" if wanted.offload else "device"
 
 
 def reward_models(cfg: TrainConfig) -> list[tuple[str, str, dict[str, Any]]]:
@@ -198,20 +215,19 @@ def own_functions(cfg: TrainConfig) -> list[str]:
     return [str(name) for name in names if name is not None and name not in BUILTIN_REWARDS]
 
 
-def _reward_parts(cfg: TrainConfig) -> Iterator[Part]:
+def _reward_parts(key: str, name: str, kwargs: dict[str, Any]) -> Iterator[Part]:
     from transformers import AutoModelForSequenceClassification
 
-    for key, name, kwargs in reward_models(cfg):
-        config = read_config(name, key=f"{key}.model", revision=kwargs.get("revision"),
-                             trust_remote_code=bool(kwargs.get("trust_remote_code")))
-        try:
-            with torch.device("meta"):
-                model = AutoModelForSequenceClassification.from_config(config)
-        except Exception as error:
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise InputError(f"The model {name} can't be outlined: {first}", where=f"{key}.model",
-                             fix="give a model for sequence classification") from error
-        stored = BYTES.get(str(kwargs.get("dtype", "fp32")), 4)
-        yield Part(kind="reward", name=f"reward {name}", bytes_each=stored,
-                   parameters=_count(list(model.parameters())),
-                   on_host=str(kwargs.get("device", "auto")) == "cpu")
+    config = read_config(name, key=f"{key}.model", revision=kwargs.get("revision"),
+                         trust_remote_code=bool(kwargs.get("trust_remote_code")))
+    try:
+        with torch.device("meta"):
+            model = AutoModelForSequenceClassification.from_config(config)
+    except Exception as error:
+        raise InputError(f"The model {name} can't be outlined: {first_line(error)}",
+                         where=f"{key}.model",
+                         fix="give a model for sequence classification") from error
+    count = _count(list(model.parameters()))
+    yield Part(kind="reward", name=f"reward {name}", parameters=count,
+                size=count * BYTES.get(str(kwargs.get("dtype", "fp32")), 4),
+                place="host" if str(kwargs.get("device", "auto")) == "cpu" else "device")

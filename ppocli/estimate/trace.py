@@ -7,35 +7,28 @@ so attention kernels, gradient checkpointing, autocast and unusual architectures
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
+from ppocli.estimate.storages import LiveBytes, computing, like_device
+from ppocli.models.critics import ValueBranch, ValueModel
+from ppocli.models.layers import layer_stack
 from ppocli.models.layout import SequenceBatch
 from ppocli.models.policy import Policy
 from ppocli.models.sampling import SamplingSpec, choose
+from ppocli.models.trunk import has_encoder
+from ppocli.models.virtual_tokens import virtual_tokens
 
 SHALLOW, DEEP = 4, 8
 """layers that are run of a deep model; each further one adds as much as one between these"""
 FULL = SHALLOW + DEEP
 """models of at most so many layers are run whole"""
-
-_FP32_ON_CUDA = frozenset({
-    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal",
-    "rsqrt", "sinh", "tan", "pow", "__pow__", "__rpow__", "softplus", "layer_norm", "group_norm",
-    "norm", "logsumexp", "softmax", "log_softmax", "cumsum", "cumprod", "prod", "sum"})
-"""what CUDA's autocast computes in fp32 and the CPU's does not (torch's docs, "Autocast Op
-Reference")"""
-
 
 @dataclass(frozen=True, slots=True)
 class TrainingPass:
@@ -64,76 +57,18 @@ class DecodingPass:
     """most that is alive beside them"""
 
 
-class _Live(TorchDispatchMode):
-    """Counts the bytes of all storages made inside that are alive."""
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of one pass."""
 
-    def __init__(self, ours: Iterator[torch.Tensor]) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._sizes: dict[int, int] = {}
-        self._never = {t.untyped_storage()._cdata for t in ours}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for value in tree_leaves(out):
-            if isinstance(value, torch.Tensor):
-                self.hold(value)
-        return out
-
-    def hold(self, tensor: torch.Tensor) -> None:
-        """Count a tensor's storage, unless it is counted."""
-        storage = tensor.untyped_storage()
-        number = storage._cdata
-        if number in self._sizes or number in self._never:
-            return
-        self._sizes[number] = storage.nbytes()
-        self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self.drop, number)
-
-    def drop(self, number: int) -> None:
-        """Count a storage no longer."""
-        self.now -= self._sizes.pop(number, 0)
-
-    def forget(self, parameter: torch.Tensor) -> None:
-        """A gradient is complete: what gradients take is told elsewhere."""
-        if parameter.grad is not None:
-            self.drop(parameter.grad.untyped_storage()._cdata)
-
-
-class _LikeCuda(TorchFunctionMode):
-    """Lets operations on fake CPU tensors keep what they would keep on CUDA.
-
-    Fake CUDA tensors need a torch built for CUDA, and a laptop has none.
-    """
-
-    def __init__(self, bf16: bool) -> None:
-        super().__init__()
-        self._bf16 = bf16
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if self._bf16 and name in _FP32_ON_CUDA:
-            args = tree_map(_in_fp32, args)
-        elif not self._bf16 and name == "scaled_dot_product_attention" and kwargs.get("enable_gqa"):
-            return _plain_attention(*args, **kwargs)  # no fused kernel of CUDA shares heads in fp32
-        return func(*args, **kwargs)
-
-
-def _in_fp32(value: Any) -> Any:
-    half = isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16
-    return value.float() if half else value
-
-
-def _plain_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-                     attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
-                     scale: float | None = None, enable_gqa: bool = False) -> torch.Tensor:
-    """Shapes of torch's math kernel, which keeps the [b, heads, T, T] probabilities."""
-    times = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(times, 1) for x in (key, value))
-    weights = torch.softmax((query * 1.0) @ (key * 1.0).transpose(-2, -1), -1)
-    return weights @ value
+    rows: int
+    prompt: int
+    """tokens of the longest prompt"""
+    new: int
+    """tokens of the longest response"""
+    bf16: bool
+    cuda: bool
+    """whether a GPU is meant"""
 
 
 @contextmanager
@@ -155,64 +90,121 @@ def weightless(policy: Policy) -> Iterator[FakeTensorMode]:
             for name, buffer in list(module._buffers.items()):
                 if buffer is not None:
                     module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+        tokens = virtual_tokens(policy.lm)
+        if tokens is not None:  # PEFT keeps their numbers where no module is
+            numbers = tokens._peft_model.prompt_tokens
+            tokens._peft_model.prompt_tokens = {
+                name: torch.empty(value.shape, dtype=value.dtype)
+                for name, value in numbers.items()}
         yield mode
 
 
+
+
+# Depth --------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """Layers of which only the uppermost few have to be run."""
+
+    parent: nn.Module
+    name: str
+    layers: nn.ModuleList
+    depth: int
+    """of how many the result is wanted"""
+
+
+def _stacks(policy: Policy, *, training: bool) -> list[_Stack]:
+    """The stacks of a policy's model and of a value model whose layers are all alike; none where
+    layers depend on each other (an encoder-decoder, a branch): those are run whole."""
+    trunk = policy.value_trunk
+    if has_encoder(policy.lm) or isinstance(trunk, ValueBranch):
+        return []
+    found = []
+    for lm in [policy.lm, *([trunk.lm] if isinstance(trunk, ValueModel) else [])]:
+        try:
+            layers = layer_stack(lm)
+        except ValueError:
+            continue
+        keeping = _keeping(lm, layers) if training and not policy.training else len(layers)
+        for parent in lm.base_model.modules():
+            for name, child in parent.named_children():
+                if child is layers and keeping is not None:
+                    found.append(_Stack(parent, name, layers, keeping))
+    return found
+
+
+def _keeping(lm: Any, layers: nn.ModuleList) -> int | None:
+    """How many of the uppermost layers keep something for the backward pass, and one; None if that
+    differs among those."""
+    trains = [any(p.requires_grad for p in layer.parameters()) for layer in layers]
+    inside = {id(p) for p in layers.parameters()}
+    below = any(p.requires_grad and id(p) not in inside for m in lm.modules()
+                if isinstance(m, nn.Embedding) for p in m.parameters())
+    if below or not any(trains):
+        # what follows the stack trains, or virtual tokens before it
+        return len(layers) if below else 1
+    first = trains.index(True)
+    return min(len(layers) - first + 1, len(layers)) if all(trains[first:]) else None
+
+
 @contextmanager
-def _computing(bf16: bool, cuda: bool) -> Iterator[None]:
-    """As :meth:`ppocli.engine.backend.Backend.autocast` on the device that is meant."""
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16), _like(bf16, cuda):
+def _cut(stacks: list[_Stack], counts: list[int]) -> Iterator[None]:
+    """Each stack with only its uppermost layers."""
+    with ExitStack() as back:
+        for stack, count in zip(stacks, counts, strict=True):
+            stack.parent._modules[stack.name] = nn.ModuleList(list(stack.layers)[-count:])
+            back.callback(stack.parent._modules.__setitem__, stack.name, stack.layers)
         yield
 
 
-def _like(bf16: bool, cuda: bool) -> Any:
-    return _LikeCuda(bf16) if cuda else nullcontext()
+def _trials(stacks: list[_Stack]) -> list[list[int]]:
+    """How many layers of each stack to run: deep ones with few, then each with some more."""
+    first = [stack.depth if stack.depth <= FULL else SHALLOW for stack in stacks]
+    return [first] + [[DEEP if i == j else count for j, count in enumerate(first)]
+                      for i, stack in enumerate(stacks) if stack.depth > FULL]
 
 
-@contextmanager
-def _top_layers(lm: Any, count: int) -> Iterator[None]:
-    """``lm`` with only its uppermost layers."""
-    stack = _stack(lm)
-    if stack is None or count >= len(stack[2]):
-        yield
-        return
-    parent, name, layers = stack
-    parent._modules[name] = nn.ModuleList(list(layers)[-count:])
-    try:
-        yield
-    finally:
-        parent._modules[name] = layers
+def _at_depth(stacks: list[_Stack], found: list[int]) -> int:
+    """What all layers come to, from the bytes of each of the trials: each layer adds A of them."""
+    deep = [stack.depth for stack in stacks if stack.depth > FULL]
+    return found[0] + sum(round((more - found[0]) / (DEEP - SHALLOW) * (depth - SHALLOW))
+                          for more, depth in zip(found[1:], deep, strict=True))
 
 
-def _stack(lm: Any) -> tuple[nn.Module, str, nn.ModuleList] | None:
-    """The layers of a trunk, with the module that holds them and their name there."""
-    depth = getattr(lm.config, "num_hidden_layers", None)
-    for parent in lm.base_model.modules():
-        for name, child in parent.named_children():
-            if isinstance(child, nn.ModuleList) and len(child) == depth:
-                return parent, name, child
-    return None
-
-
-def _depths(lm: Any, keeping: int | None = None) -> tuple[list[int], int]:
-    """How many layers to run, in one or two trials, and how many there are."""
-    stack = _stack(lm)
-    depth = len(stack[2]) if stack else 0
-    if keeping is not None:
-        depth = min(depth, keeping)
-    return ([depth] if depth <= FULL else [SHALLOW, DEEP]), depth
-
+# Passes -------------------------------------------------------------------------------------------
 
 def checkpoint_layers(policy: Policy, *, bf16: bool, cuda: bool) -> None:
     """Turn gradient checkpointing on, as the engine does; layers run a second time alike."""
-    enable = getattr(policy.lm, "activation_checkpointing_enable", None)
-    (enable or policy.lm.gradient_checkpointing_enable)({
-        "use_reentrant": False, "context_fn": lambda: (nullcontext(), _like(bf16, cuda))})
+    trunk = policy.value_trunk
+    for lm in [policy.lm, *([trunk.lm] if isinstance(trunk, ValueModel) else [])]:
+        enable = getattr(lm, "activation_checkpointing_enable", None)
+        (enable or lm.gradient_checkpointing_enable)({
+            "use_reentrant": False,
+            "context_fn": lambda: (nullcontext(), like_device(bf16, cuda))})
+    if isinstance(trunk, ValueBranch):  # whose layers are copied from such ones
+        layer: Any = layer_stack(policy.lm)[0]
+        copied: Any
+        for copied in trunk.layers:
+            if hasattr(copied, "gradient_checkpointing"):
+                copied.gradient_checkpointing = True
+                copied._gradient_checkpointing_func = layer._gradient_checkpointing_func
     policy.train()
 
 
-def training_pass(policy: Policy, *, rows: int, tokens: int, responses: int, bf16: bool,
-                  cuda: bool, temperature: float, want_entropy: bool) -> TrainingPass:
+def _batch(policy: Policy, sizes: Sizes) -> SequenceBatch:
+    count = sizes.rows * sizes.new
+    flat = torch.empty(count, dtype=torch.long), torch.empty(count, dtype=torch.long)
+    if has_encoder(policy.lm):
+        prompts = torch.empty(sizes.rows, sizes.prompt, dtype=torch.long)
+        return SequenceBatch(torch.empty(sizes.rows, sizes.new, dtype=torch.long), *flat, prompts,
+                             torch.ones_like(prompts))
+    tokens = max(sizes.prompt + sizes.new - 1, 1)
+    return SequenceBatch(torch.empty(sizes.rows, tokens, dtype=torch.long), *flat)
+
+
+def training_pass(policy: Policy, sizes: Sizes, *, temperature: float, want_entropy: bool
+                  ) -> TrainingPass:
     """What a micro-batch of ``rows`` samples takes, forward and backward.
 
     With A bytes kept by each layer, a model of L layers keeps c + A L; what comes on top is the
@@ -220,45 +212,26 @@ def training_pass(policy: Policy, *, rows: int, tokens: int, responses: int, bf1
 
     Args:
         policy: inside :func:`weightless`; gradient checkpointing as it is set there.
-        tokens: of the longest prompt and response together.
-        responses: of these, those of the response.
     """
-    lm = policy.lm
-    stack = _stack(lm)
-    keeping = None
-    if stack is not None and not policy.training:
-        # frozen layers below the trained ones keep nothing; checkpointed ones keep their input
-        trained = sum(any(p.requires_grad for p in layer.parameters()) for layer in stack[2])
-        keeping = trained + 1
-    trials, depth = _depths(lm, keeping)
+    stacks = _stacks(policy, training=True)
     found = []
-    for layers in trials:
-        with _top_layers(lm, layers):
-            found.append(_train_once(policy, rows, tokens, responses, bf16, cuda, temperature,
-                                     want_entropy))
-    if len(found) == 1:
-        return found[0]
-    shallow, deep = found
-
-    def at_depth(name: str) -> int:
-        most = getattr(deep, name)
-        return round(most + (most - getattr(shallow, name)) / (DEEP - SHALLOW) * (depth - DEEP))
-
-    return TrainingPass(at_depth("kept"), max(at_depth("forward"), deep.forward),
-                        max(shallow.backward, deep.backward))
+    for counts in _trials(stacks):
+        with _cut(stacks, counts):
+            found.append(_train_once(policy, sizes, temperature, want_entropy))
+    forward = [one.forward for one in found]
+    return TrainingPass(_at_depth(stacks, [one.kept for one in found]),
+                        max(_at_depth(stacks, forward), *forward),
+                        max(one.backward for one in found))
 
 
-def _train_once(policy: Policy, rows: int, tokens: int, responses: int, bf16: bool, cuda: bool,
-                temperature: float, want_entropy: bool) -> TrainingPass:
-    count = rows * responses
-    batch = SequenceBatch(torch.empty(rows, max(tokens - 1, 1), dtype=torch.long),
-                          torch.empty(count, dtype=torch.long),
-                          torch.empty(count, dtype=torch.long))
-    live = _Live(iter([*policy.parameters(), *policy.buffers()]))
+def _train_once(policy: Policy, sizes: Sizes, temperature: float, want_entropy: bool
+                ) -> TrainingPass:
+    batch = _batch(policy, sizes)
+    live = LiveBytes([*policy.parameters(), *policy.buffers()])
     hooks = [p.register_post_accumulate_grad_hook(live.forget)
              for p in policy.parameters() if p.requires_grad]
     with live:
-        with _computing(bf16, cuda):
+        with computing(sizes.bf16, sizes.cuda):
             out = policy(batch, temperature=temperature, want_entropy=want_entropy)
             loss = out.logprobs.sum()
             if out.values is not None:
@@ -276,50 +249,89 @@ def _train_once(policy: Policy, rows: int, tokens: int, responses: int, bf16: bo
     return TrainingPass(kept, forward - kept, live.peak - kept)
 
 
-def decoding_pass(policy: Policy, spec: SamplingSpec, *, rows: int, prompts: int, bf16: bool,
-                  cuda: bool) -> DecodingPass:
+def scoring_pass(policy: Policy, sizes: Sizes, *, temperature: float) -> int:
+    """Bytes that a forward pass over ``rows`` samples takes without gradients, weights apart.
+
+    Args:
+        policy: inside :func:`weightless`; nothing in it is trained any more.
+    """
+    stacks = _stacks(policy, training=False)
+    policy.requires_grad_(False)  # autocast keeps copies of trained weights: told elsewhere
+    batch = _batch(policy, sizes)
+    live = LiveBytes([*policy.parameters(), *policy.buffers()])
+    with (_cut(stacks, _trials(stacks)[0]), torch.no_grad(), live,
+          computing(sizes.bf16, sizes.cuda)):
+        policy(batch, temperature=temperature)
+    return live.peak
+
+
+def decoding_pass(policy: Policy, spec: SamplingSpec, sizes: Sizes) -> DecodingPass:
     """What generating takes of ``rows`` samples.
 
     Args:
-        policy: inside :func:`weightless`, for the last time: nothing in it is trained any more.
-        prompts: tokens of the longest prompt.
+        policy: inside :func:`weightless`; nothing in it is trained any more.
     """
-    lm = policy.lm
-    policy.requires_grad_(False)  # autocast keeps copies of trained weights: told elsewhere
-    trials, depth = _depths(lm)
+    stacks = _stacks(policy, training=False)[:1]  # a value model decodes nothing
+    policy.requires_grad_(False)
+    pair = has_encoder(policy.lm)
+    # the last token is never fed
+    cached = sizes.prompt if pair else sizes.prompt + spec.max_new_tokens - 1
     caches, working = [], 0
-    for layers in trials:
-        with _top_layers(lm, layers), torch.no_grad():
-            # keys and values grow with the rows, one is enough; the last token is never fed
-            cache, _ = _decode_once(policy, None, 1, prompts + spec.max_new_tokens - 1, bf16, cuda)
-            own, peak = _decode_once(policy, spec, rows, prompts, bf16, cuda)
+    for counts in _trials(stacks):
+        with _cut(stacks, counts), torch.no_grad():
+            # keys and values grow with the rows, one is enough
+            cache, _ = _decode_once(policy, None, 1, cached, spec.max_new_tokens, sizes)
+            own, peak = _decode_once(policy, spec, sizes.rows, sizes.prompt, 1, sizes)
         caches.append(cache)
         working = max(working, peak - own)
-    whole = caches[-1]
-    if len(caches) == 2:
-        whole = caches[1] + round((caches[1] - caches[0]) / (DEEP - SHALLOW) * (depth - DEEP))
-    return DecodingPass(whole * rows, working)
+    return DecodingPass(_at_depth(stacks, caches) * sizes.rows, working)
 
 
-def _decode_once(policy: Policy, spec: SamplingSpec | None, rows: int, tokens: int, bf16: bool,
-                 cuda: bool) -> tuple[int, int]:
-    """Bytes of the cache behind a prompt, and the peak on the way there."""
-    from transformers import DynamicCache
+def _decode_once(policy: Policy, spec: SamplingSpec | None, rows: int, tokens: int, new: int,
+                 sizes: Sizes) -> tuple[int, int]:
+    """Bytes of the cache behind a prompt, with what an encoder made of it, and the peak on the way.
 
-    lm = policy.lm
-    live = _Live(iter([*policy.parameters(), *policy.buffers()]))
-    cache = DynamicCache(config=lm.config)
-    with live, _computing(bf16, cuda):
+    Args:
+        new: tokens that the decoder beside an encoder is fed.
+    """
+    lm: Any = policy.lm
+    live = LiveBytes([*policy.parameters(), *policy.buffers()])
+    with live, computing(sizes.bf16, sizes.cuda):
         ids = torch.empty(rows, max(tokens, 1), dtype=torch.long)
-        states = lm.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
-        hidden = states.last_hidden_state[:, -1]
+        states, cache, encoded = _fed(lm, ids, new)
+        hidden = states[:, -1]
         del states
         if spec is not None:
             choose(lm.get_output_embeddings()(hidden), torch.empty(rows, dtype=torch.float64), spec,
                    0, torch.empty(len(spec.stop_ids), dtype=torch.long))
-            if policy.value_head is not None:
-                policy.value_head(hidden)
-    held = sum(t.untyped_storage().nbytes() for layer in cache.layers
-               for t in (getattr(layer, "keys", None), getattr(layer, "values", None))
-               if t is not None)
-    return held, live.peak
+            if policy.values_while_decoding:
+                policy.value_head(hidden)  # type: ignore[misc]
+    held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for layer in cache
+            for t in (getattr(layer, "keys", None), getattr(layer, "values", None))
+            if t is not None}
+    return sum(held.values()) + (0 if encoded is None else encoded.nbytes), live.peak
+
+
+def _fed(lm: Any, ids: torch.Tensor, new: int) -> tuple[torch.Tensor, list[Any], Any]:
+    """Final states, layers of the cache, and the encoder's states, as
+    :func:`ppocli.models.generation.generate` makes them."""
+    from transformers import DynamicCache, EncoderDecoderCache
+
+    if has_encoder(lm):
+        mask = torch.ones_like(ids)
+        encoded = lm.get_encoder()(input_ids=ids, attention_mask=mask).last_hidden_state
+        both = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        states = lm.get_decoder()(
+            input_ids=torch.empty(len(ids), new, dtype=torch.long), past_key_values=both,
+            encoder_hidden_states=encoded, encoder_attention_mask=mask, use_cache=True)
+        caches = (both.self_attention_cache, both.cross_attention_cache)
+        return states.last_hidden_state, [x for one in caches for x in one.layers], encoded
+    cache: Any = DynamicCache(config=lm.config)
+    words: dict[str, torch.Tensor] = {"input_ids": ids}
+    virtual = virtual_tokens(lm)
+    if virtual is not None and virtual.in_cache:
+        cache = virtual.cache(len(ids))
+    elif virtual is not None:
+        words = {"inputs_embeds": virtual.in_front(lm.get_input_embeddings()(ids))}
+    states = lm.base_model(past_key_values=cache, use_cache=True, **words)
+    return states.last_hidden_state, cache.layers, None

@@ -15,13 +15,13 @@ from ppocli.assets.adapter_files import BASE, CONFIG, is_adapter, named_base
 from ppocli.assets.model_files import find_model
 from ppocli.config.adapters import adapter_kind, adapter_settings
 from ppocli.config.schema import HardwareConfig, ModelConfig
-from ppocli.errors import CheckpointError, ConfigError, InputError, PpocliError
+from ppocli.errors import CheckpointError, InputError, PpocliError
 from ppocli.models.adapters import Adapter, attach, identify, load_adapter, peft_config
 from ppocli.models.layers import whole_shape
 from ppocli.models.layout import SequenceBatch
 from ppocli.models.quantization import quantized
 from ppocli.models.trunk import decoder_start, has_encoder, logit_scale, response_hidden
-from ppocli.models.virtual_tokens import num_virtual_tokens
+from ppocli.models.unloaded import check_room, first_line
 
 log = logging.getLogger("ppocli")
 
@@ -78,12 +78,6 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
     return tokenizer
 
 
-def first_line(error: BaseException) -> str:
-    """What a library's exception says, cut to one line."""
-    text = str(error).strip()
-    return text.splitlines()[0][:300] if text else type(error).__name__
-
-
 def without_dropout(config: Any) -> Any:
     """A copy of ``config`` whose dropout rates are 0: the ratio must be 1 before the first update,
     also in train mode, which gradient checkpointing needs."""
@@ -99,31 +93,6 @@ def silence_dropout(module: torch.nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, torch.nn.Dropout):
             part.p = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Unloaded:
-    """What is known of a model before its weights are loaded."""
-
-    config: Any
-
-
-def read_lm(cfg: ModelConfig) -> Unloaded:
-    """The configuration of ``model.path``, whose files are all there.
-
-    Raises:
-        InputError: folder or Hub model missing or broken.
-    """
-    from transformers import AutoConfig
-
-    source, _ = find_model(cfg.path, key="model.path", revision=cfg.revision, needs="model")
-    try:
-        return Unloaded(AutoConfig.from_pretrained(source, revision=cfg.revision,
-                                                   trust_remote_code=cfg.trust_remote_code))
-    except Exception as error:  # transformers raises many kinds here, all about the folder
-        raise InputError(f"The model {cfg.path} can't be loaded: {first_line(error)}",
-                         where="model.path", fix="check the folder's config.json and "
-                         "model.safetensors, or give another one") from error
 
 
 def load_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32,
@@ -246,11 +215,7 @@ def load_policy(cfg: ModelConfig, hardware: HardwareConfig, seed: int) -> Loaded
     config = peft_config(kind, adapter_settings(cfg), pair=has_encoder(loaded.lm),
                          revision=cfg.revision, tokenizer=loaded.lm.config.name_or_path)
     model = attach(loaded.lm, config, seed=seed)
-    positions, own = _positions(loaded.lm), num_virtual_tokens(loaded.lm)
-    if positions is not None and own >= positions:
-        raise ConfigError(f"{own} virtual tokens leave no room: the model has {positions} "
-                          "positions.", where="model.peft.num_virtual_tokens",
-                          fix=f"set it far below {positions}")
+    check_room(loaded.lm)
     return replace(loaded, adapter=Adapter(model, base))
 
 
@@ -312,21 +277,6 @@ def check_vocabulary(tokenizer: Any, lm: Any, cfg: ModelConfig, *, key: str | No
                          where=key or ("model.tokenizer_path" if cfg.tokenizer_path
                                        else "model.path"),
                          fix="use the tokenizer the model was trained with")
-
-
-def max_positions(lm: Any) -> int | None:
-    """Longest sequence the model has positions for, beside its virtual tokens; None when its
-    configuration has no limit."""
-    positions = _positions(lm)
-    return None if positions is None else max(positions - num_virtual_tokens(lm), 0)
-
-
-def _positions(lm: Any) -> int | None:
-    for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"):
-        value = getattr(lm.config, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return None
 
 
 def stop_rules(tokenizer: Any, loaded: LoadedLM, extra_ids: list[int], sequences: list[str]

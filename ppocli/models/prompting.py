@@ -10,10 +10,10 @@ import torch
 
 from ppocli.errors import ConfigError, DivergedError
 from ppocli.models.generation import Watch, generate
-from ppocli.models.loading import max_positions
 from ppocli.models.sampling import SamplingSpec
 from ppocli.models.text import decode_responses, response_ids
 from ppocli.models.trunk import has_encoder
+from ppocli.models.unloaded import max_positions
 from ppocli.ppo.noise import USER, uniform
 
 BATCH = 64

@@ -11,8 +11,9 @@ from ppocli.assets.model_files import find_model
 from ppocli.config.schema import ModelConfig
 from ppocli.errors import InputError
 from ppocli.models.critics import ScoreHead, ValueModel
-from ppocli.models.loading import first_line, silence_dropout, without_dropout
+from ppocli.models.loading import silence_dropout, without_dropout
 from ppocli.models.policy import ValueHead
+from ppocli.models.unloaded import first_line
 
 log = logging.getLogger("ppocli")
 

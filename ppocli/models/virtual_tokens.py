@@ -63,8 +63,10 @@ def switch_virtual_tokens(lm: Any, enabled: bool) -> None:
 
 def num_virtual_tokens(lm: Any) -> int:
     """How many positions of a causal LM virtual tokens take, switched on or not."""
-    found = getattr(lm, "_modules", {}).get(_NAME)  # a model not loaded yet has none
-    return 0 if found is None else found.count
+    modules = getattr(lm, "_modules", None)
+    if modules is None:  # a model that is not loaded yet
+        return int(lm.num_virtual_tokens)
+    return modules[_NAME].count if _NAME in modules else 0
 
 
 def trunk_states(lm: Any, tokens: torch.Tensor) -> torch.Tensor:

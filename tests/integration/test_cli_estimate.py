@@ -21,6 +21,7 @@ def place(tmp_path_factory):
     model_config("llama", hidden_size=65536, intermediate_size=262144, num_attention_heads=64,
                  num_key_value_heads=64, num_hidden_layers=200).save_pretrained(folder / "huge")
     save_file({"x": torch.zeros(1)}, folder / "huge/model.safetensors", metadata={"format": "pt"})
+    model_config("t5").save_pretrained(folder / "pair")
     write_prompts(folder / "prompts.jsonl")
     return folder
 
@@ -54,12 +55,21 @@ def test_json_of_a_config_alone_and_a_device_that_is_too_small(place):
     trained = parts["policy"]["trained"] + parts["value"]["trained"]
     assert lines["optimizer state"]["device_bytes"] == 8 * trained // 4
     assert (told["prompt_tokens"], told["prompt_tokens_from"]) == (11, "as given")
-    assert told["unknown_rewards"] == ["my_rewards:score"]
+    assert told["unknown"] == [{"name": "reward my_rewards:score", "why": "your function"}]
     assert told["fits"] is True
     small = ppocli(*words, "--memory", "0.01", cwd=place)
     assert small.returncode == 8
     assert json.loads(small.stdout)["fits"] is False
     assert list(place.glob("runs*")) == []
+
+
+def test_kinds_of_models_and_what_is_unknown_of_them(place):
+    done = ppocli("estimate", "model.path=./pair", "model.value.kind=model",
+                  "model.value.path=./outline", "model.reference.path=./nowhere", cwd=place)
+    assert done.returncode == 0, done.stderr
+    assert "value model: " in done.stdout
+    assert "reference: unknown, " in done.stdout
+    assert "nowhere" in done.stdout
 
 
 def test_what_is_wrong_is_told(place):

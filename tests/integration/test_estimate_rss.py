@@ -13,7 +13,7 @@ from ppocli.engine.live import resident_mib
 from ppocli.engine.optimize import optimize
 from ppocli.engine.stop import StopFlag
 from ppocli.estimate.estimate import estimate
-from ppocli.estimate.parts import outline
+from ppocli.estimate.outline import outline
 
 PEAK = "/proc/self/clear_refs"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.skipif(
@@ -33,7 +33,7 @@ def test_updates_of_a_real_training_take_what_was_told(tmp_path):
     cfg = small_config(tmp_path, ppo__num_rollouts=8, ppo__mini_batch_size=4, ppo__ppo_epochs=1,
                        generation__max_new_tokens=120, prompts__eval__limit=2,
                        hardware__num_threads=1)
-    found = estimate(cfg, outline(cfg.model), prompt_tokens=8, cuda=False, ranks=1,
+    found = estimate(cfg, outline(cfg), prompt_tokens=8, cuda=False, ranks=1,
                      ranks_on_host=1)
     before = resident_mib(os.getpid())
     with session_of(cfg) as session:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 
 import pytest
 import torch
 from helpers import model_config, save_lm
 from sessions import session_of, set_keys, small_config
+from torch.profiler import ProfilerActivity, profile
 
-from ppocli.config.schema import ModelConfig, TrainConfig
-from ppocli.errors import InputError, OutOfMemoryError
-from ppocli.estimate.check import bound, check_memory, judge, shown
-from ppocli.estimate.estimate import Estimate, estimate
-from ppocli.estimate.machine import Room, host_room
-from ppocli.estimate.memory import Layout, add_up, disk_of, layout_of, lines_of
-from ppocli.estimate.parts import Part, outline, own_functions, parts_of
-from ppocli.estimate.trace import DecodingPass, TrainingPass, training_pass, weightless
+from ppocli.config.schema import OptimizerConfig, TrainConfig
+from ppocli.errors import InputError
+from ppocli.estimate.check import bound, check_memory
+from ppocli.estimate.estimate import estimate
+from ppocli.estimate.memory import disk_of, layout_of
+from ppocli.estimate.outline import outline
+from ppocli.estimate.parts import Part, Unknown, parts_of, quantized_bytes, state_bytes
+from ppocli.estimate.trace import Sizes, TrainingPass, training_pass, weightless
 from ppocli.models.layout import lay_out
+from ppocli.models.virtual_tokens import virtual_tokens
 
 PROMPT, NEW = 30, 20
 SHAPES = {
@@ -28,6 +29,10 @@ SHAPES = {
     "gpt_neox": {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 3,
                  "num_attention_heads": 4},
     "qwen2": {"hidden_size": 64, "num_hidden_layers": 16, "num_attention_heads": 4},
+    "t5": {"d_model": 128, "d_kv": 32, "num_heads": 4, "d_ff": 256, "num_layers": 3,
+           "num_decoder_layers": 4},
+    "bart": {"d_model": 128, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+             "encoder_ffn_dim": 256, "decoder_ffn_dim": 256},
 }
 
 
@@ -42,42 +47,61 @@ def folders(tmp_path_factory):
 
 
 def kept_of(session) -> int:
-    """Bytes of what autograd saves in one forward pass of a micro-batch, and of the one chunk of
-    logits that the head keeps."""
+    """Bytes that torch's allocator still holds, of those it gave, after the forward pass of a
+    micro-batch; then updates once.
+
+    What autograd shows of saved tensors is less: a checkpointed layer's input is held beside them.
+    """
     rows = session.forward_rows
     ids, new = torch.randint(5, 30, (rows, PROMPT)), torch.randint(5, 30, (rows, NEW))
-    batch = lay_out(ids, torch.ones_like(ids).bool(), new, torch.ones_like(new).bool())
-    ours = {t.untyped_storage().data_ptr()
-            for t in (*session.policy.parameters(), *session.policy.buffers())}
-    saved = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in ours:
-            saved[storage.data_ptr()] = storage
-        return tensor
-
+    batch = lay_out(ids, torch.ones_like(ids).bool(), new, torch.ones_like(new).bool(),
+                    session.loaded.decoder_start)
     session.policy.train(session.cfg.model.gradient_checkpointing)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+    session.engine(batch, temperature=1.0)  # what is made once is made
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         out = session.engine(batch, temperature=1.0)
-    kept = sum(storage.nbytes() for storage in saved.values())
-    (out.logprobs.sum() + out.values.sum()).backward()
+    loss = out.logprobs.sum()
+    (loss if out.values is None else loss + out.values.sum()).backward()
     session.optimizer.step()
     session.policy.eval()
-    vocabulary = session.policy.lm.get_output_embeddings().weight.shape[0]
-    return kept + 4 * rows * NEW * vocabulary
+    return sum(event.self_cpu_memory_usage for event in profiled.key_averages())
 
 
 def cache_of(session) -> int:
-    """Bytes of the keys and values of one generate call at its end."""
-    from transformers import DynamicCache
+    """Bytes of the keys and values of one generate call at its end, and of the encoder's states."""
+    from transformers import DynamicCache, EncoderDecoderCache
 
-    lm = session.policy.lm
-    cache = DynamicCache(config=lm.config)
-    ids = torch.ones(session.chunk_size, PROMPT + NEW - 1, dtype=torch.long)
+    lm, rows = session.policy.lm, session.chunk_size
+    cache, encoded = DynamicCache(config=lm.config), 0
     with torch.no_grad(), session.backend.autocast():
-        lm.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+        if session.loaded.decoder_start is None:
+            words = {"input_ids": torch.ones(rows, PROMPT + NEW - 1, dtype=torch.long)}
+            virtual = virtual_tokens(lm)
+            if virtual is not None and virtual.in_cache:
+                cache = virtual.cache(rows)
+            elif virtual is not None:
+                words = {"inputs_embeds": virtual.in_front(
+                    lm.get_input_embeddings()(words["input_ids"]))}
+            lm.base_model(past_key_values=cache, use_cache=True, **words)
+        else:
+            cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+            prompts = torch.ones(rows, PROMPT, dtype=torch.long)
+            states = lm.get_encoder()(input_ids=prompts).last_hidden_state
+            encoded = states.nbytes
+            lm.get_decoder()(input_ids=torch.ones(rows, NEW, dtype=torch.long), use_cache=True,
+                             past_key_values=cache, encoder_hidden_states=states)
+    halves = ([cache] if isinstance(cache, DynamicCache)
+              else [cache.self_attention_cache, cache.cross_attention_cache])
+    return encoded + sum(layer.keys.nbytes + layer.values.nbytes
+                         for half in halves for layer in half.layers)
+
+
+def reference_of(session) -> int:
+    """Bytes of what the reference holds of its own."""
+    held = session.reference
+    if hasattr(held, "frozen"):
+        return sum(t.nbytes for t in held.frozen.values())
+    return sum(t.nbytes for t in held.lm.parameters()) if hasattr(held, "lm") else 0
 
 
 @pytest.mark.parametrize(("kind", "keys"), [
@@ -91,7 +115,33 @@ def cache_of(session) -> int:
     ("gpt_neox", {"model__gradient_checkpointing": True, "hardware__precision": "bf16",
                   "model__dtype": "fp32"}),
     ("qwen2", {}),
-    ("qwen2", {"model__gradient_checkpointing": True, "ppo__micro_batch_size": 2}),
+    # a checkpoint keeps the state of the random numbers too, 5 KB a layer
+    ("qwen2", {"model__gradient_checkpointing": True, "ppo__micro_batch_size": 6}),
+    # frozen layers keep nothing, checkpointed or not
+    ("gpt2", {"model__gradient_checkpointing": True, "model__num_layers_unfrozen": 2}),
+    ("qwen2", {"model__num_layers_unfrozen": 10}),
+    ("llama", {"model__peft": {"type": "lora", "r": 4}}),
+    ("llama", {"model__peft": {"type": "lora", "r": 4}, "hardware__precision": "bf16"}),
+    ("qwen2", {"model__peft": {"type": "lora"}, "model__gradient_checkpointing": True,
+               "model__dtype": "bf16"}),
+    ("llama", {"model__peft": {"type": "lora"}, "model__reference__kind": "copy",
+               "ppo__optimizer__name": "adafactor"}),
+    ("llama", {"model__peft": {"type": "prefix", "num_virtual_tokens": 5}}),
+    ("gpt2", {"model__peft": {"type": "prompt", "num_virtual_tokens": 5}}),
+    ("t5", {}),
+    ("t5", {"hardware__precision": "bf16", "model__num_layers_unfrozen": 1,
+            "ppo__micro_batch_size": 2}),
+    ("bart", {"model__gradient_checkpointing": True}),
+    ("gpt2", {"model__value__kind": "branch", "model__value__num_layers_unfrozen": 2,
+              "model__num_layers_unfrozen": 1}),
+    ("llama", {"model__value__kind": "branch", "model__value__num_layers_unfrozen": 1,
+               "model__gradient_checkpointing": True, "hardware__precision": "bf16"}),
+    ("llama", {"model__value__kind": "model", "ppo__value_optimizer__name": "adafactor"}),
+    ("qwen2", {"model__value__kind": "model", "model__value__num_layers_unfrozen": 3,
+               "model__gradient_checkpointing": True, "ppo__optimizer__name": "sgd"}),
+    ("gpt2", {"ppo__advantage": "grpo", "ppo__n": 2, "ppo__optimizer__name": "sgd",
+              "ppo__optimizer__momentum": 0.5}),
+    ("gpt2", {"ppo__optimizer__name": "adafactor", "model__reference__offload": True}),
 ])
 def test_each_kind_of_memory_is_what_the_tensors_of_a_session_take(folders, kind, keys):
     cfg = small_config(folders[kind], generation__max_new_tokens=NEW, **keys)
@@ -102,202 +152,146 @@ def test_each_kind_of_memory_is_what_the_tensors_of_a_session_take(folders, kind
         gradients = sum(p.grad.nbytes for p in policy if p.grad is not None)
         state = sum(value.nbytes for slots in session.optimizer.state.values()
                     for value in slots.values() if torch.is_tensor(value) and value.dim())
-        held = session.reference
-        reference = sum(t.nbytes for t in (held.frozen.values() if hasattr(held, "frozen")
-                                           else held.lm.parameters()))
-    found = estimate(cfg, outline(cfg.model), prompt_tokens=PROMPT, cuda=False, ranks=1,
+        reference = reference_of(session)
+    found = estimate(cfg, outline(cfg), prompt_tokens=PROMPT, cuda=False, ranks=1,
                      ranks_on_host=1)
     told = {line.name: line.device for line in found.lines}
     assert told["weights"] == weights
     assert told["gradients"] == gradients
     assert told.get("optimizer state", 0) == state
-    assert told["reference"] == reference
+    assert told.get("reference", 0) == reference
+    assert found.unknown == ()
     assert told["keys and values (KV cache)"] == cache
     activations = told["activations"] + told.get("weights in bf16", 0)
-    assert activations == pytest.approx(kept, rel=0.15)
+    assert activations == pytest.approx(kept, rel=0.1)
+
+
+def config_of(**keys) -> TrainConfig:
+    """Of a model that is nowhere, unless its configuration is given too."""
+    return set_keys(TrainConfig(), {"model.path": "x", **{
+        key.replace("__", "."): value for key, value in keys.items()}})
+
+
+def parts_by_kind(cfg: TrainConfig, config) -> dict[str, Part]:
+    parts, unknown = parts_of(cfg, outline(cfg, config))
+    assert unknown == ()
+    return {part.kind: part for part in parts}
 
 
 def test_the_outline_counts_what_a_gpt2_has():
     layers, width, words, places = 3, 32, 50, 64
     config = model_config("gpt2", n_layer=layers, n_embd=width, vocab_size=words)
-    policy = outline(ModelConfig(path="x", num_layers_unfrozen=1), config)
-    cfg = set_keys(TrainConfig(), {"model.dtype": "bf16", "model.reference.kind": "copy"})
-    parts = {part.kind: part for part in parts_of(cfg, policy)}
+    cfg = config_of(model__num_layers_unfrozen=1, model__dtype="bf16",
+                    model__reference__kind="copy")
+    parts = parts_by_kind(cfg, config)
     layer = 12 * width**2 + 13 * width  # four matrices with biases, two norms
     trunk = words * width + places * width + layers * layer + 2 * width
     head = 2 * width**2 + 2 * width + 2 * width + 1
-    assert all(p.is_meta for p in policy.parameters())
-    assert parts["policy"].parameters == trunk
+    assert all(p.is_meta for p in outline(cfg, config).parameters())
+    assert (parts["policy"].parameters, parts["policy"].size) == (trunk, 4 * trunk)
     assert parts["policy"].trained == layer + 2 * width
+    assert parts["policy"].state == 8 * (layer + 2 * width)
     assert parts["policy"].cast == 12 * width**2
     assert (parts["value"].parameters, parts["value"].trained) == (head, head)
-    assert (parts["reference"].parameters, parts["reference"].stored) == (trunk, 2 * trunk)
+    assert (parts["reference"].parameters, parts["reference"].size) == (trunk, 2 * trunk)
     assert "reward" not in parts
 
 
+def test_an_adapter_trains_fp32_on_a_base_that_is_not():
+    layers, width = 3, 32
+    config = model_config("llama", num_hidden_layers=layers, hidden_size=width)
+    parts = parts_by_kind(config_of(model__peft={"type": "lora", "r": 4, "target_modules": [
+        "q_proj"]}, hardware__precision="bf16"), config)
+    adapter = layers * 2 * 4 * width  # A and B of each layer's query projection
+    policy = parts["policy"]
+    assert (policy.trained, policy.state, policy.cast) == (adapter, 8 * adapter, adapter)
+    assert policy.size == 2 * (policy.parameters - adapter) + 4 * adapter
+    assert "reference" not in parts  # the adapter switched off
+    disk = disk_of(TrainConfig(), tuple(parts.values()))
+    assert disk.model == 4 * adapter
+
+
+def test_a_quantized_base_takes_less():
+    width, inner, layers, words = 32, 48, 3, 37
+    config = model_config("llama", num_hidden_layers=layers)
+    keys = {"model__peft": {"type": "lora", "r": 4, "target_modules": ["q_proj"]},
+            "hardware__precision": "bf16"}
+    plain = parts_by_kind(config_of(**keys), config)["policy"].size
+    # queries and output, keys and values of one head of two, and the three of the MLP
+    linear = layers * (2 * width**2 + 2 * width * width // 2 + 3 * width * inner)
+    rows = layers * (2 * width + 2 * width // 2 + 2 * inner + width)
+    found = parts_by_kind(config_of(**keys, model__quantization="8bit"), config)["policy"].size
+    assert found == plain - 2 * linear + linear + 4 * rows
+    assert words * width == config.vocab_size * config.hidden_size
+    # 4096 numbers: 2048 bytes, 64 scales of a byte, one scale of those
+    assert quantized_bytes("4bit", torch.Size([64, 64])) == 2048 + 64 + 4
+
+
+@pytest.mark.parametrize(("keys", "shape", "size"), [
+    ({"name": "adamw"}, (10, 30), 8 * 300), ({"name": "sgd"}, (10, 30), 0),
+    ({"name": "sgd", "momentum": 0.9}, (10, 30), 4 * 300),
+    ({"name": "adafactor"}, (10, 30), 4 * (10 + 30)), ({"name": "adafactor"}, (30,), 4 * 30),
+    ({"name": "adamw_8bit"}, (100, 30), 8 * 3000),  # too small for 8 bits
+    # 6000 numbers in two times 8 bits; 24 blocks of 256 with a scale each
+    ({"name": "adamw_8bit"}, (200, 30), 2 * 6000 + 2 * 4 * 24)])
+def test_each_optimizer_keeps_what_it_keeps(keys, shape, size):
+    assert state_bytes(OptimizerConfig(**keys), torch.Size(shape)) == size
+
+
 def test_a_classifier_among_the_rewards_is_a_part_and_a_function_is_unknown():
-    cfg = set_keys(TrainConfig(), {"reward.fns": {
+    cfg = config_of(model__path="builtin:reviews", reward__fns={
         "mood": {"fn": "classifier", "kwargs": {"model": "builtin:reviews-sentiment"}},
-        "own": {"fn": "my_rewards:score"}, "brief": {"fn": "length"}}})
-    parts = parts_of(cfg, outline(ModelConfig(path="builtin:reviews")))
+        "own": {"fn": "my_rewards:score"}, "brief": {"fn": "length"}})
+    parts, unknown = parts_of(cfg, outline(cfg))
     assert [(p.name, p.parameters, p.trained) for p in parts if p.kind == "reward"] == [
         ("reward builtin:reviews-sentiment", 360_002, 0)]
-    assert own_functions(cfg) == ["my_rewards:score"]
+    assert unknown == (Unknown("reward my_rewards:score", "your function"),)
 
 
 def test_a_missing_model_is_named():
     with pytest.raises(InputError, match="nowhere"):
-        outline(ModelConfig(path="./nowhere"))
+        outline(config_of(model__path="./nowhere"))
+
+
+def test_what_can_not_be_told_is_said(tmp_path, caplog):
+    config = model_config("gpt2")
+    cfg = config_of(model__reference__path=str(tmp_path / "nowhere"))
+    found = estimate(cfg, outline(cfg, config), prompt_tokens=20, cuda=False, ranks=1,
+                     ranks_on_host=1)
+    assert [one.name for one in found.unknown] == ["reference"]
+    assert "nowhere" in found.unknown[0].why
+    with caplog.at_level(logging.INFO, "ppocli"):
+        check_memory(cfg, config, prompt_tokens=20, device=torch.device("cpu"), ranks=1,
+                     ranks_on_host=1)
+    assert len(caplog.records) == 1
+    assert "left out: reference (" in caplog.text
+    caplog.clear()
+    bad = set_keys(cfg, {"model.peft": {"type": "lora", "target_modules": ["nothing"]}})
+    with caplog.at_level(logging.INFO, "ppocli"):
+        check_memory(bad, config, prompt_tokens=20, device=torch.device("cpu"), ranks=1,
+                     ranks_on_host=1)
+    assert len(caplog.records) == 1
+    assert "can't be told beforehand: The adapter does not fit" in caplog.text
 
 
 def test_layers_beyond_those_that_are_run_count_like_those():
-    passes = []
-    for layers in (12, 24):
-        policy = outline(ModelConfig(path="x"), model_config("llama", num_hidden_layers=layers))
+    def passed(rows: int, layers: int, **keys) -> TrainingPass:
+        policy = outline(config_of(**keys), model_config("llama", num_hidden_layers=layers))
         with weightless(policy):
-            passes.append(training_pass(policy, rows=2, tokens=40, responses=20, bf16=False,
-                                        cuda=False, temperature=1.0, want_entropy=False))
-    config = model_config("llama", num_hidden_layers=12)
-    policy = outline(ModelConfig(path="x", gradient_checkpointing=True), config)
-    with weightless(policy):
-        one = training_pass(policy, rows=1, tokens=40, responses=20, bf16=False, cuda=False,
-                            temperature=1.0, want_entropy=False)
+            return training_pass(policy, Sizes(rows, 20, 20, False, False), temperature=1.0,
+                                 want_entropy=False)
+
+    few, many, one = passed(2, 12), passed(2, 24), passed(1, 12)
     # all of it but rotary tables and indices grows with rows, most of it with layers
-    assert passes[0].kept == pytest.approx(2 * one.kept, rel=0.02)
-    assert 1.9 < passes[1].kept / passes[0].kept < 2.0
-
-
-# n = 1000 parameters, t = 800 trained, on w = 4 ranks, two on a host
-PARTS = (Part(kind="policy", name="policy", parameters=900, trained=700, sharded=True, cast=600,
-              largest=200),
-         Part(kind="value", name="value head", parameters=100, trained=100, sharded=True,
-              largest=50),
-         Part(kind="reference", name="reference", parameters=900, bytes_each=2))
-LAYOUT = Layout(ranks=4, ranks_on_host=2, cuda=True, rows=2, decoded=4, accumulates=True)
-TRAINING, DECODING = TrainingPass(5000, 10, 300), DecodingPass(2000, 70)
-
-
-def added(stage: int, layout: Layout = LAYOUT, **hardware: object):
-    cfg = set_keys(TrainConfig(), {"hardware.zero_stage": stage,
-                                   **{f"hardware.{k}": v for k, v in hardware.items()}})
-    lines = lines_of(cfg, PARTS, layout, TRAINING, DECODING,
-                     {"reduce_bucket_size": 1000, "stage3_max_live_parameters": 300})
-    return ({line.name: (line.device, line.host) for line in lines},
-            add_up(lines, PARTS, layout, stage=stage))
-
-
-def test_one_process_holds_everything():
-    lines, sums = added(0, replace(LAYOUT, ranks=1, ranks_on_host=1))
-    assert lines == {
-        "weights": (4000, 0), "reference": (1800, 0), "optimizer state": (6400, 0),
-        "gradients": (3200, 0), "activations": (5000, 0), "working memory of updates": (300, 0),
-        "keys and values (KV cache)": (2000, 0), "working memory of rollouts": (70, 0)}
-    assert sums.rollout == 4000 + 1800 + 6400 + 2000 + 70
-    assert sums.update == 4000 + 1800 + 6400 + 3200 + 5000 + 300
-    assert (sums.host, sums.loading) == (0, 4000)
-
-
-def test_without_accumulation_activations_make_room_for_gradients():
-    alone = replace(LAYOUT, ranks=1, ranks_on_host=1, accumulates=False)
-    assert added(0, alone)[1].update == 4000 + 1800 + 6400 + (5000 + 300)
-    lines = lines_of(TrainConfig(), PARTS, alone, TrainingPass(100, 0, 10), DECODING, {})
-    assert add_up(lines, PARTS, alone, stage=0).update == 4000 + 1800 + 6400 + (3200 + 4 * 200)
-
-
-def test_ddp_holds_its_buckets_beside():
-    lines, sums = added(0)
-    assert lines["DDP's buckets of gradients"] == (3200, 0)
-    assert sums.loading == 2 * 4000
-
-
-@pytest.mark.parametrize(("stage", "own"), [
-    (1, {"weights": 4000, "weights DeepSpeed steps on": 800, "gradients": 3200}),
-    (2, {"weights": 4000, "weights DeepSpeed steps on": 800, "gradients": 800}),
-    (3, {"weights": 1000, "gradients": 800, "weights gathered in a pass": 4 * 300,
-         "weights gathered for rollouts": 4000})])
-def test_zero_divides_what_its_stage_says(stage, own):
-    lines, sums = added(stage)
-    assert lines == {
-        **{name: (size, 0) for name, size in own.items()}, "reference": (1800, 0),
-        "optimizer state": (1600, 0), "DeepSpeed's bucket of gradients": (4000, 0),
-        "activations": (5000, 0), "working memory of updates": (300, 0),
-        "keys and values (KV cache)": (2000, 0), "working memory of rollouts": (70, 0)}
-    assert sums.loading == 2 * 4000
-
-
-def test_offloading_moves_bytes_to_the_host():
-    lines, sums = added(3, offload_optimizer=True, offload_param=True)
-    assert lines["weights"] == (0, 1000)
-    assert lines["weights DeepSpeed steps on"] == (0, 800)
-    assert lines["optimizer state"] == (0, 1600)
-    assert lines["gradients"] == (0, 800)
-    assert sums.host == 2 * (1000 + 800 + 1600 + 800)
-    lines, _ = added(2, offload_optimizer=True)
-    assert lines["weights"] == (4000, 0)
-    assert lines["DeepSpeed's buffers of one gradient"] == (800, 800)
-
-
-def test_on_a_cpu_device_and_host_are_one():
-    _, sums = added(0, replace(LAYOUT, cuda=False))
-    assert sums.host == 2 * sums.device
-
-
-def test_a_rank_works_on_its_share():
-    cfg = set_keys(TrainConfig(), {"ppo.num_rollouts": 512, "ppo.mini_batch_size": 64,
-                                   "ppo.micro_batch_size": 6, "prompts.eval.limit": 10})
-    first = layout_of(cfg, ranks=8, ranks_on_host=4, cuda=True)
-    assert (first.rows, first.decoded, first.accumulates) == (6, 64, True)
-    cfg = set_keys(cfg, {"ppo.micro_batch_size": None, "ppo.chunk_size": 16})
-    whole = layout_of(cfg, ranks=8, ranks_on_host=4, cuda=True)
-    assert (whole.rows, whole.decoded, whole.accumulates) == (8, 16, False)
-
-
-def test_disk_is_weights_and_state():
-    disk = disk_of(TrainConfig(), PARTS)
-    assert (disk.checkpoint, disk.model) == (4000 + 6400, 3600)
-    assert disk.run == 4 * disk.checkpoint + disk.model  # two newest, the best, one being written
-
-
-def test_free_memory_is_that_of_the_tightest_group(tmp_path):
-    assert host_room() > 2**26
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    8000 kB\n")
-    assert host_room(tmp_path) == 8000 * 1024
-    group = tmp_path / "sys/fs/cgroup"
-    group.mkdir(parents=True)
-    for name, text in (("max", "max"), ("current", "5000"), ("stat", "anon 1\ninactive_file 700")):
-        (group / f"memory.{name}").write_text(f"{text}\n")
-    assert host_room(tmp_path) == 8000 * 1024
-    (group / "memory.max").write_text("6000\n")
-    assert host_room(tmp_path) == 6000 - 5000 + 700
-
-
-def found_of(size: int) -> Estimate:
-    _, sums = added(0)
-    return Estimate(PARTS, LAYOUT, (), replace(sums, rollout=0, update=size, host=0, loading=0),
-                    disk_of(TrainConfig(), PARTS), 8, 8, ())
-
-
-def test_what_surely_does_not_fit_is_refused_and_what_is_close_is_warned_of(caplog):
-    cfg, room = TrainConfig(), Room(1000 * 2**20, 2**40, "card")
-    with caplog.at_level(logging.WARNING, "ppocli"):
-        judge(cfg, found_of(900 * 2**20), room)
-        assert not caplog.records
-        judge(cfg, found_of(1100 * 2**20), room)
-        assert "needs about 1.07 GiB of memory on card, and 1000 MiB are free" in caplog.text
-        caplog.clear()
-        with pytest.raises(OutOfMemoryError, match=r"1\.15 GiB of memory on card") as error:
-            judge(cfg, found_of(1180 * 2**20), room)
-        assert "hardware.memory_check=warn" in str(error.value)
-        judge(set_keys(cfg, {"hardware.memory_check": "warn"}), found_of(2**40), room)
-        assert "Memory is short" in caplog.text
+    assert few.kept == pytest.approx(2 * one.kept, rel=0.02)
+    assert 1.9 < many.kept / few.kept < 2.0
 
 
 def test_a_small_model_is_settled_without_running_it_and_the_check_can_be_off(caplog):
     config = model_config("gpt2")
     cfg = set_keys(TrainConfig(), {"model.path": "x"})
-    policy = outline(cfg.model, config)
-    parts = parts_of(cfg, policy)
+    policy = outline(cfg, config)
+    parts, _ = parts_of(cfg, policy)
     layout = layout_of(cfg, ranks=1, ranks_on_host=1, cuda=False)
     most = bound(cfg, policy, parts, layout, 20)
     found = estimate(cfg, policy, prompt_tokens=20, cuda=False, ranks=1, ranks_on_host=1)
@@ -315,13 +309,9 @@ def test_a_small_model_is_settled_without_running_it_and_the_check_can_be_off(ca
 def test_the_bound_is_one(kind):
     config = model_config(kind, **SHAPES[kind])
     cfg = set_keys(TrainConfig(), {"model.path": "x", "hardware.precision": "bf16"})
-    policy = outline(cfg.model, config)
-    parts = parts_of(cfg, policy)
+    policy = outline(cfg, config)
+    parts, _ = parts_of(cfg, policy)
     layout = layout_of(cfg, ranks=1, ranks_on_host=1, cuda=True)
     most = bound(cfg, policy, parts, layout, 30)
     found = estimate(cfg, policy, prompt_tokens=30, cuda=True, ranks=1, ranks_on_host=1)
     assert found.sums.device < most
-
-
-def test_bytes_are_told_with_three_digits():
-    assert [shown(n) for n in (2048, 5 * 2**20, 1234 * 2**30)] == ["2 KiB", "5 MiB", "1234 GiB"]

@@ -1,0 +1,177 @@
+"""What is added up of an estimate, and judged: against sums made by hand."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+from sessions import set_keys
+
+from ppocli.config.schema import TrainConfig
+from ppocli.errors import OutOfMemoryError
+from ppocli.estimate.check import judge, shown
+from ppocli.estimate.estimate import Estimate
+from ppocli.estimate.machine import Room, host_room
+from ppocli.estimate.memory import Layout, Passes, add_up, disk_of, layout_of, lines_of
+from ppocli.estimate.parts import Part
+from ppocli.estimate.trace import DecodingPass, TrainingPass
+
+# n = 1000 parameters, t = 800 trained, on w = 4 ranks, two on a host
+PARTS = (Part(kind="policy", name="policy", parameters=900, size=3600, trained=700, state=5600,
+              sharded=True, cast=600, largest=200),
+         Part(kind="value", name="value head", parameters=100, size=400, trained=100, state=800,
+              sharded=True, largest=50),
+         Part(kind="reference", name="reference", parameters=900, size=1800))
+LAYOUT = Layout(ranks=4, ranks_on_host=2, cuda=True, rows=2, decoded=4, scored=4, accumulates=True)
+PASSES = Passes(TrainingPass(5000, 10, 300), DecodingPass(2000, 70), scoring=40, hidden=30)
+ROLLOUT = {"keys and values (KV cache)": (2000, 0), "working memory of generation": (70, 0),
+           "states kept for the reference": (30, 0), "working memory of scoring": (40, 0)}
+
+
+def added(stage: int, layout: Layout = LAYOUT, parts=PARTS, **hardware: object):
+    cfg = set_keys(TrainConfig(), {"hardware.zero_stage": stage,
+                                   **{f"hardware.{k}": v for k, v in hardware.items()}})
+    lines = lines_of(cfg, parts, layout, PASSES,
+                     {"reduce_bucket_size": 1000, "stage3_max_live_parameters": 300})
+    return ({line.name: (line.device, line.host) for line in lines},
+            add_up(lines, parts, layout, stage=stage))
+
+
+def test_one_process_holds_everything():
+    lines, sums = added(0, replace(LAYOUT, ranks=1, ranks_on_host=1))
+    assert lines == {
+        "weights": (4000, 0), "reference": (1800, 0), "optimizer state": (6400, 0),
+        "gradients": (3200, 0), "activations": (5000, 0), "working memory of updates": (300, 0),
+        **ROLLOUT}
+    assert sums.generate == 4000 + 1800 + 6400 + 2000 + 70
+    assert sums.score == 4000 + 1800 + 6400 + 30 + 40
+    assert sums.update == 4000 + 1800 + 6400 + 3200 + 5000 + 300
+    assert (sums.host, sums.loading) == (0, 4000)
+
+
+def test_an_offloaded_reference_is_on_the_device_while_it_runs():
+    parts = (*PARTS[:2], replace(PARTS[2], place="offloaded"))
+    lines, sums = added(0, replace(LAYOUT, ranks=1, ranks_on_host=1), parts)
+    assert lines["reference"] == (0, 1800)
+    assert lines["reference while it runs"] == (1800, 0)
+    assert sums.generate == 4000 + 6400 + 2000 + 70
+    assert sums.score == 4000 + 6400 + 1800 + 30 + 40
+    assert sums.update == 4000 + 6400 + 3200 + 5000 + 300
+    assert sums.host == 1800
+    for place, host in (("host", 1800), ("elsewhere", 0)):
+        parts = (*PARTS[:2], replace(PARTS[2], place=place))
+        lines, sums = added(0, replace(LAYOUT, ranks=1, ranks_on_host=1), parts)
+        assert sums.score == 4000 + 6400 + 30 + 40
+        assert (sums.host, "reference while it runs" in lines) == (host, False)
+
+
+def test_without_accumulation_activations_make_room_for_gradients():
+    alone = replace(LAYOUT, ranks=1, ranks_on_host=1, accumulates=False)
+    assert added(0, alone)[1].update == 4000 + 1800 + 6400 + (5000 + 300)
+    lines = lines_of(TrainConfig(), PARTS, alone, replace(PASSES, training=TrainingPass(
+        100, 0, 10)), {})
+    assert add_up(lines, PARTS, alone, stage=0).update == 4000 + 1800 + 6400 + (3200 + 4 * 200)
+
+
+def test_ddp_holds_its_buckets_beside():
+    lines, sums = added(0)
+    assert lines["DDP's buckets of gradients"] == (3200, 0)
+    assert sums.loading == 2 * 4000
+
+
+@pytest.mark.parametrize(("stage", "own"), [
+    (1, {"weights": 4000, "weights DeepSpeed steps on": 800, "gradients": 3200}),
+    (2, {"weights": 4000, "weights DeepSpeed steps on": 800, "gradients": 800}),
+    (3, {"weights": 1000, "gradients": 800, "weights gathered in a pass": 4 * 300,
+         "weights gathered for rollouts": 4000})])
+def test_zero_divides_what_its_stage_says(stage, own):
+    lines, sums = added(stage)
+    assert lines == {
+        **{name: (size, 0) for name, size in own.items()}, "reference": (1800, 0),
+        "optimizer state": (1600, 0), "DeepSpeed's bucket of gradients": (4000, 0),
+        "activations": (5000, 0), "working memory of updates": (300, 0), **ROLLOUT}
+    assert sums.loading == (4000 - 400 + 2 * 400 if stage == 3 else 2 * 4000)
+
+
+def test_zero_3_keeps_a_reference_in_parts_and_gathers_what_it_is_told():
+    parts = (*PARTS[:2], replace(PARTS[2], in_parts=True))
+    lines, sums = added(3, parts=parts)
+    assert lines["reference"] == (450, 0)
+    assert lines["reference while it runs"] == (2 * 300, 0)  # of 300 elements in 16 bits
+    assert sums.loading == 4000 - 400 + 2 * 400
+    lines, sums = added(3, replace(LAYOUT, accumulates=False), parts, gather_for_generation=False)
+    assert "weights gathered for rollouts" not in lines  # this policy's heads are told as 0
+    assert sums.generate == 1000 + 450 + 1600 + 800 + 4000 + 4 * 300 + 2000 + 70
+
+
+def test_offloading_moves_bytes_to_the_host():
+    lines, sums = added(3, offload_optimizer=True, offload_param=True)
+    assert lines["weights"] == (0, 1000)
+    assert lines["weights DeepSpeed steps on"] == (0, 800)
+    assert lines["optimizer state"] == (0, 1600)
+    assert lines["gradients"] == (0, 800)
+    assert sums.host == 2 * (1000 + 800 + 1600 + 800)
+    lines, _ = added(2, offload_optimizer=True)
+    assert lines["weights"] == (4000, 0)
+    assert lines["DeepSpeed's buffers of one gradient"] == (800, 800)
+
+
+def test_on_a_cpu_device_and_host_are_one():
+    _, sums = added(0, replace(LAYOUT, cuda=False))
+    assert sums.host == 2 * sums.device
+
+
+def test_a_rank_works_on_its_share():
+    cfg = set_keys(TrainConfig(), {"ppo.num_rollouts": 512, "ppo.mini_batch_size": 64,
+                                   "ppo.micro_batch_size": 6, "prompts.eval.limit": 10})
+    first = layout_of(cfg, ranks=8, ranks_on_host=4, cuda=True)
+    assert (first.rows, first.decoded, first.accumulates) == (6, 64, True)
+    cfg = set_keys(cfg, {"ppo.micro_batch_size": None, "ppo.chunk_size": 16})
+    whole = layout_of(cfg, ranks=8, ranks_on_host=4, cuda=True)
+    assert (whole.rows, whole.decoded, whole.accumulates) == (8, 16, False)
+
+
+def test_disk_is_weights_and_state():
+    disk = disk_of(TrainConfig(), PARTS)
+    assert (disk.checkpoint, disk.model) == (4000 + 6400, 3600)
+    assert disk.run == 4 * disk.checkpoint + disk.model  # two newest, the best, one being written
+
+
+def test_free_memory_is_that_of_the_tightest_group(tmp_path):
+    assert host_room() > 2**26
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    8000 kB\n")
+    assert host_room(tmp_path) == 8000 * 1024
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    for name, text in (("max", "max"), ("current", "5000"), ("stat", "anon 1\ninactive_file 700")):
+        (group / f"memory.{name}").write_text(f"{text}\n")
+    assert host_room(tmp_path) == 8000 * 1024
+    (group / "memory.max").write_text("6000\n")
+    assert host_room(tmp_path) == 6000 - 5000 + 700
+
+
+def found_of(size: int) -> Estimate:
+    _, sums = added(0)
+    sums = replace(sums, generate=0, score=0, update=size, host=0, loading=0)
+    return Estimate(PARTS, LAYOUT, (), sums, disk_of(TrainConfig(), PARTS), 8, 8, ())
+
+
+def test_what_surely_does_not_fit_is_refused_and_what_is_close_is_warned_of(caplog):
+    cfg, room = TrainConfig(), Room(1000 * 2**20, 2**40, "card")
+    with caplog.at_level(logging.WARNING, "ppocli"):
+        judge(cfg, found_of(900 * 2**20), room)
+        assert not caplog.records
+        judge(cfg, found_of(1100 * 2**20), room)
+        assert "needs about 1.07 GiB of memory on card, and 1000 MiB are free" in caplog.text
+        caplog.clear()
+        with pytest.raises(OutOfMemoryError, match=r"1\.15 GiB of memory on card") as error:
+            judge(cfg, found_of(1180 * 2**20), room)
+        assert "hardware.memory_check=warn" in str(error.value)
+        judge(set_keys(cfg, {"hardware.memory_check": "warn"}), found_of(2**40), room)
+        assert "Memory is short" in caplog.text
+
+
+def test_bytes_are_told_with_three_digits():
+    assert [shown(n) for n in (2048, 5 * 2**20, 1234 * 2**30)] == ["2 KiB", "5 MiB", "1234 GiB"]
