@@ -5,20 +5,21 @@ section 3) counts 2 + 2 + 12 bytes a parameter: weights and gradients in 16 bits
 a copy of the weights in 32. Here weights, gradients and state are all fp32, so it is 4 + 4 + 8, and
 bf16 adds copies of 2 bytes for the time of a pass:
 
-===== ==================== =============== ============= =========================================
-stage weights              gradients       Adam's state  beside them, fp32
-===== ==================== =============== ============= =========================================
-0     4 n                  4 t             8 t           4 t of DDP's buckets if w > 1
-1     4 n + 4 t / w        4 t             8 t / w       a bucket for reducing gradients
-2     4 n + 4 t / w        4 t / w         8 t / w       a bucket for reducing gradients
-3     4 n / w              4 t / w         8 t / w       a bucket, and weights gathered in a pass
-===== ==================== =============== ============= =========================================
+===== ================= =============== ============= =========================================
+stage weights           gradients       Adam's state  beside them, fp32
+===== ================= =============== ============= =========================================
+0     4 n               4 t             8 t           4 t of DDP's buckets if w > 1
+1     4 n + 4 t / w     4 t             8 t / w       a bucket for reducing gradients
+2     4 n + 4 t / w     4 t / w         8 t / w       a bucket for reducing gradients
+3     4 (n + t) / w     4 t / w         8 t / w       a bucket, and weights gathered in a pass
+===== ================= =============== ============= =========================================
 
-DeepSpeed steps on a copy of a rank's share of the weights under stages 1 and 2, and on the weights
-themselves under stage 3 (``deepspeed/runtime/zero/stage_1_and_2.py``, ``single_partition_of_fp32_
-groups``; ``stage3.py``, ``fp32_partitioned_groups_flat``; 0.19). Under stage 3 rollouts gather all
-weights, or without ``hardware.gather_for_generation`` those of one layer after the other
-(:mod:`ppocli.engine.sharded`), and a reference is in parts too (:mod:`ppocli.engine.references`).
+DeepSpeed steps on a copy of a rank's share of the weights (``deepspeed/runtime/zero/stage_1_and_2.
+py``, ``single_partition_of_fp32_groups``; ``stage3.py``, ``fp32_partitioned_groups_flat``, which
+would be the weights themselves if a device were compared with its name as it means to; 0.19). Under
+stage 3 rollouts gather all weights, or without ``hardware.gather_for_generation`` those of one
+layer after the other (:mod:`ppocli.engine.sharded`), and a reference is in parts too
+(:mod:`ppocli.engine.references`).
 """
 
 from __future__ import annotations
@@ -165,8 +166,8 @@ def _weights(size: int, stage: int, ranks: int, on_host: bool) -> Line:
 
 
 def _master_copy(trained: int, stage: int, ranks: int, offloaded: bool) -> Iterable[Line]:
-    """What DeepSpeed steps on, where that is no part of the weights."""
-    if stage in (1, 2) or (stage == 3 and offloaded):
+    """What DeepSpeed steps on."""
+    if stage:
         yield _kept("weights DeepSpeed steps on", _shared(4 * trained, ranks), offloaded)
 
 

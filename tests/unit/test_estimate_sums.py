@@ -83,8 +83,8 @@ def test_ddp_holds_its_buckets_beside():
 @pytest.mark.parametrize(("stage", "own"), [
     (1, {"weights": 4000, "weights DeepSpeed steps on": 800, "gradients": 3200}),
     (2, {"weights": 4000, "weights DeepSpeed steps on": 800, "gradients": 800}),
-    (3, {"weights": 1000, "gradients": 800, "weights gathered in a pass": 4 * 300,
-         "weights gathered for rollouts": 4000})])
+    (3, {"weights": 1000, "weights DeepSpeed steps on": 800, "gradients": 800,
+         "weights gathered in a pass": 4 * 300, "weights gathered for rollouts": 4000})])
 def test_zero_divides_what_its_stage_says(stage, own):
     lines, sums = added(stage)
     assert lines == {
@@ -102,7 +102,7 @@ def test_zero_3_keeps_a_reference_in_parts_and_gathers_what_it_is_told():
     assert sums.loading == 4000 - 400 + 2 * 400
     lines, sums = added(3, replace(LAYOUT, accumulates=False), parts, gather_for_generation=False)
     assert "weights gathered for rollouts" not in lines  # this policy's heads are told as 0
-    assert sums.generate == 1000 + 450 + 1600 + 800 + 4000 + 4 * 300 + 2000 + 70
+    assert sums.generate == 1000 + 800 + 450 + 1600 + 800 + 4000 + 4 * 300 + 2000 + 70
 
 
 def test_offloading_moves_bytes_to_the_host():
