@@ -9,7 +9,7 @@ from ppocli.engine.experience import to_experience, update_moments
 from ppocli.engine.optimize import optimize
 from ppocli.engine.stop import StopFlag
 from ppocli.estimate.estimate import estimate
-from ppocli.estimate.parts import outline
+from ppocli.estimate.outline import outline
 
 pytestmark = pytest.mark.gpu
 SHAPES = {
@@ -25,14 +25,15 @@ SHAPES = {
     {}, {"ppo__micro_batch_size": 2}, {"model__gradient_checkpointing": True},
     {"hardware__precision": "bf16"},
     {"hardware__precision": "bf16", "model__gradient_checkpointing": True},
-    {"model__num_layers_unfrozen": 4}])
+    {"model__num_layers_unfrozen": 4}, {"model__reference__offload": True},
+    {"model__peft": {"type": "lora"}, "hardware__precision": "bf16"}])
 def test_the_peak_is_within_15_percent(tmp_path, kind, keys):
     save_lm(tmp_path / "lm", kind, gain=1.0, vocab_size=32000, **SHAPES[kind])
     write_prompts(tmp_path / "prompts.jsonl", ["the film plot actor was is not very"] * 16)
     cfg = small_config(tmp_path, hardware__device="cuda", ppo__num_rollouts=16,
                        ppo__mini_batch_size=8, generation__max_new_tokens=200,
                        generation__min_new_tokens=200, **keys)
-    found = estimate(cfg, outline(cfg.model), prompt_tokens=8, cuda=True, ranks=1, ranks_on_host=1)
+    found = estimate(cfg, outline(cfg), prompt_tokens=8, cuda=True, ranks=1, ranks_on_host=1)
     before = torch.cuda.memory_allocated()
     with session_of(cfg) as session:
         rollout = rollout_of(session)
@@ -44,4 +45,4 @@ def test_the_peak_is_within_15_percent(tmp_path, kind, keys):
         rollout_of(session, start=16)  # now with the optimizer's state
         rollouts = torch.cuda.max_memory_allocated() - before
     assert found.sums.update == pytest.approx(update, rel=0.15)
-    assert found.sums.rollout == pytest.approx(rollouts, rel=0.15)
+    assert max(found.sums.generate, found.sums.score) == pytest.approx(rollouts, rel=0.15)
