@@ -10,6 +10,7 @@ from ppocli.config.algorithm import decoding_scores, kl_estimator
 from ppocli.config.deepspeed import deepspeed_config
 from ppocli.config.keys import several
 from ppocli.config.schema import GenerationConfig, TrainConfig, reference_kind
+from ppocli.config.sharding import whole_while_acting
 from ppocli.estimate.memory import (
     Disk,
     Layout,
@@ -186,7 +187,16 @@ def advice(found: Estimate, cfg: TrainConfig) -> list[str]:
     if cfg.model.num_layers_unfrozen < 0 and not cfg.model.peft:
         options.append((sizes.get("optimizer state", 0) // 2, "model.num_layers_unfrozen=2"))
     reference = sizes.get("reference", 0)
-    if reference and "bf16" not in (cfg.model.dtype, cfg.hardware.precision):
+    if reference and reference_kind(cfg.model) == "copy" and "bf16" not in (
+            cfg.model.dtype, cfg.hardware.precision):
         options.append((reference // 2, "model.dtype=bf16"))
+    if reference and found.layout.cuda and found.sums.score < found.sums.device:
+        # it is back on the device while it runs
+        options.append((min(reference, found.sums.device - found.sums.score),
+                        "model.reference.offload=true"))
+    if zero == 3 and whole_while_acting(cfg) and not in_update:
+        saved = (sizes.get("weights gathered for rollouts", 0)
+                 - sizes.get("weights gathered in a pass", 0))
+        options.append((saved, "hardware.gather_for_generation=false"))
     options.sort(key=lambda option: -option[0])
     return [text for size, text in options if size > 0]

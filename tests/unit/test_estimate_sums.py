@@ -11,9 +11,9 @@ from sessions import set_keys
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import OutOfMemoryError
 from ppocli.estimate.check import judge, shown
-from ppocli.estimate.estimate import Estimate
+from ppocli.estimate.estimate import Estimate, advice
 from ppocli.estimate.machine import Room, host_room
-from ppocli.estimate.memory import Layout, Passes, add_up, disk_of, layout_of, lines_of
+from ppocli.estimate.memory import Layout, Line, Passes, add_up, disk_of, layout_of, lines_of
 from ppocli.estimate.parts import Part
 from ppocli.estimate.trace import DecodingPass, TrainingPass
 
@@ -156,6 +156,21 @@ def found_of(size: int) -> Estimate:
     _, sums = added(0)
     sums = replace(sums, generate=0, score=0, update=size, host=0, loading=0)
     return Estimate(PARTS, LAYOUT, (), sums, disk_of(TrainConfig(), PARTS), 8, 8, ())
+
+
+def test_advice_is_what_saves_most_at_the_fullest_moment():
+    lines = (Line("reference", 1800), Line("weights gathered for rollouts", 4000, update=False),
+             Line("weights gathered in a pass", 1200, generate=False, score=False),
+             Line("keys and values (KV cache)", 400, score=False, update=False))
+    sums = add_up(lines, PARTS, LAYOUT, stage=3)
+    assert (sums.generate, sums.score, sums.update) == (6200, 5800, 3000)
+    found = Estimate(PARTS, LAYOUT, lines, sums, disk_of(TrainConfig(), PARTS), 8, 8, ())
+    cfg = set_keys(TrainConfig(), {"hardware.zero_stage": 3, "model.num_layers_unfrozen": 2,
+                                   "model.reference.kind": "copy"})
+    # 2800; half of 1800; what generation takes more than scoring; three of four samples' 400
+    assert advice(found, cfg) == [
+        "hardware.gather_for_generation=false", "model.dtype=bf16", "model.reference.offload=true",
+        "ppo.chunk_size=1"]
 
 
 def test_what_surely_does_not_fit_is_refused_and_what_is_close_is_warned_of(caplog):

@@ -29,8 +29,8 @@ def estimate(overrides: Overrides = None,
     """Tell how much memory and disk a run takes, before anything is loaded.
 
     Words are those of ppocli train; reward, prompts and length may be left out. Of the model only
-    its config.json is read, so it can be larger than this machine. Exit code 8: what it was
-    compared with is too small.
+    its config.json is read, so it can be larger than this machine. What can't be told is listed as
+    unknown, with the reason. Exit code 8: what it was compared with is too small.
 
     \b
     Examples:
@@ -38,6 +38,7 @@ def estimate(overrides: Overrides = None,
       ppocli estimate +recipe=quickstart --available
       ppocli estimate model.path=./llama hardware=zero2 hardware.num_processes=8 \\
           hardware.device=cuda hardware.precision=bf16 --prompt-tokens 512 --memory 80
+      ppocli estimate model.path=./llama model.peft.type=lora hardware=gpu_bf16 --memory 24
       ppocli estimate +recipe=quickstart --json
     """
     from ppocli.cli.estimate import print_estimate
