@@ -56,6 +56,9 @@ def model_config(kind: str = "gpt2", **over):
             "decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
             "vocab_size": vocabulary, "max_position_embeddings": 64, "decoder_start_token_id": 2,
             "forced_eos_token_id": None, **ids, **over})
+    if kind == "bloom":
+        return CONFIG_MAPPING[kind](**{"n_layer": 2, "hidden_size": 32, "n_head": 2,
+                                       "vocab_size": vocabulary, **ids, **over})
     shape = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2,
              "vocab_size": vocabulary, "max_position_embeddings": 64, **ids}
     shape["ffn_dim" if kind == "opt" else "intermediate_size"] = 48

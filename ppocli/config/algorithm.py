@@ -174,8 +174,12 @@ def _optimizer(config: TrainConfig) -> Found:
             default = schema_keys()[f"ppo.{node}.{name}"].default
             used = OPTIMIZER_KEYS.get(optimizer.name)
             if used is not None and name not in used and getattr(section, name) != default:
+                critic = value_optimizer(ppo).name
+                elsewhere = (f" (for the value function's {critic}: ppo.value_optimizer.{name})"
+                             if node == "optimizer" and name in OPTIMIZER_KEYS.get(critic, ())
+                             else "")
                 yield ((f"ppo.{node}.{name}", f"ppo.{node}.name"),
-                       f"{optimizer.name} has no {name}: leave it at {default}")
+                       f"{optimizer.name} has no {name}: leave it at {default}{elsewhere}")
         if section.name in UNSHARDED_OPTIMIZERS and zero:
             yield ((f"ppo.{node}.name", "hardware.zero_stage"),
                    f"{section.name} needs whole weights, and ZeRO shards its state: use "

@@ -3,14 +3,13 @@ optimizer behind it."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from ppocli.config.adapters import adapter_kind
-from ppocli.config.algorithm import estimator_of
+from ppocli.config.algorithm import estimator_of, kl_estimator
 from ppocli.config.schema import TrainConfig, reference_kind
 from ppocli.config.sharding import reference_sharded
 from ppocli.engine.backend import Backend
@@ -20,10 +19,11 @@ from ppocli.engine.references import sharded_copy, share_sharded_trunk
 from ppocli.engine.sharded import gathered
 from ppocli.engine.updates import PlainUpdates, Updates, ZeroUpdates
 from ppocli.errors import ConfigError, InputError
+from ppocli.models.companions import check_companion
 from ppocli.models.critics import ValueBranch
+from ppocli.models.layers import whole_shape
 from ppocli.models.loading import (
     LoadedLM,
-    check_vocabulary,
     empty_lm,
     empty_reference,
     is_on_base,
@@ -36,8 +36,13 @@ from ppocli.models.unloaded import first_line
 from ppocli.models.value_model import load_value_model
 
 
-def copy_reference(cfg: TrainConfig, backend: Backend, tokenizer: Any) -> Reference | None:
-    """The reference as a model of its own, also where a training shares it with its policy."""
+def copy_reference(cfg: TrainConfig, backend: Backend, tokenizer: Any, policy: Any
+                   ) -> Reference | None:
+    """The reference as a model of its own, also where a training shares it with its policy.
+
+    Args:
+        policy: the policy's model.
+    """
     if cfg.model.reference.kind == "none":
         return None
     wanted = cfg.model.reference
@@ -49,8 +54,9 @@ def copy_reference(cfg: TrainConfig, backend: Backend, tokenizer: Any) -> Refere
           if in_parts else load_reference(cfg.model, cfg.hardware)).lm
     device = backend.device if wanted.device is None else torch.device(wanted.device)
     if cfg.model.reference.path is not None:
-        check_vocabulary(tokenizer, lm, replace(cfg.model, path=cfg.model.reference.path),
-                         key="model.reference.path")
+        check_companion(tokenizer, policy, lm, name=cfg.model.reference.path,
+                        key="model.reference.path", trust_remote_code=cfg.model.trust_remote_code)
+        _check_full_kl(cfg, policy, lm)
     if in_parts:
         return sharded_copy(cfg, lm)
     try:
@@ -59,6 +65,15 @@ def copy_reference(cfg: TrainConfig, backend: Backend, tokenizer: Any) -> Refere
         raise ConfigError(f"The reference can't be put on {wanted.device}: {first_line(error)}",
                           where="model.reference.device", fix="name a device that is there, or "
                           "leave the key out") from error
+
+
+def _check_full_kl(cfg: TrainConfig, policy: Any, lm: Any) -> None:
+    ours, theirs = (whole_shape(model.get_output_embeddings().weight)[0] for model in (policy, lm))
+    if kl_estimator(cfg.ppo) == "full" and ours != theirs:
+        raise InputError("The full KL compares whole distributions, and "
+                         f"{cfg.model.reference.path} has {theirs} logits, the policy {ours}.",
+                         where="model.reference.path",
+                         fix="use ppo.kl_estimator=k1, or another reference")
 
 
 def judging_reference(cfg: TrainConfig, backend: Backend, tokenizer: Any, loaded: LoadedLM,
@@ -76,7 +91,7 @@ def judging_reference(cfg: TrainConfig, backend: Backend, tokenizer: Any, loaded
                                                                cfg.model.revision)):
         return AdapterReference()
     if lent is None or isinstance(lent[0], AdapterReference):
-        return copy_reference(cfg, backend, tokenizer)
+        return copy_reference(cfg, backend, tokenizer, loaded.lm)
     return lent[0]
 
 
@@ -93,7 +108,7 @@ def build_reference(cfg: TrainConfig, backend: Backend, lm: Any, tokenizer: Any
     if reference_kind(cfg.model) == "adapter":
         return AdapterReference()
     if reference_kind(cfg.model) != "shared":
-        return copy_reference(cfg, backend, tokenizer)
+        return copy_reference(cfg, backend, tokenizer, lm)
     share = share_sharded_trunk if backend.zero_stage == 3 else share_trunk
     try:
         return share(lm, offload=cfg.model.reference.offload)
@@ -161,7 +176,7 @@ def _value_function(cfg: TrainConfig, loaded: LoadedLM, tokenizer: Any) -> tuple
         if value.kind == "branch":
             branch = ValueBranch(loaded.lm, value.num_layers_unfrozen)
             return build_value_head(loaded.lm, cfg.seed), branch
-        model, head = load_value_model(cfg.model, tokenizer, cfg.seed)
+        model, head = load_value_model(cfg.model, tokenizer, loaded.lm, cfg.seed)
         freeze_bottom(model.lm, value.num_layers_unfrozen)
     except ValueError as error:
         raise InputError(f"The value function can't be built: {error}.", where="model.value",

@@ -174,7 +174,7 @@ def _score_tokens(session: EvalSession, prompts: PromptBatch, out: Generation, s
                 score_policy(session.policy, session.reference, one, temperature=temperature,
                              want_values=want_values, keep_hidden=estimator == "full")
         if session.reference is not None:
-            head = HeadWeights.of(session.policy.lm.get_output_embeddings())
+            head = HeadWeights.of(session.policy.lm)
             with session.reference.view(session.policy.lm) as view:
                 for one in passes:
                     stop.check()

@@ -35,6 +35,7 @@ from ppocli.engine.sharded import gathered_policy, head_parameters, held, is_sha
 from ppocli.engine.updates import Updates
 from ppocli.errors import ConfigError
 from ppocli.estimate.check import check_memory
+from ppocli.models.companions import check_reach
 from ppocli.models.loading import (
     LoadedLM,
     check_vocabulary,
@@ -278,6 +279,18 @@ def _check_memory(cfg: TrainConfig, backend: Backend, lm_config: Any,
         ranks_on_host=on_host, warn=ranks.first), "memory")
 
 
+def _check_reach(cfg: TrainConfig, policy: Policy, reference: Reference | None,
+                 prompts: list[list[int]]) -> None:
+    """Refuse a reference or a value model of another path that has fewer positions than the longest
+    sample needs, now instead of when that comes up."""
+    response = max([cfg.generation.max_new_tokens, *several(cfg.generation.eval.max_new_tokens)])
+    for key, name, model in (
+            ("model.reference.path", cfg.model.reference.path, getattr(reference, "lm", None)),
+            ("model.value.path", cfg.model.value.path, getattr(policy.value_trunk, "lm", None))):
+        if name is not None and model is not None:
+            check_reach(model, prompt=max(map(len, prompts)), response=response, name=name, key=key)
+
+
 def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) -> Session:
     """Build every part, the cheap checks first: reward, tokenizer, prompts, then the models.
 
@@ -299,6 +312,7 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
     policy = build_policy(cfg, backend, loaded, tokenizer)
     engine, optimizer, updates = prepare(cfg, backend, policy)
     reference = build_reference(cfg, backend, policy.lm, tokenizer)
+    _check_reach(cfg, policy, reference, [*prompts.token_ids, *eval_prompts.token_ids])
     _warn_about_sampling(sampling)
     if kl_in(cfg.ppo) == "loss" and kl_estimator(cfg.ppo) == "k1" and cfg.ppo.init_kl_coef > 0:
         log.warning("The gradient of k1 is zero on average: as a term of the loss it holds nothing "

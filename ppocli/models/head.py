@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ppocli.models.trunk import logit_scale
+
 
 class HeadWeights(NamedTuple):
     """An output embedding as it is now: [V, D] and [V] or None. It stays when the module's own
@@ -17,12 +19,21 @@ class HeadWeights(NamedTuple):
 
     weight: torch.Tensor
     bias: torch.Tensor | None
+    scale: float
+    """of the logits"""
 
     @staticmethod
-    def of(head: Any) -> HeadWeights:
-        """Of a linear layer."""
+    def of(lm: Any) -> HeadWeights:
+        """Of a language model."""
+        head = lm.get_output_embeddings()
         bias = getattr(head, "bias", None)
-        return HeadWeights(head.weight.detach(), None if bias is None else bias.detach())
+        return HeadWeights(head.weight.detach(), None if bias is None else bias.detach(),
+                           logit_scale(lm))
+
+    def log_probabilities(self, hidden: torch.Tensor, temperature: float) -> torch.Tensor:
+        """[N, V] fp32 of [N, D] states."""
+        logits = torch.nn.functional.linear(hidden, self.weight, self.bias).float()
+        return torch.log_softmax(logits * (self.scale / temperature), -1)
 
 
 CHUNK_BYTES = 64 * 2**20
@@ -139,12 +150,11 @@ def full_kl(hidden: torch.Tensor, head: HeadWeights, ref_hidden: torch.Tensor,
 
     ``sum_v p_v (log p_v - log q_v)``, chunk by chunk (TRL 0.11's ``kl_penalty=full``).
     """
-    linear = torch.nn.functional.linear
     rows = _chunk_rows(head.weight.shape[0])
     out = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
     for start in range(0, len(hidden), rows):
         part = slice(start, start + rows)
-        log_p = torch.log_softmax(linear(hidden[part], *head).float() / temperature, -1)
-        log_q = torch.log_softmax(linear(ref_hidden[part], *ref_head).float() / temperature, -1)
+        log_p = head.log_probabilities(hidden[part], temperature)
+        log_q = ref_head.log_probabilities(ref_hidden[part], temperature)
         out[part] = (log_p.exp() * (log_p - log_q)).sum(-1)
     return out

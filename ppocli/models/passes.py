@@ -90,11 +90,11 @@ def score_reference(reference: Reference, view: Any, one: ForwardPass, head: Hea
     with reference.entered(view, one.shared):
         hidden = response_hidden(view, batch)
     one.shared = []
-    ref_head, temperature = view.get_output_embeddings(), temperature / logit_scale(view)
-    one.found["ref_logprobs"], _ = token_logprobs(hidden, ref_head, batch.targets,
-                                                  temperature=temperature, want_entropy=False)
+    one.found["ref_logprobs"], _ = token_logprobs(
+        hidden, view.get_output_embeddings(), batch.targets,
+        temperature=temperature / logit_scale(view), want_entropy=False)
     if one.hidden is not None:
-        one.found["full_kl"] = full_kl(one.hidden, head, hidden, HeadWeights.of(ref_head),
+        one.found["full_kl"] = full_kl(one.hidden, head, hidden, HeadWeights.of(view),
                                        temperature=temperature)
         one.hidden = None
 

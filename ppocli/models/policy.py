@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -13,6 +14,12 @@ from ppocli.models.head import token_logprobs
 from ppocli.models.layers import layer_stack, whole_shape
 from ppocli.models.layout import SequenceBatch
 from ppocli.models.trunk import has_encoder, logit_scale, response_hidden
+
+log = logging.getLogger("ppocli")
+
+_BELOW = ("embed", "project_in")
+"""parts of the names of modules that come before the first layer, beside the embeddings: norms and
+projections of theirs (BLOOM, BART, OPT, BERT)"""
 
 
 class PolicyOutput(NamedTuple):
@@ -130,16 +137,21 @@ def freeze_bottom(lm: Any, num_layers_unfrozen: int) -> None:
     layers = list(layer_stack(lm))
     depth = len(layers)
     if num_layers_unfrozen >= depth:
+        log.info("num_layers_unfrozen=%d: all %d layers train, and the embeddings too",
+                 num_layers_unfrozen, depth)
         return
     for parameter in lm.parameters():
         parameter.requires_grad_(False)
     in_stack = {id(p) for layer in layers for p in layer.parameters()}
-    embedding = {id(p) for m in lm.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    head = lm.get_output_embeddings() if hasattr(lm, "get_output_embeddings") else None
+    below = {id(p) for m in lm.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    below |= {id(p) for name, m in lm.named_modules() if m is not head
+              and any(part in name.lower() for part in _BELOW) for p in m.parameters()}
     if has_encoder(lm):
-        embedding |= {id(p) for p in lm.get_encoder().parameters()}
+        below |= {id(p) for p in lm.get_encoder().parameters()}
     for layer in layers[depth - num_layers_unfrozen:]:
         for parameter in layer.parameters():
             parameter.requires_grad_(True)
     for parameter in lm.parameters():
-        if id(parameter) not in in_stack and id(parameter) not in embedding:
+        if id(parameter) not in in_stack and id(parameter) not in below:
             parameter.requires_grad_(True)

@@ -162,19 +162,32 @@ def trunk_border(lm: Any) -> tuple[int, bool]:
     """
     stack = layer_stack(lm)
     trains = [any(p.requires_grad for p in layer.parameters()) for layer in stack]
-    below = {id(p) for p, in_stack in _parameters_by_place(lm, stack) if not in_stack}
-    embeds = any(p.requires_grad for m in lm.modules() if isinstance(m, torch.nn.Embedding)
-                 for p in m.parameters() if id(p) in below)
-    border = 0 if embeds or not any(trains) else trains.index(True)
-    if has_encoder(lm):
-        border = 0  # a decoder's layers need more than the states of the layer below
+    # a decoder's layers beside an encoder need more than the states of the layer below
+    if has_encoder(lm) or not any(trains) or _trains_before(lm, stack):
+        return 0, False
+    border = trains.index(True)
     return border, _check_entry(lm, stack, border)
 
 
-def _parameters_by_place(lm: Any, stack: Any) -> Iterator[tuple[torch.nn.Parameter, bool]]:
-    inside = {id(p) for p in stack.parameters()}
-    for parameter in lm.parameters():
-        yield parameter, id(parameter) in inside
+def _trains_before(lm: Any, stack: Any) -> bool:
+    """Whether something that trains runs before the first layer, an embedding say."""
+    inside = {id(m) for m in stack.modules()}
+    found: list[bool] = []  # of the modules beside the stack, in the order they run
+
+    def note(module: torch.nn.Module, _inputs: Any) -> None:
+        found.append(any(p.requires_grad for p in module.parameters(recurse=False)))
+
+    handles = [m.register_forward_pre_hook(note) for m in lm.base_model.modules()
+               if id(m) not in inside]
+    first: list[int] = []
+    handles.append(stack[0].register_forward_pre_hook(lambda *_: first.append(len(found))))
+    try:
+        probe = torch.zeros(1, 2, dtype=torch.long, device=lm.base_model.device)
+        lm.base_model(input_ids=probe, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return any(found[:first[0]])
 
 
 def _check_entry(lm: Any, stack: Any, border: int) -> bool:

@@ -9,7 +9,8 @@ import torch
 from ppocli.models.layout import SequenceBatch
 from ppocli.models.virtual_tokens import trunk_states
 
-_SCALES_STATES = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
+RELATIVE_POSITIONS = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
+_SCALES_STATES = RELATIVE_POSITIONS
 
 
 def has_encoder(lm: Any) -> bool:

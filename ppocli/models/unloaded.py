@@ -10,6 +10,7 @@ from ppocli.assets.model_files import find_model
 from ppocli.config.adapters import adapter_kind
 from ppocli.config.schema import ModelConfig
 from ppocli.errors import ConfigError, InputError
+from ppocli.models.trunk import RELATIVE_POSITIONS
 from ppocli.models.virtual_tokens import num_virtual_tokens
 
 
@@ -77,6 +78,8 @@ def max_positions(lm: Any) -> int | None:
 
 
 def _positions(lm: Any) -> int | None:
+    if lm.config.model_type in RELATIVE_POSITIONS:
+        return None  # n_positions in their files is what they were trained with, not a limit
     for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"):
         value = getattr(lm.config, name, None)
         if isinstance(value, int) and value > 0:

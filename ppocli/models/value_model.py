@@ -10,15 +10,17 @@ import torch
 from ppocli.assets.model_files import find_model
 from ppocli.config.schema import ModelConfig
 from ppocli.errors import InputError
+from ppocli.models.companions import check_companion
 from ppocli.models.critics import ScoreHead, ValueModel
 from ppocli.models.loading import silence_dropout, without_dropout
 from ppocli.models.policy import ValueHead
+from ppocli.models.trunk import has_encoder
 from ppocli.models.unloaded import first_line
 
 log = logging.getLogger("ppocli")
 
 
-def load_value_model(cfg: ModelConfig, tokenizer: Any, seed: int
+def load_value_model(cfg: ModelConfig, tokenizer: Any, policy: Any, seed: int
                      ) -> tuple[ValueModel, ValueHead | ScoreHead]:
     """The trunk of ``model.value.path`` (default: the policy's own start) and a head on it.
 
@@ -27,18 +29,22 @@ def load_value_model(cfg: ModelConfig, tokenizer: Any, seed: int
 
     Args:
         tokenizer: the policy's, whose tokens the value model sees.
+        policy: the policy's model.
         seed: of a fresh head.
 
     Raises:
-        InputError: the model is missing, broken, of another vocabulary, or sees later tokens.
+        InputError: the model is missing, broken, of another kind or vocabulary, or sees later
+            tokens.
     """
     key = "model.value.path" if cfg.value.path else "model.path"
     name = cfg.value.path or cfg.path
     revision = None if cfg.value.path else cfg.revision
     source, _ = find_model(name, key=key, revision=revision, needs="model")
     trunk, score = _load(cfg, name, source, key, revision)
-    _check_causal(trunk, name, key)
-    _check_tokens(tokenizer, trunk, name, key)
+    check_companion(tokenizer, policy, trunk, name=name, key=key,
+                    trust_remote_code=cfg.trust_remote_code)
+    if not has_encoder(trunk):  # a decoder beside an encoder is causal
+        _check_causal(trunk, name, key)
     if score is not None:
         log.info("values start as the scores of %s", name)
         return ValueModel(trunk), ScoreHead(score.weight.detach(), score.bias if score.bias is None
@@ -74,8 +80,15 @@ def _load(cfg: ModelConfig, name: str, source: str, key: str, revision: str | No
     model.config.pad_token_id = None
     model.eval()
     silence_dropout(model)
-    score = getattr(model, "score", None) if scores and config.num_labels == 1 else None
-    return model.base_model, score if isinstance(score, torch.nn.Linear) else None
+    trunk = model.base_model
+    if getattr(trunk, "pooler", None) is not None:
+        trunk.pooler = None  # it reads one token's state for classifiers; no value comes from it
+    score = getattr(model, "score", None) if scores else None
+    if scores and (config.num_labels != 1 or not isinstance(score, torch.nn.Linear)):
+        log.info("%s has %d labels and no single score: its values start anew, at 0", name,
+                 config.num_labels)
+        score = None
+    return trunk, score
 
 
 @torch.no_grad()
@@ -86,12 +99,3 @@ def _check_causal(trunk: Any, name: str, key: str) -> None:
     if not torch.allclose(states[0, :2], states[1, :2], rtol=1e-4, atol=1e-4):
         raise InputError(f"{name} is not causal: what it says of a token depends on later ones.",
                          where=key, fix="take a value model built on a causal language model")
-
-
-def _check_tokens(tokenizer: Any, trunk: Any, name: str, key: str) -> None:
-    highest = max(tokenizer.get_vocab().values(), default=-1)
-    rows = trunk.get_input_embeddings().weight.shape[0]
-    if highest >= rows:
-        raise InputError(f"The policy's tokenizer has ids up to {highest}, the value model {name} "
-                         f"embeds only {rows}.", where=key,
-                         fix="take a value model of the policy's own family and vocabulary")

@@ -161,6 +161,43 @@ def test_gradient_checkpointing_changes_no_gradient(tmp_path):
             torch.testing.assert_close(found[1][name], grad, rtol=1e-4, atol=1e-6)
 
 
+def other_words(folder):
+    """Give a model's folder a tokenizer whose ids mean other words."""
+    path = folder / "tokenizer.json"
+    path.write_text(path.read_text().replace('"film"', '"FILM"').replace('"plot"', '"film"')
+                    .replace('"FILM"', '"plot"'))
+
+
+@pytest.mark.parametrize(("name", "message"), [
+    ("t5", "is an encoder-decoder"), ("short", "has 12 positions"),
+    ("words", "The tokenizers differ"), ("wide", "has 60 logits, the policy 37")])
+def test_what_can_t_be_a_reference_is_refused_before_the_first_pass(tmp_path, name, message):
+    save_lm(tmp_path / "t5", "t5")
+    save_lm(tmp_path / "short", "gpt2", n_positions=12)
+    save_lm(tmp_path / "wide", "gpt2", vocab_size=60)
+    save_lm(tmp_path / "words", "gpt2")
+    other_words(tmp_path / "words")
+    cfg = small_config(tmp_path, model__reference__path=str(tmp_path / name),
+                       ppo__kl_estimator="full")
+    with pytest.raises(InputError, match=message) as caught, session_of(cfg):
+        pass
+    assert caught.value.where == "model.reference.path"
+
+
+def test_an_encoder_decoder_s_value_model_reads_the_prompt(tmp_path):
+    cfg = with_critic(tmp_path, "model", "t5")
+    with session_of(cfg, reward=count_letters) as session:
+        with torch.no_grad():
+            session.policy.value_head.outer.weight.fill_(0.05)
+        values = rollout_of(session).values[:, 0]
+    assert len({round(v, 5) for v in values.tolist()}) > 2  # all decoders start alike
+    save_lm(tmp_path / "causal", "llama")
+    cfg = with_critic(tmp_path, "model", "t5", model__value__path=str(tmp_path / "causal"))
+    with pytest.raises(InputError, match="is a causal model, the policy an encoder-decoder"), \
+            session_of(cfg):
+        pass
+
+
 def test_what_can_t_be_a_value_model_is_refused(tmp_path):
     from transformers import BertConfig, BertModel
 
@@ -168,8 +205,13 @@ def test_what_can_t_be_a_value_model_is_refused(tmp_path):
                          intermediate_size=16, vocab_size=len(SPECIAL) + len(WORDS),
                          max_position_embeddings=32)).save_pretrained(tmp_path / "bert")
     save_lm(tmp_path / "small", "llama", vocab_size=20)
+    save_lm(tmp_path / "t5", "t5")
+    save_lm(tmp_path / "short", "gpt2", n_positions=12)
+    save_lm(tmp_path / "words", "gpt2")
+    other_words(tmp_path / "words")
     for name, message in (("bert", "is not causal"), ("small", "embeds only 20"),
-                          ("nowhere", "nowhere")):
+                          ("nowhere", "nowhere"), ("t5", "is an encoder-decoder"),
+                          ("short", "has 12 positions"), ("words", "The tokenizers differ")):
         cfg = with_critic(tmp_path, "model", model__value__path=str(tmp_path / name))
         with pytest.raises(InputError, match=message) as caught, session_of(cfg):
             pass

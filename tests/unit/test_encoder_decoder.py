@@ -16,6 +16,7 @@ from ppocli.engine.stop import StopFlag
 from ppocli.errors import InputError
 from ppocli.models.loading import load_lm
 from ppocli.models.trunk import logit_scale
+from ppocli.models.unloaded import max_positions
 
 
 def pair_config(tmp_path, kind, **over):
@@ -107,6 +108,25 @@ def test_t5_scales_its_states_where_embeddings_are_tied(tmp_path):
     assert logit_scale(lm) == pytest.approx(32 ** -0.5)
     untied = save_lm(tmp_path / "b" / "lm", "t5", tie_word_embeddings=False)
     assert logit_scale(load_lm(small_config(untied.parent).model).lm) == 1.0
+
+
+def test_the_full_kl_to_an_equal_model_of_another_scale_is_0(tmp_path):
+    from transformers import T5ForConditionalGeneration
+
+    tied = T5ForConditionalGeneration.from_pretrained(save_lm(tmp_path / "lm", "t5", gain=2.0))
+    other = save_lm(tmp_path / "other", "t5", tie_word_embeddings=False)
+    untied = T5ForConditionalGeneration.from_pretrained(other)
+    untied.load_state_dict(tied.state_dict())
+    untied.lm_head.weight = torch.nn.Parameter(tied.shared.weight.detach() * 32 ** -0.5)
+    untied.save_pretrained(other)
+    cfg = small_config(tmp_path, model__reference__path=str(other), ppo__kl_estimator="full")
+    with session_of(cfg) as session:
+        assert rollout_of(session).kl.abs().max() < 1e-5
+
+
+def test_relative_positions_are_no_limit(tmp_path):
+    lm = load_lm(small_config(save_lm(tmp_path / "lm", "t5", n_positions=8).parent).model).lm
+    assert max_positions(lm) is None
 
 
 def test_a_model_of_the_other_kind_is_refused(tmp_path):

@@ -67,6 +67,27 @@ def test_in_bf16_the_reference_is_not_the_policy_s_cached_weights(tmp_path):
     torch.testing.assert_close(shared.kl, copied.kl, rtol=0, atol=2e-3)
 
 
+@pytest.mark.parametrize("kind", ["bloom", "opt_with_projections", "bart"])
+def test_what_comes_before_the_first_layer_is_frozen_too(tmp_path, kind):
+    over = {"word_embed_proj_dim": 16} if kind == "opt_with_projections" else {}
+    save_lm(tmp_path / "lm", kind.partition("_")[0], gain=1.5, **over)
+    found = []
+    for reference in ("copy", "shared"):
+        cfg = small_config(tmp_path, model__num_layers_unfrozen=1, ppo__logprobs_from="forward",
+                           model__reference__kind=reference, ppo__optimizer__lr=0.01)
+        with session_of(cfg, reward=count_letters) as session:
+            before = {n: p.clone() for n, p in session.policy.lm.named_parameters()
+                      if any(part in n for part in ("embed", "project_in"))}
+            assert len(before) > 1
+            experience, state = experience_of(session)
+            optimize(session, experience, state, StopFlag())
+            after = dict(session.policy.lm.named_parameters())
+            assert all(torch.equal(after[name], value) for name, value in before.items())
+            found.append(rollout_of(session, start=100).kl)
+    assert found[0].abs().max() > 1e-3
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=5e-6)
+
+
 def test_it_holds_what_trains_and_nothing_else(tmp_path):
     with session_of(one_layer(tmp_path, "llama")) as session:
         policy, reference = session.policy.lm, session.reference
