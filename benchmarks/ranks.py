@@ -24,6 +24,8 @@ from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from startup import hardware
+
 BEGIN, END = "<!-- ranks: begin -->", "<!-- ranks: end -->"
 KINDS = {"one process": ["hardware=cpu"], "DDP, 2": ["hardware=ddp"],
          "ZeRO 2, 2": ["hardware=zero2"], "ZeRO 3, 2": ["hardware=zero3"]}
@@ -103,18 +105,6 @@ def installed(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "(absent)"
-
-
-def hardware() -> str:
-    """Processor, and the number of cores that this process may use."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines()
-                 if line.startswith("model name")]
-        model = names[0] if names else model
-    affinity = getattr(os, "sched_getaffinity", None)
-    return f"{model}, {len(affinity(0)) if affinity else os.cpu_count()} cores, {platform.system()}"
 
 
 def main() -> int:

@@ -11,7 +11,14 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ppocli.models.layers import entered_at, layer_stack, layers_return_tuples, stack_owner, tapped
+from ppocli.models.layers import (
+    entered_at,
+    layer_stack,
+    layers_return_tuples,
+    probe,
+    stack_owner,
+    tapped,
+)
 from ppocli.models.layout import SequenceBatch
 from ppocli.models.trunk import has_encoder, response_hidden
 
@@ -116,20 +123,14 @@ def _replaced(owner: nn.Module, modules: dict[str, nn.Module]) -> Iterator[None]
         owner._modules.update(kept)
 
 
-@torch.no_grad()
 def _after_stack(lm: Any) -> dict[str, nn.Module]:
     """Modules beside the stack that have weights and run after its last layer, by name."""
     stack, owner = layer_stack(lm), stack_owner(lm)
     order: list[str] = []
-    handles = [stack[-1].register_forward_hook(lambda *_: order.append(""))]
-    handles += [module.register_forward_hook(lambda *_, name=name: order.append(name))
-                for name, module in owner.named_children() if module is not stack]
-    try:
-        probe = torch.zeros(1, 2, dtype=torch.long, device=lm.base_model.device)
-        lm.base_model(input_ids=probe, use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
+    hooks = [stack[-1].register_forward_hook(lambda *_: order.append(""))]
+    hooks += [module.register_forward_hook(lambda *_, name=name: order.append(name))
+              for name, module in owner.named_children() if module is not stack]
+    probe(lm, *hooks)
     after = dict.fromkeys(order[order.index("") + 1:])
     return {name: module for name, module in owner.named_children()
             if name in after and any(True for _ in module.parameters())}

@@ -37,16 +37,22 @@ def stack_owner(lm: Any) -> nn.Module:
 
 
 @torch.no_grad()
+def probe(lm: Any, *hooks: Any) -> torch.Tensor:
+    """[1, 3, D] the trunk's states of three tokens; the handles ``hooks`` are removed afterwards."""
+    try:
+        tokens = torch.zeros(1, 3, dtype=torch.long, device=lm.base_model.device)
+        states: torch.Tensor = lm.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        return states
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def layers_return_tuples(lm: Any) -> bool:
     """Whether the layers return tuples instead of tensors: transformers' differ in that."""
     kinds: list[bool] = []
-    handle = layer_stack(lm)[0].register_forward_hook(
-        lambda _module, _inputs, out: kinds.append(isinstance(out, tuple)))
-    try:
-        probe = torch.zeros(1, 2, dtype=torch.long, device=lm.base_model.device)
-        lm.base_model(input_ids=probe, use_cache=False)
-    finally:
-        handle.remove()
+    probe(lm, layer_stack(lm)[0].register_forward_hook(
+        lambda _module, _inputs, out: kinds.append(isinstance(out, tuple))))
     return kinds[0]
 
 

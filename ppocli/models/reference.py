@@ -15,6 +15,7 @@ from ppocli.models.layers import (
     entered_at,
     layer_stack,
     layers_return_tuples,
+    probe,
     swapped_parameters,
     tapped,
 )
@@ -177,16 +178,11 @@ def _trains_before(lm: Any, stack: Any) -> bool:
     def note(module: torch.nn.Module, _inputs: Any) -> None:
         found.append(any(p.requires_grad for p in module.parameters(recurse=False)))
 
-    handles = [m.register_forward_pre_hook(note) for m in lm.base_model.modules()
-               if id(m) not in inside]
+    hooks = [m.register_forward_pre_hook(note) for m in lm.base_model.modules()
+             if id(m) not in inside]
     first: list[int] = []
-    handles.append(stack[0].register_forward_pre_hook(lambda *_: first.append(len(found))))
-    try:
-        probe = torch.zeros(1, 2, dtype=torch.long, device=lm.base_model.device)
-        lm.base_model(input_ids=probe, use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
+    hooks.append(stack[0].register_forward_pre_hook(lambda *_: first.append(len(found))))
+    probe(lm, *hooks)
     return any(found[:first[0]])
 
 
@@ -195,12 +191,11 @@ def _check_entry(lm: Any, stack: Any, border: int) -> bool:
     if border == 0:
         return False
     as_tuple = layers_return_tuples(lm)
-    probe = torch.zeros(1, 3, dtype=torch.long, device=lm.base_model.device)
     with tapped(stack, border) as hidden:
-        whole = lm.base_model(input_ids=probe, use_cache=False).last_hidden_state
+        whole = probe(lm)
     try:
         with entered_at(stack, border, hidden[-1], as_tuple=as_tuple):
-            entered = lm.base_model(input_ids=probe, use_cache=False).last_hidden_state
+            entered = probe(lm)
     except (TypeError, AttributeError, IndexError, RuntimeError) as error:
         raise ValueError(f"{type(lm).__name__} can't be entered at layer {border} ({error})"
                          ) from error
