@@ -38,7 +38,7 @@ def stack_owner(lm: Any) -> nn.Module:
 
 @torch.no_grad()
 def probe(lm: Any, *hooks: Any) -> torch.Tensor:
-    """[1, 3, D] the trunk's states of three tokens; the handles ``hooks`` are removed at the end."""
+    """[1, 3, D] the trunk's states of three tokens; removes the handles ``hooks`` at the end."""
     try:
         tokens = torch.zeros(1, 3, dtype=torch.long, device=lm.base_model.device)
         states: torch.Tensor = lm.base_model(input_ids=tokens, use_cache=False).last_hidden_state
