@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -158,14 +158,13 @@ class Chat:
         return True
 
     def _set(self, values: list[str]) -> None:
-        from ppocli.evaluation.player import changed_sampling
+        from ppocli.evaluation.player import CHANGEABLE, changed_sampling
 
         pairs = [word.partition("=") for word in values]
         wrong = [name for name, equals, _ in pairs if not equals]
         if wrong:
             raise ConfigError(f"/set {wrong[0]}: it takes NAME=VALUE.", fix="/set temperature=0.7")
-        changes = asdict(self._generation)
-        del changes["eval"], changes["stop_token_ids"]
+        changes = {name: getattr(self._generation, name) for name in CHANGEABLE}
         changes.update(_typed(self._generation, {name: value for name, _, value in pairs}))
         self._generation = changed_sampling(self._cast.cfg, changes)
         say_idle(self._generation, [name for name, _, _ in pairs])
