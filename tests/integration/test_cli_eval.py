@@ -211,7 +211,7 @@ def test_a_model_brings_neither_reward_nor_prompts(here, evaluate):
 
 def test_without_a_reference_the_way_to_a_kl_is_said(here, evaluate):
     config = here / RUN / "config.yaml"
-    config.write_text(config.read_text().replace("kind: copy", "kind: none").replace(
+    config.write_text(config.read_text().replace("kind: auto", "kind: none").replace(
         "init_kl_coef: 0.05", "init_kl_coef: 0"))
     done = evaluate(RUN, "--limit", "2", "--name", "none")
     assert done.code == 0

@@ -78,7 +78,7 @@ generation.top_k?
   There is no module 'nowhere' in {world} or among the installed packages.
     where: reward.metric_fn=nowhere:metric
     fix:   one of these forms: pkg.module:function, pkg.module.function, path/to/file.py:function; \
-or a built-in: classifier, keyword, length, randomwalks, reward_model, word_list
+or a built-in: classifier, http, keyword, length, randomwalks, reward_model, word_list
   out can't be a folder: {world}/out is a file.
     where: out
     fix:   choose another output_dir or run_name
