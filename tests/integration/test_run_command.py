@@ -73,7 +73,7 @@ def test_a_foreign_folder_with_few_words(world):
     assert (model / "model.safetensors").is_file()
     episodes = [row["episode"] for row in jsonl(model.parent / "metrics.jsonl")]
     assert episodes == [0, 8, 16, 20]
-    assert "3 prompts are fewer than the 8 samples" in done.out
+    assert "3 prompts are fewer than the 8 of a rollout" in done.out
 
 
 def test_an_equal_run_is_equal_and_another_seed_is_not(command, world):

@@ -237,6 +237,7 @@ COMMANDS: list[tuple[str, int, str]] = [
     ("runs list --json", 0, '"finished"'),
     ("runs prune --checkpoints --dry-run", 0, "tiny"),
     ("validate +recipe=quickstart --json", 0, "quickstart"),
+    ("estimate +recipe=quickstart", 0, "most at once"),
     ("schema ppo.optimizer", 0, "ppo.optimizer.lr"),
     ("env", 0, "torch"),
     ("completion bash", 0, "_PPOCLI_COMPLETE"),
