@@ -41,7 +41,7 @@ def test_one_update_is_the_same_on_two_ranks(config, tmp_path, peft, stage):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("peft", "stage"), [
-    (LORA, 3), slow(LORA, 0), slow(LORA, 1), slow(LORA, 2), slow(PREFIX, 3)])
+    slow(LORA, 3), slow(LORA, 0), slow(LORA, 1), slow(LORA, 2), slow(PREFIX, 3)])
 def test_a_checkpoint_goes_on_exactly(config, tmp_path, peft, stage):
     settings = {**config, "model.peft": peft, **under(stage, tmp_path)}
     folder = tmp_path / "saved"

@@ -129,8 +129,14 @@ WITH_COMMANDS = [page for page in PAGES
                  if any(command[0] in ("ppocli", "python") for command in commands_of(page))]
 
 
+QUICK = {"README.md", "docs/export.md", "docs/prompts.md", "docs/python.md", "docs/recipes.md",
+         "docs/runs.md", "docs/serving.md", "docs/tracking.md", "docs/validate.md"}
+"""pages whose commands are typed in each time; those of the others cost half a minute and more"""
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", WITH_COMMANDS)
+@pytest.mark.parametrize("page", [page if page in QUICK else pytest.param(
+    page, marks=pytest.mark.slow) for page in WITH_COMMANDS])
 def test_the_commands_of_a_page_work(page, tmp_path):
     commands = [shrunk(command) for command in prepare(page, tmp_path)
                 if not about_sweeps(command)]
