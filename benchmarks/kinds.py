@@ -89,7 +89,7 @@ def row(kind: str, found: list[dict[str, float]]) -> str:
         return mean(one[name] for one in found)
 
     words = KINDS[kind][1].removeprefix(WALKS).strip() or "-"
-    return (f"| {KINDS[kind][0]} | `{words}` | {average('before'):.3f} | {average('after'):.3f} | "
+    return (f"| {KINDS[kind][0]} | `{words}` | {len(found)} | {average('before'):.3f} | {average('after'):.3f} | "
             f"{min(one['after'] for one in found):.3f} | {average('kl'):.2f} | "
             f"{average('memory'):.0f} | {average('seconds'):.0f} |")
 
@@ -103,8 +103,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side, one thread each")
     parser.add_argument("--out", type=Path, help=f"write the table between {BEGIN} and {END}")
     args = parser.parse_args()
-    lines = ["| what trains | words | before | after | lowest seed | KL | MiB | seconds |",
-             "|---|---|---|---|---|---|---|---|"]
+    lines = ["| what trains | words | seeds | before | after | lowest seed | KL | MiB | seconds |",
+             "|---|---|---|---|---|---|---|---|---|"]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         prepare(folder)
