@@ -89,7 +89,8 @@ def row(kind: str, found: list[dict[str, float]]) -> str:
         return mean(one[name] for one in found)
 
     words = KINDS[kind][1].removeprefix(WALKS).strip() or "-"
-    return (f"| {KINDS[kind][0]} | `{words}` | {len(found)} | {average('before'):.3f} | {average('after'):.3f} | "
+    return (f"| {KINDS[kind][0]} | `{words}` | {len(found)} | {average('before'):.3f} | "
+            f"{average('after'):.3f} | "
             f"{min(one['after'] for one in found):.3f} | {average('kl'):.2f} | "
             f"{average('memory'):.0f} | {average('seconds'):.0f} |")
 
