@@ -90,8 +90,9 @@ def test_a_server_that_dies_ends_the_run_which_goes_on_with_another(command, wor
 
 
 def test_ctrl_c_while_scoring_answers_what_is_under_way(world):
-    (world / "slow.py").write_text("import time\n\n\ndef score(outputs):\n    time.sleep(1)\n"
-                                   "    return [2.0 for text in outputs]\n")
+    (world / "slow.py").write_text(
+        "import time\n\n\ndef score(outputs):\n    open('begun', 'w').close()\n    time.sleep(1)\n"
+        "    return [2.0 for text in outputs]\n")
     body = json.dumps({"prompts": ["p"], "responses": ["r"], "response_ids": [[1]]})
     with server("reward.fn=slow.py:score", "--port", "0", cwd=world) as (process, address):
         asking = subprocess.Popen(
@@ -99,7 +100,10 @@ def test_ctrl_c_while_scoring_answers_what_is_under_way(world):
              "sys.argv[1], sys.argv[2].encode(), timeout=20).read().decode())",
              f"{address}/score", body], stdout=subprocess.PIPE, text=True,
             env={**os.environ, "no_proxy": "*"})
-        time.sleep(0.6)
+        for _ in range(600):
+            if (world / "begun").exists():
+                break
+            time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         answer, _ = asking.communicate(timeout=30)
         _, err = process.communicate(timeout=30)
