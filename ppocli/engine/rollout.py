@@ -172,7 +172,8 @@ def _score_tokens(session: EvalSession, prompts: PromptBatch, out: Generation, s
                 stop.check()
                 faults.point("scoring.forward", size)
                 score_policy(session.policy, session.reference, one, temperature=temperature,
-                             want_values=want_values, keep_hidden=estimator == "full")
+                             want_logprobs=want_policy, want_values=want_values,
+                             keep_hidden=estimator == "full")
         if session.reference is not None:
             head = HeadWeights.of(session.policy.lm)
             with session.reference.view(session.policy.lm) as view:

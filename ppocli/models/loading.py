@@ -127,14 +127,25 @@ def load_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32,
         raise InputError(f"The model {cfg.path} can't be loaded: {first_line(error)}",
                          where=key, fix="check the folder's config.json and "
                          "model.safetensors, or give another one") from error
-    missing = sorted(info["missing_keys"]) + sorted(str(m) for m in info["mismatched_keys"])
-    if missing:
-        raise InputError(f"{cfg.path} lacks {len(missing)} weights that {type(lm).__name__} needs "
-                         f"(the first: {missing[0]}); they would be random.", where=key,
-                         fix="give a complete checkpoint")
+    check_complete(info, type(lm).__name__, cfg.path, key)
     made = _ready(lm, config, copy.deepcopy(lm.generation_config) or GenerationConfig())
     _check_linear_head(lm, cfg.path, key)
     return made
+
+
+def check_complete(info: dict[str, Any], kind: str, name: str, key: str) -> None:
+    """Refuse a checkpoint without all weights of the model.
+
+    Args:
+        info: what transformers says of the loading.
+        kind, name: of the model.
+        key: that names it.
+    """
+    missing = sorted(info["missing_keys"]) + sorted(str(m) for m in info["mismatched_keys"])
+    if missing:
+        raise InputError(f"{name} lacks {len(missing)} weights that {kind} needs (the first: "
+                         f"{missing[0]}); they would be random.", where=key,
+                         fix="give a complete checkpoint")
 
 
 def _ready(lm: Any, config: Any, generation_config: Any) -> LoadedLM:

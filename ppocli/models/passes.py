@@ -62,15 +62,19 @@ def lay_out_rows(prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, out: Ge
 
 
 def score_policy(policy: Policy, reference: Reference | None, one: ForwardPass, *,
-                 temperature: float, want_values: bool, keep_hidden: bool) -> None:
-    """Find logprobs and, on demand, values of the policy."""
-    tap = nullcontext([]) if reference is None else reference.tap(policy.lm)
-    with tap as one.shared:
-        hidden, branched = policy.trunk(one.batch)
+                 temperature: float, want_logprobs: bool, want_values: bool, keep_hidden: bool
+                 ) -> None:
+    """Find what is wanted of the policy's logprobs, values and final states, and no more."""
+    hidden, branched = None, list[torch.Tensor]()
+    if want_logprobs or keep_hidden or not policy.values_apart:
+        tap = nullcontext([]) if reference is None else reference.tap(policy.lm)
+        with tap as one.shared:
+            hidden, branched = policy.trunk(one.batch)
     one.hidden = hidden if keep_hidden else None
-    one.found["logprobs"], _ = token_logprobs(
-        hidden, policy.lm.get_output_embeddings(), one.batch.targets,
-        temperature=temperature / logit_scale(policy.lm), want_entropy=False)
+    if want_logprobs and hidden is not None:
+        one.found["logprobs"], _ = token_logprobs(
+            hidden, policy.lm.get_output_embeddings(), one.batch.targets,
+            temperature=temperature / logit_scale(policy.lm), want_entropy=False)
     values = policy.values(one.batch, hidden, branched) if want_values else None
     if values is not None:
         one.found["values"] = values

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ppocli.models.critics import ScoreHead, ValueTrunk
+from ppocli.models.critics import ScoreHead, ValueModel, ValueTrunk
 from ppocli.models.head import token_logprobs
 from ppocli.models.layers import layer_stack, whole_shape
 from ppocli.models.layout import SequenceBatch
@@ -86,6 +86,11 @@ class Policy(nn.Module):
         """Whether the states that a token is sampled from give its value too."""
         return self.value_head is not None and self.value_trunk is None
 
+    @property
+    def values_apart(self) -> bool:
+        """Whether values need no pass of the policy's own trunk."""
+        return isinstance(self.value_trunk, ValueModel)
+
     def trunk(self, batch: SequenceBatch) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """[N, D] states that predict the batch's response tokens, and what the value function can
         start from."""
@@ -94,12 +99,13 @@ class Policy(nn.Module):
             hidden = response_hidden(self.lm, batch)
         return hidden, shared
 
-    def values(self, batch: SequenceBatch, hidden: torch.Tensor, shared: list[torch.Tensor]
-               ) -> torch.Tensor | None:
+    def values(self, batch: SequenceBatch, hidden: torch.Tensor | None,
+               shared: list[torch.Tensor]) -> torch.Tensor | None:
         """[N] values of the batch's response tokens, fp32.
 
         Args:
-            hidden, shared: what :meth:`trunk` returned for this batch.
+            hidden, shared: what :meth:`trunk` returned for this batch; None and nothing will do
+                where :attr:`values_apart`.
         """
         if self.value_head is None:
             return None

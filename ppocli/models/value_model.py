@@ -12,7 +12,7 @@ from ppocli.config.schema import ModelConfig
 from ppocli.errors import InputError
 from ppocli.models.companions import check_companion
 from ppocli.models.critics import ScoreHead, ValueModel
-from ppocli.models.loading import silence_dropout, without_dropout
+from ppocli.models.loading import check_complete, silence_dropout, without_dropout
 from ppocli.models.policy import ValueHead
 from ppocli.models.trunk import has_encoder
 from ppocli.models.unloaded import first_line
@@ -72,11 +72,7 @@ def _load(cfg: ModelConfig, name: str, source: str, key: str, revision: str | No
         raise InputError(f"The value model {name} can't be loaded: {first_line(error)}", where=key,
                          fix="check the folder's config.json and model.safetensors, or give "
                          "another one") from error
-    missing = sorted(info["missing_keys"]) + sorted(str(m) for m in info["mismatched_keys"])
-    if missing:
-        raise InputError(f"{name} lacks {len(missing)} weights that {type(model).__name__} needs "
-                         f"(the first: {missing[0]}); they would be random.", where=key,
-                         fix="give a complete checkpoint")
+    check_complete(info, type(model).__name__, name, key)
     model.config.pad_token_id = None
     model.eval()
     silence_dropout(model)

@@ -111,6 +111,23 @@ def test_critic_warm_up_trains_a_critic_of_its_own_and_nothing_else(tmp_path):
         assert all(name.startswith("value_") for name in moved)
 
 
+def test_values_of_a_model_of_its_own_take_no_pass_of_the_policy(tmp_path):
+    found, passes = [], []
+    for source in ("decode", "forward"):
+        cfg = with_critic(tmp_path, "model", ppo__logprobs_from=source, ppo__chunk_size=16)
+        with session_of(cfg, reward=count_letters) as session:
+            with torch.no_grad():
+                session.policy.value_head.outer.weight.fill_(0.05)
+            longer = []
+            layer_stack(session.policy.lm)[0].register_forward_pre_hook(
+                lambda _module, inputs, longer=longer: longer.append(inputs[0].shape[1] > 5))
+            found.append(rollout_of(session))
+            passes.append(sum(longer))
+    assert passes == [0, 2]  # 16 samples in passes of 8, behind prompts of at most 5 tokens
+    torch.testing.assert_close(found[0].values, found[1].values, rtol=0, atol=1e-6)
+    assert found[0].values.abs().max() > 1e-3
+
+
 def save_reward_model(folder, kind="llama"):
     from transformers import AutoModelForSequenceClassification
 
