@@ -67,7 +67,8 @@ class RunOutcome:
 def launch(config: TrainConfig, *, fresh_process: bool = False,
            objects: PythonObjects | None = None, resume_from: Path | None = None,
            name_hint: str = "run", say: Callable[[str], None] = log.info,
-           display: DisplayMode = "auto", meeting: Meeting | None = None) -> RunOutcome:
+           display: DisplayMode = "auto", meeting: Meeting | None = None,
+           own_process: bool = False) -> RunOutcome:
     """Run one configuration to its end.
 
     Args:
@@ -80,6 +81,7 @@ def launch(config: TrainConfig, *, fresh_process: bool = False,
         say: where notes for the user go.
         display: what a person is shown of the run.
         meeting: where the ranks that a launcher has started meet, of which this is the first.
+        own_process: this process was started for the run, whose time is counted from there on.
 
     Raises:
         ConfigError: a launcher has started this process among others, and there is no meeting.
@@ -97,7 +99,7 @@ def launch(config: TrainConfig, *, fresh_process: bool = False,
         return _join(config, resume_from, say, display)
     with open_folder(config, objects=objects, resume_from=resume_from, name_hint=name_hint,
                      say=say) as (run_dir, resume):
-        return _run(run_dir, resume, fresh_process, objects, display, meeting)
+        return _run(run_dir, resume, fresh_process, objects, display, meeting, own_process)
 
 
 @contextmanager
@@ -178,7 +180,7 @@ def follow(meeting: Meeting) -> None:
     if start is None:
         return
     if not start.as_nodes:
-        _work(Path(start.run_dir), None, start.resume, "quiet", joined=True)
+        _work(Path(start.run_dir), None, start.resume, "quiet", joined=True, own_process=True)
         return
     done = _start(Path(start.run_dir), "ppocli.elastic", start.resume, start.display,
                   [f"--node-rank={meeting.launched.rank}"])
@@ -350,15 +352,15 @@ def _removed_if_nothing_came(run_dir: Path) -> Iterator[None]:
 
 
 def _run(run_dir: Path, resume: bool, fresh_process: bool,
-         objects: PythonObjects | None, display: DisplayMode, meeting: Meeting | None
-         ) -> RunOutcome:
+         objects: PythonObjects | None, display: DisplayMode, meeting: Meeting | None,
+         own_process: bool) -> RunOutcome:
     config = read_config(next_config(run_dir))
     several = needs_launcher(config.hardware)
     if meeting is not None:
         start = start_of(run_dir, resume, display, config, meeting.launched)
         meeting.tell(start)
         if not start.as_nodes:
-            return _work(run_dir, objects, resume, display, joined=True)
+            return _work(run_dir, objects, resume, display, joined=True, own_process=own_process)
     if several and objects is not None:
         raise ConfigError("Python objects can't be handed to several processes.",
                           where="hardware.num_processes, hardware.zero_stage",
@@ -366,11 +368,11 @@ def _run(run_dir: Path, resume: bool, fresh_process: bool,
     if fresh_process or several:
         return _start(run_dir, "ppocli.elastic" if several else "ppocli.worker", resume, display,
                       [f"--reserved-by={os.getpid()}"] * resume)
-    return _work(run_dir, objects, resume, display)
+    return _work(run_dir, objects, resume, display, own_process=own_process)
 
 
 def _work(run_dir: Path, objects: PythonObjects | None, resume: bool, display: DisplayMode,
-          joined: bool = False) -> RunOutcome:
+          joined: bool = False, own_process: bool = False) -> RunOutcome:
     """Run in this process, as one of a launcher's ranks if ``joined``."""
     # `python -m` has the current folder on its path, a console script hasn't
     if os.getcwd() not in sys.path and "" not in sys.path:
@@ -378,7 +380,8 @@ def _work(run_dir: Path, objects: PythonObjects | None, resume: bool, display: D
     from ppocli.worker import run_worker
 
     result = run_worker(run_dir, objects=objects, resume=resume, display=display,
-                        reserved_by=os.getpid() if resume else None, joined=joined)
+                        reserved_by=os.getpid() if resume else None, joined=joined,
+                        own_process=own_process)
     return RunOutcome(run_dir, 0, result.model_dir, result.summary)
 
 

@@ -14,6 +14,7 @@ from ppocli.config.deepspeed import DEEPSPEED_FILE, deepspeed_config
 from ppocli.config.schema import TrainConfig
 from ppocli.engine.atomic import write_json_atomic
 from ppocli.engine.backend import Backend
+from ppocli.engine.clock import Moment, PhaseClock
 from ppocli.engine.console import Display, keep_log
 from ppocli.engine.environment import ENV_FILE, describe
 from ppocli.engine.loop import Run, initial_state
@@ -35,8 +36,11 @@ def quiet_libraries() -> None:
 
 @contextmanager
 def open_run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects, backend: Backend,
-             stop: StopFlag, display: Display, *, resume: bool) -> Iterator[Run]:
+             stop: StopFlag, display: Display, *, resume: bool, began: Moment) -> Iterator[Run]:
     """A run ready for its next step: everything loaded, its files open.
+
+    Args:
+        began: from when on its time is counted.
 
     Raises:
         PpocliError: something can't be loaded, or the checkpoint does not fit.
@@ -67,7 +71,8 @@ def open_run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects, backen
     with open_recorder(folder, cfg.tracking) if ranks.first else silent_recorder() as recorder:
         try:
             yield Run(session, folder, run_id, digest, torch_versions(), stop, recorder, display,
-                      state, generators.capture(backend.device), saved_at=monotonic())
+                      state, generators.capture(backend.device), saved_at=monotonic(),
+                      clock=PhaseClock(backend.device, began, display.marked))
         finally:
             close_engine(session)
 

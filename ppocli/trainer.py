@@ -18,7 +18,7 @@ from ppocli.errors import ConfigError, DivergedError, RewardError
 
 if TYPE_CHECKING:
     from ppocli.api import TrainedRun
-    from ppocli.engine.rollout import Chunk, PhaseClock
+    from ppocli.engine.rollout import Chunk
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,6 @@ class PPOTrainer:
         self._closing = weakref.finalize(self, stack.close)
         self._drawn = self._run.state.episodes
         self._logged = self._run.state.step
-        self._clock: PhaseClock | None = None
         self._ended = False
 
     @property
@@ -117,13 +116,6 @@ class PPOTrainer:
     def _left(self) -> int:
         return max(self._run.session.total_episodes() - self._run.state.episodes, 0)
 
-    def _started(self) -> PhaseClock:
-        from ppocli.engine.rollout import PhaseClock
-
-        if self._clock is None:
-            self._clock = PhaseClock.start(self._run.session.backend.device)
-        return self._clock
-
     def _check_open(self) -> None:
         if not self._closing.alive:
             raise ConfigError("This trainer is closed.", fix="make another one, with "
@@ -150,8 +142,7 @@ class PPOTrainer:
         from ppocli.models.text import response_ids
 
         self._check_open()
-        session = self._run.session
-        clock = self._started()
+        session, clock = self._run.session, self._run.clock
         clock.mark("between")
         if prompts is None:
             count = min(session.cfg.ppo.num_rollouts, self._left() or session.cfg.ppo.num_rollouts)
@@ -198,8 +189,7 @@ class PPOTrainer:
         from ppocli.engine.own_samples import given, prompts_of, scored
 
         self._check_open()
-        session, state = self._run.session, self._run.state
-        clock = self._started()
+        session, state, clock = self._run.session, self._run.state, self._run.clock
         if isinstance(queries, Batch):
             if (responses is None) == (scores is None):
                 raise ConfigError("A batch has its responses: only scores go with it.",
@@ -225,8 +215,7 @@ class PPOTrainer:
             raise
         finally:
             self._scores.given = None
-        clock.seconds.pop("between", None)  # the loop's own time
-        learn(self._run, rollout, clock)
+        learn(self._run, rollout)
         return self._settled()
 
     def _settled(self) -> dict[str, Any]:
@@ -237,7 +226,6 @@ class PPOTrainer:
         run.state = replace(run.state, pending=None)
         run.generators = capture(run.session.backend.device)
         self._drawn = max(self._drawn, run.state.episodes)
-        self._clock = None
         return dict(figures)
 
     def _check_size(self, chunks: Sequence[Chunk]) -> None:
@@ -289,7 +277,9 @@ class PPOTrainer:
         from ppocli.engine.loop import save
 
         self._check_open()
+        self._run.clock.mark("between")
         save(self._run)
+        self._run.clock.mark("saving")
         return self._run.folder.checkpoints / f"step-{self.steps:06d}"
 
     def save_pretrained(self, folder: str | Path) -> Path:

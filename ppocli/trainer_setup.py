@@ -57,12 +57,14 @@ def opened(composition: Composition, objects: PythonObjects) -> Iterator[Run]:
     """A run that is ready for the next step, its folder held."""
     from ppocli.config.resolved import next_config, read_config, with_absolute_paths
     from ppocli.engine.backend import open_ranks
+    from ppocli.engine.clock import Moment
     from ppocli.engine.console import open_display
     from ppocli.engine.run_folder import RunFolder, lock
     from ppocli.engine.stop import StopFlag
     from ppocli.launch import noting_objects, open_folder
     from ppocli.opening import open_run, quiet_libraries
 
+    began = Moment.now()
     config = noting_objects(with_absolute_paths(composition.config, Path.cwd()), objects)
     with ExitStack() as stack:
         run_dir, resume = stack.enter_context(open_folder(
@@ -75,6 +77,7 @@ def opened(composition: Composition, objects: PythonObjects) -> Iterator[Run]:
         quiet_libraries()
         backend = stack.enter_context(open_ranks(cfg))
         run = stack.enter_context(open_run(cfg, folder, objects, backend, StopFlag(), display,
-                                           resume=resume))
+                                           resume=resume, began=began))
         run.state = replace(run.state, pending=None)  # an evaluation at the start is the loop's own
+        run.clock.mark("startup")
         yield run

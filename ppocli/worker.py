@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from ppocli.config.resolved import CONFIG_FILE, next_config, read_config
 from ppocli.config.sayable import sayable
 from ppocli.config.schema import TrainConfig, planned_episodes
+from ppocli.engine.clock import Moment, in_words, profile
 from ppocli.engine.console import (
     DISPLAY_MODES,
     Display,
@@ -72,7 +73,7 @@ class RunResult:
 
 def run_worker(run_dir: Path, *, objects: PythonObjects | None = None, resume: bool = False,
                display: DisplayMode = "auto", reserved_by: int | None = None,
-               joined: bool = False) -> RunResult:
+               joined: bool = False, own_process: bool = False) -> RunResult:
     """Train in this process.
 
     Args:
@@ -83,25 +84,27 @@ def run_worker(run_dir: Path, *, objects: PythonObjects | None = None, resume: b
         reserved_by: the process that keeps the folder for this one.
         joined: one of the ranks of somebody else's launcher, which may hand a signal on that the
             terminal sends as well.
+        own_process: this process was started for the run, whose time is counted from there on.
 
     Raises:
         PpocliError: with the exit code of its kind; checkpoints are kept and the message says how
             to go on.
     """
+    began = Moment.of_process_start() if own_process else Moment.now()
     run_dir = run_dir.resolve()
     folder = RunFolder(run_dir)
     cfg = read_config(next_config(run_dir) if resume else folder.config)
     settle = 2.0 if joined else 0.0
     if my_rank() > 0:  # rank 0 alone holds the folder and speaks
         with open_silence() as shown, catch_signals(settle) as stop:
-            return _run(cfg, folder, PythonObjects(), resume, shown, stop)
+            return _run(cfg, folder, PythonObjects(), resume, shown, stop, began)
     with lock(run_dir, reserved_by=reserved_by), open_display(folder.log, display) as shown, \
             catch_signals(settle) as stop:
-        return _run(cfg, folder, objects or PythonObjects(), resume, shown, stop)
+        return _run(cfg, folder, objects or PythonObjects(), resume, shown, stop, began)
 
 
 def _run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects, resume: bool,
-         display: Display, stop: StopFlag) -> RunResult:
+         display: Display, stop: StopFlag, began: Moment) -> RunResult:
     from ppocli.engine.backend import open_ranks
 
     if (early := announce()) is not None:
@@ -112,7 +115,8 @@ def _run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects, resume: bo
         ranks = stop.ranks = backend.ranks
         if resume and (done := ranks.first_does(lambda: _already_finished(cfg, folder))):
             return done
-        with open_run(cfg, folder, objects, backend, stop, display, resume=resume) as run:
+        with open_run(cfg, folder, objects, backend, stop, display, resume=resume,
+                      began=began) as run:
             return _train(run)
 
 
@@ -223,9 +227,11 @@ def _save_what_is_sound(run: Run) -> tuple[str, bool]:
     """
     if not run.intact:
         return _last_checkpoint(run)
+    run.clock.mark("other")  # what is left of the phase that was broken off
     try:
         with run.stop.defer():
             save(run)
+        run.clock.mark("saving")
     except PpocliError as error:
         log.error("%s", error)
         return _last_checkpoint(run)
@@ -233,7 +239,8 @@ def _save_what_is_sound(run: Run) -> tuple[str, bool]:
 
 
 def _summary(run: Run, status: str) -> dict[str, Any]:
-    state = run.state
+    run.clock.mark("between")
+    run.state = state = run.state.book(run.clock.take())
     speed = {name: state.tokens[name] / max(seconds, 1e-9)
              for name, seconds in state.seconds.items() if state.tokens.get(name)}
     best = None
@@ -248,6 +255,7 @@ def _summary(run: Run, status: str) -> dict[str, Any]:
         "updates": state.updates, "eval_before": state.eval_before, "eval_after": after,
         "best": best, "kl_coef": state.kl_coef, "seconds": state.seconds,
         "tokens_per_second": speed,
+        "profile": profile(state.seconds, state.cpu_seconds, state.tokens),
         "peak_memory_mib": run.session.backend.peak_memory_mib(), "versions": run.versions,
     }
 
@@ -279,6 +287,8 @@ def publish(run: Run) -> RunResult:
 
     def publish() -> None:
         publish_folder(write, run.folder.model)
+        run.clock.mark("saving")
+        summary.update(_summary(run, "finished"))  # with the time that writing took
         write_summary(run.folder, summary)
 
     backend = run.session.backend
@@ -300,6 +310,7 @@ def _show(run: Run) -> None:
     chosen = list(zip(before, after, strict=True))[:4]
     if run.state.eval_last is not None:
         run.display.table(closing_table(run.state.eval_before, run.state.eval_last, chosen))
+    log.info("time         %s", in_words(run.state.seconds, run.state.cpu_seconds))
     log.info("run folder   %s", run.folder.path)
     log.info("metrics      %s", run.folder.metrics)
     log.info("checkpoints  %s", run.folder.checkpoints)
@@ -329,7 +340,7 @@ def main(argv: list[str]) -> int:
         _as_rank(Path(folder), "--resume" in options, display, reserved_by)
     try:
         run_worker(Path(folder), resume="--resume" in options, display=display,
-                   reserved_by=reserved_by)
+                   reserved_by=reserved_by, own_process=True)
     except PpocliError as error:
         sys.stderr.write(sayable(f"error: {error}\n"))
         return error.exit_code
@@ -353,7 +364,8 @@ def _as_rank(folder: Path, resume: bool, display: DisplayMode, reserved_by: int 
     if lifeline is not None:
         stop_when_closed(lifeline, leave_after=_patience(folder, resume))
     try:
-        run_worker(folder, resume=resume, display=display, reserved_by=reserved_by)
+        run_worker(folder, resume=resume, display=display, reserved_by=reserved_by,
+                   own_process=True)
     except PpocliError as error:
         code, message = error.exit_code, str(error)
         word = getattr(error, "word", None) or ""

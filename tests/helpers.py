@@ -137,5 +137,6 @@ def jsonl(path: Path) -> list[dict]:
 
 def stable_rows(path: Path) -> list[dict]:
     """Metrics rows without the figures that two equal runs may differ in."""
-    volatile = ("time/", "tokens_per_second/", "memory/")
-    return [{k: v for k, v in row.items() if not k.startswith(volatile)} for row in jsonl(path)]
+    from ppocli.engine.metrics import VOLATILE
+
+    return [{k: v for k, v in row.items() if not k.startswith(VOLATILE)} for row in jsonl(path)]

@@ -185,11 +185,13 @@ def scalars(run_dir: Path) -> list[tuple[str, int, float]]:
     """(tag, step, value) of every stable TensorBoard scalar, in the order written."""
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
+    from ppocli.engine.metrics import VOLATILE
+
     found = []
     for path in sorted((run_dir / "events").iterdir()):
         for event in EventFileLoader(str(path)).Load():
             for value in event.summary.value:
-                if not value.tag.startswith(("time/", "tokens_per_second/", "memory/")):
+                if not value.tag.startswith(VOLATILE):
                     found.append((value.tag, event.step, float(value.tensor.float_val[0])))
     return found
 
@@ -228,7 +230,7 @@ def assert_equal_runs(one: Path, other: Path) -> None:
 
 def _state(checkpoint: Path) -> dict:
     state = json.loads((checkpoint / "state.json").read_text())
-    del state["seconds"]
+    del state["seconds"], state["cpu_seconds"]
     del state["judged_by"]  # of the reward's path, which lies elsewhere in each test
     return state
 

@@ -12,8 +12,9 @@ from helpers import save_lm, write_prompts
 
 from ppocli.config.schema import TrainConfig
 from ppocli.engine.backend import open_ranks
+from ppocli.engine.clock import PhaseClock
 from ppocli.engine.records import TrainState
-from ppocli.engine.rollout import PhaseClock, collect_rollout
+from ppocli.engine.rollout import collect_rollout
 from ppocli.engine.session import PythonObjects, Session, build_session
 from ppocli.engine.stop import StopFlag
 from ppocli.ppo.noise import ROLLOUT

@@ -102,7 +102,7 @@ def _lead(meeting: Meeting, words: list[str], environ: dict[str, str]) -> None:
         return
     outcome = launch(settled(composition), resume_from=composition.resume_from,
                      name_hint=composition.recipe or "run", say=say, display=display_mode(),
-                     meeting=meeting)
+                     meeting=meeting, own_process=True)
     if outcome.exit_code != 0:
         raise SystemExit(outcome.exit_code)
     if outcome.model_dir is not None:

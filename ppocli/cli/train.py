@@ -66,7 +66,7 @@ def run_words(words: Sequence[str], *, dry_run: bool = False, resumed: str | Non
     ignore_broken_pipes()
     outcome = launch(composition.config, resume_from=composition.resume_from,
                      name_hint=composition.recipe or "run", say=say,
-                     display=display_mode())
+                     display=display_mode(), own_process=True)
     if outcome.exit_code != 0:  # of several processes, which have said why
         raise SystemExit(outcome.exit_code)
     if outcome.model_dir is not None:

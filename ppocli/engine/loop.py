@@ -11,12 +11,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from time import monotonic, perf_counter
+from time import monotonic
 from typing import Any
 
 from ppocli.config.algorithm import kl_in
 from ppocli.engine.backend import made_on
 from ppocli.engine.checkpoints import save_checkpoint
+from ppocli.engine.clock import PhaseClock
 from ppocli.engine.console import Display
 from ppocli.engine.digests import judge_digest, session_digests
 from ppocli.engine.evaluate import (
@@ -44,7 +45,7 @@ from ppocli.engine.persist import save_together, write_experience
 from ppocli.engine.publishing import publish_folder
 from ppocli.engine.records import Best, Experience, Rollout, TrainState
 from ppocli.engine.retention import prune, update_pointers
-from ppocli.engine.rollout import PhaseClock, collect_rollout
+from ppocli.engine.rollout import collect_rollout
 from ppocli.engine.run_folder import RunFolder, finite_or_null
 from ppocli.engine.session import Session
 from ppocli.engine.stop import StopFlag
@@ -72,6 +73,8 @@ class Run:
     """of user code, when ``state`` was committed"""
     saved_at: float
     """monotonic time of the last checkpoint"""
+    clock: PhaseClock
+    """books all time since the run was started; each commit takes what it has"""
     intact: bool = True
     """false while the weights are between two steps and must not be saved"""
     ref_responses: list[str] | None = None
@@ -97,6 +100,7 @@ def run_training(run: Run) -> TrainState:
     """
     session = run.session
     run.display.start(run.state.step, session.total_steps(), session.backend.memory_mib)
+    run.clock.mark("startup")
     finish_step(run)
     while run.state.episodes < session.total_episodes():
         run.stop.meet()
@@ -109,14 +113,15 @@ def train_step(run: Run) -> None:
     """One rollout and its optimize phase; commits the new state."""
     session, state = run.session, run.state
     count = min(session.cfg.ppo.num_rollouts, session.total_episodes() - state.episodes)
+    run.clock.mark("between")
     note_phase(f"step {state.step + 1}, rollout")
     run.display.phase("rollout", ("chunk", 1, -(-count // session.chunk_size)))
-    clock = _ToldClock(session.backend.device, {}, perf_counter(), run.display.marked)
     prompts = session.next_prompts(state.episodes, count)
-    learn(run, collect_rollout(session, prompts, ROLLOUT, run.stop, clock), clock)
+    run.clock.mark("other")
+    learn(run, collect_rollout(session, prompts, ROLLOUT, run.stop, run.clock))
 
 
-def learn(run: Run, rollout: Rollout, clock: PhaseClock) -> None:
+def learn(run: Run, rollout: Rollout) -> None:
     """The optimize phase on a scored rollout; commits the new state, whose row is pending.
 
     Raises:
@@ -128,7 +133,7 @@ def learn(run: Run, rollout: Rollout, clock: PhaseClock) -> None:
     check_invalid_share(int((~rollout.valid).sum()), len(rollout))
     scored = update_moments(state, rollout, session.cfg)
     experience = to_experience(rollout, scored, session.cfg)
-    clock.mark("scoring")
+    run.clock.mark("other")
     run.intact = False
     note_phase(f"step {state.step + 1}, optimize")
     try:
@@ -140,13 +145,11 @@ def learn(run: Run, rollout: Rollout, clock: PhaseClock) -> None:
     except DivergedError as error:
         error.where = _dump(run, rollout, experience, state.step + 1)
         raise
-    clock.mark("optimize")
+    run.clock.mark("optimize")
     after = replace(scored, step=state.step + 1, episodes=state.episodes + len(rollout),
                     updates=state.updates + result.updates, nonfinite=result.nonfinite,
                     kl_coef=next_kl_coef(scored, rollout, session.cfg))
     tokens = {"rollout": int(rollout.response_mask.sum()), "optimize": result.tokens}
-    for name, seconds in clock.seconds.items():
-        after = after.add_phase(name, seconds, tokens.get(name, 0))
     after, messages = watch(session, rollout, after, sequence_kl(rollout))
     for message in messages:
         log.warning(message)
@@ -155,22 +158,13 @@ def learn(run: Run, rollout: Rollout, clock: PhaseClock) -> None:
            **rollout_figures(rollout, state.kl_coef, in_reward=kl_in(ppo) == "reward"),
            **penalty_figures(rollout, session.cfg),
            **optimize_figures(result, experience, ppo),
-           **speed_figures(clock.seconds, tokens, session.backend.peak_memory_mib()),
            **session.fits.figures()}
     _log_rollout(run, rollout, after.step)
-    _commit(run, replace(after, pending=row))
+    run.clock.mark("other")
+    spent = run.clock.take()
+    row |= speed_figures(spent.in_step(), tokens, session.backend.peak_memory_mib())
+    _commit(run, replace(after.book(spent, tokens), pending=row))
     run.intact = True
-
-
-@dataclass(slots=True)
-class _ToldClock(PhaseClock):
-    """A clock whose marks someone else hears of, too."""
-
-    tell: Callable[[str], None]
-
-    def mark(self, name: str) -> None:
-        PhaseClock.mark(self, name)
-        self.tell(name)
 
 
 def _show_samples(run: Run, rollout: Rollout) -> None:
@@ -228,6 +222,7 @@ def finish_step(run: Run) -> None:
     step, cfg = run.state.step, run.session.cfg
     improved = False
     if step == 0 or _due(cfg.eval.every_steps, step) or _is_last(run):
+        run.clock.mark("between")
         row, improved = _evaluate(run, row)
     # what the disk refuses rank 0 must stop all of them in step
     run.session.backend.ranks.first_does(lambda: run.recorder.row(row))
@@ -238,20 +233,21 @@ def finish_step(run: Run) -> None:
         monotonic() - run.saved_at >= 60 * minutes)  # clocks of ranks differ
     if step > 0 and (improved or overdue or _due(cfg.checkpoint.every_steps, step)
                      or _is_last(run)):
+        run.clock.mark("between")
         save(run)
+        run.clock.mark("saving")
 
 
 def _evaluate(run: Run, row: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """The row with evaluation figures, and whether this is a best to keep. Commits the state."""
     note_phase(f"evaluation after step {run.state.step}")
     run.display.phase("evaluation")
-    clock = PhaseClock.start(run.session.backend.device)
     if run.session.cfg.eval.ref_responses and run.ref_responses is None:
         run.ref_responses = reference_responses(run.session, run.stop)
     found = evaluate(run.session, run.stop)
-    clock.mark("eval")
-    state, step = run.state, run.state.step
-    state = state.add_phase("eval", clock.seconds["eval"], found.tokens)
+    run.clock.mark("eval")
+    spent, step = run.clock.take(), run.state.step
+    state = run.state.book(spent, {"eval": found.tokens})
     run.session.backend.ranks.first_does(lambda: _record_samples(run, step, found))
     if step == 0:
         state = replace(state, eval_before=found.figures)
@@ -268,7 +264,7 @@ def _evaluate(run: Run, row: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     row = {**row, **{f"eval/{name}": value for name, value in found.figures.items()},
            **{f"eval/{name}@{sampling}": value for sampling, figures in found.swept.items()
               for name, value in figures.items()},
-           "time/eval": clock.seconds["eval"]}
+           "time/eval": spent.seconds["eval"], "cpu/eval": spent.cpu_seconds["eval"]}
     return row, improved and run.session.cfg.checkpoint.keep_best
 
 

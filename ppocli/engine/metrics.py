@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 
 from ppocli.config.schema import PPOConfig, TrackingConfig, TrainConfig
+from ppocli.engine.clock import Spent
 from ppocli.engine.experience import penalties_of, sequence_kl
 from ppocli.engine.optimize import OptimizeResult
 from ppocli.engine.records import Experience, Rollout, TrainState
@@ -20,7 +21,7 @@ from ppocli.engine.trackers import Tracker, open_trackers
 
 EVAL_ROW, SWEEP_ROW = "eval", "eval_sweep"
 """``kind`` of rows of samples.jsonl that an evaluation writes"""
-VOLATILE = ("time/", "tokens_per_second/", "memory/")
+VOLATILE = ("time/", "cpu/", "tokens_per_second/", "memory/")
 """prefixes of figures that differ between two equal runs"""
 
 
@@ -109,15 +110,16 @@ def optimize_figures(result: OptimizeResult, experience: Experience, ppo: PPOCon
     return figures
 
 
-def speed_figures(seconds: dict[str, float], tokens: dict[str, int], memory_mib: float
-                  ) -> dict[str, float]:
-    """Wall time and throughput of each phase of one step."""
-    figures = {f"time/{name}": value for name, value in seconds.items()}
-    figures["time/step"] = sum(seconds.values())
+def speed_figures(spent: Spent, tokens: dict[str, int], memory_mib: float) -> dict[str, float]:
+    """Wall time, CPU time and throughput of each phase of one step, and their sums."""
+    figures: dict[str, float] = {}
+    for kind, seconds in (("time", spent.seconds), ("cpu", spent.cpu_seconds)):
+        figures |= {f"{kind}/{name}": value for name, value in seconds.items()}
+        figures[f"{kind}/step"] = sum(seconds.values())
     for name, count in tokens.items():
-        if name not in seconds:  # responses that came from elsewhere took no time here
+        if name not in spent.seconds:  # responses that came from elsewhere took no time here
             continue
-        figures[f"tokens_per_second/{name}"] = count / max(seconds.get(name, 0.0), 1e-9)
+        figures[f"tokens_per_second/{name}"] = count / max(spent.seconds[name], 1e-9)
     figures["memory/peak_mib"] = memory_mib
     return figures
 

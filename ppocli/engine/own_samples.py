@@ -14,10 +14,10 @@ import torch
 
 from ppocli.data.batch import PromptBatch
 from ppocli.data.prompt_set import PromptSet, load_prompts
+from ppocli.engine.clock import PhaseClock
 from ppocli.engine.records import Rollout
 from ppocli.engine.rollout import (
     Chunk,
-    PhaseClock,
     decode,
     generate_chunk,
     measure_chunk,

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import torch
 
 from ppocli.data.batch import PromptBatch
+from ppocli.engine.clock import Spent
 from ppocli.ppo.moments import RunningMoments
+
+N = TypeVar("N", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +115,8 @@ class TrainState:
     """non-finite updates in a row"""
     seconds: dict[str, float] = field(default_factory=dict)
     """wall time by phase since the start of the run"""
+    cpu_seconds: dict[str, float] = field(default_factory=dict)
+    """CPU time by phase of all threads of the process"""
     tokens: dict[str, int] = field(default_factory=dict)
     """tokens by phase since the start of the run"""
     health: dict[str, int] = field(default_factory=dict)
@@ -126,7 +133,13 @@ class TrainState:
         return replace(state, moments=RunningMoments(**data["moments"]),
                        best=None if data["best"] is None else Best(**data["best"]))
 
-    def add_phase(self, name: str, seconds: float, tokens: int = 0) -> TrainState:
-        """The state with more time and tokens booked to a phase."""
-        return replace(self, seconds={**self.seconds, name: self.seconds.get(name, 0.0) + seconds},
-                       tokens={**self.tokens, name: self.tokens.get(name, 0) + tokens})
+    def book(self, spent: Spent, tokens: Mapping[str, int] = MappingProxyType({})) -> TrainState:
+        """The state with more time and tokens booked to phases."""
+        return replace(self, seconds=_added(self.seconds, spent.seconds),
+                       cpu_seconds=_added(self.cpu_seconds, spent.cpu_seconds),
+                       tokens=_added(self.tokens, tokens))
+
+
+def _added(sums: Mapping[str, N], more: Mapping[str, N]) -> dict[str, N]:
+    return {**sums, **{name: sums[name] + value if name in sums else value
+                       for name, value in more.items()}}

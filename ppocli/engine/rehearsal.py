@@ -15,12 +15,13 @@ import torch
 from ppocli.config.schema import TrainConfig
 from ppocli.engine import generators
 from ppocli.engine.backend import Backend, open_backend
+from ppocli.engine.clock import PhaseClock
 from ppocli.engine.experience import to_experience, update_moments
 from ppocli.engine.metrics import rollout_samples
 from ppocli.engine.optimize import probe_gradient
 from ppocli.engine.optimizers import named_trainable
 from ppocli.engine.records import Rollout, TrainState
-from ppocli.engine.rollout import PhaseClock, collect_rollout
+from ppocli.engine.rollout import collect_rollout
 from ppocli.engine.session import PythonObjects, Session, build_session
 from ppocli.engine.stop import StopFlag
 from ppocli.errors import DivergedError, OutOfMemoryError

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from ppocli.config.algorithm import kl_estimator
 from ppocli.data.batch import PromptBatch
 from ppocli.engine import faults
 from ppocli.engine.aside import begin
+from ppocli.engine.clock import PhaseClock
 from ppocli.engine.fits import fitting
 from ppocli.engine.judging import Question, ask, dealt_scores, score
 from ppocli.engine.records import Rollout
@@ -40,28 +40,6 @@ class ScoredTokens:
     values: torch.Tensor | None
     ref_logprobs: torch.Tensor
     kl: torch.Tensor
-
-
-@dataclass(slots=True)
-class PhaseClock:
-    """Adds up wall time by phase; on a GPU it waits for the device at each mark."""
-
-    device: torch.device
-    seconds: dict[str, float]
-    last: float
-
-    @staticmethod
-    def start(device: torch.device) -> PhaseClock:
-        """A clock that runs from now."""
-        return PhaseClock(device, {}, perf_counter())
-
-    def mark(self, name: str) -> None:
-        """Book the time since the last mark to ``name``."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        now = perf_counter()
-        self.seconds[name] = self.seconds.get(name, 0.0) + now - self.last
-        self.last = now
 
 
 def sample_responses(session: EvalSession, prompts: PromptBatch, spec: SamplingSpec, stream: int,

@@ -75,7 +75,7 @@ _PLAN: list[tuple[str, str, list[tuple[str, str]]]] = [
                                      ("evaluation", "eval/finished_share")]),
     ("Learning rate", "", [("learning rate", "lr")]),
     ("Time of a step", "seconds", [(name, f"time/{name}") for name in (
-        "rollout", "reward", "scoring", "optimize", "eval")]),
+        "rollout", "reward", "scoring", "optimize", "other", "eval")]),
 ]
 
 

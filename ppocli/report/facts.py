@@ -72,11 +72,13 @@ class Complaint:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Seconds of all steps that were spent in one phase."""
+    """What one phase of the run took."""
 
     name: str
     seconds: float
     share: float
+    cpu_seconds: float | None
+    tokens_per_second: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,7 @@ def gather(record: RunRecord, *, command: str | None, shown_as: str) -> Report:
         samples=samples_of(record, first, last),
         complaints=_complaints(record), evaluations=evaluations_of(record.folder.path),
         checkpoints=checkpoints_of(record.folder, best.step if best else None),
-        phases=_phases(record), environment=environment_of(record.folder.path, summary))
+        phases=_phases(record, summary), environment=environment_of(record.folder.path, summary))
 
 
 def _yaml(value: Any) -> str:
@@ -295,14 +297,35 @@ def _complaints(record: RunRecord) -> list[Complaint]:
     return list(found.values())
 
 
-def _phases(record: RunRecord) -> list[Phase]:
-    names = [name for name in record.names if name.startswith("time/") and name != "time/step"]
-    seconds = {name.removeprefix("time/"): math.fsum(y for _, y in record.series(name))
-               for name in names}
+def _phases(record: RunRecord, summary: dict[str, Any]) -> list[Phase]:
+    """As the summary has them; of a run without an end, what its steps and evaluations took."""
+    if record.status in ("finished", "stopped", "failed") and (told := _profile(summary)):
+        return told
+
+    def sums(kind: str) -> dict[str, float]:
+        return {name.removeprefix(kind): math.fsum(y for _, y in record.series(name))
+                for name in record.names if name.startswith(kind) and name != f"{kind}step"}
+
+    seconds, cpu = sums("time/"), sums("cpu/")
     total = math.fsum(seconds.values())
-    return [Phase(name, value, value / total) for name, value in seconds.items() if total > 0]
+    return [Phase(name, value, value / total, cpu.get(name), None)
+            for name, value in seconds.items() if total > 0]
+
+
+def _profile(summary: dict[str, Any]) -> list[Phase]:
+    """The phases of a summary's profile; none where it isn't one."""
+    profile = summary.get("profile")
+    phases = profile.get("phases") if isinstance(profile, dict) else None
+    found = []
+    for name, entry in phases.items() if isinstance(phases, dict) else ():
+        seconds, share, cpu, speed = (
+            _number(entry.get(key)) if isinstance(entry, dict) else None
+            for key in ("seconds", "share", "cpu_seconds", "tokens_per_second"))
+        if seconds is not None and share is not None:
+            found.append(Phase(name, seconds, share, cpu, speed))
+    return found
 
 
 def total_time(report: Report) -> str:
-    """Computing time of all steps in words; empty where none was measured."""
+    """Time of all phases in words; empty where none was measured."""
     return duration(sum(p.seconds for p in report.phases)) if report.phases else ""

@@ -229,6 +229,25 @@ def test_a_run_that_has_only_begun_gets_a_report(run, say):
             assert part in found, part
 
 
+@pytest.mark.parametrize("lost", ["", "profile", "phases"])
+def test_where_the_time_went_is_the_summarys_profile_or_else_that_of_the_steps(run, say, lost):
+    summary = json.loads((run / "summary.json").read_text())
+    profile = summary["profile"]["phases"]
+    if lost:
+        summary["profile"] = None if lost == "profile" else {"phases": ["what"]}
+        (run / "summary.json").write_text(json.dumps(summary))
+    _, out, _ = say(as_json=True, run=str(run))
+    found = {phase["name"]: phase for phase in json.loads(out)["phases"]}
+    steps = {"rollout", "reward", "scoring", "optimize", "other", "eval"}
+    assert set(found) == (steps if lost else {*steps, "startup", "between", "saving"})
+    assert sum(phase["share"] for phase in found.values()) == pytest.approx(1)
+    for name, phase in found.items():
+        for figure in ("seconds", "cpu_seconds"):
+            assert phase[figure] == pytest.approx(profile[name][figure]), (name, figure)
+        assert phase["tokens_per_second"] == (
+            None if lost else profile[name]["tokens_per_second"])
+
+
 def test_an_unusable_checkpoint_is_called_so(run, say):
     newest = max((run / "checkpoints").glob("step-*"))
     (newest / "value_head.safetensors").unlink()
