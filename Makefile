@@ -4,6 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 # more words for the command, as in: make quickstart WORDS="seed=1"
 WORDS ?=
+# more words for the benchmarks of speed, as in: make bench-peers BENCH="--workload tiny"
+BENCH ?=
+# trlX's libraries have no wheels for a newer Python
+PEER_PYTHON ?= python3.11
+# a checkout of https://github.com/CarperAI/trlx, archived; it was never published as a package
+TRLX_SRC ?= build/peers/trlx-src
+TRLX_COMMIT := 3340c2f3a56d1d14fdd5f13ad575121fa26b6d92
+export TRLX_SRC
 # more words for pytest, as in: make test PYTEST_WORDS="-k resume -n 0"
 PYTEST_WORDS ?=
 
@@ -11,7 +19,8 @@ PYTEST_WORDS ?=
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PHONY: help quickstart setup setup-dev test test-all test-browser lint docs benchmark-learning \
-	benchmark-kinds benchmark-startup benchmark-ranks clean
+	benchmark-kinds benchmark-startup benchmark-ranks bench bench-peers bench-peers-setup \
+	bench-gpu check-gpu clean
 
 help: ## list what make can do
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,6 +66,41 @@ benchmark-startup: $(VENV)/.installed ## measure how long the command takes to a
 
 benchmark-ranks: $(VENV)/.installed ## time the phases of a step in one process and in two
 	@$(BIN)/python benchmarks/ranks.py --out benchmarks/RESULTS.md
+
+bench: $(VENV)/.installed ## time ppocli alone: workloads, growth, memory, floor, quickstart (BENCH="--threads 2")
+	@$(BIN)/python benchmarks/speed.py ours --rounds 1 $(BENCH)
+	@status=0; for kind in growth memory floor quickstart; do \
+		$(BIN)/python benchmarks/speed.py $$kind || status=1; done; exit $$status
+
+bench-peers: $(VENV)/.installed bench-peers-setup ## time ppocli, TRL and trlX in turn on the CPU, write the tables (hours)
+	@$(BIN)/python benchmarks/speed.py peers --threads 1 $(BENCH)
+	@$(BIN)/python benchmarks/speed.py peers --threads 2 $(BENCH)
+	@$(BIN)/python benchmarks/speed.py write --out benchmarks/RESULTS.md
+
+bench-gpu: check-gpu $(VENV)/.installed bench-peers-setup ## the same on a GPU: GPT-2 and a Llama of 1.1B in bf16
+	@$(BIN)/python benchmarks/speed.py peers --workload gpt2-gpu llama-1b-gpu --threads 8 $(BENCH)
+	@$(BIN)/python benchmarks/speed.py write --out benchmarks/RESULTS.md
+
+check-gpu:
+	@nvidia-smi --query-gpu=name --format=csv,noheader >/dev/null 2>&1 || \
+		{ echo "make bench-gpu needs an NVIDIA GPU; nvidia-smi finds none" >&2; exit 1; }
+
+# each peer has an environment of its own; torch is the same for all and comes first, else another
+# package would choose it
+PEERS := build/peers
+bench-peers-setup: $(foreach name,classic experimental trlx,$(PEERS)/$(name)/.installed) $(TRLX_SRC) ## install TRL and trlX into build/peers (4.5 GB)
+
+$(PEERS)/%/.installed: benchmarks/peers/%.txt constraints.txt
+	@echo "installing the peer $* into $(PEERS)/$* (1.5 GB)" >&2
+	@rm -rf $(PEERS)/$* && mkdir -p $(PEERS) && $(PEER_PYTHON) -m venv $(PEERS)/$*
+	@$(PEERS)/$*/bin/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)" >&2
+	@$(PEERS)/$*/bin/python -m pip install --quiet -r $< >&2
+	@touch $@
+
+$(PEERS)/trlx-src:
+	@rm -rf $@.part && git clone --quiet https://github.com/CarperAI/trlx $@.part
+	@git -C $@.part checkout --quiet $(TRLX_COMMIT)
+	@mv $@.part $@
 
 clean: ## remove .venv, builds and caches; runs/ stays
 	@rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -20,9 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean
 
-from learning import provenance
+from machine import provenance
+from tables import marks, write_between
 
-BEGIN, END = "<!-- kinds: begin -->", "<!-- kinds: end -->"
 WALKS = "+recipe=randomwalks"
 LORA = ("model.peft.type=lora model.peft.r=16 model.peft.lora_alpha=32 "
         "model.peft.target_modules=[c_attn,c_proj,c_fc] ppo.optimizer.lr=1e-3")
@@ -102,7 +102,8 @@ def main() -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--set", nargs="*", default=[], help="more words for every run")
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side, one thread each")
-    parser.add_argument("--out", type=Path, help=f"write the table between {BEGIN} and {END}")
+    parser.add_argument("--out", type=Path, help="write the table into this file, between "
+                        f"its lines {' and '.join(marks('kinds'))}")
     args = parser.parse_args()
     lines = ["| what trains | words | seeds | before | after | lowest seed | KL | MiB | seconds |",
              "|---|---|---|---|---|---|---|---|---|"]
@@ -116,11 +117,9 @@ def main() -> int:
                 lines.append(row(kind, [future.result() for future in futures]))
                 print(lines[-1], flush=True)
     if args.out:
-        before, rest = args.out.read_text(encoding="utf-8").split(BEGIN)
-        after = rest.split(END)[1]
         seeds = ", ".join(map(str, args.seeds))
-        text = "\n".join([*lines, "", f"Seeds {seeds}; {provenance()}"])
-        args.out.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+        write_between(args.out, "kinds", "\n".join(
+            [*lines, "", f"Seeds {seeds}; {provenance('one thread a run')}"]))
     return 0
 
 

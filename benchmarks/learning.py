@@ -17,13 +17,14 @@ import sys
 import tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from datetime import date
 from pathlib import Path
+
+from machine import provenance
+from tables import marks, write_between
 
 BY_EPISODES = 2500
 """randomwalks must have reached its level by then"""
 REACH, FLOOR = 0.95, 0.93
-BEGIN, END = "<!-- learning: begin -->", "<!-- learning: end -->"
 SENTENCE_END = (".", "!", "?")
 
 
@@ -105,28 +106,6 @@ def table(recipe: str, runs: dict[int, Path]) -> tuple[list[str], bool]:
     return lines, all(holds for _, holds in rows.values())
 
 
-def provenance() -> str:
-    """When, on what and with which versions the tables were made."""
-    import platform
-    from importlib.metadata import version
-
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
-    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")),
-               platform.processor())
-    names = ("ppocli", "torch", "transformers")
-    versions = ", ".join(f"{name} {version(name)}" for name in names)
-    return (f"{date.today()}, {cpu}, one thread a run. Python {platform.python_version()}, "
-            f"{versions}.\n")
-
-
-def write_between(path: Path, text: str) -> None:
-    """Replace what stands between the marker lines of a Markdown file."""
-    before, rest = path.read_text(encoding="utf-8").split(BEGIN)
-    after = rest.split(END)[1]
-    path.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -135,7 +114,7 @@ def main() -> int:
     parser.add_argument("--set", nargs="*", default=[], help="more words for every run")
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side, one thread each")
     parser.add_argument("--out", type=Path, help="write the tables into this file, between its "
-                        f"lines {BEGIN} and {END}")
+                        f"lines {' and '.join(marks('learning'))}")
     parser.add_argument("--keep", type=Path, help="keep the run folders here")
     args = parser.parse_args()
     extra = {"randomwalks": ["ppo.total_episodes=5000", "eval.every_steps=1"]}
@@ -154,7 +133,7 @@ def main() -> int:
             print(text, flush=True)
             texts.append(text)
     if args.out:
-        write_between(args.out, "\n".join([*texts, provenance()]))
+        write_between(args.out, "learning", "\n".join([*texts, provenance("one thread a run")]))
     return 0 if good else 1
 
 

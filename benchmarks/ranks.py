@@ -13,20 +13,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from startup import hardware
+from commands import CommandFailedError, environment, run
+from machine import PACKAGES, hardware, other_work, versions
+from tables import marks, write_between
 
-BEGIN, END = "<!-- ranks: begin -->", "<!-- ranks: end -->"
 KINDS = {"one process": ["hardware=cpu"], "DDP, 2": ["hardware=ddp"],
          "ZeRO 2, 2": ["hardware=zero2"], "ZeRO 3, 2": ["hardware=zero3"]}
 PHASES = ("rollout", "reward", "scoring", "gather", "optimize", "step")
@@ -47,20 +45,14 @@ class Measured:
 
 def train(name: str, words: Sequence[str], folder: Path) -> tuple[list[dict], float, float]:
     """Train once; returns metrics rows, wall seconds and processor seconds of all its processes."""
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    log = folder / f"{name}.log"
     command = [sys.executable, "-m", "ppocli", "train", *words, f"run_name={name}",
                f"output_dir={folder}"]
-    started = time.perf_counter()
-    with log.open("w") as out:
-        pid = os.posix_spawn(sys.executable, command, env, file_actions=[
-            (os.POSIX_SPAWN_DUP2, out.fileno(), number) for number in (1, 2)])
-        _, status, usage = os.wait4(pid, 0)
-    wall = time.perf_counter() - started
-    if status:
-        raise SystemExit(f"{name} failed:\n{log.read_text()[-2000:]}")
+    try:
+        took = run(command, folder / f"{name}.log", environment(1))
+    except CommandFailedError as error:
+        raise SystemExit(f"{name}: {error}") from error
     lines = (folder / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines], wall, usage.ru_utime + usage.ru_stime
+    return [json.loads(line) for line in lines], took.wall, took.processor
 
 
 def measure(rounds: int, more: Sequence[str]) -> dict[str, Measured]:
@@ -90,21 +82,11 @@ def report(found: dict[str, Measured], more: Sequence[str], busy: float) -> str:
         lines.append(f"| {kind} | {phases} | {statistics.median(one.wall):.1f} "
                      f"| {statistics.median(one.processor):.1f} |")
     rounds = len(next(iter(found.values())).wall)
-    packages = ("ppocli", "torch", "transformers", "accelerate", "deepspeed")
-    lines += ["", f"Medians of {rounds} rounds, {date.today():%Y-%m-%d}. {hardware()}. Python "
-              f"{platform.python_version()}, "
-              + ", ".join(f"{name} {installed(name)}" for name in packages)
-              + f". Load of the machine before the first run: {busy:.1f} processes"
-              + (", so other work ran on it." if busy > 1 else "."), "",
+    packages = (*PACKAGES, "accelerate", "deepspeed")
+    lines += ["", f"Medians of {rounds} rounds, {date.today():%Y-%m-%d}. {hardware()}. "
+              f"{versions(packages)}. {other_work(busy)}", "",
               "Each run: `ppocli train " + " ".join([*WORK, *more]) + "`"]
     return "\n".join(lines)
-
-
-def installed(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "(absent)"
 
 
 def main() -> int:
@@ -112,16 +94,14 @@ def main() -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--set", nargs="*", default=[], dest="more", metavar="KEY=VALUE")
-    parser.add_argument("--out", type=Path, help="write the table between this file's marks")
+    parser.add_argument("--out", type=Path, help="write the table into this "
+                        f"file, between its lines {' and '.join(marks('ranks'))}")
     args = parser.parse_args()
     busy = os.getloadavg()[0]
     text = report(measure(args.rounds, args.more), args.more, busy)
     print(text)
     if args.out:
-        whole = args.out.read_text(encoding="utf-8")
-        before, rest = whole.split(BEGIN)
-        args.out.write_text(f"{before}{BEGIN}\n{text}\n\n{END}{rest.split(END)[1]}",
-                            encoding="utf-8")
+        write_between(args.out, "ranks", text)
     return 0
 
 

@@ -10,18 +10,17 @@ its target.
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 
-PPOCLI = str(Path(sys.executable).with_name("ppocli"))
+from commands import PPOCLI
+from machine import hardware, versions
+
 COMMANDS: dict[str, tuple[list[str], float | None]] = {
     "python -c pass": ([sys.executable, "-c", "pass"], None),
     "ppocli --help": ([PPOCLI, "--help"], 0.5),
@@ -52,19 +51,6 @@ def measure(runs: int) -> dict[str, list[float]]:
     return seconds
 
 
-def hardware() -> str:
-    """Processor, number of cores that this process may use."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines()
-                 if line.startswith("model name")]
-        model = names[0] if names else model
-    affinity = getattr(os, "sched_getaffinity", None)
-    return f"{model}, {len(affinity(0)) if affinity else os.cpu_count()} cores, " \
-           f"{platform.system()}"
-
-
 def report(seconds: dict[str, list[float]]) -> tuple[str, bool]:
     """Markdown, and whether every target is met."""
     medians = {name: statistics.median(values) for name, values in seconds.items()}
@@ -78,10 +64,9 @@ def report(seconds: dict[str, list[float]]) -> tuple[str, bool]:
         shown = ("", "") if target is None else (f"+{more:.2f} s", f"at most +{target:g} s")
         lines.append(f"| `{name}` | {medians[name]:.3f} | {min(seconds[name]):.3f} "
                      f"| {max(seconds[name]):.3f} | {shown[0]} | {shown[1]} |")
-    versions = ", ".join(f"{name} {version(name)}" for name in ("ppocli", "typer", "hydra-core"))
     runs = len(next(iter(seconds.values())))
     lines += ["", f"{runs} runs each, {date.today():%Y-%m-%d}. {hardware()}. "
-              f"Python {platform.python_version()}, {versions}."]
+              f"{versions(('ppocli', 'typer', 'hydra-core'))}."]
     return "\n".join(lines), good
 
 
