@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Self
 
 from helpers import environment
 
@@ -96,7 +98,10 @@ class Screen:
 
 
 class Terminal:
-    """The command on a pseudo terminal of its own, in a session of its own."""
+    """The command on a pseudo terminal of its own, in a session of its own.
+
+    A context manager: whatever becomes of a test, nothing of the command is left running.
+    """
 
     def __init__(self, *words: str, cwd: Path, columns: int = 80, rows: int = 30, **env: str
                  ) -> None:
@@ -111,6 +116,19 @@ class Terminal:
             ["setsid", "--ctty", "--wait", sys.executable, "-m", "ppocli", *words], cwd=cwd,
             stdin=theirs, stdout=theirs, stderr=theirs, env=variables)
         os.close(theirs)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.returncode is not None:
+            return
+        os.close(self._ours)  # hangs up
+        try:
+            self.process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = 120) -> None:
         """Read until the screen is as wanted."""
@@ -146,8 +164,9 @@ class Terminal:
         deadline = time.monotonic() + seconds
         while self._read():
             assert time.monotonic() < deadline, self.raw[-3000:]
+        code = self.process.wait(timeout=30)
         os.close(self._ours)
-        return self.process.wait(timeout=30)
+        return code
 
     def _read(self) -> bool:
         if not select.select([self._ours], [], [], 1.0)[0]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from helpers import ppocli, save_talker
 from terminal import Terminal
@@ -12,18 +14,22 @@ from ppocli.config.schema import ModelConfig
 from ppocli.errors import ConfigError
 from ppocli.evaluation.player import build_judge, changed_sampling, load_player
 
+# where a line begins, as an answer can contain "<bos> "; a terminal may be set up before it
+PROMPT = r"^(\x1b\[[0-9;?]*[A-Za-z])*> "
+
 
 class Talk(Terminal):
     """A chat on a terminal, read up to one thing after another."""
 
     _read_to = 0
 
-    def until(self, text: str) -> str:
-        """What was shown since the last call, up to and with ``text``."""
-        start = self._read_to
-        self.wait_for(lambda: text in self.raw[start:])
-        self._read_to = self.raw.index(text, start) + len(text)
-        return self.raw[start:self._read_to]
+    def until(self, pattern: str) -> str:
+        """What was shown since the last call, up to where ``pattern`` is first found."""
+        sought, start = re.compile(pattern, re.MULTILINE), self._read_to
+        self.wait_for(lambda: sought.search(self.raw, start) is not None)
+        found = sought.search(self.raw, start)
+        self._read_to = found.end()
+        return self.raw[start:found.start()]
 
     def say(self, line: str) -> None:
         """Type a line; what the terminal echoes of it counts as read."""
@@ -33,32 +39,32 @@ class Talk(Terminal):
 
 def test_an_answer_is_stopped_and_the_chat_goes_on(tmp_path):
     save_talker(tmp_path / "talker", max_position_embeddings=10**6)
-    talk = Talk("chat", "talker", "--max-new-tokens", "100000", "--min-new-tokens", "100000",
-                cwd=tmp_path)
-    greeting = talk.until("> ")
-    assert "chatting with talker: max_new_tokens=100000" in greeting
-    assert "no chat template" not in greeting
-    talk.say("the film was good")
-    talk.until(" the ")  # it is talking
-    talk.type(b"\x03")
-    assert "(stopped)" in talk.until("> ")
-    talk.say("/set max_new_tokens=3 min_new_tokens=3")
-    assert "max_new_tokens=3" in talk.until("> ")
-    talk.say("and")
-    assert 1 <= len(talk.until("> ").removesuffix("> ").split()) <= 3
-    # one that comes between the prompt's text and the waiting for keys is taken with the next key
-    talk.press_until(b"\x03", "Stopped: left by Ctrl-C")
-    assert talk.end() == 130
+    with Talk("chat", "talker", "--max-new-tokens", "100000", "--min-new-tokens", "100000",
+              cwd=tmp_path) as talk:
+        greeting = talk.until(PROMPT)
+        assert "chatting with talker: max_new_tokens=100000" in greeting
+        assert "no chat template" not in greeting
+        talk.say("the film was good")
+        talk.until(" the ")  # it is talking
+        talk.type(b"\x03")
+        assert "(stopped)" in talk.until(PROMPT)
+        talk.say("/set max_new_tokens=3 min_new_tokens=3")
+        assert "max_new_tokens=3" in talk.until(PROMPT)
+        talk.say("and")
+        assert 1 <= len(talk.until(PROMPT).split()) <= 3
+        # one that comes between the prompt's text and the waiting for keys is taken with the next
+        talk.press_until(b"\x03", "Stopped: left by Ctrl-C")
+        assert talk.end() == 130
 
 
 @pytest.mark.parametrize("keys", [b"/quit\n", b"\x04"])
 def test_a_prompt_is_answered_and_the_user_leaves(shared_world, keys):
-    talk = Talk("chat", "lm", "--max-new-tokens", "4", cwd=shared_world)
-    assert "no chat template: each text is a prompt of its own" in talk.until("> ")
-    talk.say("the film")
-    assert len(talk.until("> ").split()) > 1
-    talk.type(keys)
-    assert talk.end() == 0
+    with Talk("chat", "lm", "--max-new-tokens", "4", cwd=shared_world) as talk:
+        assert "no chat template: each text is a prompt of its own" in talk.until(PROMPT)
+        talk.say("the film")
+        assert talk.until(PROMPT).split()
+        talk.type(keys)
+        assert talk.end() == 0
 
 
 def test_a_pipe_is_refused(tmp_path):

@@ -27,23 +27,23 @@ def pane(lines: list[str]) -> list[str]:
 
 def test_the_live_view_of_a_run_whose_window_changes(reference, world: Path):
     """The numbers are those of a run that was piped; nothing of the view is left at the end."""
-    terminal = Terminal("train", *words("run_name=r", stateful=True), cwd=world,
-                        PPOCLI_FAULTS="score.before@10:sleep=2")
-    screen = terminal.screen
-    terminal.wait_for(lambda: any("step 2/4" in line for line in pane(screen.lines)))
-    shown = "\n".join(pane(screen.lines))
-    for part in ("── training r ──", "reward  ", "KL  ", "tokens/s", "memory", "optimize",
-                 "samples of step", " │ ", " left, ", " so far"):
-        assert part in shown, shown
-    terminal.resize(40, 16)
-    terminal.wait_for(lambda: any(line.endswith(" left") for line in pane(screen.lines)))
-    rows = pane(screen.lines)
-    assert len(rows) <= 16
-    assert max(map(len, rows)) < 40
-    above = screen.lines[:-len(rows)]
-    assert not any("── training" in line or "so far" in line for line in above), above
-    terminal.resize(100, 30)
-    assert terminal.end() == 0
+    with Terminal("train", *words("run_name=r", stateful=True), cwd=world,
+                  PPOCLI_FAULTS="score.before@10:sleep=2") as terminal:
+        screen = terminal.screen
+        terminal.wait_for(lambda: any("step 2/4" in line for line in pane(screen.lines)))
+        shown = "\n".join(pane(screen.lines))
+        for part in ("── training r ──", "reward  ", "KL  ", "tokens/s", "memory", "optimize",
+                     "samples of step", " │ ", " left, ", " so far"):
+            assert part in shown, shown
+        terminal.resize(40, 16)
+        terminal.wait_for(lambda: any(line.endswith(" left") for line in pane(screen.lines)))
+        rows = pane(screen.lines)
+        assert len(rows) <= 16
+        assert max(map(len, rows)) < 40
+        above = screen.lines[:-len(rows)]
+        assert not any("── training" in line or "so far" in line for line in above), above
+        terminal.resize(100, 30)
+        assert terminal.end() == 0
     said = screen.lines
     assert not [line for line in said if "── training" in line or " so far" in line], said
     assert [line for line in said if re.match(r"step \d/4 ", line)] == sorted(
@@ -59,16 +59,16 @@ def test_ctrl_c_prints_below_the_view_which_is_gone(world: Path):
     """A reward that prints does so above it; colours are off."""
     with (world / "rewards.py").open("a") as file:
         file.write(PRINTING)
-    terminal = Terminal("--no-color", "train", *words("run_name=r", "reward.fn=rewards.py:printing",
-                                                      "ppo.num_steps=50"), cwd=world)
-    screen = terminal.screen
-    terminal.wait_for(lambda: any("step 1/50" in line for line in pane(screen.lines)))
-    rows = pane(screen.lines)
-    above = screen.lines[:-len(rows)]
-    assert "the reward speaks" in above
-    assert not any("── training" in line for line in above)
-    terminal.type(b"\x03")
-    assert terminal.end() == 130
+    with Terminal("--no-color", "train", *words("run_name=r", "reward.fn=rewards.py:printing",
+                                                  "ppo.num_steps=50"), cwd=world) as terminal:
+        screen = terminal.screen
+        terminal.wait_for(lambda: any("step 1/50" in line for line in pane(screen.lines)))
+        rows = pane(screen.lines)
+        above = screen.lines[:-len(rows)]
+        assert "the reward speaks" in above
+        assert not any("── training" in line for line in above)
+        terminal.type(b"\x03")
+        assert terminal.end() == 130
     said = [line for line in screen.lines if line]
     at = next(number for number, line in enumerate(said) if "Stopped: stopped by SIGINT" in line)
     assert "resume with: ppocli resume" in " ".join(said[at:])
@@ -82,9 +82,9 @@ def test_ctrl_c_prints_below_the_view_which_is_gone(world: Path):
 @pytest.mark.slow
 def test_jobs_of_a_sweep_have_the_view_too(world: Path):
     """A job has a process group of its own, which is not the terminal's."""
-    terminal = Terminal("train", "-m", *words("ppo.num_steps=2", "hydra.sweep.dir=sweep"),
-                        "seed=1,2", cwd=world)
-    assert terminal.end() == 0
+    with Terminal("train", "-m", *words("ppo.num_steps=2", "hydra.sweep.dir=sweep"),
+                  "seed=1,2", cwd=world) as terminal:
+        assert terminal.end() == 0
     assert "── training 0 " in terminal.raw
     assert "── training 1 " in terminal.raw
     assert not [line for line in terminal.screen.lines if "── training" in line]
@@ -94,9 +94,9 @@ def test_jobs_of_a_sweep_have_the_view_too(world: Path):
     (["--no-progress"], "xterm"),
     pytest.param([], "dumb", marks=pytest.mark.slow)])
 def test_plain_lines_on_a_terminal(option, term, world: Path):
-    terminal = Terminal("train", *words("run_name=r", "ppo.num_steps=1", "eval.at_start=false"),
-                        *option, cwd=world, TERM=term, NO_COLOR="1", columns=200)
-    assert terminal.end() == 0
+    with Terminal("train", *words("run_name=r", "ppo.num_steps=1", "eval.at_start=false"),
+                  *option, cwd=world, TERM=term, NO_COLOR="1", columns=200) as terminal:
+        assert terminal.end() == 0
     assert "\x1b[" not in re.sub(r"\x1b\[[0-9;]*m", "", terminal.raw)  # the table's title is bold
     assert sum(line.startswith("step 1/1 ") for line in terminal.screen.lines) == 1
     assert "training" not in terminal.raw

@@ -303,17 +303,19 @@ def test_a_real_run_on_a_terminal_that_is_killed(world: Path):
     process = spawn("train", *words("run_name=r", "ppo.num_steps=50"), cwd=world)
     try:
         wait_for((world / "runs/r/.lock").exists, process)
-        terminal = Terminal("watch", "r", "--interval", "0.2", cwd=world)
-        screen = terminal.screen
-        terminal.wait_for(lambda: any("step 3/50 " in line and " left" in line
-                                      for line in screen.lines))
-        shown = "\n".join(screen.lines)
-        for part in ("── training runs/r ──", "reward  ", "samples of step", "memory"):
-            assert part in shown, shown
+        with Terminal("watch", "r", "--interval", "0.2", cwd=world) as terminal:
+            screen = terminal.screen
+            terminal.wait_for(lambda: any("step 3/50 " in line and " left" in line
+                                          for line in screen.lines))
+            shown = "\n".join(screen.lines)
+            for part in ("── training runs/r ──", "reward  ", "samples of step", "memory"):
+                assert part in shown, shown
+            process.kill()
+            process.wait()
+            assert terminal.end() == 0
     finally:
-        os.kill(process.pid, signal.SIGKILL)
+        process.kill()
         process.communicate()
-    assert terminal.end() == 0
     said = [line for line in screen.lines if line]
     assert not any("── training" in line for line in said)
     assert "runs/r was interrupted at step " in " ".join(said[-2:])
