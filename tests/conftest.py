@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-pytest_plugins = ("run_fixtures",)
+pytest_plugins = ("run_fixtures", "judged")
 
 # Here, because torch and huggingface_hub read them once, when they are imported.
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")

@@ -114,6 +114,16 @@ def write_prompts(path: Path, texts=None, **columns) -> Path:
     return path
 
 
+def request_of(count: int, tokens: int = 2):
+    """What a reward is asked for so many responses of so many tokens."""
+    from ppocli.rewards.records import RewardRequest
+
+    return RewardRequest(prompts=[f"prompt{i} " for i in range(count)],
+                         responses=[f"response{i}" for i in range(count)],
+                         response_ids=[[7] * tokens for _ in range(count)], columns={},
+                         tokenizer=None)
+
+
 def environment(**over: str) -> dict[str, str]:
     """The environment of a command under test: offline, one thread, no terminal tricks."""
     ours = ("PPOCLI_", "HF_", "DS_", "PYTORCH_")  # also what libraries set in this very process

@@ -1,3 +1,5 @@
+"""The lock of a run's folder."""
+
 import json
 import os
 import signal
@@ -7,20 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from checkpoint_samples import save, start_python, tree, write_files
+from checkpoint_samples import start_python
 
-from ppocli.engine import atomic, faults, run_folder
-from ppocli.engine.publishing import publish_folder, repair_published
-from ppocli.engine.run_folder import (
-    RunFolder,
-    live_owner,
-    lock,
-    lock_beside,
-    probe_writable,
-    reserved,
-    write_summary,
-)
-from ppocli.errors import CheckpointError, DiskError
+from ppocli.engine import run_folder
+from ppocli.engine.run_folder import RunFolder, live_owner, lock, lock_beside, reserved
+from ppocli.errors import CheckpointError
 
 HOLD = """
 import sys, time
@@ -43,9 +36,6 @@ def test_paths():
     assert run.checkpoints == Path("runs/x/checkpoints")
     with pytest.raises(AttributeError):
         run.path = Path("y")
-
-
-# --------------------------------------------------------------------------------- the lock
 
 
 def test_a_live_process_is_named_and_its_death_frees_the_folder(tmp_path: Path):
@@ -224,194 +214,3 @@ def test_deleting_the_file_beside_lets_no_two_in(tmp_path: Path):
     said = [racer.communicate(timeout=60)[1] for racer in racers]
     assert [racer.returncode for racer in racers] == [0, 0, 0], said
     assert list(tmp_path.iterdir()) == []
-
-
-# --------------------------------------------------------------------- folders that appear whole
-
-
-def write_model(text: str):
-    def write(staging: Path) -> None:
-        (staging / "sub").mkdir()
-        (staging / "config.json").write_text(text)
-        (staging / "sub" / "a.txt").write_text(text)
-    return write
-
-
-def test_publish_and_replace(tmp_path: Path):
-    target = tmp_path / "run" / "model"
-    publish_folder(write_model("one"), target)
-    assert tree(target) == {"config.json": b"one", "sub/a.txt": b"one"}
-    publish_folder(write_model("two"), target)
-    assert tree(target) == {"config.json": b"two", "sub/a.txt": b"two"}
-    assert [p.name for p in target.parent.iterdir()] == ["model"]
-
-
-@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
-def test_weights_can_be_read_by_whom_the_umask_lets(tmp_path: Path, mask: int, mode: int):
-    """Safetensors makes its files private."""
-    old = os.umask(mask)
-    try:
-        publish_folder(write_files(1), tmp_path / "model")
-        saved = save(tmp_path / "checkpoints", 1)
-    finally:
-        os.umask(old)
-    files = [path for folder in (tmp_path / "model", saved) for path in folder.rglob("*")
-             if path.is_file()]
-    assert {path.suffix for path in files} == {".safetensors", ".json"}
-    assert {path.stat().st_mode & 0o777 for path in files} == {mode}
-
-
-def test_what_a_neighbour_is_writing_is_left_alone(tmp_path: Path):
-    (tmp_path / ".staging-model-2-0123abcd").mkdir()
-    (tmp_path / ".staging-model-0123abcd").mkdir()
-    assert len(repair_published(tmp_path / "model")) == 1
-    assert [path.name for path in tmp_path.iterdir()] == [".staging-model-2-0123abcd"]
-
-
-def test_a_failed_publish_keeps_the_old_folder(tmp_path: Path):
-    target = tmp_path / "model"
-    publish_folder(write_model("one"), target)
-
-    def bug(staging: Path) -> None:
-        (staging / "config.json").write_text("two")
-        raise ValueError("bug")
-
-    def full(staging: Path) -> None:
-        raise OSError(28, "No space left on device")
-
-    def link(staging: Path) -> None:
-        (staging / "l").symlink_to("/etc/hostname")
-
-    with pytest.raises(ValueError, match="bug"):
-        publish_folder(bug, target)
-    with pytest.raises(DiskError, match=r"Disk full writing .*model \(.* free\)"):
-        publish_folder(full, target)
-    with pytest.raises(ValueError, match="l is a link"):
-        publish_folder(link, target)
-    assert tree(target) == {"config.json": b"one", "sub/a.txt": b"one"}
-    assert [p.name for p in tmp_path.iterdir()] == ["model"]
-
-
-def test_a_disk_that_refuses_between_the_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    target = tmp_path / "model"
-    publish_folder(write_model("one"), target)
-    plan = faults.parse("export.between_renames:enospc")
-    monkeypatch.setattr(faults, "point", faults.armed(plan))
-    with pytest.raises(DiskError, match="Disk full"):
-        publish_folder(write_model("two"), target)
-    assert tree(target)["config.json"] == b"one"
-    assert [p.name for p in tmp_path.iterdir()] == ["model"]
-
-
-def test_publishing_over_a_link_leaves_its_target_alone(tmp_path: Path):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "x").write_text("x")
-    (tmp_path / "model").symlink_to(tmp_path / "mine")
-    publish_folder(write_model("one"), tmp_path / "model")
-    assert not (tmp_path / "model").is_symlink()
-    assert tree(tmp_path / "mine") == {"x": b"x"}
-
-
-PUBLISH = """
-import sys
-from pathlib import Path
-from ppocli.engine.publishing import publish_folder
-def write(staging):
-    (staging / "config.json").write_text("two")
-publish_folder(write, Path(sys.argv[1]))
-"""
-
-
-@pytest.mark.parametrize("point", ["export.before_rename", "export.between_renames"])
-def test_kill9_while_publishing(tmp_path: Path, point: str):
-    target = tmp_path / "model"
-    publish_folder(write_model("one"), target)
-    child = start_python(PUBLISH, target, faults=f"{point}:kill9")
-    child.communicate(timeout=60)
-    assert child.returncode == -signal.SIGKILL
-    [said] = repair_published(target)
-    assert said.startswith("skipped .staging-model-")
-    assert tree(target) == {"config.json": b"one", "sub/a.txt": b"one"}
-    publish_folder(write_model("three"), target)
-    assert [p.name for p in tmp_path.iterdir()] == ["model"]
-
-
-# ------------------------------------------------------------------------------- single files
-
-
-def test_write_summary_has_no_nan(tmp_path: Path):
-    run = RunFolder(tmp_path)
-    write_summary(run, {"a": float("nan"), "b": [1.5, float("inf")], "c": {"d": (1, "x")}})
-    written = json.loads(run.summary.read_text())
-    assert written == {"a": None, "b": [1.5, None], "c": {"d": [1, "x"]}}
-
-
-def test_write_atomic_keeps_the_umask_and_replaces(tmp_path: Path):
-    path = tmp_path / "ä b.json"
-    old = os.umask(0o027)
-    try:
-        atomic.write_atomic(path, "é")
-    finally:
-        os.umask(old)
-    assert path.read_bytes() == "é".encode()
-    assert path.stat().st_mode & 0o777 == 0o640
-    atomic.write_atomic(path, b"two")
-    assert path.read_bytes() == b"two"
-    with pytest.raises(ValueError, match="JSON"):
-        atomic.write_json_atomic(path, {"x": float("inf")})
-    assert path.read_bytes() == b"two"
-    assert [p.name for p in tmp_path.iterdir()] == [path.name]
-
-
-def test_an_exception_while_writing_leaves_the_old_file(tmp_path: Path):
-    path = tmp_path / "x"
-    path.write_text("old")
-
-    def half() -> None:
-        with atomic.open_atomic(path) as file:
-            file.write(b"half")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        half()
-    assert tree(tmp_path) == {"x": b"old"}
-
-
-def test_a_file_size_limit_is_a_disk_error(tmp_path: Path):
-    code = """
-import resource, sys
-from pathlib import Path
-from ppocli.engine.atomic import write_atomic
-from ppocli.errors import DiskError
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-try:
-    write_atomic(Path(sys.argv[1]), b"x" * 5000)
-except DiskError as error:
-    print(error)
-"""
-    out, err = start_python(code, tmp_path / "x").communicate(timeout=60)
-    assert out.startswith(f"File size limit reached writing {tmp_path / 'x'} (needs 5 kB, "), err
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("name", ["a b", "ünï cödé 模型", "x" * 200])
-def test_probe_accepts_odd_names(tmp_path: Path, name: str):
-    probe_writable(tmp_path / name / "deeper")
-    assert list((tmp_path / name / "deeper").iterdir()) == []
-
-
-def test_probe_refuses_files_and_long_paths(tmp_path: Path):
-    (tmp_path / "file").write_text("x")
-    for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(DiskError, match="is a file"):
-            probe_writable(path)
-    with pytest.raises(DiskError, match="Path too long"):
-        probe_writable(tmp_path / ("x" * 300))
-
-
-@pytest.mark.parametrize("folder", ["/proc/ppocli-run", "/sys/ppocli-run"])
-def test_probe_refuses_what_cannot_be_written(folder: str):
-    with pytest.raises(DiskError, match=r"can't be written|^(Read-only disk|No permission)") as no:
-        probe_writable(Path(folder))
-    assert folder in str(no.value)
-    assert no.value.exit_code == 6
