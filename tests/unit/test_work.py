@@ -1,0 +1,292 @@
+"""What a step may cost: positions that go through layers and heads, gradients, updates, bytes.
+
+Real steps of small models, counted by the operations they come to (``tests/work.py``). A change
+that makes a step do more fails here, whatever the machine; one that makes it do less does too, and
+then the number here is the one to change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from helpers import save_lm
+from sessions import fresh_state, rollout_of, session_of, small_config
+from torch.profiler import ProfilerActivity, profile
+from work import HIDDEN, INNER, LAYERS, VOCABULARY, Work, save_work_lm
+
+from ppocli.engine.clock import Moment, PhaseClock
+from ppocli.engine.evaluate import evaluate, evaluation_size
+from ppocli.engine.experience import to_experience
+from ppocli.engine.optimize import OptimizeResult, minibatches, optimize
+from ppocli.engine.records import Rollout
+from ppocli.engine.rollout import collect_rollout, generate_chunk, measure_chunk
+from ppocli.engine.session import Session
+from ppocli.engine.stop import StopFlag
+from ppocli.models.generation import SHRINK_AT
+from ppocli.models.passes import rows_by_length
+from ppocli.ppo.noise import ROLLOUT
+
+KINDS = ("gpt2", "llama")
+PRODUCTS = {"gpt2": 2, "llama": 3}
+"""matrices between a layer's width and its inner one"""
+SAMPLES, EPOCHS, MINI, MICRO, LONGEST = 16, 2, 8, 4, 12
+
+# PEFT asks transformers by a name that is going to be dropped
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is dep:FutureWarning")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration, and how often a position goes through a layer, a lookup or a head."""
+
+    keys: dict[str, Any]
+    scored: int
+    """layers, in scoring"""
+    trained: int
+    """layers that gradients flow back through, in an update"""
+    run: int = LAYERS
+    """layers, in an update"""
+    scoring_passes: int = 1
+    scoring_heads: int = 1
+    scoring_values: int = 0
+    decoded_values: int = 1
+    update_passes: int = 1
+    weight_grads: bool = True
+    """of the matrices of layers"""
+    embedding_grads: bool = False
+    head_grads: dict[str, bool] = field(default_factory=lambda: dict.fromkeys(KINDS, False))
+
+
+UNTIED = {"gpt2": False, "llama": True}
+CASES = {
+    # in fp32 decoding has given the policy's logprobs and values: only the reference is asked
+    "all layers": Case({}, scored=LAYERS, trained=LAYERS, embedding_grads=True,
+                       head_grads=dict.fromkeys(KINDS, True)),
+    "top layer": Case({"model__num_layers_unfrozen": 1}, scored=LAYERS, trained=1,
+                      head_grads=UNTIED),
+    "all layers in bf16": Case(
+        {"hardware__precision": "bf16"}, scored=2 * LAYERS, trained=LAYERS, scoring_passes=2,
+        scoring_heads=2, scoring_values=1, embedding_grads=True,
+        head_grads=dict.fromkeys(KINDS, True)),
+    # the reference goes on from where the policy's frozen layers end
+    "top layer in bf16": Case(
+        {"hardware__precision": "bf16", "model__num_layers_unfrozen": 1}, scored=LAYERS + 1,
+        trained=1, scoring_passes=2, scoring_heads=2, scoring_values=1, head_grads=UNTIED),
+    "adapters": Case({"model__peft": {"type": "lora", "r": 4, "lora_alpha": 8}}, scored=LAYERS,
+                     trained=LAYERS, weight_grads=False),
+    # the reference and the critic; not the policy
+    "a critic of its own": Case(
+        {"model__value__kind": "model"}, scored=2 * LAYERS, trained=2 * LAYERS, run=2 * LAYERS,
+        scoring_passes=2, scoring_values=1, decoded_values=0, update_passes=2,
+        embedding_grads=True, head_grads=dict.fromkeys(KINDS, True)),
+    "no reference": Case(
+        {"ppo__init_kl_coef": 0.0, "model__reference__kind": "none"}, scored=0, trained=LAYERS,
+        scoring_passes=0, scoring_heads=0, embedding_grads=True,
+        head_grads=dict.fromkeys(KINDS, True)),
+}
+
+
+@dataclass(frozen=True, repr=False)
+class Step:
+    """One counted step."""
+
+    kind: str
+    case: Case
+    work: Work
+    rollout: Rollout
+    result: OptimizeResult
+    groups: int
+    """of the optimizer"""
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        return self.rollout.response_mask.sum(1)
+
+    @property
+    def spans(self) -> torch.Tensor:
+        """Positions of each sample that predict something or lead there: its last token doesn't."""
+        return self.rollout.prompts.mask.sum(1) + self.lengths - 1
+
+    @property
+    def tokens(self) -> int:
+        """Response tokens."""
+        return int(self.lengths.sum())
+
+    def count(self, phase: str, name: str) -> int:
+        return self.work.phases[phase][name]
+
+
+def length(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """A reward that no two lengths share: most tokens of these models are no words."""
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def padded(spans: torch.Tensor) -> int:
+    """Positions of passes over rows of these lengths, each as wide as the longest of its pass."""
+    return sum(len(rows) * int(spans[rows].max()) for rows in rows_by_length(spans, MICRO))
+
+
+def updated(step: Step) -> int:
+    """Positions of all updates of a step."""
+    return sum(padded(step.spans[rows]) for epoch in range(EPOCHS) for rows in minibatches(
+        SAMPLES, MINI, seed=0, step=0, epoch=epoch))
+
+
+def prepared(session: Session, work: Work) -> PhaseClock:
+    """A clock whose phases the counts are booked to."""
+    return PhaseClock(session.backend.device, Moment.now(), work.mark)
+
+
+def counted_step(session: Session, kind: str, case: Case) -> Step:
+    work = Work()
+    clock, state, stop = prepared(session, work), fresh_state(session), StopFlag()
+    with work:
+        prompts = session.next_prompts(0, SAMPLES)
+        rollout = collect_rollout(session, prompts, ROLLOUT, stop, clock)
+        experience = to_experience(rollout, state, session.cfg)
+        clock.mark("other")
+        result = optimize(session, experience, state, stop)
+        clock.mark("optimize")
+    return Step(kind, case, work, rollout, result, len(session.optimizer.param_groups))
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def folder(kind: str, tmp_path_factory: pytest.TempPathFactory):
+    found = tmp_path_factory.mktemp(kind)
+    save_work_lm(found, kind)
+    return found
+
+
+@pytest.fixture(scope="module", params=CASES)
+def step(request: pytest.FixtureRequest, kind: str, folder) -> Step:
+    case = CASES[request.param]
+    cfg = small_config(folder, ppo__num_rollouts=SAMPLES, ppo__ppo_epochs=EPOCHS,
+                       ppo__mini_batch_size=MINI, ppo__micro_batch_size=MICRO, seed=0,
+                       ppo__optimizer__lr=1e-5,
+                       generation__max_new_tokens=LONGEST,
+                       generation__length_sampler=[2, LONGEST], **case.keys)
+    with session_of(cfg, reward=length) as session:
+        found = counted_step(session, kind, case)
+    assert found.result.terms["grad_norm"] > 0
+    # else nothing would be padded, and no row would end before others
+    assert len(set(found.lengths.tolist())) > 4
+    assert len(set(found.spans.tolist())) > 4
+    # numbers of positions that could be taken for dimensions would be counted as the wrong thing
+    assert max(chain(*found.work.passes.values())) < min(HIDDEN, INNER, VOCABULARY)
+    return found
+
+
+def test_decoding_runs_rows_only_as_long_as_they_live(step: Step):
+    first, *later = step.work.passes["rollout"]
+    width = step.rollout.prompts.tokens.shape[1]
+    assert first <= SAMPLES * width
+    assert len(later) == int(step.lengths.max()) - 1
+    for t, rows in enumerate(later, 1):
+        alive = int((step.lengths > t).sum())
+        assert alive <= rows <= max(alive / SHRINK_AT, 1), t
+    rows = SAMPLES + sum(later)  # one position of each row's prompt counts, the last
+    assert step.count("rollout", "head") == rows
+    assert step.count("rollout", "values") == step.case.decoded_values * rows
+    assert step.count("rollout", "layers") == LAYERS * (first + sum(later))
+
+
+def test_scoring_makes_the_passes_it_needs_and_no_other(step: Step):
+    case, positions = step.case, padded(step.spans)
+    assert step.count("scoring", "embedded") == case.scoring_passes * positions
+    assert step.count("scoring", "layers") == case.scored * positions
+    assert step.count("scoring", "head") == case.scoring_heads * step.tokens
+    assert step.count("scoring", "values") == case.scoring_values * step.tokens
+
+
+def test_an_update_runs_each_sample_once_and_heads_on_responses_only(step: Step):
+    case, positions = step.case, updated(step)
+    assert step.count("optimize", "embedded") == case.update_passes * positions
+    assert step.count("optimize", "layers") == case.run * positions
+    for name in ("head", "values", "head_back"):
+        assert step.count("optimize", name) == EPOCHS * step.tokens, name
+    assert step.result.tokens == positions
+
+
+def test_gradients_are_computed_of_what_trains_and_no_further_down(step: Step):
+    case, positions = step.case, updated(step)
+    layers = case.trained * positions
+    assert step.count("optimize", "layers_back") == layers
+    assert step.count("optimize", "layer_grads") == case.weight_grads * PRODUCTS[step.kind] * layers
+    assert step.count("optimize", "embedding_grads") == (
+        case.embedding_grads * case.update_passes * positions)
+    assert step.count("optimize", "head_grads") == case.head_grads[step.kind] * EPOCHS * step.tokens
+    for phase in ("rollout", "reward", "scoring", "other"):
+        found = {name for name, count in step.work.phases[phase].items() if count}
+        assert found <= {"embedded", "layers", "head", "values"}, phase
+    for phase in ("reward", "other"):
+        assert not +step.work.phases[phase], phase
+
+
+def test_the_optimizer_steps_once_an_update_with_one_operation_a_group(step: Step):
+    updates = EPOCHS * SAMPLES // MINI
+    assert step.result.updates == updates
+    assert step.count("optimize", "steps") == updates * step.groups
+
+
+def test_an_evaluation_asks_the_reference_once_and_the_policy_never_again(folder):
+    """In fp32 and at temperature 1 decoding has given the policy's logprobs."""
+    new = 8
+    cfg = small_config(folder, ppo__micro_batch_size=MICRO, generation__max_new_tokens=new)
+    work = Work()
+    with session_of(cfg) as session, work:
+        found = evaluate(session, StopFlag())
+        work.mark("eval")
+        count = evaluation_size(session)
+        prompts = torch.tensor([len(ids) for ids in session.eval_prompts.token_ids])
+    assert not any(sample["finished"] for sample in found.samples)
+    assert found.tokens == count * new
+    decoded = count * int(prompts.max()) + count * (new - 1)
+    scored = padded(prompts + new - 1)
+    assert work.phases["eval"]["head"] == 2 * count * new
+    assert work.phases["eval"]["embedded"] == decoded + scored
+    assert work.phases["eval"]["layers"] == LAYERS * (decoded + scored)
+
+
+def peak_of(work: Any) -> int:
+    """The most bytes that torch's allocator has given out meanwhile, over those before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        work()
+    events = [event for event in profiled.profiler.kineto_results.events()
+              if event.name() == "[memory]"]
+    assert events
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+@pytest.mark.parametrize("kind", KINDS, indirect=True)
+def test_logits_of_all_tokens_never_exist_at_once(tmp_path, kind, monkeypatch):
+    """A vocabulary beside which the rest of a small model is nothing."""
+    vocabulary = 16381
+    monkeypatch.setattr("ppocli.models.head.CHUNK_BYTES", 2**18)
+    save_lm(tmp_path / "lm", kind, vocab_size=vocabulary)
+    cfg = small_config(tmp_path, ppo__micro_batch_size=8, generation__max_new_tokens=24,
+                       generation__length_sampler=[20, 24])
+    with session_of(cfg) as session:
+        state, stop = fresh_state(session), StopFlag()
+        rollout = rollout_of(session)
+        experience = to_experience(rollout, state, session.cfg)
+        optimize(session, experience, state, stop)  # the optimizer's state is made
+        updating = peak_of(lambda: optimize(session, experience, state, stop))
+        chunk = generate_chunk(session, session.next_prompts(0, 16), 16, ROLLOUT, stop)
+        scoring = peak_of(lambda: measure_chunk(session, chunk, stop, forward=True))
+        gradients = sum(4 * p.numel() for p in session.policy.parameters())
+    logits = 4 * vocabulary * 8 * 20  # of the response tokens of one pass
+    assert updating - gradients < logits / 2
+    assert scoring < logits / 2
