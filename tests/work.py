@@ -52,8 +52,9 @@ class Work(TorchDispatchMode):
     """Counts what is done inside, and books it to a phase at each :meth:`mark`, in positions:
 
     ``embedded``: looked up in an embedding of tokens. ``layers``: through a layer, every layer for
-    itself. ``head``: with logits. ``values``: through the value head. ``layers_back``,
-    ``head_back``: gradients of states that came through these. ``embedding_grads``, ``head_grads``,
+    itself. ``head``: with logits; ``head_again``: in a backward pass, once more. ``values``:
+    through the value head. ``layers_back``, ``head_back``: gradients of states that came through
+    these. ``embedding_grads``, ``head_grads``,
     ``layer_grads``: that gradients of the weights were made from. ``steps``: of an optimizer, for
     each of its groups.
     """
@@ -95,6 +96,8 @@ class Work(TorchDispatchMode):
             self._now[kind] += one.rows
         if not back:
             return
+        if kind == "head":
+            self._now["head_again"] += one.rows
         # of the product that a layer ends with: gradients of its input, and of its weights
         if (one.inner, one.out) == (HIDDEN, INNER):
             self._now["layers_back"] += one.rows

@@ -27,7 +27,6 @@ from ppocli.engine.rollout import collect_rollout, generate_chunk, measure_chunk
 from ppocli.engine.session import Session
 from ppocli.engine.stop import StopFlag
 from ppocli.models.generation import SHRINK_AT
-from ppocli.models.passes import rows_by_length
 from ppocli.ppo.noise import ROLLOUT
 
 KINDS = ("gpt2", "llama")
@@ -126,8 +125,9 @@ def length(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 def padded(spans: torch.Tensor) -> int:
-    """Positions of passes over rows of these lengths, each as wide as the longest of its pass."""
-    return sum(len(rows) * int(spans[rows].max()) for rows in rows_by_length(spans, MICRO))
+    """Positions of passes over rows of these lengths, neighbours in length together and each as
+    wide as the longest of its pass."""
+    return sum(len(rows) * int(rows.max()) for rows in spans.sort().values.flip(0).split(MICRO))
 
 
 def updated(step: Step) -> int:
@@ -213,6 +213,7 @@ def test_an_update_runs_each_sample_once_and_heads_on_responses_only(step: Step)
     assert step.count("optimize", "layers") == case.run * positions
     for name in ("head", "values", "head_back"):
         assert step.count("optimize", name) == EPOCHS * step.tokens, name
+    assert step.count("optimize", "head_again") == 0
     assert step.result.tokens == positions
 
 
