@@ -303,19 +303,21 @@ def _delete(node: DictConfig, name: str) -> str | None:
 
 def _unresolvable(node: DictConfig, sources: Mapping[str, str]) -> Iterator[Problem]:
     """Interpolations that lead nowhere; those of Hydra itself are resolved later, in the job."""
+    unresolved: Any = OmegaConf.to_container(node, resolve=False)
     for name, key in schema_keys().items():
+        raw = unresolved
+        for part in name.split("."):
+            raw = raw[part]
+        if "${" not in str(raw):
+            continue
         parent, _, leaf = name.rpartition(".")
         holder = OmegaConf.select(node, parent) if parent else node
-        raw = OmegaConf.to_container(holder, resolve=False)
-        assert isinstance(raw, dict)
-        if "${" not in str(raw[leaf]):
-            continue
         try:
             value = holder[leaf]
             if OmegaConf.is_config(value):
                 OmegaConf.to_container(value, resolve=True)
         except OmegaConfBaseException as error:
-            if "${hydra:" not in str(raw[leaf]):
-                yield Problem(name, f"{shown(raw[leaf])} can't be resolved: "
+            if "${hydra:" not in str(raw):
+                yield Problem(name, f"{shown(raw)} can't be resolved: "
                               + str(error).splitlines()[0], sources.get(name, COMMAND_LINE))
             OmegaConf.update(node, name, key.default)
