@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from ppocli.config.resolved import CONFIG_FILE, next_config, read_config
 from ppocli.config.sayable import sayable
 from ppocli.config.schema import TrainConfig, planned_episodes
-from ppocli.engine.clock import Moment, in_words, profile
+from ppocli.engine.clock import Moment, in_words, of_training, profile
 from ppocli.engine.console import (
     DISPLAY_MODES,
     Display,
@@ -253,7 +253,7 @@ def _summary(run: Run, status: str) -> dict[str, Any]:
     return {
         "status": status, "run_id": run.run_id, "steps": state.step, "episodes": state.episodes,
         "updates": state.updates, "eval_before": state.eval_before, "eval_after": after,
-        "best": best, "kl_coef": state.kl_coef, "seconds": state.seconds,
+        "best": best, "kl_coef": state.kl_coef, "seconds": of_training(state.seconds),
         "tokens_per_second": speed,
         "profile": profile(state.seconds, state.cpu_seconds, state.tokens),
         "peak_memory_mib": run.session.backend.peak_memory_mib(), "versions": run.versions,

@@ -15,7 +15,8 @@ PHASES = ("startup", "rollout", "reward", "scoring", "optimize", "gather", "othe
           "between", "saving")
 """in the order in which they are shown; ``other`` is the rest of a step, ``between`` the time
 between steps that is neither an evaluation nor a checkpoint"""
-_OUTSIDE_STEPS = ("startup", "eval", "between", "saving")
+_AROUND = ("startup", "between", "saving")
+"""phases that are neither a step nor an evaluation"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class Spent:
 
     def in_step(self) -> Spent:
         """Without phases that lie between steps."""
-        return Spent(*({name: value for name, value in found.items() if name not in _OUTSIDE_STEPS}
+        return Spent(*({name: value for name, value in found.items() if name not in (*_AROUND, "eval")}
                        for found in (self.seconds, self.cpu_seconds)))
 
 
@@ -98,6 +99,11 @@ class PhaseClock:
         spent = Spent(self.seconds, self.cpu_seconds)
         self.seconds, self.cpu_seconds = {}, {}
         return spent
+
+
+def of_training(seconds: Mapping[str, float]) -> dict[str, float]:
+    """The seconds of steps and evaluations, by phase."""
+    return {name: value for name, value in seconds.items() if name not in _AROUND}
 
 
 def profile(seconds: Mapping[str, float], cpu_seconds: Mapping[str, float],

@@ -182,6 +182,8 @@ def test_the_phases_of_a_run_add_up_to_its_wall_time_also_when_stopped_and_resum
     assert sum(phase["cpu_seconds"] for phase in phases.values()) == pytest.approx(
         summary["profile"]["cpu_seconds"])
     rows = jsonl(world / "runs/r/metrics.jsonl")
+    assert sum(summary["seconds"].values()) == pytest.approx(
+        sum(row.get(name, 0.0) for row in rows for name in ("time/step", "time/eval")))
     for name in ("rollout", "reward", "scoring", "optimize", "eval", "other"):
         for kind, told_as in (("time", "seconds"), ("cpu", "cpu_seconds")):
             rest = phases[name][told_as] - sum(row.get(f"{kind}/{name}", 0.0) for row in rows)
