@@ -57,7 +57,8 @@ class Spent:
 
     def in_step(self) -> Spent:
         """Without phases that lie between steps."""
-        return Spent(*({name: value for name, value in found.items() if name not in (*_AROUND, "eval")}
+        outside = (*_AROUND, "eval")
+        return Spent(*({name: value for name, value in found.items() if name not in outside}
                        for found in (self.seconds, self.cpu_seconds)))
 
 
