@@ -17,12 +17,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from workloads import SHAPES, Shape, Workload
+from workloads import SHAPES, TOKENIZER, TRLX, Shape, Workload
 
 EOS = "<|endoftext|>"
 CONSONANTS, VOWELS = "bcdfghjklmnpqrstvwxyz", "aeiou"
-TRLX = "trlx"
-"""folder in a model's folder with the weights as trlX wants them"""
 
 
 def words(count: int) -> list[str]:
@@ -78,11 +76,10 @@ def make(name: str, root: Path) -> None:
     if shape.eos_probability is not None:
         _let_it_end(model, shape)
     model.save_pretrained(unfinished)
-    _save_tokenizer(shape, unfinished)
+    _save_tokenizer(shape, unfinished / TOKENIZER)
     trlx = unfinished / TRLX  # knows neither safetensors nor shards
     trlx.mkdir()
     shutil.copy(unfinished / "config.json", trlx)
-    _save_tokenizer(shape, trlx)
     torch.save(dict(model.state_dict()), trlx / "pytorch_model.bin")
     (unfinished / "facts.json").write_text(json.dumps(_count(model, shape)), encoding="utf-8")
     unfinished.rename(root / name)
@@ -125,7 +122,7 @@ def _let_it_end(model: Any, shape: Shape) -> None:
     wanted = shape.eos_probability
     assert wanted is not None
     row = model.lm_head.weight[-1].detach()
-    ids = torch.randint(shape.vocabulary - 1, (32, 32))
+    ids = torch.randint(shape.vocabulary - 1, (16, 128))
     height = 0.0
     with torch.no_grad():
         for _ in range(20):
@@ -143,6 +140,7 @@ def _save_tokenizer(shape: Shape, folder: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel(table, unk_token=EOS))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([EOS])
+    folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": EOS, "eos_token": EOS,

@@ -18,7 +18,6 @@ from machine import versions
 from workloads import Job, Workload, job_of
 
 PEERS = Path(__file__).with_name("peers")
-PHASES = ("rollout", "reward", "scoring", "optimize")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +86,7 @@ class Process:
     seconds: float
     """of the whole process, from its start to its end"""
     phases: dict[str, list[float]]
-    """ours alone: seconds by phase of the counted steps, as ``metrics.jsonl`` has them"""
+    """ours alone: ``time/PHASE`` and ``cpu/PHASE`` of the counted steps, as in ``metrics.jsonl``"""
 
 
 def measure(name: str, work: Workload, places: Places, *, threads: int, seed: int,
@@ -139,7 +138,8 @@ def python_of(system: System, places: Places) -> str:
 def ours(job: Job, chunk: int | None) -> list[str]:
     """The job in words for ``ppocli train``: as little besides the work as the peers have."""
     return [
-        f"model.path={job.model}", f"model.num_layers_unfrozen={job.layers_unfrozen}",
+        f"model.path={job.model}", f"model.tokenizer_path={job.tokenizer}",
+        f"model.num_layers_unfrozen={job.layers_unfrozen}",
         f"prompts.path={job.prompts}", "prompts.eval.limit=1",
         f"reward.fn={PEERS / 'reward.py'}:score", f"reward.kwargs.stamps={job.stamps}",
         f"reward.kwargs.new_tokens={job.new_tokens}",
@@ -181,9 +181,11 @@ def steps(stamps: Sequence[Mapping[str, float]], name: str) -> list[float]:
 
 
 def by_phase(rows: Sequence[Mapping[str, float]], work: Workload) -> dict[str, list[float]]:
-    """Seconds of each phase in the counted steps."""
+    """Seconds of each phase in the counted steps, of wall and of processor time."""
     counted = [row for row in rows if row["step"] > work.warmup]
-    return {phase: [row[f"time/{phase}"] for row in counted] for phase in PHASES}
+    names = [name for name in counted[0] if name.startswith(("time/", "cpu/"))
+             and not name.endswith("/eval")]
+    return {name: [row[name] for row in counted] for name in names}
 
 
 def versions_of(name: str, places: Places) -> str:

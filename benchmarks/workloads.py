@@ -11,6 +11,9 @@ Precision = Literal["fp32", "bf16"]
 KL_COEF, GAMMA, LAM = 0.05, 1.0, 0.95
 CLIP, CLIP_VALUE, VF_COEF = 0.2, 0.2, 0.1
 EPOCHS = 4
+TOKENIZER, TRLX = "tokenizer", "trlx"
+"""folders in a model's folder: the tokenizer, apart from it since some models' names decide on the
+tokenizer's class; and the weights as trlX wants them"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,8 @@ class Job:
     """What a runner of a peer is told, as JSON: the workload's numbers and where things lie."""
 
     model: str
+    model_for_trlx: str
+    tokenizer: str
     prompts: str
     stamps: str
     """file that the reward function writes, see ``peers/reward.py``"""
@@ -147,7 +152,8 @@ def job_of(work: Workload, *, model: Path, prompts: Path, stamps: Path, threads:
            options: dict[str, str]) -> Job:
     """The job of one process."""
     return Job(
-        model=str(model), prompts=str(prompts), stamps=str(stamps), threads=threads, seed=seed,
+        model=str(model), model_for_trlx=str(model / TRLX), tokenizer=str(model / TOKENIZER),
+        prompts=str(prompts), stamps=str(stamps), threads=threads, seed=seed,
         batch=work.batch, mini_batch=work.mini_batch, rollouts=work.rollouts,
         new_tokens=work.new_tokens, min_new_tokens=work.shortest,
         longest_prompt=work.prompt_tokens[1], epochs=work.epochs, lr=work.lr, kl_coef=KL_COEF,

@@ -12,7 +12,7 @@ def train(job: Any) -> None:
     from transformers import AutoTokenizer
     from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
 
-    tokenizer = AutoTokenizer.from_pretrained(job.model)
+    tokenizer = AutoTokenizer.from_pretrained(job.tokenizer)
     model, reference = (AutoModelForCausalLMWithValueHead.from_pretrained(
         job.model, torch_dtype=torch.float32, summary_dropout_prob=0.0) for _ in range(2))
     accelerator: dict[str, Any] = {} if on_gpu(job) else {"cpu": True}

@@ -45,17 +45,21 @@ def hidden(states: Any) -> Any:
     return SimpleNamespace(hidden_states=(states,))
 
 
-def reward_model(job: Any, tokenizer: Any) -> Any:
+def reward_model(job: Any, tokenizer: Any, prompt_width: int) -> Any:
     """The reward function in the shape of a reward model: a trunk, and a head that changes nothing.
+
+    Args:
+        prompt_width: of the longest prompt; others are padded on the left.
     """
     import torch
 
     reward = reward_of(job)
 
     class Trunk(torch.nn.Module):
-        def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
-            texts = tokenizer.batch_decode(input_ids[:, -job.new_tokens:],
-                                           skip_special_tokens=True)
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **_: Any) -> Any:
+            # padding arrives as token 0, which is a word
+            ids = input_ids.masked_fill(~attention_mask.bool(), tokenizer.pad_token_id)
+            texts = tokenizer.batch_decode(ids[:, prompt_width:], skip_special_tokens=True)
             scores = torch.tensor(reward(texts), device=input_ids.device)
             return hidden(scores[:, None, None].expand(-1, input_ids.shape[1], 1).clone())
 
@@ -83,27 +87,32 @@ def train(job: Any) -> None:
     )
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
-    tokenizer = AutoTokenizer.from_pretrained(job.model)
+    tokenizer = AutoTokenizer.from_pretrained(job.tokenizer)
     policy, reference = (AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32)
                          for _ in range(2))
     value = free_value_model() if job.options.get("value") == "free" else \
         AutoModelForSequenceClassification.from_pretrained(job.model, num_labels=1,
                                                            dtype=torch.float32)
-    rows = Dataset.from_dict({"input_ids": tokenizer(prompt_texts(job))["input_ids"]})
+    prompts = tokenizer(prompt_texts(job))["input_ids"]
+    rows = Dataset.from_dict({"input_ids": prompts})
+    forced = job.min_new_tokens == job.new_tokens
+    if not forced:  # what its own configuration has no word for, generate takes from the model's
+        policy.generation_config.min_new_tokens = job.min_new_tokens
     config = PPOConfig(
         output_dir=tempfile.mkdtemp(), learning_rate=job.lr, per_device_train_batch_size=job.batch,
         gradient_accumulation_steps=1, num_mini_batches=job.batch // job.mini_batch,
         num_ppo_epochs=job.epochs, total_episodes=job.batch * job.rollouts,
         response_length=job.new_tokens, temperature=1.0,
         local_rollout_forward_batch_size=job.batch, num_sample_generations=0,
-        stop_token=None if job.min_new_tokens == job.new_tokens else "eos", kl_coef=job.kl_coef,
+        stop_token=None if forced else "eos", kl_coef=job.kl_coef,
         cliprange=job.clip, cliprange_value=job.clip_value, vf_coef=job.vf_coef, gamma=job.gamma,
         lam=job.lam, lr_scheduler_type="constant", bf16=job.precision == "bf16",
         gradient_checkpointing=False, report_to=[], save_strategy="no", disable_tqdm=True,
         seed=job.seed, use_cpu=not on_gpu(job))
     PPOTrainer(args=config, processing_class=tokenizer, model=policy, ref_model=reference,
-               reward_model=reward_model(job, tokenizer), value_model=value, train_dataset=rows,
-               eval_dataset=rows, data_collator=DataCollatorWithPadding(tokenizer)).train()
+               reward_model=reward_model(job, tokenizer, max(map(len, prompts))),
+               value_model=value, train_dataset=rows, eval_dataset=rows,
+               data_collator=DataCollatorWithPadding(tokenizer)).train()
 
 
 run(train)

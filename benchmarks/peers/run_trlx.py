@@ -55,7 +55,7 @@ def prepare_imports() -> None:
     sys.path.insert(0, os.environ["TRLX_SRC"])
 
 
-def configuration(job: Any, folder: str) -> Any:
+def configuration(job: Any) -> Any:
     """The job in trlX's words."""
     import transformers
     from trlx.data.configs import (
@@ -76,9 +76,9 @@ def configuration(job: Any, folder: str) -> Any:
             batch_size=job.mini_batch, checkpoint_interval=NEVER, eval_interval=NEVER,
             pipeline="PromptPipeline", trainer="AcceleratePPOTrainer", tracker=None,
             checkpoint_dir=tempfile.mkdtemp(), save_best=False, seed=job.seed),
-        model=ModelConfig(model_path=folder, num_layers_unfrozen=job.layers_unfrozen,
+        model=ModelConfig(model_path=job.model_for_trlx, num_layers_unfrozen=job.layers_unfrozen,
                           model_extra_configs={"attn_implementation": "eager"} if newer else {}),
-        tokenizer=TokenizerConfig(tokenizer_path=folder, padding_side="left"),
+        tokenizer=TokenizerConfig(tokenizer_path=job.tokenizer, padding_side="left"),
         optimizer=OptimizerConfig(name="adamw", kwargs={
             "lr": job.lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}),
         scheduler=SchedulerConfig(name="cosine_annealing",
@@ -106,7 +106,7 @@ def train(job: Any) -> None:
     set_seed(job.seed)
     reward = reward_of(job)
     trainer = AcceleratePPOTrainer(
-        configuration(job, os.path.join(job.model, "trlx")), metric_fn=None, stop_sequences=[],
+        configuration(job), metric_fn=None, stop_sequences=[],
         reward_fn=lambda samples, prompts, outputs, **_: reward(outputs))
     prompts = PromptPipeline(prompt_texts(job), job.longest_prompt, trainer.tokenizer,
                              add_special_tokens=False)
