@@ -29,6 +29,7 @@ from ppocli.engine.console import (
     open_display,
     open_silence,
 )
+from ppocli.engine.heap import keep_freed_memory
 from ppocli.engine.loop import Run, run_training, save
 from ppocli.engine.outcomes import (
     OUTCOMES,
@@ -331,6 +332,7 @@ def main(argv: list[str]) -> int:
     for option in options:
         if option.startswith("--lifeline="):
             stop_when_closed(int(option.partition("=")[2]))
+    keep_freed_memory()
     draw_for(os.getppid())
     display: DisplayMode = next((mode for mode in DISPLAY_MODES if f"--display={mode}" in options),
                                 "auto")

@@ -157,6 +157,9 @@ class HardwareConfig:
     device: str = key("auto", "where to compute", choices=("auto", "cpu", "cuda"))
     precision: str = key("fp32", "compute type; trained weights and optimizer state stay fp32",
                          choices=("fp32", "bf16"))
+    gemm: str = key("auto", "linear layers on a CPU: torch's default products, or oneDNN's (auto: "
+                    "whichever is faster, measured at the start)",
+                    choices=("auto", "default", "onednn"))
     num_threads: Optional[int] = key(None, "CPU threads of each process (default: torch's "
                                      "choice)", ge=1)
     num_processes: int = key(1, "processes on each node: one a GPU, or several on a CPU", ge=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,6 +15,12 @@ from ppocli.config.schema import HardwareConfig, TrainConfig
 from ppocli.engine.live import resident_mib
 from ppocli.engine.ranks import Ranks
 from ppocli.errors import ConfigError
+from ppocli.models.gemm import choose_gemm, packed_weights
+
+
+PACKED_BYTES = 2 * 2**30
+"""most that a second copy of the weights, made for decoding, may take: what is free at the moment
+must not decide it, or a run would go on with other roundings"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +32,25 @@ class Backend:
     precision: str
     ranks: Ranks
     zero_stage: int = 0
+    onednn: bool = False
+    """whether linear layers multiply through oneDNN"""
 
     def autocast(self) -> Any:
         """Context in which raw modules compute in the run's precision."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16,
                               enabled=self.precision == "bf16")
+
+    def decoding(self, lm: Any, *, in_parts: bool) -> AbstractContextManager[None]:
+        """Context in which a model decodes: its weights laid out for products of few rows, unless
+        that takes too much.
+
+        Args:
+            in_parts: whether the model's weights are sharded.
+        """
+        if not self.onednn or in_parts:
+            return nullcontext()
+        dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
+        return packed_weights(lm, dtype, most=PACKED_BYTES)
 
     def memory_mib(self) -> float | None:
         """What the device's allocator holds now, or on a CPU the process, in MiB; None where the
@@ -70,7 +90,8 @@ def open_backend(hardware: HardwareConfig) -> Iterator[Backend]:
 
     with _process_state(hardware) as use_cuda:
         accelerator = Accelerator(cpu=not use_cuda, mixed_precision=_mixed(hardware))
-        yield Backend(accelerator, accelerator.device, hardware.precision, Ranks())
+        yield Backend(accelerator, accelerator.device, hardware.precision, Ranks(),
+                      onednn=not use_cuda and choose_gemm(hardware))
 
 
 @contextmanager
@@ -86,8 +107,11 @@ def open_ranks(cfg: TrainConfig) -> Iterator[Backend]:
         return
     with _process_state(cfg.hardware) as use_cuda:
         accelerator = _accelerator(cfg, use_cuda)
-        yield Backend(accelerator, accelerator.device, cfg.hardware.precision,
-                      _ranks(cfg.hardware), cfg.hardware.zero_stage)
+        ranks = _ranks(cfg.hardware)
+        # what each of them measures may differ, their numbers should not
+        onednn = not use_cuda and ranks.broadcast(choose_gemm(cfg.hardware))
+        yield Backend(accelerator, accelerator.device, cfg.hardware.precision, ranks,
+                      cfg.hardware.zero_stage, onednn)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from ppocli.engine.updates import PlainUpdates, Updates, ZeroUpdates
 from ppocli.errors import ConfigError, InputError
 from ppocli.models.companions import check_companion
 from ppocli.models.critics import ValueBranch
+from ppocli.models.gemm import route_linears
 from ppocli.models.layers import whole_shape
 from ppocli.models.loading import (
     LoadedLM,
@@ -60,6 +61,8 @@ def copy_reference(cfg: TrainConfig, backend: Backend, tokenizer: Any, policy: A
     if in_parts:
         return sharded_copy(cfg, lm)
     try:
+        if backend.onednn:
+            route_linears(lm)
         return CopyReference(lm if offload else lm.to(device), device, offload)
     except (RuntimeError, AssertionError) as error:  # torch's words for no such device
         raise ConfigError(f"The reference can't be put on {wanted.device}: {first_line(error)}",
@@ -156,6 +159,8 @@ def build_policy(cfg: TrainConfig, backend: Backend, loaded: LoadedLM, tokenizer
         for module in policy.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(backend.device)
+    if backend.onednn:
+        route_linears(policy)
     return policy.eval()
 
 

@@ -106,7 +106,7 @@ def _loss(session: Session, experience: Experience, chosen: torch.Tensor, weight
     mask = experience.response_mask[chosen]
     batch = lay_out(experience.prompt_tokens[chosen], experience.prompt_mask[chosen],
                     experience.response_tokens[chosen], mask,
-                    session.loaded.decoder_start).to(device)
+                    session.loaded.decoder_start, pack=session.packs).to(device)
     out = session.engine(batch, temperature=session.sampling.temperature,
                          want_entropy=ppo.ent_coef > 0, value_only=value_only)
     row, column = mask.nonzero(as_tuple=True)

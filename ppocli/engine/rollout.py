@@ -95,7 +95,7 @@ def draw(session: EvalSession, lm: Any, prompts: PromptBatch, spec: SamplingSpec
 
     def work() -> Generation:
         size = session.fits.rows(phase, len(prompts))
-        with session.backend.autocast():
+        with session.backend.autocast(), session.backend.decoding(lm, in_parts=in_parts):
             out = Generation.joined([some(slice(start, start + size))
                                      for start in range(0, len(prompts), size)])
         check(out)
@@ -143,7 +143,7 @@ def _score_tokens(session: EvalSession, prompts: PromptBatch, out: Generation, s
                   stop: StopFlag) -> ScoredTokens:
     """As :func:`score_tokens`, ``size`` rows a pass, on this rank."""
     passes = lay_out_rows(prompts.tokens, prompts.mask, out, size, session.backend.device,
-                          session.loaded.decoder_start)
+                          session.loaded.decoder_start, pack=session.packs)
     with session.backend.autocast():
         if want_policy or want_values or estimator == "full":
             for one in passes:

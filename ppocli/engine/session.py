@@ -36,6 +36,8 @@ from ppocli.engine.updates import Updates
 from ppocli.errors import ConfigError
 from ppocli.estimate.check import check_memory
 from ppocli.models.companions import check_reach
+from ppocli.models.gemm import route_linears
+from ppocli.models.kernels import takes_packed
 from ppocli.models.loading import (
     LoadedLM,
     check_vocabulary,
@@ -82,6 +84,8 @@ class EvalSession:
     metric: Any
     sampling: SamplingSpec
     eval_sampling: SamplingSpec
+    packs: bool = field(default=False, kw_only=True)
+    """whether all models take rows packed without padding"""
     fits: Fits = field(default_factory=Fits, kw_only=True)
     """how many rows passes have had to be cut down to"""
 
@@ -291,6 +295,16 @@ def _check_reach(cfg: TrainConfig, policy: Policy, reference: Reference | None,
             check_reach(model, prompt=max(map(len, prompts)), response=response, name=name, key=key)
 
 
+def _take_packed(policy: Policy, reference: Reference | None) -> bool:
+    """Whether all models take packed rows. All ranks call it in step."""
+    models = [policy.lm, getattr(policy.value_trunk, "lm", None)]
+    found = all([takes_packed(lm) for lm in models if lm is not None])
+    if reference is None:
+        return found
+    with reference.view(policy.lm) as view:
+        return takes_packed(view) and found
+
+
 def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) -> Session:
     """Build every part, the cheap checks first: reward, tokenizer, prompts, then the models.
 
@@ -323,7 +337,8 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
     return Session(cfg=cfg, backend=backend, tokenizer=tokenizer, loaded=loaded, policy=policy,
                    reference=reference, eval_prompts=eval_prompts, reward=reward, metric=metric,
                    sampling=sampling, eval_sampling=eval_sampling, engine=engine,
-                   optimizer=optimizer, updates=updates, prompts=prompts)
+                   optimizer=optimizer, updates=updates, prompts=prompts,
+                   packs=_take_packed(policy, reference))
 
 
 def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects, *,
@@ -353,9 +368,12 @@ def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObject
         log.info("evaluation prompts: %s", note)
     wrapped = Policy(loaded.lm, None).to(backend.device)
     wrapped.eval()
+    if backend.onednn:
+        route_linears(wrapped)
     reference = judging_reference(cfg, backend, tokenizer, loaded,
                                   None if judges is None else (judges.reference,))
     sampling, eval_sampling = sampling_specs(cfg.generation, tokenizer, loaded)
     return EvalSession(cfg=cfg, backend=backend, tokenizer=tokenizer, loaded=loaded, policy=wrapped,
                        reference=reference, eval_prompts=eval_prompts, reward=reward, metric=metric,
-                       sampling=sampling, eval_sampling=eval_sampling)
+                       sampling=sampling, eval_sampling=eval_sampling,
+                       packs=_take_packed(wrapped, reference))

@@ -87,8 +87,11 @@ class PlainUpdates:
     def norm(self) -> torch.Tensor:
         """As :class:`Updates`."""
         parameters = [p for p in self.policy.parameters() if p.grad is not None]
-        limit = float("inf") if self.max_norm is None else self.max_norm
-        return self.backend.accelerator.clip_grad_norm_(parameters, limit).detach()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if self.max_norm is None or (norm.device.type == "cpu" and norm <= self.max_norm):
+            return norm  # on a GPU the question would wait for it
+        torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm)
+        return norm
 
     def apply(self, factors: Factors) -> float:
         """As :class:`Updates`."""

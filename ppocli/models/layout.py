@@ -3,7 +3,8 @@
 Rollouts are stored left-padded (prompt) and right-padded (response). For scoring and training the
 left padding is cut out, so that a row is its prompt, its response, then padding: a causal model
 needs no attention mask for that, absolute positions are right by construction, and the result of a
-row does not depend on the rows beside it. For an encoder-decoder the prompt goes to the encoder,
+row does not depend on the rows beside it. Where rows differ much in length they are packed into one
+row without padding instead. For an encoder-decoder the prompt goes to the encoder,
 with padding on the right and a mask, and the decoder reads its start token and the response.
 """
 
@@ -14,10 +15,17 @@ from typing import Any
 
 import torch
 
+from ppocli.models.packing import Packing, packing_of_lengths
+
+PACK_ABOVE = 0.03
+"""share of padding from which on rows are packed, where the model allows it: for less, moving tokens
+into a grid for the attention and back is not worth it"""
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceBatch:
-    """b rows of T tokens that hold N response tokens. Made per micro-batch, read by the models."""
+    """b rows of T tokens that hold N response tokens; packed, one row of all their tokens. Made per
+    micro-batch, read by the models."""
 
     tokens: torch.Tensor
     """[b, T] int64, prompt (or the decoder's start) then response without its last token, then
@@ -30,6 +38,9 @@ class SequenceBatch:
     """[b, Q] int64 prompts, padded on the right; None for a model without an encoder"""
     encoder_mask: torch.Tensor | None = None
     """[b, Q] int64, 1 where there is a token"""
+    positions: torch.Tensor | None = None
+    """[1, T] int64 place of each token in its own row, where rows are packed"""
+    packing: Packing | None = None
 
     def to(self, device: torch.device) -> SequenceBatch:
         """The same batch on ``device``."""
@@ -61,7 +72,8 @@ def _lay_out_pair(prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor,
 
 
 def lay_out(prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, response_tokens: torch.Tensor,
-            response_mask: torch.Tensor, decoder_start: int | None = None) -> SequenceBatch:
+            response_mask: torch.Tensor, decoder_start: int | None = None, *, pack: bool = False
+            ) -> SequenceBatch:
     """Build a :class:`SequenceBatch` from left-padded prompts and right-padded responses.
 
     Args:
@@ -69,6 +81,7 @@ def lay_out(prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, response_tok
         response_tokens, response_mask: [b, R], padding on the right.
         decoder_start: the token that a decoder beside an encoder starts from; None where there is
             no encoder.
+        pack: whether the models that read it can take packed rows.
     """
     if decoder_start is not None:
         return _lay_out_pair(prompt_tokens, prompt_mask, response_tokens, response_mask,
@@ -78,9 +91,17 @@ def lay_out(prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, response_tok
     lengths = prompt_lengths + response_mask.sum(dim=1) - 1  # the last token predicts nothing
     width = max(int(lengths.max()), 1)
     both = torch.cat([prompt_tokens, response_tokens], dim=1)
-    columns = torch.arange(width)[None, :] + (num_prompt - prompt_lengths)[:, None]
-    tokens = both.gather(1, columns.clamp(max=both.shape[1] - 1))
-    tokens = tokens.masked_fill(torch.arange(width)[None, :] >= lengths[:, None], 0)
+    places = torch.arange(width)[None, :]
+    tokens = both.gather(1, (places + (num_prompt - prompt_lengths)[:, None]).clamp(
+        max=both.shape[1] - 1))
+    there = places < lengths[:, None]
     row, position = response_mask.nonzero(as_tuple=True)
-    predictors = row * width + prompt_lengths[row] + position - 1
-    return SequenceBatch(tokens, predictors, response_tokens[row, position])
+    targets = response_tokens[row, position]
+    before = prompt_lengths[row] + position - 1
+    if pack and 1.0 - int(lengths.sum()) / there.numel() > PACK_ABOVE:
+        starts = lengths.cumsum(0) - lengths
+        return SequenceBatch(
+            tokens[there][None], starts[row] + before, targets,
+            positions=places.expand(len(tokens), -1)[there][None],
+            packing=packing_of_lengths(lengths))
+    return SequenceBatch(tokens.masked_fill(~there, 0), row * width + before, targets)

@@ -17,6 +17,7 @@ from ppocli.config.adapters import adapter_kind, adapter_settings
 from ppocli.config.schema import HardwareConfig, ModelConfig
 from ppocli.errors import CheckpointError, InputError, PpocliError
 from ppocli.models.adapters import Adapter, attach, identify, load_adapter, peft_config
+from ppocli.models.kernels import use_kernels
 from ppocli.models.layers import whole_shape
 from ppocli.models.layout import SequenceBatch
 from ppocli.models.quantization import quantized
@@ -128,7 +129,7 @@ def load_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32,
                          where=key, fix="check the folder's config.json and "
                          "model.safetensors, or give another one") from error
     check_complete(info, type(lm).__name__, cfg.path, key)
-    made = _ready(lm, config, copy.deepcopy(lm.generation_config) or GenerationConfig())
+    made = _ready(cfg, lm, config, copy.deepcopy(lm.generation_config) or GenerationConfig())
     _check_linear_head(lm, cfg.path, key)
     return made
 
@@ -148,8 +149,10 @@ def check_complete(info: dict[str, Any], kind: str, name: str, key: str) -> None
                          fix="give a complete checkpoint")
 
 
-def _ready(lm: Any, config: Any, generation_config: Any) -> LoadedLM:
+def _ready(cfg: ModelConfig, lm: Any, config: Any, generation_config: Any) -> LoadedLM:
     start = decoder_start(lm)
+    if cfg.attn_implementation is None:
+        use_kernels(lm)
     # the ids are checked by us; transformers' own padding check would synchronise at every call
     lm.config.pad_token_id = None
     lm.eval()
@@ -182,7 +185,7 @@ def empty_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, key: str =
         raise InputError(f"The model {cfg.path} can't be loaded: {first_line(error)}", where=key,
                          fix="check the folder's config.json") from error
     lm.tie_weights()  # which making it without weights has undone
-    return _ready(lm, config, GenerationConfig())
+    return _ready(cfg, lm, config, GenerationConfig())
 
 
 def _kind_of(cfg: ModelConfig, config: Any, key: str) -> Any:

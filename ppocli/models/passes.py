@@ -41,12 +41,13 @@ def rows_by_length(lengths: torch.Tensor, rows: int) -> Iterator[torch.Tensor]:
 
 
 def lay_out_rows(prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, out: Generation, size: int,
-                 device: torch.device, decoder_start: int | None) -> list[ForwardPass]:
+                 device: torch.device, decoder_start: int | None, *, pack: bool
+                 ) -> list[ForwardPass]:
     """All samples that have response tokens, at most ``size`` rows a pass.
 
     Args:
         prompt_tokens, prompt_mask: [B, Q], padding on the left.
-        decoder_start: as of :func:`lay_out`.
+        decoder_start, pack: as of :func:`lay_out`.
     """
     lengths = prompt_mask.sum(1) + out.mask.sum(1)
     passes = []
@@ -56,7 +57,7 @@ def lay_out_rows(prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, out: Ge
             continue
         row, column = mask.nonzero(as_tuple=True)
         batch = lay_out(prompt_tokens[rows], prompt_mask[rows], out.tokens[rows], mask,
-                        decoder_start)
+                        decoder_start, pack=pack)
         passes.append(ForwardPass(batch.to(device), rows[row] * out.mask.shape[1] + column))
     return passes
 

@@ -42,7 +42,7 @@ def logit_scale(lm: Any) -> float:
 def response_hidden(lm: Any, batch: SequenceBatch) -> torch.Tensor:
     """[N, D] final hidden states of ``lm``'s trunk at the positions that predict the response."""
     if batch.encoder_tokens is None:
-        states = trunk_states(lm, batch.tokens)
+        states = trunk_states(lm, batch)
     else:
         encoded = lm.get_encoder()(input_ids=batch.encoder_tokens,
                                    attention_mask=batch.encoder_mask).last_hidden_state

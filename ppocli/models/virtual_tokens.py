@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ppocli.models.layout import SequenceBatch
+
 _NAME = "virtual_tokens"
 
 
@@ -69,11 +71,14 @@ def num_virtual_tokens(lm: Any) -> int:
     return modules[_NAME].count if _NAME in modules else 0
 
 
-def trunk_states(lm: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """[b, T, D] final hidden states of the trunk for right-padded rows of tokens [b, T]."""
-    virtual = virtual_tokens(lm)
+def trunk_states(lm: Any, batch: SequenceBatch) -> torch.Tensor:
+    """[b, T, D] final hidden states of the trunk for the tokens of a batch without an encoder."""
+    tokens, virtual = batch.tokens, virtual_tokens(lm)
     if virtual is None:
-        return lm.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        packed: dict[str, Any] = {}
+        if batch.packing is not None:
+            packed = {"position_ids": batch.positions, "attention_mask": batch.packing.mask()}
+        return lm.base_model(input_ids=tokens, use_cache=False, **packed).last_hidden_state
     if virtual.in_cache:
         return lm.base_model(input_ids=tokens, past_key_values=virtual.cache(len(tokens)),
                              use_cache=True).last_hidden_state

@@ -1,0 +1,88 @@
+"""Rows of different lengths as one row without padding: every layer but attention works on single
+tokens and sees real ones only; attention spreads them out over a grid and packs its output again.
+
+A batch that is packed tells the attention so by the mask that it is handed: transformers passes a
+mask of four dimensions on to the attention of every layer as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+_NAME = "ppocli_packing"
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Where the N tokens of b packed rows lie in a grid [b, W], rows padded on the right."""
+
+    rows: int
+    width: int
+    to_grid: torch.Tensor
+    """[b * W] int64 index of a token, N where there is none"""
+    to_pack: torch.Tensor
+    """[N] int64 index into b * W"""
+
+    def to(self, device: torch.device) -> Packing:
+        """The same on ``device``."""
+        return Packing(self.rows, self.width, self.to_grid.to(device), self.to_pack.to(device))
+
+    def mask(self) -> torch.Tensor:
+        """What a model is handed as ``attention_mask``; it means nothing but this packing."""
+        mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=self.to_pack.device)
+        setattr(mask, _NAME, self)
+        return mask
+
+
+def packing_of_lengths(lengths: torch.Tensor) -> Packing:
+    """The packing of rows of these many tokens, [b] int64, each at least 1."""
+    width, rows = int(lengths.max()), len(lengths)
+    there = torch.arange(width)[None, :] < lengths[:, None]
+    to_pack = there.reshape(-1).nonzero().squeeze(-1)
+    to_grid = torch.full((rows * width,), len(to_pack))
+    to_grid[to_pack] = torch.arange(len(to_pack))
+    return Packing(rows, width, to_grid, to_pack)
+
+
+def packing_of(mask: Any) -> Packing | None:
+    """The packing that an attention mask stands for; None for a mask that is one."""
+    return cast("Packing | None", getattr(mask, _NAME, None))
+
+
+class _Moved(torch.autograd.Function):
+    """[n, D] rows by an index [m], n for a row of zeros; ``back`` is the index of the opposite
+    move, so that the gradient is gathered too and not scattered."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, index: torch.Tensor, back: torch.Tensor
+                ) -> torch.Tensor:
+        ctx.save_for_backward(index, back)
+        return _gathered(rows, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        index, back = ctx.saved_tensors
+        return _Moved.apply(grads[0], back, index), None, None
+
+
+def _gathered(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(rows, (0, 0, 0, 1)).index_select(0, index)
+
+
+def spread(heads: torch.Tensor, packing: Packing) -> torch.Tensor:
+    """[1, H, N, D] of packed tokens to [b, H, W, D], zeros where there is no token."""
+    _, count, _, depth = heads.shape
+    flat = heads[0].transpose(0, 1).reshape(-1, count * depth)
+    grid: torch.Tensor = _Moved.apply(flat, packing.to_grid, packing.to_pack)
+    return grid.view(packing.rows, packing.width, count, depth).transpose(1, 2)
+
+
+def gathered(heads: torch.Tensor, packing: Packing) -> torch.Tensor:
+    """[b, W, H, D] back to [1, N, H, D] of packed tokens."""
+    _, _, count, depth = heads.shape
+    flat = heads.reshape(-1, count * depth)
+    out: torch.Tensor = _Moved.apply(flat, packing.to_pack, packing.to_grid)
+    return out.view(1, -1, count, depth)
