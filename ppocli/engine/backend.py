@@ -17,7 +17,6 @@ from ppocli.engine.ranks import Ranks
 from ppocli.errors import ConfigError
 from ppocli.models.gemm import choose_gemm, packed_weights
 
-
 PACKED_BYTES = 2 * 2**30
 """most that a second copy of the weights, made for decoding, may take: what is free at the moment
 must not decide it, or a run would go on with other roundings"""

@@ -298,7 +298,8 @@ def _check_reach(cfg: TrainConfig, policy: Policy, reference: Reference | None,
 def _take_packed(policy: Policy, reference: Reference | None) -> bool:
     """Whether all models take packed rows. All ranks call it in step."""
     models = [policy.lm, getattr(policy.value_trunk, "lm", None)]
-    found = all([takes_packed(lm) for lm in models if lm is not None])
+    takes = [takes_packed(lm) for lm in models if lm is not None]  # each of them on every rank
+    found = all(takes)
     if reference is None:
         return found
     with reference.view(policy.lm) as view:

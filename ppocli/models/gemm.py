@@ -10,6 +10,7 @@ its own, so that one is defined here. Everything that knows of it is in this fil
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -32,6 +33,11 @@ EXACT = 2e-6
 """most relative error of a product of fp32 numbers; bf16 is off by 1e-3"""
 SHAPES = ((256, 768, 768), (16, 768, 2304), (32, 768, 8192))
 """(rows, inputs, outputs) that the two paths are timed on: training, decoding, output embedding"""
+CACHED = 128
+"""kernels that are kept, each for one shape of a product, of up to a megabyte; by default two
+thousand"""
+_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+"""of oneDNN, and of what torch has around it"""
 GAIN = 1.05
 """oneDNN is taken where it is this many times as fast"""
 TRIES = 5
@@ -74,8 +80,8 @@ class _OneDnnLinear(torch.autograd.Function):
 class _Routed:
     """What linear layers have in common that multiply through oneDNN."""
 
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+    weight: Any
+    bias: Any
     packed: torch.Tensor | None = None
     """the weight in oneDNN's own order, for passes without gradients"""
 
@@ -88,7 +94,8 @@ class _Routed:
         if self.packed is not None:
             dtype = self.packed.dtype
             bias = None if self.bias is None else self.bias.to(dtype)
-            return _over_rows(lambda rows: _linear(rows, self.packed, bias), x.to(dtype))
+            packed = self.packed
+            return _over_rows(lambda rows: _linear(rows, packed, bias), x.to(dtype))
         if (x.dtype != torch.float32 or self.weight.dtype != torch.float32 or not x.numel()
                 or x.device.type != "cpu" or torch.is_autocast_enabled("cpu")):
             return None
@@ -119,7 +126,7 @@ def _conv1d() -> tuple[type[nn.Module], type[nn.Module]]:
     """GPT-2's linear layer, whose weight is stored transposed, and the same through oneDNN."""
     from transformers.pytorch_utils import Conv1D
 
-    class RoutedConv1D(_Routed, Conv1D):  # type: ignore[misc]
+    class RoutedConv1D(_Routed, Conv1D):
         """transformers' ``Conv1D`` through oneDNN."""
 
         def rows_out(self) -> torch.Tensor:
@@ -193,6 +200,8 @@ def choose_gemm(hardware: HardwareConfig) -> bool:
     Raises:
         ConfigError: ``onednn`` is wanted and torch has none, or not an exact one.
     """
+    for name in _CACHES:  # read when oneDNN computes for the first time
+        os.environ.setdefault(name, str(CACHED))
     wanted = hardware.gemm
     if wanted == "default":
         return False

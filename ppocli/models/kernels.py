@@ -54,12 +54,13 @@ def takes_packed(lm: Any) -> bool:
     tokens = (torch.arange(15).reshape(3, 5) % 11).masked_fill(~there, 0)
     nothing = torch.zeros(0, dtype=torch.long)
     padded = SequenceBatch(tokens, nothing, nothing).to(device)
+    packing = packing_of_lengths(lengths)
     packed = SequenceBatch(
-        tokens[there][None], nothing, nothing, positions=torch.arange(5).expand(3, 5)[there][None],
-        packing=packing_of_lengths(lengths)).to(device)
+        packing.packed(tokens[there]), nothing, nothing, packing=packing,
+        positions=packing.packed(torch.arange(5).expand(3, 5)[there])).to(device)
     try:
         whole = trunk_states(lm, padded)[there.to(device)]
-        found = trunk_states(lm, packed)[0]
+        found = trunk_states(lm, packed)[0, :int(lengths.sum())]
     except (TypeError, ValueError, AttributeError, IndexError, RuntimeError):
         return False
     if whole.shape != found.shape:

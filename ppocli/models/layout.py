@@ -18,8 +18,8 @@ import torch
 from ppocli.models.packing import Packing, packing_of_lengths
 
 PACK_ABOVE = 0.03
-"""share of padding from which on rows are packed, where the model allows it: for less, moving tokens
-into a grid for the attention and back is not worth it"""
+"""share of padding from which on rows are packed, where the model allows it: moving tokens into a
+grid for the attention and back is not worth less"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +99,8 @@ def lay_out(prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, response_tok
     targets = response_tokens[row, position]
     before = prompt_lengths[row] + position - 1
     if pack and 1.0 - int(lengths.sum()) / there.numel() > PACK_ABOVE:
-        starts = lengths.cumsum(0) - lengths
+        starts, packing = lengths.cumsum(0) - lengths, packing_of_lengths(lengths)
         return SequenceBatch(
-            tokens[there][None], starts[row] + before, targets,
-            positions=places.expand(len(tokens), -1)[there][None],
-            packing=packing_of_lengths(lengths))
+            packing.packed(tokens[there]), starts[row] + before, targets,
+            positions=packing.packed(places.expand(len(tokens), -1)[there]), packing=packing)
     return SequenceBatch(tokens.masked_fill(~there, 0), row * width + before, targets)

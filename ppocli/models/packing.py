@@ -15,20 +15,31 @@ import torch
 _NAME = "ppocli_packing"
 
 
+MULTIPLE = 16
+"""packed rows are filled up to a multiple of so many tokens: libraries prepare themselves for every
+new shape of a matrix, and keep what they prepared"""
+
+
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Where the N tokens of b packed rows lie in a grid [b, W], rows padded on the right."""
+    """Where the N tokens of b packed rows, and a few to fill up, lie in a grid [b, W], rows padded
+    on the right."""
 
     rows: int
     width: int
     to_grid: torch.Tensor
     """[b * W] int64 index of a token, N where there is none"""
     to_pack: torch.Tensor
-    """[N] int64 index into b * W"""
+    """[N] int64 index into b * W, which itself stands for one that only fills up"""
 
     def to(self, device: torch.device) -> Packing:
         """The same on ``device``."""
         return Packing(self.rows, self.width, self.to_grid.to(device), self.to_pack.to(device))
+
+    def packed(self, values: torch.Tensor) -> torch.Tensor:
+        """[1, N] of one value for each token of the rows, one row after the other; zeros fill up.
+        """
+        return torch.nn.functional.pad(values, (0, len(self.to_pack) - len(values)))[None]
 
     def mask(self) -> torch.Tensor:
         """What a model is handed as ``attention_mask``; it means nothing but this packing."""
@@ -42,8 +53,10 @@ def packing_of_lengths(lengths: torch.Tensor) -> Packing:
     width, rows = int(lengths.max()), len(lengths)
     there = torch.arange(width)[None, :] < lengths[:, None]
     to_pack = there.reshape(-1).nonzero().squeeze(-1)
+    count = len(to_pack)
+    to_pack = torch.nn.functional.pad(to_pack, (0, -count % MULTIPLE), value=rows * width)
     to_grid = torch.full((rows * width,), len(to_pack))
-    to_grid[to_pack] = torch.arange(len(to_pack))
+    to_grid[to_pack[:count]] = torch.arange(count)
     return Packing(rows, width, to_grid, to_pack)
 
 
