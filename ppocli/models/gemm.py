@@ -61,7 +61,10 @@ class _OneDnnLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
                 ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
+        need_x, need_weight, _ = ctx.needs_input_grad
+        # nobody needs the input of a frozen layer, and under adapters most layers are frozen
+        ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
+        ctx.in_order = weight.is_contiguous()
         return _linear(x, weight, bias)
 
     @staticmethod
@@ -70,22 +73,11 @@ class _OneDnnLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias = ctx.needs_input_grad
         grad_x = onednn_product(grad, weight.t()) if need_x else None
-        grad_weight = _weight_gradient(grad, x, weight) if need_weight else None
+        grad_weight = None
+        if need_weight:  # in the weight's own memory order, so that nobody has to copy it
+            grad_weight = (onednn_product(grad.t(), x.t()) if ctx.in_order
+                           else onednn_product(x.t(), grad.t()).t())
         return grad_x, grad_weight, grad.sum(0) if need_bias else None
-
-
-def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """[N, K] of [M, N] and [M, K].
-
-    The first operand of the product is copied. Either that is the one that gives the result in the
-    weight's own memory order; or the other, if it is so much smaller that it pays to copy the
-    result as well (autograd does).
-    """
-    own, other = (grad, x) if weight.is_contiguous() else (x, grad)
-    first = own if own.numel() <= other.numel() + weight.numel() else other
-    if first is grad:
-        return onednn_product(grad.t(), x.t())
-    return onednn_product(x.t(), grad.t()).t()
 
 
 class _Routed:

@@ -122,8 +122,8 @@ class _TokenLogprob(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[part] = ctx.product(grad, w.t())
             if need_weight:
-                found = ctx.product(grad.t(), h[part].t()).to(weight.dtype)
-                grad_weight = found if grad_weight is None else grad_weight.add_(found)
+                grad_weight = _added(grad_weight,
+                                     ctx.product(grad.t(), h[part].t()).to(weight.dtype))
             if grad_bias is not None:
                 grad_bias += grad.sum(0).to(bias.dtype)
         if need_weight and grad_weight is None:
@@ -135,6 +135,12 @@ def _chunks(count: int, vocabulary: int) -> Iterator[slice]:
     rows = _chunk_rows(vocabulary)
     for start in range(0, count, rows):
         yield slice(start, start + rows)
+
+
+def _added(total: torch.Tensor | None, more: torch.Tensor) -> torch.Tensor:
+    """``total`` in its place; in a function of its own, since ``more`` is as large and should be
+    gone before the next one comes."""
+    return more if total is None else total.add_(more)
 
 
 def _logit_gradient(logits: torch.Tensor, lse: torch.Tensor, targets: torch.Tensor,
