@@ -19,6 +19,7 @@ from ppocli.config.schema import ModelConfig, TrainConfig
 from ppocli.errors import InputError, PpocliError
 from ppocli.models.adapters import attach, peft_config
 from ppocli.models.critics import ScoreHead, ValueBranch, ValueModel
+from ppocli.models.kernels import use_kernels
 from ppocli.models.loading import DTYPES, without_dropout
 from ppocli.models.policy import Policy, ValueHead, build_value_head, freeze_bottom
 from ppocli.models.unloaded import first_line
@@ -72,6 +73,8 @@ def outline_lm(cfg: ModelConfig, config: Any | None = None, *, path: str | None 
             lm = auto.from_config(without_dropout(config), dtype=dtype,
                                   trust_remote_code=cfg.trust_remote_code, **_attention(cfg))
             lm.tie_weights()
+        if cfg.attn_implementation is None:
+            use_kernels(lm)
     except Exception as error:
         raise _unlike(name, error, key) from error
     return lm.eval()
@@ -137,6 +140,8 @@ def _value_model(cfg: ModelConfig) -> tuple[ValueHead | ScoreHead, ValueModel]:
                                      trust_remote_code=cfg.trust_remote_code, **_attention(cfg))
             score = getattr(whole, "score", None) if scores and config.num_labels == 1 else None
             trunk = whole.base_model
+            if cfg.attn_implementation is None:
+                use_kernels(trunk)
             width = getattr(config, "hidden_size", trunk.get_input_embeddings().weight.shape[1])
             head = (ScoreHead(score.weight, score.bias) if isinstance(score, nn.Linear)
                     else ValueHead(width, torch.Generator()))

@@ -12,6 +12,7 @@ from ppocli.config.schema import ModelConfig
 from ppocli.errors import InputError
 from ppocli.models.companions import check_companion
 from ppocli.models.critics import ScoreHead, ValueModel
+from ppocli.models.kernels import use_kernels
 from ppocli.models.loading import check_complete, silence_dropout, without_dropout
 from ppocli.models.policy import ValueHead
 from ppocli.models.trunk import has_encoder
@@ -77,6 +78,8 @@ def _load(cfg: ModelConfig, name: str, source: str, key: str, revision: str | No
     model.eval()
     silence_dropout(model)
     trunk = model.base_model
+    if cfg.attn_implementation is None:
+        use_kernels(trunk)
     if getattr(trunk, "pooler", None) is not None:
         trunk.pooler = None  # it reads one token's state for classifiers; no value comes from it
     score = getattr(model, "score", None) if scores else None
