@@ -21,8 +21,9 @@ _NAMES = {"gpt2": {"vocab_size": VOCABULARY, "n_embd": HIDDEN, "n_inner": INNER,
           "llama": {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": INNER,
                     "num_hidden_layers": LAYERS}}
 _MATMULS = ("mm", "addmm", "linear", "_linear_pointwise", "mkldnn_linear", "_addmm_activation")
-_ATTENTION = ("bmm", "baddbmm")
-"""matrix products of attention, which are not counted: their shapes are not those of a layer"""
+_OTHERS = ("bmm", "baddbmm", "_reorder_linear_weight")
+"""matrix products of attention, which are not counted: their shapes are not those of a layer; and
+weights laid out anew, which is no product"""
 
 
 def save_work_lm(folder: Path, kind: str) -> None:
@@ -84,7 +85,7 @@ class Work(TorchDispatchMode):
             self._now["embedding_grads"] += args[1].numel()
         elif "adam" in name:
             self._now["steps"] += 1
-        elif ("linear" in name or "mm" in name or "matmul" in name) and name not in _ATTENTION:
+        elif ("linear" in name or "mm" in name or "matmul" in name) and name not in _OTHERS:
             raise AssertionError(f"{func} is a matrix product that is not counted")
         return func(*args, **(kwargs or {}))
 

@@ -33,6 +33,8 @@ KINDS = ("gpt2", "llama")
 PRODUCTS = {"gpt2": 2, "llama": 3}
 """matrices between a layer's width and its inner one"""
 SAMPLES, EPOCHS, MINI, MICRO, LONGEST = 16, 2, 8, 4, 12
+PADDED, FILLED = 0.03, 16
+"""the share of padding above which rows are packed, and what packed tokens are a multiple of"""
 
 # PEFT asks transformers by a name that is going to be dropped
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is dep:FutureWarning")
@@ -124,15 +126,19 @@ def length(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [float(len(ids)) for ids in completion_ids]
 
 
-def padded(spans: torch.Tensor) -> int:
-    """Positions of passes over rows of these lengths, neighbours in length together and each as
-    wide as the longest of its pass."""
-    return sum(len(rows) * int(rows.max()) for rows in spans.sort().values.flip(0).split(MICRO))
+def passed(spans: torch.Tensor) -> int:
+    """Positions of passes over rows of these lengths, neighbours in length together. A pass is as
+    wide as its longest row, or where that pads too much it is one row of all tokens, filled up."""
+    found = 0
+    for rows in spans.sort().values.flip(0).split(MICRO):
+        tokens, grid = int(rows.sum()), len(rows) * int(rows.max())
+        found += tokens + -tokens % FILLED if 1.0 - tokens / grid > PADDED else grid
+    return found
 
 
 def updated(step: Step) -> int:
     """Positions of all updates of a step."""
-    return sum(padded(step.spans[rows]) for epoch in range(EPOCHS) for rows in minibatches(
+    return sum(passed(step.spans[rows]) for epoch in range(EPOCHS) for rows in minibatches(
         SAMPLES, MINI, seed=0, step=0, epoch=epoch))
 
 
@@ -180,6 +186,8 @@ def step(request: pytest.FixtureRequest, kind: str, folder) -> Step:
     # else nothing would be padded, and no row would end before others
     assert len(set(found.lengths.tolist())) > 4
     assert len(set(found.spans.tolist())) > 4
+    assert passed(found.spans) < sum(len(rows) * int(rows.max()) for rows in
+                                     found.spans.sort().values.flip(0).split(MICRO))
     # numbers of positions that could be taken for dimensions would be counted as the wrong thing
     assert max(chain(*found.work.passes.values())) < min(HIDDEN, INNER, VOCABULARY)
     return found
@@ -200,7 +208,7 @@ def test_decoding_runs_rows_only_as_long_as_they_live(step: Step):
 
 
 def test_scoring_makes_the_passes_it_needs_and_no_other(step: Step):
-    case, positions = step.case, padded(step.spans)
+    case, positions = step.case, passed(step.spans)
     assert step.count("scoring", "embedded") == case.scoring_passes * positions
     assert step.count("scoring", "layers") == case.scored * positions
     assert step.count("scoring", "head") == case.scoring_heads * step.tokens
@@ -251,7 +259,7 @@ def test_an_evaluation_asks_the_reference_once_and_the_policy_never_again(folder
     assert not any(sample["finished"] for sample in found.samples)
     assert found.tokens == count * new
     decoded = count * int(prompts.max()) + count * (new - 1)
-    scored = padded(prompts + new - 1)
+    scored = passed(prompts + new - 1)
     assert work.phases["eval"]["head"] == 2 * count * new
     assert work.phases["eval"]["embedded"] == decoded + scored
     assert work.phases["eval"]["layers"] == LAYERS * (decoded + scored)
@@ -273,9 +281,11 @@ def peak_of(work: Any) -> int:
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
 def test_logits_of_all_tokens_never_exist_at_once(tmp_path, kind, monkeypatch):
-    """A vocabulary beside which the rest of a small model is nothing."""
+    """A vocabulary beside which the rest of a small model is nothing, and a pass whose logits are
+    more than may be kept."""
     vocabulary = 16381
     monkeypatch.setattr("ppocli.models.head.CHUNK_BYTES", 2**18)
+    monkeypatch.setattr("ppocli.models.head.KEPT_BYTES", 2**20)
     save_lm(tmp_path / "lm", kind, vocab_size=vocabulary)
     cfg = small_config(tmp_path, ppo__micro_batch_size=8, generation__max_new_tokens=24,
                        generation__length_sampler=[20, 24])
@@ -289,5 +299,6 @@ def test_logits_of_all_tokens_never_exist_at_once(tmp_path, kind, monkeypatch):
         scoring = peak_of(lambda: measure_chunk(session, chunk, stop, forward=True))
         gradients = sum(4 * p.numel() for p in session.policy.parameters())
     logits = 4 * vocabulary * 8 * 20  # of the response tokens of one pass
+    assert logits > 2**20
     assert updating - gradients < logits / 2
     assert scoring < logits / 2
