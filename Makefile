@@ -79,6 +79,7 @@ bench-peers: $(VENV)/.installed bench-peers-setup ## time ppocli, TRL and trlX i
 
 bench-gpu: check-gpu $(VENV)/.installed bench-peers-setup ## the same on a GPU: GPT-2 and a Llama of 1.1B in bf16
 	@$(BIN)/python benchmarks/speed.py peers --workload gpt2-gpu llama-1b-gpu --threads 8 $(BENCH)
+	@$(BIN)/python benchmarks/speed.py floor --workload gpt2-gpu --threads 8
 	@$(BIN)/python benchmarks/speed.py write --out benchmarks/RESULTS.md
 
 check-gpu:

@@ -105,7 +105,8 @@ def floor(name: str, places: Places, *, threads: int, rounds: int, words: Sequen
 
     With one thread processor seconds are taken: they leave out the wait for other work.
     """
-    iteration, phase = ("processor", "cpu") if threads == 1 else ("wall", "time")
+    iteration, phase = ("processor", "cpu") if threads == 1 and \
+        WORKLOADS[name].device == "cpu" else ("wall", "time")
     work = WORKLOADS[name]
     if work.layers_unfrozen != -1:
         raise SystemExit(f"the floor counts workloads that train all layers, not {name}")
@@ -138,6 +139,7 @@ def floor(name: str, places: Places, *, threads: int, rounds: int, words: Sequen
 def quickstart(places: Places, *, rounds: int, words: Sequence[str]) -> str:
     """Seconds of the quickstart: the whole command, and its training."""
     whole: list[float] = []
+    processor: list[float] = []
     told: list[dict[str, float]] = []
     places.build.mkdir(parents=True, exist_ok=True)
     for number in range(rounds):
@@ -151,12 +153,13 @@ def quickstart(places: Places, *, rounds: int, words: Sequence[str]) -> str:
             summary: dict[str, Any] = json.loads(
                 (Path(folder) / "run/summary.json").read_text(encoding="utf-8"))
         whole.append(took.wall)
+        processor.append(took.processor)
         told.append(summary["seconds"])
     training = [sum(seconds.values()) for seconds in told]
     holds = statistics.median(training) < QUICKSTART_SECONDS
-    cells = [str(Spread.of(whole)), str(Spread.of(training)),
+    cells = [str(Spread.of(whole)), str(Spread.of(processor)), str(Spread.of(training)),
              str(Spread.of([seconds["eval"] for seconds in told])),
              f"{QUICKSTART_SECONDS:g}", "yes" if holds else "NO"]
-    return table(["whole command, wall s", "training with its evaluations",
-                  "evaluations alone", "training at most", "holds"], [cells]) + \
+    return table(["whole command, wall s", "its processor s", "training with its evaluations, wall "
+                  "s", "evaluations alone", "training at most", "holds"], [cells]) + \
         f"\n\n{rounds} round(s), one thread."

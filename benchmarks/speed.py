@@ -97,10 +97,19 @@ def adjusted(work: Workload, args: argparse.Namespace) -> Workload:
     changes = {key: getattr(args, key) for key in ("warmup", "iterations", "device", "precision")
                if getattr(args, key) is not None}
     work = replace(work, **changes)
-    if work.device == "cuda" and gpu() is None:
-        raise SystemExit("there is no GPU here (nvidia-smi finds none); --device cpu rehearses a "
-                         "workload without one")
+    need_gpu(work)
     return work
+
+
+def need_gpu(work: Workload) -> None:
+    """Check that a GPU is there if a workload wants one.
+
+    Raises:
+        SystemExit: it is not.
+    """
+    if work.device == "cuda" and gpu() is None:
+        raise SystemExit(f"there is no GPU here (nvidia-smi finds none), which {work.title!r} "
+                         "needs; the commands ours and peers rehearse it with --device cpu")
 
 
 def made_on(device: str = "cpu") -> str:
@@ -131,8 +140,11 @@ def by_peers(args: argparse.Namespace) -> bool:
 
 def by_alone(args: argparse.Namespace) -> bool:
     """``growth``, ``memory``, ``floor``, ``quickstart``: measured, printed and kept."""
-    made, where = made_on(), places(args)
-    words = args.words
+    where, words = places(args), args.words
+    work = WORKLOADS[args.workload] if "workload" in args else None
+    if work is not None:
+        need_gpu(work)
+    made = made_on(work.device if work else "cpu")
     if args.command == "growth":
         title, text = "Cost against size", alone.growth(
             args.workload, where, threads=args.threads, rounds=args.rounds, words=words)
@@ -215,7 +227,7 @@ def parser() -> argparse.ArgumentParser:
             ("quickstart", None, "seconds of the quickstart")):
         made = command(name, by_alone, summary)
         if workload:
-            made.add_argument("--workload", choices=CPU, metavar="NAME", default=workload,
+            made.add_argument("--workload", choices=WORKLOADS, metavar="NAME", default=workload,
                               help="of `list` (%(default)s)")
         _add_common(made)
     written = command("write", by_write, "make the section of what was measured")

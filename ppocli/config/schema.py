@@ -160,6 +160,9 @@ class HardwareConfig:
     gemm: str = key("auto", "linear layers on a CPU: torch's default products, or oneDNN's (auto: "
                     "whichever is faster, measured at the start)",
                     choices=("auto", "default", "onednn"))
+    frozen_states_mib: int = key(2048, "memory for what the frozen layers under "
+                                 "model.num_layers_unfrozen make of a rollout, once for all passes "
+                                 "over it (0: again in each)", ge=0)
     num_threads: Optional[int] = key(None, "CPU threads of each process (default: torch's "
                                      "choice)", ge=1)
     num_processes: int = key(1, "processes on each node: one a GPU, or several on a CPU", ge=1)

@@ -120,7 +120,8 @@ def to_experience(rollout: Rollout, state: TrainState, cfg: TrainConfig) -> Expe
         logprobs=rollout.logprobs[keep], values=None if values is None else values * mask,
         advantages=advantages, returns=returns,
         ref_logprobs=rollout.ref_logprobs[keep] if charged else None,
-        kl_coef=state.kl_coef if charged else 0.0)
+        kl_coef=state.kl_coef if charged else 0.0,
+        below=[rollout.below[i] for i in keep.tolist()] if rollout.below else [])
 
 
 def sequence_kl(rollout: Rollout) -> float:

@@ -19,10 +19,10 @@ from ppocli.engine.fits import fitting, once
 from ppocli.engine.optimizers import Factors
 from ppocli.engine.ranks import Ranks
 from ppocli.engine.records import Experience, TrainState
+from ppocli.engine.replay import remembering, say_again
 from ppocli.engine.session import Session
 from ppocli.engine.stop import StopFlag
 from ppocli.errors import DivergedError
-from ppocli.models.layout import lay_out
 from ppocli.models.passes import rows_by_length
 from ppocli.ppo.losses import LossOptions, PPOLoss, ppo_loss, token_weights
 from ppocli.ppo.schedule import lr_factor
@@ -104,11 +104,7 @@ def _loss(session: Session, experience: Experience, chosen: torch.Tensor, weight
     """
     ppo, device = session.cfg.ppo, session.backend.device
     mask = experience.response_mask[chosen]
-    batch = lay_out(experience.prompt_tokens[chosen], experience.prompt_mask[chosen],
-                    experience.response_tokens[chosen], mask,
-                    session.loaded.decoder_start, pack=session.packs).to(device)
-    out = session.engine(batch, temperature=session.sampling.temperature,
-                         want_entropy=ppo.ent_coef > 0, value_only=value_only)
+    out, tokens = say_again(session, experience, chosen, value_only=value_only)
     row, column = mask.nonzero(as_tuple=True)
     place = (chosen[row] * mask.shape[1] + column).to(device)
 
@@ -124,7 +120,7 @@ def _loss(session: Session, experience: Experience, chosen: torch.Tensor, weight
         advantages=flat(experience.advantages), old_values=given(experience.values),
         returns=given(experience.returns), ref_logprobs=given(experience.ref_logprobs),
         weights=weights.to(device), total_tokens=total_tokens)
-    return loss, batch.tokens.numel()
+    return loss, tokens
 
 
 @dataclass(slots=True)
@@ -328,7 +324,7 @@ def optimize(session: Session, experience: Experience, state: TrainState, stop: 
     progress = _Progress(nonfinite=state.nonfinite)
     batches = [rows for epoch in range(ppo.ppo_epochs) for rows in minibatches(
         len(experience), ppo.mini_batch_size, seed=session.cfg.seed, step=state.step, epoch=epoch)]
-    experience = on_device(experience, session.backend.device)
+    experience = remembering(session, on_device(experience, session.backend.device))
     sums: dict[str, float] = {}
     seen, stopped, started = 0, False, perf_counter()
     session.policy.train(session.cfg.model.gradient_checkpointing)

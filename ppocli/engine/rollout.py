@@ -24,7 +24,13 @@ from ppocli.engine.stop import StopFlag
 from ppocli.errors import DivergedError
 from ppocli.models.generation import Generation, generate
 from ppocli.models.head import HeadWeights
-from ppocli.models.passes import collect, lay_out_rows, score_policy, score_reference
+from ppocli.models.passes import (
+    collect,
+    lay_out_rows,
+    score_policy,
+    score_reference,
+    states_below,
+)
 from ppocli.models.sampling import SamplingSpec
 from ppocli.models.text import decode_responses, response_ids
 from ppocli.ppo.kl import kl_per_token
@@ -40,6 +46,9 @@ class ScoredTokens:
     values: torch.Tensor | None
     ref_logprobs: torch.Tensor
     kl: torch.Tensor
+    below: list[torch.Tensor | None]
+    """[n, D] of each sample, where it was kept: what entered the policy's lowest layer that trains
+    """
 
 
 def sample_responses(session: EvalSession, prompts: PromptBatch, spec: SamplingSpec, stream: int,
@@ -117,7 +126,7 @@ def decode(session: EvalSession, prompts: PromptBatch, out: Generation) -> list[
 
 def score_tokens(session: EvalSession, prompts: PromptBatch, out: Generation, *, phase: str,
                  want_policy: bool, want_values: bool, estimator: str, temperature: float,
-                 stop: StopFlag) -> ScoredTokens:
+                 stop: StopFlag, most_below: int = 0) -> ScoredTokens:
     """Forward passes over B samples: reference logprobs, KL, and the policy's own on demand. All
     ranks call it in step.
 
@@ -126,6 +135,7 @@ def score_tokens(session: EvalSession, prompts: PromptBatch, out: Generation, *,
         want_policy: also compute the policy's logprobs (else the decoded ones serve).
         want_values: also compute the values of the states before each token.
         estimator: of :mod:`ppocli.ppo.kl`, or ``full`` for the KL over the whole vocabulary.
+        most_below: bytes that may be kept of what enters the policy's lowest layer that trains.
 
     Raises:
         OutOfMemoryError: there is no room for one sample.
@@ -134,16 +144,17 @@ def score_tokens(session: EvalSession, prompts: PromptBatch, out: Generation, *,
     longest = int((prompts.mask.sum(1) + out.mask.sum(1)).max())
     return fitting(session, phase, asked, longest, lambda: _score_tokens(
         session, prompts, out, session.fits.rows(phase, asked), want_policy, want_values, estimator,
-        temperature, stop), in_step=session.scores_in_step)
+        temperature, stop, most_below), in_step=session.scores_in_step)
 
 
 @torch.no_grad()
 def _score_tokens(session: EvalSession, prompts: PromptBatch, out: Generation, size: int,
                   want_policy: bool, want_values: bool, estimator: str, temperature: float,
-                  stop: StopFlag) -> ScoredTokens:
+                  stop: StopFlag, most_below: int) -> ScoredTokens:
     """As :func:`score_tokens`, ``size`` rows a pass, on this rank."""
     passes = lay_out_rows(prompts.tokens, prompts.mask, out, size, session.backend.device,
                           session.loaded.decoder_start, pack=session.packs)
+    border = session.policy.border if most_below else None
     with session.backend.autocast():
         if want_policy or want_values or estimator == "full":
             for one in passes:
@@ -151,20 +162,22 @@ def _score_tokens(session: EvalSession, prompts: PromptBatch, out: Generation, s
                 faults.point("scoring.forward", size)
                 score_policy(session.policy, session.reference, one, temperature=temperature,
                              want_logprobs=want_policy, want_values=want_values,
-                             keep_hidden=estimator == "full")
+                             keep_hidden=estimator == "full", border=border)
         if session.reference is not None:
             head = HeadWeights.of(session.policy.lm)
             with session.reference.view(session.policy.lm) as view:
                 for one in passes:
                     stop.check()
                     faults.point("scoring.forward", size)
-                    score_reference(session.reference, view, one, head, temperature=temperature)
+                    score_reference(session.reference, view, one, head, temperature=temperature,
+                                    border=border if view is session.policy.lm else None)
     full = collect(passes, out.mask.shape)
     logprobs = full["logprobs"] if want_policy else out.logprobs
     ref_logprobs = full["ref_logprobs"] if session.reference is not None else logprobs
     kl = full["full_kl"] if estimator == "full" else kl_per_token(logprobs, ref_logprobs, estimator)
     return ScoredTokens(full["logprobs"] if want_policy else None,
-                        full["values"] if want_values else None, ref_logprobs, kl * out.mask)
+                        full["values"] if want_values else None, ref_logprobs, kl * out.mask,
+                        states_below(passes, len(out.mask), most_below))
 
 
 def _dense_rewards(scores: RewardScores, mask: torch.Tensor) -> torch.Tensor | None:
@@ -210,7 +223,9 @@ def measure_chunk(session: Session, chunk: Chunk, stop: StopFlag, *, forward: bo
     return score_tokens(session, chunk.prompts, chunk.out, phase="scoring", want_policy=forward,
                         want_values=want_values, stop=stop,
                         estimator=kl_estimator(session.cfg.ppo),
-                        temperature=session.sampling.temperature)
+                        temperature=session.sampling.temperature,
+                        most_below=session.below_bytes * len(chunk.prompts)
+                        // session.cfg.ppo.num_rollouts)
 
 
 def rollout_of(session: Session, chunk: Chunk, scores: RewardScores, tokens: ScoredTokens
@@ -226,7 +241,8 @@ def rollout_of(session: Session, chunk: Chunk, scores: RewardScores, tokens: Sco
         values=mine.values if tokens.values is None else tokens.values[:own],
         kl=tokens.kl[:own], scores=scores.scores, dense=_dense_rewards(scores, mine.mask),
         valid=torch.tensor(scores.valid), finished=mine.finished,
-        has_reference=session.reference is not None, responses=chunk.responses, parts=scores.parts)
+        has_reference=session.reference is not None, responses=chunk.responses, parts=scores.parts,
+        below=tokens.below[:own])
 
 
 def _collect_chunks(session: Session, prompts: PromptBatch, rows: Sequence[int], own: int,
@@ -320,6 +336,7 @@ def in_order(rollout: Rollout) -> Rollout:
             "valid", "finished")},
         scores=listed(rollout.scores), responses=listed(rollout.responses),
         dense=None if rollout.dense is None else rollout.dense[index],
+        below=listed(rollout.below),
         parts={name: listed(values) for name, values in rollout.parts.items()})
 
 
@@ -371,4 +388,5 @@ def merge_rollouts(parts: list[Rollout]) -> Rollout:
         scores=joined([p.scores for p in parts]), dense=dense,
         valid=torch.cat([p.valid for p in parts]), finished=torch.cat([p.finished for p in parts]),
         has_reference=parts[0].has_reference, responses=joined([p.responses for p in parts]),
-        parts={n: joined([p.parts[n] for p in parts]) for n in parts[0].parts})
+        parts={n: joined([p.parts[n] for p in parts]) for n in parts[0].parts},
+        below=joined([p.below for p in parts]))

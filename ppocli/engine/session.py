@@ -35,6 +35,7 @@ from ppocli.engine.sharded import gathered_policy, head_parameters, held, is_sha
 from ppocli.engine.updates import Updates
 from ppocli.errors import ConfigError
 from ppocli.estimate.check import check_memory
+from ppocli.models.bottom import border_of
 from ppocli.models.companions import check_reach
 from ppocli.models.gemm import route_linears
 from ppocli.models.kernels import takes_packed
@@ -138,6 +139,11 @@ class Session(EvalSession):
     updates: Updates
     """how gradients become steps of ``optimizer``"""
     prompts: PromptSet
+
+    @property
+    def below_bytes(self) -> int:
+        """Most memory for what enters the policy's lowest layer that trains, of one rollout."""
+        return 0 if self.policy.border is None else self.cfg.hardware.frozen_states_mib * 2**20
 
     def next_prompts(self, start: int, count: int) -> PromptBatch:
         """The prompts of episodes ``start`` to ``start + count``, each ``ppo.n`` times in a row;
@@ -327,6 +333,8 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
     policy = build_policy(cfg, backend, loaded, tokenizer)
     engine, optimizer, updates = prepare(cfg, backend, policy)
     reference = build_reference(cfg, backend, policy.lm, tokenizer)
+    if backend.ranks.world == 1 and backend.zero_stage < 3:  # else samples change ranks
+        policy.border = border_of(policy)
     _check_reach(cfg, policy, reference, [*prompts.token_ids, *eval_prompts.token_ids])
     _warn_about_sampling(sampling)
     if kl_in(cfg.ppo) == "loss" and kl_estimator(cfg.ppo) == "k1" and cfg.ppo.init_kl_coef > 0:

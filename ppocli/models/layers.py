@@ -4,7 +4,8 @@ serve several tops."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -117,6 +118,23 @@ def entered_at(stack: nn.ModuleList, index: int, hidden: torch.Tensor, *, as_tup
     finally:
         for number, layer in enumerate(below):
             stack[number] = layer
+
+
+@dataclass(frozen=True, slots=True)
+class Border:
+    """The first layer of a causal LM that trains; nothing below it does."""
+
+    layer: int
+    as_tuple: bool
+    """whether the model's layers return tuples"""
+
+    def tap(self, lm: Any) -> AbstractContextManager[list[torch.Tensor]]:
+        """Collects what enters the layer, [b, T, D] for each forward pass meanwhile."""
+        return tapped(layer_stack(lm), self.layer)
+
+    def entered(self, lm: Any, below: torch.Tensor) -> AbstractContextManager[None]:
+        """Forward passes meanwhile start at the layer, with ``below`` as its input."""
+        return entered_at(layer_stack(lm), self.layer, below, as_tuple=self.as_tuple)
 
 
 @contextmanager

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from ppocli.models.bottom import split_rows
 from ppocli.models.generation import Generation
 from ppocli.models.head import HeadWeights, full_kl, token_logprobs
+from ppocli.models.layers import Border
 from ppocli.models.layout import SequenceBatch, lay_out
 from ppocli.models.policy import Policy
 from ppocli.models.reference import Reference
@@ -26,12 +28,19 @@ class ForwardPass:
     batch: SequenceBatch
     places: torch.Tensor
     """[N] index of each response token into [B, R] laid flat; on the CPU"""
+    rows: list[int]
+    """places of the b rows among the B samples"""
+    lengths: list[int]
+    """tokens of each of them"""
     found: dict[str, torch.Tensor] = field(default_factory=dict)
     """[N] each, on the device, by their names in ``FIGURES``"""
     hidden: torch.Tensor | None = None
     """[N, D] the policy's final states, for the KL over the whole vocabulary"""
     shared: list[torch.Tensor] = field(default_factory=list)
     """what the reference can take over from the policy's pass"""
+    below: torch.Tensor | None = None
+    """[b, T, D] what entered the lowest layer that trains, in whichever pass ran the layers below
+    """
 
 
 def rows_by_length(lengths: torch.Tensor, rows: int) -> Iterator[torch.Tensor]:
@@ -58,19 +67,26 @@ def lay_out_rows(prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, out: Ge
         row, column = mask.nonzero(as_tuple=True)
         batch = lay_out(prompt_tokens[rows], prompt_mask[rows], out.tokens[rows], mask,
                         decoder_start, pack=pack)
-        passes.append(ForwardPass(batch.to(device), rows[row] * out.mask.shape[1] + column))
+        places = rows[row] * out.mask.shape[1] + column
+        passes.append(ForwardPass(batch.to(device), places, rows.tolist(),
+                                  (lengths[rows] - 1).tolist()))
     return passes
 
 
 def score_policy(policy: Policy, reference: Reference | None, one: ForwardPass, *,
-                 temperature: float, want_logprobs: bool, want_values: bool, keep_hidden: bool
-                 ) -> None:
-    """Find what is wanted of the policy's logprobs, values and final states, and no more."""
+                 temperature: float, want_logprobs: bool, want_values: bool, keep_hidden: bool,
+                 border: Border | None = None) -> None:
+    """Find what is wanted of the policy's logprobs, values and final states, and no more.
+
+    Args:
+        border: of the policy, to keep what enters it.
+    """
     hidden, branched = None, list[torch.Tensor]()
     if want_logprobs or keep_hidden or not policy.values_apart:
         tap = nullcontext([]) if reference is None else reference.tap(policy.lm)
-        with tap as one.shared:
+        with tap as one.shared, _at(border, policy.lm) as below:
             hidden, branched = policy.trunk(one.batch)
+        one.below = below[-1] if below else None
     one.hidden = hidden if keep_hidden else None
     if want_logprobs and hidden is not None:
         one.found["logprobs"], _ = token_logprobs(
@@ -81,20 +97,27 @@ def score_policy(policy: Policy, reference: Reference | None, one: ForwardPass, 
         one.found["values"] = values
 
 
+def _at(border: Border | None, lm: Any) -> AbstractContextManager[list[torch.Tensor]]:
+    return nullcontext([]) if border is None else border.tap(lm)
+
+
 def score_reference(reference: Reference, view: Any, one: ForwardPass, head: HeadWeights, *,
-                    temperature: float) -> None:
+                    temperature: float, border: Border | None = None) -> None:
     """Find the reference's logprobs and, where the policy's states were kept, the KL over the whole
     vocabulary.
 
     Args:
         view: the reference as a model.
         head: of the policy, which the view may have put the reference's in the place of.
+        border: of the policy where the view is its own model, to keep what enters it.
     """
     # which may be run on another device than the policy
     batch = one.batch.to(view.get_output_embeddings().weight.device)
-    with reference.entered(view, one.shared):
+    with reference.entered(view, one.shared), _at(border, view) as below:
         hidden = response_hidden(view, batch)
     one.shared = []
+    if one.below is None and below:
+        one.below = below[-1]
     one.found["ref_logprobs"], _ = token_logprobs(
         hidden, view.get_output_embeddings(), batch.targets,
         temperature=temperature / logit_scale(view), want_entropy=False)
@@ -102,6 +125,21 @@ def score_reference(reference: Reference, view: Any, one: ForwardPass, head: Hea
         one.found["full_kl"] = full_kl(one.hidden, head, hidden, HeadWeights.of(view),
                                        temperature=temperature)
         one.hidden = None
+
+
+def states_below(passes: list[ForwardPass], count: int, most: int) -> list[torch.Tensor | None]:
+    """What entered the policy's lowest layer that trains, [n, D] of each of ``count`` samples; None
+    where no pass ran the layers below it, or all of it takes more than ``most`` bytes."""
+    found: list[torch.Tensor | None] = [None] * count
+    states = [one.below for one in passes if one.below is not None]
+    if sum(state.numel() * state.element_size() for state in states) > most:
+        return found
+    for one in passes:
+        if one.below is not None:
+            for i, row in zip(one.rows, split_rows(one.below, one.batch, one.lengths),
+                              strict=True):
+                found[i] = row
+    return found
 
 
 def collect(passes: list[ForwardPass], shape: torch.Size) -> dict[str, torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 
 from ppocli.models.critics import ScoreHead, ValueModel, ValueTrunk
 from ppocli.models.head import token_logprobs
-from ppocli.models.layers import layer_stack, whole_shape
+from ppocli.models.layers import Border, layer_stack, whole_shape
 from ppocli.models.layout import SequenceBatch
 from ppocli.models.trunk import has_encoder, logit_scale, response_hidden
 
@@ -65,7 +65,8 @@ def build_value_head(lm: Any, seed: int) -> ValueHead:
 class Policy(nn.Module):
     """A causal LM and its value function; one ``forward`` serves scoring and training.
 
-    Everything of the value function has a name that begins with ``value_``.
+    Everything of the value function has a name that begins with ``value_``. Where only top layers
+    train, ``border`` says where they begin, and batches can bring what enters there.
 
     Args:
         lm: a transformers causal LM whose logits are ``output_embeddings(trunk(x))``.
@@ -80,6 +81,7 @@ class Policy(nn.Module):
         self.lm = lm
         self.value_head = value_head
         self.value_trunk: ValueTrunk | None = value_trunk
+        self.border: Border | None = None
 
     @property
     def values_while_decoding(self) -> bool:
@@ -95,7 +97,10 @@ class Policy(nn.Module):
         """[N, D] states that predict the batch's response tokens, and what the value function can
         start from."""
         tap = nullcontext([]) if self.value_trunk is None else self.value_trunk.tap(self.lm)
-        with tap as shared:
+        enter: AbstractContextManager[None] = nullcontext()
+        if batch.below is not None and self.border is not None:
+            enter = self.border.entered(self.lm, batch.below)
+        with tap as shared, enter:
             hidden = response_hidden(self.lm, batch)
         return hidden, shared
 

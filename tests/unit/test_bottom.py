@@ -1,0 +1,100 @@
+"""What the frozen layers at the bottom make of a sample is computed once for all passes over it,
+and changes no number."""
+
+import pytest
+import torch
+from helpers import save_lm
+from sessions import fresh_state, rollout_of, session_of, small_config, weights_of
+from test_invariants import experience_of
+
+from ppocli.engine.optimize import optimize
+from ppocli.engine.stop import StopFlag
+from ppocli.models.layers import layer_stack
+
+KINDS = ["gpt2", "gpt_neox", "gptj", "llama", "qwen2", "mistral", "opt"]
+
+
+def count_letters(outputs, **_):
+    return [len(output) / 10 for output in outputs]
+
+
+def top_layer(tmp_path, kind="gpt2", **over):
+    if not (tmp_path / "lm").exists():
+        save_lm(tmp_path / "lm", kind, gain=1.5)
+    return small_config(tmp_path, **{
+        "model__num_layers_unfrozen": 1, "ppo__ppo_epochs": 3, "ppo__optimizer__lr": 0.1,
+        # Adam makes steps out of the rounding of gradients that are zero (a bias of keys)
+        "ppo__optimizer__name": "sgd", **over})
+
+
+def trained(cfg):
+    """Weights after one rollout and its updates, and how often the bottom layer ran in these."""
+    with session_of(cfg, reward=count_letters) as session:
+        experience, state = experience_of(session)
+        runs = []
+        layer_stack(session.policy.lm)[0].register_forward_pre_hook(
+            lambda _, inputs, runs=runs: runs.append(inputs[0].shape[:2].numel()))
+        result = optimize(session, experience, state, StopFlag())
+        assert result.updates
+        return weights_of(session), runs, session.below_bytes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("source", ["decode", "forward"])
+def test_weights_are_those_of_passes_through_all_layers(tmp_path, kind, source):
+    whole, runs, _ = trained(top_layer(tmp_path, kind, ppo__logprobs_from=source,
+                                       hardware__frozen_states_mib=0))
+    assert runs
+    kept, again, most = trained(top_layer(tmp_path, kind, ppo__logprobs_from=source))
+    assert most == 2048 * 2**20
+    assert again == [], "the scoring pass ran the bottom already"
+    for name, weight in whole.items():
+        torch.testing.assert_close(kept[name], weight, rtol=1e-4, atol=2e-5)
+
+
+def test_without_a_reference_the_first_epoch_remembers(tmp_path):
+    cfg = top_layer(tmp_path, model__reference__kind="none", ppo__init_kl_coef=0.0)
+    _, runs, _ = trained(cfg)
+    epoch = -(-cfg.ppo.num_rollouts // cfg.ppo.mini_batch_size)
+    assert len(runs) == epoch, "three epochs, and the bottom ran in the first"
+
+
+def test_what_does_not_fit_is_computed_again(tmp_path):
+    cfg = top_layer(tmp_path, hardware__frozen_states_mib=0)
+    _, runs, most = trained(cfg)
+    epoch = -(-cfg.ppo.num_rollouts // cfg.ppo.mini_batch_size)
+    assert most == 0
+    assert len(runs) == 3 * epoch
+
+
+@pytest.mark.parametrize("over", [
+    {"model__num_layers_unfrozen": -1},
+    {"model__num_layers_unfrozen": -1, "model__peft": {"type": "lora"}},
+], ids=["all layers", "lora"])
+def test_nothing_is_kept_where_the_bottom_trains(tmp_path, over):
+    with session_of(top_layer(tmp_path, **over), reward=count_letters) as session:
+        assert session.policy.border is None
+        assert session.below_bytes == 0
+        assert not any(state is not None for state in rollout_of(session).below)
+
+
+def test_a_critic_s_branch_below_the_border_keeps_it_running(tmp_path):
+    over = {"model__value__kind": "branch", "model__value__num_layers_unfrozen": 1}
+    with session_of(top_layer(tmp_path, **over), reward=count_letters) as session:
+        assert session.policy.border is not None, "the branch leaves at the border"
+        experience, _state = experience_of(session)
+        optimize(session, experience, fresh_state(session), StopFlag())
+
+
+def test_samples_without_a_score_take_their_states_with_them(tmp_path):
+    cfg = top_layer(tmp_path, reward__on_invalid="skip")
+
+    def some(outputs, **_):
+        return [None if i % 3 == 0 else float(len(o)) for i, o in enumerate(outputs)]
+
+    with session_of(cfg, reward=some) as session:
+        rollout = rollout_of(session)
+        experience, _ = experience_of(session)
+        spans = experience.prompt_mask.sum(1) + experience.response_mask.sum(1) - 1
+        assert len(experience.below) == len(experience) < len(rollout)
+        assert [len(state) for state in experience.below] == spans.tolist()
