@@ -126,9 +126,7 @@ def compose(words: Sequence[str], *, handed_in: frozenset[str] = frozenset()) ->
             _call_hydra(lambda config: None, read)
             return None
         raise_problems(_all_problems(checked, handed_in), _fix(checked))
-        composed: list[DictConfig] = []
-        _call_hydra(composed.append, read)
-        return _composition(composed[0], read, checked, run)
+        return _composition(_compose_run(read), read, checked, run)
 
 
 def draft(words: Sequence[str]) -> Draft:
@@ -271,8 +269,7 @@ def _check(read: Words) -> Checked:
     if read.flag("--hydra-help") is not None or read.flag("--shell-completion") is not None:
         return Checked(schema_node())
     with _loader(read) as loader:
-        entries = layered_entries(loader, read.flag("--config-name") or "train",
-                                  list(read.overrides))
+        entries = layered_entries(loader, _config_name(read), list(read.overrides))
     refuse_secrets((entry.key, entry.value, entry.source) for entry in entries)
     return check_entries(entries)
 
@@ -367,14 +364,24 @@ def new_folder(base: Path, name: str) -> Path:
     raise AssertionError("unreachable")
 
 
+def _compose_run(read: Words) -> DictConfig:
+    # hydra.main would compose it twice: the first time to see whether it's a sweep after all
+    with _loader(read):
+        return hydra.compose(_config_name(read), list(read.overrides))
+
+
+def _config_name(read: Words) -> str:
+    return read.flag("--config-name") or "train"
+
+
 def _call_hydra(job: Callable[[DictConfig], object], read: Words) -> None:
     def task(config: DictConfig) -> object:
         return job(config)
 
-    name = read.flag("--config-name") or "train"
     with _process_state(["ppocli train", *read.argv()]):
         try:
-            hydra.main(version_base="1.3", config_path=_config_path(read), config_name=name)(task)()
+            hydra.main(version_base="1.3", config_path=_config_path(read),
+                       config_name=_config_name(read))(task)()
         except SystemExit as leaving:
             if leaving.code not in (0, None):
                 raise ConfigError("Hydra refused the command line (see above)",
