@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
+
+from warm import begin
 
 WORDS = (
     "the", "a", "film", "plot", "actor", "was", "is", "not", "very", "good", "bad", "great",
@@ -126,7 +127,8 @@ def request_of(count: int, tokens: int = 2):
 
 def environment(**over: str) -> dict[str, str]:
     """The environment of a command under test: offline, one thread, no terminal tricks."""
-    ours = ("PPOCLI_", "HF_", "DS_", "PYTORCH_")  # also what libraries set in this very process
+    # also what libraries set in this very process
+    ours = ("PPOCLI_", "HF_", "DS_", "PYTORCH_", "TORCHINDUCTOR_")
     env = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
     env.update({"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
                 "PYTHONWARNINGS": "ignore", "COLUMNS": "120", **over})
@@ -136,8 +138,13 @@ def environment(**over: str) -> dict[str, str]:
 def ppocli(*words: str, cwd: Path, timeout: float = 240, **env: str
            ) -> subprocess.CompletedProcess[str]:
     """Run the command as a user does, in a process of its own."""
-    return subprocess.run([sys.executable, "-m", "ppocli", *words], cwd=cwd, text=True,
-                          capture_output=True, timeout=timeout, env=environment(**env), check=False)
+    process = begin(["-m", "ppocli", *words], cwd=cwd, env=environment(**env))
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return subprocess.CompletedProcess(words, process.returncode, out, err)
 
 
 def jsonl(path: Path) -> list[dict]:

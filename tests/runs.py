@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from helpers import environment, save_lm, stable_rows, write_prompts
+from warm import Process, begin
 
 REWARDS = '''\
 import random
@@ -107,11 +106,9 @@ def command_in_process(capsys: pytest.CaptureFixture[str]) -> Command:
     return command
 
 
-def spawn(*given: str, cwd: Path, **env: str) -> subprocess.Popen[str]:
+def spawn(*given: str, cwd: Path, **env: str) -> Process:
     """The command in a process group of its own, its output on pipes."""
-    return subprocess.Popen([sys.executable, "-m", "ppocli", *given], cwd=cwd, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            env=environment(**env), process_group=0)
+    return begin(["-m", "ppocli", *given], cwd=cwd, env=environment(**env))
 
 
 def run(*given: str, cwd: Path, **env: str) -> Ended:
@@ -137,7 +134,7 @@ def assert_no_process_left(group: int) -> None:
     raise AssertionError(f"processes of group {group} were left running")
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str],
+def wait_for(condition: Callable[[], bool], process: Process,
              seconds: float = 120) -> None:
     """Wait until something has happened, while the process lives."""
     deadline = time.monotonic() + seconds

@@ -10,7 +10,6 @@ import select
 import signal
 import struct
 import subprocess
-import sys
 import termios
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Self
 
 from helpers import environment
+from warm import begin_on_terminal
 
 _TOKEN = re.compile(r"\x1b\[(?P<args>[0-9;?]*)(?P<end>[A-Za-z])|\x1b[^\[]|[\r\n\b\x07]|[^\x1b\r\n]")
 _UNFINISHED = re.compile(r"\x1b(\[[0-9;?]*)?\Z")
@@ -111,10 +111,8 @@ class Terminal:
         self.raw = ""
         variables = {**environment(TERM="xterm-256color"), **env}
         del variables["COLUMNS"]
-        # the terminal becomes the session's own, so that Ctrl-C reaches the command
-        self.process = subprocess.Popen(
-            ["setsid", "--ctty", "--wait", sys.executable, "-m", "ppocli", *words], cwd=cwd,
-            stdin=theirs, stdout=theirs, stderr=theirs, env=variables)
+        self.process = begin_on_terminal(["-m", "ppocli", *words], cwd=cwd, env=variables,
+                                         terminal=theirs)
         os.close(theirs)
 
     def __enter__(self) -> Self:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from helpers import environment
+from warm import begin
 
 REWARD = '''\
 import os
@@ -57,10 +56,9 @@ def run_job(folder: Path, name: str, config: dict, *words: str, world: int, scri
         variables = {} if world == 1 and not config.get("hardware.zero_stage") else {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
             "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        processes.append(subprocess.Popen(
-            [sys.executable, str(script), str(file), str(out), *words], text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment(**variables, **env)))
-    outputs = [process.communicate(timeout=timeout)[0] for process in processes]
+        processes.append(begin([str(script), str(file), str(out), *words], cwd=folder,
+                               env=environment(**variables, **env)))
+    outputs = ["".join(process.communicate(timeout=timeout)) for process in processes]
     for process, said in zip(processes, outputs, strict=True):
         assert process.returncode == 0, said[-4000:]
     return load_file(out)

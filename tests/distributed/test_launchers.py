@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from helpers import environment, stable_rows
 from ranks import free_port
-from runs import assert_tidy, run, wait_for, words
+from runs import assert_tidy, run, spawn, wait_for, words
 
 pytestmark = pytest.mark.timeout(300)
 ONE = ("ppo.num_steps=1", "eval.every_steps=null", "eval.at_start=false")
@@ -62,7 +62,7 @@ def start(given: list[str], cwd: Path, **env: str) -> subprocess.Popen[str]:
 def srun(*given: str, cwd: Path, nodes: int = 1) -> list[tuple[int, str, str]]:
     """Exit code, output and messages of each of two tasks."""
     port = str(free_port())
-    tasks = [start(["ppocli", *given], cwd, **{**task(rank, nodes=nodes), "MASTER_PORT": port})
+    tasks = [spawn(*given, cwd=cwd, **{**task(rank, nodes=nodes), "MASTER_PORT": port})
              for rank in (1, 0)]
     ended = [(*process.communicate(timeout=200), process.returncode) for process in tasks]
     return [(code, out, err) for out, err, code in reversed(ended)]

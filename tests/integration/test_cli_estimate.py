@@ -19,7 +19,7 @@ def place(tmp_path_factory):
     model_config("llama", hidden_size=256, num_hidden_layers=3).save_pretrained(folder / "outline")
     save_lm(folder / "huge", "llama")
     model_config("llama", hidden_size=65536, intermediate_size=262144, num_attention_heads=64,
-                 num_key_value_heads=64, num_hidden_layers=200).save_pretrained(folder / "huge")
+                 num_key_value_heads=64, num_hidden_layers=20).save_pretrained(folder / "huge")
     save_file({"x": torch.zeros(1)}, folder / "huge/model.safetensors", metadata={"format": "pt"})
     model_config("t5").save_pretrained(folder / "pair")
     write_prompts(folder / "prompts.jsonl")

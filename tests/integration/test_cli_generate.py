@@ -5,11 +5,10 @@ from __future__ import annotations
 import io
 import json
 import signal
-import subprocess
 import sys
 
 import pytest
-from helpers import environment, ppocli, save_talker, write_prompts
+from helpers import ppocli, save_talker, write_prompts
 from runs import PLANTED, Ended, assert_no_process_left, spawn, whole_copy
 
 from ppocli.cli.app import app
@@ -263,11 +262,7 @@ def test_what_was_generated_before_a_signal_is_there(tmp_path, number, code):
 
 def test_a_reader_that_leaves_ends_it_quietly(tmp_path):
     save_talker(tmp_path / "talker")
-    with subprocess.Popen([sys.executable, "-m", "ppocli", *ENDLESS], cwd=tmp_path, text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                          env=environment()) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
+    with spawn(*ENDLESS, cwd=tmp_path) as process:
         assert json.loads(process.stdout.readline())["sample"] == 0
         process.stdout.close()
         assert process.wait(timeout=60) == 128 + signal.SIGPIPE

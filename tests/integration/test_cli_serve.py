@@ -14,8 +14,9 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
-from helpers import environment, stable_rows
+from helpers import stable_rows
 from runs import spawn, wait_for, words
+from warm import Process
 
 from ppocli.cli.output import code_of
 from ppocli.cli.serve import serve_reward
@@ -28,13 +29,10 @@ LENGTH = ["reward.fn=length", "reward.kwargs.target=3"]
 
 
 @contextmanager
-def server(*given: str, cwd: Path, **env: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def server(*given: str, cwd: Path, **env: str) -> Iterator[tuple[Process, str]]:
     """A server and its address, once it listens."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "ppocli", "serve-reward", *given], cwd=cwd, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(**env))
+    process = spawn("serve-reward", *given, cwd=cwd, **env)
     try:
-        assert process.stdout is not None
         address = process.stdout.readline().strip()
         assert address.startswith("http://"), process.communicate()
         yield process, address
