@@ -68,22 +68,31 @@ def sample_responses(session: EvalSession, prompts: PromptBatch, spec: SamplingS
                                 fix="lower ppo.optimizer.lr, raise ppo.init_kl_coef, or use "
                                 "hardware.precision=fp32")
 
+    # in fp32 they are what a forward pass gives; half of the room is for those without padding
+    exact = session.from_decode and session.backend.precision == "fp32"
+    room = session.below_bytes // 2 if stream == ROLLOUT and exact else 0
     return draw(session, session.policy.lm, prompts, spec, stream, stop, value_head=head,
-                check=check)
+                check=check, most_below=room)
 
 
 def draw(session: EvalSession, lm: Any, prompts: PromptBatch, spec: SamplingSpec, stream: int,
          stop: StopFlag, value_head: Any = None,
-         check: Callable[[Generation], None] = lambda _: None) -> Generation:
+         check: Callable[[Generation], None] = lambda _: None, most_below: int = 0) -> Generation:
     """One response per prompt by a causal LM, with the random numbers of the stream. All ranks call
     it in step.
 
     Args:
         check: shown the responses; may raise.
+        most_below: bytes that may be kept of what enters the policy's lowest layer that trains, of
+            a whole rollout.
 
     Raises:
         OutOfMemoryError: there is no room for one response.
     """
+    tokens = prompts.tokens.shape[1] + spec.max_new_tokens
+    width = lm.get_input_embeddings().weight.shape[-1]
+    needed = 4 * session.cfg.ppo.num_rollouts * tokens * width
+    border = session.policy.border if needed <= most_below else None
     phase = "rollout" if stream == ROLLOUT else "evaluation"
     noise = uniform(session.cfg.seed, stream, prompts.episodes, spec.max_new_tokens)
     limits = None
@@ -100,7 +109,8 @@ def draw(session: EvalSession, lm: Any, prompts: PromptBatch, spec: SamplingSpec
         return generate(lm, prompts.tokens[rows], prompts.mask[rows], spec, noise[rows],
                         tokenizer=session.tokenizer, start=session.loaded.decoder_start,
                         value_head=value_head, limits=None if limits is None else limits[rows],
-                        poll=poll, all_alive=session.backend.ranks.most if in_parts else int)
+                        poll=poll, all_alive=session.backend.ranks.most if in_parts else int,
+                        border=border)
 
     def work() -> Generation:
         size = session.fits.rows(phase, len(prompts))
@@ -110,8 +120,7 @@ def draw(session: EvalSession, lm: Any, prompts: PromptBatch, spec: SamplingSpec
         check(out)
         return out
 
-    return fitting(session, phase, len(prompts), prompts.tokens.shape[1] + spec.max_new_tokens,
-                   work, in_step=in_parts)
+    return fitting(session, phase, len(prompts), tokens, work, in_step=in_parts)
 
 
 def decode(session: EvalSession, prompts: PromptBatch, out: Generation) -> list[str]:
@@ -155,6 +164,11 @@ def _score_tokens(session: EvalSession, prompts: PromptBatch, out: Generation, s
     passes = lay_out_rows(prompts.tokens, prompts.mask, out, size, session.backend.device,
                           session.loaded.decoder_start, pack=session.packs)
     border = session.policy.border if most_below else None
+    if border is not None and out.below is not None:
+        starts = prompts.tokens.shape[1] - prompts.mask.sum(1)
+        for one in passes:
+            one.take_below([out.below[i, start:start + length] for i, start, length in zip(
+                one.rows, starts[one.rows].tolist(), one.lengths, strict=True)])
     with session.backend.autocast():
         if want_policy or want_values or estimator == "full":
             for one in passes:

@@ -96,6 +96,11 @@ class EvalSession:
         return decoding_scores(self.cfg)
 
     @property
+    def below_bytes(self) -> int:
+        """Most memory for what enters the policy's lowest layer that trains, of one rollout."""
+        return 0 if self.policy.border is None else self.cfg.hardware.frozen_states_mib * 2**20
+
+    @property
     def forward_rows(self) -> int:
         """Rows of one forward pass: the training micro-batch."""
         return self.cfg.ppo.micro_batch_size or self.cfg.ppo.mini_batch_size
@@ -139,11 +144,6 @@ class Session(EvalSession):
     updates: Updates
     """how gradients become steps of ``optimizer``"""
     prompts: PromptSet
-
-    @property
-    def below_bytes(self) -> int:
-        """Most memory for what enters the policy's lowest layer that trains, of one rollout."""
-        return 0 if self.policy.border is None else self.cfg.hardware.frozen_states_mib * 2**20
 
     def next_prompts(self, start: int, count: int) -> PromptBatch:
         """The prompts of episodes ``start`` to ``start + count``, each ``ppo.n`` times in a row;

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ppocli.models.layers import Border
 from ppocli.models.layout import right_padded
 from ppocli.models.sampling import SamplingSpec, choose
 from ppocli.models.trunk import logit_scale
@@ -34,11 +36,15 @@ class Generation:
     """[B, R] fp32, of the state before each token; zero without a value head"""
     finished: torch.Tensor
     """[B] bool, true where a stop token or stop sequence ended the response"""
+    below: torch.Tensor | None = None
+    """[B, Q + R - 1, D] what entered a layer that was asked for, of every token but the last; on
+    the device"""
 
     def first(self, count: int) -> Generation:
         """The first ``count`` responses."""
         return Generation(self.tokens[:count], self.mask[:count], self.logprobs[:count],
-                          self.values[:count], self.finished[:count])
+                          self.values[:count], self.finished[:count],
+                          None if self.below is None else self.below[:count])
 
     @staticmethod
     def joined(parts: list[Generation]) -> Generation:
@@ -52,8 +58,13 @@ class Generation:
             return torch.cat([torch.nn.functional.pad(t, (0, width - t.shape[1]))
                               for t in tensors])
 
-        return Generation(rows("tokens"), rows("mask"), rows("logprobs"), rows("values"),
-                          torch.cat([part.finished for part in parts]))
+        below = [part.below for part in parts if part.below is not None]
+        longest = max((states.shape[1] for states in below), default=0)
+        return Generation(
+            rows("tokens"), rows("mask"), rows("logprobs"), rows("values"),
+            torch.cat([part.finished for part in parts]),
+            torch.cat([torch.nn.functional.pad(states, (0, 0, 0, longest - states.shape[1]))
+                       for states in below]) if below else None)
 
 
 @dataclass(slots=True)
@@ -157,12 +168,36 @@ def _first_live(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor,
         done=torch.zeros(count, dtype=torch.bool, device=device))
 
 
+def _empty_cache(lm: Any, start: int | None, virtual: VirtualTokens | None, rows: int) -> Any:
+    """transformers' cache of keys and values; it may begin with those of virtual tokens."""
+    from transformers import DynamicCache, EncoderDecoderCache
+
+    if start is not None:
+        return EncoderDecoderCache(DynamicCache(), DynamicCache())
+    if virtual is not None and virtual.in_cache:
+        return virtual.cache(rows)
+    return DynamicCache(config=lm.config)
+
+
+def _keep_below(kept: torch.Tensor | None, states: torch.Tensor, rows: torch.Tensor, step: int,
+                steps: int) -> torch.Tensor:
+    """[B, Q + steps - 1, D] with the states of one step: [b, Q, D] of the prompts, later [b, 1, D].
+    """
+    if kept is None:
+        count, width, depth = states.shape
+        kept = states.new_zeros(count, width + steps - 1, depth)
+        kept[:, :width] = states
+        return kept
+    kept[rows, kept.shape[1] - steps + step] = states[:, 0]
+    return kept
+
+
 @torch.no_grad()
 def generate(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, spec: SamplingSpec,
              uniform: Any, *, tokenizer: Any, start: int | None = None, value_head: Any = None,
              limits: Any = None, poll: Callable[[], None] = lambda: None,
-             watch: Watch = lambda *_: None, all_alive: Callable[[int], int] = int
-             ) -> Generation:
+             watch: Watch = lambda *_: None, all_alive: Callable[[int], int] = int,
+             border: Border | None = None) -> Generation:
     """Sample one response per prompt.
 
     Args:
@@ -177,12 +212,11 @@ def generate(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, sp
         watch: shown all tokens so far after every token.
         all_alive: from the number of rows that are still alive here to the most that are anywhere;
             decoding goes on until none is. For ranks whose forward passes must be equally many.
+        border: the layer whose inputs are kept (:attr:`Generation.below`).
 
     Returns:
         A :class:`Generation` with R = the longest response (at least 1).
     """
-    from transformers import DynamicCache, EncoderDecoderCache
-
     device = lm.base_model.device
     count, steps = len(prompt_tokens), spec.max_new_tokens
     noise = torch.as_tensor(uniform, dtype=torch.float64).to(device)
@@ -199,16 +233,18 @@ def generate(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, sp
     virtual = virtual_tokens(lm)
     live = _first_live(lm, prompt_tokens, prompt_mask, device, start,
                        0 if virtual is None else virtual.count)
-    cache: Any = DynamicCache(config=lm.config)
-    if start is not None:
-        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-    elif virtual is not None and virtual.in_cache:
-        cache, virtual = virtual.cache(count), None
+    below: torch.Tensor | None = None
+    cache = _empty_cache(lm, start, virtual, count)
+    if virtual is not None and virtual.in_cache:
+        virtual = None
     # asking the device whether rows are done costs a synchronisation; on a CPU it is free
     check_every = 1 if device.type == "cpu" else 8
     for t in range(steps):
         poll()
-        hidden = _trunk_step(lm, live, cache, takes_positions, virtual if t == 0 else None)
+        with nullcontext([]) if border is None else border.tap(lm) as entering:
+            hidden = _trunk_step(lm, live, cache, takes_positions, virtual if t == 0 else None)
+        if entering:
+            below = _keep_below(below, entering[-1], live.rows, t, steps)
         logits = head(hidden) if scale == 1.0 else head(hidden) * scale
         chosen, lp = choose(logits, noise[live.rows, t], spec, t, stops)
         alive = ~live.done
@@ -234,4 +270,5 @@ def generate(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, sp
                 _compact(live, cache)
     width = max(int(mask.sum(1).max()), 1)
     return Generation(tokens[:, :width].cpu(), mask[:, :width].cpu(), logprobs[:, :width].cpu(),
-                      values[:, :width].cpu(), finished.cpu())
+                      values[:, :width].cpu(), finished.cpu(),
+                      None if below is None else below[:, :prompt_tokens.shape[1] + width - 1])

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ppocli.models.bottom import split_rows
+from ppocli.models.bottom import joined_rows, split_rows
 from ppocli.models.generation import Generation
 from ppocli.models.head import HeadWeights, full_kl, token_logprobs
 from ppocli.models.layers import Border
@@ -41,6 +41,11 @@ class ForwardPass:
     below: torch.Tensor | None = None
     """[b, T, D] what entered the lowest layer that trains, in whichever pass ran the layers below
     """
+
+    def take_below(self, rows: list[torch.Tensor]) -> None:
+        """Take over what entered that layer, [n, D] of each row, from the decoding pass."""
+        self.below = joined_rows(rows, self.batch)
+        self.shared = [self.below]
 
 
 def rows_by_length(lengths: torch.Tensor, rows: int) -> Iterator[torch.Tensor]:
@@ -86,7 +91,7 @@ def score_policy(policy: Policy, reference: Reference | None, one: ForwardPass, 
         tap = nullcontext([]) if reference is None else reference.tap(policy.lm)
         with tap as one.shared, _at(border, policy.lm) as below:
             hidden, branched = policy.trunk(one.batch)
-        one.below = below[-1] if below else None
+        one.below = below[-1] if below else one.below
     one.hidden = hidden if keep_hidden else None
     if want_logprobs and hidden is not None:
         one.found["logprobs"], _ = token_logprobs(

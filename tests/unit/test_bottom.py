@@ -47,13 +47,38 @@ def test_weights_are_those_of_passes_through_all_layers(tmp_path, kind, source):
     assert runs
     kept, again, most = trained(top_layer(tmp_path, kind, ppo__logprobs_from=source))
     assert most == 2048 * 2**20
-    assert again == [], "the scoring pass ran the bottom already"
+    assert again == [], "a pass before ran the bottom already"
     for name, weight in whole.items():
         torch.testing.assert_close(kept[name], weight, rtol=1e-4, atol=2e-5)
 
 
-def test_without_a_reference_the_first_epoch_remembers(tmp_path):
-    cfg = top_layer(tmp_path, model__reference__kind="none", ppo__init_kl_coef=0.0)
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("reference", ["shared", "copy"])
+def test_decoding_alone_runs_the_bottom(tmp_path, kind, reference):
+    cfg = top_layer(tmp_path, kind, model__reference__kind=reference, ppo__chunk_size=3)
+    found = {}
+    for mib in (0, 64):
+        cfg.hardware.frozen_states_mib = mib
+        with session_of(cfg, reward=count_letters) as session:
+            runs = []
+            session.policy.lm.base_model.register_forward_pre_hook(
+                lambda _, __, words, runs=runs: runs.append(words.get("past_key_values")),
+                with_kwargs=True)
+            bottom = []
+            layer_stack(session.policy.lm)[0].register_forward_pre_hook(
+                lambda *_, bottom=bottom: bottom.append(1))
+            found[mib] = rollout_of(session), runs, bottom
+    plain, kept = found[0][0], found[64][0]
+    torch.testing.assert_close(kept.ref_logprobs, plain.ref_logprobs, rtol=0, atol=2e-6)
+    spans = kept.prompts.mask.sum(1) + kept.response_mask.sum(1) - 1
+    assert [len(state) for state in kept.below] == spans.tolist()
+    _, runs, bottom = found[64]
+    assert len(bottom) == sum(cache is not None for cache in runs), "in decoding, and only there"
+
+
+def test_where_no_pass_before_gave_exact_states_the_first_epoch_remembers(tmp_path):
+    cfg = top_layer(tmp_path, model__reference__kind="none", ppo__init_kl_coef=0.0,
+                    hardware__precision="bf16", ppo__logprobs_from="decode")
     _, runs, _ = trained(cfg)
     epoch = -(-cfg.ppo.num_rollouts // cfg.ppo.mini_batch_size)
     assert len(runs) == epoch, "three epochs, and the bottom ran in the first"
