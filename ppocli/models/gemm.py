@@ -73,11 +73,25 @@ class _OneDnnLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias = ctx.needs_input_grad
         grad_x = onednn_product(grad, weight.t()) if need_x else None
-        grad_weight = None
-        if need_weight:  # in the weight's own memory order, so that nobody has to copy it
-            grad_weight = (onednn_product(grad.t(), x.t()) if ctx.in_order
-                           else onednn_product(x.t(), grad.t()).t())
+        grad_weight = _weight_gradient(grad, x, in_order=ctx.in_order) if need_weight else None
         return grad_x, grad_weight, grad.sum(0) if need_bias else None
+
+
+def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, *, in_order: bool) -> torch.Tensor:
+    """[N, K] of [M, N] and [M, K].
+
+    The first operand of the product is copied. Either that is the one that gives the result in the
+    weight's own memory order; or the other, if it is so much smaller that it pays to copy the
+    result as well (autograd does).
+
+    Args:
+        in_order: whether the weight is stored as [N, K]; else transposed.
+    """
+    own, other = (grad, x) if in_order else (x, grad)
+    first = own if own.numel() <= other.numel() + grad.shape[1] * x.shape[1] else other
+    if first is grad:
+        return onednn_product(grad.t(), x.t())
+    return onednn_product(x.t(), grad.t()).t()
 
 
 class _Routed:
