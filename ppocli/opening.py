@@ -69,12 +69,16 @@ def open_run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects, backen
             write_json_atomic(folder.path / DEEPSPEED_FILE, deepspeed_config(cfg, ranks.world))
     digest = hashlib.sha256(folder.config.read_bytes()).hexdigest()
     with open_recorder(folder, cfg.tracking) if ranks.first else silent_recorder() as recorder:
+        run = Run(session, folder, run_id, digest, torch_versions(), stop, recorder, display,
+                  state, generators.capture(backend.device), saved_at=monotonic(),
+                  clock=PhaseClock(backend.device, began, display.marked))
         try:
-            yield Run(session, folder, run_id, digest, torch_versions(), stop, recorder, display,
-                      state, generators.capture(backend.device), saved_at=monotonic(),
-                      clock=PhaseClock(backend.device, began, display.marked))
+            yield run
         finally:
-            close_engine(session)
+            try:
+                run.saving.settle()
+            finally:
+                close_engine(session)
 
 
 def _run_id(folder: RunFolder) -> str:

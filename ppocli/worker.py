@@ -214,6 +214,7 @@ def _last_checkpoint(run: Run) -> tuple[str, bool]:
     """Words about the newest checkpoint, and whether there is one."""
     from ppocli.engine.checkpoints import find_latest
 
+    run.saving.settle()
     found = find_latest(run.folder.checkpoints, run_id=run.run_id, verify="size").found
     if found is None:
         return "no checkpoint was saved yet", False
@@ -226,9 +227,10 @@ def _save_what_is_sound(run: Run) -> tuple[str, bool]:
     Returns:
         words about what is on the disk, and whether the run can be resumed from it.
     """
+    run.clock.mark("other")  # what is left of the phase that was broken off
+    run.saving.settle()
     if not run.intact:
         return _last_checkpoint(run)
-    run.clock.mark("other")  # what is left of the phase that was broken off
     try:
         with run.stop.defer():
             save(run)

@@ -195,6 +195,9 @@ def _print(found: Estimate, cfg: TrainConfig, source: str) -> None:
     of = "" if many == 1 else f" for its {many} processes"
     print(f"host: {shown(sums.host) if sums.host else 'nothing'}{of}, "
           f"{shown(sums.loading)} while models are loaded; Python and its libraries apart")
+    if found.spared:
+        print(f"where {shown(found.spared)} for the copy of a checkpoint are not free, training "
+              "stops while one is written")
     disk = found.disk
     print(f"disk: {format_bytes(disk.checkpoint)} a checkpoint, {format_bytes(disk.model)} the "
           f"model, {format_bytes(disk.run)} at most")
@@ -245,7 +248,7 @@ def _as_json(found: Estimate, cfg: TrainConfig, source: str, room: Room | None, 
                   for line in found.lines],
         "generation_bytes": sums.generate, "scoring_bytes": sums.score,
         "update_bytes": sums.update, "device_bytes": sums.device,
-        "host_bytes": sums.host, "loading_bytes": sums.loading,
+        "host_bytes": sums.host, "loading_bytes": sums.loading, "spared_bytes": found.spared,
         "checkpoint_bytes": disk.checkpoint, "model_bytes": disk.model, "disk_bytes": disk.run,
         "advice": advice(found, cfg)}
     if room is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -19,6 +19,7 @@ from ppocli.engine.backend import made_on
 from ppocli.engine.checkpoints import save_checkpoint
 from ppocli.engine.clock import PhaseClock
 from ppocli.engine.console import Display
+from ppocli.engine.contents import write_contents
 from ppocli.engine.digests import judge_digest, session_digests
 from ppocli.engine.evaluate import (
     Evaluation,
@@ -47,6 +48,7 @@ from ppocli.engine.records import Best, Experience, Rollout, TrainState
 from ppocli.engine.retention import prune, update_pointers
 from ppocli.engine.rollout import collect_rollout
 from ppocli.engine.run_folder import RunFolder, finite_or_null
+from ppocli.engine.saving import Saving
 from ppocli.engine.session import Session
 from ppocli.engine.stop import StopFlag
 from ppocli.errors import ConfigError, DiskError, DivergedError
@@ -77,6 +79,8 @@ class Run:
     """books all time since the run was started; each commit takes what it has"""
     intact: bool = True
     """false while the weights are between two steps and must not be saved"""
+    saving: Saving = field(default_factory=Saving)
+    """the checkpoint that is being written while training goes on"""
     ref_responses: list[str] | None = None
     """the reference's responses at every evaluation (``eval.ref_responses``), once they are made"""
 
@@ -104,6 +108,7 @@ def run_training(run: Run) -> TrainState:
     finish_step(run)
     while run.state.episodes < session.total_episodes():
         run.stop.meet()
+        run.saving.meet()
         train_step(run)
         finish_step(run)
     return run.state
@@ -234,7 +239,7 @@ def finish_step(run: Run) -> None:
     if step > 0 and (improved or overdue or _due(cfg.checkpoint.every_steps, step)
                      or _is_last(run)):
         run.clock.mark("between")
-        save(run)
+        save(run, going_on=not _is_last(run))
         run.clock.mark("saving")
 
 
@@ -279,28 +284,52 @@ def _record_samples(run: Run, step: int, found: Evaluation) -> None:
         run.recorder.swept(step, found.swept_samples)
 
 
-def save(run: Run) -> None:
+def save(run: Run, *, going_on: bool = False) -> None:
     """Save the committed state as a checkpoint, then prune. A failed prune is a warning.
 
+    Args:
+        going_on: training goes on: where there is room for a copy the checkpoint is only begun, to
+            be written meanwhile. Otherwise it is there when this returns.
+
     Raises:
-        DiskError: the disk is full; older checkpoints are untouched.
+        DiskError: the disk is full, or was when the checkpoint before was written; older
+            checkpoints are untouched.
     """
-    state, cfg = run.state, run.session.cfg
+    run.saving.wait()
+    session, state = run.session, run.state
     note_phase(f"saving step {state.step}")
     run.display.phase("saving")
+    saved = finite_or_null(state.to_json())
 
     def put(write: Callable[[Path], None]) -> None:
         save_checkpoint(run.folder.checkpoints, state.step, run_id=run.run_id, write=write,
-                        state=finite_or_null(state.to_json()), config_digest=run.config_digest,
-                        versions=run.versions | made_on(run.session.backend))
+                        state=saved, config_digest=run.config_digest,
+                        versions=run.versions | made_on(session.backend))
 
-    save_together(run.session, run.generators, put)
+    contents = (run.saving.copy(session, run.generators, run.folder.checkpoints) if going_on
+                else None)
+    if contents is None:
+        save_together(session, run.generators, put)
+        _tidy(run, state)
+    else:
+        copied = contents
+
+        def write() -> None:
+            put(lambda folder: write_contents(session, copied, folder))
+            _tidy(run, state)
+
+        run.saving.begin(write)
     run.saved_at = monotonic()
+
+
+def _tidy(run: Run, saved: TrainState) -> None:
+    """What follows a checkpoint that is on the disk: older ones are pruned, then links moved."""
+    cfg = run.session.cfg.checkpoint
     if not run.session.backend.ranks.first:
         return
-    best = state.best.step if state.best and cfg.checkpoint.keep_best else None
-    pruned = prune(run.folder.checkpoints, cfg.checkpoint.keep_last, best)
+    best = saved.best.step if saved.best and cfg.keep_best else None
+    pruned = prune(run.folder.checkpoints, cfg.keep_last, best)
     complaints = list(pruned.warnings)
-    complaints += update_pointers(run.folder.checkpoints, latest=state.step, best=best)
+    complaints += update_pointers(run.folder.checkpoints, latest=saved.step, best=best)
     for complaint in complaints:
         log.warning(complaint)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import logging
 from collections.abc import Callable, Iterator
@@ -17,6 +16,20 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ppocli.engine import generators
+from ppocli.engine.contents import (
+    OPTIMIZER,
+    POLICY,
+    VALUE_HEAD,
+    VALUE_TRUNK,
+    Tensors,
+    contents_of,
+    describe_policy,
+    prompt_encoders,
+    save_tensors,
+    value_modules,
+    write_contents,
+    write_weights,
+)
 from ppocli.engine.generators import Generators
 from ppocli.engine.optimizers import named_trainable
 from ppocli.engine.ranks import Ranks
@@ -33,19 +46,12 @@ from ppocli.engine.sharded import (
     slot_fits,
 )
 from ppocli.errors import CheckpointError, PpocliError
-from ppocli.models.adapters import fill_adapter, save_adapter
+from ppocli.models.adapters import fill_adapter
 from ppocli.models.layers import whole_shape
 from ppocli.models.policy import Policy
-from ppocli.models.virtual_tokens import virtual_tokens
 
 log = logging.getLogger("ppocli")
 
-Tensors = dict[str, torch.Tensor]
-POLICY = "policy"
-VALUE_HEAD = "value_head.safetensors"
-VALUE_TRUNK = "value_trunk.safetensors"
-PROMPT_ENCODER = "prompt_encoder.safetensors"
-OPTIMIZER = "optimizer.safetensors"
 
 
 def save_policy(session: Session, folder: Path, weights: Tensors | None = None) -> None:
@@ -55,18 +61,8 @@ def save_policy(session: Session, folder: Path, weights: Tensors | None = None) 
     Args:
         weights: those of the policy where its modules don't hold them, whole.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    lm, adapter = session.policy.lm, session.loaded.adapter
-    if adapter is None:
-        lm.save_pretrained(folder, safe_serialization=True, state_dict=_below("lm", weights))
-        config = copy.deepcopy(session.loaded.export_config)
-        config.architectures = [type(lm).__name__]
-        config.dtype = str(next(lm.parameters()).dtype).removeprefix("torch.")
-        config.save_pretrained(folder)
-    else:
-        save_adapter(adapter, folder)
-    session.tokenizer.save_pretrained(folder)
-    _generation_config(session).save_pretrained(folder)
+    write_weights(session, folder, _below("lm", weights))
+    describe_policy(session, folder)
 
 
 @contextmanager
@@ -93,18 +89,6 @@ def _below(prefix: str, weights: Tensors | None) -> Tensors | None:
             if name.startswith(start)}
 
 
-def _generation_config(session: Session) -> Any:
-    spec, own = session.sampling, session.loaded.generation_config
-    config = type(own)(
-        bos_token_id=own.bos_token_id, pad_token_id=session.tokenizer.pad_token_id,
-        eos_token_id=list(spec.stop_ids) if len(spec.stop_ids) != 1 else spec.stop_ids[0],
-        do_sample=spec.do_sample, max_new_tokens=spec.max_new_tokens,
-        decoder_start_token_id=session.loaded.decoder_start)
-    if spec.do_sample:
-        config.temperature, config.top_k, config.top_p = spec.temperature, spec.top_k, spec.top_p
-    return config
-
-
 def write_checkpoint(session: Session, folder: Path, state: Generators) -> None:
     """Put everything that ``read_checkpoint`` needs into ``folder``; safetensors and JSON only.
 
@@ -116,6 +100,9 @@ def write_checkpoint(session: Session, folder: Path, state: Generators) -> None:
         state: of this rank's global generators when the training state was committed.
     """
     ranks, stage = session.backend.ranks, session.backend.zero_stage
+    if ranks.world == 1 and stage == 0:
+        write_contents(session, contents_of(session, state), folder)
+        return
     problem: Exception | None = None
 
     def attempt(work: Callable[[], None]) -> None:
@@ -129,35 +116,20 @@ def write_checkpoint(session: Session, folder: Path, state: Generators) -> None:
 
     def weights(whole: Tensors | None) -> None:
         save_policy(session, folder / POLICY, whole)
-        for name, module in {**_value_modules(session.policy),
-                             **_prompt_encoders(session.policy)}.items():
+        for name, module in {**value_modules(session.policy),
+                             **prompt_encoders(session.policy)}.items():
             own = _below(Path(name).stem, whole)
-            save_file({n: p.detach().cpu().contiguous().clone()
-                       for n, p in (module.state_dict() if own is None else own).items()},
-                      folder / name)
+            save_tensors(module.state_dict() if own is None else own, folder / name)
 
     with whole_policy(session) as whole:
         if ranks.first:
             attempt(partial(weights, whole))
     del whole  # the optimizer's state needs the room
     slots = optimizer_slots(named_trainable(session.policy), session.optimizer, stage, ranks)
-    attempt(lambda: save_file(slots, folder / _part(OPTIMIZER, ranks)))
+    attempt(lambda: save_tensors(slots, folder / _part(OPTIMIZER, ranks)))
     attempt(lambda: generators.write(state, folder, ranks.rank))
     if problem is not None:
         raise problem
-
-
-def _value_modules(policy: Policy) -> dict[str, torch.nn.Module]:
-    """File name -> what the value function is made of; empty without one."""
-    found: dict[str, Any] = {VALUE_HEAD: policy.value_head, VALUE_TRUNK: policy.value_trunk}
-    return {name: module for name, module in found.items() if module is not None}
-
-
-def _prompt_encoders(policy: Policy) -> dict[str, torch.nn.Module]:
-    """File name -> what trained virtual tokens are made by; PEFT's own file holds the result, from
-    which a projection can't be found again."""
-    virtual = virtual_tokens(policy.lm)
-    return {} if virtual is None else {PROMPT_ENCODER: virtual.prompt_encoder}
 
 
 def save_together(session: Session, state: Generators,
@@ -250,7 +222,7 @@ def _load_module(module: torch.nn.Module, tensors: dict[str, torch.Tensor], what
 
 
 def _load_value_function(policy: Policy, folder: Path) -> None:
-    wanted = _value_modules(policy)
+    wanted = value_modules(policy)
     there = {name for name in (VALUE_HEAD, VALUE_TRUNK) if (folder / name).exists()}
     if there != set(wanted):
         raise CheckpointError(
@@ -316,7 +288,7 @@ def read_checkpoint(session: Session, folder: Path) -> None:
     if session.loaded.adapter is None:
         _load_module(session.policy.lm, weights, "policy",
                      _tied_names(session.policy.lm, set(weights)))
-    elif encoders := _prompt_encoders(session.policy):
+    elif encoders := prompt_encoders(session.policy):
         for name, module in encoders.items():
             _load_module(module, load_file(folder / name), "adapter", set())
     else:

@@ -233,10 +233,11 @@ def _adopt(copy: nn.Module, original: nn.Module) -> None:
 
 def optimizer_slots(parameters: dict[str, nn.Parameter], optimizer: Any, stage: int, ranks: Ranks
                     ) -> dict[str, torch.Tensor]:
-    """This rank's share of the optimizer state: whole tensors by ``NAME/slot``, on the CPU.
+    """This rank's share of the optimizer state: whole tensors by ``NAME/slot``, those of the
+    optimizer itself without ZeRO.
 
     Parameters are dealt over ranks in turn. Under ZeRO each tensor is put together on all ranks in
-    step and kept by one, so that no rank holds more than its share and one tensor.
+    step and kept by one, on the CPU, so that no rank holds more than its share and one tensor.
     """
     found: dict[str, torch.Tensor] = {}
     slots = _slots(parameters, optimizer, stage)
@@ -245,7 +246,8 @@ def optimizer_slots(parameters: dict[str, nn.Parameter], optimizer: Any, stage: 
         for slot in slots:
             value = _read_slot(parameter, slot, optimizer, stage)
             if mine and value is not None:
-                found[f"{name}/{slot}"] = value.detach().cpu().contiguous().clone()
+                found[f"{name}/{slot}"] = value.detach() if stage == 0 else \
+                    value.detach().cpu().contiguous().clone()
     return found
 
 

@@ -94,7 +94,8 @@ def bound(cfg: TrainConfig, policy: Policy, parts: tuple[Part, ...], layout: Lay
     head = policy.lm.get_output_embeddings().weight
     rows = max(layout.rows, layout.decoded)
     passing = 4 * rows * tokens * (4 * widths + 2 * heads * tokens)
-    return (28 * own + frozen + passing + 4 * rows * head.shape[0] * 8 + 8 * CHUNK_BYTES
+    # 28: weights, gradients and state are 16; 12: a copy of what a checkpoint holds
+    return (40 * own + frozen + passing + 4 * rows * head.shape[0] * 8 + 8 * CHUNK_BYTES
             + 12 * head.numel())
 
 
@@ -121,7 +122,8 @@ def judge(cfg: TrainConfig, found: Estimate, room: Room, *, warn: bool = True) -
 
 
 def needs(found: Estimate, room: Room) -> list[tuple[int, int, str]]:
-    """(bytes needed, bytes there, of what) of the device and of the host."""
+    """(bytes needed, bytes there, of what) of the device and of the host; without what a run does
+    without."""
     sums = found.sums
     asked = []
     if room.device is not None:
@@ -130,7 +132,7 @@ def needs(found: Estimate, room: Room) -> list[tuple[int, int, str]]:
     if room.host is not None:
         many = found.layout.ranks_on_host
         of = "" if many == 1 else f" for {many} processes"
-        asked.append((max(sums.host, sums.loading), room.host, f"{room.name} memory{of}"
+        asked.append((max(sums.host - found.spared, sums.loading), room.host, f"{room.name} memory{of}"
                       if room.name == GIVEN else f"this machine's memory{of}"))
     return asked
 

@@ -21,6 +21,7 @@ from ppocli.estimate.memory import (
     disk_of,
     layout_of,
     lines_of,
+    spared,
 )
 from ppocli.estimate.parts import Part, Unknown, packed, parts_of
 from ppocli.estimate.trace import (
@@ -54,6 +55,8 @@ class Estimate:
     new_tokens: int
     unknown: tuple[Unknown, ...]
     """what is left out"""
+    spared: int = 0
+    """bytes of ``sums`` that the run does without where they aren't free"""
 
 
 def estimate(cfg: TrainConfig, policy: Policy, *, prompt_tokens: int, cuda: bool, ranks: int,
@@ -75,7 +78,7 @@ def estimate(cfg: TrainConfig, policy: Policy, *, prompt_tokens: int, cuda: bool
     lines = lines_of(cfg, parts, layout, passes, _zero_section(cfg))
     sums = add_up(lines, parts, layout, stage=cfg.hardware.zero_stage)
     return Estimate(parts, layout, lines, sums, disk_of(cfg, parts), prompt_tokens,
-                    cfg.generation.max_new_tokens, (*unknown, *missed))
+                    cfg.generation.max_new_tokens, (*unknown, *missed), spared(cfg, lines))
 
 
 def _passes(cfg: TrainConfig, policy: Policy, layout: Layout, prompt_tokens: int

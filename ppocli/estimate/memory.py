@@ -37,6 +37,8 @@ BUCKET = 500_000_000
 """elements: DeepSpeed's default ``reduce_bucket_size``"""
 MAX_LIVE = 1_000_000_000
 """elements: DeepSpeed's default ``stage3_max_live_parameters``"""
+CHECKPOINT_COPY = "copy of a checkpoint"
+"""name of a line"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,7 @@ def lines_of(cfg: TrainConfig, parts: Iterable[Part], layout: Layout, passes: Pa
         *_buffers(trained, layout, stage, deepspeed, hardware.offload_optimizer,
                   max((p.largest for p in own), default=0)),
         *_gathered(cfg, own, passes.heads, deepspeed),
+        *_checkpoint_copy(cfg, own, layout),
         Line("weights in bf16", kept_copies, generate=False, score=False),
         Line("activations", max(training.kept - kept_copies, 0), generate=False, score=False),
         Line("working memory of updates", training.working, generate=False, score=False),
@@ -234,6 +237,20 @@ def _gathered(cfg: TrainConfig, own: Iterable[Part], heads: int, deepspeed: dict
     yield Line("weights gathered for rollouts", size if whole else heads, update=False)
 
 
+def _checkpoint_copy(cfg: TrainConfig, own: Iterable[Part], layout: Layout) -> Iterable[Line]:
+    """What is written while training goes on (:mod:`ppocli.engine.saving`)."""
+    if cfg.checkpoint.background == "never" or layout.ranks > 1 or cfg.hardware.zero_stage:
+        return
+    yield _kept(CHECKPOINT_COPY, sum(p.pinned if layout.cuda else p.saved for p in own),
+                layout.cuda)
+
+
+def spared(cfg: TrainConfig, lines: Iterable[Line]) -> int:
+    """Bytes among the lines that a run does without where they aren't free."""
+    return sum(line.device + line.host for line in lines
+               if line.name == CHECKPOINT_COPY and cfg.checkpoint.background == "auto")
+
+
 def _number(settings: dict[str, Any], name: str, default: int) -> int:
     value = settings.get(name, default)
     return int(value) if isinstance(value, (int, float)) else default
@@ -296,8 +313,7 @@ def disk_of(cfg: TrainConfig, parts: Iterable[Part]) -> Disk:
     """fp32 weights, or an adapter's alone, with the optimizer's state in a checkpoint
     (:mod:`ppocli.engine.persist`); logs and samples apart."""
     own = [p for p in parts if p.sharded]
-    written = {p.name: 4 * p.trained if p.adapter else p.size for p in own}
-    model = sum(written[p.name] for p in own if p.kind == "policy")
-    checkpoint = sum(written.values()) + sum(p.state for p in own)
+    model = sum(p.saved - p.state for p in own if p.kind == "policy")
+    checkpoint = sum(p.saved for p in own)
     kept = cfg.checkpoint.keep_last + cfg.checkpoint.keep_best + 1
     return Disk(checkpoint, model, kept * checkpoint + model)

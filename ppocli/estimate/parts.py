@@ -56,6 +56,13 @@ class Part:
     """where it lies: ``offloaded`` is in host memory while it isn't run"""
     adapter: bool = False
     """whether what trains is an adapter, which is all that is saved of it"""
+    pinned: int = 0
+    """bytes of pinned host memory that a copy of what a checkpoint holds of it takes"""
+
+    @property
+    def saved(self) -> int:
+        """Bytes in a checkpoint."""
+        return (4 * self.trained if self.adapter else self.size) + self.state
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,21 +113,25 @@ def _policy_parts(cfg: TrainConfig, policy: Policy) -> Iterator[Part]:
         if not parameters:
             continue
         trained = [p for p in parameters if p.requires_grad]
+        adapter = kind == "policy" and bool(cfg.model.peft)
+        copied = [p.numel() * p.element_size() for p in (trained if adapter else parameters)]
+        copied += [size for p in trained for size in state_sizes(optimizer, p.shape)]
         yield Part(
             kind=kind, name=name, parameters=_count(parameters), trained=_count(trained),
             size=sum(quantized.get(id(p), p.numel() * p.element_size()) for p in parameters),
-            state=sum(state_bytes(optimizer, p.shape) for p in trained), sharded=True,
+            state=sum(sum(state_sizes(optimizer, p.shape)) for p in trained), sharded=True,
             cast=_count([p for p in trained if p.dim() == 2 and id(p) not in apart]),
             largest=max((p.numel() for p in trained), default=0),
-            adapter=kind == "policy" and bool(cfg.model.peft))
+            adapter=adapter, pinned=sum(map(pinned_bytes, copied)))
 
 
 def _count(parameters: list[nn.Parameter]) -> int:
     return sum(p.numel() for p in parameters)
 
 
-def state_bytes(optimizer: OptimizerConfig, shape: torch.Size) -> int:
-    """Bytes that an optimizer keeps for a weight, as :mod:`ppocli.engine.optimizers` builds it.
+def state_sizes(optimizer: OptimizerConfig, shape: torch.Size) -> tuple[int, ...]:
+    """Bytes of each tensor that an optimizer keeps for a weight, as :mod:`ppocli.engine.optimizers`
+    builds it.
 
     Adafactor keeps sums of rows and columns in place of a matrix (Shazeer and Stern 2018, arXiv
     1804.04235); AdamW of bitsandbytes 8 bits a number and a scale for 256 of them, and 32 bits for
@@ -129,14 +140,20 @@ def state_bytes(optimizer: OptimizerConfig, shape: torch.Size) -> int:
     count = math.prod(shape)
     match optimizer.name:
         case "sgd":
-            return 4 * count if optimizer.momentum else 0
+            return (4 * count,) if optimizer.momentum else ()
         case "adafactor" if len(shape) > 1:
-            return 4 * (count // shape[-1] + count // shape[-2])
+            return 4 * (count // shape[-1]), 4 * (count // shape[-2])
         case "adafactor":
-            return 4 * count
+            return (4 * count,)
         case "adamw_8bit" if count >= 4096:
-            return 2 * (count + 4 * -(-count // 256))
-    return 8 * count
+            return (count, 4 * -(-count // 256)) * 2
+    return 4 * count, 4 * count
+
+
+def pinned_bytes(size: int) -> int:
+    """What torch takes of host memory for a pinned tensor of so many bytes: a power of two
+    (``ATen/core/CachingHostAllocator.h``)."""
+    return 1 << (size - 1).bit_length() if size else 0
 
 
 def packed(cfg: TrainConfig, lm: Any) -> dict[int, int]:

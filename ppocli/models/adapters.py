@@ -183,13 +183,11 @@ def adapter_tensors(adapter: Adapter) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in found.items()}
 
 
-def save_adapter(adapter: Adapter, folder: Path) -> None:
-    """Write the adapter as PEFT's ``save_pretrained`` would, and which base it belongs to."""
+def describe_adapter(adapter: Adapter, folder: Path) -> None:
+    """Write what goes with an adapter's weights: PEFT's configuration, and which base it belongs
+    to."""
     import copy
 
-    from safetensors.torch import save_file
-
-    save_file(adapter_tensors(adapter), folder / WEIGHTS, metadata={"format": "pt"})
     config = copy.deepcopy(adapter.model.active_peft_config)
     config.inference_mode = True
     config.save_pretrained(str(folder))

@@ -16,7 +16,7 @@ from ppocli.estimate.check import bound, check_memory
 from ppocli.estimate.estimate import estimate
 from ppocli.estimate.memory import disk_of, layout_of
 from ppocli.estimate.outline import outline
-from ppocli.estimate.parts import Part, Unknown, parts_of, quantized_bytes, state_bytes
+from ppocli.estimate.parts import Part, Unknown, parts_of, quantized_bytes, state_sizes
 from ppocli.estimate.trace import Sizes, TrainingPass, training_pass, weightless
 from ppocli.models.layout import lay_out
 from ppocli.models.virtual_tokens import virtual_tokens
@@ -235,7 +235,7 @@ def test_a_quantized_base_takes_less():
     # 6000 numbers in two times 8 bits; 24 blocks of 256 with a scale each
     ({"name": "adamw_8bit"}, (200, 30), 2 * 6000 + 2 * 4 * 24)])
 def test_each_optimizer_keeps_what_it_keeps(keys, shape, size):
-    assert state_bytes(OptimizerConfig(**keys), torch.Size(shape)) == size
+    assert sum(state_sizes(OptimizerConfig(**keys), torch.Size(shape))) == size
 
 
 def test_a_classifier_among_the_rewards_is_a_part_and_a_function_is_unknown():

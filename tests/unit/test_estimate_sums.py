@@ -13,7 +13,16 @@ from ppocli.errors import OutOfMemoryError
 from ppocli.estimate.check import judge, shown
 from ppocli.estimate.estimate import Estimate, advice
 from ppocli.estimate.machine import Room, host_room
-from ppocli.estimate.memory import Layout, Line, Passes, add_up, disk_of, layout_of, lines_of
+from ppocli.estimate.memory import (
+    Layout,
+    Line,
+    Passes,
+    add_up,
+    disk_of,
+    layout_of,
+    lines_of,
+    spared,
+)
 from ppocli.estimate.parts import Part
 from ppocli.estimate.trace import DecodingPass, TrainingPass
 
@@ -48,6 +57,31 @@ def test_one_process_holds_everything():
     assert sums.score == 4000 + 1800 + 6400 + 30 + 40
     assert sums.update == 4000 + 1800 + 6400 + 3200 + 5000 + 300
     assert (sums.host, sums.loading) == (0, 4000)
+
+
+def test_a_copy_of_a_checkpoint_is_weights_and_state_and_can_be_done_without():
+    def told(parts=PARTS, background: str = "auto", **layout: object):
+        where = replace(LAYOUT, ranks=1, ranks_on_host=1, **layout)
+        cfg = set_keys(TrainConfig(), {"checkpoint.background": background})
+        lines = lines_of(cfg, parts, where, PASSES, {})
+        line = next((line for line in lines if line.name == "copy of a checkpoint"), Line("", 0))
+        return line, spared(cfg, lines), add_up(lines, parts, where, stage=0)
+
+    line, without, sums = told(cuda=False)
+    assert (line.device, line.host, without) == (4000 + 6400, 0, 4000 + 6400)
+    assert line.generate and line.score and line.update
+    assert sums.host == told(cuda=False, background="never")[2].host + 4000 + 6400
+    pinned = (replace(PARTS[0], pinned=16384), replace(PARTS[1], pinned=2048), PARTS[2])
+    line, without, sums = told(pinned)
+    assert (line.device, line.host, without) == (0, 16384 + 2048, 16384 + 2048)
+    assert sums.host == 16384 + 2048
+    assert told(pinned, "always")[1] == 0
+    assert told(pinned, "never")[0].host == 0
+    adapter = (replace(PARTS[0], adapter=True), *PARTS[1:])
+    assert told(adapter, cuda=False)[0].device == 4 * 700 + 5600 + 400 + 800
+    # several ranks stop for it
+    assert "copy of a checkpoint" not in added(0, LAYOUT, pinned)[0]
+    assert "copy of a checkpoint" not in added(1, replace(LAYOUT, ranks=1), pinned)[0]
 
 
 def test_an_offloaded_reference_is_on_the_device_while_it_runs():
@@ -186,6 +220,12 @@ def test_what_surely_does_not_fit_is_refused_and_what_is_close_is_warned_of(capl
         assert "hardware.memory_check=warn" in str(error.value)
         judge(set_keys(cfg, {"hardware.memory_check": "warn"}), found_of(2**40), room)
         assert "Memory is short" in caplog.text
+        caplog.clear()
+        # what a run does without where it isn't free
+        asked = replace(found_of(0).sums, host=2000 * 2**20)
+        judge(cfg, replace(found_of(0), sums=asked, spared=1200 * 2**20), Room(
+            None, 1000 * 2**20, "this machine"))
+        assert not caplog.records
 
 
 def test_bytes_are_told_with_three_digits():

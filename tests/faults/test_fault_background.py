@@ -1,0 +1,130 @@
+"""A checkpoint that is being written while training goes on: stops, kills, errors, one at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from runs import assert_equal_runs, resumed, spawn, wait_for, words
+
+WORDS = words("run_name=r", "checkpoint.background=always", stateful=True)
+
+
+def rows(run_dir: Path) -> list[dict]:
+    path = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def names(run_dir: Path) -> set[str]:
+    folder = run_dir / "checkpoints"
+    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+
+
+def while_writing(world: Path, seconds: float):
+    """A run whose first checkpoint takes long, at the moment when the second step has ended."""
+    process = spawn("train", *WORDS, cwd=world,
+                    PPOCLI_FAULTS=f"save.before_rename@1:sleep={seconds}")
+    wait_for(lambda: len(rows(world / "runs/r")) > 2, process)
+    found = names(world / "runs/r")
+    assert "step-000001" not in found
+    assert "latest" not in found
+    assert any(name.startswith(".staging-000001-") for name in found)
+    return process
+
+
+@pytest.mark.parametrize("mode", ["always", "never"])
+def test_how_checkpoints_are_written_changes_nothing(mode, command, reference, world):
+    ended = command(*words("run_name=r", f"checkpoint.background={mode}", stateful=True))
+    assert ended.code == 0, ended.said
+    assert_equal_runs(reference, world / "runs/r")
+    assert os.readlink(world / "runs/r/checkpoints/latest") == "step-000004"
+
+
+def test_one_is_written_at_a_time_and_the_next_save_waits(reference, world):
+    """With a slow disk nothing is lost, and training is never more than one checkpoint ahead."""
+    process = spawn("train", *WORDS, cwd=world, PPOCLI_FAULTS="save.before_manifest:sleep=1")
+    folder, most, ahead = world / "runs/r", 0, 0
+    while process.poll() is None:
+        there = names(folder)
+        saved = max((int(name[-6:]) for name in there if name.startswith("step-")), default=0)
+        most = max(most, sum(name.startswith(".staging") for name in there))
+        ahead = max(ahead, max((row["step"] for row in rows(folder)), default=0) - saved)
+        time.sleep(0.02)
+    out, err = process.communicate()
+    assert process.returncode == 0, out + err
+    assert (most, ahead) == (1, 2)
+    assert_equal_runs(reference, folder)
+
+
+def test_a_stop_while_one_is_written_waits_saves_and_goes_on_exactly(reference, world):
+    process = while_writing(world, 3)
+    os.kill(process.pid, signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    folder = world / "runs/r"
+    assert process.returncode == 143, out + err
+    assert "; saved step 2" in err
+    assert {name for name in names(folder) if name[0] not in "lb"} == {
+        "step-000001", "step-000002"}
+    resumed(folder)
+    assert_equal_runs(reference, folder)
+
+
+def test_a_second_stop_does_not_wait_for_the_writing(command, reference, world):
+    process = while_writing(world, 120)
+    os.kill(process.pid, signal.SIGINT)
+    time.sleep(1)
+    assert process.poll() is None
+    os.kill(process.pid, signal.SIGINT)
+    process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert "step-000001" not in names(world / "runs/r")
+    assert command(*words("run_name=r", "resume=auto", stateful=True)).code == 0
+    assert_equal_runs(reference, world / "runs/r")
+
+
+def test_kill9_while_one_is_written_and_training_goes_on(command, reference, world):
+    process = while_writing(world, 120)
+    process.kill()
+    process.communicate()
+    ended = command(*words("run_name=r", "resume=auto", stateful=True))
+    assert ended.code == 0, ended.said
+    assert "skipped .staging-000001-" in ended.said
+    assert_equal_runs(reference, world / "runs/r")
+
+
+def test_a_full_disk_is_told_one_step_later_with_the_same_exit_code(
+        command, inject, reference, world):
+    inject("save.open@22+:enospc")
+    ended = command(*WORDS)
+    folder = world / "runs/r"
+    assert ended.code == 6, ended.said
+    assert "Disk full writing step 2 (needs " in ended.err
+    assert "Kept step 1." in ended.err
+    assert "Traceback" not in ended.said
+    assert len(rows(folder)) == 4  # the third step had begun
+    assert json.loads((folder / "summary.json").read_text())["status"] == "failed"
+    assert {name for name in names(folder) if name[0] not in "lb"} == {"step-000001"}
+    inject("")
+    resumed(folder)
+    assert_equal_runs(reference, folder)
+
+
+def test_a_policy_that_diverges_names_the_checkpoint_that_was_being_written(
+        command, inject, world):
+    inject("save.before_rename@2:sleep=2,optimize.minibatch@9+:nan")
+    ended = command(*words("run_name=r", "checkpoint.background=always"))
+    assert ended.code == 4, ended.said
+    assert "last healthy: step 2 in " in ended.err
+
+
+def test_a_bug_in_the_thread_ends_the_run_with_its_traceback(world):
+    process = spawn("train", *WORDS, cwd=world, PPOCLI_FAULTS="save.before_manifest@2:raise")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 1, out + err
+    assert "injected fault at save.before_manifest" in err
+    assert "step-000001" in names(world / "runs/r")
+    assert not [name for name in names(world / "runs/r") if name.startswith(".")]

@@ -1,0 +1,209 @@
+"""What is written from a copy while training goes on: the same bytes, one at a time, errors told."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_samples import tree
+from helpers import save_lm
+from sessions import fresh_state, rollout_of, session_of, small_config
+
+from ppocli.engine import generators, saving
+from ppocli.engine.contents import (
+    HostCopies,
+    contents_of,
+    copied_bytes,
+    save_tensors,
+    write_contents,
+)
+from ppocli.engine.experience import to_experience, update_moments
+from ppocli.engine.optimize import optimize
+from ppocli.engine.persist import write_checkpoint
+from ppocli.engine.saving import Saving
+from ppocli.engine.session import Session
+from ppocli.engine.stop import StopFlag
+from ppocli.errors import DiskError
+from ppocli.estimate.estimate import estimate
+from ppocli.estimate.outline import outline
+from ppocli.estimate.parts import pinned_bytes
+
+
+def train(session: Session, step: int) -> None:
+    rollout = rollout_of(session, start=16 * step)
+    state = update_moments(fresh_state(session), rollout, session.cfg)
+    optimize(session, to_experience(rollout, state, session.cfg), state, StopFlag())
+
+
+def written(session: Session, folder: Path) -> dict[str, bytes]:
+    """What a synchronous save puts into a checkpoint."""
+    folder.mkdir()
+    write_checkpoint(session, folder, generators.capture(session.backend.device))
+    return tree(folder)
+
+
+KINDS = [
+    ("gpt2", {}), ("llama", {"model__num_layers_unfrozen": 1}), ("t5", {}), ("bart", {}),
+    ("gpt2", {"model__value__kind": "branch", "model__value__num_layers_unfrozen": 1}),
+    ("t5", {"model__value__kind": "model"}),
+    ("llama", {"model__peft": {"type": "lora", "r": 4}}),
+    ("llama", {"model__peft": {"type": "prefix", "num_virtual_tokens": 3}}),
+    ("gpt2", {"model__peft": {"type": "prompt", "num_virtual_tokens": 3}}),
+    ("gpt2", {"ppo__optimizer__name": "adafactor", "ppo__value_optimizer__name": "sgd"}),
+    ("gpt2", {"ppo__advantage": "grpo", "ppo__n": 2, "hardware__precision": "bf16"})]
+
+
+@pytest.mark.parametrize(("kind", "keys"), KINDS)
+def test_a_copy_written_after_more_training_is_the_synchronous_save(kind, keys, tmp_path):
+    save_lm(tmp_path / "lm", kind)
+    cfg = small_config(tmp_path, hardware__num_threads=1, **keys)
+    with session_of(cfg) as session:
+        train(session, 0)
+        contents = contents_of(session, generators.capture(session.backend.device))
+        size = copied_bytes(contents)
+        copy = HostCopies().copy(session, contents, tmp_path)
+        expected = written(session, tmp_path / "expected")
+        train(session, 1)
+        assert written(session, tmp_path / "later") != expected
+        (tmp_path / "found").mkdir()
+        write_contents(session, copy, tmp_path / "found")
+    assert tree(tmp_path / "found") == expected
+    assert not list(tmp_path.glob(".tmp*"))
+    told = estimate(cfg, outline(cfg), prompt_tokens=8, cuda=False, ranks=1, ranks_on_host=1)
+    line, = (line for line in told.lines if line.name == "copy of a checkpoint")
+    # counts of steps, a buffer of BART's, and the words that virtual tokens are made of, apart
+    assert line.device == told.spared <= size
+    assert size == pytest.approx(line.device, rel=0.03)
+
+
+def test_the_memory_of_a_copy_is_taken_once(tmp_path):
+    with session_of(small_config(tmp_path)) as session:
+        train(session, 0)
+        copies, state = HostCopies(), generators.capture(session.backend.device)
+        assert not copies.held
+        first = copies.copy(session, contents_of(session, state), tmp_path)
+        places = {name: tensor.data_ptr() for name, tensor in first.slots.items()}
+        before = first.slots["value_head.outer.weight/exp_avg"].clone()
+        train(session, 1)
+        second = copies.copy(session, contents_of(session, state), tmp_path)
+    assert {name: tensor.data_ptr() for name, tensor in second.slots.items()} == places
+    assert not torch.equal(second.slots["value_head.outer.weight/exp_avg"], before)
+    # the head is tied to the embedding: one copy of both, as transformers wants it
+    tied = [second.policy[f"{name}.weight"].data_ptr() for name in ("lm_head", "transformer.wte")]
+    assert tied[0] == tied[1]
+
+
+def test_tensors_in_the_same_memory_are_written_one_by_one(tmp_path):
+    from safetensors.torch import load_file
+
+    base = torch.arange(12.0).view(3, 4)
+    save_tensors({"whole": base, "row": base[1], "turned": base.t()}, tmp_path / "x.safetensors")
+    found = load_file(tmp_path / "x.safetensors")
+    assert torch.equal(found["row"], torch.tensor([4.0, 5, 6, 7]))
+    assert torch.equal(found["turned"], base.t())
+
+
+def test_pinned_memory_is_a_power_of_two():
+    assert [pinned_bytes(n) for n in (0, 1, 4096, 4097, 3 * 2**20)] == [0, 1, 4096, 8192, 4 * 2**20]
+
+
+def copy_of(session: Session, folder: Path, found: Saving | None = None):
+    state = generators.capture(session.backend.device)
+    return (found or Saving()).copy(session, state, folder / "checkpoints")
+
+
+def test_a_copy_is_made_where_there_is_room_and_a_second_core(tmp_path, monkeypatch, caplog):
+    with session_of(small_config(tmp_path)) as session, caplog.at_level(logging.INFO, "ppocli"):
+        wanted = session.cfg.checkpoint
+        monkeypatch.setattr(saving, "usable_cores", lambda: 2)
+        assert copy_of(session, tmp_path) is not None
+        wanted.background = "never"
+        assert copy_of(session, tmp_path) is None
+        wanted.background = "auto"
+        monkeypatch.setattr(saving, "usable_cores", lambda: 1)
+        assert copy_of(session, tmp_path) is None
+        wanted.background = "always"
+        assert copy_of(session, tmp_path) is not None
+        assert not caplog.records
+
+
+@pytest.mark.parametrize(("wanted", "why"), [("auto", "it takes 4096 GiB, a step "),
+                                             ("always", "there was no memory for it")])
+def test_without_memory_for_a_copy_training_stops_and_the_log_says_so_once(
+        wanted, why, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(saving, "usable_cores", lambda: 2)
+    cfg = small_config(tmp_path, checkpoint__background=wanted)
+    with session_of(cfg) as session, caplog.at_level(logging.INFO, "ppocli"):
+        caplog.clear()
+        # a buffer of 4 TiB that takes four bytes, until it is copied
+        session.policy.lm.register_buffer("huge", torch.zeros(1).expand(2**40))
+        found = Saving()
+        for _ in range(2):
+            assert copy_of(session, tmp_path, found) is None
+    said, = [record.getMessage() for record in caplog.records]
+    assert said.startswith("Training stops while a checkpoint is written, for want of a copy: ")
+    assert why in said
+
+
+def test_small_files_that_can_not_be_put_down_leave_it_to_the_synchronous_save(tmp_path):
+    with session_of(small_config(tmp_path, checkpoint__background="always")) as session:
+        with pytest.raises(OSError, match="no such place"):
+            HostCopies().copy(session, contents_of(session, generators.capture(
+                session.backend.device)), tmp_path / "no such place")
+        (tmp_path / "checkpoints").write_text("a file")
+        assert copy_of(session, tmp_path) is None
+
+
+def refuse() -> None:
+    raise DiskError("Disk full writing step 2.", where="checkpoints", fix="free some space")
+
+
+def test_what_goes_wrong_in_the_thread_is_raised_where_it_is_met():
+    found, go_on = Saving(), threading.Event()
+
+    def late() -> None:
+        go_on.wait()
+        refuse()
+
+    found.begin(late)
+    found.meet()  # still under way
+    go_on.set()
+    with pytest.raises(DiskError, match="step 2"):
+        found.wait()
+    found.wait()  # once
+    found.meet()
+
+
+def test_a_run_that_ends_waits_and_only_tells(caplog):
+    found, ended = Saving(), threading.Event()
+
+    def slow() -> None:
+        ended.wait(0.2)
+        ended.set()
+        refuse()
+
+    found.begin(slow)
+    with caplog.at_level(logging.ERROR, "ppocli"):
+        found.settle()
+    assert ended.is_set()
+    assert "Disk full writing step 2." in caplog.text
+
+
+def test_a_bug_in_the_thread_stays_one():
+    found = Saving()
+    found.begin(lambda: [][0])
+    with pytest.raises(IndexError):
+        found.wait()
+
+
+def test_the_thread_gets_no_signals_that_the_main_thread_waits_for():
+    import signal
+
+    found, blocked = Saving(), []
+    found.begin(lambda: blocked.extend(signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+    found.wait()
+    assert {signal.SIGINT, signal.SIGTERM, signal.SIGHUP} <= set(blocked)
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
