@@ -353,6 +353,11 @@ def _hardware(config: TrainConfig, handed_in: frozenset[str]) -> Found:
     if hardware.node_rank >= hardware.num_nodes:
         yield (("hardware.node_rank", "hardware.num_nodes"),
                f"node_rank {hardware.node_rank} must be below num_nodes {hardware.num_nodes}")
+    if config.checkpoint.background == "always" and (
+            hardware.zero_stage > 0 or hardware.num_processes * hardware.num_nodes > 1):
+        yield (("checkpoint.background", "hardware.num_processes", "hardware.zero_stage"),
+               "several processes, or ZeRO, stop while a checkpoint is written: set "
+               "checkpoint.background=auto")
     if hardware.num_nodes > 1 and config.run_name is None and "run_name" not in handed_in:
         yield (("hardware.num_nodes", "run_name"), "all nodes write into one run folder: give it a "
                "name with run_name=NAME")

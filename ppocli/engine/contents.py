@@ -46,6 +46,8 @@ class Contents:
     slots: Tensors
     """optimizer state by ``NAME/slot``"""
     generators: Generators
+    frozen: frozenset[int]
+    """addresses of weights that don't train: a copy can share them"""
     described: dict[str, bytes] | None = None
     """the small files of ``policy/`` by name; None: as the session describes itself when it is
     written"""
@@ -69,7 +71,8 @@ def contents_of(session: Session, state: Generators) -> Contents:
         modules={name: module.state_dict() for name, module in
                  {**value_modules(policy), **prompt_encoders(policy)}.items()},
         slots=optimizer_slots(named_trainable(policy), session.optimizer, 0, Ranks()),
-        generators=state)
+        generators=state,
+        frozen=frozenset(p.data_ptr() for p in policy.parameters() if not p.requires_grad))
 
 
 def value_modules(policy: Policy) -> dict[str, torch.nn.Module]:
@@ -189,28 +192,32 @@ class HostCopies:
         with TemporaryDirectory(dir=scratch, prefix=TEMPORARY_PREFIX) as place:
             describe_policy(session, Path(place))
             described = {name: Path(place, name).read_bytes() for name in walk_files(Path(place))}
-        groups = {group: self._copied(group, tensors) for group, tensors in contents.groups.items()}
+        groups = {group: self._copied(group, tensors, contents.frozen)
+                  for group, tensors in contents.groups.items()}
         if session.backend.device.type == "cuda":
             torch.cuda.synchronize(session.backend.device)
         return replace(contents, policy=groups.pop(POLICY), slots=groups.pop(OPTIMIZER),
                        modules=groups, described=described)
 
-    def _copied(self, group: str, tensors: Tensors) -> Tensors:
+    def _copied(self, group: str, tensors: Tensors, frozen: frozenset[int]) -> Tensors:
         """Copies, of what is tied one, as transformers expects of tied weights."""
         found: Tensors = {}
         made: dict[tuple[Any, ...], torch.Tensor] = {}
         for name, tensor in tensors.items():
             if (same := _identity(tensor)) not in made:
-                made[same] = self._room(group, name, tensor).copy_(tensor, non_blocking=True)
+                made[same] = self._copy_of((group, name), tensor, tensor.data_ptr() in frozen)
             found[name] = made[same]
         return found
 
-    def _room(self, group: str, name: str, like: torch.Tensor) -> torch.Tensor:
-        held = self._held.get((group, name))
-        if held is None or held.shape != like.shape or held.dtype != like.dtype:
-            held = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
-            self._held[group, name] = held
-        return held
+    def _copy_of(self, key: tuple[str, str], tensor: torch.Tensor, frozen: bool) -> torch.Tensor:
+        if frozen and not tensor.is_cuda:
+            return tensor
+        held = self._held.get(key)
+        if held is not None and held.shape == tensor.shape and held.dtype == tensor.dtype:
+            return held if frozen else held.copy_(tensor, non_blocking=True)
+        held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        self._held[key] = held
+        return held.copy_(tensor, non_blocking=True)
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -222,4 +229,5 @@ def copied_bytes(contents: Contents) -> int:
     """Host memory that :class:`HostCopies` takes for them."""
     return sum(pinned_bytes(tensor.nbytes) if tensor.is_cuda else tensor.nbytes
                for tensors in contents.groups.values()
-               for tensor in {_identity(one): one for one in tensors.values()}.values())
+               for tensor in {_identity(one): one for one in tensors.values()}.values()
+               if tensor.is_cuda or tensor.data_ptr() not in contents.frozen)

@@ -132,7 +132,8 @@ def needs(found: Estimate, room: Room) -> list[tuple[int, int, str]]:
     if room.host is not None:
         many = found.layout.ranks_on_host
         of = "" if many == 1 else f" for {many} processes"
-        asked.append((max(sums.host - found.spared, sums.loading), room.host, f"{room.name} memory{of}"
+        needed = max(sums.host - found.spared, sums.loading)
+        asked.append((needed, room.host, f"{room.name} memory{of}"
                       if room.name == GIVEN else f"this machine's memory{of}"))
     return asked
 

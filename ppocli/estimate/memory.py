@@ -241,8 +241,9 @@ def _checkpoint_copy(cfg: TrainConfig, own: Iterable[Part], layout: Layout) -> I
     """What is written while training goes on (:mod:`ppocli.engine.saving`)."""
     if cfg.checkpoint.background == "never" or layout.ranks > 1 or cfg.hardware.zero_stage:
         return
-    yield _kept(CHECKPOINT_COPY, sum(p.pinned if layout.cuda else p.saved for p in own),
-                layout.cuda)
+    # where they compute on the host, weights that don't train are shared with their copy
+    yield _kept(CHECKPOINT_COPY, sum(p.pinned if layout.cuda else 4 * p.trained + p.state
+                                     for p in own), layout.cuda)
 
 
 def spared(cfg: TrainConfig, lines: Iterable[Line]) -> int:

@@ -1,4 +1,4 @@
-"""A checkpoint that is being written while training goes on: stops, kills, errors, one at a time."""
+"""A checkpoint that is written while training goes on: stops, kills, errors, one at a time."""
 
 from __future__ import annotations
 

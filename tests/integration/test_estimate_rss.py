@@ -8,7 +8,9 @@ import pytest
 from helpers import save_lm, write_prompts
 from sessions import fresh_state, rollout_of, session_of, small_config
 
+from ppocli.engine.contents import HostCopies, contents_of
 from ppocli.engine.experience import to_experience, update_moments
+from ppocli.engine.generators import capture
 from ppocli.engine.live import resident_mib
 from ppocli.engine.optimize import optimize
 from ppocli.engine.stop import StopFlag
@@ -40,8 +42,15 @@ def test_updates_of_a_real_training_take_what_was_told(tmp_path):
         rollout = rollout_of(session)
         assert int(rollout.response_mask.sum()) == 8 * 120  # nothing ended early
         state = update_moments(fresh_state(session), rollout, cfg)
-        with open(PEAK, "w", encoding="utf-8") as forget:
-            forget.write("5")
-        optimize(session, to_experience(rollout, state, cfg), state, StopFlag())
-        grown = peak_mib() - before
-    assert found.sums.update / 2**20 == pytest.approx(grown, rel=0.15)
+        grown = []
+        for copies in (None, HostCopies()):
+            if copies is not None:  # of a checkpoint that is written during the updates
+                copies.copy(session, contents_of(session, capture(session.backend.device)),
+                            tmp_path)
+            with open(PEAK, "w", encoding="utf-8") as forget:
+                forget.write("5")
+            optimize(session, to_experience(rollout, state, cfg), state, StopFlag())
+            grown.append(peak_mib() - before)
+    told = found.sums.update / 2**20
+    assert told == pytest.approx(grown[1], rel=0.15)
+    assert told - found.spared / 2**20 == pytest.approx(grown[0], rel=0.15)

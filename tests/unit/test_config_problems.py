@@ -112,6 +112,8 @@ def test_each_problem_is_named(values, text):
      "adafactor has no eps: leave it at 1e-08"),
     ({"ppo__optimizer__momentum": 0.9}, "adamw has no momentum: leave it at 0.0"),
     ({"ppo__optimizer__name": "adafactor", "hardware__zero_stage": 2}, "ZeRO shards its state"),
+    ({"checkpoint__background": "always", "hardware__num_processes": 2},
+     "stop while a checkpoint is written"),
     ({"ppo__optimizer__name": "adamw_8bit", "hardware__zero_stage": 1}, "ZeRO shards its state"),
 ])
 def test_each_contradiction_of_the_algorithm_is_named(values, text):

@@ -1,4 +1,4 @@
-"""What is written from a copy while training goes on: the same bytes, one at a time, errors told."""
+"""What is written from a copy while training goes on: the same bytes, and errors are told."""
 
 from __future__ import annotations
 
@@ -96,6 +96,17 @@ def test_the_memory_of_a_copy_is_taken_once(tmp_path):
     assert tied[0] == tied[1]
 
 
+def test_weights_that_do_not_train_are_shared(tmp_path):
+    save_lm(tmp_path / "lm", "llama")
+    with session_of(small_config(tmp_path, model__num_layers_unfrozen=1)) as session:
+        copy = copy_of(session, tmp_path, wanted="always")
+        trains = {name: p.requires_grad for name, p in session.policy.lm.named_parameters()}
+        live = session.policy.lm.state_dict()
+    assert len(set(trains.values())) == 2
+    for name, yes in trains.items():
+        assert (copy.policy[name].data_ptr() != live[name].data_ptr()) == yes, name
+
+
 def test_tensors_in_the_same_memory_are_written_one_by_one(tmp_path):
     from safetensors.torch import load_file
 
@@ -110,23 +121,20 @@ def test_pinned_memory_is_a_power_of_two():
     assert [pinned_bytes(n) for n in (0, 1, 4096, 4097, 3 * 2**20)] == [0, 1, 4096, 8192, 4 * 2**20]
 
 
-def copy_of(session: Session, folder: Path, found: Saving | None = None):
+def copy_of(session: Session, folder: Path, found: Saving | None = None, wanted: str = ""):
+    session.cfg.checkpoint.background = wanted or session.cfg.checkpoint.background
     state = generators.capture(session.backend.device)
     return (found or Saving()).copy(session, state, folder / "checkpoints")
 
 
 def test_a_copy_is_made_where_there_is_room_and_a_second_core(tmp_path, monkeypatch, caplog):
     with session_of(small_config(tmp_path)) as session, caplog.at_level(logging.INFO, "ppocli"):
-        wanted = session.cfg.checkpoint
         monkeypatch.setattr(saving, "usable_cores", lambda: 2)
-        assert copy_of(session, tmp_path) is not None
-        wanted.background = "never"
-        assert copy_of(session, tmp_path) is None
-        wanted.background = "auto"
+        assert copy_of(session, tmp_path, wanted="auto") is not None
+        assert copy_of(session, tmp_path, wanted="never") is None
         monkeypatch.setattr(saving, "usable_cores", lambda: 1)
-        assert copy_of(session, tmp_path) is None
-        wanted.background = "always"
-        assert copy_of(session, tmp_path) is not None
+        assert copy_of(session, tmp_path, wanted="auto") is None
+        assert copy_of(session, tmp_path, wanted="always") is not None
         assert not caplog.records
 
 
@@ -194,8 +202,8 @@ def test_a_run_that_ends_waits_and_only_tells(caplog):
 
 def test_a_bug_in_the_thread_stays_one():
     found = Saving()
-    found.begin(lambda: [][0])
-    with pytest.raises(IndexError):
+    found.begin(lambda: [].remove("missing"))
+    with pytest.raises(ValueError, match="not in list"):
         found.wait()
 
 

@@ -1,0 +1,51 @@
+"""What is copied from a GPU for a checkpoint: pinned, whole, and as told."""
+
+import pytest
+from sessions import fresh_state, rollout_of, session_of, small_config
+
+from ppocli.engine.contents import HostCopies, contents_of, copied_bytes, write_contents
+from ppocli.engine.experience import to_experience, update_moments
+from ppocli.engine.generators import capture
+from ppocli.engine.optimize import optimize
+from ppocli.engine.persist import write_checkpoint
+from ppocli.engine.stop import StopFlag
+from ppocli.estimate.estimate import estimate
+from ppocli.estimate.outline import outline
+
+pytestmark = pytest.mark.gpu
+
+
+def tree(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes()
+            for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("unfrozen", [-1, 1])
+def test_a_copy_written_after_more_training_is_the_synchronous_save(tmp_path, unfrozen):
+    cfg = small_config(tmp_path, hardware__device="cuda", model__num_layers_unfrozen=unfrozen)
+    with session_of(cfg) as session:
+        def train(start: int) -> None:
+            rollout = rollout_of(session, start=start)
+            state = update_moments(fresh_state(session), rollout, cfg)
+            optimize(session, to_experience(rollout, state, cfg), state, StopFlag())
+
+        copies, (once, expected, found) = HostCopies(), (
+            tmp_path / name for name in ("once", "expected", "found"))
+        for folder in (once, expected, found):
+            folder.mkdir()
+        train(0)
+        contents = contents_of(session, capture(session.backend.device))
+        size = copied_bytes(contents)
+        write_contents(session, copies.copy(session, contents, tmp_path), once)
+        train(16)
+        state = capture(session.backend.device)
+        copy = copies.copy(session, contents_of(session, state), tmp_path)
+        assert all(t.is_pinned() for tensors in copy.groups.values() for t in tensors.values())
+        write_checkpoint(session, expected, state)
+        train(32)
+        write_contents(session, copy, found)
+    assert tree(found) == tree(expected) != tree(once)
+    told = estimate(cfg, outline(cfg), prompt_tokens=8, cuda=True, ranks=1, ranks_on_host=1)
+    line, = (line for line in told.lines if line.name == "copy of a checkpoint")
+    assert line.device == 0
+    assert size == pytest.approx(line.host, rel=0.03)  # counts of steps apart
