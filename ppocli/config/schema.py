@@ -200,7 +200,7 @@ class CheckpointConfig:
     metric: str = key("reward_mean", "evaluation figure that 'best' maximises: reward_mean, or "
                       "metrics/NAME of metric_fn")
     background: str = key("auto", "write checkpoints while training goes on, from a copy in host "
-                          "memory: where there is room for it and a second core, always, or never",
+                          "memory: where there is room for it, always, or never",
                           choices=("auto", "always", "never"))
 
 

@@ -17,7 +17,6 @@ from threading import Thread
 
 from ppocli.engine.atomic import make_dirs
 from ppocli.engine.contents import Contents, HostCopies, contents_of, copied_bytes
-from ppocli.engine.environment import usable_cores
 from ppocli.engine.generators import Generators
 from ppocli.engine.live import resident_mib
 from ppocli.engine.ranks import is_out_of_memory
@@ -97,8 +96,7 @@ class Saving:
         if wanted == "never" or backend.ranks.world > 1 or backend.zero_stage > 0:
             return None
         contents = contents_of(session, state)
-        if wanted == "auto" and not self._copies.held and (
-                usable_cores() == 1 or not self._fits(copied_bytes(contents))):
+        if wanted == "auto" and not self._copies.held and not self._fits(copied_bytes(contents)):
             return None
         try:
             make_dirs(folder)

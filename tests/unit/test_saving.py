@@ -127,22 +127,26 @@ def copy_of(session: Session, folder: Path, found: Saving | None = None, wanted:
     return (found or Saving()).copy(session, state, folder / "checkpoints")
 
 
-def test_a_copy_is_made_where_there_is_room_and_a_second_core(tmp_path, monkeypatch, caplog):
+def test_a_copy_is_made_where_there_is_room(tmp_path, monkeypatch, caplog):
     with session_of(small_config(tmp_path)) as session, caplog.at_level(logging.INFO, "ppocli"):
-        monkeypatch.setattr(saving, "usable_cores", lambda: 2)
+        caplog.clear()
         assert copy_of(session, tmp_path, wanted="auto") is not None
         assert copy_of(session, tmp_path, wanted="never") is None
-        monkeypatch.setattr(saving, "usable_cores", lambda: 1)
-        assert copy_of(session, tmp_path, wanted="auto") is None
-        assert copy_of(session, tmp_path, wanted="always") is not None
         assert not caplog.records
+        # as much as a step is seen to take beside is not enough
+        monkeypatch.setattr(saving, "host_room", saving._regrowth)
+        assert copy_of(session, tmp_path, wanted="auto") is None
+        assert "for want of a copy: it takes " in caplog.text
+        assert copy_of(session, tmp_path, wanted="always") is not None
+        held = Saving()
+        assert copy_of(session, tmp_path, held, wanted="always") is not None
+        assert copy_of(session, tmp_path, held, wanted="auto") is not None  # it has it already
 
 
 @pytest.mark.parametrize(("wanted", "why"), [("auto", "it takes 4096 GiB, a step "),
                                              ("always", "there was no memory for it")])
 def test_without_memory_for_a_copy_training_stops_and_the_log_says_so_once(
-        wanted, why, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(saving, "usable_cores", lambda: 2)
+        wanted, why, tmp_path, caplog):
     cfg = small_config(tmp_path, checkpoint__background=wanted)
     with session_of(cfg) as session, caplog.at_level(logging.INFO, "ppocli"):
         caplog.clear()
