@@ -4,6 +4,7 @@ checked: a tokenizer without vocabulary, missing weights, ids beyond the embeddi
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -129,6 +130,7 @@ def load_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32,
                          where=key, fix="check the folder's config.json and "
                          "model.safetensors, or give another one") from error
     check_complete(info, type(lm).__name__, cfg.path, key)
+    _check_cache(lm, cfg.path, key)
     made = _ready(cfg, lm, config, copy.deepcopy(lm.generation_config) or GenerationConfig())
     _check_linear_head(lm, cfg.path, key)
     return made
@@ -257,6 +259,16 @@ def _load_on_base(cfg: ModelConfig, folder: Path, dtype: torch.dtype) -> LoadedL
                               "on: its weights have changed.", where=str(folder / BASE),
                               fix="put the model back, or name it there as it is called now")
     return replace(loaded, adapter=load_adapter(loaded.lm, folder, base))
+
+
+def _check_cache(lm: Any, name: str, key: str) -> None:
+    """Decoding hands every step the keys and values of those before. A model that takes no such
+    cache would take every token for the first."""
+    trunk = lm.get_decoder() if has_encoder(lm) else lm.base_model
+    if "past_key_values" not in inspect.signature(trunk.forward).parameters:
+        raise InputError(f"{type(lm).__name__} ({name}) keeps no keys and values (past_key_values) "
+                         "from token to token; ppocli can't decode with it.", where=key,
+                         fix="use a language model with attention in every layer")
 
 
 @torch.no_grad()
