@@ -67,16 +67,17 @@ CASES = {
     # in fp32 decoding has given the policy's logprobs and values: only the reference is asked
     "all layers": Case({}, scored=LAYERS, trained=LAYERS, embedding_grads=True,
                        head_grads=dict.fromkeys(KINDS, True)),
-    "top layer": Case({"model__num_layers_unfrozen": 1}, scored=LAYERS, trained=1,
+    # frozen layers ran in decoding, for all passes after it
+    "top layer": Case({"model__num_layers_unfrozen": 1}, scored=1, trained=1, run=1,
                       head_grads=UNTIED),
     "all layers in bf16": Case(
         {"hardware__precision": "bf16"}, scored=2 * LAYERS, trained=LAYERS, scoring_passes=2,
         scoring_heads=2, scoring_values=1, embedding_grads=True,
         head_grads=dict.fromkeys(KINDS, True)),
-    # the reference goes on from where the policy's frozen layers end
+    # the reference, and updates, go on from where the policy's frozen layers end
     "top layer in bf16": Case(
         {"hardware__precision": "bf16", "model__num_layers_unfrozen": 1}, scored=LAYERS + 1,
-        trained=1, scoring_passes=2, scoring_heads=2, scoring_values=1, head_grads=UNTIED),
+        trained=1, run=1, scoring_passes=2, scoring_heads=2, scoring_values=1, head_grads=UNTIED),
     "adapters": Case({"model__peft": {"type": "lora", "r": 4, "lora_alpha": 8}}, scored=LAYERS,
                      trained=LAYERS, weight_grads=False),
     # the reference and the critic; not the policy
