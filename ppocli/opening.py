@@ -25,6 +25,9 @@ from ppocli.engine.stop import StopFlag
 from ppocli.errors import CheckpointError
 from ppocli.runs.resumed import RUN_FILE, accept_settings
 
+_PRODUCTS = "linear_layers"
+"""key of env.json"""
+
 
 def quiet_libraries() -> None:
     """Let transformers say no more than errors."""
@@ -64,7 +67,8 @@ def open_run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects, backen
     if ranks.first:
         keep_log()
         write_json_atomic(folder.path / ENV_FILE, {
-            "started": datetime.now(UTC).isoformat(timespec="seconds"), **describe()})
+            "started": datetime.now(UTC).isoformat(timespec="seconds"), **describe(),
+            _PRODUCTS: "oneDNN" if backend.onednn else "torch"})
         if cfg.hardware.zero_stage > 0:
             write_json_atomic(folder.path / DEEPSPEED_FILE, deepspeed_config(cfg, ranks.world))
     digest = hashlib.sha256(folder.config.read_bytes()).hexdigest()
@@ -79,6 +83,16 @@ def open_run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects, backen
                 run.saving.settle()
             finally:
                 close_engine(session)
+
+
+def noted_products(folder: RunFolder) -> bool | None:
+    """Whether linear layers of a run that goes on multiplied through oneDNN; None where nothing
+    says so."""
+    try:
+        noted = json.loads((folder.path / ENV_FILE).read_text(encoding="utf-8"))[_PRODUCTS]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return bool(noted == "oneDNN")
 
 
 def _run_id(folder: RunFolder) -> str:

@@ -55,7 +55,7 @@ from ppocli.errors import (
     PpocliError,
     StoppedError,
 )
-from ppocli.opening import open_run, quiet_libraries
+from ppocli.opening import noted_products, open_run, quiet_libraries
 from ppocli.runs.resumed import accept_settings
 
 log = logging.getLogger("ppocli")
@@ -112,7 +112,7 @@ def _run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects, resume: bo
         stop.request(early)
     note_phase("meeting the other ranks")
     quiet_libraries()
-    with open_ranks(cfg) as backend:
+    with open_ranks(cfg, noted_products(folder) if resume else None) as backend:
         ranks = stop.ranks = backend.ranks
         if resume and (done := ranks.first_does(lambda: _already_finished(cfg, folder))):
             return done

@@ -78,7 +78,7 @@ def launched_world() -> int:
 
 
 @contextmanager
-def open_backend(hardware: HardwareConfig) -> Iterator[Backend]:
+def open_backend(hardware: HardwareConfig, noted: bool | None = None) -> Iterator[Backend]:
     """The accelerator of a command that works in one process, whatever its configuration says of
     several; its process-wide state is cleared again afterwards.
 
@@ -90,25 +90,28 @@ def open_backend(hardware: HardwareConfig) -> Iterator[Backend]:
     with _process_state(hardware) as use_cuda:
         accelerator = Accelerator(cpu=not use_cuda, mixed_precision=_mixed(hardware))
         yield Backend(accelerator, accelerator.device, hardware.precision, Ranks(),
-                      onednn=not use_cuda and choose_gemm(hardware))
+                      onednn=not use_cuda and choose_gemm(hardware, noted))
 
 
 @contextmanager
-def open_ranks(cfg: TrainConfig) -> Iterator[Backend]:
+def open_ranks(cfg: TrainConfig, noted: bool | None = None) -> Iterator[Backend]:
     """As :func:`open_backend`, for the training of ``cfg``, of which this process is one rank.
+
+    Args:
+        noted: as of :func:`ppocli.models.gemm.choose_gemm`.
 
     Raises:
         ConfigError: also if DeepSpeed's file contradicts the configuration.
     """
     if launched_world() == 1 and cfg.hardware.zero_stage == 0:
-        with open_backend(cfg.hardware) as backend:
+        with open_backend(cfg.hardware, noted) as backend:
             yield backend
         return
     with _process_state(cfg.hardware) as use_cuda:
         accelerator = _accelerator(cfg, use_cuda)
         ranks = _ranks(cfg.hardware)
         # what each of them measures may differ, their numbers should not
-        onednn = not use_cuda and ranks.broadcast(choose_gemm(cfg.hardware))
+        onednn = not use_cuda and ranks.broadcast(choose_gemm(cfg.hardware, noted))
         yield Backend(accelerator, accelerator.device, cfg.hardware.precision, ranks,
                       cfg.hardware.zero_stage, onednn)
 

@@ -208,11 +208,15 @@ def packed_weights(module: nn.Module, dtype: torch.dtype, *, most: int) -> Itera
             layer.packed = None
 
 
-def choose_gemm(hardware: HardwareConfig) -> bool:
+def choose_gemm(hardware: HardwareConfig, noted: bool | None = None) -> bool:
     """Whether linear layers on the CPU should multiply through oneDNN.
 
     ``hardware.gemm=auto`` takes it where it is exact and, measured now, faster. In bf16 torch takes
     it itself, and what is left to gain are weights packed for decoding.
+
+    Args:
+        noted: what ``auto`` came to when the run began: two measurements may differ, and the
+            roundings of a run that is resumed must not.
 
     Raises:
         ConfigError: ``onednn`` is wanted and torch has none, or not an exact one.
@@ -231,6 +235,8 @@ def choose_gemm(hardware: HardwareConfig) -> bool:
         return False
     if wanted == "onednn" or hardware.precision == "bf16":
         return True
+    if noted is not None:
+        return noted
     gain = _gain(torch.get_num_threads())
     log.info("linear layers: oneDNN is %.2f times as fast as torch's default here%s", gain,
              "" if gain >= GAIN else ", the default stays")
