@@ -58,11 +58,11 @@ def copy_reference(cfg: TrainConfig, backend: Backend, tokenizer: Any, policy: A
         check_companion(tokenizer, policy, lm, name=cfg.model.reference.path,
                         key="model.reference.path", trust_remote_code=cfg.model.trust_remote_code)
         _check_full_kl(cfg, policy, lm)
+    if backend.onednn:
+        route_linears(lm)
     if in_parts:
         return sharded_copy(cfg, lm)
     try:
-        if backend.onednn:
-            route_linears(lm)
         return CopyReference(lm if offload else lm.to(device), device, offload)
     except (RuntimeError, AssertionError) as error:  # torch's words for no such device
         raise ConfigError(f"The reference can't be put on {wanted.device}: {first_line(error)}",

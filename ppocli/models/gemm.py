@@ -231,14 +231,14 @@ def choose_gemm(hardware: HardwareConfig, noted: bool | None = None) -> bool:
         if wanted == "onednn":
             raise ConfigError(f"oneDNN can't be used for linear layers: {fault}.",
                               where="hardware.gemm", fix="set hardware.gemm=auto or default")
-        log.info("linear layers: torch's default products (%s)", fault)
+        log.debug("linear layers: torch's default products (%s)", fault)
         return False
     if wanted == "onednn" or hardware.precision == "bf16":
         return True
     if noted is not None:
         return noted
     gain = _gain(torch.get_num_threads())
-    log.info("linear layers: oneDNN is %.2f times as fast as torch's default here%s", gain,
+    log.debug("linear layers: oneDNN is %.2f times as fast as torch's default here%s", gain,
              "" if gain >= GAIN else ", the default stays")
     return gain >= GAIN
 
