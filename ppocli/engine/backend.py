@@ -111,9 +111,7 @@ def open_ranks(cfg: TrainConfig, noted: bool | None = None) -> Iterator[Backend]
         accelerator = _accelerator(cfg, use_cuda)
         ranks = _ranks(cfg.hardware)
         # what each of them measures may differ, their numbers should not
-        # nor those of a policy and a reference that are gathered in different ways (ZeRO 3)
-        onednn = not use_cuda and cfg.hardware.zero_stage < 3 and ranks.broadcast(
-            choose_gemm(cfg.hardware, noted))
+        onednn = not use_cuda and ranks.broadcast(choose_gemm(cfg.hardware, noted))
         yield Backend(accelerator, accelerator.device, cfg.hardware.precision, ranks,
                       cfg.hardware.zero_stage, onednn)
 

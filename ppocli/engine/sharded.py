@@ -13,6 +13,8 @@ from torch import nn
 
 from ppocli.engine.ranks import Ranks
 from ppocli.models.adapters import attach_again
+from ppocli.models.gemm import route_linears
+from ppocli.models.kernels import use_kernels
 from ppocli.models.layers import forget_casts, whole_shape
 from ppocli.models.loading import LoadedLM
 from ppocli.models.policy import Policy, build_value_head
@@ -195,11 +197,15 @@ class OneParameter(nn.Module):
 
 
 @contextmanager
-def gathered_policy(policy: Policy, loaded: LoadedLM) -> Iterator[Policy]:
+def gathered_policy(policy: Policy, loaded: LoadedLM, *, onednn: bool) -> Iterator[Policy]:
     """A second module over the same, whole, weights of a policy that is sharded by ZeRO 3.
 
     The hooks on the original release each layer's weights behind its forward pass; the copy has
-    none, so that decoding gathers once and not at every token. It holds no weights of its own.
+    none, so that decoding gathers once and not at every token. It holds no weights of its own, and
+    computes as the original does: a KL of the same weights has to be 0, to the last bit.
+
+    Args:
+        onednn: whether the original's linear layers multiply through oneDNN.
     """
     from accelerate import init_empty_weights
 
@@ -207,11 +213,15 @@ def gathered_policy(policy: Policy, loaded: LoadedLM) -> Iterator[Policy]:
         lm = type(loaded.lm)(loaded.lm.config)
         if loaded.adapter is not None:
             attach_again(lm, loaded.adapter)
+        if loaded.kernels:
+            use_kernels(lm)
         whole = Policy(lm, None if policy.value_head is None else build_value_head(lm, 0))
     with gathered(policy, 3):
         device = next(iter(policy.parameters())).device
         _adopt(whole, policy)
         whole.to(device)
+        if onednn:
+            route_linears(whole)
         whole.value_trunk = policy.value_trunk  # run as it is: nothing decodes with it
         whole.eval()
         yield whole

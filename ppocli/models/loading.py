@@ -44,6 +44,8 @@ class LoadedLM:
     """the token that the decoder of an encoder-decoder starts from; None for a causal LM"""
     adapter: Adapter | None = None
     """what trains on it in its place"""
+    kernels: bool = False
+    """whether it computes as :func:`ppocli.models.kernels.use_kernels` has it"""
 
 
 def load_tokenizer(cfg: ModelConfig) -> Any:
@@ -153,13 +155,14 @@ def check_complete(info: dict[str, Any], kind: str, name: str, key: str) -> None
 
 def _ready(cfg: ModelConfig, lm: Any, config: Any, generation_config: Any) -> LoadedLM:
     start = decoder_start(lm)
-    if cfg.attn_implementation is None:
+    kernels = cfg.attn_implementation is None
+    if kernels:
         use_kernels(lm)
     # the ids are checked by us; transformers' own padding check would synchronise at every call
     lm.config.pad_token_id = None
     lm.eval()
     silence_dropout(lm)
-    return LoadedLM(lm, config, generation_config, start)
+    return LoadedLM(lm, config, generation_config, start, kernels=kernels)
 
 
 def empty_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, key: str = "model.path"
