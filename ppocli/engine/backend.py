@@ -17,10 +17,6 @@ from ppocli.engine.ranks import Ranks
 from ppocli.errors import ConfigError
 from ppocli.models.gemm import choose_gemm, packed_weights
 
-PACKED_BYTES = 2 * 2**30
-"""most that a second copy of the weights, made for decoding, may take: what is free at the moment
-must not decide it, or a run would go on with other roundings"""
-
 
 @dataclass(frozen=True, slots=True)
 class Backend:
@@ -49,7 +45,7 @@ class Backend:
         if not self.onednn or in_parts:
             return nullcontext()
         dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
-        return packed_weights(lm, dtype, most=PACKED_BYTES)
+        return packed_weights(lm, dtype)
 
     def memory_mib(self) -> float | None:
         """What the device's allocator holds now, or on a CPU the process, in MiB; None where the

@@ -16,7 +16,8 @@ from ppocli.estimate.machine import GIVEN, Room, room_here
 from ppocli.estimate.memory import Layout, layout_of
 from ppocli.estimate.outline import outline
 from ppocli.estimate.parts import Part, parts_of
-from ppocli.models.head import CHUNK_BYTES
+from ppocli.models.gemm import PACKED_BYTES
+from ppocli.models.head import CHUNK_BYTES, KEPT_BYTES
 from ppocli.models.policy import Policy
 from ppocli.models.trunk import has_encoder
 from ppocli.models.unloaded import first_line
@@ -78,7 +79,8 @@ def bound(cfg: TrainConfig, policy: Policy, parts: tuple[Part, ...], layout: Lay
     """More bytes than a rank will take, found without running anything.
 
     A pass keeps, of each weight matrix, at most a few tensors as wide as its input and its output;
-    attention two matrices of probabilities a head; the head a few chunks of logits and gradients.
+    attention two matrices of probabilities a head; the head a few chunks of logits and gradients,
+    and all logits until the backward pass; decoding a copy of the weights.
     """
     own = sum(p.parameters for p in parts if p.sharded)
     frozen = sum(p.size for p in parts if not p.sharded)
@@ -94,9 +96,11 @@ def bound(cfg: TrainConfig, policy: Policy, parts: tuple[Part, ...], layout: Lay
     head = policy.lm.get_output_embeddings().weight
     rows = max(layout.rows, layout.decoded)
     passing = 4 * rows * tokens * (4 * widths + 2 * heads * tokens)
+    logits = 4 * layout.rows * cfg.generation.max_new_tokens * head.shape[0]
     # 28: weights, gradients and state are 16; 12: a copy of what a checkpoint holds
     return (40 * own + frozen + passing + 4 * rows * head.shape[0] * 8 + 8 * CHUNK_BYTES
-            + 12 * head.numel())
+            + min(logits, KEPT_BYTES) + 12 * head.numel()
+            + (0 if layout.cuda else min(4 * own, PACKED_BYTES)))
 
 
 def judge(cfg: TrainConfig, found: Estimate, room: Room, *, warn: bool = True) -> None:

@@ -34,6 +34,10 @@ from ppocli.estimate.trace import (
     training_pass,
     weightless,
 )
+from ppocli.models.attention import NAME
+from ppocli.models.gemm import packed_size
+from ppocli.models.head import CHUNK_BYTES
+from ppocli.models.loading import DTYPES
 from ppocli.models.policy import Policy
 from ppocli.models.sampling import SAMPLING_KEYS, SamplingSpec
 from ppocli.models.trunk import has_encoder
@@ -90,10 +94,12 @@ def _passes(cfg: TrainConfig, policy: Policy, layout: Layout, prompt_tokens: int
     head = policy.lm.get_output_embeddings().weight
     quantized = packed(cfg, policy.lm)
     largest = max((p.numel() for p in policy.parameters() if id(p) in quantized), default=0)
-    beside = _beside(cfg, policy, layout, prompt_tokens)
     hidden = _hidden(cfg, policy, layout, prompt_tokens)
     heads = 4 * sum(p.numel() for module in (policy.lm.get_output_embeddings(), policy.value_head)
                     if module is not None for p in module.parameters())
+    laid_out = _laid_out(cfg, policy, layout)
+    if layout.cuda:
+        _attend_as_on_cuda(policy)
     unknown: list[Unknown] = []
 
     def run(name: str, work: Callable[[], Found], nothing: Found) -> Found:
@@ -112,7 +118,7 @@ def _passes(cfg: TrainConfig, policy: Policy, layout: Layout, prompt_tokens: int
             TrainingPass(0, 0, 0))
         policy.eval()
         copied = 2 * head.numel() if (  # decoding keeps a copy of the head's weight
-            bf16 and head.requires_grad and cfg.hardware.zero_stage < 3) else 0
+            bf16 and head.requires_grad and cfg.hardware.zero_stage < 3 and not laid_out) else 0
         decoding = run("keys and values", lambda: decoding_pass(
             policy, _sampling(cfg.generation), replace(sizes, rows=layout.decoded)),
             DecodingPass(0, 0))
@@ -121,16 +127,34 @@ def _passes(cfg: TrainConfig, policy: Policy, layout: Layout, prompt_tokens: int
     if quantized:  # a weight in 16 bits while its layer is run
         training = replace(training, forward=training.forward + 2 * largest,
                            backward=training.backward + 2 * largest)
-        beside, scoring = beside + 2 * largest, scoring + 2 * largest
-    decoding = replace(decoding, working=decoding.working + beside + copied)
-    return Passes(training, decoding, scoring, hidden, heads), unknown
+        copied, scoring = copied + 2 * largest, scoring + 2 * largest
+    if _onednn(cfg, layout) and head.requires_grad:  # it copies an operand of that gradient
+        training = replace(training, backward=training.backward + min(
+            CHUNK_BYTES, 4 * sizes.rows * new * head.shape[0]))
+    decoding = replace(decoding, working=decoding.working + copied)
+    return Passes(training, decoding, scoring, hidden, heads, laid_out), unknown
 
 
-def _beside(cfg: TrainConfig, policy: Policy, layout: Layout, prompt_tokens: int) -> int:
-    """Prompts of unlike lengths need a mask, a byte a pair of tokens."""
-    if has_encoder(policy.lm) or prompt_tokens < 2:
+def _onednn(cfg: TrainConfig, layout: Layout) -> bool:
+    """Whether linear layers may multiply through oneDNN (``auto`` measures that first)."""
+    return not layout.cuda and cfg.hardware.gemm != "default"
+
+
+def _laid_out(cfg: TrainConfig, policy: Policy, layout: Layout) -> int:
+    """Bytes of the weights that decoding reads from a copy
+    (:meth:`ppocli.engine.backend.Backend.decoding`)."""
+    if not _onednn(cfg, layout) or not whole_while_acting(cfg):
         return 0
-    return layout.decoded * prompt_tokens**2
+    return packed_size(policy.lm, DTYPES[cfg.hardware.precision])
+
+
+def _attend_as_on_cuda(policy: Policy) -> None:
+    """Where a GPU computes, ppocli's attention leaves rows that fill a grid to transformers' own;
+    the outline's tensors say that they are on a CPU."""
+    for module in policy.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "_attn_implementation", None) == NAME:
+            config._attn_implementation = "sdpa"
 
 
 def _hidden(cfg: TrainConfig, policy: Policy, layout: Layout, prompt_tokens: int) -> int:

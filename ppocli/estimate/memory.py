@@ -101,6 +101,8 @@ class Passes:
     """the policy's states of all samples of a chunk, where the reference's pass needs them"""
     heads: int = 0
     """the weights of the output embedding and the value head"""
+    laid_out: int = 0
+    """the weights once more, as decoding reads them fastest (:mod:`ppocli.models.gemm`)"""
 
 
 def layout_of(cfg: TrainConfig, *, ranks: int, ranks_on_host: int, cuda: bool) -> Layout:
@@ -148,7 +150,9 @@ def lines_of(cfg: TrainConfig, parts: Iterable[Part], layout: Layout, passes: Pa
         Line("weights in bf16", kept_copies, generate=False, score=False),
         Line("activations", max(training.kept - kept_copies, 0), generate=False, score=False),
         Line("working memory of updates", training.working, generate=False, score=False),
-        Line("weights in bf16 for rollouts", 2 * cast if stage < 3 else 0, update=False),
+        Line("weights in bf16 for rollouts", 2 * cast if stage < 3 else 0,
+             generate=not passes.laid_out, update=False),
+        Line("weights laid out for decoding", passes.laid_out, score=False, update=False),
         Line("keys and values (KV cache)", decoding.cache, score=False, update=False),
         Line("working memory of generation", decoding.working, score=False, update=False),
         Line("states kept for the reference", passes.hidden, generate=False, update=False),

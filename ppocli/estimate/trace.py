@@ -329,9 +329,12 @@ def _fed(lm: Any, ids: torch.Tensor, new: int) -> tuple[torch.Tensor, list[Any],
     cache: Any = DynamicCache(config=lm.config)
     words: dict[str, torch.Tensor] = {"input_ids": ids}
     virtual = virtual_tokens(lm)
+    before = 0 if virtual is None else virtual.count
+    # prompts of unlike lengths
+    words["attention_mask"] = torch.ones(len(ids), before + ids.shape[1], dtype=torch.long)
     if virtual is not None and virtual.in_cache:
         cache = virtual.cache(len(ids))
     elif virtual is not None:
-        words = {"inputs_embeds": virtual.in_front(lm.get_input_embeddings()(ids))}
+        words["inputs_embeds"] = virtual.in_front(lm.get_input_embeddings()(words.pop("input_ids")))
     states = lm.base_model(past_key_values=cache, use_cache=True, **words)
     return states.last_hidden_state, cache.layers, None

@@ -44,6 +44,9 @@ TRIES = 5
 """of each product, the first of which only warms up"""
 ROWS_HINT = 64
 """rows that a packed weight is laid out for; it serves any number"""
+PACKED_BYTES = 2 * 2**30
+"""most that a second copy of the weights, made for decoding, may take: what is free at the moment
+must not decide it, or a run would go on with other roundings"""
 
 
 def onednn_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -102,10 +105,6 @@ class _Routed:
     packed: torch.Tensor | None = None
     """the weight in oneDNN's own order, for passes without gradients"""
 
-    def rows_out(self) -> torch.Tensor:
-        """The weight as [outputs, inputs]."""
-        raise NotImplementedError
-
     def routed(self, x: torch.Tensor) -> torch.Tensor | None:
         """The layer's output, or None where this route has nothing to offer."""
         if self.packed is not None:
@@ -117,7 +116,7 @@ class _Routed:
                 or x.device.type != "cpu" or torch.is_autocast_enabled("cpu")):
             return None
         return _over_rows(
-            lambda rows: _OneDnnLinear.apply(rows, self.rows_out(), self.bias), x)
+            lambda rows: _OneDnnLinear.apply(rows, _as_rows(self), self.bias), x)
 
 
 def _over_rows(product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -127,10 +126,6 @@ def _over_rows(product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor)
 
 class RoutedLinear(_Routed, nn.Linear):
     """``nn.Linear`` through oneDNN."""
-
-    def rows_out(self) -> torch.Tensor:
-        """As :class:`_Routed`."""
-        return self.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """As ``nn.Linear``."""
@@ -145,10 +140,6 @@ def _conv1d() -> tuple[type[nn.Module], type[nn.Module]]:
 
     class RoutedConv1D(_Routed, Conv1D):
         """transformers' ``Conv1D`` through oneDNN."""
-
-        def rows_out(self) -> torch.Tensor:
-            """As :class:`_Routed`."""
-            return self.weight.t()
 
         def forward(self, x: torch.Tensor) -> Any:
             """As ``Conv1D``."""
@@ -182,26 +173,49 @@ def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return onednn_product(x, weight)
 
 
-@contextmanager
-def packed_weights(module: nn.Module, dtype: torch.dtype, *, most: int) -> Iterator[None]:
-    """Passes without gradients meanwhile take weights from a copy in oneDNN's own order, which
-    products of few rows gain most from. It holds the weights a second time.
+def packed_size(module: nn.Module, dtype: torch.dtype) -> int:
+    """Bytes of the copy that :func:`packed_weights` makes of a module once its linear layers are
+    routed; the weights may be on any device."""
+    return _size(_packable(module, (nn.Linear, _conv1d()[0]), dtype), dtype)
 
-    In fp32 weights that are stored transposed (``Conv1D``) are read as fast as they are.
+
+def _packable(module: nn.Module, kinds: tuple[type, ...], dtype: torch.dtype) -> list[Any]:
+    """Layers of these very types, or routed ones, whose copy is worth making: in fp32 weights that
+    are stored transposed (``Conv1D``) are read as fast as they are."""
+    parts: list[Any] = [part for part in module.modules()
+                        if type(part) in kinds or isinstance(part, _Routed)]
+    return [part for part in parts if part.weight.is_floating_point() and (
+        dtype != torch.float32 or _as_rows(part).is_contiguous())]
+
+
+def _as_rows(layer: Any) -> torch.Tensor:
+    """The weight as [outputs, inputs]."""
+    stored: torch.Tensor = layer.weight
+    return stored.t() if issubclass(type(layer), _conv1d()[0]) else stored
+
+
+def _size(layers: list[Any], dtype: torch.dtype) -> int:
+    size = sum(layer.weight.numel() * dtype.itemsize for layer in layers)
+    return size if size <= PACKED_BYTES else 0
+
+
+@contextmanager
+def packed_weights(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Passes without gradients meanwhile take weights from a copy in oneDNN's own order, which
+    products of few rows gain most from. It holds the weights a second time; of a model where that
+    would be more than ``PACKED_BYTES`` none is made.
 
     Args:
         dtype: that is computed in.
-        most: bytes that the copy may take; none is made of a larger model.
     """
-    layers = [part for part in module.modules() if isinstance(part, _Routed)
-              and part.weight.device.type == "cpu" and part.weight.is_floating_point()
-              and (dtype != torch.float32 or part.rows_out().is_contiguous())]
-    if sum(layer.weight.numel() * dtype.itemsize for layer in layers) > most:
+    layers = [part for part in _packable(module, (), dtype) if part.weight.device.type == "cpu"]
+    if not _size(layers, dtype):
         layers = []
     try:
         for layer in layers:
-            rows = layer.rows_out().detach().to(dtype)
-            layer.packed = torch.ops.mkldnn._reorder_linear_weight(rows, ROWS_HINT)
+            # in one expression: a name would hold the last layer's, the largest, meanwhile
+            layer.packed = torch.ops.mkldnn._reorder_linear_weight(
+                _as_rows(layer).detach().to(dtype), ROWS_HINT)
         yield
     finally:
         for layer in layers:

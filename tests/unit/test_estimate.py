@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -23,9 +24,9 @@ from ppocli.models.virtual_tokens import virtual_tokens
 
 PROMPT, NEW = 30, 20
 SHAPES = {
-    "gpt2": {"n_embd": 128, "n_layer": 4, "n_head": 4},
+    "gpt2": {"n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 512},
     "llama": {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 4,
-              "num_attention_heads": 4, "num_key_value_heads": 2},
+              "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512},
     "gpt_neox": {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 3,
                  "num_attention_heads": 4},
     "qwen2": {"hidden_size": 64, "num_hidden_layers": 16, "num_attention_heads": 4},
@@ -52,8 +53,8 @@ def kept_of(session) -> int:
 
     What autograd shows of saved tensors is less: a checkpointed layer's input is held beside them.
     """
-    rows = session.forward_rows
-    ids, new = torch.randint(5, 30, (rows, PROMPT)), torch.randint(5, 30, (rows, NEW))
+    rows, count = session.forward_rows, session.sampling.max_new_tokens
+    ids, new = torch.randint(5, 30, (rows, PROMPT)), torch.randint(5, 30, (rows, count))
     batch = lay_out(ids, torch.ones_like(ids).bool(), new, torch.ones_like(new).bool(),
                     session.loaded.decoder_start)
     session.policy.train(session.cfg.model.gradient_checkpointing)
@@ -71,11 +72,11 @@ def cache_of(session) -> int:
     """Bytes of the keys and values of one generate call at its end, and of the encoder's states."""
     from transformers import DynamicCache, EncoderDecoderCache
 
-    lm, rows = session.policy.lm, session.chunk_size
+    lm, rows, new = session.policy.lm, session.chunk_size, session.sampling.max_new_tokens
     cache, encoded = DynamicCache(config=lm.config), 0
     with torch.no_grad(), session.backend.autocast():
         if session.loaded.decoder_start is None:
-            words = {"input_ids": torch.ones(rows, PROMPT + NEW - 1, dtype=torch.long)}
+            words = {"input_ids": torch.ones(rows, PROMPT + new - 1, dtype=torch.long)}
             virtual = virtual_tokens(lm)
             if virtual is not None and virtual.in_cache:
                 cache = virtual.cache(rows)
@@ -88,7 +89,7 @@ def cache_of(session) -> int:
             prompts = torch.ones(rows, PROMPT, dtype=torch.long)
             states = lm.get_encoder()(input_ids=prompts).last_hidden_state
             encoded = states.nbytes
-            lm.get_decoder()(input_ids=torch.ones(rows, NEW, dtype=torch.long), use_cache=True,
+            lm.get_decoder()(input_ids=torch.ones(rows, new, dtype=torch.long), use_cache=True,
                              past_key_values=cache, encoder_hidden_states=states)
     halves = ([cache] if isinstance(cache, DynamicCache)
               else [cache.self_attention_cache, cache.cross_attention_cache])
@@ -142,9 +143,13 @@ def reference_of(session) -> int:
     ("gpt2", {"ppo__advantage": "grpo", "ppo__n": 2, "ppo__optimizer__name": "sgd",
               "ppo__optimizer__momentum": 0.5}),
     ("gpt2", {"ppo__optimizer__name": "adafactor", "model__reference__offload": True}),
+    # longer than attention makes plain products of
+    ("gpt2", {"generation__max_new_tokens": 300, "ppo__micro_batch_size": 2}),
+    ("llama", {"generation__max_new_tokens": 300, "ppo__micro_batch_size": 2,
+               "hardware__precision": "bf16"}),
 ])
 def test_each_kind_of_memory_is_what_the_tensors_of_a_session_take(folders, kind, keys):
-    cfg = small_config(folders[kind], generation__max_new_tokens=NEW, **keys)
+    cfg = small_config(folders[kind], **{"generation__max_new_tokens": NEW, **keys})
     with session_of(cfg) as session:
         kept, cache = kept_of(session), cache_of(session)
         policy = list(session.policy.parameters())
@@ -164,6 +169,46 @@ def test_each_kind_of_memory_is_what_the_tensors_of_a_session_take(folders, kind
     assert told["keys and values (KV cache)"] == cache
     activations = told["activations"] + told.get("weights in bf16", 0)
     assert activations == pytest.approx(kept, rel=0.1)
+
+
+@pytest.mark.parametrize(("kind", "keys"), [
+    ("gpt2", {}), ("gpt2", {"hardware__precision": "bf16"}), ("llama", {}),
+    ("llama", {"hardware__precision": "bf16", "model__num_layers_unfrozen": 2}),
+    ("llama", {"model__peft": {"type": "lora", "r": 64}, "hardware__precision": "bf16"}),
+    ("t5", {}), ("gpt2", {"hardware__gemm": "default"}),
+    ("gpt2", {"hardware__gemm": "default", "hardware__precision": "bf16"})])
+def test_the_copy_that_decoding_reads_weights_from_is_told(tmp_path, kind, keys):
+    # dimensions that oneDNN, which works in blocks, need not fill up
+    inner = {"llama": {"intermediate_size": 384}}.get(kind, {})
+    save_lm(tmp_path / "lm", kind, **{**SHAPES[kind], "vocab_size": 128, **inner})
+    cfg = small_config(tmp_path, **{"hardware__gemm": "onednn", **keys})
+    with session_of(cfg) as session, ExitStack() as decoding:
+        lm = session.policy.lm
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            decoding.enter_context(session.backend.decoding(lm, in_parts=False))
+        made = sum(event.self_cpu_memory_usage for event in profiled.key_averages())
+    lines = {line.name: line for line in estimate(
+        cfg, outline(cfg), prompt_tokens=PROMPT, cuda=False, ranks=1, ranks_on_host=1).lines}
+    line = lines.get("weights laid out for decoding")
+    told = 0 if line is None else line.device
+    assert (told > 0) == (cfg.hardware.gemm == "onednn")
+    assert told == pytest.approx(made, rel=0.01)
+    if line is not None:
+        assert (line.generate, line.score, line.update) == (True, False, False)
+    copies = lines.get("weights in bf16 for rollouts")
+    if copies is not None:  # autocast's, of what decoding doesn't read from the other copy
+        assert copies.generate == (told == 0)
+
+
+def test_a_copy_for_decoding_that_is_too_large_is_neither_made_nor_told(folders, monkeypatch):
+    cfg = small_config(folders["llama"], hardware__gemm="onednn")
+    layers = [p for name, p in outline(cfg).lm.named_parameters() if "layers." in name]
+    monkeypatch.setattr("ppocli.models.gemm.PACKED_BYTES", 4 * sum(p.numel() for p in layers) // 2)
+    with session_of(cfg) as session, session.backend.decoding(session.policy.lm, in_parts=False):
+        assert not any(getattr(part, "packed", None) is not None
+                       for part in session.policy.lm.modules())
+    found = estimate(cfg, outline(cfg), prompt_tokens=PROMPT, cuda=False, ranks=1, ranks_on_host=1)
+    assert "weights laid out for decoding" not in {line.name for line in found.lines}
 
 
 def config_of(**keys) -> TrainConfig:

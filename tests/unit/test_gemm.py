@@ -48,20 +48,21 @@ def test_outputs_and_gradients_are_the_default_ones(layer, shape):
         assert ours.stride() == theirs.stride() or not ours.numel()
 
 
-def test_packed_weights_serve_for_a_while_and_are_given_back():
+def test_packed_weights_serve_for_a_while_and_are_given_back(monkeypatch):
     layer = nn.Linear(24, 40)
     whole = nn.Sequential(layer)
     gemm.route_linears(whole)
     x = torch.randn(3, 24)
     with torch.no_grad():
         plain = whole(x)
-        with gemm.packed_weights(whole, torch.float32, most=2**20):
+        with gemm.packed_weights(whole, torch.float32):
             assert layer.packed is not None
             torch.testing.assert_close(whole(x), plain, rtol=1e-5, atol=1e-6)
             layer.weight.zero_()  # the copy is what is read
             torch.testing.assert_close(whole(x), plain, rtol=1e-5, atol=1e-6)
         assert layer.packed is None
-        with gemm.packed_weights(whole, torch.float32, most=10):
+        monkeypatch.setattr(gemm, "PACKED_BYTES", 10)
+        with gemm.packed_weights(whole, torch.float32):
             assert layer.packed is None
 
 
