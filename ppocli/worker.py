@@ -85,12 +85,15 @@ def run_worker(run_dir: Path, *, objects: PythonObjects | None = None, resume: b
         reserved_by: the process that keeps the folder for this one.
         joined: one of the ranks of somebody else's launcher, which may hand a signal on that the
             terminal sends as well.
-        own_process: this process was started for the run, whose time is counted from there on.
+        own_process: this process was started for the run: its time is counted from there on, and
+            its memory is kept.
 
     Raises:
         PpocliError: with the exit code of its kind; checkpoints are kept and the message says how
             to go on.
     """
+    if own_process:
+        keep_freed_memory()
     began = Moment.of_process_start() if own_process else Moment.now()
     run_dir = run_dir.resolve()
     folder = RunFolder(run_dir)
@@ -334,7 +337,6 @@ def main(argv: list[str]) -> int:
     for option in options:
         if option.startswith("--lifeline="):
             stop_when_closed(int(option.partition("=")[2]))
-    keep_freed_memory()
     draw_for(os.getppid())
     display: DisplayMode = next((mode for mode in DISPLAY_MODES if f"--display={mode}" in options),
                                 "auto")
