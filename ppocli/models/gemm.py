@@ -176,16 +176,14 @@ def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def packed_size(module: nn.Module, dtype: torch.dtype) -> int:
     """Bytes of the copy that :func:`packed_weights` makes of a module once its linear layers are
     routed; the weights may be on any device."""
-    return _size(_packable(module, (nn.Linear, _conv1d()[0]), dtype), dtype)
+    return _size(_packable(module, (nn.Linear, _conv1d()[0])), dtype)
 
 
-def _packable(module: nn.Module, kinds: tuple[type, ...], dtype: torch.dtype) -> list[Any]:
-    """Layers of these very types, or routed ones, whose copy is worth making: in fp32 weights that
-    are stored transposed (``Conv1D``) are read as fast as they are."""
+def _packable(module: nn.Module, kinds: tuple[type, ...] = ()) -> list[Any]:
+    """Layers of these very types, or routed ones, whose weights are not quantized."""
     parts: list[Any] = [part for part in module.modules()
                         if type(part) in kinds or isinstance(part, _Routed)]
-    return [part for part in parts if part.weight.is_floating_point() and (
-        dtype != torch.float32 or _as_rows(part).is_contiguous())]
+    return [part for part in parts if part.weight.is_floating_point()]
 
 
 def _as_rows(layer: Any) -> torch.Tensor:
@@ -208,7 +206,7 @@ def packed_weights(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     Args:
         dtype: that is computed in.
     """
-    layers = [part for part in _packable(module, (), dtype) if part.weight.device.type == "cpu"]
+    layers = [part for part in _packable(module) if part.weight.device.type == "cpu"]
     if not _size(layers, dtype):
         layers = []
     try:
