@@ -27,6 +27,9 @@ def use_attention(lm: Any) -> None:
 
     if getattr(lm.config, "_attn_implementation", None) != "sdpa":
         return
+    settable = getattr(lm, "_can_set_attn_implementation", None)
+    if settable is not None and not settable():
+        return  # code of its own (Falcon); asked all the same, transformers warns
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     lm.set_attn_implementation(NAME)
@@ -109,5 +112,7 @@ def _bias(mask: torch.Tensor | None, causal: bool, query: torch.Tensor, groups: 
         return square.repeat(share, 1)[None]
     if mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, hidden)
-    mask = mask.to(dtype).expand(rows, groups, queries, keys).reshape(rows * groups, queries, keys)
+    else:  # which may hide keys by -inf, or by a number that rounds to it
+        mask = mask.to(dtype).clamp(min=hidden)
+    mask = mask.expand(rows, groups, queries, keys).reshape(rows * groups, queries, keys)
     return mask.repeat(1, share, 1) if share > 1 else mask

@@ -1,0 +1,284 @@
+"""Attention of the models that are trained, against transformers' own and against sums in fp64."""
+
+import types
+
+import pytest
+import torch
+from helpers import make_tokenizer, save_lm
+from sessions import session_of, small_config
+
+from ppocli.config.schema import ModelConfig
+from ppocli.models import attention as ours
+from ppocli.models.kernels import takes_packed
+from ppocli.models.loading import load_lm
+
+KINDS = {
+    "gpt2": {"n_positions": 160}, "llama": {"max_position_embeddings": 160},
+    "qwen2": {"max_position_embeddings": 160}, "gpt_neox": {"max_position_embeddings": 160},
+    "opt": {"max_position_embeddings": 160},
+    "mistral": {"max_position_embeddings": 160, "sliding_window": 7}}
+"""llama, qwen2 and mistral have two heads to a key; mistral hides what is far back"""
+BELOW, ABOVE = 20, 140
+"""tokens, and of fp32 plain products take the former only"""
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request, tmp_path_factory):
+    return save_lm(tmp_path_factory.mktemp(request.param) / "lm", request.param, gain=2.0,
+                   **KINDS[request.param])
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """How often plain products were taken."""
+    calls, plain = [], ours._by_products
+    monkeypatch.setattr(ours, "_by_products", lambda *a: calls.append(1) or plain(*a))
+    return calls
+
+
+def loaded(folder, attention=None):
+    return load_lm(ModelConfig(path=str(folder), attn_implementation=attention)).lm
+
+
+def padded(tokens, generator):
+    """Three rows of ids, mask and positions, two of them padded on the left."""
+    ids = torch.randint(4, 30, (3, tokens), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, :tokens // 3] = 0
+    mask[2, :tokens - 2] = 0
+    return ids, mask, (mask.cumsum(1) - 1).clamp(min=0)
+
+
+def passed(lm, tokens, *, left, amp=False):
+    """States of a pass where there are tokens, and the gradients of all weights."""
+    generator = torch.Generator().manual_seed(tokens)
+    ids, mask, positions = padded(tokens, generator)
+    given = {"attention_mask": mask, "position_ids": positions} if left else {}
+    lm.zero_grad(set_to_none=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+        states = lm.base_model(input_ids=ids, use_cache=False, **given).last_hidden_state.float()
+    if left:
+        states = states[mask.bool()]
+    weights = torch.randn(states.shape, generator=generator)
+    (states * weights).sum().backward()
+    return states.detach(), {name: p.grad for name, p in lm.named_parameters()
+                             if p.grad is not None}
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["no mask", "padded"])
+@pytest.mark.parametrize("tokens", [BELOW, ABOVE])
+@pytest.mark.parametrize("theirs", ["eager", "sdpa"])
+def test_states_and_gradients_are_those_of_transformers(folder, products, theirs, tokens, left):
+    assert BELOW <= ours.SHORT[torch.float32] < ABOVE
+    other, lm = loaded(folder, theirs), loaded(folder)
+    assert lm.config._attn_implementation == ours.NAME
+    products.clear()
+    states, gradients = passed(lm, tokens, left=left)
+    # a window hides keys that the mask then has to
+    assert len(products) == (2 if tokens == BELOW else 0)
+    wanted, their_gradients = passed(other, tokens, left=left)
+    torch.testing.assert_close(states, wanted, rtol=1e-4, atol=2e-5)
+    assert gradients.keys() == their_gradients.keys()
+    for name, grad in gradients.items():
+        scale = float(their_gradients[name].abs().max())
+        torch.testing.assert_close(grad, their_gradients[name], rtol=1e-3, atol=1e-4 * scale + 1e-4)
+
+
+@pytest.mark.parametrize("tokens", [BELOW, ABOVE])
+def test_in_bf16_states_are_as_near_as_those_of_transformers(folder, products, tokens):
+    exact, _ = passed(loaded(folder, "eager"), tokens, left=True)
+    lm = loaded(folder)
+    products.clear()
+    found, gradients = passed(lm, tokens, left=True, amp=True)
+    assert len(products) == 2, "both lengths are short in bf16"
+    wanted, _ = passed(loaded(folder, "sdpa"), tokens, left=True, amp=True)
+    off, their_off = ((states - exact).square().mean().sqrt() for states in (found, wanted))
+    assert 0 < off < 1.5 * their_off
+    assert all(bool(torch.isfinite(grad).all()) for grad in gradients.values())
+
+
+def test_one_query_after_the_other_with_a_cache_is_a_whole_pass(folder, products):
+    from transformers import DynamicCache
+
+    ids, mask, positions = padded(BELOW, torch.Generator().manual_seed(0))
+    # nothing but a prompt's last token is real in the third row at first
+    prompt = BELOW - 1
+    with torch.no_grad():
+        whole = loaded(folder, "eager").base_model(
+            input_ids=ids, attention_mask=mask, position_ids=positions).last_hidden_state
+        lm = loaded(folder)
+        cache = DynamicCache(config=lm.config)
+        products.clear()
+        for part in (slice(0, prompt), slice(prompt, BELOW)):
+            found = lm.base_model(
+                input_ids=ids[:, part], attention_mask=mask[:, :part.stop], use_cache=True,
+                position_ids=positions[:, part], past_key_values=cache).last_hidden_state
+            torch.testing.assert_close(found[mask[:, part].bool()], whole[:, part][
+                mask[:, part].bool()], rtol=1e-4, atol=2e-5)
+    assert len(products) == 4
+
+
+# The function alone -------------------------------------------------------------------------------
+
+def in_double(query, key, value, mask, scaling=None):
+    """softmax(q k^T scaling + mask) v, head by head."""
+    share = query.shape[1] // key.shape[1]
+    key, value = (t.double().repeat_interleave(share, 1) for t in (key, value))
+    scores = query.double() @ key.transpose(2, 3) * (scaling or query.shape[3] ** -0.5)
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, -float("inf"))
+    elif mask is not None:
+        scores = scores + mask.double()
+    return (torch.softmax(scores, -1) @ value).transpose(1, 2)
+
+
+def attend(query, key, value, mask, *, amp=False, **words):
+    module = types.SimpleNamespace(
+        num_key_value_groups=query.shape[1] // key.shape[1], is_causal=True, training=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+        out, weights = ours.attention(module, query, key, value, mask, **words)
+    assert weights is None
+    return out
+
+
+def heads_of(queries, keys, heads=4, groups=2, rows=3):
+    generator = torch.Generator().manual_seed(queries)
+    shapes = (rows, heads, queries, 8), (rows, groups, keys, 8), (rows, groups, keys, 8)
+    return [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
+
+
+def seen(queries, keys, rows=3):
+    """[rows, 1, T, S] bool: causal, and a row with padding whose first queries see nothing."""
+    mask = torch.ones(queries, keys).tril(keys - queries).bool().expand(rows, 1, -1, -1).clone()
+    mask[0, ..., :keys // 2] = False
+    if queries > 1:
+        mask[1, :, 0] = False
+    return mask
+
+
+HOW = {"bool": lambda mask: mask,
+       "least number": lambda mask: torch.zeros(mask.shape).masked_fill(
+           ~mask, torch.finfo(torch.float32).min),
+       "infinity": lambda mask: torch.zeros(mask.shape).masked_fill(~mask, -float("inf"))}
+
+
+@pytest.mark.parametrize("amp", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize(("queries", "keys"), [(6, 6), (4, 9), (1, 9)])
+def test_what_a_mask_hides_adds_nothing_and_rows_that_see_nothing_stay_finite(
+        products, queries, keys, groups, how, amp):
+    heads = heads_of(queries, keys, groups=groups)
+    mask = seen(queries, keys)
+    real = mask.any(-1)[:, 0, :, None, None]
+    assert bool(real.all()) == (queries == 1)
+    found = attend(*heads, HOW[how](mask), amp=amp)
+    assert products
+    assert found.shape == (3, queries, 4, 8)
+    assert bool(torch.isfinite(found).all())
+    given = [t.detach().clone().requires_grad_() for t in heads]
+    wanted = in_double(*given, mask | ~mask.any(-1, keepdim=True))
+    close = {"rtol": 3e-2, "atol": 5e-2} if amp else {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close((found * real).double(), wanted * real, **close)
+    weights = torch.randn(found.shape) * real  # nobody learns from padding
+    (found * weights).sum().backward()
+    (wanted * weights).sum().backward()
+    for mine, their in zip(heads, given, strict=True):
+        torch.testing.assert_close(mine.grad, their.grad, rtol=3e-2 if amp else 1e-4,
+                                   atol=1e-1 if amp else 1e-5)
+
+
+def test_biases_that_hide_nothing_are_added(products):
+    heads = heads_of(5, 5)
+    for rows in (1, 3):
+        bias = torch.randn(rows, 1, 5, 5)
+        torch.testing.assert_close(attend(*heads, bias, scaling=0.7).double(),
+                                   in_double(*heads, bias, 0.7), rtol=1e-5, atol=1e-5)
+    assert len(products) == 2
+    own = torch.randn(1, 4, 5, 5)  # one for each head, as ALiBi: transformers' way
+    torch.testing.assert_close(attend(*heads, own).double(), in_double(*heads, own),
+                               rtol=1e-5, atol=1e-5)
+    assert len(products) == 2
+
+
+def test_without_a_mask_several_queries_are_causal_unless_told_otherwise(products):
+    heads = heads_of(5, 5)
+    causal = torch.ones(5, 5).tril().bool()[None, None]
+    for words, mask in (({}, causal), ({"is_causal": False}, None)):
+        torch.testing.assert_close(attend(*heads, None, **words).double(), in_double(*heads, mask),
+                                   rtol=1e-5, atol=1e-5)
+    assert len(products) == 2
+    one = heads_of(1, 7)
+    torch.testing.assert_close(attend(*one, None).double(), in_double(*one, None),
+                               rtol=1e-5, atol=1e-5)
+
+
+def test_what_plain_products_do_not_know_is_left_to_transformers(products):
+    heads = heads_of(6, 6, groups=4)
+    plain = attend(*heads, None)
+    products.clear()
+    torch.manual_seed(0)
+    dropped = attend(*heads, None, dropout=0.5)
+    assert not torch.allclose(dropped, plain)
+    position_bias = torch.randn(1, 4, 6, 6)
+    hidden = torch.zeros(6, 6).masked_fill(~torch.ones(6, 6).tril().bool(), -float("inf"))
+    torch.testing.assert_close(
+        attend(*heads, None, position_bias=position_bias).double(),
+        in_double(*heads, position_bias + hidden), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="softcap"):
+        attend(*heads, None, softcap=30.0)
+    assert not products
+
+
+# Who takes it -------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("wanted", ["eager", "sdpa"])
+def test_a_model_whose_attention_was_chosen_is_left_alone(tmp_path, wanted):
+    from transformers.activations import NewGELUActivation
+
+    cfg = small_config(tmp_path, model__attn_implementation=wanted)
+    with session_of(cfg) as session:
+        for lm in (session.policy.lm, session.reference.lm):
+            assert {part.config._attn_implementation for part in lm.modules()
+                    if hasattr(part, "config")} == {wanted}
+            assert all(type(layer.mlp.act) is NewGELUActivation for layer in lm.transformer.h)
+        assert not session.loaded.kernels
+        assert not takes_packed(session.policy.lm)
+        assert not session.packs
+
+
+@pytest.mark.parametrize("theirs", ["eager", "sdpa"])
+def test_only_what_would_take_sdpa_takes_this_one(folder, theirs):
+    lm = loaded(folder, theirs)
+    ours.use_attention(lm)
+    assert lm.config._attn_implementation == {"eager": "eager", "sdpa": ours.NAME}[theirs]
+
+
+def test_attention_that_can_not_be_set_is_left_alone_in_silence(tmp_path, monkeypatch):
+    from transformers.utils import logging
+
+    said = []
+    monkeypatch.setattr(logging.get_logger("transformers.modeling_utils"), "warning",
+                        lambda text, *_, **__: said.append(text))
+    save_lm(tmp_path / "lm", "falcon")
+    lm = loaded(tmp_path / "lm")
+    assert lm.config._attn_implementation == "sdpa"
+    assert said == []
+
+
+def test_what_is_saved_is_plain(tmp_path):
+    """Names of this project's attention or activations would be of no use to others."""
+    from transformers import AutoModelForCausalLM
+    from transformers.activations import NewGELUActivation
+
+    lm = loaded(save_lm(tmp_path / "lm"))
+    assert lm.config._attn_implementation == ours.NAME
+    assert isinstance(lm.transformer.h[0].mlp.act, torch.nn.GELU)
+    lm.save_pretrained(tmp_path / "saved")
+    assert "ppocli" not in (tmp_path / "saved/config.json").read_text()
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
+    assert plain.config._attn_implementation == "sdpa"
+    assert type(plain.transformer.h[0].mlp.act) is NewGELUActivation
+    ids = torch.tensor([make_tokenizer()("the film was very good")["input_ids"]])
+    with torch.no_grad():
+        torch.testing.assert_close(lm(ids).logits, plain(ids).logits, rtol=1e-5, atol=1e-5)
