@@ -6,6 +6,8 @@ import types
 
 import pytest
 import torch
+from helpers import save_lm
+from sessions import session_of, small_config
 from torch import nn
 
 from ppocli.config.schema import HardwareConfig
@@ -13,7 +15,9 @@ from ppocli.errors import ConfigError
 from ppocli.models import gemm
 from ppocli.opening import noted_products
 
-pytestmark = pytest.mark.skipif(gemm._fault() is not None, reason="no oneDNN here")
+pytestmark = [pytest.mark.skipif(gemm._fault() is not None, reason="no oneDNN here"),
+              # PEFT asks transformers by a name that is going to be dropped
+              pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is dep:FutureWarning")]
 
 
 def conv1d(inputs, outputs):
@@ -46,6 +50,133 @@ def test_outputs_and_gradients_are_the_default_ones(layer, shape):
     for ours, theirs in zip(found[1], found[0], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
         assert ours.stride() == theirs.stride() or not ours.numel()
+
+
+def nodes_of(out):
+    """All steps of the backward pass from an output."""
+    found = [out.grad_fn]
+    for node in found:
+        found += [parent for parent, _ in node.next_functions if parent is not None]
+    return found
+
+
+def saved_of(out):
+    """Where the tensors lie that autograd keeps for them."""
+    return {t.data_ptr() for node in nodes_of(out) for t in getattr(node, "saved_tensors", ())
+            if t is not None}
+
+
+STRIDES = {
+    "transposed": lambda: torch.randn(24, 7).t(),
+    "every other": lambda: torch.randn(14, 48)[::2, ::2],
+    "one row for all": lambda: torch.randn(1, 24).expand(5, 24),
+    "swapped": lambda: torch.randn(3, 4, 24).transpose(0, 1),
+    "part of rows": lambda: torch.randn(4, 9, 24)[:, 2:5], "vector": lambda: torch.randn(24)}
+
+
+@pytest.mark.parametrize("gradient", ["one number", "transposed"])
+@pytest.mark.parametrize("strides", STRIDES)
+def test_inputs_and_gradients_may_lie_anyhow_in_memory(strides, gradient):
+    layer = nn.Linear(24, 40)
+    routed = copy.deepcopy(layer)
+    gemm.route_linears(nn.ModuleList([routed]))
+    x = STRIDES[strides]()
+    found = []
+    for one in (layer, routed):
+        given = x.detach().requires_grad_()
+        assert given.stride() == x.stride()
+        out = one(given)
+        torch.manual_seed(0)
+        out.backward(torch.ones(()).expand(out.shape) if gradient == "one number" else
+                     torch.randn(out.shape[::-1]).permute(*range(out.dim() - 1, -1, -1)))
+        found.append([out, given.grad, *(p.grad for p in one.parameters())])
+    assert ["_OneDnnLinear" in str(nodes_of(out)) for out, *_ in found] == [False, True]
+    for ours, theirs in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(24, 40), conv1d(24, 40)], ids=["linear", "conv1d"])
+def test_a_frozen_weight_gets_no_gradient_and_its_input_is_not_kept(layer):
+    routed = copy.deepcopy(layer)
+    gemm.route_linears(nn.ModuleList([routed]))
+    x = torch.randn(7, 24, requires_grad=True)
+    assert x.data_ptr() in saved_of(routed(x))
+    for one in (layer, routed):
+        one.requires_grad_(False)
+    wanted, found = layer(x), routed(x)
+    assert x.data_ptr() not in saved_of(found)
+    assert routed.weight.data_ptr() in saved_of(found)
+    gradients = [torch.autograd.grad(out.square().sum(), x)[0] for out in (wanted, found)]
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-5)
+    assert routed.weight.grad is None
+    assert not routed(x.detach()).requires_grad
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_adapters_on_routed_layers_learn_as_on_plain_ones(tmp_path, kind):
+    """LoRA keeps the layer that it stands beside, and has two of its own."""
+    save_lm(tmp_path / "lm", kind)
+    found = []
+    for wanted in ("default", "onednn"):
+        cfg = small_config(tmp_path, model__peft={"type": "lora", "r": 4}, hardware__gemm=wanted)
+        with session_of(cfg) as session:
+            lm = session.policy.lm
+            for name, p in lm.named_parameters():
+                if "lora_B" in name:  # starts at zero
+                    p.data.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
+            states = lm.base_model(input_ids=torch.arange(12).reshape(2, 6) + 4).last_hidden_state
+            states.square().sum().backward()
+            found.append((states, {n: p.grad for n, p in lm.named_parameters()
+                                   if p.grad is not None}))
+            routed = [n for n, m in lm.named_modules() if isinstance(m, gemm._Routed)]
+    for part in ("base_layer", "lora_A", "lora_B"):
+        assert any(part in name for name in routed), part
+    (plain, theirs), (states, gradients) = found
+    assert not torch.equal(states, plain), "other products"
+    torch.testing.assert_close(states, plain, rtol=1e-4, atol=1e-5)
+    assert gradients.keys() == theirs.keys()
+    assert all("lora" in name for name in gradients)
+    for name, grad in gradients.items():
+        torch.testing.assert_close(grad, theirs[name], rtol=1e-3, atol=1e-4)
+
+
+def test_other_types_than_fp32_take_torch_s_own_product():
+    layer = nn.Linear(24, 40)
+    routed = copy.deepcopy(layer)
+    gemm.route_linears(nn.ModuleList([routed]))
+    x = torch.randn(7, 24)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert routed(x).dtype == torch.bfloat16
+        assert torch.equal(routed(x), layer(x))
+    for dtype in (torch.float64, torch.bfloat16):
+        assert torch.equal(routed.to(dtype)(x.to(dtype)), layer.to(dtype)(x.to(dtype)))
+    product = gemm.product_of(routed)  # the layers are bf16 by now
+    assert torch.equal(product(x.bfloat16(), routed.weight),
+                       nn.functional.linear(x.bfloat16(), layer.weight))
+
+
+def test_weights_that_are_not_there_yet_only_have_shapes():
+    whole = nn.Sequential(nn.Linear(24, 40), conv1d(40, 8)).to("meta")
+    gemm.route_linears(whole)
+    out = whole(torch.empty(3, 24, device="meta"))
+    assert out.is_meta
+    assert out.shape == (3, 8)
+    assert gemm.product_of(whole[0]) is nn.functional.linear
+    with gemm.packed_weights(whole, torch.bfloat16):
+        assert all(part.packed is None for part in whole)
+
+
+def test_packed_weights_in_bf16_serve_inputs_of_any_type():
+    layer = nn.Linear(24, 40)
+    whole = nn.Sequential(layer, conv1d(40, 8))
+    plain = copy.deepcopy(whole)
+    gemm.route_linears(whole)
+    x = torch.randn(3, 24)
+    with torch.no_grad(), gemm.packed_weights(whole, torch.bfloat16), \
+            torch.autocast("cpu", torch.bfloat16):
+        assert all(part.packed.dtype == torch.bfloat16 for part in whole)
+        for given in (x, x.bfloat16()):
+            torch.testing.assert_close(whole(given), plain(given), rtol=2e-2, atol=2e-2)
 
 
 def test_packed_weights_serve_for_a_while_and_are_given_back(monkeypatch):

@@ -1,0 +1,97 @@
+"""Memory that the process keeps: what the system sees of it, in processes of their own."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from helpers import environment
+from runs import run, words
+
+from ppocli.engine.heap import _OTHERS
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's")
+
+SIZE = 64 * 2**20
+MEASURE = f'''
+import ctypes, os, resource
+from pathlib import Path
+
+
+def resident():
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+def measure():
+    """Bytes that stay of {SIZE} once they are freed, and pages that taking them again costs."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    before = resident()
+    for _ in range(2):
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        block = libc.malloc({SIZE})
+        ctypes.memset(block, 1, {SIZE})
+        libc.free(block)
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+    return resident() - before, faults
+'''
+OWN = MEASURE + '''
+from ppocli.engine.heap import keep_freed_memory
+{call}
+print(*measure())
+'''
+REWARD = MEASURE + '''
+
+def plain(outputs, **columns):
+    Path("measured").write_text("{} {}".format(*measure()))
+    return [float(len(text)) for text in outputs]
+'''
+
+
+def has_mallopt() -> bool:
+    import ctypes
+
+    return hasattr(ctypes.CDLL(None), "mallopt")
+
+
+def measured(call="", **env):
+    """Bytes kept and pages faulted in of a process that has called that."""
+    env = {name: value for name, value in environment().items() if name not in _OTHERS} | env
+    done = subprocess.run([sys.executable, "-c", OWN.replace("{call}", call)], env=env, text=True,
+                          capture_output=True, check=True)
+    kept, faults = map(int, done.stdout.split())
+    return kept, faults
+
+
+@pytest.mark.skipif(not has_mallopt(), reason="no glibc")
+def test_freed_memory_stays_and_is_taken_again_without_the_system():
+    pages = SIZE // os.sysconf("SC_PAGESIZE")
+    kept, faults = measured()
+    assert kept < SIZE / 4
+    assert faults > 1  # fewer than pages where the system gives huge ones
+    kept, faults = measured("keep_freed_memory()")
+    assert kept > 0.9 * SIZE
+    assert faults < pages / 100
+
+
+@pytest.mark.skipif(not has_mallopt(), reason="no glibc")
+@pytest.mark.parametrize("name", sorted({*_OTHERS} - {"LD_PRELOAD"}))
+def test_whoever_has_chosen_keeps_the_say(name):
+    """A setting that changes nothing of this, so that a process is as it was."""
+    value = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=7",
+             "MALLOC_MMAP_MAX_": "65536"}.get(name, str(2**17))
+    kept, _ = measured("keep_freed_memory()", **{name: value})
+    assert kept < SIZE / 4
+
+
+@pytest.mark.skipif(not has_mallopt(), reason="no glibc")
+def test_a_run_keeps_what_it_has_freed(world, monkeypatch):
+    for name in _OTHERS:
+        monkeypatch.delenv(name, raising=False)
+    (world / "rewards.py").write_text(REWARD)
+    done = run("train", *words("ppo.num_steps=1", "run_name=mine"), cwd=world)
+    assert done.code == 0, done.err
+    _, faults = map(int, (world / "measured").read_text().split())
+    assert faults < SIZE // os.sysconf("SC_PAGESIZE") / 100

@@ -1,0 +1,231 @@
+"""Rows packed into one without padding: what the models say of them is what they say of padded
+rows."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import save_lm
+from sessions import rollout_of, session_of, small_config
+
+from ppocli.config.schema import ModelConfig
+from ppocli.models.kernels import takes_packed
+from ppocli.models.layout import PACK_ABOVE, lay_out
+from ppocli.models.loading import load_lm
+from ppocli.models.packing import MULTIPLE, gathered, packing_of_lengths, spread
+
+# PEFT asks transformers by a name that is going to be dropped
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is dep:FutureWarning")
+
+LORA = {"type": "lora", "r": 4}
+CASES = {
+    "head": {}, "branch": {"value__kind": "branch", "value__num_layers_unfrozen": 1},
+    "model": {"value__kind": "model"},
+    "checkpointed": {"gradient_checkpointing": True},
+    "branch, checkpointed": {"value__kind": "branch", "value__num_layers_unfrozen": 1,
+                             "gradient_checkpointing": True},
+    "lora": {"peft": LORA}, "lora, checkpointed": {"peft": LORA, "gradient_checkpointing": True},
+    "top layer": {"num_layers_unfrozen": 1}}
+
+
+def samples(lengths=(9, 2, 14, 5), prompt=6):
+    """Left-padded prompts and right-padded responses of several lengths, as :func:`lay_out` wants
+    them."""
+    generator = torch.Generator().manual_seed(0)
+    rows, longest = len(lengths), max(lengths)
+    responses = torch.arange(longest)[None] < torch.tensor(lengths)[:, None]
+    prompts = torch.arange(prompt)[None] >= torch.tensor([prompt - 1 - i % prompt
+                                                          for i in range(rows)])[:, None]
+    ids = torch.randint(4, 30, (rows, prompt + longest), generator=generator)
+    return ids[:, :prompt] * prompts, prompts, ids[:, prompt:] * responses, responses
+
+
+def said(session, batch):
+    """Logprobs, values and entropies of a batch, and the gradients of all that trains."""
+    session.policy.zero_grad(set_to_none=True)
+    out = session.engine(batch, temperature=0.7, want_entropy=True)
+    weights = torch.randn(3, len(batch.targets), generator=torch.Generator().manual_seed(1))
+    (torch.stack(out) * weights).sum().backward()
+    return out, {name: p.grad.clone() for name, p in session.policy.named_parameters()
+                 if p.grad is not None}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "gpt_neox"])
+def test_logprobs_values_and_gradients_are_those_of_padded_rows(tmp_path, kind, case):
+    save_lm(tmp_path / "lm", kind, gain=2.0)
+    keys = {f"model__{name}": value for name, value in CASES[case].items()}
+    with session_of(small_config(tmp_path, **keys)) as session:
+        assert session.packs
+        with torch.no_grad():
+            for module in session.policy.modules():  # heads and adapters start at zero
+                for name, p in module.named_parameters(recurse=False):
+                    if p.requires_grad and not p.any():
+                        p.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
+        session.policy.train(session.cfg.model.gradient_checkpointing)
+        given = samples()
+        padded, packed = lay_out(*given), lay_out(*given, pack=True)
+        assert padded.packing is None
+        assert packed.tokens.shape[1] < padded.tokens.numel()
+        assert torch.equal(packed.targets, padded.targets)
+        out, gradients = said(session, packed)
+        wanted, their_gradients = said(session, padded)
+    for mine, theirs in zip(out, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    assert gradients.keys() == their_gradients.keys()
+    for name, theirs in their_gradients.items():
+        torch.testing.assert_close(gradients[name], theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_longer_rows_than_plain_products_are_taken_for_are_packed_too(tmp_path, monkeypatch):
+    save_lm(tmp_path / "lm", "llama", gain=2.0)
+    with session_of(small_config(tmp_path)) as session, torch.no_grad():
+        given = samples()
+        short = session.policy(lay_out(*given, pack=True), temperature=1.0)
+        monkeypatch.setattr("ppocli.models.attention.SHORT", {})
+        found = session.policy(lay_out(*given, pack=True), temperature=1.0)
+        assert not torch.equal(found.logprobs, short.logprobs), "another kernel"
+        torch.testing.assert_close(found.logprobs, short.logprobs, rtol=1e-4, atol=1e-5)
+
+
+def test_in_bf16_packed_rows_are_as_near_as_padded_ones(tmp_path):
+    found = []
+    for precision, pack in (("fp32", False), ("bf16", False), ("bf16", True)):
+        with session_of(small_config(tmp_path, hardware__precision=precision)) as session, \
+                torch.no_grad(), session.backend.autocast():
+            assert session.packs
+            batch = lay_out(*samples(), pack=pack)
+            found.append(session.policy(batch, temperature=1.0).logprobs)
+    exact, padded, packed = found
+    assert 0 < (packed - exact).abs().mean() < 1.5 * (padded - exact).abs().mean()
+
+
+def test_a_row_knows_nothing_of_the_rows_beside_it(tmp_path):
+    with session_of(small_config(tmp_path)) as session, torch.no_grad():
+        prompts, there, responses, mask = samples()
+        before = session.policy(lay_out(prompts, there, responses, mask, pack=True),
+                                temperature=1.0)
+        others = torch.randint(4, 30, responses.shape) * mask
+        others[2] = responses[2]
+        after = session.policy(lay_out(prompts, there, others, mask, pack=True), temperature=1.0)
+    third = mask.nonzero()[:, 0] == 2
+    assert torch.equal(before.logprobs[third], after.logprobs[third])
+    assert not torch.equal(before.logprobs[~third], after.logprobs[~third])
+
+
+def test_tokens_lie_one_row_after_the_other_and_zeros_fill_up():
+    given = samples()
+    batch = lay_out(*given, pack=True)
+    rows = [[*p[t].tolist(), *r[m].tolist()] for p, t, r, m in zip(*given, strict=True)]
+    fed = [row[:-1] for row in rows]
+    count = sum(map(len, fed))
+    flat, positions = batch.tokens[0].tolist(), batch.positions[0].tolist()
+    assert flat[:count] == [token for row in fed for token in row]
+    assert positions[:count] == [i for row in fed for i in range(len(row))]
+    assert len(flat) == len(positions) == -(-count // MULTIPLE) * MULTIPLE
+    assert not any(flat[count:])
+    assert not any(positions[count:])
+    starts = [sum(map(len, fed[:i])) for i in range(len(fed))]
+    assert batch.predictors.tolist() == [
+        starts[i] + len(rows[i]) - n + k - 1 for i, n in enumerate(given[3].sum(1).tolist())
+        for k in range(n)]
+
+
+def test_rows_that_hardly_differ_are_padded():
+    # 5 of 80 positions are padding, and 1 of 80
+    for lengths, packs in (((15, 20, 20, 20), True), ((20, 20, 19, 20), False)):
+        mask = torch.arange(20)[None] < torch.tensor(lengths)[:, None]
+        ids = torch.randint(4, 30, (4, 20)) * mask
+        prompts = torch.full((4, 1), 5)
+        batch = lay_out(prompts, torch.ones_like(prompts).bool(), ids, mask, pack=True)
+        share = 1 - sum(lengths) / 80
+        assert (share > PACK_ABOVE) == packs == (batch.packing is not None)
+
+
+def test_one_token_and_a_full_multiple_are_packed():
+    for lengths in ([1], [MULTIPLE], [1, 3 * MULTIPLE - 1], [2, 1, 7]):
+        packing = packing_of_lengths(torch.tensor(lengths))
+        assert len(packing.to_pack) % MULTIPLE == 0
+        assert len(packing.to_pack) - sum(lengths) < MULTIPLE
+        heads = torch.randn(1, 2, len(packing.to_pack), 3)
+        grid = spread(heads, packing)
+        assert grid.shape == (len(lengths), 2, max(lengths), 3)
+        at = 0
+        for row, count in zip(grid, lengths, strict=True):
+            assert torch.equal(row[:, :count], heads[0, :, at:at + count])
+            assert not row[:, count:].any()
+            at += count
+        back = gathered(grid.transpose(1, 2), packing)[0]
+        assert torch.equal(back[:at], heads[0].transpose(0, 1)[:at])
+        assert not back[at:].any()
+
+
+def test_gradients_of_moving_rows_are_exact():
+    packing = packing_of_lengths(torch.tensor([2, 5, 1]))
+    heads = torch.randn(1, 2, len(packing.to_pack), 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: spread(x, packing) ** 2, (heads,))
+    grid = torch.randn(3, 5, 2, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: gathered(x, packing) ** 2, (grid,))
+
+
+# Which models take them ---------------------------------------------------------------------------
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen2", "gpt_neox", "opt", "gemma"])
+def test_models_that_see_all_of_a_row_take_packed_ones(tmp_path, kind):
+    save_lm(tmp_path / "lm", kind)
+    assert takes_packed(load_lm(ModelConfig(path=str(tmp_path / "lm"))).lm)
+
+
+@pytest.mark.parametrize(("kind", "over"), [
+    ("mistral", {"sliding_window": 4}), ("mistral", {"sliding_window": 40}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}),
+    ("bloom", {}), ("mpt", {}), ("falcon", {"alibi": True}), ("gptj", {}), ("t5", {}),
+    ("bart", {})])
+def test_windows_alibi_encoders_and_attention_of_their_own_take_none(tmp_path, kind, over):
+    save_lm(tmp_path / "lm", kind, **over)
+    lm = load_lm(ModelConfig(path=str(tmp_path / "lm"))).lm
+    assert not takes_packed(lm)
+    cfg = small_config(tmp_path)
+    with session_of(cfg) as session:
+        assert not session.packs
+        assert rollout_of(session).logprobs.isfinite().all()
+
+
+@pytest.mark.parametrize("adapter", ["prefix", "prompt"])
+def test_virtual_tokens_take_none(tmp_path, adapter):
+    cfg = small_config(tmp_path, model__peft={"type": adapter, "num_virtual_tokens": 3})
+    with session_of(cfg) as session:
+        assert not session.packs
+        assert not takes_packed(session.policy.lm)
+
+
+def test_a_model_that_runs_on_from_token_to_token_is_found_out(tmp_path):
+    """Whatever a configuration says: states are compared."""
+    save_lm(tmp_path / "lm", "llama")
+    lm = load_lm(ModelConfig(path=str(tmp_path / "lm"))).lm
+    assert takes_packed(lm)
+    layer = lm.model.layers[0]
+    # a token takes over something of the one before it, as a convolution does
+    handle = layer.register_forward_pre_hook(
+        lambda _, args: (args[0] + torch.nn.functional.pad(args[0], (0, 0, 1, 0))[:, :-1],
+                         *args[1:]))
+    assert not takes_packed(lm)
+    handle.remove()
+    assert takes_packed(lm)
+
+
+def test_a_reference_that_takes_none_leaves_all_padded(tmp_path):
+    save_lm(tmp_path / "other", "bloom")
+    cfg = small_config(tmp_path, model__reference__path=str(tmp_path / "other"))
+    with session_of(cfg) as session:
+        assert takes_packed(session.policy.lm)
+        assert not session.packs
+
+
+def test_a_batch_that_is_packed_moves_as_a_whole():
+    batch = lay_out(*samples(), pack=True)
+    moved = replace(batch, below=torch.zeros(1, batch.tokens.shape[1], 8)).to(torch.device("meta"))
+    tensors = [moved.tokens, moved.predictors, moved.targets, moved.positions, moved.below,
+               moved.packing.to_grid, moved.packing.to_pack, moved.packing.mask()]
+    assert all(tensor.is_meta for tensor in tensors)
+    assert (moved.packing.rows, moved.packing.width) == (batch.packing.rows, batch.packing.width)
