@@ -163,7 +163,10 @@ def _score_tokens(session: EvalSession, prompts: PromptBatch, out: Generation, s
     """As :func:`score_tokens`, ``size`` rows a pass, on this rank."""
     passes = lay_out_rows(prompts.tokens, prompts.mask, out, size, session.backend.device,
                           session.loaded.decoder_start, pack=session.packs)
-    border = session.policy.border if most_below else None
+    # all passes hold what enters the border until the reference is run
+    width = session.policy.lm.get_input_embeddings().weight.shape[-1]
+    needed = 4 * width * sum(one.batch.tokens.numel() for one in passes)
+    border = session.policy.border if 0 < needed <= most_below else None
     if border is not None and out.below is not None:
         starts = prompts.tokens.shape[1] - prompts.mask.sum(1)
         for one in passes:

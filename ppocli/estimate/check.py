@@ -12,6 +12,7 @@ from ppocli.config.keys import several
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import OutOfMemoryError, PpocliError
 from ppocli.estimate.estimate import Estimate, advice, estimate
+from ppocli.estimate.frozen import frozen_states
 from ppocli.estimate.machine import GIVEN, Room, room_here
 from ppocli.estimate.memory import Layout, layout_of
 from ppocli.estimate.outline import outline
@@ -94,12 +95,13 @@ def bound(cfg: TrainConfig, policy: Policy, parts: tuple[Part, ...], layout: Lay
                     * getattr(m.config, "num_hidden_layers", 1)) * (3 if has_encoder(m) else 1)
                 for m in (policy.lm, getattr(policy.value_trunk, "lm", None)) if m is not None)
     head = policy.lm.get_output_embeddings().weight
+    below = frozen_states(cfg, policy, layout, prompt_tokens)
     rows = max(layout.rows, layout.decoded)
     passing = 4 * rows * tokens * (4 * widths + 2 * heads * tokens)
     logits = 4 * layout.rows * cfg.generation.max_new_tokens * head.shape[0]
     # 28: weights, gradients and state are 16; 12: a copy of what a checkpoint holds
     return (40 * own + frozen + passing + 4 * rows * head.shape[0] * 8 + 8 * CHUNK_BYTES
-            + min(logits, KEPT_BYTES) + 12 * head.numel()
+            + min(logits, KEPT_BYTES) + 12 * head.numel() + below.kept + below.laid_out
             + (0 if layout.cuda else min(4 * own, PACKED_BYTES)))
 
 

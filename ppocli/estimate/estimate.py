@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from ppocli.config.algorithm import decoding_scores, kl_estimator
+from ppocli.config.algorithm import kl_estimator
 from ppocli.config.deepspeed import deepspeed_config
 from ppocli.config.keys import several
 from ppocli.config.schema import GenerationConfig, TrainConfig, reference_kind
 from ppocli.config.sharding import whole_while_acting
+from ppocli.estimate.frozen import frozen_states, scores_by_forward
 from ppocli.estimate.memory import (
+    FROZEN,
     Disk,
     Layout,
     Line,
@@ -94,7 +96,8 @@ def _passes(cfg: TrainConfig, policy: Policy, layout: Layout, prompt_tokens: int
     head = policy.lm.get_output_embeddings().weight
     quantized = packed(cfg, policy.lm)
     largest = max((p.numel() for p in policy.parameters() if id(p) in quantized), default=0)
-    hidden = _hidden(cfg, policy, layout, prompt_tokens)
+    frozen = frozen_states(cfg, policy, layout, prompt_tokens)
+    hidden = _hidden(cfg, policy, layout, prompt_tokens, kept=frozen.score)
     heads = 4 * sum(p.numel() for module in (policy.lm.get_output_embeddings(), policy.value_head)
                     if module is not None for p in module.parameters())
     laid_out = _laid_out(cfg, policy, layout)
@@ -132,7 +135,7 @@ def _passes(cfg: TrainConfig, policy: Policy, layout: Layout, prompt_tokens: int
         training = replace(training, backward=training.backward + min(
             CHUNK_BYTES, 4 * sizes.rows * new * head.shape[0]))
     decoding = replace(decoding, working=decoding.working + copied)
-    return Passes(training, decoding, scoring, hidden, heads, laid_out), unknown
+    return Passes(training, decoding, scoring, hidden, heads, laid_out, frozen), unknown
 
 
 def _onednn(cfg: TrainConfig, layout: Layout) -> bool:
@@ -157,20 +160,22 @@ def _attend_as_on_cuda(policy: Policy) -> None:
             config._attn_implementation = "sdpa"
 
 
-def _hidden(cfg: TrainConfig, policy: Policy, layout: Layout, prompt_tokens: int) -> int:
+def _hidden(cfg: TrainConfig, policy: Policy, layout: Layout, prompt_tokens: int, *, kept: bool
+            ) -> int:
     """Bytes of the policy's states that are kept, for all samples of a chunk, until the reference
-    is run (:func:`ppocli.engine.rollout.score_tokens`)."""
-    width = policy.lm.get_output_embeddings().weight.shape[1]
-    each = 2 if cfg.hardware.precision == "bf16" else 4
-    full = kl_estimator(cfg.ppo) == "full"
-    beside = policy.value_head is not None and not policy.values_while_decoding
+    is run (:func:`ppocli.engine.rollout.score_tokens`).
+
+    Args:
+        kept: whether what enters the lowest layer that trains is kept beyond that, and told apart.
+    """
+    head = policy.lm.get_output_embeddings().weight
     new, tokens = cfg.generation.max_new_tokens, 0
-    if full:
+    if kl_estimator(cfg.ppo) == "full":
         tokens += new
     shares = reference_kind(cfg.model) == "shared" and cfg.model.num_layers_unfrozen >= 0
-    if shares and not has_encoder(policy.lm) and (full or beside or not decoding_scores(cfg)):
+    if shares and not kept and not has_encoder(policy.lm) and scores_by_forward(cfg, policy):
         tokens += prompt_tokens + new - 1
-    return layout.decoded * tokens * width * each
+    return layout.decoded * tokens * head.shape[1] * head.element_size()
 
 
 def _sampling(cfg: GenerationConfig) -> SamplingSpec:
@@ -225,5 +230,8 @@ def advice(found: Estimate, cfg: TrainConfig) -> list[str]:
         saved = (sizes.get("weights gathered for rollouts", 0)
                  - sizes.get("weights gathered in a pass", 0))
         options.append((saved, "hardware.gather_for_generation=false"))
+    frozen = next((line for line in found.lines if line.name == FROZEN), None)
+    if frozen is not None and (frozen.update if in_update else frozen.score):
+        options.append((frozen.device, "hardware.frozen_states_mib=0"))
     options.sort(key=lambda option: -option[0])
     return [text for size, text in options if size > 0]

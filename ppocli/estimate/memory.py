@@ -38,7 +38,8 @@ BUCKET = 500_000_000
 MAX_LIVE = 1_000_000_000
 """elements: DeepSpeed's default ``stage3_max_live_parameters``"""
 CHECKPOINT_COPY = "copy of a checkpoint"
-"""name of a line"""
+FROZEN = "states of frozen layers"
+"""names of lines"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,22 @@ class Sums:
 
 
 @dataclass(frozen=True, slots=True)
+class FrozenStates:
+    """Bytes of what enters the lowest layer that trains; nothing where nothing of it is kept."""
+
+    kept: int = 0
+    """of all samples of a rollout; updates remember what nobody kept before"""
+    generate: bool = False
+    """whether some are kept before all are generated"""
+    score: bool = False
+    """whether they are kept by the end of scoring"""
+    laid_out: int = 0
+    """of a chunk once more: as decoding padded it, beside the rows without padding"""
+    two_chunks: bool = False
+    """whether there is a chunk before, whose padded states go when the next is complete"""
+
+
+@dataclass(frozen=True, slots=True)
 class Passes:
     """What passes take beside weights."""
 
@@ -103,6 +120,7 @@ class Passes:
     """the weights of the output embedding and the value head"""
     laid_out: int = 0
     """the weights once more, as decoding reads them fastest (:mod:`ppocli.models.gemm`)"""
+    frozen: FrozenStates = FrozenStates()
 
 
 def layout_of(cfg: TrainConfig, *, ranks: int, ranks_on_host: int, cuda: bool) -> Layout:
@@ -155,9 +173,18 @@ def lines_of(cfg: TrainConfig, parts: Iterable[Part], layout: Layout, passes: Pa
         Line("weights laid out for decoding", passes.laid_out, score=False, update=False),
         Line("keys and values (KV cache)", decoding.cache, score=False, update=False),
         Line("working memory of generation", decoding.working, score=False, update=False),
+        *_frozen_states(passes.frozen),
         Line("states kept for the reference", passes.hidden, generate=False, update=False),
         Line("working memory of scoring", passes.scoring, generate=False, update=False)]
     return tuple(line for line in lines if line.device or line.host)
+
+
+def _frozen_states(frozen: FrozenStates) -> Iterable[Line]:
+    """What frozen layers made of a rollout (:mod:`ppocli.models.bottom`)."""
+    yield Line(FROZEN, frozen.kept, generate=frozen.generate,
+               score=frozen.score)
+    yield Line(f"{FROZEN}, padded", frozen.laid_out, generate=frozen.two_chunks,
+               update=False)
 
 
 def _shared(count: int, ranks: int) -> int:

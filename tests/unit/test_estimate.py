@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import logging
+import time
 from contextlib import ExitStack
 
 import pytest
 import torch
-from helpers import model_config, save_lm
-from sessions import session_of, set_keys, small_config
+from helpers import model_config, save_lm, write_prompts
+from sessions import fresh_state, rollout_of, session_of, set_keys, small_config
 from torch.profiler import ProfilerActivity, profile
 
 from ppocli.config.schema import OptimizerConfig, TrainConfig
+from ppocli.engine.clock import Moment, PhaseClock
+from ppocli.engine.experience import to_experience
+from ppocli.engine.optimize import optimize
+from ppocli.engine.rollout import collect_rollout
+from ppocli.engine.stop import StopFlag
 from ppocli.errors import InputError
 from ppocli.estimate.check import bound, check_memory
 from ppocli.estimate.estimate import estimate
@@ -21,6 +27,7 @@ from ppocli.estimate.parts import Part, Unknown, parts_of, quantized_bytes, stat
 from ppocli.estimate.trace import Sizes, TrainingPass, training_pass, weightless
 from ppocli.models.layout import lay_out
 from ppocli.models.virtual_tokens import virtual_tokens
+from ppocli.ppo.noise import ROLLOUT
 
 PROMPT, NEW = 30, 20
 SHAPES = {
@@ -209,6 +216,111 @@ def test_a_copy_for_decoding_that_is_too_large_is_neither_made_nor_told(folders,
                        for part in session.policy.lm.modules())
     found = estimate(cfg, outline(cfg), prompt_tokens=PROMPT, cuda=False, ranks=1, ranks_on_host=1)
     assert "weights laid out for decoding" not in {line.name for line in found.lines}
+
+
+def peaks_of_a_rollout(session) -> dict[str, int]:
+    """The most bytes that torch's allocator has given out in each phase of a second rollout, over
+    those before it."""
+    marks: list[tuple[int, str]] = []
+    clock = PhaseClock(session.backend.device, Moment.now(),
+                       lambda name: marks.append((time.time_ns(), name)))
+    rollout_of(session)  # what is made once is made
+    prompts = session.next_prompts(0, session.cfg.ppo.num_rollouts)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        collect_rollout(session, prompts, ROLLOUT, StopFlag(), clock)
+    events = [event for event in profiled.profiler.kineto_results.events()
+              if event.name() == "[memory]"]
+    now, found = 0, dict.fromkeys((name for _, name in marks), 0)
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        phase = next((name for end, name in marks if event.start_ns() <= end), marks[-1][1])
+        now += event.nbytes()
+        found[phase] = max(found[phase], now)
+    return found
+
+
+def storage_of(tensors) -> int:
+    """Bytes that tensors, which may be parts of one another's memory, lie in."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+                for t in tensors if t is not None}.values())
+
+
+COPY = {"model__reference__kind": "copy"}
+FROZEN = "states of frozen layers"
+
+
+@pytest.mark.parametrize(("kind", "keys", "samples"), [
+    # samples' states that are there in generation, scoring and updates; a chunk's are laid out anew
+    ("llama", {}, (16, 32, 16)), ("gpt2", {"ppo__chunk_size": 4}, (20, 20, 16)),
+    # scored by a forward pass, which keeps its own
+    ("llama", {"hardware__precision": "bf16", "ppo__chunk_size": 4}, (16, 16, 16)),
+    ("gpt2", {"ppo__logprobs_from": "forward", **COPY}, (0, 16, 16)),
+    ("gpt2", {"model__value__kind": "model"}, (16, 32, 16)),
+    # no pass of the policy's with exact states but those of updates
+    ("gpt2", {"hardware__precision": "bf16", "ppo__logprobs_from": "decode", **COPY}, (0, 0, 16)),
+    # twice the states, which decoding asks room for, are too much
+    ("gpt2", {"ppo__num_rollouts": 56}, (0, 56, 56)),
+    # and once
+    ("gpt2", {"ppo__num_rollouts": 88, "ppo__logprobs_from": "forward", **COPY}, (0, 0, None))])
+def test_states_of_frozen_layers_are_told_as_a_rollout_keeps_them(tmp_path, kind, keys, samples):
+    save_lm(tmp_path / "lm", kind, **SHAPES[kind])
+    write_prompts(tmp_path / "prompts.jsonl", ["the film plot actor was"] * 8)
+    prompt, measured, lines = 5, [], []
+    one = 4 * 128 * (prompt + NEW - 1)
+    for mib in (1, 0):
+        cfg = small_config(tmp_path, **{
+            "model__num_layers_unfrozen": 2, "ppo__ppo_epochs": 1,
+            "generation__max_new_tokens": NEW, "generation__min_new_tokens": NEW,
+            "hardware__frozen_states_mib": mib, **keys})
+        with session_of(cfg) as session:
+            peaks = peaks_of_a_rollout(session)
+            experience = to_experience(rollout_of(session), fresh_state(session), cfg)
+            optimize(session, experience, fresh_state(session), StopFlag())
+            measured.append((peaks["rollout"], peaks["scoring"], storage_of(experience.below)))
+        found = estimate(cfg, outline(cfg), prompt_tokens=prompt, cuda=False, ranks=1,
+                         ranks_on_host=1)
+        told = [line for line in found.lines if line.name.startswith("states ")]
+        lines.append([sum(line.device for line in told if getattr(line, phase))
+                      for phase in ("generate", "score", "update")])
+        own = [line for line in told if line.name.startswith(FROZEN)]
+        if mib:
+            for phase, count in zip(("generate", "score", "update"), samples, strict=True):
+                size = sum(line.device for line in own if getattr(line, phase))
+                assert size == (2**20 if count is None else count * one), phase
+        else:
+            assert not own
+    more, less = measured
+    # forward passes keep the last chunk's when all have been generated
+    late = 4 * one if samples == (16, 16, 16) else 0
+    for phase, spare in ((0, late), (1, 0)):
+        told = lines[0][phase] - lines[1][phase] - spare
+        assert more[phase] - less[phase] == pytest.approx(told, abs=20_000), phase
+    assert less[2] == 0
+    assert 0.9 * lines[0][2] < more[2] <= lines[0][2]
+
+
+@pytest.mark.parametrize(("kind", "keys", "ranks", "kept"), [
+    ("gpt2", {}, 1, True), ("gpt2", {"hardware__zero_stage": 2}, 1, True), ("gpt2", {}, 2, False),
+    ("gpt2", {"hardware__zero_stage": 3}, 1, False),
+    ("gpt2", {"hardware__frozen_states_mib": 0}, 1, False),
+    ("gpt2", {"model__num_layers_unfrozen": -1}, 1, False),
+    ("gpt2", {"model__num_layers_unfrozen": 4}, 1, False),
+    ("llama", {"model__num_layers_unfrozen": -1, "model__peft": {"type": "lora"}}, 1, False),
+    ("llama", {"model__peft": {"type": "lora", "layers_to_transform": [2, 3]},
+               "model__num_layers_unfrozen": -1}, 1, True),
+    ("gpt2", {"model__value__kind": "branch", "model__value__num_layers_unfrozen": 2}, 1, True),
+    ("gpt2", {"model__value__kind": "branch", "model__value__num_layers_unfrozen": 3}, 1, False),
+    ("t5", {}, 1, False)])
+def test_states_of_frozen_layers_are_told_only_where_they_are_kept(folders, kind, keys, ranks,
+                                                                   kept):
+    cfg = small_config(folders[kind], **{"model__num_layers_unfrozen": 2, **keys})
+    if ranks == 1 and cfg.hardware.zero_stage == 0:
+        with session_of(cfg) as session:
+            assert bool(session.below_bytes) == kept
+    found = estimate(cfg, outline(cfg), prompt_tokens=PROMPT, cuda=True, ranks=ranks,
+                     ranks_on_host=1)
+    line = next((line for line in found.lines if line.name == FROZEN), None)
+    assert (line is not None) == kept
+    assert line is None or (line.device > 0 and line.host == 0)
 
 
 def config_of(**keys) -> TrainConfig:

@@ -14,6 +14,7 @@ from ppocli.estimate.check import judge, shown
 from ppocli.estimate.estimate import Estimate, advice
 from ppocli.estimate.machine import Room, host_room
 from ppocli.estimate.memory import (
+    FrozenStates,
     Layout,
     Line,
     Passes,
@@ -203,6 +204,25 @@ def test_advice_is_what_saves_most_at_the_fullest_moment():
     assert advice(found, cfg) == [
         "hardware.gather_for_generation=false", "model.dtype=bf16", "model.reference.offload=true",
         "ppo.chunk_size=1"]
+
+
+@pytest.mark.parametrize(("frozen", "sums"), [
+    (FrozenStates(500, generate=True, score=True, laid_out=60), (500, 560, 500)),
+    (FrozenStates(500, generate=True, score=True, laid_out=60, two_chunks=True), (560, 560, 500)),
+    (FrozenStates(500, score=True), (0, 500, 500)), (FrozenStates(500), (0, 0, 500))])
+def test_states_of_frozen_layers_count_where_they_are(frozen, sums):
+    alone = replace(LAYOUT, ranks=1, ranks_on_host=1)
+
+    def told(passes):
+        lines = lines_of(TrainConfig(), PARTS, alone, passes, {})
+        found = add_up(lines, PARTS, alone, stage=0)
+        return lines, found, (found.generate, found.score, found.update)
+
+    lines, found, more = told(replace(PASSES, frozen=frozen))
+    assert tuple(a - b for a, b in zip(more, told(PASSES)[2], strict=True)) == sums
+    given = Estimate(PARTS, alone, lines, found, disk_of(TrainConfig(), PARTS), 8, 8, ())
+    assert found.device == found.update
+    assert "hardware.frozen_states_mib=0" in advice(given, TrainConfig())
 
 
 def test_what_surely_does_not_fit_is_refused_and_what_is_close_is_warned_of(caplog):
