@@ -319,3 +319,32 @@ def test_what_cannot_be_meant_is_refused(here, export, reference, words, code, s
     assert done.code == code
     assert said in done.err
     assert list(here.iterdir()) == []
+
+
+def test_no_file_names_attention_or_activations_that_others_lack(finished, export):
+    """A run computes with its own; whoever loads what it saved has transformers' alone."""
+    from transformers import AutoModelForCausalLM
+    from transformers.activations import NewGELUActivation
+
+    from ppocli.config.schema import ModelConfig
+    from ppocli.models.attention import NAME
+    from ppocli.models.loading import load_lm
+
+    assert export("runs/mine", "-o", "out").code == 0
+    configs = [*finished.rglob("config.json"), Path("out/config.json")]
+    assert finished / "model/config.json" in configs
+    assert len(configs) == 2 + len(list((finished / "checkpoints").glob("step-*")))
+    for path in configs:
+        config = json.loads(path.read_text())
+        assert NAME not in map(str, config.values()), path
+        assert not any("attn_implementation" in name for name in config), path
+        assert config["activation_function"] == "gelu_new", path
+    ids = torch.tensor([[4, 6, 9, 12]])
+    for folder in (finished / "model", Path("out")):
+        ours = load_lm(ModelConfig(path=str(folder))).lm
+        plain = AutoModelForCausalLM.from_pretrained(folder).eval()
+        assert (ours.config._attn_implementation, plain.config._attn_implementation) == (
+            NAME, "sdpa")
+        assert type(plain.transformer.h[0].mlp.act) is NewGELUActivation
+        with torch.no_grad():
+            torch.testing.assert_close(ours(ids).logits, plain(ids).logits, rtol=1e-5, atol=1e-5)
