@@ -14,6 +14,7 @@ from ppocli.config.deepspeed import deepspeed_config
 from ppocli.config.schema import TrainConfig
 from ppocli.engine.backend import Backend
 from ppocli.engine.sharded import OneParameter
+from ppocli.models.decoding import Decoding, decoding_of, set_decoding
 from ppocli.models.loading import LoadedLM
 
 
@@ -25,6 +26,7 @@ class _Inventory:
     """name, shape, type; tied ones once"""
     buffers: dict[str, torch.Tensor]
     generation_config: Any
+    decoding: Decoding
 
 
 def load_in_parts(cfg: TrainConfig, backend: Backend, load: Callable[[], LoadedLM],
@@ -51,12 +53,14 @@ def load_in_parts(cfg: TrainConfig, backend: Backend, load: Callable[[], LoadedL
         nonlocal loaded
         loaded = load()
         return _Inventory([(name, p.shape, p.dtype) for name, p in loaded.lm.named_parameters()],
-                          dict(loaded.lm.named_buffers()), loaded.generation_config)
+                          dict(loaded.lm.named_buffers()), loaded.generation_config,
+                          decoding_of(loaded.lm))
 
     inventory = ranks.first_does(take_stock)
     mine = ranks.all_do(lambda: empty() if loaded is None else loaded, "loading")
     if loaded is None:
         mine = replace(mine, generation_config=inventory.generation_config)
+        set_decoding(mine.lm, inventory.decoding)
     _fill_buffers(mine.lm, inventory, backend.device)
     _hand_out(mine.lm, inventory, parts_config(cfg, offload=offload))
     return mine

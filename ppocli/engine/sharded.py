@@ -13,6 +13,7 @@ from torch import nn
 
 from ppocli.engine.ranks import Ranks
 from ppocli.models.adapters import attach_again
+from ppocli.models.decoding import decoding_of, set_decoding
 from ppocli.models.gemm import route_linears
 from ppocli.models.kernels import use_kernels
 from ppocli.models.layers import forget_casts, whole_shape
@@ -215,6 +216,7 @@ def gathered_policy(policy: Policy, loaded: LoadedLM, *, onednn: bool) -> Iterat
             attach_again(lm, loaded.adapter)
         if loaded.kernels:
             use_kernels(lm)
+        set_decoding(lm, decoding_of(loaded.lm))
         whole = Policy(lm, None if policy.value_head is None else build_value_head(lm, 0))
     with gathered(policy, 3):
         device = next(iter(policy.parameters())).device

@@ -28,7 +28,13 @@ from ppocli.data.spec import training_spec
 from ppocli.engine.backend import Backend
 from ppocli.engine.session import sampling_specs
 from ppocli.errors import ConfigError, InputError, OutOfMemoryError
-from ppocli.models.loading import LoadedLM, check_vocabulary, load_lm, load_tokenizer
+from ppocli.models.loading import (
+    LoadedLM,
+    check_vocabulary,
+    load_lm,
+    load_tokenizer,
+    say_decoding,
+)
 from ppocli.models.prompting import BATCH, Answer, answer_prompts, check_lengths, prompt_ids
 from ppocli.models.sampling import SAMPLING_KEYS
 from ppocli.rewards.records import RewardRequest
@@ -138,6 +144,7 @@ def load_player(cfg: ModelConfig, name: str, backend: Backend | None = None) -> 
     """
     tokenizer, loaded = load_tokenizer(cfg), load_lm(cfg)
     check_vocabulary(tokenizer, loaded.lm, cfg)
+    say_decoding(loaded.lm)
     if backend is None:
         return Player(name, tokenizer, loaded)
     loaded.lm.to(backend.device)

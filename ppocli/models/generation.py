@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ppocli.models.decoding import Decoding, decoding_of
 from ppocli.models.layers import Border
 from ppocli.models.layout import right_padded
 from ppocli.models.sampling import SamplingSpec, choose
@@ -87,7 +88,7 @@ class _Live:
     """[b, Q]"""
 
 
-def _ends_with_stop(tokenizer: Any, spec: SamplingSpec, tokens: torch.Tensor) -> torch.Tensor:
+def ends_with_stop(tokenizer: Any, spec: SamplingSpec, tokens: torch.Tensor) -> torch.Tensor:
     """[b] bool: a stop sequence is complete within the newest tokens of each row [b, t].
 
     Looked for in decoded text, since a tokenizer may cut the same text in several ways. A token
@@ -192,6 +193,12 @@ def _keep_below(kept: torch.Tensor | None, states: torch.Tensor, rows: torch.Ten
     return kept
 
 
+def _by_library(*args: Any, **words: Any) -> Generation:
+    from ppocli.models.library_generation import library_generate  # which imports this module
+
+    return library_generate(*args, **words)
+
+
 @torch.no_grad()
 def generate(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, spec: SamplingSpec,
              uniform: Any, *, tokenizer: Any, start: int | None = None, value_head: Any = None,
@@ -217,12 +224,15 @@ def generate(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, sp
     Returns:
         A :class:`Generation` with R = the longest response (at least 1).
     """
+    if decoding_of(lm) is not Decoding.STEPS:
+        return _by_library(lm, prompt_tokens, prompt_mask, spec, uniform, tokenizer=tokenizer,
+                           start=start, value_head=value_head, limits=limits, poll=poll,
+                           watch=watch, all_alive=all_alive)
     device = lm.base_model.device
     count, steps = len(prompt_tokens), spec.max_new_tokens
     noise = torch.as_tensor(uniform, dtype=torch.float64).to(device)
     most = None if limits is None else torch.as_tensor(limits, dtype=torch.long).to(device)
-    head = lm.get_output_embeddings()
-    scale = logit_scale(lm)
+    head, scale = lm.get_output_embeddings(), logit_scale(lm)
     takes_positions = "position_ids" in inspect.signature(lm.base_model.forward).parameters
     stops = torch.tensor(spec.stop_ids, dtype=torch.long, device=device)
     tokens = torch.zeros(count, steps, dtype=torch.long, device=device)
@@ -255,7 +265,7 @@ def generate(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, sp
             values[live.rows, t] = torch.where(alive, value_head(hidden), 0.0)
         ended = torch.isin(chosen, stops)
         if spec.stop_sequences and t + 1 >= spec.min_new_tokens:
-            ended |= _ends_with_stop(tokenizer, spec, tokens[live.rows, : t + 1])
+            ended |= ends_with_stop(tokenizer, spec, tokens[live.rows, : t + 1])
         finished[live.rows] |= alive & ended
         watch(tokens[:, : t + 1], mask[:, : t + 1])
         live.done = live.done | ended

@@ -4,7 +4,6 @@ checked: a tokenizer without vocabulary, missing weights, ids beyond the embeddi
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,14 +15,17 @@ from ppocli.assets.adapter_files import BASE, CONFIG, is_adapter, named_base
 from ppocli.assets.model_files import find_model
 from ppocli.config.adapters import adapter_kind, adapter_settings
 from ppocli.config.schema import HardwareConfig, ModelConfig
-from ppocli.errors import CheckpointError, InputError, PpocliError
+from ppocli.errors import CheckpointError, ConfigError, InputError, PpocliError
 from ppocli.models.adapters import Adapter, attach, identify, load_adapter, peft_config
+from ppocli.models.decoding import Decoding, costs_of, decoding_of
 from ppocli.models.kernels import use_kernels
 from ppocli.models.layers import whole_shape
 from ppocli.models.layout import SequenceBatch
 from ppocli.models.quantization import quantized
+from ppocli.models.trial_decoding import try_decoding
 from ppocli.models.trunk import decoder_start, has_encoder, logit_scale, response_hidden
 from ppocli.models.unloaded import check_room, first_line
+from ppocli.models.virtual_tokens import num_virtual_tokens
 
 log = logging.getLogger("ppocli")
 
@@ -84,11 +86,14 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
 
 def without_dropout(config: Any) -> Any:
     """A copy of ``config`` whose dropout rates are 0: the ratio must be 1 before the first update,
-    also in train mode, which gradient checkpointing needs."""
+    also in train mode, which gradient checkpointing needs. RWKV's rescaling is off too: it guards
+    fp16, and divides the weights themselves for eval mode, as which they would be saved."""
     quiet = copy.deepcopy(config)
     for name, value in vars(config).items():
         if isinstance(value, float) and "drop" in name:
             setattr(quiet, name, 0.0)
+    if getattr(quiet, "rescale_every", 0):
+        quiet.rescale_every = 0
     return quiet
 
 
@@ -132,9 +137,9 @@ def load_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32,
                          where=key, fix="check the folder's config.json and "
                          "model.safetensors, or give another one") from error
     check_complete(info, type(lm).__name__, cfg.path, key)
-    _check_cache(lm, cfg.path, key)
     made = _ready(cfg, lm, config, copy.deepcopy(lm.generation_config) or GenerationConfig())
     _check_linear_head(lm, cfg.path, key)
+    _find_decoding(lm, made.decoder_start, cfg.path, key)
     return made
 
 
@@ -224,6 +229,7 @@ def load_policy(cfg: ModelConfig, hardware: HardwareConfig, seed: int) -> Loaded
         loaded = load_lm(cfg)
     else:
         loaded = load_lm(cfg, dtype=DTYPES[cfg.dtype or hardware.precision])
+    say_decoding(loaded.lm)
     if loaded.adapter is not None:
         raise InputError(f"{cfg.path} holds only an adapter.", where="model.path",
                          fix=f"merge it into its base first: ppocli export {cfg.path} --merge "
@@ -235,13 +241,17 @@ def load_policy(cfg: ModelConfig, hardware: HardwareConfig, seed: int) -> Loaded
                          revision=cfg.revision, tokenizer=loaded.lm.config.name_or_path)
     model = attach(loaded.lm, config, seed=seed)
     check_room(loaded.lm)
+    _check_steps(loaded.lm)
     return replace(loaded, adapter=Adapter(model, base))
 
 
 def load_judged(cfg: ModelConfig, hardware: HardwareConfig) -> LoadedLM:
     """A policy to be judged; the base of an adapter in the type that a training holds it in."""
     frozen = is_adapter(cfg.path) and cfg.quantization is None
-    return load_lm(cfg, dtype=DTYPES[cfg.dtype or hardware.precision] if frozen else torch.float32)
+    loaded = load_lm(cfg, dtype=DTYPES[cfg.dtype or hardware.precision] if frozen
+                     else torch.float32)
+    say_decoding(loaded.lm)
+    return loaded
 
 
 def _load_on_base(cfg: ModelConfig, folder: Path, dtype: torch.dtype) -> LoadedLM:
@@ -264,14 +274,30 @@ def _load_on_base(cfg: ModelConfig, folder: Path, dtype: torch.dtype) -> LoadedL
     return replace(loaded, adapter=load_adapter(loaded.lm, folder, base))
 
 
-def _check_cache(lm: Any, name: str, key: str) -> None:
-    """Decoding hands every step the keys and values of those before. A model that takes no such
-    cache would take every token for the first."""
-    trunk = lm.get_decoder() if has_encoder(lm) else lm.base_model
-    if "past_key_values" not in inspect.signature(trunk.forward).parameters:
-        raise InputError(f"{type(lm).__name__} ({name}) keeps no keys and values (past_key_values) "
-                         "from token to token; ppocli can't decode with it.", where=key,
-                         fix="use a language model with attention in every layer")
+def _find_decoding(lm: Any, start: int | None, name: str, key: str) -> None:
+    """Make the model decode in the fastest way that is right for it. Where none is, its passes give
+    a token other probabilities than it was sampled with, and ratios would mean nothing."""
+    if try_decoding(lm, start) is None:
+        raise InputError(f"{type(lm).__name__} ({name}) gives a token other probabilities when it "
+                         "is sampled than in one pass over prompt and response: its states look "
+                         "ahead, or depend on the rows beside; ppocli can't train it.", where=key,
+                         fix="use a causal language model")
+
+
+def _check_steps(lm: Any) -> None:
+    """Refuse virtual tokens before prompts that are handed to transformers' loop, which would leave
+    them out."""
+    if num_virtual_tokens(lm) and decoding_of(lm) is not Decoding.STEPS:
+        raise ConfigError(f"Prefix and prompt tuning need ppocli's own loop, and it can't step "
+                          f"{type(lm).__name__}.", where="model.peft.type",
+                          fix="set model.peft.type=lora, or train all weights")
+
+
+def say_decoding(lm: Any) -> None:
+    """Tell of a model that is about to sample what it costs that it can't be stepped."""
+    costs = costs_of(lm)
+    if costs is not None:
+        log.info("%s", costs)
 
 
 @torch.no_grad()
@@ -287,7 +313,9 @@ def _check_linear_head(lm: Any, name: str, key: str) -> None:
         if has_encoder(lm):
             given["decoder_input_ids"] = probe
             batch = SequenceBatch(probe, both, both, probe, torch.ones_like(probe))
-        ours = (head(response_hidden(lm, batch)) * logit_scale(lm)).float()[None]
+        # some keep their states in fp32 beside weights in bf16
+        hidden = response_hidden(lm, batch).to(head.weight.dtype)
+        ours = (head(hidden) * logit_scale(lm)).float()[None]
         theirs = lm(use_cache=False, **given).logits.float()
         if ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3):
             return
