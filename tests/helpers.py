@@ -57,6 +57,11 @@ def model_config(kind: str = "gpt2", **over):
             "decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
             "vocab_size": vocabulary, "max_position_embeddings": 64, "decoder_start_token_id": 2,
             "forced_eos_token_id": None, **ids, **over})
+    if kind in ("mamba", "rwkv"):
+        sizes = ({"state_size": 8} if kind == "mamba" else
+                 {"attention_hidden_size": 32, "intermediate_size": 48, "rescale_every": 1})
+        return CONFIG_MAPPING[kind](**{"num_hidden_layers": 2, "hidden_size": 32,
+                                       "vocab_size": vocabulary, **sizes, **ids, **over})
     if kind == "bloom":
         return CONFIG_MAPPING[kind](**{"n_layer": 2, "hidden_size": 32, "n_head": 2,
                                        "vocab_size": vocabulary, **ids, **over})

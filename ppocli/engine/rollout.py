@@ -21,7 +21,8 @@ from ppocli.engine.records import Rollout
 from ppocli.engine.session import EvalSession, Session
 from ppocli.engine.sharded import is_sharded
 from ppocli.engine.stop import StopFlag
-from ppocli.errors import DivergedError
+from ppocli.errors import ConfigError, DivergedError
+from ppocli.models.decoding import Decoding, decoding_of
 from ppocli.models.generation import Generation, generate
 from ppocli.models.head import HeadWeights
 from ppocli.models.passes import (
@@ -88,6 +89,7 @@ def draw(session: EvalSession, lm: Any, prompts: PromptBatch, spec: SamplingSpec
 
     Raises:
         OutOfMemoryError: there is no room for one response.
+        ConfigError: the model is in parts, and decodes whole only.
     """
     tokens = prompts.tokens.shape[1] + spec.max_new_tokens
     width = lm.get_input_embeddings().weight.shape[-1]
@@ -100,6 +102,12 @@ def draw(session: EvalSession, lm: Any, prompts: PromptBatch, spec: SamplingSpec
         limits = lengths(session.cfg.seed, prompts.episodes, *spec.length_range)
 
     in_parts = is_sharded(lm)
+    if in_parts and decoding_of(lm) is not Decoding.STEPS:
+        # such models read weights past the layers that would gather them
+        raise ConfigError(f"{type(lm).__name__} is decoded by transformers' generate, which can't "
+                          "put weights together layer by layer.",
+                          where="hardware.gather_for_generation",
+                          fix="set hardware.gather_for_generation=true")
 
     def some(rows: slice) -> Generation:
         def poll() -> None:

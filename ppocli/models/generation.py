@@ -227,7 +227,7 @@ def generate(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, sp
     if decoding_of(lm) is not Decoding.STEPS:
         return _by_library(lm, prompt_tokens, prompt_mask, spec, uniform, tokenizer=tokenizer,
                            start=start, value_head=value_head, limits=limits, poll=poll,
-                           watch=watch, all_alive=all_alive)
+                           watch=watch)
     device = lm.base_model.device
     count, steps = len(prompt_tokens), spec.max_new_tokens
     noise = torch.as_tensor(uniform, dtype=torch.float64).to(device)

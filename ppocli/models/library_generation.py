@@ -18,6 +18,7 @@ import torch
 from ppocli.models.decoding import Decoding, decoding_of
 from ppocli.models.generation import Generation, Watch, ends_with_stop
 from ppocli.models.sampling import SamplingSpec, choose
+from ppocli.models.trunk import logit_scale
 
 
 @dataclass(slots=True)
@@ -95,7 +96,8 @@ class _Steering:
     done: torch.Tensor
     poll: Callable[[], None]
     watch: Watch
-    all_alive: Callable[[int], int]
+    scale: float
+    """of the states on their way into the output layer (:func:`logit_scale`)"""
     t: int = 0
     """tokens of each row so far"""
     entered: list[torch.Tensor] = field(default_factory=list)
@@ -104,7 +106,7 @@ class _Steering:
     def scores(self, _: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """A logits processor that leaves transformers no choice: [g, V], 0 for the token that was
         chosen, else -inf."""
-        hidden = self.entered[-1][:, -1] if self.entered else None
+        hidden = self.entered[-1][:, -1] / self.scale if self.entered else None
         self.entered.clear()
         chosen, self.done = self.sampled.add(self.rows, self.done, self.t, logits, hidden)
         self.t += 1
@@ -115,9 +117,7 @@ class _Steering:
     def stop(self, *_: Any, **__: Any) -> torch.Tensor:
         """A stopping criterion, [g] bool: all rows end together, since a row that is said to have
         ended is fed on all the same."""
-        over = self.t >= self.sampled.spec.max_new_tokens
-        if not over:
-            over = self.all_alive(int((~self.done).sum())) == 0
+        over = self.t >= self.sampled.spec.max_new_tokens or bool(self.done.all())
         if not over:
             self.poll()
         return torch.full_like(self.done, over)
@@ -176,8 +176,8 @@ def _run(lm: Any, prompts: torch.Tensor, steering: _Steering, *, start: int | No
 @torch.no_grad()
 def library_generate(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor,
                      spec: SamplingSpec, uniform: Any, *, tokenizer: Any, start: int | None,
-                     value_head: Any, limits: Any, poll: Callable[[], None], watch: Watch,
-                     all_alive: Callable[[int], int]) -> Generation:
+                     value_head: Any, limits: Any, poll: Callable[[], None], watch: Watch
+                     ) -> Generation:
     """Sample one response per prompt, as :func:`ppocli.models.generation.generate` does.
 
     Prompts of one length are decoded together: some models read padding as if it were words.
@@ -189,18 +189,13 @@ def library_generate(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Te
     sampled = _nothing_sampled(len(prompt_tokens), spec, uniform, limits, tokenizer, value_head,
                                device)
     lengths = prompt_mask.sum(1)
-    groups = [(lengths == length).nonzero().squeeze(-1) for length in lengths.unique().tolist()]
-    number = 0
-    while all_alive(len(groups) - number) > 0:
-        # a rank that has no group left goes through one again, for others' passes, and drops it
-        idle = number >= len(groups)
-        rows = groups[0 if idle else number]
+    for length in lengths.unique().tolist():
+        rows = (lengths == length).nonzero().squeeze(-1)
         steering = _Steering(sampled, rows.to(device),
-                             torch.full((len(rows),), idle, device=device), poll, watch, all_alive)
-        width = int(lengths[rows[0]])
-        _run(lm, prompt_tokens[rows][:, prompt_tokens.shape[1] - width:].to(device), steering,
+                             torch.zeros(len(rows), dtype=torch.bool, device=device), poll, watch,
+                             logit_scale(lm))
+        _run(lm, prompt_tokens[rows][:, prompt_tokens.shape[1] - length:].to(device), steering,
              start=start, cached=cached)
-        number += 1
     width = max(sampled.width, 1)
     return Generation(sampled.tokens[:, :width].cpu(), sampled.mask[:, :width].cpu(),
                       sampled.logprobs[:, :width].cpu(), sampled.values[:, :width].cpu(),

@@ -239,9 +239,9 @@ def load_policy(cfg: ModelConfig, hardware: HardwareConfig, seed: int) -> Loaded
     base = identify(loaded.lm, cfg.path, cfg.revision)
     config = peft_config(kind, adapter_settings(cfg), pair=has_encoder(loaded.lm),
                          revision=cfg.revision, tokenizer=loaded.lm.config.name_or_path)
+    _check_steps(loaded.lm, virtual=kind != "lora")
     model = attach(loaded.lm, config, seed=seed)
     check_room(loaded.lm)
-    _check_steps(loaded.lm)
     return replace(loaded, adapter=Adapter(model, base))
 
 
@@ -271,7 +271,9 @@ def _load_on_base(cfg: ModelConfig, folder: Path, dtype: torch.dtype) -> LoadedL
         raise CheckpointError(f"{path} is not the model that the adapter in {folder} was trained "
                               "on: its weights have changed.", where=str(folder / BASE),
                               fix="put the model back, or name it there as it is called now")
-    return replace(loaded, adapter=load_adapter(loaded.lm, folder, base))
+    adapter = load_adapter(loaded.lm, folder, base)
+    _check_steps(loaded.lm, virtual=num_virtual_tokens(loaded.lm) > 0)
+    return replace(loaded, adapter=adapter)
 
 
 def _find_decoding(lm: Any, start: int | None, name: str, key: str) -> None:
@@ -284,10 +286,10 @@ def _find_decoding(lm: Any, start: int | None, name: str, key: str) -> None:
                          fix="use a causal language model")
 
 
-def _check_steps(lm: Any) -> None:
+def _check_steps(lm: Any, *, virtual: bool) -> None:
     """Refuse virtual tokens before prompts that are handed to transformers' loop, which would leave
     them out."""
-    if num_virtual_tokens(lm) and decoding_of(lm) is not Decoding.STEPS:
+    if virtual and decoding_of(lm) is not Decoding.STEPS:
         raise ConfigError(f"Prefix and prompt tuning need ppocli's own loop, and it can't step "
                           f"{type(lm).__name__}.", where="model.peft.type",
                           fix="set model.peft.type=lora, or train all weights")

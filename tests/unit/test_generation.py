@@ -5,11 +5,8 @@ import torch
 from helpers import make_tokenizer, model_config, save_lm
 from sessions import rollout_of, session_of, small_config
 
-from ppocli.config.schema import ModelConfig
-from ppocli.errors import InputError
 from ppocli.models.generation import generate
 from ppocli.models.head import token_logprobs
-from ppocli.models.loading import load_lm
 from ppocli.models.sampling import SamplingSpec, choose, inverse_transform
 from ppocli.models.text import decode_responses
 from ppocli.ppo.noise import uniform
@@ -262,14 +259,3 @@ def test_text_keeps_the_space_that_a_tokenizer_hides_in_its_tokens():
     assert tokenizer.decode([2, 3]) == "good film"
     assert decode_responses(tokenizer, [[1]], [[2, 3, 4]]) == [" good film"]
     assert decode_responses(tokenizer, [[1]], [[2, 3, 4]], ["film"]) == [" good "]
-
-
-def test_a_model_without_keys_and_values_is_refused(tmp_path):
-    """Its trunk swallows the cache it is handed, and would take each token for the first."""
-    from transformers import MambaConfig, MambaForCausalLM
-
-    lm = MambaForCausalLM(MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2,
-                                      state_size=4))
-    lm.save_pretrained(tmp_path / "mamba")
-    with pytest.raises(InputError, match=r"keeps no keys and values.*can't decode"):
-        load_lm(ModelConfig(path=str(tmp_path / "mamba")))

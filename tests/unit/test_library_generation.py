@@ -1,0 +1,255 @@
+"""Decoding by transformers' own loop, for models that ours can't step, and finding out which those
+are."""
+
+import logging
+
+import pytest
+import torch
+from helpers import PAIRS, make_tokenizer, model_config, save_lm
+from sessions import rollout_of, session_of, small_config
+
+from ppocli.config.schema import HardwareConfig, ModelConfig
+from ppocli.errors import ConfigError, InputError
+from ppocli.models.decoding import Decoding, decoding_of, set_decoding
+from ppocli.models.generation import generate
+from ppocli.models.head import token_logprobs
+from ppocli.models.layout import lay_out
+from ppocli.models.loading import load_judged, load_lm, load_policy
+from ppocli.models.policy import build_value_head
+from ppocli.models.sampling import SamplingSpec
+from ppocli.models.trial_decoding import try_decoding
+from ppocli.models.trunk import response_hidden
+from ppocli.ppo.noise import uniform
+
+LENGTHS = (3, 5, 1, 5, 3, 2)
+
+
+def model(kind, **over):
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    torch.manual_seed(0)
+    auto = AutoModelForSeq2SeqLM if kind in PAIRS else AutoModelForCausalLM
+    lm = auto.from_config(model_config(kind, **over)).eval()
+    lm.config.pad_token_id = None
+    for parameter in lm.parameters():
+        if parameter.dim() > 1:
+            parameter.data.mul_(3.0)
+    return lm
+
+
+def prompts():
+    mask = torch.arange(5).flip(0)[None, :] < torch.tensor(LENGTHS)[:, None]
+    tokens = 4 + torch.arange(mask.numel()).reshape(mask.shape) * 7 % 30
+    return tokens.masked_fill(~mask, 0), mask
+
+
+def sample(lm, decoding, given, **words):
+    set_decoding(lm, decoding)
+    spec = SamplingSpec(**{"max_new_tokens": 8, "stop_ids": (1,), **given})
+    head = build_value_head(lm, 0)
+    torch.nn.init.constant_(head.outer.weight, 0.1)
+    return generate(lm, *prompts(), spec, uniform(3, 1, range(len(LENGTHS)), spec.max_new_tokens),
+                    tokenizer=make_tokenizer(), value_head=head,
+                    start={"t5": 0, "bart": 2}.get(lm.config.model_type), **words)
+
+
+def assert_same(found, wanted):
+    assert torch.equal(found.tokens, wanted.tokens)
+    assert torch.equal(found.mask, wanted.mask)
+    assert torch.equal(found.finished, wanted.finished)
+    torch.testing.assert_close(found.logprobs, wanted.logprobs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.values, wanted.values, rtol=1e-4, atol=1e-5)
+
+
+SPECS = {
+    "plain": {}, "greedy": {"do_sample": False}, "top-k": {"top_k": 5, "temperature": 0.7},
+    "top-p": {"top_p": 0.6}, "stop ids": {"stop_ids": tuple(range(1, 12))},
+    "at least": {"stop_ids": tuple(range(1, 20)), "min_new_tokens": 3},
+    "stop texts": {"stop_sequences": ("film", "is", "great", "dull", "we", "bad")},
+}
+
+
+@pytest.mark.parametrize("given", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "t5", "bart"])
+def test_both_loops_give_the_same_responses(kind, given):
+    lm = model(kind)
+    wanted = sample(lm, Decoding.STEPS, given)
+    assert_same(sample(lm, Decoding.LIBRARY, given), wanted)
+    assert wanted.values.abs().sum() > 0
+    if "stop" in str(given):
+        assert wanted.finished.any()
+        assert wanted.mask.sum(1).unique().numel() > 1
+
+
+@pytest.mark.parametrize("decoding", [Decoding.LIBRARY, Decoding.UNCACHED])
+def test_each_response_has_a_limit_of_its_own(decoding):
+    lm, limits = model("gpt2"), [1, 4, 2, 8, 3, 6]
+    wanted = sample(lm, Decoding.STEPS, {"stop_ids": ()}, limits=limits)
+    assert wanted.mask.sum(1).tolist() == limits
+    assert_same(sample(lm, decoding, {"stop_ids": ()}, limits=limits), wanted)
+
+
+@pytest.mark.parametrize(("kind", "decoding"), [
+    ("mamba", Decoding.LIBRARY), ("mamba", Decoding.UNCACHED), ("rwkv", Decoding.UNCACHED)])
+def test_what_is_decoded_is_what_one_pass_over_right_padded_rows_gives(kind, decoding):
+    """Of models whose states run on through padding: scoring and training see rows beside longer
+    ones, and must find the probabilities that each token was drawn with alone."""
+    lm = model(kind, **({"rescale_every": 0} if kind == "rwkv" else {}))
+    out = sample(lm, decoding, {"stop_ids": tuple(range(1, 8))})
+    assert out.mask.sum(1).unique().numel() > 1
+    tokens, mask = prompts()
+
+    def passes(rows):
+        batch = lay_out(tokens[rows], mask[rows], out.tokens[rows], out.mask[rows])
+        with torch.no_grad():
+            hidden = response_hidden(lm, batch)
+            return token_logprobs(hidden, lm.get_output_embeddings(), batch.targets,
+                                  temperature=1.0, want_entropy=False)[0]
+
+    together = passes(list(range(len(LENGTHS))))
+    torch.testing.assert_close(together, out.logprobs[out.mask], rtol=1e-4, atol=1e-5)
+    alone = torch.cat([passes([i]) for i in range(len(LENGTHS))])
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+
+
+def test_a_prompts_response_does_not_depend_on_those_beside_it():
+    lm = model("mamba")
+    whole = sample(lm, Decoding.LIBRARY, {})
+    tokens, mask = prompts()
+    spec = SamplingSpec(max_new_tokens=8, stop_ids=(1,))
+    for i in (0, 3):
+        one = generate(lm, tokens[i:i + 1], mask[i:i + 1], spec, uniform(3, 1, [i], 8),
+                       tokenizer=None)
+        length = int(one.mask.sum())
+        assert torch.equal(one.tokens[0, :length], whole.tokens[i, :length])
+        assert int(whole.mask[i].sum()) == length
+
+
+def test_the_poll_is_asked_before_every_token_and_may_stop():
+    lm = model("mamba")
+    own, calls = lm.generation_config, []
+
+    def poll():
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sample(lm, Decoding.LIBRARY, {"stop_ids": ()}, poll=poll)
+    assert len(calls) == 4
+    # nothing of ours is left on the model
+    assert lm.generation_config is own
+    assert not lm.get_output_embeddings()._forward_pre_hooks
+    calls.clear()
+    sample(lm, Decoding.LIBRARY, {"stop_ids": ()}, poll=lambda: calls.append(1))
+    assert len(calls) == 8 * len(set(LENGTHS))
+
+
+def test_a_growing_response_is_shown_after_every_token():
+    lm, seen = model("mamba"), []
+    set_decoding(lm, Decoding.LIBRARY)
+    out = generate(lm, torch.tensor([[5, 6]]), torch.ones(1, 2, dtype=torch.bool),
+                   SamplingSpec(max_new_tokens=4, stop_ids=()), uniform(0, 1, [0], 4),
+                   tokenizer=None, watch=lambda t, m: seen.append(t[0][m[0]].tolist()))
+    assert seen == [out.tokens[0, :n].tolist() for n in (1, 2, 3, 4)]
+
+
+def test_the_models_own_generation_settings_do_not_leak_in():
+    lm = model("mamba")
+    wanted = sample(lm, Decoding.LIBRARY, {})
+    lm.generation_config.update(
+        top_k=1, temperature=0.1, do_sample=True, repetition_penalty=9.0, max_new_tokens=2,
+        suppress_tokens=[5, 6], eos_token_id=[7, 8, 9], num_beams=2, use_cache=False)
+    assert_same(sample(lm, Decoding.LIBRARY, {}), wanted)
+
+
+def small(name):
+    """A configuration of a kind that :func:`model_config` doesn't make."""
+    from transformers import CONFIG_MAPPING
+
+    shape = {"vocab_size": 37, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48,
+             "num_attention_heads": 2, "num_key_value_heads": 1}
+    own = {"lfm2": {**shape, "layer_types": ["conv", "full_attention"]},
+           "openai-gpt": {"vocab_size": 37, "n_embd": 32, "n_layer": 2, "n_head": 2},
+           "xlnet": {"vocab_size": 37, "d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 48}}
+    return CONFIG_MAPPING[name](**own[name])
+
+
+@pytest.mark.parametrize(("kind", "wanted"), [
+    ("gpt2", Decoding.STEPS), ("llama", Decoding.STEPS), ("bloom", Decoding.STEPS),
+    ("t5", Decoding.STEPS), ("mamba", Decoding.LIBRARY)])
+def test_the_fastest_way_that_is_right_is_found(kind, wanted):
+    lm = model(kind)
+    assert try_decoding(lm, {"t5": 0}.get(kind)) is wanted
+    assert decoding_of(lm) is wanted
+
+
+def test_a_model_whose_cache_is_wrong_reads_everything_anew():
+    """transformers' RWKV mixes the rows of a batch once it steps with its state."""
+    lm = model("rwkv", rescale_every=0)
+    assert try_decoding(lm, None) is Decoding.UNCACHED
+    one_row = sample(lm, Decoding.UNCACHED, {})
+    assert not torch.equal(sample(lm, Decoding.LIBRARY, {}).tokens, one_row.tokens)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "openai-gpt"])
+def test_hybrids_and_models_without_a_cache_are_left_to_the_library(name):
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    lm = AutoModelForCausalLM.from_config(small(name)).eval()
+    assert try_decoding(lm, None) is Decoding.LIBRARY
+
+
+def test_a_model_that_looks_ahead_is_refused(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(small("xlnet")).save_pretrained(tmp_path / "xlnet")
+    with pytest.raises(InputError, match="look ahead") as refused:
+        load_lm(ModelConfig(path=str(tmp_path / "xlnet")))
+    assert refused.value.where == "model.path"
+    assert refused.value.fix == "use a causal language model"
+
+
+def test_rwkvs_weights_stay_as_they_are_in_eval_mode(tmp_path):
+    folder = save_lm(tmp_path / "rwkv", "rwkv")
+    loaded = load_lm(ModelConfig(path=str(folder)))
+    before = {name: p.clone() for name, p in loaded.lm.named_parameters()}
+    for train in (False, True):
+        loaded.lm.train(train)(torch.tensor([[4, 5, 6]]))
+        assert all(torch.equal(p, before[name]) for name, p in loaded.lm.named_parameters())
+    assert loaded.export_config.rescale_every == 1
+
+
+def test_a_fallback_is_told_once_and_names_what_it_costs(tmp_path, caplog):
+    cfg = ModelConfig(path=str(save_lm(tmp_path / "mamba", "mamba")))
+    with caplog.at_level(logging.INFO, logger="ppocli"):
+        load_judged(cfg, HardwareConfig())
+    told = [r for r in caplog.records if "own loop can't step" in r.message]
+    assert [r.levelname for r in told] == ["INFO"]
+    assert "MambaForCausalLM" in told[0].message
+    assert "one length at a time" in told[0].message
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="ppocli"):
+        load_judged(ModelConfig(path=str(save_lm(tmp_path / "gpt2"))), HardwareConfig())
+    assert "own loop" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["prompt", "prefix"])
+def test_virtual_tokens_need_our_own_loop(tmp_path, kind):
+    cfg = ModelConfig(path=str(save_lm(tmp_path / "mamba", "mamba")),
+                      peft={"type": kind, "num_virtual_tokens": 2})
+    with pytest.raises(ConfigError, match="need ppocli's own loop") as refused:
+        load_policy(cfg, HardwareConfig(), 0)
+    assert refused.value.where == "model.peft.type"
+
+
+@pytest.mark.parametrize("source", ["decode", "forward"])
+def test_the_first_rollout_of_a_mamba_has_no_kl(tmp_path, source):
+    save_lm(tmp_path / "mamba", "mamba")
+    cfg = small_config(tmp_path, model__path=str(tmp_path / "mamba"), ppo__logprobs_from=source)
+    with session_of(cfg) as session:
+        rollout = rollout_of(session)
+    assert rollout.kl.abs().max() < 1e-4
+    assert rollout.response_mask.any(1).all()
