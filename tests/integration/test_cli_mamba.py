@@ -33,7 +33,9 @@ def test_a_mamba_is_trained_gone_on_with_judged_and_asked(world: Path):
     done = run("eval", "runs/whole", cwd=world)
     assert done.code == 0, done.err
     judged = json.loads((world / "runs/whole/eval/step-000004/eval.json").read_text())
-    assert judged
+    ended = json.loads((world / "runs/whole/summary.json").read_text())["eval_after"]
+    for name in ("reward_mean", "kl_mean", "response_tokens_mean"):
+        assert abs(judged["figures"][name] - ended[name]) < 1e-4
     done = run("generate", "runs/whole/model", "--prompt", "the film", "--prompt", "i saw it",
                "--max-new-tokens", "5", cwd=world)
     assert done.code == 0, done.err
