@@ -61,8 +61,8 @@ class PPOConfig:
     num_steps: Optional[int] = key(None, "steps (rollout + optimize) in the whole run", ge=1)
     num_rollouts: int = key(128, "samples per rollout phase", ge=1)
     n: int = key(1, "samples of each prompt, one after another; they count in num_rollouts", ge=1)
-    chunk_size: Optional[int] = key(None, "samples per generate call (default: num_rollouts, at "
-                                    "most 128)", ge=1)
+    chunk_size: Optional[int] = key(None, "samples that are generated at once, and scored at once "
+                                    "(default: num_rollouts, at most 128)", ge=1)
     ppo_epochs: int = key(4, "passes over a rollout", ge=1)
     mini_batch_size: int = key(32, "samples per optimizer update", ge=1)
     micro_batch_size: Optional[int] = key(None, "samples per forward/backward pass (default: "

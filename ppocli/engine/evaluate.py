@@ -15,8 +15,8 @@ from ppocli.engine.rollout import (
     draw,
     sample_responses,
     score_tokens,
-    take_rows,
 )
+from ppocli.engine.rows import take_rows
 from ppocli.engine.session import EvalSession, Session, sampling_sweep
 from ppocli.engine.stop import StopFlag
 from ppocli.ppo.noise import EVALUATION

@@ -19,12 +19,11 @@ from ppocli.engine.records import Rollout
 from ppocli.engine.rollout import (
     Chunk,
     decode,
-    generate_chunk,
+    generate_chunks,
     measure_chunk,
-    merge_rollouts,
     rollout_of,
-    take_prompts,
 )
+from ppocli.engine.rows import merge_rollouts, take_prompts
 from ppocli.engine.session import Session, max_prompt_tokens
 from ppocli.engine.stop import StopFlag
 from ppocli.errors import ConfigError
@@ -103,8 +102,7 @@ def sampled(session: Session, prompts: PromptBatch, stop: StopFlag) -> list[Chun
     Raises:
         DivergedError: the policy's probabilities are no longer finite.
     """
-    return [generate_chunk(session, part, len(part), ROLLOUT, stop)
-            for part in _parts(session, prompts)]
+    return list(generate_chunks(session, prompts, len(prompts), ROLLOUT, stop))
 
 
 def _parts(session: Session, prompts: PromptBatch) -> list[PromptBatch]:

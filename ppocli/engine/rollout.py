@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -18,6 +18,7 @@ from ppocli.engine.clock import PhaseClock
 from ppocli.engine.fits import fitting
 from ppocli.engine.judging import Question, ask, dealt_scores, score
 from ppocli.engine.records import Rollout
+from ppocli.engine.rows import in_order, merge_rollouts, take_prompts, take_rows
 from ppocli.engine.session import EvalSession, Session
 from ppocli.engine.sharded import is_sharded
 from ppocli.engine.stop import StopFlag
@@ -108,27 +109,24 @@ def draw(session: EvalSession, lm: Any, prompts: PromptBatch, spec: SamplingSpec
                           "put weights together layer by layer.",
                           where="hardware.gather_for_generation",
                           fix="set hardware.gather_for_generation=true")
-
-    def some(rows: slice) -> Generation:
-        def poll() -> None:
-            faults.point("rollout.token", len(noise[rows]))
-            stop.check()
-
-        return generate(lm, prompts.tokens[rows], prompts.mask[rows], spec, noise[rows],
-                        tokenizer=session.tokenizer, start=session.loaded.decoder_start,
-                        value_head=value_head, limits=None if limits is None else limits[rows],
-                        poll=poll, all_alive=session.backend.ranks.most if in_parts else int,
-                        border=border)
+    asked = min(session.chunk_size, len(prompts))
 
     def work() -> Generation:
-        size = session.fits.rows(phase, len(prompts))
+        size = session.fits.rows(phase, asked)
+
+        def poll() -> None:
+            faults.point("rollout.token", size)
+            stop.check()
+
         with session.backend.autocast(), session.backend.decoding(lm, in_parts=in_parts):
-            out = Generation.joined([some(slice(start, start + size))
-                                     for start in range(0, len(prompts), size)])
+            out = generate(lm, prompts.tokens, prompts.mask, spec, noise,
+                           tokenizer=session.tokenizer, start=session.loaded.decoder_start,
+                           value_head=value_head, limits=limits, poll=poll, border=border,
+                           at_once=size, all_alive=session.backend.ranks.most if in_parts else int)
         check(out)
         return out
 
-    return fitting(session, phase, len(prompts), tokens, work, in_step=in_parts)
+    return fitting(session, phase, asked, tokens, work, in_step=in_parts)
 
 
 def decode(session: EvalSession, prompts: PromptBatch, out: Generation) -> list[str]:
@@ -227,14 +225,19 @@ class Chunk:
     responses: list[str]
 
 
-def generate_chunk(session: Session, prompts: PromptBatch, own: int, stream: int, stop: StopFlag
-                   ) -> Chunk:
-    """Sample one response to each prompt, the first ``own`` of them for this rank. All ranks call
-    it in step."""
-    out = sample_responses(session, prompts, session.sampling, stream, stop)
-    kept = prompts if own == len(prompts) else take_rows(prompts, own)
-    mine = out if own == len(prompts) else out.first(own)
-    return Chunk(prompts, out, own, kept, mine, decode(session, kept, mine))
+def generate_chunks(session: Session, prompts: PromptBatch, own: int, stream: int, stop: StopFlag
+                    ) -> Iterator[Chunk]:
+    """Sample one response to each prompt, the first ``own`` of them for this rank: all of them with
+    the first chunk, ``chunk_size`` at once. All ranks call it in step."""
+    whole = sample_responses(session, prompts, session.sampling, stream, stop)
+    for start in range(0, len(prompts), session.chunk_size):
+        rows = range(start, min(start + session.chunk_size, len(prompts)))
+        part = take_prompts(prompts, rows)
+        out = whole.part(slice(rows.start, rows.stop), part.tokens.shape[1])
+        count = min(max(own - start, 0), len(rows))
+        kept = part if count == len(rows) else take_rows(part, count)
+        mine = out if count == len(rows) else out.first(count)
+        yield Chunk(part, out, count, kept, mine, decode(session, kept, mine))
 
 
 def measure_chunk(session: Session, chunk: Chunk, stop: StopFlag, *, forward: bool) -> ScoredTokens:
@@ -290,11 +293,13 @@ def _collect_chunks(session: Session, prompts: PromptBatch, rows: Sequence[int],
         clock.mark("reward")
         return scores
 
-    for start in range(0, len(rows), session.chunk_size):
-        stop.meet()
-        part = rows[start:start + session.chunk_size]
-        chunk = generate_chunk(session, take_prompts(prompts, part),
-                               min(max(own - start, 0), len(part)), stream, stop)
+    # all at once, so that prompts take the places of responses that end; while a reward is waited
+    # for, chunk by chunk
+    apart = session.chunk_size if asides else max(len(rows), 1)
+    chunks = (chunk for start in range(0, len(rows), apart) for chunk in generate_chunks(
+        session, take_prompts(prompts, rows[start:start + apart]), own - start, stream, stop))
+    stop.meet()
+    for chunk in chunks:
         clock.mark("rollout")
         question = ask(session, chunk.kept, chunk.mine, chunk.responses, together)
         work = partial(score, session, question)
@@ -311,6 +316,7 @@ def _collect_chunks(session: Session, prompts: PromptBatch, rows: Sequence[int],
             yield rollout_of(session, chunk, scores, tokens)
         else:
             waiting = (chunk, tokens, question, wait)
+        stop.meet()
     if waiting is not None:
         yield rollout_of(session, waiting[0], scored(*waiting[2:]), waiting[1])
 
@@ -332,86 +338,3 @@ def collect_rollout(session: Session, prompts: PromptBatch, stream: int, stop: S
         return whole
     clock.mark("gather")
     return in_order(whole)
-
-
-def take_rows(prompts: PromptBatch, count: int) -> PromptBatch:
-    """The first ``count`` rows, padding and all, which may be none."""
-    return PromptBatch(
-        tokens=prompts.tokens[:count], mask=prompts.mask[:count], texts=prompts.texts[:count],
-        columns={name: values[:count] for name, values in prompts.columns.items()},
-        indices=prompts.indices[:count], episodes=prompts.episodes[:count])
-
-
-def in_order(rollout: Rollout) -> Rollout:
-    """The samples in the order of their episodes."""
-    order = sorted(range(len(rollout)), key=lambda i: rollout.prompts.episodes[i])
-    index = torch.tensor(order)
-
-    def listed(values: list[Any]) -> list[Any]:
-        return [values[i] for i in order]
-
-    prompts = rollout.prompts
-    return replace(
-        rollout, prompts=PromptBatch(
-            prompts.tokens[index], prompts.mask[index], listed(prompts.texts),
-            {name: listed(values) for name, values in prompts.columns.items()},
-            listed(prompts.indices), listed(prompts.episodes)),
-        **{name: getattr(rollout, name)[index] for name in (
-            "response_tokens", "response_mask", "logprobs", "ref_logprobs", "values", "kl",
-            "valid", "finished")},
-        scores=listed(rollout.scores), responses=listed(rollout.responses),
-        dense=None if rollout.dense is None else rollout.dense[index],
-        below=listed(rollout.below),
-        parts={name: listed(values) for name, values in rollout.parts.items()})
-
-
-def take_prompts(prompts: PromptBatch, rows: Sequence[int]) -> PromptBatch:
-    """The given rows, with the padding that none of them needs cut off."""
-    index = torch.tensor(list(rows))
-    mask = prompts.mask[index]
-    skip = prompts.tokens.shape[1] - max(int(mask.sum(1).max()), 1)
-    return PromptBatch(
-        tokens=prompts.tokens[index, skip:], mask=mask[:, skip:],
-        texts=[prompts.texts[i] for i in rows],
-        columns={name: [values[i] for i in rows] for name, values in prompts.columns.items()},
-        indices=[prompts.indices[i] for i in rows], episodes=[prompts.episodes[i] for i in rows])
-
-
-def _pad(tensors: list[torch.Tensor], *, left: bool) -> torch.Tensor:
-    width = max(t.shape[1] for t in tensors)
-    side = [(width - t.shape[1], 0) if left else (0, width - t.shape[1]) for t in tensors]
-    return torch.cat([torch.nn.functional.pad(t, s) for t, s in zip(tensors, side, strict=True)])
-
-
-def merge_rollouts(parts: list[Rollout]) -> Rollout:
-    """One rollout of all chunks, padded to the widest."""
-    if len(parts) == 1:
-        return parts[0]
-
-    def right(name: str) -> torch.Tensor:
-        return _pad([getattr(p, name) for p in parts], left=False)
-
-    def joined(lists: list[list[Any]]) -> list[Any]:
-        return [x for one in lists for x in one]
-
-    dense = None
-    if any(p.dense is not None for p in parts):
-        dense = _pad([p.dense if p.dense is not None else torch.zeros(p.response_mask.shape)
-                      for p in parts], left=False)
-    prompts = PromptBatch(
-        tokens=_pad([p.prompts.tokens for p in parts], left=True),
-        mask=_pad([p.prompts.mask for p in parts], left=True),
-        texts=joined([p.prompts.texts for p in parts]),
-        columns={c: joined([p.prompts.columns[c] for p in parts])
-                 for c in parts[0].prompts.columns},
-        indices=joined([p.prompts.indices for p in parts]),
-        episodes=joined([p.prompts.episodes for p in parts]))
-    return Rollout(
-        prompts=prompts, response_tokens=right("response_tokens"),
-        response_mask=right("response_mask"), logprobs=right("logprobs"),
-        ref_logprobs=right("ref_logprobs"), values=right("values"), kl=right("kl"),
-        scores=joined([p.scores for p in parts]), dense=dense,
-        valid=torch.cat([p.valid for p in parts]), finished=torch.cat([p.finished for p in parts]),
-        has_reference=parts[0].has_reference, responses=joined([p.responses for p in parts]),
-        parts={n: joined([p.parts[n] for p in parts]) for n in parts[0].parts},
-        below=joined([p.below for p in parts]))

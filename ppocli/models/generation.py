@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -12,15 +11,15 @@ import torch
 
 from ppocli.models.decoding import Decoding, decoding_of
 from ppocli.models.layers import Border
-from ppocli.models.layout import right_padded
+from ppocli.models.live_rows import LiveRows, Trunk, can_take_in, first_rows
 from ppocli.models.sampling import SamplingSpec, choose
 from ppocli.models.trunk import logit_scale
-from ppocli.models.virtual_tokens import VirtualTokens, virtual_tokens
 
 Watch = Callable[[torch.Tensor, torch.Tensor], None]
 """is shown tokens and mask [B, t] of the responses so far, on the model's device"""
 SHRINK_AT = 0.75
-"""the batch is compacted once at most this share of its rows is still alive"""
+"""rows that have ended are dropped, and others take their places, once at most this share of all is
+still alive"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +46,25 @@ class Generation:
                           self.values[:count], self.finished[:count],
                           None if self.below is None else self.below[:count])
 
+    def part(self, rows: slice, prompt_tokens: int) -> Generation:
+        """Some of the responses, padded to the longest of them.
+
+        Args:
+            prompt_tokens: of the longest of their prompts.
+        """
+        mask = self.mask[rows]
+        width = max(int(mask.sum(1).max()), 1)
+        below = self.below
+        if below is not None:
+            skip = below.shape[1] + 1 - self.mask.shape[1] - prompt_tokens
+            below = below[rows, skip:skip + prompt_tokens + width - 1]
+        return Generation(self.tokens[rows, :width], mask[:, :width], self.logprobs[rows, :width],
+                          self.values[rows, :width], self.finished[rows], below)
+
+
     @staticmethod
     def joined(parts: list[Generation]) -> Generation:
-        """All responses of several batches, padded to the longest."""
-        if len(parts) == 1:
-            return parts[0]
+        """All responses of several batches, padded to the longest; without states of layers."""
         width = max(part.tokens.shape[1] for part in parts)
 
         def rows(name: str) -> torch.Tensor:
@@ -59,138 +72,107 @@ class Generation:
             return torch.cat([torch.nn.functional.pad(t, (0, width - t.shape[1]))
                               for t in tensors])
 
-        below = [part.below for part in parts if part.below is not None]
-        longest = max((states.shape[1] for states in below), default=0)
-        return Generation(
-            rows("tokens"), rows("mask"), rows("logprobs"), rows("values"),
-            torch.cat([part.finished for part in parts]),
-            torch.cat([torch.nn.functional.pad(states, (0, 0, 0, longest - states.shape[1]))
-                       for states in below]) if below else None)
+        return Generation(rows("tokens"), rows("mask"), rows("logprobs"), rows("values"),
+                          torch.cat([part.finished for part in parts]))
 
 
-@dataclass(slots=True)
-class _Live:
-    """The rows still being decoded. Rows that end are dropped, so they stop costing."""
-
-    rows: torch.Tensor
-    """[b] their places in the whole batch"""
-    inputs: torch.Tensor
-    """[b, q] tokens to feed next"""
-    attention: torch.Tensor | None
-    """[b, past + q] bool; None when no row has padding"""
-    positions: torch.Tensor
-    """[b, q]"""
-    done: torch.Tensor
-    """[b] bool"""
-    encoded: torch.Tensor | None = None
-    """[b, Q, D] what an encoder made of the prompts"""
-    encoder_mask: torch.Tensor | None = None
-    """[b, Q]"""
-
-
-def ends_with_stop(tokenizer: Any, spec: SamplingSpec, tokens: torch.Tensor) -> torch.Tensor:
+def ends_with_stop(tokenizer: Any, spec: SamplingSpec, tokens: torch.Tensor,
+                   counts: list[int] | None = None) -> torch.Tensor:
     """[b] bool: a stop sequence is complete within the newest tokens of each row [b, t].
 
     Looked for in decoded text, since a tokenizer may cut the same text in several ways. A token
     holds at least one byte, so that many tokens, and a few for context, are enough to look at.
+
+    Args:
+        counts: how many tokens of a row, at its end, belong to it (default: all).
     """
-    window = max(len(stop.encode()) for stop in spec.stop_sequences) + 4
-    texts = tokenizer.batch_decode(tokens[:, -window:].tolist(), skip_special_tokens=True)
+    window = _window(spec)
+    newest = tokens[:, -window:].tolist()
+    if counts is not None:
+        newest = [ids[-min(window, count):] for ids, count in zip(newest, counts, strict=True)]
+    texts = tokenizer.batch_decode(newest, skip_special_tokens=True)
     found = [any(stop in text for stop in spec.stop_sequences) for text in texts]
     return torch.tensor(found, device=tokens.device)
 
 
-def _trunk_step(lm: Any, live: _Live, cache: Any, takes_positions: bool,
-                virtual: VirtualTokens | None) -> torch.Tensor:
-    """[b, D] the trunk's output at the newest position of every live row.
-
-    Args:
-        virtual: tokens to embed in front of the prompts, in the first step.
-    """
-    arguments: dict[str, Any] = {"input_ids": live.inputs, "past_key_values": cache,
-                                 "use_cache": True}
-    if live.encoded is not None:
-        out = lm.get_decoder()(encoder_hidden_states=live.encoded,
-                               encoder_attention_mask=live.encoder_mask, **arguments)
-        return out.last_hidden_state[:, -1]
-    positions = live.positions
-    if virtual is not None:
-        del arguments["input_ids"]
-        arguments["inputs_embeds"] = virtual.in_front(lm.get_input_embeddings()(live.inputs))
-        first = torch.arange(virtual.count, device=positions.device)
-        positions = torch.cat([first.expand(len(positions), -1), positions], dim=1)
-    if live.attention is not None:
-        arguments["attention_mask"] = live.attention.long()
-    if takes_positions:
-        arguments["position_ids"] = positions
-    return lm.base_model(**arguments).last_hidden_state[:, -1]
+def _window(spec: SamplingSpec) -> int:
+    return max(len(stop.encode()) for stop in spec.stop_sequences) + 4
 
 
-def _advance(live: _Live, tokens: torch.Tensor) -> None:
-    live.inputs = tokens[:, None]
-    live.positions = live.positions[:, -1:] + 1
-    if live.attention is not None:
-        live.attention = torch.nn.functional.pad(live.attention, (0, 1), value=True)
+class _Drawn:
+    """What has been drawn so far of N responses, and how the next tokens are."""
 
+    def __init__(self, lm: Any, spec: SamplingSpec, uniform: Any, limits: Any, tokenizer: Any,
+                 value_head: Any, border: Border | None, prompt_tokens: int) -> None:
+        device = lm.base_model.device
+        noise = torch.as_tensor(uniform, dtype=torch.float64).to(device)
+        count, steps = noise.shape
+        # rows go on after their end until they are dropped: what is drawn then goes to the column
+        # after the last, at the latest
+        self.noise = torch.nn.functional.pad(noise, (0, 1), value=0.5)
+        self.tokens = torch.zeros(count, steps + 1, dtype=torch.long, device=device)
+        self.mask = torch.zeros(count, steps + 1, dtype=torch.bool, device=device)
+        self.logprobs = torch.zeros(count, steps + 1, device=device)
+        self.values = torch.zeros(count, steps + 1, device=device)
+        self.finished = torch.zeros(count, dtype=torch.bool, device=device)
+        self.limits = torch.full((count,), steps, device=device) if limits is None else \
+            torch.as_tensor(limits, dtype=torch.long).to(device)
+        self.below: torch.Tensor | None = None
+        self.steps, self.spec, self.tokenizer, self.value_head = steps, spec, tokenizer, value_head
+        self.trunk, self.head, self.scale = Trunk(lm), lm.get_output_embeddings(), logit_scale(lm)
+        self.lm, self.border, self.prompt_tokens = lm, border, prompt_tokens
+        self.stops = torch.tensor(spec.stop_ids, dtype=torch.long, device=device)
 
-def _compact(live: _Live, cache: Any) -> None:
-    keep = (~live.done).nonzero().squeeze(-1)
-    if len(keep) == 0:  # others go on, and a pass needs a row
-        keep = torch.zeros(1, dtype=torch.long, device=live.done.device)
-    cache.batch_select_indices(keep)
-    live.rows, live.inputs = live.rows[keep], live.inputs[keep]
-    live.positions = live.positions[keep]
-    live.done = live.done[keep]
-    for name in ("attention", "encoded", "encoder_mask"):
-        value = getattr(live, name)
-        if value is not None:
-            setattr(live, name, value[keep])
+    def token(self, live: LiveRows) -> None:
+        """Feed the live rows and draw one more token of each."""
+        spec, trunk, value_head = self.spec, self.trunk, self.value_head
+        with nullcontext([]) if self.border is None else self.border.tap(self.lm) as entering:
+            hidden = trunk.step(live)
+        if entering:
+            self._keep_below(live, entering[-1])
+        logits = self.head(hidden) if self.scale == 1.0 else self.head(hidden) * self.scale
+        rows, at = live.rows, live.at.clamp(max=self.steps)
+        mixed = live.youngest < min(live.oldest, spec.min_new_tokens)
+        chosen, lp = choose(logits, self.noise[rows, at], spec, at if mixed else live.youngest,
+                            self.stops)
+        alive = ~live.done
+        self.tokens[rows, at] = torch.where(alive, chosen, 0)
+        self.mask[rows, at] = alive
+        self.logprobs[rows, at] = torch.where(alive, lp, 0.0)
+        if value_head is not None:
+            self.values[rows, at] = torch.where(alive, value_head(hidden), 0.0)
+        ended = torch.isin(chosen, self.stops)
+        if spec.stop_sequences and live.oldest + 1 >= spec.min_new_tokens:
+            ended |= self._ends_with_stop(rows, at) & (at + 1 >= spec.min_new_tokens)
+        self.finished[rows] |= alive & ended
+        live.done = live.done | ended | (self.limits[rows] <= at + 1)
+        live.advance(chosen)
 
+    def _ends_with_stop(self, rows: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        back = torch.arange(_window(self.spec) - 1, -1, -1, device=at.device)
+        newest = self.tokens[rows[:, None], (at[:, None] - back).clamp(min=0)]
+        return ends_with_stop(self.tokenizer, self.spec, newest, (at + 1).tolist())
 
-def _first_live(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor,
-                device: torch.device, start: int | None, before: int) -> _Live:
-    """All rows; ``before`` virtual tokens come first and take the first positions."""
-    mask = prompt_mask.to(device)
-    count = len(mask)
-    if start is not None:
-        tokens, there = right_padded(prompt_tokens.to(device), mask)
-        encoded = lm.get_encoder()(input_ids=tokens, attention_mask=there.long())
-        return _Live(
-            rows=torch.arange(count, device=device), attention=None,
-            inputs=torch.full((count, 1), start, device=device),
-            positions=torch.zeros(count, 1, dtype=torch.long, device=device),
-            done=torch.zeros(count, dtype=torch.bool, device=device),
-            encoded=encoded.last_hidden_state, encoder_mask=there.long())
-    seen = torch.nn.functional.pad(mask, (before, 0), value=True)
-    return _Live(
-        rows=torch.arange(count, device=device), inputs=prompt_tokens.to(device),
-        attention=None if bool(prompt_mask.all()) else seen,
-        positions=(mask.long().cumsum(1) - 1).clamp(min=0) + before,
-        done=torch.zeros(count, dtype=torch.bool, device=device))
+    def _keep_below(self, live: LiveRows, states: torch.Tensor) -> None:
+        """Keep what entered a layer in one step: [b, Q, D] of prompts, later [b, 1, D]."""
+        depth = states.shape[-1]
+        if self.below is None:
+            self.below = states.new_zeros(len(self.tokens), self.prompt_tokens + self.steps, depth)
+        if live.oldest == 0:
+            width = live.inputs.shape[1]
+            self.below[live.rows, self.prompt_tokens - width:self.prompt_tokens] = \
+                states[:, -width:]
+        else:
+            at = live.at.clamp(max=self.steps)
+            self.below[live.rows, self.prompt_tokens - 1 + at] = states[:, 0]
 
-
-def _empty_cache(lm: Any, start: int | None, virtual: VirtualTokens | None, rows: int) -> Any:
-    """transformers' cache of keys and values; it may begin with those of virtual tokens."""
-    from transformers import DynamicCache, EncoderDecoderCache
-
-    if start is not None:
-        return EncoderDecoderCache(DynamicCache(), DynamicCache())
-    if virtual is not None and virtual.in_cache:
-        return virtual.cache(rows)
-    return DynamicCache(config=lm.config)
-
-
-def _keep_below(kept: torch.Tensor | None, states: torch.Tensor, rows: torch.Tensor, step: int,
-                steps: int) -> torch.Tensor:
-    """[B, Q + steps - 1, D] with the states of one step: [b, Q, D] of the prompts, later [b, 1, D].
-    """
-    if kept is None:
-        count, width, depth = states.shape
-        kept = states.new_zeros(count, width + steps - 1, depth)
-        kept[:, :width] = states
-        return kept
-    kept[rows, kept.shape[1] - steps + step] = states[:, 0]
-    return kept
+    def found(self) -> Generation:
+        """All responses."""
+        width = max(int(self.mask[:, :self.steps].sum(1).max()), 1)
+        return Generation(
+            self.tokens[:, :width].cpu(), self.mask[:, :width].cpu(),
+            self.logprobs[:, :width].cpu(), self.values[:, :width].cpu(), self.finished.cpu(),
+            None if self.below is None else self.below[:, :self.prompt_tokens + width - 1])
 
 
 def _by_library(*args: Any, **words: Any) -> Generation:
@@ -204,7 +186,7 @@ def generate(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, sp
              uniform: Any, *, tokenizer: Any, start: int | None = None, value_head: Any = None,
              limits: Any = None, poll: Callable[[], None] = lambda: None,
              watch: Watch = lambda *_: None, all_alive: Callable[[int], int] = int,
-             border: Border | None = None) -> Generation:
+             border: Border | None = None, at_once: int | None = None) -> Generation:
     """Sample one response per prompt.
 
     Args:
@@ -218,67 +200,56 @@ def generate(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, sp
         poll: called before every token; may raise to stop.
         watch: shown all tokens so far after every token.
         all_alive: from the number of rows that are still alive here to the most that are anywhere;
-            decoding goes on until none is. For ranks whose forward passes must be equally many.
+            decoding goes on until none is. For ranks whose forward passes must be equally many,
+            which all decode the same number of rows at once and never refill.
         border: the layer whose inputs are kept (:attr:`Generation.below`).
+        at_once: most rows that are decoded together (default: all). The next prompts take the
+            places of rows that have ended, where the model can do that
+            (:func:`ppocli.models.live_rows.can_take_in`), else they wait for the last of them.
 
     Returns:
         A :class:`Generation` with R = the longest response (at least 1).
     """
+    count = len(prompt_tokens)
+    most = min(at_once or count, count)
     if decoding_of(lm) is not Decoding.STEPS:
-        return _by_library(lm, prompt_tokens, prompt_mask, spec, uniform, tokenizer=tokenizer,
-                           start=start, value_head=value_head, limits=limits, poll=poll,
-                           watch=watch)
-    device = lm.base_model.device
-    count, steps = len(prompt_tokens), spec.max_new_tokens
-    noise = torch.as_tensor(uniform, dtype=torch.float64).to(device)
-    most = None if limits is None else torch.as_tensor(limits, dtype=torch.long).to(device)
-    head, scale = lm.get_output_embeddings(), logit_scale(lm)
-    takes_positions = "position_ids" in inspect.signature(lm.base_model.forward).parameters
-    stops = torch.tensor(spec.stop_ids, dtype=torch.long, device=device)
-    tokens = torch.zeros(count, steps, dtype=torch.long, device=device)
-    mask = torch.zeros(count, steps, dtype=torch.bool, device=device)
-    logprobs = torch.zeros(count, steps, device=device)
-    values = torch.zeros(count, steps, device=device)
-    finished = torch.zeros(count, dtype=torch.bool, device=device)
-    virtual = virtual_tokens(lm)
-    live = _first_live(lm, prompt_tokens, prompt_mask, device, start,
-                       0 if virtual is None else virtual.count)
-    below: torch.Tensor | None = None
-    cache = _empty_cache(lm, start, virtual, count)
-    if virtual is not None and virtual.in_cache:
-        virtual = None
+        return Generation.joined([_by_library(
+            lm, prompt_tokens[rows], prompt_mask[rows], spec, uniform[rows], tokenizer=tokenizer,
+            start=start, value_head=value_head, limits=None if limits is None else limits[rows],
+            poll=poll, watch=watch)
+            for rows in (slice(first, first + most) for first in range(0, count, most))])
+    drawn = _Drawn(lm, spec, uniform, limits, tokenizer, value_head, border, prompt_tokens.shape[1])
+    refills = most < count and all_alive is int and can_take_in(lm, start)
     # asking the device whether rows are done costs a synchronisation; on a CPU it is free
-    check_every = 1 if device.type == "cpu" else 8
-    for t in range(steps):
+    check_every = 1 if lm.base_model.device.type == "cpu" else 8
+    live: LiveRows | None = None
+    taken = passes = 0
+
+    def token(rows: LiveRows) -> None:
         poll()
-        with nullcontext([]) if border is None else border.tap(lm) as entering:
-            hidden = _trunk_step(lm, live, cache, takes_positions, virtual if t == 0 else None)
-        if entering:
-            below = _keep_below(below, entering[-1], live.rows, t, steps)
-        logits = head(hidden) if scale == 1.0 else head(hidden) * scale
-        chosen, lp = choose(logits, noise[live.rows, t], spec, t, stops)
-        alive = ~live.done
-        tokens[live.rows, t] = torch.where(alive, chosen, 0)
-        mask[live.rows, t] = alive
-        logprobs[live.rows, t] = torch.where(alive, lp, 0.0)
-        if value_head is not None:
-            values[live.rows, t] = torch.where(alive, value_head(hidden), 0.0)
-        ended = torch.isin(chosen, stops)
-        if spec.stop_sequences and t + 1 >= spec.min_new_tokens:
-            ended |= ends_with_stop(tokenizer, spec, tokens[live.rows, : t + 1])
-        finished[live.rows] |= alive & ended
-        watch(tokens[:, : t + 1], mask[:, : t + 1])
-        live.done = live.done | ended
-        if most is not None:
-            live.done |= most[live.rows] <= t + 1
-        _advance(live, chosen)
-        if (t + 1) % check_every == 0 and t + 1 < steps:
-            remaining = int((~live.done).sum())
-            if all_alive(remaining) == 0:
-                break
-            if remaining <= SHRINK_AT * len(live.done) and len(live.done) > 1:
-                _compact(live, cache)
-    width = max(int(mask.sum(1).max()), 1)
-    return Generation(tokens[:, :width].cpu(), mask[:, :width].cpu(), logprobs[:, :width].cpu(),
-                      values[:, :width].cpu(), finished.cpu(),
-                      None if below is None else below[:, :prompt_tokens.shape[1] + width - 1])
+        drawn.token(rows)
+        shown = min(max(rows.oldest, 0 if live is None else live.oldest), spec.max_new_tokens)
+        watch(drawn.tokens[:, :shown], drawn.mask[:, :shown])
+
+    while live is not None or taken < count:
+        if live is None or (refills and taken < count and len(live) < most):
+            free = most if live is None else most - len(live)
+            fresh = first_rows(lm, range(taken, min(taken + free, count)), prompt_tokens,
+                               prompt_mask, start, drawn.trunk.virtual)
+            taken += len(fresh)
+            token(fresh)
+            if live is None:
+                live = fresh
+            else:
+                live.take_in(fresh)
+        else:
+            token(live)
+        passes += 1
+        if passes % check_every and live.youngest < spec.max_new_tokens:
+            continue
+        remaining = int((~live.done).sum())
+        if all_alive(remaining) == 0:
+            live = None
+        elif remaining <= SHRINK_AT * len(live) and len(live) > 1:
+            live.drop_done()
+    return drawn.found()

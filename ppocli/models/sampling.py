@@ -66,9 +66,12 @@ def inverse_transform(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tens
     return (block * BLOCK + offset).squeeze(-1).clamp_(max=vocabulary - 1)
 
 
-def _restrict(logits: torch.Tensor, spec: SamplingSpec, position: int, stops: torch.Tensor
-              ) -> torch.Tensor:
-    if position < spec.min_new_tokens:
+def _restrict(logits: torch.Tensor, spec: SamplingSpec, position: int | torch.Tensor,
+              stops: torch.Tensor) -> torch.Tensor:
+    if isinstance(position, torch.Tensor):
+        early = (position < spec.min_new_tokens)[:, None]
+        logits = torch.where(early, logits.index_fill(1, stops, float("-inf")), logits)
+    elif position < spec.min_new_tokens:
         logits = logits.index_fill(1, stops, float("-inf"))
     if 0 < spec.top_k < logits.shape[-1]:
         kth = logits.topk(spec.top_k, dim=-1).values[:, -1:]
@@ -83,14 +86,15 @@ def _restrict(logits: torch.Tensor, spec: SamplingSpec, position: int, stops: to
     return logits
 
 
-def choose(logits: torch.Tensor, uniform: torch.Tensor, spec: SamplingSpec, position: int,
-           stops: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def choose(logits: torch.Tensor, uniform: torch.Tensor, spec: SamplingSpec,
+           position: int | torch.Tensor, stops: torch.Tensor
+           ) -> tuple[torch.Tensor, torch.Tensor]:
     """Next tokens and their logprobs under softmax(logits / temperature), before any restriction.
 
     Args:
         logits: [b, V] raw logits.
         uniform: [b] in (0, 1).
-        position: number of response tokens already there.
+        position: number of response tokens already there, of all rows or [b] of each.
         stops: ``spec.stop_ids`` on the logits' device.
 
     Returns:

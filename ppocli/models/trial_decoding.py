@@ -53,8 +53,8 @@ def try_decoding(lm: Any, start: int | None) -> Decoding | None:
 def _off(lm: Any, start: int | None) -> tuple[float, float]:
     """How far decoded logprobs and states are from those of one pass, and how far they may be.
 
-    Prompts differ in length, two each are equally long, and a row ends early: padding, dropped rows
-    and several rows at once are all tried.
+    Prompts differ in length, two each are equally long, and a row ends early, whose place the last
+    one takes: padding, dropped rows and several rows at once are all tried.
     """
     head, device = lm.get_output_embeddings(), lm.base_model.device
     half = min(3, (max_positions(lm) or 6) // 2)
@@ -67,7 +67,8 @@ def _off(lm: Any, start: int | None) -> tuple[float, float]:
     project = (project / project.norm()).to(device)
     noise = torch.linspace(0.05, 0.95, mask.shape[0] * half, dtype=torch.float64).view(-1, half)
     out = generate(lm, tokens.masked_fill(~mask, 0), mask, spec, noise, tokenizer=None, start=start,
-                   value_head=lambda hidden: hidden.float() @ project, limits=[1, half, half, half])
+                   value_head=lambda hidden: hidden.float() @ project, at_once=3,
+                   limits=[1, half, half, half])
     batch = lay_out(tokens, mask, out.tokens, out.mask, start).to(device)
     states = response_hidden(lm, batch)
     logprobs, _ = token_logprobs(states, head, batch.targets,

@@ -9,7 +9,7 @@ from test_invariants import experience_of
 
 from ppocli.config.schema import ReferenceConfig, TrainConfig, reference_kind
 from ppocli.engine.optimize import optimize
-from ppocli.engine.rollout import generate_chunk, measure_chunk
+from ppocli.engine.rollout import generate_chunks, measure_chunk
 from ppocli.engine.stop import StopFlag
 from ppocli.models.layers import layer_stack
 from ppocli.models.policy import freeze_bottom
@@ -105,7 +105,7 @@ def test_the_frozen_bottom_runs_once_for_policy_and_reference(tmp_path):
     with session_of(one_layer(tmp_path, ppo__logprobs_from="forward", ppo__chunk_size=16,
                               ppo__micro_batch_size=16)) as session:
         stop = StopFlag()
-        chunk = generate_chunk(session, session.next_prompts(0, 16), 16, ROLLOUT, stop)
+        chunk, = generate_chunks(session, session.next_prompts(0, 16), 16, ROLLOUT, stop)
         positions = [0, 0]
 
         def count(number):

@@ -23,7 +23,7 @@ from ppocli.engine.evaluate import evaluate, evaluation_size
 from ppocli.engine.experience import to_experience
 from ppocli.engine.optimize import OptimizeResult, minibatches, optimize
 from ppocli.engine.records import Rollout
-from ppocli.engine.rollout import collect_rollout, generate_chunk, measure_chunk
+from ppocli.engine.rollout import collect_rollout, generate_chunks, measure_chunk
 from ppocli.engine.session import Session
 from ppocli.engine.stop import StopFlag
 from ppocli.models.generation import SHRINK_AT
@@ -296,7 +296,7 @@ def test_logits_of_all_tokens_never_exist_at_once(tmp_path, kind, monkeypatch):
         experience = to_experience(rollout, state, session.cfg)
         optimize(session, experience, state, stop)  # the optimizer's state is made
         updating = peak_of(lambda: optimize(session, experience, state, stop))
-        chunk = generate_chunk(session, session.next_prompts(0, 16), 16, ROLLOUT, stop)
+        chunk, = generate_chunks(session, session.next_prompts(0, 16), 16, ROLLOUT, stop)
         scoring = peak_of(lambda: measure_chunk(session, chunk, stop, forward=True))
         gradients = sum(4 * p.numel() for p in session.policy.parameters())
     logits = 4 * vocabulary * 8 * 20  # of the response tokens of one pass

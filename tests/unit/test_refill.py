@@ -1,0 +1,170 @@
+"""Prompts take the places of responses that have ended: the same samples, in fewer passes."""
+
+import pytest
+import torch
+from helpers import make_tokenizer, model_config, save_lm
+from sessions import rollout_of, session_of, small_config
+
+from ppocli.models.generation import generate
+from ppocli.models.live_rows import can_take_in
+from ppocli.models.policy import build_value_head
+from ppocli.models.sampling import SamplingSpec
+from ppocli.ppo.noise import uniform
+
+COUNT, NEW = 23, 20
+SPEC = SamplingSpec(NEW, (1, 5, 9, 14, 20, 27, 33))
+
+
+def model_of(kind, **keys):
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    lm = AutoModelForCausalLM.from_config(model_config(kind, **keys)).eval()
+    lm.config.pad_token_id = None
+    return lm
+
+
+def prompts_of(lengths):
+    width = max(lengths)
+    mask = torch.arange(width)[None] >= width - torch.tensor(lengths)[:, None]
+    tokens = torch.randint(4, 30, mask.shape, generator=torch.Generator().manual_seed(1))
+    return tokens * mask, mask
+
+
+RAGGED = [1 + (7 * i) % 9 for i in range(COUNT)]
+
+
+def drawn(lm, at_once, spec=SPEC, lengths=RAGGED, **more):
+    """Responses, and how many passes of how many rows they took."""
+    rows = []
+    hook = lm.base_model.register_forward_pre_hook(
+        lambda _module, _args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True)
+    try:
+        out = generate(lm, *prompts_of(lengths), spec, uniform(
+            3, 1, range(len(lengths)), spec.max_new_tokens), tokenizer=make_tokenizer(),
+            at_once=at_once, **more)
+    finally:
+        hook.remove()
+    return out, rows
+
+
+def assert_same(one, other):
+    assert torch.equal(one.tokens, other.tokens)
+    assert torch.equal(one.mask, other.mask)
+    assert torch.equal(one.finished, other.finished)
+    torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=2e-5)
+    torch.testing.assert_close(one.values, other.values, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 8, 22])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "opt", "bloom"])
+def test_samples_are_the_same_however_many_are_drawn_at_once(kind, at_once):
+    lm = model_of(kind)
+    head = build_value_head(lm, 0)
+    head.outer.requires_grad_(False).weight.normal_(std=0.1)
+    whole, _ = drawn(lm, COUNT, value_head=head)
+    assert len(set(whole.mask.sum(1).tolist())) > 4
+    some, rows = drawn(lm, at_once, value_head=head)
+    assert max(rows) <= at_once
+    assert_same(whole, some)
+
+
+@pytest.mark.parametrize("spec", [
+    SamplingSpec(NEW, SPEC.stop_ids, min_new_tokens=6), SamplingSpec(NEW, SPEC.stop_ids, top_k=5),
+    SamplingSpec(NEW, (), stop_sequences=("good", "bad", "a"), min_new_tokens=3),
+    SamplingSpec(NEW, SPEC.stop_ids, do_sample=False)],
+    ids=["shortest", "top-k", "stop sequences", "greedy"])
+def test_every_way_of_choosing_and_of_ending(spec):
+    lm = model_of("gpt2")
+    whole, _ = drawn(lm, COUNT, spec)
+    some, rows = drawn(lm, 5, spec)
+    assert_same(whole, some)
+    assert int(whole.mask.sum(1).min()) >= spec.min_new_tokens
+    assert max(rows) <= 5
+
+
+def test_limits_of_each_response():
+    lm = model_of("llama")
+    limits = torch.tensor([1 + (5 * i) % NEW for i in range(COUNT)])
+    whole, _ = drawn(lm, COUNT, limits=limits)
+    some, _ = drawn(lm, 4, limits=limits)
+    assert_same(whole, some)
+    assert bool((whole.mask.sum(1) <= limits).all())
+
+
+def test_places_are_refilled_so_that_passes_stay_full():
+    lm = model_of("gpt2")
+    whole, _ = drawn(lm, COUNT)
+    _, rows = drawn(lm, 6)
+    lengths = whole.mask.sum(1).tolist()
+    batches = sum(max(lengths[start:start + 6]) for start in range(0, COUNT, 6))
+    assert len(rows) < 0.85 * batches  # one batch after the other
+    early = rows[:len(rows) // 2]
+    assert sum(early) / len(early) > 3
+
+
+def test_columns_that_nobody_looks_at_are_dropped():
+    lm = model_of("llama")
+    seen = []
+    hook = lm.base_model.register_forward_pre_hook(
+        lambda _module, _args, kwargs: seen.append(kwargs["past_key_values"].get_seq_length()),
+        with_kwargs=True)
+    lengths = [3] * 60
+    drawn(lm, 4, lengths=lengths)
+    hook.remove()
+    assert max(seen) <= 3 + 2 * NEW  # not the 60 / 4 times as many of one row after the other
+
+
+@pytest.mark.parametrize(("kind", "keys"), [
+    ("mistral", {"sliding_window": 4}), ("gemma2", {"num_key_value_heads": 1, "head_dim": 16})])
+def test_models_that_forget_keys_draw_one_batch_after_the_other(kind, keys):
+    lm = model_of(kind, **keys)
+    assert not can_take_in(lm, None)
+    whole, _ = drawn(lm, COUNT)
+    some, rows = drawn(lm, 6)
+    assert_same(whole, some)
+    lengths = whole.mask.sum(1).tolist()
+    assert len(rows) == sum(max(lengths[start:start + 6]) for start in range(0, COUNT, 6))
+
+
+def test_a_stop_is_asked_for_before_every_token():
+    lm = model_of("gpt2")
+    polls = []
+
+    def poll():
+        polls.append(None)
+        if len(polls) == 9:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        drawn(lm, 4, poll=poll)
+    polls.clear()
+    _, rows = drawn(model_of("gpt2"), 4, poll=lambda: polls.append(None))
+    assert len(polls) == len(rows)
+
+
+@pytest.mark.parametrize("keys", [
+    {}, {"model__num_layers_unfrozen": 1}, {"ppo__logprobs_from": "forward"},
+    {"model__peft": {"type": "prefix", "num_virtual_tokens": 3}},
+    {"model__peft": {"type": "prompt", "num_virtual_tokens": 3}}],
+    ids=["all", "top", "forward", "prefix", "prompt"])
+def test_a_rollout_is_the_same_whatever_its_chunks(tmp_path, keys):
+    save_lm(tmp_path / "lm")
+    found = []
+    for chunk in (24, 5):
+        cfg = small_config(tmp_path, ppo__num_rollouts=24, ppo__chunk_size=chunk,
+                           generation__stop_token_ids=[5, 9, 14, 20, 27, 33],
+                           generation__max_new_tokens=NEW, **keys)
+        with session_of(cfg) as session:
+            found.append(rollout_of(session, 24))
+    whole, some = found
+    for name in ("response_tokens", "response_mask"):
+        assert torch.equal(getattr(whole, name), getattr(some, name))
+    for name in ("logprobs", "ref_logprobs", "values", "kl"):
+        torch.testing.assert_close(getattr(whole, name), getattr(some, name), rtol=0, atol=5e-5)
+    assert whole.responses == some.responses
+    assert [b is None for b in whole.below] == [b is None for b in some.below]
+    for one, other in zip(whole.below, some.below, strict=True):
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=0, atol=5e-5)
+    assert ("model__num_layers_unfrozen" in keys) == (whole.below[0] is not None)
