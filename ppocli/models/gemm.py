@@ -176,14 +176,15 @@ def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def packed_size(module: nn.Module, dtype: torch.dtype) -> int:
     """Bytes of the copy that :func:`packed_weights` makes of a module once its linear layers are
     routed; the weights may be on any device."""
-    return _size(_packable(module, (nn.Linear, _conv1d()[0])), dtype)
+    return _size(_packable(module, dtype, (nn.Linear, _conv1d()[0])), dtype)
 
 
-def _packable(module: nn.Module, kinds: tuple[type, ...] = ()) -> list[Any]:
-    """Layers of these very types, or routed ones, whose weights are not quantized."""
+def _packable(module: nn.Module, dtype: torch.dtype, kinds: tuple[type, ...] = ()) -> list[Any]:
+    """Layers of these very types, or routed ones, that compute in ``dtype``: weights in fewer bits
+    do so only where autocast is on."""
     parts: list[Any] = [part for part in module.modules()
                         if type(part) in kinds or isinstance(part, _Routed)]
-    return [part for part in parts if part.weight.is_floating_point()]
+    return [part for part in parts if part.weight.dtype in (torch.float32, dtype)]
 
 
 def _as_rows(layer: Any) -> torch.Tensor:
@@ -206,7 +207,7 @@ def packed_weights(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     Args:
         dtype: that is computed in.
     """
-    layers = [part for part in _packable(module) if part.weight.device.type == "cpu"]
+    layers = [part for part in _packable(module, dtype) if part.weight.device.type == "cpu"]
     if not _size(layers, dtype):
         layers = []
     try:
