@@ -18,8 +18,8 @@ _HARMLESS = frozenset({
     "hardware.timeout_seconds", "hardware.memory_check",
     "hardware.rdzv_endpoint", "hardware.node_rank",
     "reward.timeout", "reward.retries", "reward.overlap", "model.gradient_checkpointing",
-    "ppo.micro_batch_size", "model.reference.offload", "model.reference.device",
-    "model.reference.shard", "hardware.gather_for_generation",
+    "ppo.micro_batch_size", "ppo.micro_batch_tokens", "model.reference.offload",
+    "model.reference.device", "model.reference.shard", "hardware.gather_for_generation",
 })
 _HARMLESS_SECTIONS = ("eval.", "checkpoint.", "tracking.")
 

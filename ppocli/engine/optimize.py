@@ -23,7 +23,7 @@ from ppocli.engine.replay import remembering, say_again
 from ppocli.engine.session import Session
 from ppocli.engine.stop import StopFlag
 from ppocli.errors import DivergedError
-from ppocli.models.passes import rows_by_length
+from ppocli.models.passes import in_groups
 from ppocli.ppo.losses import LossOptions, PPOLoss, ppo_loss, token_weights
 from ppocli.ppo.schedule import lr_factor
 
@@ -74,15 +74,12 @@ def _micro_batches(session: Session, spans: torch.Tensor) -> list[torch.Tensor]:
     Rows are dealt over ranks in the order of their lengths, so that all have like work. Every rank
     has the same number of groups; one that has fewer rows fills up with empty ones.
     """
-    ranks = session.backend.ranks
+    ranks, tokens = session.backend.ranks, session.cfg.ppo.micro_batch_tokens
     size = session.fits.rows("optimize", session.forward_rows)
-    if ranks.world == 1:
-        return list(rows_by_length(spans, size))
     order = torch.argsort(spans, descending=True, stable=True)
-    mine = list(order[ranks.rank::ranks.world].split(size))
-    most = math.ceil(len(spans) / ranks.world)  # rows of rank 0
-    passes = math.ceil(most / size)
-    mine = [part for part in mine if len(part)]
+    dealt = [in_groups(order[rank::ranks.world], spans, size, tokens)
+             for rank in range(ranks.world)]
+    mine, passes = dealt[ranks.rank], max(map(len, dealt))
     return [*mine, *[order[:0]] * (passes - len(mine))]
 
 

@@ -167,8 +167,13 @@ def _score_tokens(session: EvalSession, prompts: PromptBatch, out: Generation, s
                   want_policy: bool, want_values: bool, estimator: str, temperature: float,
                   stop: StopFlag, most_below: int) -> ScoredTokens:
     """As :func:`score_tokens`, ``size`` rows a pass, on this rank."""
+    limit = session.cfg.ppo.micro_batch_tokens
+    if limit is not None and session.scores_in_step:  # then all ranks make equally many passes
+        longest = int((prompts.mask.sum(1) + out.mask.sum(1)).max())
+        size = max(1, min(size, limit // session.backend.ranks.most(longest)))
+        limit = None
     passes = lay_out_rows(prompts.tokens, prompts.mask, out, size, session.backend.device,
-                          session.loaded.decoder_start, pack=session.packs)
+                          session.loaded.decoder_start, pack=session.packs, tokens=limit)
     # all passes hold what enters the border until the reference is run
     width = session.policy.lm.get_input_embeddings().weight.shape[-1]
     needed = 4 * width * sum(one.batch.tokens.numel() for one in passes)

@@ -55,7 +55,8 @@ def check_memory(cfg: TrainConfig, lm_config: Any, *, prompt_tokens: int, device
     try:
         policy = outline(cfg, lm_config)
         parts, unknown = parts_of(cfg, policy, rewards=False)
-        layout = layout_of(cfg, ranks=ranks, ranks_on_host=ranks_on_host, cuda=cuda)
+        layout = layout_of(cfg, prompt_tokens=prompt_tokens, ranks=ranks,
+                           ranks_on_host=ranks_on_host, cuda=cuda)
         least = min(x for x in (room.device if cuda else room.host, room.host, 2**62)
                     if x is not None)
         most = bound(cfg, policy, parts, layout, prompt_tokens) * ranks_on_host

@@ -79,7 +79,8 @@ def estimate(cfg: TrainConfig, policy: Policy, *, prompt_tokens: int, cuda: bool
         ConfigError: DeepSpeed's file can't be read.
     """
     parts, unknown = parts_of(cfg, policy, rewards=rewards)
-    layout = layout_of(cfg, ranks=ranks, ranks_on_host=ranks_on_host, cuda=cuda)
+    layout = layout_of(cfg, prompt_tokens=prompt_tokens, ranks=ranks,
+                       ranks_on_host=ranks_on_host, cuda=cuda)
     passes, missed = _passes(cfg, policy, layout, prompt_tokens)
     lines = lines_of(cfg, parts, layout, passes, _zero_section(cfg))
     sums = add_up(lines, parts, layout, stage=cfg.hardware.zero_stage)

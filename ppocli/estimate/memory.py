@@ -123,17 +123,26 @@ class Passes:
     frozen: FrozenStates = FrozenStates()
 
 
-def layout_of(cfg: TrainConfig, *, ranks: int, ranks_on_host: int, cuda: bool) -> Layout:
+def layout_of(cfg: TrainConfig, *, prompt_tokens: int, ranks: int, ranks_on_host: int, cuda: bool
+              ) -> Layout:
     """Sizes are of the whole run, micro-batch and chunk of one rank
-    (:mod:`ppocli.engine.optimize`, :mod:`ppocli.engine.rollout`)."""
+    (:mod:`ppocli.engine.optimize`, :mod:`ppocli.engine.rollout`).
+
+    Args:
+        prompt_tokens: of the longest prompt.
+    """
     ppo, evaluation = cfg.ppo, cfg.prompts.eval
     share = -(-ppo.mini_batch_size // ranks)
-    rows = min(ppo.micro_batch_size or ppo.mini_batch_size, share)
+    pass_ = ppo.micro_batch_size or ppo.mini_batch_size
+    if ppo.micro_batch_tokens is not None:
+        longest = prompt_tokens + cfg.generation.max_new_tokens
+        pass_ = max(1, min(pass_, ppo.micro_batch_tokens // longest))
+    rows = min(pass_, share)
     chunk = ppo.chunk_size or min(ppo.num_rollouts, 128)
     most = max(ppo.num_rollouts, evaluation.limit * evaluation.repeat)
     decoded = min(chunk, -(-most // ranks))
     return Layout(ranks=ranks, ranks_on_host=ranks_on_host, cuda=cuda, rows=rows,
-                  decoded=decoded, scored=min(ppo.micro_batch_size or ppo.mini_batch_size, decoded),
+                  decoded=decoded, scored=min(pass_, decoded),
                   accumulates=rows < share)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,24 +47,44 @@ class ForwardPass:
         self.shared = [self.below]
 
 
-def rows_by_length(lengths: torch.Tensor, rows: int) -> Iterator[torch.Tensor]:
-    """Row numbers sorted by length, longest first, in groups of at most ``rows``: neighbours are of
-    like length, so that little is padded, and the largest group shows at once whether it fits."""
-    yield from torch.argsort(lengths, descending=True, stable=True).split(rows)
+def rows_by_length(lengths: torch.Tensor, rows: int, tokens: int | None = None
+                   ) -> list[torch.Tensor]:
+    """Row numbers sorted by length, longest first, in groups: neighbours are of like length, so
+    that little is padded, and the largest group shows at once whether it fits.
+
+    Args:
+        rows: most of a group.
+        tokens: most of a group, rows times the longest of them; one row may have more.
+    """
+    return in_groups(torch.argsort(lengths, descending=True, stable=True), lengths, rows, tokens)
+
+
+def in_groups(order: torch.Tensor, lengths: torch.Tensor, rows: int, tokens: int | None
+              ) -> list[torch.Tensor]:
+    """Rows that are sorted by length already, as :func:`rows_by_length` groups them."""
+    groups, start = [], 0
+    while start < len(order):
+        size = rows
+        if tokens is not None:
+            size = max(1, min(rows, tokens // max(int(lengths[order[start]]), 1)))
+        groups.append(order[start:start + size])
+        start += size
+    return groups
 
 
 def lay_out_rows(prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, out: Generation, size: int,
-                 device: torch.device, decoder_start: int | None, *, pack: bool
-                 ) -> list[ForwardPass]:
+                 device: torch.device, decoder_start: int | None, *, pack: bool,
+                 tokens: int | None = None) -> list[ForwardPass]:
     """All samples that have response tokens, at most ``size`` rows a pass.
 
     Args:
+        tokens: of a pass, as of :func:`rows_by_length`.
         prompt_tokens, prompt_mask: [B, Q], padding on the left.
         decoder_start, pack: as of :func:`lay_out`.
     """
     lengths = prompt_mask.sum(1) + out.mask.sum(1)
     passes = []
-    for rows in rows_by_length(lengths, size):
+    for rows in rows_by_length(lengths, size, tokens):
         mask = out.mask[rows]
         if not bool(mask.any()):
             continue

@@ -8,6 +8,8 @@ import torch
 
 BLOCK = 256
 """vocabulary entries per block of the two-level inverse transform"""
+NUCLEUS = 256
+"""tokens that are tried first for ``top_p``"""
 
 
 SAMPLING_KEYS = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "do_sample")
@@ -76,14 +78,37 @@ def _restrict(logits: torch.Tensor, spec: SamplingSpec, position: int | torch.Te
     if 0 < spec.top_k < logits.shape[-1]:
         kth = logits.topk(spec.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < kth, float("-inf"))
-    if spec.top_p < 1.0:
-        ordered, order = logits.sort(dim=-1, descending=True)
-        probabilities = torch.softmax(ordered, -1)
-        # the token that crosses top_p stays in
-        outside = probabilities.cumsum(-1) - probabilities >= spec.top_p
-        ordered = ordered.masked_fill(outside, float("-inf"))
-        logits = torch.empty_like(logits).scatter_(-1, order, ordered)
-    return logits
+    return _nucleus(logits, spec.top_p) if spec.top_p < 1.0 else logits
+
+
+def _nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The logits of the most probable tokens that make up ``top_p`` together, -inf for the others;
+    the token that crosses it stays in. (Holtzman et al. 2020, arXiv:1904.09751)
+
+    Only rows for which a few hundred tokens aren't enough are sorted. On a GPU all are: to ask
+    which those are would cost more.
+    """
+    if logits.device.type != "cpu" or logits.shape[-1] <= NUCLEUS:
+        return _kept(logits, *logits.sort(dim=-1, descending=True), top_p)[0]
+    found, enough = _kept(logits, *logits.topk(NUCLEUS, dim=-1), top_p)
+    if not bool(enough.all()):
+        rest = logits[~enough]
+        found[~enough] = _kept(rest, *rest.sort(dim=-1, descending=True), top_p)[0]
+    return found
+
+
+def _kept(logits: torch.Tensor, ordered: torch.Tensor, order: torch.Tensor, top_p: float
+          ) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits with all others at -inf, and [b] bool, whether these suffice.
+
+    Args:
+        ordered, order: [b, k] the largest logits of each row and where they are.
+    """
+    probabilities = torch.exp(ordered - torch.logsumexp(logits, -1, keepdim=True))
+    sums = probabilities.cumsum(-1)
+    ordered = ordered.masked_fill(sums - probabilities >= top_p, float("-inf"))
+    found = torch.full_like(logits, float("-inf")).scatter_(-1, order, ordered)
+    return found, sums[:, -1] >= top_p
 
 
 def choose(logits: torch.Tensor, uniform: torch.Tensor, spec: SamplingSpec,

@@ -61,11 +61,12 @@ def test_one_update_is_the_same_on_any_ranks(config, alone, tmp_path, world, sta
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("size", [1, 5])
-def test_the_micro_batch_changes_nothing(config, alone, tmp_path, stage, size):
+@pytest.mark.parametrize("keys", [
+    {"ppo.micro_batch_size": 1}, {"ppo.micro_batch_size": 5}, {"ppo.micro_batch_tokens": 23},
+    {"ppo.micro_batch_tokens": 23, "hardware.gather_for_generation": False}])
+def test_the_micro_batch_changes_nothing(config, alone, tmp_path, stage, keys):
     found = run_job(tmp_path, "many", {
-        **config, "ppo.optimizer.name": "sgd", **under(stage, tmp_path),
-        "ppo.micro_batch_size": size}, world=2)
+        **config, "ppo.optimizer.name": "sgd", **under(stage, tmp_path), **keys}, world=2)
     assert_same(alone, found)
 
 

@@ -449,7 +449,7 @@ def test_a_small_model_is_settled_without_running_it_and_the_check_can_be_off(ca
     cfg = set_keys(TrainConfig(), {"model.path": "x"})
     policy = outline(cfg, config)
     parts, _ = parts_of(cfg, policy)
-    layout = layout_of(cfg, ranks=1, ranks_on_host=1, cuda=False)
+    layout = layout_of(cfg, prompt_tokens=8, ranks=1, ranks_on_host=1, cuda=False)
     most = bound(cfg, policy, parts, layout, 20)
     found = estimate(cfg, policy, prompt_tokens=20, cuda=False, ranks=1, ranks_on_host=1)
     assert found.sums.device < most < 2**30
@@ -468,7 +468,7 @@ def test_the_bound_is_one(kind):
     cfg = set_keys(TrainConfig(), {"model.path": "x", "hardware.precision": "bf16"})
     policy = outline(cfg, config)
     parts, _ = parts_of(cfg, policy)
-    layout = layout_of(cfg, ranks=1, ranks_on_host=1, cuda=True)
+    layout = layout_of(cfg, prompt_tokens=8, ranks=1, ranks_on_host=1, cuda=True)
     most = bound(cfg, policy, parts, layout, 30)
     found = estimate(cfg, policy, prompt_tokens=30, cuda=True, ranks=1, ranks_on_host=1)
     assert found.sums.device < most

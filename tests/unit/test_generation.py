@@ -5,6 +5,7 @@ import torch
 from helpers import make_tokenizer, model_config, save_lm
 from sessions import rollout_of, session_of, small_config
 
+from ppocli.models import sampling
 from ppocli.models.generation import generate
 from ppocli.models.head import token_logprobs
 from ppocli.models.sampling import SamplingSpec, choose, inverse_transform
@@ -66,6 +67,22 @@ def test_impossible_tokens_are_never_drawn():
         assert set(drawn.tolist()) <= {5, 300, 599}
     u = torch.from_numpy(uniform(0, 1, range(1000), 1)[:, 0])
     assert set(inverse_transform(logits, u).tolist()) == {5, 300, 599}
+
+
+@pytest.mark.parametrize("vocabulary", [9, 256, 257, 5000])
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999999])
+def test_top_p_keeps_the_smallest_set_whose_probabilities_reach_it(vocabulary, top_p):
+    torch.manual_seed(2)
+    # steep rows, of which a few tokens make up nearly all, beside flat ones
+    logits = torch.randn(6, vocabulary) * torch.tensor([0.0, 0.1, 1.0, 3.0, 9.0, 30.0])[:, None]
+    logits[0] += torch.arange(vocabulary) * 1e-3
+    kept = torch.isfinite(sampling._nucleus(logits, top_p))
+    probabilities = torch.softmax(logits.double(), -1)
+    for row, inside in zip(probabilities, kept, strict=True):
+        assert row[inside].sum() >= top_p - 5e-6
+        assert row[inside].sum() - row[inside].min() <= top_p + 5e-6
+        assert not bool((~inside).any()) or row[inside].min() >= row[~inside].max()
+    assert torch.equal(sampling._nucleus(logits, top_p)[kept], logits[kept])
 
 
 def test_top_k_and_top_p_keep_what_they_should():

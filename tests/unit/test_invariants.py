@@ -52,8 +52,9 @@ def test_with_learning_rate_zero_every_ratio_is_one(tmp_path, kind):
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
 def test_the_gradient_does_not_depend_on_the_micro_batch(tmp_path, aggregation):
     found = []
-    for micro in (None, 1, 3, 16):
+    for micro, tokens in ((None, None), (1, None), (3, None), (16, None), (None, 25), (3, 1)):
         cfg = small_config(tmp_path, ppo__micro_batch_size=micro, ppo__mini_batch_size=16,
+                           ppo__micro_batch_tokens=tokens,
                            ppo__loss_aggregation=aggregation, ppo__ent_coef=0.01,
                            ppo__logprobs_from="decode")
         with session_of(cfg) as session:
