@@ -102,7 +102,7 @@ def sampled(session: Session, prompts: PromptBatch, stop: StopFlag) -> list[Chun
     Raises:
         DivergedError: the policy's probabilities are no longer finite.
     """
-    return list(generate_chunks(session, prompts, len(prompts), ROLLOUT, stop))
+    return generate_chunks(session, prompts, len(prompts), ROLLOUT, stop)
 
 
 def _parts(session: Session, prompts: PromptBatch) -> list[PromptBatch]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -39,6 +39,10 @@ from ppocli.ppo.kl import kl_per_token
 from ppocli.ppo.noise import ROLLOUT, lengths, uniform
 from ppocli.rewards.records import RewardScores
 
+T = TypeVar("T")
+Ready = Callable[[Generation, int], None]
+"""is handed responses, and the place of the first among all"""
+
 
 @dataclass(frozen=True, slots=True)
 class ScoredTokens:
@@ -54,8 +58,11 @@ class ScoredTokens:
 
 
 def sample_responses(session: EvalSession, prompts: PromptBatch, spec: SamplingSpec, stream: int,
-                     stop: StopFlag) -> Generation:
+                     stop: StopFlag, ready: Ready = lambda *_: None) -> Generation:
     """Generate one response per prompt with the policy. All ranks call it in step.
+
+    Args:
+        ready: as of :func:`draw`.
 
     Raises:
         DivergedError: the policy's probabilities are no longer finite.
@@ -70,21 +77,26 @@ def sample_responses(session: EvalSession, prompts: PromptBatch, spec: SamplingS
                                 fix="lower ppo.optimizer.lr, raise ppo.init_kl_coef, or use "
                                 "hardware.precision=fp32")
 
+    def take(out: Generation, first: int) -> None:
+        check(out)
+        ready(out, first)
+
     # in fp32 they are what a forward pass gives; half of the room is for those without padding
     exact = session.from_decode and session.backend.precision == "fp32"
     room = session.below_bytes // 2 if stream == ROLLOUT and exact else 0
     return draw(session, session.policy.lm, prompts, spec, stream, stop, value_head=head,
-                check=check, most_below=room)
+                ready=take, most_below=room)
 
 
 def draw(session: EvalSession, lm: Any, prompts: PromptBatch, spec: SamplingSpec, stream: int,
-         stop: StopFlag, value_head: Any = None,
-         check: Callable[[Generation], None] = lambda _: None, most_below: int = 0) -> Generation:
+         stop: StopFlag, value_head: Any = None, ready: Ready = lambda *_: None,
+         most_below: int = 0) -> Generation:
     """One response per prompt by a causal LM, with the random numbers of the stream. All ranks call
     it in step.
 
     Args:
-        check: shown the responses; may raise.
+        ready: handed the responses to the next ``chunk_size`` prompts, and the place of the first,
+            as soon as these have all ended, once for each. Nothing in it may talk to other ranks.
         most_below: bytes that may be kept of what enters the policy's lowest layer that trains, of
             a whole rollout.
 
@@ -109,24 +121,30 @@ def draw(session: EvalSession, lm: Any, prompts: PromptBatch, spec: SamplingSpec
                           "put weights together layer by layer.",
                           where="hardware.gather_for_generation",
                           fix="set hardware.gather_for_generation=true")
-    asked = min(session.chunk_size, len(prompts))
+    asked, parts, done = min(session.chunk_size, len(prompts)), [], 0
 
-    def work() -> Generation:
-        size = session.fits.rows(phase, asked)
+    def take(out: Generation) -> None:
+        nonlocal done
+        ready(out, done)
+        parts.append(out)
+        done += len(out.tokens)
+
+    def work() -> None:
+        size, rest = session.fits.rows(phase, asked), slice(done, None)
 
         def poll() -> None:
             faults.point("rollout.token", size)
             stop.check()
 
         with session.backend.autocast(), session.backend.decoding(lm, in_parts=in_parts):
-            out = generate(lm, prompts.tokens, prompts.mask, spec, noise,
-                           tokenizer=session.tokenizer, start=session.loaded.decoder_start,
-                           value_head=value_head, limits=limits, poll=poll, border=border,
-                           at_once=size, all_alive=session.backend.ranks.most if in_parts else int)
-        check(out)
-        return out
+            generate(lm, prompts.tokens[rest], prompts.mask[rest], spec, noise[rest],
+                     tokenizer=session.tokenizer, start=session.loaded.decoder_start,
+                     value_head=value_head, limits=None if limits is None else limits[rest],
+                     poll=poll, border=border, at_once=size, chunk=session.chunk_size, ready=take,
+                     all_alive=session.backend.ranks.most if in_parts else int)
 
-    return fitting(session, phase, asked, tokens, work, in_step=in_parts)
+    fitting(session, phase, asked, tokens, work, in_step=in_parts)
+    return Generation.joined(parts)
 
 
 def decode(session: EvalSession, prompts: PromptBatch, out: Generation) -> list[str]:
@@ -230,19 +248,39 @@ class Chunk:
     responses: list[str]
 
 
-def generate_chunks(session: Session, prompts: PromptBatch, own: int, stream: int, stop: StopFlag
-                    ) -> Iterator[Chunk]:
-    """Sample one response to each prompt, the first ``own`` of them for this rank: all of them with
-    the first chunk, ``chunk_size`` at once. All ranks call it in step."""
-    whole = sample_responses(session, prompts, session.sampling, stream, stop)
-    for start in range(0, len(prompts), session.chunk_size):
-        rows = range(start, min(start + session.chunk_size, len(prompts)))
-        part = take_prompts(prompts, rows)
-        out = whole.part(slice(rows.start, rows.stop), part.tokens.shape[1])
-        count = min(max(own - start, 0), len(rows))
-        kept = part if count == len(rows) else take_rows(part, count)
-        mine = out if count == len(rows) else out.first(count)
-        yield Chunk(part, out, count, kept, mine, decode(session, kept, mine))
+def generate_chunks(session: Session, prompts: PromptBatch, own: int, stream: int, stop: StopFlag,
+                    ready: Callable[[Chunk], None] = lambda _: None) -> list[Chunk]:
+    """Sample one response to each prompt, the first ``own`` of them for this rank. All ranks call
+    it in step.
+
+    In one process the prompts of later chunks take the places of responses that have ended. Several
+    ranks generate chunk by chunk: ``ready`` may talk to the others.
+
+    Args:
+        ready: shown each chunk as soon as it is there, in their order.
+    """
+    alone = session.backend.ranks.world == 1
+    apart = max(len(prompts), 1) if alone else session.chunk_size
+    found: list[Chunk] = []
+    for start in range(0, len(prompts), apart):
+        stop.meet()
+        part = take_prompts(prompts, range(start, min(start + apart, len(prompts))))
+
+        def take(out: Generation, first: int, *, part: PromptBatch = part, start: int = start
+                 ) -> None:
+            some = take_prompts(part, range(first, first + len(out.tokens)))
+            out = out.behind(some.tokens.shape[1])
+            count = min(max(own - start - first, 0), len(some))
+            kept = some if count == len(some) else take_rows(some, count)
+            mine = out if count == len(some) else out.first(count)
+            found.append(Chunk(some, out, count, kept, mine, decode(session, kept, mine)))
+            if alone:
+                ready(found[-1])
+
+        sample_responses(session, part, session.sampling, stream, stop, take)
+        if not alone:
+            ready(found[-1])
+    return found
 
 
 def measure_chunk(session: Session, chunk: Chunk, stop: StopFlag, *, forward: bool) -> ScoredTokens:
@@ -290,40 +328,36 @@ def _collect_chunks(session: Session, prompts: PromptBatch, rows: Sequence[int],
     asides = {"always": True, "never": False}.get(session.cfg.reward.overlap, session.reward.waits)
     if together:  # rank 0 alone has built the reward
         asides = ranks.broadcast(asides)
-    waiting: tuple[Chunk, ScoredTokens, Question, Callable[[], RewardScores]] | None = None
+    asked: list[tuple[Chunk, Question, Callable[[], RewardScores]]] = []
 
-    def scored(question: Question, work: Callable[[], RewardScores]) -> RewardScores:
+    def ready(chunk: Chunk) -> None:
+        question = ask(session, chunk.kept, chunk.mine, chunk.responses, together)
+        work: Callable[[], RewardScores] = partial(score, session, question)
+        if asides and (question.places is None or ranks.first):
+            work = begin(partial(_after, asked[-1][2] if asked else None, work), device, stop.check)
+        asked.append((chunk, question, work))
+
+    generate_chunks(session, take_prompts(prompts, rows), own, stream, stop, ready)
+    for chunk, question, work in asked:
+        clock.mark("rollout")
+        tokens = measure_chunk(session, chunk, stop, forward=not session.from_decode) \
+            if asides else None
+        if tokens is not None:
+            clock.mark("scoring")
         scores = question.answer(work, dealt_scores, "reward")
         stop.meet()
         clock.mark("reward")
-        return scores
+        if tokens is None:
+            tokens = measure_chunk(session, chunk, stop, forward=not session.from_decode)
+            clock.mark("scoring")
+        yield rollout_of(session, chunk, scores, tokens)
 
-    # all at once, so that prompts take the places of responses that end; while a reward is waited
-    # for, chunk by chunk
-    apart = session.chunk_size if asides else max(len(rows), 1)
-    chunks = (chunk for start in range(0, len(rows), apart) for chunk in generate_chunks(
-        session, take_prompts(prompts, rows[start:start + apart]), own - start, stream, stop))
-    stop.meet()
-    for chunk in chunks:
-        clock.mark("rollout")
-        question = ask(session, chunk.kept, chunk.mine, chunk.responses, together)
-        work = partial(score, session, question)
-        scores = None
-        if not asides:
-            scores = scored(question, work)
-        elif waiting is not None:
-            yield rollout_of(session, waiting[0], scored(*waiting[2:]), waiting[1])
-        mine = question.places is None or ranks.first
-        wait = begin(work, device, stop.check) if asides and mine else work
-        tokens = measure_chunk(session, chunk, stop, forward=not session.from_decode)
-        clock.mark("scoring")
-        if scores is not None:
-            yield rollout_of(session, chunk, scores, tokens)
-        else:
-            waiting = (chunk, tokens, question, wait)
-        stop.meet()
-    if waiting is not None:
-        yield rollout_of(session, waiting[0], scored(*waiting[2:]), waiting[1])
+
+def _after(before: Callable[[], Any] | None, work: Callable[[], T]) -> T:
+    """What ``work`` returns, begun once that before it has ended; not at all if that has failed."""
+    if before is not None:
+        before()
+    return work()
 
 
 def collect_rollout(session: Session, prompts: PromptBatch, stream: int, stop: StopFlag,

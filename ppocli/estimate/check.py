@@ -102,7 +102,7 @@ def bound(cfg: TrainConfig, policy: Policy, parts: tuple[Part, ...], layout: Lay
     logits = 4 * layout.rows * cfg.generation.max_new_tokens * head.shape[0]
     # 28: weights, gradients and state are 16; 12: a copy of what a checkpoint holds
     return (40 * own + frozen + passing + 4 * rows * head.shape[0] * 8 + 8 * CHUNK_BYTES
-            + min(logits, KEPT_BYTES) + 12 * head.numel() + below.kept + below.laid_out
+            + min(logits, KEPT_BYTES) + 12 * head.numel() + below.kept + below.padded
             + (0 if layout.cuda else min(4 * own, PACKED_BYTES)))
 
 

@@ -63,9 +63,5 @@ def frozen_states(cfg: TrainConfig, policy: Policy, layout: Layout, prompt_token
     decodes = (decoding_scores(cfg) and cfg.hardware.precision == "fp32"
                and samples * sample.padded <= room // 2)
     scores = scores_by_forward(cfg, policy) or reference_kind(cfg.model) == "shared"
-    chunks = -(-samples // layout.decoded)
-    return FrozenStates(
-        min(whole, room), generate=fits and (decodes or (scores and chunks > 1)),
-        score=fits and (decodes or scores),
-        laid_out=min(layout.decoded, samples) * sample.kept if decodes else 0,
-        two_chunks=chunks > 1)
+    return FrozenStates(min(whole, room), score=fits and (decodes or scores),
+                        padded=samples * sample.padded if decodes else 0)

@@ -96,14 +96,10 @@ class FrozenStates:
 
     kept: int = 0
     """of all samples of a rollout; updates remember what nobody kept before"""
-    generate: bool = False
-    """whether some are kept before all are generated"""
     score: bool = False
     """whether they are kept by the end of scoring"""
-    laid_out: int = 0
-    """of a chunk once more: as decoding padded it, beside the rows without padding"""
-    two_chunks: bool = False
-    """whether there is a chunk before, whose padded states go when the next is complete"""
+    padded: int = 0
+    """of all samples once more: as decoding kept them, until the last is scored"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,10 +186,8 @@ def lines_of(cfg: TrainConfig, parts: Iterable[Part], layout: Layout, passes: Pa
 
 def _frozen_states(frozen: FrozenStates) -> Iterable[Line]:
     """What frozen layers made of a rollout (:mod:`ppocli.models.bottom`)."""
-    yield Line(FROZEN, frozen.kept, generate=frozen.generate,
-               score=frozen.score)
-    yield Line(f"{FROZEN}, padded", frozen.laid_out, generate=frozen.two_chunks,
-               update=False)
+    yield Line(FROZEN, frozen.kept, generate=False, score=frozen.score)
+    yield Line(f"{FROZEN}, padded", frozen.padded, update=False)
 
 
 def _shared(count: int, ranks: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,20 +46,11 @@ class Generation:
                           self.values[:count], self.finished[:count],
                           None if self.below is None else self.below[:count])
 
-    def part(self, rows: slice, prompt_tokens: int) -> Generation:
-        """Some of the responses, padded to the longest of them.
-
-        Args:
-            prompt_tokens: of the longest of their prompts.
-        """
-        mask = self.mask[rows]
-        width = max(int(mask.sum(1).max()), 1)
-        below = self.below
-        if below is not None:
-            skip = below.shape[1] + 1 - self.mask.shape[1] - prompt_tokens
-            below = below[rows, skip:skip + prompt_tokens + width - 1]
-        return Generation(self.tokens[rows, :width], mask[:, :width], self.logprobs[rows, :width],
-                          self.values[rows, :width], self.finished[rows], below)
+    def behind(self, prompt_tokens: int) -> Generation:
+        """The same, with ``below`` for prompts of so many tokens: less padding on the left."""
+        if self.below is None:
+            return self
+        return replace(self, below=self.below[:, -(prompt_tokens + self.tokens.shape[1] - 1):])
 
 
     @staticmethod
@@ -166,13 +157,15 @@ class _Drawn:
             at = live.at.clamp(max=self.steps)
             self.below[live.rows, self.prompt_tokens - 1 + at] = states[:, 0]
 
-    def found(self) -> Generation:
-        """All responses."""
-        width = max(int(self.mask[:, :self.steps].sum(1).max()), 1)
+    def found(self, first: int, end: int) -> Generation:
+        """The responses in these places, all of which have ended."""
+        rows = slice(first, end)
+        width = max(int(self.mask[rows, :self.steps].sum(1).max()), 1)
         return Generation(
-            self.tokens[:, :width].cpu(), self.mask[:, :width].cpu(),
-            self.logprobs[:, :width].cpu(), self.values[:, :width].cpu(), self.finished.cpu(),
-            None if self.below is None else self.below[:, :self.prompt_tokens + width - 1])
+            self.tokens[rows, :width].cpu(), self.mask[rows, :width].cpu(),
+            self.logprobs[rows, :width].cpu(), self.values[rows, :width].cpu(),
+            self.finished[rows].cpu(),
+            None if self.below is None else self.below[rows, :self.prompt_tokens + width - 1])
 
 
 def _by_library(*args: Any, **words: Any) -> Generation:
@@ -186,7 +179,8 @@ def generate(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, sp
              uniform: Any, *, tokenizer: Any, start: int | None = None, value_head: Any = None,
              limits: Any = None, poll: Callable[[], None] = lambda: None,
              watch: Watch = lambda *_: None, all_alive: Callable[[int], int] = int,
-             border: Border | None = None, at_once: int | None = None) -> Generation:
+             border: Border | None = None, at_once: int | None = None, chunk: int | None = None,
+             ready: Callable[[Generation], None] = lambda _: None) -> Generation:
     """Sample one response per prompt.
 
     Args:
@@ -206,18 +200,26 @@ def generate(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, sp
         at_once: most rows that are decoded together (default: all). The next prompts take the
             places of rows that have ended, where the model can do that
             (:func:`ppocli.models.live_rows.can_take_in`), else they wait for the last of them.
+        chunk: prompts whose responses are handed to ``ready`` as soon as they have all ended, while
+            later ones are still decoded; those of the first such prompts first (default: all).
 
     Returns:
         A :class:`Generation` with R = the longest response (at least 1).
     """
     count = len(prompt_tokens)
     most = min(at_once or count, count)
+    ends = [*range(chunk or count, count, chunk or count), count]
     if decoding_of(lm) is not Decoding.STEPS:
-        return Generation.joined([_by_library(
-            lm, prompt_tokens[rows], prompt_mask[rows], spec, uniform[rows], tokenizer=tokenizer,
-            start=start, value_head=value_head, limits=None if limits is None else limits[rows],
-            poll=poll, watch=watch)
-            for rows in (slice(first, first + most) for first in range(0, count, most))])
+        found, first = [], 0
+        for end in ends:
+            found.append(Generation.joined([_by_library(
+                lm, prompt_tokens[rows], prompt_mask[rows], spec, uniform[rows],
+                tokenizer=tokenizer, start=start, value_head=value_head,
+                limits=None if limits is None else limits[rows], poll=poll, watch=watch)
+                for rows in (slice(at, min(at + most, end)) for at in range(first, end, most))]))
+            ready(found[-1])
+            first = end
+        return Generation.joined(found)
     drawn = _Drawn(lm, spec, uniform, limits, tokenizer, value_head, border, prompt_tokens.shape[1])
     refills = most < count and all_alive is int and can_take_in(lm, start)
     # asking the device whether rows are done costs a synchronisation; on a CPU it is free
@@ -230,6 +232,14 @@ def generate(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, sp
         drawn.token(rows)
         shown = min(max(rows.oldest, 0 if live is None else live.oldest), spec.max_new_tokens)
         watch(drawn.tokens[:, :shown], drawn.mask[:, :shown])
+
+    first = 0
+
+    def hand_over(ended: int) -> None:
+        nonlocal first
+        while ends and ends[0] <= ended:
+            ready(drawn.found(first, ends[0]))
+            first = ends.pop(0)
 
     while live is not None or taken < count:
         if live is None or (refills and taken < count and len(live) < most):
@@ -248,8 +258,11 @@ def generate(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, sp
         if passes % check_every and live.youngest < spec.max_new_tokens:
             continue
         remaining = int((~live.done).sum())
+        if len(ends) > 1 and remaining:
+            hand_over(int(live.rows[~live.done].min()))
         if all_alive(remaining) == 0:
             live = None
+            hand_over(taken)
         elif remaining <= SHRINK_AT * len(live) and len(live) > 1:
             live.drop_done()
-    return drawn.found()
+    return drawn.found(0, count)

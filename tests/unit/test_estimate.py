@@ -249,12 +249,12 @@ FROZEN = "states of frozen layers"
 
 
 @pytest.mark.parametrize(("kind", "keys", "samples"), [
-    # samples' states that are there in generation, scoring and updates; a chunk's are laid out anew
-    ("llama", {}, (16, 32, 16)), ("gpt2", {"ppo__chunk_size": 4}, (20, 20, 16)),
+    # samples whose states are there as decoding padded them, those that scoring keeps, and updates
+    ("llama", {}, (16, 16, 16)), ("gpt2", {"ppo__chunk_size": 4}, (16, 16, 16)),
     # scored by a forward pass, which keeps its own
-    ("llama", {"hardware__precision": "bf16", "ppo__chunk_size": 4}, (16, 16, 16)),
+    ("llama", {"hardware__precision": "bf16", "ppo__chunk_size": 4}, (0, 16, 16)),
     ("gpt2", {"ppo__logprobs_from": "forward", **COPY}, (0, 16, 16)),
-    ("gpt2", {"model__value__kind": "model"}, (16, 32, 16)),
+    ("gpt2", {"model__value__kind": "model"}, (16, 16, 16)),
     # no pass of the policy's with exact states but those of updates
     ("gpt2", {"hardware__precision": "bf16", "ppo__logprobs_from": "decode", **COPY}, (0, 0, 16)),
     # twice the states, which decoding asks room for, are too much
@@ -281,18 +281,21 @@ def test_states_of_frozen_layers_are_told_as_a_rollout_keeps_them(tmp_path, kind
         told = [line for line in found.lines if line.name.startswith("states ")]
         lines.append([sum(line.device for line in told if getattr(line, phase))
                       for phase in ("generate", "score", "update")])
-        own = [line for line in told if line.name.startswith(FROZEN)]
+        own = {line.name: line for line in told if line.name.startswith(FROZEN)}
+        assert bool(own) == bool(mib)
         if mib:
-            for phase, count in zip(("generate", "score", "update"), samples, strict=True):
-                size = sum(line.device for line in own if getattr(line, phase))
-                assert size == (2**20 if count is None else count * one), phase
-        else:
-            assert not own
+            padded, scored, kept = samples
+            line = own[FROZEN]
+            assert line.device == (2**20 if kept is None else kept * one)
+            assert (line.generate, line.score, line.update) == (False, scored > 0, True)
+            line = own.get(f"{FROZEN}, padded")
+            assert (line is not None) == (padded > 0)
+            if line is not None:
+                assert line.device == padded * 4 * 128 * (prompt + NEW)
+                assert (line.generate, line.score, line.update) == (True, True, False)
     more, less = measured
-    # forward passes keep the last chunk's when all have been generated
-    late = 4 * one if samples == (16, 16, 16) else 0
-    for phase, spare in ((0, late), (1, 0)):
-        told = lines[0][phase] - lines[1][phase] - spare
+    for phase in (0, 1):
+        told = lines[0][phase] - lines[1][phase]
         assert more[phase] - less[phase] == pytest.approx(told, abs=20_000), phase
     assert less[2] == 0
     assert 0.9 * lines[0][2] < more[2] <= lines[0][2]

@@ -103,6 +103,22 @@ def test_places_are_refilled_so_that_passes_stay_full():
     assert sum(early) / len(early) > 3
 
 
+def test_chunks_are_handed_over_as_soon_as_they_have_ended():
+    lm = model_of("gpt2")
+    whole, _ = drawn(lm, COUNT)
+    passes, parts = [], []
+    hook = lm.base_model.register_forward_pre_hook(lambda *_: passes.append(None))
+    drawn(lm, 6, chunk=5, ready=lambda out: parts.append((out, len(passes))))
+    hook.remove()
+    assert [len(out.tokens) for out, _ in parts] == [5, 5, 5, 5, 3]
+    when = [at for _, at in parts]
+    assert when == sorted(when)
+    assert when[0] < when[2] < when[-1] == len(passes)
+    found = [row[mask].tolist() for out, _ in parts
+             for row, mask in zip(out.tokens, out.mask, strict=True)]
+    assert found == [row[mask].tolist() for row, mask in zip(whole.tokens, whole.mask, strict=True)]
+
+
 def test_columns_that_nobody_looks_at_are_dropped():
     lm = model_of("llama")
     seen = []
