@@ -207,8 +207,7 @@ def test_advice_is_what_saves_most_at_the_fullest_moment():
 
 
 @pytest.mark.parametrize(("frozen", "sums"), [
-    (FrozenStates(500, generate=True, score=True, laid_out=60), (500, 560, 500)),
-    (FrozenStates(500, generate=True, score=True, laid_out=60, two_chunks=True), (560, 560, 500)),
+    (FrozenStates(500, score=True, padded=60), (60, 560, 500)),
     (FrozenStates(500, score=True), (0, 500, 500)), (FrozenStates(500), (0, 0, 500))])
 def test_states_of_frozen_layers_count_where_they_are(frozen, sums):
     alone = replace(LAYOUT, ranks=1, ranks_on_host=1)
