@@ -130,6 +130,8 @@ def draw(session: EvalSession, lm: Any, prompts: PromptBatch, spec: SamplingSpec
         done += len(out.tokens)
 
     def work() -> None:
+        if done == len(prompts):  # it is begun anew for another rank's sake
+            return
         size, rest = session.fits.rows(phase, asked), slice(done, None)
 
         def poll() -> None:
