@@ -157,7 +157,8 @@ def by_alone(args: argparse.Namespace) -> bool:
     else:
         title, text = "The quickstart", alone.quickstart(where, rounds=args.rounds, words=words)
     print(f"{title}\n\n{text}\n")
-    keep(where.results, f"{args.command}-{args.threads}",
+    of = [args.workload] if work is not None else []
+    keep(where.results, "-".join([args.command, *of, str(args.threads)]),
          Section(title, f"{made} {versions()}.", command_line(), text))
     return " NO |" not in text
 
