@@ -53,7 +53,7 @@ def prepare(folder: Path) -> None:
     import torch
     from transformers import AutoTokenizer, T5Config, T5ForConditionalGeneration
 
-    from ppocli.assets.builtin import resolve_builtin
+    from ppocli.builtin.names import resolve_builtin
 
     tokenizer = AutoTokenizer.from_pretrained(resolve_builtin("builtin:reviews"))
     pad = tokenizer.pad_token_id

@@ -11,7 +11,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", "docs/*.md", "benchmarks/RESULTS.md",
-         "ppocli/assets/README.md"]
+         "ppocli/builtin/README.md"]
 
 project = "ppocli"
 author = "the ppocli authors"

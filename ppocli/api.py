@@ -100,8 +100,8 @@ def train(overrides: Sequence[str] = (), *,
     """
     from ppocli.config.compose import compose
     from ppocli.config.problems import find_problems, raise_problems
-    from ppocli.engine.session import PythonObjects
-    from ppocli.launch import launch
+    from ppocli.launching.launch import launch
+    from ppocli.tasks.ppo.session import PythonObjects
 
     given = {"reward.fn": reward_fn, "reward.metric_fn": metric_fn, "prompts.items": prompts,
              "prompts.eval.items": eval_prompts}
@@ -177,12 +177,12 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
         PpocliError: whatever kept the evaluation from its end; samples scored so far are kept.
     """
     from ppocli.config.resolved import with_absolute_paths
-    from ppocli.engine.session import PythonObjects
-    from ppocli.engine.stop import catch_signals
     from ppocli.evaluation.request import EvalRequest, noting_objects
     from ppocli.evaluation.work import run_evaluation
+    from ppocli.launching.target_config import target_config
+    from ppocli.parallel.stop import catch_signals
     from ppocli.runs.target import find_target
-    from ppocli.target_config import target_config
+    from ppocli.tasks.ppo.session import PythonObjects
 
     items = None if prompts is None or isinstance(prompts, str | Path) else list(prompts)
     request = EvalRequest(

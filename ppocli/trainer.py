@@ -18,7 +18,7 @@ from ppocli.errors import ConfigError, DivergedError, RewardError
 
 if TYPE_CHECKING:
     from ppocli.api import TrainedRun
-    from ppocli.engine.rollout import Chunk
+    from ppocli.tasks.ppo.rollout import Chunk
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class PPOTrainer:
 
     def __init__(self, overrides: Sequence[str] = (), *, prompts: Sequence[Any] | None = None
                  ) -> None:
-        from ppocli.engine.session import PythonObjects
-        from ppocli.trainer_setup import LoopScores, composed, opened
+        from ppocli.launching.trainer_opening import LoopScores, composed, opened
+        from ppocli.tasks.ppo.session import PythonObjects
 
         self._scores = LoopScores()
         objects = PythonObjects(reward_fn=self._scores,
@@ -138,8 +138,8 @@ class PPOTrainer:
             ConfigError: unusable prompts.
             DivergedError: the policy's probabilities are no longer finite.
         """
-        from ppocli.engine.own_samples import prompts_of, sampled
-        from ppocli.models.text import response_ids
+        from ppocli.sampling.response_text import response_ids
+        from ppocli.tasks.ppo.own_samples import prompts_of, sampled
 
         self._check_open()
         session, clock = self._run.session, self._run.clock
@@ -185,8 +185,8 @@ class PPOTrainer:
             RewardError: scores of another number or kind, or not finite.
             DivergedError: the policy stopped being finite.
         """
-        from ppocli.engine.loop import learn
-        from ppocli.engine.own_samples import given, prompts_of, scored
+        from ppocli.tasks.ppo.own_samples import given, prompts_of, scored
+        from ppocli.train.loop import learn
 
         self._check_open()
         session, state, clock = self._run.session, self._run.state, self._run.clock
@@ -220,7 +220,7 @@ class PPOTrainer:
 
     def _settled(self) -> dict[str, Any]:
         """The figures of the step that was just made; nothing of it is pending any more."""
-        from ppocli.engine.generators import capture
+        from ppocli.train.random_state import capture
 
         run, figures = self._run, self._run.state.pending or {}
         run.state = replace(run.state, pending=None)
@@ -274,7 +274,7 @@ class PPOTrainer:
         Raises:
             DiskError: the disk is full or refuses; older checkpoints are untouched.
         """
-        from ppocli.engine.loop import save
+        from ppocli.train.loop import save
 
         self._check_open()
         self._run.clock.mark("between")
@@ -289,8 +289,8 @@ class PPOTrainer:
             ConfigError: the folder holds something.
             DiskError: the disk is full or refuses.
         """
-        from ppocli.engine.persist import save_policy
-        from ppocli.engine.publishing import publish_folder
+        from ppocli.storage.publishing import publish_folder
+        from ppocli.train.checkpoint_io import save_policy
 
         self._check_open()
         target = Path(folder)
@@ -307,7 +307,7 @@ class PPOTrainer:
             DiskError: the disk is full or refuses.
         """
         from ppocli.api import load_run
-        from ppocli.worker import publish
+        from ppocli.launching.worker import publish
 
         self.save_checkpoint()
         result = publish(self._run)
@@ -321,7 +321,7 @@ class PPOTrainer:
         self._closing()
 
     def _summarise(self, status: str, error: str | None = None) -> None:
-        from ppocli.worker import write_summary_of
+        from ppocli.launching.worker import write_summary_of
 
         if self._closing.alive and not self._ended:
             write_summary_of(self._run, status, error)

@@ -95,7 +95,7 @@ def export(capsys: pytest.CaptureFixture[str]) -> Export:
 @pytest.fixture
 def inject(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Arm faults in this process, as ``PPOCLI_FAULTS`` does in another."""
-    from ppocli.engine import faults
+    from ppocli.storage import faults
 
     def arm(text: str) -> None:
         monkeypatch.setattr(faults, "point", faults.armed(faults.parse(text)))

@@ -182,7 +182,7 @@ def scalars(run_dir: Path) -> list[tuple[str, int, float]]:
     """(tag, step, value) of every stable TensorBoard scalar, in the order written."""
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-    from ppocli.engine.metrics import VOLATILE
+    from ppocli.train.metrics import VOLATILE
 
     found = []
     for path in sorted((run_dir / "events").iterdir()):
@@ -241,7 +241,7 @@ def assert_tidy(run_dir: Path) -> None:
 
 def resumed(run_dir: Path) -> None:
     """Go on with a run in this process, to its end."""
-    from ppocli.worker import run_worker
+    from ppocli.launching.worker import run_worker
 
     run_worker(run_dir, resume=True)
 

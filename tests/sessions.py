@@ -11,13 +11,13 @@ from typing import Any
 from helpers import save_lm, write_prompts
 
 from ppocli.config.schema import TrainConfig
-from ppocli.engine.backend import open_ranks
-from ppocli.engine.clock import PhaseClock
-from ppocli.engine.records import TrainState
-from ppocli.engine.rollout import collect_rollout
-from ppocli.engine.session import PythonObjects, Session, build_session
-from ppocli.engine.stop import StopFlag
+from ppocli.parallel.backend import open_ranks
+from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import ROLLOUT
+from ppocli.tasks.ppo.records import TrainState
+from ppocli.tasks.ppo.rollout import collect_rollout
+from ppocli.tasks.ppo.session import PythonObjects, Session, build_session
+from ppocli.train.clock import PhaseClock
 
 
 def count_good(outputs, **_: Any) -> list[float]:

@@ -22,7 +22,7 @@ from ppocli.cli.generate import (
 from ppocli.cli.output import complain, say
 from ppocli.cli.sheet import printable
 from ppocli.cli.working import working
-from ppocli.engine.console import clean, figure
+from ppocli.display.console import clean, figure
 from ppocli.errors import ConfigError, PpocliError, StoppedError
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class Chat:
         complain(self._sampling())
 
     def _sampling(self) -> str:
-        from ppocli.models.sampling import SAMPLING_KEYS
+        from ppocli.sampling.token_choice import SAMPLING_KEYS
 
         shown = {name: getattr(self._generation, name) for name in SAMPLING_KEYS}
         return ", ".join([f"{name}={value}" for name, value in shown.items()]
@@ -193,8 +193,8 @@ class Chat:
 
     def _speak(self, player: Player, rendered: str, tokens: list[int], number: int,
                pieces: list[str]) -> None:
-        from ppocli.engine.stop import StopRequested, catch_signals
         from ppocli.evaluation.player import scores_of
+        from ppocli.parallel.stop import StopRequested, catch_signals
 
         def show(piece: str) -> None:
             pieces.append(piece)
@@ -227,7 +227,7 @@ def _typed(generation: GenerationConfig, texts: dict[str, str]) -> dict[str, Any
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    from ppocli.models.sampling import SAMPLING_KEYS
+    from ppocli.sampling.token_choice import SAMPLING_KEYS
 
     node = OmegaConf.structured(generation)
     for name, text in texts.items():
@@ -255,8 +255,8 @@ def chat(asking: Asking) -> None:
                           fix="ppocli generate takes prompts from a pipe or a file")
     cast = find_cast(asking)
     with working():
-        from ppocli.engine.backend import open_backend
         from ppocli.evaluation.player import build_judge
+        from ppocli.parallel.backend import open_backend
 
         # before anything is loaded
         generation = sampling_of(asking, cast, None) if cast.from_run else None
@@ -297,7 +297,7 @@ def _converse(talk: Chat) -> None:
 @contextmanager
 def _prompting() -> Iterator[None]:
     """While a line is awaited, signals end the waiting at once instead of setting a flag."""
-    from ppocli.engine.stop import StopRequested
+    from ppocli.parallel.stop import StopRequested
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise StopRequested(signal.SIGTERM)

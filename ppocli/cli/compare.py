@@ -8,11 +8,11 @@ from dataclasses import asdict
 
 from ppocli.cli.tables import aligned, shown_figure
 from ppocli.config.problems import shown
-from ppocli.engine.run_folder import finite_or_null
 from ppocli.errors import ConfigError
 from ppocli.report.compare import At, Comparison, Wins, compare_runs
 from ppocli.runs.listing import find_run
 from ppocli.runs.record import read_run
+from ppocli.storage.run_folder import finite_or_null
 
 
 def print_comparison(given: Sequence[str], as_json: bool) -> None:

@@ -173,7 +173,7 @@ def _values(key: str, value: str) -> list[str]:
 
 
 def _builtin(key: str) -> list[str]:
-    from ppocli.assets.builtin import PREFIX, list_builtins
+    from ppocli.builtin.names import PREFIX, list_builtins
 
     names = [name for name, about in list_builtins().items() if not about.startswith("classifier")]
     return [PREFIX + name for name in names

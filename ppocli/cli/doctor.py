@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 def print_env(as_json: bool) -> None:
     """Print what an issue needs to say of this machine."""
-    from ppocli.assets.cache import cache_root
-    from ppocli.engine.environment import describe, home_shortened
+    from ppocli.builtin.cache import cache_root
+    from ppocli.storage.environment import describe, home_shortened
 
     facts = {**describe(places=True), "cache": home_shortened(str(cache_root()))}
     if as_json:

@@ -14,7 +14,7 @@ from ppocli.errors import ConfigError, InputError, OutOfMemoryError
 
 if TYPE_CHECKING:
     from ppocli.estimate.estimate import Estimate
-    from ppocli.estimate.machine import Room
+    from ppocli.parallel.host_memory import Room
 
 ASSUMED_TOKENS = 512
 """of the longest prompt, where nothing tells"""
@@ -97,8 +97,8 @@ def _computes_on_cuda(cfg: TrainConfig) -> bool:
 
 def _prompt_tokens(cfg: TrainConfig, config: Any, given: int | None) -> tuple[int, str]:
     """Tokens of the longest prompt, and how that is known."""
+    from ppocli.models.loading.model_config import max_positions, unloaded
     from ppocli.models.trunk import has_encoder
-    from ppocli.models.unloaded import max_positions, unloaded
 
     if given is not None:
         return given, "as given"
@@ -121,7 +121,7 @@ def _longest_prompt(cfg: TrainConfig, room: int, *, whole: bool) -> int | None:
     """Of the prompts of a run, if they and the tokenizer are on this machine."""
     from ppocli.data.prompt_set import load_eval_prompts, load_prompts
     from ppocli.data.sources import names_hub_dataset
-    from ppocli.models.loading import load_tokenizer
+    from ppocli.models.loading.language_model import load_tokenizer
 
     prompts = cfg.prompts
     if prompts.path is None and prompts.items is None:
@@ -142,7 +142,7 @@ def _longest_prompt(cfg: TrainConfig, room: int, *, whole: bool) -> int | None:
 def _room(available: bool, memory: float | None, cuda: bool) -> Room | None:
     if not available and memory is None:
         return None
-    from ppocli.estimate.machine import GIVEN, Room, room_here
+    from ppocli.parallel.host_memory import GIVEN, Room, room_here
 
     if memory is not None:
         size = round(memory * 2**30)
@@ -171,8 +171,8 @@ def _verdict(found: Estimate, room: Room, cfg: TrainConfig) -> tuple[str, bool]:
 # Telling ------------------------------------------------------------------------------------------
 
 def _print(found: Estimate, cfg: TrainConfig, source: str) -> None:
-    from ppocli.engine.atomic import format_bytes
     from ppocli.estimate.check import digits, shown
+    from ppocli.storage.atomic import format_bytes
 
     for line in _heading(found, cfg, source):
         print(line)

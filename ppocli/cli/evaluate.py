@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ppocli.cli.output import display_mode, say
 from ppocli.cli.tables import aligned, shown_figure
 from ppocli.cli.working import split_words, working
-from ppocli.engine.console import clean
+from ppocli.display.console import clean
 from ppocli.errors import ConfigError, ThresholdError
 from ppocli.runs.record import read_jsonl
 
@@ -49,15 +49,15 @@ def evaluate_command(request: EvalRequest, *, min_reward: float | None, show: in
         PpocliError: whatever kept the evaluation from its end.
     """
     from ppocli.config.resolved import with_absolute_paths
+    from ppocli.launching.target_config import target_config
     from ppocli.runs.target import find_target
-    from ppocli.target_config import target_config
 
     target = find_target(request.run, say=say, step=request.step, best=request.best)
     cfg = target_config(target, request.overrides(target), needs_reward=True, needs_prompts=True)
     cfg = with_absolute_paths(cfg, Path.cwd())
     with working() as stop:
-        from ppocli.engine.session import PythonObjects
         from ppocli.evaluation.work import run_evaluation
+        from ppocli.tasks.ppo.session import PythonObjects
 
         with _progress() as watch:
             done = run_evaluation(request, target, cfg, PythonObjects(), stop=stop, say=say,

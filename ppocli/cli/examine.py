@@ -184,7 +184,7 @@ def _examine_job(job: SweepJob, came_to: TrainConfig | PpocliError, flags: Seque
 def _examine_config(config: TrainConfig, wrong: frozenset[str], found: Examined) -> int | None:
     """Models, DeepSpeed's file, prompts and rewards, apart from keys that are wrong already;
     returns how many training prompts there are."""
-    from ppocli.preflight import missing_inputs
+    from ppocli.launching.preflight import missing_inputs
 
     if not wrong & {"model.path", "model.tokenizer_path"}:
         found.add(list(missing_inputs(config)))
@@ -283,9 +283,9 @@ def _taken(config: TrainConfig, folder: Path, resume_from: Path | None, *, settl
         settled: the configuration has no problems, so that it can be compared with the run's own.
     """
     from ppocli.config.resolved import CONFIG_FILE, with_absolute_paths
-    from ppocli.engine.checkpoints import find_latest
-    from ppocli.engine.run_folder import RunFolder
-    from ppocli.launch import changes_on_resume
+    from ppocli.launching.launch import changes_on_resume
+    from ppocli.storage.checkpoints import find_latest
+    from ppocli.storage.run_folder import RunFolder
 
     goes_on = resume_from is not None or (
         config.resume == "auto" and (folder / CONFIG_FILE).is_file())
@@ -314,7 +314,7 @@ def _taken(config: TrainConfig, folder: Path, resume_from: Path | None, *, settl
 def _unwritable(folder: Path) -> Iterator[PpocliError]:
     """Whether ``folder``, or the nearest folder above it that exists, takes a file. The file has no
     name, or loses it at once where a file system has no such files."""
-    from ppocli.engine.atomic import disk_errors
+    from ppocli.storage.atomic import disk_errors
 
     fix = "choose another output_dir or run_name"
     place = next(part for part in (folder.absolute(), *folder.absolute().parents)

@@ -10,14 +10,14 @@ from typing import Any
 
 from ppocli.cli.output import say
 from ppocli.config.as_words import training_command
-from ppocli.engine.atomic import format_bytes, make_dirs
-from ppocli.engine.publishing import repair_published
-from ppocli.engine.run_folder import lock_beside
 from ppocli.export.adapter import merged
 from ppocli.export.folder import ExportPlan, write_export
 from ppocli.export.hub import push, shown
 from ppocli.export.masking import Mask
 from ppocli.export.request import Existing, ExportRequest, check_destination, resolve
+from ppocli.storage.atomic import format_bytes, make_dirs
+from ppocli.storage.publishing import repair_published
+from ppocli.storage.run_folder import lock_beside
 
 
 def export(request: ExportRequest, as_json: bool) -> None:

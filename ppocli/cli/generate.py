@@ -15,8 +15,8 @@ from ppocli.errors import ConfigError, InputError, PpocliError
 
 if TYPE_CHECKING:
     from ppocli.config.schema import GenerationConfig, ModelConfig, TrainConfig
-    from ppocli.engine.backend import Backend
     from ppocli.evaluation.player import Player
+    from ppocli.parallel.backend import Backend
     from ppocli.rewards.scoring import Reward
     from ppocli.runs.target import Target
 
@@ -125,11 +125,11 @@ def find_cast(asking: Asking) -> Cast:
 
     Raises:
         ConfigError, CheckpointError, InputError: as :func:`ppocli.runs.target.find_target` and
-            :func:`ppocli.target_config.target_config`.
+            :func:`ppocli.launching.target_config.target_config`.
     """
     from ppocli.evaluation.request import EvalRequest
+    from ppocli.launching.target_config import target_config
     from ppocli.runs.target import find_target
-    from ppocli.target_config import target_config
 
     target = find_target(asking.run, say=say, step=asking.step, best=asking.best)
     request = EvalRequest(words=asking.words, reward=asking.reward, against=asking.against)
@@ -333,8 +333,8 @@ def generate(asking: Asking, wanted: Wanted) -> None:
         say("prompts.template of the run is not applied: prompts are taken as they are")
     asked = read_prompts(wanted, lines, chat=chat)
     with working() as stop:
-        from ppocli.engine.backend import open_backend
         from ppocli.evaluation.player import build_judge
+        from ppocli.parallel.backend import open_backend
 
         # before anything is loaded
         generation = sampling_of(asking, cast, None) if cast.from_run else None

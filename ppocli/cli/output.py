@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 from ppocli.errors import DiskError, PpocliError, StoppedError
 
 if TYPE_CHECKING:
-    from ppocli.engine.console import DisplayMode
+    from ppocli.display.console import DisplayMode
 
 BROKEN_PIPE = 128 + signal.SIGPIPE
 

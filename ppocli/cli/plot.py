@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ppocli.cli.output import say
-from ppocli.engine.console import clean
+from ppocli.display.console import clean
 from ppocli.errors import ConfigError
 from ppocli.report.braille import Curve, Style, can_show_braille, draw
 from ppocli.report.files import write_file

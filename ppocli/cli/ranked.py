@@ -10,8 +10,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from ppocli.cli.output import display_mode, ignore_broken_pipes, say
-from ppocli.engine.launched import Launched, find_launch
 from ppocli.errors import ConfigError
+from ppocli.parallel.launchers import Launched, find_launch
 
 # what an option of the group sets is its proposal, not the user's word
 _GROUP = re.compile(r"(^|/)hardware/[^/]+\.yaml")
@@ -19,7 +19,7 @@ _GROUP = re.compile(r"(^|/)hardware/[^/]+\.yaml")
 if TYPE_CHECKING:
     from ppocli.config.compose import Composition
     from ppocli.config.schema import TrainConfig
-    from ppocli.together import Meeting
+    from ppocli.launching.adopted_ranks import Meeting
 
 
 def refuse_several(what: str) -> None:
@@ -49,7 +49,7 @@ def train_as_rank(launched: Launched, words_of: Callable[[], list[str]]) -> NoRe
     Args:
         words_of: the words of ``ppocli train``, asked for by rank 0 alone.
     """
-    from ppocli.together import Meeting, outcome_of, without_accelerate
+    from ppocli.launching.adopted_ranks import Meeting, outcome_of, without_accelerate
 
     os.environ.update(launched.variables())
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it
@@ -63,7 +63,7 @@ def train_as_rank(launched: Launched, words_of: Callable[[], list[str]]) -> NoRe
         if launched.first:
             _lead(meeting, words_of(), environ)
         else:
-            from ppocli.launch import follow
+            from ppocli.launching.launch import follow
 
             follow(meeting)
 
@@ -79,8 +79,8 @@ def _lead(meeting: Meeting, words: list[str], environ: dict[str, str]) -> None:
     """Rank 0: compose, check, make the folder, tell the others, train, print the model's path."""
     from ppocli.cli.train import asks_for_deepspeed, show_deepspeed
     from ppocli.config.compose import compose, is_sweep
-    from ppocli.launch import launch
-    from ppocli.together import PROVIDED, placed
+    from ppocli.launching.adopted_ranks import PROVIDED, placed
+    from ppocli.launching.launch import launch
 
     if is_sweep(words):
         raise one_process_error("A sweep", meeting.launched)

@@ -80,9 +80,9 @@ def _token(name: str | None) -> str | None:
 
 
 def _service(cfg: TrainConfig, token: str | None, tokenizer: str | None, max_body: int) -> Service:
-    from ppocli.engine import generators
     from ppocli.rewards.scoring import build_reward
     from ppocli.rewards.serving import Service
+    from ppocli.train import random_state as generators
 
     generators.seed(cfg.seed)
     reward = build_reward(cfg.reward)
@@ -98,7 +98,7 @@ def _service(cfg: TrainConfig, token: str | None, tokenizer: str | None, max_bod
 
 
 def _load_tokenizer(cfg: TrainConfig, name: str) -> Any:
-    from ppocli.models.loading import load_tokenizer
+    from ppocli.models.loading.language_model import load_tokenizer
 
     try:
         return load_tokenizer(replace(cfg.model, path=name, tokenizer_path=None, revision=None))

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from ppocli.cli.output import complain
 from ppocli.config.sayable import CONTROL
-from ppocli.engine.console import clean, figure
+from ppocli.display.console import clean, figure
 
 if TYPE_CHECKING:
-    from ppocli.models.prompting import Answer
+    from ppocli.sampling.prompting import Answer
 
 LONGEST_HEADING = 100
 

@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ppocli.assets.model_files import check_folder
 from ppocli.cli.output import complain, display_mode, say
 from ppocli.cli.tables import print_table, shown_figure
 from ppocli.cli.working import split_words
@@ -25,9 +24,8 @@ from ppocli.config.quoting import quoted, unquoted
 from ppocli.config.resolved import with_absolute_paths
 from ppocli.config.sayable import sayable
 from ppocli.config.words import split_override
-from ppocli.engine.run_folder import LOCK, live_owner, lock
 from ppocli.errors import CheckpointError, ConfigError, PpocliError, StoppedError, SweepError
-from ppocli.launch import launch
+from ppocli.launching.launch import launch
 from ppocli.runs.record import RunRecord, is_run, read_run
 from ppocli.runs.sweeps import (
     SWEEP_FILE,
@@ -39,6 +37,8 @@ from ppocli.runs.sweeps import (
     running_job,
     write_sweep,
 )
+from ppocli.storage.model_files import check_folder
+from ppocli.storage.run_folder import LOCK, live_owner, lock
 
 
 class _SweepStopped(BaseException):

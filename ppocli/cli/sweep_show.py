@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from ppocli.cli.output import say
 from ppocli.cli.tables import print_table, shown_figure
-from ppocli.engine.run_folder import finite_or_null
 from ppocli.errors import ConfigError
 from ppocli.runs.sweeps import (
     JobState,
@@ -20,6 +19,7 @@ from ppocli.runs.sweeps import (
     read_sweep,
     varied_values,
 )
+from ppocli.storage.run_folder import finite_or_null
 
 Order = Literal["reward", "kl", "job"]
 

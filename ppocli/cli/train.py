@@ -31,7 +31,7 @@ def run_words(words: Sequence[str], *, dry_run: bool = False, resumed: str | Non
     Raises:
         PpocliError: whatever keeps the run from its end.
     """
-    from ppocli.engine.launched import find_launch
+    from ppocli.parallel.launchers import find_launch
 
     def own_words() -> list[str]:
         return list(words) if resumed is None else resume_words(resumed, words)
@@ -61,7 +61,7 @@ def run_words(words: Sequence[str], *, dry_run: bool = False, resumed: str | Non
     composition = compose(words)
     if composition is None:
         return
-    from ppocli.launch import launch
+    from ppocli.launching.launch import launch
 
     ignore_broken_pipes()
     outcome = launch(composition.config, resume_from=composition.resume_from,
@@ -94,7 +94,7 @@ def show_deepspeed(words: Sequence[str], settle: Settle = lambda composition: co
     from ppocli.config.compose import compose
     from ppocli.config.deepspeed import deepspeed_config
     from ppocli.config.resolved import with_absolute_paths
-    from ppocli.together import PROVIDED
+    from ppocli.launching.adopted_ranks import PROVIDED
 
     rest = list(words)
     for i, word in enumerate(words):

@@ -13,7 +13,7 @@ from ppocli.config.schema import TrainConfig
 from ppocli.errors import PpocliError
 
 if TYPE_CHECKING:
-    from ppocli.engine.rehearsal import Rehearsal
+    from ppocli.tasks.ppo.rehearsal import Rehearsal
 
 ORDER = (2, 3, 7, 6, 5)
 """exit codes, the one that decides first; others come last"""
@@ -70,7 +70,7 @@ def _together(problems: list[PpocliError]) -> PpocliError:
 
 
 def _as_json(found: Examined, rehearsal: Rehearsal | None) -> dict[str, Any]:
-    from ppocli.engine.run_folder import finite_or_null
+    from ppocli.storage.run_folder import finite_or_null
 
     problems = _ranked(found)
     answer: dict[str, Any] = {
@@ -91,13 +91,13 @@ def _rehearse(config: TrainConfig) -> Rehearsal:
 
     say(f"loading {config.model.path}")
     with working() as stop:
-        from ppocli.engine.rehearsal import rehearse
+        from ppocli.tasks.ppo.rehearsal import rehearse
 
         return rehearse(config, stop)
 
 
 def _told(found: Rehearsal) -> Iterator[str]:
-    from ppocli.engine.console import clean, figure
+    from ppocli.display.console import clean, figure
 
     yield (f"loaded: {found.parameters:,} parameters, {found.trainable:,} trained, "
            f"{found.prompts} prompts, on {found.device} {found.precision}")

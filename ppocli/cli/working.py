@@ -15,7 +15,7 @@ from ppocli.cli.output import complain, say
 from ppocli.errors import ConfigError, StoppedError
 
 if TYPE_CHECKING:
-    from ppocli.engine.stop import StopFlag
+    from ppocli.parallel.stop import StopFlag
 
 _WORD = re.compile(r"[+~]{0,2}[A-Za-z_][\w.@/]*=")
 
@@ -45,7 +45,7 @@ def working(fix: str | None = None) -> Iterator[StopFlag]:
     refuse_several("This command")
     from transformers.utils import logging as transformers_logging
 
-    from ppocli.engine.stop import StopRequested, catch_signals
+    from ppocli.parallel.stop import StopRequested, catch_signals
 
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()

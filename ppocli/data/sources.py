@@ -44,7 +44,7 @@ def open_rows(spec: PromptSpec, notes: list[str]) -> Iterator[Row]:
                          fix=f"{spec.path_key}=FILE, or {spec.path_key}=null for the BOS token "
                              "alone")
     if spec.path.startswith("builtin:"):
-        from ppocli.assets.builtin import resolve_builtin
+        from ppocli.builtin.names import resolve_builtin
 
         return _local_rows(resolve_builtin(spec.path), spec, notes)
     path = Path(spec.path).expanduser()

@@ -9,7 +9,7 @@ from pathlib import Path
 from ppocli.doctor.checking import Finding, Surroundings
 from ppocli.doctor.processes import ask_all
 from ppocli.doctor.torch_probe import TOLERANCE
-from ppocli.engine.environment import nvidia_driver
+from ppocli.storage.environment import nvidia_driver
 
 _UNKNOWN = Finding("fail", "unknown: torch can't be imported", "see the check torch")
 _INSTALL = "choose the build at https://pytorch.org/get-started/locally"

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ppocli.assets.cache import cache_root
+from ppocli.builtin.cache import cache_root
 from ppocli.doctor.checking import Finding, Surroundings
-from ppocli.engine.atomic import format_bytes, free_bytes
-from ppocli.engine.environment import home_shortened, hub_home
-from ppocli.engine.run_folder import probe_writable
 from ppocli.errors import DiskError
+from ppocli.storage.atomic import format_bytes, free_bytes
+from ppocli.storage.environment import home_shortened, hub_home
+from ppocli.storage.run_folder import probe_writable
 
 DISK_FAIL, DISK_LOW = 200 * 10**6, 5 * 10**9
 """bytes; a checkpoint takes three times the weights"""

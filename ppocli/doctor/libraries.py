@@ -10,7 +10,7 @@ from packaging.version import InvalidVersion, Version
 
 from ppocli.doctor.checking import Finding, Surroundings
 from ppocli.doctor.processes import ask
-from ppocli.engine.environment import home_shortened, hub_home, installed_version
+from ppocli.storage.environment import home_shortened, hub_home, installed_version
 
 SAFE_TRANSFORMERS = Version("5.5.0")
 HYDRA_PLUGINS = ("hydra-optuna-sweeper", "hydra-joblib-launcher", "hydra-submitit-launcher",

@@ -10,7 +10,7 @@ from importlib import metadata
 from packaging.specifiers import SpecifierSet
 
 from ppocli.doctor.checking import Finding, Surroundings
-from ppocli.engine.environment import usable_cores
+from ppocli.storage.environment import usable_cores
 
 MEMORY_FAIL, MEMORY_LOW = 0.5, 2.0
 """GiB; torch and transformers alone take 0.4"""

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from ppocli.config.hub import hub_reachable, offline_variable
 from ppocli.doctor.checking import Finding, Surroundings
 from ppocli.doctor.processes import ask
-from ppocli.engine.environment import hub_home, without_credentials
+from ppocli.storage.environment import hub_home, without_credentials
 
 _TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 

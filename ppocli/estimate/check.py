@@ -13,15 +13,15 @@ from ppocli.config.schema import TrainConfig
 from ppocli.errors import OutOfMemoryError, PpocliError
 from ppocli.estimate.estimate import Estimate, advice, estimate
 from ppocli.estimate.frozen import frozen_states
-from ppocli.estimate.machine import GIVEN, Room, room_here
 from ppocli.estimate.memory import Layout, layout_of
 from ppocli.estimate.outline import outline
 from ppocli.estimate.parts import Part, parts_of
-from ppocli.models.gemm import PACKED_BYTES
+from ppocli.models.fast.gemm import PACKED_BYTES
 from ppocli.models.head import CHUNK_BYTES, KEPT_BYTES
+from ppocli.models.loading.model_config import first_line
 from ppocli.models.policy import Policy
 from ppocli.models.trunk import has_encoder
-from ppocli.models.unloaded import first_line
+from ppocli.parallel.host_memory import GIVEN, Room, room_here
 
 log = logging.getLogger("ppocli")
 

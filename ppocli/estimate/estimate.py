@@ -36,14 +36,14 @@ from ppocli.estimate.trace import (
     training_pass,
     weightless,
 )
-from ppocli.models.attention import NAME
-from ppocli.models.gemm import packed_size
+from ppocli.models.fast.attention import NAME
+from ppocli.models.fast.gemm import packed_size
 from ppocli.models.head import CHUNK_BYTES
-from ppocli.models.loading import DTYPES
+from ppocli.models.loading.language_model import DTYPES
+from ppocli.models.loading.model_config import first_line
 from ppocli.models.policy import Policy
-from ppocli.models.sampling import SAMPLING_KEYS, SamplingSpec
 from ppocli.models.trunk import has_encoder
-from ppocli.models.unloaded import first_line
+from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
 
 Found = TypeVar("Found")
 
@@ -146,7 +146,7 @@ def _onednn(cfg: TrainConfig, layout: Layout) -> bool:
 
 def _laid_out(cfg: TrainConfig, policy: Policy, layout: Layout) -> int:
     """Bytes of the weights that decoding reads from a copy
-    (:meth:`ppocli.engine.backend.Backend.decoding`)."""
+    (:meth:`ppocli.parallel.backend.Backend.decoding`)."""
     if not _onednn(cfg, layout) or not whole_while_acting(cfg):
         return 0
     return packed_size(policy.lm, DTYPES[cfg.hardware.precision])
@@ -164,7 +164,7 @@ def _attend_as_on_cuda(policy: Policy) -> None:
 def _hidden(cfg: TrainConfig, policy: Policy, layout: Layout, prompt_tokens: int, *, kept: bool
             ) -> int:
     """Bytes of the policy's states that are kept, for all samples of a chunk, until the reference
-    is run (:func:`ppocli.engine.rollout.score_tokens`).
+    is run (:func:`ppocli.tasks.ppo.rollout.score_tokens`).
 
     Args:
         kept: whether what enters the lowest layer that trains is kept beyond that, and told apart.

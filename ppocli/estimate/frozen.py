@@ -9,10 +9,10 @@ from torch import nn
 from ppocli.config.algorithm import decoding_scores, kl_estimator
 from ppocli.config.schema import TrainConfig, reference_kind
 from ppocli.estimate.memory import FrozenStates, Layout
-from ppocli.models.critics import ValueBranch
-from ppocli.models.layers import layer_stack
+from ppocli.models.layer_stack import layer_stack
 from ppocli.models.policy import Policy
 from ppocli.models.trunk import has_encoder
+from ppocli.models.value_function import ValueBranch
 from ppocli.models.virtual_tokens import num_virtual_tokens
 
 
@@ -33,7 +33,7 @@ def scores_by_forward(cfg: TrainConfig, policy: Policy) -> bool:
 
 
 def _has_border(policy: Policy) -> bool:
-    """As :func:`ppocli.models.bottom.border_of` finds out by running the model."""
+    """As :func:`ppocli.models.fast.frozen_states.border_of` finds out by running the model."""
     lm = policy.lm
     if has_encoder(lm) or num_virtual_tokens(lm) or lm.get_input_embeddings().weight.requires_grad:
         return False
@@ -50,7 +50,7 @@ def _has_border(policy: Policy) -> bool:
 def frozen_states(cfg: TrainConfig, policy: Policy, layout: Layout, prompt_tokens: int
                   ) -> FrozenStates:
     """What is kept of one rollout whose samples are all as long as the longest
-    (:mod:`ppocli.engine.rollout`, :mod:`ppocli.engine.replay`)."""
+    (:mod:`ppocli.tasks.ppo.rollout`, :mod:`ppocli.tasks.ppo.replay`)."""
     room, samples = cfg.hardware.frozen_states_mib * 2**20, cfg.ppo.num_rollouts
     if not room or layout.ranks > 1 or cfg.hardware.zero_stage == 3 or not _has_border(policy):
         return FrozenStates()

@@ -18,8 +18,8 @@ DeepSpeed steps on a copy of a rank's share of the weights (``deepspeed/runtime/
 py``, ``single_partition_of_fp32_groups``; ``stage3.py``, ``fp32_partitioned_groups_flat``, which
 would be the weights themselves if a device were compared with its name as it means to; 0.19). Under
 stage 3 rollouts gather all weights, or without ``hardware.gather_for_generation`` those of one
-layer after the other (:mod:`ppocli.engine.sharded`), and a reference is in parts too
-(:mod:`ppocli.engine.references`).
+layer after the other (:mod:`ppocli.zero.sharded_weights`), and a reference is in parts too
+(:mod:`ppocli.zero.sharded_reference`).
 """
 
 from __future__ import annotations
@@ -115,14 +115,14 @@ class Passes:
     heads: int = 0
     """the weights of the output embedding and the value head"""
     laid_out: int = 0
-    """the weights once more, as decoding reads them fastest (:mod:`ppocli.models.gemm`)"""
+    """the weights once more, as decoding reads them fastest (:mod:`ppocli.models.fast.gemm`)"""
     frozen: FrozenStates = FrozenStates()
 
 
 def layout_of(cfg: TrainConfig, *, prompt_tokens: int, ranks: int, ranks_on_host: int, cuda: bool
               ) -> Layout:
     """Sizes are of the whole run, micro-batch and chunk of one rank
-    (:mod:`ppocli.engine.optimize`, :mod:`ppocli.engine.rollout`).
+    (:mod:`ppocli.train.optimize`, :mod:`ppocli.tasks.ppo.rollout`).
 
     Args:
         prompt_tokens: of the longest prompt.
@@ -185,7 +185,7 @@ def lines_of(cfg: TrainConfig, parts: Iterable[Part], layout: Layout, passes: Pa
 
 
 def _frozen_states(frozen: FrozenStates) -> Iterable[Line]:
-    """What frozen layers made of a rollout (:mod:`ppocli.models.bottom`)."""
+    """What frozen layers made of a rollout (:mod:`ppocli.models.fast.frozen_states`)."""
     yield Line(FROZEN, frozen.kept, generate=False, score=frozen.score)
     yield Line(f"{FROZEN}, padded", frozen.padded, update=False)
 
@@ -272,7 +272,7 @@ def _gathered(cfg: TrainConfig, own: Iterable[Part], heads: int, deepspeed: dict
 
 
 def _checkpoint_copy(cfg: TrainConfig, own: Iterable[Part], layout: Layout) -> Iterable[Line]:
-    """What is written while training goes on (:mod:`ppocli.engine.saving`)."""
+    """What is written while training goes on (:mod:`ppocli.train.background_saving`)."""
     if cfg.checkpoint.background == "never" or layout.ranks > 1 or cfg.hardware.zero_stage:
         return
     # where they compute on the host, weights that don't train are shared with their copy
@@ -319,8 +319,8 @@ def add_up(lines: Iterable[Line], parts: Iterable[Part], layout: Layout, *, stag
 
 def _loading(parts: Iterable[Part], layout: Layout, stage: int) -> int:
     """Every rank loads the whole policy into host memory and then, to a device, the reference;
-    under ZeRO 3 rank 0 alone does, and hands out parts (:mod:`ppocli.engine.handout`). An adapter's
-    base is whole on every rank, and so is a value model."""
+    under ZeRO 3 rank 0 alone does, and hands out parts (:mod:`ppocli.zero.zero3_loading`). An
+    adapter's base is whole on every rank, and so is a value model."""
     parts = tuple(parts)
     own = [p for p in parts if p.sharded]
     handed_out = stage == 3 and not any(p.adapter for p in own)
@@ -346,7 +346,7 @@ class Disk:
 
 def disk_of(cfg: TrainConfig, parts: Iterable[Part]) -> Disk:
     """fp32 weights, or an adapter's alone, with the optimizer's state in a checkpoint
-    (:mod:`ppocli.engine.persist`); logs and samples apart."""
+    (:mod:`ppocli.train.checkpoint_io`); logs and samples apart."""
     own = [p for p in parts if p.sharded]
     model = sum(p.saved - p.state for p in own if p.kind == "policy")
     checkpoint = sum(p.saved for p in own)

@@ -1,7 +1,7 @@
 """The policy of a run as modules without weights: every shape and type, from configurations alone.
 
-What is built is what :mod:`ppocli.engine.building` builds, with the same functions where they need
-no weights.
+What is built is what :mod:`ppocli.tasks.ppo.building` builds, with the same functions where they
+need no weights.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ppocli.config.adapters import adapter_kind, adapter_settings
 from ppocli.config.algorithm import estimator_of
 from ppocli.config.schema import ModelConfig, TrainConfig
 from ppocli.errors import InputError, PpocliError
-from ppocli.models.adapters import attach, peft_config
-from ppocli.models.critics import ScoreHead, ValueBranch, ValueModel
-from ppocli.models.kernels import use_kernels
-from ppocli.models.loading import DTYPES, without_dropout
+from ppocli.models.fast.kernels import use_kernels
+from ppocli.models.loading.adapters import attach, peft_config
+from ppocli.models.loading.language_model import DTYPES, without_dropout
+from ppocli.models.loading.model_config import first_line
 from ppocli.models.policy import Policy, ValueHead, build_value_head, freeze_bottom
-from ppocli.models.unloaded import first_line
+from ppocli.models.value_function import ScoreHead, ValueBranch, ValueModel
 
 
 def read_config(name: str, *, key: str, revision: str | None = None, trust_remote_code: bool = False
@@ -34,7 +34,7 @@ def read_config(name: str, *, key: str, revision: str | None = None, trust_remot
     """
     from transformers import AutoConfig
 
-    from ppocli.assets.model_files import find_model
+    from ppocli.storage.model_files import find_model
 
     source: str = str(Path(name).expanduser())
     if not (Path(source) / "config.json").is_file():
@@ -125,7 +125,7 @@ def _value_function(cfg: TrainConfig, lm: Any) -> tuple[Any, Any]:
 
 
 def _value_model(cfg: ModelConfig) -> tuple[ValueHead | ScoreHead, ValueModel]:
-    """As :func:`ppocli.models.value_model.load_value_model`."""
+    """As :func:`ppocli.models.loading.value_model.load_value_model`."""
     from transformers import AutoModel, AutoModelForSequenceClassification
 
     key = "model.value.path" if cfg.value.path else "model.path"

@@ -18,9 +18,9 @@ from ppocli.config.schema import OptimizerConfig, TrainConfig, reference_kind
 from ppocli.config.sharding import reference_sharded
 from ppocli.errors import InputError, PpocliError
 from ppocli.estimate.outline import outline_lm, read_config
-from ppocli.models.loading import DTYPES, reference_dtype
+from ppocli.models.loading.language_model import DTYPES, reference_dtype
+from ppocli.models.loading.model_config import first_line
 from ppocli.models.policy import Policy
-from ppocli.models.unloaded import first_line
 
 BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 MODEL_REWARDS = ("classifier", "reward_model")
@@ -130,7 +130,7 @@ def _count(parameters: list[nn.Parameter]) -> int:
 
 
 def state_sizes(optimizer: OptimizerConfig, shape: torch.Size) -> tuple[int, ...]:
-    """Bytes of each tensor that an optimizer keeps for a weight, as :mod:`ppocli.engine.optimizers`
+    """Bytes of each tensor that an optimizer keeps for a weight, as :mod:`ppocli.train.optimizers`
     builds it.
 
     Adafactor keeps sums of rows and columns in place of a matrix (Shazeer and Stern 2018, arXiv

@@ -97,7 +97,7 @@ def _plain_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 
 @contextmanager
 def computing(bf16: bool, cuda: bool) -> Iterator[None]:
-    """As :meth:`ppocli.engine.backend.Backend.autocast` on the device that is meant."""
+    """As :meth:`ppocli.parallel.backend.Backend.autocast` on the device that is meant."""
     with (torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16), like_device(bf16, cuda),
           _one_sequence_a_row()):
         yield

@@ -17,13 +17,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ppocli.estimate.storages import LiveBytes, computing, like_device
-from ppocli.models.critics import ValueBranch, ValueModel
-from ppocli.models.layers import layer_stack
+from ppocli.models.layer_stack import layer_stack
 from ppocli.models.layout import SequenceBatch
 from ppocli.models.policy import Policy
-from ppocli.models.sampling import SamplingSpec, choose
 from ppocli.models.trunk import has_encoder
+from ppocli.models.value_function import ValueBranch, ValueModel
 from ppocli.models.virtual_tokens import virtual_tokens
+from ppocli.sampling.token_choice import SamplingSpec, choose
 
 SHALLOW, DEEP = 4, 8
 """layers that are run of a deep model; each further one adds as much as one between these"""
@@ -314,7 +314,7 @@ def _decode_once(policy: Policy, spec: SamplingSpec | None, rows: int, tokens: i
 
 def _fed(lm: Any, ids: torch.Tensor, new: int) -> tuple[torch.Tensor, list[Any], Any]:
     """Final states, layers of the cache, and the encoder's states, as
-    :func:`ppocli.models.generation.generate` makes them."""
+    :func:`ppocli.sampling.decode_loop.generate` makes them."""
     from transformers import DynamicCache, EncoderDecoderCache
 
     if has_encoder(lm):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ppocli.engine.evaluate import distinct, evaluation_figures
+from ppocli.tasks.ppo.evaluate import distinct, evaluation_figures
 
 Row = dict[str, Any]
 """a row of samples.jsonl"""

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ppocli.engine.atomic import disk_errors, make_dirs
-from ppocli.engine.run_folder import LOCK, lock, probe_writable
 from ppocli.errors import CheckpointError, DiskError
 from ppocli.evaluation.figures import Row
+from ppocli.storage.atomic import disk_errors, make_dirs
+from ppocli.storage.run_folder import LOCK, lock, probe_writable
 
 EVAL = "eval"
 """folder of a run that holds its evaluations"""

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ppocli.engine.digests import weights_digest
-from ppocli.engine.session import EvalSession, PythonObjects
+from ppocli.tasks.ppo.digests import weights_digest
+from ppocli.tasks.ppo.session import EvalSession, PythonObjects
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _DEEPEST = 30

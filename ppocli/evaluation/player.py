@@ -25,20 +25,20 @@ from ppocli.config.schema import (
 from ppocli.data.files import Row
 from ppocli.data.render import prompt_texts
 from ppocli.data.spec import training_spec
-from ppocli.engine.backend import Backend
-from ppocli.engine.session import sampling_specs
 from ppocli.errors import ConfigError, InputError, OutOfMemoryError
-from ppocli.models.loading import (
+from ppocli.models.loading.language_model import (
     LoadedLM,
     check_vocabulary,
     load_lm,
     load_tokenizer,
     say_decoding,
 )
-from ppocli.models.prompting import BATCH, Answer, answer_prompts, check_lengths, prompt_ids
-from ppocli.models.sampling import SAMPLING_KEYS
+from ppocli.parallel.backend import Backend
 from ppocli.rewards.records import RewardRequest
 from ppocli.rewards.scoring import Reward, build_reward
+from ppocli.sampling.prompting import BATCH, Answer, answer_prompts, check_lengths, prompt_ids
+from ppocli.sampling.token_choice import SAMPLING_KEYS
+from ppocli.tasks.ppo.session import sampling_specs
 
 log = logging.getLogger("ppocli")
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from ppocli.engine.digests import reference_digest, weights_digest
-from ppocli.engine.metrics import torch_versions
-from ppocli.engine.session import EvalSession, PythonObjects
 from ppocli.evaluation.figures import Row, compare, figures_of
 from ppocli.evaluation.frontier import Frontier
 from ppocli.evaluation.judges import judge_digests
 from ppocli.runs.target import Target
+from ppocli.tasks.ppo.digests import reference_digest, weights_digest
+from ppocli.tasks.ppo.session import EvalSession, PythonObjects
+from ppocli.train.metrics import torch_versions
 
 SCHEMA = 1
 """of eval.json; raised when a name in it comes to mean something else"""

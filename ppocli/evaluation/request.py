@@ -21,7 +21,7 @@ from ppocli.errors import ConfigError
 from ppocli.runs.target import Target, find_target
 
 if TYPE_CHECKING:
-    from ppocli.engine.session import PythonObjects
+    from ppocli.tasks.ppo.session import PythonObjects
 
 BASE = "base"
 """as ``--against``: the model that the run started from"""
@@ -83,7 +83,7 @@ class EvalRequest:
         return bool({_key(word) for word in self.words} & {key, f"{section}.eval.{name}"})
 
     def overrides(self, target: Target) -> list[str]:
-        """Words for :func:`ppocli.target_config.target_config`: flags, then the words given.
+        """Words for :mod:`ppocli.launching.target_config`: flags, then the words given.
 
         A word for ``generation`` or ``prompts`` counts at evaluation, also where the run sets
         something else for evaluation alone.

@@ -11,20 +11,6 @@ from time import monotonic
 from typing import Any
 
 from ppocli.config.schema import TrainConfig
-from ppocli.engine import generators
-from ppocli.engine.atomic import write_atomic, write_json_atomic
-from ppocli.engine.backend import Backend, open_backend
-from ppocli.engine.digests import weights_digest
-from ppocli.engine.evaluate import EvalChunk, evaluate_chunks, evaluation_size
-from ppocli.engine.run_folder import finite_or_null
-from ppocli.engine.run_logs import JsonlWriter
-from ppocli.engine.session import (
-    EvalSession,
-    PythonObjects,
-    build_eval_session,
-    sampling_sweep,
-)
-from ppocli.engine.stop import StopFlag, StopRequested
 from ppocli.errors import CheckpointError, ConfigError, OutOfMemoryError, PpocliError, StoppedError
 from ppocli.evaluation import frontier as frontiers
 from ppocli.evaluation.figures import Row
@@ -42,8 +28,22 @@ from ppocli.evaluation.folder import (
 from ppocli.evaluation.player import own_sampling
 from ppocli.evaluation.report import identity_of, report_of
 from ppocli.evaluation.request import EvalRequest, base_target
-from ppocli.models.loading import load_tokenizer
+from ppocli.models.loading.language_model import load_tokenizer
+from ppocli.parallel.backend import Backend, open_backend
+from ppocli.parallel.stop import StopFlag, StopRequested
 from ppocli.runs.target import Target
+from ppocli.storage.atomic import write_atomic, write_json_atomic
+from ppocli.storage.run_folder import finite_or_null
+from ppocli.storage.run_logs import JsonlWriter
+from ppocli.tasks.ppo.digests import weights_digest
+from ppocli.tasks.ppo.evaluate import EvalChunk, evaluate_chunks, evaluation_size
+from ppocli.tasks.ppo.session import (
+    EvalSession,
+    PythonObjects,
+    build_eval_session,
+    sampling_sweep,
+)
+from ppocli.train import random_state as generators
 
 log = logging.getLogger("ppocli")
 Watch = Callable[[str, int, int], None]
@@ -101,8 +101,7 @@ def run_evaluation(request: EvalRequest, target: Target, cfg: TrainConfig, objec
     """Evaluate a policy, and what it is compared with, one model after the other.
 
     Args:
-        cfg: of :func:`ppocli.target_config.target_config` with the request's overrides, paths
-            absolute.
+        cfg: of :mod:`ppocli.launching.target_config` with the request's overrides, paths absolute.
         objects: Python objects in place of reward, metric and prompts.
         stop: polled between tokens.
         say: told what was chosen, what a thing costs, where results are.

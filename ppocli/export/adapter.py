@@ -10,13 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ppocli.assets.adapter_files import BASE, CONFIG, WEIGHTS, is_adapter, named_base
-from ppocli.assets.model_files import find_model
 from ppocli.config.schema import ModelConfig
 from ppocli.errors import CheckpointError, ConfigError
 from ppocli.export.folder import ExportPlan, plan_export
 from ppocli.export.verify import difference, verification_prompts
 from ppocli.export.weights import WeightFiles, plan_files, stored_tensors
+from ppocli.storage.adapter_files import BASE, CONFIG, WEIGHTS, is_adapter, named_base
+from ppocli.storage.model_files import find_model
 
 MERGED_TOLERANCE = 1e-5
 """how far logits may be from those of base and adapter apart (relative RMS, in fp32)"""
@@ -90,7 +90,7 @@ def merged(plan: ExportPlan, place: Path, check: Callable[[], None]) -> ExportPl
     """
     import torch
 
-    from ppocli.models.loading import load_lm, load_tokenizer
+    from ppocli.models.loading.language_model import load_lm, load_tokenizer
 
     assert plan.merge_shards is not None
     if not torch.cuda.is_available():

@@ -13,7 +13,11 @@ import yaml
 
 from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.config.schema import TrainConfig
-from ppocli.engine.card import (
+from ppocli.display.console import clean, figure
+from ppocli.export.base_model import split_card
+from ppocli.export.facts import Facts, SamplePair
+from ppocli.export.masking import Mask
+from ppocli.export.trained_card import (
     LIBRARY,
     PEFT_LIBRARY,
     TAGS,
@@ -25,10 +29,6 @@ from ppocli.engine.card import (
     reward_names,
     shown_model,
 )
-from ppocli.engine.console import clean, figure
-from ppocli.export.base_model import split_card
-from ppocli.export.facts import Facts, SamplePair
-from ppocli.export.masking import Mask
 from ppocli.version import __version__
 
 CARD = "README.md"

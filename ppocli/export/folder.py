@@ -12,18 +12,13 @@ from typing import Any
 
 import yaml
 
-from ppocli.assets.adapter_files import BASE, CONFIG, is_adapter
-from ppocli.assets.model_files import TOKENIZER_FILES
-from ppocli.engine import faults
-from ppocli.engine.atomic import disk_fix, disk_sentence, format_bytes, free_bytes, sha256_file
-from ppocli.engine.card import is_encoder_decoder
-from ppocli.engine.publishing import publish_folder
 from ppocli.errors import CheckpointError, DiskError, InputError
 from ppocli.export.card import CARD, CardInputs, render_again, render_card
 from ppocli.export.curve import CURVE, curve
 from ppocli.export.facts import Earlier, Facts, settings
 from ppocli.export.masking import Mask
 from ppocli.export.own_evaluation import EVALUATION
+from ppocli.export.trained_card import is_encoder_decoder
 from ppocli.export.verify import Verified, verification_prompts, verify_model
 from ppocli.export.weights import (
     StoredTensor,
@@ -34,6 +29,11 @@ from ppocli.export.weights import (
     stored_tensors,
     write_weights,
 )
+from ppocli.storage import faults
+from ppocli.storage.adapter_files import BASE, CONFIG, is_adapter
+from ppocli.storage.atomic import disk_fix, disk_sentence, format_bytes, free_bytes, sha256_file
+from ppocli.storage.model_files import TOKENIZER_FILES
+from ppocli.storage.publishing import publish_folder
 from ppocli.version import __version__
 
 RECORD = "export.json"

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from ppocli.config.hub import hub_reachable, offline_variable
-from ppocli.engine.atomic import format_bytes, write_atomic
 from ppocli.errors import ConfigError, HubError, PpocliError
 from ppocli.export.card import CARD, user_text, with_location, with_user_text
 from ppocli.export.folder import RECORD, check_whole
 from ppocli.export.masking import Mask
+from ppocli.storage.atomic import format_bytes, write_atomic
 
 _WAITS = (1.0, 4.0)
 """seconds before a step is tried again after a dropped connection or a failure of the Hub"""

@@ -91,9 +91,9 @@ def _loaded(target: Target, config: TrainConfig) -> tuple[str, dict[str, Any]]:
     """Digest of the weights and the run's sampling at evaluation, as an evaluation tells them."""
     from transformers.utils import logging as transformers_logging
 
-    from ppocli.engine.digests import weights_digest
-    from ppocli.engine.session import sampling_specs
-    from ppocli.models.loading import load_lm, load_tokenizer
+    from ppocli.models.loading.language_model import load_lm, load_tokenizer
+    from ppocli.tasks.ppo.digests import weights_digest
+    from ppocli.tasks.ppo.session import sampling_specs
 
     transformers_logging.disable_progress_bar()
     own = replace(config.model, path=target.model, tokenizer_path=None, revision=None)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from ppocli.assets.adapter_files import is_adapter
 from ppocli.config.hub import go_offline, offline_variable
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, ConfigError, InputError
@@ -29,6 +28,7 @@ from ppocli.export.hub import Push, check_repo_id, repo_name
 from ppocli.export.weights import StoredTensor, WeightFiles, parse_size
 from ppocli.runs.record import is_run
 from ppocli.runs.target import Target, find_target
+from ppocli.storage.adapter_files import is_adapter
 
 DEFAULT_SHARD = "5GB"
 _PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py", "README.md",

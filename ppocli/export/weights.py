@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ppocli.assets.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
-from ppocli.assets.adapter_files import is_adapter
-from ppocli.assets.model_files import SAFETENSORS
-from ppocli.engine import faults
 from ppocli.errors import CheckpointError, ConfigError, InputError
+from ppocli.storage import faults
+from ppocli.storage.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
+from ppocli.storage.adapter_files import is_adapter
+from ppocli.storage.model_files import SAFETENSORS
 
 INDEX = f"{SAFETENSORS}.index.json"
 SHORT_DTYPES = {"F64": "fp64", "F32": "fp32", "BF16": "bf16", "F16": "fp16"}

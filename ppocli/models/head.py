@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from ppocli.models.gemm import Product, product_of
+from ppocli.models.fast.gemm import Product, product_of
 from ppocli.models.trunk import logit_scale
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ppocli.models.packing import Packing, packing_of_lengths
+from ppocli.models.fast.packing import Packing, packing_of_lengths
 
 PACK_ABOVE = 0.03
 """share of padding from which on rows are packed, where the model allows it: moving tokens into a

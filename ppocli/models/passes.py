@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from ppocli.models.bottom import joined_rows, split_rows
-from ppocli.models.generation import Generation
+from ppocli.models.fast.frozen_states import joined_rows, split_rows
 from ppocli.models.head import HeadWeights, full_kl, token_logprobs
-from ppocli.models.layers import Border
+from ppocli.models.layer_stack import Border
 from ppocli.models.layout import SequenceBatch, lay_out
 from ppocli.models.policy import Policy
 from ppocli.models.reference import Reference
 from ppocli.models.trunk import logit_scale, response_hidden
+from ppocli.sampling.decode_loop import Generation
 
 FIGURES = ("logprobs", "values", "ref_logprobs", "full_kl")
 

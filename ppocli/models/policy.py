@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ppocli.models.critics import ScoreHead, ValueModel, ValueTrunk
 from ppocli.models.head import token_logprobs
-from ppocli.models.layers import Border, layer_stack, whole_shape
+from ppocli.models.layer_stack import Border, layer_stack, whole_shape
 from ppocli.models.layout import SequenceBatch
 from ppocli.models.trunk import has_encoder, logit_scale, response_hidden
+from ppocli.models.value_function import ScoreHead, ValueModel, ValueTrunk
 
 log = logging.getLogger("ppocli")
 

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ppocli.models.adapters import adapter_off
-from ppocli.models.layers import (
+from ppocli.models.layer_stack import (
     entered_at,
     layer_stack,
     layers_return_tuples,
@@ -19,6 +18,7 @@ from ppocli.models.layers import (
     swapped_parameters,
     tapped,
 )
+from ppocli.models.loading.adapters import adapter_off
 from ppocli.models.trunk import has_encoder
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ppocli.config.secrets import looks_secret
-from ppocli.engine.environment import ENV_FILE
-from ppocli.engine.manifest import Invalid, check_folder
-from ppocli.engine.retention import list_steps
-from ppocli.engine.run_folder import RunFolder
 from ppocli.errors import PpocliError
+from ppocli.storage.environment import ENV_FILE
+from ppocli.storage.manifest import Invalid, check_folder
+from ppocli.storage.retention import list_steps
+from ppocli.storage.run_folder import RunFolder
 
 _MOST_FACTS = 80
 

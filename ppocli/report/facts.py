@@ -16,7 +16,6 @@ from typing import Any
 from ppocli.config.changes import config_differences
 from ppocli.config.resolved import flat
 from ppocli.config.schema import TrainConfig
-from ppocli.engine.run_folder import finite_or_null
 from ppocli.report.curves import Curve, curves_of
 from ppocli.report.extras import (
     Checkpoint,
@@ -29,6 +28,7 @@ from ppocli.report.samples import Samples, samples_of
 from ppocli.report.text import duration, shown
 from ppocli.runs.record import RunRecord
 from ppocli.runs.resumed import Change
+from ppocli.storage.run_folder import finite_or_null
 from ppocli.version import __version__
 
 _STEP_LINE = re.compile(r"(?:step|eval at step) (\d+)")

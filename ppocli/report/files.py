@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppocli.engine.atomic import write_atomic
-from ppocli.engine.run_folder import probe_writable
 from ppocli.errors import ConfigError, DiskError
 from ppocli.report.render import FORMATS
+from ppocli.storage.atomic import write_atomic
+from ppocli.storage.run_folder import probe_writable
 
 NAME = "report"
 _OURS = re.compile(rb'(?:<meta name="generator" content="|<!-- generator: )ppocli report ')

@@ -7,10 +7,10 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from ppocli.engine.atomic import format_bytes
 from ppocli.report import text
 from ppocli.report.facts import Report, total_time
 from ppocli.report.samples import SHOWN
+from ppocli.storage.atomic import format_bytes
 
 FORMATS = ("html", "md")
 

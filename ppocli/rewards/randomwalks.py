@@ -1,4 +1,4 @@
-"""Reward and metrics of the random-walk benchmark (:mod:`ppocli.assets.randomwalks`).
+"""Reward and metrics of the random-walk benchmark (:mod:`ppocli.builtin.randomwalks`).
 
 ``samples`` are walks as words: the prompt (a start letter) and the response joined.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ppocli.assets import randomwalks
+from ppocli.builtin import randomwalks
 
 
 def optimality(samples: Sequence[str], **columns: Any) -> list[float]:

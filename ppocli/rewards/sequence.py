@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ppocli.assets.model_files import find_model
 from ppocli.errors import InputError, RewardError
 from ppocli.rewards.describe import did_you_mean, first_line
+from ppocli.storage.model_files import find_model
 
 log = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from ppocli.config.keys import did_you_mean
 from ppocli.config.schema import TrainConfig
-from ppocli.engine.run_folder import live_owner
 from ppocli.errors import CheckpointError, InputError
 from ppocli.runs.record import RunRecord, is_run, read_run
 from ppocli.runs.target import known_names, list_runs, newest_run, run_named, written
+from ppocli.storage.run_folder import live_owner
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ppocli.assets.model_files import check_folder
-from ppocli.engine.atomic import disk_errors
-from ppocli.engine.retention import (
+from ppocli.errors import CheckpointError, ConfigError, PpocliError
+from ppocli.runs.listing import folder_size
+from ppocli.runs.record import RunRecord, is_run, read_run, subfolders
+from ppocli.runs.target import list_runs, written
+from ppocli.storage.atomic import disk_errors
+from ppocli.storage.model_files import check_folder
+from ppocli.storage.retention import (
     POINTERS,
     REPLACED,
     SUPERSEDED,
@@ -22,11 +26,7 @@ from ppocli.engine.retention import (
     list_steps,
     note_removed,
 )
-from ppocli.engine.run_folder import LOCK, RunFolder, lock
-from ppocli.errors import CheckpointError, ConfigError, PpocliError
-from ppocli.runs.listing import folder_size
-from ppocli.runs.record import RunRecord, is_run, read_run, subfolders
-from ppocli.runs.target import list_runs, written
+from ppocli.storage.run_folder import LOCK, RunFolder, lock
 
 _LEFT = re.compile(r"\.discarded-.+-[0-9a-f]{8}")
 _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|m|h|d|w)")

@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 from ppocli.config.resolved import read_config
 from ppocli.config.schema import TrainConfig, planned_episodes
-from ppocli.engine.run_folder import RunFolder, live_owner
-from ppocli.engine.run_logs import read_jsonl
 from ppocli.errors import CheckpointError
 from ppocli.runs.resumed import Change, read_changes
+from ppocli.storage.run_folder import RunFolder, live_owner
+from ppocli.storage.run_logs import read_jsonl
 
 Status = Literal["running", "finished", "stopped", "failed", "interrupted"]
 _LOG_LINE = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (\w+) (.*)$")

@@ -10,7 +10,7 @@ from typing import Any
 from ppocli.config.changes import config_differences
 from ppocli.config.problems import shown
 from ppocli.config.resolved import CONFIG_FILE, accept_config, next_config, read_config
-from ppocli.engine.atomic import write_json_atomic
+from ppocli.storage.atomic import write_json_atomic
 
 RUN_FILE = "run.json"
 

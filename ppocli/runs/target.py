@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ppocli.assets.model_files import BUILTIN_PREFIX, check_folder, find_model
 from ppocli.config.keys import did_you_mean
-from ppocli.engine.checkpoints import find_latest, open_checkpoint, open_step
-from ppocli.engine.manifest import MANIFEST
-from ppocli.engine.retention import POINTERS, list_steps, removed_at
-from ppocli.engine.run_folder import RunFolder
 from ppocli.errors import CheckpointError, ConfigError, InputError
 from ppocli.runs.record import is_run, read_run, subfolders, whole
+from ppocli.storage.checkpoints import find_latest, open_checkpoint, open_step
+from ppocli.storage.manifest import MANIFEST
+from ppocli.storage.model_files import BUILTIN_PREFIX, check_folder, find_model
+from ppocli.storage.retention import POINTERS, list_steps, removed_at
+from ppocli.storage.run_folder import RunFolder
 
 POLICY = "policy"
 """folder of a checkpoint that holds the policy as a plain Hugging Face folder"""

@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 from sessions import count_good, set_keys
 
 from ppocli.config.schema import TrainConfig
-from ppocli.engine.backend import open_ranks
-from ppocli.engine.session import PythonObjects, build_session
-from ppocli.engine.updates import close_engine
+from ppocli.parallel.backend import open_ranks
+from ppocli.tasks.ppo.session import PythonObjects, build_session
+from ppocli.train.updates import close_engine
 
 
 def held() -> dict[int, int]:

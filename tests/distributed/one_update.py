@@ -19,18 +19,18 @@ from safetensors.torch import load_file, save_file
 from sessions import count_good, fresh_state, rollout_of, set_keys
 
 from ppocli.config.schema import TrainConfig
-from ppocli.engine import generators
-from ppocli.engine.backend import open_ranks
-from ppocli.engine.evaluate import evaluate
-from ppocli.engine.experience import to_experience, update_moments
-from ppocli.engine.optimize import optimize
-from ppocli.engine.optimizers import named_trainable
-from ppocli.engine.persist import read_checkpoint, write_checkpoint
-from ppocli.engine.records import Experience
-from ppocli.engine.session import PythonObjects, Session, build_session
-from ppocli.engine.sharded import gathered, optimizer_slots
-from ppocli.engine.stop import StopFlag
-from ppocli.engine.updates import close_engine
+from ppocli.parallel.backend import open_ranks
+from ppocli.parallel.stop import StopFlag
+from ppocli.tasks.ppo.evaluate import evaluate
+from ppocli.tasks.ppo.experience import to_experience, update_moments
+from ppocli.tasks.ppo.records import Experience
+from ppocli.tasks.ppo.session import PythonObjects, Session, build_session
+from ppocli.train import random_state as generators
+from ppocli.train.checkpoint_io import read_checkpoint, write_checkpoint
+from ppocli.train.optimize import optimize
+from ppocli.train.optimizers import named_trainable
+from ppocli.train.updates import close_engine
+from ppocli.zero.sharded_weights import gathered, optimizer_slots
 
 
 def update(session: Session, step: int, given: Experience | None = None) -> tuple[Any, Any]:

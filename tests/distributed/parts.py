@@ -23,16 +23,16 @@ from safetensors.torch import save_file
 from sessions import count_good, fresh_state, rollout_of, set_keys
 
 from ppocli.config.schema import TrainConfig
-from ppocli.engine.backend import Backend, open_ranks
-from ppocli.engine.digests import reference_digest
-from ppocli.engine.evaluate import evaluate
-from ppocli.engine.experience import to_experience, update_moments
-from ppocli.engine.optimize import optimize
-from ppocli.engine.optimizers import named_trainable
-from ppocli.engine.session import PythonObjects, Session, build_session
-from ppocli.engine.sharded import gathered
-from ppocli.engine.stop import StopFlag
-from ppocli.engine.updates import close_engine
+from ppocli.parallel.backend import Backend, open_ranks
+from ppocli.parallel.stop import StopFlag
+from ppocli.tasks.ppo.digests import reference_digest
+from ppocli.tasks.ppo.evaluate import evaluate
+from ppocli.tasks.ppo.experience import to_experience, update_moments
+from ppocli.tasks.ppo.session import PythonObjects, Session, build_session
+from ppocli.train.optimize import optimize
+from ppocli.train.optimizers import named_trainable
+from ppocli.train.updates import close_engine
+from ppocli.zero.sharded_weights import gathered
 
 
 def elements(*modules: Any) -> int:

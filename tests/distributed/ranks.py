@@ -75,12 +75,12 @@ def largest_difference(one: dict, other: dict, prefix: str) -> float:
 
 def ranks_of(run_name: str) -> list[int]:
     """Pids of the ranks of a run, by their command lines."""
-    return _pids_of(run_name, b"ppocli.worker")
+    return _pids_of(run_name, b"ppocli.launching.worker")
 
 
 def launchers_of(run_name: str) -> list[int]:
     """Pids of the processes that start the ranks, one on each machine."""
-    return _pids_of(run_name, b"ppocli.elastic")
+    return _pids_of(run_name, b"ppocli.launching.elastic")
 
 
 def _pids_of(run_name: str, module: bytes) -> list[int]:

@@ -9,8 +9,8 @@ from ranks import run_job
 from runs import run, words
 from sessions import small_config
 
-from ppocli.engine.judging import joined, woven_places
 from ppocli.rewards.records import RewardRequest
+from ppocli.tasks.ppo.rewards_over_ranks import joined, woven_places
 
 STATEFUL = '''\
 import json

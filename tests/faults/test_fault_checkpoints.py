@@ -145,7 +145,7 @@ def test_a_pickle_in_a_checkpoint_is_refused_unread(name, command, reference, tm
 
 def forged(step: Path, change) -> None:
     """Change a manifest and give it a digest that holds: an attacker can do that too."""
-    from ppocli.engine import manifest
+    from ppocli.storage import manifest
 
     path = step / "MANIFEST.json"
     body = json.loads(path.read_text())

@@ -5,11 +5,11 @@ import torch
 from helpers import save_lm, write_prompts
 from sessions import fresh_state, rollout_of, session_of, small_config
 
-from ppocli.engine.experience import to_experience, update_moments
-from ppocli.engine.optimize import optimize
-from ppocli.engine.stop import StopFlag
 from ppocli.estimate.estimate import estimate
 from ppocli.estimate.outline import outline
+from ppocli.parallel.stop import StopFlag
+from ppocli.tasks.ppo.experience import to_experience, update_moments
+from ppocli.train.optimize import optimize
 
 pytestmark = pytest.mark.gpu
 SHAPES = {

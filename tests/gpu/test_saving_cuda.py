@@ -3,14 +3,14 @@
 import pytest
 from sessions import fresh_state, rollout_of, session_of, small_config
 
-from ppocli.engine.contents import HostCopies, contents_of, copied_bytes, write_contents
-from ppocli.engine.experience import to_experience, update_moments
-from ppocli.engine.generators import capture
-from ppocli.engine.optimize import optimize
-from ppocli.engine.persist import write_checkpoint
-from ppocli.engine.stop import StopFlag
 from ppocli.estimate.estimate import estimate
 from ppocli.estimate.outline import outline
+from ppocli.parallel.stop import StopFlag
+from ppocli.tasks.ppo.experience import to_experience, update_moments
+from ppocli.train.checkpoint_contents import HostCopies, contents_of, copied_bytes, write_contents
+from ppocli.train.checkpoint_io import write_checkpoint
+from ppocli.train.optimize import optimize
+from ppocli.train.random_state import capture
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from helpers import ppocli
 from runs import PLANTED
 
-from ppocli.engine.environment import describe, without_credentials
+from ppocli.storage.environment import describe, without_credentials
 
 
 def test_env_is_a_block_to_paste(tmp_path):

@@ -81,7 +81,7 @@ def test_a_killed_evaluation_goes_on(place, evaluate, uninterrupted):
 
 
 def test_samples_of_anything_else_are_not_mixed_in(place, evaluate, inject):
-    from ppocli.engine.run_folder import lock
+    from ppocli.storage.run_folder import lock
 
     given = [RUN, "--reward", "rewards.py:plain", "--name", "x"]
     inject("score.before@2:term")

@@ -327,8 +327,8 @@ def test_no_file_names_attention_or_activations_that_others_lack(finished, expor
     from transformers.activations import NewGELUActivation
 
     from ppocli.config.schema import ModelConfig
-    from ppocli.models.attention import NAME
-    from ppocli.models.loading import load_lm
+    from ppocli.models.fast.attention import NAME
+    from ppocli.models.loading.language_model import load_lm
 
     assert export("runs/mine", "-o", "out").code == 0
     configs = [*finished.rglob("config.json"), Path("out/config.json")]

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from ppocli.children import run_process
 from ppocli.config.compose import compose
 from ppocli.config.resolved import PYTHON_OBJECT, next_config, read_config, write_config
 from ppocli.config.schema import TrainConfig
-from ppocli.engine.run_folder import lock
-from ppocli.engine.session import PythonObjects
 from ppocli.errors import CheckpointError, DiskError, RewardError
-from ppocli.launch import launch
+from ppocli.launching.child_process import run_process
+from ppocli.launching.launch import launch
+from ppocli.storage.run_folder import lock
+from ppocli.tasks.ppo.session import PythonObjects
 
 BAD_REWARD = ["+recipe=quickstart", "reward.fn=no_such_module:score", "reward.kwargs={}",
               "~reward"]
@@ -84,7 +84,7 @@ def test_runs_of_one_second_get_folders_of_their_own(monkeypatch):
         seen.append(run_dir)
         (run_dir / "metrics.jsonl").touch()
 
-    monkeypatch.setattr("ppocli.launch._run", remember)
+    monkeypatch.setattr("ppocli.launching.launch._run", remember)
     chosen = config()
     threads = [threading.Thread(target=launch, args=(chosen,)) for _ in range(4)]
     for thread in threads:
@@ -158,7 +158,7 @@ def test_a_moved_run_is_resumed_where_it_is(monkeypatch):
     run = run_folder("r")
     moved = run.rename("elsewhere")
     handed_on = []
-    monkeypatch.setattr("ppocli.launch._run", lambda run_dir, *_: handed_on.append(
+    monkeypatch.setattr("ppocli.launching.launch._run", lambda run_dir, *_: handed_on.append(
         read_config(next_config(run_dir))))
     launch(read_config(moved / "config.yaml"), resume_from=moved)
     assert (handed_on[0].run_name, handed_on[0].output_dir) == ("elsewhere", str(Path.cwd()))

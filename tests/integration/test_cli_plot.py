@@ -159,7 +159,7 @@ def test_no_run_and_no_figures(runs, capsys):
     assert code == 3
     assert "There are no figures in one.\n" in err
     assert "it ended without a row" in err
-    from ppocli.engine.run_folder import lock
+    from ppocli.storage.run_folder import lock
 
     with lock(Path("runs/one").absolute()):
         code, _, err = plot(capsys, "one")

@@ -206,7 +206,7 @@ def test_an_unfinished_run_gets_a_report_that_says_so(run, say, status, said):
 
 
 def test_a_running_run_gets_a_report_that_says_so(run, say):
-    from ppocli.engine.run_folder import lock
+    from ppocli.storage.run_folder import lock
 
     (run / "summary.json").unlink()
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)

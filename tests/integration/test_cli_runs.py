@@ -17,10 +17,10 @@ from runs import copied, whole_copy
 
 from ppocli.cli.output import code_of
 from ppocli.cli.runs import print_runs, prune_runs
-from ppocli.engine.run_folder import lock
 from ppocli.runs.listing import age, folder_size
 from ppocli.runs.pruning import carry_out, plan_pruning
 from ppocli.runs.target import find_target
+from ppocli.storage.run_folder import lock
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def test_a_pruned_run_still_loads_and_says_why_it_cannot_go_on(runs, command):
 def test_resume_auto_does_not_start_a_pruned_run_afresh(runs):
     from ppocli.config.resolved import read_config
     from ppocli.errors import CheckpointError
-    from ppocli.launch import launch
+    from ppocli.launching.launch import launch
 
     assert prune() == 0
     metrics = (runs / "done/metrics.jsonl").read_bytes()
@@ -223,7 +223,7 @@ def test_a_run_that_is_being_resumed_is_kept(runs, fresh_process):
     """From the first word about loading on, before the libraries are there."""
     from ppocli.config.resolved import read_config
     from ppocli.errors import CheckpointError
-    from ppocli.launch import launch
+    from ppocli.launching.launch import launch
 
     plan = {removal.run.name: removal for removal in plan_pruning(runs, checkpoints=True,
                                                                   failed=False)}
@@ -329,8 +329,8 @@ def test_on_a_terminal_it_asks(runs, answer, deleted):
 
 
 def test_a_run_being_pruned_is_locked(runs, monkeypatch):
-    from ppocli.engine.run_folder import live_owner
     from ppocli.runs import pruning
+    from ppocli.storage.run_folder import live_owner
 
     seen = []
 

@@ -17,8 +17,8 @@ from runs import copied, spawn, wait_for, whole_copy, words
 from ppocli.cli.output import code_of
 from ppocli.cli.sweep import resume_sweep
 from ppocli.cli.sweep_show import show_sweep
-from ppocli.engine.run_folder import live_owner, lock
 from ppocli.runs.sweeps import JobRecord, SweepRecord, read_sweep, write_sweep
+from ppocli.storage.run_folder import live_owner, lock
 
 KEYS = ["ppo.init_kl_coef=0.1", "ppo.init_kl_coef=0.2"]
 

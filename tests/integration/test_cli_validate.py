@@ -231,7 +231,7 @@ def test_the_rehearsal_in_words(validate, world):
 
 
 def test_a_reference_that_disagrees_is_pointed_out(validate, world, monkeypatch):
-    from ppocli.engine import rehearsal
+    from ppocli.tasks.ppo import rehearsal
 
     monkeypatch.setitem(rehearsal.KL_TOLERANCE, "fp32", 1e-9)  # what bf16 rounds off is small here
     done = validate(*words("model.dtype=bf16"), deep=True)

@@ -52,7 +52,7 @@ def hold(run: Path) -> None:
     """Let this process be the one that works in the folder."""
     from dataclasses import asdict
 
-    from ppocli.engine.run_folder import _myself
+    from ppocli.storage.run_folder import _myself
 
     (run / ".lock").write_text(json.dumps(asdict(_myself())))
 

@@ -8,14 +8,14 @@ import pytest
 from helpers import save_lm, write_prompts
 from sessions import fresh_state, rollout_of, session_of, small_config
 
-from ppocli.engine.contents import HostCopies, contents_of
-from ppocli.engine.experience import to_experience, update_moments
-from ppocli.engine.generators import capture
-from ppocli.engine.live import resident_mib
-from ppocli.engine.optimize import optimize
-from ppocli.engine.stop import StopFlag
+from ppocli.display.live_view import resident_mib
 from ppocli.estimate.estimate import estimate
 from ppocli.estimate.outline import outline
+from ppocli.parallel.stop import StopFlag
+from ppocli.tasks.ppo.experience import to_experience, update_moments
+from ppocli.train.checkpoint_contents import HostCopies, contents_of
+from ppocli.train.optimize import optimize
+from ppocli.train.random_state import capture
 
 PEAK = "/proc/self/clear_refs"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.skipif(

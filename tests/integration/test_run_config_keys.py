@@ -144,9 +144,10 @@ def dead_keys(sources: dict[str, str]) -> set[str]:
     found = {pair for source in sources.values() for pair in reads(source)}
     named = {module: by_name(source) for module, source in sources.items()}
     # sampling settings go through a list of names, as do the evaluation prompts' own keys
-    lists = {"generation": "engine/session.py", "generation.eval": "engine/session.py"}
-    if "in SAMPLING_KEYS" in sources["engine/session.py"]:
-        named["engine/session.py"] |= strings_of("SAMPLING_KEYS", sources["models/sampling.py"])
+    lists = {"generation": "tasks/ppo/session.py", "generation.eval": "tasks/ppo/session.py"}
+    if "in SAMPLING_KEYS" in sources["tasks/ppo/session.py"]:
+        named["tasks/ppo/session.py"] |= strings_of("SAMPLING_KEYS",
+                                                       sources["sampling/token_choice.py"])
     dead = set()
     for section, keys in sections().items():
         for key in keys:

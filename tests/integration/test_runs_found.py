@@ -22,10 +22,10 @@ from ppocli.cli.runs import print_runs
 from ppocli.cli.sweep_show import show_sweep
 from ppocli.cli.train import resume_words
 from ppocli.cli.watch import watch
-from ppocli.engine.retention import note_removed
 from ppocli.errors import CheckpointError, InputError
 from ppocli.runs import listing, target
 from ppocli.runs.record import read_run
+from ppocli.storage.retention import note_removed
 
 
 @pytest.fixture

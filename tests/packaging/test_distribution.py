@@ -62,7 +62,7 @@ def test_the_wheel_holds_all_that_a_run_reads(wheel):
                for path in (ROOT / folder).rglob("*.yaml")]
     code = [path.relative_to(ROOT) for path in (ROOT / "ppocli").rglob("*")
             if path.suffix in (".py", ".css", ".j2", ".jinja")]
-    data = [path.relative_to(ROOT) for path in (ROOT / "ppocli/assets/data").rglob("*")
+    data = [path.relative_to(ROOT) for path in (ROOT / "ppocli/builtin/data").rglob("*")
             if path.is_file()]
     assert len(shipped) > 10
     assert {path.suffix for path in data} == {".json", ".jsonl", ".safetensors"}

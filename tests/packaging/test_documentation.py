@@ -276,7 +276,7 @@ def test_every_figure_of_a_run_is_explained_and_no_other(tmp_path):
 
 
 def test_figures_are_called_by_their_names():
-    from ppocli.engine.tracker_child import EVAL_SAMPLES
+    from ppocli.tracking.tracker_child import EVAL_SAMPLES
 
     name = re.compile(r"`((?:objective|policy|val|loss|rollout|time|eval|reward)/[\w/]+)`")
     for page in set(PAGES) - {"docs/metrics.md"}:  # which has those of TRL and trlX too
@@ -284,7 +284,7 @@ def test_figures_are_called_by_their_names():
 
 
 def test_warnings_are_quoted_as_they_are_said():
-    from ppocli.engine.health import ADVICE
+    from ppocli.tasks.ppo.health import ADVICE
 
     quoted = text_of("docs/curves.md")
     for name, advice in ADVICE.items():

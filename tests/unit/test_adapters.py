@@ -13,14 +13,14 @@ from test_invariants import experience_of
 
 from ppocli.config.problems import find_problems
 from ppocli.config.schema import TrainConfig
-from ppocli.engine import generators
-from ppocli.engine.optimize import optimize
-from ppocli.engine.optimizers import named_trainable
-from ppocli.engine.persist import read_checkpoint, write_checkpoint
-from ppocli.engine.stop import StopFlag
 from ppocli.errors import CheckpointError, ConfigError, InputError
-from ppocli.models.loading import load_lm
+from ppocli.models.loading.language_model import load_lm
 from ppocli.models.reference import AdapterReference, CopyReference
+from ppocli.parallel.stop import StopFlag
+from ppocli.train import random_state as generators
+from ppocli.train.checkpoint_io import read_checkpoint, write_checkpoint
+from ppocli.train.optimize import optimize
+from ppocli.train.optimizers import named_trainable
 
 # PEFT asks transformers by a name that is going to be dropped
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is dep:FutureWarning")

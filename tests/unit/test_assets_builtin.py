@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ppocli.assets import cache, walkmodel
-from ppocli.assets.builtin import is_builtin, list_builtins, resolve_builtin
-from ppocli.assets.randomwalks import WalkSettings, benchmark
-from ppocli.assets.randomwalks import optimality as score
+from ppocli.builtin import cache, walkmodel
+from ppocli.builtin.names import is_builtin, list_builtins, resolve_builtin
+from ppocli.builtin.randomwalks import WalkSettings, benchmark
+from ppocli.builtin.randomwalks import optimality as score
 from ppocli.errors import DiskError, InputError
 
 
@@ -78,7 +78,7 @@ def test_folder_is_built_once_and_named_by_its_settings(caplog):
         calls.append(folder)
         fill(folder)
 
-    with caplog.at_level(logging.INFO, logger="ppocli.assets"):
+    with caplog.at_level(logging.INFO, logger="ppocli.builtin"):
         first = cache.cached_folder("thing", Settings(), build)
         assert cache.cached_folder("thing", Settings(), build) == first
     assert len(calls) == 1
@@ -132,7 +132,7 @@ def test_unusable_cache_folder(tmp_path, monkeypatch):
 # a process of its own that builds slowly; it imports the cache only, so it starts at once
 SLOW_BUILDER = """
 import dataclasses, sys, time
-from ppocli.assets import cache
+from ppocli.builtin import cache
 
 @dataclasses.dataclass(frozen=True)
 class Settings:

@@ -3,8 +3,8 @@
 import random
 import re
 
-from ppocli.assets import examples
-from ppocli.assets.corpus import (
+from ppocli.builtin import examples
+from ppocli.builtin.corpus import (
     NEGATIVE,
     POSITIVE,
     Sentence,

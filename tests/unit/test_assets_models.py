@@ -13,11 +13,11 @@ from transformers import (
     AutoTokenizer,
 )
 
-from ppocli.assets import build, examples, fitting
-from ppocli.assets.builtin import resolve_builtin
-from ppocli.assets.corpus import make_reviews
-from ppocli.assets.reviews import ReviewsSettings, build_reviews
-from ppocli.assets.sentiment import SentimentSettings, build_sentiment
+from ppocli.builtin import build, examples, fitting
+from ppocli.builtin.corpus import make_reviews
+from ppocli.builtin.names import resolve_builtin
+from ppocli.builtin.reviews import ReviewsSettings, build_reviews
+from ppocli.builtin.sentiment import SentimentSettings, build_sentiment
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from ppocli.assets import randomwalks
-from ppocli.assets.randomwalks import GOAL, WalkGraph, WalkSettings, benchmark, walk_length
+from ppocli.builtin import randomwalks
+from ppocli.builtin.randomwalks import GOAL, WalkGraph, WalkSettings, benchmark, walk_length
 from ppocli.rewards import randomwalks as reward
 
 # a <- b <- c <- d, a shortcut d -> b, and e <-> f, which never arrive
@@ -86,6 +86,6 @@ def test_reward_and_metrics():
 
 
 def test_graph_and_names_need_no_torch():
-    code = ("import sys; import ppocli.assets.builtin, ppocli.rewards.randomwalks as r; "
+    code = ("import sys; import ppocli.builtin.names, ppocli.rewards.randomwalks as r; "
             "r.optimality(['sda']); assert not {'torch', 'transformers'} & set(sys.modules)")
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from checkpoint_samples import start_python, tree
 
-from ppocli.engine import atomic
-from ppocli.engine.run_folder import RunFolder, probe_writable, write_summary
 from ppocli.errors import DiskError
+from ppocli.storage import atomic
+from ppocli.storage.run_folder import RunFolder, probe_writable, write_summary
 
 
 def test_write_summary_has_no_nan(tmp_path: Path):
@@ -54,7 +54,7 @@ def test_a_file_size_limit_is_a_disk_error(tmp_path: Path):
     code = """
 import resource, sys
 from pathlib import Path
-from ppocli.engine.atomic import write_atomic
+from ppocli.storage.atomic import write_atomic
 from ppocli.errors import DiskError
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 try:

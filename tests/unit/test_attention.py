@@ -8,9 +8,9 @@ from helpers import make_tokenizer, save_lm
 from sessions import session_of, small_config
 
 from ppocli.config.schema import ModelConfig
-from ppocli.models import attention as ours
-from ppocli.models.kernels import takes_packed
-from ppocli.models.loading import load_lm
+from ppocli.models.fast import attention as ours
+from ppocli.models.fast.kernels import takes_packed
+from ppocli.models.loading.language_model import load_lm
 
 KINDS = {
     "gpt2": {"n_positions": 160}, "llama": {"max_position_embeddings": 160},

@@ -7,9 +7,9 @@ from helpers import save_lm
 from sessions import fresh_state, rollout_of, session_of, small_config, weights_of
 from test_invariants import experience_of
 
-from ppocli.engine.optimize import optimize
-from ppocli.engine.stop import StopFlag
-from ppocli.models.layers import layer_stack
+from ppocli.models.layer_stack import layer_stack
+from ppocli.parallel.stop import StopFlag
+from ppocli.train.optimize import optimize
 
 KINDS = ["gpt2", "gpt_neox", "gptj", "llama", "qwen2", "mistral", "opt"]
 

@@ -10,9 +10,9 @@ from checkpoint_samples import RUN, save, tree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ppocli.engine import manifest
-from ppocli.engine.checkpoints import find_latest, open_checkpoint
 from ppocli.errors import CheckpointError
+from ppocli.storage import manifest
+from ppocli.storage.checkpoints import find_latest, open_checkpoint
 
 FILES = ["MANIFEST.json", "state.json", "policy/model.safetensors", "policy/config.json",
          "rng.safetensors"]

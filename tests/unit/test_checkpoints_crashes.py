@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 from checkpoint_samples import RUN, save, start_python, tree
 
-from ppocli.engine import atomic, faults
-from ppocli.engine.checkpoints import find_latest, save_checkpoint
-from ppocli.engine.retention import clean_staging, prune, supersede
 from ppocli.errors import DiskError
+from ppocli.storage import atomic, faults
+from ppocli.storage.checkpoints import find_latest, save_checkpoint
+from ppocli.storage.retention import clean_staging, prune, supersede
 
 SAVE_TWO = """
 import sys
 from pathlib import Path
 from checkpoint_samples import save
-from ppocli.engine import faults
-from ppocli.engine.retention import prune
+from ppocli.storage import faults
+from ppocli.storage.retention import prune
 folder = Path(sys.argv[1])
 save(folder, 2)
 prune(folder, 1, None)
@@ -56,7 +56,7 @@ REPLACE = """
 import sys
 from pathlib import Path
 from checkpoint_samples import RUN, write_files
-from ppocli.engine.checkpoints import save_checkpoint
+from ppocli.storage.checkpoints import save_checkpoint
 save_checkpoint(Path(sys.argv[1]), 1, run_id=RUN, write=write_files(5), state={"new": 1},
                 config_digest="", versions={})
 """
@@ -79,7 +79,7 @@ SAVE_ON = """
 import sys
 from pathlib import Path
 from checkpoint_samples import save
-from ppocli.engine.retention import clean_staging, prune, update_pointers
+from ppocli.storage.retention import clean_staging, prune, update_pointers
 folder, first = Path(sys.argv[1]), int(sys.argv[2])
 clean_staging(folder)
 for step in range(first, 100000):
@@ -158,7 +158,7 @@ LIMITED = """
 import resource, sys
 from pathlib import Path
 from checkpoint_samples import RUN, write_files
-from ppocli.engine.checkpoints import save_checkpoint
+from ppocli.storage.checkpoints import save_checkpoint
 from ppocli.errors import DiskError
 if sys.argv[2] == "torch":
     import torch
@@ -193,9 +193,9 @@ FULL = """
 import sys
 from pathlib import Path
 from checkpoint_samples import RUN, save, tree
-from ppocli.engine.checkpoints import find_latest
-from ppocli.engine.retention import supersede
-from ppocli.engine.run_logs import JsonlWriter
+from ppocli.storage.checkpoints import find_latest
+from ppocli.storage.retention import supersede
+from ppocli.storage.run_logs import JsonlWriter
 from ppocli.errors import DiskError
 folder = Path(sys.argv[1]) / "run" / "checkpoints"
 save(folder, 1, floats=250000)                      # 1 MB of 2.5

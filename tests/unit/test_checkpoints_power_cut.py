@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from checkpoint_samples import RUN, save, write_files
 
-from ppocli.engine.checkpoints import find_latest, save_checkpoint
-from ppocli.engine.retention import clean_staging, prune, supersede, update_pointers
+from ppocli.storage.checkpoints import find_latest, save_checkpoint
+from ppocli.storage.retention import clean_staging, prune, supersede, update_pointers
 
 
 class Disk:
@@ -176,7 +176,7 @@ def test_the_simulated_power_cut_finds_a_missing_sync(
     folder.mkdir()
     disk = Disk(folder)
     record_crashes(monkeypatch, disk, disk.scan)
-    monkeypatch.setattr(f"ppocli.engine.checkpoints.{forgotten}", lambda path: None)
+    monkeypatch.setattr(f"ppocli.storage.checkpoints.{forgotten}", lambda path: None)
     save(folder, 1, floats=20)
     monkeypatch.undo()
     disk.crash_image(tmp_path / "before", pick)

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from checkpoint_samples import RUN, save, tree, write_files
 
-from ppocli.engine import faults
-from ppocli.engine.checkpoints import find_latest, open_checkpoint, open_step, save_checkpoint
-from ppocli.engine.retention import clean_staging, prune, supersede, update_pointers
 from ppocli.errors import CheckpointError, DiskError
+from ppocli.storage import faults
+from ppocli.storage.checkpoints import find_latest, open_checkpoint, open_step, save_checkpoint
+from ppocli.storage.retention import clean_staging, prune, supersede, update_pointers
 
 
 def test_save_then_find_gives_back_state_and_files(tmp_path: Path):
@@ -279,7 +279,7 @@ def test_another_runs_checkpoint_is_skipped(tmp_path: Path):
 
 
 def test_a_newer_schema_is_not_silently_passed_over(tmp_path: Path):
-    from ppocli.engine import manifest
+    from ppocli.storage import manifest
 
     save(tmp_path, 3)
     newer = save(tmp_path, 4) / "MANIFEST.json"

@@ -15,8 +15,8 @@ import torch
 from helpers import environment, jsonl
 from runs import make_world, words
 
-from ppocli.engine.clock import Moment, PhaseClock, in_words, profile
-from ppocli.engine.records import TrainState
+from ppocli.tasks.ppo.records import TrainState
+from ppocli.train.clock import Moment, PhaseClock, in_words, profile
 
 CPU = torch.device("cpu")
 
@@ -78,7 +78,7 @@ def test_a_step_leaves_out_what_lies_between_steps():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells when a process was started")
 def test_the_start_of_a_process_lies_before_its_imports():
-    code = ("import time; time.sleep(0.5); from ppocli.engine.clock import Moment; "
+    code = ("import time; time.sleep(0.5); from ppocli.train.clock import Moment; "
             "began = Moment.of_process_start(); print(Moment.now().wall - began.wall, began.cpu)")
     before = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True,
@@ -137,10 +137,10 @@ def test_the_phases_of_a_run_add_up_to_its_wall_time_also_when_stopped_and_resum
         tmp_path, monkeypatch):
     from ppocli.config.compose import compose
     from ppocli.config.resolved import with_absolute_paths
-    from ppocli.engine.session import PythonObjects
     from ppocli.errors import StoppedError
-    from ppocli.launch import noting_objects, open_folder
-    from ppocli.worker import run_worker
+    from ppocli.launching.launch import noting_objects, open_folder
+    from ppocli.launching.worker import run_worker
+    from ppocli.tasks.ppo.session import PythonObjects
 
     world = make_world(tmp_path / "world")
     monkeypatch.chdir(world)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from ppocli.engine.console import open_console
+from ppocli.display.console import open_console
 
 
 class Gone(io.StringIO):

@@ -8,12 +8,12 @@ from test_invariants import experience_of, gradients
 from test_shared_reference import KINDS, count_letters
 
 from ppocli.config.problems import find_problems
-from ppocli.engine.optimize import optimize
-from ppocli.engine.stop import StopFlag
 from ppocli.errors import ConfigError, InputError
-from ppocli.models.critics import ScoreHead, ValueBranch, ValueModel
-from ppocli.models.layers import layer_stack
+from ppocli.models.layer_stack import layer_stack
 from ppocli.models.layout import lay_out
+from ppocli.models.value_function import ScoreHead, ValueBranch, ValueModel
+from ppocli.parallel.stop import StopFlag
+from ppocli.train.optimize import optimize
 
 CRITICS = {"branch": {"model__value__kind": "branch", "model__value__num_layers_unfrozen": 1},
            "model": {"model__value__kind": "model"}}

@@ -11,12 +11,12 @@ from transformers import AutoModelForSeq2SeqLM
 
 from ppocli.config.schema import PromptsConfig
 from ppocli.data.prompt_set import load_prompts
-from ppocli.engine.optimize import optimize
-from ppocli.engine.stop import StopFlag
 from ppocli.errors import InputError
-from ppocli.models.loading import load_lm
+from ppocli.models.loading.language_model import load_lm
+from ppocli.models.loading.model_config import max_positions
 from ppocli.models.trunk import logit_scale
-from ppocli.models.unloaded import max_positions
+from ppocli.parallel.stop import StopFlag
+from ppocli.train.optimize import optimize
 
 
 def pair_config(tmp_path, kind, **over):

@@ -13,11 +13,6 @@ from sessions import fresh_state, rollout_of, session_of, set_keys, small_config
 from torch.profiler import ProfilerActivity, profile
 
 from ppocli.config.schema import OptimizerConfig, TrainConfig
-from ppocli.engine.clock import Moment, PhaseClock
-from ppocli.engine.experience import to_experience
-from ppocli.engine.optimize import optimize
-from ppocli.engine.rollout import collect_rollout
-from ppocli.engine.stop import StopFlag
 from ppocli.errors import InputError
 from ppocli.estimate.check import bound, check_memory
 from ppocli.estimate.estimate import estimate
@@ -27,7 +22,12 @@ from ppocli.estimate.parts import Part, Unknown, parts_of, quantized_bytes, stat
 from ppocli.estimate.trace import Sizes, TrainingPass, training_pass, weightless
 from ppocli.models.layout import lay_out
 from ppocli.models.virtual_tokens import virtual_tokens
+from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import ROLLOUT
+from ppocli.tasks.ppo.experience import to_experience
+from ppocli.tasks.ppo.rollout import collect_rollout
+from ppocli.train.clock import Moment, PhaseClock
+from ppocli.train.optimize import optimize
 
 PROMPT, NEW = 30, 20
 SHAPES = {
@@ -210,7 +210,8 @@ def test_the_copy_that_decoding_reads_weights_from_is_told(tmp_path, kind, keys)
 def test_a_copy_for_decoding_that_is_too_large_is_neither_made_nor_told(folders, monkeypatch):
     cfg = small_config(folders["llama"], hardware__gemm="onednn")
     layers = [p for name, p in outline(cfg).lm.named_parameters() if "layers." in name]
-    monkeypatch.setattr("ppocli.models.gemm.PACKED_BYTES", 4 * sum(p.numel() for p in layers) // 2)
+    monkeypatch.setattr("ppocli.models.fast.gemm.PACKED_BYTES",
+                        4 * sum(p.numel() for p in layers) // 2)
     with session_of(cfg) as session, session.backend.decoding(session.policy.lm, in_parts=False):
         assert not any(getattr(part, "packed", None) is not None
                        for part in session.policy.lm.modules())

@@ -12,7 +12,6 @@ from ppocli.config.schema import TrainConfig
 from ppocli.errors import OutOfMemoryError
 from ppocli.estimate.check import judge, shown
 from ppocli.estimate.estimate import Estimate, advice
-from ppocli.estimate.machine import Room, host_room
 from ppocli.estimate.memory import (
     FrozenStates,
     Layout,
@@ -26,6 +25,7 @@ from ppocli.estimate.memory import (
 )
 from ppocli.estimate.parts import Part
 from ppocli.estimate.trace import DecodingPass, TrainingPass
+from ppocli.parallel.host_memory import Room, host_room
 
 # n = 1000 parameters, t = 800 trained, on w = 4 ranks, two on a host
 PARTS = (Part(kind="policy", name="policy", parameters=900, size=3600, trained=700, state=5600,

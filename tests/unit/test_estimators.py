@@ -8,14 +8,14 @@ import torch
 from sessions import count_good, fresh_state, rollout_of, session_of, small_config, weights_of
 
 from ppocli.config.algorithm import kl_estimator, kl_in, whitens_advantages
-from ppocli.engine import generators
-from ppocli.engine.experience import to_experience, update_moments
-from ppocli.engine.metrics import optimize_figures
-from ppocli.engine.optimize import TERMS, _backward, _Sums, optimize
-from ppocli.engine.persist import VALUE_HEAD, read_checkpoint, write_checkpoint
-from ppocli.engine.stop import StopFlag
 from ppocli.errors import CheckpointError
+from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.advantages import ESTIMATORS
+from ppocli.tasks.ppo.experience import to_experience, update_moments
+from ppocli.train import random_state as generators
+from ppocli.train.checkpoint_io import VALUE_HEAD, read_checkpoint, write_checkpoint
+from ppocli.train.metrics import optimize_figures
+from ppocli.train.optimize import TERMS, _backward, _Sums, optimize
 
 CRITIC_FREE = [name for name, entry in ESTIMATORS.items() if not entry.needs_critic]
 

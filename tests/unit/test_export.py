@@ -86,7 +86,7 @@ class TestEscaping:
 
 def run_record(tmp_path: Path, **row: float) -> RunRecord:
     """A run with two rows, as its folder would tell it."""
-    from ppocli.engine.run_folder import RunFolder
+    from ppocli.storage.run_folder import RunFolder
 
     config = TrainConfig()
     config.model.path = "org/base"

@@ -4,15 +4,15 @@ import sys
 import pytest
 from checkpoint_samples import start_python
 
-from ppocli.engine import faults
-from ppocli.engine.faults import Fault, armed, parse
 from ppocli.errors import ConfigError
+from ppocli.storage import faults
+from ppocli.storage.faults import Fault, armed, parse
 
 
 def test_off_by_default_and_then_a_single_empty_call():
     code = """
 import sys
-from ppocli.engine import faults
+from ppocli.storage import faults
 calls = []
 sys.setprofile(lambda frame, event, argument: calls.append((event, frame.f_code.co_name)))
 faults.point("save.before_rename")
@@ -75,7 +75,7 @@ def test_signals_reach_the_process(action: str, code: int):
     program = """
 import signal
 signal.signal(signal.SIGINT, signal.SIG_DFL)
-from ppocli.engine import faults
+from ppocli.storage import faults
 faults.point("x")
 faults.point("x")
 print("alive")
@@ -87,4 +87,4 @@ print("alive")
 
 def test_this_process_runs_without_faults():
     assert faults.point is faults.disarmed
-    assert sys.modules["ppocli.engine.faults"] is faults
+    assert sys.modules["ppocli.storage.faults"] is faults

@@ -8,9 +8,9 @@ import pytest
 import torch
 from sessions import session_of, small_config
 
-from ppocli.engine.fits import fitting, once
-from ppocli.engine.ranks import is_out_of_memory
 from ppocli.errors import OutOfMemoryError
+from ppocli.parallel.ranks import is_out_of_memory
+from ppocli.zero.oom_retry import fitting, once
 
 PIB = 2**50
 

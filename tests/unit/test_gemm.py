@@ -12,8 +12,8 @@ from torch import nn
 
 from ppocli.config.schema import HardwareConfig
 from ppocli.errors import ConfigError
-from ppocli.models import gemm
-from ppocli.opening import noted_products
+from ppocli.launching.opening import noted_products
+from ppocli.models.fast import gemm
 
 pytestmark = [pytest.mark.skipif(gemm._fault() is not None, reason="no oneDNN here"),
               # PEFT asks transformers by a name that is going to be dropped

@@ -18,9 +18,9 @@ from ppocli.config.layers import Entry, check_entries
 from ppocli.config.problems import find_problems
 from ppocli.config.resolved import typed
 from ppocli.config.schema import TrainConfig
-from ppocli.engine.session import sampling_sweep
-from ppocli.models.sampling import SamplingSpec
 from ppocli.ppo.noise import lengths
+from ppocli.sampling.token_choice import SamplingSpec
+from ppocli.tasks.ppo.session import sampling_sweep
 
 
 def test_drawn_lengths_are_even_and_belong_to_the_sample():

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from ppocli.engine.interfaces import interface_towards, let_gloo_use
+from ppocli.parallel.interfaces import interface_towards, let_gloo_use
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for addresses")
 

@@ -7,13 +7,13 @@ import torch
 from helpers import save_lm, write_prompts
 from sessions import count_good, fresh_state, rollout_of, session_of, small_config, weights_of
 
-from ppocli.engine.experience import to_experience, update_moments
-from ppocli.engine.optimize import TERMS, _backward, _Sums, optimize
-from ppocli.engine.stop import StopFlag
 from ppocli.errors import DivergedError
 from ppocli.models.head import token_logprobs
 from ppocli.models.layout import lay_out
 from ppocli.models.trunk import response_hidden
+from ppocli.parallel.stop import StopFlag
+from ppocli.tasks.ppo.experience import to_experience, update_moments
+from ppocli.train.optimize import TERMS, _backward, _Sums, optimize
 
 ARCHITECTURES = ["gpt2", "gpt_neox", "llama", "qwen2"]
 

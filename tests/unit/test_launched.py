@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from ppocli.config.schema import HardwareConfig, TrainConfig
-from ppocli.engine.launched import Launched, find_launch, hosts_of
 from ppocli.errors import ConfigError
-from ppocli.together import placed
+from ppocli.launching.adopted_ranks import placed
+from ppocli.parallel.launchers import Launched, find_launch, hosts_of
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
             "MASTER_ADDR": "first", "MASTER_PORT": "29400", "TORCHELASTIC_RUN_ID": "none"}

@@ -10,16 +10,16 @@ from sessions import rollout_of, session_of, small_config
 
 from ppocli.config.schema import HardwareConfig, ModelConfig
 from ppocli.errors import ConfigError, InputError
-from ppocli.models.decoding import Decoding, decoding_of, set_decoding
-from ppocli.models.generation import generate
+from ppocli.models.decoding_method import Decoding, decoding_of, set_decoding
 from ppocli.models.head import token_logprobs
 from ppocli.models.layout import lay_out
-from ppocli.models.loading import load_judged, load_lm, load_policy
+from ppocli.models.loading.language_model import load_judged, load_lm, load_policy
 from ppocli.models.policy import build_value_head
-from ppocli.models.sampling import SamplingSpec
-from ppocli.models.trial_decoding import try_decoding
 from ppocli.models.trunk import response_hidden
 from ppocli.ppo.noise import uniform
+from ppocli.sampling.decode_loop import generate
+from ppocli.sampling.token_choice import SamplingSpec
+from ppocli.sampling.trial_decoding import try_decoding
 
 LENGTHS = (3, 5, 1, 5, 3, 2)
 

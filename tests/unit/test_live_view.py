@@ -17,9 +17,9 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from ppocli.engine.console import can_live, clean, open_console, open_display
-from ppocli.engine.live import Dashboard, Sample, duration, resident_mib, sparkline
-from ppocli.engine.pane import Above, Pane
+from ppocli.display.console import can_live, clean, open_console, open_display
+from ppocli.display.live_view import Dashboard, Sample, duration, resident_mib, sparkline
+from ppocli.display.pane import Above, Pane
 
 
 def row(step: int, **more: float | None) -> dict:

@@ -12,15 +12,15 @@ from sessions import fresh_state, rollout_of, session_of, small_config, weights_
 
 from ppocli.config import algorithm
 from ppocli.config.schema import OptimizerConfig, PPOConfig
-from ppocli.engine import generators
-from ppocli.engine.experience import to_experience
-from ppocli.engine.optimize import optimize
-from ppocli.engine.optimizers import build_optimizer
-from ppocli.engine.persist import read_checkpoint, write_checkpoint
-from ppocli.engine.sharded import slot_fits
-from ppocli.engine.stop import StopFlag
 from ppocli.errors import CheckpointError, InputError
-from ppocli.preflight import missing_inputs
+from ppocli.launching.preflight import missing_inputs
+from ppocli.parallel.stop import StopFlag
+from ppocli.tasks.ppo.experience import to_experience
+from ppocli.train import random_state as generators
+from ppocli.train.checkpoint_io import read_checkpoint, write_checkpoint
+from ppocli.train.optimize import optimize
+from ppocli.train.optimizers import build_optimizer
+from ppocli.zero.sharded_weights import slot_fits
 
 HAS_8BIT = importlib.util.find_spec("bitsandbytes") is not None
 needs_8bit = pytest.mark.skipif(not HAS_8BIT, reason="bitsandbytes is not installed")

@@ -9,10 +9,10 @@ from helpers import save_lm
 from sessions import rollout_of, session_of, small_config
 
 from ppocli.config.schema import ModelConfig
-from ppocli.models.kernels import takes_packed
+from ppocli.models.fast.kernels import takes_packed
+from ppocli.models.fast.packing import MULTIPLE, gathered, packing_of_lengths, spread
 from ppocli.models.layout import PACK_ABOVE, lay_out
-from ppocli.models.loading import load_lm
-from ppocli.models.packing import MULTIPLE, gathered, packing_of_lengths, spread
+from ppocli.models.loading.language_model import load_lm
 
 # PEFT asks transformers by a name that is going to be dropped
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is dep:FutureWarning")
@@ -82,7 +82,7 @@ def test_longer_rows_than_plain_products_are_taken_for_are_packed_too(tmp_path, 
     with session_of(small_config(tmp_path)) as session, torch.no_grad():
         given = samples()
         short = session.policy(lay_out(*given, pack=True), temperature=1.0)
-        monkeypatch.setattr("ppocli.models.attention.SHORT", {})
+        monkeypatch.setattr("ppocli.models.fast.attention.SHORT", {})
         found = session.policy(lay_out(*given, pack=True), temperature=1.0)
         assert not torch.equal(found.logprobs, short.logprobs), "another kernel"
         torch.testing.assert_close(found.logprobs, short.logprobs, rtol=1e-4, atol=1e-5)

@@ -13,9 +13,9 @@ from ppocli.evaluation.player import (
     own_sampling,
     policy_config,
 )
-from ppocli.models.prompting import TextStream, answer_prompts, prompt_ids
-from ppocli.models.sampling import SamplingSpec
-from ppocli.models.text import decode_responses
+from ppocli.sampling.prompting import TextStream, answer_prompts, prompt_ids
+from ppocli.sampling.response_text import decode_responses
+from ppocli.sampling.token_choice import SamplingSpec
 
 PROMPTS = ["the film", "i saw", "this plot was", "it"]
 

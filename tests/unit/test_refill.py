@@ -5,11 +5,11 @@ import torch
 from helpers import make_tokenizer, model_config, save_lm
 from sessions import rollout_of, session_of, small_config
 
-from ppocli.models.generation import generate
-from ppocli.models.live_rows import can_take_in
 from ppocli.models.policy import build_value_head
-from ppocli.models.sampling import SamplingSpec
 from ppocli.ppo.noise import uniform
+from ppocli.sampling.decode_loop import generate
+from ppocli.sampling.live_rows import can_take_in
+from ppocli.sampling.token_choice import SamplingSpec
 
 COUNT, NEW = 23, 20
 SPEC = SamplingSpec(NEW, (1, 5, 9, 14, 20, 27, 33))

@@ -12,11 +12,11 @@ from runs import words
 from ppocli.config.problems import find_problems
 from ppocli.config.schema import RewardConfig, TrainConfig
 from ppocli.data.batch import PromptBatch
-from ppocli.engine.experience import shaped_scores, to_experience, update_moments
-from ppocli.engine.metrics import penalty_figures, rollout_samples
-from ppocli.engine.records import Rollout, TrainState
 from ppocli.ppo.moments import RunningMoments
 from ppocli.ppo.shaping import overlong_penalties
+from ppocli.tasks.ppo.experience import shaped_scores, to_experience, update_moments
+from ppocli.tasks.ppo.records import Rollout, TrainState
+from ppocli.train.metrics import penalty_figures, rollout_samples
 
 STATE = TrainState(kl_coef=0.0, init_kl_coef=0.0, digests={}, judged_by="")
 

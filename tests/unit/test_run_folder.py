@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from checkpoint_samples import start_python
 
-from ppocli.engine import run_folder
-from ppocli.engine.run_folder import RunFolder, live_owner, lock, lock_beside, reserved
 from ppocli.errors import CheckpointError
+from ppocli.storage import run_folder
+from ppocli.storage.run_folder import RunFolder, live_owner, lock, lock_beside, reserved
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from ppocli.engine.run_folder import lock
+from ppocli.storage.run_folder import lock
 from ppocli.errors import PpocliError
 try:
     with lock(Path(sys.argv[1])):
@@ -128,7 +128,7 @@ def test_a_forked_child_that_outlives_its_parent_does_not_hold_it(tmp_path: Path
     code = """
 import os, sys, time
 from pathlib import Path
-from ppocli.engine.run_folder import lock
+from ppocli.storage.run_folder import lock
 with lock(Path(sys.argv[1])):
     child = os.fork()
     if child == 0:
@@ -194,7 +194,7 @@ def test_a_folder_that_is_replaced_is_held_from_beside(tmp_path: Path):
 TURNS = """
 import sys
 from pathlib import Path
-from ppocli.engine.run_folder import lock_beside
+from ppocli.storage.run_folder import lock_beside
 from ppocli.errors import CheckpointError
 target, turns = Path(sys.argv[1]), 0
 print("ready", flush=True)

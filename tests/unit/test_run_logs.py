@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from checkpoint_samples import start_python
 
-from ppocli.engine.run_logs import JsonlWriter, truncate_events, truncate_jsonl
+from ppocli.storage.run_logs import JsonlWriter, truncate_events, truncate_jsonl
 
 
 def test_rows_are_strict_json_on_the_disk_at_once(tmp_path: Path):
@@ -50,7 +50,7 @@ def test_a_write_that_fails_leaves_no_part_of_itself(tmp_path: Path):
     code = """
 import resource, sys
 from pathlib import Path
-from ppocli.engine.run_logs import JsonlWriter
+from ppocli.storage.run_logs import JsonlWriter
 from ppocli.errors import DiskError
 writer = JsonlWriter(Path(sys.argv[1]))
 writer.append([{"step": 1}])

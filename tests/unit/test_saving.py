@@ -12,24 +12,25 @@ from checkpoint_samples import tree
 from helpers import save_lm
 from sessions import fresh_state, rollout_of, session_of, small_config
 
-from ppocli.engine import generators, saving
-from ppocli.engine.contents import (
+from ppocli.errors import DiskError
+from ppocli.estimate.estimate import estimate
+from ppocli.estimate.outline import outline
+from ppocli.estimate.parts import pinned_bytes
+from ppocli.parallel.stop import StopFlag
+from ppocli.tasks.ppo.experience import to_experience, update_moments
+from ppocli.tasks.ppo.session import Session
+from ppocli.train import background_saving as saving
+from ppocli.train import random_state as generators
+from ppocli.train.background_saving import Saving
+from ppocli.train.checkpoint_contents import (
     HostCopies,
     contents_of,
     copied_bytes,
     save_tensors,
     write_contents,
 )
-from ppocli.engine.experience import to_experience, update_moments
-from ppocli.engine.optimize import optimize
-from ppocli.engine.persist import write_checkpoint
-from ppocli.engine.saving import Saving
-from ppocli.engine.session import Session
-from ppocli.engine.stop import StopFlag
-from ppocli.errors import DiskError
-from ppocli.estimate.estimate import estimate
-from ppocli.estimate.outline import outline
-from ppocli.estimate.parts import pinned_bytes
+from ppocli.train.checkpoint_io import write_checkpoint
+from ppocli.train.optimize import optimize
 
 
 def train(session: Session, step: int) -> None:

@@ -8,13 +8,13 @@ from sessions import count_good, rollout_of, session_of, small_config
 from test_invariants import experience_of
 
 from ppocli.config.schema import ReferenceConfig, TrainConfig, reference_kind
-from ppocli.engine.optimize import optimize
-from ppocli.engine.rollout import generate_chunks, measure_chunk
-from ppocli.engine.stop import StopFlag
-from ppocli.models.layers import layer_stack
+from ppocli.models.layer_stack import layer_stack
 from ppocli.models.policy import freeze_bottom
 from ppocli.models.reference import CopyReference, SharedReference, share_trunk
+from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import ROLLOUT
+from ppocli.tasks.ppo.rollout import generate_chunks, measure_chunk
+from ppocli.train.optimize import optimize
 
 KINDS = ["gpt2", "gpt_neox", "gptj", "llama", "qwen2", "qwen3", "mistral", "gemma", "opt", "phi"]
 

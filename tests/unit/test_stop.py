@@ -6,11 +6,11 @@ import time
 import pytest
 from checkpoint_samples import start_python
 
-from ppocli.engine.stop import StopFlag, StopRequested, catch_signals
+from ppocli.parallel.stop import StopFlag, StopRequested, catch_signals
 
 LOOP = """
 import signal, sys, time
-from ppocli.engine.stop import StopRequested, catch_signals
+from ppocli.parallel.stop import StopRequested, catch_signals
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, signal.SIG_DFL)
 if "nohup" in sys.argv:

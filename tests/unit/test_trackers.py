@@ -18,9 +18,9 @@ import pytest
 from wandb_double import calls, installed, put_double, wait_for
 
 from ppocli.config.schema import TrackingConfig
-from ppocli.engine import trackers
-from ppocli.engine.run_folder import RunFolder
 from ppocli.errors import StoppedError
+from ppocli.storage.run_folder import RunFolder
+from ppocli.tracking import trackers
 
 SAMPLES = [{"prompt": "the film", "response": "was good", "score": 1.5, "kl": None,
             "response_tokens": 2, "finished": True}]
@@ -165,8 +165,8 @@ KILLED = """
 import os, sys
 from pathlib import Path
 from ppocli.config.schema import TrackingConfig
-from ppocli.engine.run_folder import RunFolder
-from ppocli.engine.trackers import open_trackers
+from ppocli.storage.run_folder import RunFolder
+from ppocli.tracking.trackers import open_trackers
 
 with open_trackers(TrackingConfig(["wandb"]), RunFolder(Path(sys.argv[1]))) as (tracker,):
     tracker.row({"step": 0})

@@ -18,16 +18,16 @@ from sessions import fresh_state, rollout_of, session_of, small_config
 from torch.profiler import ProfilerActivity, profile
 from work import HIDDEN, INNER, LAYERS, VOCABULARY, Work, save_work_lm
 
-from ppocli.engine.clock import Moment, PhaseClock
-from ppocli.engine.evaluate import evaluate, evaluation_size
-from ppocli.engine.experience import to_experience
-from ppocli.engine.optimize import OptimizeResult, minibatches, optimize
-from ppocli.engine.records import Rollout
-from ppocli.engine.rollout import collect_rollout, generate_chunks, measure_chunk
-from ppocli.engine.session import Session
-from ppocli.engine.stop import StopFlag
-from ppocli.models.generation import SHRINK_AT
+from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import ROLLOUT
+from ppocli.sampling.decode_loop import SHRINK_AT
+from ppocli.tasks.ppo.evaluate import evaluate, evaluation_size
+from ppocli.tasks.ppo.experience import to_experience
+from ppocli.tasks.ppo.records import Rollout
+from ppocli.tasks.ppo.rollout import collect_rollout, generate_chunks, measure_chunk
+from ppocli.tasks.ppo.session import Session
+from ppocli.train.clock import Moment, PhaseClock
+from ppocli.train.optimize import OptimizeResult, minibatches, optimize
 
 KINDS = ("gpt2", "llama")
 PRODUCTS = {"gpt2": 2, "llama": 3}

@@ -1,0 +1,85 @@
+"""Builds ``builtin:randomwalks``: a small GPT-2 fitted to the benchmark's random walks."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+from ppocli.builtin import fitting
+from ppocli.builtin.randomwalks import WalkSettings, benchmark
+
+log = logging.getLogger(__name__)
+
+PAD, EOS = "<pad>", "<eos>"
+
+
+@dataclass(frozen=True, slots=True)
+class WalkModelSettings:
+    """Everything the fitted model is a function of. Size as in trlX's benchmark."""
+
+    walks: WalkSettings = field(default_factory=WalkSettings)
+    fit_seed: int = 31
+    layers: int = 6
+    width: int = 144
+    heads: int = 12
+    context: int = 32
+    epochs: int = 5
+    batch_size: int = 50
+    lr: float = 2.5e-3
+
+
+def walk_tokenizer(letters: str, context: int) -> PreTrainedTokenizerFast:
+    """One token a letter, then pad, then EOS (also BOS). Decoding joins without spaces.
+
+    A letter that is no node becomes pad, so a walk that starts there scores 0.
+    """
+    vocabulary = {token: place for place, token in enumerate([*letters, PAD, EOS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, unk_token=PAD, bos_token=EOS, eos_token=EOS,
+        padding_side="left", model_max_length=context, clean_up_tokenization_spaces=False)
+
+
+def build_randomwalks(folder: Path, settings: WalkModelSettings | None = None) -> float:
+    """Fit the model to the sampled walks and write it to ``folder``.
+
+    Walks end with EOS, at the goal as well as at full length.
+
+    Returns:
+        The mean loss over the last tenth of the steps, in nats per token.
+
+    Raises:
+        DiskError: the folder can't be written.
+    """
+    settings = settings or WalkModelSettings()
+    graph, walks = benchmark(settings.walks)
+    tokenizer = walk_tokenizer(graph.letters, settings.context)
+    pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
+    rows = [[*ids, eos] for ids in tokenizer(list(walks))["input_ids"]]
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_positions=settings.context, n_embd=settings.width,
+        n_layer=settings.layers, n_head=settings.heads, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0, bos_token_id=eos, eos_token_id=eos, pad_token_id=pad)
+    with fitting.own_seed(settings.fit_seed):
+        model = GPT2LMHeadModel(config)
+    batches = fitting.length_batches([len(row) for row in rows], settings.batch_size,
+                                     settings.epochs, settings.fit_seed)
+
+    def loss_at(step: int) -> torch.Tensor:
+        labels = fitting.pad_rows([rows[row] for row in batches[step]], fitting.IGNORED)
+        ids = labels.masked_fill(labels == fitting.IGNORED, pad)
+        loss: torch.Tensor = model(input_ids=ids, labels=labels, use_cache=False).loss
+        return loss
+
+    log.debug("fitting the random-walk model: %d parameters, %d steps",
+             model.num_parameters(), len(batches))
+    loss = fitting.fit(model, loss_at, steps=len(batches), lr=settings.lr, name="randomwalks")
+    fitting.save_folder(model, tokenizer, folder)
+    return loss

@@ -1,0 +1,255 @@
+"""Ranks that torchrun, accelerate, DeepSpeed or srun has started: how they begin and end together.
+
+Rank 0 composes, checks and makes the run folder; the others wait for its word. All go through one
+store, at the address that the launcher gave. What ends one of them is said once, and all leave
+with its exit code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ppocli.config.sayable import sayable
+from ppocli.config.schema import HardwareConfig, TrainConfig
+from ppocli.errors import ConfigError, PpocliError
+from ppocli.parallel.launchers import Launched
+from ppocli.storage.rank_outcomes import RankOutcome
+
+if TYPE_CHECKING:
+    from ppocli.display.console import DisplayMode
+
+# what a launcher provides: no problem if the words leave it out
+PROVIDED = frozenset({"hardware.rdzv_endpoint", "run_name"})
+# how long ranks wait for each other at the end, so that all leave with the same exit code
+_PARTING_SECONDS = 5.0
+_LOST = re.compile(r"gloo|NCCL|Connection (closed|reset)|Broken pipe|DistNetworkError",
+                   re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What rank 0 tells the others to take part in."""
+
+    run_dir: str
+    resume: bool
+    display: DisplayMode
+    as_nodes: bool
+    """each process is a node, which starts ranks of its own"""
+
+
+class Meeting:
+    """The store at which the ranks of a launcher meet. Opened when it is first used."""
+
+    def __init__(self, launched: Launched) -> None:
+        self.launched = launched
+        self._opened: Any = None
+
+    @property
+    def _store(self) -> Any:
+        if self._opened is None:
+            import torch.distributed as dist
+            from torch.distributed.rendezvous import rendezvous
+
+            # torch's own group finds the same server later
+            wait = timedelta(seconds=HardwareConfig().timeout_seconds)
+            store, _, _ = next(iter(rendezvous("env://", timeout=wait)))
+            again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            self._opened = dist.PrefixStore(f"ppocli-{again}", store)
+        return self._opened
+
+    def tell(self, start: Start | None) -> None:
+        """Rank 0: say what to take part in; None if there is nothing to do."""
+        self._store.set("start", json.dumps(None if start is None else asdict(start)))
+
+    def wait(self) -> Start | None:
+        """What rank 0 tells; None if there is nothing to do, or if rank 0 failed.
+
+        Raises:
+            PpocliError: nothing was told within the default of ``hardware.timeout_seconds``.
+        """
+        deadline = time.monotonic() + HardwareConfig().timeout_seconds
+        while not self._store.check(["start"]):
+            if self._store.check(["first"]):
+                return None
+            if time.monotonic() > deadline:
+                raise PpocliError("Rank 0 has not started the run.", where="RANK=0",
+                                  fix="see what it says")
+            time.sleep(0.05)
+        told = json.loads(self._store.get("start"))
+        return None if told is None else Start(**told)
+
+    def conclude(self, outcome: RankOutcome) -> int:
+        """Leave together: the exit code of the rank that failed first, once its message is said.
+
+        Rank 0 says it; if it can't, being stuck or dead, the rank that failed does.
+        """
+        for number in (signal.SIGTERM, signal.SIGINT):  # from launchers that see one rank leave
+            with suppress(ValueError):
+                signal.signal(number, signal.SIG_IGN)
+        try:
+            return self._conclude(outcome)
+        except RuntimeError:  # torch's: the store went away with rank 0, which said why
+            return outcome.code or 1
+
+    def _conclude(self, outcome: RankOutcome) -> int:
+        store = self._store
+        if outcome.code:
+            store.compare_set("first", "", json.dumps(asdict(outcome)))
+        if self.launched.first:
+            self._speak()
+        self._all_come("arrived")
+        code = 0
+        if store.check(["first"]):
+            self._speak()
+            code = int(json.loads(store.get("first"))["code"])
+        # the store may be in rank 0's process, which has to go last
+        if self.launched.first:
+            self._all_come("left")
+        else:
+            store.set(f"left-{self.launched.rank}", "1")  # without an answer, unlike add
+        return code
+
+    def _all_come(self, where: str) -> None:
+        """Wait until all ranks have come so far, but not for one that is dead or stuck."""
+        self._store.set(f"{where}-{self.launched.rank}", "1")
+        names = [f"{where}-{rank}" for rank in range(self.launched.world)]
+        deadline = time.monotonic() + _PARTING_SECONDS
+        while not self._store.check(names) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def _speak(self) -> None:
+        if not self._store.check(["first"]) or self._store.add("speakers", 1) > 1:
+            return
+        first = RankOutcome(**json.loads(self._store.get("first")))
+        with suppress(OSError, ValueError):
+            sys.stderr.write(_told(first))
+            sys.stderr.flush()
+
+
+def _told(first: RankOutcome) -> str:
+    """The message of what ended the run."""
+    if first.trace and _LOST.search(first.trace.splitlines()[-1]):
+        return sayable(f"Error: rank {first.rank} lost the connection to another rank: "
+                       f"{first.message.splitlines()[0]}\n  fix:   the launcher says what became "
+                       "of that one; go on from the last checkpoint: ppocli resume RUN\n")
+    if not first.message:  # of ranks that a node has started, which have said it
+        return ""
+    label = "Stopped" if first.code > 128 else "Error"
+    where = f"rank {first.rank}: " if first.trace else ""
+    return sayable(f"{first.trace}{label}: {where}{first.message}\n")
+
+
+def outcome_of(rank: int, work: Callable[[], object]) -> RankOutcome:
+    """What ``work`` comes to: errors of all kinds become an outcome, and its value nothing."""
+    code, message, trace = 0, "", ""
+    try:
+        work()
+    except PpocliError as error:
+        code, message = error.exit_code, str(error)
+    except KeyboardInterrupt:
+        code, message = 128 + signal.SIGINT, "interrupted"
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    except Exception as error:
+        code, message, trace = 1, f"{type(error).__name__}: {error}", traceback.format_exc()
+    return RankOutcome(rank, code, message, trace, time.time())
+
+
+def placed(config: TrainConfig, launched: Launched, given: frozenset[str],
+           environ: Mapping[str, str]) -> TrainConfig:
+    """The configuration with what the launcher has settled: how many processes, on what.
+
+    Args:
+        given: keys that a user has set, rather than a group of ``hardware`` or a run that goes on.
+
+    Raises:
+        ConfigError: a key that is given says something else than the launcher.
+    """
+    hardware, world = config.hardware, launched.world
+    as_nodes = launched.on_each_node and hardware.num_processes > 1
+    each = hardware.num_processes if as_nodes else launched.local_world or 0
+    nodes = world if as_nodes else world // each if each and world % each == 0 else 0
+    if nodes == 0:  # the launcher doesn't tell, or machines differ
+        told = hardware.num_nodes if "hardware.num_nodes" in given else 1
+        nodes = told if world % told == 0 else 1
+        each = world // nodes
+    settled = {"num_processes": each, "num_nodes": nodes}
+    wrong = [name for name, value in settled.items()
+             if f"hardware.{name}" in given and getattr(hardware, name) != value]
+    if wrong:
+        raise ConfigError(
+            "\n".join(f"hardware.{name} is {getattr(hardware, name)}, but {launched.by} has "
+                      f"started {world} processes on {_many(nodes)}, which makes it "
+                      f"{settled[name]}." for name in wrong),
+            where=", ".join(f"hardware.{name}" for name in wrong),
+            fix=f"leave it out: what {launched.by} has started counts; or start one process, and "
+                "ppocli starts the ranks")
+    endpoint = None
+    if as_nodes:
+        endpoint = hardware.rdzv_endpoint or f"{launched.address}:{launched.port + 1}"
+    device = _accelerate_device(config, environ)
+    return replace(config, hardware=replace(
+        hardware, num_processes=each, num_nodes=nodes, node_rank=0, rdzv_endpoint=endpoint,
+        device=device))
+
+
+def _accelerate_device(config: TrainConfig, environ: Mapping[str, str]) -> str:
+    """The device, once nothing that ``accelerate launch`` was told contradicts the configuration.
+
+    Names: ``huggingface/accelerate:src/accelerate/utils/launch.py``.
+    """
+    hardware = config.hardware
+    precision = environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    meant = {"no": "fp32", "fp32": "fp32"}.get(precision, precision)
+    found = []
+    if precision != "no" and meant != hardware.precision:
+        found.append(f"mixed precision {precision}, but hardware.precision is "
+                     f"{hardware.precision} (fp32 or bf16)")
+    if _on(environ, "ACCELERATE_USE_DEEPSPEED") and hardware.zero_stage == 0:
+        found.append("DeepSpeed, but hardware.zero_stage is 0 (hardware=zero2)")
+    for name, what in (("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_MEGATRON_LM", "Megatron")):
+        if _on(environ, name):
+            found.append(f"{what}, which ppocli does not use (hardware=zero3 shards weights)")
+    if environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
+        found.append("a dynamo backend, which ppocli does not use")
+    cpu = _on(environ, "ACCELERATE_USE_CPU")
+    if cpu and hardware.device == "cuda":
+        found.append("the CPU, but hardware.device is cuda")
+    if found:
+        raise ConfigError("\n".join(f"accelerate was told to use {text}." for text in found),
+                          where="accelerate launch", fix="make both say the same")
+    return "cpu" if cpu else hardware.device
+
+
+def _on(environ: Mapping[str, str], name: str) -> bool:
+    return environ.get(name, "false").lower() in ("1", "true", "yes", "y")
+
+
+def _many(nodes: int) -> str:
+    return "one machine" if nodes == 1 else f"{nodes} machines"
+
+
+def without_accelerate(environ: Mapping[str, str]) -> list[str]:
+    """Variables by which ``accelerate launch`` would go on to decide what the configuration says;
+    they were compared with it."""
+    return [name for name in environ if name.startswith(("ACCELERATE_", "FSDP_", "MEGATRON_LM_"))
+            and name != "ACCELERATE_DEBUG_MODE"]
+
+
+def start_of(run_dir: Path, resume: bool, display: DisplayMode, config: TrainConfig,
+             launched: Launched) -> Start:
+    """What all ranks take part in, now that the run folder is there."""
+    return Start(str(run_dir), resume, display,
+                 launched.on_each_node and config.hardware.num_processes > 1)

@@ -1,0 +1,307 @@
+"""Several processes of one run on this machine.
+
+``python -m ppocli.launching.elastic RUN_DIR [--resume]``.
+
+torch's elastic agent starts the ranks and ends them all when one fails. Signals go to the ranks,
+which stop together; the agent only waits. What each came to is read from a file of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from time import sleep
+from typing import Any
+
+from ppocli.config.resolved import (
+    CONFIG_FILE,
+    NEXT_CONFIG_FILE,
+    next_config,
+    read_config,
+    write_config,
+)
+from ppocli.config.schema import HardwareConfig, TrainConfig
+from ppocli.display.console import note_in_log
+from ppocli.parallel.interfaces import let_gloo_use
+from ppocli.parallel.stop import stop_when_closed
+from ppocli.storage.rank_outcomes import (
+    NODE_FAILED,
+    OUTCOMES,
+    RankOutcome,
+    asked_to_stop,
+    hand_on,
+    open_lifelines,
+    read_outcomes,
+    read_phase,
+    send,
+)
+from ppocli.storage.run_folder import RunFolder
+
+_GO_ON = "  fix:   go on from the last checkpoint: ppocli resume RUN\n"
+
+
+@dataclass(slots=True)
+class Job:
+    """The ranks of this machine, and what was seen of them from outside."""
+
+    hardware: HardwareConfig
+    node_rank: int = 0
+    failed: dict[int, int] = field(default_factory=dict)
+    """exit codes (negative: a signal) of ranks that failed before the agent ended the others"""
+    agent_error: str | None = None
+    """of torch's agent itself: another node is gone, or never came"""
+    elsewhere: bool = False
+    """whether it was another node that failed first"""
+    hung: list[int] = field(default_factory=list)
+    """ranks that had to be killed long after another one had failed"""
+
+    @property
+    def ranks(self) -> range:
+        """Numbers of the ranks that run here."""
+        first = self.node_rank * self.hardware.num_processes
+        return range(first, first + self.hardware.num_processes)
+
+    @property
+    def grace(self) -> int:
+        """Seconds that ranks have to leave by themselves when another one has failed."""
+        return min(self.hardware.timeout_seconds, 20)
+
+
+def _launch_config(cfg: TrainConfig, job: Job) -> Any:
+    from torch.distributed.launcher.api import LaunchConfig
+
+    hardware = cfg.hardware
+    several = hardware.num_nodes > 1
+    return LaunchConfig(
+        min_nodes=hardware.num_nodes, max_nodes=hardware.num_nodes,
+        nproc_per_node=hardware.num_processes, run_id=str(cfg.run_name), role="rank",
+        rdzv_backend="static" if several else "c10d",
+        rdzv_endpoint=hardware.rdzv_endpoint or "localhost:0",
+        rdzv_configs={"rank": job.node_rank, "timeout": hardware.timeout_seconds}
+        if several else {"timeout": hardware.timeout_seconds},
+        max_restarts=0, monitor_interval=0.1,
+        # ours go to the ranks; this one nobody sends, and none at all the agent complains of
+        signals_to_handle="SIGUSR2",
+        shutdown_timeout=job.grace)
+
+
+def run_ranks(run_dir: Path, words: Sequence[str]) -> int:
+    """Start the ranks, wait for them, say what ended them; returns the exit code.
+
+    Ranks whose memory ran out in a pass that all make together are started once more with half the
+    rows, from the last checkpoint or the beginning: as often as rows can be halved.
+    """
+    # the folder's configuration is node 0's
+    own = next((int(word.partition("=")[2]) for word in words
+                if word.startswith("--node-rank=")), None)
+    words = [word for word in words if not word.startswith("--node-rank=")]
+    # what it would say of a failed rank is said here, once
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    folders: list[Path] = []
+    with tempfile.TemporaryDirectory(prefix="ppocli-ranks-") as name, _no_word_left(run_dir):
+        while True:
+            folder = Path(name) / str(len(folders))
+            folder.mkdir()
+            folders.append(folder)
+            if len(folders) == 1:
+                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                    signal.signal(number, lambda got, _: hand_on(folders[-1], got))
+            elif asked_to_stop(folders[-2]):
+                break
+            cfg = read_config(next_config(run_dir) if "--resume" in words
+                              else run_dir / CONFIG_FILE)
+            job = Job(cfg.hardware, cfg.hardware.node_rank if own is None else own)
+            outcomes = _start(cfg, job, run_dir, words, folder)
+            code, said = conclude(job, outcomes,
+                                  {rank: read_phase(folder, rank) for rank in job.ranks})
+            told = next((outcome for outcome in outcomes if outcome.code == code), None)
+            if told is None or not told.word or cfg.hardware.num_nodes > 1:
+                break
+            try:
+                words = start_smaller(run_dir, cfg, words, told)
+            except OSError:  # a disk without room for the settings: what is known is said
+                break
+    if cfg.hardware.num_nodes > 1 and code not in (0, 128 + signal.SIGINT, 128 + signal.SIGTERM):
+        with suppress(OSError):
+            (run_dir / NODE_FAILED).write_text(f"{secrets.token_hex(4)} {job.node_rank}")
+    sys.stderr.write(said)
+    return code
+
+
+@contextmanager
+def _no_word_left(run_dir: Path) -> Iterator[None]:
+    """Settings that ranks were to start again with, and never came to take over, go away with a
+    run; those that a resumed one was asked for are whoever's who asked."""
+    there = (run_dir / NEXT_CONFIG_FILE).exists()
+    try:
+        yield
+    finally:
+        if not there:
+            (run_dir / NEXT_CONFIG_FILE).unlink(missing_ok=True)
+
+
+def start_smaller(run_dir: Path, cfg: TrainConfig, words: Sequence[str], told: RankOutcome
+                  ) -> list[str]:
+    """Put the word that a rank asks for into the settings of the next start, say and log it;
+    returns the words of that start."""
+    key, _, value = told.word.partition("=")
+    smaller: dict[str, Any] = {key.removeprefix("ppo."): int(value)}
+    resumed = "--resume" in words
+    write_config(replace(cfg, resume=cfg.resume if resumed else "auto",
+                         ppo=replace(cfg.ppo, **smaller)), run_dir / NEXT_CONFIG_FILE)
+    text = f"{told.message.splitlines()[0]}; all ranks start again with {told.word}"
+    sys.stderr.write(f"warning: {text}\n")
+    note_in_log(RunFolder(run_dir).log, text)
+    return [*words, *["--resume"] * (not resumed)]
+
+
+def _start(cfg: TrainConfig, job: Job, run_dir: Path, words: Sequence[str], folder: Path
+           ) -> list[RankOutcome]:
+    """Run the ranks to their end; what they said, the earliest first.
+
+    Args:
+        folder: where they leave it.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(cfg.hardware.num_threads or 1))
+    lifelines = open_lifelines(folder)
+    os.environ[OUTCOMES] = str(folder)
+    if job.node_rank == 0:
+        (run_dir / NODE_FAILED).unlink(missing_ok=True)  # of an earlier start
+    _watch(job, run_dir / NODE_FAILED, folder)
+    if cfg.hardware.num_nodes > 1 and cfg.hardware.rdzv_endpoint is not None:
+        let_gloo_use(cfg.hardware.rdzv_endpoint.rpartition(":")[0])
+    _launch(cfg, job, [str(run_dir), *words])
+    os.close(lifelines)
+    for path in folder.glob("pid-*"):  # nobody's any more, and some day someone else's
+        path.unlink()
+    return read_outcomes(folder)
+
+
+def _launch(cfg: TrainConfig, job: Job, words: list[str]) -> None:
+    """Run the workers to their end; what the agent sees of them goes into ``job``."""
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+    from torch.distributed.launcher.api import elastic_launch
+
+    try:
+        elastic_launch(_launch_config(cfg, job), sys.executable)(
+            "-m", "ppocli.launching.worker", *words)
+    except ChildFailedError as error:
+        job.failed.update({rank: failure.exitcode for rank, failure in error.failures.items()})
+    except (DistError, RendezvousError, TimeoutError) as error:
+        job.agent_error = f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _watch(job: Job, mark: Path, folder: Path) -> None:
+    """End the ranks of this machine that have not left some time after one of them, or another
+    node, has failed: those hang. Left alone they would keep this machine waiting for ever, or for
+    as long as torch's agent pleases.
+
+    Args:
+        mark: what a failed node leaves; empty or ``before`` as long as none has.
+    """
+    before = _content(mark)  # of an earlier start
+
+    def watch() -> None:
+        while not (elsewhere := _content(mark) not in ("", before)) and not any(
+                0 < outcome.code < 128 for outcome in read_outcomes(folder)):
+            sleep(0.2)
+        sleep(job.grace)
+        spoken = {outcome.rank for outcome in read_outcomes(folder)}
+        hung = [rank for rank in job.ranks if rank not in spoken and send(folder, rank, 0)]
+        job.elsewhere = elsewhere
+        job.hung.extend(hung)
+        for rank in hung:
+            send(folder, rank, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="ppocli-watch", daemon=True).start()
+
+
+def _content(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        # a run that came to nothing takes its folder away
+        return "" if path.parent.is_dir() else "gone"
+
+
+def conclude(job: Job, outcomes: list[RankOutcome], phases: dict[int, str]) -> tuple[int, str]:
+    """The exit code and the one message of the ranks of this machine.
+
+    A cause comes before its consequences: first what a rank knows of itself, then what killed one,
+    then who is silent, and only then that a connection broke.
+
+    Args:
+        outcomes: what the ranks said, the earliest first.
+        phases: where each was last; empty where that isn't known.
+    """
+    bad = [outcome for outcome in outcomes if outcome.code != 0]
+    if told := next((outcome for outcome in bad if not outcome.trace), None):
+        label = "Stopped" if told.code > 128 else "Error"
+        return told.code, f"{label}: {told.message}\n"
+    silent = [rank for rank in job.ranks if rank not in {outcome.rank for outcome in outcomes}]
+    # a rank that is killed for memory takes precedence over whatever that broke in the others
+    ends = {rank: code for rank, code in job.failed.items()
+            if rank in silent and rank not in job.hung}
+    if -signal.SIGKILL in ends.values():
+        rank = next(rank for rank, code in ends.items() if code == -signal.SIGKILL)
+        return 1, (f"Error: {_place(rank, phases)}: killed by SIGKILL (exit -9): probably out of "
+                   "memory; the other ranks were ended.\n"
+                   "  where: ppo.micro_batch_size, ppo.chunk_size, hardware.num_processes\n"
+                   f"{_GO_ON}")
+    if own := next((outcome for outcome in bad if not outcome.lost), None):
+        place = _place(own.rank, {own.rank: own.phase})
+        return own.code, f"{own.trace}Error: {place}: {own.message}\n"
+    if ends:
+        rank, code = next(iter(ends.items()))
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        return 1, f"Error: {_place(rank, phases)}: {how} and said nothing.\n{_GO_ON}"
+    return _unanswered(job, bad, silent, phases)
+
+
+def _place(rank: int, phases: dict[int, str]) -> str:
+    return f"rank {rank}, {phases.get(rank) or 'before its first phase'}"
+
+
+def _unanswered(job: Job, lost: list[RankOutcome], silent: list[int], phases: dict[int, str]
+                ) -> tuple[int, str]:
+    """As :func:`conclude`, where no rank knows more than that it heard nothing of another one."""
+    waited = f"within {job.hardware.timeout_seconds} seconds (hardware.timeout_seconds)"
+    if silent and (lost or job.hung):
+        who = "; ".join(_place(rank, phases) for rank in silent)
+        return 1, f"Error: {who}: no answer {waited}; all ranks were ended.\n{_GO_ON}"
+    if lost:
+        place = _place(lost[0].rank, {lost[0].rank: lost[0].phase})
+        reason = lost[0].message.splitlines()[0]
+        return 1, (f"Error: {place}: another rank is gone or gave no answer {waited}; what another "
+                   f"node says tells why.\n  where: {reason}\n{_GO_ON}")
+    if job.agent_error is not None:
+        return 1, (f"Error: node {job.node_rank}: the nodes lost each other, or did not meet "
+                   f"{waited}.\n  where: hardware.rdzv_endpoint={job.hardware.rdzv_endpoint} "
+                   f"({job.agent_error})\n  fix:   start the same command on all nodes; the "
+                   "address of node 0 must be reachable from each\n")
+    return 0, ""
+
+
+def main(argv: list[str]) -> int:
+    """``python -m ppocli.launching.elastic RUN_DIR [--resume] [--display=MODE] [--lifeline=FD]``;
+    returns the exit code."""
+    for word in argv:
+        if word.startswith("--lifeline="):
+            stop_when_closed(int(word.partition("=")[2]))
+    words = [word for word in argv if word.startswith("--") and not word.startswith("--lifeline")]
+    return run_ranks(Path(next(word for word in argv if not word.startswith("--"))), words)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

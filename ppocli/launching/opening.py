@@ -1,0 +1,109 @@
+"""A run's folder and configuration to a run that is ready for its next step."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from time import monotonic
+
+from ppocli.config.deepspeed import DEEPSPEED_FILE, deepspeed_config
+from ppocli.config.schema import TrainConfig
+from ppocli.display.console import Display, keep_log
+from ppocli.errors import CheckpointError
+from ppocli.parallel.backend import Backend
+from ppocli.parallel.stop import StopFlag
+from ppocli.runs.resumed import RUN_FILE, accept_settings
+from ppocli.storage.atomic import write_json_atomic
+from ppocli.storage.environment import ENV_FILE, describe
+from ppocli.storage.rank_outcomes import note_phase
+from ppocli.storage.run_folder import RunFolder
+from ppocli.tasks.ppo.session import PythonObjects, build_session
+from ppocli.train.clock import Moment, PhaseClock
+from ppocli.train.loop import Run, initial_state
+
+_PRODUCTS = "linear_layers"
+"""key of env.json"""
+
+
+def quiet_libraries() -> None:
+    """Let transformers say no more than errors."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # bars for reading a file are not news
+    transformers_logging.set_verbosity_error()  # what matters of a load is checked by us
+
+
+@contextmanager
+def open_run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects, backend: Backend,
+             stop: StopFlag, display: Display, *, resume: bool, began: Moment) -> Iterator[Run]:
+    """A run ready for its next step: everything loaded, its files open.
+
+    Args:
+        began: from when on its time is counted.
+
+    Raises:
+        PpocliError: something can't be loaded, or the checkpoint does not fit.
+    """
+    from ppocli.train import random_state as generators
+    from ppocli.train.metrics import open_recorder, silent_recorder, torch_versions
+    from ppocli.train.resume import restore
+    from ppocli.train.updates import close_engine
+
+    ranks = backend.ranks
+    # rewards draw from these: ranks must not draw alike
+    generators.seed(cfg.seed + ranks.rank)
+    note_phase("loading")
+    session = build_session(cfg, backend, objects)
+    state = fresh = initial_state(session)
+    run_id = ranks.first_does(lambda: _run_id(folder))
+    if resume:
+        state = restore(session, folder, run_id, fresh)
+        since = None if state is fresh else state.step
+        ranks.first_does(lambda: accept_settings(folder.path, since))
+    if ranks.first:
+        keep_log()
+        write_json_atomic(folder.path / ENV_FILE, {
+            "started": datetime.now(UTC).isoformat(timespec="seconds"), **describe(),
+            _PRODUCTS: "oneDNN" if backend.onednn else "torch"})
+        if cfg.hardware.zero_stage > 0:
+            write_json_atomic(folder.path / DEEPSPEED_FILE, deepspeed_config(cfg, ranks.world))
+    digest = hashlib.sha256(folder.config.read_bytes()).hexdigest()
+    with open_recorder(folder, cfg.tracking) if ranks.first else silent_recorder() as recorder:
+        run = Run(session, folder, run_id, digest, torch_versions(), stop, recorder, display,
+                  state, generators.capture(backend.device), saved_at=monotonic(),
+                  clock=PhaseClock(backend.device, began, display.marked))
+        try:
+            yield run
+        finally:
+            try:
+                run.saving.settle()
+            finally:
+                close_engine(session)
+
+
+def noted_products(folder: RunFolder) -> bool | None:
+    """Whether linear layers of a run that goes on multiplied through oneDNN; None where nothing
+    says so."""
+    try:
+        noted = json.loads((folder.path / ENV_FILE).read_text(encoding="utf-8"))[_PRODUCTS]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return bool(noted == "oneDNN")
+
+
+def _run_id(folder: RunFolder) -> str:
+    """The run's identity, made at its first start; checkpoints of other runs are refused."""
+    path = folder.path / RUN_FILE
+    if path.is_file():
+        try:
+            return str(json.loads(path.read_text())["run_id"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} is damaged: {error}", where=str(path),
+                                  fix="restore it from a copy, or start a new run") from error
+    run_id = secrets.token_hex(8)
+    write_json_atomic(path, {"run_id": run_id})
+    return run_id

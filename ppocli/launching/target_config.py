@@ -1,0 +1,82 @@
+"""The configuration under which a run, a checkpoint or a bare model is judged or asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ppocli.config.quoting import literal, quoted
+from ppocli.config.resolved import PYTHON_OBJECT
+from ppocli.config.schema import TrainConfig
+from ppocli.errors import ConfigError
+from ppocli.runs.target import Target
+from ppocli.storage.adapter_files import is_adapter, named_base
+
+
+def target_config(target: Target, words: Sequence[str] = (), *, needs_reward: bool,
+                  needs_prompts: bool) -> TrainConfig:
+    """What ``words`` make of the run's own configuration, or of the defaults for a bare model.
+
+    The model to start from (``model.path``), which KL is measured against, stays the run's; a bare
+    model is its own.
+
+    Args:
+        words: overrides, KEY=VALUE.
+        needs_reward, needs_prompts: whether the command can do without. A bare model then gets a
+            reward that is never called, or starts from the BOS token.
+
+    Raises:
+        ConfigError: wrong words; or the target brings no reward or prompts and ``words`` don't
+            either.
+    """
+    from ppocli.config.compose import compose
+
+    given = {word.lstrip("+~").partition("=")[0] for word in words}
+    if target.run_dir is not None:
+        base = [f"resume={quoted(str(target.run_dir))}"]
+    else:
+        base = ["ppo.num_steps=1", *_start_of(target.model)]
+        if needs_reward and not given & {"reward.fn", "reward.fns"} and not any(
+                name.startswith("reward.fns.") for name in given):
+            raise ConfigError(f"{target.name} is a model and brings no reward of its own.",
+                              where="--reward", fix="--reward module:function, or a built-in such "
+                              "as --reward length (arguments: reward.kwargs.NAME=VALUE)")
+        if needs_prompts and not given & {"prompts.path", "prompts.items", "prompts.eval.path",
+                                          "prompts.eval.items"}:
+            raise ConfigError(f"{target.name} is a model and brings no prompts of its own.",
+                              where="--prompts",
+                              fix="--prompts FILE (json, jsonl, csv, parquet or txt), a folder or "
+                              "a Hub data set (column: prompts.column=NAME)")
+        if not needs_reward:
+            base.append("reward.fn=length")
+    composition = compose([*base, *words])
+    if composition is None:
+        raise ConfigError("These words only print a configuration.", fix="leave out --cfg, --info")
+    config = composition.config
+    _refuse_objects(config, target, needs_reward, needs_prompts)
+    return replace(config, resume="never")
+
+
+def _start_of(model: str) -> list[str]:
+    """The words that name what a bare model started from: itself, but for an adapter its base."""
+    if not is_adapter(model):
+        return [f"model.path={literal(model)}"]
+    path, revision, _ = named_base(Path(model))
+    words = [f"model.path={literal(path)}"]
+    return words if revision is None else [*words, f"model.revision={literal(revision)}"]
+
+
+def _refuse_objects(config: TrainConfig, target: Target, needs_reward: bool, needs_prompts: bool
+                    ) -> None:
+    """A run started from Python may lack what its folder can't hold."""
+    lacking = []
+    if needs_reward and config.reward.fn == PYTHON_OBJECT:
+        lacking.append("--reward module:function")
+    if needs_prompts and PYTHON_OBJECT in (config.prompts.eval.path,
+                                           config.prompts.eval.path or config.prompts.path):
+        lacking.append("--prompts FILE")
+    if lacking:
+        raise ConfigError(f"{target.name} was started from Python with objects that its folder "
+                          "can't hold.", where=str(target.run_dir),
+                          fix="give " + " and ".join(lacking))

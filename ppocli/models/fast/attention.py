@@ -1,0 +1,118 @@
+"""Attention of the models that are trained: transformers' own ("sdpa"), and beside it packed rows,
+and on a CPU plain products for short sequences.
+
+torch's kernel for CPUs works through long sequences without keeping [T, T] probabilities; for short
+ones, and in bf16, two products and a softmax that keeps them are faster (benchmarks/RESULTS.md).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ppocli.models.fast.packing import gathered, packing_of, spread
+
+NAME = "ppocli"
+SHORT = {torch.float32: 128, torch.bfloat16: 256}
+"""most keys for which plain products are taken on a CPU"""
+_BEYOND = ("position_bias", "cache", "softcap", "s_aux")
+"""arguments that only transformers' own functions understand"""
+
+
+def use_attention(lm: Any) -> None:
+    """Make a model of transformers that would take "sdpa" take this attention."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    if getattr(lm.config, "_attn_implementation", None) != "sdpa":
+        return
+    settable = getattr(lm, "_can_set_attn_implementation", None)
+    if settable is not None and not settable():
+        return  # code of its own (Falcon); asked all the same, transformers warns
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    lm.set_attn_implementation(NAME)
+
+
+def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+              attention_mask: torch.Tensor | None, dropout: float = 0.0,
+              scaling: float | None = None, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    """What transformers asks of an attention function.
+
+    Args:
+        query: [B, H, T, D]; key and value [B, G, S, D] with G dividing H.
+        attention_mask: bool (true: attend) or added to the scores, [B or 1, 1, T, S]; None: causal
+            for several queries; or that of a :class:`ppocli.models.fast.packing.Packing`.
+
+    Returns:
+        [B, T, H, D], and no weights.
+    """
+    packing = packing_of(attention_mask)
+    if packing is not None:
+        query, key, value = (spread(heads, packing) for heads in (query, key, value))
+        attention_mask = None
+    if _is_short(query, key, attention_mask, dropout, kwargs):
+        causal = (attention_mask is None and query.shape[2] > 1
+                  and _is_causal(module, kwargs.get("is_causal")))
+        out = _by_products(query, key, value, attention_mask, scaling, causal)
+    else:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout,
+                                        scaling=scaling, **kwargs)
+    return (out if packing is None else gathered(out, packing)), None
+
+
+def _is_causal(module: torch.nn.Module, wanted: bool | None) -> bool:
+    return bool(getattr(module, "is_causal", True)) if wanted is None else wanted
+
+
+def _is_short(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, dropout: float,
+              others: dict[str, Any]) -> bool:
+    """Whether plain products serve, and are faster."""
+    if query.device.type != "cpu" or dropout or any(others.get(n) is not None for n in _BEYOND):
+        return False
+    queries, keys = query.shape[2], key.shape[2]
+    if mask is None and queries not in (1, keys):
+        return False  # which keys a query sees is then a matter of conventions
+    if mask is not None and (mask.shape[1] != 1 or mask.shape[-1] != keys):
+        return False
+    kind = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
+    return queries == 1 or keys <= SHORT.get(kind, 0)
+
+
+def _by_products(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+                 mask: torch.Tensor | None, scaling: float | None, causal: bool) -> torch.Tensor:
+    """softmax(q k^T scaling + mask) v, the query heads of a group side by side."""
+    rows, heads, queries, depth = query.shape
+    groups, keys = key.shape[1], key.shape[2]
+    share = heads // groups
+    flat = query.reshape(rows * groups, share * queries, depth)
+    scores = torch.baddbmm(
+        _bias(mask, causal, query, groups, share, keys), flat,
+        key.reshape(rows * groups, keys, depth).transpose(1, 2),
+        alpha=depth**-0.5 if scaling is None else scaling)
+    weights = torch.softmax(scores, -1)
+    out = torch.bmm(weights, value.reshape(rows * groups, keys, value.shape[3]).to(weights.dtype))
+    return out.view(rows, heads, queries, -1).transpose(1, 2)
+
+
+def _bias(mask: torch.Tensor | None, causal: bool, query: torch.Tensor, groups: int, share: int,
+          keys: int) -> torch.Tensor:
+    """What is added to the scores; broadcasts to [B * G, H / G * T, S]. A query of padding may see
+    no key at all, so what hides a key is finite."""
+    rows, _, queries, _ = query.shape
+    dtype = query.dtype
+    hidden = torch.finfo(torch.bfloat16).min  # finite in fp32, and once autocast has rounded it
+    if mask is None:
+        if not causal:
+            return query.new_zeros(1, 1, 1)
+        square = torch.full((queries, keys), hidden, dtype=dtype).triu_(1)
+        return square.repeat(share, 1)[None]
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, hidden)
+    else:  # which may hide keys by -inf, or by a number that rounds to it
+        mask = mask.to(dtype).clamp(min=hidden)
+    mask = mask.expand(rows, groups, queries, keys).reshape(rows * groups, queries, keys)
+    return mask.repeat(1, share, 1) if share > 1 else mask

@@ -1,0 +1,84 @@
+"""The layers below the first one that trains: what they make of a sample stays the same until the
+next rollout, so they are run once for all passes over it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from ppocli.models.layer_stack import Border
+from ppocli.models.layout import SequenceBatch
+from ppocli.models.policy import Policy
+from ppocli.models.reference import trunk_border
+from ppocli.models.value_function import ValueBranch
+from ppocli.models.virtual_tokens import num_virtual_tokens
+
+
+def border_of(policy: Policy) -> Border | None:
+    """The border of a policy that trains its top layers only; None where all layers train, or a
+    layer that must be run lies below."""
+    lm = policy.lm
+    if num_virtual_tokens(lm):
+        return None
+    try:
+        layer, as_tuple = trunk_border(lm)
+    except ValueError:  # layers that are no plain sequence
+        return None
+    branches = isinstance(policy.value_trunk, ValueBranch) and policy.value_trunk.start < layer
+    return None if layer == 0 or branches else Border(layer, as_tuple)
+
+
+def split_rows(states: torch.Tensor, batch: SequenceBatch, lengths: list[int]
+               ) -> list[torch.Tensor]:
+    """[b, T, D] states of a batch, packed or not, as [n, D] for each of its rows.
+
+    Args:
+        lengths: tokens of each row.
+    """
+    if batch.packing is not None:
+        return list(states[0].split([*lengths, states.shape[1] - sum(lengths)]))[:len(lengths)]
+    return [row[:count] for row, count in zip(states, lengths, strict=True)]
+
+
+def joined_rows(rows: list[torch.Tensor], batch: SequenceBatch) -> torch.Tensor:
+    """The opposite of :func:`split_rows`; zeros fill up."""
+    if batch.packing is None:
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    flat = torch.cat(rows)
+    missing = batch.tokens.shape[1] - len(flat)
+    return (torch.nn.functional.pad(flat, (0, 0, 0, missing)) if missing else flat)[None]
+
+
+@dataclass(slots=True)
+class BottomStates:
+    """What enters the border, of the samples of one rollout."""
+
+    border: Border
+    most: int
+    """bytes that may be kept; what goes beyond is computed again each time"""
+    rows: list[torch.Tensor | None]
+    """[n, D] of each sample, without gradient; None where it is not known"""
+    held: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.held = sum(_size(row) for row in self.rows if row is not None)
+
+    def of(self, chosen: list[int], batch: SequenceBatch) -> torch.Tensor | None:
+        """Of these samples, laid out as their ``batch`` is; None unless all are known."""
+        rows = [row for i in chosen if (row := self.rows[i]) is not None]
+        return joined_rows(rows, batch) if len(rows) == len(chosen) else None
+
+    def keep(self, chosen: list[int], lengths: list[int], batch: SequenceBatch,
+             states: torch.Tensor) -> None:
+        """Keep what entered the border for these samples, if there is room."""
+        if self.held + _size(states) > self.most:
+            return
+        for i, row in zip(chosen, split_rows(states.detach(), batch, lengths), strict=True):
+            if self.rows[i] is None:
+                self.rows[i] = row
+                self.held += _size(row)
+
+
+def _size(states: torch.Tensor) -> int:
+    return states.numel() * states.element_size()

@@ -1,0 +1,240 @@
+"""Adapters of PEFT on a frozen causal LM: attached, switched off, saved, loaded, merged.
+
+The causal LM keeps its own class: LoRA's layers stand inside it, virtual tokens become a part of
+it. PEFT's model around it is kept for what PEFT knows best, the format of its files.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ppocli.errors import CheckpointError, ConfigError, InputError
+from ppocli.models.digest import tensors_digest
+from ppocli.models.virtual_tokens import VirtualTokens, add_virtual_tokens, switch_virtual_tokens
+from ppocli.storage.adapter_files import BASE, WEIGHTS, BaseIdentity
+
+_ADAPTER_PARTS = ("modules_to_save", "virtual_tokens")
+_WRAPPING_PARTS = ("base_layer", "original_module")
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter on a causal LM."""
+
+    model: Any
+    """PEFT's model around the causal LM"""
+    base: BaseIdentity
+
+    @property
+    def kind(self) -> str:
+        """``LORA``, ``PREFIX_TUNING`` or ``PROMPT_TUNING``."""
+        return str(self.model.active_peft_config.peft_type.value)
+
+    @property
+    def can_merge(self) -> bool:
+        """Whether the base's own weights can take it in."""
+        return not self.model.active_peft_config.is_prompt_learning
+
+
+def base_tensors(lm: Any) -> dict[str, torch.Tensor]:
+    """The weights and buffers of a causal LM without its adapter, by the names of a bare one."""
+    found = {}
+    for name, tensor in lm.state_dict(keep_vars=True).items():
+        parts = name.split(".")
+        if not any(part.startswith("lora_") or part in _ADAPTER_PARTS for part in parts):
+            found[".".join(part for part in parts if part not in _WRAPPING_PARTS)] = tensor
+    return found
+
+
+def identify(lm: Any, path: str, revision: str | None) -> BaseIdentity:
+    """The identity of a bare causal LM's weights as they are in memory."""
+    quantized = getattr(lm, "quantization_method", None)
+    storage = str(quantized or lm.dtype).removeprefix("torch.")
+    return BaseIdentity(path, revision, storage, tensors_digest(lm.state_dict()))
+
+
+def peft_config(kind: str, settings: Mapping[str, Any], *, pair: bool, revision: str | None,
+                tokenizer: str) -> Any:
+    """PEFT's configuration of an adapter.
+
+    Args:
+        kind: lora, prefix or prompt.
+        pair: for an encoder-decoder.
+        tokenizer: whose words a ``prompt_tuning_init_text`` is made of.
+
+    Raises:
+        ConfigError: PEFT refuses the settings, or the model is no causal one.
+    """
+    import peft
+
+    classes = {"lora": peft.LoraConfig, "prefix": peft.PrefixTuningConfig,
+               "prompt": peft.PromptTuningConfig}
+    if pair and kind != "lora":
+        raise ConfigError(f"An encoder-decoder takes no {kind} adapter here.",
+                          where="model.peft.type", fix="set model.peft.type=lora")
+    given = dict(settings)
+    if str(given.get("prompt_tuning_init", "")).upper() == "TEXT":
+        given.setdefault("tokenizer_name_or_path", tokenizer)
+    try:
+        return classes[kind](task_type="SEQ_2_SEQ_LM" if pair else "CAUSAL_LM", revision=revision,
+                             **given)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"PEFT refuses the adapter: {error}", where="model.peft",
+                          fix="see the fields of its configuration in PEFT's documentation"
+                          ) from error
+
+
+def attach(lm: Any, config: Any, *, seed: int) -> Any:
+    """Freeze a causal LM and put a new adapter on it, fp32, the same for the same seed.
+
+    Returns:
+        PEFT's model around it.
+
+    Raises:
+        ConfigError: the adapter doesn't fit the model.
+    """
+    try:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model = _wrap(lm, config)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"The adapter does not fit {type(lm).__name__}: {error}",
+                          where="model.peft", fix="for LoRA name the layers: "
+                          "model.peft.target_modules=[NAME,...]") from error
+    _refuse_changed_head(lm)
+    for parameter in lm.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return model
+
+
+def _wrap(lm: Any, config: Any) -> Any:
+    from peft import PeftModelForCausalLM, PeftModelForSeq2SeqLM
+    from transformers.pytorch_utils import Conv1D
+
+    if hasattr(config, "fan_in_fan_out") and any(isinstance(m, Conv1D) for m in lm.modules()):
+        config.fan_in_fan_out = True  # PEFT would set it too, with a warning for every layer
+    config.base_model_name_or_path = lm.config.name_or_path or None
+    with warnings.catch_warnings():
+        # of several adapters on one model, which is not the case; and of old names in transformers
+        warnings.filterwarnings("ignore", category=UserWarning, module="peft")
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        pair = config.task_type == "SEQ_2_SEQ_LM"
+        model = (PeftModelForSeq2SeqLM if pair else PeftModelForCausalLM)(lm, config)
+    if config.is_prompt_learning:
+        in_cache = config.peft_type.value == "PREFIX_TUNING"
+        add_virtual_tokens(lm, VirtualTokens(model, in_cache=in_cache))
+    return model
+
+
+def attach_again(lm: Any, adapter: Adapter) -> None:
+    """Give a causal LM without weights the modules that ``adapter`` has, without weights too."""
+    import copy
+
+    _wrap(lm, copy.deepcopy(adapter.model.active_peft_config))
+
+
+def _refuse_changed_head(lm: Any) -> None:
+    """Logits are computed from the output embedding's own weights, only where they are needed."""
+    head = lm.get_output_embeddings()
+    if any(part.startswith("lora_") or part in _ADAPTER_PARTS or part == "original_module"
+           for name, _ in head.named_parameters() for part in name.split(".")):
+        raise ConfigError("The adapter covers the output embedding, which ppocli can't train so.",
+                          where="model.peft.target_modules, model.peft.modules_to_save",
+                          fix="leave it out, and the input embedding that is tied to it")
+
+
+@contextmanager
+def adapter_off(lm: Any) -> Iterator[Any]:
+    """The causal LM as it is without its adapter, for passes without gradients."""
+    _switch(lm, False)
+    try:
+        yield lm
+    finally:
+        _switch(lm, True)
+
+
+def _switch(lm: Any, enabled: bool) -> None:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import AuxiliaryTrainingWrapper
+
+    switch_virtual_tokens(lm, enabled)
+    trains = {name: p.requires_grad for name, p in lm.named_parameters()}
+    for module in lm.modules():
+        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+            module.enable_adapters(enabled)
+    for name, parameter in lm.named_parameters():  # PEFT changes them on the way
+        parameter.requires_grad_(trains[name])
+
+
+def adapter_tensors(adapter: Adapter) -> dict[str, torch.Tensor]:
+    """The adapter's weights by the names that PEFT writes."""
+    from peft import get_peft_model_state_dict
+
+    found = get_peft_model_state_dict(adapter.model, save_embedding_layers=False)
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in found.items()}
+
+
+def describe_adapter(adapter: Adapter, folder: Path) -> None:
+    """Write what goes with an adapter's weights: PEFT's configuration, and which base it belongs
+    to."""
+    import copy
+
+    config = copy.deepcopy(adapter.model.active_peft_config)
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
+    (folder / BASE).write_text(json.dumps(asdict(adapter.base), indent=2) + "\n", encoding="utf-8")
+
+
+def fill_adapter(adapter: Adapter, tensors: dict[str, torch.Tensor], where: str) -> None:
+    """Put saved weights in place of an adapter's.
+
+    Raises:
+        CheckpointError: names or shapes are not those of this adapter.
+    """
+    from peft import set_peft_model_state_dict
+
+    own = {name: tuple(tensor.shape) for name, tensor in adapter_tensors(adapter).items()}
+    saved = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    wrong = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
+    if wrong:
+        name = wrong[0]
+        raise CheckpointError(
+            f"The adapter in {where} does not fit: {name} is {saved.get(name, 'not there')} in the "
+            f"file, {own.get(name, 'not there')} here.", where="model.peft",
+            fix="use the model.peft that it was trained with")
+    set_peft_model_state_dict(adapter.model, tensors)
+
+
+def load_adapter(lm: Any, folder: Path, base: BaseIdentity) -> Adapter:
+    """Put a saved adapter on its base, frozen.
+
+    Raises:
+        InputError: the files are missing, damaged, or of an adapter of another kind.
+        CheckpointError: the adapter doesn't fit the base.
+    """
+    import peft
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        config = peft.PeftConfig.from_pretrained(str(folder))
+        tensors = load_file(folder / WEIGHTS)
+    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
+        raise InputError(f"The adapter in {folder} can't be loaded: {error}", where=str(folder),
+                         fix="copy the folder again") from error
+    config.inference_mode = True
+    adapter = Adapter(attach(lm, config, seed=0), base)
+    fill_adapter(adapter, tensors, str(folder))
+    for parameter in lm.parameters():
+        parameter.requires_grad_(False)
+    lm.eval()
+    return adapter

@@ -1,0 +1,392 @@
+"""From a name or a folder to a tokenizer and a language model. What transformers lets pass is
+checked: a tokenizer without vocabulary, missing weights, ids beyond the embedding."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ppocli.config.adapters import adapter_kind, adapter_settings
+from ppocli.config.schema import HardwareConfig, ModelConfig
+from ppocli.errors import CheckpointError, ConfigError, InputError, PpocliError
+from ppocli.models.decoding_method import Decoding, costs_of, decoding_of
+from ppocli.models.fast.kernels import use_kernels
+from ppocli.models.layer_stack import whole_shape
+from ppocli.models.layout import SequenceBatch
+from ppocli.models.loading.adapters import Adapter, attach, identify, load_adapter, peft_config
+from ppocli.models.loading.model_config import check_room, first_line
+from ppocli.models.loading.quantization import quantized
+from ppocli.models.trunk import decoder_start, has_encoder, logit_scale, response_hidden
+from ppocli.models.virtual_tokens import num_virtual_tokens
+from ppocli.sampling.trial_decoding import try_decoding
+from ppocli.storage.adapter_files import BASE, CONFIG, is_adapter, named_base
+from ppocli.storage.model_files import find_model
+
+log = logging.getLogger("ppocli")
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedLM:
+    """A causal LM or an encoder-decoder, ready for PPO."""
+
+    lm: Any
+    """eval mode, dropout rates zero; every parameter that trains is fp32"""
+    export_config: Any
+    """its configuration as it came, to be saved with the trained weights"""
+    generation_config: Any
+    """its own generation defaults; read for EOS ids and saved again, never used to sample"""
+    decoder_start: int | None
+    """the token that the decoder of an encoder-decoder starts from; None for a causal LM"""
+    adapter: Adapter | None = None
+    """what trains on it in its place"""
+    kernels: bool = False
+    """whether it computes as :func:`ppocli.models.fast.kernels.use_kernels` has it"""
+
+
+def load_tokenizer(cfg: ModelConfig) -> Any:
+    """The policy's tokenizer, padding side and pad token set.
+
+    Raises:
+        InputError: none found, empty, or unreadable.
+    """
+    from transformers import AutoTokenizer
+
+    key = "model.tokenizer_path" if cfg.tokenizer_path else "model.path"
+    name = cfg.tokenizer_path or cfg.path
+    source, _ = find_model(name, key=key, revision=cfg.revision, needs="tokenizer")
+    revision = cfg.revision if cfg.tokenizer_path is None else None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision,
+                                                  trust_remote_code=cfg.trust_remote_code)
+    except Exception as error:  # transformers raises many kinds here, all about the folder
+        raise InputError(f"The tokenizer of {name} can't be loaded: {first_line(error)}",
+                         where=key, fix="give a tokenizer folder: model.tokenizer_path=/path"
+                         ) from error
+    if len(tokenizer) == 0 or tokenizer.vocab_size == 0:
+        raise InputError(f"No tokenizer in {name} (expected tokenizer.json or a vocabulary file).",
+                         where=key, fix="save the tokenizer there, or set "
+                         "model.tokenizer_path=/path")
+    tokenizer.padding_side = "left"
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise InputError(f"The tokenizer of {name} has neither a pad nor an EOS token.",
+                             where=key, fix="add one with tokenizer.add_special_tokens and save it")
+        tokenizer.pad_token = tokenizer.eos_token
+        log.info("The tokenizer has no pad token: its EOS %r pads (masks come from lengths).",
+                 tokenizer.eos_token)
+    return tokenizer
+
+
+def without_dropout(config: Any) -> Any:
+    """A copy of ``config`` whose dropout rates are 0: the ratio must be 1 before the first update,
+    also in train mode, which gradient checkpointing needs. RWKV's rescaling is off too: it guards
+    fp16, and divides the weights themselves for eval mode, as which they would be saved."""
+    quiet = copy.deepcopy(config)
+    for name, value in vars(config).items():
+        if isinstance(value, float) and "drop" in name:
+            setattr(quiet, name, 0.0)
+    if getattr(quiet, "rescale_every", 0):
+        quiet.rescale_every = 0
+    return quiet
+
+
+def silence_dropout(module: torch.nn.Module) -> None:
+    """What a nested configuration may have turned on all the same."""
+    for part in module.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.0
+
+
+def load_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32,
+            key: str = "model.path") -> LoadedLM:
+    """Load ``cfg.path`` with every weight found in its files.
+
+    Args:
+        key: where the path comes from, for messages.
+
+    Raises:
+        InputError: folder or Hub model missing or broken, neither a causal LM nor an
+            encoder-decoder, weights missing, or an architecture whose logits are not a plain linear
+            map of its trunk.
+    """
+    from transformers import AutoConfig, GenerationConfig
+
+    source, is_folder = find_model(cfg.path, key=key, revision=cfg.revision, needs="model",
+                                   adapters=True)
+    if is_folder and is_adapter(source):
+        return _load_on_base(cfg, Path(source), dtype)
+    hub = {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code}
+    attention = {"attn_implementation": cfg.attn_implementation} if cfg.attn_implementation else {}
+    try:
+        config = AutoConfig.from_pretrained(source, **hub)
+        loaded: Any = _kind_of(cfg, config, key).from_pretrained(
+            source, config=without_dropout(config), dtype=dtype, output_loading_info=True,
+            **hub, **attention, **quantized(cfg))
+        lm, info = loaded
+    except PpocliError:
+        raise
+    except Exception as error:  # transformers raises many kinds here, all about the folder
+        raise InputError(f"The model {cfg.path} can't be loaded: {first_line(error)}",
+                         where=key, fix="check the folder's config.json and "
+                         "model.safetensors, or give another one") from error
+    check_complete(info, type(lm).__name__, cfg.path, key)
+    made = _ready(cfg, lm, config, copy.deepcopy(lm.generation_config) or GenerationConfig())
+    _check_linear_head(lm, cfg.path, key)
+    _find_decoding(lm, made.decoder_start, cfg.path, key)
+    return made
+
+
+def check_complete(info: dict[str, Any], kind: str, name: str, key: str) -> None:
+    """Refuse a checkpoint without all weights of the model.
+
+    Args:
+        info: what transformers says of the loading.
+        kind, name: of the model.
+        key: that names it.
+    """
+    missing = sorted(info["missing_keys"]) + sorted(str(m) for m in info["mismatched_keys"])
+    if missing:
+        raise InputError(f"{name} lacks {len(missing)} weights that {kind} needs (the first: "
+                         f"{missing[0]}); they would be random.", where=key,
+                         fix="give a complete checkpoint")
+
+
+def _ready(cfg: ModelConfig, lm: Any, config: Any, generation_config: Any) -> LoadedLM:
+    start = decoder_start(lm)
+    kernels = cfg.attn_implementation is None
+    if kernels:
+        use_kernels(lm)
+    # the ids are checked by us; transformers' own padding check would synchronise at every call
+    lm.config.pad_token_id = None
+    lm.eval()
+    silence_dropout(lm)
+    return LoadedLM(lm, config, generation_config, start, kernels=kernels)
+
+
+def empty_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, key: str = "model.path"
+             ) -> LoadedLM:
+    """What :func:`load_lm` gives, before it has read any weights: parameters are on the meta
+    device, and the values of buffers are not to be relied on.
+
+    Raises:
+        InputError: the model's configuration can't be read.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, GenerationConfig
+
+    source, _ = find_model(cfg.path, key=key, revision=cfg.revision, needs="model")
+    trust = cfg.trust_remote_code
+    attention = {"attn_implementation": cfg.attn_implementation} if cfg.attn_implementation else {}
+    try:
+        config = AutoConfig.from_pretrained(source, revision=cfg.revision, trust_remote_code=trust)
+        with init_empty_weights(include_buffers=False):
+            lm = _kind_of(cfg, config, key).from_config(
+                without_dropout(config), dtype=dtype, trust_remote_code=trust, **attention)
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"The model {cfg.path} can't be loaded: {first_line(error)}", where=key,
+                         fix="check the folder's config.json") from error
+    lm.tie_weights()  # which making it without weights has undone
+    return _ready(cfg, lm, config, GenerationConfig())
+
+
+def _kind_of(cfg: ModelConfig, config: Any, key: str) -> Any:
+    """transformers' class for an encoder-decoder, or for a causal language model."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    return AutoModelForSeq2SeqLM if _check_arch(cfg, config, key) else AutoModelForCausalLM
+
+
+def _check_arch(cfg: ModelConfig, config: Any, key: str) -> bool:
+    """Whether the model is an encoder-decoder, as ``model.arch`` says or its configuration."""
+    pair = bool(getattr(config, "is_encoder_decoder", False))
+    wanted = {"auto": pair, "causal": False, "seq2seq": True}[cfg.arch]
+    if wanted != pair:
+        what = "an encoder-decoder" if pair else "a causal language model"
+        raise InputError(f"{cfg.path} is {what} ({config.model_type}), not {cfg.arch}.",
+                         where="model.arch" if key == "model.path" else key,
+                         fix="set model.arch=auto, or give another model")
+    return pair
+
+
+def load_policy(cfg: ModelConfig, hardware: HardwareConfig, seed: int) -> LoadedLM:
+    """The model that a training starts from, with a new adapter on it where one is asked for.
+
+    Raises:
+        InputError: as :func:`load_lm`; or ``model.path`` is an adapter itself.
+        ConfigError: the adapter doesn't fit the model.
+    """
+    kind = adapter_kind(cfg)
+    if kind is None:
+        loaded = load_lm(cfg)
+    else:
+        loaded = load_lm(cfg, dtype=DTYPES[cfg.dtype or hardware.precision])
+    say_decoding(loaded.lm)
+    if loaded.adapter is not None:
+        raise InputError(f"{cfg.path} holds only an adapter.", where="model.path",
+                         fix=f"merge it into its base first: ppocli export {cfg.path} --merge "
+                         "-o FOLDER, then model.path=FOLDER")
+    if kind is None:
+        return loaded
+    base = identify(loaded.lm, cfg.path, cfg.revision)
+    config = peft_config(kind, adapter_settings(cfg), pair=has_encoder(loaded.lm),
+                         revision=cfg.revision, tokenizer=loaded.lm.config.name_or_path)
+    _check_steps(loaded.lm, virtual=kind != "lora")
+    model = attach(loaded.lm, config, seed=seed)
+    check_room(loaded.lm)
+    return replace(loaded, adapter=Adapter(model, base))
+
+
+def load_judged(cfg: ModelConfig, hardware: HardwareConfig) -> LoadedLM:
+    """A policy to be judged; the base of an adapter in the type that a training holds it in."""
+    frozen = is_adapter(cfg.path) and cfg.quantization is None
+    loaded = load_lm(cfg, dtype=DTYPES[cfg.dtype or hardware.precision] if frozen
+                     else torch.float32)
+    say_decoding(loaded.lm)
+    return loaded
+
+
+def _load_on_base(cfg: ModelConfig, folder: Path, dtype: torch.dtype) -> LoadedLM:
+    """An adapter's folder: its base, as it names it, with the adapter on it."""
+    path, revision, known = named_base(folder)
+    try:
+        loaded = load_lm(replace(cfg, path=path, revision=revision), dtype=dtype)
+    except InputError as error:
+        raise InputError(f"The base of the adapter in {folder} can't be loaded: {error.what}",
+                         where=str(folder / (BASE if known else CONFIG)),
+                         fix=f"name the base there as it is called now; {error.fix}") from error
+    if loaded.adapter is not None:
+        raise InputError(f"The base of the adapter in {folder} is an adapter itself: {path}.",
+                         where=str(folder), fix="merge that one into its base")
+    base = identify(loaded.lm, path, revision)
+    if known is not None and known.storage == base.storage and known.digest != base.digest:
+        raise CheckpointError(f"{path} is not the model that the adapter in {folder} was trained "
+                              "on: its weights have changed.", where=str(folder / BASE),
+                              fix="put the model back, or name it there as it is called now")
+    adapter = load_adapter(loaded.lm, folder, base)
+    _check_steps(loaded.lm, virtual=num_virtual_tokens(loaded.lm) > 0)
+    return replace(loaded, adapter=adapter)
+
+
+def _find_decoding(lm: Any, start: int | None, name: str, key: str) -> None:
+    """Make the model decode in the fastest way that is right for it. Where none is, its passes give
+    a token other probabilities than it was sampled with, and ratios would mean nothing."""
+    if try_decoding(lm, start) is None:
+        raise InputError(f"{type(lm).__name__} ({name}) gives a token other probabilities when it "
+                         "is sampled than in one pass over prompt and response: its states look "
+                         "ahead, or depend on the rows beside; ppocli can't train it.", where=key,
+                         fix="use a causal language model")
+
+
+def _check_steps(lm: Any, *, virtual: bool) -> None:
+    """Refuse virtual tokens before prompts that are handed to transformers' loop, which would leave
+    them out."""
+    if virtual and decoding_of(lm) is not Decoding.STEPS:
+        raise ConfigError(f"Prefix and prompt tuning need ppocli's own loop, and it can't step "
+                          f"{type(lm).__name__}.", where="model.peft.type",
+                          fix="set model.peft.type=lora, or train all weights")
+
+
+def say_decoding(lm: Any) -> None:
+    """Tell of a model that is about to sample what it costs that it can't be stepped."""
+    costs = costs_of(lm)
+    if costs is not None:
+        log.info("%s", costs)
+
+
+@torch.no_grad()
+def _check_linear_head(lm: Any, name: str, key: str) -> None:
+    """The engine computes logits as head(trunk(x)), only where they are needed. A model that adds
+    more (soft caps, scaling) would be trained on wrong probabilities."""
+    probe = torch.zeros(1, 2, dtype=torch.long, device=lm.device)
+    head = lm.get_output_embeddings()
+    if head is not None and (lm.base_model is not lm or has_encoder(lm)):
+        both = torch.arange(2, device=lm.device)
+        given: dict[str, Any] = {"input_ids": probe}
+        batch = SequenceBatch(probe, both, both)
+        if has_encoder(lm):
+            given["decoder_input_ids"] = probe
+            batch = SequenceBatch(probe, both, both, probe, torch.ones_like(probe))
+        # some keep their states in fp32 beside weights in bf16
+        hidden = response_hidden(lm, batch).to(head.weight.dtype)
+        ours = (head(hidden) * logit_scale(lm)).float()[None]
+        theirs = lm(use_cache=False, **given).logits.float()
+        if ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3):
+            return
+    raise InputError(f"{type(lm).__name__} ({name}) does not compute its logits as a linear map of "
+                     "its trunk's output; ppocli can't train it.", where=key,
+                     fix="use a language model of another architecture")
+
+
+def check_vocabulary(tokenizer: Any, lm: Any, cfg: ModelConfig, *, key: str | None = None) -> None:
+    """Refuse a tokenizer that can produce ids the model has no embedding for."""
+    highest = max(tokenizer.get_vocab().values(), default=-1)
+    rows = whole_shape(lm.get_input_embeddings().weight)[0]
+    if highest >= rows:
+        raise InputError(f"The tokenizer of {cfg.tokenizer_path or cfg.path} has ids up to "
+                         f"{highest}, the model {cfg.path} embeds only {rows}.",
+                         where=key or ("model.tokenizer_path" if cfg.tokenizer_path
+                                       else "model.path"),
+                         fix="use the tokenizer the model was trained with")
+
+
+def stop_rules(tokenizer: Any, loaded: LoadedLM, extra_ids: list[int], sequences: list[str]
+               ) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The ids and the texts that end a response.
+
+    A stop sequence that is one token of its own (``<|im_end|>``) becomes an id: such tokens are
+    left out of decoded text, where it would never be found.
+    """
+    own = tokenizer.get_added_vocab()
+    ids = [own[s] for s in sequences if s in own]
+    return (stop_token_ids(tokenizer, loaded, [*extra_ids, *ids]),
+            tuple(s for s in sequences if s not in own))
+
+
+def stop_token_ids(tokenizer: Any, loaded: LoadedLM, extra: list[int]) -> tuple[int, ...]:
+    """All ids that end a response: the tokenizer's EOS, the model's (maybe several), extra."""
+    ids = set(extra)
+    if tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    declared = loaded.generation_config.eos_token_id
+    ids.update(declared if isinstance(declared, list) else [] if declared is None else [declared])
+    vocabulary = whole_shape(loaded.lm.get_output_embeddings().weight)[0]
+    return tuple(sorted(i for i in ids if 0 <= i < vocabulary))
+
+
+def load_reference(cfg: ModelConfig, hardware: HardwareConfig) -> LoadedLM:
+    """The frozen reference (default: the model that the policy starts from) in its storage type;
+    eval mode, no gradients."""
+    return _frozen(load_lm, cfg, hardware)
+
+
+def empty_reference(cfg: ModelConfig, hardware: HardwareConfig) -> LoadedLM:
+    """As :func:`load_reference`, before it has read any weights (:func:`empty_lm`)."""
+    return _frozen(empty_lm, cfg, hardware)
+
+
+def reference_dtype(cfg: ModelConfig, hardware: HardwareConfig) -> torch.dtype:
+    """The storage type of a reference that is a model of its own."""
+    return DTYPES[cfg.dtype or hardware.precision]
+
+
+def _frozen(load: Any, cfg: ModelConfig, hardware: HardwareConfig) -> LoadedLM:
+    key, dtype, cfg = "model.path", reference_dtype(cfg, hardware), replace(cfg, quantization=None)
+    if cfg.reference.path is not None:
+        key, cfg = "model.reference.path", replace(cfg, path=cfg.reference.path, revision=None)
+    reference: LoadedLM = load(cfg, dtype=dtype, key=key)
+    reference.lm.requires_grad_(False)
+    return reference
+
+
+def is_on_base(path: str) -> bool:
+    """Whether a path is a folder that holds an adapter only."""
+    return Path(path).is_dir() and is_adapter(path)

@@ -1,0 +1,197 @@
+"""The door to devices, precision and other processes: accelerate."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ppocli.config.schema import HardwareConfig, TrainConfig
+from ppocli.display.live_view import resident_mib
+from ppocli.errors import ConfigError
+from ppocli.models.fast.gemm import choose_gemm, packed_weights
+from ppocli.parallel.ranks import Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """Where and how precisely to compute, and with how many others."""
+
+    accelerator: Any
+    device: torch.device
+    precision: str
+    ranks: Ranks
+    zero_stage: int = 0
+    onednn: bool = False
+    """whether linear layers multiply through oneDNN"""
+
+    def autocast(self) -> Any:
+        """Context in which raw modules compute in the run's precision."""
+        return torch.autocast(self.device.type, dtype=torch.bfloat16,
+                              enabled=self.precision == "bf16")
+
+    def decoding(self, lm: Any, *, in_parts: bool) -> AbstractContextManager[None]:
+        """Context in which a model decodes: its weights laid out for products of few rows, unless
+        that takes too much.
+
+        Args:
+            in_parts: whether the model's weights are sharded.
+        """
+        if not self.onednn or in_parts:
+            return nullcontext()
+        dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
+        return packed_weights(lm, dtype)
+
+    def memory_mib(self) -> float | None:
+        """What the device's allocator holds now, or on a CPU the process, in MiB; None where the
+        system doesn't tell."""
+        if self.device.type == "cuda":
+            return torch.cuda.memory_allocated(self.device) / 2**20
+        return resident_mib(os.getpid())
+
+    def peak_memory_mib(self) -> float:
+        """Peak of the device's allocator, or of the process on a CPU, in MiB."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) / 2**20
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def made_on(backend: Backend) -> dict[str, str]:
+    """What a checkpoint notes of where it was made: elsewhere a run goes on, not bit for bit."""
+    return {"device": backend.device.type, "processes": str(backend.ranks.world)}
+
+
+def launched_world() -> int:
+    """How many processes the launcher started (torchrun, srun, accelerate: ``WORLD_SIZE``)."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@contextmanager
+def open_backend(hardware: HardwareConfig, noted: bool | None = None) -> Iterator[Backend]:
+    """The accelerator of a command that works in one process, whatever its configuration says of
+    several; its process-wide state is cleared again afterwards.
+
+    Raises:
+        ConfigError: a CUDA device or bf16 is asked for and not there.
+    """
+    from accelerate import Accelerator
+
+    with _process_state(hardware) as use_cuda:
+        accelerator = Accelerator(cpu=not use_cuda, mixed_precision=_mixed(hardware))
+        yield Backend(accelerator, accelerator.device, hardware.precision, Ranks(),
+                      onednn=not use_cuda and choose_gemm(hardware, noted))
+
+
+@contextmanager
+def open_ranks(cfg: TrainConfig, noted: bool | None = None) -> Iterator[Backend]:
+    """As :func:`open_backend`, for the training of ``cfg``, of which this process is one rank.
+
+    Args:
+        noted: as of :func:`ppocli.models.fast.gemm.choose_gemm`.
+
+    Raises:
+        ConfigError: also if DeepSpeed's file contradicts the configuration.
+    """
+    if launched_world() == 1 and cfg.hardware.zero_stage == 0:
+        with open_backend(cfg.hardware, noted) as backend:
+            yield backend
+        return
+    with _process_state(cfg.hardware) as use_cuda:
+        accelerator = _accelerator(cfg, use_cuda)
+        ranks = _ranks(cfg.hardware)
+        # what each of them measures may differ, their numbers should not
+        onednn = not use_cuda and ranks.broadcast(choose_gemm(cfg.hardware, noted))
+        yield Backend(accelerator, accelerator.device, cfg.hardware.precision, ranks,
+                      cfg.hardware.zero_stage, onednn)
+
+
+@contextmanager
+def _process_state(hardware: HardwareConfig) -> Iterator[bool]:
+    """Whether to compute on a GPU; threads and accelerate's and torch's global state are as before
+    at the end."""
+    from accelerate.state import AcceleratorState
+
+    present = torch.cuda.is_available()
+    if not present:
+        # transformers imports deepspeed when it saves, which would guess and say so on stdout
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    use_cuda = hardware.device == "cuda" or (hardware.device == "auto" and present)
+    if use_cuda and not present:
+        raise ConfigError("No CUDA device was found.", where="hardware.device=cuda",
+                          fix="set hardware.device=cpu, or install a torch build with CUDA")
+    if use_cuda and hardware.precision == "bf16" and not torch.cuda.is_bf16_supported():
+        raise ConfigError("This GPU does not compute in bf16.", where="hardware.precision=bf16",
+                          fix="set hardware.precision=fp32")
+    threads = torch.get_num_threads()
+    if hardware.num_threads is not None:
+        torch.set_num_threads(hardware.num_threads)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        yield use_cuda
+    finally:
+        torch.set_num_threads(threads)
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def _mixed(hardware: HardwareConfig) -> str:
+    return "bf16" if hardware.precision == "bf16" else "no"
+
+
+def _accelerator(cfg: TrainConfig, use_cuda: bool) -> Any:
+    """accelerate's object for several ranks: DDP, or with DeepSpeed behind it."""
+    from accelerate import Accelerator
+    from accelerate.utils import (
+        DeepSpeedPlugin,
+        DistributedDataParallelKwargs,
+        InitProcessGroupKwargs,
+    )
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    from ppocli.config.deepspeed import deepspeed_config
+
+    timeout = timedelta(seconds=cfg.hardware.timeout_seconds)
+    group = InitProcessGroupKwargs(backend="nccl" if use_cuda else "gloo", timeout=timeout)
+    if cfg.hardware.zero_stage == 0:
+        # critic warm-up leaves the trunk without gradients
+        ddp = DistributedDataParallelKwargs(
+            find_unused_parameters=cfg.ppo.critic_warmup_steps > 0)
+        return Accelerator(cpu=not use_cuda, mixed_precision=_mixed(cfg.hardware),
+                           kwargs_handlers=[group, ddp])
+    if not use_cuda:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        _without_compiled_kernel()
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    # with cpu=True accelerate would take plain DDP; weights stay fp32, DeepSpeed autocasts
+    plugin = DeepSpeedPlugin(hf_ds_config=deepspeed_config(cfg, launched_world()))
+    accelerator = Accelerator(deepspeed_plugin=plugin, mixed_precision="no",
+                              kwargs_handlers=[group])
+    # accelerate has told transformers to shard under ZeRO 3 whatever is loaded from now on. Here
+    # models are loaded whole and the policy is sharded when it is prepared: neither a reference nor
+    # a reward's classifier must be sharded because the policy is
+    unset_hf_deepspeed_config()
+    return accelerator
+
+
+def _without_compiled_kernel() -> None:
+    """On CPUs DeepSpeed would compile a kernel when the ranks meet (a minute of C++, or the end of
+    the run where there is no compiler) that only its inference uses."""
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def _ranks(hardware: HardwareConfig) -> Ranks:
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return Ranks()
+    timeout = timedelta(seconds=hardware.timeout_seconds)
+    return Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size(),
+                 torch.distributed.new_group(backend="gloo", timeout=timeout))

@@ -1,0 +1,156 @@
+"""Stopping on request: signals set a flag, the work polls it at places where stopping is safe.
+
+A handler does nothing but set the flag: no files, no collectives. The second signal leaves at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from time import monotonic, sleep
+from types import FrameType
+from typing import Any
+
+from ppocli.parallel.ranks import Ranks
+
+
+class StopRequested(BaseException):
+    """Raised by :meth:`StopFlag.check`. Not an ``Exception``, as ``KeyboardInterrupt`` isn't:
+    code that survives failing trackers or rewards must not survive this.
+
+    Args:
+        signal_number: ``SIGINT`` or ``SIGTERM`` (a hang-up counts as ``SIGTERM``).
+    """
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(signal.Signals(signal_number).name)
+        self.signal_number = signal_number
+
+
+class StopFlag:
+    """Whether, and by which signal, the run was asked to stop."""
+
+    __slots__ = ("_deferred", "_signal", "ranks")
+
+    def __init__(self) -> None:
+        self._signal: int | None = None
+        self._deferred = 0
+        self.ranks = Ranks()
+        """the processes that have to stop together; set once they have met"""
+
+    @property
+    def requested(self) -> int | None:
+        """The first signal's number, or ``None``. Stays set, also inside :meth:`defer`."""
+        return self._signal
+
+    def request(self, signal_number: int) -> None:
+        """Ask for a stop; only the first request counts."""
+        if self._signal is None:
+            self._signal = signal_number
+
+    def check(self) -> None:
+        """Raise :class:`StopRequested` if a stop was requested and isn't deferred.
+
+        With several ranks this does nothing: one that left alone would leave the others waiting in
+        a collective. They stop where they :meth:`meet`.
+        """
+        if self._signal is not None and not self._deferred and self.ranks.world == 1:
+            raise StopRequested(self._signal)
+
+    def meet(self) -> None:
+        """As :meth:`check`, on all ranks together: a signal that one got stops all. To be called
+        by every rank in step."""
+        if self.ranks.world > 1:
+            found = max(self.ranks.gather(self._signal or 0))
+            if found and not self._deferred:
+                self.request(found)
+                raise StopRequested(found)
+        self.check()
+
+    @contextmanager
+    def defer(self) -> Iterator[None]:
+        """Inside the block ``check`` doesn't raise: for a unit of work that must be finished, such
+        as the save made because of the stop. Leaving the block raises nothing by itself."""
+        self._deferred += 1
+        try:
+            yield
+        finally:
+            self._deferred -= 1
+
+
+def stop_when_closed(descriptor: int, *, leave_after: float | None = None) -> None:
+    """Ask this process to stop, as SIGTERM does, once nobody holds the other end of a pipe.
+
+    However the process at that end dies, ``kill -9`` included, the kernel closes its end. A thread
+    waits for it, and the signal goes to the main thread, whose waiting it interrupts.
+
+    Args:
+        leave_after: seconds after which the process ends even if it has not come to stop.
+    """
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def wait() -> None:
+        with suppress(OSError):
+            while os.read(descriptor, 1):
+                pass
+        signal.pthread_kill(main, signal.SIGTERM)
+        if leave_after is not None:
+            sleep(leave_after)
+            os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=wait, name="ppocli-lifeline", daemon=True).start()
+
+
+@contextmanager
+def catch_signals(settle_seconds: float = 0.0) -> Iterator[StopFlag]:
+    """Make SIGINT, SIGTERM and SIGHUP set the yielded flag; restore the old handlers at the end.
+
+    The second signal flushes the streams and ends the process at once with 128 + its number (130,
+    143; a hang-up counts as SIGTERM). A SIGHUP that was already ignored (``nohup``) stays ignored.
+    Outside the main thread, where Python allows no handlers, the flag is never set by a signal.
+
+    Args:
+        settle_seconds: what comes within this time of the first signal is the same request.
+    """
+    flag = StopFlag()
+    if threading.current_thread() is not threading.main_thread():
+        yield flag
+        return
+
+    settled_at = [0.0]
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        number = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+        if flag.requested is not None:
+            if monotonic() < settled_at[0]:
+                return
+            _leave_at_once(number)
+        settled_at[0] = monotonic() + settle_seconds
+        flag.request(number)
+
+    caught = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        caught.append(signal.SIGHUP)
+    previous: dict[signal.Signals, Any] = {}
+    try:
+        for number in caught:
+            previous[number] = signal.signal(number, handle)
+        yield flag
+    finally:
+        for number, handler in previous.items():
+            # None: installed by C code, which Python can't put back; the default is the nearest.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def _leave_at_once(number: int) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    for stream in (sys.stdout, sys.stderr):
+        # The signal may have come in the middle of a write to this very stream.
+        with suppress(Exception):
+            stream.flush()
+    os._exit(128 + number)

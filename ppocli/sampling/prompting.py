@@ -1,0 +1,181 @@
+"""Texts in, texts out: generation outside of training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ppocli.errors import ConfigError, DivergedError
+from ppocli.models.loading.model_config import max_positions
+from ppocli.models.trunk import has_encoder
+from ppocli.ppo.noise import USER, uniform
+from ppocli.sampling.decode_loop import Watch, generate
+from ppocli.sampling.response_text import decode_responses, response_ids
+from ppocli.sampling.token_choice import SamplingSpec
+
+BATCH = 64
+"""samples decoded together"""
+SAMPLES_APART = 2**32
+"""sample k of prompt i has the number ``i + k * SAMPLES_APART`` in the stream of random numbers: it
+depends neither on how many prompts nor on how many samples are asked for"""
+_UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One sampled response. Made by :func:`answer_prompts`, read by whoever shows or scores it."""
+
+    prompt: int
+    """number of its prompt, from 0"""
+    sample: int
+    """number among the responses to that prompt, from 0"""
+    text: str
+    """without special tokens, trimmed at a stop sequence"""
+    ids: list[int]
+    """the sampled ids, through the one that ended the response"""
+    finished: bool
+    """whether a stop token or stop sequence ended it"""
+
+
+class TextStream:
+    """Turns a growing response into pieces of text that never have to be taken back.
+
+    Held back, until more tokens or the end decide: a character of which only some bytes are there,
+    what may become a stop sequence, and spaces at the end, which some tokenizers take off again
+    before punctuation. The pieces together are the response's text.
+    """
+
+    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int],
+                 stop_sequences: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._prompt_ids = prompt_ids
+        self._stops = stop_sequences
+        self.shown = ""
+        """all that was handed out"""
+
+    def push(self, ids: Sequence[int]) -> str:
+        """What is certain to follow, given the response's first ``ids``."""
+        text = decode_responses(self._tokenizer, [self._prompt_ids], [ids], self._stops)[0]
+        return self._hand_out(_certain(text, self._stops))
+
+    def close(self, text: str) -> str:
+        """The rest, given the whole text. Where the tokenizer has changed its mind about what was
+        handed out already, the whole text on a line of its own."""
+        if not text.startswith(self.shown):
+            self.shown = text
+            return "\n" + text
+        return self._hand_out(text)
+
+    def _hand_out(self, text: str) -> str:
+        if not text.startswith(self.shown):
+            return ""
+        piece, self.shown = text[len(self.shown):], text
+        return piece
+
+
+def _certain(text: str, stops: Sequence[str]) -> str:
+    text = text.rstrip(_UNKNOWN)
+    held = max((length for stop in stops for length in range(1, len(stop))
+                if text.endswith(stop[:length])), default=0)
+    return text[:len(text) - held].rstrip()
+
+
+def prompt_ids(tokenizer: Any, texts: Sequence[str], *, rendered: bool = False, whole: bool = False
+               ) -> list[list[int]]:
+    """The tokens of each prompt, ready to be continued or, if ``whole``, for an encoder.
+
+    Args:
+        rendered: the texts are a chat template's output, which has all its special tokens written
+            out; else the tokenizer adds those that stand in front of a text (BOS).
+
+    Raises:
+        ConfigError: a prompt without any token.
+    """
+    found = []
+    for text in texts:
+        ids = list(tokenizer(text, add_special_tokens=not rendered, verbose=False)["input_ids"])
+        # some tokenizers close a text with EOS; a prompt is to be continued
+        if not (rendered or whole) and ids and ids[-1] == tokenizer.eos_token_id:
+            ids = ids[:-1]
+        if not ids:
+            raise ConfigError(f"The prompt {text!r} has no tokens.", fix="give some text")
+        found.append(ids)
+    return found
+
+
+def check_lengths(lm: Any, prompts: Sequence[Sequence[int]], spec: SamplingSpec) -> None:
+    """Refuse prompts that leave no room for a whole response.
+
+    Raises:
+        ConfigError: names the first of them.
+    """
+    limit = max_positions(lm)
+    for number, ids in enumerate(prompts, start=1):
+        apart = has_encoder(lm)  # prompt and response have positions of their own
+        taken = max(len(ids), spec.max_new_tokens) if apart else len(ids) + spec.max_new_tokens
+        if limit is not None and taken > limit:
+            which = "The prompt" if len(prompts) == 1 else f"Prompt {number}"
+            tokens = f"{len(ids)} token{'s' if len(ids) > 1 else ''}"
+            raise ConfigError(
+                f"{which} has {tokens}; with {spec.max_new_tokens} new ones they exceed the "
+                f"model's {limit} positions.",
+                fix="shorten the prompt or lower max_new_tokens")
+
+
+def answer_prompts(lm: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], spec: SamplingSpec, *,
+                   seed: int, num_samples: int = 1, first: int = 0, batch: int = BATCH,
+                   start: int | None = None, poll: Callable[[], None] = lambda: None,
+                   show: Callable[[str], None] | None = None) -> Iterator[list[Answer]]:
+    """Sample responses, a batch at a time, all those to one prompt before those to the next.
+
+    Args:
+        prompts: P lists of token ids, checked by :func:`check_lengths`.
+        start: as of :func:`generate`.
+        num_samples: responses to each prompt.
+        first: number of the first prompt, for the random numbers.
+        batch: samples decoded together.
+        poll: called before every token; may raise to stop.
+        show: handed the text of a single response piece by piece, as it is certain.
+
+    Raises:
+        DivergedError: the model's probabilities are not finite.
+    """
+    total = len(prompts) * num_samples
+    if show is not None and total != 1:
+        raise ValueError(f"{total} responses can't be shown as they come")
+    for done in range(0, total, batch):
+        places = [divmod(n, num_samples) for n in range(done, min(done + batch, total))]
+        rows = [list(prompts[i]) for i, _ in places]
+        width = max(len(row) for row in rows)
+        tokens = torch.tensor([[tokenizer.pad_token_id] * (width - len(row)) + row for row in rows])
+        mask = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in rows])
+        noise = uniform(seed, USER, [first + i + k * SAMPLES_APART for i, k in places],
+                        spec.max_new_tokens)
+        before = [[]] * len(rows) if start is not None else rows
+        stream = TextStream(tokenizer, before[0], spec.stop_sequences)
+        out = generate(lm, tokens, mask, spec, noise, tokenizer=tokenizer, poll=poll, start=start,
+                       watch=_watcher(stream, show))
+        if not bool(torch.isfinite(out.logprobs).all()):
+            raise DivergedError("The model's token probabilities are not finite.",
+                                fix="its weights are damaged, or diverged in training: choose "
+                                "another checkpoint")
+        sampled = response_ids(out.tokens, out.mask)
+        texts = decode_responses(tokenizer, before, sampled, spec.stop_sequences)
+        if show is not None:
+            show(stream.close(texts[0]))
+        yield [Answer(i, k, text, ids, ended) for (i, k), text, ids, ended in
+               zip(places, texts, sampled, out.finished.tolist(), strict=True)]
+
+
+def _watcher(stream: TextStream, show: Callable[[str], None] | None) -> Watch:
+    def watch(tokens: torch.Tensor, mask: torch.Tensor) -> None:
+        if show is None:
+            return
+        piece = stream.push(tokens[0][mask[0]].tolist())
+        if piece:
+            show(piece)
+
+    return watch

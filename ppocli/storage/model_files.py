@@ -1,0 +1,175 @@
+"""Where a model lies, checked before transformers sees it.
+
+transformers answers a missing folder with a lecture on repository names, a missing tokenizer with
+one that knows no words, and a dead network after most of a minute. So its files are looked at
+here, and the Hub is asked only when it can be reached.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Literal
+
+from ppocli.errors import InputError, PpocliError
+from ppocli.storage.adapter_files import CONFIG, is_adapter
+from ppocli.storage.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
+
+Needs = Literal["model and tokenizer", "model", "tokenizer"]
+BUILTIN_PREFIX = "builtin:"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json",
+                   "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+SAFETENSORS = "model.safetensors"
+WEIGHTS = (SAFETENSORS, "pytorch_model.bin")
+
+
+def find_model(model: str, *, key: str, revision: str | None = None,
+               needs: Needs = "model and tokenizer", adapters: bool = False) -> tuple[str, bool]:
+    """Where to load ``model`` from.
+
+    Args:
+        model: a folder, a Hub name, or ``builtin:NAME``.
+        key: the configuration key, argument (RUN) or option it was given by, for messages.
+        revision: branch, tag or commit of a Hub model.
+        needs: what has to be there.
+        adapters: whether a folder with an adapter will do.
+
+    Returns:
+        a checked folder and True, or a Hub name and False when the Hub can be asked for it.
+
+    Raises:
+        InputError: the folder is missing or broken, or the Hub can't be reached and the model is
+            not in the local cache.
+    """
+    if not isinstance(model, str) or not model.strip():
+        raise InputError(f"{model!r} is not a folder or a Hub name.",
+                         where=key, fix=_folder_fix(key))
+    if model.startswith(BUILTIN_PREFIX):
+        from ppocli.builtin.names import resolve_builtin
+
+        return str(resolve_builtin(model)), True
+    path = Path(model).expanduser()
+    if path.is_dir():
+        check_folder(path, key=key, needs=needs, adapters=adapters)
+        return str(path), True
+    if path.exists():
+        raise InputError(f"{model} is a file, not a model folder.", where=key,
+                         fix="give the folder that holds config.json")
+    if model.startswith((".", "/", "~", os.sep)) or model.count("/") > 1 or "\\" in model:
+        raise InputError(f"Folder {model} does not exist (looked in {os.getcwd()}).",
+                         where=key, fix=_folder_fix(key))
+    return _from_hub(model, revision, key, needs)
+
+
+def _is_setting(key: str) -> bool:
+    """Whether ``key`` is one of a configuration, not an argument or an option of a command."""
+    return not (key.isupper() or key.startswith("--"))
+
+
+def _folder_fix(key: str) -> str:
+    if _is_setting(key):
+        return f"{key}=/path/to/model"
+    return f"give the folder of a run or a model as {key}"
+
+
+def check_folder(folder: Path, *, key: str, needs: Needs = "model and tokenizer",
+                 adapters: bool = False) -> None:
+    """Check that ``folder`` holds a model and a tokenizer that can be read.
+
+    Args:
+        adapters: whether an adapter will do in place of a model.
+
+    Raises:
+        InputError: names the missing or broken file and what belongs there.
+    """
+    adapter = is_adapter(folder)
+    if needs != "tokenizer" and adapter and not adapters:
+        raise InputError(f"{folder} holds only an adapter (adapter_config.json).", where=key,
+                         fix=f"merge it into its base: ppocli export {folder} --merge -o FOLDER, "
+                         "and give that")
+    if needs != "tokenizer" and not adapter and not (folder / "config.json").is_file():
+        raise InputError(f"There is no config.json in {folder}.", where=key,
+                         fix="give a folder written by save_pretrained()")
+    for name in ("config.json", CONFIG, "tokenizer_config.json", "tokenizer.json"):
+        if (folder / name).is_file():
+            _check_json(folder / name, key)
+    if needs != "tokenizer":
+        _check_weights(folder, key, (ADAPTER_WEIGHTS,) if adapter else WEIGHTS)
+    if needs != "model" and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise InputError(
+            f"No tokenizer in {folder} (expected tokenizer.json, or a vocabulary file).",
+            where=key, fix=f"save the model's own tokenizer there: "
+                                 f"tokenizer.save_pretrained({str(folder)!r})")
+
+
+def _check_json(path: Path, key: str) -> None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is not valid JSON: {error}", where=key,
+                         fix="copy or download the file again") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{path} holds a JSON {type(content).__name__}, not an object.",
+                         where=key, fix="copy or download the file again")
+
+
+def _check_weights(folder: Path, key: str, names: tuple[str, ...]) -> None:
+    for name in names:
+        if (folder / name).is_file():
+            _check_readable(folder / name, key)
+            return
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            _check_json(index, key)
+            shards = json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values()
+            for shard in sorted(set(shards)):
+                if not (folder / shard).is_file():
+                    raise InputError(f"{folder / shard} is missing; {index.name} lists it.",
+                                     where=key, fix="copy or download the file again")
+                _check_readable(folder / shard, key)
+            return
+    raise InputError(f"There are no weights in {folder} (expected {names[0]}).",
+                     where=key, fix="give a folder written by save_pretrained()")
+
+
+def _check_readable(path: Path, key: str) -> None:
+    """Read a safetensors file's header, which knows how long the file has to be."""
+    if path.suffix != ".safetensors":
+        return
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{path} can't be read: {error}", where=key,
+                         fix="the file is truncated or damaged; copy or download it again"
+                         ) from error
+
+
+def _from_hub(name: str, revision: str | None, key: str, needs: Needs) -> tuple[str, bool]:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    from ppocli.config.hub import go_offline, hub_reachable, offline_hint
+
+    if hub_reachable():
+        return name, False
+    go_offline()
+    try:
+        folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
+        check_folder(folder, key=key, needs=needs)
+        return str(folder), True
+    except HFValidationError as error:
+        raise InputError(f"{name!r} is neither a folder nor a Hub name: {error}", where=key,
+                         fix=_folder_fix(key)) from error
+    except PpocliError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"Model {name!r} is not on this machine and {offline_hint()}.",
+            where=f"{key}={name}" if _is_setting(key) else key,
+            fix=(f"give a folder: {key}=/path" if _is_setting(key) else _folder_fix(key))
+            + f", or run once with network: hf download {name}",
+        ) from error

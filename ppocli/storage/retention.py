@@ -1,0 +1,237 @@
+"""Which checkpoints stay on the disk, and under which names.
+
+``step-000120`` folders are the run's; ``superseded/`` holds steps of a past that was resumed from
+an earlier step; ``latest`` and ``best`` are links for people, never trusted for loading; names that
+start with a dot are unfinished saves and deletions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from ppocli.errors import PpocliError
+from ppocli.storage import faults
+from ppocli.storage.atomic import (
+    TEMPORARY_PREFIX,
+    disk_errors,
+    fsync_dir,
+    make_dirs,
+    remove_tree,
+    rename_durable,
+    write_json_atomic,
+)
+from ppocli.storage.manifest import Invalid, check_folder
+
+PRUNED = "pruned.json"
+"""in a run's ``checkpoints/``: when the user had them deleted"""
+POINTERS = ("latest", "best")
+SUPERSEDED = "superseded"
+STAGING = ".staging-"
+REPLACED = ".replaced-"
+_DISCARDED = ".discarded-"
+STEP = re.compile(r"step-([0-9]+)")
+_SUPERSEDED_STEP = re.compile(r"step-([0-9]+)(-[0-9a-f]+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """Steps deleted (also superseded ones), and what couldn't be deleted and why."""
+
+    removed: tuple[int, ...]
+    warnings: tuple[str, ...]
+
+
+def step_name(step: int) -> str:
+    """``120`` as ``step-000120``; a seventh digit is simply written."""
+    return f"step-{step:06d}"
+
+
+def list_steps(folder: Path) -> list[tuple[int, Path]]:
+    """Step folders by number (so 9 < 10 < 1000000), oldest first; nothing is verified."""
+    if not folder.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in folder.iterdir()
+             if (match := STEP.fullmatch(path.name))]
+    return sorted(found)
+
+
+def prune(folder: Path, keep_last: int, keep_best_step: int | None) -> Pruned:
+    """Delete old checkpoints; to be called after a save has returned.
+
+    The newest ``keep_last`` valid ones stay (at least one), and ``keep_best_step``. A folder that
+    isn't valid never counts as kept: it stays if it is newer than the oldest kept one, for whoever
+    wants to look, and goes otherwise. Superseded steps go once the run is past them. A failure is a
+    warning, and a link is left alone.
+
+    Args:
+        folder: the run's ``checkpoints/``.
+        keep_last: how many of the newest stay, >= 1.
+        keep_best_step: a step that stays besides (``None``: no such step).
+    """
+    if keep_last < 1:
+        raise ValueError(f"keep_last must be at least 1, not {keep_last}")
+    faults.point("prune.before")
+    valid = [step for step, path in list_steps(folder) if _sizes_hold(path, step)]
+    if not valid:
+        return Pruned((), ())
+    kept = {*valid[-keep_last:], keep_best_step}
+    oldest_kept = valid[-keep_last:][0]
+    doomed = [(step, path) for step, path in list_steps(folder)
+              if step not in kept and step < oldest_kept]
+    past = folder / SUPERSEDED
+    if past.is_dir() and not past.is_symlink():
+        doomed += [(int(match[1]), path) for path in sorted(past.iterdir())
+                   if (match := _SUPERSEDED_STEP.fullmatch(path.name))
+                   and int(match[1]) <= valid[-1]]
+    removed: list[int] = []
+    warnings: list[str] = []
+    for step, path in doomed:
+        if path.is_symlink():
+            warnings.append(f"{path.name} is a link and was left alone")
+            continue
+        try:
+            discard(path)
+            removed.append(step)
+        except OSError as error:
+            warnings.append(f"{path.name} could not be deleted: {error.strerror or error}")
+    return Pruned(tuple(removed), tuple(warnings))
+
+
+def _sizes_hold(path: Path, step: int) -> bool:
+    try:
+        check_folder(path, step=step, verify="size")
+    except (Invalid, OSError, PpocliError):
+        return False
+    return True
+
+
+def note_removed(folder: Path) -> None:
+    """Remember in a run's ``checkpoints/`` that the user had checkpoints deleted.
+
+    Raises:
+        DiskError: the disk refuses.
+    """
+    write_json_atomic(folder / PRUNED, {"time": f"{datetime.now():%Y-%m-%d %H:%M:%S}"})
+
+
+def removed_at(folder: Path) -> str | None:
+    """When the user last had checkpoints of a run deleted, in local time; None for never."""
+    try:
+        return str(json.loads((folder / PRUNED).read_text(encoding="utf-8"))["time"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def discard(path: Path) -> None:
+    """Take the name away first, so that a kill leaves no half-deleted step, then delete it (of a
+    link only the link).
+
+    Raises:
+        OSError: it couldn't be moved or deleted.
+    """
+    aside = path.with_name(f"{_DISCARDED}{path.name}-{secrets.token_hex(4)}")
+    rename_durable(path, aside)
+    remove_tree(aside)
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """What broken saves, deletions and atomic writes left in ``folder``."""
+    if not folder.is_dir():
+        return []
+    starts = (STAGING, _DISCARDED, TEMPORARY_PREFIX)
+    return sorted(path for path in folder.iterdir() if path.name.startswith(starts))
+
+
+def put_back(folder: Path) -> list[str]:
+    """Where a step was being replaced: put the old folder back if the new one isn't there, delete
+    it otherwise. Returns the names put back.
+
+    Raises:
+        OSError: something couldn't be renamed or deleted.
+    """
+    restored = []
+    for old in sorted(folder.glob(f"{REPLACED}*")):
+        name = old.name.removeprefix(REPLACED).rpartition("-")[0]
+        if os.path.lexists(folder / name):
+            remove_tree(old)
+        else:
+            rename_durable(old, folder / name)
+            restored.append(name)
+    return restored
+
+
+def clean_staging(folder: Path) -> list[str]:
+    """Put in order what broken saves left; to be called at start, before the search for the newest
+    checkpoint, with the run folder's lock held.
+
+    Returns:
+        One line for each broken save: ``skipped .staging-000130-1f2e3d4c: incomplete``, and one for
+        anything that couldn't be deleted.
+    """
+    said = []
+    try:
+        put_back(folder)
+    except OSError as error:
+        said.append(f"{error.filename} could not be deleted: {error.strerror or error}")
+    for path in [*leftovers(folder), *leftovers(folder / SUPERSEDED)]:
+        if path.name.startswith(STAGING):
+            said.append(f"skipped {path.name}: incomplete")
+        try:
+            remove_tree(path)
+        except OSError as error:
+            said.append(f"{path.name} could not be deleted: {error.strerror or error}")
+    return said
+
+
+def supersede(folder: Path, step: int) -> list[int]:
+    """Going on from ``step``: move the folders of later steps to ``superseded/``.
+
+    They could otherwise be taken for newer states of the run that starts again here.
+
+    Returns:
+        The steps moved, oldest first.
+
+    Raises:
+        DiskError: the disk refuses.
+    """
+    later = [(number, path) for number, path in list_steps(folder) if number > step]
+    if not later:
+        return []
+    past = folder / SUPERSEDED
+    make_dirs(past)
+    with disk_errors(past):
+        for _, path in later:
+            target = past / path.name
+            if os.path.lexists(target):
+                target = past / f"{path.name}-{secrets.token_hex(4)}"
+            rename_durable(path, target)
+    return [number for number, _ in later]
+
+
+def update_pointers(folder: Path, *, latest: int, best: int | None) -> list[str]:
+    """Point the relative links ``latest`` and ``best`` at their step folders, for people's use.
+
+    Nothing depends on them, so a failure (a disk without links) is a warning, which is returned.
+    ``best=None`` removes that link.
+    """
+    warnings = []
+    for name, step in zip(POINTERS, (latest, best), strict=True):
+        link = folder / name
+        temporary = folder / f"{TEMPORARY_PREFIX}{secrets.token_hex(4)}"
+        try:
+            if step is None:
+                link.unlink(missing_ok=True)
+                continue
+            temporary.symlink_to(step_name(step), target_is_directory=True)
+            os.replace(temporary, link)
+            fsync_dir(folder)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            warnings.append(f"link {name} could not be written: {error.strerror or error}")
+    return warnings

@@ -1,0 +1,320 @@
+"""A run's folder: where things lie, and who may write to it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ppocli.errors import CheckpointError, DiskError
+from ppocli.storage.atomic import (
+    TEMPORARY_PREFIX,
+    disk_errors,
+    make_dirs,
+    write_atomic,
+    write_json_atomic,
+)
+
+LOCK = ".lock"
+_OWNER_WAIT_SECONDS = 2.0  # a process that has just got the lock needs a moment to write its name
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Where the parts of a run lie. Nothing is created by naming it."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """One JSON object a logged response."""
+        return self.path / "samples.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        """What came out, one JSON object."""
+        return self.path / "summary.json"
+
+    @property
+    def events(self) -> Path:
+        """TensorBoard's event files."""
+        return self.path / "events"
+
+    @property
+    def log(self) -> Path:
+        """Everything that was said."""
+        return self.path / "ppocli.log"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Step folders."""
+        return self.path / "checkpoints"
+
+    @property
+    def nonfinite_dump(self) -> Path:
+        """Rollouts on which the policy stopped being finite, one folder a step."""
+        return self.path / "nonfinite-dump"
+
+    @property
+    def model(self) -> Path:
+        """The trained policy, a plain Hugging Face folder."""
+        return self.path / "model"
+
+
+def probe_writable(folder: Path) -> None:
+    """Create ``folder`` where missing and try what a run does there: write, sync, rename, delete.
+
+    Raises:
+        DiskError: it can't be created or written, or it is a file.
+    """
+    fix = "choose another output_dir or run_name"
+    probe = folder / f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
+    try:
+        with disk_errors(folder):
+            for part in (folder, *folder.absolute().parents):
+                if os.path.lexists(part) and not part.is_dir():
+                    raise DiskError(f"{folder} can't be a folder: {part} is a file.",
+                                    where=str(folder), fix=fix)
+            make_dirs(folder)
+            write_atomic(probe, b"probe")
+            probe.unlink()
+    except OSError as error:
+        raise DiskError(f"{folder} can't be written: {error.strerror or error}.",
+                        where=str(folder), fix=fix) from error
+
+
+def finite_or_null(value: Any) -> Any:
+    """``value`` with NaN and infinities, which JSON hasn't, turned to ``None``, at any depth."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite_or_null(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite_or_null(item) for item in value]
+    return value
+
+
+def write_summary(run: RunFolder, summary: dict[str, Any]) -> None:
+    """Replace ``summary.json``, atomically; NaN and infinities become null.
+
+    Raises:
+        DiskError: the disk is full, read-only, or refuses.
+    """
+    write_json_atomic(run.summary, finite_or_null(summary))
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Who writes in a run folder. ``started`` is the process's start in clock ticks since boot
+    (``None`` where the system doesn't tell), which tells a recycled pid from the one meant."""
+
+    pid: int
+    host: str
+    boot: str
+    started: int | None
+
+
+@contextmanager
+def lock(run_dir: Path, *, reserved_by: int | None = None) -> Iterator[None]:
+    """Hold a run folder for this process; created where missing.
+
+    The lock is a POSIX record lock on ``.lock`` (it ends with the process, and forked children
+    don't inherit it) and the owner's name in it. A name left by a dead process, an earlier boot, or
+    a pid that is now someone else's is taken over. The file stays, empty, when the lock is given
+    back: deleting it would open a race.
+
+    Args:
+        run_dir: the folder.
+        reserved_by: the process whose name may stand there, see :func:`reserved`.
+
+    Raises:
+        CheckpointError: a live process, this one included, works in the folder; names pid and host.
+        DiskError: the folder can't be written.
+    """
+    descriptor = _claim(run_dir, reserved_by)
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # a dying disk: the name left there is a dead process's soon
+            os.ftruncate(descriptor, 0)
+        os.close(descriptor)
+
+
+@contextmanager
+def reserved(run_dir: Path) -> Iterator[None]:
+    """Keep a run folder for the worker that will :func:`lock` it with ``reserved_by`` this process,
+    seconds later, when its libraries are loaded.
+
+    The name in the file alone keeps others out: a record lock could not be handed to a child.
+
+    Raises:
+        CheckpointError, DiskError: as :func:`lock`.
+    """
+    os.close(_claim(run_dir, None))
+    try:
+        yield
+    finally:
+        # the worker has emptied it, unless it never came that far
+        with suppress(OSError), (run_dir / LOCK).open("r+b") as file:
+            if _kernel_lock(file.fileno()) and _read_owner(file.read(4096)) == _myself():
+                file.truncate(0)
+
+
+@contextmanager
+def lock_beside(target: Path, fix: str) -> Iterator[None]:
+    """Hold ``target``, a folder that is going to be published, as :func:`lock` holds a run folder.
+
+    The file lies beside it, since ``target`` itself is replaced, and is deleted at the end.
+
+    Args:
+        target: the folder.
+        fix: what else may be done while another process holds it.
+
+    Raises:
+        CheckpointError, DiskError: as :func:`lock`.
+    """
+    make_dirs(target.parent)
+    path = target.with_name(f"{LOCK}-{target.name}")
+    descriptor = _take(path, target, None, fix)
+    while not _is_at(path, descriptor):  # deleted by the last holder while we opened it
+        os.close(descriptor)
+        descriptor = _take(path, target, None, fix)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            path.unlink()
+        os.close(descriptor)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _claim(run_dir: Path, reserved_by: int | None) -> int:
+    make_dirs(run_dir)
+    return _take(run_dir / LOCK, run_dir, reserved_by, "choose another run_name")
+
+
+def _take(path: Path, held: Path, reserved_by: int | None, fix: str) -> int:
+    """Take the lock and write this process's name; the descriptor that holds it."""
+    with disk_errors(path):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        if not _kernel_lock(descriptor):
+            raise _locked(path, held, _wait_for_owner(path), fix)
+        # A process doesn't conflict with its own record locks; its name in the file tells.
+        owner = _read_owner(os.pread(descriptor, 4096, 0))
+        if owner is not None and owner.pid != reserved_by and _is_alive(owner):
+            raise _locked(path, held, owner, fix)
+        with disk_errors(path):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(asdict(_myself())).encode(), 0)
+            os.fsync(descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def live_owner(run_dir: Path) -> Owner | None:
+    """The live process that holds a run folder, told by the name in the lock file alone: asking
+    the kernel would take part in the locking."""
+    try:
+        owner = _read_owner((run_dir / LOCK).read_bytes())
+    except OSError:
+        return None
+    return owner if owner is not None and _is_alive(owner) else None
+
+
+def _kernel_lock(descriptor: int) -> bool:
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:
+        return True  # a file system without locks: the owner's name alone has to do
+    return True
+
+
+def _locked(path: Path, held: Path, owner: Owner | None, fix: str) -> CheckpointError:
+    who = "another process" if owner is None else f"process {owner.pid} on {owner.host}"
+    return CheckpointError(f"{held} is in use by {who}.", where=str(path),
+                           fix=f"wait for it to end or stop it, or {fix}")
+
+
+def _wait_for_owner(path: Path) -> Owner | None:
+    deadline = time.monotonic() + _OWNER_WAIT_SECONDS
+    owner = None
+    with suppress(FileNotFoundError):  # it has ended just now
+        while (((owner := _read_owner(path.read_bytes())) is None or not _is_alive(owner))
+               and time.monotonic() < deadline):  # the name there may be that of the one before
+            time.sleep(0.05)
+    return owner
+
+
+def _read_owner(raw: bytes) -> Owner | None:
+    try:
+        value = json.loads(raw)
+        return Owner(int(value["pid"]), str(value["host"]), str(value["boot"]), value["started"])
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def _myself() -> Owner:
+    pid = os.getpid()
+    return Owner(pid, socket.gethostname(), _boot_id(), _start_ticks(pid))
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _start_ticks(pid: int) -> int | None:
+    """Field 22 of ``/proc/PID/stat``; ``None`` for a dead process, a zombie, or without /proc."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text[text.rindex(")") + 2:].split()
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def _is_alive(owner: Owner) -> bool:
+    """Whether the owner still runs on this machine and boot."""
+    if owner.host != socket.gethostname() or owner.boot != _boot_id():
+        return False
+    if owner.started is not None:
+        return _start_ticks(owner.pid) == owner.started
+    try:
+        os.kill(owner.pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

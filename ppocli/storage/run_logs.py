@@ -1,0 +1,228 @@
+"""The files a run appends to: rows of JSON and TensorBoard events, and cutting them at a step.
+
+A run that goes on from step k first removes every row past k, so no step appears twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+from ppocli.storage.atomic import disk_errors, fsync_dir, make_dirs, open_atomic
+from ppocli.storage.run_folder import finite_or_null
+
+_CHUNK = 1 << 16
+
+
+class JsonlWriter:
+    """Appends rows to a JSON-lines file; each ``append`` is on the disk when it returns.
+
+    Rows are strict JSON: NaN and infinities become null. A torn last line, left by a kill, is cut
+    off at opening. A write that fails leaves no part of itself behind.
+
+    Args:
+        path: the file; created where missing, with its folder.
+
+    Raises:
+        DiskError: the disk is full, read-only, or refuses (also from ``append``).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        make_dirs(path.parent)
+        with disk_errors(path):
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            self._size = _end_of_last_line(self._descriptor)
+            os.ftruncate(self._descriptor, self._size)
+            fsync_dir(path.parent)
+
+    def append(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Write the rows, in order, and sync once."""
+        raw = b"".join(_line(row) for row in rows)
+        try:
+            with disk_errors(self.path, needed=len(raw)):
+                written = 0
+                while written < len(raw):
+                    written += os.pwrite(self._descriptor, raw[written:], self._size + written)
+                os.fsync(self._descriptor)
+        except BaseException:
+            with suppress(OSError):
+                os.ftruncate(self._descriptor, self._size)
+            raise
+        self._size += len(raw)
+
+    def close(self) -> None:
+        """Close the file; further calls do nothing."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    clean = finite_or_null(row)
+    try:
+        return json.dumps(clean, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    except UnicodeEncodeError:  # a lone surrogate in someone's text: only an escape can hold it
+        return json.dumps(clean, allow_nan=False).encode() + b"\n"
+
+
+def _end_of_last_line(descriptor: int) -> int:
+    """Bytes up to and with the last newline."""
+    end = os.fstat(descriptor).st_size
+    while end > 0:
+        start = max(0, end - _CHUNK)
+        newline = os.pread(descriptor, end - start, start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        end = start
+    return 0
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON-lines file; missing file, torn and damaged lines give nothing."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError):
+                    continue
+                if isinstance(row, dict):
+                    yield row
+    except OSError:
+        return
+
+
+def truncate_jsonl(path: Path, last_step: int,
+                   also: Callable[[dict[str, Any]], bool] | None = None) -> int:
+    """Drop rows whose ``step`` is past ``last_step``, and a torn or damaged last line.
+
+    ``also`` names further rows to drop. All other rows, also those without a step, stay byte for
+    byte. The file is replaced atomically, or not touched when nothing is to be dropped.
+
+    Returns:
+        How many lines were dropped (0 for a missing file).
+
+    Raises:
+        DiskError: the disk is full, read-only, or refuses.
+    """
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        dropped = sum(1 for line, last in _lines(file) if _is_past(line, last, last_step, also))
+        if not dropped:
+            return 0
+        file.seek(0)
+        with open_atomic(path) as kept:
+            for line, last in _lines(file):
+                if not _is_past(line, last, last_step, also):
+                    kept.write(line)
+    return dropped
+
+
+def _lines(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
+    """Lines with their newlines, and whether each is the last."""
+    previous = None
+    for line in file:
+        if previous is not None:
+            yield previous, False
+        previous = line
+    if previous is not None:
+        yield previous, True
+
+
+def _is_past(line: bytes, last: bool, last_step: int,
+             also: Callable[[dict[str, Any]], bool] | None) -> bool:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return last
+    if last and not line.endswith(b"\n"):
+        return True
+    if not isinstance(row, dict):
+        return False
+    if also is not None and also(row):
+        return True
+    step = row.get("step")
+    return isinstance(step, (int, float)) and step > last_step
+
+
+def truncate_events(events_dir: Path, last_step: int) -> int:
+    """Drop TensorBoard events past ``last_step`` and a torn tail from every event file.
+
+    Records that stay are copied byte for byte; a file's version record always stays. Each file is
+    replaced atomically, or not touched when nothing is to be dropped. No writer may be open.
+
+    Returns:
+        How many records were dropped; a torn tail counts as one.
+
+    Raises:
+        DiskError: the disk is full, read-only, or refuses.
+    """
+    if not events_dir.is_dir():
+        return 0
+    return sum(_truncate_event_file(path, last_step)
+               for path in sorted(events_dir.rglob("*tfevents*")) if path.is_file())
+
+
+def _truncate_event_file(path: Path, last_step: int) -> int:
+    with path.open("rb") as file:
+        dropped = sum(1 for record in _records(file) if not _stays(record, last_step))
+        if not dropped:
+            return 0
+        file.seek(0)
+        with open_atomic(path) as kept:
+            for record in _records(file):
+                if _stays(record, last_step):
+                    kept.write(record)
+    return dropped
+
+
+def _records(file: BinaryIO) -> Iterator[bytes]:
+    """Framed records of a TFRecord file, then ``b""`` if what follows the last one isn't one.
+
+    A record is a little-endian uint64 length, its masked CRC-32C, the data, and the data's masked
+    CRC-32C (tensorboard/summary/writer/record_writer.py, 2.21). What follows a damaged record is
+    given up, as TensorBoard's own reader does.
+    """
+    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+
+    while header := file.read(12):
+        if len(header) < 12 or masked_crc32c(header[:8]) != struct.unpack("<I", header[8:])[0]:
+            yield b""
+            return
+        length = struct.unpack("<Q", header[:8])[0]
+        rest = file.read(length + 4)
+        if len(rest) < length + 4:
+            yield b""
+            return
+        if masked_crc32c(rest[:-4]) != struct.unpack("<I", rest[-4:])[0]:
+            yield b""
+            return
+        yield header + rest
+
+
+def _stays(record: bytes, last_step: int) -> bool:
+    from google.protobuf.message import DecodeError
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    if not record:
+        return False
+    try:
+        event = Event.FromString(record[12:-4])
+    except DecodeError:
+        return False
+    return event.step <= last_step or event.WhichOneof("what") == "file_version"

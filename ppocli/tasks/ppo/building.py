@@ -1,0 +1,202 @@
+"""Builds what a run trains: the policy with its value function, the reference beside it, and the
+optimizer behind it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from ppocli.config.adapters import adapter_kind
+from ppocli.config.algorithm import estimator_of, kl_estimator
+from ppocli.config.schema import TrainConfig, reference_kind
+from ppocli.config.sharding import reference_sharded
+from ppocli.errors import ConfigError, InputError
+from ppocli.models.fast.gemm import route_linears
+from ppocli.models.layer_stack import whole_shape
+from ppocli.models.loading.compatibility import check_companion
+from ppocli.models.loading.language_model import (
+    LoadedLM,
+    empty_lm,
+    empty_reference,
+    is_on_base,
+    load_policy,
+    load_reference,
+)
+from ppocli.models.loading.model_config import first_line
+from ppocli.models.loading.value_model import load_value_model
+from ppocli.models.policy import Policy, build_value_head, freeze_bottom
+from ppocli.models.reference import AdapterReference, CopyReference, Reference, share_trunk
+from ppocli.models.value_function import ValueBranch
+from ppocli.parallel.backend import Backend
+from ppocli.train.optimizers import build_optimizer
+from ppocli.train.updates import PlainUpdates, Updates, ZeroUpdates
+from ppocli.zero.sharded_reference import sharded_copy, share_sharded_trunk
+from ppocli.zero.sharded_weights import gathered
+from ppocli.zero.zero3_loading import load_in_parts
+
+
+def copy_reference(cfg: TrainConfig, backend: Backend, tokenizer: Any, policy: Any
+                   ) -> Reference | None:
+    """The reference as a model of its own, also where a training shares it with its policy.
+
+    Args:
+        policy: the policy's model.
+    """
+    if cfg.model.reference.kind == "none":
+        return None
+    wanted = cfg.model.reference
+    offload = wanted.offload
+    in_parts = (backend.zero_stage == 3 and reference_sharded(cfg)
+                and not is_on_base(wanted.path or cfg.model.path))
+    lm = (load_in_parts(cfg, backend, partial(load_reference, cfg.model, cfg.hardware),
+                        partial(empty_reference, cfg.model, cfg.hardware), offload=offload)
+          if in_parts else load_reference(cfg.model, cfg.hardware)).lm
+    device = backend.device if wanted.device is None else torch.device(wanted.device)
+    if cfg.model.reference.path is not None:
+        check_companion(tokenizer, policy, lm, name=cfg.model.reference.path,
+                        key="model.reference.path", trust_remote_code=cfg.model.trust_remote_code)
+        _check_full_kl(cfg, policy, lm)
+    if backend.onednn:
+        route_linears(lm)
+    if in_parts:
+        return sharded_copy(cfg, lm)
+    try:
+        return CopyReference(lm if offload else lm.to(device), device, offload)
+    except (RuntimeError, AssertionError) as error:  # torch's words for no such device
+        raise ConfigError(f"The reference can't be put on {wanted.device}: {first_line(error)}",
+                          where="model.reference.device", fix="name a device that is there, or "
+                          "leave the key out") from error
+
+
+def _check_full_kl(cfg: TrainConfig, policy: Any, lm: Any) -> None:
+    ours, theirs = (whole_shape(model.get_output_embeddings().weight)[0] for model in (policy, lm))
+    if kl_estimator(cfg.ppo) == "full" and ours != theirs:
+        raise InputError("The full KL compares whole distributions, and "
+                         f"{cfg.model.reference.path} has {theirs} logits, the policy {ours}.",
+                         where="model.reference.path",
+                         fix="use ppo.kl_estimator=k1, or another reference")
+
+
+def judging_reference(cfg: TrainConfig, backend: Backend, tokenizer: Any, loaded: LoadedLM,
+                      lent: tuple[Reference | None] | None) -> Reference | None:
+    """The reference of an evaluation: an adapter on the model that ``cfg`` starts from is switched
+    off, anything else is compared with a copy.
+
+    Args:
+        loaded: the policy that is judged.
+        lent: the reference of another policy under the same ``cfg``, taken where it will do.
+    """
+    wanted, adapter = cfg.model.reference, loaded.adapter
+    if (adapter is not None and wanted.kind in ("auto", "adapter") and wanted.path is None
+            and (adapter.base.path, adapter.base.revision) == (cfg.model.path,
+                                                               cfg.model.revision)):
+        return AdapterReference()
+    if lent is None or isinstance(lent[0], AdapterReference):
+        return copy_reference(cfg, backend, tokenizer, loaded.lm)
+    return lent[0]
+
+
+def build_reference(cfg: TrainConfig, backend: Backend, lm: Any, tokenizer: Any
+                    ) -> Reference | None:
+    """The reference of a training.
+
+    Args:
+        lm: the policy's, prepared for training, its weights still those it starts from.
+
+    Raises:
+        InputError: it can't be loaded, or can't share the policy's trunk.
+    """
+    if reference_kind(cfg.model) == "adapter":
+        return AdapterReference()
+    if reference_kind(cfg.model) != "shared":
+        return copy_reference(cfg, backend, tokenizer, lm)
+    share = share_sharded_trunk if backend.zero_stage == 3 else share_trunk
+    try:
+        return share(lm, offload=cfg.model.reference.offload)
+    except ValueError as error:
+        raise InputError(f"The reference can't share the policy's trunk: {error}.",
+                         where="model.reference.kind",
+                         fix="set model.reference.kind=copy") from error
+
+
+def load_start(cfg: TrainConfig, backend: Backend) -> LoadedLM:
+    """The model that training starts from; under ZeRO 3 in parts already, unless an adapter is to
+    be attached to it.
+
+    Raises:
+        PpocliError: as :func:`ppocli.models.loading.language_model.load_policy`.
+    """
+    whole = partial(load_policy, cfg.model, cfg.hardware, cfg.seed)
+    if backend.zero_stage < 3 or adapter_kind(cfg.model) is not None:
+        return whole()
+    return load_in_parts(cfg, backend, whole, partial(empty_lm, cfg.model),
+                         offload=cfg.hardware.offload_param)
+
+
+def build_policy(cfg: TrainConfig, backend: Backend, loaded: LoadedLM, tokenizer: Any) -> Policy:
+    """The policy on its device, in eval mode, with what is frozen frozen.
+
+    Raises:
+        InputError: layers can't be found, or the value function can't be built.
+    """
+    try:
+        freeze_bottom(loaded.lm, cfg.model.num_layers_unfrozen)
+    except ValueError as error:
+        raise InputError(f"model.num_layers_unfrozen can't be used: {error}.",
+                         where="model.num_layers_unfrozen", fix="leave it at -1") from error
+    if cfg.model.gradient_checkpointing:
+        _checkpoint_gradients(loaded.lm)
+    # a branch is cut from whole layers
+    branches = cfg.model.value.kind == "branch"
+    with gathered(loaded.lm, backend.zero_stage if branches else 0):
+        head, trunk = _value_function(cfg, loaded, tokenizer)
+    policy = Policy(loaded.lm, head, trunk)
+    if backend.zero_stage < 3:
+        policy = policy.to(backend.device)
+    else:  # weights follow when they are sharded: they never lie on one device as a whole
+        for module in policy.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(backend.device)
+    if backend.onednn:
+        route_linears(policy)
+    return policy.eval()
+
+
+def _checkpoint_gradients(lm: Any) -> None:
+    # transformers renamed it in 5.2x; the old name warns there and is the only one before
+    enable = getattr(lm, "activation_checkpointing_enable", None)
+    (enable or lm.gradient_checkpointing_enable)({"use_reentrant": False})
+
+
+def _value_function(cfg: TrainConfig, loaded: LoadedLM, tokenizer: Any) -> tuple[Any, Any]:
+    """The value head and, unless it reads the policy's own states, what makes its states."""
+    value = cfg.model.value
+    if not estimator_of(cfg.ppo).needs_critic:
+        return None, None
+    if value.kind == "head":
+        return build_value_head(loaded.lm, cfg.seed), None
+    try:
+        if value.kind == "branch":
+            branch = ValueBranch(loaded.lm, value.num_layers_unfrozen)
+            return build_value_head(loaded.lm, cfg.seed), branch
+        model, head = load_value_model(cfg.model, tokenizer, loaded.lm, cfg.seed)
+        freeze_bottom(model.lm, value.num_layers_unfrozen)
+    except ValueError as error:
+        raise InputError(f"The value function can't be built: {error}.", where="model.value",
+                         fix="set model.value.kind=head, or change "
+                         "model.value.num_layers_unfrozen") from error
+    if cfg.model.gradient_checkpointing:
+        _checkpoint_gradients(model.lm)
+    return head, model
+
+
+def prepare(cfg: TrainConfig, backend: Backend, policy: Policy) -> tuple[Any, Any, Updates]:
+    """The policy as accelerate wraps it, the optimizer, and how gradients become its steps."""
+    optimizer = build_optimizer(policy, cfg.ppo)
+    engine, prepared = backend.accelerator.prepare(policy, optimizer)
+    policy.eval()
+    if backend.zero_stage > 0:
+        return engine, engine.optimizer, ZeroUpdates(backend, engine)
+    return engine, prepared, PlainUpdates(backend, policy, engine, prepared, cfg.ppo.max_grad_norm)

@@ -1,0 +1,140 @@
+"""Between the phases: scores, KL and values become advantages and returns."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from ppocli.config.algorithm import estimator_of, kl_in, whitens_advantages
+from ppocli.config.schema import TrainConfig
+from ppocli.ppo.advantages import Samples, token_rewards
+from ppocli.ppo.kl import adapt_kl_coef
+from ppocli.ppo.masking import whiten
+from ppocli.ppo.moments import clipped, moments_of, scale_scores
+from ppocli.ppo.shaping import overlong_penalties, penalised
+from ppocli.tasks.ppo.records import Experience, Rollout, TrainState
+
+
+def update_moments(state: TrainState, rollout: Rollout, cfg: TrainConfig) -> TrainState:
+    """The state with this rollout's raw scores in its running moments, and with the reference
+    deviation of the first rollout where ``reward.ref_std`` gives none."""
+    scores = [s for s, ok in zip(rollout.scores, rollout.valid.tolist(), strict=True) if ok]
+    found = moments_of(scores)
+    ref_std = cfg.reward.ref_std
+    if cfg.reward.scale == "ref" and ref_std is None:
+        ref_std = found.std if state.ref_std is None else state.ref_std
+    return replace(state, moments=state.moments.merge(found), ref_std=ref_std)
+
+
+def penalties_of(rollout: Rollout, cfg: TrainConfig) -> dict[str, list[float | None]]:
+    """Penalties that the configuration asks for by name, each with the amount of every sample, None
+    where it does not apply: ``missing_eos``, ``short``, ``overlong``."""
+    reward, found = cfg.reward, dict[str, list[float | None]]()
+    lengths = rollout.response_mask.sum(1).tolist()
+    if reward.missing_eos_penalty is not None:
+        found["missing_eos"] = [None if ended else reward.missing_eos_penalty
+                                for ended in rollout.finished.tolist()]
+    if reward.min_response_length is not None:
+        found["short"] = [reward.min_response_penalty if length < reward.min_response_length
+                          else None for length in lengths]
+    if reward.overlong_buffer is not None:
+        factor = 1.0 if reward.overlong_penalty is None else reward.overlong_penalty
+        found["overlong"] = list(overlong_penalties(
+            lengths, longest=cfg.generation.max_new_tokens, buffer=reward.overlong_buffer,
+            factor=factor))
+    return found
+
+
+def shaped_scores(rollout: Rollout, state: TrainState, cfg: TrainConfig
+                  ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What lands on the tokens: scaled and clipped scores, less penalties.
+
+    ``running`` divides by the running deviation (trlX ``scale_reward: running``), with
+    ``reward.center`` after the running mean was taken off (TRL ``use_score_norm``); ``ref`` divides
+    by the reference one. Clipping comes after scaling (TRL) or, with ``reward.clip_first``, before
+    it (trlX), penalties after both. Dense rewards are scaled and clipped entry by entry; a penalty
+    that replaces a score replaces them.
+
+    Returns:
+        scores [B] for the last token, and dense rewards [B, R] or None.
+    """
+    reward = cfg.reward
+    std, mean = 1.0, 0.0
+    if reward.scale == "running":
+        std, mean = state.moments.std, state.moments.mean if reward.center else 0.0
+    elif reward.scale == "ref":
+        std, mean = state.ref_std or 1.0, reward.ref_mean or 0.0
+    dense, first = None, reward.clip if reward.clip_first else None
+    last = None if reward.clip_first else reward.clip
+    if rollout.dense is None:
+        raw = scale_scores(rollout.scores, std=1.0, clip=first)
+        scores = scale_scores(raw, std=std, mean=mean, clip=last)
+    else:
+        dense = clipped(clipped(rollout.dense, first) / std, last)
+        # the mean is a sample's, not a token's: it comes off once, at the end
+        scores = [-mean / std] * len(rollout)
+    penalties = penalties_of(rollout, cfg)
+    nothing: list[float | None] = [None] * len(rollout)
+    unended = penalties.get("missing_eos", nothing)
+    short = penalties.get("short", nothing)
+    replace = reward.penalty_mode == "replace"
+    scores = penalised(scores, unended=unended, short=short, replace=replace)
+    if dense is not None and replace:
+        kept = [a is None and b is None for a, b in zip(unended, short, strict=True)]
+        dense = dense * torch.tensor(kept)[:, None]
+    found = torch.tensor(scores, dtype=torch.float32)
+    if "overlong" in penalties:
+        found = found - torch.tensor(penalties["overlong"], dtype=torch.float32)
+    return found, dense
+
+
+def to_experience(rollout: Rollout, state: TrainState, cfg: TrainConfig) -> Experience:
+    """Token rewards, advantages and whitening over the valid samples of a rollout.
+
+    The samples of a prompt that are left without an invalid one are their whole group.
+
+    Args:
+        state: with this rollout's moments already merged, and the KL coefficient to charge.
+    """
+    keep = rollout.valid.nonzero().squeeze(-1)
+    mask = rollout.response_mask[keep]
+    ppo, in_reward = cfg.ppo, kl_in(cfg.ppo) == "reward"
+    scores, dense = shaped_scores(rollout, state, cfg)
+    rewards = token_rewards(scores[keep], rollout.kl[keep], mask,
+                            kl_coef=state.kl_coef if in_reward else 0.0,
+                            dense=None if dense is None else dense[keep])
+    if ppo.whiten_rewards:
+        rewards = whiten(rewards, mask, center=False)
+    values = rollout.values[keep] if estimator_of(ppo).needs_critic else None
+    groups = torch.tensor(rollout.prompts.episodes)[keep] // ppo.n
+    advantages, returns = estimator_of(ppo).estimate(Samples(
+        rewards, mask, groups, values, gamma=ppo.gamma, lam=ppo.lam, group_std=ppo.group_std))
+    if whitens_advantages(ppo):
+        advantages = whiten(advantages, mask, center=True)
+    charged = not in_reward and rollout.has_reference and state.kl_coef > 0
+    return Experience(
+        prompt_tokens=rollout.prompts.tokens[keep], prompt_mask=rollout.prompts.mask[keep],
+        response_tokens=rollout.response_tokens[keep], response_mask=mask,
+        logprobs=rollout.logprobs[keep], values=None if values is None else values * mask,
+        advantages=advantages, returns=returns,
+        ref_logprobs=rollout.ref_logprobs[keep] if charged else None,
+        kl_coef=state.kl_coef if charged else 0.0,
+        below=[rollout.below[i] for i in keep.tolist()] if rollout.below else [])
+
+
+def sequence_kl(rollout: Rollout) -> float:
+    """Sampled KL (k1) summed over each response, mean over samples; nats. NaN without reference."""
+    if not rollout.has_reference:
+        return math.nan
+    k1 = (rollout.logprobs - rollout.ref_logprobs) * rollout.response_mask
+    return float(k1.double().sum(1).mean())
+
+
+def next_kl_coef(state: TrainState, rollout: Rollout, cfg: TrainConfig) -> float:
+    """The coefficient for the next rollout."""
+    if cfg.ppo.kl_controller == "fixed":
+        return state.kl_coef
+    return adapt_kl_coef(state.kl_coef, sequence_kl(rollout), target=cfg.ppo.target,
+                         horizon=cfg.ppo.horizon, num_samples=len(rollout))

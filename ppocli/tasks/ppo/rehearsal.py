@@ -1,0 +1,142 @@
+"""A training step in small: everything that a run does with samples, on two of them, and no update.
+
+What a configuration can't tell shows here within seconds: how a prompt is rendered, what the reward
+makes of real responses, whether the reference agrees with the policy, whether gradients are finite.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ppocli.config.schema import TrainConfig
+from ppocli.errors import DivergedError, OutOfMemoryError
+from ppocli.parallel.backend import Backend, open_backend
+from ppocli.parallel.stop import StopFlag
+from ppocli.ppo.noise import ROLLOUT
+from ppocli.rewards.records import RewardRequest
+from ppocli.sampling.response_text import response_ids
+from ppocli.tasks.ppo.experience import to_experience, update_moments
+from ppocli.tasks.ppo.records import Rollout, TrainState
+from ppocli.tasks.ppo.rollout import collect_rollout
+from ppocli.tasks.ppo.session import PythonObjects, Session, build_session
+from ppocli.train import random_state as generators
+from ppocli.train.clock import PhaseClock
+from ppocli.train.metrics import rollout_samples
+from ppocli.train.optimize import probe_gradient
+from ppocli.train.optimizers import named_trainable
+
+SAMPLES = 2
+KL_TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
+"""nats per token by which rounding may part a policy from its copy"""
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What came of it. Seconds are by phase; memory is the device's peak, or the process's."""
+
+    device: str
+    precision: str
+    parameters: int
+    trainable: int
+    prompts: int
+    prompt: str
+    """the first prompt as the model gets it, special tokens included"""
+    prompt_tokens: int
+    samples: list[dict[str, Any]]
+    """prompt, response, score, kl, response_tokens, finished of each sample"""
+    parts: dict[str, list[float | None]]
+    """scores of each reward by sample"""
+    metrics: dict[str, list[float]]
+    kl_per_token: float | None
+    """nats, policy to reference; None without a reference. Before training both are one model"""
+    terms: dict[str, float] | None
+    """loss terms and gradient norm; None if no sample has a score"""
+    seconds: dict[str, float]
+    peak_memory_mib: float
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the KL to the reference is what rounding explains."""
+        return self.kl_per_token is None or abs(self.kl_per_token) <= KL_TOLERANCE[self.precision]
+
+
+def rehearse(cfg: TrainConfig, stop: StopFlag, *, samples: int = SAMPLES) -> Rehearsal:
+    """Load everything that a run loads and take its first samples through all phases.
+
+    Args:
+        samples: how many of the first step's samples are drawn.
+
+    Raises:
+        PpocliError: whatever would end the run at its first step, with the same exit code.
+        StopRequested: between two tokens or phases.
+    """
+    with open_backend(cfg.hardware) as backend:
+        generators.seed(cfg.seed)
+        clock = PhaseClock.start(backend.device)
+        try:
+            session = build_session(cfg, backend, PythonObjects())
+            clock.mark("load")
+            stop.check()
+            return _rehearse(session, backend, clock, stop, samples)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryError(
+                f"Out of memory with {samples} samples.", where="hardware, model.path",
+                fix="set model.gradient_checkpointing=true, generation.max_new_tokens or "
+                    "prompts.max_length lower, or take a smaller model") from error
+
+
+def _rehearse(session: Session, backend: Backend, clock: PhaseClock, stop: StopFlag, samples: int
+              ) -> Rehearsal:
+    prompts = session.next_prompts(0, samples)
+    rollout = collect_rollout(session, prompts, ROLLOUT, stop, clock)
+    metrics: dict[str, list[float]] = {}
+    if session.metric is not None:
+        metrics = session.metric.compute(_request(session, rollout))
+        clock.mark("metric")
+    terms = _gradient(session, rollout)
+    clock.mark("optimize")
+    ids = prompts.tokens[0][prompts.mask[0]].tolist()
+    return Rehearsal(
+        device=str(backend.device), precision=backend.precision,
+        parameters=sum(p.numel() for p in session.policy.parameters()),
+        trainable=sum(p.numel() for p in named_trainable(session.policy).values()),
+        prompts=len(session.prompts), prompt=session.tokenizer.decode(ids), prompt_tokens=len(ids),
+        samples=[{name: row[name] for name in ("prompt", "response", "score", "kl",
+                                               "response_tokens", "finished")}
+                 for row in rollout_samples(rollout, 0, session.cfg)],
+        parts=dict(rollout.parts), metrics=metrics, kl_per_token=_kl_per_token(rollout),
+        terms=terms, seconds=dict(clock.seconds), peak_memory_mib=backend.peak_memory_mib())
+
+
+def _request(session: Session, rollout: Rollout) -> RewardRequest:
+    return RewardRequest(
+        prompts=rollout.prompts.texts, responses=rollout.responses,
+        response_ids=response_ids(rollout.response_tokens, rollout.response_mask),
+        columns=rollout.prompts.columns, tokenizer=session.tokenizer)
+
+
+def _kl_per_token(rollout: Rollout) -> float | None:
+    tokens = int(rollout.response_mask.sum())
+    if not rollout.has_reference or tokens == 0:
+        return None
+    k1 = (rollout.logprobs - rollout.ref_logprobs) * rollout.response_mask
+    return float(k1.double().sum()) / tokens
+
+
+def _gradient(session: Session, rollout: Rollout) -> dict[str, float] | None:
+    if not bool(rollout.valid.any()):
+        return None
+    coef = session.cfg.ppo.init_kl_coef
+    state = update_moments(TrainState(kl_coef=coef, init_kl_coef=coef, digests={}, judged_by=""),
+                           rollout, session.cfg)
+    terms = probe_gradient(session, to_experience(rollout, state, session.cfg))
+    wrong = [name for name, value in terms.items() if not math.isfinite(value)]
+    if wrong:
+        raise DivergedError(f"Before any update {', '.join(wrong)} is not finite.",
+                            where="model.path", fix="check the model's weights and the reward's "
+                            "scale, or use hardware.precision=fp32")
+    return terms

@@ -1,0 +1,388 @@
+"""Everything a run is made of, built once from its configuration."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+from ppocli.config.algorithm import decoding_scores, kl_estimator, kl_in
+from ppocli.config.keys import several
+from ppocli.config.schema import (
+    GenerationConfig,
+    TrainConfig,
+    planned_episodes,
+)
+from ppocli.config.sharding import reference_sharded, whole_while_acting
+from ppocli.data.batch import PromptBatch
+from ppocli.data.order import prompt_indices
+from ppocli.data.prompt_set import PromptSet, load_eval_prompts, load_prompts
+from ppocli.data.spec import evaluation_spec
+from ppocli.errors import ConfigError
+from ppocli.estimate.check import check_memory
+from ppocli.models.fast.frozen_states import border_of
+from ppocli.models.fast.gemm import route_linears
+from ppocli.models.fast.kernels import takes_packed
+from ppocli.models.loading.compatibility import check_reach
+from ppocli.models.loading.language_model import (
+    LoadedLM,
+    check_vocabulary,
+    load_judged,
+    load_tokenizer,
+    stop_rules,
+)
+from ppocli.models.loading.model_config import max_positions, read_lm
+from ppocli.models.policy import Policy
+from ppocli.models.reference import Reference
+from ppocli.models.trunk import has_encoder
+from ppocli.models.virtual_tokens import num_virtual_tokens
+from ppocli.parallel.backend import Backend
+from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
+from ppocli.tasks.ppo.building import (
+    build_policy,
+    build_reference,
+    judging_reference,
+    load_start,
+    prepare,
+)
+from ppocli.tasks.ppo.records import TrainState
+from ppocli.train.updates import Updates
+from ppocli.zero.oom_retry import Fits
+from ppocli.zero.sharded_weights import gathered_policy, head_parameters, held, is_sharded
+
+log = logging.getLogger("ppocli")
+
+
+@dataclass(frozen=True, slots=True)
+class PythonObjects:
+    """What ``ppocli.train()`` was handed beside words: Python objects in place of config keys."""
+
+    reward_fn: Any = None
+    """a callable, or a mapping name -> callable"""
+    metric_fn: Callable[..., Any] | None = None
+    prompts: list[Any] | None = None
+    eval_prompts: list[Any] | None = None
+
+
+@dataclass(frozen=True)
+class EvalSession:
+    """What samples a policy's responses and judges them. Nothing of it but ``fits`` changes
+    in evaluation."""
+
+    cfg: TrainConfig
+    backend: Backend
+    tokenizer: Any
+    loaded: LoadedLM
+    policy: Policy
+    """the bare module: decoding and saving"""
+    reference: Reference | None
+    """None without a KL term"""
+    eval_prompts: PromptSet
+    reward: Any
+    metric: Any
+    sampling: SamplingSpec
+    eval_sampling: SamplingSpec
+    packs: bool = field(default=False, kw_only=True)
+    """whether all models take rows packed without padding"""
+    fits: Fits = field(default_factory=Fits, kw_only=True)
+    """how many rows passes have had to be cut down to"""
+
+    @property
+    def from_decode(self) -> bool:
+        """Whether old logprobs and values are taken from the decoding pass."""
+        return decoding_scores(self.cfg)
+
+    @property
+    def below_bytes(self) -> int:
+        """Most memory for what enters the policy's lowest layer that trains, of one rollout."""
+        return 0 if self.policy.border is None else self.cfg.hardware.frozen_states_mib * 2**20
+
+    @property
+    def forward_rows(self) -> int:
+        """Rows of one forward pass: the training micro-batch."""
+        return self.cfg.ppo.micro_batch_size or self.cfg.ppo.mini_batch_size
+
+    @contextmanager
+    def acting(self) -> Iterator[Self]:
+        """This session with a policy that can be run outside of training. Where the weights are
+        sharded, all of them are put together; or, without ``hardware.gather_for_generation``, those
+        of the heads, and passes gather the layers one by one. All ranks enter and leave in step."""
+        if self.backend.zero_stage < 3:
+            yield self
+        elif whole_while_acting(self.cfg):
+            with gathered_policy(self.policy, self.loaded, onednn=self.backend.onednn) as whole:
+                yield replace(self, policy=whole)
+        else:
+            head = self.policy.value_head
+            with held(head_parameters(self.policy.lm) + list(head.parameters() if head else [])):
+                yield self
+
+    @property
+    def scores_in_step(self) -> bool:
+        """Whether forward passes for scoring gather weights, so that all ranks make them in step.
+        """
+        return self.backend.zero_stage == 3 and (
+            reference_sharded(self.cfg) or is_sharded(self.policy))
+
+    @property
+    def chunk_size(self) -> int:
+        """Samples of one generate call."""
+        return self.cfg.ppo.chunk_size or min(self.cfg.ppo.num_rollouts, 128)
+
+
+@dataclass(frozen=True)
+class Session(EvalSession):
+    """One run's parts. The policy's weights, the optimizer and ``fits`` change; nothing else does.
+    """
+
+    engine: Any
+    """the module accelerate wraps: forward passes for scoring and training"""
+    optimizer: Any
+    updates: Updates
+    """how gradients become steps of ``optimizer``"""
+    prompts: PromptSet
+
+    def next_prompts(self, start: int, count: int) -> PromptBatch:
+        """The prompts of episodes ``start`` to ``start + count``, each ``ppo.n`` times in a row;
+        the order is a function of the seed and the position alone."""
+        n, episodes = self.cfg.ppo.n, range(start, start + count)
+        first = start // n
+        indices = prompt_indices(first, -(-episodes.stop // n) - first, n=len(self.prompts),
+                                 seed=self.cfg.seed, shuffle=self.cfg.prompts.shuffle)
+        return self.prompts.batch([indices[e // n - first] for e in episodes], list(episodes),
+                                  self.tokenizer.pad_token_id)
+
+    def total_episodes(self) -> int:
+        """Samples in the whole run."""
+        return planned_episodes(self.cfg.ppo)
+
+    def total_steps(self) -> int:
+        """Steps in the whole run; the last may be smaller."""
+        return -(-self.total_episodes() // self.cfg.ppo.num_rollouts)
+
+    def total_updates(self, state: TrainState) -> int:
+        """Optimizer updates at the end of the run: those made and, if none is skipped, those of
+        the episodes still to come."""
+        ppo, left = self.cfg.ppo, max(self.total_episodes() - state.episodes, 0)
+        full, rest = divmod(left, ppo.num_rollouts)
+        per_full = -(-ppo.num_rollouts // ppo.mini_batch_size)
+        to_come = full * per_full + -(-rest // ppo.mini_batch_size)
+        return state.updates + ppo.ppo_epochs * to_come
+
+
+def sampling_specs(cfg: GenerationConfig, tokenizer: Any, loaded: LoadedLM
+                   ) -> tuple[SamplingSpec, SamplingSpec]:
+    """Sampling in training and at evaluation, the latter with ``generation.eval`` laid over it, of
+    a list its first value."""
+    base = {name: getattr(cfg, name) for name in SAMPLING_KEYS}
+    over = {name: values[0] for name in SAMPLING_KEYS
+            if (values := several(getattr(cfg.eval, name)))}
+    stop_ids, stops = stop_rules(tokenizer, loaded, cfg.stop_token_ids, cfg.stop_sequences)
+    lengths = None if cfg.length_sampler is None else (cfg.length_sampler[0], cfg.length_sampler[1])
+    return (SamplingSpec(stop_ids=stop_ids, stop_sequences=stops, length_range=lengths, **base),
+            SamplingSpec(stop_ids=stop_ids, stop_sequences=stops, **{**base, **over}))
+
+
+def sampling_sweep(cfg: GenerationConfig, first: SamplingSpec) -> dict[str, SamplingSpec]:
+    """``top_k=50`` and the like -> sampling at evaluation with that value of the one key of
+    ``generation.eval`` that is a list; empty without a list.
+
+    Args:
+        first: sampling at evaluation by :func:`sampling_specs`.
+    """
+    found = {}
+    for name in SAMPLING_KEYS:
+        values = getattr(cfg.eval, name)
+        if isinstance(values, list):
+            for value in values:
+                changes: dict[str, Any] = {name: value}
+                shown = str(value).lower() if isinstance(value, bool) else f"{value:g}"
+                found[f"{name}={shown}"] = replace(first, **changes)
+    return found
+
+
+def max_prompt_tokens(cfg: TrainConfig, lm: Any) -> int:
+    """Tokens a prompt may have beside the longest response.
+
+    Raises:
+        ConfigError: none, so long is the response.
+    """
+    limit = max_positions(lm)  # an encoder-decoder has that many on either side
+    if limit is None:
+        return 2**31
+    longest = max([cfg.generation.max_new_tokens, *several(cfg.generation.eval.max_new_tokens)])
+    if longest >= limit:
+        raise ConfigError(f"{longest} new tokens leave no room for a prompt: the model has "
+                          f"{limit} positions{_beside(lm)}.", where="generation.max_new_tokens",
+                          fix=f"set generation.max_new_tokens below {limit}")
+    return limit if has_encoder(lm) else limit - longest
+
+
+def _beside(lm: Any) -> str:
+    count = num_virtual_tokens(lm)
+    return f" beside its {count} virtual tokens" if count else ""
+
+
+def _warn_about_sampling(spec: SamplingSpec) -> None:
+    if not spec.is_policy_distribution:
+        log.warning("Rollouts are sampled with top-k, top-p, a minimum length or greedily: tokens "
+                    "do not come from the policy's own distribution, and the KL to the reference "
+                    "may turn negative. generation.top_k=0 top_p=1 min_new_tokens=0 avoids it.")
+
+
+def _build_judges(cfg: TrainConfig, objects: PythonObjects, first: bool) -> tuple[Any, Any]:
+    """The reward and the metric; code of the user's that they run is named."""
+    from ppocli.rewards.scoring import build_metric, build_reward
+
+    reward = build_reward(cfg.reward, reward_fn=objects.reward_fn, first=first)
+    metric = build_metric(cfg.reward.metric_fn, objects.metric_fn, timeout=cfg.reward.timeout,
+                          retries=cfg.reward.retries, ranks=cfg.reward.ranks, first=first)
+    for path in dict.fromkeys([*reward.code_files, *(metric.code_files if metric else [])]):
+        log.info("running code from %s", path)
+    return reward, metric
+
+
+def _load_prompt_sets(cfg: TrainConfig, tokenizer: Any, lm: Any, objects: PythonObjects,
+                      reward: Any, metric: Any) -> tuple[PromptSet, PromptSet]:
+    """Training and evaluation prompts, checked against what reward and metric ask for."""
+    limit = max_prompt_tokens(cfg, lm)
+    prompts = load_prompts(cfg.prompts, tokenizer, seed=cfg.seed, max_prompt_tokens=limit,
+                           items=objects.prompts, whole=has_encoder(lm))
+    eval_prompts = load_eval_prompts(cfg.prompts, tokenizer, seed=cfg.seed, max_prompt_tokens=limit,
+                                     items=objects.eval_prompts, training=prompts,
+                                     whole=has_encoder(lm))
+    for columns in (prompts.columns, eval_prompts.columns):
+        reward.check_columns(list(columns))
+    if metric is not None:
+        metric.check_columns(list(eval_prompts.columns))
+    return prompts, eval_prompts
+
+
+def _load_eval_prompts(cfg: TrainConfig, tokenizer: Any, lm: Any, objects: PythonObjects,
+                       reward: Any, metric: Any) -> PromptSet:
+    """The evaluation prompts alone: training prompts are read only where they are these."""
+    if not evaluation_spec(cfg.prompts, objects.eval_prompts).has_source:
+        return _load_prompt_sets(cfg, tokenizer, lm, objects, reward, metric)[1]
+    found = load_eval_prompts(cfg.prompts, tokenizer, seed=cfg.seed,
+                              max_prompt_tokens=max_prompt_tokens(cfg, lm),
+                              items=objects.eval_prompts, training=PromptSet([], [], {}, []),
+                              whole=has_encoder(lm))
+    for judge in (reward, metric):
+        if judge is not None:
+            judge.check_columns(list(found.columns))
+    return found
+
+
+def _check_memory(cfg: TrainConfig, backend: Backend, lm_config: Any,
+                  prompts: tuple[PromptSet, ...]) -> None:
+    """Tell a run that can't fit before any rank loads weights."""
+    ranks, hardware = backend.ranks, cfg.hardware
+    longest = max(len(ids) for given in prompts for ids in given.token_ids)
+    # a rehearsal is one process; what it asks is whether the run fits
+    planned = hardware.num_processes * hardware.num_nodes if ranks.world == 1 else ranks.world
+    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", hardware.num_processes))
+    ranks.all_do(lambda: check_memory(
+        cfg, lm_config, prompt_tokens=longest, device=backend.device, ranks=planned,
+        ranks_on_host=on_host, warn=ranks.first), "memory")
+
+
+def _check_reach(cfg: TrainConfig, policy: Policy, reference: Reference | None,
+                 prompts: list[list[int]]) -> None:
+    """Refuse a reference or a value model of another path that has fewer positions than the longest
+    sample needs, now instead of when that comes up."""
+    response = max([cfg.generation.max_new_tokens, *several(cfg.generation.eval.max_new_tokens)])
+    for key, name, model in (
+            ("model.reference.path", cfg.model.reference.path, getattr(reference, "lm", None)),
+            ("model.value.path", cfg.model.value.path, getattr(policy.value_trunk, "lm", None))):
+        if name is not None and model is not None:
+            check_reach(model, prompt=max(map(len, prompts)), response=response, name=name, key=key)
+
+
+def _take_packed(policy: Policy, reference: Reference | None) -> bool:
+    """Whether all models take packed rows. All ranks call it in step."""
+    models = [policy.lm, getattr(policy.value_trunk, "lm", None)]
+    takes = [takes_packed(lm) for lm in models if lm is not None]  # each of them on every rank
+    found = all(takes)
+    if reference is None:
+        return found
+    with reference.view(policy.lm) as view:
+        return takes_packed(view) and found
+
+
+def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) -> Session:
+    """Build every part, the cheap checks first: reward, tokenizer, prompts, then the models.
+
+    Raises:
+        RewardError, InputError, ConfigError: each naming the key and the fix.
+    """
+    reward, metric = _build_judges(cfg, objects, backend.ranks.first)
+    tokenizer = load_tokenizer(cfg.model)
+    unloaded = read_lm(cfg.model)
+    prompts, eval_prompts = _load_prompt_sets(cfg, tokenizer, unloaded, objects, reward, metric)
+    for note in prompts.notes:
+        log.info("prompts: %s", note)
+    for note in eval_prompts.notes:
+        log.info("evaluation prompts: %s", note)
+    _check_memory(cfg, backend, unloaded.config, (prompts, eval_prompts))
+    loaded = load_start(cfg, backend)
+    check_vocabulary(tokenizer, loaded.lm, cfg.model)
+    sampling, eval_sampling = sampling_specs(cfg.generation, tokenizer, loaded)
+    policy = build_policy(cfg, backend, loaded, tokenizer)
+    engine, optimizer, updates = prepare(cfg, backend, policy)
+    reference = build_reference(cfg, backend, policy.lm, tokenizer)
+    if backend.ranks.world == 1 and backend.zero_stage < 3:  # else samples change ranks
+        policy.border = border_of(policy)
+    _check_reach(cfg, policy, reference, [*prompts.token_ids, *eval_prompts.token_ids])
+    _warn_about_sampling(sampling)
+    if kl_in(cfg.ppo) == "loss" and kl_estimator(cfg.ppo) == "k1" and cfg.ppo.init_kl_coef > 0:
+        log.warning("The gradient of k1 is zero on average: as a term of the loss it holds nothing "
+                    "to the reference. ppo.kl_estimator=k3 or k2 does.")
+    if len(prompts) < cfg.ppo.num_rollouts // cfg.ppo.n:
+        log.info("%d prompts are fewer than the %d of a rollout: they are cycled.",
+                 len(prompts), cfg.ppo.num_rollouts // cfg.ppo.n)
+    return Session(cfg=cfg, backend=backend, tokenizer=tokenizer, loaded=loaded, policy=policy,
+                   reference=reference, eval_prompts=eval_prompts, reward=reward, metric=metric,
+                   sampling=sampling, eval_sampling=eval_sampling, engine=engine,
+                   optimizer=optimizer, updates=updates, prompts=prompts,
+                   packs=_take_packed(policy, reference))
+
+
+def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects, *,
+                       policy: str | None = None, revision: str | None = None,
+                       judges: EvalSession | None = None) -> EvalSession:
+    """What judges a policy as a run of ``cfg`` does at evaluation: same prompts, random numbers,
+    sampling, reward, and reference (the model that ``cfg`` starts from).
+
+    Args:
+        policy: folder or Hub name of the policy, its tokenizer with it (default: ``model.path``).
+        revision: of a policy on the Hub.
+        judges: whose reward, metric and reference are taken instead of loading them once more.
+
+    Raises:
+        RewardError, InputError, ConfigError: each naming the key and the fix.
+    """
+    reward, metric = (_build_judges(cfg, objects, backend.ranks.first) if judges is None
+                      else (judges.reward, judges.metric))
+    own = cfg.model
+    if policy is not None and policy != cfg.model.path:
+        own = replace(cfg.model, path=policy, tokenizer_path=None, revision=revision)
+    tokenizer = load_tokenizer(own)
+    loaded = load_judged(own, cfg.hardware)
+    check_vocabulary(tokenizer, loaded.lm, own)
+    eval_prompts = _load_eval_prompts(cfg, tokenizer, loaded.lm, objects, reward, metric)
+    for note in eval_prompts.notes:
+        log.info("evaluation prompts: %s", note)
+    wrapped = Policy(loaded.lm, None).to(backend.device)
+    wrapped.eval()
+    if backend.onednn:
+        route_linears(wrapped)
+    reference = judging_reference(cfg, backend, tokenizer, loaded,
+                                  None if judges is None else (judges.reference,))
+    sampling, eval_sampling = sampling_specs(cfg.generation, tokenizer, loaded)
+    return EvalSession(cfg=cfg, backend=backend, tokenizer=tokenizer, loaded=loaded, policy=wrapped,
+                       reference=reference, eval_prompts=eval_prompts, reward=reward, metric=metric,
+                       sampling=sampling, eval_sampling=eval_sampling,
+                       packs=_take_packed(wrapped, reference))

@@ -1,0 +1,135 @@
+"""Checkpoints that are written while training goes on: from a copy, in a thread, one at a time.
+
+The thread computes nothing and talks to no other rank. It is no daemon: a process that ends by
+itself waits for it. Signals are handled in the main thread, which hashing, writing and syncing
+leave free.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from threading import Thread
+
+from ppocli.display.live_view import resident_mib
+from ppocli.errors import PpocliError
+from ppocli.estimate.check import CLOSE, shown
+from ppocli.parallel.host_memory import host_room
+from ppocli.parallel.ranks import is_out_of_memory
+from ppocli.storage.atomic import make_dirs
+from ppocli.tasks.ppo.session import Session
+from ppocli.train.checkpoint_contents import Contents, HostCopies, contents_of, copied_bytes
+from ppocli.train.random_state import Generators
+
+log = logging.getLogger("ppocli")
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""left to the main thread, whose waiting they interrupt"""
+
+
+class Saving:
+    """The checkpoint of a run that is on its way to the disk, if one is."""
+
+    def __init__(self) -> None:
+        self._copies = HostCopies()
+        self._under_way: Future[None] | None = None
+        self._told = False
+
+    def begin(self, work: Callable[[], None]) -> None:
+        """Start ``work`` in a thread; nothing may be under way."""
+        assert self._under_way is None
+        outcome: Future[None] = Future()
+
+        def body() -> None:
+            signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
+            try:
+                work()
+            except BaseException as error:
+                outcome.set_exception(error)
+            else:
+                outcome.set_result(None)
+
+        Thread(target=body, name="checkpoint").start()
+        self._under_way = outcome
+
+    def wait(self) -> None:
+        """Wait for what is under way.
+
+        Raises:
+            DiskError: or whatever else ended it.
+        """
+        if self._under_way is None:
+            return
+        try:
+            self._under_way.result()
+        finally:
+            if self._under_way.done():
+                self._under_way = None
+
+    def meet(self) -> None:
+        """As :meth:`wait`, for what has ended by now."""
+        if self._under_way is not None and self._under_way.done():
+            self.wait()
+
+    def settle(self) -> None:
+        """Wait for what is under way; what goes wrong there is only told: the run ends anyway."""
+        try:
+            self.wait()
+        except PpocliError as error:
+            log.error("%s", error)
+
+    def copy(self, session: Session, state: Generators, folder: Path) -> Contents | None:
+        """A copy of what a checkpoint holds, to be written while the session trains; None where
+        training has to stop for the writing. What was copied before must be written.
+
+        Args:
+            state: as of :func:`contents_of`.
+            folder: the run's ``checkpoints/``.
+
+        Raises:
+            DiskError: it can't be made.
+        """
+        wanted, backend = session.cfg.checkpoint.background, session.backend
+        if wanted == "never" or backend.ranks.world > 1 or backend.zero_stage > 0:
+            return None
+        contents = contents_of(session, state)
+        if wanted == "auto" and not self._copies.held and not self._fits(copied_bytes(contents)):
+            return None
+        try:
+            make_dirs(folder)
+            return self._copies.copy(session, contents, folder)
+        except OSError:  # whoever writes it now says what the disk says
+            return None
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            self._copies.release()
+            self._tell("there was no memory for it")
+            return None
+
+    def _fits(self, needed: int) -> bool:
+        """Whether a copy leaves what the passes of a step were seen to take."""
+        there, regrowth = host_room(), _regrowth()
+        if there is not None and needed + regrowth <= CLOSE * there:
+            return True
+        self._tell("how much memory is free can't be told" if there is None else
+                   f"it takes {shown(needed)}, a step {shown(regrowth)} more than now, and "
+                   f"{shown(there)} are free")
+        return False
+
+    def _tell(self, why: str) -> None:
+        if not self._told:
+            log.info("Training stops while a checkpoint is written, for want of a copy: %s.", why)
+        self._told = True
+
+
+def _regrowth() -> int:
+    """Bytes that this process has held beside what it holds now: the next step's passes will take
+    them again."""
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return max(peak - round((resident_mib(os.getpid()) or 0.0) * 2**20), 0)

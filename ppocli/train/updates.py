@@ -1,0 +1,161 @@
+"""How gradients are accumulated and applied: in one process, under DDP, or by DeepSpeed ZeRO.
+
+An update is a number of micro-batches, equal on all ranks. Its loss is normalised by the tokens of
+all ranks, so the only scaling here is the number of ranks, which averaging reducers divide by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ppocli.models.policy import Policy
+from ppocli.parallel.backend import Backend
+from ppocli.train.optimizers import Factors, set_learning_rate
+from ppocli.zero.sharded_reference import close_reference
+
+
+class Updates(Protocol):
+    """What the optimize phase does to the policy's weights."""
+
+    @property
+    def decides_first(self) -> bool:
+        """Whether an update must be accepted or refused before its last backward pass: DeepSpeed
+        has reduced, and in part sharded, the gradients as soon as that has run."""
+
+    @property
+    def can_repeat(self) -> bool:
+        """Whether this process can make an update's gradient anew when memory runs out in the
+        middle of it: no other one waits for a part of it, and nothing of it is kept elsewhere."""
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+
+    def accumulating(self, *, last: bool) -> Any:
+        """Context of one micro-batch; gradients are reduced over ranks in the last one."""
+
+    def backward(self, loss: torch.Tensor, *, accepted: bool = True) -> None:
+        """Add the gradient of a loss that is normalised over all ranks. A last loss that is not
+        ``accepted`` makes the update one that is skipped."""
+
+    def norm(self) -> torch.Tensor:
+        """The gradient norm over all ranks before clipping; clips. Once an update, after the last
+        micro-batch."""
+
+    def apply(self, factors: Factors) -> float:
+        """Step with every group's rate at ``base_lr`` times its factor; returns the policy's."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlainUpdates:
+    """One process, or several that hold everything and average gradients (DDP)."""
+
+    backend: Backend
+    policy: Policy
+    engine: Any
+    optimizer: Any
+    max_norm: float | None
+
+    @property
+    def decides_first(self) -> bool:
+        """As :class:`Updates`."""
+        return False
+
+    @property
+    def can_repeat(self) -> bool:
+        """As :class:`Updates`."""
+        return self.backend.ranks.world == 1
+
+    def clear(self) -> None:
+        """As :class:`Updates`."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def accumulating(self, *, last: bool) -> Any:
+        """As :class:`Updates`."""
+        return nullcontext() if last else self.backend.accelerator.no_sync(self.engine)
+
+    def backward(self, loss: torch.Tensor, *, accepted: bool = True) -> None:
+        """As :class:`Updates`."""
+        world = self.backend.ranks.world
+        scaled = loss * world if world > 1 else loss
+        self.backend.accelerator.backward(scaled if accepted else scaled * float("nan"))
+
+    def norm(self) -> torch.Tensor:
+        """As :class:`Updates`."""
+        parameters = [p for p in self.policy.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if self.max_norm is None or (norm.device.type == "cpu" and norm <= self.max_norm):
+            return norm  # on a GPU the question would wait for it
+        torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm)
+        return norm
+
+    def apply(self, factors: Factors) -> float:
+        """As :class:`Updates`."""
+        lr = set_learning_rate(self.optimizer, factors)
+        self.optimizer.step()
+        return lr
+
+
+class ZeroUpdates:
+    """DeepSpeed ZeRO 1 to 3. Its accumulation boundary is set explicitly for each micro-batch.
+
+    DeepSpeed leaves weights and optimizer state alone when a gradient is not finite, on all ranks
+    and under every stage, and cleans its buffers up; an update that is refused for other reasons
+    gets such a gradient.
+    """
+
+    @property
+    def decides_first(self) -> bool:
+        """As :class:`Updates`."""
+        return True
+
+    @property
+    def can_repeat(self) -> bool:
+        """As :class:`Updates`."""
+        return False
+
+    def __init__(self, backend: Backend, engine: Any) -> None:
+        self.backend = backend
+        self.engine = engine
+        self.optimizer = engine.optimizer
+
+    def clear(self) -> None:
+        """As :class:`Updates`; DeepSpeed clears after each update itself."""
+
+    @contextmanager
+    def _micro_batch(self, last: bool) -> Iterator[None]:
+        self.engine.set_gradient_accumulation_boundary(last)
+        yield
+        if not last:
+            self.engine.step()  # counts the micro-batch; nothing is applied
+
+    def accumulating(self, *, last: bool) -> Any:
+        """As :class:`Updates`."""
+        return self._micro_batch(last)
+
+    def backward(self, loss: torch.Tensor, *, accepted: bool = True) -> None:
+        """As :class:`Updates`."""
+        scaled = loss * self.backend.ranks.world
+        self.engine.backward(scaled if accepted else scaled * float("nan"))
+
+    def norm(self) -> torch.Tensor:
+        """As :class:`Updates`; known to DeepSpeed only once it has tried the step, so
+        :meth:`apply` must have been called."""
+        return torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32).detach()
+
+    def apply(self, factors: Factors) -> float:
+        """As :class:`Updates`; a gradient that is not finite changes nothing."""
+        lr = set_learning_rate(self.optimizer, factors)
+        self.engine.step()
+        return lr
+
+
+def close_engine(session: Any) -> None:
+    """Tear DeepSpeed's engines down: one that is left to the interpreter's exit can abort it."""
+    if session.backend.zero_stage > 0:
+        close_reference(session.reference)
+        session.engine.destroy()

@@ -1,0 +1,357 @@
+"""Weights and optimizer state that DeepSpeed keeps in parts: put together, read and written by
+parameter name, so that a checkpoint is the same whatever the stage and the number of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from ppocli.models.decoding_method import decoding_of, set_decoding
+from ppocli.models.fast.gemm import route_linears
+from ppocli.models.fast.kernels import use_kernels
+from ppocli.models.layer_stack import forget_casts, whole_shape
+from ppocli.models.loading.adapters import attach_again
+from ppocli.models.loading.language_model import LoadedLM
+from ppocli.models.policy import Policy, build_value_head
+from ppocli.parallel.ranks import Ranks
+
+
+@contextmanager
+def gathered(module: nn.Module, stage: int, *, modify: bool = False) -> Iterator[None]:
+    """Every parameter of ``module`` whole, on every rank; nothing to do below ZeRO 3.
+
+    Args:
+        modify: what was written to the parameters (the same on all ranks) is kept.
+    """
+    if stage < 3:
+        yield
+        return
+    from deepspeed.runtime.zero import GatheredParameters
+
+    parameters = list(module.parameters())
+    _put_back(parameters)
+    with GatheredParameters(parameters, modifier_rank=0 if modify else None):
+        yield
+
+
+def _put_back(parameters: Iterable[Any]) -> None:
+    """Leave to each rank its part. Small parameters that DeepSpeed has left whole behind a pass may
+    be rounded to the type that it computes in."""
+    for parameter in parameters:
+        if _is_whole(parameter) and not parameter.ds_active_sub_modules:
+            parameter.partition()
+
+
+def _is_whole(parameter: Any) -> bool:
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    return getattr(parameter, "ds_status", None) == ZeroParamStatus.AVAILABLE
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether a module's passes gather its weights, so that all ranks make them in step."""
+    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+
+
+_HOLDER = -1
+"""stands among the modules that use a parameter, which DeepSpeed numbers from 0"""
+
+
+@contextmanager
+def held(parameters: list[Any]) -> Iterator[None]:
+    """These sharded parameters are whole on every rank meanwhile, and stay so behind the forward
+    pass of a layer that uses them, where DeepSpeed would release them."""
+    from deepspeed.runtime.zero import GatheredParameters
+
+    _put_back(parameters)
+    with GatheredParameters(parameters):
+        try:
+            for parameter in parameters:
+                parameter.ds_active_sub_modules.add(_HOLDER)
+            yield
+        finally:
+            for parameter in parameters:
+                parameter.ds_active_sub_modules.discard(_HOLDER)
+
+
+def one_gathered(tensor: torch.Tensor, *, modify: bool = False) -> Any:
+    """Context in which a tensor that may be a sharded parameter is whole, on every rank.
+
+    Args:
+        modify: as of :func:`gathered`.
+    """
+    if not hasattr(tensor, "ds_id"):
+        return nullcontext()
+    _put_back([tensor])
+    if _is_whole(tensor):  # held
+        return nullcontext()
+    from deepspeed.runtime.zero import GatheredParameters
+
+    return GatheredParameters([tensor], modifier_rank=0 if modify else None)
+
+
+def host_weights(module: nn.Module, stage: int, *, keep: bool) -> dict[str, torch.Tensor] | None:
+    """The state dict of a module that is sharded by ZeRO 3, in host memory; None below that stage.
+    Put together one tensor at a time, on all ranks in step, so that none holds the whole but the
+    one that is to keep it. Tied tensors are one."""
+    if stage < 3:
+        return None
+    found: dict[str, torch.Tensor] = {}
+    seen: dict[int, torch.Tensor] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            with one_gathered(tensor):
+                seen[id(tensor)] = tensor.detach().cpu().clone() if keep else torch.empty(0)
+        found[name] = seen[id(tensor)]
+    return found if keep else {}
+
+
+def head_parameters(lm: Any) -> list[Any]:
+    """Of the output embedding, which is read outside of its forward pass."""
+    return list(lm.get_output_embeddings().parameters())
+
+
+def local_part(parameter: Any, *, offload: bool) -> torch.Tensor:
+    """A copy of what this rank keeps of a sharded parameter."""
+    part = parameter.ds_tensor.detach().clone()
+    return part.to("cpu") if offload else part
+
+
+def whole_of(part: torch.Tensor, shape: torch.Size, device: torch.device) -> torch.Tensor:
+    """The tensor of which every rank has a part, on every rank."""
+    world = torch.distributed.get_world_size()
+    flat = torch.empty(world * part.numel(), dtype=part.dtype, device=device)
+    torch.distributed.all_gather_into_tensor(flat, part.to(device))
+    return flat[:shape.numel()].view(shape)
+
+
+@contextmanager
+def swapped_parts(parameters: dict[str, Any], parts: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Forward passes meanwhile gather ``parts`` in place of what the ranks keep of the sharded
+    parameters of these names."""
+    _put_back(parameters.values())
+    kept = {name: parameters[name].ds_tensor.data for name in parts}
+    kept_whole = {name: p.data for name, p in parameters.items() if _is_whole(p)}
+    try:
+        for name, part in parts.items():
+            parameter = parameters[name]
+            parameter.ds_tensor.data = part.to(parameter.ds_tensor.device)
+            if name in kept_whole:
+                parameter.data = whole_of(part, parameter.ds_shape, parameter.device)
+        forget_casts()
+        yield
+    finally:
+        forget_casts()
+        _put_back(parameters.values())
+        for name, part in kept.items():
+            parameters[name].ds_tensor.data = part
+        for name, whole in kept_whole.items():
+            parameters[name].data = whole
+
+
+def adopt_weights(policy: nn.Module, optimizer: Any, stage: int) -> None:
+    """Let DeepSpeed's optimizer start from the weights that were just loaded into the policy: it
+    steps on a copy of its own."""
+    if stage == 0:
+        return
+    for parameter in policy.parameters():
+        if parameter.requires_grad:
+            with gathered(OneParameter(parameter), stage):
+                whole = parameter.detach().clone()
+            _set(parameter, whole, None, stage)
+
+
+def _set(parameter: nn.Parameter, whole: torch.Tensor, slot: str | None, stage: int) -> None:
+    """Put a whole tensor in place of DeepSpeed's copy of a parameter, or of a slot of its optimizer
+    state."""
+    from deepspeed import utils
+
+    if stage < 3:
+        if slot is None:
+            utils.safe_set_full_fp32_param(parameter, whole)
+        else:
+            utils.safe_set_full_optimizer_state(parameter, whole, slot)
+        return
+    # DeepSpeed's own setter for whole tensors fails on those that don't divide by the ranks
+    partition: Any = parameter  # DeepSpeed's methods
+    size, rank = partition.partition_numel(), torch.distributed.get_rank()
+    padded = nn.functional.pad(whole.flatten(), (0, size * torch.distributed.get_world_size()
+                                                 - whole.numel()))
+    own = padded.narrow(0, size * rank, size)
+    if slot is None:
+        utils.safe_set_local_fp32_param(parameter, own)
+    else:
+        utils.safe_set_local_optimizer_state(parameter, own, slot)
+
+
+class OneParameter(nn.Module):
+    """A module of one parameter."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        super().__init__()
+        self.parameter = parameter
+
+
+@contextmanager
+def gathered_policy(policy: Policy, loaded: LoadedLM, *, onednn: bool) -> Iterator[Policy]:
+    """A second module over the same, whole, weights of a policy that is sharded by ZeRO 3.
+
+    The hooks on the original release each layer's weights behind its forward pass; the copy has
+    none, so that decoding gathers once and not at every token. It holds no weights of its own, and
+    computes as the original does: a KL of the same weights has to be 0, to the last bit.
+
+    Args:
+        onednn: whether the original's linear layers multiply through oneDNN.
+    """
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        lm = type(loaded.lm)(loaded.lm.config)
+        if loaded.adapter is not None:
+            attach_again(lm, loaded.adapter)
+        if loaded.kernels:
+            use_kernels(lm)
+        set_decoding(lm, decoding_of(loaded.lm))
+        whole = Policy(lm, None if policy.value_head is None else build_value_head(lm, 0))
+    with gathered(policy, 3):
+        device = next(iter(policy.parameters())).device
+        _adopt(whole, policy)
+        whole.to(device)
+        if onednn:
+            route_linears(whole)
+        whole.value_trunk = policy.value_trunk  # run as it is: nothing decodes with it
+        whole.eval()
+        yield whole
+
+
+def _adopt(copy: nn.Module, original: nn.Module) -> None:
+    """Let ``copy``'s modules use the tensors of ``original``'s; what is tied there is tied here."""
+    theirs = dict(original.named_modules())
+    made: dict[int, nn.Parameter] = {}
+    for name, module in copy.named_modules():
+        for key in list(module._parameters):
+            parameter = theirs[name]._parameters[key]
+            if parameter is not None and id(parameter) not in made:
+                made[id(parameter)] = nn.Parameter(parameter.data, requires_grad=False)
+            module._parameters[key] = None if parameter is None else made[id(parameter)]
+        for key, buffer in theirs[name]._buffers.items():
+            module._buffers[key] = buffer
+
+
+def optimizer_slots(parameters: dict[str, nn.Parameter], optimizer: Any, stage: int, ranks: Ranks
+                    ) -> dict[str, torch.Tensor]:
+    """This rank's share of the optimizer state: whole tensors by ``NAME/slot``, those of the
+    optimizer itself without ZeRO.
+
+    Parameters are dealt over ranks in turn. Under ZeRO each tensor is put together on all ranks in
+    step and kept by one, on the CPU, so that no rank holds more than its share and one tensor.
+    """
+    found: dict[str, torch.Tensor] = {}
+    slots = _slots(parameters, optimizer, stage)
+    for number, (name, parameter) in enumerate(parameters.items()):
+        mine = number % ranks.world == ranks.rank
+        for slot in slots:
+            value = _read_slot(parameter, slot, optimizer, stage)
+            if mine and value is not None:
+                found[f"{name}/{slot}"] = value.detach() if stage == 0 else \
+                    value.detach().cpu().contiguous().clone()
+    return found
+
+
+def _slots(parameters: dict[str, nn.Parameter], optimizer: Any, stage: int) -> list[str]:
+    """Names of what the optimizer keeps for a parameter; none before its first step."""
+    if stage > 0:
+        _link_state(optimizer, stage)
+    inner = optimizer.optimizer if stage > 0 else optimizer
+    names = dict.fromkeys(slot for state in inner.state.values() for slot, value in state.items()
+                          if value is not None)
+    return list(names)
+
+
+def _read_slot(parameter: nn.Parameter, slot: str, optimizer: Any, stage: int
+               ) -> torch.Tensor | None:
+    if stage == 0:
+        value = optimizer.state.get(parameter, {}).get(slot)
+        return None if value is None else torch.as_tensor(value)
+    inner = optimizer.optimizer
+    kept = [state[slot] for state in inner.state.values() if slot in state]
+    if torch.as_tensor(kept[0]).dim() == 0:  # counts of steps are the same everywhere
+        return torch.as_tensor(kept[0])
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    return safe_get_full_optimizer_state(parameter, slot).reshape(whole_shape(parameter))
+
+
+def _link_state(optimizer: Any, stage: int) -> None:
+    """ZeRO 1 and 2 link parameters to optimizer state when they are built, before there is any."""
+    if stage == 3:
+        return
+    from deepspeed.utils import lazy_init_hp_params_optimizer_state
+
+    for group, flat in zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups,
+                           strict=True):
+        if optimizer.optimizer.state.get(flat):
+            lazy_init_hp_params_optimizer_state(group, flat, optimizer.optimizer.state)
+
+
+def fill_optimizer(parameters: dict[str, nn.Parameter], optimizer: Any, stage: int,
+                   saved: dict[str, dict[str, Callable[[], torch.Tensor]]]) -> None:
+    """Give the optimizer the state that :func:`optimizer_slots` read, of all ranks together.
+
+    Args:
+        saved: parameter name -> slot -> a function that reads the whole tensor.
+    """
+    if stage == 0:
+        for name, slots in saved.items():
+            parameter = parameters[name]
+            optimizer.state[parameter] = {slot: _placed(read(), slot, optimizer, parameter)
+                                          for slot, read in slots.items()}
+        return
+    if not saved:
+        return
+    _make_state(optimizer, stage, next(iter(saved.values())))
+    _link_state(optimizer, stage)
+    for name, slots in saved.items():
+        for slot, read in slots.items():
+            value = read()
+            if value.dim() > 0:
+                _set(parameters[name], value, slot, stage)
+
+
+def slot_fits(slot: str, shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Whether a saved tensor of optimizer state can belong to a parameter of shape ``whole``."""
+    if slot == "row_var":  # of Adafactor
+        return shape == (*whole[:-1], 1)
+    if slot == "col_var":
+        return shape == (*whole[:-2], 1, *whole[-1:])
+    if slot.startswith("qmap"):  # of bitsandbytes
+        return len(shape) == 1
+    if slot.startswith("absmax"):
+        return shape == (-(-math.prod(whole) // 256),)
+    return shape in ((), whole)
+
+
+def _placed(value: torch.Tensor, slot: str, optimizer: Any, parameter: nn.Parameter) -> Any:
+    """A saved slot as the optimizer itself keeps it."""
+    if slot == "step" and not value.is_floating_point():
+        return int(value)  # bitsandbytes counts in Python
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    # others read the count of steps on the host
+    return value if slot == "step" and not fused else value.to(parameter.device)
+
+
+def _make_state(optimizer: Any, stage: int, slots: dict[str, Callable[[], torch.Tensor]]) -> None:
+    """Zeroed state for DeepSpeed's flat partitions, as the optimizer's first step would make it."""
+    flats = (optimizer.fp32_partitioned_groups_flat if stage == 3
+             else optimizer.single_partition_of_fp32_groups)
+    for flat in flats:
+        state: dict[str, torch.Tensor] = {}
+        for slot, read in slots.items():
+            value = read()
+            state[slot] = torch.zeros_like(flat) if value.dim() > 0 else value.clone()
+        optimizer.optimizer.state[flat] = state
