@@ -65,7 +65,8 @@ class PPOTrainer:
     def __init__(self, overrides: Sequence[str] = (), *, prompts: Sequence[Any] | None = None
                  ) -> None:
         from ppocli.launching.trainer_opening import LoopScores, composed, opened
-        from ppocli.tasks.ppo.session import PythonObjects
+        from ppocli.tasks.ppo.task import PPOTask
+        from ppocli.train.task import PythonObjects
 
         self._scores = LoopScores()
         objects = PythonObjects(reward_fn=self._scores,
@@ -73,6 +74,9 @@ class PPOTrainer:
         stack = ExitStack()
         try:
             self._run = stack.enter_context(opened(composed(overrides, objects), objects))
+            assert isinstance(self._run.task, PPOTask)
+            self._task = self._run.task
+            self._session = self._task.session
         except BaseException:
             stack.close()
             raise
@@ -91,12 +95,12 @@ class PPOTrainer:
     @property
     def tokenizer(self) -> Any:
         """The policy's tokenizer."""
-        return self._run.session.tokenizer
+        return self._session.tokenizer
 
     @property
     def model(self) -> Any:
         """The policy as a transformers model, without its value function."""
-        return self._run.session.policy.lm
+        return self._session.policy.lm
 
     @property
     def steps(self) -> int:
@@ -111,10 +115,10 @@ class PPOTrainer:
     @property
     def kl_coef(self) -> float:
         """The KL coefficient that the next step is charged with."""
-        return self._run.state.kl_coef
+        return float(self._task.summary(self._run.state)["kl_coef"])
 
     def _left(self) -> int:
-        return max(self._run.session.total_episodes() - self._run.state.episodes, 0)
+        return max(self._task.total_samples() - self._run.state.episodes, 0)
 
     def _check_open(self) -> None:
         if not self._closing.alive:
@@ -138,11 +142,10 @@ class PPOTrainer:
             ConfigError: unusable prompts.
             DivergedError: the policy's probabilities are no longer finite.
         """
-        from ppocli.sampling.response_text import response_ids
         from ppocli.tasks.ppo.own_samples import prompts_of, sampled
 
         self._check_open()
-        session, clock = self._run.session, self._run.clock
+        session, clock = self._session, self._run.clock
         clock.mark("between")
         if prompts is None:
             count = min(session.cfg.ppo.num_rollouts, self._left() or session.cfg.ppo.num_rollouts)
@@ -160,7 +163,7 @@ class PPOTrainer:
         return Batch(
             batch.texts, [text for one in chunks for text in one.responses],
             [ids[mask].tolist() for ids, mask in zip(batch.tokens, batch.mask, strict=True)],
-            [ids for one in chunks for ids in response_ids(one.out.tokens, one.out.mask)],
+            [ids for one in chunks for ids in one.out.action_ids],
             rows("logprobs"), rows("values"),
             [done for one in chunks for done in one.out.finished.tolist()], batch.columns,
             tuple(chunks), self.steps)
@@ -189,7 +192,7 @@ class PPOTrainer:
         from ppocli.train.loop import learn
 
         self._check_open()
-        session, state, clock = self._run.session, self._run.state, self._run.clock
+        session, state, clock = self._session, self._run.state, self._run.clock
         if isinstance(queries, Batch):
             if (responses is None) == (scores is None):
                 raise ConfigError("A batch has its responses: only scores go with it.",
@@ -220,19 +223,18 @@ class PPOTrainer:
 
     def _settled(self) -> dict[str, Any]:
         """The figures of the step that was just made; nothing of it is pending any more."""
-        from ppocli.train.random_state import capture
+        from ppocli.train.loop import commit
 
         run, figures = self._run, self._run.state.pending or {}
-        run.state = replace(run.state, pending=None)
-        run.generators = capture(run.session.backend.device)
+        commit(run, replace(run.state, pending=None))
         self._drawn = max(self._drawn, run.state.episodes)
         return dict(figures)
 
     def _check_size(self, chunks: Sequence[Chunk]) -> None:
-        count, left, n = sum(one.own for one in chunks), self._left(), self._run.session.cfg.ppo.n
+        count, left, n = sum(one.own for one in chunks), self._left(), self._session.cfg.ppo.n
         if count > left:
             raise ConfigError(f"{count} samples, but only {left} of the "
-                              f"{self._run.session.total_episodes()} that are planned are left: "
+                              f"{self._task.total_samples()} that are planned are left: "
                               "schedules end there.", where="ppo.num_steps, ppo.total_episodes",
                               fix="plan for more of them")
         texts = [text for one in chunks for text in one.prompts.texts]
@@ -290,14 +292,13 @@ class PPOTrainer:
             DiskError: the disk is full or refuses.
         """
         from ppocli.storage.publishing import publish_folder
-        from ppocli.train.checkpoint_io import save_policy
 
         self._check_open()
         target = Path(folder)
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise ConfigError(f"{target} exists already and isn't empty; nothing is overwritten.",
                               fix="name another folder")
-        publish_folder(lambda place: save_policy(self._run.session, place), target)
+        publish_folder(self._task.saved.write, target)
         return target
 
     def finish(self) -> TrainedRun:

@@ -159,6 +159,6 @@ def jsonl(path: Path) -> list[dict]:
 
 def stable_rows(path: Path) -> list[dict]:
     """Metrics rows without the figures that two equal runs may differ in."""
-    from ppocli.train.metrics import VOLATILE
+    from ppocli.train.recorder import VOLATILE
 
     return [{k: v for k, v in row.items() if not k.startswith(VOLATILE)} for row in jsonl(path)]

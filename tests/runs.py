@@ -182,7 +182,7 @@ def scalars(run_dir: Path) -> list[tuple[str, int, float]]:
     """(tag, step, value) of every stable TensorBoard scalar, in the order written."""
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-    from ppocli.train.metrics import VOLATILE
+    from ppocli.train.recorder import VOLATILE
 
     found = []
     for path in sorted((run_dir / "events").iterdir()):

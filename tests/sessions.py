@@ -11,13 +11,24 @@ from typing import Any
 from helpers import save_lm, write_prompts
 
 from ppocli.config.schema import TrainConfig
+from ppocli.models.layout import Sequences
 from ppocli.parallel.backend import open_ranks
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import ROLLOUT
-from ppocli.tasks.ppo.records import TrainState
+from ppocli.sampling.decoder import Decoder
+from ppocli.sampling.decoding import decode
+from ppocli.sampling.samples import Generation
+from ppocli.sampling.token_choice import SamplingSpec
+from ppocli.tasks.ppo.records import Experience, PPOState
 from ppocli.tasks.ppo.rollout import collect_rollout
-from ppocli.tasks.ppo.session import PythonObjects, Session, build_session
+from ppocli.tasks.ppo.session import Session, build_session
+from ppocli.tasks.ppo.task import PPOTask, plan_updates, update_of
+from ppocli.train import optimize as phase
+from ppocli.train import random_state
+from ppocli.train.checkpoint_io import RankState, read_checkpoint, write_checkpoint
 from ppocli.train.clock import PhaseClock
+from ppocli.train.state import TrainState
+from ppocli.train.task import OptimizeResult, PythonObjects
 
 
 def count_good(outputs, **_: Any) -> list[float]:
@@ -67,10 +78,59 @@ def rollout_of(session: Session, start: int = 0, count: int | None = None):
                            PhaseClock.start(session.backend.device))
 
 
-def fresh_state(session: Session) -> TrainState:
-    """The state before the first step."""
+def fresh_state(session: Session) -> PPOState:
+    """PPO's own state before the first step."""
     coef = session.cfg.ppo.init_kl_coef
-    return TrainState(kl_coef=coef, init_kl_coef=coef, digests={}, judged_by="")
+    return PPOState(kl_coef=coef, init_kl_coef=coef)
+
+
+def optimize(session: Session, experience: Experience, own: PPOState, stop: StopFlag, *,
+             step: int = 0, updates: int = 0) -> OptimizeResult:
+    """The optimize phase on an experience, after so many steps and updates."""
+    plan = plan_updates(session, experience, own, step)
+    state = TrainState(digests={}, judged_by="", step=step, updates=updates)
+    return phase.optimize(PPOTask(session), plan, state, stop)
+
+
+def gradient_of(session: Session, experience: Experience, rows: Any = None) -> dict[str, float]:
+    """Leave the gradient of an update of these rows (default: all) on the parameters; its terms."""
+    import torch
+
+    rows = torch.arange(len(experience)) if rows is None else rows
+    session.trained.optimizer.zero_grad(set_to_none=True)
+    task, plan = PPOTask(session), plan_updates(session, experience, fresh_state(session), 0)
+    sums = phase._Sums(task)
+    phase._backward(task, plan, update_of(session, experience, rows), sums, poisoned=False)
+    return dict(zip(task.terms, sums.over(session.backend.ranks).tolist(), strict=True))
+
+
+def generate(lm: Any, tokens: Any, mask: Any, spec: SamplingSpec, noise: Any, *,
+             limits: Any = None, at_once: int | None = None, chunk: int | None = None,
+             ready: Any = lambda _: None, **how: Any) -> Generation:
+    """Responses in the way that suits the model, each chunk shown to ``ready`` when it is there."""
+    parts = []
+    for part in decode(Decoder(lm, spec, **how), tokens, mask, noise, limits=limits,
+                       at_once=at_once, chunk=chunk):
+        ready(part)
+        parts.append(part)
+    return parts[0] if len(parts) == 1 else Generation.joined(parts)
+
+
+def save_session(session: Session, folder: Path) -> None:
+    """A checkpoint of the session in a folder that is there, written by all ranks in step."""
+    state = RankState(random_state.capture(session.backend.device), {})
+    write_checkpoint(PPOTask(session), folder, state)
+
+
+def load_session(session: Session, folder: Path) -> None:
+    """What :func:`save_session` wrote, into the session."""
+    read_checkpoint(PPOTask(session), folder)
+
+
+def prompt_and_response(*given: Any) -> Sequences:
+    """One response behind each prompt: prompts and mask padded on the left, responses and mask on
+    the right, and a decoder's start token."""
+    return Sequences.of_responses(*given)
 
 
 def weights_of(session: Session) -> dict[str, Any]:

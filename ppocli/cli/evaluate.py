@@ -57,7 +57,7 @@ def evaluate_command(request: EvalRequest, *, min_reward: float | None, show: in
     cfg = with_absolute_paths(cfg, Path.cwd())
     with working() as stop:
         from ppocli.evaluation.work import run_evaluation
-        from ppocli.tasks.ppo.session import PythonObjects
+        from ppocli.train.task import PythonObjects
 
         with _progress() as watch:
             done = run_evaluation(request, target, cfg, PythonObjects(), stop=stop, say=say,

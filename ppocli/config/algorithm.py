@@ -53,11 +53,14 @@ def decoding_scores(config: TrainConfig) -> bool:
     """Whether old logprobs and values are taken from the decoding pass, what ``ppo.logprobs_from``
     comes to."""
     choice = config.ppo.logprobs_from
-    if choice == "auto":
-        exact = config.model.quantization is None and not (
-            config.model.peft and config.model.dtype == "bf16")
-        return config.hardware.precision == "fp32" and exact
-    return choice == "decode"
+    return exact_when_decoded(config) if choice == "auto" else choice == "decode"
+
+
+def exact_when_decoded(config: TrainConfig) -> bool:
+    """Whether the policy says of a token while it decodes what it says of it in a forward pass, up
+    to the last digits of fp32."""
+    return (config.hardware.precision == "fp32" and config.model.quantization is None
+            and not (config.model.peft and config.model.dtype == "bf16"))
 
 
 def algorithm_problems(config: TrainConfig, handed_in: frozenset[str]) -> Found:

@@ -24,9 +24,9 @@ from ppocli.config.schema_ppo import (
 __all__ = [
     "CheckpointConfig", "EvalConfig", "EvalGenerationConfig", "EvalPromptsConfig",
     "GenerationConfig", "HardwareConfig", "ModelConfig", "OptimizerConfig", "PPOConfig",
-    "PromptsConfig", "ReferenceConfig", "RewardConfig", "SchedulerConfig", "TrackingConfig",
-    "TrainConfig", "ValueConfig", "ValueOptimizerConfig", "ValueSchedulerConfig", "key",
-    "planned_episodes", "reference_kind",
+    "PromptsConfig", "ReferenceConfig", "RewardConfig", "RolloutConfig", "SchedulerConfig",
+    "TaskConfig", "TrackingConfig", "TrainConfig", "ValueConfig", "ValueOptimizerConfig",
+    "ValueSchedulerConfig", "key", "planned_episodes", "reference_kind",
 ]
 
 
@@ -153,6 +153,21 @@ class GenerationConfig:
 
 
 @dataclass
+class TaskConfig:
+    fn: Optional[str] = key(None, "import path of a task of your own: a function or class that is "
+                            "called with a TaskSetup and returns a Task (default: PPO)")
+    kwargs: dict[str, Any] = key({}, "further arguments of task.fn")
+
+
+@dataclass
+class RolloutConfig:
+    engine: str = key("decode", "where samples come from: our 'decode' loop (transformers' for "
+                      "models that it can't step), always 'transformers', or the import path of "
+                      "a sampler of your own, which is called with a SamplerSetup")
+    kwargs: dict[str, Any] = key({}, "further arguments of a sampler of your own")
+
+
+@dataclass
 class HardwareConfig:
     device: str = key("auto", "where to compute", choices=("auto", "cpu", "cuda"))
     precision: str = key("fp32", "compute type; trained weights and optimizer state stay fp32",
@@ -227,6 +242,8 @@ class TrainConfig:
     reward: RewardConfig = key(RewardConfig, "what is rewarded")
     prompts: PromptsConfig = key(PromptsConfig, "what the policy answers to")
     generation: GenerationConfig = key(GenerationConfig, "how responses are sampled")
+    rollout: RolloutConfig = key(RolloutConfig, "what samples them")
+    task: TaskConfig = key(TaskConfig, "what is trained, where it is not PPO")
     ppo: PPOConfig = key(PPOConfig, "the algorithm")
     hardware: HardwareConfig = key(HardwareConfig, "where it runs")
     eval: EvalConfig = key(EvalConfig, "evaluation during training")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,3 +28,22 @@ class PromptBatch:
 
     def __len__(self) -> int:
         return len(self.texts)
+
+    def first(self, count: int) -> PromptBatch:
+        """The first ``count`` rows, padding and all, which may be none."""
+        return PromptBatch(
+            tokens=self.tokens[:count], mask=self.mask[:count], texts=self.texts[:count],
+            columns={name: values[:count] for name, values in self.columns.items()},
+            indices=self.indices[:count], episodes=self.episodes[:count])
+
+    def rows(self, places: Sequence[int]) -> PromptBatch:
+        """The rows at ``places``, with the padding that none of them needs cut off."""
+        index = torch.tensor(list(places))
+        mask = self.mask[index]
+        skip = self.tokens.shape[1] - max(int(mask.sum(1).max()), 1)
+        return PromptBatch(
+            tokens=self.tokens[index, skip:], mask=mask[:, skip:],
+            texts=[self.texts[i] for i in places],
+            columns={name: [values[i] for i in places] for name, values in self.columns.items()},
+            indices=[self.indices[i] for i in places],
+            episodes=[self.episodes[i] for i in places])

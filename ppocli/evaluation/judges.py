@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from ppocli.tasks.ppo.digests import weights_digest
-from ppocli.tasks.ppo.session import EvalSession, PythonObjects
+from ppocli.tasks.ppo.session import EvalSession
+from ppocli.train.task import PythonObjects
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _DEEPEST = 30

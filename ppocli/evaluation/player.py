@@ -29,13 +29,13 @@ from ppocli.errors import ConfigError, InputError, OutOfMemoryError
 from ppocli.models.loading.language_model import (
     LoadedLM,
     check_vocabulary,
-    load_lm,
     load_tokenizer,
-    say_decoding,
 )
 from ppocli.parallel.backend import Backend
 from ppocli.rewards.records import RewardRequest
 from ppocli.rewards.scoring import Reward, build_reward
+from ppocli.sampling.decoding import say_decoding
+from ppocli.sampling.loading import load_decodable
 from ppocli.sampling.prompting import BATCH, Answer, answer_prompts, check_lengths, prompt_ids
 from ppocli.sampling.token_choice import SAMPLING_KEYS
 from ppocli.tasks.ppo.session import sampling_specs
@@ -142,7 +142,7 @@ def load_player(cfg: ModelConfig, name: str, backend: Backend | None = None) -> 
     Raises:
         InputError: model or tokenizer are missing or unusable.
     """
-    tokenizer, loaded = load_tokenizer(cfg), load_lm(cfg)
+    tokenizer, loaded = load_tokenizer(cfg), load_decodable(cfg)
     check_vocabulary(tokenizer, loaded.lm, cfg)
     say_decoding(loaded.lm)
     if backend is None:

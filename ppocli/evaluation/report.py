@@ -17,8 +17,9 @@ from ppocli.evaluation.frontier import Frontier
 from ppocli.evaluation.judges import judge_digests
 from ppocli.runs.target import Target
 from ppocli.tasks.ppo.digests import reference_digest, weights_digest
-from ppocli.tasks.ppo.session import EvalSession, PythonObjects
-from ppocli.train.metrics import torch_versions
+from ppocli.tasks.ppo.session import EvalSession
+from ppocli.train.recorder import torch_versions
+from ppocli.train.task import PythonObjects
 
 SCHEMA = 1
 """of eval.json; raised when a name in it comes to mean something else"""

@@ -44,7 +44,7 @@ from ppocli.storage.run_folder import probe_writable, reserved
 if TYPE_CHECKING:
     from ppocli.display.console import DisplayMode
     from ppocli.launching.adopted_ranks import Meeting
-    from ppocli.tasks.ppo.session import PythonObjects
+    from ppocli.train.task import PythonObjects
 
 log = logging.getLogger("ppocli")
 

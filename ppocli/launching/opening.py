@@ -21,9 +21,9 @@ from ppocli.storage.atomic import write_json_atomic
 from ppocli.storage.environment import ENV_FILE, describe
 from ppocli.storage.rank_outcomes import note_phase
 from ppocli.storage.run_folder import RunFolder
-from ppocli.tasks.ppo.session import PythonObjects, build_session
 from ppocli.train.clock import Moment, PhaseClock
 from ppocli.train.loop import Run, initial_state
+from ppocli.train.task import PythonObjects, TaskSetup
 
 _PRODUCTS = "linear_layers"
 """key of env.json"""
@@ -48,20 +48,20 @@ def open_run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects, backen
     Raises:
         PpocliError: something can't be loaded, or the checkpoint does not fit.
     """
+    from ppocli.tasks.select import build_task
     from ppocli.train import random_state as generators
-    from ppocli.train.metrics import open_recorder, silent_recorder, torch_versions
+    from ppocli.train.recorder import open_recorder, silent_recorder, torch_versions
     from ppocli.train.resume import restore
-    from ppocli.train.updates import close_engine
 
     ranks = backend.ranks
     # rewards draw from these: ranks must not draw alike
     generators.seed(cfg.seed + ranks.rank)
     note_phase("loading")
-    session = build_session(cfg, backend, objects)
-    state = fresh = initial_state(session)
+    task = build_task(TaskSetup(cfg, backend, objects))
+    state = fresh = initial_state(task)
     run_id = ranks.first_does(lambda: _run_id(folder))
     if resume:
-        state = restore(session, folder, run_id, fresh)
+        state = restore(task, folder, run_id, fresh)
         since = None if state is fresh else state.step
         ranks.first_does(lambda: accept_settings(folder.path, since))
     if ranks.first:
@@ -73,7 +73,7 @@ def open_run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects, backen
             write_json_atomic(folder.path / DEEPSPEED_FILE, deepspeed_config(cfg, ranks.world))
     digest = hashlib.sha256(folder.config.read_bytes()).hexdigest()
     with open_recorder(folder, cfg.tracking) if ranks.first else silent_recorder() as recorder:
-        run = Run(session, folder, run_id, digest, torch_versions(), stop, recorder, display,
+        run = Run(task, folder, run_id, digest, torch_versions(), stop, recorder, display,
                   state, generators.capture(backend.device), saved_at=monotonic(),
                   clock=PhaseClock(backend.device, began, display.marked))
         try:
@@ -82,7 +82,8 @@ def open_run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects, backen
             try:
                 run.saving.settle()
             finally:
-                close_engine(session)
+                task.close()
+                task.trained.close()
 
 
 def noted_products(folder: RunFolder) -> bool | None:

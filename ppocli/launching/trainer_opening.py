@@ -13,8 +13,8 @@ from ppocli.errors import ConfigError
 
 if TYPE_CHECKING:
     from ppocli.config.compose import Composition
-    from ppocli.tasks.ppo.session import PythonObjects
     from ppocli.train.loop import Run
+    from ppocli.train.task import PythonObjects
 
 
 class LoopScores:

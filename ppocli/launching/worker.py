@@ -56,9 +56,9 @@ from ppocli.storage.rank_outcomes import (
 )
 from ppocli.storage.run_folder import RunFolder, lock, write_summary
 from ppocli.storage.run_logs import read_jsonl
-from ppocli.tasks.ppo.session import PythonObjects
 from ppocli.train.clock import Moment, in_words, of_training, profile
 from ppocli.train.loop import Run, run_training, save
+from ppocli.train.task import PythonObjects
 
 log = logging.getLogger("ppocli")
 _UNTOLD = "unknown phase"
@@ -155,14 +155,14 @@ def _train(run: Run) -> RunResult:
         where, resumable = _save_what_is_sound(run)
         write_summary_of(run, "stopped")
         raise StoppedError(
-            f"stopped by {stop} at step {run.state.step} of {run.session.total_steps()}; {where}",
+            f"stopped by {stop} at step {run.state.step} of {run.task.total_steps()}; {where}",
             signal_number=stop.signal_number,
             fix=f"resume with: ppocli resume {run.folder.path}" if resumable else
             "start again; checkpoint.every_steps=1 or checkpoint.every_minutes=5 saves more often"
         ) from None
     except torch.OutOfMemoryError as error:  # not in a pass, which is made anew with fewer rows
         # of several ranks this one alone is here: it can't save, which takes all of them
-        single = run.session.backend.ranks.world == 1
+        single = run.task.backend.ranks.world == 1
         where, _ = _save_what_is_sound(run) if single else _last_checkpoint(run)
         write_summary_of(run, "failed", error=str(error))
         raise OutOfMemoryError(
@@ -188,7 +188,7 @@ def _train(run: Run) -> RunResult:
 
 def _place(run: Run, single: str, of_several: str) -> str:
     """What happened, with rank and phase where there are several."""
-    if run.session.backend.ranks.world == 1:
+    if run.task.backend.ranks.world == 1:
         return single
     return f"rank {my_rank()}, {_where(run)}: {of_several}"
 
@@ -255,16 +255,16 @@ def _summary(run: Run, status: str) -> dict[str, Any]:
     if state.best is not None:
         path = run.folder.checkpoints / f"step-{state.best.step:06d}"
         best = {"step": state.best.step, "metric": state.best.metric,
-                "name": run.session.cfg.checkpoint.metric,
+                "name": run.task.cfg.checkpoint.metric,
                 "path": str(path) if path.is_dir() else None}
     after = state.eval_last if state.eval_step == state.step and state.step > 0 else None
     return {
         "status": status, "run_id": run.run_id, "steps": state.step, "episodes": state.episodes,
         "updates": state.updates, "eval_before": state.eval_before, "eval_after": after,
-        "best": best, "kl_coef": state.kl_coef, "seconds": of_training(state.seconds),
+        "best": best, **run.task.summary(state), "seconds": of_training(state.seconds),
         "tokens_per_second": speed,
         "profile": profile(state.seconds, state.cpu_seconds, state.tokens),
-        "peak_memory_mib": run.session.backend.peak_memory_mib(), "versions": run.versions,
+        "peak_memory_mib": run.task.backend.peak_memory_mib(), "versions": run.versions,
     }
 
 
@@ -273,7 +273,7 @@ def write_summary_of(run: Run, status: str, error: str | None = None) -> dict[st
     summary = _summary(run, status)
     if error is not None:
         summary["error"] = sayable(error)
-    if not run.session.backend.ranks.first:
+    if not run.task.backend.ranks.first:
         return summary
     try:
         write_summary(run.folder, summary)
@@ -285,13 +285,13 @@ def write_summary_of(run: Run, status: str, error: str | None = None) -> dict[st
 def publish(run: Run) -> RunResult:
     """Write ``model/`` and the summary of a finished run, and show what came out."""
     from ppocli.export.trained_card import write_card
-    from ppocli.train.checkpoint_io import save_policy, whole_policy
+    from ppocli.train.checkpoint_io import whole_model
 
     summary = _summary(run, "finished")
 
     def write(folder: Path) -> None:
-        save_policy(run.session, folder, weights)
-        write_card(folder, run.session.cfg, summary)
+        run.task.saved.write(folder, weights)
+        write_card(folder, run.task.cfg, summary)
 
     def publish() -> None:
         publish_folder(write, run.folder.model)
@@ -299,8 +299,8 @@ def publish(run: Run) -> RunResult:
         summary.update(_summary(run, "finished"))  # with the time that writing took
         write_summary(run.folder, summary)
 
-    backend = run.session.backend
-    with run.stop.defer(), whole_policy(run.session) as weights:
+    backend = run.task.backend
+    with run.stop.defer(), whole_model(run.task) as weights:
         backend.ranks.first_does(publish)
     if backend.ranks.first:
         _show(run)
@@ -322,7 +322,7 @@ def _show(run: Run) -> None:
     log.info("run folder   %s", run.folder.path)
     log.info("metrics      %s", run.folder.metrics)
     log.info("checkpoints  %s", run.folder.checkpoints)
-    more = "total_episodes" if run.session.cfg.ppo.total_episodes else "num_steps"
+    more = "total_episodes" if run.task.cfg.ppo.total_episodes else "num_steps"
     log.info("go on        ppocli resume %s ppo.%s=N", run.folder.path, more)
     log.info("model        %s", run.folder.model)
 

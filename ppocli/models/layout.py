@@ -1,15 +1,16 @@
-"""Prompts and responses laid out for a forward pass: right-padded rows, response tokens flat.
+"""Samples laid out for a forward pass: right-padded rows, or all rows packed into one.
 
-Rollouts are stored left-padded (prompt) and right-padded (response). For scoring and training the
-left padding is cut out, so that a row is its prompt, its response, then padding: a causal model
-needs no attention mask for that, absolute positions are right by construction, and the result of a
+A sample is a row of tokens and the places of those that the policy said, its actions: one response
+behind a prompt, or several between what others said. A causal model needs no attention mask for
+rows that are padded on the right, absolute positions are right by construction, and the result of a
 row does not depend on the rows beside it. Where rows differ much in length they are packed into one
-row without padding instead. For an encoder-decoder the prompt goes to the encoder,
-with padding on the right and a mask, and the decoder reads its start token and the response.
+row without padding instead. For an encoder-decoder the prompt goes to the encoder, with a mask, and
+the decoder reads its start token and the response.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -20,6 +21,91 @@ from ppocli.models.fast.packing import Packing, packing_of_lengths
 PACK_ABOVE = 0.03
 """share of padding from which on rows are packed, where the model allows it: moving tokens into a
 grid for the attention and back is not worth less"""
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """B samples as tokens with action places; on the CPU, padded with zeros on the right. Made by
+    samplers, read by :func:`lay_out` and by whoever wants to know what was said."""
+
+    tokens: torch.Tensor
+    """[B, T] int64: the prompt (or the decoder's start token) and all that follows, through the
+    last action"""
+    lengths: torch.Tensor
+    """[B] int64, tokens of each row"""
+    actions: torch.Tensor
+    """[B, R] int64, places in ``tokens`` of what the policy said, in order; 0 where the mask is
+    false. Place 0 is never an action: nothing predicts it."""
+    mask: torch.Tensor
+    """[B, R] bool, true through the token that ended the last response"""
+    encoder_tokens: torch.Tensor | None = None
+    """[B, S] int64 prompts for an encoder; None for a model without one"""
+    encoder_mask: torch.Tensor | None = None
+    """[B, S] bool"""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def action_tokens(self) -> torch.Tensor:
+        """[B, R] int64 ids of the actions, 0 where the mask is false."""
+        return self.tokens.gather(1, self.actions).masked_fill(~self.mask, 0)
+
+    @property
+    def spans(self) -> torch.Tensor:
+        """[B] tokens that a pass over each sample reads, those of an encoder included."""
+        return self.lengths if self.encoder_mask is None else self.mask.sum(1) + \
+            self.encoder_mask.sum(1)
+
+    def rows(self, index: Any) -> Sequences:
+        """The samples at ``index`` (a slice or a tensor of places), padding and all."""
+        some: Any = [None if value is None else value[index]
+                     for value in (getattr(self, f.name) for f in fields(self))]
+        return Sequences(*some)
+
+    @staticmethod
+    def joined(parts: Sequence[Sequences]) -> Sequences:
+        """The samples of several, padded to the widest."""
+        return Sequences(*(joined_right([getattr(part, f.name) for part in parts])
+                           for f in fields(Sequences)))
+
+    @staticmethod
+    def of_responses(prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor,
+                     response_tokens: torch.Tensor, response_mask: torch.Tensor,
+                     decoder_start: int | None = None) -> Sequences:
+        """One response behind each prompt.
+
+        Args:
+            prompt_tokens, prompt_mask: [B, Q], padding on the left; at least one token each.
+            response_tokens, response_mask: [B, R], padding on the right.
+            decoder_start: the token that a decoder beside an encoder starts from; None for a
+                causal model.
+        """
+        said = response_mask.sum(1)
+        places = torch.arange(response_mask.shape[1])[None, :]
+        if decoder_start is not None:
+            encoder_tokens, encoder_mask = right_padded(prompt_tokens, prompt_mask)
+            first = torch.full((len(response_tokens), 1), decoder_start, dtype=torch.long)
+            tokens = torch.cat([first, response_tokens.masked_fill(~response_mask, 0)], dim=1)
+            return Sequences(tokens, 1 + said, (1 + places) * response_mask, response_mask,
+                             encoder_tokens, encoder_mask)
+        before = prompt_mask.sum(1)
+        lengths = before + said
+        both = torch.cat([prompt_tokens, response_tokens], dim=1)
+        columns = torch.arange(int(lengths.max()))[None, :]
+        shifted = columns + (prompt_tokens.shape[1] - before)[:, None]
+        tokens = both.gather(1, shifted.clamp(max=both.shape[1] - 1))
+        return Sequences(tokens.masked_fill(columns >= lengths[:, None], 0), lengths,
+                         (before[:, None] + places) * response_mask, response_mask)
+
+
+def joined_right(parts: list[Any]) -> Any:
+    """[B, ...] tensors one below the other, [B, X] padded on the right to the widest; None if they
+    are."""
+    if parts[0] is None or parts[0].dim() == 1:
+        return None if parts[0] is None else torch.cat(parts)
+    width = max(part.shape[1] for part in parts)
+    return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,45 +147,25 @@ def right_padded(tokens: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor
     return tokens.gather(1, columns.clamp(max=tokens.shape[1] - 1)).masked_fill(~there, 0), there
 
 
-def _lay_out_pair(prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor,
-                  response_tokens: torch.Tensor, response_mask: torch.Tensor, start: int
-                  ) -> SequenceBatch:
-    width = max(int(response_mask.sum(dim=1).max()), 1)
-    encoder_tokens, encoder_mask = right_padded(prompt_tokens, prompt_mask)
-    first = torch.full((len(response_tokens), 1), start, dtype=torch.long)
-    before = response_tokens[:, :width - 1].masked_fill(~response_mask[:, :width - 1], 0)
-    row, position = response_mask.nonzero(as_tuple=True)
-    return SequenceBatch(torch.cat([first, before], dim=1), row * width + position,
-                         response_tokens[row, position], encoder_tokens, encoder_mask.long())
-
-
-def lay_out(prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, response_tokens: torch.Tensor,
-            response_mask: torch.Tensor, decoder_start: int | None = None, *, pack: bool = False
-            ) -> SequenceBatch:
-    """Build a :class:`SequenceBatch` from left-padded prompts and right-padded responses.
+def lay_out(samples: Sequences, *, pack: bool = False) -> SequenceBatch:
+    """The forward pass over b samples that predicts their actions.
 
     Args:
-        prompt_tokens, prompt_mask: [b, Q], padding on the left; each row has at least one token.
-        response_tokens, response_mask: [b, R], padding on the right.
-        decoder_start: the token that a decoder beside an encoder starts from; None where there is
-            no encoder.
         pack: whether the models that read it can take packed rows.
     """
-    if decoder_start is not None:
-        return _lay_out_pair(prompt_tokens, prompt_mask, response_tokens, response_mask,
-                             decoder_start)
-    num_prompt = prompt_tokens.shape[1]
-    prompt_lengths = prompt_mask.sum(dim=1)
-    lengths = prompt_lengths + response_mask.sum(dim=1) - 1  # the last token predicts nothing
+    lengths = samples.lengths - 1  # the last token predicts nothing
     width = max(int(lengths.max()), 1)
-    both = torch.cat([prompt_tokens, response_tokens], dim=1)
     places = torch.arange(width)[None, :]
-    tokens = both.gather(1, (places + (num_prompt - prompt_lengths)[:, None]).clamp(
-        max=both.shape[1] - 1))
     there = places < lengths[:, None]
-    row, position = response_mask.nonzero(as_tuple=True)
-    targets = response_tokens[row, position]
-    before = prompt_lengths[row] + position - 1
+    row, position = samples.mask.nonzero(as_tuple=True)
+    action = samples.actions[row, position]
+    targets, before = samples.tokens[row, action], action - 1
+    tokens = samples.tokens[:, :width]
+    if samples.encoder_tokens is not None and samples.encoder_mask is not None:
+        read = max(int(samples.encoder_mask.sum(1).max()), 1)
+        return SequenceBatch(tokens.masked_fill(~there, 0), row * width + before, targets,
+                             samples.encoder_tokens[:, :read],
+                             samples.encoder_mask[:, :read].long())
     if pack and 1.0 - int(lengths.sum()) / there.numel() > PACK_ABOVE:
         starts, packing = lengths.cumsum(0) - lengths, packing_of_lengths(lengths)
         return SequenceBatch(

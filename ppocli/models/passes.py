@@ -11,11 +11,10 @@ import torch
 from ppocli.models.fast.frozen_states import joined_rows, split_rows
 from ppocli.models.head import HeadWeights, full_kl, token_logprobs
 from ppocli.models.layer_stack import Border
-from ppocli.models.layout import SequenceBatch, lay_out
+from ppocli.models.layout import SequenceBatch, Sequences, lay_out
 from ppocli.models.policy import Policy
 from ppocli.models.reference import Reference
 from ppocli.models.trunk import logit_scale, response_hidden
-from ppocli.sampling.decode_loop import Generation
 
 FIGURES = ("logprobs", "values", "ref_logprobs", "full_kl")
 
@@ -72,28 +71,23 @@ def in_groups(order: torch.Tensor, lengths: torch.Tensor, rows: int, tokens: int
     return groups
 
 
-def lay_out_rows(prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, out: Generation, size: int,
-                 device: torch.device, decoder_start: int | None, *, pack: bool,
+def lay_out_rows(samples: Sequences, size: int, device: torch.device, *, pack: bool,
                  tokens: int | None = None) -> list[ForwardPass]:
-    """All samples that have response tokens, at most ``size`` rows a pass.
+    """All samples that have actions, at most ``size`` rows per pass.
 
     Args:
+        pack: as of :func:`lay_out`.
         tokens: of a pass, as of :func:`rows_by_length`.
-        prompt_tokens, prompt_mask: [B, Q], padding on the left.
-        decoder_start, pack: as of :func:`lay_out`.
     """
-    lengths = prompt_mask.sum(1) + out.mask.sum(1)
     passes = []
-    for rows in rows_by_length(lengths, size, tokens):
-        mask = out.mask[rows]
-        if not bool(mask.any()):
+    for rows in rows_by_length(samples.spans, size, tokens):
+        some = samples.rows(rows)
+        if not bool(some.mask.any()):
             continue
-        row, column = mask.nonzero(as_tuple=True)
-        batch = lay_out(prompt_tokens[rows], prompt_mask[rows], out.tokens[rows], mask,
-                        decoder_start, pack=pack)
-        places = rows[row] * out.mask.shape[1] + column
-        passes.append(ForwardPass(batch.to(device), places, rows.tolist(),
-                                  (lengths[rows] - 1).tolist()))
+        row, column = some.mask.nonzero(as_tuple=True)
+        places = rows[row] * samples.mask.shape[1] + column
+        passes.append(ForwardPass(lay_out(some, pack=pack).to(device), places, rows.tolist(),
+                                  (some.lengths - 1).tolist()))
     return passes
 
 

@@ -1,100 +1,30 @@
-"""Decoding: prompts to sampled responses, with logprobs and values from the same pass."""
+"""Decoding token by token with kept keys and values: prompts to sampled responses, with logprobs
+and values from the same pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ppocli.models.decoding_method import Decoding, decoding_of
-from ppocli.models.layer_stack import Border
 from ppocli.models.trunk import logit_scale
+from ppocli.sampling.decoder import Decoder, ends_with_stop, stop_window
 from ppocli.sampling.live_rows import LiveRows, Trunk, can_take_in, first_rows
-from ppocli.sampling.token_choice import SamplingSpec, choose
+from ppocli.sampling.samples import Generation
+from ppocli.sampling.token_choice import choose
 
-Watch = Callable[[torch.Tensor, torch.Tensor], None]
-"""is shown tokens and mask [B, t] of the responses so far, on the model's device"""
 SHRINK_AT = 0.75
 """rows that have ended are dropped, and others take their places, once at most this share of all is
 still alive"""
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """B sampled responses, right-padded to R tokens, on the CPU. Made here, read by the engine."""
-
-    tokens: torch.Tensor
-    """[B, R] int64; 0 where the mask is false"""
-    mask: torch.Tensor
-    """[B, R] bool, true through the token that ended the response"""
-    logprobs: torch.Tensor
-    """[B, R] fp32, under softmax(logits / temperature)"""
-    values: torch.Tensor
-    """[B, R] fp32, of the state before each token; zero without a value head"""
-    finished: torch.Tensor
-    """[B] bool, true where a stop token or stop sequence ended the response"""
-    below: torch.Tensor | None = None
-    """[B, Q + R - 1, D] what entered a layer that was asked for, of every token but the last; on
-    the device"""
-
-    def first(self, count: int) -> Generation:
-        """The first ``count`` responses."""
-        return Generation(self.tokens[:count], self.mask[:count], self.logprobs[:count],
-                          self.values[:count], self.finished[:count],
-                          None if self.below is None else self.below[:count])
-
-    def behind(self, prompt_tokens: int) -> Generation:
-        """The same, with ``below`` for prompts of so many tokens: less padding on the left."""
-        if self.below is None:
-            return self
-        return replace(self, below=self.below[:, -(prompt_tokens + self.tokens.shape[1] - 1):])
-
-
-    @staticmethod
-    def joined(parts: list[Generation]) -> Generation:
-        """All responses of several batches, padded to the longest; without states of layers."""
-        width = max(part.tokens.shape[1] for part in parts)
-
-        def rows(name: str) -> torch.Tensor:
-            tensors = [getattr(part, name) for part in parts]
-            return torch.cat([torch.nn.functional.pad(t, (0, width - t.shape[1]))
-                              for t in tensors])
-
-        return Generation(rows("tokens"), rows("mask"), rows("logprobs"), rows("values"),
-                          torch.cat([part.finished for part in parts]))
-
-
-def ends_with_stop(tokenizer: Any, spec: SamplingSpec, tokens: torch.Tensor,
-                   counts: list[int] | None = None) -> torch.Tensor:
-    """[b] bool: a stop sequence is complete within the newest tokens of each row [b, t].
-
-    Looked for in decoded text, since a tokenizer may cut the same text in several ways. A token
-    holds at least one byte, so that many tokens, and a few for context, are enough to look at.
-
-    Args:
-        counts: how many tokens of a row, at its end, belong to it (default: all).
-    """
-    window = _window(spec)
-    newest = tokens[:, -window:].tolist()
-    if counts is not None:
-        newest = [ids[-min(window, count):] for ids, count in zip(newest, counts, strict=True)]
-    texts = tokenizer.batch_decode(newest, skip_special_tokens=True)
-    found = [any(stop in text for stop in spec.stop_sequences) for text in texts]
-    return torch.tensor(found, device=tokens.device)
-
-
-def _window(spec: SamplingSpec) -> int:
-    return max(len(stop.encode()) for stop in spec.stop_sequences) + 4
-
-
 class _Drawn:
     """What has been drawn so far of N responses, and how the next tokens are."""
 
-    def __init__(self, lm: Any, spec: SamplingSpec, uniform: Any, limits: Any, tokenizer: Any,
-                 value_head: Any, border: Border | None, prompt_tokens: int) -> None:
+    def __init__(self, decoder: Decoder, uniform: Any, limits: Any, prompt_tokens: int) -> None:
+        lm, self.decoder = decoder.lm, decoder
         device = lm.base_model.device
         noise = torch.as_tensor(uniform, dtype=torch.float64).to(device)
         count, steps = noise.shape
@@ -109,16 +39,16 @@ class _Drawn:
         self.limits = torch.full((count,), steps, device=device) if limits is None else \
             torch.as_tensor(limits, dtype=torch.long).to(device)
         self.below: torch.Tensor | None = None
-        self.steps, self.spec, self.tokenizer, self.value_head = steps, spec, tokenizer, value_head
+        self.steps, self.prompt_tokens = steps, prompt_tokens
         self.trunk, self.head, self.scale = Trunk(lm), lm.get_output_embeddings(), logit_scale(lm)
-        self.lm, self.border, self.prompt_tokens = lm, border, prompt_tokens
-        self.stops = torch.tensor(spec.stop_ids, dtype=torch.long, device=device)
+        self.stops = torch.tensor(decoder.spec.stop_ids, dtype=torch.long, device=device)
 
     def token(self, live: LiveRows) -> None:
         """Feed the live rows and draw one more token of each."""
-        spec, trunk, value_head = self.spec, self.trunk, self.value_head
-        with nullcontext([]) if self.border is None else self.border.tap(self.lm) as entering:
-            hidden = trunk.step(live)
+        spec, value_head = self.decoder.spec, self.decoder.value_head
+        border = self.decoder.border
+        with nullcontext([]) if border is None else border.tap(self.decoder.lm) as entering:
+            hidden = self.trunk.step(live)
         if entering:
             self._keep_below(live, entering[-1])
         logits = self.head(hidden) if self.scale == 1.0 else self.head(hidden) * self.scale
@@ -140,9 +70,10 @@ class _Drawn:
         live.advance(chosen)
 
     def _ends_with_stop(self, rows: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        back = torch.arange(_window(self.spec) - 1, -1, -1, device=at.device)
+        spec = self.decoder.spec
+        back = torch.arange(stop_window(spec) - 1, -1, -1, device=at.device)
         newest = self.tokens[rows[:, None], (at[:, None] - back).clamp(min=0)]
-        return ends_with_stop(self.tokenizer, self.spec, newest, (at + 1).tolist())
+        return ends_with_stop(self.decoder.tokenizer, spec, newest, (at + 1).tolist())
 
     def _keep_below(self, live: LiveRows, states: torch.Tensor) -> None:
         """Keep what entered a layer in one step: [b, Q, D] of prompts, later [b, 1, D]."""
@@ -168,84 +99,34 @@ class _Drawn:
             None if self.below is None else self.below[rows, :self.prompt_tokens + width - 1])
 
 
-def _by_library(*args: Any, **words: Any) -> Generation:
-    from ppocli.sampling.transformers_generate import library_generate  # which imports this module
-
-    return library_generate(*args, **words)
-
-
 @torch.no_grad()
-def generate(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, spec: SamplingSpec,
-             uniform: Any, *, tokenizer: Any, start: int | None = None, value_head: Any = None,
-             limits: Any = None, poll: Callable[[], None] = lambda: None,
-             watch: Watch = lambda *_: None, all_alive: Callable[[int], int] = int,
-             border: Border | None = None, at_once: int | None = None, chunk: int | None = None,
-             ready: Callable[[Generation], None] = lambda _: None) -> Generation:
-    """Sample one response per prompt.
+def decode_in_steps(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor,
+                    uniform: Any, *, limits: Any, at_once: int, chunk: int
+                    ) -> Iterator[Generation]:
+    """As :func:`ppocli.sampling.decoding.decode`, by our own loop.
 
-    Args:
-        lm: a transformers causal LM or encoder-decoder in eval mode.
-        prompt_tokens, prompt_mask: [B, Q], padding on the left.
-        uniform: [B, max_new_tokens] array in (0, 1); row i, column t decides token t of row i.
-        tokenizer: used to find stop sequences.
-        start: the token that a decoder beside an encoder starts from; None for a causal LM.
-        value_head: adds the value of the state before each token.
-        limits: [B] most tokens of each response, at least 1 (default: ``max_new_tokens``).
-        poll: called before every token; may raise to stop.
-        watch: shown all tokens so far after every token.
-        all_alive: from the number of rows that are still alive here to the most that are anywhere;
-            decoding goes on until none is. For ranks whose forward passes must be equally many,
-            which all decode the same number of rows at once and never refill.
-        border: the layer whose inputs are kept (:attr:`Generation.below`).
-        at_once: most rows that are decoded together (default: all). The next prompts take the
-            places of rows that have ended, where the model can do that
-            (:func:`ppocli.sampling.live_rows.can_take_in`), else they wait for the last of them.
-        chunk: prompts whose responses are handed to ``ready`` as soon as they have all ended, while
-            later ones are still decoded; those of the first such prompts first (default: all).
-
-    Returns:
-        A :class:`Generation` with R = the longest response (at least 1).
+    Rows that have ended are dropped, and the next prompts take their places where the model can do
+    that (:func:`ppocli.sampling.live_rows.can_take_in`); else they wait for the last of them.
     """
-    count = len(prompt_tokens)
-    most = min(at_once or count, count)
-    ends = [*range(chunk or count, count, chunk or count), count]
-    if decoding_of(lm) is not Decoding.STEPS:
-        found, first = [], 0
-        for end in ends:
-            found.append(Generation.joined([_by_library(
-                lm, prompt_tokens[rows], prompt_mask[rows], spec, uniform[rows],
-                tokenizer=tokenizer, start=start, value_head=value_head,
-                limits=None if limits is None else limits[rows], poll=poll, watch=watch)
-                for rows in (slice(at, min(at + most, end)) for at in range(first, end, most))]))
-            ready(found[-1])
-            first = end
-        return Generation.joined(found)
-    drawn = _Drawn(lm, spec, uniform, limits, tokenizer, value_head, border, prompt_tokens.shape[1])
-    refills = most < count and all_alive is int and can_take_in(lm, start)
+    lm, count = decoder.lm, len(prompt_tokens)
+    drawn = _Drawn(decoder, uniform, limits, prompt_tokens.shape[1])
+    refills = at_once < count and decoder.all_alive is int and can_take_in(lm, decoder.start)
     # asking the device whether rows are done costs a synchronisation; on a CPU it is free
     check_every = 1 if lm.base_model.device.type == "cpu" else 8
     live: LiveRows | None = None
-    taken = passes = 0
+    taken = passes = handed = 0
 
     def token(rows: LiveRows) -> None:
-        poll()
+        decoder.poll()
         drawn.token(rows)
-        shown = min(max(rows.oldest, 0 if live is None else live.oldest), spec.max_new_tokens)
-        watch(drawn.tokens[:, :shown], drawn.mask[:, :shown])
-
-    first = 0
-
-    def hand_over(ended: int) -> None:
-        nonlocal first
-        while ends and ends[0] <= ended:
-            ready(drawn.found(first, ends[0]))
-            first = ends.pop(0)
+        shown = min(max(rows.oldest, 0 if live is None else live.oldest), drawn.steps)
+        decoder.watch(drawn.tokens[:, :shown], drawn.mask[:, :shown])
 
     while live is not None or taken < count:
-        if live is None or (refills and taken < count and len(live) < most):
-            free = most if live is None else most - len(live)
+        if live is None or (refills and taken < count and len(live) < at_once):
+            free = at_once if live is None else at_once - len(live)
             fresh = first_rows(lm, range(taken, min(taken + free, count)), prompt_tokens,
-                               prompt_mask, start, drawn.trunk.virtual)
+                               prompt_mask, decoder.start, drawn.trunk.virtual)
             taken += len(fresh)
             token(fresh)
             if live is None:
@@ -255,14 +136,17 @@ def generate(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, sp
         else:
             token(live)
         passes += 1
-        if passes % check_every and live.youngest < spec.max_new_tokens:
+        if passes % check_every and live.youngest < drawn.steps:
             continue
         remaining = int((~live.done).sum())
-        if len(ends) > 1 and remaining:
-            hand_over(int(live.rows[~live.done].min()))
-        if all_alive(remaining) == 0:
-            live = None
-            hand_over(taken)
-        elif remaining <= SHRINK_AT * len(live) and len(live) > 1:
-            live.drop_done()
-    return drawn.found(0, count)
+        over = decoder.all_alive(remaining) == 0
+        if over:
+            live, ended = None, taken
+        else:
+            ended = int(live.rows[~live.done].min()) if count > chunk and remaining else 0
+            if remaining <= SHRINK_AT * len(live) and len(live) > 1:
+                live.drop_done()
+        while handed < count and min(handed + chunk, count) <= ended:
+            end = min(handed + chunk, count)
+            yield drawn.found(handed, end)
+            handed = end

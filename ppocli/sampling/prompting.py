@@ -12,7 +12,8 @@ from ppocli.errors import ConfigError, DivergedError
 from ppocli.models.loading.model_config import max_positions
 from ppocli.models.trunk import has_encoder
 from ppocli.ppo.noise import USER, uniform
-from ppocli.sampling.decode_loop import Watch, generate
+from ppocli.sampling.decoder import Decoder, Watch
+from ppocli.sampling.decoding import generate
 from ppocli.sampling.response_text import decode_responses, response_ids
 from ppocli.sampling.token_choice import SamplingSpec
 
@@ -133,7 +134,7 @@ def answer_prompts(lm: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], sp
 
     Args:
         prompts: P lists of token ids, checked by :func:`check_lengths`.
-        start: as of :func:`generate`.
+        start: as of :class:`Decoder`.
         num_samples: responses to each prompt.
         first: number of the first prompt, for the random numbers.
         batch: samples decoded together.
@@ -156,8 +157,8 @@ def answer_prompts(lm: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], sp
                         spec.max_new_tokens)
         before = [[]] * len(rows) if start is not None else rows
         stream = TextStream(tokenizer, before[0], spec.stop_sequences)
-        out = generate(lm, tokens, mask, spec, noise, tokenizer=tokenizer, poll=poll, start=start,
-                       watch=_watcher(stream, show))
+        out = generate(Decoder(lm, spec, tokenizer, start, poll=poll,
+                               watch=_watcher(stream, show)), tokens, mask, noise)
         if not bool(torch.isfinite(out.logprobs).all()):
             raise DivergedError("The model's token probabilities are not finite.",
                                 fix="its weights are damaged, or diverged in training: choose "

@@ -21,9 +21,9 @@ from ppocli.estimate.check import CLOSE, shown
 from ppocli.parallel.host_memory import host_room
 from ppocli.parallel.ranks import is_out_of_memory
 from ppocli.storage.atomic import make_dirs
-from ppocli.tasks.ppo.session import Session
 from ppocli.train.checkpoint_contents import Contents, HostCopies, contents_of, copied_bytes
-from ppocli.train.random_state import Generators
+from ppocli.train.checkpoint_io import RankState
+from ppocli.train.task import Task
 
 log = logging.getLogger("ppocli")
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -81,26 +81,26 @@ class Saving:
         except PpocliError as error:
             log.error("%s", error)
 
-    def copy(self, session: Session, state: Generators, folder: Path) -> Contents | None:
+    def copy(self, task: Task, own: RankState, folder: Path) -> Contents | None:
         """A copy of what a checkpoint holds, to be written while the session trains; None where
         training has to stop for the writing. What was copied before must be written.
 
         Args:
-            state: as of :func:`contents_of`.
+            own: as of :func:`write_checkpoint`.
             folder: the run's ``checkpoints/``.
 
         Raises:
             DiskError: it can't be made.
         """
-        wanted, backend = session.cfg.checkpoint.background, session.backend
+        wanted, backend = task.cfg.checkpoint.background, task.backend
         if wanted == "never" or backend.ranks.world > 1 or backend.zero_stage > 0:
             return None
-        contents = contents_of(session, state)
+        contents = contents_of(task, own.generators, own.tensors)
         if wanted == "auto" and not self._copies.held and not self._fits(copied_bytes(contents)):
             return None
         try:
             make_dirs(folder)
-            return self._copies.copy(session, contents, folder)
+            return self._copies.copy(task.saved, contents, folder)
         except OSError:  # whoever writes it now says what the disk says
             return None
         except RuntimeError as error:

@@ -5,7 +5,7 @@ The same function writes the tensors that train and copies of them, so that the 
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,24 +15,18 @@ import torch
 from safetensors.torch import save_file
 
 from ppocli.estimate.parts import pinned_bytes
-from ppocli.models.loading.adapters import adapter_tensors, describe_adapter
-from ppocli.models.policy import Policy
-from ppocli.models.virtual_tokens import virtual_tokens
 from ppocli.parallel.ranks import Ranks
-from ppocli.storage.adapter_files import WEIGHTS
 from ppocli.storage.atomic import TEMPORARY_PREFIX, walk_files
-from ppocli.tasks.ppo.session import Session
 from ppocli.train import random_state as generators
 from ppocli.train.optimizers import named_trainable
 from ppocli.train.random_state import Generators
+from ppocli.train.saved_model import SavedModel, Tensors
+from ppocli.train.task import Task
 from ppocli.zero.sharded_weights import optimizer_slots
 
-Tensors = dict[str, torch.Tensor]
 POLICY = "policy"
-VALUE_HEAD = "value_head.safetensors"
-VALUE_TRUNK = "value_trunk.safetensors"
-PROMPT_ENCODER = "prompt_encoder.safetensors"
 OPTIMIZER = "optimizer.safetensors"
+TASK_STATE = "task_state.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +40,12 @@ class Contents:
     slots: Tensors
     """optimizer state by ``NAME/slot``"""
     generators: Generators
+    task: Tensors
+    """the task's own; never changed in place"""
     frozen: frozenset[int]
     """addresses of weights that don't train: a copy can share them"""
     described: dict[str, bytes] | None = None
-    """the small files of ``policy/`` by name; None: as the session describes itself when it is
+    """the small files of ``policy/`` by name; None: as the model is described when it is
     written"""
 
     @property
@@ -58,44 +54,37 @@ class Contents:
         return {POLICY: self.policy, OPTIMIZER: self.slots, **self.modules}
 
 
-def contents_of(session: Session, state: Generators) -> Contents:
+def contents_of(task: Task, state: Generators, tensors: Mapping[str, torch.Tensor]) -> Contents:
     """The tensors that train, as they are: what is made of them must be done before they change.
 
     Args:
-        session: of one process that shards nothing.
+        task: of one process that shards nothing.
         state: of the global generators when the training state was committed.
+        tensors: :attr:`~ppocli.train.state.TrainState.tensors`.
     """
-    policy, adapter = session.policy, session.loaded.adapter
+    trained = task.trained
     return Contents(
-        policy=policy.lm.state_dict() if adapter is None else adapter_tensors(adapter),
-        modules={name: module.state_dict() for name, module in
-                 {**value_modules(policy), **prompt_encoders(policy)}.items()},
-        slots=optimizer_slots(named_trainable(policy), session.optimizer, 0, Ranks()),
-        generators=state,
-        frozen=frozenset(p.data_ptr() for p in policy.parameters() if not p.requires_grad))
+        policy=task.saved.tensors(),
+        modules={name: module.state_dict() for name, module in module_files(task).items()},
+        slots=optimizer_slots(named_trainable(trained.module), trained.optimizer, 0, Ranks()),
+        generators=state, task=dict(tensors),
+        frozen=frozenset(p.data_ptr() for p in trained.module.parameters() if not p.requires_grad))
 
 
-def value_modules(policy: Policy) -> dict[str, torch.nn.Module]:
-    """File name -> what the value function is made of; empty without one."""
-    found: dict[str, Any] = {VALUE_HEAD: policy.value_head, VALUE_TRUNK: policy.value_trunk}
-    return {name: module for name, module in found.items() if module is not None}
+def module_files(task: Task) -> dict[str, torch.nn.Module]:
+    """File name -> what trains beside the model itself."""
+    return {f"{name}.safetensors": module for name, module in
+            {**task.modules(), **task.saved.prompt_encoders()}.items()}
 
 
-def prompt_encoders(policy: Policy) -> dict[str, torch.nn.Module]:
-    """File name -> what trained virtual tokens are made by; PEFT's own file holds the result, from
-    which a projection can't be found again."""
-    virtual = virtual_tokens(policy.lm)
-    return {} if virtual is None else {PROMPT_ENCODER: virtual.prompt_encoder}
-
-
-def write_contents(session: Session, contents: Contents, folder: Path) -> None:
+def write_contents(saved: SavedModel, contents: Contents, folder: Path) -> None:
     """Put all of it into ``folder``; safetensors and JSON only.
 
-    Of ``session`` what never changes is read: of a copy this can be done while it trains.
+    Of ``saved`` what never changes is read: of a copy this can be done while it trains.
     """
-    write_weights(session, folder / POLICY, contents.policy)
+    saved.write_weights(folder / POLICY, contents.policy)
     if contents.described is None:
-        describe_policy(session, folder / POLICY)
+        saved.describe(folder / POLICY)
     else:
         for name, raw in contents.described.items():
             path = folder / POLICY / name
@@ -104,53 +93,17 @@ def write_contents(session: Session, contents: Contents, folder: Path) -> None:
     for name, tensors in contents.modules.items():
         save_tensors(tensors, folder / name)
     save_tensors(contents.slots, folder / OPTIMIZER)
+    write_task_state(contents.task, folder)
     generators.write(contents.generators, folder)
 
 
-def write_weights(session: Session, folder: Path, weights: Tensors | None = None) -> None:
-    """Write the policy's weights as transformers would, or an adapter's as PEFT would.
-
-    Args:
-        weights: as :attr:`Contents.policy`; None: those that the modules hold.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    adapter = session.loaded.adapter
-    if adapter is None:
-        session.policy.lm.save_pretrained(folder, safe_serialization=True,
-                                          state_dict=None if weights is None else dict(weights))
-    else:
-        save_file(adapter_tensors(adapter) if weights is None else weights, folder / WEIGHTS,
-                  metadata={"format": "pt"})
+def write_task_state(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """The task's own tensors; no file without any."""
+    if tensors:
+        save_tensors(tensors, folder / TASK_STATE)
 
 
-def describe_policy(session: Session, folder: Path) -> None:
-    """Write what goes with the policy's weights: configuration as it came or PEFT's, tokenizer, and
-    the sampling of the training as generation config."""
-    lm, adapter = session.policy.lm, session.loaded.adapter
-    if adapter is None:
-        config = copy.deepcopy(session.loaded.export_config)
-        config.architectures = [type(lm).__name__]
-        config.dtype = str(next(lm.parameters()).dtype).removeprefix("torch.")
-        config.save_pretrained(folder)
-    else:
-        describe_adapter(adapter, folder)
-    session.tokenizer.save_pretrained(folder)
-    _generation_config(session).save_pretrained(folder)
-
-
-def _generation_config(session: Session) -> Any:
-    spec, own = session.sampling, session.loaded.generation_config
-    config = type(own)(
-        bos_token_id=own.bos_token_id, pad_token_id=session.tokenizer.pad_token_id,
-        eos_token_id=list(spec.stop_ids) if len(spec.stop_ids) != 1 else spec.stop_ids[0],
-        do_sample=spec.do_sample, max_new_tokens=spec.max_new_tokens,
-        decoder_start_token_id=session.loaded.decoder_start)
-    if spec.do_sample:
-        config.temperature, config.top_k, config.top_p = spec.temperature, spec.top_k, spec.top_p
-    return config
-
-
-def save_tensors(tensors: Tensors, path: Path) -> None:
+def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     """Write tensors of any device; those that share memory are written once each."""
     plain: Tensors = {}
     seen: set[int] = set()
@@ -179,7 +132,7 @@ class HostCopies:
         """Give it back."""
         self._held.clear()
 
-    def copy(self, session: Session, contents: Contents, scratch: Path) -> Contents:
+    def copy(self, saved: SavedModel, contents: Contents, scratch: Path) -> Contents:
         """The contents as they are now, of which nothing changes any more until the next call.
 
         Args:
@@ -190,12 +143,12 @@ class HostCopies:
             RuntimeError: there is no memory.
         """
         with TemporaryDirectory(dir=scratch, prefix=TEMPORARY_PREFIX) as place:
-            describe_policy(session, Path(place))
+            saved.describe(Path(place))
             described = {name: Path(place, name).read_bytes() for name in walk_files(Path(place))}
         groups = {group: self._copied(group, tensors, contents.frozen)
                   for group, tensors in contents.groups.items()}
-        if session.backend.device.type == "cuda":
-            torch.cuda.synchronize(session.backend.device)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         return replace(contents, policy=groups.pop(POLICY), slots=groups.pop(OPTIMIZER),
                        modules=groups, described=described)
 

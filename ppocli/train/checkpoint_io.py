@@ -4,42 +4,36 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from ppocli.errors import CheckpointError, PpocliError
 from ppocli.models.layer_stack import whole_shape
 from ppocli.models.loading.adapters import fill_adapter
-from ppocli.models.policy import Policy
 from ppocli.parallel.ranks import Ranks
-from ppocli.storage.run_logs import JsonlWriter
-from ppocli.tasks.ppo.records import Experience
-from ppocli.tasks.ppo.session import Session
 from ppocli.train import random_state as generators
 from ppocli.train.checkpoint_contents import (
     OPTIMIZER,
     POLICY,
-    VALUE_HEAD,
-    VALUE_TRUNK,
-    Tensors,
+    TASK_STATE,
     contents_of,
-    describe_policy,
-    prompt_encoders,
+    module_files,
     save_tensors,
-    value_modules,
     write_contents,
-    write_weights,
+    write_task_state,
 )
 from ppocli.train.optimizers import named_trainable
 from ppocli.train.random_state import Generators
+from ppocli.train.saved_model import PROMPT_ENCODER, Tensors
+from ppocli.train.task import Task
 from ppocli.zero.sharded_weights import (
     adopt_weights,
     fill_optimizer,
@@ -53,34 +47,43 @@ from ppocli.zero.sharded_weights import (
 log = logging.getLogger("ppocli")
 
 
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """What a rank adds of its own to a checkpoint, as it was when the training state was
+    committed."""
 
-def save_policy(session: Session, folder: Path, weights: Tensors | None = None) -> None:
-    """Write the policy as transformers would: weights, configuration as it came, tokenizer, and
-    the sampling of the training as generation config. Of an adapter its own files, as PEFT would.
+    generators: Generators
+    """the states of its global random generators"""
+    tensors: Mapping[str, torch.Tensor]
+    """the task's own, the same on all ranks"""
 
-    Args:
-        weights: those of the policy where its modules don't hold them, whole.
-    """
-    write_weights(session, folder, _below("lm", weights))
-    describe_policy(session, folder)
+
+
 
 
 @contextmanager
-def whole_policy(session: Session) -> Iterator[Tensors | None]:
-    """What :func:`save_policy` needs on rank 0, which alone may call it: its modules' weights, or
-    None where they hold them. All ranks enter and leave in step.
+def whole_model(task: Task) -> Iterator[Tensors | None]:
+    """What ``task.saved.write`` needs on rank 0, which alone may call it: the model's weights, or
+    None where its modules hold them. All ranks enter and leave in step.
 
     An adapter's own files are made from its modules: those are put together on every rank.
     """
-    stage, first = session.backend.zero_stage, session.backend.ranks.first
-    if session.loaded.adapter is None:
-        yield host_weights(session.policy, stage, keep=first)
+    with whole_weights(task) as weights:
+        yield _within("lm", weights)
+
+
+@contextmanager
+def whole_weights(task: Task) -> Iterator[Tensors | None]:
+    """As :func:`whole_model`, of all that trains, by the names in ``trained.module``."""
+    stage, first = task.backend.zero_stage, task.backend.ranks.first
+    if task.saved.adapter is None:
+        yield host_weights(task.trained.module, stage, keep=first)
         return
-    with gathered(session.policy, stage):
+    with gathered(task.trained.module, stage):
         yield None
 
 
-def _below(prefix: str, weights: Tensors | None) -> Tensors | None:
+def _within(prefix: str, weights: Tensors | None) -> Tensors | None:
     """The weights of the module of that name, by their names in it."""
     if weights is None:
         return None
@@ -89,19 +92,16 @@ def _below(prefix: str, weights: Tensors | None) -> Tensors | None:
             if name.startswith(start)}
 
 
-def write_checkpoint(session: Session, folder: Path, state: Generators) -> None:
+def write_checkpoint(task: Task, folder: Path, own: RankState) -> None:
     """Put everything that ``read_checkpoint`` needs into ``folder``; safetensors and JSON only.
 
     All ranks call it in step and write into the same folder: rank 0 the weights, each rank its
     share of the optimizer state and its own generators. Whole tensors are written whatever the
     ZeRO stage, so that any number of ranks, under any stage, can read them.
-
-    Args:
-        state: of this rank's global generators when the training state was committed.
     """
-    ranks, stage = session.backend.ranks, session.backend.zero_stage
+    ranks, stage, trained = task.backend.ranks, task.backend.zero_stage, task.trained
     if ranks.world == 1 and stage == 0:
-        write_contents(session, contents_of(session, state), folder)
+        write_contents(task.saved, contents_of(task, own.generators, own.tensors), folder)
         return
     problem: Exception | None = None
 
@@ -115,25 +115,25 @@ def write_checkpoint(session: Session, folder: Path, state: Generators) -> None:
                 problem = error
 
     def weights(whole: Tensors | None) -> None:
-        save_policy(session, folder / POLICY, whole)
-        for name, module in {**value_modules(session.policy),
-                             **prompt_encoders(session.policy)}.items():
-            own = _below(Path(name).stem, whole)
-            save_tensors(module.state_dict() if own is None else own, folder / name)
+        task.saved.write(folder / POLICY, _within("lm", whole))
+        for name, module in module_files(task).items():
+            part = _within(Path(name).stem, whole)
+            save_tensors(module.state_dict() if part is None else part, folder / name)
+        write_task_state(own.tensors, folder)
 
-    with whole_policy(session) as whole:
+    with whole_weights(task) as whole:
         if ranks.first:
             attempt(partial(weights, whole))
     del whole  # the optimizer's state needs the room
-    slots = optimizer_slots(named_trainable(session.policy), session.optimizer, stage, ranks)
+    slots = optimizer_slots(named_trainable(trained.module), trained.optimizer, stage, ranks)
     attempt(lambda: save_tensors(slots, folder / _part(OPTIMIZER, ranks)))
-    attempt(lambda: generators.write(state, folder, ranks.rank))
+    attempt(lambda: generators.write(own.generators, folder, ranks.rank))
     if problem is not None:
         raise problem
 
 
-def save_together(session: Session, state: Generators,
-                  put: Callable[[Callable[[Path], None]], None]) -> None:
+def save_together(task: Task, own: RankState, put: Callable[[Callable[[Path], None]], None]
+                  ) -> None:
     """Let rank 0 save a checkpoint into which all ranks write. All ranks call it in step.
 
     Args:
@@ -142,15 +142,15 @@ def save_together(session: Session, state: Generators,
     Raises:
         PpocliError: whatever ``put`` raised, on all ranks.
     """
-    ranks = session.backend.ranks
+    ranks = task.backend.ranks
     if ranks.world == 1:
-        put(lambda folder: write_checkpoint(session, folder, state))
+        put(lambda folder: write_checkpoint(task, folder, own))
         return
 
     def fill(folder: Path) -> None:
         problem: Exception | None = None
         try:
-            write_checkpoint(session, folder, state)
+            write_checkpoint(task, folder, own)
         except Exception as error:
             problem = error
         found = ranks.gather(None if problem is None else _told(problem))
@@ -194,15 +194,6 @@ def _part(name: str, ranks: Ranks) -> str:
     return f"{stem}-{ranks.rank + 1:05d}-of-{ranks.world:05d}{dot}{suffix}"
 
 
-def write_experience(folder: Path, experience: Experience, samples: list[dict[str, Any]]) -> None:
-    """A rollout for later inspection: its tensors, and one JSON line a sample."""
-    tensors = {f.name: value.contiguous() for f in fields(experience)
-               if isinstance(value := getattr(experience, f.name), torch.Tensor)}
-    save_file(tensors, folder / "experience.safetensors")
-    with JsonlWriter(folder / "samples.jsonl") as lines:
-        lines.append(samples)
-
-
 def _load_module(module: torch.nn.Module, tensors: dict[str, torch.Tensor], what: str,
                  allowed_missing: set[str]) -> None:
     own = module.state_dict(keep_vars=True)
@@ -221,15 +212,17 @@ def _load_module(module: torch.nn.Module, tensors: dict[str, torch.Tensor], what
                 own[name].copy_(tensor)
 
 
-def _load_value_function(policy: Policy, folder: Path) -> None:
-    wanted = value_modules(policy)
-    there = {name for name in (VALUE_HEAD, VALUE_TRUNK) if (folder / name).exists()}
+def _load_modules(task: Task, folder: Path) -> None:
+    wanted = {f"{name}.safetensors": module for name, module in task.modules().items()}
+    beside = {OPTIMIZER, TASK_STATE, generators.TENSORS, f"{PROMPT_ENCODER}.safetensors"}
+    there = {path.name for path in folder.glob("*.safetensors")
+             if path.name not in beside and not path.name.startswith(("optimizer-", "rng-"))}
     if there != set(wanted):
         raise CheckpointError(
-            "The value function of the checkpoint is of another kind: it has "
-            f"{', '.join(sorted(there)) or 'none'}, the run needs "
+            "What trains beside the model (a value function, say) is of another kind in the "
+            f"checkpoint: it has {', '.join(sorted(there)) or 'none'}, the run needs "
             f"{', '.join(sorted(wanted)) or 'none'}", where="model.value, ppo.advantage",
-            fix="resume with the value function the run was started with")
+            fix="resume with what the run was started with")
     for name, module in wanted.items():
         _load_module(module, load_file(folder / name), Path(name).stem.replace("_", " "), set())
 
@@ -249,9 +242,9 @@ def _read_shards(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _restore_optimizer(session: Session, folder: Path) -> None:
+def _restore_optimizer(task: Task, folder: Path) -> None:
     """Fill the optimizer's state by name; every parameter must find what it had."""
-    parameters = named_trainable(session.policy)
+    parameters = named_trainable(task.trained.module)
     with ExitStack() as files:
         found: dict[str, dict[str, Any]] = {}
         for path in sorted(folder.glob(f"{Path(OPTIMIZER).stem}*.safetensors")):
@@ -271,37 +264,42 @@ def _restore_optimizer(session: Session, folder: Path) -> None:
                 f"{', '.join((extra + wrong)[:3])}",
                 where="model.num_layers_unfrozen, ppo.optimizer",
                 fix="resume with the model and optimizer the run was started with")
-        fill_optimizer(parameters, session.optimizer, session.backend.zero_stage, {
+        fill_optimizer(parameters, task.trained.optimizer, task.backend.zero_stage, {
             name: {slot: partial(file.get_tensor, key)
                    for slot, (file, key) in slots.items()} for name, slots in found.items()})
 
 
-def read_checkpoint(session: Session, folder: Path) -> None:
-    """Load weights, value head, optimizer and generators from a verified checkpoint folder. All
-    ranks call it in step.
+def read_checkpoint(task: Task, folder: Path) -> Tensors:
+    """Load weights, modules, optimizer and generators from a verified checkpoint folder. All ranks
+    call it in step.
+
+    Returns:
+        the task's own tensors.
 
     Raises:
         CheckpointError: a tensor is missing, superfluous or of another shape.
     """
-    stage, ranks = session.backend.zero_stage, session.backend.ranks
+    stage, ranks, saved = task.backend.zero_stage, task.backend.ranks, task.saved
+    module = task.trained.module
     weights = _read_shards(folder / POLICY)
-    if session.loaded.adapter is None:
-        _load_module(session.policy.lm, weights, "policy",
-                     _tied_names(session.policy.lm, set(weights)))
-    elif encoders := prompt_encoders(session.policy):
-        for name, module in encoders.items():
-            _load_module(module, load_file(folder / name), "adapter", set())
+    if saved.adapter is None:
+        _load_module(saved.lm, weights, "policy", _tied_names(saved.lm, set(weights)))
+    elif encoders := saved.prompt_encoders():
+        for name, encoder in encoders.items():
+            _load_module(encoder, load_file(folder / f"{name}.safetensors"), "adapter", set())
     else:
-        with gathered(session.policy, stage, modify=True):
-            fill_adapter(session.loaded.adapter, weights, str(folder / POLICY))
+        with gathered(module, stage, modify=True):
+            fill_adapter(saved.adapter, weights, str(folder / POLICY))
     del weights
-    _load_value_function(session.policy, folder)
-    adopt_weights(session.policy, session.optimizer, stage)
-    _restore_optimizer(session, folder)
+    _load_modules(task, folder)
+    adopt_weights(module, task.trained.optimizer, stage)
+    _restore_optimizer(task, folder)
     own = generators.read(folder, ranks.rank)
     if own is None:
         log.info("the checkpoint has no random generators of rank %d: those of rewards start anew",
                  ranks.rank)
-        generators.seed(session.cfg.seed + ranks.rank)
+        generators.seed(task.cfg.seed + ranks.rank)
     else:
-        generators.restore(own, session.backend.device)
+        generators.restore(own, task.backend.device)
+    path = folder / TASK_STATE
+    return load_file(path) if path.is_file() else {}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -11,15 +12,11 @@ from ppocli.config.algorithm import require_optimizer, value_optimizer
 from ppocli.config.schema import OptimizerConfig, PPOConfig
 from ppocli.models.policy import Policy
 
-
-class Factors(NamedTuple):
-    """What a schedule makes of the learning rates at one update."""
-
-    policy: float
-    value: float
+ROLES = ("policy", "value")
+"""of the groups of parameters that PPO trains, each with a schedule of its own"""
 
 
-def named_trainable(policy: Policy) -> dict[str, torch.nn.Parameter]:
+def named_trainable(policy: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """Trainable parameters by name, tied ones once; the order is the model's own."""
     return {name: p for name, p in policy.named_parameters() if p.requires_grad}
 
@@ -41,7 +38,7 @@ def build_optimizer(policy: Policy, ppo: PPOConfig) -> torch.optim.Optimizer:
         (critic if name.startswith("value_") else own).append(parameter)
     wanted = ppo.optimizer, value_optimizer(ppo)
     groups = [_group(parameters, cfg, role) for parameters, cfg, role in zip(
-        (own, critic), wanted, Factors._fields, strict=True) if parameters]
+        (own, critic), wanted, ROLES, strict=True) if parameters]
     if wanted[0].name == wanted[1].name or len(groups) == 1:
         return _optimizer(wanted[0], groups)
     return JointOptimizer([_optimizer(cfg, [group])
@@ -106,8 +103,9 @@ class JointOptimizer(torch.optim.Optimizer):
         self._link()
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, factors: Factors) -> float:
-    """Set every group's rate to ``base_lr`` times its factor; returns the first group's."""
+def set_learning_rate(optimizer: torch.optim.Optimizer, factors: Mapping[str, float]) -> float:
+    """Set every group's rate to ``base_lr`` times the factor of its role; returns the first
+    group's."""
     for group in optimizer.param_groups:
-        group["lr"] = group["base_lr"] * getattr(factors, group["role"])
+        group["lr"] = group["base_lr"] * factors[group["role"]]
     return float(optimizer.param_groups[0]["lr"])

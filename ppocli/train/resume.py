@@ -15,15 +15,15 @@ from ppocli.storage.publishing import repair_published
 from ppocli.storage.retention import clean_staging, removed_at, supersede
 from ppocli.storage.run_folder import RunFolder
 from ppocli.storage.run_logs import truncate_events, truncate_jsonl
-from ppocli.tasks.ppo.records import TrainState
-from ppocli.tasks.ppo.session import Session
 from ppocli.train.checkpoint_io import read_checkpoint
-from ppocli.train.metrics import EVAL_ROW, SWEEP_ROW
+from ppocli.train.recorder import EVAL_ROW, SWEEP_ROW
+from ppocli.train.state import TrainState
+from ppocli.train.task import Task
 
 log = logging.getLogger("ppocli")
 
 
-def restore(session: Session, folder: RunFolder, run_id: str, fresh: TrainState) -> TrainState:
+def restore(task: Task, folder: RunFolder, run_id: str, fresh: TrainState) -> TrainState:
     """Load the newest valid checkpoint; remove rows and set aside folders of later steps.
 
     Args:
@@ -32,17 +32,17 @@ def restore(session: Session, folder: RunFolder, run_id: str, fresh: TrainState)
     Raises:
         CheckpointError: there is none, or prompts or reference are not those of the run.
     """
-    ranks = session.backend.ranks
-    place = ranks.first_does(lambda: _newest(session, folder, run_id, fresh))
+    ranks = task.backend.ranks
+    place = ranks.first_does(lambda: _newest(task, folder, run_id, fresh))
     if place is None:
         return fresh
     path, state = place
-    read_checkpoint(session, path)
-    ranks.first_does(lambda: _tidy(session, folder, path, state))
-    return state
+    tensors = read_checkpoint(task, path)
+    ranks.first_does(lambda: _tidy(task, folder, path, state))
+    return replace(state, tensors=tensors)
 
 
-def _newest(session: Session, folder: RunFolder, run_id: str, fresh: TrainState
+def _newest(task: Task, folder: RunFolder, run_id: str, fresh: TrainState
             ) -> tuple[Path, TrainState] | None:
     """The checkpoint to go on from and its state; None starts afresh, where that was allowed."""
     leftovers = (*clean_staging(folder.checkpoints), *repair_published(folder.model))
@@ -50,15 +50,16 @@ def _newest(session: Session, folder: RunFolder, run_id: str, fresh: TrainState
     for line in (*leftovers, *search.skipped):
         log.warning(line)
     if search.found is not None:
-        _note_other_place(search.found, session)
-        return search.found.path, _adopt(TrainState.from_json(search.found.state), fresh, folder)
+        _note_other_place(search.found, task)
+        saved = TrainState.from_json(search.found.state)
+        return search.found.path, _adopt(task, saved, fresh, folder)
     if (when := removed_at(folder.checkpoints)) is not None:
         # also with resume=auto: starting afresh would remove what was worth keeping
         raise CheckpointError(
             f"The checkpoints of {folder.path.name} were deleted by ppocli runs prune "
             f"({when}): there is nothing to go on from.", where=str(folder.checkpoints),
             fix=f"start another run with its model: model.path={folder.model} run_name=NAME")
-    if session.cfg.resume == "auto":
+    if task.cfg.resume == "auto":
         log.info("No checkpoint in %s: the run starts from the beginning.", folder.checkpoints)
         _forget_after(folder, -1, reopen=None)
         return None
@@ -66,8 +67,8 @@ def _newest(session: Session, folder: RunFolder, run_id: str, fresh: TrainState
                           fix="start again under another run_name, or with resume=auto")
 
 
-def _note_other_place(found: FoundCheckpoint, session: Session) -> None:
-    here = made_on(session.backend)
+def _note_other_place(found: FoundCheckpoint, task: Task) -> None:
+    here = made_on(task.backend)
     there = {name: found.versions.get(name, value) for name, value in here.items()}
     if there != here:
         log.warning("the checkpoint was made on %s by %s process(es), this run goes on on %s with "
@@ -75,18 +76,18 @@ def _note_other_place(found: FoundCheckpoint, session: Session) -> None:
                     there["processes"], here["device"], here["processes"])
 
 
-def _tidy(session: Session, folder: RunFolder, path: Path, state: TrainState) -> None:
+def _tidy(task: Task, folder: RunFolder, path: Path, state: TrainState) -> None:
     """Cut the run's files back to a checkpoint that has been loaded."""
     for step in supersede(folder.checkpoints, state.step):
         log.warning("step %d is later than the resumed step %d: moved to superseded/.", step,
                     state.step)
     _forget_after(folder, state.step, reopen=state.step if state.pending is not None else None)
-    if state.episodes < session.total_episodes():
+    if state.episodes < task.total_samples():
         _set_aside_finished(folder)
-    log.info("resuming step %d of %d from %s (verified)", state.step, session.total_steps(), path)
+    log.info("resuming step %d of %d from %s (verified)", state.step, task.total_steps(), path)
 
 
-def _adopt(state: TrainState, fresh: TrainState, folder: RunFolder) -> TrainState:
+def _adopt(task: Task, state: TrainState, fresh: TrainState, folder: RunFolder) -> TrainState:
     """The saved state under the present configuration."""
     changed = [name for name in {**state.digests, **fresh.digests}
                if state.digests.get(name) != fresh.digests.get(name)]
@@ -94,10 +95,7 @@ def _adopt(state: TrainState, fresh: TrainState, folder: RunFolder) -> TrainStat
         raise CheckpointError(f"Not what the run was started with: {', '.join(changed)}. The "
                               "files have changed.", where=str(folder.path),
                               fix="put the files back, or start another run (another run_name)")
-    if state.init_kl_coef != fresh.init_kl_coef:
-        log.info("the KL coefficient starts anew from ppo.init_kl_coef=%g (it was %g)",
-                 fresh.init_kl_coef, state.kl_coef)
-        state = replace(state, kl_coef=fresh.init_kl_coef, init_kl_coef=fresh.init_kl_coef)
+    state = task.adopt(state, fresh)
     if state.judged_by != fresh.judged_by:
         if state.best is not None:
             log.info("reward, generation or checkpoint.metric have changed: the best evaluation "

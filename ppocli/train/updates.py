@@ -6,17 +6,15 @@ all ranks, so the only scaling here is the number of ranks, which averaging redu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from ppocli.models.policy import Policy
 from ppocli.parallel.backend import Backend
-from ppocli.train.optimizers import Factors, set_learning_rate
-from ppocli.zero.sharded_reference import close_reference
+from ppocli.train.optimizers import set_learning_rate
 
 
 class Updates(Protocol):
@@ -43,11 +41,20 @@ class Updates(Protocol):
         ``accepted`` makes the update one that is skipped."""
 
     def norm(self) -> torch.Tensor:
-        """The gradient norm over all ranks before clipping; clips. Once an update, after the last
-        micro-batch."""
+        """The gradient norm over all ranks before clipping; clips."""
 
-    def apply(self, factors: Factors) -> float:
-        """Step with every group's rate at ``base_lr`` times its factor; returns the policy's."""
+    def settle(self, factors: Mapping[str, float], accept: Callable[[torch.Tensor], bool]
+               ) -> float | None:
+        """End an update, once per update, after the last micro-batch.
+
+        Args:
+            factors: what each role's schedule makes of its groups' rates.
+            accept: asked once, with the gradient norm over all ranks before clipping, whether the
+                update is made. One that DeepSpeed has refused must not be accepted.
+
+        Returns:
+            the first group's rate; None where the update was not made.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +62,7 @@ class PlainUpdates:
     """One process, or several that hold everything and average gradients (DDP)."""
 
     backend: Backend
-    policy: Policy
+    module: torch.nn.Module
     engine: Any
     optimizer: Any
     max_norm: float | None
@@ -86,15 +93,18 @@ class PlainUpdates:
 
     def norm(self) -> torch.Tensor:
         """As :class:`Updates`."""
-        parameters = [p for p in self.policy.parameters() if p.grad is not None]
+        parameters = [p for p in self.module.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         if self.max_norm is None or (norm.device.type == "cpu" and norm <= self.max_norm):
             return norm  # on a GPU the question would wait for it
         torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm)
         return norm
 
-    def apply(self, factors: Factors) -> float:
+    def settle(self, factors: Mapping[str, float], accept: Callable[[torch.Tensor], bool]
+               ) -> float | None:
         """As :class:`Updates`."""
+        if not accept(self.norm()):
+            return None
         lr = set_learning_rate(self.optimizer, factors)
         self.optimizer.step()
         return lr
@@ -143,19 +153,55 @@ class ZeroUpdates:
         self.engine.backward(scaled if accepted else scaled * float("nan"))
 
     def norm(self) -> torch.Tensor:
-        """As :class:`Updates`; known to DeepSpeed only once it has tried the step, so
-        :meth:`apply` must have been called."""
+        """As :class:`Updates`; known to DeepSpeed only once it has tried the step."""
         return torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32).detach()
 
-    def apply(self, factors: Factors) -> float:
+    def settle(self, factors: Mapping[str, float], accept: Callable[[torch.Tensor], bool]
+               ) -> float | None:
         """As :class:`Updates`; a gradient that is not finite changes nothing."""
         lr = set_learning_rate(self.optimizer, factors)
         self.engine.step()
-        return lr
+        return lr if accept(self.norm()) else None
 
 
-def close_engine(session: Any) -> None:
-    """Tear DeepSpeed's engines down: one that is left to the interpreter's exit can abort it."""
-    if session.backend.zero_stage > 0:
-        close_reference(session.reference)
-        session.engine.destroy()
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What trains, and how. The parameters and the optimizer's state change; nothing else does."""
+
+    module: Any
+    """the bare module; parameters that require gradients train"""
+    engine: Any
+    """what accelerate or DeepSpeed wraps it in: forward passes that are to be differentiated"""
+    optimizer: Any
+    """each of its groups has a ``base_lr`` and a ``role``"""
+    updates: Updates
+    backend: Backend
+
+    def close(self) -> None:
+        """Tear DeepSpeed's engine down: one that is left to the interpreter's exit can abort it."""
+        if self.backend.zero_stage > 0:
+            self.engine.destroy()
+
+    def is_finite(self) -> bool:
+        """Whether every trainable weight is finite; asked before anything is saved."""
+        # under ZeRO 3 this rank's part of each
+        flags = [torch.isfinite(getattr(p, "ds_tensor", p).detach()).all()
+                 for p in self.module.parameters() if p.requires_grad]
+        finite = bool(torch.stack(flags).all()) if flags else True
+        return not self.backend.ranks.any(not finite)
+
+
+def prepare(backend: Backend, module: torch.nn.Module, optimizer: torch.optim.Optimizer,
+            max_norm: float | None) -> Trained:
+    """The module and its optimizer, ready for training on all ranks.
+
+    Args:
+        optimizer: each group has a ``base_lr`` (its rate before any schedule) and a ``role``.
+        max_norm: gradient norm to clip at.
+    """
+    engine, prepared = backend.accelerator.prepare(module, optimizer)
+    module.eval()
+    if backend.zero_stage > 0:
+        return Trained(module, engine, engine.optimizer, ZeroUpdates(backend, engine), backend)
+    updates = PlainUpdates(backend, module, engine, prepared, max_norm)
+    return Trained(module, engine, prepared, updates, backend)

@@ -9,42 +9,37 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 
 from ppocli.errors import OutOfMemoryError
 from ppocli.estimate.check import shown
+from ppocli.parallel.backend import Backend
 from ppocli.parallel.host_memory import host_room
 from ppocli.parallel.ranks import is_out_of_memory
-
-if TYPE_CHECKING:
-    from ppocli.parallel.backend import Backend
-    from ppocli.tasks.ppo.session import EvalSession
 
 T = TypeVar("T")
 log = logging.getLogger("ppocli")
 
-ROWS_OF = {"rollout": "ppo.chunk_size", "evaluation": "ppo.chunk_size",
-           "scoring": "ppo.micro_batch_size", "scoring of the evaluation": "ppo.micro_batch_size",
-           "optimize": "ppo.micro_batch_size"}
-"""phase -> the key that decides how many rows one of its passes has"""
-
 
 @dataclass(slots=True)
-class Fits:
+class PassRows:
     """Most rows of one pass, of each phase for which what the configuration says was too much.
 
     The same on all ranks. It only ever shrinks, and a run that is resumed finds it again: it may go
     on where there is more memory.
     """
 
+    backend: Backend
+    keys: Mapping[str, str]
+    """phase -> the key that decides how many rows one of its passes has"""
     found: dict[str, int] = field(default_factory=dict)
 
-    def rows(self, phase: str, asked: int) -> int:
+    def limit(self, phase: str, asked: int) -> int:
         """Rows of a pass that should have ``asked``."""
         return min(asked, self.found.get(phase, asked))
 
@@ -53,81 +48,86 @@ class Fits:
         return {f"memory/rows/{phase.replace(' ', '_')}": float(rows)
                 for phase, rows in self.found.items()}
 
+    def retry(self, phase: str, asked: int, tokens: int, work: Callable[[], T], *,
+              in_step: bool = False) -> T:
+        """What ``work`` returns, begun anew with half the rows on all ranks as often as memory runs
+        out on one of them. All ranks call it in step.
 
-def fitting(session: EvalSession, phase: str, asked: int, tokens: int, work: Callable[[], T], *,
-            in_step: bool = False) -> T:
-    """What ``work`` returns, begun anew with half the rows on all ranks as often as memory runs out
-    on one of them. All ranks call it in step.
+        Args:
+            phase: of :attr:`keys`; ``work`` takes its number of rows from :meth:`limit`.
+            asked: rows of a pass as the configuration has it, the same on all ranks.
+            tokens: of the longest sample, for the message.
+            in_step: whether passes gather weights from all ranks, and can't be made anew.
 
-    Args:
-        phase: of ``ROWS_OF``; ``work`` takes its number of rows from ``session.fits``.
-        asked: rows of a pass as the configuration has it, the same on all ranks.
-        tokens: of the longest sample, for the message.
-        in_step: whether passes gather weights from all ranks, and can't be made anew.
+        Raises:
+            OutOfMemoryError: one row is too much; or as :meth:`once`.
+            PpocliError: what ``work`` raised on some rank, on all ranks.
+        """
+        while True:
+            rows = self.limit(phase, asked)
+            what = f"{phase} of {counted(rows)} at once"
+            try:
+                return self.backend.ranks.all_do(
+                    partial(self.once, phase, rows, tokens, work) if in_step else work, what)
+            except OutOfMemoryError as error:
+                if error.alone:
+                    raise
+                text = error.what
+            except (torch.OutOfMemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                text = f"{what}: out of memory"
+            # out of the handler, or the exception would keep the tensors of the pass
+            self.shrink(phase, rows, tokens, text)
 
-    Raises:
-        OutOfMemoryError: one row is too much; or as :func:`once`.
-        PpocliError: what ``work`` raised on some rank, on all ranks.
-    """
-    fits, backend = session.fits, session.backend
-    while True:
-        rows = fits.rows(phase, asked)
-        what = f"{phase} of {counted(rows)} at once"
+    def shrink(self, phase: str, rows: int, tokens: int, text: str = "") -> None:
+        """Take half the rows from now on, after a pass of ``rows`` was too much.
+
+        Raises:
+            OutOfMemoryError: it was one row.
+        """
+        text = text or f"{phase} of {counted(rows)} at once: out of memory"
+        if rows == 1:
+            raise self._too_much(text, tokens)
+        self.found[phase], key = rows // 2, self.keys[phase]
+        log.warning("%s; going on with %d (%s=%d starts so)", text, rows // 2, key, rows // 2)
+        gc.collect()
+        if self.backend.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def once(self, phase: str, rows: int, tokens: int, work: Callable[[], T]) -> T:
+        """What ``work`` returns, whose passes are made by all ranks together: one that runs out of
+        memory leaves the others inside of them, and only a new start of all helps.
+
+        Raises:
+            OutOfMemoryError: on this rank alone, with the word to start again with.
+        """
         try:
-            return backend.ranks.all_do(
-                partial(once, backend, phase, rows, tokens, work) if in_step else work, what)
-        except OutOfMemoryError as error:
-            if error.alone:
-                raise
-            text = error.what
+            return work()
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            text = f"{what}: out of memory"
-        # out of the handler, or the exception would keep the tensors of the pass
-        if rows == 1:
-            raise too_much(text, backend, tokens)
-        fits.found[phase], key = rows // 2, ROWS_OF[phase]
-        log.warning("%s; going on with %d (%s=%d starts so)", text, rows // 2, key, rows // 2)
-        gc.collect()
-        if backend.device.type == "cuda":
-            torch.cuda.empty_cache()
+        found = (self._too_much("out of memory with 1 row a pass", tokens) if rows == 1 else
+                 OutOfMemoryError(f"out of memory with {rows} rows a pass", where=self.keys[phase]))
+        found.alone = True
+        found.word = None if rows == 1 else f"{self.keys[phase]}={rows // 2}"
+        raise found
 
-
-def once(backend: Backend, phase: str, rows: int, tokens: int, work: Callable[[], T]) -> T:
-    """What ``work`` returns, whose passes are made by all ranks together: one that runs out of
-    memory leaves the others inside of them, and only a new start of all helps.
-
-    Raises:
-        OutOfMemoryError: on this rank alone, with the word to start again with.
-    """
-    try:
-        return work()
-    except (torch.OutOfMemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-    found = (too_much("out of memory with 1 row a pass", backend, tokens) if rows == 1 else
-             OutOfMemoryError(f"out of memory with {rows} rows a pass", where=ROWS_OF[phase]))
-    found.alone = True
-    found.word = None if rows == 1 else f"{ROWS_OF[phase]}={rows // 2}"
-    raise found
-
-
-def too_much(text: str, backend: Backend, tokens: int) -> OutOfMemoryError:
-    """The error of a pass that can't be made smaller, with numbers."""
-    held = f"{backend.peak_memory_mib():.0f} MiB"
-    if backend.device.type == "cuda":
-        _, total = torch.cuda.mem_get_info(backend.device)
-        memory = f"the GPU has {shown(total)}, of which this process held up to {held}"
-    else:
-        left = host_room()
-        memory = f"this process held up to {held}" + (
-            "" if left is None else f", and {shown(left)} of the machine's memory are free")
-    return OutOfMemoryError(
-        f"{text}, and a pass can't be smaller: its longest sample has {tokens} tokens; {memory}",
-        where="generation.max_new_tokens, prompts.max_length, model.path",
-        fix="fewer tokens, model.gradient_checkpointing=true, or several processes "
-            "(hardware=zero3); ppocli estimate tells what each saves")
+    def _too_much(self, text: str, tokens: int) -> OutOfMemoryError:
+        """The error of a pass that can't be made smaller, with numbers."""
+        held = f"{self.backend.peak_memory_mib():.0f} MiB"
+        if self.backend.device.type == "cuda":
+            _, total = torch.cuda.mem_get_info(self.backend.device)
+            memory = f"the GPU has {shown(total)}, of which this process held up to {held}"
+        else:
+            left = host_room()
+            memory = f"this process held up to {held}" + (
+                "" if left is None else f", and {shown(left)} of the machine's memory are free")
+        return OutOfMemoryError(
+            f"{text}, and a pass can't be smaller: its longest sample has {tokens} tokens; "
+            f"{memory}", where="generation.max_new_tokens, prompts.max_length, model.path",
+            fix="fewer tokens, model.gradient_checkpointing=true, or several processes "
+                "(hardware=zero3); ppocli estimate tells what each saves")
 
 
 def counted(rows: int) -> str:

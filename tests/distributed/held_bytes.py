@@ -22,7 +22,7 @@ from sessions import count_good, set_keys
 from ppocli.config.schema import TrainConfig
 from ppocli.parallel.backend import open_ranks
 from ppocli.tasks.ppo.session import PythonObjects, build_session
-from ppocli.train.updates import close_engine
+from ppocli.tasks.ppo.task import PPOTask
 
 
 def held() -> dict[int, int]:
@@ -52,20 +52,21 @@ def main(config: str, out: str) -> None:
         session = build_session(cfg, backend, PythonObjects(reward_fn=count_good))
         # gradients are complete when DeepSpeed is asked to step; the first step makes the state
         stepping: list[int] = []
-        step = session.engine.step
+        step = session.trained.engine.step
 
         def counted() -> None:
             stepping.append(grown(before))
             step()
 
-        session.engine.step = counted
+        session.trained.engine.step = counted
         update(session, 0)
         mine = [stepping[-1], grown(before)]
         found = backend.ranks.gather(mine)
         if backend.ranks.first:
             save_file({"held": torch.tensor(found)}, out)
         backend.ranks.barrier()
-        close_engine(session)
+        PPOTask(session).close()
+    session.trained.close()
 
 
 if __name__ == "__main__":

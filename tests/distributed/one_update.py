@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 # the import path has to be set first
 import torch
 from safetensors.torch import load_file, save_file
-from sessions import count_good, fresh_state, rollout_of, set_keys
+from sessions import (
+    count_good,
+    fresh_state,
+    load_session,
+    optimize,
+    rollout_of,
+    save_session,
+    set_keys,
+)
 
 from ppocli.config.schema import TrainConfig
 from ppocli.parallel.backend import open_ranks
@@ -25,11 +33,8 @@ from ppocli.tasks.ppo.evaluate import evaluate
 from ppocli.tasks.ppo.experience import to_experience, update_moments
 from ppocli.tasks.ppo.records import Experience
 from ppocli.tasks.ppo.session import PythonObjects, Session, build_session
-from ppocli.train import random_state as generators
-from ppocli.train.checkpoint_io import read_checkpoint, write_checkpoint
-from ppocli.train.optimize import optimize
+from ppocli.tasks.ppo.task import PPOTask
 from ppocli.train.optimizers import named_trainable
-from ppocli.train.updates import close_engine
 from ppocli.zero.sharded_weights import gathered, optimizer_slots
 
 
@@ -37,12 +42,12 @@ def update(session: Session, step: int, given: Experience | None = None) -> tupl
     """One rollout and its optimize phase."""
     cfg = session.cfg
     rollout = rollout_of(session, step * cfg.ppo.num_rollouts)
-    state = replace(update_moments(fresh_state(session), rollout, cfg), step=step,
-                    updates=step * 4)
+    state = update_moments(fresh_state(session), rollout, cfg)
     experience = given or to_experience(rollout, state, cfg)
     stop = StopFlag()
     stop.ranks = session.backend.ranks
-    return experience, optimize(session, experience, state, stop)
+    return experience, optimize(session, experience, state, stop, step=step,
+                               updates=step * 4)
 
 
 def tensors_of(session: Session) -> dict[str, torch.Tensor]:
@@ -52,7 +57,8 @@ def tensors_of(session: Session) -> dict[str, torch.Tensor]:
     with gathered(session.policy, backend.zero_stage):
         for name, parameter in parameters.items():
             found[f"weight/{name}"] = parameter.detach().cpu().clone()
-    slots = optimizer_slots(parameters, session.optimizer, backend.zero_stage, backend.ranks)
+    slots = optimizer_slots(parameters, session.trained.optimizer, backend.zero_stage,
+                            backend.ranks)
     for part in backend.ranks.gather(slots):
         found.update({f"state/{name}": value for name, value in part.items()})
     return found
@@ -67,7 +73,7 @@ def main(config: str, out: str, *words: str) -> None:
         session = build_session(cfg, backend, PythonObjects(reward_fn=count_good))
         found: dict[str, torch.Tensor] = {}
         if "load" in options:
-            read_checkpoint(session, Path(options["load"]))
+            load_session(session, Path(options["load"]))
         else:
             given = Experience(**load_file(options["given"])) if "given" in options else None
             experience, result = update(session, 0, given)
@@ -77,7 +83,7 @@ def main(config: str, out: str, *words: str) -> None:
             found["counts"] = torch.tensor([result.updates, result.skipped, result.nonfinite])
         if "save" in options:
             Path(options["save"]).mkdir(exist_ok=True)
-            write_checkpoint(session, Path(options["save"]), generators.capture(backend.device))
+            save_session(session, Path(options["save"]))
         if "save" in options or "load" in options:
             update(session, 1)
         found |= tensors_of(session)
@@ -88,7 +94,8 @@ def main(config: str, out: str, *words: str) -> None:
         if backend.ranks.first:
             save_file(found, out)
         backend.ranks.barrier()
-        close_engine(session)
+        PPOTask(session).close()
+    session.trained.close()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 # the import path has to be set first
 import torch
 from safetensors.torch import save_file
-from sessions import count_good, fresh_state, rollout_of, set_keys
+from sessions import count_good, fresh_state, optimize, rollout_of, set_keys
 
 from ppocli.config.schema import TrainConfig
 from ppocli.parallel.backend import Backend, open_ranks
@@ -29,9 +29,8 @@ from ppocli.tasks.ppo.digests import reference_digest
 from ppocli.tasks.ppo.evaluate import evaluate
 from ppocli.tasks.ppo.experience import to_experience, update_moments
 from ppocli.tasks.ppo.session import PythonObjects, Session, build_session
-from ppocli.train.optimize import optimize
+from ppocli.tasks.ppo.task import PPOTask
 from ppocli.train.optimizers import named_trainable
-from ppocli.train.updates import close_engine
 from ppocli.zero.sharded_weights import gathered
 
 
@@ -53,7 +52,7 @@ def held_by_reference(session: Session) -> int:
 
 def state_elements(session: Session) -> int:
     """Elements of this rank's optimizer state."""
-    inner = getattr(session.optimizer, "optimizer", session.optimizer)
+    inner = getattr(session.trained.optimizer, "optimizer", session.trained.optimizer)
     return sum(value.numel() for slots in inner.state.values() for value in slots.values()
                if torch.is_tensor(value))
 
@@ -88,11 +87,12 @@ def run(cfg: TrainConfig, backend: Backend, reward: Any) -> dict[str, torch.Tens
     found["later/kl"], found["later/logprobs"] = later.kl.clone(), later.logprobs.clone()
     figures = evaluate(session, stop).figures
     found["eval"] = torch.tensor([figures[name] for name in sorted(figures)])
-    after = optimize(session, to_experience(later, state, cfg), replace(state, step=1), stop)
+    after = optimize(session, to_experience(later, state, cfg), state, stop, step=1)
     found["counts"] += torch.tensor([after.updates, after.skipped, after.nonfinite])
     sizes.append(state_elements(session))
     found["sizes"] = torch.tensor(backend.ranks.gather(sizes))
-    close_engine(session)
+    PPOTask(session).close()
+    session.trained.close()
     return found
 
 

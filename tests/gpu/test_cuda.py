@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from sessions import fresh_state, rollout_of, session_of, small_config
+from sessions import fresh_state, optimize, rollout_of, session_of, small_config
 
 from ppocli.config.resolved import write_config
 from ppocli.launching.worker import run_worker
 from ppocli.parallel.stop import StopFlag
 from ppocli.tasks.ppo.experience import to_experience, update_moments
-from ppocli.train.optimize import optimize
 
 pytestmark = pytest.mark.gpu
 

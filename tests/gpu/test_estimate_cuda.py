@@ -3,13 +3,12 @@
 import pytest
 import torch
 from helpers import save_lm, write_prompts
-from sessions import fresh_state, rollout_of, session_of, small_config
+from sessions import fresh_state, optimize, rollout_of, session_of, small_config
 
 from ppocli.estimate.estimate import estimate
 from ppocli.estimate.outline import outline
 from ppocli.parallel.stop import StopFlag
 from ppocli.tasks.ppo.experience import to_experience, update_moments
-from ppocli.train.optimize import optimize
 
 pytestmark = pytest.mark.gpu
 SHAPES = {

@@ -1,15 +1,15 @@
 """What is copied from a GPU for a checkpoint: pinned, whole, and as told."""
 
 import pytest
-from sessions import fresh_state, rollout_of, session_of, small_config
+from sessions import fresh_state, optimize, rollout_of, save_session, session_of, small_config
 
 from ppocli.estimate.estimate import estimate
 from ppocli.estimate.outline import outline
 from ppocli.parallel.stop import StopFlag
 from ppocli.tasks.ppo.experience import to_experience, update_moments
+from ppocli.tasks.ppo.session import saved_model
+from ppocli.tasks.ppo.task import PPOTask
 from ppocli.train.checkpoint_contents import HostCopies, contents_of, copied_bytes, write_contents
-from ppocli.train.checkpoint_io import write_checkpoint
-from ppocli.train.optimize import optimize
 from ppocli.train.random_state import capture
 
 pytestmark = pytest.mark.gpu
@@ -34,16 +34,18 @@ def test_a_copy_written_after_more_training_is_the_synchronous_save(tmp_path, un
         for folder in (once, expected, found):
             folder.mkdir()
         train(0)
-        contents = contents_of(session, capture(session.backend.device))
+        contents = contents_of(PPOTask(session), capture(session.backend.device), {})
         size = copied_bytes(contents)
-        write_contents(session, copies.copy(session, contents, tmp_path), once)
+        saved = saved_model(session)
+        write_contents(saved, copies.copy(saved, contents, tmp_path), once)
         train(16)
         state = capture(session.backend.device)
-        copy = copies.copy(session, contents_of(session, state), tmp_path)
+        copy = copies.copy(saved_model(session), contents_of(PPOTask(session), state, {}),
+                             tmp_path)
         assert all(t.is_pinned() for tensors in copy.groups.values() for t in tensors.values())
-        write_checkpoint(session, expected, state)
+        save_session(session, expected)
         train(32)
-        write_contents(session, copy, found)
+        write_contents(saved_model(session), copy, found)
     assert tree(found) == tree(expected) != tree(once)
     told = estimate(cfg, outline(cfg), prompt_tokens=8, cuda=True, ranks=1, ranks_on_host=1)
     line, = (line for line in told.lines if line.name == "copy of a checkpoint")

@@ -6,15 +6,16 @@ import os
 
 import pytest
 from helpers import save_lm, write_prompts
-from sessions import fresh_state, rollout_of, session_of, small_config
+from sessions import fresh_state, optimize, rollout_of, session_of, small_config
 
 from ppocli.display.live_view import resident_mib
 from ppocli.estimate.estimate import estimate
 from ppocli.estimate.outline import outline
 from ppocli.parallel.stop import StopFlag
 from ppocli.tasks.ppo.experience import to_experience, update_moments
+from ppocli.tasks.ppo.session import saved_model
+from ppocli.tasks.ppo.task import PPOTask
 from ppocli.train.checkpoint_contents import HostCopies, contents_of
-from ppocli.train.optimize import optimize
 from ppocli.train.random_state import capture
 
 PEAK = "/proc/self/clear_refs"
@@ -45,7 +46,8 @@ def test_updates_of_a_real_training_take_what_was_told(tmp_path):
         grown = []
         for copies in (None, HostCopies()):
             if copies is not None:  # of a checkpoint that is written during the updates
-                copies.copy(session, contents_of(session, capture(session.backend.device)),
+                copies.copy(saved_model(session),
+                            contents_of(PPOTask(session), capture(session.backend.device), {}),
                             tmp_path)
             with open(PEAK, "w", encoding="utf-8") as forget:
                 forget.write("5")

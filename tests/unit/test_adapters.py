@@ -8,7 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import save_lm
-from sessions import count_good, rollout_of, session_of, small_config, weights_of
+from sessions import (
+    count_good,
+    load_session,
+    optimize,
+    rollout_of,
+    save_session,
+    session_of,
+    small_config,
+    weights_of,
+)
 from test_invariants import experience_of
 
 from ppocli.config.problems import find_problems
@@ -17,9 +26,6 @@ from ppocli.errors import CheckpointError, ConfigError, InputError
 from ppocli.models.loading.language_model import load_lm
 from ppocli.models.reference import AdapterReference, CopyReference
 from ppocli.parallel.stop import StopFlag
-from ppocli.train import random_state as generators
-from ppocli.train.checkpoint_io import read_checkpoint, write_checkpoint
-from ppocli.train.optimize import optimize
 from ppocli.train.optimizers import named_trainable
 
 # PEFT asks transformers by a name that is going to be dropped
@@ -85,7 +91,7 @@ def test_a_trained_adapter_is_what_plain_peft_makes_of_its_files(tmp_path, kind,
         after = rollout_of(session, start=100)
         lengths = after.prompts.mask.sum(1)
         assert lengths.min() < lengths.max()  # some rows are padded
-        write_checkpoint(session, tmp_path / "saved", generators.capture(session.backend.device))
+        save_session(session, tmp_path / "saved")
         moved = {n for n, t in session.policy.state_dict().items() if not torch.equal(t, before[n])}
         assert moved == set(named_trainable(session.policy))
         assert all(n.startswith("value_head.") or "lora_" in n or "prompt_encoder" in n
@@ -106,7 +112,7 @@ def test_the_files_are_those_that_peft_writes(tmp_path, kind):
     from safetensors.torch import load_file
 
     with session_of(config_of(tmp_path, kind)) as session:
-        write_checkpoint(session, tmp_path / "saved", generators.capture(session.backend.device))
+        save_session(session, tmp_path / "saved")
         model = session.loaded.adapter.model
         model.save_pretrained(tmp_path / "theirs")
     ours, theirs = (load_file(folder / "adapter_model.safetensors")
@@ -178,12 +184,12 @@ def test_a_checkpoint_goes_on_bit_for_bit(tmp_path, kind, fields):
     cfg = config_of(tmp_path, kind, fields=fields)
     with session_of(cfg) as session:
         trained(session)
-        write_checkpoint(session, tmp_path / "saved", generators.capture(session.backend.device))
+        save_session(session, tmp_path / "saved")
         trained(session)
         straight = weights_of(session)
     with session_of(replace(cfg, seed=1)) as session:  # another initial adapter
         session.cfg.seed = cfg.seed
-        read_checkpoint(session, tmp_path / "saved")
+        load_session(session, tmp_path / "saved")
         trained(session)
         for name, tensor in weights_of(session).items():
             assert torch.equal(tensor, straight[name]), name
@@ -235,7 +241,7 @@ def test_a_base_in_bf16_keeps_adapters_in_fp32(tmp_path, kind):
 def saved(tmp_path):
     with session_of(config_of(tmp_path, "lora")) as session:
         trained(session)
-        write_checkpoint(session, tmp_path / "saved", generators.capture(session.backend.device))
+        save_session(session, tmp_path / "saved")
     return tmp_path / "saved"
 
 
@@ -257,7 +263,7 @@ def test_lora_on_an_encoder_decoder(tmp_path):
     with session_of(cfg) as session:
         assert rollout_of(session).kl.abs().max() == 0.0
         trained(session)
-        write_checkpoint(session, tmp_path / "saved", generators.capture(session.backend.device))
+        save_session(session, tmp_path / "saved")
     files = tmp_path / "saved" / "policy"
     ours = load_lm(small_config(tmp_path, model__path=str(files)).model).lm
     theirs = PeftModel.from_pretrained(
@@ -285,7 +291,7 @@ def test_an_adapter_is_no_model_to_start_from(tmp_path, saved):
 def test_an_adapter_of_another_shape_does_not_resume(tmp_path, saved):
     with (session_of(config_of(tmp_path, "lora", fields={"r": 2})) as session,
           pytest.raises(CheckpointError, match=r"is \(4, 32\) in the file, \(2, 32\) here")):
-        read_checkpoint(session, saved)
+        load_session(session, saved)
 
 
 @pytest.mark.parametrize(("kind", "fields", "what"), [

@@ -4,12 +4,11 @@ and changes no number."""
 import pytest
 import torch
 from helpers import save_lm
-from sessions import fresh_state, rollout_of, session_of, small_config, weights_of
+from sessions import fresh_state, optimize, rollout_of, session_of, small_config, weights_of
 from test_invariants import experience_of
 
 from ppocli.models.layer_stack import layer_stack
 from ppocli.parallel.stop import StopFlag
-from ppocli.train.optimize import optimize
 
 KINDS = ["gpt2", "gpt_neox", "gptj", "llama", "qwen2", "mistral", "opt"]
 

@@ -15,8 +15,8 @@ import torch
 from helpers import environment, jsonl
 from runs import make_world, words
 
-from ppocli.tasks.ppo.records import TrainState
 from ppocli.train.clock import Moment, PhaseClock, in_words, profile
+from ppocli.train.state import TrainState
 
 CPU = torch.device("cpu")
 
@@ -109,7 +109,7 @@ def test_time_and_tokens_are_booked_and_survive_json():
     clock = PhaseClock.start(CPU)
     clock.mark("rollout")
     spent = clock.take()
-    state = TrainState(kl_coef=0.1, init_kl_coef=0.1, digests={}, judged_by="")
+    state = TrainState(digests={}, judged_by="", task={"kl_coef": 0.1})
     twice = state.book(spent, {"rollout": 5}).book(spent, {"rollout": 7})
     assert twice.seconds == {"rollout": 2 * spent.seconds["rollout"]}
     assert twice.cpu_seconds == {"rollout": 2 * spent.cpu_seconds["rollout"]}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import SPECIAL, WORDS, model_config, save_lm
-from sessions import rollout_of, session_of, small_config
+from sessions import optimize, rollout_of, session_of, small_config
 from test_invariants import experience_of, gradients
 from test_shared_reference import KINDS, count_letters
 
@@ -13,7 +13,6 @@ from ppocli.models.layer_stack import layer_stack
 from ppocli.models.layout import lay_out
 from ppocli.models.value_function import ScoreHead, ValueBranch, ValueModel
 from ppocli.parallel.stop import StopFlag
-from ppocli.train.optimize import optimize
 
 CRITICS = {"branch": {"model__value__kind": "branch", "model__value__num_layers_unfrozen": 1},
            "model": {"model__value__kind": "model"}}
@@ -30,8 +29,7 @@ def test_branch_and_model_start_with_the_states_of_the_policy(tmp_path, kind):
         with session_of(with_critic(tmp_path, critic, kind), reward=count_letters) as session:
             assert isinstance(session.policy.value_trunk, cls)
             rollout = rollout_of(session)
-            batch = lay_out(rollout.prompts.tokens, rollout.prompts.mask, rollout.response_tokens,
-                            rollout.response_mask)
+            batch = lay_out(rollout.sequences)
             with torch.no_grad():
                 hidden, shared = session.policy.trunk(batch)
                 own = session.policy.value_trunk(session.policy.lm, batch, shared)
@@ -274,7 +272,7 @@ def test_the_critic_s_own_optimizer_and_schedule(tmp_path):
                 torch.testing.assert_close(parameter, wanted, rtol=1e-5, atol=1e-7)
             else:
                 assert torch.equal(parameter, before[name])
-        slots = [len(state) for state in session.optimizer.state.values() if state]
+        slots = [len(state) for state in session.trained.optimizer.state.values() if state]
         assert set(slots) == {3}  # SGD keeps nothing, AdamW a count and two moments
         assert len(slots) == sum(n.startswith("lm.") for n in before)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import PAIRS, make_tokenizer, ppocli, save_lm
 from runs import assert_equal_runs, copied, resumed
-from sessions import rollout_of, session_of, small_config
+from sessions import optimize, rollout_of, session_of, small_config
 from test_invariants import experience_of, gradients
 from test_shared_reference import count_letters
 from transformers import AutoModelForSeq2SeqLM
@@ -16,7 +16,6 @@ from ppocli.models.loading.language_model import load_lm
 from ppocli.models.loading.model_config import max_positions
 from ppocli.models.trunk import logit_scale
 from ppocli.parallel.stop import StopFlag
-from ppocli.train.optimize import optimize
 
 
 def pair_config(tmp_path, kind, **over):

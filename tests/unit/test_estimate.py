@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 from helpers import model_config, save_lm, write_prompts
-from sessions import fresh_state, rollout_of, session_of, set_keys, small_config
+from sessions import fresh_state, optimize, rollout_of, session_of, set_keys, small_config
 from torch.profiler import ProfilerActivity, profile
 
 from ppocli.config.schema import OptimizerConfig, TrainConfig
@@ -27,7 +27,6 @@ from ppocli.ppo.noise import ROLLOUT
 from ppocli.tasks.ppo.experience import to_experience
 from ppocli.tasks.ppo.rollout import collect_rollout
 from ppocli.train.clock import Moment, PhaseClock
-from ppocli.train.optimize import optimize
 
 PROMPT, NEW = 30, 20
 SHAPES = {
@@ -65,12 +64,12 @@ def kept_of(session) -> int:
     batch = lay_out(ids, torch.ones_like(ids).bool(), new, torch.ones_like(new).bool(),
                     session.loaded.decoder_start)
     session.policy.train(session.cfg.model.gradient_checkpointing)
-    session.engine(batch, temperature=1.0)  # what is made once is made
+    session.trained.engine(batch, temperature=1.0)  # what is made once is made
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        out = session.engine(batch, temperature=1.0)
+        out = session.trained.engine(batch, temperature=1.0)
     loss = out.logprobs.sum()
     (loss if out.values is None else loss + out.values.sum()).backward()
-    session.optimizer.step()
+    session.trained.optimizer.step()
     session.policy.eval()
     return sum(event.self_cpu_memory_usage for event in profiled.key_averages())
 
@@ -162,7 +161,7 @@ def test_each_kind_of_memory_is_what_the_tensors_of_a_session_take(folders, kind
         policy = list(session.policy.parameters())
         weights = sum(p.nbytes for p in policy)
         gradients = sum(p.grad.nbytes for p in policy if p.grad is not None)
-        state = sum(value.nbytes for slots in session.optimizer.state.values()
+        state = sum(value.nbytes for slots in session.trained.optimizer.state.values()
                     for value in slots.values() if torch.is_tensor(value) and value.dim())
         reference = reference_of(session)
     found = estimate(cfg, outline(cfg), prompt_tokens=PROMPT, cuda=False, ranks=1,

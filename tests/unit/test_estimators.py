@@ -1,21 +1,28 @@
 """What must hold of the engine whichever advantage estimator, KL term and loss it works with."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
-from sessions import count_good, fresh_state, rollout_of, session_of, small_config, weights_of
+from sessions import (
+    count_good,
+    fresh_state,
+    gradient_of,
+    load_session,
+    optimize,
+    rollout_of,
+    save_session,
+    session_of,
+    small_config,
+    weights_of,
+)
 
 from ppocli.config.algorithm import kl_estimator, kl_in, whitens_advantages
 from ppocli.errors import CheckpointError
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.advantages import ESTIMATORS
 from ppocli.tasks.ppo.experience import to_experience, update_moments
-from ppocli.train import random_state as generators
-from ppocli.train.checkpoint_io import VALUE_HEAD, read_checkpoint, write_checkpoint
-from ppocli.train.metrics import optimize_figures
-from ppocli.train.optimize import TERMS, _backward, _Sums, optimize
+from ppocli.train.recorder import optimize_figures
 
 CRITIC_FREE = [name for name, entry in ESTIMATORS.items() if not entry.needs_critic]
 
@@ -27,13 +34,9 @@ def experience_of(session):
 
 
 def gradients(session, experience):
-    session.optimizer.zero_grad(set_to_none=True)
-    sums = _Sums()
-    _backward(session, experience, torch.arange(len(experience)), sums, value_only=False,
-              poisoned=False)
-    terms = sums.over(session.backend.ranks)
-    return ({n: p.grad.clone() for n, p in session.policy.named_parameters()
-             if p.grad is not None}, dict(zip(TERMS, terms.tolist(), strict=True)))
+    terms = gradient_of(session, experience)
+    return {n: p.grad.clone() for n, p in session.policy.named_parameters()
+            if p.grad is not None}, terms
 
 
 def config(folder, advantage, **keys):
@@ -135,7 +138,7 @@ def test_without_a_critic_nothing_of_one_is_built_or_computed(tmp_path, advantag
         result = optimize(session, experience, state, StopFlag())
         figures = optimize_figures(result, experience, session.cfg.ppo)
         assert session.policy.value_head is None
-        assert len(session.optimizer.param_groups) == 1
+        assert len(session.trained.optimizer.param_groups) == 1
         names = {name for name, _ in session.policy.named_parameters()}
     assert experience.values is None
     assert experience.returns is None
@@ -153,16 +156,16 @@ def test_a_checkpoint_without_a_critic_resumes_bit_for_bit(tmp_path, advantage):
         with session_of(cfg) as session:
             for step in range(int(load), 2):
                 if load:
-                    read_checkpoint(session, tmp_path / "saved")
-                state = replace(fresh_state(session), step=step, updates=8 * step)
+                    load_session(session, tmp_path / "saved")
+                state = fresh_state(session)
                 rollout = rollout_of(session, start=16 * step)
-                optimize(session, to_experience(rollout, state, cfg), state, StopFlag())
+                optimize(session, to_experience(rollout, state, cfg), state, StopFlag(), step=step,
+                         updates=8 * step)
                 if not load and step == 0:
                     (tmp_path / "saved").mkdir()
-                    write_checkpoint(session, tmp_path / "saved",
-                                     generators.capture(session.backend.device))
+                    save_session(session, tmp_path / "saved")
             found.append(weights_of(session))
-    assert not (tmp_path / "saved" / VALUE_HEAD).exists()
+    assert not (tmp_path / "saved/value_head.safetensors").exists()
     for name, tensor in found[0].items():
         assert torch.equal(tensor, found[1][name]), name
 
@@ -170,10 +173,10 @@ def test_a_checkpoint_without_a_critic_resumes_bit_for_bit(tmp_path, advantage):
 def test_a_critic_and_none_do_not_take_over_from_each_other(tmp_path):
     with session_of(config(tmp_path, "grpo")) as session:
         (tmp_path / "saved").mkdir()
-        write_checkpoint(session, tmp_path / "saved", generators.capture(session.backend.device))
+        save_session(session, tmp_path / "saved")
     with (session_of(config(tmp_path, "gae")) as session,
           pytest.raises(CheckpointError, match="value")):
-        read_checkpoint(session, tmp_path / "saved")
+        load_session(session, tmp_path / "saved")
 
 
 @pytest.mark.parametrize("advantage", ESTIMATORS)

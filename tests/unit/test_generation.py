@@ -3,12 +3,11 @@
 import pytest
 import torch
 from helpers import make_tokenizer, model_config, save_lm
-from sessions import rollout_of, session_of, small_config
+from sessions import generate, rollout_of, session_of, small_config
 
 from ppocli.models.head import token_logprobs
 from ppocli.ppo.noise import uniform
 from ppocli.sampling import token_choice as sampling
-from ppocli.sampling.decode_loop import generate
 from ppocli.sampling.response_text import decode_responses
 from ppocli.sampling.token_choice import SamplingSpec, choose, inverse_transform
 

@@ -5,7 +5,16 @@ import math
 import pytest
 import torch
 from helpers import save_lm, write_prompts
-from sessions import count_good, fresh_state, rollout_of, session_of, small_config, weights_of
+from sessions import (
+    count_good,
+    fresh_state,
+    gradient_of,
+    optimize,
+    rollout_of,
+    session_of,
+    small_config,
+    weights_of,
+)
 
 from ppocli.errors import DivergedError
 from ppocli.models.head import token_logprobs
@@ -13,7 +22,8 @@ from ppocli.models.layout import lay_out
 from ppocli.models.trunk import response_hidden
 from ppocli.parallel.stop import StopFlag
 from ppocli.tasks.ppo.experience import to_experience, update_moments
-from ppocli.train.optimize import TERMS, _backward, _Sums, optimize
+from ppocli.tasks.ppo.task import PPOTask
+from ppocli.train.state import TrainState
 
 ARCHITECTURES = ["gpt2", "gpt_neox", "llama", "qwen2"]
 
@@ -25,13 +35,9 @@ def experience_of(session):
 
 
 def gradients(session, experience, rows=None):
-    rows = torch.arange(len(experience)) if rows is None else rows
-    session.optimizer.zero_grad(set_to_none=True)
-    sums = _Sums()
-    _backward(session, experience, rows, sums, value_only=False, poisoned=False)
-    terms = sums.over(session.backend.ranks)
-    return ({n: p.grad.clone() for n, p in session.policy.named_parameters()
-             if p.grad is not None}, dict(zip(TERMS, terms.tolist(), strict=True)))
+    terms = gradient_of(session, experience, rows)
+    return {n: p.grad.clone() for n, p in session.policy.named_parameters()
+            if p.grad is not None}, terms
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
@@ -78,11 +84,11 @@ def test_number_of_updates(tmp_path, rollouts, size, epochs, expected, micro):
     with session_of(cfg) as session:
         experience, state = experience_of(session)
         steps = []
-        original = session.optimizer.step
-        session.optimizer.step = lambda *a, **k: (steps.append(1), original(*a, **k))
+        original = session.trained.optimizer.step
+        session.trained.optimizer.step = lambda *a, **k: (steps.append(1), original(*a, **k))
         assert optimize(session, experience, state, StopFlag()).updates == expected
         assert len(steps) == expected
-        assert session.total_updates(fresh_state(session)) == 2 * expected
+        assert PPOTask(session).total_updates(TrainState({}, "")) == 2 * expected
 
 
 def test_pad_equal_to_eos_and_apart_give_the_same_loss(tmp_path):
@@ -209,9 +215,7 @@ def test_logprobs_and_values_do_not_depend_on_the_batch(tmp_path, kind):
         rollout = rollout_of(session)
 
         def forward(rows):
-            prompts = rollout.prompts
-            batch = lay_out(prompts.tokens[rows], prompts.mask[rows],
-                            rollout.response_tokens[rows], rollout.response_mask[rows])
+            batch = lay_out(rollout.sequences.rows(rows))
             out = session.policy(batch, temperature=1.0)
             hidden = response_hidden(session.reference.lm, batch)
             reference = token_logprobs(hidden, session.reference.lm.get_output_embeddings(),
@@ -255,12 +259,13 @@ def test_a_ratio_beyond_the_threshold_touches_nothing(tmp_path):
         optimize(session, experience, state, StopFlag())
         experience.logprobs.sub_(2.0)  # every ratio is now about e^2
         before = weights_of(session)
-        slots = [{k: v.clone() for k, v in s.items()} for s in session.optimizer.state.values()]
+        slots = [{k: v.clone() for k, v in s.items()}
+                 for s in session.trained.optimizer.state.values()]
         result = optimize(session, experience, state, StopFlag())
         assert (result.updates, result.skipped) == (0, 8)
         for name, tensor in session.policy.state_dict().items():
             assert torch.equal(tensor, before[name]), name
-        for old, new in zip(slots, session.optimizer.state.values(), strict=True):
+        for old, new in zip(slots, session.trained.optimizer.state.values(), strict=True):
             assert all(torch.equal(old[k], new[k]) for k in old)
 
 

@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 from helpers import PAIRS, make_tokenizer, model_config, save_lm
-from sessions import rollout_of, session_of, small_config
+from sessions import generate, prompt_and_response, rollout_of, session_of, small_config
 
 from ppocli.config.schema import HardwareConfig, ModelConfig
 from ppocli.errors import ConfigError, InputError
@@ -17,9 +17,8 @@ from ppocli.models.loading.language_model import load_judged, load_lm, load_poli
 from ppocli.models.policy import build_value_head
 from ppocli.models.trunk import response_hidden
 from ppocli.ppo.noise import uniform
-from ppocli.sampling.decode_loop import generate
+from ppocli.sampling.decoding import try_decoding
 from ppocli.sampling.token_choice import SamplingSpec
-from ppocli.sampling.trial_decoding import try_decoding
 
 LENGTHS = (3, 5, 1, 5, 3, 2)
 
@@ -100,7 +99,8 @@ def test_what_is_decoded_is_what_one_pass_over_right_padded_rows_gives(kind, dec
     tokens, mask = prompts()
 
     def passes(rows):
-        batch = lay_out(tokens[rows], mask[rows], out.tokens[rows], out.mask[rows])
+        batch = lay_out(prompt_and_response(tokens[rows], mask[rows], out.tokens[rows],
+                                            out.mask[rows]))
         with torch.no_grad():
             hidden = response_hidden(lm, batch)
             return token_logprobs(hidden, lm.get_output_embeddings(), batch.targets,

@@ -2,13 +2,21 @@
 
 import importlib.util
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import save_lm
-from sessions import fresh_state, rollout_of, session_of, small_config, weights_of
+from sessions import (
+    fresh_state,
+    load_session,
+    optimize,
+    rollout_of,
+    save_session,
+    session_of,
+    small_config,
+    weights_of,
+)
 
 from ppocli.config import algorithm
 from ppocli.config.schema import OptimizerConfig, PPOConfig
@@ -16,9 +24,6 @@ from ppocli.errors import CheckpointError, InputError
 from ppocli.launching.preflight import missing_inputs
 from ppocli.parallel.stop import StopFlag
 from ppocli.tasks.ppo.experience import to_experience
-from ppocli.train import random_state as generators
-from ppocli.train.checkpoint_io import read_checkpoint, write_checkpoint
-from ppocli.train.optimize import optimize
 from ppocli.train.optimizers import build_optimizer
 from ppocli.zero.sharded_weights import slot_fits
 
@@ -87,16 +92,18 @@ def two_steps(cfg, save: Path | None = None, load: Path | None = None):
     with session_of(cfg) as session:
         steps = range(2)
         if load is not None:
-            read_checkpoint(session, load)
+            load_session(session, load)
             steps = range(1, 2)
         for step in steps:
-            state = replace(fresh_state(session), step=step, updates=8 * step)
+            state = fresh_state(session)
             rollout = rollout_of(session, start=16 * step)
-            optimize(session, to_experience(rollout, state, cfg), state, StopFlag())
+            optimize(session, to_experience(rollout, state, cfg), state, StopFlag(), step=step,
+                     updates=8 * step)
             if save is not None and step == 0:
                 save.mkdir()
-                write_checkpoint(session, save, generators.capture(session.backend.device))
-        slots = [{k: torch.as_tensor(v).clone() for k, v in session.optimizer.state[p].items()
+                save_session(session, save)
+        state = session.trained.optimizer.state
+        slots = [{k: torch.as_tensor(v).clone() for k, v in state[p].items()
                   if v is not None} for p in session.policy.parameters()]
         return weights_of(session), slots
 

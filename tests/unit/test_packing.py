@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import save_lm
-from sessions import rollout_of, session_of, small_config
+from sessions import prompt_and_response, rollout_of, session_of, small_config
 
 from ppocli.config.schema import ModelConfig
 from ppocli.models.fast.kernels import takes_packed
@@ -43,7 +43,7 @@ def samples(lengths=(9, 2, 14, 5), prompt=6):
 def said(session, batch):
     """Logprobs, values and entropies of a batch, and the gradients of all that trains."""
     session.policy.zero_grad(set_to_none=True)
-    out = session.engine(batch, temperature=0.7, want_entropy=True)
+    out = session.trained.engine(batch, temperature=0.7, want_entropy=True)
     weights = torch.randn(3, len(batch.targets), generator=torch.Generator().manual_seed(1))
     (torch.stack(out) * weights).sum().backward()
     return out, {name: p.grad.clone() for name, p in session.policy.named_parameters()
@@ -64,7 +64,8 @@ def test_logprobs_values_and_gradients_are_those_of_padded_rows(tmp_path, kind, 
                         p.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
         session.policy.train(session.cfg.model.gradient_checkpointing)
         given = samples()
-        padded, packed = lay_out(*given), lay_out(*given, pack=True)
+        both = prompt_and_response(*given)
+        padded, packed = lay_out(both), lay_out(both, pack=True)
         assert padded.packing is None
         assert packed.tokens.shape[1] < padded.tokens.numel()
         assert torch.equal(packed.targets, padded.targets)
@@ -81,9 +82,11 @@ def test_longer_rows_than_plain_products_are_taken_for_are_packed_too(tmp_path, 
     save_lm(tmp_path / "lm", "llama", gain=2.0)
     with session_of(small_config(tmp_path)) as session, torch.no_grad():
         given = samples()
-        short = session.policy(lay_out(*given, pack=True), temperature=1.0)
+        short = session.policy(lay_out(prompt_and_response(*given),
+                                        pack=True), temperature=1.0)
         monkeypatch.setattr("ppocli.models.fast.attention.SHORT", {})
-        found = session.policy(lay_out(*given, pack=True), temperature=1.0)
+        found = session.policy(lay_out(prompt_and_response(*given),
+                                        pack=True), temperature=1.0)
         assert not torch.equal(found.logprobs, short.logprobs), "another kernel"
         torch.testing.assert_close(found.logprobs, short.logprobs, rtol=1e-4, atol=1e-5)
 
@@ -94,7 +97,7 @@ def test_in_bf16_packed_rows_are_as_near_as_padded_ones(tmp_path):
         with session_of(small_config(tmp_path, hardware__precision=precision)) as session, \
                 torch.no_grad(), session.backend.autocast():
             assert session.packs
-            batch = lay_out(*samples(), pack=pack)
+            batch = lay_out(prompt_and_response(*samples()), pack=pack)
             found.append(session.policy(batch, temperature=1.0).logprobs)
     exact, padded, packed = found
     assert 0 < (packed - exact).abs().mean() < 1.5 * (padded - exact).abs().mean()
@@ -103,11 +106,12 @@ def test_in_bf16_packed_rows_are_as_near_as_padded_ones(tmp_path):
 def test_a_row_knows_nothing_of_the_rows_beside_it(tmp_path):
     with session_of(small_config(tmp_path)) as session, torch.no_grad():
         prompts, there, responses, mask = samples()
-        before = session.policy(lay_out(prompts, there, responses, mask, pack=True),
-                                temperature=1.0)
+        before = session.policy(lay_out(prompt_and_response(prompts, there, responses, mask),
+                                        pack=True), temperature=1.0)
         others = torch.randint(4, 30, responses.shape) * mask
         others[2] = responses[2]
-        after = session.policy(lay_out(prompts, there, others, mask, pack=True), temperature=1.0)
+        after = session.policy(lay_out(prompt_and_response(prompts, there, others, mask),
+                                        pack=True), temperature=1.0)
     third = mask.nonzero()[:, 0] == 2
     assert torch.equal(before.logprobs[third], after.logprobs[third])
     assert not torch.equal(before.logprobs[~third], after.logprobs[~third])
@@ -115,7 +119,7 @@ def test_a_row_knows_nothing_of_the_rows_beside_it(tmp_path):
 
 def test_tokens_lie_one_row_after_the_other_and_zeros_fill_up():
     given = samples()
-    batch = lay_out(*given, pack=True)
+    batch = lay_out(prompt_and_response(*given), pack=True)
     rows = [[*p[t].tolist(), *r[m].tolist()] for p, t, r, m in zip(*given, strict=True)]
     fed = [row[:-1] for row in rows]
     count = sum(map(len, fed))
@@ -137,7 +141,8 @@ def test_rows_that_hardly_differ_are_padded():
         mask = torch.arange(20)[None] < torch.tensor(lengths)[:, None]
         ids = torch.randint(4, 30, (4, 20)) * mask
         prompts = torch.full((4, 1), 5)
-        batch = lay_out(prompts, torch.ones_like(prompts).bool(), ids, mask, pack=True)
+        batch = lay_out(prompt_and_response(prompts, torch.ones_like(prompts).bool(), ids, mask),
+                        pack=True)
         share = 1 - sum(lengths) / 80
         assert (share > PACK_ABOVE) == packs == (batch.packing is not None)
 
@@ -223,7 +228,7 @@ def test_a_reference_that_takes_none_leaves_all_padded(tmp_path):
 
 
 def test_a_batch_that_is_packed_moves_as_a_whole():
-    batch = lay_out(*samples(), pack=True)
+    batch = lay_out(prompt_and_response(*samples()), pack=True)
     moved = replace(batch, below=torch.zeros(1, batch.tokens.shape[1], 8)).to(torch.device("meta"))
     tensors = [moved.tokens, moved.predictors, moved.targets, moved.positions, moved.below,
                moved.packing.to_grid, moved.packing.to_pack, moved.packing.mask()]

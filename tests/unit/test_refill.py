@@ -3,11 +3,10 @@
 import pytest
 import torch
 from helpers import make_tokenizer, model_config, save_lm
-from sessions import rollout_of, session_of, small_config
+from sessions import generate, rollout_of, session_of, small_config
 
 from ppocli.models.policy import build_value_head
 from ppocli.ppo.noise import uniform
-from ppocli.sampling.decode_loop import generate
 from ppocli.sampling.live_rows import can_take_in
 from ppocli.sampling.token_choice import SamplingSpec
 

@@ -12,13 +12,14 @@ from runs import words
 from ppocli.config.problems import find_problems
 from ppocli.config.schema import RewardConfig, TrainConfig
 from ppocli.data.batch import PromptBatch
+from ppocli.models.layout import Sequences
 from ppocli.ppo.moments import RunningMoments
 from ppocli.ppo.shaping import overlong_penalties
 from ppocli.tasks.ppo.experience import shaped_scores, to_experience, update_moments
-from ppocli.tasks.ppo.records import Rollout, TrainState
-from ppocli.train.metrics import penalty_figures, rollout_samples
+from ppocli.tasks.ppo.figures import penalty_figures, rollout_samples
+from ppocli.tasks.ppo.records import PPOState, Rollout
 
-STATE = TrainState(kl_coef=0.0, init_kl_coef=0.0, digests={}, judged_by="")
+STATE = PPOState(kl_coef=0.0, init_kl_coef=0.0)
 
 
 def rollout_of(scores: list[float], lengths: list[int], finished: list[bool],
@@ -30,8 +31,10 @@ def rollout_of(scores: list[float], lengths: list[int], finished: list[bool],
     prompts = PromptBatch(torch.ones(count, 1, dtype=torch.long),
                           torch.ones(count, 1, dtype=torch.bool), ["p"] * count, {},
                           list(range(count)), list(range(count)))
-    return Rollout(prompts, torch.ones(count, width, dtype=torch.long), mask, zeros, zeros, zeros,
-                   zeros, scores, None if dense is None else torch.tensor(dense),
+    sequences = Sequences.of_responses(prompts.tokens, prompts.mask,
+                                       torch.ones(count, width, dtype=torch.long), mask)
+    return Rollout(prompts, sequences, zeros, zeros, zeros, zeros, scores,
+                   None if dense is None else torch.tensor(dense),
                    torch.ones(count, dtype=torch.bool), torch.tensor(finished), False,
                    ["r"] * count, parts or {"score": scores})
 
@@ -42,7 +45,7 @@ def cfg_of(max_new_tokens: int = 10, **reward: object) -> TrainConfig:
         cfg.generation, max_new_tokens=max_new_tokens))
 
 
-def shaped(rollout: Rollout, state: TrainState = STATE, **reward: object) -> list[float]:
+def shaped(rollout: Rollout, state: PPOState = STATE, **reward: object) -> list[float]:
     scores, dense = shaped_scores(rollout, state, cfg_of(**reward))
     assert dense is None
     return scores.tolist()
@@ -108,7 +111,7 @@ def test_running_scale_divides_by_the_deviation_of_all_scores_so_far():
     cfg = cfg_of(scale="running")
     first = update_moments(STATE, rollout_of([1.0, 3.0], [1, 1], [True, True]), cfg)
     assert first.moments == RunningMoments(2, 2.0, 2.0)
-    restored = TrainState.from_json(first.to_json())  # what a checkpoint keeps
+    restored = PPOState.from_json(first.to_json())  # what a checkpoint keeps
     rollout = rollout_of([5.0, 7.0], [1, 1], [True, True])
     second = update_moments(restored, rollout, cfg)
     assert second.moments == RunningMoments(4, 4.0, 20.0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkpoint_samples import tree
 from helpers import save_lm
-from sessions import fresh_state, rollout_of, session_of, small_config
+from sessions import fresh_state, optimize, rollout_of, save_session, session_of, small_config
 
 from ppocli.errors import DiskError
 from ppocli.estimate.estimate import estimate
@@ -18,7 +18,8 @@ from ppocli.estimate.outline import outline
 from ppocli.estimate.parts import pinned_bytes
 from ppocli.parallel.stop import StopFlag
 from ppocli.tasks.ppo.experience import to_experience, update_moments
-from ppocli.tasks.ppo.session import Session
+from ppocli.tasks.ppo.session import Session, saved_model
+from ppocli.tasks.ppo.task import PPOTask
 from ppocli.train import background_saving as saving
 from ppocli.train import random_state as generators
 from ppocli.train.background_saving import Saving
@@ -29,8 +30,7 @@ from ppocli.train.checkpoint_contents import (
     save_tensors,
     write_contents,
 )
-from ppocli.train.checkpoint_io import write_checkpoint
-from ppocli.train.optimize import optimize
+from ppocli.train.checkpoint_io import RankState
 
 
 def train(session: Session, step: int) -> None:
@@ -42,7 +42,7 @@ def train(session: Session, step: int) -> None:
 def written(session: Session, folder: Path) -> dict[str, bytes]:
     """What a synchronous save puts into a checkpoint."""
     folder.mkdir()
-    write_checkpoint(session, folder, generators.capture(session.backend.device))
+    save_session(session, folder)
     return tree(folder)
 
 
@@ -63,14 +63,14 @@ def test_a_copy_written_after_more_training_is_the_synchronous_save(kind, keys, 
     cfg = small_config(tmp_path, hardware__num_threads=1, **keys)
     with session_of(cfg) as session:
         train(session, 0)
-        contents = contents_of(session, generators.capture(session.backend.device))
+        contents = contents_of(PPOTask(session), generators.capture(session.backend.device), {})
         size = copied_bytes(contents)
-        copy = HostCopies().copy(session, contents, tmp_path)
+        copy = HostCopies().copy(saved_model(session), contents, tmp_path)
         expected = written(session, tmp_path / "expected")
         train(session, 1)
         assert written(session, tmp_path / "later") != expected
         (tmp_path / "found").mkdir()
-        write_contents(session, copy, tmp_path / "found")
+        write_contents(saved_model(session), copy, tmp_path / "found")
     assert tree(tmp_path / "found") == expected
     assert not list(tmp_path.glob(".tmp*"))
     told = estimate(cfg, outline(cfg), prompt_tokens=8, cuda=False, ranks=1, ranks_on_host=1)
@@ -85,11 +85,13 @@ def test_the_memory_of_a_copy_is_taken_once(tmp_path):
         train(session, 0)
         copies, state = HostCopies(), generators.capture(session.backend.device)
         assert not copies.held
-        first = copies.copy(session, contents_of(session, state), tmp_path)
+        first = copies.copy(saved_model(session), contents_of(PPOTask(session), state, {}),
+                             tmp_path)
         places = {name: tensor.data_ptr() for name, tensor in first.slots.items()}
         before = first.slots["value_head.outer.weight/exp_avg"].clone()
         train(session, 1)
-        second = copies.copy(session, contents_of(session, state), tmp_path)
+        second = copies.copy(saved_model(session), contents_of(PPOTask(session), state, {}),
+                             tmp_path)
     assert {name: tensor.data_ptr() for name, tensor in second.slots.items()} == places
     assert not torch.equal(second.slots["value_head.outer.weight/exp_avg"], before)
     # the head is tied to the embedding: one copy of both, as transformers wants it
@@ -125,7 +127,7 @@ def test_pinned_memory_is_a_power_of_two():
 def copy_of(session: Session, folder: Path, found: Saving | None = None, wanted: str = ""):
     session.cfg.checkpoint.background = wanted or session.cfg.checkpoint.background
     state = generators.capture(session.backend.device)
-    return (found or Saving()).copy(session, state, folder / "checkpoints")
+    return (found or Saving()).copy(PPOTask(session), RankState(state, {}), folder / "checkpoints")
 
 
 def test_a_copy_is_made_where_there_is_room(tmp_path, monkeypatch, caplog):
@@ -163,9 +165,10 @@ def test_without_memory_for_a_copy_training_stops_and_the_log_says_so_once(
 
 def test_small_files_that_can_not_be_put_down_leave_it_to_the_synchronous_save(tmp_path):
     with session_of(small_config(tmp_path, checkpoint__background="always")) as session:
+        state = generators.capture(session.backend.device)
         with pytest.raises(OSError, match="no such place"):
-            HostCopies().copy(session, contents_of(session, generators.capture(
-                session.backend.device)), tmp_path / "no such place")
+            HostCopies().copy(saved_model(session), contents_of(PPOTask(session), state, {}),
+                              tmp_path / "no such place")
         (tmp_path / "checkpoints").write_text("a file")
         assert copy_of(session, tmp_path) is None
 

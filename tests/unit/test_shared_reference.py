@@ -4,7 +4,7 @@ and without a second pass through what is frozen."""
 import pytest
 import torch
 from helpers import model_config, save_lm
-from sessions import count_good, rollout_of, session_of, small_config
+from sessions import count_good, optimize, rollout_of, session_of, small_config
 from test_invariants import experience_of
 
 from ppocli.config.schema import ReferenceConfig, TrainConfig, reference_kind
@@ -14,7 +14,6 @@ from ppocli.models.reference import CopyReference, SharedReference, share_trunk
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import ROLLOUT
 from ppocli.tasks.ppo.rollout import generate_chunks, measure_chunk
-from ppocli.train.optimize import optimize
 
 KINDS = ["gpt2", "gpt_neox", "gptj", "llama", "qwen2", "qwen3", "mistral", "gemma", "opt", "phi"]
 

@@ -4,13 +4,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from sessions import fresh_state, rollout_of, session_of, small_config
+from sessions import fresh_state, optimize, rollout_of, session_of, small_config
 
 from ppocli.estimate.memory import layout_of
 from ppocli.models.passes import rows_by_length
 from ppocli.parallel.stop import StopFlag
 from ppocli.tasks.ppo.experience import to_experience, update_moments
-from ppocli.train.optimize import optimize
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(4, None), (4, 30), (100, 30), (100, 5), (1, 30)])

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import save_lm
-from sessions import fresh_state, rollout_of, session_of, small_config
+from sessions import fresh_state, optimize, rollout_of, session_of, small_config
 from torch.profiler import ProfilerActivity, profile
 from work import HIDDEN, INNER, LAYERS, VOCABULARY, Work, save_work_lm
 
@@ -27,7 +28,7 @@ from ppocli.tasks.ppo.records import Rollout
 from ppocli.tasks.ppo.rollout import collect_rollout, generate_chunks, measure_chunk
 from ppocli.tasks.ppo.session import Session
 from ppocli.train.clock import Moment, PhaseClock
-from ppocli.train.optimize import OptimizeResult, minibatches, optimize
+from ppocli.train.task import OptimizeResult
 
 KINDS = ("gpt2", "llama")
 PRODUCTS = {"gpt2": 2, "llama": 3}
@@ -139,8 +140,9 @@ def passed(spans: torch.Tensor) -> int:
 
 def updated(step: Step) -> int:
     """Positions of all updates of a step."""
-    return sum(passed(step.spans[rows]) for epoch in range(EPOCHS) for rows in minibatches(
-        SAMPLES, MINI, seed=0, step=0, epoch=epoch))
+    return sum(passed(step.spans[rows]) for epoch in range(EPOCHS)
+               for rows in torch.from_numpy(np.random.default_rng([0, 0, epoch]).permutation(
+                   SAMPLES)).split(MINI))
 
 
 def prepared(session: Session, work: Work) -> PhaseClock:
@@ -158,7 +160,7 @@ def counted_step(session: Session, kind: str, case: Case) -> Step:
         clock.mark("other")
         result = optimize(session, experience, state, stop)
         clock.mark("optimize")
-    return Step(kind, case, work, rollout, result, len(session.optimizer.param_groups))
+    return Step(kind, case, work, rollout, result, len(session.trained.optimizer.param_groups))
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -11,19 +11,15 @@ from typing import Any
 
 import torch
 
-from ppocli.config.adapters import adapter_kind, adapter_settings
 from ppocli.config.schema import HardwareConfig, ModelConfig
-from ppocli.errors import CheckpointError, ConfigError, InputError, PpocliError
-from ppocli.models.decoding_method import Decoding, costs_of, decoding_of
+from ppocli.errors import CheckpointError, InputError, PpocliError
 from ppocli.models.fast.kernels import use_kernels
 from ppocli.models.layer_stack import whole_shape
 from ppocli.models.layout import SequenceBatch
-from ppocli.models.loading.adapters import Adapter, attach, identify, load_adapter, peft_config
-from ppocli.models.loading.model_config import check_room, first_line
+from ppocli.models.loading.adapters import Adapter, identify, load_adapter
+from ppocli.models.loading.model_config import first_line
 from ppocli.models.loading.quantization import quantized
 from ppocli.models.trunk import decoder_start, has_encoder, logit_scale, response_hidden
-from ppocli.models.virtual_tokens import num_virtual_tokens
-from ppocli.sampling.trial_decoding import try_decoding
 from ppocli.storage.adapter_files import BASE, CONFIG, is_adapter, named_base
 from ppocli.storage.model_files import find_model
 
@@ -139,7 +135,6 @@ def load_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32,
     check_complete(info, type(lm).__name__, cfg.path, key)
     made = _ready(cfg, lm, config, copy.deepcopy(lm.generation_config) or GenerationConfig())
     _check_linear_head(lm, cfg.path, key)
-    _find_decoding(lm, made.decoder_start, cfg.path, key)
     return made
 
 
@@ -217,43 +212,6 @@ def _check_arch(cfg: ModelConfig, config: Any, key: str) -> bool:
     return pair
 
 
-def load_policy(cfg: ModelConfig, hardware: HardwareConfig, seed: int) -> LoadedLM:
-    """The model that a training starts from, with a new adapter on it where one is asked for.
-
-    Raises:
-        InputError: as :func:`load_lm`; or ``model.path`` is an adapter itself.
-        ConfigError: the adapter doesn't fit the model.
-    """
-    kind = adapter_kind(cfg)
-    if kind is None:
-        loaded = load_lm(cfg)
-    else:
-        loaded = load_lm(cfg, dtype=DTYPES[cfg.dtype or hardware.precision])
-    say_decoding(loaded.lm)
-    if loaded.adapter is not None:
-        raise InputError(f"{cfg.path} holds only an adapter.", where="model.path",
-                         fix=f"merge it into its base first: ppocli export {cfg.path} --merge "
-                         "-o FOLDER, then model.path=FOLDER")
-    if kind is None:
-        return loaded
-    base = identify(loaded.lm, cfg.path, cfg.revision)
-    config = peft_config(kind, adapter_settings(cfg), pair=has_encoder(loaded.lm),
-                         revision=cfg.revision, tokenizer=loaded.lm.config.name_or_path)
-    _check_steps(loaded.lm, virtual=kind != "lora")
-    model = attach(loaded.lm, config, seed=seed)
-    check_room(loaded.lm)
-    return replace(loaded, adapter=Adapter(model, base))
-
-
-def load_judged(cfg: ModelConfig, hardware: HardwareConfig) -> LoadedLM:
-    """A policy to be judged; the base of an adapter in the type that a training holds it in."""
-    frozen = is_adapter(cfg.path) and cfg.quantization is None
-    loaded = load_lm(cfg, dtype=DTYPES[cfg.dtype or hardware.precision] if frozen
-                     else torch.float32)
-    say_decoding(loaded.lm)
-    return loaded
-
-
 def _load_on_base(cfg: ModelConfig, folder: Path, dtype: torch.dtype) -> LoadedLM:
     """An adapter's folder: its base, as it names it, with the adapter on it."""
     path, revision, known = named_base(folder)
@@ -272,34 +230,7 @@ def _load_on_base(cfg: ModelConfig, folder: Path, dtype: torch.dtype) -> LoadedL
                               "on: its weights have changed.", where=str(folder / BASE),
                               fix="put the model back, or name it there as it is called now")
     adapter = load_adapter(loaded.lm, folder, base)
-    _check_steps(loaded.lm, virtual=num_virtual_tokens(loaded.lm) > 0)
     return replace(loaded, adapter=adapter)
-
-
-def _find_decoding(lm: Any, start: int | None, name: str, key: str) -> None:
-    """Make the model decode in the fastest way that is right for it. Where none is, its passes give
-    a token other probabilities than it was sampled with, and ratios would mean nothing."""
-    if try_decoding(lm, start) is None:
-        raise InputError(f"{type(lm).__name__} ({name}) gives a token other probabilities when it "
-                         "is sampled than in one pass over prompt and response: its states look "
-                         "ahead, or depend on the rows beside; ppocli can't train it.", where=key,
-                         fix="use a causal language model")
-
-
-def _check_steps(lm: Any, *, virtual: bool) -> None:
-    """Refuse virtual tokens before prompts that are handed to transformers' loop, which would leave
-    them out."""
-    if virtual and decoding_of(lm) is not Decoding.STEPS:
-        raise ConfigError(f"Prefix and prompt tuning need ppocli's own loop, and it can't step "
-                          f"{type(lm).__name__}.", where="model.peft.type",
-                          fix="set model.peft.type=lora, or train all weights")
-
-
-def say_decoding(lm: Any) -> None:
-    """Tell of a model that is about to sample what it costs that it can't be stepped."""
-    costs = costs_of(lm)
-    if costs is not None:
-        log.info("%s", costs)
 
 
 @torch.no_grad()
@@ -362,10 +293,10 @@ def stop_token_ids(tokenizer: Any, loaded: LoadedLM, extra: list[int]) -> tuple[
     return tuple(sorted(i for i in ids if 0 <= i < vocabulary))
 
 
-def load_reference(cfg: ModelConfig, hardware: HardwareConfig) -> LoadedLM:
+def load_reference(cfg: ModelConfig, hardware: HardwareConfig, load: Any = load_lm) -> LoadedLM:
     """The frozen reference (default: the model that the policy starts from) in its storage type;
     eval mode, no gradients."""
-    return _frozen(load_lm, cfg, hardware)
+    return _frozen(load, cfg, hardware)
 
 
 def empty_reference(cfg: ModelConfig, hardware: HardwareConfig) -> LoadedLM:

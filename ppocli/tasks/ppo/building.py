@@ -21,7 +21,6 @@ from ppocli.models.loading.language_model import (
     empty_lm,
     empty_reference,
     is_on_base,
-    load_policy,
     load_reference,
 )
 from ppocli.models.loading.model_config import first_line
@@ -30,8 +29,7 @@ from ppocli.models.policy import Policy, build_value_head, freeze_bottom
 from ppocli.models.reference import AdapterReference, CopyReference, Reference, share_trunk
 from ppocli.models.value_function import ValueBranch
 from ppocli.parallel.backend import Backend
-from ppocli.train.optimizers import build_optimizer
-from ppocli.train.updates import PlainUpdates, Updates, ZeroUpdates
+from ppocli.sampling.loading import load_decodable, load_policy
 from ppocli.zero.sharded_reference import sharded_copy, share_sharded_trunk
 from ppocli.zero.sharded_weights import gathered
 from ppocli.zero.zero3_loading import load_in_parts
@@ -50,9 +48,9 @@ def copy_reference(cfg: TrainConfig, backend: Backend, tokenizer: Any, policy: A
     offload = wanted.offload
     in_parts = (backend.zero_stage == 3 and reference_sharded(cfg)
                 and not is_on_base(wanted.path or cfg.model.path))
-    lm = (load_in_parts(cfg, backend, partial(load_reference, cfg.model, cfg.hardware),
-                        partial(empty_reference, cfg.model, cfg.hardware), offload=offload)
-          if in_parts else load_reference(cfg.model, cfg.hardware)).lm
+    load = partial(load_reference, cfg.model, cfg.hardware, load_decodable)
+    lm = (load_in_parts(cfg, backend, load, partial(empty_reference, cfg.model, cfg.hardware),
+                        offload=offload) if in_parts else load()).lm
     device = backend.device if wanted.device is None else torch.device(wanted.device)
     if cfg.model.reference.path is not None:
         check_companion(tokenizer, policy, lm, name=cfg.model.reference.path,
@@ -126,7 +124,7 @@ def load_start(cfg: TrainConfig, backend: Backend) -> LoadedLM:
     be attached to it.
 
     Raises:
-        PpocliError: as :func:`ppocli.models.loading.language_model.load_policy`.
+        PpocliError: as :func:`ppocli.sampling.loading.load_policy`.
     """
     whole = partial(load_policy, cfg.model, cfg.hardware, cfg.seed)
     if backend.zero_stage < 3 or adapter_kind(cfg.model) is not None:
@@ -190,13 +188,3 @@ def _value_function(cfg: TrainConfig, loaded: LoadedLM, tokenizer: Any) -> tuple
     if cfg.model.gradient_checkpointing:
         _checkpoint_gradients(model.lm)
     return head, model
-
-
-def prepare(cfg: TrainConfig, backend: Backend, policy: Policy) -> tuple[Any, Any, Updates]:
-    """The policy as accelerate wraps it, the optimizer, and how gradients become its steps."""
-    optimizer = build_optimizer(policy, cfg.ppo)
-    engine, prepared = backend.accelerator.prepare(policy, optimizer)
-    policy.eval()
-    if backend.zero_stage > 0:
-        return engine, engine.optimizer, ZeroUpdates(backend, engine)
-    return engine, prepared, PlainUpdates(backend, policy, engine, prepared, cfg.ppo.max_grad_norm)

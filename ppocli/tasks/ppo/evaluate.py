@@ -4,39 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
-
-import torch
 
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import EVALUATION
+from ppocli.sampling.sampler import Speaker, sample_chunks
+from ppocli.sampling.samples import Samples
 from ppocli.tasks.ppo.rewards_over_ranks import judge
-from ppocli.tasks.ppo.rollout import (
-    decode,
-    draw,
-    sample_responses,
-    score_tokens,
-)
-from ppocli.tasks.ppo.rows import take_rows
-from ppocli.tasks.ppo.session import EvalSession, Session, sampling_sweep
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """Figures of one evaluation and its samples."""
-
-    figures: dict[str, float]
-    """reward_mean, reward_std, kl_mean, response_tokens_mean, ... and metrics/NAME"""
-    samples: list[dict[str, Any]]
-    """prompt, response, score, kl, response_tokens, finished of each prompt"""
-    tokens: int
-    """response tokens generated"""
-    swept: dict[str, dict[str, float]] = field(default_factory=dict)
-    """``top_k=50`` -> its figures, for every value of a key of ``generation.eval`` that is a list,
-    the first one's being :attr:`figures`"""
-    swept_samples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    """the same for the samples of the further values"""
+from ppocli.tasks.ppo.rollout import measure, response_texts, sample_policy
+from ppocli.tasks.ppo.session import EvalSession, sampling_sweep
+from ppocli.train.task import Evaluation
 
 
 def distinct(texts: list[str], n: int) -> float:
@@ -100,16 +78,16 @@ def _one_share(session: EvalSession, episodes: list[int], own: int, stop: StopFl
     prompts = session.eval_prompts
     index = [episode % len(prompts) for episode in episodes]
     batch = prompts.batch(index, episodes, session.tokenizer.pad_token_id)
-    out = sample_responses(session, batch, session.eval_sampling, EVALUATION, stop)
-    tokens = score_tokens(session, batch, out, phase="scoring of the evaluation",
-                          want_policy=not decoded, want_values=False, estimator="k1",
-                          temperature=1.0, stop=stop)
+    out = Samples.joined(list(sample_policy(session, batch, session.eval_sampling, EVALUATION,
+                                            stop)))
+    measured = measure(session, out, phase="scoring of the evaluation", want_policy=not decoded,
+                       want_values=False, estimator="k1", temperature=1.0, stop=stop)
     if own < len(episodes):
-        batch, out = take_rows(batch, own), out.first(own)
-    responses = decode(session, batch, out)
+        batch, out = batch.first(own), out.first(own)
+    responses = response_texts(session, batch, out)
     scores, metrics = judge(session, batch, out, responses, "reward at evaluation")
     stop.meet()
-    kl = tokens.kl.sum(1)
+    kl = measured.kl.sum(1)
     samples: list[dict[str, Any]] = [{
         "prompt": batch.texts[i], "response": responses[i],
         "score": scores.scores[i] if scores.valid[i] else None,
@@ -198,8 +176,10 @@ def reference_responses(session: EvalSession, stop: StopFlag) -> list[str]:
             mine, own = ranks.share(episodes)
             batch = prompts.batch([episode % len(prompts) for episode in mine], mine,
                                   session.tokenizer.pad_token_id)
-            out = draw(session, lm, batch, session.eval_sampling, EVALUATION, stop)
-            shares = ranks.gather(decode(session, batch, out)[:own])
+            out = Samples.joined(list(sample_chunks(
+                session.sampler, session.passes, batch, session.eval_sampling, EVALUATION,
+                Speaker(lm), stop, phase="evaluation", chunk=session.chunk_size)))
+            shares = ranks.gather(response_texts(session, batch, out)[:own])
             texts += [shares[i % len(shares)][i // len(shares)] for i in range(len(episodes))]
     return texts
 
@@ -222,17 +202,3 @@ def evaluation_figures(samples: list[dict[str, Any]], metrics: dict[str, list[fl
         figures.update({f"reward/{name}": _mean(values) for name, values in parts.items()})
     figures.update({f"metrics/{name}": _mean(values) for name, values in metrics.items()})
     return figures
-
-
-def better(figure: float | None, best: float | None) -> bool:
-    """Whether a finite figure exceeds the best so far."""
-    return figure is not None and math.isfinite(figure) and (best is None or figure > best)
-
-
-def policy_is_finite(session: Session) -> bool:
-    """Whether every trainable weight is finite; asked before anything is saved."""
-    # under ZeRO 3 this rank's part of each
-    flags = [torch.isfinite(getattr(p, "ds_tensor", p).detach()).all()
-             for p in session.policy.parameters() if p.requires_grad]
-    finite = bool(torch.stack(flags).all()) if flags else True
-    return not session.backend.ranks.any(not finite)

@@ -14,10 +14,10 @@ from ppocli.ppo.kl import adapt_kl_coef
 from ppocli.ppo.masking import whiten
 from ppocli.ppo.moments import clipped, moments_of, scale_scores
 from ppocli.ppo.shaping import overlong_penalties, penalised
-from ppocli.tasks.ppo.records import Experience, Rollout, TrainState
+from ppocli.tasks.ppo.records import Experience, PPOState, Rollout
 
 
-def update_moments(state: TrainState, rollout: Rollout, cfg: TrainConfig) -> TrainState:
+def update_moments(state: PPOState, rollout: Rollout, cfg: TrainConfig) -> PPOState:
     """The state with this rollout's raw scores in its running moments, and with the reference
     deviation of the first rollout where ``reward.ref_std`` gives none."""
     scores = [s for s, ok in zip(rollout.scores, rollout.valid.tolist(), strict=True) if ok]
@@ -47,7 +47,7 @@ def penalties_of(rollout: Rollout, cfg: TrainConfig) -> dict[str, list[float | N
     return found
 
 
-def shaped_scores(rollout: Rollout, state: TrainState, cfg: TrainConfig
+def shaped_scores(rollout: Rollout, state: PPOState, cfg: TrainConfig
                   ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What lands on the tokens: scaled and clipped scores, less penalties.
 
@@ -90,7 +90,7 @@ def shaped_scores(rollout: Rollout, state: TrainState, cfg: TrainConfig
     return found, dense
 
 
-def to_experience(rollout: Rollout, state: TrainState, cfg: TrainConfig) -> Experience:
+def to_experience(rollout: Rollout, state: PPOState, cfg: TrainConfig) -> Experience:
     """Token rewards, advantages and whitening over the valid samples of a rollout.
 
     The samples of a prompt that are left without an invalid one are their whole group.
@@ -115,9 +115,8 @@ def to_experience(rollout: Rollout, state: TrainState, cfg: TrainConfig) -> Expe
         advantages = whiten(advantages, mask, center=True)
     charged = not in_reward and rollout.has_reference and state.kl_coef > 0
     return Experience(
-        prompt_tokens=rollout.prompts.tokens[keep], prompt_mask=rollout.prompts.mask[keep],
-        response_tokens=rollout.response_tokens[keep], response_mask=mask,
-        logprobs=rollout.logprobs[keep], values=None if values is None else values * mask,
+        sequences=rollout.sequences.rows(keep), logprobs=rollout.logprobs[keep],
+        values=None if values is None else values * mask,
         advantages=advantages, returns=returns,
         ref_logprobs=rollout.ref_logprobs[keep] if charged else None,
         kl_coef=state.kl_coef if charged else 0.0,
@@ -132,7 +131,7 @@ def sequence_kl(rollout: Rollout) -> float:
     return float(k1.double().sum(1).mean())
 
 
-def next_kl_coef(state: TrainState, rollout: Rollout, cfg: TrainConfig) -> float:
+def next_kl_coef(state: PPOState, rollout: Rollout, cfg: TrainConfig) -> float:
     """The coefficient for the next rollout."""
     if cfg.ppo.kl_controller == "fixed":
         return state.kl_coef

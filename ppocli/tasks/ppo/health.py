@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ppocli.tasks.ppo.records import Rollout, TrainState
+from ppocli.tasks.ppo.records import PPOState, Rollout
 from ppocli.tasks.ppo.session import Session
 
 PATIENCE = 3
@@ -43,8 +43,8 @@ def _signs(session: Session, rollout: Rollout, kl: float) -> dict[str, bool]:
     }
 
 
-def watch(session: Session, rollout: Rollout, state: TrainState, kl: float
-          ) -> tuple[TrainState, list[str]]:
+def watch(session: Session, rollout: Rollout, state: PPOState, kl: float
+          ) -> tuple[PPOState, list[str]]:
     """Count unhealthy signs; speak once each time one has lasted ``PATIENCE`` steps.
 
     Returns:

@@ -20,17 +20,16 @@ from ppocli.models.trunk import has_encoder
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import ROLLOUT
 from ppocli.rewards.records import RewardRequest, RewardScores
-from ppocli.sampling.decode_loop import Generation
-from ppocli.sampling.response_text import response_ids
+from ppocli.sampling.samples import Generation, Samples, single_turn
 from ppocli.tasks.ppo.records import Rollout
 from ppocli.tasks.ppo.rollout import (
     Chunk,
-    decode,
+    chunk_of,
     generate_chunks,
     measure_chunk,
     rollout_of,
 )
-from ppocli.tasks.ppo.rows import merge_rollouts, take_prompts
+from ppocli.tasks.ppo.rows import merge_rollouts
 from ppocli.tasks.ppo.session import Session, max_prompt_tokens
 from ppocli.train.clock import PhaseClock
 
@@ -102,11 +101,11 @@ def sampled(session: Session, prompts: PromptBatch, stop: StopFlag) -> list[Chun
     Raises:
         DivergedError: the policy's probabilities are no longer finite.
     """
-    return generate_chunks(session, prompts, len(prompts), ROLLOUT, stop)
+    return list(generate_chunks(session, prompts, len(prompts), ROLLOUT, stop))
 
 
 def _parts(session: Session, prompts: PromptBatch) -> list[PromptBatch]:
-    return [take_prompts(prompts, range(start, min(start + session.chunk_size, len(prompts))))
+    return [prompts.rows(range(start, min(start + session.chunk_size, len(prompts))))
             for start in range(0, len(prompts), session.chunk_size)]
 
 
@@ -137,8 +136,8 @@ def given(session: Session, prompts: PromptBatch, responses: Sequence[Any]) -> l
                               fix="cut one of them")
     chunks, start = [], 0
     for part in _parts(session, prompts):
-        out = _generation(session, rows[start:start + len(part)])
-        chunks.append(Chunk(part, out, len(part), part, out, decode(session, part, out)))
+        out = _samples(session, part, rows[start:start + len(part)])
+        chunks.append(chunk_of(session, part, out, len(part)))
         start += len(part)
     return chunks
 
@@ -152,14 +151,15 @@ def _response_ids(session: Session, response: Any, index: int) -> list[int]:
     return token_ids(session, ids + [end] * (end is not None), where)
 
 
-def _generation(session: Session, rows: list[list[int]]) -> Generation:
-    """Right-padded responses; their logprobs and values are still to be computed."""
+def _samples(session: Session, prompts: PromptBatch, rows: list[list[int]]) -> Samples:
+    """Responses behind their prompts; their logprobs and values are still to be computed."""
     width = max(len(row) for row in rows)
     tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.int64)
     lengths = torch.tensor([len(row) for row in rows])
     mask = torch.arange(width)[None, :] < lengths[:, None]
     ends = torch.tensor([row[-1] in session.sampling.stop_ids for row in rows])
-    return Generation(tokens, mask, torch.zeros(mask.shape), torch.zeros(mask.shape), ends)
+    out = Generation(tokens, mask, torch.zeros(mask.shape), torch.zeros(mask.shape), ends)
+    return single_turn(prompts.tokens, prompts.mask, out, session.loaded.decoder_start)
 
 
 def scored(session: Session, chunks: Sequence[Chunk], first: int, stop: StopFlag,
@@ -178,14 +178,14 @@ def scored(session: Session, chunks: Sequence[Chunk], first: int, stop: StopFlag
     request = RewardRequest(
         prompts=[text for one in chunks for text in one.prompts.texts],
         responses=[text for one in chunks for text in one.responses],
-        response_ids=[ids for one in chunks for ids in response_ids(one.out.tokens, one.out.mask)],
+        response_ids=[ids for one in chunks for ids in one.out.action_ids],
         columns={}, tokenizer=session.tokenizer)
     scores = session.reward.score(request)
     clock.mark("reward")
     parts, start = [], 0
     for chunk in chunks:
-        tokens = measure_chunk(session, chunk, stop, forward=forward or not session.from_decode)
-        part = rollout_of(session, chunk, _rows(scores, start, chunk.own), tokens)
+        measured = measure_chunk(session, chunk, stop, forward=forward or not session.from_decode)
+        part = rollout_of(session, chunk, _rows(scores, start, chunk.own), measured)
         parts += [part] if part is not None else []
         start += chunk.own
     whole = merge_rollouts(parts)

@@ -1,35 +1,31 @@
-"""The immutable records that pass between the phases of a step, and the state between steps."""
+"""The immutable records that pass between the phases of a PPO step, and PPO's own state between
+steps."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from types import MappingProxyType
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 
 from ppocli.data.batch import PromptBatch
+from ppocli.models.layout import Sequences
 from ppocli.ppo.moments import RunningMoments
-from ppocli.train.clock import Spent
-
-N = TypeVar("N", int, float)
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """B samples of phase 1. Made by ``collect_rollout``, logged, read by ``to_experience``.
 
-    All tensors are on the CPU; responses are right-padded to R tokens.
+    All tensors are on the CPU; what is known of the actions is right-padded to R of them.
     """
 
     prompts: PromptBatch
-    response_tokens: torch.Tensor
-    """[B, R] int64"""
-    response_mask: torch.Tensor
-    """[B, R] bool, true through the token that ended the response"""
+    sequences: Sequences
+    """tokens and action places"""
     logprobs: torch.Tensor
-    """[B, R] fp32 of the sampled tokens under the rollout policy"""
+    """[B, R] fp32 of the actions under the rollout policy"""
     ref_logprobs: torch.Tensor
     """[B, R] fp32 under the reference"""
     values: torch.Tensor
@@ -56,16 +52,25 @@ class Rollout:
     def __len__(self) -> int:
         return len(self.responses)
 
+    @property
+    def response_mask(self) -> torch.Tensor:
+        """[B, R] bool, true through the token that ended the response."""
+        return self.sequences.mask
+
+    @property
+    def response_tokens(self) -> torch.Tensor:
+        """[B, R] int64 ids of the actions."""
+        return self.sequences.action_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Experience:
     """What phase 2 needs of B samples and no more; CPU tensors. Read by ``optimize``."""
 
-    prompt_tokens: torch.Tensor
-    prompt_mask: torch.Tensor
-    response_tokens: torch.Tensor
-    response_mask: torch.Tensor
+    sequences: Sequences
+    """tokens and action places"""
     logprobs: torch.Tensor
+    """[B, R] under the rollout policy, as all below"""
     values: torch.Tensor | None
     """None without a critic, as are ``returns``"""
     advantages: torch.Tensor
@@ -78,52 +83,25 @@ class Experience:
     """as of :class:`Rollout`"""
 
     def __len__(self) -> int:
-        return len(self.response_tokens)
+        return len(self.sequences)
+
+    @property
+    def response_mask(self) -> torch.Tensor:
+        """[B, R] bool of the actions."""
+        return self.sequences.mask
 
 
 @dataclass(frozen=True, slots=True)
-class Best:
-    """The best evaluation so far, comparable only under the same ``judged_by``."""
-
-    step: int
-    metric: float
-
-
-@dataclass(frozen=True, slots=True)
-class TrainState:
-    """Everything between two steps that is not a tensor; saved in every checkpoint."""
+class PPOState:
+    """PPO's own numbers between two steps: :attr:`ppocli.train.state.TrainState.task`."""
 
     kl_coef: float
     init_kl_coef: float
     """``ppo.init_kl_coef`` that ``kl_coef`` started from"""
-    digests: dict[str, str]
-    """of the prompts and of the reference's weights; others on resume mean another run"""
-    judged_by: str
-    """digest of all that an evaluation's figures depend on beside the policy"""
-    step: int = 0
-    episodes: int = 0
-    """samples drawn; also the cursor into the prompt order"""
-    updates: int = 0
-    """optimizer updates made; the learning-rate schedule runs over these"""
     moments: RunningMoments = field(default_factory=RunningMoments)
     """of the raw scores, for ``reward.scale=running``"""
     ref_std: float | None = None
     """score deviation of the first rollout, for ``reward.scale=ref``"""
-    best: Best | None = None
-    eval_before: dict[str, float] | None = None
-    eval_last: dict[str, float] | None = None
-    eval_step: int | None = None
-    """step of ``eval_last``"""
-    pending: dict[str, Any] | None = None
-    """figures of the newest step while its evaluation and its metrics row are still to come"""
-    nonfinite: int = 0
-    """non-finite updates in a row"""
-    seconds: dict[str, float] = field(default_factory=dict)
-    """wall time by phase since the start of the run"""
-    cpu_seconds: dict[str, float] = field(default_factory=dict)
-    """CPU time by phase of all threads of the process"""
-    tokens: dict[str, int] = field(default_factory=dict)
-    """tokens by phase since the start of the run"""
     health: dict[str, int] = field(default_factory=dict)
     """consecutive steps of each unhealthy sign"""
 
@@ -132,19 +110,6 @@ class TrainState:
         return asdict(self)
 
     @staticmethod
-    def from_json(data: dict[str, Any]) -> TrainState:
-        """The state that ``to_json`` wrote."""
-        state = TrainState(**data)
-        return replace(state, moments=RunningMoments(**data["moments"]),
-                       best=None if data["best"] is None else Best(**data["best"]))
-
-    def book(self, spent: Spent, tokens: Mapping[str, int] = MappingProxyType({})) -> TrainState:
-        """The state with more time and tokens booked to phases."""
-        return replace(self, seconds=_added(self.seconds, spent.seconds),
-                       cpu_seconds=_added(self.cpu_seconds, spent.cpu_seconds),
-                       tokens=_added(self.tokens, tokens))
-
-
-def _added(sums: Mapping[str, N], more: Mapping[str, N]) -> dict[str, N]:
-    return {**sums, **{name: sums[name] + value if name in sums else value
-                       for name, value in more.items()}}
+    def from_json(data: Mapping[str, Any]) -> PPOState:
+        """The state that :meth:`to_json` wrote."""
+        return PPOState(**{**data, "moments": RunningMoments(**data["moments"])})

@@ -20,14 +20,16 @@ from ppocli.ppo.noise import ROLLOUT
 from ppocli.rewards.records import RewardRequest
 from ppocli.sampling.response_text import response_ids
 from ppocli.tasks.ppo.experience import to_experience, update_moments
-from ppocli.tasks.ppo.records import Rollout, TrainState
+from ppocli.tasks.ppo.figures import rollout_samples
+from ppocli.tasks.ppo.records import PPOState, Rollout
 from ppocli.tasks.ppo.rollout import collect_rollout
-from ppocli.tasks.ppo.session import PythonObjects, Session, build_session
+from ppocli.tasks.ppo.session import Session, build_session
+from ppocli.tasks.ppo.task import PPOTask, plan_updates, update_of
 from ppocli.train import random_state as generators
 from ppocli.train.clock import PhaseClock
-from ppocli.train.metrics import rollout_samples
 from ppocli.train.optimize import probe_gradient
 from ppocli.train.optimizers import named_trainable
+from ppocli.train.task import PythonObjects
 
 SAMPLES = 2
 KL_TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
@@ -97,7 +99,7 @@ def _rehearse(session: Session, backend: Backend, clock: PhaseClock, stop: StopF
     if session.metric is not None:
         metrics = session.metric.compute(_request(session, rollout))
         clock.mark("metric")
-    terms = _gradient(session, rollout)
+    terms = _gradient(PPOTask(session), rollout)
     clock.mark("optimize")
     ids = prompts.tokens[0][prompts.mask[0]].tolist()
     return Rehearsal(
@@ -127,13 +129,14 @@ def _kl_per_token(rollout: Rollout) -> float | None:
     return float(k1.double().sum()) / tokens
 
 
-def _gradient(session: Session, rollout: Rollout) -> dict[str, float] | None:
+def _gradient(task: PPOTask, rollout: Rollout) -> dict[str, float] | None:
     if not bool(rollout.valid.any()):
         return None
-    coef = session.cfg.ppo.init_kl_coef
-    state = update_moments(TrainState(kl_coef=coef, init_kl_coef=coef, digests={}, judged_by=""),
-                           rollout, session.cfg)
-    terms = probe_gradient(session, to_experience(rollout, state, session.cfg))
+    state = PPOState.from_json(task.initial()[0])
+    own = update_moments(state, rollout, task.cfg)
+    plan = plan_updates(task.session, to_experience(rollout, own, task.cfg), own, 0)
+    whole = update_of(task.session, plan.atoms.experience, torch.arange(len(rollout)))
+    terms = probe_gradient(task, plan, whole)
     wrong = [name for name, value in terms.items() if not math.isfinite(value)]
     if wrong:
         raise DivergedError(f"Before any update {', '.join(wrong)} is not finite.",

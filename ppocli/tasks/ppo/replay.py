@@ -21,28 +21,26 @@ def remembering(session: Session, experience: Experience) -> Experience:
     return experience
 
 
-def say_again(session: Session, experience: Experience, chosen: torch.Tensor, *, value_only: bool
-              ) -> tuple[PolicyOutput, int]:
-    """What the policy says of rows ``chosen`` of ``experience``, and how many tokens were computed.
+def replay(session: Session, experience: Experience, rows: torch.Tensor, *, value_only: bool
+           ) -> tuple[PolicyOutput, int]:
+    """What the policy says of some rows of ``experience``, and how many tokens were computed.
 
-    Frozen layers at the bottom run for the samples of which nothing is remembered; what they make
-    of them is then.
+    Frozen layers at the bottom run only for samples of which nothing is remembered; what comes out
+    of them is remembered then.
     """
-    prompts, mask = experience.prompt_mask[chosen], experience.response_mask[chosen]
-    batch = lay_out(experience.prompt_tokens[chosen], prompts, experience.response_tokens[chosen],
-                    mask, session.loaded.decoder_start, pack=session.packs)
-    batch = batch.to(session.backend.device)
-    rows, border, below = chosen.tolist(), session.policy.border, None
+    samples, places, border = experience.sequences.rows(rows), rows.tolist(), session.policy.border
+    batch = lay_out(samples, pack=session.packs).to(session.backend.device)
+    below: BottomStates | None = None
     tap: AbstractContextManager[list[torch.Tensor]] = nullcontext([])
     if border is not None and experience.below:
         below = BottomStates(border, session.below_bytes, experience.below)
-        batch = replace(batch, below=below.of(rows, batch))
+        batch = replace(batch, below=below.of(places, batch))
         if batch.below is None:
             tap = border.tap(session.policy.lm)
     with tap as found:
-        out = session.engine(batch, temperature=session.sampling.temperature,
-                             want_entropy=session.cfg.ppo.ent_coef > 0, value_only=value_only)
+        out = session.trained.engine(batch, temperature=session.sampling.temperature,
+                                     want_entropy=session.cfg.ppo.ent_coef > 0,
+                                     value_only=value_only)
     if below is not None and found:
-        lengths = prompts.sum(1) + mask.sum(1) - 1
-        below.keep(rows, lengths.tolist(), batch, found[-1])
+        below.keep(places, (samples.lengths - 1).tolist(), batch, found[-1])
     return out, batch.tokens.numel()

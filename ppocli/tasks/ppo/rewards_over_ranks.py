@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 from ppocli.data.batch import PromptBatch
 from ppocli.parallel.ranks import Ranks
 from ppocli.rewards.records import RewardRequest, RewardScores
-from ppocli.sampling.decode_loop import Generation
-from ppocli.sampling.response_text import response_ids
+from ppocli.sampling.samples import Samples
 from ppocli.storage import faults
 from ppocli.tasks.ppo.session import EvalSession
 
@@ -40,12 +39,12 @@ class Question:
         return dealt(self.ranks.first_does(work), self.places)
 
 
-def ask(session: EvalSession, prompts: PromptBatch, out: Generation, responses: list[str],
+def ask(session: EvalSession, prompts: PromptBatch, out: Samples, responses: list[str],
         together: bool) -> Question:
     """One chunk's question; special tokens are left out and stop sequences trimmed. All ranks call
     this in step, each with its share; ``together`` brings the shares to rank 0."""
     request = RewardRequest(prompts=prompts.texts, responses=responses,
-                            response_ids=response_ids(out.tokens, out.mask),
+                            response_ids=out.action_ids,
                             columns=prompts.columns, tokenizer=session.tokenizer)
     ranks = session.backend.ranks
     if ranks.world == 1 or not together:
@@ -68,7 +67,7 @@ def score(session: EvalSession, question: Question) -> RewardScores:
     return scores
 
 
-def judge(session: EvalSession, prompts: PromptBatch, out: Generation, responses: list[str],
+def judge(session: EvalSession, prompts: PromptBatch, out: Samples, responses: list[str],
           phase: str) -> tuple[RewardScores, Metrics]:
     """The scores of this rank's samples, and each metric by sample. All ranks call it in step.
 

@@ -1,8 +1,14 @@
-"""Phase 1: prompts to scored samples."""
+"""Phase 1: prompts to scored samples.
+
+Prompts are dealt over the ranks. A sampler continues them, chunk by chunk; each chunk is scored by
+the reward (in a thread beside generation, where it waits for others) and measured by forward
+passes; the chunks of all ranks are the rollout.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -12,8 +18,7 @@ import torch
 
 from ppocli.config.algorithm import kl_estimator
 from ppocli.data.batch import PromptBatch
-from ppocli.errors import ConfigError, DivergedError
-from ppocli.models.decoding_method import Decoding, decoding_of
+from ppocli.errors import DivergedError
 from ppocli.models.head import HeadWeights
 from ppocli.models.passes import (
     collect,
@@ -24,29 +29,159 @@ from ppocli.models.passes import (
 )
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.kl import kl_per_token
-from ppocli.ppo.noise import ROLLOUT, lengths, uniform
+from ppocli.ppo.noise import ROLLOUT
 from ppocli.rewards.records import RewardScores
-from ppocli.sampling.decode_loop import Generation, generate
-from ppocli.sampling.response_text import decode_responses, response_ids
+from ppocli.sampling.response_text import decode_responses
+from ppocli.sampling.sampler import Speaker, sample_chunks
+from ppocli.sampling.samples import Samples
 from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.storage import faults
 from ppocli.tasks.ppo.background_reward import begin
 from ppocli.tasks.ppo.records import Rollout
 from ppocli.tasks.ppo.rewards_over_ranks import Question, ask, dealt_scores, score
-from ppocli.tasks.ppo.rows import in_order, merge_rollouts, take_prompts, take_rows
+from ppocli.tasks.ppo.rows import in_order, merge_rollouts
 from ppocli.tasks.ppo.session import EvalSession, Session
 from ppocli.train.clock import PhaseClock
-from ppocli.zero.oom_retry import fitting
-from ppocli.zero.sharded_weights import is_sharded
 
 T = TypeVar("T")
-Ready = Callable[[Generation, int], None]
-"""is handed responses, and the place of the first among all"""
+
+
+def collect_rollout(session: Session, prompts: PromptBatch, stream: int, stop: StopFlag,
+                    clock: PhaseClock) -> Rollout:
+    """Generate, score and measure all prompts, ``chunk_size`` at a time on every rank.
+
+    Each rank takes its share; the result, the same on all ranks, is the whole rollout in the order
+    of the prompts.
+    """
+    rows, own = session.backend.ranks.share(range(len(prompts)))
+    with session.acting() as acting:
+        parts = list(_collect_chunks(acting, prompts.rows(rows), own, stream, stop, clock))
+    mine = [part for part in parts if part is not None]
+    found = session.backend.ranks.gather(merge_rollouts(mine) if mine else None)
+    whole = merge_rollouts([part for part in found if part is not None])
+    if len(found) == 1:
+        return whole
+    clock.mark("gather")
+    return in_order(whole)
+
+
+def _collect_chunks(session: Session, prompts: PromptBatch, own: int, stream: int, stop: StopFlag,
+                    clock: PhaseClock) -> Iterator[Rollout | None]:
+    """A rollout for each chunk, the first ``own`` of whose rows are this rank's.
+
+    A reward that waits for others (``reward.overlap``) scores a chunk while the next one is
+    generated. It is asked for one chunk at a time and in their order, either way.
+    """
+    device, ranks = session.backend.device, session.backend.ranks
+    at_first = session.reward.needs_all_samples
+    beside = {"always": True, "never": False}.get(session.cfg.reward.overlap, session.reward.waits)
+    if at_first:  # rank 0 alone has built the reward
+        beside = ranks.broadcast(beside)
+    asked: list[tuple[Chunk, Question, Callable[[], RewardScores]]] = []
+    for chunk in generate_chunks(session, prompts, own, stream, stop):
+        question = ask(session, chunk.kept, chunk.mine, chunk.responses, at_first)
+        work: Callable[[], RewardScores] = partial(score, session, question)
+        if beside and (question.places is None or ranks.first):
+            work = begin(partial(_after, asked[-1][2] if asked else None, work), device, stop.check)
+        asked.append((chunk, question, work))
+    forward = not session.from_decode
+    for chunk, question, work in asked:
+        clock.mark("rollout")
+        measured = measure_chunk(session, chunk, stop, forward=forward) if beside else None
+        if measured is not None:
+            clock.mark("scoring")
+        scores = question.answer(work, dealt_scores, "reward")
+        stop.meet()
+        clock.mark("reward")
+        if measured is None:
+            measured = measure_chunk(session, chunk, stop, forward=forward)
+            clock.mark("scoring")
+        yield rollout_of(session, chunk, scores, measured)
+
+
+def _after(before: Callable[[], Any] | None, work: Callable[[], T]) -> T:
+    """What ``work`` returns, begun once that before it has ended; not at all if that has failed."""
+    if before is not None:
+        before()
+    return work()
 
 
 @dataclass(frozen=True, slots=True)
-class ScoredTokens:
-    """Per-token figures of B samples from forward passes; CPU fp32 [B, R]."""
+class Chunk:
+    """One generated chunk; its rows after the first ``own`` only keep the ranks in step."""
+
+    prompts: PromptBatch
+    out: Samples
+    own: int
+    kept: PromptBatch
+    """the own rows of ``prompts``"""
+    mine: Samples
+    """the own rows of ``out``"""
+    responses: list[str]
+
+
+def chunk_of(session: EvalSession, prompts: PromptBatch, out: Samples, own: int) -> Chunk:
+    """A chunk with its responses as text."""
+    kept = prompts if own == len(prompts) else prompts.first(own)
+    mine = out.first(own)
+    return Chunk(prompts, out, own, kept, mine, response_texts(session, kept, mine))
+
+
+def generate_chunks(session: Session, prompts: PromptBatch, own: int, stream: int, stop: StopFlag
+                    ) -> Iterator[Chunk]:
+    """Sample one response to each prompt, the first ``own`` of them for this rank: each chunk as
+    soon as it is there, in their order. All ranks call it in step."""
+    start = 0
+    if len(prompts) == 0:
+        return
+    with closing(sample_policy(session, prompts, session.sampling, stream, stop)) as parts:
+        for out in parts:
+            some = prompts.rows(range(start, start + len(out)))
+            yield chunk_of(session, some, out, min(max(own - start, 0), len(some)))
+            start += len(out)
+
+
+def sample_policy(session: EvalSession, prompts: PromptBatch, spec: SamplingSpec, stream: int,
+                  stop: StopFlag) -> Generator[Samples]:
+    """One sample of the policy per prompt, ``chunk_size`` at a time. All ranks call it in step.
+
+    Raises:
+        DivergedError: the policy's probabilities are no longer finite.
+        OutOfMemoryError: there is no room for one response.
+    """
+    policy = session.policy.eval()
+    head = policy.value_head if policy.values_while_decoding else None
+    speaker = Speaker(policy.lm, head)
+    # in fp32 they are what a forward pass gives; half of the room is for those without padding
+    exact = session.from_decode and session.backend.precision == "fp32"
+    if stream == ROLLOUT and exact and policy.border is not None:
+        tokens = prompts.tokens.shape[1] + spec.max_new_tokens
+        width = policy.lm.get_input_embeddings().weight.shape[-1]
+        if 4 * session.cfg.ppo.num_rollouts * tokens * width <= session.below_bytes // 2:
+            speaker = Speaker(policy.lm, head, policy.border)
+    phase = "rollout" if stream == ROLLOUT else "evaluation"
+    for out in sample_chunks(session.sampler, session.passes, prompts, spec, stream, speaker, stop,
+                             phase=phase, chunk=session.chunk_size):
+        if not bool(torch.isfinite(out.logprobs).all()):
+            raise DivergedError("The policy became non-finite: its token probabilities are NaN.",
+                                fix="lower ppo.optimizer.lr, raise ppo.init_kl_coef, or use "
+                                "hardware.precision=fp32")
+        yield out
+
+
+def response_texts(session: EvalSession, prompts: PromptBatch, out: Samples) -> list[str]:
+    """The responses as text."""
+    rows = zip(prompts.tokens, prompts.mask, strict=True)
+    # what a decoder says stands alone; what a causal model says continues its prompt
+    alone = session.loaded.decoder_start is not None
+    prompt_ids = [[] if alone else row[mask].tolist() for row, mask in rows]
+    return decode_responses(session.tokenizer, prompt_ids, out.action_ids,
+                            session.sampling.stop_sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Figures of B samples' actions from forward passes; CPU fp32 [B, R]."""
 
     logprobs: torch.Tensor | None
     values: torch.Tensor | None
@@ -57,152 +192,47 @@ class ScoredTokens:
     """
 
 
-def sample_responses(session: EvalSession, prompts: PromptBatch, spec: SamplingSpec, stream: int,
-                     stop: StopFlag, ready: Ready = lambda *_: None) -> Generation:
-    """Generate one response per prompt with the policy. All ranks call it in step.
-
-    Args:
-        ready: as of :func:`draw`.
-
-    Raises:
-        DivergedError: the policy's probabilities are no longer finite.
-        OutOfMemoryError: there is no room for one response.
-    """
-    session.policy.eval()
-    head = session.policy.value_head if session.policy.values_while_decoding else None
-
-    def check(out: Generation) -> None:
-        if not bool(torch.isfinite(out.logprobs).all()):
-            raise DivergedError("The policy became non-finite: its token probabilities are NaN.",
-                                fix="lower ppo.optimizer.lr, raise ppo.init_kl_coef, or use "
-                                "hardware.precision=fp32")
-
-    def take(out: Generation, first: int) -> None:
-        check(out)
-        ready(out, first)
-
-    # in fp32 they are what a forward pass gives; half of the room is for those without padding
-    exact = session.from_decode and session.backend.precision == "fp32"
-    room = session.below_bytes // 2 if stream == ROLLOUT and exact else 0
-    return draw(session, session.policy.lm, prompts, spec, stream, stop, value_head=head,
-                ready=take, most_below=room)
-
-
-def draw(session: EvalSession, lm: Any, prompts: PromptBatch, spec: SamplingSpec, stream: int,
-         stop: StopFlag, value_head: Any = None, ready: Ready = lambda *_: None,
-         most_below: int = 0) -> Generation:
-    """One response per prompt by a causal LM, with the random numbers of the stream. All ranks call
-    it in step.
-
-    Args:
-        ready: handed the responses to the next ``chunk_size`` prompts, and the place of the first,
-            as soon as these have all ended, once for each. Nothing in it may talk to other ranks.
-        most_below: bytes that may be kept of what enters the policy's lowest layer that trains, of
-            a whole rollout.
-
-    Raises:
-        OutOfMemoryError: there is no room for one response.
-        ConfigError: the model is in parts, and decodes whole only.
-    """
-    tokens = prompts.tokens.shape[1] + spec.max_new_tokens
-    width = lm.get_input_embeddings().weight.shape[-1]
-    needed = 4 * session.cfg.ppo.num_rollouts * tokens * width
-    border = session.policy.border if needed <= most_below else None
-    phase = "rollout" if stream == ROLLOUT else "evaluation"
-    noise = uniform(session.cfg.seed, stream, prompts.episodes, spec.max_new_tokens)
-    limits = None
-    if spec.length_range is not None:
-        limits = lengths(session.cfg.seed, prompts.episodes, *spec.length_range)
-
-    in_parts = is_sharded(lm)
-    if in_parts and decoding_of(lm) is not Decoding.STEPS:
-        # such models read weights past the layers that would gather them
-        raise ConfigError(f"{type(lm).__name__} is decoded by transformers' generate, which can't "
-                          "put weights together layer by layer.",
-                          where="hardware.gather_for_generation",
-                          fix="set hardware.gather_for_generation=true")
-    asked, parts, done = min(session.chunk_size, len(prompts)), [], 0
-
-    def take(out: Generation) -> None:
-        nonlocal done
-        ready(out, done)
-        parts.append(out)
-        done += len(out.tokens)
-
-    def work() -> None:
-        if done == len(prompts):  # it is begun anew for another rank's sake
-            return
-        size, rest = session.fits.rows(phase, asked), slice(done, None)
-
-        def poll() -> None:
-            faults.point("rollout.token", size)
-            stop.check()
-
-        with session.backend.autocast(), session.backend.decoding(lm, in_parts=in_parts):
-            generate(lm, prompts.tokens[rest], prompts.mask[rest], spec, noise[rest],
-                     tokenizer=session.tokenizer, start=session.loaded.decoder_start,
-                     value_head=value_head, limits=None if limits is None else limits[rest],
-                     poll=poll, border=border, at_once=size, chunk=session.chunk_size, ready=take,
-                     all_alive=session.backend.ranks.most if in_parts else int)
-
-    fitting(session, phase, asked, tokens, work, in_step=in_parts)
-    return Generation.joined(parts)
-
-
-def decode(session: EvalSession, prompts: PromptBatch, out: Generation) -> list[str]:
-    """The responses as text."""
-    rows = zip(prompts.tokens, prompts.mask, strict=True)
-    # what a decoder says stands alone; what a causal model says continues its prompt
-    alone = session.loaded.decoder_start is not None
-    prompt_ids = [[] if alone else row[mask].tolist() for row, mask in rows]
-    return decode_responses(session.tokenizer, prompt_ids, response_ids(out.tokens, out.mask),
-                            session.sampling.stop_sequences)
-
-
-def score_tokens(session: EvalSession, prompts: PromptBatch, out: Generation, *, phase: str,
-                 want_policy: bool, want_values: bool, estimator: str, temperature: float,
-                 stop: StopFlag, most_below: int = 0) -> ScoredTokens:
+def measure(session: EvalSession, out: Samples, *, phase: str, want_policy: bool,
+            want_values: bool, estimator: str, temperature: float, stop: StopFlag,
+            most_below: int = 0) -> Measured:
     """Forward passes over B samples: reference logprobs, KL, and the policy's own on demand. All
     ranks call it in step.
 
     Args:
-        phase: of :data:`ppocli.zero.oom_retry.ROWS_OF`.
+        phase: of :data:`ppocli.train.task.PASSES`.
         want_policy: also compute the policy's logprobs (else the decoded ones serve).
-        want_values: also compute the values of the states before each token.
+        want_values: also compute the values of the states before each action.
         estimator: of :mod:`ppocli.ppo.kl`, or ``full`` for the KL over the whole vocabulary.
         most_below: bytes that may be kept of what enters the policy's lowest layer that trains.
 
     Raises:
         OutOfMemoryError: there is no room for one sample.
     """
-    asked = min(session.forward_rows, len(prompts))
-    longest = int((prompts.mask.sum(1) + out.mask.sum(1)).max())
-    return fitting(session, phase, asked, longest, lambda: _score_tokens(
-        session, prompts, out, session.fits.rows(phase, asked), want_policy, want_values, estimator,
+    asked = min(session.forward_rows, len(out))
+    longest = int(out.sequences.spans.max())
+    return session.passes.retry(phase, asked, longest, lambda: _measure(
+        session, out, session.passes.limit(phase, asked), want_policy, want_values, estimator,
         temperature, stop, most_below), in_step=session.scores_in_step)
 
 
 @torch.no_grad()
-def _score_tokens(session: EvalSession, prompts: PromptBatch, out: Generation, size: int,
-                  want_policy: bool, want_values: bool, estimator: str, temperature: float,
-                  stop: StopFlag, most_below: int) -> ScoredTokens:
-    """As :func:`score_tokens`, ``size`` rows a pass, on this rank."""
+def _measure(session: EvalSession, out: Samples, size: int, want_policy: bool, want_values: bool,
+             estimator: str, temperature: float, stop: StopFlag, most_below: int) -> Measured:
+    """As :func:`measure`, ``size`` rows per pass, on this rank."""
     limit = session.cfg.ppo.micro_batch_tokens
     if limit is not None and session.scores_in_step:  # then all ranks make equally many passes
-        longest = int((prompts.mask.sum(1) + out.mask.sum(1)).max())
+        longest = int(out.sequences.spans.max())
         size = max(1, min(size, limit // session.backend.ranks.most(longest)))
         limit = None
-    passes = lay_out_rows(prompts.tokens, prompts.mask, out, size, session.backend.device,
-                          session.loaded.decoder_start, pack=session.packs, tokens=limit)
+    passes = lay_out_rows(out.sequences, size, session.backend.device, pack=session.packs,
+                          tokens=limit)
     # all passes hold what enters the border until the reference is run
     width = session.policy.lm.get_input_embeddings().weight.shape[-1]
     needed = 4 * width * sum(one.batch.tokens.numel() for one in passes)
     border = session.policy.border if 0 < needed <= most_below else None
     if border is not None and out.below is not None:
-        starts = prompts.tokens.shape[1] - prompts.mask.sum(1)
         for one in passes:
-            one.take_below([out.below[i, start:start + length] for i, start, length in zip(
-                one.rows, starts[one.rows].tolist(), one.lengths, strict=True)])
+            one.take_below([out.below[i] for i in one.rows])
     with session.backend.autocast():
         if want_policy or want_values or estimator == "full":
             for one in passes:
@@ -223,9 +253,41 @@ def _score_tokens(session: EvalSession, prompts: PromptBatch, out: Generation, s
     logprobs = full["logprobs"] if want_policy else out.logprobs
     ref_logprobs = full["ref_logprobs"] if session.reference is not None else logprobs
     kl = full["full_kl"] if estimator == "full" else kl_per_token(logprobs, ref_logprobs, estimator)
-    return ScoredTokens(full["logprobs"] if want_policy else None,
-                        full["values"] if want_values else None, ref_logprobs, kl * out.mask,
-                        states_below(passes, len(out.mask), most_below))
+    return Measured(full["logprobs"] if want_policy else None,
+                    full["values"] if want_values else None, ref_logprobs, kl * out.mask,
+                    states_below(passes, len(out.mask), most_below))
+
+
+def measure_chunk(session: Session, chunk: Chunk, stop: StopFlag, *, forward: bool) -> Measured:
+    """The forward passes over a chunk's samples. All ranks call it in step.
+
+    Args:
+        forward: also for logprobs and values, in place of those of the sampler.
+    """
+    policy = session.policy
+    want_values = policy.value_head is not None and (forward or not policy.values_while_decoding)
+    return measure(session, chunk.out, phase="scoring", want_policy=forward,
+                   want_values=want_values, stop=stop, estimator=kl_estimator(session.cfg.ppo),
+                   temperature=session.sampling.temperature,
+                   most_below=session.below_bytes * len(chunk.prompts)
+                   // session.cfg.ppo.num_rollouts)
+
+
+def rollout_of(session: Session, chunk: Chunk, scores: RewardScores, measured: Measured
+               ) -> Rollout | None:
+    """The own rows of a scored and measured chunk; None where it has none."""
+    own, mine = chunk.own, chunk.mine
+    if own == 0:
+        return None
+    return Rollout(
+        prompts=chunk.kept, sequences=mine.sequences,
+        logprobs=mine.logprobs if measured.logprobs is None else measured.logprobs[:own],
+        ref_logprobs=measured.ref_logprobs[:own],
+        values=mine.values if measured.values is None else measured.values[:own],
+        kl=measured.kl[:own], scores=scores.scores, dense=_dense_rewards(scores, mine.mask),
+        valid=torch.tensor(scores.valid), finished=mine.finished,
+        has_reference=session.reference is not None, responses=chunk.responses, parts=scores.parts,
+        below=measured.below[:own])
 
 
 def _dense_rewards(scores: RewardScores, mask: torch.Tensor) -> torch.Tensor | None:
@@ -234,148 +296,3 @@ def _dense_rewards(scores: RewardScores, mask: torch.Tensor) -> torch.Tensor | N
     dense = torch.zeros(mask.shape)
     dense[mask] = torch.tensor(list(chain.from_iterable(scores.dense)), dtype=torch.float32)
     return dense
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """One generated chunk; its rows after the first ``own`` only keep the ranks in step."""
-
-    prompts: PromptBatch
-    out: Generation
-    own: int
-    kept: PromptBatch
-    """the own rows of ``prompts``"""
-    mine: Generation
-    """the own rows of ``out``"""
-    responses: list[str]
-
-
-def generate_chunks(session: Session, prompts: PromptBatch, own: int, stream: int, stop: StopFlag,
-                    ready: Callable[[Chunk], None] = lambda _: None) -> list[Chunk]:
-    """Sample one response to each prompt, the first ``own`` of them for this rank. All ranks call
-    it in step.
-
-    In one process the prompts of later chunks take the places of responses that have ended. Several
-    ranks generate chunk by chunk: ``ready`` may talk to the others.
-
-    Args:
-        ready: shown each chunk as soon as it is there, in their order.
-    """
-    alone = session.backend.ranks.world == 1
-    apart = max(len(prompts), 1) if alone else session.chunk_size
-    found: list[Chunk] = []
-    for start in range(0, len(prompts), apart):
-        stop.meet()
-        part = take_prompts(prompts, range(start, min(start + apart, len(prompts))))
-
-        def take(out: Generation, first: int, *, part: PromptBatch = part, start: int = start
-                 ) -> None:
-            some = take_prompts(part, range(first, first + len(out.tokens)))
-            out = out.behind(some.tokens.shape[1])
-            count = min(max(own - start - first, 0), len(some))
-            kept = some if count == len(some) else take_rows(some, count)
-            mine = out if count == len(some) else out.first(count)
-            found.append(Chunk(some, out, count, kept, mine, decode(session, kept, mine)))
-            if alone:
-                ready(found[-1])
-
-        sample_responses(session, part, session.sampling, stream, stop, take)
-        if not alone:
-            ready(found[-1])
-    return found
-
-
-def measure_chunk(session: Session, chunk: Chunk, stop: StopFlag, *, forward: bool) -> ScoredTokens:
-    """The forward passes over a chunk's samples. All ranks call it in step.
-
-    Args:
-        forward: also for logprobs and values, in place of those of the decoding pass.
-    """
-    policy = session.policy
-    want_values = policy.value_head is not None and (forward or not policy.values_while_decoding)
-    return score_tokens(session, chunk.prompts, chunk.out, phase="scoring", want_policy=forward,
-                        want_values=want_values, stop=stop,
-                        estimator=kl_estimator(session.cfg.ppo),
-                        temperature=session.sampling.temperature,
-                        most_below=session.below_bytes * len(chunk.prompts)
-                        // session.cfg.ppo.num_rollouts)
-
-
-def rollout_of(session: Session, chunk: Chunk, scores: RewardScores, tokens: ScoredTokens
-               ) -> Rollout | None:
-    """The own rows of a scored and measured chunk; None where it has none."""
-    own, mine = chunk.own, chunk.mine
-    if own == 0:
-        return None
-    return Rollout(
-        prompts=chunk.kept, response_tokens=mine.tokens, response_mask=mine.mask,
-        logprobs=mine.logprobs if tokens.logprobs is None else tokens.logprobs[:own],
-        ref_logprobs=tokens.ref_logprobs[:own],
-        values=mine.values if tokens.values is None else tokens.values[:own],
-        kl=tokens.kl[:own], scores=scores.scores, dense=_dense_rewards(scores, mine.mask),
-        valid=torch.tensor(scores.valid), finished=mine.finished,
-        has_reference=session.reference is not None, responses=chunk.responses, parts=scores.parts,
-        below=tokens.below[:own])
-
-
-def _collect_chunks(session: Session, prompts: PromptBatch, rows: Sequence[int], own: int,
-                    stream: int, stop: StopFlag, clock: PhaseClock) -> Iterator[Rollout | None]:
-    """A rollout for each chunk of ``rows``, the first ``own`` of which are this rank's.
-
-    A reward that waits for others (``reward.overlap``) scores a chunk while the next one is
-    generated. It is asked for one chunk at a time and in their order, either way.
-    """
-    device, ranks = session.backend.device, session.backend.ranks
-    together = session.reward.needs_all_samples
-    asides = {"always": True, "never": False}.get(session.cfg.reward.overlap, session.reward.waits)
-    if together:  # rank 0 alone has built the reward
-        asides = ranks.broadcast(asides)
-    asked: list[tuple[Chunk, Question, Callable[[], RewardScores]]] = []
-
-    def ready(chunk: Chunk) -> None:
-        question = ask(session, chunk.kept, chunk.mine, chunk.responses, together)
-        work: Callable[[], RewardScores] = partial(score, session, question)
-        if asides and (question.places is None or ranks.first):
-            work = begin(partial(_after, asked[-1][2] if asked else None, work), device, stop.check)
-        asked.append((chunk, question, work))
-
-    generate_chunks(session, take_prompts(prompts, rows), own, stream, stop, ready)
-    for chunk, question, work in asked:
-        clock.mark("rollout")
-        tokens = measure_chunk(session, chunk, stop, forward=not session.from_decode) \
-            if asides else None
-        if tokens is not None:
-            clock.mark("scoring")
-        scores = question.answer(work, dealt_scores, "reward")
-        stop.meet()
-        clock.mark("reward")
-        if tokens is None:
-            tokens = measure_chunk(session, chunk, stop, forward=not session.from_decode)
-            clock.mark("scoring")
-        yield rollout_of(session, chunk, scores, tokens)
-
-
-def _after(before: Callable[[], Any] | None, work: Callable[[], T]) -> T:
-    """What ``work`` returns, begun once that before it has ended; not at all if that has failed."""
-    if before is not None:
-        before()
-    return work()
-
-
-def collect_rollout(session: Session, prompts: PromptBatch, stream: int, stop: StopFlag,
-                    clock: PhaseClock) -> Rollout:
-    """Generate, score and measure all prompts, ``chunk_size`` at a time on every rank.
-
-    Each rank takes its share; the result, the same on all ranks, is the whole rollout in the order
-    of the prompts.
-    """
-    rows, own = session.backend.ranks.share(range(len(prompts)))
-    with session.acting() as acting:
-        parts = list(_collect_chunks(acting, prompts, rows, own, stream, stop, clock))
-    mine = [part for part in parts if part is not None]
-    found = session.backend.ranks.gather(merge_rollouts(mine) if mine else None)
-    whole = merge_rollouts([part for part in found if part is not None])
-    if len(found) == 1:
-        return whole
-    clock.mark("gather")
-    return in_order(whole)

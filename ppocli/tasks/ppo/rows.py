@@ -1,23 +1,17 @@
-"""Rows of rollouts and of their prompts: taken, put in order, joined."""
+"""Rollouts joined, and put in the order of their episodes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ppocli.data.batch import PromptBatch
+from ppocli.models.layout import Sequences, joined_right
 from ppocli.tasks.ppo.records import Rollout
 
-
-def take_rows(prompts: PromptBatch, count: int) -> PromptBatch:
-    """The first ``count`` rows, padding and all, which may be none."""
-    return PromptBatch(
-        tokens=prompts.tokens[:count], mask=prompts.mask[:count], texts=prompts.texts[:count],
-        columns={name: values[:count] for name, values in prompts.columns.items()},
-        indices=prompts.indices[:count], episodes=prompts.episodes[:count])
+_TENSORS = ("logprobs", "ref_logprobs", "values", "kl", "valid", "finished")
 
 
 def in_order(rollout: Rollout) -> Rollout:
@@ -34,31 +28,17 @@ def in_order(rollout: Rollout) -> Rollout:
             prompts.tokens[index], prompts.mask[index], listed(prompts.texts),
             {name: listed(values) for name, values in prompts.columns.items()},
             listed(prompts.indices), listed(prompts.episodes)),
-        **{name: getattr(rollout, name)[index] for name in (
-            "response_tokens", "response_mask", "logprobs", "ref_logprobs", "values", "kl",
-            "valid", "finished")},
+        sequences=rollout.sequences.rows(index),
+        **{name: getattr(rollout, name)[index] for name in _TENSORS},
         scores=listed(rollout.scores), responses=listed(rollout.responses),
         dense=None if rollout.dense is None else rollout.dense[index],
         below=listed(rollout.below),
         parts={name: listed(values) for name, values in rollout.parts.items()})
 
 
-def take_prompts(prompts: PromptBatch, rows: Sequence[int]) -> PromptBatch:
-    """The given rows, with the padding that none of them needs cut off."""
-    index = torch.tensor(list(rows))
-    mask = prompts.mask[index]
-    skip = prompts.tokens.shape[1] - max(int(mask.sum(1).max()), 1)
-    return PromptBatch(
-        tokens=prompts.tokens[index, skip:], mask=mask[:, skip:],
-        texts=[prompts.texts[i] for i in rows],
-        columns={name: [values[i] for i in rows] for name, values in prompts.columns.items()},
-        indices=[prompts.indices[i] for i in rows], episodes=[prompts.episodes[i] for i in rows])
-
-
-def _pad(tensors: list[torch.Tensor], *, left: bool) -> torch.Tensor:
+def _joined_left(tensors: list[torch.Tensor]) -> torch.Tensor:
     width = max(t.shape[1] for t in tensors)
-    side = [(width - t.shape[1], 0) if left else (0, width - t.shape[1]) for t in tensors]
-    return torch.cat([torch.nn.functional.pad(t, s) for t, s in zip(tensors, side, strict=True)])
+    return torch.cat([torch.nn.functional.pad(t, (width - t.shape[1], 0)) for t in tensors])
 
 
 def merge_rollouts(parts: list[Rollout]) -> Rollout:
@@ -66,30 +46,26 @@ def merge_rollouts(parts: list[Rollout]) -> Rollout:
     if len(parts) == 1:
         return parts[0]
 
-    def right(name: str) -> torch.Tensor:
-        return _pad([getattr(p, name) for p in parts], left=False)
-
     def joined(lists: list[list[Any]]) -> list[Any]:
         return [x for one in lists for x in one]
 
     dense = None
     if any(p.dense is not None for p in parts):
-        dense = _pad([p.dense if p.dense is not None else torch.zeros(p.response_mask.shape)
-                      for p in parts], left=False)
+        dense = joined_right([p.dense if p.dense is not None else torch.zeros(p.logprobs.shape)
+                              for p in parts])
     prompts = PromptBatch(
-        tokens=_pad([p.prompts.tokens for p in parts], left=True),
-        mask=_pad([p.prompts.mask for p in parts], left=True),
+        tokens=_joined_left([p.prompts.tokens for p in parts]),
+        mask=_joined_left([p.prompts.mask for p in parts]),
         texts=joined([p.prompts.texts for p in parts]),
         columns={c: joined([p.prompts.columns[c] for p in parts])
                  for c in parts[0].prompts.columns},
         indices=joined([p.prompts.indices for p in parts]),
         episodes=joined([p.prompts.episodes for p in parts]))
+    tensors: dict[str, Any] = {name: joined_right([getattr(p, name) for p in parts])
+                               for name in _TENSORS}
     return Rollout(
-        prompts=prompts, response_tokens=right("response_tokens"),
-        response_mask=right("response_mask"), logprobs=right("logprobs"),
-        ref_logprobs=right("ref_logprobs"), values=right("values"), kl=right("kl"),
+        prompts=prompts, sequences=Sequences.joined([p.sequences for p in parts]), **tensors,
         scores=joined([p.scores for p in parts]), dense=dense,
-        valid=torch.cat([p.valid for p in parts]), finished=torch.cat([p.finished for p in parts]),
         has_reference=parts[0].has_reference, responses=joined([p.responses for p in parts]),
         parts={n: joined([p.parts[n] for p in parts]) for n in parts[0].parts},
         below=joined([p.below for p in parts]))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from ppocli.config.algorithm import decoding_scores, kl_estimator, kl_in
@@ -14,9 +14,8 @@ from ppocli.config.keys import several
 from ppocli.config.schema import (
     GenerationConfig,
     TrainConfig,
-    planned_episodes,
 )
-from ppocli.config.sharding import reference_sharded, whole_while_acting
+from ppocli.config.sharding import reference_sharded
 from ppocli.data.batch import PromptBatch
 from ppocli.data.order import prompt_indices
 from ppocli.data.prompt_set import PromptSet, load_eval_prompts, load_prompts
@@ -30,7 +29,6 @@ from ppocli.models.loading.compatibility import check_reach
 from ppocli.models.loading.language_model import (
     LoadedLM,
     check_vocabulary,
-    load_judged,
     load_tokenizer,
     stop_rules,
 )
@@ -40,37 +38,29 @@ from ppocli.models.reference import Reference
 from ppocli.models.trunk import has_encoder
 from ppocli.models.virtual_tokens import num_virtual_tokens
 from ppocli.parallel.backend import Backend
+from ppocli.sampling.loading import load_judged
+from ppocli.sampling.sampler import DecodeSampler, Sampler, SamplerSetup, build_sampler
 from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
 from ppocli.tasks.ppo.building import (
     build_policy,
     build_reference,
     judging_reference,
     load_start,
-    prepare,
 )
-from ppocli.tasks.ppo.records import TrainState
-from ppocli.train.updates import Updates
-from ppocli.zero.oom_retry import Fits
-from ppocli.zero.sharded_weights import gathered_policy, head_parameters, held, is_sharded
+from ppocli.train.optimizers import build_optimizer
+from ppocli.train.saved_model import SavedModel
+from ppocli.train.task import PASSES, PythonObjects
+from ppocli.train.updates import Trained, prepare
+from ppocli.zero.oom_retry import PassRows
+from ppocli.zero.sharded_weights import is_sharded
 
 log = logging.getLogger("ppocli")
 
 
-@dataclass(frozen=True, slots=True)
-class PythonObjects:
-    """What ``ppocli.train()`` was handed beside words: Python objects in place of config keys."""
-
-    reward_fn: Any = None
-    """a callable, or a mapping name -> callable"""
-    metric_fn: Callable[..., Any] | None = None
-    prompts: list[Any] | None = None
-    eval_prompts: list[Any] | None = None
-
-
 @dataclass(frozen=True)
 class EvalSession:
-    """What samples a policy's responses and judges them. Nothing of it but ``fits`` changes
-    in evaluation."""
+    """What samples a policy's responses and judges them. Nothing of it but ``passes`` changes in
+    evaluation."""
 
     cfg: TrainConfig
     backend: Backend
@@ -85,15 +75,17 @@ class EvalSession:
     metric: Any
     sampling: SamplingSpec
     eval_sampling: SamplingSpec
-    packs: bool = field(default=False, kw_only=True)
-    """whether all models take rows packed without padding"""
-    fits: Fits = field(default_factory=Fits, kw_only=True)
+    sampler: Sampler
+    passes: PassRows
     """how many rows passes have had to be cut down to"""
+    packs: bool
+    """whether all models take rows packed without padding"""
 
     @property
     def from_decode(self) -> bool:
-        """Whether old logprobs and values are taken from the decoding pass."""
-        return decoding_scores(self.cfg)
+        """Whether old logprobs and values are taken from the sampler."""
+        return decoding_scores(self.cfg) and (
+            self.sampler.logprobs_match or self.cfg.ppo.logprobs_from == "decode")
 
     @property
     def below_bytes(self) -> int:
@@ -107,18 +99,10 @@ class EvalSession:
 
     @contextmanager
     def acting(self) -> Iterator[Self]:
-        """This session with a policy that can be run outside of training. Where the weights are
-        sharded, all of them are put together; or, without ``hardware.gather_for_generation``, those
-        of the heads, and passes gather the layers one by one. All ranks enter and leave in step."""
-        if self.backend.zero_stage < 3:
-            yield self
-        elif whole_while_acting(self.cfg):
-            with gathered_policy(self.policy, self.loaded, onednn=self.backend.onednn) as whole:
-                yield replace(self, policy=whole)
-        else:
-            head = self.policy.value_head
-            with held(head_parameters(self.policy.lm) + list(head.parameters() if head else [])):
-                yield self
+        """This session with a policy that can be run outside of training
+        (:meth:`~ppocli.sampling.sampler.Sampler.acting`). All ranks enter and leave in step."""
+        with self.sampler.acting(self.policy) as policy:
+            yield self if policy is self.policy else replace(self, policy=policy)
 
     @property
     def scores_in_step(self) -> bool:
@@ -135,14 +119,9 @@ class EvalSession:
 
 @dataclass(frozen=True)
 class Session(EvalSession):
-    """One run's parts. The policy's weights, the optimizer and ``fits`` change; nothing else does.
-    """
+    """One run's parts. What ``trained`` holds and ``passes`` change; nothing else does."""
 
-    engine: Any
-    """the module accelerate wraps: forward passes for scoring and training"""
-    optimizer: Any
-    updates: Updates
-    """how gradients become steps of ``optimizer``"""
+    trained: Trained
     prompts: PromptSet
 
     def next_prompts(self, start: int, count: int) -> PromptBatch:
@@ -154,23 +133,6 @@ class Session(EvalSession):
                                  seed=self.cfg.seed, shuffle=self.cfg.prompts.shuffle)
         return self.prompts.batch([indices[e // n - first] for e in episodes], list(episodes),
                                   self.tokenizer.pad_token_id)
-
-    def total_episodes(self) -> int:
-        """Samples in the whole run."""
-        return planned_episodes(self.cfg.ppo)
-
-    def total_steps(self) -> int:
-        """Steps in the whole run; the last may be smaller."""
-        return -(-self.total_episodes() // self.cfg.ppo.num_rollouts)
-
-    def total_updates(self, state: TrainState) -> int:
-        """Optimizer updates at the end of the run: those made and, if none is skipped, those of
-        the episodes still to come."""
-        ppo, left = self.cfg.ppo, max(self.total_episodes() - state.episodes, 0)
-        full, rest = divmod(left, ppo.num_rollouts)
-        per_full = -(-ppo.num_rollouts // ppo.mini_batch_size)
-        to_come = full * per_full + -(-rest // ppo.mini_batch_size)
-        return state.updates + ppo.ppo_epochs * to_come
 
 
 def sampling_specs(cfg: GenerationConfig, tokenizer: Any, loaded: LoadedLM
@@ -226,11 +188,21 @@ def _beside(lm: Any) -> str:
     return f" beside its {count} virtual tokens" if count else ""
 
 
-def _warn_about_sampling(spec: SamplingSpec) -> None:
+def _warn_about_samples(cfg: TrainConfig, spec: SamplingSpec, sampler: Sampler, prompts: int
+                        ) -> None:
     if not spec.is_policy_distribution:
         log.warning("Rollouts are sampled with top-k, top-p, a minimum length or greedily: tokens "
                     "do not come from the policy's own distribution, and the KL to the reference "
                     "may turn negative. generation.top_k=0 top_p=1 min_new_tokens=0 avoids it.")
+    if not sampler.repeatable:
+        log.info("%s draws other samples each time: a resumed run goes on with others than an "
+                 "uninterrupted one.", type(sampler).__name__)
+    if kl_in(cfg.ppo) == "loss" and kl_estimator(cfg.ppo) == "k1" and cfg.ppo.init_kl_coef > 0:
+        log.warning("The gradient of k1 is zero on average: as a term of the loss it holds nothing "
+                    "to the reference. ppo.kl_estimator=k3 or k2 does.")
+    if prompts < cfg.ppo.num_rollouts // cfg.ppo.n:
+        log.info("%d prompts are fewer than the %d of a rollout: they are cycled.", prompts,
+                 cfg.ppo.num_rollouts // cfg.ppo.n)
 
 
 def _build_judges(cfg: TrainConfig, objects: PythonObjects, first: bool) -> tuple[Any, Any]:
@@ -312,8 +284,21 @@ def _take_packed(policy: Policy, reference: Reference | None) -> bool:
         return takes_packed(view) and found
 
 
-def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) -> Session:
-    """Build every part, the cheap checks first: reward, tokenizer, prompts, then the models.
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What can be had and checked before any weights are loaded."""
+
+    reward: Any
+    metric: Any
+    tokenizer: Any
+    lm_config: Any
+    """of the model that training starts from"""
+    prompts: PromptSet
+    eval_prompts: PromptSet
+
+
+def read_inputs(cfg: TrainConfig, backend: Backend, objects: PythonObjects) -> Inputs:
+    """Reward, tokenizer and prompts, checked against each other.
 
     Raises:
         RewardError, InputError, ConfigError: each naming the key and the fix.
@@ -326,28 +311,50 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
         log.info("prompts: %s", note)
     for note in eval_prompts.notes:
         log.info("evaluation prompts: %s", note)
-    _check_memory(cfg, backend, unloaded.config, (prompts, eval_prompts))
-    loaded = load_start(cfg, backend)
+    return Inputs(reward, metric, tokenizer, unloaded.config, prompts, eval_prompts)
+
+
+def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) -> Session:
+    """Build every part, the cheap checks first, then the models: the policy as it starts, prepared
+    for training, and the reference, which may share the prepared policy's weights.
+
+    Raises:
+        RewardError, InputError, ConfigError: each naming the key and the fix.
+    """
+    inputs = read_inputs(cfg, backend, objects)
+    _check_memory(cfg, backend, inputs.lm_config, (inputs.prompts, inputs.eval_prompts))
+    loaded, tokenizer = load_start(cfg, backend), inputs.tokenizer
     check_vocabulary(tokenizer, loaded.lm, cfg.model)
     sampling, eval_sampling = sampling_specs(cfg.generation, tokenizer, loaded)
     policy = build_policy(cfg, backend, loaded, tokenizer)
-    engine, optimizer, updates = prepare(cfg, backend, policy)
+    trained = prepare(backend, policy, build_optimizer(policy, cfg.ppo), cfg.ppo.max_grad_norm)
     reference = build_reference(cfg, backend, policy.lm, tokenizer)
     if backend.ranks.world == 1 and backend.zero_stage < 3:  # else samples change ranks
         policy.border = border_of(policy)
-    _check_reach(cfg, policy, reference, [*prompts.token_ids, *eval_prompts.token_ids])
-    _warn_about_sampling(sampling)
-    if kl_in(cfg.ppo) == "loss" and kl_estimator(cfg.ppo) == "k1" and cfg.ppo.init_kl_coef > 0:
-        log.warning("The gradient of k1 is zero on average: as a term of the loss it holds nothing "
-                    "to the reference. ppo.kl_estimator=k3 or k2 does.")
-    if len(prompts) < cfg.ppo.num_rollouts // cfg.ppo.n:
-        log.info("%d prompts are fewer than the %d of a rollout: they are cycled.",
-                 len(prompts), cfg.ppo.num_rollouts // cfg.ppo.n)
+    _check_reach(cfg, policy, reference, [*inputs.prompts.token_ids,
+                                          *inputs.eval_prompts.token_ids])
+    sampler = build_sampler(cfg.rollout, SamplerSetup(cfg, backend, tokenizer, loaded))
+    _warn_about_samples(cfg, sampling, sampler, len(inputs.prompts))
     return Session(cfg=cfg, backend=backend, tokenizer=tokenizer, loaded=loaded, policy=policy,
-                   reference=reference, eval_prompts=eval_prompts, reward=reward, metric=metric,
-                   sampling=sampling, eval_sampling=eval_sampling, engine=engine,
-                   optimizer=optimizer, updates=updates, prompts=prompts,
-                   packs=_take_packed(policy, reference))
+                   reference=reference, eval_prompts=inputs.eval_prompts, reward=inputs.reward,
+                   metric=inputs.metric, sampling=sampling, eval_sampling=eval_sampling,
+                   sampler=sampler, passes=PassRows(backend, PASSES), trained=trained,
+                   prompts=inputs.prompts, packs=_take_packed(policy, reference))
+
+
+def saved_model(session: EvalSession) -> SavedModel:
+    """How the policy is written; the sampling of the training is its generation config."""
+    spec, loaded = session.sampling, session.loaded
+    own = loaded.generation_config
+    config = type(own)(
+        bos_token_id=own.bos_token_id, pad_token_id=session.tokenizer.pad_token_id,
+        eos_token_id=list(spec.stop_ids) if len(spec.stop_ids) != 1 else spec.stop_ids[0],
+        do_sample=spec.do_sample, max_new_tokens=spec.max_new_tokens,
+        decoder_start_token_id=loaded.decoder_start)
+    if spec.do_sample:
+        config.temperature, config.top_k, config.top_p = spec.temperature, spec.top_k, spec.top_p
+    return SavedModel(session.policy.lm, loaded.export_config, config, session.tokenizer,
+                      loaded.adapter)
 
 
 def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects, *,
@@ -385,4 +392,5 @@ def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObject
     return EvalSession(cfg=cfg, backend=backend, tokenizer=tokenizer, loaded=loaded, policy=wrapped,
                        reference=reference, eval_prompts=eval_prompts, reward=reward, metric=metric,
                        sampling=sampling, eval_sampling=eval_sampling,
-                       packs=_take_packed(wrapped, reference))
+                       sampler=DecodeSampler(SamplerSetup(cfg, backend, tokenizer, loaded)),
+                       passes=PassRows(backend, PASSES), packs=_take_packed(wrapped, reference))

@@ -10,7 +10,6 @@ from sessions import session_of, small_config
 
 from ppocli.errors import OutOfMemoryError
 from ppocli.parallel.ranks import is_out_of_memory
-from ppocli.zero.oom_retry import fitting, once
 
 PIB = 2**50
 
@@ -36,25 +35,25 @@ def test_rows_are_halved_for_good_and_for_one_phase_alone(tmp_path, caplog):
         tried: list[int] = []
 
         def work(phase: str, most: int) -> str:
-            tried.append(session.fits.rows(phase, 11))
+            tried.append(session.passes.limit(phase, 11))
             take(PIB if tried[-1] > most else 1)
             return "done"
 
-        assert fitting(session, "rollout", 11, 7, lambda: work("rollout", 3)) == "done"
-        assert fitting(session, "rollout", 11, 7, lambda: work("rollout", 3)) == "done"
-        assert fitting(session, "scoring", 11, 7, lambda: work("scoring", 11)) == "done"
+        assert session.passes.retry("rollout", 11, 7, lambda: work("rollout", 3)) == "done"
+        assert session.passes.retry("rollout", 11, 7, lambda: work("rollout", 3)) == "done"
+        assert session.passes.retry("scoring", 11, 7, lambda: work("scoring", 11)) == "done"
         assert tried == [11, 5, 2, 2, 11]
-        assert session.fits.figures() == {"memory/rows/rollout": 2.0}
+        assert session.passes.figures() == {"memory/rows/rollout": 2.0}
         assert [record.getMessage() for record in caplog.records] == [
             "rollout of 11 rows at once: out of memory; going on with 5 (ppo.chunk_size=5 starts "
             "so)", "rollout of 5 rows at once: out of memory; going on with 2 (ppo.chunk_size=2 "
             "starts so)"]
         with pytest.raises(OutOfMemoryError, match="its longest sample has 7 tokens; this process "
                                                    "held up to ") as floor:
-            fitting(session, "optimize", 3, 7, lambda: take(PIB))
+            session.passes.retry("optimize", 3, 7, lambda: take(PIB))
         assert floor.value.exit_code == 8
         with pytest.raises(RuntimeError, match="another reason"):
-            fitting(session, "optimize", 3, 7, other_reason)
+            session.passes.retry("optimize", 3, 7, other_reason)
 
 
 def other_reason() -> None:
@@ -64,8 +63,8 @@ def other_reason() -> None:
 def test_a_pass_of_all_ranks_names_the_word_to_start_again_with(tmp_path):
     with session_of(small_config(tmp_path)) as session:
         with pytest.raises(OutOfMemoryError, match="with 5 rows a pass") as short:
-            once(session.backend, "optimize", 5, 7, lambda: take(PIB))
+            session.passes.once("optimize", 5, 7, lambda: take(PIB))
         assert (short.value.alone, short.value.word) == (True, "ppo.micro_batch_size=2")
         with pytest.raises(OutOfMemoryError, match="with 1 row a pass, and a pass can't") as floor:
-            once(session.backend, "optimize", 1, 7, lambda: take(PIB))
+            session.passes.once("optimize", 1, 7, lambda: take(PIB))
         assert (floor.value.alone, floor.value.word) == (True, None)

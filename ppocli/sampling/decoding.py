@@ -1,0 +1,170 @@
+"""How a model is decoded: by our own loop, or by transformers' where ours can't step it. Which of
+them is right for a model is found out by trying."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ppocli.errors import ConfigError, InputError
+from ppocli.models.decoding_method import Decoding, costs_of, decoding_of, set_decoding
+from ppocli.models.head import token_logprobs
+from ppocli.models.layout import Sequences, lay_out
+from ppocli.models.loading.model_config import first_line, max_positions
+from ppocli.models.trunk import logit_scale, response_hidden
+from ppocli.models.virtual_tokens import num_virtual_tokens
+from ppocli.sampling.decode_loop import decode_in_steps
+from ppocli.sampling.decoder import Decoder
+from ppocli.sampling.samples import Generation
+from ppocli.sampling.token_choice import SamplingSpec
+from ppocli.sampling.transformers_generate import decode_by_transformers
+
+log = logging.getLogger("ppocli")
+
+
+def decode(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, uniform: Any,
+           *, limits: Any = None, at_once: int | None = None, chunk: int | None = None,
+           method: Decoding | None = None) -> Iterator[Generation]:
+    """Sample one response per prompt.
+
+    Args:
+        prompt_tokens, prompt_mask: [B, Q], padding on the left.
+        uniform: [B, max_new_tokens] array in (0, 1); row i, column t decides token t of row i.
+        limits: [B] most tokens of each response, at least 1 (default: ``max_new_tokens``).
+        at_once: most rows that are decoded together (default: all).
+        chunk: prompts whose responses are yielded together (default: all).
+        method: by which loop (default: the one that suits the model).
+
+    Yields:
+        the responses to the next ``chunk`` prompts as soon as these have all ended, in their order,
+        while later ones are still to be decoded; each R = its longest response (at least 1).
+    """
+    count = len(prompt_tokens)
+    how: dict[str, Any] = {"limits": limits, "at_once": min(at_once or count, count),
+                           "chunk": chunk or count}
+    method = method or decoding_of(decoder.lm)
+    if method is Decoding.STEPS:
+        return decode_in_steps(decoder, prompt_tokens, prompt_mask, uniform, **how)
+    return decode_by_transformers(decoder, prompt_tokens, prompt_mask, uniform, **how,
+                                  cached=method is Decoding.LIBRARY)
+
+
+def generate(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor,
+             uniform: Any, *, limits: Any = None, at_once: int | None = None) -> Generation:
+    """As :func:`decode`, all responses together."""
+    found, = decode(decoder, prompt_tokens, prompt_mask, uniform, limits=limits, at_once=at_once)
+    return found
+
+
+def find_decoding(lm: Any, start: int | None, name: str, key: str) -> None:
+    """Make the model decode in the fastest way that is right for it. Where none is, its passes give
+    a token other probabilities than it was sampled with, and ratios would mean nothing.
+
+    Args:
+        start: as of :class:`Decoder`.
+        name: of the model, for messages.
+        key: that names it.
+
+    Raises:
+        InputError: no way of decoding is right.
+        ConfigError: the model has virtual tokens, which transformers' loop would leave out.
+    """
+    if try_decoding(lm, start) is None:
+        raise InputError(f"{type(lm).__name__} ({name}) gives a token other probabilities when it "
+                         "is sampled than in one pass over prompt and response: its states look "
+                         "ahead, or depend on the rows beside; ppocli can't train it.", where=key,
+                         fix="use a causal language model")
+    check_steps(lm, virtual=num_virtual_tokens(lm) > 0)
+
+
+def check_steps(lm: Any, *, virtual: bool) -> None:
+    """Refuse virtual tokens before prompts that are handed to transformers' loop, which would leave
+    them out.
+
+    Raises:
+        ConfigError: the model has, or is to have, virtual tokens and can't be stepped.
+    """
+    if virtual and decoding_of(lm) is not Decoding.STEPS:
+        raise ConfigError(f"Prefix and prompt tuning need ppocli's own loop, and it can't step "
+                          f"{type(lm).__name__}.", where="model.peft.type",
+                          fix="set model.peft.type=lora, or train all weights")
+
+
+def say_decoding(lm: Any) -> None:
+    """Tell of a model that is about to sample what it costs that it can't be stepped."""
+    costs = costs_of(lm)
+    if costs is not None:
+        log.info("%s", costs)
+
+
+CLOSE = 1e-3
+"""most difference of decoded figures and those of one pass, root of the mean square: of states in
+standard deviations, of logprobs in nats"""
+ROUGH = 0.1
+"""the same in bf16 and with quantised weights: a token that is taken for the first, or a state that
+is lost, is off by about 1"""
+
+
+@torch.no_grad()
+def try_decoding(lm: Any, start: int | None) -> Decoding | None:
+    """The fastest way to decode that gives what one pass over prompt and response gives, which
+    scoring and training rely on; the model is left to decode so. None where no way does: the passes
+    themselves are not causal, or change with the rows beside.
+
+    Args:
+        lm: a model in eval mode whose logits are ``output_embeddings(trunk(x))``.
+        start: the token that a decoder beside an encoder starts from; None for a causal LM.
+    """
+    for way in Decoding:
+        set_decoding(lm, way)
+        try:
+            off, most = _off(lm, start)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # foreign code, handed what it may not know
+            log.debug("%s, decoding %s: %s", type(lm).__name__, way.value, first_line(error))
+            continue
+        log.debug("%s, decoding %s: off by %.1e", type(lm).__name__, way.value, off)
+        if off < most:
+            return way
+    return None
+
+
+def _off(lm: Any, start: int | None) -> tuple[float, float]:
+    """How far decoded logprobs and states are from those of one pass, and how far they may be.
+
+    Prompts differ in length, two each are equally long, and a row ends early, whose place the last
+    one takes: padding, dropped rows and several rows at once are all tried.
+    """
+    head, device = lm.get_output_embeddings(), lm.base_model.device
+    half = min(3, (max_positions(lm) or 6) // 2)
+    lengths = torch.tensor([half - 1, half, half, half - 1]).clamp(min=1)
+    mask = torch.arange(half).flip(0)[None, :] < lengths[:, None]
+    vocabulary = min(11, lm.get_input_embeddings().weight.shape[0] - 1)
+    tokens = 1 + torch.arange(mask.numel()).view(-1, half) % vocabulary
+    spec = SamplingSpec(max_new_tokens=half, stop_ids=())
+    project = torch.randn(head.weight.shape[-1], generator=torch.Generator().manual_seed(0))
+    project = (project / project.norm()).to(device)
+    noise = torch.linspace(0.05, 0.95, mask.shape[0] * half, dtype=torch.float64).view(-1, half)
+    decoder = Decoder(lm, spec, start=start, value_head=lambda hidden: hidden.float() @ project)
+    out = generate(decoder, tokens.masked_fill(~mask, 0), mask, noise, at_once=3,
+                   limits=[1, half, half, half])
+    batch = lay_out(Sequences.of_responses(tokens, mask, out.tokens, out.mask, start)).to(device)
+    states = response_hidden(lm, batch)
+    logprobs, _ = token_logprobs(states, head, batch.targets,
+                                 temperature=1.0 / logit_scale(lm), want_entropy=False)
+    rough = (getattr(lm, "is_quantized", False)
+             or {states.dtype, head.weight.dtype} != {torch.float32})
+    wanted = (states.float() @ project).cpu()
+    off = _distance(out.values[out.mask], wanted) / float(wanted.std().clamp(min=1e-6))
+    # a nat is much for any distribution, and next to nothing may be all that they differ by
+    off_nats = _distance(out.logprobs[out.mask], logprobs.cpu())
+    return max(off, off_nats), ROUGH if rough else CLOSE
+
+
+def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Between two [N], the root of the mean square."""
+    return float((found - wanted).square().mean().sqrt())

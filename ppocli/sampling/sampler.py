@@ -1,0 +1,252 @@
+"""Where samples come from: the seam between a task and whatever generates for it.
+
+A task asks for samples and doesn't know how they are made: by our decode loop, by transformers'
+``generate``, or by a sampler of the user's own (``rollout.engine=my_sampler.py:Sampler``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ppocli.config.algorithm import exact_when_decoded
+from ppocli.config.schema import RolloutConfig, TrainConfig
+from ppocli.config.sharding import whole_while_acting
+from ppocli.data.batch import PromptBatch
+from ppocli.errors import ConfigError
+from ppocli.models.decoding_method import Decoding, decoding_of
+from ppocli.models.layer_stack import Border
+from ppocli.models.loading.language_model import LoadedLM
+from ppocli.models.policy import Policy
+from ppocli.models.virtual_tokens import num_virtual_tokens
+from ppocli.parallel.backend import Backend
+from ppocli.parallel.ranks import is_out_of_memory
+from ppocli.parallel.stop import StopFlag
+from ppocli.ppo.noise import lengths, uniform
+from ppocli.sampling.decoder import Decoder
+from ppocli.sampling.decoding import decode
+from ppocli.sampling.samples import Generation, Samples, single_turn
+from ppocli.sampling.token_choice import SamplingSpec
+from ppocli.storage import faults
+from ppocli.zero.oom_retry import PassRows
+from ppocli.zero.sharded_weights import gathered_policy, head_parameters, held, is_sharded
+
+
+@dataclass(frozen=True, slots=True)
+class Speaker:
+    """The model that is sampled from: a policy's, or a reference's."""
+
+    lm: Any
+    value_head: Any = None
+    """gives values beside the tokens, where the sampler computes any"""
+    border: Border | None = None
+    """the layer whose inputs are to be kept (:attr:`Samples.below`), where the sampler can"""
+
+
+class Sampler(Protocol):
+    """Makes samples. One is built for a run, and all ranks call it in step."""
+
+    repeatable: bool
+    """whether the same requests to the same weights give the same tokens"""
+    logprobs_match: bool
+    """whether its logprobs are those of a forward pass over the finished sample; where not, they
+    never serve as old logprobs, unless ``ppo.logprobs_from=decode`` says so"""
+
+    def acting(self, policy: Policy) -> AbstractContextManager[Policy]:
+        """The policy as it can be run outside of training: spans generation and scoring. Weights
+        that are kept in parts are put together here, and a server would take them over here. All
+        ranks enter and leave in step."""
+
+    def sample(self, prompts: PromptBatch, spec: SamplingSpec, stream: int, speaker: Speaker,
+               stop: StopFlag, *, at_once: int, chunk: int) -> Iterator[Samples]:
+        """One sample per prompt; the next ``chunk`` of them as soon as these are complete, in the
+        order of the prompts, while later ones are still generated.
+
+        Args:
+            stream: of :mod:`ppocli.ppo.noise`; with a prompt's number it decides random numbers.
+            at_once: most samples that are generated together.
+
+        Raises:
+            StopRequested: between two tokens.
+            RuntimeError: of torch, out of memory: what was not yielded is asked for again with a
+                smaller ``at_once``.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerSetup:
+    """What a sampler is built from: ``engine(setup, **rollout.kwargs)``."""
+
+    cfg: TrainConfig
+    backend: Backend
+    tokenizer: Any
+    loaded: LoadedLM
+    """the policy's model as it was loaded"""
+
+
+class DecodeSampler:
+    """Our own decode loop, or transformers' for models that it can't step; with the random numbers
+    of :func:`ppocli.ppo.noise.uniform`, so that a sample depends neither on chunk size, number of
+    ranks nor on the order in which rows end."""
+
+    repeatable = True
+
+    def __init__(self, setup: SamplerSetup) -> None:
+        self.setup = setup
+        self.logprobs_match = exact_when_decoded(setup.cfg)
+
+    @contextmanager
+    def acting(self, policy: Policy) -> Iterator[Policy]:
+        """As :class:`Sampler`. Under ZeRO 3 all weights are put together; or, without
+        ``hardware.gather_for_generation``, those of the heads, and passes gather the layers one by
+        one."""
+        setup = self.setup
+        if setup.backend.zero_stage < 3:
+            yield policy
+        elif whole_while_acting(setup.cfg):
+            with gathered_policy(policy, setup.loaded, onednn=setup.backend.onednn) as whole:
+                yield whole
+        else:
+            head = policy.value_head
+            with held(head_parameters(policy.lm) + list(head.parameters() if head else [])):
+                yield policy
+
+    def method(self, lm: Any) -> Decoding:
+        """How a model is decoded: as was found right when it was loaded."""
+        return decoding_of(lm)
+
+    def sample(self, prompts: PromptBatch, spec: SamplingSpec, stream: int, speaker: Speaker,
+               stop: StopFlag, *, at_once: int, chunk: int) -> Iterator[Samples]:
+        """As :class:`Sampler`.
+
+        Raises:
+            ConfigError: the model is in parts, and decodes whole only.
+        """
+        setup, lm, method = self.setup, speaker.lm, self.method(speaker.lm)
+        seed, backend, start = setup.cfg.seed, setup.backend, setup.loaded.decoder_start
+        in_parts = is_sharded(lm)
+        if in_parts and method is not Decoding.STEPS:
+            # such models read weights past the layers that would gather them
+            raise ConfigError(f"{type(lm).__name__} is decoded by transformers' generate, which "
+                              "can't put weights together layer by layer.",
+                              where="hardware.gather_for_generation",
+                              fix="set hardware.gather_for_generation=true")
+        limits = None
+        if spec.length_range is not None:
+            limits = lengths(seed, prompts.episodes, *spec.length_range)
+
+        def poll() -> None:
+            faults.point("rollout.token", at_once)
+            stop.check()
+
+        decoder = Decoder(lm, spec, setup.tokenizer, start, speaker.value_head, speaker.border,
+                          poll, all_alive=backend.ranks.most if in_parts else int)
+        noise = uniform(seed, stream, prompts.episodes, spec.max_new_tokens)
+        done = 0
+        with backend.decoding(lm, in_parts=in_parts):
+            for out in _stepped(decode(decoder, prompts.tokens, prompts.mask, noise, limits=limits,
+                                       at_once=at_once, chunk=chunk, method=method),
+                                backend.autocast):
+                rows = slice(done, done + len(out))
+                yield single_turn(prompts.tokens[rows], prompts.mask[rows], out, start)
+                done = rows.stop
+
+
+class TransformersSampler(DecodeSampler):
+    """transformers' own ``generate`` for every model, prompts of one length at a time; the same
+    random numbers give the same samples as our loop, up to rounding."""
+
+    def __init__(self, setup: SamplerSetup) -> None:
+        super().__init__(setup)
+        if num_virtual_tokens(setup.loaded.lm):
+            raise ConfigError("transformers' generate would leave the virtual tokens of prefix and "
+                              "prompt tuning out.", where="rollout.engine",
+                              fix="set rollout.engine=decode, or model.peft.type=lora")
+
+    def method(self, lm: Any) -> Decoding:
+        """As :class:`DecodeSampler`."""
+        found = decoding_of(lm)
+        return Decoding.LIBRARY if found is Decoding.STEPS else found
+
+
+ENGINES: dict[str, Callable[[SamplerSetup], Sampler]] = {
+    "decode": DecodeSampler, "transformers": TransformersSampler}
+
+
+def build_sampler(cfg: RolloutConfig, setup: SamplerSetup) -> Sampler:
+    """The sampler that ``rollout.engine`` names.
+
+    Raises:
+        RewardError: its import path leads nowhere, or it raised.
+    """
+    if cfg.engine in ENGINES:
+        return ENGINES[cfg.engine](setup)
+    from ppocli.rewards.locate import locate
+
+    found: Sampler = locate(cfg.engine, key="rollout.engine").target(setup, **cfg.kwargs)
+    return found
+
+
+def _stepped(parts: Iterator[Generation], context: Callable[[], AbstractContextManager[Any]]
+             ) -> Iterator[Generation]:
+    """What ``parts`` yields, made within the context, which whoever consumes it is not in."""
+    while True:
+        with context():
+            part = next(parts, None)
+        if part is None:
+            return
+        yield part
+
+
+def sample_chunks(sampler: Sampler, passes: PassRows, prompts: PromptBatch, spec: SamplingSpec,
+                  stream: int, speaker: Speaker, stop: StopFlag, *, phase: str, chunk: int
+                  ) -> Iterator[Samples]:
+    """One sample per prompt, ``chunk`` at a time and in their order. Where memory runs out, what is
+    not complete yet is begun anew with half the rows. All ranks call it in step.
+
+    In one process the prompts of later chunks take the places of responses that have ended. Several
+    ranks generate chunk by chunk: whoever takes one may talk to the others.
+
+    Args:
+        phase: of ``passes``.
+
+    Raises:
+        OutOfMemoryError: there is no room for one sample.
+        PpocliError: what went wrong on any rank.
+    """
+    ranks, asked = passes.backend.ranks, min(chunk, len(prompts))
+    tokens = prompts.tokens.shape[1] + spec.max_new_tokens
+    if ranks.world > 1:
+        in_step = is_sharded(speaker.lm)
+        for start in range(0, len(prompts), chunk):
+            stop.meet()
+            part = prompts.rows(range(start, min(start + chunk, len(prompts))))
+
+            def work(part: PromptBatch = part) -> Samples:
+                made, = sampler.sample(part, spec, stream, speaker, stop, chunk=len(part),
+                                       at_once=passes.limit(phase, len(part)))
+                return made
+
+            yield passes.retry(phase, len(part), tokens, work, in_step=in_step)
+        return
+    stop.meet()
+    done = 0
+    while done < len(prompts):
+        rest = prompts if done == 0 else prompts.rows(range(done, len(prompts)))
+        rows, failed = passes.limit(phase, asked), False
+        made = sampler.sample(rest, spec, stream, speaker, stop, at_once=rows, chunk=chunk)
+        try:
+            for samples in made:
+                yield samples
+                done += len(samples)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            failed = True
+        if failed:  # out of the handler, or the exception would keep the tensors of the pass
+            del made
+            passes.shrink(phase, rows, tokens)

@@ -1,0 +1,106 @@
+"""What sampling makes: responses as a decode loop has them, and samples as everything else reads
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ppocli.models.layout import Sequences, joined_right
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """B sampled responses, right-padded to R tokens, on the CPU. Made by decode loops."""
+
+    tokens: torch.Tensor
+    """[B, R] int64; 0 where the mask is false"""
+    mask: torch.Tensor
+    """[B, R] bool, true through the token that ended the response"""
+    logprobs: torch.Tensor
+    """[B, R] fp32, under softmax(logits / temperature)"""
+    values: torch.Tensor
+    """[B, R] fp32, of the state before each token; zero without a value head"""
+    finished: torch.Tensor
+    """[B] bool, true where a stop token or stop sequence ended the response"""
+    below: torch.Tensor | None = None
+    """[B, Q + R - 1, D] what entered a layer that was asked for, of every token but the last, in
+    the places of the left-padded prompts; on the device"""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @staticmethod
+    def joined(parts: Sequence[Generation]) -> Generation:
+        """All responses of several batches, padded to the longest; without states of layers."""
+        return Generation(*(joined_right([getattr(part, name) for part in parts]) for name in (
+            "tokens", "mask", "logprobs", "values", "finished")))
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """B samples of one or several turns, on the CPU. Made by a sampler, read by tasks."""
+
+    sequences: Sequences
+    """their tokens, and the places of what the policy said"""
+    logprobs: torch.Tensor
+    """[B, R] fp32 of each action, as the sampler computed it"""
+    values: torch.Tensor
+    """[B, R] fp32 of the state before each action; zero where the sampler computes none"""
+    finished: torch.Tensor
+    """[B] bool, true where the policy ended the sample itself"""
+    below: list[torch.Tensor] | None = None
+    """[n, D] of each sample, on the device: what entered the layer that the sampler was asked to
+    keep states of, of all its tokens but the last"""
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """[B, R] bool of the actions."""
+        return self.sequences.mask
+
+    @property
+    def action_ids(self) -> list[list[int]]:
+        """[B] lists of the ids that the policy said."""
+        tokens = self.sequences.action_tokens.tolist()
+        return [row[:n] for row, n in zip(tokens, self.mask.sum(1).tolist(), strict=True)]
+
+    def first(self, count: int) -> Samples:
+        """The first ``count`` samples."""
+        if count == len(self):
+            return self
+        some = slice(count)
+        return Samples(self.sequences.rows(some), self.logprobs[some], self.values[some],
+                       self.finished[some], None if self.below is None else self.below[some])
+
+    @staticmethod
+    def joined(parts: Sequence[Samples]) -> Samples:
+        """The samples of several, padded to the widest; without states of layers."""
+        if len(parts) == 1:
+            return replace(parts[0], below=None)
+        found: dict[str, Any] = {name: joined_right([getattr(part, name) for part in parts])
+                                 for name in ("logprobs", "values", "finished")}
+        return Samples(Sequences.joined([part.sequences for part in parts]), **found)
+
+
+def single_turn(prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, out: Generation,
+                decoder_start: int | None) -> Samples:
+    """One response behind each prompt.
+
+    Args:
+        prompt_tokens, prompt_mask: [B, Q], padding on the left.
+        decoder_start: the token that a decoder beside an encoder starts from; None for a causal LM.
+    """
+    sequences = Sequences.of_responses(prompt_tokens, prompt_mask, out.tokens, out.mask,
+                                       decoder_start)
+    below = None
+    if out.below is not None:
+        starts = prompt_tokens.shape[1] - prompt_mask.sum(1)
+        below = [states[start:start + length - 1] for states, start, length in zip(
+            out.below, starts.tolist(), sequences.lengths.tolist(), strict=True)]
+    return Samples(sequences, out.logprobs, out.values, out.finished, below)

@@ -1,0 +1,299 @@
+"""PPO as a task: what is collected, what an update's loss is, and what a step comes to."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from ppocli.config.algorithm import kl_estimator, kl_in, value_scheduler
+from ppocli.config.schema import PPOConfig, SchedulerConfig
+from ppocli.parallel.stop import StopFlag
+from ppocli.ppo.losses import LossOptions, PPOLoss, ppo_loss, token_weights
+from ppocli.ppo.noise import ROLLOUT
+from ppocli.ppo.schedule import lr_factor
+from ppocli.rewards.check import check_invalid_share
+from ppocli.storage.run_logs import JsonlWriter
+from ppocli.tasks.ppo.digests import judge_digest, session_digests
+from ppocli.tasks.ppo.evaluate import evaluate, reference_responses
+from ppocli.tasks.ppo.experience import next_kl_coef, sequence_kl, to_experience, update_moments
+from ppocli.tasks.ppo.figures import (
+    optimize_figures,
+    penalty_figures,
+    rollout_figures,
+    rollout_samples,
+)
+from ppocli.tasks.ppo.health import watch
+from ppocli.tasks.ppo.records import Experience, PPOState, Rollout
+from ppocli.tasks.ppo.replay import remembering, replay
+from ppocli.tasks.ppo.rollout import collect_rollout
+from ppocli.tasks.ppo.session import Session, build_session, saved_model
+from ppocli.train.clock import PhaseClock
+from ppocli.train.state import TrainState
+from ppocli.train.task import (
+    Evaluation,
+    Finished,
+    LossTerms,
+    OptimizeResult,
+    Plan,
+    Task,
+    TaskSetup,
+    UpdateGroup,
+    Verdict,
+)
+from ppocli.zero.sharded_reference import close_reference
+
+log = logging.getLogger("ppocli")
+
+EARLY_STOP = 1.5
+"""times ``ppo.target_kl``: from there on the rest of a phase is left out"""
+CRITIC = "critic"
+"""the part of an update that trains the value function alone"""
+
+
+@dataclass(frozen=True, slots=True)
+class Atoms:
+    """A scored rollout as updates read it."""
+
+    experience: Experience
+    state: PPOState
+    """with the rollout's scores in its moments"""
+
+
+class PPOTask(Task):
+    """Proximal policy optimization (Schulman et al. 2017, arXiv 1707.06347) of a language model on
+    a reward, with a KL penalty to a reference."""
+
+    terms = tuple(f.name for f in fields(PPOLoss))
+    maxima = frozenset({"max_log_ratio"})
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.cfg, self.backend = session.cfg, session.backend
+        self.trained, self.passes = session.trained, session.passes
+        self.saved = saved_model(session)
+        self._ref_responses: list[str] | None = None
+
+    def initial(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """As :class:`Task`."""
+        coef = self.cfg.ppo.init_kl_coef
+        return PPOState(kl_coef=coef, init_kl_coef=coef).to_json(), {}
+
+    def chunks(self, state: TrainState) -> int:
+        """As :class:`Task`."""
+        return -(-self._count(state) // self.session.chunk_size)
+
+    def _count(self, state: TrainState) -> int:
+        return min(self.samples_per_step, self.total_samples() - state.episodes)
+
+    def collect(self, state: TrainState, stop: StopFlag, clock: PhaseClock) -> Rollout:
+        """As :class:`Task`: sample, score, measure."""
+        prompts = self.session.next_prompts(state.episodes, self._count(state))
+        clock.mark("other")
+        return collect_rollout(self.session, prompts, ROLLOUT, stop, clock)
+
+    def plan(self, state: TrainState, batch: Rollout) -> Plan:
+        """As :class:`Task`: advantages, then ``ppo_epochs`` of reshuffled minibatches.
+
+        Updates made = ppo_epochs x ceil(samples / mini_batch_size), less skipped ones and less what
+        ``target_kl`` cuts off.
+
+        Raises:
+            RewardError: too few samples have a valid score.
+        """
+        check_invalid_share(int((~batch.valid).sum()), len(batch))
+        own = update_moments(PPOState.from_json(state.task), batch, self.cfg)
+        return plan_updates(self.session, to_experience(batch, own, self.cfg), own, state.step)
+
+    def loss(self, atoms: Atoms, rows: torch.Tensor, weights: torch.Tensor, group: UpdateGroup
+             ) -> LossTerms:
+        """As :class:`Task`; :func:`ppocli.ppo.losses.ppo_loss` of the policy of this moment."""
+        experience, device = atoms.experience, self.backend.device
+        mask = experience.response_mask[rows]
+        out, tokens = replay(self.session, experience, rows, value_only=group.part == CRITIC)
+        row, column = mask.nonzero(as_tuple=True)
+        place = (rows[row] * mask.shape[1] + column).to(device)
+
+        def flat(x: torch.Tensor) -> torch.Tensor:
+            return x.reshape(-1).index_select(0, place)
+
+        def given(x: torch.Tensor | None) -> torch.Tensor | None:
+            return None if x is None else flat(x)
+
+        found = ppo_loss(
+            loss_options(self.cfg.ppo, experience.kl_coef), logprobs=out.logprobs,
+            values=out.values, entropy=out.entropy, old_logprobs=flat(experience.logprobs),
+            advantages=flat(experience.advantages), old_values=given(experience.values),
+            returns=given(experience.returns), ref_logprobs=given(experience.ref_logprobs),
+            weights=weights.repeat_interleave(mask.sum(1)).to(device),
+            total_tokens=int(group.counts.sum()))
+        return LossTerms(found.total, torch.stack(
+            [getattr(found, name).detach() for name in self.terms]), tokens)
+
+    def judge(self, terms: dict[str, float]) -> Verdict:
+        """As :class:`Task`: ``ppo.target_kl`` ends the phase, ``ppo.ratio_threshold`` skips."""
+        ppo = self.cfg.ppo
+        if not all(math.isfinite(value) for value in terms.values()):
+            return Verdict.NONFINITE
+        if ppo.target_kl is not None and terms["approx_kl"] > EARLY_STOP * ppo.target_kl:
+            return Verdict.STOP
+        if ppo.ratio_threshold is not None and terms["ratio"] > ppo.ratio_threshold:
+            return Verdict.SKIP
+        return Verdict.STEP
+
+    def why_skipped(self, terms: dict[str, float]) -> str:
+        """As :class:`Task`."""
+        return (f"Mean ratio {terms['ratio']:.3g} exceeds "
+                f"ppo.ratio_threshold={self.cfg.ppo.ratio_threshold:g}")
+
+    def finish(self, state: TrainState, batch: Rollout, plan: Plan, result: OptimizeResult
+               ) -> Finished:
+        """As :class:`Task`: the KL coefficient follows its controller, signs of a run going wrong
+        are counted."""
+        cfg, before, atoms = self.cfg, PPOState.from_json(state.task), plan.atoms
+        after = replace(atoms.state, kl_coef=next_kl_coef(atoms.state, batch, cfg))
+        after, warnings = watch(self.session, batch, after, sequence_kl(batch))
+        row = {**rollout_figures(batch, before.kl_coef, in_reward=kl_in(cfg.ppo) == "reward"),
+               **penalty_figures(batch, cfg),
+               **optimize_figures(result, atoms.experience, cfg.ppo)}
+        return Finished(row, after.to_json(), tokens={"rollout": int(batch.response_mask.sum())},
+                        warnings=warnings)
+
+    def evaluate(self, stop: StopFlag) -> Evaluation:
+        """As :class:`Task`: responses to the evaluation prompts, scored."""
+        found = evaluate(self.session, stop)
+        if self.cfg.eval.ref_responses and self._ref_responses is None:
+            self._ref_responses = reference_responses(self.session, stop)
+        if self._ref_responses is None:
+            return found
+        return replace(found, samples=[
+            {**sample, "ref_response": text}
+            for sample, text in zip(found.samples, self._ref_responses, strict=True)])
+
+    def adopt(self, saved: TrainState, fresh: TrainState) -> TrainState:
+        """As :class:`Task`: another ``ppo.init_kl_coef`` starts the coefficient anew."""
+        return adopt_coefficient(saved, fresh)
+
+    def digests(self) -> dict[str, str]:
+        """As :class:`Task`: of the prompts and of the reference's weights."""
+        return session_digests(self.session)
+
+    def judged_by(self) -> str:
+        """As :class:`Task`."""
+        return judge_digest(self.cfg)
+
+    def modules(self) -> dict[str, torch.nn.Module]:
+        """As :class:`Task`: what the value function is made of; empty without one."""
+        policy = self.session.policy
+        found: dict[str, Any] = {"value_head": policy.value_head, "value_trunk": policy.value_trunk}
+        return {name: module for name, module in found.items() if module is not None}
+
+    def rate_factors(self, state: TrainState, update: int) -> dict[str, float]:
+        """As :class:`Task`: ``ppo.scheduler``, and ``ppo.value_scheduler`` for the critic."""
+        total = self.total_updates(state)
+
+        def factor(schedule: SchedulerConfig) -> float:
+            return lr_factor(update, name=schedule.name, total_updates=total,
+                             warmup_updates=schedule.warmup_updates,
+                             min_lr_ratio=schedule.min_lr_ratio)
+
+        return {"policy": factor(self.cfg.ppo.scheduler),
+                "value": factor(value_scheduler(self.cfg.ppo))}
+
+    def preview(self, batch: Rollout) -> list[tuple[str, str, float | None]]:
+        """As :class:`Task`."""
+        return [(batch.prompts.texts[i], batch.responses[i],
+                 batch.scores[i] if bool(batch.valid[i]) else None)
+                for i in range(min(4, len(batch)))]
+
+    def sample_rows(self, batch: Rollout, step: int) -> list[dict[str, Any]]:
+        """As :class:`Task`."""
+        return rollout_samples(batch, step, self.cfg)
+
+    def summary(self, state: TrainState) -> dict[str, Any]:
+        """As :class:`Task`."""
+        return {"kl_coef": PPOState.from_json(state.task).kl_coef}
+
+    def write_dump(self, folder: Path, batch: Rollout, plan: Plan, step: int) -> None:
+        """As :class:`Task`: the rollout's tensors, and one JSON line per sample."""
+        experience: Experience = plan.atoms.experience
+        found = {f.name: getattr(part, f.name) for part in (experience, experience.sequences)
+                 for f in fields(part)}
+        save_file({name: value.cpu().contiguous() for name, value in found.items()
+                   if isinstance(value, torch.Tensor)}, folder / "experience.safetensors")
+        with JsonlWriter(folder / "samples.jsonl") as lines:
+            lines.append(rollout_samples(batch, step, self.cfg))
+
+    def close(self) -> None:
+        """As :class:`Task`."""
+        if self.backend.zero_stage > 0:
+            close_reference(self.session.reference)
+
+
+def build_ppo(setup: TaskSetup) -> PPOTask:
+    """The task that ``ppocli train`` trains where ``task.fn`` names no other.
+
+    Raises:
+        RewardError, InputError, ConfigError: each naming the key and the fix.
+    """
+    return PPOTask(build_session(setup.cfg, setup.backend, setup.objects))
+
+
+def plan_updates(session: Session, experience: Experience, own: PPOState, step: int) -> Plan:
+    """``ppo_epochs`` passes over the experience, each in another order that (seed, step, epoch)
+    alone decide; the last minibatch of a pass may be smaller.
+
+    Args:
+        step: steps before this one.
+    """
+    ppo, groups = session.cfg.ppo, list[UpdateGroup]()
+    part = CRITIC if step < ppo.critic_warmup_steps else "all"
+    for epoch in range(ppo.ppo_epochs):
+        order = np.random.default_rng([session.cfg.seed, step, epoch]).permutation(len(experience))
+        groups += [update_of(session, experience, rows, epoch, part)
+                   for rows in torch.from_numpy(order).split(ppo.mini_batch_size)]
+    return Plan(Atoms(remembering(session, _on_device(session, experience)), own), groups)
+
+
+def update_of(session: Session, experience: Experience, rows: torch.Tensor, epoch: int = 0,
+              part: str = "all") -> UpdateGroup:
+    """The update of these rows of the experience, each token weighted for the whole of it."""
+    ppo, lengths = session.cfg.ppo, experience.response_mask[rows].sum(1)
+    weights = token_weights(
+        lengths, aggregation=ppo.loss_aggregation, total_tokens=int(lengths.sum()),
+        total_samples=len(rows), max_tokens=session.sampling.max_new_tokens)
+    return UpdateGroup(rows, experience.sequences.spans[rows], lengths, weights, epoch, part)
+
+
+def _on_device(session: Session, experience: Experience) -> Experience:
+    """The figures that losses are made of on the device, once for all updates. Tokens and masks
+    stay on the CPU, where batches are laid out without waiting for the device."""
+    names = ("logprobs", "values", "advantages", "returns", "ref_logprobs")
+    return replace(experience, **{name: tensor.to(session.backend.device) for name in names
+                                  if (tensor := getattr(experience, name)) is not None})
+
+
+def loss_options(ppo: PPOConfig, kl_coef: float) -> LossOptions:
+    """The loss that a configuration asks for, with the coefficient of its KL term."""
+    return LossOptions(
+        cliprange=ppo.cliprange, cliprange_high=ppo.cliprange_high, dual_clip=ppo.dual_clip,
+        cliprange_value=ppo.cliprange_value, vf_coef=ppo.vf_coef, ent_coef=ppo.ent_coef,
+        kl_coef=kl_coef, kl_estimator=kl_estimator(ppo))
+
+
+def adopt_coefficient(saved: TrainState, fresh: TrainState) -> TrainState:
+    """The saved state, with a KL coefficient that starts anew where ``ppo.init_kl_coef`` has
+    changed."""
+    own, new = PPOState.from_json(saved.task), PPOState.from_json(fresh.task)
+    if own.init_kl_coef == new.init_kl_coef:
+        return saved
+    log.info("the KL coefficient starts anew from ppo.init_kl_coef=%g (it was %g)",
+             new.init_kl_coef, own.kl_coef)
+    own = replace(own, kl_coef=new.init_kl_coef, init_kl_coef=new.init_kl_coef)
+    return replace(saved, task=own.to_json())

@@ -1,0 +1,319 @@
+"""What a training is: the seam between the loop and whatever is trained.
+
+The loop owns order, backward passes, clipping, guards, commits, checkpoints and stops. A task owns
+what a batch is, what the loss is, and what an evaluation says. PPO (:mod:`ppocli.tasks.ppo.task`)
+is one; ``task.fn=my_task.py:build`` names another: a function or class that is called with a
+:class:`TaskSetup` and ``task.kwargs`` and returns a :class:`Task`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ppocli.config.schema import TrainConfig, planned_episodes
+from ppocli.parallel.backend import Backend
+from ppocli.parallel.stop import StopFlag
+from ppocli.ppo.schedule import lr_factor
+from ppocli.train.clock import PhaseClock
+from ppocli.train.saved_model import SavedModel
+from ppocli.train.state import TrainState
+from ppocli.train.updates import Trained
+from ppocli.zero.oom_retry import PassRows
+
+PASSES = {"rollout": "ppo.chunk_size", "evaluation": "ppo.chunk_size",
+          "scoring": "ppo.micro_batch_size", "scoring of the evaluation": "ppo.micro_batch_size",
+          "optimize": "ppo.micro_batch_size"}
+"""phase -> the key that decides how many rows one of its passes has"""
+
+
+@dataclass(frozen=True, slots=True)
+class PythonObjects:
+    """What ``ppocli.train()`` was handed beside words: Python objects in place of config keys."""
+
+    reward_fn: Any = None
+    """a callable, or a mapping name -> callable"""
+    metric_fn: Callable[..., Any] | None = None
+    prompts: list[Any] | None = None
+    eval_prompts: list[Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSetup:
+    """What a task is built from."""
+
+    cfg: TrainConfig
+    backend: Backend
+    objects: PythonObjects
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateGroup:
+    """The atoms (samples, pairs) of one optimizer update, A of them. Made by :meth:`Task.plan`,
+    read by :mod:`ppocli.train.optimize`."""
+
+    rows: torch.Tensor
+    """[A] int64 places in the batch"""
+    tokens: torch.Tensor
+    """[A] int64 tokens that a pass over each reads: like work is dealt to all ranks, and a pass
+    takes no more than it may"""
+    counts: torch.Tensor
+    """[A] int64 terms of each in the loss's sums, its trained tokens say; one without any adds
+    nothing"""
+    weights: torch.Tensor
+    """[A] fp32 weight of each of these terms in the whole update, so that neither micro-batches nor
+    ranks change a gradient"""
+    epoch: int = 0
+    """of the batch, from 0"""
+    part: str = "all"
+    """what of the model trains; a word of the task's own"""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one optimize phase does with a batch."""
+
+    atoms: Any
+    """the batch as :meth:`Task.loss` wants it, made once for all updates"""
+    groups: Sequence[UpdateGroup]
+
+
+@dataclass(frozen=True, slots=True)
+class LossTerms:
+    """The loss of one micro-batch: its part of the sums of the whole update."""
+
+    total: torch.Tensor
+    """scalar; what is differentiated"""
+    terms: torch.Tensor
+    """[len(Task.terms)] detached"""
+    tokens: int
+    """tokens that were computed, padding included"""
+
+
+class Verdict(StrEnum):
+    """What becomes of an update once its loss terms are known."""
+
+    STEP = "step"
+    SKIP = "skip"
+    """weights and optimizer state stay as they are"""
+    NONFINITE = "nonfinite"
+    """likewise, and several in a row end the run"""
+    STOP = "stop"
+    """likewise, and the phase ends"""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizeResult:
+    """What an optimize phase did."""
+
+    updates: int
+    skipped: int
+    nonfinite: int
+    """non-finite updates in a row at the end"""
+    early_stopped: bool
+    lr: float
+    terms: dict[str, float]
+    """means over the updates of :attr:`Task.terms` and of ``grad_norm``; of maxima the largest"""
+    tokens: int
+    """tokens that went through forward and backward, on all ranks"""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What a task makes of a finished step."""
+
+    row: dict[str, float]
+    """figures for ``metrics.jsonl``"""
+    state: dict[str, Any] = field(default_factory=dict)
+    """:attr:`TrainState.task` from here on"""
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """:attr:`TrainState.tensors` from here on"""
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    """by the phase of the clock that they went through, collected ones say"""
+    warnings: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Figures of one evaluation and its samples."""
+
+    figures: dict[str, float]
+    """``checkpoint.metric`` names one of them"""
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    """rows for samples.jsonl"""
+    tokens: int = 0
+    """tokens generated"""
+    swept: dict[str, dict[str, float]] = field(default_factory=dict)
+    """``top_k=50`` -> its figures, for every value of a key of ``generation.eval`` that is a list,
+    the first one's being :attr:`figures`"""
+    swept_samples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """the same for the samples of the further values"""
+
+
+class Task(ABC):
+    """A training. Subclasses set the attributes and answer the abstract methods; the others have
+    answers that will do for a task without samples to show or state of its own.
+
+    On several ranks every method is called on all of them in step.
+    """
+
+    terms: tuple[str, ...] = ("total",)
+    """names of :attr:`LossTerms.terms`"""
+    maxima: frozenset[str] = frozenset()
+    """those that are merged by their maximum instead of their sum"""
+
+    cfg: TrainConfig
+    backend: Backend
+    trained: Trained
+    """the module whose parameters train, its optimizer, and how gradients become steps"""
+    saved: SavedModel
+    """how what is trained becomes a Hugging Face folder; its ``lm`` is ``trained.module.lm``"""
+    passes: PassRows
+    """how many rows passes have had to be cut down to"""
+
+    @abstractmethod
+    def collect(self, state: TrainState, stop: StopFlag, clock: PhaseClock) -> Any:
+        """The next batch, anything with a length: how many samples of the plan it uses up. Changes
+        no state: a step that is broken off is collected again, and must come to the same.
+
+        Raises:
+            StopRequested: at a safe point.
+            PpocliError: the data, a reward, memory.
+        """
+
+    @abstractmethod
+    def plan(self, state: TrainState, batch: Any) -> Plan:
+        """What is done with the batch, its updates in order.
+
+        Raises:
+            PpocliError: the batch can't be used; nothing has been trained on it.
+        """
+
+    @abstractmethod
+    def loss(self, atoms: Any, rows: torch.Tensor, weights: torch.Tensor, group: UpdateGroup
+             ) -> LossTerms:
+        """A micro-batch's part of an update's loss, through ``self.trained.engine``. May be asked
+        for again, in smaller parts, after memory has run out.
+
+        Args:
+            atoms: of :class:`Plan`.
+            rows: [a] places of its atoms.
+            weights: [a] fp32 weight of each of their terms; all zero for an atom that only keeps
+                this rank in step with the others.
+            group: the whole update.
+        """
+
+    @abstractmethod
+    def evaluate(self, stop: StopFlag) -> Evaluation:
+        """Figures of what is trained as it is now; needs no optimizer and trains nothing.
+
+        Raises:
+            StopRequested: at a safe point.
+        """
+
+    def judge(self, terms: dict[str, float]) -> Verdict:
+        """Whether an update with these terms is made, asked before it touches anything."""
+        finite = all(math.isfinite(value) for value in terms.values())
+        return Verdict.STEP if finite else Verdict.NONFINITE
+
+    def why_skipped(self, terms: dict[str, float]) -> str:
+        """Of an update that was judged to be skipped, the reason, as the start of a sentence."""
+        return "The task has refused an update"
+
+    def finish(self, state: TrainState, batch: Any, plan: Plan, result: OptimizeResult) -> Finished:
+        """The step's row, and the task's own state after it.
+
+        Args:
+            state: before the step.
+        """
+        return Finished({f"loss/{name}": value for name, value in result.terms.items()},
+                        state.task, state.tensors)
+
+    def initial(self) -> tuple[dict[str, Any], Mapping[str, torch.Tensor]]:
+        """The task's own numbers and tensors before the first step."""
+        return {}, {}
+
+    def adopt(self, saved: TrainState, fresh: TrainState) -> TrainState:
+        """A checkpoint's state under the present configuration, which may have changed."""
+        return saved
+
+    def digests(self) -> dict[str, str]:
+        """Digests of what may not change between start and resume, by what it is."""
+        return {}
+
+    def judged_by(self) -> str:
+        """Digest of all that evaluations depend on beside what is trained."""
+        return ""
+
+    def modules(self) -> dict[str, torch.nn.Module]:
+        """What trains beside ``saved.lm``: the name of an attribute of ``trained.module`` -> it."""
+        return {}
+
+    def rate_factors(self, state: TrainState, update: int) -> dict[str, float]:
+        """By the ``role`` of each of the optimizer's groups, what its schedule makes of its rate.
+
+        Args:
+            update: number of the update in the whole run.
+        """
+        schedule = self.cfg.ppo.scheduler
+        factor = lr_factor(update, name=schedule.name, total_updates=self.total_updates(state),
+                           warmup_updates=schedule.warmup_updates,
+                           min_lr_ratio=schedule.min_lr_ratio)
+        return {group["role"]: factor for group in self.trained.optimizer.param_groups}
+
+    def chunks(self, state: TrainState) -> int:
+        """In how many parts the next batch is collected, for the display."""
+        return 1
+
+    def preview(self, batch: Any) -> list[tuple[str, str, float | None]]:
+        """(prompt, text, score) of a few samples, to be shown."""
+        return []
+
+    def sample_rows(self, batch: Any, step: int) -> list[dict[str, Any]]:
+        """The batch as rows of samples.jsonl (``tracking.log_rollouts``)."""
+        return []
+
+    def summary(self, state: TrainState) -> dict[str, Any]:
+        """What summary.json says of the task's own state."""
+        return {}
+
+    def write_dump(self, folder: Path, batch: Any, plan: Plan,  # noqa: B027 - may be left
+                   step: int) -> None:
+        """What a divergence is to be looked for in; nothing by default."""
+
+    def close(self) -> None:  # noqa: B027 - may be left
+        """Tear down what the task has built beside ``trained``."""
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of a full step."""
+        return self.cfg.ppo.num_rollouts
+
+    @property
+    def rows_per_pass(self) -> int:
+        """Most atoms of a forward and backward pass."""
+        return self.cfg.ppo.micro_batch_size or self.cfg.ppo.mini_batch_size
+
+    def total_samples(self) -> int:
+        """Samples of the whole run."""
+        return planned_episodes(self.cfg.ppo)
+
+    def total_steps(self) -> int:
+        """Steps of the whole run; the last may be smaller."""
+        return -(-self.total_samples() // self.samples_per_step)
+
+    def total_updates(self, state: TrainState) -> int:
+        """Optimizer updates at the end of the run: those made and, if none is skipped, those of the
+        samples still to come."""
+        ppo, left = self.cfg.ppo, max(self.total_samples() - state.episodes, 0)
+        full, rest = divmod(left, self.samples_per_step)
+        per_full = -(-self.samples_per_step // ppo.mini_batch_size)
+        to_come = full * per_full + -(-rest // ppo.mini_batch_size)
+        return state.updates + ppo.ppo_epochs * to_come
