@@ -16,8 +16,6 @@ from ppocli.train.state import TrainState
 
 EVAL_ROW, SWEEP_ROW = "eval", "eval_sweep"
 """``kind`` of rows of samples.jsonl that an evaluation writes"""
-VOLATILE = ("time/", "cpu/", "tokens_per_second/", "memory/")
-"""prefixes of figures that differ between two equal runs"""
 
 
 def speed_figures(spent: Spent, tokens: dict[str, int], memory_mib: float) -> dict[str, float]:

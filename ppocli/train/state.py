@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +11,6 @@ import torch
 from ppocli.train.clock import Spent
 
 N = TypeVar("N", int, float)
-NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +60,21 @@ class TrainState:
                 if name != "tensors"}
 
     @staticmethod
-    def from_json(data: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] = NOTHING
-                  ) -> TrainState:
-        """The state that :meth:`to_json` wrote. Numbers of PPO that earlier versions kept among the
-        loop's are found too."""
+    def from_json(data: Mapping[str, Any]) -> TrainState:
+        """The state that :meth:`to_json` wrote, without tensors. Numbers of PPO that earlier
+        versions kept among the loop's are found too."""
         known = {f.name for f in fields(TrainState)}
         own = {name: value for name, value in data.items() if name in known}
         own["task"] = {**{name: value for name, value in data.items() if name not in known},
                        **data.get("task", {})}
         own["best"] = None if data["best"] is None else Best(**data["best"])
-        return TrainState(**own, tensors=tensors)
+        return TrainState(**own)
 
-    def book(self, spent: Spent, tokens: Mapping[str, int] = NOTHING) -> TrainState:
+    def book(self, spent: Spent, tokens: Mapping[str, int] | None = None) -> TrainState:
         """The state with more time and tokens booked to phases."""
         return replace(self, seconds=_added(self.seconds, spent.seconds),
                        cpu_seconds=_added(self.cpu_seconds, spent.cpu_seconds),
-                       tokens=_added(self.tokens, tokens))
+                       tokens=_added(self.tokens, tokens or {}))
 
 
 def _added(sums: Mapping[str, N], more: Mapping[str, N]) -> dict[str, N]:

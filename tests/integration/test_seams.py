@@ -1,0 +1,140 @@
+"""Tasks and samplers from outside the package, through the ordinary command: training, evaluation,
+two ranks under ZeRO 2, memory that runs out, kill -9 and resume."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import jsonl, stable_rows
+from runs import WORDS, last_checkpoint, run
+from safetensors.torch import load_file
+
+OUTSIDE = Path(__file__).parent.parent / "outside"
+PAIRS = [{"chosen": f"the {noun} was {good}", "rejected": f"the {noun} was {bad}"}
+         for noun in ("film", "plot", "actor")
+         for good, bad in (("good", "bad"), ("great", "awful"), ("fine", "dull"), ("warm", "cold"))]
+KINDS = {
+    "task": ("task.fn=pairs_task.py:Pairs", "task.kwargs.path=pairs.jsonl",
+             "checkpoint.metric=accuracy", "ppo.num_rollouts=8", "ppo.mini_batch_size=4"),
+    "sampler": ("rollout.engine=slow_sampler.py:Whole", "rollout.kwargs.sharpness=1.0",
+                "prompts.path=prompts.jsonl", "reward.fn=rewards.py:plain")}
+
+
+def words(kind: str, *more: str) -> list[str]:
+    keys = {word.split("=", 1)[0]: word
+            for word in ("model.path=./lm", *WORDS, *KINDS[kind], *more)}
+    return list(keys.values())
+
+
+@pytest.fixture
+def here(world: Path) -> Path:
+    for file in OUTSIDE.glob("*.py"):
+        shutil.copy(file, world)
+    (world / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS))
+    return world
+
+
+@pytest.fixture
+def straight(here: Path, kind: str) -> Path:
+    """A run without any trouble."""
+    done = run("train", *words(kind, "run_name=straight"), cwd=here)
+    assert done.code == 0, done.err
+    return here / "runs/straight"
+
+
+def tensors_of(run_dir: Path) -> dict[str, torch.Tensor]:
+    """All that the last checkpoint holds."""
+    return {f"{path.name}/{name}": value
+            for path in sorted(last_checkpoint(run_dir).rglob("*.safetensors"))
+            for name, value in load_file(path).items()}
+
+
+def assert_equal(one: Path, other: Path) -> None:
+    a, b = tensors_of(one), tensors_of(other)
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert stable_rows(one / "metrics.jsonl") == stable_rows(other / "metrics.jsonl")
+    assert (one / "samples.jsonl").read_bytes() == (other / "samples.jsonl").read_bytes()
+
+
+def assert_close(one: Path, other: Path) -> None:
+    rows, others = stable_rows(one / "metrics.jsonl"), stable_rows(other / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [row["step"] for row in others]
+    for row, expected in zip(rows, others, strict=True):
+        assert row == pytest.approx(expected, rel=2e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["task"])
+def test_a_task_of_ones_own_trains_is_evaluated_and_is_saved_as_a_model(straight, here):
+    rows = jsonl(straight / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert rows[-1]["loss/total"] < rows[1]["loss/total"]
+    assert rows[-1]["eval/margin_mean"] > rows[0]["eval/margin_mean"] == 0.0
+    summary = json.loads((straight / "summary.json").read_text())
+    assert summary["eval_after"]["accuracy"] == rows[-1]["eval/accuracy"]
+    assert summary["seen"] == summary["episodes"] == 32
+    assert summary["best"]["name"] == "accuracy"
+    saved = last_checkpoint(straight)
+    assert load_file(saved / "task_state.safetensors")["weights"].shape == (8,)
+    assert load_file(saved / "head.safetensors")["weight"].shape == (1, 32)
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(straight / "model")
+
+
+@pytest.mark.parametrize("kind", ["sampler"])
+def test_a_sampler_of_ones_own_is_measured_by_forward_passes(kind, straight, here):
+    rows = jsonl(straight / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    # its logprobs are zeros: had they been taken, the ratio would be e^logprob
+    assert rows[1]["val/ratio"] == pytest.approx(1.0, abs=0.05)
+    assert rows[1]["objective/kl"] == pytest.approx(0.0, abs=1e-5)
+    assert rows[0]["eval/kl_mean"] == pytest.approx(0.0, abs=1e-5)
+    ours = run("train", *words(kind, "run_name=ours", "rollout.engine=decode", "rollout.kwargs={}"),
+               cwd=here)
+    assert ours.code == 0, ours.err
+    assert jsonl(here / "runs/ours/metrics.jsonl")[1]["reward/mean"] != rows[1]["reward/mean"]
+
+
+@pytest.mark.parametrize(("kind", "fault"), [
+    ("task", "optimize.minibatch@7:kill9"), ("task", "save.before_rename@2:kill9"),
+    ("sampler", "rollout.token@150:kill9"), ("sampler", "optimize.minibatch@6:kill9")])
+def test_kill9_then_resume_equals_the_straight_run(kind, fault, straight, here):
+    killed = run("train", *words(kind, "run_name=r"), cwd=here, PPOCLI_FAULTS=fault)
+    assert killed.code == -9, killed.err
+    done = run("train", *words(kind, "run_name=r", "resume=auto"), cwd=here)
+    assert done.code == 0, done.err
+    assert_equal(straight, here / "runs/r")
+
+
+@pytest.mark.parametrize(("kind", "fault", "said"), [
+    ("task", "optimize.forward>2@3+:oom", "optimize of 4 rows at once: out of memory; going on"),
+    ("sampler", "rollout.token>2@40+:oom", "rollout of 5 rows at once: out of memory; going on"),
+    ("sampler", "optimize.forward>2@3+:oom", "optimize of 4 rows at once: out of memory; going")])
+def test_what_does_not_fit_is_made_anew_with_half_the_rows(kind, fault, said, straight, here):
+    short = run("train", *words(kind, "run_name=r"), cwd=here, PPOCLI_FAULTS=fault)
+    assert short.code == 0, short.err
+    assert said in short.err
+    assert_close(straight, here / "runs/r")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_under_zero_2_come_to_what_one_process_comes_to(kind, straight, here):
+    two = run("train", *words(kind, "run_name=two", "hardware=zero2"), cwd=here)
+    assert two.code == 0, two.err
+    assert_close(straight, here / "runs/two")
+
+
+@pytest.mark.parametrize(("words_", "code", "said"), [
+    (("task.fn=nowhere.py:Task",), 3, "nowhere.py"),
+    (("task.fn=rewards.py:plain", "task.kwargs.outputs=[]"), 2, "which is no"),
+    (("rollout.engine=nothing",), 2, "rollout.engine")])
+def test_what_cannot_be_one_is_said_with_its_key(words_, code, said, here):
+    ended = run("train", *words("sampler", "run_name=r", *words_), cwd=here)
+    assert ended.code == code, ended.err
+    assert said in ended.err
+    assert "Traceback" not in ended.said
