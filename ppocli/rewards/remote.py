@@ -21,9 +21,9 @@ from urllib.parse import parse_qsl, urlsplit
 
 from ppocli.config.secrets import looks_secret
 from ppocli.errors import RewardError
-from ppocli.rewards.describe import first_line, shorten
 from ppocli.rewards.resolve import KNOWN_ARGUMENTS
 from ppocli.rewards.wire import WireError, decode_scores, encode_request, opening
+from ppocli.user_code import first_line, shorten
 
 log = logging.getLogger(__name__)
 
