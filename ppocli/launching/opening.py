@@ -22,6 +22,7 @@ from ppocli.storage.environment import ENV_FILE, describe
 from ppocli.storage.rank_outcomes import note_phase
 from ppocli.storage.run_folder import RunFolder
 from ppocli.tasks.ppo.session import PythonObjects, build_session
+from ppocli.tracking.trackers import check_trackers
 from ppocli.train.clock import Moment, PhaseClock
 from ppocli.train.loop import Run, initial_state
 
@@ -57,6 +58,7 @@ def open_run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects, backen
     # rewards draw from these: ranks must not draw alike
     generators.seed(cfg.seed + ranks.rank)
     note_phase("loading")
+    ranks.first_does(lambda: check_trackers(cfg.tracking))
     session = build_session(cfg, backend, objects)
     state = fresh = initial_state(session)
     run_id = ranks.first_does(lambda: _run_id(folder))
