@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ppocli.config.secrets import hide_secrets
 from ppocli.errors import InputError
@@ -65,23 +65,20 @@ class Opening:
     """where the run finds modules"""
 
 
-class Service(Protocol):
-    """One open run of a tracker."""
-
-    def log(self, figures: dict[str, Any], table: list[dict[str, Any]] | None, step: int) -> None:
-        """Log one step: its figures, and its evaluation samples if there were any."""
-
-    def finish(self, code: int) -> None:
-        """Close the run; a code other than 0 says that it failed."""
+Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """An open service, its id, and the first step that it may be given."""
+    """An open run of a tracker."""
 
-    service: Service
+    log: Callable[[dict[str, Any], Rows, int], Any]
+    """takes figures, evaluation samples (none at most steps) and the step"""
+    finish: Callable[[int], Any]
+    """closes the run; a code other than 0 says that it failed"""
     run_id: str
     first_step: int
+    """that it may be given"""
 
 
 Say = Callable[[str, Any], None]
@@ -145,21 +142,21 @@ def _log(name: str, opening: Opening, inbox: queue.SimpleQueue[tuple[str, Any]],
         raise
     step = opened.first_step - 1
     _keep(record, opened.run_id, step)
-    table_step, table = -1, None
+    samples_step, samples = -1, Rows()
     while (message := inbox.get())[0] != "finish":
         kind, what = message
         if kind == "samples":
-            table_step, table = what
+            samples_step, samples = what
         elif what["step"] >= opened.first_step:
             step = what.pop("step")
             try:
-                opened.service.log(what, table if table_step == step else None, step)
+                opened.log(what, samples if samples_step == step else [], step)
                 _keep(record, opened.run_id, step)
             except (Exception, SystemExit) as error:
                 traceback.print_exc()
                 say("warning", f"step {step} could not be logged: {cause_of(error)}")
         say("done", None)
-    opened.service.finish(message[1])
+    opened.finish(message[1])
 
 
 def cause_of(error: BaseException) -> str:
@@ -184,22 +181,6 @@ def _end_within(seconds: float) -> None:
     timer = threading.Timer(seconds, lambda: os.killpg(0, signal.SIGKILL))
     timer.daemon = True
     timer.start()
-
-
-@dataclass(frozen=True, slots=True)
-class _Wandb:
-    run: Any
-    table: Any
-
-    def log(self, figures: dict[str, Any], table: list[dict[str, Any]] | None, step: int) -> None:
-        if table:
-            columns = list(table[0])
-            figures = {**figures, EVAL_SAMPLES: self.table(
-                columns=columns, data=[[row[name] for name in columns] for row in table])}
-        self.run.log(figures, step=step)
-
-    def finish(self, code: int) -> None:
-        self.run.finish(exit_code=code)
 
 
 def _open_wandb(opening: Opening, found: dict[str, Any], say: Say) -> Opened:
@@ -233,20 +214,15 @@ def _open_wandb(opening: Opening, found: dict[str, Any], say: Say) -> Opened:
             say("news", run.url)
     # online the service knows what it has; offline only we do
     first = found.get("step", -1) + 1 if run.offline else run.step
-    return Opened(_Wandb(run, wandb.Table), run_id, first)
 
+    def log(figures: dict[str, Any], samples: Rows, step: int) -> None:
+        if samples:
+            figures[EVAL_SAMPLES] = wandb.Table(
+                columns=list(samples[0]),
+                data=[[row[name] for name in samples[0]] for row in samples])
+        run.log(figures, step=step)
 
-@dataclass(frozen=True, slots=True)
-class _Trackio:
-    run: Any
-    table: Any
-
-    def log(self, figures: dict[str, Any], table: list[dict[str, Any]] | None, step: int) -> None:
-        self.run.log({**figures, EVAL_SAMPLES: self.table(data=table)} if table else figures,
-                     step=step)
-
-    def finish(self, code: int) -> None:
-        self.run.finish()
+    return Opened(log, lambda code: run.finish(exit_code=code), run_id, first)
 
 
 def _open_trackio(opening: Opening, found: dict[str, Any], say: Say) -> Opened:
@@ -274,21 +250,13 @@ def _open_trackio(opening: Opening, found: dict[str, Any], say: Say) -> Opened:
         found = {}
     say("news", os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")
         or f"trackio show --project {project}")
-    return Opened(_Trackio(run, trackio.Table), run.id, found.get("step", -1) + 1)
 
+    def log(figures: dict[str, Any], samples: Rows, step: int) -> None:
+        if samples:
+            figures[EVAL_SAMPLES] = trackio.Table(data=samples)
+        run.log(figures, step=step)
 
-@dataclass(frozen=True, slots=True)
-class _Own:
-    tracker: Any
-
-    def log(self, figures: dict[str, Any], table: list[dict[str, Any]] | None, step: int) -> None:
-        if table and hasattr(self.tracker, "samples"):
-            self.tracker.samples(step, table)
-        self.tracker.row({"step": step, **figures})
-
-    def finish(self, code: int) -> None:
-        if hasattr(self.tracker, "close"):
-            self.tracker.close()
+    return Opened(log, lambda code: run.finish(), run.id, found.get("step", -1) + 1)
 
 
 def locate_tracker(spec: str) -> Located:
@@ -312,7 +280,14 @@ def locate_tracker(spec: str) -> Located:
 def _open_own(spec: str, opening: Opening, found: dict[str, Any], say: Say) -> Opened:
     """A class of the user's own."""
     tracker = locate_tracker(spec).target(Path(opening.run_dir), opening.config)
-    return Opened(_Own(tracker), "", found.get("step", -1) + 1)
+
+    def log(figures: dict[str, Any], samples: Rows, step: int) -> None:
+        if samples and hasattr(tracker, "samples"):
+            tracker.samples(step, samples)
+        tracker.row({"step": step, **figures})
+
+    return Opened(log, lambda code: getattr(tracker, "close", lambda: None)(), "",
+                  found.get("step", -1) + 1)
 
 
 OPEN: dict[str, Callable[[Opening, dict[str, Any], Say], Opened]] = {
