@@ -15,11 +15,11 @@ from ppocli.config.schema import TrainConfig
 from ppocli.display.console import Display, keep_log
 from ppocli.errors import CheckpointError
 from ppocli.parallel.backend import Backend
+from ppocli.parallel.rank_outcomes import note_phase
 from ppocli.parallel.stop import StopFlag
 from ppocli.runs.resumed import RUN_FILE, accept_settings
 from ppocli.storage.atomic import write_json_atomic
 from ppocli.storage.environment import ENV_FILE, describe
-from ppocli.storage.rank_outcomes import note_phase
 from ppocli.storage.run_folder import RunFolder
 from ppocli.tasks.ppo.session import PythonObjects, build_session
 from ppocli.tracking.trackers import check_trackers

@@ -16,8 +16,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from multiprocessing import Pipe
 from pathlib import Path
@@ -47,7 +47,7 @@ TABLE_ROWS = 64
 
 
 class Tracker(Protocol):
-    """Takes figures of steps. Nothing it does raises or waits."""
+    """Takes figures of steps. Nothing it does raises, and only ``finish`` waits."""
 
     def row(self, row: dict[str, Any]) -> None:
         """One step's figures; ``step`` among them."""
@@ -98,7 +98,8 @@ class EventFiles:
 
 
 class TrackerProcess:
-    """The process of the trackers, fed through a queue by a thread that may hang."""
+    """The trackers that run in a process of their own, fed through a queue by a thread that may
+    hang."""
 
     def __init__(self, opening: Opening) -> None:
         self.log_file = Path(opening.run_dir) / "trackers/output.log"
@@ -113,91 +114,15 @@ class TrackerProcess:
         self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._waiting.put(asdict(opening))
         threading.Thread(target=self._feed, daemon=True, name="trackers").start()
-        self.trackers = {name: ServedTracker(name, self) for name in opening.trackers}
-
-    def send(self, tracker: str, kind: str, what: Any) -> None:
-        """Have a message sent, without waiting for it."""
-        self._waiting.put((tracker, kind, what))
+        self._behind = dict.fromkeys(opening.trackers, 0)
+        self._answered = dict.fromkeys(opening.trackers, monotonic())
+        self._unfinished = set(opening.trackers)
+        self._warned: set[str] = set()
 
     def _feed(self) -> None:
         with suppress(OSError):  # it has died, which the run hears
             for message in iter(self._waiting.get, None):
                 self._connection.send(message)
-
-    def _unfinished(self) -> list[ServedTracker]:
-        return [tracker for tracker in self.trackers.values() if not tracker.finished]
-
-    def listen(self) -> None:
-        """Take what has come back, in the run's own thread, which owns the display."""
-        ended = self._process.poll() is not None  # asked before its last words are taken
-        with suppress(EOFError, OSError):
-            while self._connection.poll():
-                name, kind, what = self._connection.recv()
-                self.trackers[name].hear(kind, what)
-        if ended:
-            gone = self._unfinished()
-            if news := [tracker.label for tracker in gone if not tracker.warned]:
-                _warn(", ".join(news), f"the process of the trackers ended; see {self.log_file}")
-            for tracker in gone:
-                tracker.finished = tracker.warned = True
-
-    def close(self) -> None:
-        """Wait for the end of a process whose trackers were told to finish; then make it."""
-        deadline = monotonic() + FINISH_SECONDS
-        while self._process.poll() is None and monotonic() < deadline:
-            self.listen()
-            sleep(0.01)
-        self.listen()
-        for tracker in self._unfinished():
-            tracker.warn(f"it did not finish within {FINISH_SECONDS:.0f} seconds and was ended; "
-                         f"see {self.log_file}")
-        if self._process.poll() != 0:
-            with suppress(OSError):  # its services too
-                os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._waiting.put(None)
-        self._connection.close()
-
-
-class ServedTracker:
-    """One of the trackers that run in the process of their own."""
-
-    def __init__(self, name: str, process: TrackerProcess) -> None:
-        self.name, self.label, self._process = name, short_path(name), process
-        self._behind, self._answered = 0, monotonic()
-        self.warned = self.finished = False
-
-    def hear(self, kind: str, what: Any) -> None:
-        """Take an answer."""
-        self._answered = monotonic()
-        if kind == "done":
-            self._behind -= 1
-        elif kind == "finished":
-            self.finished = True
-        elif kind == "news":
-            log.info("%-12s %s", self.label, what)
-        else:
-            self.warn(what)
-
-    def warn(self, cause: str) -> None:
-        """Say what failed, unless something was said before."""
-        if not self.warned:
-            _warn(self.label, cause)
-        self.warned = True
-
-    def _send(self, kind: str, what: Any) -> None:
-        self._process.listen()
-        if not self._behind:
-            self._answered = monotonic()  # it had nothing to answer to
-        if self.finished:
-            return
-        if self._behind >= QUEUE_ROWS:
-            self.warn(f"it is {QUEUE_ROWS} rows behind; those that follow are left out")
-            return
-        self._behind += 1
-        self._process.send(self.name, kind, what)
-        if monotonic() - self._answered > SILENT_SECONDS:
-            self.warn(f"no answer for {SILENT_SECONDS:.0f} seconds")
 
     def row(self, row: dict[str, Any]) -> None:
         self._send("row", {"step": row["step"], **finite_figures(row)})
@@ -205,8 +130,62 @@ class ServedTracker:
     def samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         self._send("samples", (step, samples[:TABLE_ROWS]))
 
+    def _send(self, kind: str, what: Any) -> None:
+        self._listen()
+        for name in sorted(self._unfinished):
+            if self._behind[name] == 0:
+                self._answered[name] = monotonic()  # it had nothing to answer to
+            if self._behind[name] >= QUEUE_ROWS:
+                self._warn([name], f"it is {QUEUE_ROWS} rows behind; those that follow are left "
+                           "out")
+                continue
+            self._behind[name] += 1
+            self._waiting.put((name, kind, what))
+            if monotonic() - self._answered[name] > SILENT_SECONDS:
+                self._warn([name], f"no answer for {SILENT_SECONDS:.0f} seconds")
+
+    def _listen(self) -> None:
+        """Take what has come back, in the run's own thread, which owns the display."""
+        ended = self._process.poll() is not None  # asked before its last words are taken
+        with suppress(EOFError, OSError):
+            while self._connection.poll():
+                name, kind, what = self._connection.recv()
+                self._answered[name] = monotonic()
+                if kind == "done":
+                    self._behind[name] -= 1
+                elif kind == "finished":
+                    self._unfinished.discard(name)
+                elif kind == "news":
+                    log.info("%-12s %s", short_path(name), what)
+                else:
+                    self._warn([name], what)
+        if ended:
+            self._warn(self._unfinished, f"the process of the trackers ended; see {self.log_file}")
+            self._unfinished = set()
+
+    def _warn(self, names: Iterable[str], cause: str) -> None:
+        """Say once of each tracker what failed."""
+        if news := sorted(set(names) - self._warned):
+            _warn(", ".join(map(short_path, news)), cause)
+        self._warned.update(news)
+
     def finish(self, code: int) -> None:
-        self._process.send(self.name, "finish", code)
+        """Have them finish and wait for the end of their process; then make it."""
+        for name in self._behind:
+            self._waiting.put((name, "finish", code))
+        deadline = monotonic() + FINISH_SECONDS
+        while self._process.poll() is None and monotonic() < deadline:
+            self._listen()
+            sleep(0.01)
+        self._listen()
+        self._warn(self._unfinished, f"it did not finish within {FINISH_SECONDS:.0f} seconds and "
+                   f"was ended; see {self.log_file}")
+        if self._process.poll() != 0:
+            with suppress(OSError):  # its services too
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._waiting.put(None)
+        self._connection.close()
 
 
 def _warn(name: str, cause: str) -> None:
@@ -241,29 +220,25 @@ def _start_process(names: list[str], cfg: TrackingConfig, folder: RunFolder) -> 
 @contextmanager
 def open_trackers(cfg: TrackingConfig, folder: RunFolder) -> Iterator[Sequence[Tracker]]:
     """The run's trackers; one that can't be opened is named in a warning and left out."""
-    trackers: list[Tracker] = []
     served = [name for name in cfg.trackers if name != "tensorboard"]
-    with ExitStack() as at_end:
+    trackers: list[Tracker] = []
+    try:
         if served:
-            try:
-                process = _start_process(served, cfg, folder)
-            except Exception as error:
-                _warn(", ".join(served), cause_of(error))
-            else:
-                trackers.extend(process.trackers.values())
-                at_end.callback(process.close)
+            trackers.append(_start_process(served, cfg, folder))
+    except Exception as error:
+        _warn(", ".join(served), cause_of(error))
+    try:
         if len(served) < len(cfg.trackers):
-            try:
-                trackers.append(EventFiles(folder.events))
-            except Exception as error:
-                _warn("tensorboard", cause_of(error))
-        code = 1
-        try:
-            yield tuple(trackers)
-            code = 0
-        except StoppedError:
-            code = 255  # what wandb takes for a Ctrl-C
-            raise
-        finally:
-            for tracker in trackers:
-                tracker.finish(code)
+            trackers.append(EventFiles(folder.events))
+    except Exception as error:
+        _warn("tensorboard", cause_of(error))
+    code = 1
+    try:
+        yield tuple(trackers)
+        code = 0
+    except StoppedError:
+        code = 255  # what wandb takes for a Ctrl-C
+        raise
+    finally:
+        for tracker in reversed(trackers):  # the process is waited for last
+            tracker.finish(code)

@@ -18,12 +18,12 @@ from ppocli.config.algorithm import kl_in
 from ppocli.display.console import Display
 from ppocli.errors import ConfigError, DiskError, DivergedError
 from ppocli.parallel.backend import made_on
+from ppocli.parallel.rank_outcomes import note_phase
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import ROLLOUT
 from ppocli.rewards.check import check_invalid_share
 from ppocli.storage.checkpoints import save_checkpoint
 from ppocli.storage.publishing import publish_folder
-from ppocli.storage.rank_outcomes import note_phase
 from ppocli.storage.retention import prune, update_pointers
 from ppocli.storage.run_folder import RunFolder, finite_or_null
 from ppocli.tasks.ppo.digests import judge_digest, session_digests
