@@ -68,6 +68,7 @@ def key_row(key: Key) -> str:
     values = key.expected + (f", {key.allowed}" if key.allowed else "")
     if key.metadata.get("choices"):
         values = " ".join(f"`{choice}`" for choice in key.metadata["choices"])
+        values += " or an import path" if key.metadata["import_path"] else ""
         values += " or null" if key.optional else ""
     return f"| `{key.name}` | {shown_default(key)} | {cell(values)} | {cell(key.metadata['doc'])} |"
 

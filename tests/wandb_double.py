@@ -55,7 +55,7 @@ class Run:
 
 def init(**words):
     del words["settings"]
-    note("init", **words)
+    note("init", pid=os.getpid(), **words)
     return Run(words["mode"])
 
 

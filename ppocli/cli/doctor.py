@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ppocli.cli.output import complain, say
 
 if TYPE_CHECKING:
-    from ppocli.doctor.checking import Result
+    from ppocli.doctor_probes import Result
 
 
 def print_env(as_json: bool) -> None:
@@ -61,10 +61,10 @@ def run_doctor(folder: Path, as_json: bool) -> None:
     Raises:
         SystemExit: 1, a check failed.
     """
-    from ppocli.doctor.checking import Surroundings, run_checks
-    from ppocli.doctor.checks import CHECKS
+    from ppocli.doctor import CHECKS
+    from ppocli.doctor_probes import Surroundings, run_checks
 
-    width = max(len(check.name) for check in CHECKS)
+    width = max(len(check.__name__) for check in CHECKS)
     erasable = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
     def begin(name: str) -> None:

@@ -182,8 +182,8 @@ def _examine_job(job: SweepJob, came_to: TrainConfig | PpocliError, flags: Seque
 # Inputs -------------------------------------------------------------------------------------------
 
 def _examine_config(config: TrainConfig, wrong: frozenset[str], found: Examined) -> int | None:
-    """Models, DeepSpeed's file, prompts and rewards, apart from keys that are wrong already;
-    returns how many training prompts there are."""
+    """Models, DeepSpeed's file, prompts, rewards and trackers, apart from keys that are wrong
+    already; returns how many training prompts there are."""
     from ppocli.launching.preflight import missing_inputs
 
     if not wrong & {"model.path", "model.tokenizer_path"}:
@@ -204,6 +204,13 @@ def _examine_config(config: TrainConfig, wrong: frozenset[str], found: Examined)
                 *(f"reward.fns.{name}" for name in part.fns)}
         if not wrong & keys:
             found.add(_reward_problems(part, columns))
+    if "tracking.trackers" not in wrong:
+        from ppocli.tracking.trackers import check_trackers
+
+        try:
+            check_trackers(config.tracking)
+        except InputError as error:
+            found.add([error])
     return count
 
 

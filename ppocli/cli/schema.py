@@ -138,7 +138,9 @@ def _value(key: Key) -> dict[str, Any]:
 
 def _item(key: Key) -> dict[str, Any]:
     if key.metadata["choices"]:
-        return {"enum": list(key.metadata["choices"])}
+        choices = {"enum": list(key.metadata["choices"])}
+        own = {"type": "string", "pattern": "[:.]"}  # an import path
+        return {"anyOf": [choices, own]} if key.metadata["import_path"] else choices
     bounds = {word: key.metadata[name] for name, word in _BOUNDS.items()
               if key.metadata[name] is not None}
     return {"type": _TYPES[key.item], **bounds}

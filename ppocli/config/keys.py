@@ -51,7 +51,8 @@ class Key:
     def allowed(self) -> str:
         """The allowed values in words: ``one of a, b`` or ``> 0 and <= 1``; empty if any."""
         if self.metadata.get("choices"):
-            return "one of " + ", ".join(self.metadata["choices"])
+            other = " or an import path" if self.metadata.get("import_path") else ""
+            return "one of " + ", ".join(self.metadata["choices"]) + other
         signs = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
         return " and ".join(f"{sign} {self.metadata[bound]:g}" for bound, sign in signs
                             if self.metadata.get(bound) is not None)
@@ -82,6 +83,12 @@ def free_mapping_of(name: str) -> str | None:
 def key_for(name: str) -> Key | None:
     """The schema key that ``name`` is, or lies in if that is a free mapping; else None."""
     return schema_keys().get(free_mapping_of(name) or name)
+
+
+def is_import_path(text: str) -> bool:
+    """Whether it has the form of a path to user code, such as ``pkg.module:Class`` or
+    ``path/to/file.py:Class``, rather than of a short name."""
+    return ":" in text or "." in text
 
 
 def several(value: Any) -> list[Any]:

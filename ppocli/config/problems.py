@@ -16,7 +16,14 @@ from omegaconf import MISSING
 
 from ppocli.config.adapters import adapter_problems
 from ppocli.config.algorithm import algorithm_problems, kl_estimator
-from ppocli.config.keys import Key, did_you_mean, free_mapping_of, schema_keys, several
+from ppocli.config.keys import (
+    Key,
+    did_you_mean,
+    free_mapping_of,
+    is_import_path,
+    schema_keys,
+    several,
+)
 from ppocli.config.schema import TrainConfig, reference_kind
 from ppocli.errors import ConfigError
 
@@ -126,7 +133,7 @@ def _range_problems(key: Key, value: Any) -> Iterator[str]:
 
 def _allowed(metadata: Mapping[str, Any], item: Any) -> bool:
     if metadata["choices"]:
-        return item in metadata["choices"]
+        return item in metadata["choices"] or (metadata["import_path"] and is_import_path(item))
     tests = {"gt": lambda limit: item > limit, "ge": lambda limit: item >= limit,
              "lt": lambda limit: item < limit, "le": lambda limit: item <= limit}
     return all(test(metadata[bound]) for bound, test in tests.items()

@@ -153,6 +153,8 @@ def with_absolute_paths(config: TrainConfig, folder: Path) -> TrainConfig:
             setattr(owner, last, _absolute(value, folder, name == "output_dir"))
     for name in ("fn", "metric_fn"):
         setattr(result.reward, name, _absolute_function(getattr(result.reward, name), folder))
+    result.tracking.trackers = [str(_absolute_function(name, folder))
+                                for name in result.tracking.trackers]
     result.reward.kwargs = _absolute_values(result.reward.kwargs, folder)
     result.reward.fns = {
         name: {**entry, "fn": _absolute_function(entry.get("fn"), folder),

@@ -222,8 +222,9 @@ class CheckpointConfig:
 @dataclass
 class TrackingConfig:
     trackers: list[str] = key(["tensorboard"], "list of where figures go beside metrics.jsonl; "
-                              "wandb and trackio are extras: pip install 'ppocli[wandb]'",
-                              choices=("tensorboard", "wandb", "trackio"))
+                              "wandb and trackio are extras: pip install 'ppocli[wandb]'; an "
+                              "import path, such as my_trackers.py:Csv, is a class of your own",
+                              choices=("tensorboard", "wandb", "trackio"), import_path=True)
     project: Optional[str] = key(None, "project of wandb and trackio (default: WANDB_PROJECT for "
                                  "wandb, else ppocli)")
     log_rollouts: bool = key(False, "write every rollout sample to samples.jsonl, not only "

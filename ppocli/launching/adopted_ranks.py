@@ -25,7 +25,7 @@ from ppocli.config.sayable import sayable
 from ppocli.config.schema import HardwareConfig, TrainConfig
 from ppocli.errors import ConfigError, PpocliError
 from ppocli.parallel.launchers import Launched
-from ppocli.storage.rank_outcomes import RankOutcome
+from ppocli.parallel.rank_outcomes import RankOutcome
 
 if TYPE_CHECKING:
     from ppocli.display.console import DisplayMode

@@ -31,9 +31,8 @@ from ppocli.config.resolved import (
 )
 from ppocli.config.schema import HardwareConfig, TrainConfig
 from ppocli.display.console import note_in_log
-from ppocli.parallel.interfaces import let_gloo_use
-from ppocli.parallel.stop import stop_when_closed
-from ppocli.storage.rank_outcomes import (
+from ppocli.parallel.launchers import let_gloo_use
+from ppocli.parallel.rank_outcomes import (
     NODE_FAILED,
     OUTCOMES,
     RankOutcome,
@@ -44,6 +43,7 @@ from ppocli.storage.rank_outcomes import (
     read_phase,
     send,
 )
+from ppocli.parallel.stop import stop_when_closed
 from ppocli.storage.run_folder import RunFolder
 
 _GO_ON = "  fix:   go on from the last checkpoint: ppocli resume RUN\n"

@@ -37,8 +37,8 @@ from ppocli.launching.adopted_ranks import start_of
 from ppocli.launching.child_process import run_process
 from ppocli.launching.preflight import check_inputs
 from ppocli.parallel.launchers import find_launch
+from ppocli.parallel.rank_outcomes import NODE_FAILED
 from ppocli.storage.atomic import disk_errors
-from ppocli.storage.rank_outcomes import NODE_FAILED
 from ppocli.storage.run_folder import probe_writable, reserved
 
 if TYPE_CHECKING:

@@ -15,12 +15,13 @@ from ppocli.config.schema import TrainConfig
 from ppocli.display.console import Display, keep_log
 from ppocli.errors import CheckpointError
 from ppocli.parallel.backend import Backend
+from ppocli.parallel.rank_outcomes import note_phase
 from ppocli.parallel.stop import StopFlag
 from ppocli.runs.resumed import RUN_FILE, accept_settings
 from ppocli.storage.atomic import write_json_atomic
 from ppocli.storage.environment import ENV_FILE, describe
-from ppocli.storage.rank_outcomes import note_phase
 from ppocli.storage.run_folder import RunFolder
+from ppocli.tracking.trackers import check_trackers
 from ppocli.train.clock import Moment, PhaseClock
 from ppocli.train.loop import Run, initial_state
 from ppocli.train.task import PythonObjects, TaskSetup
@@ -57,6 +58,7 @@ def open_run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects, backen
     # rewards draw from these: ranks must not draw alike
     generators.seed(cfg.seed + ranks.rank)
     note_phase("loading")
+    ranks.first_does(lambda: check_trackers(cfg.tracking))
     task = build_task(TaskSetup(cfg, backend, objects))
     state = fresh = initial_state(task)
     run_id = ranks.first_does(lambda: _run_id(folder))

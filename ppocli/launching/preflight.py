@@ -14,6 +14,7 @@ from typing import Any
 
 from ppocli.config.algorithm import require_optimizer, value_optimizer
 from ppocli.config.hub import hub_reachable, offline_hint
+from ppocli.config.keys import is_import_path
 from ppocli.config.schema import TrainConfig
 from ppocli.data.sources import names_hub_dataset
 from ppocli.errors import InputError
@@ -51,6 +52,8 @@ def _missing_packages(cfg: TrainConfig) -> Iterator[InputError]:
     except InputError as error:
         yield error
     for name in cfg.tracking.trackers:
+        if is_import_path(name):
+            continue
         found = find_spec(name)
         # a folder of that name, as wandb makes one for its files, is no package of that name
         if found is None or found.origin is None:

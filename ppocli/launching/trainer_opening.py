@@ -37,6 +37,7 @@ def composed(overrides: Sequence[str], objects: PythonObjects) -> Composition:
     """
     from ppocli.config.compose import compose
     from ppocli.launching.launch import needs_launcher
+    from ppocli.parallel.launchers import launched_world
 
     if isinstance(overrides, str):
         raise ConfigError("overrides is one text, not a list of them.", where="overrides",
@@ -45,7 +46,7 @@ def composed(overrides: Sequence[str], objects: PythonObjects) -> Composition:
     composition = compose(list(overrides), handed_in=frozenset(handed_in))
     if composition is None:
         raise ConfigError("These words only print a configuration.", fix="leave out --cfg, --info")
-    if needs_launcher(composition.config.hardware) or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if needs_launcher(composition.config.hardware) or launched_world() > 1:
         raise ConfigError("PPOTrainer works in one process.",
                           where="hardware.num_processes, hardware.zero_stage, WORLD_SIZE",
                           fix="several processes are what ppocli train is for")

@@ -40,20 +40,20 @@ from ppocli.errors import (
 )
 from ppocli.launching.opening import noted_products, open_run, quiet_libraries
 from ppocli.parallel.heap import keep_freed_memory
-from ppocli.parallel.ranks import is_lost_neighbour
-from ppocli.parallel.stop import StopFlag, StopRequested, catch_signals, stop_when_closed
-from ppocli.runs.resumed import accept_settings
-from ppocli.storage.publishing import publish_folder
-from ppocli.storage.rank_outcomes import (
+from ppocli.parallel.launchers import my_rank
+from ppocli.parallel.rank_outcomes import (
     OUTCOMES,
     RankOutcome,
     announce,
     hold_lifeline,
-    my_rank,
     note_phase,
     read_phase,
     write_outcome,
 )
+from ppocli.parallel.ranks import is_lost_neighbour
+from ppocli.parallel.stop import StopFlag, StopRequested, catch_signals, stop_when_closed
+from ppocli.runs.resumed import accept_settings
+from ppocli.storage.publishing import publish_folder
 from ppocli.storage.run_folder import RunFolder, lock, write_summary
 from ppocli.storage.run_logs import read_jsonl
 from ppocli.train.clock import Moment, in_words, of_training, profile

@@ -15,6 +15,7 @@ from ppocli.config.schema import HardwareConfig, TrainConfig
 from ppocli.display.live_view import resident_mib
 from ppocli.errors import ConfigError
 from ppocli.models.fast.gemm import choose_gemm, packed_weights
+from ppocli.parallel.launchers import launched_world
 from ppocli.parallel.ranks import Ranks
 
 
@@ -66,11 +67,6 @@ class Backend:
 def made_on(backend: Backend) -> dict[str, str]:
     """What a checkpoint notes of where it was made: elsewhere a run goes on, not bit for bit."""
     return {"device": backend.device.type, "processes": str(backend.ranks.world)}
-
-
-def launched_world() -> int:
-    """How many processes the launcher started (torchrun, srun, accelerate: ``WORLD_SIZE``)."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @contextmanager

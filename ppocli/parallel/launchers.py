@@ -1,11 +1,15 @@
-"""What a launcher says of this process: torchrun, accelerate, DeepSpeed or srun have started it as
-one of several. Only the environment is read; nothing heavy is imported."""
+"""What a launcher says of this process: torchrun, accelerate, DeepSpeed, srun or our own have
+started it as one of several; and over which network interface those meet that we start ourselves.
+
+All that is read of launchers' variables is read here. Nothing heavy is imported.
+"""
 
 from __future__ import annotations
 
-import itertools
+import os
 import re
-from collections.abc import Iterator, Mapping
+import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ppocli.errors import ConfigError
@@ -57,13 +61,28 @@ def find_launch(environ: Mapping[str, str]) -> Launched | None:
     Raises:
         ConfigError: variables are missing or are no numbers.
     """
-    if ("RANK" in environ and int_of(environ, "WORLD_SIZE", 1) > 1) or all(
+    if ("RANK" in environ and _int_of(environ, "WORLD_SIZE", 1) > 1) or all(
             name in environ for name in _NAMES):
         return _from_variables(environ)
     return _from_slurm(environ)
 
 
-def int_of(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+def my_rank() -> int:
+    """This process's number among those of the run; 0 if it was started alone."""
+    return _int_of(os.environ, "RANK", 0)
+
+
+def launched_world() -> int:
+    """How many processes were started together."""
+    return _int_of(os.environ, "WORLD_SIZE", 1)
+
+
+def launched_here(default: int) -> int:
+    """How many of them run on this machine; ``default`` where nobody tells."""
+    return _int_of(os.environ, "LOCAL_WORLD_SIZE", default)
+
+
+def _int_of(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
     """A variable that holds a whole number.
 
     Raises:
@@ -84,8 +103,8 @@ def _from_variables(environ: Mapping[str, str]) -> Launched:
             f"RANK and WORLD_SIZE are set in the environment, {' and '.join(missing)} not.",
             where=", ".join(missing), fix="start the run through torchrun, accelerate launch or "
             "deepspeed, which set all of them; or, for one process: unset RANK WORLD_SIZE")
-    rank, world, local = (int_of(environ, name) for name in _NAMES[:3])
-    each = int_of(environ, "LOCAL_WORLD_SIZE", int_of(environ, "LOCAL_SIZE", 0)) or None
+    rank, world, local = (_int_of(environ, name) for name in _NAMES[:3])
+    each = _int_of(environ, "LOCAL_WORLD_SIZE", _int_of(environ, "LOCAL_SIZE", 0)) or None
     if rank >= world or (each is not None and local >= each):
         raise ConfigError(f"RANK={rank}, WORLD_SIZE={world}, LOCAL_RANK={local} and "
                           f"LOCAL_WORLD_SIZE={each or 'unset'} contradict each other.",
@@ -93,7 +112,7 @@ def _from_variables(environ: Mapping[str, str]) -> Launched:
     by = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else \
         "deepspeed" if "CROSS_SIZE" in environ else "the launcher"
     return Launched(by, rank, world, local, each, environ["MASTER_ADDR"],
-                    int_of(environ, "MASTER_PORT"))
+                    _int_of(environ, "MASTER_PORT"))
 
 
 def _from_slurm(environ: Mapping[str, str]) -> Launched | None:
@@ -105,38 +124,60 @@ def _from_slurm(environ: Mapping[str, str]) -> Launched | None:
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
     if not step.isdigit() or int(step) >= _NO_STEP or "SLURM_PROCID" not in environ:
         return None
-    job_tasks = int_of(environ, "SLURM_NTASKS", 1)
-    world = int_of(environ, "SLURM_STEP_NUM_TASKS", job_tasks)
+    job_tasks = _int_of(environ, "SLURM_NTASKS", 1)
+    world = _int_of(environ, "SLURM_STEP_NUM_TASKS", job_tasks)
     if world < 2:
         return None
-    nodes = int_of(environ, "SLURM_STEP_NUM_NODES", int_of(environ, "SLURM_NNODES", 1))
+    nodes = _int_of(environ, "SLURM_STEP_NUM_NODES", _int_of(environ, "SLURM_NNODES", 1))
     layout = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", ""))
     hosts = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", ""))
-    address = environ.get("MASTER_ADDR") or next(hosts_of(hosts), "127.0.0.1")
-    job = int_of(environ, "SLURM_JOB_ID", int_of(environ, "SLURM_JOBID", 0))
+    address = environ.get("MASTER_ADDR") or first_host(hosts) or "127.0.0.1"
+    job = _int_of(environ, "SLURM_JOB_ID", _int_of(environ, "SLURM_JOBID", 0))
     # every second port: the next one is for ranks that nodes start themselves
     port = _PORTS.start + 2 * ((16 * job + int(step)) % (len(_PORTS) // 2))
     even = re.fullmatch(r"(\d+)(\(x\d+\))?", layout)
-    return Launched("srun", int_of(environ, "SLURM_PROCID"), world,
-                    int_of(environ, "SLURM_LOCALID"), int(even[1]) if even else None, address,
-                    int_of(environ, "MASTER_PORT", port),
+    return Launched("srun", _int_of(environ, "SLURM_PROCID"), world,
+                    _int_of(environ, "SLURM_LOCALID"), int(even[1]) if even else None, address,
+                    _int_of(environ, "MASTER_PORT", port),
                     on_each_node=nodes > 1 and nodes == world)
 
 
-def hosts_of(nodelist: str) -> Iterator[str]:
-    """The hosts of Slurm's short form, in its order: ``node[01-03,07],gpu2`` gives node01, node02,
-    node03, node07, gpu2; several brackets in one name multiply."""
-    for name in re.findall(r"(?:\[[^\]]*\]|[^,\[\]])+", nodelist):
-        pieces = re.split(r"\[([^\]]*)\]", name)
-        choices = [list(_numbers(piece)) if i % 2 else [piece] for i, piece in enumerate(pieces)]
-        yield from ("".join(parts) for parts in itertools.product(*choices))
+def first_host(nodelist: str) -> str:
+    """The first host of Slurm's short form: node01 of ``node[01-03,07],gpu2``."""
+    first = re.match(r"(?:\[[^\]]*\]|[^,\[\]])*", nodelist)
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0] if first else "")
 
 
-def _numbers(ranges: str) -> Iterator[str]:
-    """``01-03,07`` as 01, 02, 03, 07."""
-    for part in ranges.split(","):
-        low, dash, high = part.partition("-")
-        if not dash:
-            yield low
-            continue
-        yield from (str(number).zfill(len(low)) for number in range(int(low), int(high) + 1))
+def interface_towards(host: str) -> str | None:
+    """Name of the network interface from which this machine reaches ``host``, or is reached as
+    ``host``; None where that can't be told (IPv6, several that it could be)."""
+    import psutil
+
+    names = {entry.address: name for name, entries in psutil.net_if_addrs().items()
+             for entry in entries if entry.family == socket.AF_INET}
+    try:
+        found = socket.getaddrinfo(host, 9, family=socket.AF_INET, type=socket.SOCK_DGRAM)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(found[0][4])  # chooses a route; sends nothing
+            own = str(probe.getsockname()[0])
+    except OSError:
+        return None
+    if not own.startswith("127."):
+        return names.get(own)
+    if host == "localhost" or host.startswith("127."):
+        return names.get("127.0.0.1")
+    # this machine's own name, which stands for a loopback address only here
+    others = {name for address, name in names.items() if not address.startswith("127.")}
+    return others.pop() if len(others) == 1 else None
+
+
+def let_gloo_use(host: str) -> None:
+    """Have the processes that this one starts meet at the interface that leads to ``host``, unless
+    ``GLOO_SOCKET_IFNAME`` names one already.
+
+    gloo listens at the address that the machine's own name stands for. On many machines that is a
+    loopback address (Debian writes ``127.0.1.1 NAME`` into /etc/hosts), where no other finds it.
+    """
+    name = interface_towards(host)
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from ppocli.errors import RewardError
+from ppocli.user_code import Kind, Located, Wanted, locate
+
 BUILTIN_REWARDS: Mapping[str, str] = MappingProxyType({
     "classifier": "ppocli.rewards.classifier:TextClassifier",
     "reward_model": "ppocli.rewards.reward_model:RewardModel",
@@ -17,3 +20,14 @@ BUILTIN_REWARDS: Mapping[str, str] = MappingProxyType({
     "word_list": "ppocli.rewards.rules:WordList",
     "randomwalks": "ppocli.rewards.randomwalks:optimality",
 })
+
+REWARD = Kind("function", RewardError, BUILTIN_REWARDS)
+
+
+def locate_reward(spec: str, *, key: str) -> Located:
+    """Import the reward function that ``key`` names: an import path or a built-in's short name.
+
+    Raises:
+        RewardError: the path leads to nothing that can be called, or its module can't be imported.
+    """
+    return locate(Wanted(spec, key, REWARD))

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ppocli.errors import PpocliError, RewardError
-from ppocli.rewards.describe import first_line, raised_at, shorten
 from ppocli.rewards.records import RewardRequest
 from ppocli.rewards.resolve import BoundCallable, name_own_key
+from ppocli.user_code import first_line, raised_at, shorten
 
 log = logging.getLogger(__name__)
 

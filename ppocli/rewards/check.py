@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from ppocli.errors import RewardError
-from ppocli.rewards.describe import shorten
 from ppocli.rewards.records import RewardRequest
 from ppocli.rewards.resolve import BoundCallable
+from ppocli.user_code import shorten
 
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 """scores become float32 tensors, in which anything larger is infinite"""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 
 from ppocli.errors import RewardError
-from ppocli.rewards.describe import did_you_mean
 from ppocli.rewards.sequence import (
     INPUTS,
     check_choice,
@@ -16,6 +15,7 @@ from ppocli.rewards.sequence import (
     load_sequence_model,
     sequence_logits,
 )
+from ppocli.user_code import did_you_mean
 
 
 class TextClassifier:

@@ -12,18 +12,18 @@ import ipaddress
 import logging
 import os
 import re
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from multiprocessing.pool import ThreadPool
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from ppocli.config.secrets import looks_secret
 from ppocli.errors import RewardError
-from ppocli.rewards.describe import first_line, shorten
 from ppocli.rewards.resolve import KNOWN_ARGUMENTS
 from ppocli.rewards.wire import WireError, decode_scores, encode_request, opening
+from ppocli.user_code import first_line, shorten
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class HttpReward:
                                   {name: values[part] for name, values in columns.items()})
             return self._scores(body, part, count)
 
-        return [score for scores in in_threads(ask, parts, self.concurrency) for score in scores]
+        return [score for scores in _in_threads(ask, parts, self.concurrency) for score in scores]
 
     def _scores(self, body: bytes, part: slice, count: int) -> list[Any]:
         answer = self._patiently(lambda: self._client.post(
@@ -150,38 +150,16 @@ class HttpReward:
         raise RewardError(failed + tries, where="reward.kwargs.url", fix=fix) from cause
 
 
-def in_threads(work: Callable[[slice], list[Any]], parts: Sequence[slice], width: int
+def _in_threads(work: Callable[[slice], list[Any]], parts: Sequence[slice], width: int
                ) -> list[list[Any]]:
     """``work`` of every part in their order, ``width`` at a time; the first failure is raised.
 
-    Daemon threads: a server that hangs must not keep a process that wants to end.
+    The pool's threads are daemons: a server that hangs must not keep a process that wants to end.
     """
     if width == 1 or len(parts) < 2:
         return [work(part) for part in parts]
-    results: list[list[Any] | None] = [None] * len(parts)
-    failures: dict[int, BaseException] = {}
-    left, lock = iter(enumerate(parts)), threading.Lock()
-
-    def body() -> None:
-        while not failures:
-            with lock:
-                number, part = next(left, (None, None))
-            if number is None or part is None:
-                return
-            try:
-                results[number] = work(part)
-            except BaseException as error:
-                failures[number] = error
-
-    threads = [threading.Thread(target=body, name=f"reward request {n}", daemon=True)
-               for n in range(min(width, len(parts)))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[min(failures)]
-    return [scores for scores in results if scores is not None]
+    with ThreadPool(min(width, len(parts))) as pool:
+        return list(pool.imap(work, parts))
 
 
 def _checked_host(url: object) -> str:

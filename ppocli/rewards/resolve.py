@@ -17,9 +17,16 @@ from inspect import Parameter
 from typing import Any
 
 from ppocli.errors import PpocliError, RewardError
-from ppocli.rewards.describe import did_you_mean, first_line, raised_at
-from ppocli.rewards.locate import Located, from_object, locate
+from ppocli.rewards.builtin import REWARD, locate_reward
 from ppocli.rewards.records import RewardRequest
+from ppocli.user_code import (
+    Located,
+    Wanted,
+    did_you_mean,
+    first_line,
+    from_object,
+    raised_at,
+)
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +145,7 @@ def resolve_callable(spec: str, kwargs: Mapping[str, Any], *, key: str) -> Bound
     """Import, build and check what ``spec`` names.
 
     Args:
-        spec: an import path or a built-in's short name, see :func:`ppocli.rewards.locate.locate`.
+        spec: an import path or a built-in's short name, see :func:`ppocli.user_code.locate`.
         kwargs: bound to the function, or handed to the class when it is built.
         key: config key of ``spec``, such as ``reward.fn``.
 
@@ -146,13 +153,13 @@ def resolve_callable(spec: str, kwargs: Mapping[str, Any], *, key: str) -> Bound
         RewardError: whatever is wrong with the path, the signature or the kwargs.
         InputError: a built-in's model is missing or unusable.
     """
-    return bind(locate(spec, key=key), kwargs)
+    return bind(locate_reward(spec, key=key), kwargs)
 
 
 def resolve_object(target: Any, kwargs: Mapping[str, Any], *, key: str) -> BoundCallable:
     """:func:`resolve_callable` for a Python object handed through the API."""
     name = getattr(target, "__qualname__", type(target).__qualname__)
-    return bind(from_object(target, spec=name, key=key), kwargs)
+    return bind(from_object(target, Wanted(name, key, REWARD)), kwargs)
 
 
 def check_callable(located: Located, kwargs: Mapping[str, Any],

@@ -10,6 +10,7 @@ from typing import Any
 
 from ppocli.config.schema import RewardConfig
 from ppocli.errors import ConfigError, RewardError
+from ppocli.rewards.builtin import locate_reward
 from ppocli.rewards.calling import CallPolicy, call_with_request
 from ppocli.rewards.check import (
     MAX_FLOAT32,
@@ -19,8 +20,6 @@ from ppocli.rewards.check import (
     invalid_error,
     is_nan,
 )
-from ppocli.rewards.describe import did_you_mean, shorten
-from ppocli.rewards.locate import Located, locate
 from ppocli.rewards.records import RewardRequest, RewardScores
 from ppocli.rewards.resolve import (
     BoundCallable,
@@ -29,6 +28,7 @@ from ppocli.rewards.resolve import (
     resolve_object,
     unbuilt,
 )
+from ppocli.user_code import Located, did_you_mean, shorten
 
 PYTHON_OBJECT = "<python object>"
 """stands in a resolved configuration for a function that was handed over in Python"""
@@ -193,7 +193,7 @@ def build_reward(cfg: RewardConfig, *,
     if reward_fn is not None:
         parts = _parts_from_objects(cfg, reward_fn)
     else:
-        located = [(entry, locate(entry.fn, key=entry.key)) for entry in _entries(cfg)]
+        located = [(entry, locate_reward(entry.fn, key=entry.key)) for entry in _entries(cfg)]
         build = first or not _together(cfg.ranks, [found for _, found in located])
         parts = [WeightedReward(entry.name, bind(found, entry.kwargs) if build else unbuilt(found),
                                 entry.weight) for entry, found in located]
@@ -219,7 +219,7 @@ def build_metric(spec: str | None, metric_fn: Callable[..., Any] | None = None, 
     if metric_fn is not None:
         bound = resolve_object(metric_fn, {}, key=key)
     elif spec is not None:
-        located = locate(_object_missing(spec, key), key=key)
+        located = locate_reward(_object_missing(spec, key), key=key)
         bound = bind(located, {}) if first or not _together(ranks, [located]) else unbuilt(located)
     else:
         return None
@@ -247,11 +247,12 @@ def check_reward_config(cfg: RewardConfig, *, columns: Sequence[str] | None = No
     """
     files: list[str] = []
     for entry in _entries(cfg):
-        located = locate(entry.fn, key=entry.key)
+        located = locate_reward(entry.fn, key=entry.key)
         check_callable(located, entry.kwargs, columns)
         files.append(located.file or "")
     if cfg.metric_fn is not None:
-        located = locate(_object_missing(cfg.metric_fn, "reward.metric_fn"), key="reward.metric_fn")
+        located = locate_reward(_object_missing(cfg.metric_fn, "reward.metric_fn"),
+                                key="reward.metric_fn")
         check_callable(located, {}, columns)
         files.append(located.file or "")
     return _outside_package(files)

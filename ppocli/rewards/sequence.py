@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ppocli.errors import InputError, RewardError
-from ppocli.rewards.describe import did_you_mean, first_line
 from ppocli.storage.model_files import find_model
+from ppocli.user_code import did_you_mean, first_line
 
 log = logging.getLogger(__name__)
 

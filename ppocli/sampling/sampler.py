@@ -32,6 +32,7 @@ from ppocli.sampling.decoding import decode
 from ppocli.sampling.samples import Generation, Samples, single_turn
 from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.storage import faults
+from ppocli.user_code import Kind, Wanted, locate
 from ppocli.zero.oom_retry import PassRows
 from ppocli.zero.sharded_weights import gathered_policy, head_parameters, held, is_sharded
 
@@ -175,19 +176,19 @@ class TransformersSampler(DecodeSampler):
 
 ENGINES: dict[str, Callable[[SamplerSetup], Sampler]] = {
     "decode": DecodeSampler, "transformers": TransformersSampler}
+SAMPLER = Kind("class", ConfigError)
 
 
 def build_sampler(cfg: RolloutConfig, setup: SamplerSetup) -> Sampler:
     """The sampler that ``rollout.engine`` names.
 
     Raises:
-        RewardError: its import path leads nowhere, or it raised.
+        ConfigError: its import path leads nowhere.
     """
     if cfg.engine in ENGINES:
         return ENGINES[cfg.engine](setup)
-    from ppocli.rewards.locate import locate
-
-    found: Sampler = locate(cfg.engine, key="rollout.engine").target(setup, **cfg.kwargs)
+    make = locate(Wanted(cfg.engine, "rollout.engine", SAMPLER)).target
+    found: Sampler = make(setup, **cfg.kwargs)
     return found
 
 

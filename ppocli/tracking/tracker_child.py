@@ -1,12 +1,16 @@
-"""A tracker in a process of its own: ``python -m ppocli.tracking.tracker_child``.
+"""The process of a run's trackers: ``python -m ppocli.tracking.tracker_child DESCRIPTOR``.
 
 wandb and trackio wait for networks, start services and threads, wrap standard output and register
-exit handlers. Here they can do so without the run waiting for them or ending with them.
+exit handlers; a tracker of the user's own may do anything. Here they can do so without the run
+waiting for them or ending with them, and in a thread each, so that none waits for another. Neither
+``multiprocessing.Process`` nor a fork will do: the one imports the program that trains once more,
+the other inherits its locks and its GPU.
 
-On standard input come JSON lines: first what the tracker is opened with (:class:`Opening`), then
-``{"row": {...}}``, ``{"table": [...], "step": n}`` and at last ``{"finish": code}``. On standard
-output go back ``{"news": text}``, ``{"warning": text}``, ``{"done": n}`` after each line and
-``{"finished": true}``. What the libraries print goes to the standard error.
+Over a ``multiprocessing`` connection comes first what the trackers are opened with (the fields of
+:class:`Opening`), then ``(tracker, kind, what)``: a ``row`` of figures, ``samples`` as (step, rows)
+before the row of that step, and at last ``finish`` with an exit code. Back go ``news`` and
+``warning`` with a text, ``done`` after each row and table, and ``finished``. What is printed goes
+into ``trackers/output.log``.
 
 ``trackers/NAME.json`` in the run's folder keeps the run's id in the tracker and the last step that
 was logged, so that a resumed run goes on in the same tracker run and logs no step twice.
@@ -14,21 +18,29 @@ was logged, so that a resumed run goes on in the same tracker run and logs no st
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import queue
+import re
 import secrets
 import signal
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any
 
 from ppocli.config.secrets import hide_secrets
+from ppocli.errors import InputError
 from ppocli.storage.atomic import write_json_atomic
+from ppocli.user_code import Kind, Located, Wanted, first_line, locate
 
 EVAL_SAMPLES = "eval/samples"
 _ORPHAN_SECONDS = 30.0  # time to finish in when the run was killed
@@ -37,9 +49,10 @@ _INIT_SECONDS = "30"  # wandb's own 90 are long to wait for "no network"
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What a tracker's run is opened with."""
+    """What a run's trackers are opened with."""
 
-    tracker: str
+    trackers: list[str]
+    """``wandb``, ``trackio`` or import paths"""
     name: str
     """of the run"""
     project: str | None
@@ -47,87 +60,108 @@ class Opening:
     run_dir: str
     config: dict[str, Any]
     pid: int
-    """whose CPU, memory and GPUs are watched"""
+    """of the run, whose CPU, memory and GPUs are watched, and whose end is the trackers' end"""
+    import_path: list[str]
+    """where the run finds modules"""
 
 
-class Service(Protocol):
-    """One open run of a tracker."""
-
-    def log(self, figures: dict[str, Any], table: list[dict[str, Any]] | None, step: int) -> None:
-        """Log one step: its figures, and its evaluation samples if there were any."""
-
-    def finish(self, code: int) -> None:
-        """Close the run; a code other than 0 says that it failed."""
+Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """An open service, its id, and the first step that it may be given."""
+    """An open run of a tracker."""
 
-    service: Service
+    log: Callable[[dict[str, Any], Rows, int], Any]
+    """takes figures, evaluation samples (none at most steps) and the step"""
+    finish: Callable[[int], Any]
+    """closes the run; a code other than 0 says that it failed"""
     run_id: str
     first_step: int
+    """that it may be given"""
 
 
 Say = Callable[[str, Any], None]
+"""sends a kind of message and its content to the run"""
 
 
-def main() -> None:
-    """Serve one tracker until standard input ends or says so."""
-    lines, say = _take_streams()
-    opening = Opening(**json.loads(lines.readline()))
-    record = Path(opening.run_dir) / "trackers" / f"{opening.tracker}.json"
+def main(descriptor: int) -> None:
+    """Serve the trackers until each was told to finish, or the run is gone."""
+    connection: Connection[Any, Any] = Connection(descriptor)
+    opening = Opening(**connection.recv())
+    sys.path.extend(path for path in opening.import_path if path not in sys.path)
+    turn = threading.Lock()
+
+    def say(tracker: str, kind: str, what: Any = None) -> None:
+        with turn, suppress(OSError):  # nobody listens any more
+            connection.send((tracker, kind, what))
+
+    inboxes = {name: queue.SimpleQueue[tuple[str, Any]]() for name in opening.trackers}
+    threads = [threading.Thread(target=_serve, args=(name, opening, inbox, partial(say, name)),
+                                name=name, daemon=True) for name, inbox in inboxes.items()]
+    for thread in threads:
+        thread.start()
+    open_ones = set(inboxes)
+    while open_ones:
+        try:
+            # a process that the run has forked may hold the other end open when the run has died
+            while not connection.poll(1.0):
+                if os.getppid() != opening.pid:
+                    raise EOFError
+            name, kind, what = connection.recv()
+        except (EOFError, OSError):
+            # whoever resumes the run goes on in the same tracker run
+            _end_within(_ORPHAN_SECONDS)
+            for name in open_ones:
+                inboxes[name].put(("finish", 255))
+            break
+        inboxes[name].put((kind, what))
+        if kind == "finish":
+            open_ones.remove(name)
+    for thread in threads:
+        thread.join()
+
+
+def _serve(name: str, opening: Opening, inbox: queue.SimpleQueue[tuple[str, Any]], say: Say
+           ) -> None:
+    """Open a tracker, log what comes, and close it."""
     try:
-        opened = OPEN[opening.tracker](opening, _read(record), say)
-    except Exception as error:
+        _log(name, opening, inbox, say)
+    except (Exception, SystemExit) as error:
+        traceback.print_exc()
+        say("warning", cause_of(error))
+    say("finished", None)
+
+
+def _log(name: str, opening: Opening, inbox: queue.SimpleQueue[tuple[str, Any]], say: Say) -> None:
+    record = Path(opening.run_dir) / "trackers" / (re.sub(r"\W+", "-", Path(name).name) + ".json")
+    try:
+        opened = OPEN.get(name, partial(_open_own, name))(opening, _read(record), say)
+    except (Exception, SystemExit) as error:
         say("warning", f"{cause_of(error)}; nothing is logged there")
         raise
     step = opened.first_step - 1
     _keep(record, opened.run_id, step)
-    table: tuple[int, list[dict[str, Any]]] | None = None
-    for number, line in enumerate(lines, 1):
-        message = json.loads(line)
-        if "finish" in message:
-            opened.service.finish(message["finish"])
-            say("finished", True)
-            return
-        if "table" in message:
-            table = (message["step"], message["table"])
-        elif (row := message["row"])["step"] >= opened.first_step:
-            step = row.pop("step")
-            rows = table[1] if table is not None and table[0] == step else None
+    samples_step, samples = -1, Rows()
+    while (message := inbox.get())[0] != "finish":
+        kind, what = message
+        if kind == "samples":
+            samples_step, samples = what
+        elif what["step"] >= opened.first_step:
+            step = what.pop("step")
             try:
-                opened.service.log(row, rows, step)
+                opened.log(what, samples if samples_step == step else [], step)
                 _keep(record, opened.run_id, step)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
+                traceback.print_exc()
                 say("warning", f"step {step} could not be logged: {cause_of(error)}")
-        say("done", number)
-    # the run was killed: whoever resumes it goes on in the same tracker run
-    _end_within(_ORPHAN_SECONDS)
-    opened.service.finish(255)
-
-
-def _take_streams() -> tuple[BinaryIO, Say]:
-    """Our ends of the pipes. The libraries find an empty standard input, at which none can wait for
-    a password, and a standard output that goes where the standard error goes."""
-    lines, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    os.dup2(2, 1)
-
-    def say(kind: str, what: Any) -> None:
-        with suppress(OSError):  # nobody listens any more
-            answers.write(json.dumps({kind: what}).encode() + b"\n")
-            answers.flush()
-
-    return lines, say
+        say("done", None)
+    opened.finish(message[1])
 
 
 def cause_of(error: BaseException) -> str:
-    """The first line of what an exception says, without secrets."""
-    text = str(error).strip().rstrip(".").splitlines()
-    return hide_secrets(f"{type(error).__name__}: {text[0]}" if text else type(error).__name__)
+    """The first line of what an exception says, without secrets and without its full stop."""
+    return hide_secrets(first_line(error).rstrip("."))
 
 
 def _read(record: Path) -> dict[str, Any]:
@@ -147,22 +181,6 @@ def _end_within(seconds: float) -> None:
     timer = threading.Timer(seconds, lambda: os.killpg(0, signal.SIGKILL))
     timer.daemon = True
     timer.start()
-
-
-@dataclass(frozen=True, slots=True)
-class _Wandb:
-    run: Any
-    table: Any
-
-    def log(self, figures: dict[str, Any], table: list[dict[str, Any]] | None, step: int) -> None:
-        if table:
-            columns = list(table[0])
-            figures = {**figures, EVAL_SAMPLES: self.table(
-                columns=columns, data=[[row[name] for name in columns] for row in table])}
-        self.run.log(figures, step=step)
-
-    def finish(self, code: int) -> None:
-        self.run.finish(exit_code=code)
 
 
 def _open_wandb(opening: Opening, found: dict[str, Any], say: Say) -> Opened:
@@ -196,20 +214,15 @@ def _open_wandb(opening: Opening, found: dict[str, Any], say: Say) -> Opened:
             say("news", run.url)
     # online the service knows what it has; offline only we do
     first = found.get("step", -1) + 1 if run.offline else run.step
-    return Opened(_Wandb(run, wandb.Table), run_id, first)
 
+    def log(figures: dict[str, Any], samples: Rows, step: int) -> None:
+        if samples:
+            figures[EVAL_SAMPLES] = wandb.Table(
+                columns=list(samples[0]),
+                data=[[row[name] for name in samples[0]] for row in samples])
+        run.log(figures, step=step)
 
-@dataclass(frozen=True, slots=True)
-class _Trackio:
-    run: Any
-    table: Any
-
-    def log(self, figures: dict[str, Any], table: list[dict[str, Any]] | None, step: int) -> None:
-        self.run.log({**figures, EVAL_SAMPLES: self.table(data=table)} if table else figures,
-                     step=step)
-
-    def finish(self, code: int) -> None:
-        self.run.finish()
+    return Opened(log, lambda code: run.finish(exit_code=code), run_id, first)
 
 
 def _open_trackio(opening: Opening, found: dict[str, Any], say: Say) -> Opened:
@@ -237,12 +250,49 @@ def _open_trackio(opening: Opening, found: dict[str, Any], say: Say) -> Opened:
         found = {}
     say("news", os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")
         or f"trackio show --project {project}")
-    return Opened(_Trackio(run, trackio.Table), run.id, found.get("step", -1) + 1)
+
+    def log(figures: dict[str, Any], samples: Rows, step: int) -> None:
+        if samples:
+            figures[EVAL_SAMPLES] = trackio.Table(data=samples)
+        run.log(figures, step=step)
+
+    return Opened(log, lambda code: run.finish(), run.id, found.get("step", -1) + 1)
+
+
+def locate_tracker(spec: str) -> Located:
+    """The class of the user's own that an entry of ``tracking.trackers`` names.
+
+    Raises:
+        InputError: the path leads to nothing, or to something that is no tracker.
+    """
+    located = locate(Wanted(spec, "tracking.trackers", Kind("class", InputError)))
+    fix = "a tracker is a class: __init__(self, run_dir, config), row(self, figures)"
+    if not callable(getattr(located.target, "row", None)):
+        raise InputError(f"{located.label} has no method row.", where="tracking.trackers", fix=fix)
+    try:
+        inspect.signature(located.target).bind(Path(), {})
+    except TypeError as error:
+        raise InputError(f"{located.label} can't be made from a folder and a configuration: "
+                         f"{error}.", where="tracking.trackers", fix=fix) from None
+    return located
+
+
+def _open_own(spec: str, opening: Opening, found: dict[str, Any], say: Say) -> Opened:
+    """A class of the user's own."""
+    tracker = locate_tracker(spec).target(Path(opening.run_dir), opening.config)
+
+    def log(figures: dict[str, Any], samples: Rows, step: int) -> None:
+        if samples and hasattr(tracker, "samples"):
+            tracker.samples(step, samples)
+        tracker.row({"step": step, **figures})
+
+    return Opened(log, lambda code: getattr(tracker, "close", lambda: None)(), "",
+                  found.get("step", -1) + 1)
 
 
 OPEN: dict[str, Callable[[Opening, dict[str, Any], Say], Opened]] = {
     "wandb": _open_wandb, "trackio": _open_trackio}
-"""how each tracker's run is opened"""
+"""how each tracker that ppocli knows is opened"""
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

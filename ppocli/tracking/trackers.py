@@ -1,13 +1,13 @@
-"""Where a run's figures go beside ``metrics.jsonl``: TensorBoard files, wandb, trackio.
+"""Where a run's figures go beside ``metrics.jsonl``: TensorBoard files, wandb, trackio, or a class
+of the user's own.
 
-None of them can stop a run or hold it up: what fails is said once and the run goes on. wandb and
-trackio run in processes of their own (:mod:`ppocli.tracking.tracker_child`), which are handed rows
-through a queue and, at the end, given at most 10 seconds together.
+None of them can stop a run or hold it up: what fails is said once and the run goes on. All but
+TensorBoard run in one process of their own (:mod:`ppocli.tracking.tracker_child`), which is handed
+rows through a queue that has an end, and is given 10 seconds when the run is over.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -16,20 +16,23 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from multiprocessing import Pipe
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any, Protocol
 
 import yaml
 
+from ppocli.config.keys import is_import_path
 from ppocli.config.schema import TrackingConfig
 from ppocli.config.secrets import hide_secrets
 from ppocli.errors import StoppedError
 from ppocli.storage.run_folder import RunFolder
-from ppocli.tracking.tracker_child import Opening, cause_of
+from ppocli.tracking.tracker_child import Opening, cause_of, locate_tracker
+from ppocli.user_code import short_path
 
 log = logging.getLogger("ppocli")
 
@@ -38,12 +41,13 @@ FINISH_SECONDS = 10.0
 SILENT_SECONDS = 120.0
 """after how long without an answer a tracker is said to hang"""
 QUEUE_ROWS = 1000
+"""rows and tables that a tracker may be behind before further ones are left out"""
 TABLE_ROWS = 64
 """evaluation samples in one table"""
 
 
 class Tracker(Protocol):
-    """Takes figures of steps. Nothing it does raises or waits."""
+    """Takes figures of steps. Nothing it does raises, and only ``finish`` waits."""
 
     def row(self, row: dict[str, Any]) -> None:
         """One step's figures; ``step`` among them."""
@@ -51,11 +55,8 @@ class Tracker(Protocol):
     def samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         """The samples of a step's evaluation, before its row."""
 
-    def ask_to_finish(self, code: int) -> None:
+    def finish(self, code: int) -> None:
         """No more rows will come; ``code`` is 0 for a finished run."""
-
-    def wait(self, deadline: float) -> None:
-        """Wait for the end until this monotonic time, then make it."""
 
 
 def finite_figures(row: dict[str, Any]) -> dict[str, float]:
@@ -92,112 +93,99 @@ class EventFiles:
     def samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         """They are in samples.jsonl; TensorBoard has no tables."""
 
-    def ask_to_finish(self, code: int) -> None:
-        """Files are closed when they are waited for."""
-
-    def wait(self, deadline: float) -> None:
+    def finish(self, code: int) -> None:
         self._try(self._events.close)
 
 
 class TrackerProcess:
-    """A tracker in a process of its own, fed through a queue by a thread that may hang."""
+    """The trackers that run in a process of their own, fed through a queue by a thread that may
+    hang."""
 
     def __init__(self, opening: Opening) -> None:
-        self.name = opening.tracker
-        self.log_file = Path(opening.run_dir) / "trackers" / f"{opening.tracker}.log"
+        self.log_file = Path(opening.run_dir) / "trackers/output.log"
         self.log_file.parent.mkdir(exist_ok=True)
-        with self.log_file.open("ab") as output:
+        self._connection, theirs = Pipe()
+        with theirs, self.log_file.open("ab") as output:
             # away from our terminal: Ctrl-C is for the run, which will tell it to finish
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "ppocli.tracking.tracker_child"], stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, stderr=output, start_new_session=True)
-        self._waiting: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._heard: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
-        self._sent = self._done = 0
-        self._answered = monotonic()
-        self._warned = self._finished = False
+                [sys.executable, "-m", "ppocli.tracking.tracker_child", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                start_new_session=True)
+        self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._waiting.put(asdict(opening))
-        threads = [threading.Thread(target=work, daemon=True, name=f"{self.name}-{work.__name__}")
-                   for work in (self._feed, self._listen)]
-        for thread in threads:
-            thread.start()
-        self._listener = threads[1]
+        threading.Thread(target=self._feed, daemon=True, name="trackers").start()
+        self._behind = dict.fromkeys(opening.trackers, 0)
+        self._answered = dict.fromkeys(opening.trackers, monotonic())
+        self._unfinished = set(opening.trackers)
+        self._warned: set[str] = set()
 
     def _feed(self) -> None:
-        assert self._process.stdin is not None
-        with suppress(OSError, ValueError):  # it has died, which the listener hears
-            while True:
-                message = self._waiting.get()
-                self._process.stdin.write(json.dumps(message).encode() + b"\n")
-                self._process.stdin.flush()
-
-    def _listen(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            with suppress(ValueError, AttributeError):
-                for kind, what in json.loads(line).items():
-                    self._answered = monotonic()
-                    if kind == "done":
-                        self._done = what
-                    elif kind == "finished":
-                        self._finished = True
-                    else:
-                        self._heard.put((kind, str(what)))
-        if not self._finished:
-            self._heard.put(("warning", f"its process ended; see {self.log_file}"))
-
-    def _tell(self) -> None:
-        """Say what was heard, in the run's own thread, which owns the display."""
-        while not self._heard.empty():
-            kind, text = self._heard.get()
-            if kind == "news":
-                log.info("%-12s %s", self.name, text)
-            else:
-                self._warn(text)
-        behind = self._sent - self._done
-        if behind and self._alive() and monotonic() - self._answered > SILENT_SECONDS:
-            self._warn(f"no answer for {SILENT_SECONDS:.0f} seconds")
-
-    def _warn(self, cause: str) -> None:
-        if not self._warned:
-            _warn(self.name, cause)
-        self._warned = True
-
-    def _alive(self) -> bool:
-        return self._listener.is_alive()
-
-    def _send(self, message: dict[str, Any]) -> None:
-        if self._sent == self._done:
-            self._answered = monotonic()  # it had nothing to answer to
-        if self._sent - self._done >= QUEUE_ROWS:
-            self._warn(f"it is {QUEUE_ROWS} rows behind; those that follow are left out")
-        elif self._alive():
-            self._sent += 1
-            self._waiting.put(message)
-        self._tell()
+        with suppress(OSError):  # it has died, which the run hears
+            for message in iter(self._waiting.get, None):
+                self._connection.send(message)
 
     def row(self, row: dict[str, Any]) -> None:
-        self._send({"row": {"step": row["step"], **finite_figures(row)}})
+        self._send("row", {"step": row["step"], **finite_figures(row)})
 
     def samples(self, step: int, samples: list[dict[str, Any]]) -> None:
-        self._send({"table": samples[:TABLE_ROWS], "step": step})
+        self._send("samples", (step, samples[:TABLE_ROWS]))
 
-    def ask_to_finish(self, code: int) -> None:
-        self._waiting.put({"finish": code})
+    def _send(self, kind: str, what: Any) -> None:
+        self._listen()
+        for name in sorted(self._unfinished):
+            if self._behind[name] == 0:
+                self._answered[name] = monotonic()  # it had nothing to answer to
+            if self._behind[name] >= QUEUE_ROWS:
+                self._warn([name], f"it is {QUEUE_ROWS} rows behind; those that follow are left "
+                           "out")
+                continue
+            self._behind[name] += 1
+            self._waiting.put((name, kind, what))
+            if monotonic() - self._answered[name] > SILENT_SECONDS:
+                self._warn([name], f"no answer for {SILENT_SECONDS:.0f} seconds")
 
-    def wait(self, deadline: float) -> None:
-        try:
-            self._process.wait(max(deadline - monotonic(), 0))
-        except subprocess.TimeoutExpired:
-            if not self._finished:
-                self._heard.put(("warning", f"it did not finish within {FINISH_SECONDS:.0f} "
-                                 f"seconds and was ended; see {self.log_file}"))
+    def _listen(self) -> None:
+        """Take what has come back, in the run's own thread, which owns the display."""
+        ended = self._process.poll() is not None  # asked before its last words are taken
+        with suppress(EOFError, OSError):
+            while self._connection.poll():
+                name, kind, what = self._connection.recv()
+                self._answered[name] = monotonic()
+                if kind == "done":
+                    self._behind[name] -= 1
+                elif kind == "finished":
+                    self._unfinished.discard(name)
+                elif kind == "news":
+                    log.info("%-12s %s", short_path(name), what)
+                else:
+                    self._warn([name], what)
+        if ended:
+            self._warn(self._unfinished, f"the process of the trackers ended; see {self.log_file}")
+            self._unfinished = set()
+
+    def _warn(self, names: Iterable[str], cause: str) -> None:
+        """Say once of each tracker what failed."""
+        if news := sorted(set(names) - self._warned):
+            _warn(", ".join(map(short_path, news)), cause)
+        self._warned.update(news)
+
+    def finish(self, code: int) -> None:
+        """Have them finish and wait for the end of their process; then make it."""
+        for name in self._behind:
+            self._waiting.put((name, "finish", code))
+        deadline = monotonic() + FINISH_SECONDS
+        while self._process.poll() is None and monotonic() < deadline:
+            self._listen()
+            sleep(0.01)
+        self._listen()
+        self._warn(self._unfinished, f"it did not finish within {FINISH_SECONDS:.0f} seconds and "
+                   f"was ended; see {self.log_file}")
+        if self._process.poll() != 0:
             with suppress(OSError):  # its services too
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        # a service that it left behind may keep the pipe open
-        self._listener.join(0.5)
-        self._tell()
+        self._process.wait()
+        self._waiting.put(None)
+        self._connection.close()
 
 
 def _warn(name: str, cause: str) -> None:
@@ -213,23 +201,37 @@ def _without_secrets(value: Any) -> Any:
     return hide_secrets(value) if isinstance(value, str) else value
 
 
-def _open(name: str, cfg: TrackingConfig, folder: RunFolder) -> Tracker:
-    if name == "tensorboard":
-        return EventFiles(folder.events)
+def check_trackers(cfg: TrackingConfig) -> None:
+    """Import the trackers that are classes of the user's own, before anything else is loaded.
+
+    Raises:
+        InputError: as :func:`ppocli.tracking.tracker_child.locate_tracker`.
+    """
+    for spec in filter(is_import_path, cfg.trackers):
+        log.info("running code from %s", locate_tracker(spec).file)
+
+
+def _start_process(names: list[str], cfg: TrackingConfig, folder: RunFolder) -> TrackerProcess:
     config = _without_secrets(yaml.safe_load(folder.config.read_text(encoding="utf-8")))
-    return TrackerProcess(Opening(name, folder.path.name, cfg.project, str(folder.path), config,
-                                  os.getpid()))
+    return TrackerProcess(Opening(names, folder.path.name, cfg.project, str(folder.path), config,
+                                  os.getpid(), [path for path in sys.path if path]))
 
 
 @contextmanager
 def open_trackers(cfg: TrackingConfig, folder: RunFolder) -> Iterator[Sequence[Tracker]]:
     """The run's trackers; one that can't be opened is named in a warning and left out."""
+    served = [name for name in cfg.trackers if name != "tensorboard"]
     trackers: list[Tracker] = []
-    for name in cfg.trackers:
-        try:
-            trackers.append(_open(name, cfg, folder))
-        except Exception as error:
-            _warn(name, cause_of(error))
+    try:
+        if served:
+            trackers.append(_start_process(served, cfg, folder))
+    except Exception as error:
+        _warn(", ".join(served), cause_of(error))
+    try:
+        if len(served) < len(cfg.trackers):
+            trackers.append(EventFiles(folder.events))
+    except Exception as error:
+        _warn("tensorboard", cause_of(error))
     code = 1
     try:
         yield tuple(trackers)
@@ -238,8 +240,5 @@ def open_trackers(cfg: TrackingConfig, folder: RunFolder) -> Iterator[Sequence[T
         code = 255  # what wandb takes for a Ctrl-C
         raise
     finally:
-        for tracker in trackers:
-            tracker.ask_to_finish(code)
-        deadline = monotonic() + FINISH_SECONDS
-        for tracker in trackers:
-            tracker.wait(deadline)
+        for tracker in reversed(trackers):  # the process is waited for last
+            tracker.finish(code)

@@ -18,10 +18,10 @@ from typing import Any
 from ppocli.display.console import Display
 from ppocli.errors import ConfigError, DiskError, DivergedError
 from ppocli.parallel.backend import made_on
+from ppocli.parallel.rank_outcomes import note_phase
 from ppocli.parallel.stop import StopFlag
 from ppocli.storage.checkpoints import save_checkpoint
 from ppocli.storage.publishing import publish_folder
-from ppocli.storage.rank_outcomes import note_phase
 from ppocli.storage.retention import prune, update_pointers
 from ppocli.storage.run_folder import RunFolder, finite_or_null
 from ppocli.train.background_saving import Saving

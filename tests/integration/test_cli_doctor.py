@@ -17,16 +17,14 @@ import pytest
 from helpers import environment, ppocli
 from runs import PLANTED
 
-from ppocli.doctor import devices, folders, libraries, machine, network
-from ppocli.doctor.checking import Check, Finding, Surroundings, run_checks
-from ppocli.doctor.checks import CHECKS
-from ppocli.doctor.processes import Answer, ask
+from ppocli import doctor, doctor_probes
+from ppocli.doctor_probes import Answer, Finding, Surroundings, ask, run_checks
 
 
 @pytest.fixture(scope="session")
 def torch_answer() -> Answer:
     """What the real torch of this machine says."""
-    answer = ask("torch_probe", seconds=120)
+    answer = ask("torch", seconds=120)
     assert answer.facts is not None, answer.error
     return answer
 
@@ -55,7 +53,7 @@ def install(folder: Path, name: str, version: str) -> None:
 
 # The doctor itself --------------------------------------------------------------------------------
 
-def test_a_check_that_hangs_or_breaks_keeps_no_other_back(around):
+def test_a_check_that_hangs_or_breaks_keeps_no_other_back(around, monkeypatch):
     never = threading.Event()
 
     def hang(_: Surroundings) -> Finding:
@@ -66,9 +64,12 @@ def test_a_check_that_hangs_or_breaks_keeps_no_other_back(around):
         raise OSError("bad machine")
 
     begun: list[str] = []
-    checks = (Check("hang", hang, seconds=0.2), Check("broken", broken),
-              Check("good", lambda _: Finding("ok", "fine")))
-    results = list(run_checks(checks, around, begin=begun.append))
+
+    def good(_: Surroundings) -> Finding:
+        return Finding("ok", "fine")
+
+    monkeypatch.setattr(doctor_probes, "SECONDS", {"hang": 0.2})
+    results = list(run_checks((hang, broken, good), around, begin=begun.append))
     never.set()
     assert begun == ["hang", "broken", "good"]
     assert [result.verdict for result in results] == ["fail", "fail", "ok"]
@@ -80,7 +81,7 @@ def test_the_whole_doctor_on_this_machine(tmp_path):
     done = ppocli("doctor", "--json", "new/runs", cwd=tmp_path, HF_TOKEN=PLANTED,
                   XDG_CACHE_HOME=str(tmp_path / "cache"))
     rows = json.loads(done.stdout)
-    assert [row["name"] for row in rows] == [check.name for check in CHECKS]
+    assert [row["name"] for row in rows] == [check.__name__ for check in doctor.CHECKS]
     failed = [row for row in rows if row["verdict"] == "fail"]
     assert (done.returncode, failed) == (0, []), done.stdout
     assert all(row["fix"] for row in rows if row["verdict"] != "ok")
@@ -119,65 +120,65 @@ def test_a_failed_check_is_1_and_says_what_to_do(tmp_path):
 def test_an_import_may_crash_or_hang(code, said, tmp_path, monkeypatch):
     (tmp_path / "wild.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    answer = ask("import_probe", "wild", seconds=2)
+    answer = ask("import", "wild", seconds=2)
     assert (answer.facts, answer.error) == (None, said)
 
 
 # Machine ------------------------------------------------------------------------------------------
 
 def test_memory_is_the_groups_where_it_has_less(around):
-    assert machine.memory(around).text == "the system doesn't tell"
+    assert doctor.memory(around).text == "the system doesn't tell"
     plant(around, "proc/meminfo", "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n")
-    assert machine.memory(around) == Finding("ok", "8.0 of 16.0 GiB free")
+    assert doctor.memory(around) == Finding("ok", "8.0 of 16.0 GiB free")
     plant(around, "sys/fs/cgroup/memory.max", f"{2 * 2**30}\n")
     plant(around, "sys/fs/cgroup/memory.current", f"{2**30}\n")
-    assert machine.memory(around).text == "1.0 of 2.0 GiB free (container)"
-    assert machine.memory(around).verdict == "warning"
+    assert doctor.memory(around).text == "1.0 of 2.0 GiB free (container)"
+    assert doctor.memory(around).verdict == "warning"
     plant(around, "sys/fs/cgroup/memory.current", f"{2 * 2**30 - 1000}\n")
-    assert machine.memory(around).verdict == "fail"
+    assert doctor.memory(around).verdict == "fail"
 
 
 def test_threads_beyond_the_cores(around, torch_answer, monkeypatch):
-    assert machine.threads(around).verdict == "ok"
+    assert doctor.threads(around).verdict == "ok"
     monkeypatch.setenv("OMP_NUM_THREADS", "many")
-    found = machine.threads(around)
+    found = doctor.threads(around)
     assert (found.verdict, "OMP_NUM_THREADS='many'" in found.text) == ("warning", True)
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     plant(around, "sys/fs/cgroup/cpu.max", "100000 100000")
     vars(around)["torch"] = Answer({**(torch_answer.facts or {}), "threads": 8})
-    found = machine.threads(around)
+    found = doctor.threads(around)
     assert found.verdict == "warning"
     assert found.text.startswith("8 threads on 1 usable core: ")
     assert "hardware.num_threads=1" in (found.fix or "")
 
 
 def test_no_shared_memory(around):
-    assert machine.shared_memory(around).verdict == "warning"
+    assert doctor.shm(around).verdict == "warning"
 
 
 # torch and devices --------------------------------------------------------------------------------
 
 def test_torch_and_the_driver(around, torch_answer, monkeypatch):
-    assert devices.torch(around).verdict == "ok"
+    assert doctor.torch(around).verdict == "ok"
     plant(around, "proc/driver/nvidia/version",
           "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 2024\n")
     cpu = {**(torch_answer.facts or {}), "cuda": None, "hip": None, "available": False}
     vars(around)["torch"] = Answer(cpu)
-    found = devices.torch(around)
+    found = doctor.torch(around)
     assert found.verdict == "warning"
     assert "NVIDIA driver 535.183.01: this build of torch can't use the GPU" in found.text
     vars(around)["torch"] = Answer({**cpu, "cuda": "13.0", "reason": "driver is too old"})
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    found = devices.torch(around)
+    found = doctor.torch(around)
     assert (found.verdict, "no usable GPU: driver is too old" in found.text) == ("fail", True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert devices.torch(around).verdict == "warning"
+    assert doctor.torch(around).verdict == "warning"
     vars(around)["torch"] = Answer({**cpu, "cuda": "13.0", "available": True})
-    assert devices.torch(around).verdict == "ok"
+    assert doctor.torch(around).verdict == "ok"
 
 
 def test_devices_that_compute_wrongly(around, torch_answer):
-    assert devices.devices(around).text.endswith("products are right")
+    assert doctor.devices(around).text.endswith("products are right")
     cpu = (torch_answer.facts or {})["devices"][0]
     for wrong, said in (({"product_error": 0.5}, "wrong by 0.5"),
                         ({"product_error": float("nan")}, "wrong by nan"),
@@ -185,14 +186,14 @@ def test_devices_that_compute_wrongly(around, torch_answer):
         vars(around)["torch"] = Answer({"devices": [cpu, {
             "device": "cuda:0", "name": "X", "free_gib": 1.0, "total_gib": 2.0, "bf16": False,
             **wrong}]})
-        found = devices.devices(around)
+        found = doctor.devices(around)
         assert (found.verdict, said in found.text) == ("fail", True)
-        assert devices.bf16(around).verdict == "warning"
+        assert doctor.bf16(around).verdict == "warning"
 
 
 def test_a_network_that_keeps_ranks_apart(around, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuchif0")
-    found = devices.collectives(around)
+    found = doctor.gloo(around)
     assert (found.verdict, "nosuchif0" in found.text) == ("fail", True), found
     assert "GLOO_SOCKET_IFNAME" in (found.fix or "")
 
@@ -200,20 +201,20 @@ def test_a_network_that_keeps_ranks_apart(around, monkeypatch):
 # Libraries ----------------------------------------------------------------------------------------
 
 def test_versions_outside_our_bounds(around, tmp_path, monkeypatch):
-    assert libraries.packages(around).verdict == "ok"
+    assert doctor.packages(around).verdict == "ok"
     install(tmp_path / "site", "typer", "0.99.0")
     monkeypatch.syspath_prepend(tmp_path / "site")
-    found = libraries.packages(around)
+    found = doctor.packages(around)
     assert found.verdict == "fail"
     assert "typer 0.99.0 (wanted: <0.31,>=0.26)" in found.text
     assert found.fix == "pip install 'typer<0.31,>=0.26'"
 
 
 def test_a_vulnerable_transformers(around, tmp_path, monkeypatch):
-    assert libraries.transformers(around).verdict == "ok"
+    assert doctor.transformers(around).verdict == "ok"
     install(tmp_path / "site", "transformers", "5.2.0")
     monkeypatch.syspath_prepend(tmp_path / "site")
-    found = libraries.transformers(around)
+    found = doctor.transformers(around)
     assert (found.verdict, "CVE-2026-4372" in found.text) == ("fail", True)
 
 
@@ -231,7 +232,7 @@ def test_hydra_and_its_plugins(plugins, verdict, said, around, tmp_path, monkeyp
     for name, version in {"hydra-core": "1.3.8", "omegaconf": "2.3.1", **plugins}.items():
         install(tmp_path / "site", name, version)
     monkeypatch.syspath_prepend(tmp_path / "site")
-    found = libraries.hydra(around)
+    found = doctor.hydra(around)
     assert (found.verdict, said in found.text) == (verdict, True), found
     assert (found.fix is None) == (verdict == "ok")
 
@@ -239,7 +240,7 @@ def test_hydra_and_its_plugins(plugins, verdict, said, around, tmp_path, monkeyp
 def test_a_broken_deepspeed(around, tmp_path, monkeypatch):
     (tmp_path / "deepspeed.py").write_text("raise RuntimeError('no nvcc')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    found = libraries.deepspeed(around)
+    found = doctor.deepspeed(around)
     assert (found.verdict, "RuntimeError: no nvcc" in found.text) == ("fail", True)
 
 
@@ -247,23 +248,23 @@ def test_settings_of_accelerate(around, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
         monkeypatch.delenv(name)
-    assert libraries.accelerate(around).verdict == "ok"
+    assert doctor.accelerate(around).verdict == "ok"
     (tmp_path / "hf/accelerate").mkdir(parents=True)
     (tmp_path / "hf/accelerate/default_config.yaml").write_text("num_processes: 2\n")
-    found = libraries.accelerate(around)
+    found = doctor.accelerate(around)
     assert (found.verdict, "hf/accelerate/default_config.yaml" in found.text) == ("warning", True)
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert "rank of a launcher" in libraries.accelerate(around).text
+    assert "rank of a launcher" in doctor.accelerate(around).text
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    assert "ACCELERATE_MIXED_PRECISION" in libraries.accelerate(around).text
+    assert "ACCELERATE_MIXED_PRECISION" in doctor.accelerate(around).text
 
 
 # Folders ------------------------------------------------------------------------------------------
 
 def in_shell(script: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    code = ("from pathlib import Path; from ppocli.doctor import folders as f; "
-            "from ppocli.doctor.checking import Surroundings as S; s = S(Path('disk/runs')); "
-            "print(f.disk(s)); print(f.output(s)); print(f.cache(s))")
+    code = ("from pathlib import Path; from ppocli import doctor as d; "
+            "from ppocli.doctor_probes import Surroundings as S; s = S(Path('disk/runs')); "
+            "print(d.disk(s)); print(d.output(s)); print(d.cache(s))")
     env = {name: value.replace("CHECK", f'{sys.executable} -c "{code}"')
            for name, value in {**env, "MAIN": script}.items()}
     return subprocess.run(["sh", "-c", env["MAIN"]], cwd=cwd, text=True, capture_output=True,
@@ -297,10 +298,10 @@ def test_small_and_read_only_disks(options, disk, output, tmp_path):
 
 def test_folders_below_a_file_or_none_at_all(around):
     around.folder.write_text("")
-    assert folders.output(around).text.endswith("runs is a file.")
-    assert folders.disk(around).text.startswith("runs ")
+    assert doctor.output(around).text.endswith("runs is a file.")
+    assert doctor.disk(around).text.startswith("runs ")
     nowhere = Surroundings(Path("/proc/nowhere/runs"))
-    assert folders.output(nowhere).verdict == "fail"
+    assert doctor.output(nowhere).verdict == "fail"
 
 
 # The Hub ------------------------------------------------------------------------------------------
@@ -339,16 +340,16 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ThreadingHT
 
 
 def test_a_hub_that_answers(around, hub, monkeypatch):
-    assert network.hub(around) == Finding(
+    assert doctor.hub(around) == Finding(
         "ok", f"http://127.0.0.1:{hub.server_port} can be reached")
-    assert network.token(around).text.startswith("none")
+    assert doctor.token(around).text.startswith("none")
     monkeypatch.setenv("HF_TOKEN", PLANTED)
     hub.answer = (200, {"name": "someone", "type": "user",
                         "auth": {"accessToken": {"role": "write", "displayName": "mine"}}})
-    assert network.token(around) == Finding("ok", "set (HF_TOKEN), role write")
+    assert doctor.token(around) == Finding("ok", "set (HF_TOKEN), role write")
     assert hub.seen[-1] == ("/api/whoami-v2", f"Bearer {PLANTED}")
     hub.answer = (401, {"error": "Invalid credentials in Authorization header"})
-    found = network.token(around)
+    found = doctor.token(around)
     assert (found.verdict, found.text) == ("warning", "set (HF_TOKEN), but the Hub refuses it")
 
 
@@ -356,7 +357,7 @@ def test_a_token_of_hf_auth_login(around, hub, tmp_path, monkeypatch):
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/token").write_text(PLANTED)
     hub.answer = (404, {"error": PLANTED})
-    found = network.token(around)
+    found = doctor.token(around)
     assert found.verdict == "warning"
     assert found.text.startswith("set (hf auth login), but the Hub didn't say what it may do: ")
     assert PLANTED not in str(found)
@@ -367,8 +368,8 @@ def test_a_hub_out_of_reach_and_an_address_that_is_none(around, monkeypatch):
     with closing(socket.socket()) as taken:  # bound but not listening: connections are refused
         taken.bind(("127.0.0.1", 0))
         monkeypatch.setenv("HF_ENDPOINT", f"http://me:{PLANTED}@127.0.0.1:{taken.getsockname()[1]}")
-        found = network.hub(around)
+        found = doctor.hub(around)
     assert (found.verdict, "doesn't answer within 2 s" in found.text) == ("warning", True)
     assert PLANTED not in str(found)
     monkeypatch.setenv("HF_ENDPOINT", "huggingface.co")
-    assert network.hub(around).verdict == "fail"
+    assert doctor.hub(around).verdict == "fail"

@@ -48,3 +48,40 @@ def test_a_tracker_that_hangs_costs_a_run_nothing_but_the_end(world: Path, tmp_p
     assert (done.stdout + done.stderr).count("warning: wandb: it did not finish within 10") == 1
     assert len(jsonl(world / "runs/a/metrics.jsonl")) == 2
     assert (world / "runs/a/model/config.json").is_file()
+
+
+MINE = '''
+import json
+
+class Rows:
+    def __init__(self, run_dir, config):
+        self.path = run_dir / "mine.jsonl"
+        self.seed = config["seed"]
+
+    def row(self, figures):
+        with self.path.open("a") as file:
+            file.write(json.dumps({"seed": self.seed, **figures}) + "\\n")
+'''
+
+
+def test_a_tracker_of_one_s_own(world: Path, tmp_path: Path):
+    (world / "mine.py").write_text(MINE)
+    done = ppocli("train", *words("run_name=a", "ppo.num_steps=1", "seed=3",
+                                  "tracking.trackers=[mine.py:Rows]"), cwd=world)
+    assert done.returncode == 0, done.stderr
+    assert f"running code from {world}/mine.py" in (world / "runs/a/ppocli.log").read_text()
+    done = ppocli("resume", world / "runs/a", "ppo.num_steps=2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = jsonl(world / "runs/a/mine.jsonl")
+    assert found == [{"seed": 3, **{k: v for k, v in row.items() if v is not None}}
+                     for row in jsonl(world / "runs/a/metrics.jsonl")]
+    assert [row["step"] for row in found] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("command", ["train", "validate"])
+def test_a_path_to_no_tracker_ends_the_command_before_a_model_is_loaded(command, world: Path):
+    (world / "mine.py").write_text(MINE)
+    done = ppocli(command, *words("run_name=a", "tracking.trackers=[mine.py:Row]"), cwd=world)
+    assert done.returncode == 3
+    assert "There is no 'Row' in 'mine.py'. Did you mean 'Rows'?" in done.stderr
+    assert not (world / "runs/a/checkpoints").exists()

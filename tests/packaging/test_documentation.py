@@ -295,13 +295,12 @@ def test_warnings_are_quoted_as_they_are_said():
 def test_builtin_rewards_are_listed_with_their_arguments():
     import inspect
 
-    from ppocli.rewards.builtin import BUILTIN_REWARDS
-    from ppocli.rewards.locate import locate
+    from ppocli.rewards.builtin import BUILTIN_REWARDS, locate_reward
 
     text = text_of("docs/rewards.md")
     for name in BUILTIN_REWARDS:
         assert f"| `{name}` |" in text
-        target = locate(name, key="reward.fn").target
+        target = locate_reward(name, key="reward.fn").target
         if inspect.isclass(target):
             for argument in inspect.signature(target).parameters:
                 assert f"`{argument}`" in text, f"{name}: {argument}"

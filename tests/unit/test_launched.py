@@ -1,7 +1,10 @@
-"""What launchers set in the environment, as their documentation has it."""
+"""What launchers set in the environment, as their documentation has it, and which network interface
+leads to another machine."""
 
 from __future__ import annotations
 
+import os
+import socket
 from dataclasses import replace
 
 import pytest
@@ -9,7 +12,13 @@ import pytest
 from ppocli.config.schema import HardwareConfig, TrainConfig
 from ppocli.errors import ConfigError
 from ppocli.launching.adopted_ranks import placed
-from ppocli.parallel.launchers import Launched, find_launch, hosts_of
+from ppocli.parallel.launchers import (
+    Launched,
+    find_launch,
+    first_host,
+    interface_towards,
+    let_gloo_use,
+)
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
             "MASTER_ADDR": "first", "MASTER_PORT": "29400", "TORCHELASTIC_RUN_ID": "none"}
@@ -30,15 +39,11 @@ ONE_A_NODE = {**TASK, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": 
               "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
 
 
-@pytest.mark.parametrize(("nodelist", "hosts"), [
-    ("gpu1", ["gpu1"]),
-    ("node[01-03,07],gpu2", ["node01", "node02", "node03", "node07", "gpu2"]),
-    ("n[8-11]", ["n8", "n9", "n10", "n11"]),
-    ("n[098-101]-ib", ["n098-ib", "n099-ib", "n100-ib", "n101-ib"]),
-    ("r[1-2]n[3,5]", ["r1n3", "r1n5", "r2n3", "r2n5"]),
-    ("a-b.c,d[1]", ["a-b.c", "d1"]), ("", [])])
-def test_the_short_form_of_hosts_is_written_out(nodelist, hosts):
-    assert list(hosts_of(nodelist)) == hosts
+@pytest.mark.parametrize(("nodelist", "host"), [
+    ("gpu1", "gpu1"), ("gpu1,gpu2", "gpu1"), ("node[01-03,07],gpu2", "node01"), ("n[8-11]", "n8"),
+    ("n[098-101]-ib", "n098-ib"), ("r[1-2]n[3,5]", "r1n3"), ("a-b.c,d[1]", "a-b.c"), ("", "")])
+def test_the_first_host_of_slurm_s_short_form(nodelist, host):
+    assert first_host(nodelist) == host
 
 
 @pytest.mark.parametrize(("environ", "by"), [
@@ -139,3 +144,25 @@ def test_what_accelerate_says_by_itself_is_no_contradiction():
     assert found.device == "cpu"
     assert hardware(TORCHRUN, more={"ACCELERATE_MIXED_PRECISION": "bf16"},
                     precision="bf16").precision == "bf16"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.7", "localhost"])
+def test_this_machine_for_itself_is_at_loopback(host):
+    assert interface_towards(host) == "lo"
+
+
+def test_an_address_elsewhere_is_not_reached_through_loopback():
+    """192.0.2.0/24 is kept for documentation; choosing a route sends nothing."""
+    name = interface_towards("192.0.2.1")
+    assert name != "lo"
+    assert name is None or name in {known for _, known in socket.if_nameindex()}
+
+
+def test_what_the_user_chose_stays(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    let_gloo_use("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    let_gloo_use("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")

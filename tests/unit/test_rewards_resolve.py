@@ -13,8 +13,7 @@ import pytest
 
 from ppocli.config.schema import RewardConfig
 from ppocli.errors import ConfigError, RewardError
-from ppocli.rewards.builtin import BUILTIN_REWARDS
-from ppocli.rewards.locate import locate
+from ppocli.rewards.builtin import BUILTIN_REWARDS, locate_reward
 from ppocli.rewards.records import RewardRequest
 from ppocli.rewards.resolve import resolve_callable
 from ppocli.rewards.scoring import build_metric, build_reward, check_reward_config
@@ -322,7 +321,7 @@ def test_checking_builds_nothing(write):
 
 def test_every_built_in_is_there():
     for name in BUILTIN_REWARDS:
-        assert callable(locate(name, key="reward.fn").target)
+        assert callable(locate_reward(name, key="reward.fn").target)
 
 
 @pytest.mark.parametrize(("cfg", "words"), [

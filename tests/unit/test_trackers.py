@@ -18,7 +18,7 @@ import pytest
 from wandb_double import calls, installed, put_double, wait_for
 
 from ppocli.config.schema import TrackingConfig
-from ppocli.errors import StoppedError
+from ppocli.errors import InputError, StoppedError
 from ppocli.storage.run_folder import RunFolder
 from ppocli.tracking import trackers
 
@@ -110,9 +110,10 @@ def test_a_resumed_run_offline_goes_by_its_own_notes(folder, tmp_path, monkeypat
     ("init raises", "RuntimeError: no init today: HF_TOKEN=***; nothing is logged there"),
     ("init raises online", "RuntimeError: no init today: HF_TOKEN=***; the run is logged to "
      "files, which can be uploaded later: wandb sync there"),
-    ("init dies", "its process ended; see "), ("log dies", "its process ended; see "),
+    ("init dies", "the process of the trackers ended; see "),
+    ("log dies", "the process of the trackers ended; see "),
     ("log raises", "step 0 could not be logged: RuntimeError: no log today: HF_TOKEN=***"),
-    ("finish raises", "its process ended; see "),
+    ("finish raises", "RuntimeError: no finish today: HF_TOKEN=***"),
     ("init hangs", "it did not finish within 1 seconds and was ended; see "),
     ("log hangs", "it did not finish within 1 seconds and was ended; see "),
     ("finish hangs", "it did not finish within 1 seconds and was ended; see ")])
@@ -137,8 +138,9 @@ def test_a_tracker_that_hangs_is_named_while_the_run_goes_on(folder, tmp_path, m
     with trackers.open_trackers(TrackingConfig(["wandb"]), folder) as (tracker,):
         tracker.row({"step": 0})
         wait_for(lambda: calls(tmp_path, "log"))
+        tracker.row({"step": 1})  # hears that it was opened
         time.sleep(0.2)
-        tracker.row({"step": 1})
+        tracker.row({"step": 2})
         assert "no answer for 0 seconds" in warnings_of(caplog)[0]
     assert len(warnings_of(caplog)) == 1
 
@@ -182,6 +184,8 @@ def test_a_killed_run_closes_the_tracker_s(folder, tmp_path):
     process.communicate()
     wait_for(lambda: calls(tmp_path, "finish"))
     assert calls(tmp_path, "finish")[0]["code"] == 255
+    stat = Path(f"/proc/{calls(tmp_path, 'init')[0]['pid']}/stat")
+    wait_for(lambda: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z")
 
 
 def test_tensorboard_that_can_not_write_is_left_out(folder, caplog):
@@ -260,6 +264,101 @@ def test_the_real_trackio_on_this_machine(folder, tmp_path, monkeypatch, caplog)
     assert len({row[0] for row in rows}) == 3
 
 
+OWN = """
+import os, time
+
+class Notes:
+    def __init__(self, run_dir, config):
+        self.file = open(run_dir / "notes", "a")
+        self.note("open", config["seed"])
+
+    def note(self, *words):
+        print(*words, file=self.file, flush=True)
+
+    def row(self, figures):
+        self.note("row", figures)
+
+    def samples(self, step, rows):
+        self.note("samples", step, len(rows))
+
+    def close(self):
+        self.note("close")
+
+class Rows:
+    def __init__(self, run_dir, config):
+        pass
+
+    def row(self, figures):
+        if TROUBLE == "raises" and figures["step"] == 1:
+            raise ValueError("no figures of hf_abcdefghijklmnopqrstuvwxyz")
+        if TROUBLE == "exits":
+            raise SystemExit(3)
+        if TROUBLE == "dies":
+            os.abort()
+        while TROUBLE == "hangs":
+            time.sleep(600)
+
+TROUBLE = ""
+"""
+
+
+def own(tmp_path: Path, name: str, trouble: str = "") -> str:
+    """The path of a tracker of a user's own."""
+    (tmp_path / "mine.py").write_text(f"{OWN}TROUBLE = {trouble!r}\n")
+    return f"{tmp_path}/mine.py:{name}"
+
+
+def test_a_tracker_of_one_s_own_gets_each_step_once(folder, tmp_path, caplog):
+    cfg = TrackingConfig([own(tmp_path, "Notes")])
+    log_steps(folder, range(2), cfg)
+    log_steps(folder, range(1, 3), cfg)
+    rows = [line for step in range(3) for line in (
+        f"samples {step} 1", f"row {{'step': {step}, 'reward/mean': {step / 2}}}")]
+    assert (folder.path / "notes").read_text().splitlines() == [
+        "open 3", *rows[:4], "close", "open 3", *rows[4:], "close"]
+    assert warnings_of(caplog) == []
+
+
+@pytest.mark.parametrize(("trouble", "cause", "kept"), [
+    ("raises", "step 1 could not be logged: ValueError: no figures of ***", 5),
+    ("exits", "step 0 could not be logged: SystemExit: 3", 5),
+    ("hangs", "it did not finish within 1 seconds and was ended; see ", 5),
+    ("dies", "the process of the trackers ended; see ", 0)])
+def test_one_s_own_tracker_can_fail_as_it_likes(trouble, cause, kept, folder, tmp_path, monkeypatch,
+                                                caplog):
+    set_up(monkeypatch, put_double(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trackers, "FINISH_SECONDS", 1.0 if trouble == "hangs" else 10.0)
+    cfg = TrackingConfig([own(tmp_path, "Rows", trouble), "wandb"])
+    assert log_steps(folder, range(5), cfg) < 1
+    (said,) = warnings_of(caplog)
+    label = "mine.py:Rows, wandb" if trouble == "dies" else "mine.py:Rows"
+    assert said.startswith(f"{label}: {cause}"), said
+    assert len(calls(tmp_path, "log")) >= kept  # wandb's go on, unless the process is gone
+
+
+@pytest.mark.parametrize(("spec", "text"), [
+    ("mine.py:Note", "There is no 'Note' in 'mine.py'. Did you mean 'Notes'?"),
+    ("mine.py", "'mine.py' names a module or file, but no class in it."),
+    ("nine.py:Notes", "There is no file 'nine.py'"),
+    ("json:JSONEncoder", "'json:JSONEncoder' is refused"),
+    ("mine:Bare", "mine:Bare (mine.py:1) has no method row."),
+    ("mine:Needy", "mine:Needy (mine.py:2) can't be made from a folder and a configuration: "
+     "missing a required argument: 'more'.")])
+def test_a_path_to_no_tracker_is_refused(spec, text, tmp_path, monkeypatch):
+    own(tmp_path, "Notes")
+    (tmp_path / "mine.py").write_text(
+        "class Bare: pass\nclass Needy:\n    def __init__(self, run_dir, config, more): pass\n"
+        "    def row(self, figures): pass\n" + OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(InputError) as refused:
+        trackers.check_trackers(TrackingConfig(["wandb", spec]))
+    sys.modules.pop("mine", None)
+    assert text in str(refused.value)
+    assert "tracking.trackers" in str(refused.value)
+
+
 def test_a_list_of_trackers_is_checked(tmp_path):
     from ppocli.config.problems import find_problems
     from ppocli.config.schema import TrainConfig
@@ -269,6 +368,8 @@ def test_a_list_of_trackers_is_checked(tmp_path):
         return [str(p) for p in find_problems(cfg) if p.key.startswith("tracking")]
 
     assert said() == said("tensorboard", "wandb", "trackio", project="films") == []
-    assert "wandb" in said("wanbd")[0]
+    assert said("tensorboard", "mine.py:Csv", "pkg.mine:Csv", "pkg.mine.Csv") == []
+    assert said("wanbd") == ["tracking.trackers: wanbd must be one of tensorboard, wandb, trackio "
+                             "or an import path; did you mean wandb?"]
     assert "once" in said("wandb", "wandb")[0]
     assert "neither is among the trackers" in said("tensorboard", project="films")[0]

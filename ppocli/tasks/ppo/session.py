@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -38,6 +37,7 @@ from ppocli.models.reference import Reference
 from ppocli.models.trunk import has_encoder
 from ppocli.models.virtual_tokens import num_virtual_tokens
 from ppocli.parallel.backend import Backend
+from ppocli.parallel.launchers import launched_here
 from ppocli.sampling.loading import load_judged
 from ppocli.sampling.sampler import DecodeSampler, Sampler, SamplerSetup, build_sampler
 from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
@@ -255,7 +255,7 @@ def _check_memory(cfg: TrainConfig, backend: Backend, lm_config: Any,
     longest = max(len(ids) for given in prompts for ids in given.token_ids)
     # a rehearsal is one process; what it asks is whether the run fits
     planned = hardware.num_processes * hardware.num_nodes if ranks.world == 1 else ranks.world
-    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", hardware.num_processes))
+    on_host = launched_here(hardware.num_processes)
     ranks.all_do(lambda: check_memory(
         cfg, lm_config, prompt_tokens=longest, device=backend.device, ranks=planned,
         ranks_on_host=on_host, warn=ranks.first), "memory")

@@ -8,17 +8,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ppocli.config.sayable import sayable
+from ppocli.parallel.launchers import my_rank
 
 OUTCOMES = "PPOCLI_OUTCOMES"
 """environment variable: the folder in which each rank says what it came to"""
 NODE_FAILED = ".node-failed"
 """a file in the run folder, which all nodes share: one of them has failed"""
 _LIFELINE = "lifeline"
-
-
-def my_rank() -> int:
-    """This process's number among those of the run, as its launcher tells it."""
-    return int(os.environ.get("RANK", "0"))
 
 
 @dataclass(frozen=True, slots=True)

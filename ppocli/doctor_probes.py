@@ -1,0 +1,234 @@
+"""How the doctor asks, so that no answer keeps the others back: each check has its time, and what
+may crash is asked in a process of its own, ``python -m ppocli.doctor_probes PROBE [ARGUMENT ...]``,
+which prints facts as JSON in its last line."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from time import monotonic
+from typing import Any, Literal
+
+Verdict = Literal["ok", "warning", "fail"]
+SECONDS: Mapping[str, float] = {
+    "output": 20, "cache": 20, "token": 20, "torch": 70, "deepspeed": 70, "gloo": 40}
+"""after which a check is given up; 10 for those that aren't named"""
+
+SIZE = 256
+TOLERANCE = 1e-2
+"""of entries of size 1 or so; far above the rounding of TF32, far below a wrong product"""
+MEETING = timedelta(seconds=20)
+"""how long processes wait for each other"""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Facts, or why there are none."""
+
+    facts: dict[str, Any] | None
+    error: str = ""
+
+
+def ask(probe: str, *arguments: str, seconds: float) -> Answer:
+    """What a probe says within ``seconds``."""
+    # -P: nothing of the current folder; behind all else, this very ppocli
+    command = [sys.executable, "-P", "-m", "ppocli.doctor_probes", probe, *arguments]
+    paths = [os.environ.get("PYTHONPATH"), str(Path(__file__).resolve().parents[1])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    try:
+        done = subprocess.run(command, env=environment, text=True, errors="replace", check=False,
+                              stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return Answer(None, f"no answer within {seconds:g} s")
+    except OSError as error:
+        return Answer(None, f"no process could be started: {error.strerror or error}")
+    for line in reversed(done.stdout.splitlines()):
+        with suppress(ValueError):
+            facts = json.loads(line)
+            if isinstance(facts, dict):
+                return Answer(facts) if "error" not in facts else Answer(None, facts["error"])
+    if done.returncode < 0:
+        return Answer(None, f"the process was ended by {signal.Signals(-done.returncode).name}")
+    said = [line for line in done.stderr.splitlines() if line.strip()]
+    return Answer(None, said[-1].strip() if said else f"exit code {done.returncode}")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check came to, in words, and what to do about it."""
+
+    verdict: Verdict
+    text: str
+    fix: str | None = None
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What checks look at. ``root`` is where /proc, /sys and /dev lie."""
+
+    folder: Path
+    """the output folder, which need not exist"""
+    root: Path = Path("/")
+
+    @cached_property
+    def torch(self) -> Answer:
+        """What a process of its own says about torch: a broken one may crash or hang there."""
+        return ask("torch", seconds=60)
+
+
+Check = Callable[[Surroundings], Finding]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One line of the doctor's answer."""
+
+    name: str
+    verdict: Verdict
+    text: str
+    fix: str | None
+    seconds: float
+
+
+def run_checks(checks: Sequence[Check], around: Surroundings, *,
+               begin: Callable[[str], None] = lambda name: None) -> Iterator[Result]:
+    """Run checks one after another, each within its time (:data:`SECONDS`).
+
+    Args:
+        begin: told the name of each check before it runs.
+    """
+    for check in checks:
+        begin(check.__name__)
+        started = monotonic()
+        found = _within(check, around, SECONDS.get(check.__name__, 10.0))
+        yield Result(check.__name__, found.verdict, found.text, found.fix,
+                     round(monotonic() - started, 2))
+
+
+def _within(check: Check, around: Surroundings, seconds: float) -> Finding:
+    answers: queue.SimpleQueue[Finding] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            answers.put(check(around))
+        except Exception as error:  # a machine that breaks a check must not keep the others back
+            answers.put(Finding("fail", f"the check broke: {type(error).__name__}: {error}",
+                                "report it with the output of: ppocli env"))
+
+    # a call into a dead network or file system can't be interrupted, only left behind
+    threading.Thread(target=work, name=f"doctor-{check.__name__}", daemon=True).start()
+    try:
+        return answers.get(timeout=seconds)
+    except queue.Empty:
+        return Finding("fail", f"no answer within {seconds:g} s",
+                       "something hangs: a network file system, a driver or a lock")
+
+
+# The probes --------------------------------------------------------------------------------------
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def torch_facts() -> dict[str, Any]:
+    """torch, its devices, and a product on each."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        import torch
+
+        available = torch.cuda.is_available()
+        count = torch.cuda.device_count() if available else 0
+        devices = [_device(name) for name in ("cpu", *(f"cuda:{i}" for i in range(count)))]
+    reasons = [str(w.message).splitlines()[0] for w in said if "CUDA" in str(w.message)]
+    return {"version": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip,
+            "available": available, "reason": reasons[0] if reasons else None,
+            "threads": torch.get_num_threads(), "devices": devices}
+
+
+def _device(name: str) -> dict[str, Any]:
+    import torch
+
+    facts: dict[str, Any] = {"device": name}
+    try:
+        if name != "cpu":
+            properties = torch.cuda.get_device_properties(name)
+            free, total = torch.cuda.mem_get_info(name)
+            facts |= {"name": properties.name, "free_gib": free / 2**30, "total_gib": total / 2**30}
+            with torch.cuda.device(name):
+                facts["bf16"] = torch.cuda.is_bf16_supported(including_emulation=False)
+        facts["product_error"] = _product_error(name)
+    except Exception as error:  # drivers raise what they like; the text is the finding
+        facts["error"] = _first_line(error)
+    return facts
+
+
+def _product_error(device: str) -> float:
+    """Largest difference of a matrix product on the device to the same in float64 on the CPU."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(SIZE, SIZE, generator=generator) / SIZE**0.25 for _ in range(2))
+    exact = a.double() @ b.double()
+    found = (a.to(device) @ b.to(device)).cpu().double()
+    return float((found - exact).abs().max())
+
+
+def gloo_facts(meeting: str, rank: str, size: str) -> dict[str, Any]:
+    """The sum of the numbers 1 to ``size``, added up by processes that meet at a file, of which
+    this is one."""
+    import torch
+    import torch.distributed as dist
+
+    try:
+        dist.init_process_group("gloo", init_method=Path(meeting).as_uri(), rank=int(rank),
+                                world_size=int(size), timeout=MEETING)
+        number = torch.tensor([int(rank) + 1.0])
+        dist.all_reduce(number)
+        dist.destroy_process_group()
+    except (RuntimeError, ValueError, OSError) as error:
+        return {"error": _first_line(error)}
+    return {"sum": float(number)}
+
+
+def import_facts(name: str) -> dict[str, Any]:
+    """The version of a module, once it is imported."""
+    try:
+        return {"version": str(getattr(importlib.import_module(name), "__version__", "unknown"))}
+    except Exception as error:  # whatever an installation raises is the finding
+        return {"error": " ".join([f"{type(error).__name__}:", *str(error).splitlines()[:1]])}
+
+
+def token_facts() -> dict[str, Any]:
+    """What the Hub says of the token, without naming it or its owner."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        token = (HfApi().whoami().get("auth") or {}).get("accessToken") or {}
+    except HfHubHTTPError as error:
+        code = getattr(error.response, "status_code", None)
+        return {"refused": True} if code in (401, 403) else {"error": f"HTTP status {code}"}
+    except Exception as error:  # httpx's errors are of several families; their texts may hold URLs
+        return {"error": type(error).__name__}
+    return {"role": token.get("role")}
+
+
+PROBES: dict[str, Callable[..., dict[str, Any]]] = {
+    "torch": torch_facts, "gloo": gloo_facts, "import": import_facts, "token": token_facts}
+
+if __name__ == "__main__":
+    sys.stdout.write("\n" + json.dumps(PROBES[sys.argv[1]](*sys.argv[2:])) + "\n")
+    sys.stdout.flush()
