@@ -72,6 +72,10 @@ def value_of(config: TrainConfig, name: str) -> Any:
     return value
 
 
+OUR_ENGINES = ("decode", "transformers")
+"""values of ``rollout.engine`` that are no import path"""
+
+
 def find_problems(config: TrainConfig, sources: Mapping[str, str] | None = None,
                   handed_in: frozenset[str] = frozenset()) -> list[Problem]:
     """Everything wrong with a composed configuration.
@@ -87,8 +91,9 @@ def find_problems(config: TrainConfig, sources: Mapping[str, str] | None = None,
     sources = sources or {}
     found = range_problems(config, sources)
     bad = {problem.key for problem in found}
-    for check in (_length, _sizes, _reward, _prompts, _generation, algorithm_problems,
-                  _value_function, adapter_problems, _hardware, _run):
+    own = () if config.task.fn is not None else (_reward, _prompts, _generation, _value_function)
+    for check in (_length, _sizes, *own, _seams, algorithm_problems, adapter_problems, _hardware,
+                  _run):
         for names, text in check(config, handed_in):
             # a value that is wrong in itself is not also reported as a contradiction
             if not bad.intersection(names):
@@ -164,6 +169,20 @@ def _sizes(config: TrainConfig, handed_in: frozenset[str]) -> Found:
         yield (("ppo.micro_batch_size", "ppo.mini_batch_size"),
                f"micro_batch_size {ppo.micro_batch_size} must be at most mini_batch_size "
                f"{ppo.mini_batch_size}")
+
+
+def _seams(config: TrainConfig, handed_in: frozenset[str]) -> Found:
+    """Code of the user's own in place of ours, and arguments for it."""
+    task, rollout = config.task, config.rollout
+    if task.kwargs and task.fn is None:
+        yield ("task.kwargs",), "these belong to task.fn, which is not given"
+    if rollout.engine in OUR_ENGINES and rollout.kwargs:
+        yield (("rollout.kwargs", "rollout.engine"),
+               f"{rollout.engine} takes no arguments: they are for a sampler of your own")
+    if rollout.engine not in OUR_ENGINES and not {":", "."} & set(rollout.engine):
+        yield (("rollout.engine",), f"{shown(rollout.engine)} must be one of "
+               f"{', '.join(OUR_ENGINES)}, or the import path of a sampler of your own "
+               f"(my_sampler.py:Sampler){did_you_mean(rollout.engine, OUR_ENGINES)}")
 
 
 def _reward(config: TrainConfig, handed_in: frozenset[str]) -> Found:

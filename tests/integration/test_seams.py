@@ -130,7 +130,7 @@ def test_two_ranks_under_zero_2_come_to_what_one_process_comes_to(kind, straight
 
 
 @pytest.mark.parametrize(("words_", "code", "said"), [
-    (("task.fn=nowhere.py:Task",), 3, "nowhere.py"),
+    (("task.fn=nowhere.py:Task",), 2, "nowhere.py"),
     (("task.fn=rewards.py:plain", "task.kwargs.outputs=[]"), 2, "which is no"),
     (("rollout.engine=nothing",), 2, "rollout.engine")])
 def test_what_cannot_be_one_is_said_with_its_key(words_, code, said, here):
