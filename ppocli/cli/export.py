@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
-from pathlib import Path
-from tempfile import TemporaryDirectory
+import os
 from typing import Any
 
 from ppocli.cli.output import say
 from ppocli.config.as_words import training_command
-from ppocli.export.adapter import merged
+from ppocli.export.facts import Mask
 from ppocli.export.folder import ExportPlan, write_export
 from ppocli.export.hub import push, shown
-from ppocli.export.masking import Mask
 from ppocli.export.request import Existing, ExportRequest, check_destination, resolve
-from ppocli.storage.atomic import format_bytes, make_dirs
+from ppocli.storage.atomic import format_bytes
 from ppocli.storage.publishing import repair_published
 from ppocli.storage.run_folder import lock_beside
 
@@ -60,16 +57,10 @@ def _write(plan: ExportPlan, request: ExportRequest, mask: Mask, tell: Any) -> d
           lock_beside(plan.target, "name another folder: --output DIR")):
         repair_published(plan.target)
         check_destination(request, plan.target, plan.source)  # another export may have ended there
-        with ExitStack() as stack:
-            if plan.merge_shards is not None:
-                make_dirs(plan.target.parent)
-                place = stack.enter_context(TemporaryDirectory(dir=plan.target.parent,
-                                                               prefix=".merged-"))
-                plan = merged(plan, Path(place), stop.check)
-            verified = write_export(plan, mask, stop.check)
+        verified = write_export(plan, mask, stop.check)
     tell(verified.sentence())
     return {"source": mask(plan.name), "step": plan.facts.step, "dtype": plan.written,
-            "bytes": plan.bytes, "files": plan.files(),
+            "bytes": plan.bytes, "files": sorted(os.listdir(plan.target)),
             "verified": {"tensors": verified.tensors, "prompts": verified.prompts,
                          "logits": verified.logits, "allowed": verified.allowed}}
 
@@ -87,12 +78,13 @@ def _dry_run(plan: ExportPlan | Existing, request: ExportRequest, mask: Mask,
         told = {"source": mask(plan.name), "step": plan.facts.step, "stored": plan.stored,
                 "dtype": plan.written, "bytes": plan.bytes, "files": plan.files(),
                 "overwrite": folder.exists() and request.overwrite}
+        num_files = len(plan.weights.filename_to_tensors)
         cast = plan.written if plan.cast is None else f"{plan.stored} cast to {plan.cast}"
         lines = [f"would export:  {told['source']} ({shown(plan.source)})",
                  f"would write:   {shown(folder)}" + (" (replaced)" if told["overwrite"] else ""),
                  f"weights:       {len(plan.tensors)} tensors, {cast}, "
-                 f"{format_bytes(plan.bytes)} in {len(plan.weights.files)} file"
-                 + "s" * (len(plan.weights.files) > 1),
+                 f"{format_bytes(plan.bytes)} in {num_files} file"
+                 + "s" * (num_files > 1),
                  f"files:         {', '.join(told['files'])}",
                  "would verify:  reload with transformers; tensors, logits on 2 prompts, tokenizer"]
     if hub is not None:

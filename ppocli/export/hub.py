@@ -14,16 +14,21 @@ from pathlib import Path
 from typing import TypeVar
 
 from ppocli.config.hub import hub_reachable, offline_variable
-from ppocli.errors import ConfigError, HubError, PpocliError
+from ppocli.errors import ConfigError, HubError
 from ppocli.export.card import CARD, user_text, with_location, with_user_text
+from ppocli.export.facts import Mask
 from ppocli.export.folder import RECORD, check_whole
-from ppocli.export.masking import Mask
 from ppocli.storage.atomic import format_bytes, write_atomic
 
 _WAITS = (1.0, 4.0)
 """seconds before a step is tried again after a dropped connection or a failure of the Hub"""
 _PATIENCE = 15.0
 """seconds after which a step isn't tried again: huggingface_hub has waited long enough itself"""
+_PASSING = (408, 429, 500, 502, 503, 504)
+"""HTTP status of requests that may succeed a little later"""
+_MEANINGS = {401: "your token is not accepted", 403: "your token may not write there",
+             404: "there is no such repository or branch, or your token may not see it",
+             429: "too many requests"}
 _STALE = ["model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json",
           "value_head.safetensors", "value_trunk.safetensors", "eval.json"]
 """files of an earlier export that this one may not have; transformers would load the wrong ones"""
@@ -150,8 +155,7 @@ class _Session:
         except LocalTokenNotFoundError:
             raise self._failed("there is no token", fix="log in with hf auth login (or set "
                                f"HF_TOKEN), then: {self.command}") from None
-        access = (found.get("auth") or {}).get("accessToken") or {}
-        if access.get("role") == "read":
+        if (found.get("auth") or {}).get("accessToken", {}).get("role") == "read":
             raise self._failed("your token may only read", fix="make one that may write "
                                f"({self.endpoint}/settings/tokens), then: {self.command}")
         return str(found["name"])
@@ -189,9 +193,9 @@ class _Session:
         and named from then on, so that trying again can't open a second one."""
         wanted = self.wanted.revision
         if self.wanted.create_pr:
-            pull = self._once("opening a pull request", lambda: self.api.create_pull_request(
+            pull = self._step("opening a pull request", lambda: self.api.create_pull_request(
                 repo, title="Upload a model exported by ppocli",
-                description="Made by `ppocli export --to-hub --create-pr`."))
+                description="Made by `ppocli export --to-hub --create-pr`."), waits=())
             self.wanted = replace(self.wanted, create_pr=False, revision=pull.git_reference)
             self.say(f"opened {pull.url} (a draft until you publish it there)")
             return str(pull.git_reference)
@@ -236,15 +240,12 @@ class _Session:
         except EntryNotFoundError:
             return None
 
-    def _step(self, doing: str, action: Callable[[], T]) -> T:
-        """Do something on the Hub; dropped connections and failures of the Hub are waited out."""
-        return self._tried(doing, action, _WAITS)
+    def _step(self, doing: str, action: Callable[[], T], waits: tuple[float, ...] = _WAITS) -> T:
+        """Do something on the Hub; dropped connections and failures of the Hub are waited out.
 
-    def _once(self, doing: str, action: Callable[[], T]) -> T:
-        """Do what must not be done twice."""
-        return self._tried(doing, action, ())
-
-    def _tried(self, doing: str, action: Callable[[], T], waits: tuple[float, ...]) -> T:
+        Args:
+            waits: seconds before each further try; none for what must not be done twice.
+        """
         from huggingface_hub.errors import (
             EntryNotFoundError,
             LocalTokenNotFoundError,
@@ -255,38 +256,33 @@ class _Session:
         for wait in (*waits, None):
             try:
                 return action()
-            except (LocalTokenNotFoundError, EntryNotFoundError, PpocliError):
+            except (LocalTokenNotFoundError, EntryNotFoundError):
                 raise
             except Exception as error:
-                if isinstance(error, RepositoryNotFoundError) and _status(error) == 404:
+                status = _status(error)
+                if isinstance(error, RepositoryNotFoundError) and status == 404:
                     raise
                 late = time.monotonic() - started > _PATIENCE
-                if wait is None or late or not _passes(error):
-                    raise self._failed(f"{self._cause(error)} ({doing})",
-                                       fix=self._remedy(error)) from error
+                passes = _is_transport(error) if status is None else status in _PASSING
+                if wait is None or late or not passes:
+                    fix = (f"take a token that may ({self.endpoint}/settings/tokens; hf auth "
+                           f"login, or HF_TOKEN), then: {self.command}"
+                           if status in (401, 403) else None)
+                    raise self._failed(f"{self._cause(error)} ({doing})", fix) from error
                 self.say(f"{doing}: {self._cause(error)}; trying again in {wait:g} s")
                 time.sleep(wait)
         raise AssertionError("the last turn returns or raises")
 
     def _cause(self, error: Exception) -> str:
         status = _status(error)
-        said = self.mask(" ".join(_server_message(error).split()))[:200]
         if status is None:
-            if _is_transport(error):
-                return f"the connection failed ({self.mask(str(error)) or type(error).__name__})"
-            return f"{type(error).__name__}: {said}"
-        meaning = {401: "your token is not accepted", 403: "your token may not write there",
-                   404: "there is no such repository or branch, or your token may not see it",
-                   429: "too many requests"}.get(status)
-        if meaning is None:
-            meaning = "the Hub failed" if status >= 500 else "the Hub refused"
+            said = self.mask(" ".join(str(error).split()))[:200] or type(error).__name__
+            return (f"the connection failed ({said})" if _is_transport(error)
+                    else f"{type(error).__name__}: {said}")
+        said = self.mask(" ".join(str(getattr(error, "server_message", None) or "").split()))[:200]
+        meaning = _MEANINGS.get(status) or ("the Hub failed" if status >= 500
+                                            else "the Hub refused")
         return f"{meaning} (HTTP {status}{': ' + said if said else ''})"
-
-    def _remedy(self, error: Exception) -> str | None:
-        if _status(error) in (401, 403):
-            return (f"take a token that may ({self.endpoint}/settings/tokens; hf auth login, or "
-                    f"HF_TOKEN), then: {self.command}")
-        return None
 
     def _failed(self, cause: str, fix: str | None = None) -> HubError:
         repo = self.wanted.repo_id or "the Hub"
@@ -299,16 +295,6 @@ def _status(error: Exception) -> int | None:
     """The HTTP status of an answer that was an error; None for everything else."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     return status if isinstance(status, int) else None
-
-
-def _server_message(error: Exception) -> str:
-    return str(getattr(error, "server_message", None) or "") if _status(error) else str(error)
-
-
-def _passes(error: Exception) -> bool:
-    """Whether the same request may succeed a little later."""
-    status = _status(error)
-    return _is_transport(error) if status is None else status in (408, 429, 500, 502, 503, 504)
 
 
 def _is_transport(error: BaseException) -> bool:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from ppocli.config.hub import go_offline, offline_variable
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, ConfigError, InputError
-from ppocli.export.adapter import merges, plan_adapter
-from ppocli.export.curve import CURVE
-from ppocli.export.facts import Earlier, Facts, gather
+from ppocli.evaluation.folder import read_json
+from ppocli.export.card import CARD, CURVE
+from ppocli.export.facts import gather
 from ppocli.export.folder import (
     TRAINING_CONFIG,
     VALUE_HEAD,
@@ -25,13 +24,14 @@ from ppocli.export.folder import (
     read_record,
 )
 from ppocli.export.hub import Push, check_repo_id, repo_name
-from ppocli.export.weights import StoredTensor, WeightFiles, parse_size
+from ppocli.export.weights import parse_size
 from ppocli.runs.record import is_run
 from ppocli.runs.target import Target, find_target
-from ppocli.storage.adapter_files import is_adapter
+from ppocli.storage.adapter_files import CONFIG, is_adapter
+from ppocli.storage.model_files import check_folder
 
 DEFAULT_SHARD = "5GB"
-_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py", "README.md",
+_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py", CARD,
              TRAINING_CONFIG, CURVE]
 """of a Hub repository, what an export reads"""
 
@@ -92,11 +92,6 @@ class ExportRequest:
                  "--overwrite": self.overwrite}
         return [option for option, there in given.items() if there]
 
-    @property
-    def writes_nothing_new(self) -> bool:
-        """Whether nothing is asked of the export itself."""
-        return not self.writing
-
 
 @dataclass(frozen=True, slots=True)
 class Existing:
@@ -119,9 +114,9 @@ def resolve(request: ExportRequest, say: Callable[[str], None],
         CheckpointError, InputError: no such policy, or it can't be read.
     """
     request.check()
-    network = not request.dry_run
-    if not network:
-        _forbid_network()
+    if request.dry_run:  # it asks nobody: what isn't in the local cache isn't there
+        os.environ.update({} if offline_variable() else {"HF_HUB_OFFLINE": "1"})
+        go_offline()
     existing = _existing(request)
     if existing is not None:
         return existing
@@ -132,49 +127,51 @@ def resolve(request: ExportRequest, say: Callable[[str], None],
     destination = _destination(request, target)
     source = _local(target.model)
     check_destination(request, destination, source)
-    merge = merges(source, request.merge, target.name, say)
-    facts = gather(target, network=network, command=command)
+    merge = _merges(request, source, target.name, say)
+    facts = gather(target, network=not request.dry_run, command=command)
     if facts.run is None and (earlier := earlier_export(source, say)) is not None:
-        facts = _told_by(earlier, facts)
-    max_shard = parse_size(request.max_shard_size or DEFAULT_SHARD)
-    if is_adapter(source):
-        return plan_adapter(
-            partial(_adapter_plan, target.name, source, destination, facts, value_head,
-                    request.repo_id),
-            source, merge=merge, dtype=request.dtype, max_shard=max_shard, given=request.writing)
+        step = earlier.record.get("step")
+        facts = replace(facts, name=str(earlier.record.get("run") or facts.name), earlier=earlier,
+                        step=step if isinstance(step, int) else None)
     return plan_export(target.name, source, destination, facts, dtype=request.dtype,
-                       max_shard=max_shard, value_head=value_head,
-                       repo_id=request.repo_id)
+                       max_shard=parse_size(request.max_shard_size or DEFAULT_SHARD), merge=merge,
+                       value_head=value_head, repo_id=request.repo_id)
 
 
-def _adapter_plan(name: str, source: Path, destination: Path, facts: Facts,
-                  value_head: Path | None, repo_id: str | None, tensors: dict[str, StoredTensor],
-                  weights: WeightFiles, dtype: str | None, merge_shards: int | None = None
-                  ) -> ExportPlan:
-    return ExportPlan(name, source, destination, facts, tensors, weights, dtype, value_head,
-                      repo_id, merge_shards)
+def _merges(request: ExportRequest, source: Path, name: str, say: Callable[[str], None]) -> bool:
+    """Whether an adapter is merged into its base: as asked, else where it can be.
 
-
-def _told_by(earlier: Earlier, facts: Facts) -> Facts:
-    """What an export tells of itself, in the place of what a run would."""
-    name, step = earlier.record.get("run"), earlier.record.get("step")
-    return replace(facts, name=str(name or facts.name), earlier=earlier,
-                   step=step if isinstance(step, int) else None)
-
-
-def _forbid_network() -> None:
-    """A dry run asks nobody: what isn't in the local cache isn't there."""
-    if offline_variable() is None:
-        os.environ["HF_HUB_OFFLINE"] = "1"
-    go_offline()
+    Raises:
+        ConfigError: --merge or --adapter of what is no adapter, --merge of one that can't be
+            merged, or options that an adapter's own folder hasn't.
+    """
+    if not is_adapter(source):
+        if request.merge is not None:
+            option = "--merge" if request.merge else "--adapter"
+            raise ConfigError(f"{name} is no adapter but a whole model.", where=option,
+                              fix=f"leave {option} out")
+        return False
+    kind = (read_json(source / CONFIG) or {}).get("peft_type")
+    if kind == "LORA" and request.merge is not False:
+        return True
+    if request.merge:
+        raise ConfigError(f"{name} has virtual tokens ({kind}), which no weights of the base can "
+                          "take in.", where="--merge", fix="leave --merge out: the adapter's own "
+                          "folder is written, for PEFT")
+    if request.merge is None:
+        say(f"{kind} can't be merged into the base: writing the adapter's own folder, for PEFT")
+    for option in ("--dtype", "--max-shard-size"):
+        if option in request.writing:
+            raise ConfigError(f"{option} is about a whole model, and an adapter's own folder is "
+                              "written.", where=option, fix=f"leave {option} out, or --merge")
+    return False
 
 
 def _existing(request: ExportRequest) -> Existing | None:
     """The export that RUN names, if it is to be pushed as it is."""
-    if not (request.to_hub and request.run is not None and request.writes_nothing_new):
-        return None
-    folder = Path(request.run).expanduser()
-    record = read_record(folder)
+    folder = Path(request.run or "").expanduser()
+    asked = request.to_hub and request.run is not None and not request.writing
+    record = read_record(folder) if asked else None
     if record is None:
         return None
     check_whole(folder)
@@ -264,7 +261,9 @@ def _local(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model, allow_patterns=_PATTERNS))
+        folder = Path(snapshot_download(model, allow_patterns=_PATTERNS))
     except Exception as error:  # whatever the Hub or the way there answers
         raise InputError(f"{model} can't be downloaded: {str(error).strip().splitlines()[0][:300]}",
                          where="RUN", fix=f"hf download {model}") from error
+    check_folder(folder, key="RUN", adapters=True)
+    return folder

@@ -7,26 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from helpers import save_lm
 from safetensors.torch import load_file, save_file
 
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, ConfigError, InputError
-from ppocli.export.base_model import BaseModel, describe_base, split_card
 from ppocli.export.card import (
     PLACEHOLDER,
-    CardInputs,
+    curve,
     escaped,
     render_card,
     user_text,
     with_location,
     with_user_text,
 )
-from ppocli.export.curve import curve
-from ppocli.export.facts import Facts, SamplePair
+from ppocli.export.facts import BaseModel, Facts, Mask, SamplePair, describe_base, split_card
 from ppocli.export.hub import Push, check_repo_id, repo_name
-from ppocli.export.masking import Mask
 from ppocli.export.verify import compare_tokenizers, tolerance, verification_prompts
 from ppocli.export.weights import (
     compare_weights,
@@ -106,8 +102,8 @@ def facts_of(run: RunRecord) -> Facts:
 
 
 def card_of(facts: Facts, previous: str | None = None) -> str:
-    return render_card(CardInputs(facts, "fp32", "tester/tamed", chat=False, pair=False,
-                                  value_head=[], curve=True), previous, NO_MASK)
+    return render_card(facts, previous, NO_MASK, dtype="fp32", location="tester/tamed",
+                       chat=False, pair=False, value_head=[], curve=True)
 
 
 class TestCard:
@@ -225,10 +221,10 @@ class TestWeights:
         plan = plan_files(tensors, None, 20_000)
         write_weights(model, tensors, plan, None, tmp_path, free)
         index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-        assert len(plan.files) > 2
+        assert len(plan.filename_to_tensors) > 2
         assert set(index["weight_map"]) == set(tensors)
         merged = {}
-        for file in plan.files:
+        for file in plan.filename_to_tensors:
             part = load_file(tmp_path / file)
             assert sum(t.nbytes for t in part.values()) <= 20_000 or len(part) == 1
             assert not part.keys() & merged.keys()
@@ -343,10 +339,3 @@ class TestNames:
         push = Push("me/x", private=False, revision="a b")
         assert push.command(tmp_path / "runs/out") == (
             "ppocli export runs/out --to-hub --repo-id me/x --public --revision 'a b'")
-
-
-def test_training_config_is_yaml_that_reads_back():
-    from ppocli.export.facts import settings
-
-    text = yaml.safe_dump(NO_MASK.tree(settings(TrainConfig())), sort_keys=False)
-    assert yaml.safe_load(text)["ppo"]["num_rollouts"] == 128
