@@ -10,8 +10,15 @@ from ppocli.cli.output import say
 from ppocli.config.as_words import training_command
 from ppocli.export.facts import Mask
 from ppocli.export.folder import ExportPlan, write_export
-from ppocli.export.hub import push, shown
-from ppocli.export.request import Existing, ExportRequest, check_destination, resolve
+from ppocli.export.hub import push
+from ppocli.export.request import (
+    Existing,
+    ExportRequest,
+    check_destination,
+    repo_name,
+    resolve,
+    shown,
+)
 from ppocli.storage.atomic import format_bytes
 from ppocli.storage.publishing import repair_published
 from ppocli.storage.run_folder import lock_beside
@@ -41,7 +48,7 @@ def export(request: ExportRequest, as_json: bool) -> None:
         folder, name = plan.target, plan.facts.name
         done = _write(plan, request, mask, tell)
     if request.to_hub:
-        done["url"] = push(folder, request.push(name), mask, tell)
+        done["url"] = push(folder, request, repo_name(name), mask, tell)
     if as_json:
         print(json.dumps({"folder": str(folder), **done}, indent=2))
     else:
@@ -98,9 +105,8 @@ def _dry_run(plan: ExportPlan | Existing, request: ExportRequest, mask: Mask,
 
 
 def _hub_plan(request: ExportRequest, run_name: str) -> dict[str, str]:
-    wanted = request.push(run_name)
-    repo = wanted.repo_id or f"USER/{wanted.default_name}, USER being your token's"
-    how = (f"to the branch {wanted.revision}, made where missing" if wanted.revision
-           else "as a pull request" if wanted.create_pr else "to the main branch")
-    return {"repo": repo, "visibility": "public" if wanted.private is False else "private",
+    repo = request.repo_id or f"USER/{repo_name(run_name)}, USER being your token's"
+    how = (f"to the branch {request.revision}, made where missing" if request.revision
+           else "as a pull request" if request.create_pr else "to the main branch")
+    return {"repo": repo, "visibility": "public" if request.private is False else "private",
             "how": how}

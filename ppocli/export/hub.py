@@ -5,19 +5,19 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from ppocli.config.hub import hub_reachable, offline_variable
-from ppocli.errors import ConfigError, HubError
+from ppocli.errors import HubError
 from ppocli.export.card import CARD, user_text, with_location, with_user_text
 from ppocli.export.facts import Mask
 from ppocli.export.folder import RECORD, check_whole
+from ppocli.export.request import ExportRequest, shown
 from ppocli.storage.atomic import format_bytes, write_atomic
 
 _WAITS = (1.0, 4.0)
@@ -32,72 +32,25 @@ _MEANINGS = {401: "your token is not accepted", 403: "your token may not write t
 _STALE = ["model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json",
           "value_head.safetensors", "value_trunk.safetensors", "eval.json"]
 """files of an earlier export that this one may not have; transformers would load the wrong ones"""
-_LONGEST_NAME = 96
 _PULL_REQUEST = re.compile(r"refs/pr/\d+")
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Push:
-    """Where to, as it was asked for."""
-
-    repo_id: str | None = None
-    """``USER/NAME``; None: the token's user and ``default_name``"""
-    default_name: str = "model"
-    private: bool | None = None
-    """None: private, and nothing was said about a repository that is there already"""
-    create_pr: bool = False
-    revision: str | None = None
-
-    def command(self, folder: Path) -> str:
-        """The command that pushes ``folder`` there."""
-        words = ["ppocli", "export", shown(folder), "--to-hub"]
-        words += ["--repo-id", self.repo_id] if self.repo_id is not None else []
-        if self.private is not None:
-            words.append("--private" if self.private else "--public")
-        words += ["--create-pr"] if self.create_pr else []
-        words += ["--revision", self.revision] if self.revision is not None else []
-        return shlex.join(words)
-
-
-def check_repo_id(repo_id: str | None) -> None:
-    """Refuse what is a path or no name of a repository.
-
-    Raises:
-        ConfigError: says why.
-    """
-    if repo_id is None:
-        return
-    fix = "--repo-id USER/NAME names a repository on the Hub; --output DIR a folder"
-    if repo_id.startswith((".", "/", "~")) or os.path.lexists(repo_id):
-        raise ConfigError(f"--repo-id {repo_id} is a path.", where="--repo-id", fix=fix)
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as error:
-        raise ConfigError(f"--repo-id {repo_id} is no name of a repository: "
-                          f"{str(error).splitlines()[0]}", where="--repo-id", fix=fix) from error
-
-
-def repo_name(name: str) -> str:
-    """A run's name as the Hub takes names: letters, digits, ``-_.``, no more than 96."""
-    plain = re.sub(r"-{2,}", "-", re.sub(r"\.{2,}", ".", re.sub(r"[^A-Za-z0-9_.-]+", "-", name)))
-    plain = plain.removesuffix(".git")[:_LONGEST_NAME].strip("-.")
-    return plain or "ppocli-model"
-
-
-def push(folder: Path, wanted: Push, mask: Mask, say: Callable[[str], None]) -> str:
+def push(folder: Path, wanted: ExportRequest, name: str, mask: Mask, say: Callable[[str], None]
+         ) -> str:
     """Push a whole export; return the address of the repository, branch or pull request.
+
+    Args:
+        wanted: where to.
+        name: of the repository, where ``wanted`` names none; the owner is the token's user.
 
     Raises:
         HubError: with the cause, where the export lies, and the command to try again.
         InputError: the folder is no export, or was changed after it was verified.
     """
     record = check_whole(folder)
-    session = _Session(folder, wanted, mask, say)
+    session = _Session(folder, wanted, name, mask, say)
     try:
         return session.run([*record["files"], CARD, RECORD])
     except KeyboardInterrupt:
@@ -108,20 +61,21 @@ def push(folder: Path, wanted: Push, mask: Mask, say: Callable[[str], None]) -> 
 class _Session:
     """One push, step by step; ``wanted`` grows more exact on the way."""
 
-    def __init__(self, folder: Path, wanted: Push, mask: Mask, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, wanted: ExportRequest, name: str, mask: Mask,
+                 say: Callable[[str], None]) -> None:
         from huggingface_hub import HfApi
         from huggingface_hub.utils import disable_progress_bars
 
         if not (sys.stderr and sys.stderr.isatty()):
             disable_progress_bars()
-        self.folder, self.wanted, self.mask, self.say = folder, wanted, mask, say
+        self.folder, self.wanted, self.name, self.mask, self.say = folder, wanted, name, mask, say
         self.api = HfApi(library_name="ppocli")
         self.endpoint = self.api.endpoint
 
     @property
     def command(self) -> str:
         """The command to try again."""
-        return self.wanted.command(self.folder)
+        return self.wanted.push_command(self.folder)
 
     def run(self, files: list[str]) -> str:
         """All steps; returns the address."""
@@ -164,7 +118,7 @@ class _Session:
         """The full name of the repository; it is there afterwards, with the visibility asked."""
         from huggingface_hub.errors import RepositoryNotFoundError
 
-        repo = self.wanted.repo_id or self.wanted.default_name
+        repo = self.wanted.repo_id or self.name
         repo = repo if "/" in repo else f"{user}/{repo}"
         self.wanted = replace(self.wanted, repo_id=repo)
         private = self.wanted.private is not False
@@ -182,7 +136,7 @@ class _Session:
     def _other_visibility(self, repo: str, is_private: bool) -> HubError:
         there, asked = ("private", "public") if is_private else ("public", "private")
         why = f"asked for {asked}" if self.wanted.private is not None else "the default is private"
-        anyway = replace(self.wanted, private=is_private).command(self.folder)
+        anyway = replace(self.wanted, private=is_private).push_command(self.folder)
         return self._failed(
             f"the repository is there already and is {there}, and {why}",
             fix=f"push to the {there} repository: {anyway}; or make it {asked} first at "
@@ -304,11 +258,3 @@ def _is_transport(error: BaseException) -> bool:
         return True
     return any(kind.__name__ == "TransportError" and kind.__module__.split(".")[0] in (
         "httpx", "httpx2") for kind in type(error).__mro__)
-
-
-def shown(folder: Path) -> str:
-    """A folder as the user would type it."""
-    folder = folder.absolute()
-    below = folder.is_relative_to(Path.cwd())
-    shown = str(folder.relative_to(Path.cwd())) if below else str(folder)
-    return shown if "/" in shown else f"./{shown}"

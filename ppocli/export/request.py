@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +25,6 @@ from ppocli.export.folder import (
     plan_export,
     read_record,
 )
-from ppocli.export.hub import Push, check_repo_id, repo_name
 from ppocli.export.weights import parse_size
 from ppocli.runs.record import is_run
 from ppocli.runs.target import Target, find_target
@@ -31,6 +32,7 @@ from ppocli.storage.adapter_files import CONFIG, is_adapter
 from ppocli.storage.model_files import check_folder
 
 DEFAULT_SHARD = "5GB"
+_LONGEST_NAME = 96
 _PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py", CARD,
              TRAINING_CONFIG, CURVE]
 """of a Hub repository, what an export reads"""
@@ -54,7 +56,9 @@ class ExportRequest:
     dry_run: bool = False
     to_hub: bool = False
     repo_id: str | None = None
+    """None: the token's user and the run's name"""
     private: bool | None = None
+    """None: private, and nothing was said about a repository that is there already"""
     create_pr: bool = False
     revision: str | None = None
 
@@ -77,9 +81,15 @@ class ExportRequest:
                               "a branch of its own.", where="command line", fix="give one of them")
         check_repo_id(self.repo_id)
 
-    def push(self, run_name: str) -> Push:
-        """Where to push; ``run_name`` names the repository where nothing else does."""
-        return Push(self.repo_id, repo_name(run_name), self.private, self.create_pr, self.revision)
+    def push_command(self, folder: Path) -> str:
+        """The command that pushes ``folder`` to where this request does."""
+        words = ["ppocli", "export", shown(folder), "--to-hub"]
+        words += ["--repo-id", self.repo_id] if self.repo_id is not None else []
+        if self.private is not None:
+            words.append("--private" if self.private else "--public")
+        words += ["--create-pr"] if self.create_pr else []
+        words += ["--revision", self.revision] if self.revision is not None else []
+        return shlex.join(words)
 
     @property
     def writing(self) -> list[str]:
@@ -91,6 +101,42 @@ class ExportRequest:
                  "--merge": self.merge is True, "--adapter": self.merge is False,
                  "--overwrite": self.overwrite}
         return [option for option, there in given.items() if there]
+
+
+def check_repo_id(repo_id: str | None) -> None:
+    """Refuse what is a path or no name of a repository.
+
+    Raises:
+        ConfigError: says why.
+    """
+    if repo_id is None:
+        return
+    fix = "--repo-id USER/NAME names a repository on the Hub; --output DIR a folder"
+    if repo_id.startswith((".", "/", "~")) or os.path.lexists(repo_id):
+        raise ConfigError(f"--repo-id {repo_id} is a path.", where="--repo-id", fix=fix)
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise ConfigError(f"--repo-id {repo_id} is no name of a repository: "
+                          f"{str(error).splitlines()[0]}", where="--repo-id", fix=fix) from error
+
+
+def repo_name(name: str) -> str:
+    """A run's name as the Hub takes names: letters, digits, ``-_.``, no more than 96."""
+    plain = re.sub(r"-{2,}", "-", re.sub(r"\.{2,}", ".", re.sub(r"[^A-Za-z0-9_.-]+", "-", name)))
+    plain = plain.removesuffix(".git")[:_LONGEST_NAME].strip("-.")
+    return plain or "ppocli-model"
+
+
+def shown(folder: Path) -> str:
+    """A folder as the user would type it."""
+    folder = folder.absolute()
+    below = folder.is_relative_to(Path.cwd())
+    shown = str(folder.relative_to(Path.cwd())) if below else str(folder)
+    return shown if "/" in shown else f"./{shown}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,9 +272,9 @@ def check_destination(request: ExportRequest, destination: Path, source: Path) -
     """
     if not os.path.lexists(destination):
         return
-    shown = os.path.relpath(destination) if destination.is_relative_to(Path.cwd()) else destination
+    name = os.path.relpath(destination) if destination.is_relative_to(Path.cwd()) else destination
     if not destination.is_dir() or destination.is_symlink():
-        raise ConfigError(f"{shown} is a {'link' if destination.is_symlink() else 'file'}.",
+        raise ConfigError(f"{name} is a {'link' if destination.is_symlink() else 'file'}.",
                           where="--output", fix="name another folder: --output DIR")
     names = os.listdir(destination)
     if not names:
@@ -236,15 +282,15 @@ def check_destination(request: ExportRequest, destination: Path, source: Path) -
     foreign = foreign_files(destination)
     if is_run(destination) or source.is_relative_to(destination.resolve()) or (
             foreign and read_record(destination) is None):
-        raise ConfigError(f"{shown} holds something that is no export ({foreign[0]}).",
+        raise ConfigError(f"{name} holds something that is no export ({foreign[0]}).",
                           where="--output", fix="name another folder: --output DIR")
     if not request.overwrite:
-        again = request.push(destination.name).command(destination)
-        raise ConfigError(f"{shown} holds an export already.", where="--output",
+        again = request.push_command(destination)
+        raise ConfigError(f"{name} holds an export already.", where="--output",
                           fix="add --overwrite, or name another folder: --output DIR"
                           + (f"; to push the one that is there: {again}" if request.to_hub else ""))
     if foreign:
-        raise ConfigError(f"{shown} holds files that are not the export's and would be lost "
+        raise ConfigError(f"{name} holds files that are not the export's and would be lost "
                           f"({', '.join(foreign[:3])}).", where="--overwrite",
                           fix="move them away, or name another folder: --output DIR")
 

@@ -22,7 +22,7 @@ from ppocli.export.card import (
     with_user_text,
 )
 from ppocli.export.facts import BaseModel, Facts, Mask, SamplePair, describe_base, split_card
-from ppocli.export.hub import Push, check_repo_id, repo_name
+from ppocli.export.request import ExportRequest, check_repo_id, repo_name
 from ppocli.export.verify import compare_tokenizers, tolerance, verification_prompts
 from ppocli.export.weights import (
     compare_weights,
@@ -336,6 +336,6 @@ class TestNames:
 
     def test_command_to_try_again(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
-        push = Push("me/x", private=False, revision="a b")
-        assert push.command(tmp_path / "runs/out") == (
+        request = ExportRequest(repo_id="me/x", private=False, revision="a b")
+        assert request.push_command(tmp_path / "runs/out") == (
             "ppocli export runs/out --to-hub --repo-id me/x --public --revision 'a b'")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ppocli.evaluation.judges import _described, _digest, _weights
+from ppocli.evaluation.identity import _described, _digest, _weights
 
 SCALE = 2.0
 
