@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from typing import Any
 
 from ppocli.cli.output import say
@@ -68,8 +69,7 @@ def _write(plan: ExportPlan, request: ExportRequest, mask: Mask, tell: Any) -> d
     tell(verified.sentence())
     return {"source": mask(plan.name), "step": plan.facts.step, "dtype": plan.written,
             "bytes": plan.bytes, "files": sorted(os.listdir(plan.target)),
-            "verified": {"tensors": verified.tensors, "prompts": verified.prompts,
-                         "logits": verified.logits, "allowed": verified.allowed}}
+            "verified": asdict(verified)}
 
 
 def _dry_run(plan: ExportPlan | Existing, request: ExportRequest, mask: Mask,

@@ -109,7 +109,7 @@ class _Session:
         except LocalTokenNotFoundError:
             raise self._failed("there is no token", fix="log in with hf auth login (or set "
                                f"HF_TOKEN), then: {self.command}") from None
-        if (found.get("auth") or {}).get("accessToken", {}).get("role") == "read":
+        if ((found.get("auth") or {}).get("accessToken") or {}).get("role") == "read":
             raise self._failed("your token may only read", fix="make one that may write "
                                f"({self.endpoint}/settings/tokens), then: {self.command}")
         return str(found["name"])

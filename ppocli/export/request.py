@@ -69,13 +69,10 @@ class ExportRequest:
             ConfigError: says which options don't go together, or what is no name.
         """
         parse_size(self.max_shard_size or DEFAULT_SHARD)
-        if not self.to_hub:
-            given = {"--repo-id": self.repo_id is not None, "--create-pr": self.create_pr,
-                     "--private": self.private is True, "--public": self.private is False,
-                     "--revision": self.revision is not None}
-            for option in (option for option, there in given.items() if there):
-                raise ConfigError(f"{option} is about the Hub, and nothing is to be pushed there.",
-                                  where=option, fix="add --to-hub")
+        if self.pushing and not self.to_hub:
+            option = self.pushing[0]
+            raise ConfigError(f"{option} is about the Hub, and nothing is to be pushed there.",
+                              where=option, fix="add --to-hub")
         if self.create_pr and self.revision is not None:
             raise ConfigError("--create-pr and --revision exclude each other: a pull request has "
                               "a branch of its own.", where="command line", fix="give one of them")
@@ -83,13 +80,17 @@ class ExportRequest:
 
     def push_command(self, folder: Path) -> str:
         """The command that pushes ``folder`` to where this request does."""
-        words = ["ppocli", "export", shown(folder), "--to-hub"]
-        words += ["--repo-id", self.repo_id] if self.repo_id is not None else []
+        return shlex.join(["ppocli", "export", shown(folder), "--to-hub", *self.pushing])
+
+    @property
+    def pushing(self) -> list[str]:
+        """The options given that are about the Hub, as they are typed."""
+        words = ["--repo-id", self.repo_id] if self.repo_id is not None else []
         if self.private is not None:
             words.append("--private" if self.private else "--public")
         words += ["--create-pr"] if self.create_pr else []
         words += ["--revision", self.revision] if self.revision is not None else []
-        return shlex.join(words)
+        return words
 
     @property
     def writing(self) -> list[str]:
