@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -52,18 +53,23 @@ def uninterrupted(judged_run: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture
-def evaluate(capsys: pytest.CaptureFixture[str], command: object) -> Callable[..., Ended]:
-    """``ppocli eval`` in this process: same parsing, same endings."""
+def typed(capsys: pytest.CaptureFixture[str], command: object) -> Callable[..., Ended]:
+    """A command in this process: same parsing, same endings."""
     from ppocli.cli.app import app
     from ppocli.cli.output import code_of
 
-    def evaluate(*given: str) -> Ended:
+    def typed(*given: str) -> Ended:
         capsys.readouterr()
-        code = code_of(lambda: app(["eval", *given], prog_name="ppocli"))
-        out, err = capsys.readouterr()
-        return Ended(code, out, err)
+        code = code_of(lambda: app(list(given), prog_name="ppocli"))
+        return Ended(code, *capsys.readouterr())
 
-    return evaluate
+    return typed
+
+
+@pytest.fixture
+def evaluate(typed: Callable[..., Ended]) -> Callable[..., Ended]:
+    """``ppocli eval``, likewise."""
+    return partial(typed, "eval")
 
 
 def result(folder: Path) -> dict:

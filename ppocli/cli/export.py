@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
-from pathlib import Path
-from tempfile import TemporaryDirectory
+import os
+from dataclasses import asdict
 from typing import Any
 
 from ppocli.cli.output import say
 from ppocli.config.as_words import training_command
-from ppocli.export.adapter import merged
+from ppocli.export.facts import Mask
 from ppocli.export.folder import ExportPlan, write_export
-from ppocli.export.hub import push, shown
-from ppocli.export.masking import Mask
-from ppocli.export.request import Existing, ExportRequest, check_destination, resolve
-from ppocli.storage.atomic import format_bytes, make_dirs
+from ppocli.export.hub import push
+from ppocli.export.request import (
+    Existing,
+    ExportRequest,
+    check_destination,
+    repo_name,
+    resolve,
+    shown,
+)
+from ppocli.storage.atomic import format_bytes
 from ppocli.storage.publishing import repair_published
 from ppocli.storage.run_folder import lock_beside
 
@@ -44,7 +49,7 @@ def export(request: ExportRequest, as_json: bool) -> None:
         folder, name = plan.target, plan.facts.name
         done = _write(plan, request, mask, tell)
     if request.to_hub:
-        done["url"] = push(folder, request.push(name), mask, tell)
+        done["url"] = push(folder, request, repo_name(name), mask, tell)
     if as_json:
         print(json.dumps({"folder": str(folder), **done}, indent=2))
     else:
@@ -60,18 +65,11 @@ def _write(plan: ExportPlan, request: ExportRequest, mask: Mask, tell: Any) -> d
           lock_beside(plan.target, "name another folder: --output DIR")):
         repair_published(plan.target)
         check_destination(request, plan.target, plan.source)  # another export may have ended there
-        with ExitStack() as stack:
-            if plan.merge_shards is not None:
-                make_dirs(plan.target.parent)
-                place = stack.enter_context(TemporaryDirectory(dir=plan.target.parent,
-                                                               prefix=".merged-"))
-                plan = merged(plan, Path(place), stop.check)
-            verified = write_export(plan, mask, stop.check)
+        verified = write_export(plan, mask, stop.check)
     tell(verified.sentence())
     return {"source": mask(plan.name), "step": plan.facts.step, "dtype": plan.written,
-            "bytes": plan.bytes, "files": plan.files(),
-            "verified": {"tensors": verified.tensors, "prompts": verified.prompts,
-                         "logits": verified.logits, "allowed": verified.allowed}}
+            "bytes": plan.bytes, "files": sorted(os.listdir(plan.target)),
+            "verified": asdict(verified)}
 
 
 def _dry_run(plan: ExportPlan | Existing, request: ExportRequest, mask: Mask,
@@ -87,12 +85,13 @@ def _dry_run(plan: ExportPlan | Existing, request: ExportRequest, mask: Mask,
         told = {"source": mask(plan.name), "step": plan.facts.step, "stored": plan.stored,
                 "dtype": plan.written, "bytes": plan.bytes, "files": plan.files(),
                 "overwrite": folder.exists() and request.overwrite}
+        num_files = len(plan.weights.filename_to_tensors)
         cast = plan.written if plan.cast is None else f"{plan.stored} cast to {plan.cast}"
         lines = [f"would export:  {told['source']} ({shown(plan.source)})",
                  f"would write:   {shown(folder)}" + (" (replaced)" if told["overwrite"] else ""),
                  f"weights:       {len(plan.tensors)} tensors, {cast}, "
-                 f"{format_bytes(plan.bytes)} in {len(plan.weights.files)} file"
-                 + "s" * (len(plan.weights.files) > 1),
+                 f"{format_bytes(plan.bytes)} in {num_files} file"
+                 + "s" * (num_files > 1),
                  f"files:         {', '.join(told['files'])}",
                  "would verify:  reload with transformers; tensors, logits on 2 prompts, tokenizer"]
     if hub is not None:
@@ -106,9 +105,8 @@ def _dry_run(plan: ExportPlan | Existing, request: ExportRequest, mask: Mask,
 
 
 def _hub_plan(request: ExportRequest, run_name: str) -> dict[str, str]:
-    wanted = request.push(run_name)
-    repo = wanted.repo_id or f"USER/{wanted.default_name}, USER being your token's"
-    how = (f"to the branch {wanted.revision}, made where missing" if wanted.revision
-           else "as a pull request" if wanted.create_pr else "to the main branch")
-    return {"repo": repo, "visibility": "public" if wanted.private is False else "private",
+    repo = request.repo_id or f"USER/{repo_name(run_name)}, USER being your token's"
+    how = (f"to the branch {request.revision}, made where missing" if request.revision
+           else "as a pull request" if request.create_pr else "to the main branch")
+    return {"repo": repo, "visibility": "public" if request.private is False else "private",
             "how": how}

@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from ppocli.errors import CheckpointError, DiskError
-from ppocli.evaluation.figures import Row
 from ppocli.storage.atomic import disk_errors, make_dirs
 from ppocli.storage.run_folder import LOCK, lock, probe_writable
 
 EVAL = "eval"
 """folder of a run that holds its evaluations"""
+Row = dict[str, Any]
+"""a row of samples.jsonl"""
 _REPORT = {"model", "figures", "stderr", "quantiles", "samples", "scored", "against", "win_rate",
            "frontier", "base"}
 """what readers of eval.json count on"""
@@ -71,7 +72,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a JSON file; None where there is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 

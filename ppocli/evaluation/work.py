@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic
@@ -12,12 +12,12 @@ from typing import Any
 
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, ConfigError, OutOfMemoryError, PpocliError, StoppedError
-from ppocli.evaluation import frontier as frontiers
-from ppocli.evaluation.figures import Row
+from ppocli.evaluation.figures import SAMPLES, frontier_of, frontier_svg, report_of
 from ppocli.evaluation.folder import (
     EVAL,
     EvalFolder,
     Place,
+    Row,
     check_same,
     choose,
     read_json,
@@ -25,8 +25,8 @@ from ppocli.evaluation.folder import (
     take_up,
     working_in,
 )
+from ppocli.evaluation.identity import identity_of
 from ppocli.evaluation.player import own_sampling
-from ppocli.evaluation.report import identity_of, report_of
 from ppocli.evaluation.request import EvalRequest, base_target
 from ppocli.models.loading.language_model import load_tokenizer
 from ppocli.parallel.backend import Backend, open_backend
@@ -84,16 +84,14 @@ class _Work:
     watch: Watch
     folder: EvalFolder
     identity: dict[str, Any]
-    rows: dict[str, list[Row]]
-    started: str
-    clock: float
+    rows: dict[str, list[Row]] = field(default_factory=dict)
+    started: str = ""
+    clock: float = field(default_factory=monotonic)
 
-
-def place_of(request: EvalRequest, target: Target) -> Place:
-    """Where the results go: below the run, or below the current folder for a bare model."""
-    root = Path(request.output).expanduser().absolute() if request.output else (
-        target.run_dir or Path.cwd()) / EVAL
-    return Place(root, target.label, request.name, request.overwrite, request.resume)
+    @property
+    def kept(self) -> int:
+        """How many samples there are."""
+        return sum(map(len, self.rows.values()))
 
 
 def run_evaluation(request: EvalRequest, target: Target, cfg: TrainConfig, objects: PythonObjects,
@@ -115,7 +113,10 @@ def run_evaluation(request: EvalRequest, target: Target, cfg: TrainConfig, objec
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # bars for reading a file are not news
-    place = place_of(request, target)
+    # below the run, or below the current folder for a bare model
+    root = Path(request.output).expanduser().absolute() if request.output else (
+        target.run_dir or Path.cwd()) / EVAL
+    place = Place(root, target.label, request.name, request.overwrite, request.resume)
     place.refuse_taken()
     cfg = _without_own_reference(cfg, target, say)
     parts = _parts(request, target, cfg, say)
@@ -136,8 +137,7 @@ def run_evaluation(request: EvalRequest, target: Target, cfg: TrainConfig, objec
                     say(f"finished already: {folder.result}")
                     return Done(folder, report)
                 say(f"{folder.result} is damaged: it is made again from the samples")
-            work = _Work(request, session, parts, objects, stop, say, watch, folder, identity, {},
-                         "", monotonic())
+            work = _Work(request, session, parts, objects, stop, say, watch, folder, identity)
             del session  # else its model would stay in memory beside the next one
             with working_in(folder, place):
                 return _evaluate(work)
@@ -187,7 +187,7 @@ def _parts(request: EvalRequest, target: Target, cfg: TrainConfig, say: Callable
             raise ConfigError("A frontier needs the KL to the base, and there is no reference.",
                               where="--frontier", fix="model.reference.kind=copy, and for a model "
                               "without a run model.path=FOLDER, its base")
-        parts.append(Part("base", base_target(target, cfg.model, "--frontier"), frontiers.SAMPLES))
+        parts.append(Part("base", base_target(target, cfg.model, "--frontier"), SAMPLES))
     return parts
 
 
@@ -213,13 +213,17 @@ def _evaluate(work: _Work) -> Done:
     count = len(session.eval_prompts)
     sizes = {part.role: count * part.repeat for part in work.parts}
     work.rows = take_up(work.folder, list(sizes.items()), session.chunk_size)
-    there, total = sum(map(len, work.rows.values())), sum(sizes.values())
-    if there:
-        work.say(f"going on with {work.folder.path}: {there} of {total} samples are there")
-    work.say(f"{_counted(count, 'prompt')}, {_counted(work.parts[0].repeat, 'response')} each")
-    _say_cost(work, count)
+    total, each = sum(sizes.values()), work.parts[0].repeat
+    if work.kept:
+        work.say(f"going on with {work.folder.path}: {work.kept} of {total} samples are there")
+    work.say(f"{count} prompt{'s' * (count != 1)}, {each} response{'s' * (each != 1)} each")
+    for base in (part for part in work.parts if part.role == "base"):
+        work.say(f"--frontier costs {sizes['base'] - len(work.rows['base'])} more responses "
+                 f"({base.repeat} of {base.target.name} to each prompt) and as many rewards")
     del session
-    _begin(work)
+    old = (read_json(work.folder.settings) or {}) if work.kept else {}
+    work.started = str(old.get("started") or datetime.now(UTC).isoformat(timespec="seconds"))
+    _note_models(work, {**old.get("identity", {}).get("models", {}), **work.identity["models"]})
     texts = list(work.session.eval_prompts.texts)
     try:
         with JsonlWriter(work.folder.samples) as writer:
@@ -228,19 +232,19 @@ def _evaluate(work: _Work) -> Done:
                     _next_model(work, part, texts)
                 _sample(work, part, total, writer)
     except StopRequested as stopped:
-        raise _stopped(work, stopped) from None
+        if not work.kept:
+            raise
+        raise StoppedError(
+            f"stopped by {stopped}; {work.kept} samples are kept in {work.folder.samples}",
+            signal_number=stopped.signal_number, fix=f"go on with: {_command(work)}") from None
     except CheckpointError:
         raise
     except PpocliError:
-        if any(work.rows.values()):
-            log.warning("%d samples are kept in %s; to go on: %s",
-                        sum(map(len, work.rows.values())), work.folder.samples, _command(work))
+        if work.kept:
+            log.warning("%d samples are kept in %s; to go on: %s", work.kept,
+                        work.folder.samples, _command(work))
         raise
     return _finish(work)
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _next_model(work: _Work, part: Part, texts: list[str]) -> None:
@@ -249,38 +253,16 @@ def _next_model(work: _Work, part: Part, texts: list[str]) -> None:
     work.session = judges = replace(work.session, **stripped)
     work.session = _session(judges.cfg, judges.backend, work.objects, part, judges, work.say)
     _check_texts(texts, list(work.session.eval_prompts.texts), part)
-    _note_model(work, part.role, weights_digest(work.session.policy.lm))
+    _note_models(work, {part.role: weights_digest(work.session.policy.lm)})
 
 
-def _say_cost(work: _Work, count: int) -> None:
-    base = next((part for part in work.parts if part.role == "base"), None)
-    if base is not None:
-        more = count * base.repeat - len(work.rows["base"])
-        work.say(f"--frontier costs {more} more responses ({base.repeat} of {base.target.name} to "
-                 f"each prompt) and as many rewards")
-
-
-def _begin(work: _Work) -> None:
-    """Write what the samples are going to be of, and when they were begun."""
-    old = {} if not any(work.rows.values()) else (read_json(work.folder.settings) or {})
-    work.started = str(old.get("started") or datetime.now(UTC).isoformat(timespec="seconds"))
-    known = old.get("identity", {}).get("models", {})
-    work.identity = {**work.identity, "models": {**known, **work.identity["models"]}}
-    _write_settings(work)
-
-
-def _write_settings(work: _Work) -> None:
+def _note_models(work: _Work, models: dict[str, str]) -> None:
+    """Write what the samples are of, with the weights of models that are reached now; refuse
+    others than before."""
+    work.identity = {**work.identity, "models": {**work.identity["models"], **models}}
+    check_same(work.folder, work.identity)
     write_json_atomic(work.folder.settings, {"schema": 1, "started": work.started,
                                              "identity": finite_or_null(work.identity)})
-
-
-def _note_model(work: _Work, role: str, digest: str) -> None:
-    """Add the weights of a model that is reached now to the settings; refuse others than before."""
-    identity = {**work.identity, "models": {**work.identity["models"], role: digest}}
-    check_same(work.folder, identity)
-    if identity != work.identity:
-        work.identity = identity
-        _write_settings(work)
 
 
 def _check_texts(policy: list[str], other: list[str], part: Part) -> None:
@@ -303,7 +285,7 @@ def _sample(work: _Work, part: Part, in_all: int, writer: JsonlWriter) -> None:
     """Sample and score what is missing of one model, appending chunk by chunk."""
     session, rows = work.session, work.rows[part.role]
     total = evaluation_size(session)
-    work.watch(part.role, sum(map(len, work.rows.values())), in_all)
+    work.watch(part.role, work.kept, in_all)
     chunks = evaluate_chunks(session, work.stop, skip=len(rows))
     told = part.role != "policy" or "base" not in work.rows
     while len(rows) < total:
@@ -315,10 +297,10 @@ def _sample(work: _Work, part: Part, in_all: int, writer: JsonlWriter) -> None:
         rows += finite_or_null(new)
         if not told:
             each = (monotonic() - begun) / len(new)
-            left = len(session.eval_prompts) * frontiers.SAMPLES - len(work.rows["base"])
+            left = len(session.eval_prompts) * SAMPLES - len(work.rows["base"])
             work.say(f"--frontier will take about {each * left:.0f} s more (by the first chunk)")
             told = True
-        work.watch(part.role, sum(map(len, work.rows.values())), in_all)
+        work.watch(part.role, work.kept, in_all)
 
 
 def _rows(role: str, chunk: EvalChunk, prompts: int) -> list[Row]:
@@ -336,28 +318,19 @@ def _command(work: _Work) -> str:
     return work.request.command(work.parts[0].target, work.folder.path.name)
 
 
-def _stopped(work: _Work, stopped: StopRequested) -> StoppedError:
-    kept = sum(map(len, work.rows.values()))
-    if not kept:
-        return StoppedError(f"stopped by {stopped}; nothing was sampled yet",
-                            signal_number=stopped.signal_number)
-    return StoppedError(f"stopped by {stopped}; {kept} samples are kept in {work.folder.samples}",
-                        signal_number=stopped.signal_number, fix=f"go on with: {_command(work)}")
-
-
 def _finish(work: _Work) -> Done:
     """eval.json, and the frontier's picture before it."""
     session, found = work.session, None
     if work.request.frontier:
-        found = frontiers.frontier_of(work.rows["base"], work.rows["policy"],
-                                      plain_sampling=session.eval_sampling.is_policy_distribution
-                                      and session.eval_sampling.temperature == 1.0)
+        found = frontier_of(work.rows["base"], work.rows["policy"],
+                            plain_sampling=session.eval_sampling.is_policy_distribution
+                            and session.eval_sampling.temperature == 1.0)
     report = finite_or_null(report_of(
         work.identity, {part.role: part.target for part in work.parts}, work.rows, found,
         session=session, name=work.folder.path.name, started=work.started,
         seconds=monotonic() - work.clock))
     with work.stop.defer():
         if found is not None:
-            write_atomic(work.folder.picture, frontiers.frontier_svg(found))
+            write_atomic(work.folder.picture, frontier_svg(found))
         write_json_atomic(work.folder.result, report)
     return Done(work.folder, report)

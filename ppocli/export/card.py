@@ -1,184 +1,158 @@
-"""The model card of an export: metadata for the Hub and a page for people."""
+"""Model cards: of an export, for the Hub and for people, and of the ``model/`` of a run."""
 
 from __future__ import annotations
 
 import json
-import math
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.config.schema import TrainConfig
 from ppocli.display.console import clean, figure
-from ppocli.export.base_model import split_card
-from ppocli.export.facts import Facts, SamplePair
-from ppocli.export.masking import Mask
-from ppocli.export.trained_card import (
-    LIBRARY,
-    PEFT_LIBRARY,
-    TAGS,
-    USER_BEGIN,
-    USER_END,
-    figure_rows,
+from ppocli.export.facts import (
+    Facts,
+    Mask,
     hub_name,
-    pipeline,
-    reward_names,
+    is_encoder_decoder,
     shown_model,
+    split_card,
 )
+from ppocli.runs.charts import Line, line_chart
+from ppocli.runs.record import RunRecord
+from ppocli.storage.adapter_files import is_adapter
 from ppocli.version import __version__
 
 CARD = "README.md"
-KL = "kl_mean"
+CURVE = "curve.svg"
 PLACEHOLDER = "*Write about this model here: what is between the two comments is kept.*"
-_TEMPLATE = Path(__file__).parent / "model_card.md.j2"
+USER_BEGIN, USER_END = "<!-- user text: begin -->", "<!-- user text: end -->"
+"""what a user writes between these lines of a card is kept when the card is written again"""
+_FOLDER = Path(__file__).parent
+_FIRST_FIGURES = ("reward_mean", "kl_mean", "response_tokens_mean")
+_WIDTH, _HEIGHT = 640, 240
 _LONGEST_TEXT = 300
 _SPECIAL = re.compile(r"[\\`*_\[\]{}()#!|~$@^]")
 _LINK = re.compile(r"\b(www|https?|ftp|mailto|xmpp)([.:])", re.IGNORECASE)
 """what Markdown makes a link of without being asked"""
 _STORED = re.compile(r"^(.*The weights are stored as )[\w+?]+\.$", re.MULTILINE)
 _LOCATION = re.compile(r'^name = ".*"$', re.MULTILINE)
-_SHOWN_VERSIONS = ("ppocli", "torch", "transformers", "python")
 
 
-@dataclass(frozen=True, slots=True)
-class CardInputs:
-    """What the card says beside the facts of the run."""
-
-    facts: Facts
-    dtype: str
-    location: str
-    """what a reader passes to ``from_pretrained``"""
-    chat: bool
-    """the tokenizer has a chat template"""
-    pair: bool
-    """the model is an encoder-decoder"""
-    value_head: list[str]
-    """names of the value function's files"""
-    curve: bool
-    adapter: bool = False
-    """it is an adapter's own folder, which PEFT loads"""
-
-
-def escaped(text: str) -> str:
-    """Text of a model or a user as inline Markdown that shows exactly that: no markup, no HTML, no
-    links, no line breaks, no control characters; cut at 300 characters."""
-    text = clean(text)
-    if len(text) > _LONGEST_TEXT:
-        text = text[:_LONGEST_TEXT - 1] + "…"
-    text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    text = _SPECIAL.sub(lambda match: "\\" + match[0], text)
-    return _LINK.sub(r"\1\\\2", text).strip()
-
-
-def render_card(inputs: CardInputs, previous: str | None, mask: Mask) -> str:
-    """The text of README.md.
+def render_card(facts: Facts, previous: str | None, mask: Mask, *, dtype: str, location: str,
+                chat: bool, pair: bool, value_head: list[str], curve: bool, adapter: bool = False
+                ) -> str:
+    """The text of an export's README.md.
 
     Args:
         previous: the card that is replaced, if any: the user's text in it, and metadata that this
             one hasn't, stay.
+        dtype: how the weights are stored.
+        location: what a reader passes to ``from_pretrained``.
+        chat: the tokenizer has a chat template.
+        pair: the model is an encoder-decoder.
+        value_head: names of the value function's files.
+        curve: whether there is a ``curve.svg``.
+        adapter: it is an adapter's own folder, which PEFT loads.
     """
-    from jinja2 import Environment, StrictUndefined
+    from huggingface_hub import ModelCard
 
-    # Markdown, not HTML: everything that comes from outside passes ``escaped``
-    environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True,
-                              autoescape=False)
-    kept = None if previous is None else user_text(previous)
-    old = {} if previous is None else split_card(previous)[0]
-    values: dict[str, Any] = {
-        "user_begin": USER_BEGIN, "user_end": USER_END, "user_text": kept or PLACEHOLDER,
-        "metadata": metadata(inputs.facts, old, inputs.pair, inputs.adapter).to_yaml().strip(),
-        "version": __version__,
-        "auto": ("AutoPeftModel" if inputs.adapter else "AutoModel")
-        + ("ForSeq2SeqLM" if inputs.pair else "ForCausalLM"),
-        "adapter": inputs.adapter,
-        "title": escaped(inputs.facts.name), "dtype": inputs.dtype,
-        "location": json.dumps(inputs.location), "value_head": inputs.value_head,
-        "config": None, "command": None, "versions": _versions(inputs.facts.versions),
-        "chat": inputs.chat, "example": json.dumps(_example(inputs.facts), ensure_ascii=False),
-        "trust": ""}
-    if inputs.facts.config is not None:
-        values |= _of_training(inputs, inputs.facts.config)
-    text = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(values)
-    return re.sub(r"\n{3,}", "\n\n", mask(text)).rstrip() + "\n"
-
-
-def _of_training(inputs: CardInputs, config: TrainConfig) -> dict[str, Any]:
-    facts = inputs.facts
-    assert facts.base is not None  # every run has one
-    assert facts.run is not None
-    base = escaped(facts.base.shown)
-    link = facts.base.hub_name
+    config, run = facts.config, facts.run
     command = facts.command or ""
-    from_python = PYTHON_OBJECT in command
-    figures = [(_code(name), old, new)
-               for name, old, new in figure_rows(facts.before, facts.after)]
-    return {
-        "config": config, "step": facts.step, "total_steps": facts.run.total_steps,
-        "rollouts": config.ppo.num_rollouts, "reward": escaped(reward_names(config)),
-        "base": f"[{base}](https://huggingface.co/{link})" if link else base,
-        "prompts": escaped(_prompts(config)), "eval_prompts": escaped(_eval_prompts(config)),
-        "sampling": _sampling(config), "curve": inputs.curve,
-        "figures": figures,
-        "evaluation": (evaluation := _separate_evaluation(facts.evaluation)),
-        "kl": any(name == f"`{KL}`" for name, *_ in
-                  [*figures, *(evaluation["rows"] if evaluation else [])]),
-        "samples": [_shown(sample) for sample in facts.samples],
-        "changes": [{"key": _code(change.key), "before": escaped(change.before),
-                     "after": escaped(change.after), "step": change.step}
-                    for change in facts.run.changes],
-        "command": None if from_python or not command else command.replace("```", ""),
-        "local_files": any(part.startswith(("/", "'/")) or "=/" in part or ":/" in part
-                           for part in command.split()),
-        "trust": ", trust_remote_code=True" if config.model.trust_remote_code else ""}
+    example = facts.samples[0].prompt if facts.samples else "Once upon a time"
+    card = ModelCard.from_template(
+        metadata(facts, split_card(previous or "")[0], pair, adapter),
+        template_path=str(_FOLDER / "model_card.md.j2"),
+        # Markdown, not HTML: everything in the template that comes from outside passes these two
+        escaped=escaped, code=_code, figure=figure, figure_rows=figure_rows,
+        user_begin=USER_BEGIN, user_end=USER_END,
+        user_text=user_text(previous or "") or PLACEHOLDER, version=__version__,
+        facts=facts, run=run, config=config, adapter=adapter, chat=chat, curve=curve,
+        auto=("AutoPeftModel" if adapter else "AutoModel")
+        + ("ForSeq2SeqLM" if pair else "ForCausalLM"),
+        dtype=dtype, location=json.dumps(location), value_head=value_head,
+        example=json.dumps(clean(example)[:_LONGEST_TEXT], ensure_ascii=False),
+        reward=reward_names(config) if config else "", prompts=_prompts(config) if config else "",
+        eval_prompts=_eval_prompts(config) if config else "",
+        command=None if PYTHON_OBJECT in command else command.replace("```", ""),
+        local_files=any(part.startswith(("/", "'/")) or "=/" in part or ":/" in part
+                        for part in command.split()),
+        trust=", trust_remote_code=True" if config and config.model.trust_remote_code else "")
+    return re.sub(r"\n{3,}", "\n\n", mask(str(card))).rstrip() + "\n"
+
+
+def write_card(folder: Path, cfg: TrainConfig, summary: dict[str, Any]) -> None:
+    """Write the card of a run's ``model/``: metadata for the Hub, what was trained, figures before
+    and after."""
+    from huggingface_hub import ModelCard, ModelCardData
+
+    data = _of_model(is_encoder_decoder(folder), is_adapter(folder), hub_name(cfg.model.path))
+    ModelCard.from_template(
+        ModelCardData(**data), template_path=str(_FOLDER / "trained_card.md.j2"),
+        title=cfg.run_name or "A policy trained with PPO", version=__version__, summary=summary,
+        base=shown_model(cfg.model.path), reward=reward_names(cfg),
+        task="PPO" if cfg.task.fn is None else f"`{cfg.task.fn}`",
+        figures=figure_rows(summary["eval_before"] or {}, summary["eval_after"] or {}),
+    ).save(folder / CARD)
+
+
+def _of_model(pair: bool, adapter: bool, base: str | None) -> dict[str, Any]:
+    """Metadata that every card has."""
+    data: dict[str, Any] = {"library_name": "peft" if adapter else "transformers",
+                            "tags": ["ppo", "rlhf", "ppocli"], "pipeline_tag": _task(pair)}
+    if base is not None:
+        data |= {"base_model": base, "base_model_relation": "adapter" if adapter else "finetune"}
+    return data
+
+
+def _task(pair: bool) -> str:
+    return "text2text-generation" if pair else "text-generation"
 
 
 def metadata(facts: Facts, previous: dict[str, Any], pair: bool, adapter: bool = False) -> Any:
     """The card's front matter as ``huggingface_hub.ModelCardData``; keys that ``previous`` has
     and this training doesn't determine are kept."""
-    from huggingface_hub import ModelCardData
+    from huggingface_hub import EvalResult, ModelCardData
 
-    own: dict[str, Any] = {"library_name": PEFT_LIBRARY if adapter else LIBRARY,
-                           "pipeline_tag": pipeline(pair),
-                           "tags": list(TAGS)}
-    if facts.base is not None:
-        own |= facts.base.license
-        if facts.base.hub_name is not None:
-            own |= {"base_model": facts.base.hub_name,
-                    "base_model_relation": "adapter" if adapter else "finetune"}
+    own = _of_model(pair, adapter, facts.base.hub_name if facts.base else None)
+    own |= facts.base.license if facts.base else {}
     config = facts.config
     if config is not None and (data_set := _hub_data_set(config.prompts.path)) is not None:
         own["datasets"] = [data_set]
     if config is not None and facts.after:
-        own |= {"model_name": facts.name, "eval_results": _results(facts, config, pipeline(pair))}
-    kept = {key: value for key, value in previous.items()
-            if key not in own and key not in ("model-index", "model_name", "eval_results")}
+        data_set = _hub_data_set(config.prompts.eval.path or config.prompts.path)
+        metrics = {"reward_mean": f"mean reward ({reward_names(config)})",
+                   "kl_mean": "KL from the starting model (nats per response)",
+                   "response_tokens_mean": "mean response length (tokens)"}
+        own |= {"model_name": facts.name, "eval_results": [
+            EvalResult(task_type=_task(pair), dataset_type=data_set or "prompts",
+                       dataset_name=_eval_prompts(config), metric_type=name,
+                       metric_name=metrics.get(name, name), metric_value=facts.after[name])
+            for name, _, _ in figure_rows(facts.before, facts.after)]}
     if isinstance(previous.get("tags"), list):
         own["tags"] += [tag for tag in previous["tags"] if tag not in own["tags"]]
+    kept = {key: value for key, value in previous.items()
+            if key not in own and key not in ("model-index", "model_name", "eval_results")}
     return ModelCardData(**own, **kept)
 
 
-def _results(facts: Facts, config: TrainConfig, task: str) -> list[Any]:
-    from huggingface_hub import EvalResult
+def render_again(card: str, location: str, dtype: str, previous: str | None, mask: Mask) -> str:
+    """The card of an export that is exported once more: what the earlier one told, with where it
+    lies now and how it's stored.
 
-    source = config.prompts.eval.path or config.prompts.path
-    data_set = _hub_data_set(source)
-    shown = _eval_prompts(config)
-    names = [name for name, _, _ in figure_rows(facts.before, facts.after)]
-    return [EvalResult(task_type=task, dataset_type=data_set or "prompts", dataset_name=shown,
-                       metric_type=name, metric_name=_metric_name(name, config),
-                       metric_value=facts.after[name])
-            for name in names if math.isfinite(facts.after[name])]
+    Args:
+        previous: the card that is replaced, if any: as for :func:`render_card`.
+    """
+    from huggingface_hub.utils import yaml_dump
 
-
-def _metric_name(name: str, config: TrainConfig) -> str:
-    known = {"reward_mean": f"mean reward ({reward_names(config)})",
-             KL: "KL from the starting model (nats per response)",
-             "response_tokens_mean": "mean response length (tokens)"}
-    return known.get(name, name)
+    text = _STORED.sub(lambda match: f"{match[1]}{dtype}.", with_location(card, location))
+    if (kept := user_text(previous or "")) is not None:
+        text = with_user_text(text, kept)
+    data, body = split_card(text)
+    old = split_card(previous or "")[0]
+    if added := {key: value for key, value in old.items() if key not in data}:
+        text = f"---\n{yaml_dump(data | added, sort_keys=False)}---\n{body}"
+    return mask(text)
 
 
 def user_text(card: str) -> str | None:
@@ -204,97 +178,72 @@ def with_location(card: str, location: str) -> str:
     return _LOCATION.sub(lambda match: f"name = {json.dumps(location)}", card, count=1)
 
 
-def render_again(card: str, location: str, dtype: str, previous: str | None, mask: Mask) -> str:
-    """The card of an export that is exported once more: what the earlier one told, with where it
-    lies now and how it's stored.
+def escaped(text: str) -> str:
+    """Text of a model or a user as inline Markdown that shows exactly that: no markup, no HTML, no
+    links, no line breaks, no control characters; cut at 300 characters."""
+    text = clean(text)
+    if len(text) > _LONGEST_TEXT:
+        text = text[:_LONGEST_TEXT - 1] + "…"
+    text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    text = _SPECIAL.sub(lambda match: "\\" + match[0], text)
+    return _LINK.sub(r"\1\\\2", text).strip()
 
-    Args:
-        previous: the card that is replaced, if any: as for :func:`render_card`.
-    """
-    text = _STORED.sub(lambda match: f"{match[1]}{dtype}.", with_location(card, location))
-    kept = None if previous is None else user_text(previous)
-    if kept is not None:
-        text = with_user_text(text, kept)
-    data, body = split_card(text)
-    old = {} if previous is None else split_card(previous)[0]
-    if added := {key: value for key, value in old.items() if key not in data}:
-        front = yaml.safe_dump(data | added, sort_keys=False, allow_unicode=True)
-        text = f"---\n{front}---\n{body}"
-    return mask(text)
+
+def _code(name: str) -> str:
+    """The name of a figure or a key."""
+    return f"`{name}`" if re.fullmatch(r"[\w/.-]+", name) else escaped(name)
+
+
+def figure_rows(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """(name, before, after) of an evaluation's main figures, those of the rewards and metrics."""
+    names = [name for name in _FIRST_FIGURES if name in after]
+    names += [name for name in after if name.startswith(("reward/", "metrics/"))]
+    return [(name, figure(before.get(name), 3), figure(after[name], 3)) for name in names]
+
+
+def reward_names(cfg: TrainConfig) -> str:
+    """The rewards of a configuration, as a card names them; of a file only its name."""
+    named = ([str((entry or {}).get("fn")) for entry in cfg.reward.fns.values()]
+             if cfg.reward.fns else [str(cfg.reward.fn)])
+    return ", ".join(name.rsplit("/", 1)[-1] if ".py:" in name else name for name in named)
 
 
 def _hub_data_set(path: str | None) -> str | None:
-    if path is None or path == PYTHON_OBJECT:
-        return None
-    return hub_name(path)
+    return None if path is None or path == PYTHON_OBJECT else hub_name(path)
 
 
 def _prompts(config: TrainConfig) -> str:
-    prompts = config.prompts
-    if prompts.path is not None and prompts.path != PYTHON_OBJECT:
-        return shown_model(prompts.path)
-    if prompts.items or prompts.path == PYTHON_OBJECT:
-        return "given inline"
-    return "the beginning-of-sequence token"
+    path = config.prompts.path
+    if path is not None and path != PYTHON_OBJECT:
+        return shown_model(path)
+    return "given inline" if config.prompts.items or path else "the beginning-of-sequence token"
 
 
 def _eval_prompts(config: TrainConfig) -> str:
     path = config.prompts.eval.path
     if path is not None and path != PYTHON_OBJECT:
         return shown_model(path)
-    if config.prompts.eval.items:
-        return "prompts given inline"
-    return f"prompts of {_prompts(config)}"
+    inline = config.prompts.eval.items or path
+    return "prompts given inline" if inline else f"prompts of {_prompts(config)}"
 
 
-def _sampling(config: TrainConfig) -> str:
-    spec = config.generation
-    parts = [f"up to {spec.max_new_tokens} tokens"]
-    if not spec.do_sample:
-        return f"{parts[0]}, greedy"
-    parts.append(f"temperature {spec.temperature:g}")
-    parts += [f"top-k {spec.top_k}"] if spec.top_k else []
-    parts += [f"top-p {spec.top_p:g}"] if spec.top_p < 1 else []
-    return ", ".join(parts)
-
-
-def _shown(sample: SamplePair) -> dict[str, str]:
-    return {"prompt": escaped(sample.prompt), "before": escaped(sample.before),
-            "after": escaped(sample.after), "score_before": _score(sample.score_before),
-            "score_after": _score(sample.score_after)}
-
-
-def _separate_evaluation(evaluation: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What eval.json says: how many samples, and (figure, value, standard error)."""
-    if evaluation is None:
+def curve(run: RunRecord) -> str | None:
+    """``curve.svg``: the reward above, the KL (nats per response) below; lines of the rollouts,
+    dots of the evaluations. None for a run without any figure."""
+    panels = []
+    for title, trained, evaluated, unit in (
+            ("Mean reward", "reward/mean", "eval/reward_mean", ""),
+            ("KL from the starting model", "objective/kl", "eval/kl_mean", "nats per response")):
+        lines = [Line("training", run.series(trained)),
+                 Line("evaluation", run.series(evaluated), kind="dots")]
+        lines = [line for line in lines if line.points]
+        if lines:
+            panels.append(line_chart(lines, title=title, x_label="step", y_label=unit,
+                                     width=_WIDTH, height=_HEIGHT))
+    if not panels:
         return None
-    figures, errors = (_numbers(evaluation.get(name)) for name in ("figures", "stderr"))
-    samples = evaluation.get("samples")
-    return {"of": f", of {samples} samples" if isinstance(samples, int) else "",
-            "rows": [(_code(name), value, figure(errors.get(name), 3))
-                     for name, _, value in figure_rows({}, figures)]}
-
-
-def _numbers(values: Any) -> dict[str, float]:
-    """The finite numbers of a mapping read from a file."""
-    found = values.items() if isinstance(values, dict) else ()
-    return {str(name): float(value) for name, value in found
-            if isinstance(value, (int, float)) and math.isfinite(value)}
-
-
-def _code(name: str) -> str:
-    return f"`{name}`" if re.fullmatch(r"[\w/.-]+", name) else escaped(name)
-
-
-def _score(value: float | None) -> str:
-    return "" if value is None or not math.isfinite(value) else f" ({value:.2f})"
-
-
-def _example(facts: Facts) -> str:
-    prompt = facts.samples[0].prompt if facts.samples else "Once upon a time"
-    return clean(prompt)[:_LONGEST_TEXT]
-
-
-def _versions(versions: dict[str, str]) -> str:
-    return ", ".join(f"{name} {escaped(str(versions[name]))}" for name in _SHOWN_VERSIONS
-                     if name in versions)
+    height = _HEIGHT * len(panels)
+    stacked = "".join(f'<g transform="translate(0 {_HEIGHT * number})">\n{panel}</g>\n'
+                      for number, panel in enumerate(panels))
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
+            f'viewBox="0 0 {_WIDTH} {height}">\n{stacked}</svg>\n')

@@ -1,22 +1,35 @@
-"""What a model card can tell: gathered from the run's folder, masked on the way out."""
+"""What a model card can tell of a policy: gathered from its run's folder, without secrets."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from ppocli.config.hub import hub_reachable
+from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.config.schema import TrainConfig
-from ppocli.export.base_model import BaseModel, describe_base
-from ppocli.export.own_evaluation import own_evaluation, without_folders
+from ppocli.config.secrets import secret_values, without_secrets
+from ppocli.evaluation.folder import read_json, read_result
 from ppocli.runs.record import RunRecord, read_run
 from ppocli.runs.target import Target
+from ppocli.storage.adapter_files import CONFIG, is_adapter
+from ppocli.storage.model_files import BUILTIN_PREFIX
 
 _NUM_SAMPLES = 4
+_LICENSE_KEYS = ("license", "license_name", "license_link")
+_OWN_LICENSE = "apache-2.0"
+"""of the models that ship with ppocli, which is under it"""
+_PLACES = frozenset({"run", "name", "path", "tokenizer_path", "fn", "metric_fn", "targets"})
+"""keys of eval.json under which a folder of this machine may stand"""
+_LOCAL = re.compile(r"(?:[/~]|\.\.?/)(?:.*/)?(?=[^/])", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +41,18 @@ class SamplePair:
     after: str
     score_before: float | None
     score_after: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """The model that was fine-tuned."""
+
+    shown: str
+    """its name; of a folder the last part"""
+    hub_name: str | None
+    license: dict[str, str]
+    """``license`` and, for one that is not on the Hub's list, ``license_name`` and
+    ``license_link``; empty when not known"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +106,11 @@ def gather(target: Target, *, network: bool, command: Callable[[TrainConfig], st
     run = read_run(target.run_dir)
     step = target.step or 0
     model = run.config.model
-    evaluation = own_evaluation(target, run.config)
     return Facts(
         name=run.name, step=target.step, run=run,
         base=describe_base(model.path, model.revision, network=network),
         before=_figures(run, 0), after=_figures(run, step),
-        evaluation=None if evaluation is None else without_folders(evaluation),
+        evaluation=without_folders(own_evaluation(target, run.config)),
         samples=_samples(run, step),
         versions=_versions(run, target), command=command(run.config))
 
@@ -117,14 +141,203 @@ def _versions(run: RunRecord, target: Target) -> dict[str, str]:
     """Of the packages that trained it: the summary's, else the checkpoint's."""
     versions = (run.summary or {}).get("versions")
     if not versions and target.checkpoint is not None:
-        try:
-            manifest = json.loads((target.checkpoint / "MANIFEST.json").read_text())
-        except (OSError, ValueError):
-            manifest = {}
-        versions = manifest.get("versions")
+        versions = (read_json(target.checkpoint / "MANIFEST.json") or {}).get("versions")
     return dict(versions) if isinstance(versions, dict) else {}
 
 
-def settings(config: TrainConfig) -> dict[str, Any]:
-    """The configuration as plain data, in the order of the schema."""
-    return dataclasses.asdict(config)
+def describe_base(model: str, revision: str | None, *, network: bool) -> BaseModel:
+    """Describe ``model.path``; its license is what its README.md, else its config.json says.
+
+    Args:
+        network: ask the Hub for the README of a Hub model.
+    """
+    if model.startswith(BUILTIN_PREFIX):
+        return BaseModel(model, None, {"license": _OWN_LICENSE})
+    name = hub_name(model)
+    told: dict[str, Any] = {}
+    for file in ("README.md", "config.json"):
+        path = (Path(model).expanduser() / file if name is None else
+                _from_hub(name, file, revision, network=network and file == "README.md"))
+        if path is not None and path.is_file() and not told.get("license"):
+            told = (split_card(path.read_text(encoding="utf-8", errors="replace"))[0]
+                    if file == "README.md" else read_json(path) or {})
+    known = {key: told[key] for key in _LICENSE_KEYS if isinstance(told.get(key), str)}
+    return BaseModel(shown_model(model), name, known if "license" in known else {})
+
+
+def _from_hub(name: str, file: str, revision: str | None, *, network: bool) -> Path | None:
+    """A file of a Hub model: where allowed and possible from the Hub, else from the cache."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name, file, revision=revision,
+                                    local_files_only=not (network and hub_reachable())))
+    except Exception:  # nothing that can go wrong on the way there is a reason not to export
+        return None
+
+
+def hub_name(model: str) -> str | None:
+    """The Hub name that ``model.path`` is, or None for folders and built-ins."""
+    if model.startswith((".", "/", "~", BUILTIN_PREFIX)) or Path(model).exists():
+        return None
+    return model
+
+
+def shown_model(model: str) -> str:
+    """What a published text calls a model: its name; of a folder on this machine only the last
+    part."""
+    is_name = model.startswith(BUILTIN_PREFIX) or hub_name(model) is not None
+    return model if is_name else Path(model).name or "model"
+
+
+def is_encoder_decoder(folder: Path) -> bool:
+    """Whether the model in ``folder``, or the base of the adapter there, has an encoder beside its
+    decoder."""
+    if is_adapter(folder):
+        return (read_json(folder / CONFIG) or {}).get("task_type") == "SEQ_2_SEQ_LM"
+    return bool((read_json(folder / "config.json") or {}).get("is_encoder_decoder"))
+
+
+def split_card(text: str) -> tuple[dict[str, Any], str]:
+    """The metadata on top of a model card and the text below it; broken metadata count as none."""
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
+
+    text = text.removeprefix("\ufeff")
+    block = REGEX_YAML_BLOCK.search(text)
+    if block is None:
+        return {}, text
+    try:
+        data = yaml.safe_load(block[2])
+    except yaml.YAMLError:
+        data = None
+    return data if isinstance(data, dict) else {}, text[block.end():]
+
+
+def own_evaluation(target: Target, config: TrainConfig) -> dict[str, Any] | None:
+    """The newest ``eval/*/eval.json`` of exactly these weights under the run's own reward,
+    prompts and sampling, whatever its random numbers and the number of responses; else None.
+
+    Only where one could be it are the weights loaded, to compare their digest.
+    """
+    assert target.run_dir is not None
+    paths = sorted(target.run_dir.glob("eval/*/eval.json"), reverse=True,
+                   key=lambda path: (path.stat().st_mtime_ns, path.parent.name))
+    found = [value for path in paths
+             if (value := read_result(path.parent)) is not None
+             and _own_settings(value, config, target)]
+    if not found:
+        return None
+    digest, sampling = _loaded(target, config)
+    return next((value for value in found if value["model"].get("digest") == digest
+                 and value.get("generation") == sampling), None)
+
+
+def _own_settings(evaluation: dict[str, Any], config: TrainConfig, target: Target) -> bool:
+    """Whether step, reward, prompts and the base of the KL are those of the run."""
+    own = json.loads(json.dumps(asdict(config), default=str))
+    try:
+        told = evaluation["settings"]
+        reward, prompts, model = (dict(told[part]) for part in ("reward", "prompts", "model"))
+        return (isinstance(evaluation["model"], dict) and evaluation["step"] == target.step
+                # which object it was is not known
+                and PYTHON_OBJECT not in json.dumps([reward, prompts])
+                and {"fn", "fns", "kwargs"} <= reward.keys()
+                and reward == {name: own["reward"].get(name) for name in reward}
+                and _asked(prompts) == _asked(own["prompts"])
+                and _prompts_digest(target.run_dir) in (None, prompts.get("digest"))
+                and all(model.get(name) == own["model"][name]
+                        for name in ("path", "revision", "tokenizer_path")))
+    except (KeyError, TypeError, ValueError):  # a file that no evaluation wrote
+        return False
+
+
+def _asked(prompts: dict[str, Any]) -> dict[str, Any]:
+    """Settings of prompts without what says how many responses there are to each."""
+    kept = {name: value for name, value in prompts.items() if name not in ("digest", "count")}
+    return kept | {"eval": dict(kept["eval"]) | {"repeat": None}}
+
+
+def _prompts_digest(run_dir: Path | None) -> str | None:
+    """Of the run's evaluation prompts, as a checkpoint tells it; None where none does."""
+    assert run_dir is not None
+    for path in sorted(run_dir.glob("checkpoints/step-*/state.json"), reverse=True):
+        digests = (read_json(path) or {}).get("digests")
+        if isinstance(digests, dict) and "evaluation prompts" in digests:
+            return str(digests["evaluation prompts"])
+    return None
+
+
+def _loaded(target: Target, config: TrainConfig) -> tuple[str, dict[str, Any]]:
+    """Digest of the weights and the run's sampling at evaluation, as an evaluation tells them."""
+    from transformers.utils import logging as transformers_logging
+
+    from ppocli.models.loading.language_model import load_lm, load_tokenizer
+    from ppocli.tasks.ppo.digests import weights_digest
+    from ppocli.tasks.ppo.session import sampling_specs
+
+    transformers_logging.disable_progress_bar()
+    own = replace(config.model, path=target.model, tokenizer_path=None, revision=None)
+    loaded = load_lm(own)
+    spec = sampling_specs(config.generation, load_tokenizer(own), loaded)[1]
+    return weights_digest(loaded.lm), json.loads(json.dumps(asdict(spec)))
+
+
+def without_folders(value: Any, key: str = "") -> Any:
+    """The contents of eval.json with folders of this machine cut down to their last part."""
+    if isinstance(value, dict):
+        # digests of the files of rewards, by path
+        return {_last_part(name) if key == "code" else name: without_folders(item, name)
+                for name, item in value.items()}
+    if isinstance(value, list):
+        return [without_folders(item, key) for item in value]
+    return _last_part(value) if isinstance(value, str) and key in _PLACES else value
+
+
+def _last_part(text: str) -> str:
+    return _LOCAL.sub("", text, count=1) if _LOCAL.match(text) else text
+
+
+class Mask:
+    """Replaces values of token-like environment variables, texts shaped like tokens, and passwords
+    in URLs by ``***``, and the home folder by ``~``.
+
+    Args:
+        environment: variables whose names may look like those of secrets.
+        tokens: further texts that must not be shown.
+        home: the folder written as ``~``.
+    """
+
+    def __init__(self, environment: Mapping[str, str], *, tokens: tuple[str, ...] = (),
+                 home: Path | None = None) -> None:
+        self._hidden = secret_values(environment) | set(tokens)
+        homes = {str(home), os.path.realpath(home)} - {"/", "."} if home is not None else set()
+        self._homes = [re.compile(re.escape(folder) + r"(?![\w.-])")
+                       for folder in sorted(homes, key=len, reverse=True)]
+
+    @staticmethod
+    def of_this_process() -> Mask:
+        """With this process's environment, the token of ``hf auth login``, the user's home."""
+        from huggingface_hub import get_token
+
+        try:
+            home = Path.home()
+        except RuntimeError:  # a user without a home
+            home = None
+        return Mask(os.environ, tokens=tuple(filter(None, [get_token()])), home=home)
+
+    def __call__(self, text: str) -> str:
+        """``text`` with nothing in it that is to stay here."""
+        text = without_secrets(text, self._hidden)
+        for pattern in self._homes:
+            text = pattern.sub("~", text)
+        return text
+
+    def tree(self, value: Any) -> Any:
+        """Plain data (mappings, lists, texts, numbers) with every text in it masked."""
+        if isinstance(value, str):
+            return self(value)
+        if isinstance(value, Mapping):
+            return {self.tree(key): self.tree(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.tree(item) for item in value]
+        return value

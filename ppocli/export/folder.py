@@ -2,78 +2,91 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from ppocli.errors import CheckpointError, DiskError, InputError
-from ppocli.export.card import CARD, CardInputs, render_again, render_card
-from ppocli.export.curve import CURVE, curve
-from ppocli.export.facts import Earlier, Facts, settings
-from ppocli.export.masking import Mask
-from ppocli.export.own_evaluation import EVALUATION
-from ppocli.export.trained_card import is_encoder_decoder
+from ppocli.evaluation.folder import read_json
+from ppocli.export.card import CARD, CURVE, curve, render_again, render_card
+from ppocli.export.facts import Earlier, Facts, Mask, is_encoder_decoder
 from ppocli.export.verify import Verified, verification_prompts, verify_model
 from ppocli.export.weights import (
+    INDEX,
+    TORCH_DTYPES,
     StoredTensor,
-    WeightFiles,
     compare_weights,
     dtype_of,
     plan_files,
     stored_tensors,
+    write_merged,
     write_weights,
 )
 from ppocli.storage import faults
-from ppocli.storage.adapter_files import BASE, CONFIG, is_adapter
-from ppocli.storage.atomic import disk_fix, disk_sentence, format_bytes, free_bytes, sha256_file
-from ppocli.storage.model_files import TOKENIZER_FILES
+from ppocli.storage.adapter_files import BASE, CONFIG, WEIGHTS, is_adapter, named_base
+from ppocli.storage.atomic import (
+    disk_fix,
+    disk_sentence,
+    format_bytes,
+    free_bytes,
+    make_dirs,
+    sha256_file,
+)
+from ppocli.storage.model_files import TOKENIZER_FILES, find_model
 from ppocli.storage.publishing import publish_folder
 from ppocli.version import __version__
+
+if TYPE_CHECKING:
+    from huggingface_hub import StateDictSplit
 
 RECORD = "export.json"
 """what an export is of; also how an export is known from any other folder"""
 TRAINING_CONFIG = "training_config.yaml"
+EVALUATION = "eval.json"
 VALUE_HEAD = "value_head.safetensors"
 VALUE_TRUNK = "value_trunk.safetensors"
 """beside the head where the value function has layers of its own"""
+_GENERATION = "generation_config.json"
 _TOKENIZER = (*TOKENIZER_FILES, "merges.txt", "special_tokens_map.json", "added_tokens.json",
               "chat_template.jinja", "chat_template.json")
 _OF_TRAINING = ("source", "run", "step", "evaluation", "run_id", "versions")
 """names in the record that are the same for an export of an export"""
-ADAPTER_CONFIGS = (CONFIG, BASE)
-_TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ExportPlan:
     """What is going to be written. Made from headers and small files; nothing was loaded."""
 
     name: str
     """how messages call the source: ``runs/quickstart, step 24``"""
     source: Path
-    """a plain Hugging Face folder with safetensors"""
+    """a plain Hugging Face folder with safetensors, or an adapter's"""
     target: Path
     facts: Facts
     tensors: dict[str, StoredTensor]
-    weights: WeightFiles
+    weights: StateDictSplit
     dtype: str | None
     """the floating type that is asked for, None: as stored"""
+    max_shard: int
+    """bytes of the largest weight file"""
+    merge: bool
+    """the source is an adapter, to be merged into its base first"""
     value_head: Path | None
     repo_id: str | None
     """where it will be pushed, if that is known; the card names it"""
-    merge_shards: int | None = None
-    """bytes of the largest file of an adapter that has to be merged into its base first"""
 
     @property
     def adapter(self) -> bool:
         """Whether an adapter's own files are written."""
-        return self.merge_shards is None and is_adapter(self.source)
+        return not self.merge and is_adapter(self.source)
 
     @property
     def stored(self) -> str:
@@ -88,12 +101,13 @@ class ExportPlan:
     @property
     def cast(self) -> str | None:
         """The type that weights are converted to, None where they already have it."""
-        return None if self.dtype in (None, self.stored) else self.dtype
+        return None if self.dtype == self.stored else self.dtype
 
     @property
     def bytes(self) -> int:
         """What the weights will take on the disk."""
-        return self.weights.total + sum(path.stat().st_size for path in self.critic)
+        return int(self.weights.metadata["total_size"]) + sum(
+            path.stat().st_size for path in self.critic)
 
     @property
     def critic(self) -> list[Path]:
@@ -103,37 +117,54 @@ class ExportPlan:
         trunk = self.value_head.with_name(VALUE_TRUNK)
         return [self.value_head, *([trunk] if trunk.exists() else [])]
 
+    @property
+    def trust_remote_code(self) -> bool:
+        """Whether code that the model ships with may run."""
+        config = self.facts.config
+        return config is not None and config.model.trust_remote_code
+
+    @property
+    def prompts(self) -> list[str]:
+        """What the export is compared with its source on."""
+        return verification_prompts([sample.prompt for sample in self.facts.samples])
+
     def files(self) -> list[str]:
         """Names of everything that is going to be written."""
-        configs = ADAPTER_CONFIGS if self.adapter else ("config.json",)
-        names = [*self.weights.files, *configs, "generation_config.json",
-                 *(file.name for file in _copied(self.source)), CARD, RECORD]
-        if len(self.weights.files) > 1:
-            names.append("model.safetensors.index.json")
-        names += [path.name for path in self.critic]
+        names = {*self.weights.filename_to_tensors, CARD, RECORD,
+                 *(() if self.adapter else ("config.json", _GENERATION)),
+                 *(path.name for path in (*_copied(self), *self.critic))}
+        if self.weights.is_sharded:
+            names.add(INDEX)
         if self.facts.run is not None:
-            names.append(TRAINING_CONFIG)
-            names += [CURVE] if curve(self.facts.run) is not None else []
+            names |= {TRAINING_CONFIG, CURVE} if curve(self.facts.run) else {TRAINING_CONFIG}
         if self.facts.evaluation is not None:
-            names.append(EVALUATION)
+            names.add(EVALUATION)
         if self.facts.earlier is not None:
-            names += [file.name for file in self.facts.earlier.files]
-        return sorted(set(names))
+            names |= {file.name for file in self.facts.earlier.files}
+        return sorted(names)
 
 
 def plan_export(name: str, source: Path, target: Path, facts: Facts, *, dtype: str | None,
-                max_shard: int, value_head: Path | None, repo_id: str | None) -> ExportPlan:
+                max_shard: int, merge: bool, value_head: Path | None, repo_id: str | None
+                ) -> ExportPlan:
     """Find out what an export will consist of.
 
     Raises:
-        InputError: the source's weights can't be read, or are quantized and ``dtype`` is given.
+        InputError: the weights can't be read, or are quantized and ``dtype`` is given; the base of
+            an adapter isn't there.
     """
-    tensors = stored_tensors(source)
-    if dtype is not None and "quantization_config" in _json(source / "config.json"):
+    stored, dtype = source, (dtype or "fp32") if merge else dtype
+    if merge:
+        stored = Path(find_model(named_base(source)[0], key=str(source), needs="model")[0])
+    if dtype is not None and "quantization_config" in (read_json(source / "config.json") or {}):
         raise InputError(f"{name} is quantized: its weights can't be cast to {dtype}.",
                          where="--dtype", fix="leave --dtype out")
-    return ExportPlan(name, source, target, facts, tensors, plan_files(tensors, dtype, max_shard),
-                      dtype, value_head, repo_id)
+    tensors = stored_tensors(stored)
+    weights = plan_files(tensors, dtype, max_shard)
+    if is_adapter(stored):  # one file, whatever its size: PEFT knows no shards
+        weights = plan_files(tensors, None, weights.metadata["total_size"], WEIGHTS)
+    return ExportPlan(name, source, target, facts, tensors, weights, dtype, max_shard, merge,
+                      value_head, repo_id)
 
 
 def write_export(plan: ExportPlan, mask: Mask, check: Callable[[], None]) -> Verified:
@@ -153,13 +184,31 @@ def write_export(plan: ExportPlan, mask: Mask, check: Callable[[], None]) -> Ver
         raise DiskError(disk_sentence("Disk full", str(plan.target), plan.target.parent,
                                       format_bytes(plan.bytes)),
                         where=str(plan.target), fix=disk_fix("Disk full"))
+    if not plan.merge:
+        return _publish(plan, mask, check)
+    make_dirs(plan.target.parent)
+    with TemporaryDirectory(dir=plan.target.parent, prefix=".merged-") as place:
+        write_merged(plan.source, Path(place), plan.prompts, plan.trust_remote_code, check)
+        gc.collect()
+        return _publish(plan_export(
+            plan.name, Path(place), plan.target, plan.facts, merge=False,
+            dtype=None if plan.dtype == "fp32" else plan.dtype, max_shard=plan.max_shard,
+            value_head=plan.value_head, repo_id=plan.repo_id), mask, check)
+
+
+def _publish(plan: ExportPlan, mask: Mask, check: Callable[[], None]) -> Verified:
     card = plan.target / CARD
     previous = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else None
     verified: list[Verified] = []
 
     def write(folder: Path) -> None:
         _write_files(plan, folder, previous, mask, check)
-        verified.append(_verify(plan, folder, check))
+        faults.point("export.before_verify")
+        check()
+        compare_weights(plan.source, plan.tensors, plan.dtype, folder, check)
+        verified.append(verify_model(
+            plan.source, folder, plan.prompts, cast=plan.cast, num_tensors=len(plan.tensors),
+            trust_remote_code=plan.trust_remote_code, check=check))
         _write_record(plan, folder, verified[0], mask)
         check()
 
@@ -178,16 +227,18 @@ def write_export(plan: ExportPlan, mask: Mask, check: Callable[[], None]) -> Ver
 def _write_files(plan: ExportPlan, folder: Path, previous: str | None, mask: Mask,
                  check: Callable[[], None]) -> None:
     write_weights(plan.source, plan.tensors, plan.weights, plan.dtype, folder, check)
-    _write_configs(plan, folder)
-    for file in _copied(plan.source):
-        shutil.copyfile(file, folder / file.name)
-    _forget_origin(folder / "tokenizer_config.json")
-    for path in plan.critic:
-        shutil.copyfile(path, folder / path.name)
     facts, drawn = plan.facts, None
+    told = facts.earlier.files if facts.earlier is not None else ()
+    for file in (*_copied(plan), *plan.critic, *told):
+        shutil.copyfile(file, folder / file.name)
+    if not plan.adapter:
+        _write_json(folder / "config.json", _model_config(plan))
+        if not (folder / _GENERATION).is_file():
+            _derive_generation_config(plan.source, folder)
+    _forget_origin(folder / "tokenizer_config.json")
     if facts.run is not None:
         _write_text(folder / TRAINING_CONFIG, yaml.safe_dump(
-            mask.tree(settings(facts.run.config)), sort_keys=False, allow_unicode=True, width=100))
+            mask.tree(asdict(facts.run.config)), sort_keys=False, allow_unicode=True, width=100))
         drawn = curve(facts.run)
     if drawn is not None:
         _write_text(folder / CURVE, mask(drawn))
@@ -195,41 +246,13 @@ def _write_files(plan: ExportPlan, folder: Path, previous: str | None, mask: Mas
         _write_json(folder / EVALUATION, mask.tree(facts.evaluation))
     location = plan.repo_id or plan.target.name
     if facts.earlier is not None:
-        for file in facts.earlier.files:
-            shutil.copyfile(file, folder / file.name)
         card = render_again(facts.earlier.card, location, plan.written, previous, mask)
     else:
-        card = render_card(
-            CardInputs(facts, plan.written, location, chat=_has_chat_template(folder),
-                       pair=is_encoder_decoder(plan.source), adapter=plan.adapter,
-                       value_head=[path.name for path in plan.critic], curve=drawn is not None),
-            previous, mask)
+        card = render_card(facts, previous, mask, dtype=plan.written, location=location,
+                           chat=_has_chat_template(folder), pair=is_encoder_decoder(plan.source),
+                           value_head=[path.name for path in plan.critic], curve=drawn is not None,
+                           adapter=plan.adapter)
     _write_text(folder / CARD, card)
-    faults.point("export.before_verify")
-    check()
-
-
-def _write_configs(plan: ExportPlan, folder: Path) -> None:
-    """What says how the weights are to be loaded, and how to sample."""
-    names = ["generation_config.json", *(ADAPTER_CONFIGS if plan.adapter else ())]
-    for path in (plan.source / name for name in names):
-        if path.is_file():
-            shutil.copyfile(path, folder / path.name)
-    if plan.adapter:
-        return
-    _write_json(folder / "config.json", _model_config(plan))
-    if not (plan.source / "generation_config.json").is_file():
-        _derive_generation_config(plan.source, folder)
-
-
-def _verify(plan: ExportPlan, folder: Path, check: Callable[[], None]) -> Verified:
-    compare_weights(plan.source, plan.tensors, plan.dtype, folder, check)
-    config = plan.facts.config
-    return verify_model(
-        plan.source, folder,
-        verification_prompts([sample.prompt for sample in plan.facts.samples]), cast=plan.cast,
-        num_tensors=len(plan.tensors), check=check,
-        trust_remote_code=config.model.trust_remote_code if config is not None else False)
 
 
 def _write_record(plan: ExportPlan, folder: Path, verified: Verified, mask: Mask) -> None:
@@ -249,21 +272,23 @@ def _write_record(plan: ExportPlan, folder: Path, verified: Verified, mask: Mask
     _write_json(folder / RECORD, record)
 
 
-def _copied(source: Path) -> list[Path]:
-    """Files that are copied as they are: the tokenizer's, and code that the model ships with."""
-    found = [source / name for name in _TOKENIZER if (source / name).is_file()]
-    if "auto_map" in _json(source / "config.json"):
-        found += sorted(source.glob("*.py"))
+def _copied(plan: ExportPlan) -> list[Path]:
+    """Files that are copied as they are: the tokenizer's, how to sample, what PEFT reads of an
+    adapter, and code that the model ships with."""
+    names = [*_TOKENIZER, _GENERATION, *((CONFIG, BASE) if plan.adapter else ())]
+    found = [plan.source / name for name in names if (plan.source / name).is_file()]
+    if "auto_map" in (read_json(plan.source / "config.json") or {}):
+        found += sorted(plan.source.glob("*.py"))
     return found
 
 
 def _model_config(plan: ExportPlan) -> dict[str, Any]:
     """The source's config.json, saying the type of the exported weights and no path."""
-    config = _json(plan.source / "config.json")
+    config = read_json(plan.source / "config.json") or {}
     config.pop("_name_or_path", None)
     old = config.pop("torch_dtype", None)
-    if plan.written in _TORCH_NAMES:
-        config["dtype"] = _TORCH_NAMES[plan.written]
+    if plan.written in TORCH_DTYPES:
+        config["dtype"] = TORCH_DTYPES[plan.written]
         for part in config.values():  # of a model made of several, e.g. text_config
             if isinstance(part, dict) and {"dtype", "torch_dtype"} & part.keys():
                 part.pop("torch_dtype", None)
@@ -283,26 +308,14 @@ def _derive_generation_config(source: Path, folder: Path) -> None:
 
 def _forget_origin(path: Path) -> None:
     """Take the folder that a tokenizer was once loaded from out of its configuration."""
-    if path.is_file():
-        config = _json(path)
-        if config.pop("name_or_path", None) is not None:
-            _write_json(path, config)
+    config = read_json(path) or {}
+    if config.pop("name_or_path", None) is not None:
+        _write_json(path, config)
 
 
 def _has_chat_template(folder: Path) -> bool:
     return ((folder / "chat_template.jinja").is_file()
-            or bool(_json(folder / "tokenizer_config.json").get("chat_template")))
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise InputError(f"{path} is not valid JSON: {error}", where=str(path),
-                         fix="copy or download the file again") from error
-    return value if isinstance(value, dict) else {}
+            or bool((read_json(folder / "tokenizer_config.json") or {}).get("chat_template")))
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
@@ -315,11 +328,8 @@ def _write_text(path: Path, text: str) -> None:
 
 def read_record(folder: Path) -> dict[str, Any] | None:
     """What an exported folder says of itself; None for a folder that is no export."""
-    try:
-        value = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) and isinstance(value.get("files"), dict) else None
+    record = read_json(folder / RECORD)
+    return record if record is not None and isinstance(record.get("files"), dict) else None
 
 
 def foreign_files(folder: Path) -> list[str]:
@@ -341,8 +351,7 @@ def earlier_export(source: Path, say: Callable[[str], None]) -> Earlier | None:
         say(f"{changed.what} What it tells of its training is left behind.")
         return None
     files = tuple(source / name for name in (TRAINING_CONFIG, CURVE, EVALUATION, VALUE_HEAD,
-                                               VALUE_TRUNK)
-                  if name in record["files"])
+                                             VALUE_TRUNK) if name in record["files"])
     return Earlier(record, card.read_text(encoding="utf-8", errors="replace"), files)
 
 

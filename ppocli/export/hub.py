@@ -5,94 +5,52 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from ppocli.config.hub import hub_reachable, offline_variable
-from ppocli.errors import ConfigError, HubError, PpocliError
+from ppocli.errors import HubError
 from ppocli.export.card import CARD, user_text, with_location, with_user_text
+from ppocli.export.facts import Mask
 from ppocli.export.folder import RECORD, check_whole
-from ppocli.export.masking import Mask
+from ppocli.export.request import ExportRequest, shown
 from ppocli.storage.atomic import format_bytes, write_atomic
 
 _WAITS = (1.0, 4.0)
 """seconds before a step is tried again after a dropped connection or a failure of the Hub"""
 _PATIENCE = 15.0
 """seconds after which a step isn't tried again: huggingface_hub has waited long enough itself"""
+_PASSING = (408, 429, 500, 502, 503, 504)
+"""HTTP status of requests that may succeed a little later"""
+_MEANINGS = {401: "your token is not accepted", 403: "your token may not write there",
+             404: "there is no such repository or branch, or your token may not see it",
+             429: "too many requests"}
 _STALE = ["model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json",
           "value_head.safetensors", "value_trunk.safetensors", "eval.json"]
 """files of an earlier export that this one may not have; transformers would load the wrong ones"""
-_LONGEST_NAME = 96
 _PULL_REQUEST = re.compile(r"refs/pr/\d+")
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Push:
-    """Where to, as it was asked for."""
-
-    repo_id: str | None = None
-    """``USER/NAME``; None: the token's user and ``default_name``"""
-    default_name: str = "model"
-    private: bool | None = None
-    """None: private, and nothing was said about a repository that is there already"""
-    create_pr: bool = False
-    revision: str | None = None
-
-    def command(self, folder: Path) -> str:
-        """The command that pushes ``folder`` there."""
-        words = ["ppocli", "export", shown(folder), "--to-hub"]
-        words += ["--repo-id", self.repo_id] if self.repo_id is not None else []
-        if self.private is not None:
-            words.append("--private" if self.private else "--public")
-        words += ["--create-pr"] if self.create_pr else []
-        words += ["--revision", self.revision] if self.revision is not None else []
-        return shlex.join(words)
-
-
-def check_repo_id(repo_id: str | None) -> None:
-    """Refuse what is a path or no name of a repository.
-
-    Raises:
-        ConfigError: says why.
-    """
-    if repo_id is None:
-        return
-    fix = "--repo-id USER/NAME names a repository on the Hub; --output DIR a folder"
-    if repo_id.startswith((".", "/", "~")) or os.path.lexists(repo_id):
-        raise ConfigError(f"--repo-id {repo_id} is a path.", where="--repo-id", fix=fix)
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as error:
-        raise ConfigError(f"--repo-id {repo_id} is no name of a repository: "
-                          f"{str(error).splitlines()[0]}", where="--repo-id", fix=fix) from error
-
-
-def repo_name(name: str) -> str:
-    """A run's name as the Hub takes names: letters, digits, ``-_.``, no more than 96."""
-    plain = re.sub(r"-{2,}", "-", re.sub(r"\.{2,}", ".", re.sub(r"[^A-Za-z0-9_.-]+", "-", name)))
-    plain = plain.removesuffix(".git")[:_LONGEST_NAME].strip("-.")
-    return plain or "ppocli-model"
-
-
-def push(folder: Path, wanted: Push, mask: Mask, say: Callable[[str], None]) -> str:
+def push(folder: Path, wanted: ExportRequest, name: str, mask: Mask, say: Callable[[str], None]
+         ) -> str:
     """Push a whole export; return the address of the repository, branch or pull request.
+
+    Args:
+        wanted: where to.
+        name: of the repository, where ``wanted`` names none; the owner is the token's user.
 
     Raises:
         HubError: with the cause, where the export lies, and the command to try again.
         InputError: the folder is no export, or was changed after it was verified.
     """
     record = check_whole(folder)
-    session = _Session(folder, wanted, mask, say)
+    session = _Session(folder, wanted, name, mask, say)
     try:
         return session.run([*record["files"], CARD, RECORD])
     except KeyboardInterrupt:
@@ -103,20 +61,21 @@ def push(folder: Path, wanted: Push, mask: Mask, say: Callable[[str], None]) -> 
 class _Session:
     """One push, step by step; ``wanted`` grows more exact on the way."""
 
-    def __init__(self, folder: Path, wanted: Push, mask: Mask, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, wanted: ExportRequest, name: str, mask: Mask,
+                 say: Callable[[str], None]) -> None:
         from huggingface_hub import HfApi
         from huggingface_hub.utils import disable_progress_bars
 
         if not (sys.stderr and sys.stderr.isatty()):
             disable_progress_bars()
-        self.folder, self.wanted, self.mask, self.say = folder, wanted, mask, say
+        self.folder, self.wanted, self.name, self.mask, self.say = folder, wanted, name, mask, say
         self.api = HfApi(library_name="ppocli")
         self.endpoint = self.api.endpoint
 
     @property
     def command(self) -> str:
         """The command to try again."""
-        return self.wanted.command(self.folder)
+        return self.wanted.push_command(self.folder)
 
     def run(self, files: list[str]) -> str:
         """All steps; returns the address."""
@@ -150,8 +109,7 @@ class _Session:
         except LocalTokenNotFoundError:
             raise self._failed("there is no token", fix="log in with hf auth login (or set "
                                f"HF_TOKEN), then: {self.command}") from None
-        access = (found.get("auth") or {}).get("accessToken") or {}
-        if access.get("role") == "read":
+        if ((found.get("auth") or {}).get("accessToken") or {}).get("role") == "read":
             raise self._failed("your token may only read", fix="make one that may write "
                                f"({self.endpoint}/settings/tokens), then: {self.command}")
         return str(found["name"])
@@ -160,7 +118,7 @@ class _Session:
         """The full name of the repository; it is there afterwards, with the visibility asked."""
         from huggingface_hub.errors import RepositoryNotFoundError
 
-        repo = self.wanted.repo_id or self.wanted.default_name
+        repo = self.wanted.repo_id or self.name
         repo = repo if "/" in repo else f"{user}/{repo}"
         self.wanted = replace(self.wanted, repo_id=repo)
         private = self.wanted.private is not False
@@ -178,7 +136,7 @@ class _Session:
     def _other_visibility(self, repo: str, is_private: bool) -> HubError:
         there, asked = ("private", "public") if is_private else ("public", "private")
         why = f"asked for {asked}" if self.wanted.private is not None else "the default is private"
-        anyway = replace(self.wanted, private=is_private).command(self.folder)
+        anyway = replace(self.wanted, private=is_private).push_command(self.folder)
         return self._failed(
             f"the repository is there already and is {there}, and {why}",
             fix=f"push to the {there} repository: {anyway}; or make it {asked} first at "
@@ -189,9 +147,9 @@ class _Session:
         and named from then on, so that trying again can't open a second one."""
         wanted = self.wanted.revision
         if self.wanted.create_pr:
-            pull = self._once("opening a pull request", lambda: self.api.create_pull_request(
+            pull = self._step("opening a pull request", lambda: self.api.create_pull_request(
                 repo, title="Upload a model exported by ppocli",
-                description="Made by `ppocli export --to-hub --create-pr`."))
+                description="Made by `ppocli export --to-hub --create-pr`."), waits=())
             self.wanted = replace(self.wanted, create_pr=False, revision=pull.git_reference)
             self.say(f"opened {pull.url} (a draft until you publish it there)")
             return str(pull.git_reference)
@@ -236,15 +194,12 @@ class _Session:
         except EntryNotFoundError:
             return None
 
-    def _step(self, doing: str, action: Callable[[], T]) -> T:
-        """Do something on the Hub; dropped connections and failures of the Hub are waited out."""
-        return self._tried(doing, action, _WAITS)
+    def _step(self, doing: str, action: Callable[[], T], waits: tuple[float, ...] = _WAITS) -> T:
+        """Do something on the Hub; dropped connections and failures of the Hub are waited out.
 
-    def _once(self, doing: str, action: Callable[[], T]) -> T:
-        """Do what must not be done twice."""
-        return self._tried(doing, action, ())
-
-    def _tried(self, doing: str, action: Callable[[], T], waits: tuple[float, ...]) -> T:
+        Args:
+            waits: seconds before each further try; none for what must not be done twice.
+        """
         from huggingface_hub.errors import (
             EntryNotFoundError,
             LocalTokenNotFoundError,
@@ -255,38 +210,33 @@ class _Session:
         for wait in (*waits, None):
             try:
                 return action()
-            except (LocalTokenNotFoundError, EntryNotFoundError, PpocliError):
+            except (LocalTokenNotFoundError, EntryNotFoundError):
                 raise
             except Exception as error:
-                if isinstance(error, RepositoryNotFoundError) and _status(error) == 404:
+                status = _status(error)
+                if isinstance(error, RepositoryNotFoundError) and status == 404:
                     raise
                 late = time.monotonic() - started > _PATIENCE
-                if wait is None or late or not _passes(error):
-                    raise self._failed(f"{self._cause(error)} ({doing})",
-                                       fix=self._remedy(error)) from error
+                passes = _is_transport(error) if status is None else status in _PASSING
+                if wait is None or late or not passes:
+                    fix = (f"take a token that may ({self.endpoint}/settings/tokens; hf auth "
+                           f"login, or HF_TOKEN), then: {self.command}"
+                           if status in (401, 403) else None)
+                    raise self._failed(f"{self._cause(error)} ({doing})", fix) from error
                 self.say(f"{doing}: {self._cause(error)}; trying again in {wait:g} s")
                 time.sleep(wait)
         raise AssertionError("the last turn returns or raises")
 
     def _cause(self, error: Exception) -> str:
         status = _status(error)
-        said = self.mask(" ".join(_server_message(error).split()))[:200]
         if status is None:
-            if _is_transport(error):
-                return f"the connection failed ({self.mask(str(error)) or type(error).__name__})"
-            return f"{type(error).__name__}: {said}"
-        meaning = {401: "your token is not accepted", 403: "your token may not write there",
-                   404: "there is no such repository or branch, or your token may not see it",
-                   429: "too many requests"}.get(status)
-        if meaning is None:
-            meaning = "the Hub failed" if status >= 500 else "the Hub refused"
+            said = self.mask(" ".join(str(error).split()))[:200] or type(error).__name__
+            return (f"the connection failed ({said})" if _is_transport(error)
+                    else f"{type(error).__name__}: {said}")
+        said = self.mask(" ".join(str(getattr(error, "server_message", None) or "").split()))[:200]
+        meaning = _MEANINGS.get(status) or ("the Hub failed" if status >= 500
+                                            else "the Hub refused")
         return f"{meaning} (HTTP {status}{': ' + said if said else ''})"
-
-    def _remedy(self, error: Exception) -> str | None:
-        if _status(error) in (401, 403):
-            return (f"take a token that may ({self.endpoint}/settings/tokens; hf auth login, or "
-                    f"HF_TOKEN), then: {self.command}")
-        return None
 
     def _failed(self, cause: str, fix: str | None = None) -> HubError:
         repo = self.wanted.repo_id or "the Hub"
@@ -301,16 +251,6 @@ def _status(error: Exception) -> int | None:
     return status if isinstance(status, int) else None
 
 
-def _server_message(error: Exception) -> str:
-    return str(getattr(error, "server_message", None) or "") if _status(error) else str(error)
-
-
-def _passes(error: Exception) -> bool:
-    """Whether the same request may succeed a little later."""
-    status = _status(error)
-    return _is_transport(error) if status is None else status in (408, 429, 500, 502, 503, 504)
-
-
 def _is_transport(error: BaseException) -> bool:
     """A connection that wasn't made or broke, in the words of any client that huggingface_hub may
     use: httpx (1.x), httpx2 (2.x), hf_xet (Python's own)."""
@@ -318,11 +258,3 @@ def _is_transport(error: BaseException) -> bool:
         return True
     return any(kind.__name__ == "TransportError" and kind.__module__.split(".")[0] in (
         "httpx", "httpx2") for kind in type(error).__mro__)
-
-
-def shown(folder: Path) -> str:
-    """A folder as the user would type it."""
-    folder = folder.absolute()
-    below = folder.is_relative_to(Path.cwd())
-    shown = str(folder.relative_to(Path.cwd())) if below else str(folder)
-    return shown if "/" in shown else f"./{shown}"

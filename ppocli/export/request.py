@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from ppocli.config.hub import go_offline, offline_variable
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, ConfigError, InputError
-from ppocli.export.adapter import merges, plan_adapter
-from ppocli.export.curve import CURVE
-from ppocli.export.facts import Earlier, Facts, gather
+from ppocli.evaluation.folder import read_json
+from ppocli.export.card import CARD, CURVE
+from ppocli.export.facts import gather
 from ppocli.export.folder import (
     TRAINING_CONFIG,
     VALUE_HEAD,
@@ -24,14 +25,15 @@ from ppocli.export.folder import (
     plan_export,
     read_record,
 )
-from ppocli.export.hub import Push, check_repo_id, repo_name
-from ppocli.export.weights import StoredTensor, WeightFiles, parse_size
+from ppocli.export.weights import parse_size
 from ppocli.runs.record import is_run
 from ppocli.runs.target import Target, find_target
-from ppocli.storage.adapter_files import is_adapter
+from ppocli.storage.adapter_files import CONFIG, is_adapter
+from ppocli.storage.model_files import check_folder
 
 DEFAULT_SHARD = "5GB"
-_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py", "README.md",
+_LONGEST_NAME = 96
+_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py", CARD,
              TRAINING_CONFIG, CURVE]
 """of a Hub repository, what an export reads"""
 
@@ -54,7 +56,9 @@ class ExportRequest:
     dry_run: bool = False
     to_hub: bool = False
     repo_id: str | None = None
+    """None: the token's user and the run's name"""
     private: bool | None = None
+    """None: private, and nothing was said about a repository that is there already"""
     create_pr: bool = False
     revision: str | None = None
 
@@ -65,21 +69,28 @@ class ExportRequest:
             ConfigError: says which options don't go together, or what is no name.
         """
         parse_size(self.max_shard_size or DEFAULT_SHARD)
-        if not self.to_hub:
-            given = {"--repo-id": self.repo_id is not None, "--create-pr": self.create_pr,
-                     "--private": self.private is True, "--public": self.private is False,
-                     "--revision": self.revision is not None}
-            for option in (option for option, there in given.items() if there):
-                raise ConfigError(f"{option} is about the Hub, and nothing is to be pushed there.",
-                                  where=option, fix="add --to-hub")
+        if self.pushing and not self.to_hub:
+            option = self.pushing[0]
+            raise ConfigError(f"{option} is about the Hub, and nothing is to be pushed there.",
+                              where=option, fix="add --to-hub")
         if self.create_pr and self.revision is not None:
             raise ConfigError("--create-pr and --revision exclude each other: a pull request has "
                               "a branch of its own.", where="command line", fix="give one of them")
         check_repo_id(self.repo_id)
 
-    def push(self, run_name: str) -> Push:
-        """Where to push; ``run_name`` names the repository where nothing else does."""
-        return Push(self.repo_id, repo_name(run_name), self.private, self.create_pr, self.revision)
+    def push_command(self, folder: Path) -> str:
+        """The command that pushes ``folder`` to where this request does."""
+        return shlex.join(["ppocli", "export", shown(folder), "--to-hub", *self.pushing])
+
+    @property
+    def pushing(self) -> list[str]:
+        """The options given that are about the Hub, as they are typed."""
+        words = ["--repo-id", self.repo_id] if self.repo_id is not None else []
+        if self.private is not None:
+            words.append("--private" if self.private else "--public")
+        words += ["--create-pr"] if self.create_pr else []
+        words += ["--revision", self.revision] if self.revision is not None else []
+        return words
 
     @property
     def writing(self) -> list[str]:
@@ -92,10 +103,41 @@ class ExportRequest:
                  "--overwrite": self.overwrite}
         return [option for option, there in given.items() if there]
 
-    @property
-    def writes_nothing_new(self) -> bool:
-        """Whether nothing is asked of the export itself."""
-        return not self.writing
+
+def check_repo_id(repo_id: str | None) -> None:
+    """Refuse what is a path or no name of a repository.
+
+    Raises:
+        ConfigError: says why.
+    """
+    if repo_id is None:
+        return
+    fix = "--repo-id USER/NAME names a repository on the Hub; --output DIR a folder"
+    if repo_id.startswith((".", "/", "~")) or os.path.lexists(repo_id):
+        raise ConfigError(f"--repo-id {repo_id} is a path.", where="--repo-id", fix=fix)
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise ConfigError(f"--repo-id {repo_id} is no name of a repository: "
+                          f"{str(error).splitlines()[0]}", where="--repo-id", fix=fix) from error
+
+
+def repo_name(name: str) -> str:
+    """A run's name as the Hub takes names: letters, digits, ``-_.``, no more than 96."""
+    plain = re.sub(r"-{2,}", "-", re.sub(r"\.{2,}", ".", re.sub(r"[^A-Za-z0-9_.-]+", "-", name)))
+    plain = plain.removesuffix(".git")[:_LONGEST_NAME].strip("-.")
+    return plain or "ppocli-model"
+
+
+def shown(folder: Path) -> str:
+    """A folder as the user would type it."""
+    folder = folder.absolute()
+    below = folder.is_relative_to(Path.cwd())
+    shown = str(folder.relative_to(Path.cwd())) if below else str(folder)
+    return shown if "/" in shown else f"./{shown}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +161,9 @@ def resolve(request: ExportRequest, say: Callable[[str], None],
         CheckpointError, InputError: no such policy, or it can't be read.
     """
     request.check()
-    network = not request.dry_run
-    if not network:
-        _forbid_network()
+    if request.dry_run:  # it asks nobody: what isn't in the local cache isn't there
+        os.environ.update({} if offline_variable() else {"HF_HUB_OFFLINE": "1"})
+        go_offline()
     existing = _existing(request)
     if existing is not None:
         return existing
@@ -132,49 +174,51 @@ def resolve(request: ExportRequest, say: Callable[[str], None],
     destination = _destination(request, target)
     source = _local(target.model)
     check_destination(request, destination, source)
-    merge = merges(source, request.merge, target.name, say)
-    facts = gather(target, network=network, command=command)
+    merge = _merges(request, source, target.name, say)
+    facts = gather(target, network=not request.dry_run, command=command)
     if facts.run is None and (earlier := earlier_export(source, say)) is not None:
-        facts = _told_by(earlier, facts)
-    max_shard = parse_size(request.max_shard_size or DEFAULT_SHARD)
-    if is_adapter(source):
-        return plan_adapter(
-            partial(_adapter_plan, target.name, source, destination, facts, value_head,
-                    request.repo_id),
-            source, merge=merge, dtype=request.dtype, max_shard=max_shard, given=request.writing)
+        step = earlier.record.get("step")
+        facts = replace(facts, name=str(earlier.record.get("run") or facts.name), earlier=earlier,
+                        step=step if isinstance(step, int) else None)
     return plan_export(target.name, source, destination, facts, dtype=request.dtype,
-                       max_shard=max_shard, value_head=value_head,
-                       repo_id=request.repo_id)
+                       max_shard=parse_size(request.max_shard_size or DEFAULT_SHARD), merge=merge,
+                       value_head=value_head, repo_id=request.repo_id)
 
 
-def _adapter_plan(name: str, source: Path, destination: Path, facts: Facts,
-                  value_head: Path | None, repo_id: str | None, tensors: dict[str, StoredTensor],
-                  weights: WeightFiles, dtype: str | None, merge_shards: int | None = None
-                  ) -> ExportPlan:
-    return ExportPlan(name, source, destination, facts, tensors, weights, dtype, value_head,
-                      repo_id, merge_shards)
+def _merges(request: ExportRequest, source: Path, name: str, say: Callable[[str], None]) -> bool:
+    """Whether an adapter is merged into its base: as asked, else where it can be.
 
-
-def _told_by(earlier: Earlier, facts: Facts) -> Facts:
-    """What an export tells of itself, in the place of what a run would."""
-    name, step = earlier.record.get("run"), earlier.record.get("step")
-    return replace(facts, name=str(name or facts.name), earlier=earlier,
-                   step=step if isinstance(step, int) else None)
-
-
-def _forbid_network() -> None:
-    """A dry run asks nobody: what isn't in the local cache isn't there."""
-    if offline_variable() is None:
-        os.environ["HF_HUB_OFFLINE"] = "1"
-    go_offline()
+    Raises:
+        ConfigError: --merge or --adapter of what is no adapter, --merge of one that can't be
+            merged, or options that an adapter's own folder hasn't.
+    """
+    if not is_adapter(source):
+        if request.merge is not None:
+            option = "--merge" if request.merge else "--adapter"
+            raise ConfigError(f"{name} is no adapter but a whole model.", where=option,
+                              fix=f"leave {option} out")
+        return False
+    kind = (read_json(source / CONFIG) or {}).get("peft_type")
+    if kind == "LORA" and request.merge is not False:
+        return True
+    if request.merge:
+        raise ConfigError(f"{name} has virtual tokens ({kind}), which no weights of the base can "
+                          "take in.", where="--merge", fix="leave --merge out: the adapter's own "
+                          "folder is written, for PEFT")
+    if request.merge is None:
+        say(f"{kind} can't be merged into the base: writing the adapter's own folder, for PEFT")
+    for option in ("--dtype", "--max-shard-size"):
+        if option in request.writing:
+            raise ConfigError(f"{option} is about a whole model, and an adapter's own folder is "
+                              "written.", where=option, fix=f"leave {option} out, or --merge")
+    return False
 
 
 def _existing(request: ExportRequest) -> Existing | None:
     """The export that RUN names, if it is to be pushed as it is."""
-    if not (request.to_hub and request.run is not None and request.writes_nothing_new):
-        return None
-    folder = Path(request.run).expanduser()
-    record = read_record(folder)
+    folder = Path(request.run or "").expanduser()
+    asked = request.to_hub and request.run is not None and not request.writing
+    record = read_record(folder) if asked else None
     if record is None:
         return None
     check_whole(folder)
@@ -229,9 +273,9 @@ def check_destination(request: ExportRequest, destination: Path, source: Path) -
     """
     if not os.path.lexists(destination):
         return
-    shown = os.path.relpath(destination) if destination.is_relative_to(Path.cwd()) else destination
+    name = os.path.relpath(destination) if destination.is_relative_to(Path.cwd()) else destination
     if not destination.is_dir() or destination.is_symlink():
-        raise ConfigError(f"{shown} is a {'link' if destination.is_symlink() else 'file'}.",
+        raise ConfigError(f"{name} is a {'link' if destination.is_symlink() else 'file'}.",
                           where="--output", fix="name another folder: --output DIR")
     names = os.listdir(destination)
     if not names:
@@ -239,15 +283,15 @@ def check_destination(request: ExportRequest, destination: Path, source: Path) -
     foreign = foreign_files(destination)
     if is_run(destination) or source.is_relative_to(destination.resolve()) or (
             foreign and read_record(destination) is None):
-        raise ConfigError(f"{shown} holds something that is no export ({foreign[0]}).",
+        raise ConfigError(f"{name} holds something that is no export ({foreign[0]}).",
                           where="--output", fix="name another folder: --output DIR")
     if not request.overwrite:
-        again = request.push(destination.name).command(destination)
-        raise ConfigError(f"{shown} holds an export already.", where="--output",
+        again = request.push_command(destination)
+        raise ConfigError(f"{name} holds an export already.", where="--output",
                           fix="add --overwrite, or name another folder: --output DIR"
                           + (f"; to push the one that is there: {again}" if request.to_hub else ""))
     if foreign:
-        raise ConfigError(f"{shown} holds files that are not the export's and would be lost "
+        raise ConfigError(f"{name} holds files that are not the export's and would be lost "
                           f"({', '.join(foreign[:3])}).", where="--overwrite",
                           fix="move them away, or name another folder: --output DIR")
 
@@ -264,7 +308,9 @@ def _local(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model, allow_patterns=_PATTERNS))
+        folder = Path(snapshot_download(model, allow_patterns=_PATTERNS))
     except Exception as error:  # whatever the Hub or the way there answers
         raise InputError(f"{model} can't be downloaded: {str(error).strip().splitlines()[0][:300]}",
                          where="RUN", fix=f"hf download {model}") from error
+    check_folder(folder, key="RUN", adapters=True)
+    return folder

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,17 +72,25 @@ def verify_model(source: Path, folder: Path, prompts: list[str], *, cast: str | 
     own = _load(transformers.AutoTokenizer, source, hub, InputError)
     ours = _load(transformers.AutoTokenizer, folder, hub, CheckpointError)
     compare_tokenizers(own, ours, prompts)
-    ids = [_ids(own, prompt) for prompt in prompts[:2]]
-    check()
-    expected, _ = _logits(source, ids, cast is not None, hub, InputError)
-    check()
-    found, layers = _logits(folder, ids, cast is not None, hub, CheckpointError)
+    ids = prompt_ids(own, prompts)
+    found = []
+    for place, failure in ((source, InputError), (folder, CheckpointError)):
+        check()
+        model = _load_policy(place, hub, failure)
+        if cast is not None:  # compute in fp32, so that nothing but rounded weights counts
+            model.float()
+        found.append(logits_of(model, ids))
+        layers = int(getattr(model.config.get_text_config(), "num_hidden_layers", 1) or 1)
+        del model
+        gc.collect()
     check()
     allowed = 0.0 if cast in (None, "fp32") else tolerance(str(cast), layers)
-    worst = max(difference(a, b) for a, b in zip(expected, found, strict=True))
+    worst = largest_difference(*found)
     if not worst <= allowed:
         raise _differs(f"logits are off by {worst:.3g} (relative RMS; allowed: {allowed:.3g})")
-    _compare_generation(source, folder)
+    generation = source / "generation_config.json"
+    if generation.is_file() and generation.read_bytes() != (folder / generation.name).read_bytes():
+        raise _differs(f"{generation.name} is another")
     return Verified(num_tensors, len(ids), worst, allowed, transformers.__version__)
 
 
@@ -109,106 +118,80 @@ def verification_prompts(texts: list[str]) -> list[str]:
     return list(dict.fromkeys([*filter(str.strip, texts), *_GENERIC]))[:2]
 
 
-def _ids(tokenizer: Any, prompt: str) -> list[int]:
-    ids = tokenizer(prompt)["input_ids"]
-    return list(ids) or [tokenizer.eos_token_id or 0]
+def prompt_ids(tokenizer: Any, prompts: list[str]) -> list[list[int]]:
+    """Token ids of each prompt; of one without any, a single token."""
+    return [list(tokenizer(prompt)["input_ids"]) or [tokenizer.eos_token_id or 0]
+            for prompt in prompts]
 
 
 def _load(kind: Any, folder: Path, hub: dict[str, Any],
-          failure: type[InputError] | type[CheckpointError], **more: Any) -> Any:
+          failure: type[InputError] | type[CheckpointError], *base: Any, **more: Any) -> Any:
     try:
-        return kind.from_pretrained(str(folder), **hub, **more)
-    except Exception as error:  # transformers raises many kinds here, all about the folder
+        return kind.from_pretrained(*base, str(folder), **hub, **more)
+    except Exception as error:  # transformers and PEFT raise many kinds here, all about the folder
         text = str(error).strip().splitlines() or [type(error).__name__]
         raise failure(f"{kind.__name__}.from_pretrained({str(folder)!r}) failed: {text[0][:300]}",
                       where=str(folder)) from error
 
 
-def _logits(folder: Path, ids: list[list[int]], in_fp32: bool, hub: dict[str, Any],
-            failure: type[InputError] | type[CheckpointError]) -> tuple[list[Any], int]:
-    """Logits [T, V] of each prompt, fp32 on the CPU, and the number of layers.
-
-    Args:
-        in_fp32: compute in fp32 whatever the storage, so that nothing but rounded weights counts.
-    """
-    import torch
+def _load_policy(folder: Path, hub: dict[str, Any],
+                 failure: type[InputError] | type[CheckpointError]) -> Any:
+    """The model in a folder, or the adapter there on its base, by transformers and PEFT alone."""
     import transformers
 
     adapter = is_adapter(folder)
     place = Path(find_model(named_base(folder)[0], key=str(folder), needs="model")[0]
                  ) if adapter else folder
     config = _load(transformers.AutoConfig, place, hub, failure)
-    pair = bool(getattr(config, "is_encoder_decoder", False))
-    kind = transformers.AutoModelForSeq2SeqLM if pair else transformers.AutoModelForCausalLM
+    kind = (transformers.AutoModelForSeq2SeqLM if getattr(config, "is_encoder_decoder", False)
+            else transformers.AutoModelForCausalLM)
     model, info = _load(kind, place, hub, failure, output_loading_info=True, dtype="auto")
     wrong = [*info["missing_keys"], *map(str, info["mismatched_keys"])]
     if wrong:
         raise failure(f"The weights in {folder} do not fit the model: {sorted(wrong)[0]}.",
                       where=str(folder))
     if adapter:
-        model = _with_adapter(model, folder, failure)
-    model.eval()
-    if in_fp32:
-        model.float()
-    # Tensors may be views of the file, aligned as it happens; kernels round by alignment.
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()
-    with torch.inference_mode():
-        found = []
-        for row in ids:
-            given = {"input_ids": torch.tensor([row])}
-            if pair:  # what the decoder says after its start and the same tokens
-                start = int(config.decoder_start_token_id or 0)
-                given["decoder_input_ids"] = torch.tensor([[start, *row[:-1]]])
-            found.append(model(**given).logits[0][-len(row):].float())
-    layers = int(getattr(model.config.get_text_config(), "num_hidden_layers", 1) or 1)
-    del model
-    gc.collect()
-    return found, layers
+        from peft import PeftModel
 
-
-def _with_adapter(model: Any, folder: Path,
-                  failure: type[InputError] | type[CheckpointError]) -> Any:
-    """A base with the adapter in ``folder`` on it, by PEFT alone."""
-    import warnings
-
-    from peft import PeftModel
-
-    try:
         with warnings.catch_warnings():
             # PEFT asks transformers by names that are going to be dropped
             warnings.filterwarnings("ignore", category=FutureWarning)
-            return PeftModel.from_pretrained(model, str(folder))
-    except Exception as error:  # PEFT raises many kinds here, all about the folder
-        raise failure(f"PeftModel.from_pretrained({str(folder)!r}) failed: {error}",
-                      where=str(folder)) from error
+            model = _load(PeftModel, folder, {}, failure, model)
+    # Tensors may be views of the file, aligned as it happens; kernels round by alignment.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model.eval()
 
 
-def difference(expected: Any, found: Any) -> float:
-    """Relative root-mean-square difference; infinite where shapes differ or one isn't finite."""
+def logits_of(model: Any, ids: list[list[int]]) -> list[Any]:
+    """Logits [T, V] of each prompt, fp32, those of virtual tokens left out."""
     import torch
 
-    if expected.shape != found.shape:
-        return math.inf
-    if torch.equal(expected, found):
-        return 0.0
-    difference = float((expected - found).double().norm() / expected.double().norm().clamp_min(
-        1e-30))
-    return difference if math.isfinite(difference) else math.inf
+    found = []
+    with torch.inference_mode():
+        for row in ids:
+            given = {"input_ids": torch.tensor([row])}
+            if getattr(model.config, "is_encoder_decoder", False):
+                # what the decoder says after its start and the same tokens
+                start = int(model.config.decoder_start_token_id or 0)
+                given["decoder_input_ids"] = torch.tensor([[start, *row[:-1]]])
+            found.append(model(**given).logits[0][-len(row):].float().clone())
+    return found
 
 
-def _compare_generation(source: Path, folder: Path) -> None:
-    from transformers import GenerationConfig
+def largest_difference(expected: list[Any], found: list[Any]) -> float:
+    """The largest relative root-mean-square difference of two lists of tensors; infinite where
+    shapes differ or one isn't finite."""
+    import torch
 
-    if not (source / "generation_config.json").is_file():
-        return
-    own, ours = (GenerationConfig.from_pretrained(str(place), local_files_only=True).to_dict()
-                 for place in (source, folder))
-    for values in (own, ours):
-        values.pop("transformers_version", None)
-    if own != ours:
-        names = sorted(name for name in own.keys() | ours.keys() if own.get(name) != ours.get(name))
-        raise _differs(f"generation_config.json differs in {', '.join(names)}")
+    worst = 0.0
+    for a, b in zip(expected, found, strict=True):
+        if a.shape != b.shape:
+            return math.inf
+        if not torch.equal(a, b):
+            gap = float((a - b).double().norm() / a.double().norm().clamp_min(1e-30))
+            worst = max(worst, gap if math.isfinite(gap) else math.inf)
+    return worst
 
 
 def _differs(what: str) -> CheckpointError:

@@ -8,26 +8,36 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ppocli.config.schema import ModelConfig
 from ppocli.errors import CheckpointError, ConfigError, InputError
+from ppocli.export.verify import largest_difference, logits_of, prompt_ids
 from ppocli.storage import faults
+from ppocli.storage.adapter_files import BASE, CONFIG, is_adapter
 from ppocli.storage.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
-from ppocli.storage.adapter_files import is_adapter
 from ppocli.storage.model_files import SAFETENSORS
+
+if TYPE_CHECKING:
+    from huggingface_hub import StateDictSplit
 
 INDEX = f"{SAFETENSORS}.index.json"
 SHORT_DTYPES = {"F64": "fp64", "F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 """floating types in safetensors files and what users call them; only these are cast"""
-_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
-_STORED = {short: stored for stored, short in SHORT_DTYPES.items()}
+TORCH_DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""what torch and config.json call them"""
+_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _CAST = "export.tensor"
+_MERGED_TOLERANCE = 1e-5
+"""how far logits may be from those of base and adapter apart (relative RMS, in fp32)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,61 +50,49 @@ class StoredTensor:
     shape: tuple[int, ...]
     num_bytes: int
 
-    @property
-    def floating(self) -> bool:
-        """Whether a cast applies to it."""
-        return self.dtype in SHORT_DTYPES
+    def dtype_as(self, dtype: str | None) -> str:
+        """Its type once cast to ``dtype`` (``bf16``; None: as it is), as safetensors spells it."""
+        if dtype is None or self.dtype not in SHORT_DTYPES:
+            return self.dtype
+        return next(stored for stored, short in SHORT_DTYPES.items() if short == dtype)
 
     def bytes_as(self, dtype: str | None) -> int:
-        """Its size once stored as ``dtype`` (``bf16``; None: as it is)."""
-        if dtype is None or not self.floating:
-            return self.num_bytes
-        return math.prod(self.shape) * _BYTES[_STORED[dtype]]
+        """Its size once cast to ``dtype``."""
+        kept = dtype is None or self.dtype not in SHORT_DTYPES
+        return self.num_bytes if kept else math.prod(self.shape) * _BYTES[str(dtype)]
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Name -> description of every tensor of a model folder, from the headers alone.
+    """Name -> description of every tensor of a model's or an adapter's folder, from the headers.
 
     Raises:
         InputError: the weights aren't safetensors, or can't be read.
     """
-    if is_adapter(folder):
-        files = [ADAPTER_WEIGHTS]
-    elif (folder / SAFETENSORS).is_file():
-        files = [SAFETENSORS]
-    elif (folder / INDEX).is_file():
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        files = sorted(set(index["weight_map"].values()))
-    else:
+    from huggingface_hub import get_local_safetensors_metadata
+    from huggingface_hub.errors import NotASafetensorsRepoError
+
+    try:
+        found = get_local_safetensors_metadata(
+            folder / ADAPTER_WEIGHTS if is_adapter(folder) else folder).files_metadata
+    except NotASafetensorsRepoError:
         raise InputError(
             f"The weights in {folder} are not safetensors.", where=str(folder),
             fix="python -c \"from transformers import AutoModelForCausalLM as M; "
-            f"M.from_pretrained('{folder}').save_pretrained('NEW')\"; the tokenizer likewise")
-    found: dict[str, StoredTensor] = {}
-    for file in files:
-        header = _header(folder / file)
-        for name, entry in header.items():
-            start, end = entry["data_offsets"]
-            found[name] = StoredTensor(file, entry["dtype"], tuple(entry["shape"]), end - start)
-    return found
-
-
-def _header(path: Path) -> dict[str, Any]:
-    """The JSON header of a safetensors file, which begins with its length in 8 bytes."""
-    try:
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    except (OSError, ValueError, MemoryError, OverflowError) as error:
-        raise InputError(f"{path} can't be read: {error}", where=str(path),
-                         fix="the file is truncated or damaged; copy or download it again"
+            f"M.from_pretrained('{folder}').save_pretrained('NEW')\"; the tokenizer likewise"
+        ) from None
+    except Exception as error:  # OSError, ValueError or SafetensorsParsingError, all of the files
+        raise InputError(f"The weights in {folder} can't be read: {error}", where=str(folder),
+                         fix="a file is truncated or damaged; copy or download it again"
                          ) from error
-    header.pop("__metadata__", None)
-    return dict(header)
+    return {name: StoredTensor(file, tensor.dtype, tuple(tensor.shape),
+                               tensor.data_offsets[1] - tensor.data_offsets[0])
+            for file in sorted(found) for name, tensor in found[file].tensors.items()}
 
 
 def dtype_of(tensors: dict[str, StoredTensor]) -> str:
     """The floating type of the weights, as users call it; several are joined: ``bf16+fp32``."""
-    return "+".join(sorted({SHORT_DTYPES[t.dtype] for t in tensors.values() if t.floating})) or "?"
+    found = {SHORT_DTYPES[t.dtype] for t in tensors.values() if t.dtype in SHORT_DTYPES}
+    return "+".join(sorted(found)) or "?"
 
 
 def parse_size(text: str) -> int:
@@ -111,34 +109,17 @@ def parse_size(text: str) -> int:
     return size
 
 
-@dataclass(frozen=True, slots=True)
-class WeightFiles:
-    """Which tensor goes to which file."""
-
-    files: dict[str, list[str]]
-    """file name -> tensor names, in order"""
-    sizes: dict[str, int]
-    """file name -> bytes of its tensors"""
-
-    @property
-    def total(self) -> int:
-        """Bytes of all tensors."""
-        return sum(self.sizes.values())
-
-
-def plan_files(tensors: dict[str, StoredTensor], dtype: str | None, max_shard: int) -> WeightFiles:
+def plan_files(tensors: dict[str, StoredTensor], dtype: str | None, max_shard: int,
+               name: str = SAFETENSORS) -> StateDictSplit:
     """Cut the weights into files of at most ``max_shard`` bytes, named as transformers does."""
     from huggingface_hub import split_state_dict_into_shards_factory
 
-    split = split_state_dict_into_shards_factory(
+    return split_state_dict_into_shards_factory(
         tensors, get_storage_size=lambda tensor: tensor.bytes_as(dtype),
-        filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard)
-    return WeightFiles(split.filename_to_tensors, {
-        file: sum(tensors[name].bytes_as(dtype) for name in names)
-        for file, names in split.filename_to_tensors.items()})
+        filename_pattern=name.replace(".", "{suffix}."), max_shard_size=max_shard)
 
 
-def write_weights(source: Path, tensors: dict[str, StoredTensor], plan: WeightFiles,
+def write_weights(source: Path, tensors: dict[str, StoredTensor], plan: StateDictSplit,
                   dtype: str | None, folder: Path, check: Callable[[], None]) -> None:
     """Write the planned files, and an index where there are several.
 
@@ -150,16 +131,17 @@ def write_weights(source: Path, tensors: dict[str, StoredTensor], plan: WeightFi
     """
     from safetensors.torch import save_file
 
-    for file, names in plan.files.items():
+    for file, names in plan.filename_to_tensors.items():
         shard = {}
         for name, tensor in _read(source, tensors, names):
             check()
-            shard[name] = _cast(name, tensor, dtype if tensors[name].floating else None)
+            shard[name] = cast = _cast(name, tensor, dtype)
+            if faults.point(_CAST) and cast.is_floating_point() and cast.numel():
+                shard[name] = cast.clone()
+                shard[name].view(-1)[0] = float("nan")
         save_file(shard, folder / file, metadata={"format": "pt"})
-    if len(plan.files) > 1:
-        index = {"metadata": {"total_size": plan.total},
-                 "weight_map": {name: file for file, names in plan.files.items()
-                                for name in names}}
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n",
                                     encoding="utf-8")
 
@@ -182,7 +164,7 @@ def compare_weights(source: Path, tensors: dict[str, StoredTensor], dtype: str |
             raise _differs(f"{name} is not in the source")
     for name, own in written.items():
         wanted = tensors[name]
-        kind = _STORED[dtype] if dtype is not None and wanted.floating else wanted.dtype
+        kind = wanted.dtype_as(dtype)
         if (own.shape, own.dtype) != (wanted.shape, kind):
             raise _differs(f"{name} is {own.dtype} {list(own.shape)}, "
                            f"not {kind} {list(wanted.shape)}")
@@ -190,8 +172,8 @@ def compare_weights(source: Path, tensors: dict[str, StoredTensor], dtype: str |
                 strict=True)
     for (name, theirs), (_, ours) in pairs:
         check()
-        expected = _cast(name, theirs, dtype if tensors[name].floating else None, poison=False)
-        flat = (t.contiguous().reshape(-1).view(torch.uint8) for t in (expected, ours))
+        flat = (t.contiguous().reshape(-1).view(torch.uint8)
+                for t in (_cast(name, theirs, dtype), ours))
         if not torch.equal(*flat):
             raise _differs(f"the values of {name} differ")
 
@@ -210,20 +192,17 @@ def _read(folder: Path, tensors: dict[str, StoredTensor], names: list[str]
             yield name, files[file].get_tensor(name)
 
 
-def _cast(name: str, tensor: Any, dtype: str | None, *, poison: bool = True) -> Any:
+def _cast(name: str, tensor: Any, dtype: str | None) -> Any:
+    """``tensor`` as ``dtype``; whole numbers stay what they are, and so do float8 weights."""
     import torch
 
-    kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
-             "fp64": torch.float64}
-    result = tensor if dtype is None else tensor.to(kinds[dtype])
-    if result.dtype != tensor.dtype and torch.isfinite(tensor).all() != torch.isfinite(
-            result).all():
+    if dtype is None or str(tensor.dtype).removeprefix("torch.") not in TORCH_DTYPES.values():
+        return tensor
+    result = tensor.to(getattr(torch, TORCH_DTYPES[dtype]))
+    if torch.isfinite(tensor).all() != torch.isfinite(result).all():
         largest = float(tensor.abs().max())
         raise CheckpointError(f"{name} holds values up to {largest:.3g}, which {dtype} can't hold.",
                               where="--dtype", fix="--dtype bf16 has the range of fp32")
-    if poison and faults.point(_CAST) and result.is_floating_point() and result.numel():
-        result = result.clone()
-        result.view(-1)[0] = float("nan")
     return result
 
 
@@ -231,3 +210,45 @@ def _differs(what: str) -> CheckpointError:
     return CheckpointError(f"The export differs from its source: {what}. Nothing was published.",
                            fix="export again; if it happens again, the disk or the memory is at "
                            "fault")
+
+
+def write_merged(source: Path, folder: Path, prompts: list[str], trust_remote_code: bool,
+                 check: Callable[[], None]) -> None:
+    """Write a whole model: the adapter in ``source`` merged into its base, in fp32.
+
+    Args:
+        prompts: to compare the logits before and after on.
+        check: called between the parts; may raise to stop.
+
+    Raises:
+        CheckpointError: the merged model says something else than base and adapter.
+    """
+    import torch
+
+    from ppocli.models.loading.language_model import load_lm, load_tokenizer
+
+    if not torch.cuda.is_available():
+        # transformers imports deepspeed when it saves, which would guess and say so on stdout
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    cfg = ModelConfig(path=str(source), trust_remote_code=trust_remote_code)
+    loaded = load_lm(cfg)
+    assert loaded.adapter is not None
+    ids = prompt_ids(load_tokenizer(cfg), prompts)
+    expected = logits_of(loaded.lm, ids)
+    check()
+    lm = loaded.adapter.model.merge_and_unload()
+    worst = largest_difference(expected, logits_of(lm, ids))
+    if not worst <= _MERGED_TOLERANCE:
+        raise CheckpointError(
+            f"The merged model's logits are off by {worst:.3g} (relative RMS; allowed: "
+            f"{_MERGED_TOLERANCE:g}). Nothing was published.",
+            fix="write the adapter's own folder: --adapter")
+    check()
+    lm.save_pretrained(folder, safe_serialization=True)
+    config = loaded.export_config
+    config.architectures, config.dtype = [type(lm).__name__], "float32"
+    config.save_pretrained(folder)
+    loaded.generation_config.save_pretrained(folder)
+    for file in source.iterdir():
+        if file.is_file() and file.name not in (CONFIG, BASE, ADAPTER_WEIGHTS, "README.md"):
+            shutil.copyfile(file, folder / file.name)

@@ -284,7 +284,7 @@ def write_summary_of(run: Run, status: str, error: str | None = None) -> dict[st
 
 def publish(run: Run) -> RunResult:
     """Write ``model/`` and the summary of a finished run, and show what came out."""
-    from ppocli.export.trained_card import write_card
+    from ppocli.export.card import write_card
     from ppocli.train.checkpoint_io import whole_model
 
     summary = _summary(run, "finished")

@@ -38,12 +38,9 @@ def test_defaults_give_the_runs_own_figures(place, uninterrupted):
     assert rows[9] == {**rows[9], "prompt_index": 1, "sample": 1}
     assert set(rows[9]["rewards"]) == {"good", "short"}
     assert set(rows[9]["metrics"]) == {"words"}
-    assert report["schema"] == 1
-    assert report["step"] == 4
+    assert [report[name] for name in ("schema", "step", "seed")] == [1, 4, 0]
     assert report["model"]["step"] == 4
-    assert report["seed"] == 0
-    assert report["prompts"]["count"] == 8
-    assert report["prompts"]["samples_each"] == 2
+    assert (report["prompts"]["count"], report["prompts"]["samples_each"]) == (8, 2)
     assert report["against"]["model"]["digest"] == report["base"]["digest"]
     assert report["model"]["digest"] != report["base"]["digest"]
     assert set(report["stderr"]) == {"reward_mean", "kl_mean", "response_tokens_mean",
@@ -85,14 +82,12 @@ def test_the_best_reward_wins(place, evaluate):
     assert all(a["prompt"] == b["prompt"] for a, b in pairs)
     wins = sum(a["score"] > b["score"] for a, b in pairs)
     ties = sum(a["score"] == b["score"] for a, b in pairs)
-    assert report["win_rate"]["wins"] == wins
-    assert report["win_rate"]["ties"] == ties
-    assert report["win_rate"]["win_rate"] == (wins + ties / 2) / 8
+    assert [report["win_rate"][name] for name in ("wins", "ties", "win_rate")] == [
+        wins, ties, (wins + ties / 2) / 8]
     assert report["generation"]["temperature"] == 0.5
     assert report["settings"]["reward"]["fns"] == {}
     assert "reward/good" not in report["figures"]
-    code = report["settings"]["code"]
-    assert str(place / "rewards.py") in code
+    assert str(place / "rewards.py") in report["settings"]["code"]
 
 
 def test_settings_of_generation_count_where_the_run_has_others_for_evaluation(place, evaluate):
@@ -129,23 +124,19 @@ def test_a_model_brings_neither_reward_nor_prompts(place, evaluate):
     done = evaluate("./lm", "--reward", "length")
     assert done.code == 2
     assert "brings no prompts of its own" in done.err
-    done = evaluate("./lm", "--reward", "length", "--prompts", "prompts.jsonl", "--limit", "2",
-                    "reward.kwargs.target=3")
+    both = ["./lm", "--reward", "length", "--prompts", "prompts.jsonl", "--limit", "2"]
+    done = evaluate(*both, "reward.kwargs.target=3")
     assert done.code == 0, done.err
     assert "no KL: the base of this model is not known; to name it: model.path=FOLDER" in done.err
     report = result(place / "eval/lm")
-    assert report["run"] is None
-    assert report["base"] is None
-    assert report["model"]["step"] is None
-    assert report["figures"]["kl_mean"] is None
+    assert [report["run"], report["base"], report["model"]["step"],
+            report["figures"]["kl_mean"]] == [None] * 4
     assert "KL to the base" in done.out
-    done = evaluate("./lm", "--reward", "length", "--prompts", "prompts.jsonl", "--limit", "2",
-                    "--frontier")
-    assert done.code == 2
-    assert "there is no reference" in done.err
-    done = evaluate("./lm", "--reward", "length", "--prompts", "prompts.jsonl", "--against", "base")
-    assert done.code == 2
-    assert "its base is not known" in done.err
+    for words, said in ((["--frontier"], "there is no reference"),
+                        (["--against", "base"], "its base is not known")):
+        done = evaluate(*both, *words)
+        assert done.code == 2
+        assert said in done.err
 
 
 def test_without_a_reference_the_way_to_a_kl_is_said(place, evaluate):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from helpers import jsonl, save_lm, write_prompts
-from runs import Ended, whole_copy
+from runs import whole_copy
 
 import ppocli
 from ppocli.cli.evaluate import lines_of, printing_of, request_of, told_apart
@@ -20,28 +19,12 @@ RUN = "runs/first"
 
 
 @pytest.fixture
-def here(reference: Path, world: Path) -> Path:
-    """A folder with an apostrophe in its name; a finished run in it, its model and prompts."""
+def here(reference: Path, world: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with an apostrophe in its name: a run, its model and prompts."""
     (world / "o'b/runs").mkdir(parents=True)
     whole_copy(reference, world / "o'b" / RUN)
+    monkeypatch.chdir(world / "o'b")
     return world / "o'b"
-
-
-@pytest.fixture
-def typed(capsys: pytest.CaptureFixture[str], command: object, here: Path,
-          monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ended]:
-    """A command in this process, in :func:`here`."""
-    from ppocli.cli.app import app
-    from ppocli.cli.output import code_of
-
-    monkeypatch.chdir(here)
-
-    def typed(*given: str) -> Ended:
-        capsys.readouterr()
-        code = code_of(lambda: app(list(given), prog_name="ppocli"))
-        return Ended(code, *capsys.readouterr())
-
-    return typed
 
 
 def test_a_folder_may_have_an_apostrophe_and_a_file_a_dollar(here, typed):
@@ -61,7 +44,7 @@ def test_the_limit_of_the_prompts_counts(here, typed):
 @pytest.mark.parametrize(("given", "option"), [
     (["eval", "runs/frist"], "RUN"), (["eval", RUN, "--against", "runs/frist"], "--against"),
     (["eval", "frist"], "RUN")])
-def test_a_misspelt_run_is_named(typed, given, option):
+def test_a_misspelt_run_is_named(here, typed, given, option):
     done = typed(*given)
     assert done.code == 3
     assert f"\n  where: {option}\n" in done.err
@@ -164,7 +147,7 @@ def test_the_command_that_goes_on_keeps_what_is_printed():
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
-def test_a_threshold_is_a_finite_number(typed, value):
+def test_a_threshold_is_a_finite_number(here, typed, value):
     done = typed("eval", RUN, f"--min-reward={value}")
     assert (done.code, "is no finite number" in done.err) == (2, True)
 

@@ -12,8 +12,8 @@ from runs import STEPS, spawn, wait_for
 
 import ppocli
 from ppocli.errors import ConfigError
-from ppocli.export.base_model import split_card
 from ppocli.export.card import user_text, with_user_text
+from ppocli.export.facts import split_card
 
 LAST = f"step-{STEPS:06d}"
 
@@ -76,7 +76,7 @@ def test_a_second_export_to_the_same_place_is_told_who_works_there(finished, exp
 def test_what_another_export_has_written_meanwhile_is_not_replaced_unasked(finished, export):
     from ppocli.cli.export import _write
     from ppocli.config.as_words import training_command
-    from ppocli.export.masking import Mask
+    from ppocli.export.facts import Mask
     from ppocli.export.request import ExportRequest, resolve
 
     request = ExportRequest("mine")

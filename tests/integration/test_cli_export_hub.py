@@ -130,22 +130,20 @@ def test_a_repository_of_another_visibility_is_left_alone(hub, here):
     assert hub.repos["tester/x"].branches["main"] == before
 
 
-def test_a_forbidden_push(hub, here):
-    hub.fail("POST /api/repos/create", 403, message="no write access to org")
-    done = push(hub, here, "--repo-id", "org/x", "--public")
-    assert_failed(done, "Error: The push to org/x did not go through: your token may not write "
-                  "there (HTTP 403: no write access to org) (creating the repository).",
-                  "ppocli export ./out --to-hub --repo-id org/x --public", here)
-
-
-@pytest.mark.parametrize(("status", "cause"), [
-    (401, "your token is not accepted (HTTP 401"),
-    pytest.param(404, "there is no such repository or branch, or your token may not see it "
-                 "(HTTP 404", marks=pytest.mark.slow)])
-def test_other_refusals(hub, here, status, cause):
-    hub.fail("GET /api/whoami-v2", status, message="no")
-    assert_failed(push(hub, here), cause, "ppocli export ./out --to-hub", here)
-    assert hub.count("GET /api/whoami-v2") == 1
+@pytest.mark.parametrize(("request_", "status", "message", "repo", "cause"), [
+    ("POST /api/repos/create", 403, "no write access to org", "org/x", "Error: The push to org/x "
+     "did not go through: your token may not write there (HTTP 403: no write access to org) "
+     "(creating the repository)."),
+    ("GET /api/whoami-v2", 401, "no", "x", "your token is not accepted (HTTP 401"),
+    pytest.param("GET /api/whoami-v2", 404, "no", "x", "there is no such repository or branch, or "
+                 "your token may not see it (HTTP 404", marks=pytest.mark.slow),
+    pytest.param("POST /api/models/org/x/preupload", 500, "", "org/x",
+                 "the Hub failed (HTTP 500) (uploading)", marks=pytest.mark.slow)])
+def test_refusals(hub, here, request_, status, message, repo, cause):
+    hub.fail(request_, status, message=message)
+    done = push(hub, here, "--repo-id", repo, "--public")
+    assert_failed(done, cause, f"ppocli export ./out --to-hub --repo-id {repo} --public", here)
+    assert status >= 500 or hub.count(request_) == 1
 
 
 def test_a_failing_hub_is_waited_for_but_not_for_ever(hub, here):
@@ -164,13 +162,6 @@ def test_a_failing_hub_is_waited_for_but_not_for_ever(hub, here):
     assert_failed(done, "the Hub failed (HTTP 500) (asking the Hub who you are)",
                   "try again: ppocli export ./out --to-hub --repo-id tester/x", here)
     assert hub.count("GET /api/whoami-v2") == 3
-
-
-@pytest.mark.slow
-def test_storage_that_fails_for_ever(hub, here):
-    hub.fail("POST /api/models/tester/x/preupload", 500)
-    done = push(hub, here, "--repo-id", "tester/x")
-    assert_failed(done, "the Hub failed (HTTP 500) (uploading)", "try again: ", here)
 
 
 @pytest.mark.slow

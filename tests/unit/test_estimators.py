@@ -22,7 +22,7 @@ from ppocli.errors import CheckpointError
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.advantages import ESTIMATORS
 from ppocli.tasks.ppo.experience import to_experience, update_moments
-from ppocli.train.recorder import optimize_figures
+from ppocli.tasks.ppo.figures import optimize_figures
 
 CRITIC_FREE = [name for name, entry in ESTIMATORS.items() if not entry.needs_critic]
 

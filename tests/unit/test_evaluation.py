@@ -1,22 +1,32 @@
-"""The arithmetic of evaluations, and what a folder of one is taken for."""
+"""The arithmetic of evaluations, what a folder of one is taken for, what tells judges apart."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
 import statistics
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
+import torch
 
 from ppocli.cli.evaluate import _win_line
 from ppocli.config.schema import EvalGenerationConfig, TrainConfig
 from ppocli.errors import CheckpointError, ConfigError
-from ppocli.evaluation.figures import clustered_stderr, compare, figures_of, quantile
+from ppocli.evaluation.figures import (
+    best_of_n,
+    best_of_n_kl,
+    clustered_stderr,
+    compare,
+    figures_of,
+    frontier_of,
+    frontier_svg,
+)
 from ppocli.evaluation.folder import EvalFolder, Place, choose, take_up
-from ppocli.evaluation.frontier import best_of_n, best_of_n_kl, frontier_of, frontier_svg
+from ppocli.evaluation.identity import _described, _digest, _weights
 from ppocli.evaluation.request import EvalRequest
 from ppocli.runs.target import Target
 
@@ -29,31 +39,28 @@ def row(score, prompt=0, *, response="a b", kl=0.5, rewards=None, metrics=None):
             "rewards": rewards or {"r": score}, "metrics": metrics or {}}
 
 
-def test_stderr_of_single_samples_is_the_usual_one():
-    expected = statistics.stdev(SCORES) / math.sqrt(len(SCORES))
-    assert clustered_stderr(SCORES, range(6)) == pytest.approx(expected)
-    assert clustered_stderr(SCORES, [0] * 6) == pytest.approx(expected), "one prompt"
+def stderr(values, prompts):
+    return clustered_stderr(list(zip(values, prompts, strict=True)))
 
 
 def test_samples_of_one_prompt_do_not_count_as_independent():
+    single = statistics.stdev(SCORES) / math.sqrt(len(SCORES))
+    assert stderr(SCORES, range(6)) == pytest.approx(single)
+    assert stderr(SCORES, [0] * 6) == pytest.approx(single), "one prompt"
     copies = [score for score in SCORES for _ in range(4)]
-    prompts = [prompt for prompt in range(6) for _ in range(4)]
-    assert clustered_stderr(copies, prompts) == pytest.approx(clustered_stderr(SCORES, range(6)))
-    means = [statistics.mean(pair) for pair in itertools.batched(SCORES, 2)] \
-        if hasattr(itertools, "batched") else [-0.35, 2.5, 3.5]
-    assert clustered_stderr(SCORES, [0, 0, 1, 1, 2, 2]) == pytest.approx(
-        statistics.stdev(means) / math.sqrt(3))
+    assert stderr(copies, [prompt for prompt in range(6) for _ in range(4)]) == pytest.approx(
+        single)
+    assert stderr(SCORES, [0, 0, 1, 1, 2, 2]) == pytest.approx(
+        statistics.stdev([-0.35, 2.5, 3.5]) / math.sqrt(3))
+    assert math.isnan(stderr([], []))
+    assert math.isnan(stderr([1.0], [0]))
 
 
-@pytest.mark.parametrize("values", [[], [1.0]])
-def test_too_few_samples_have_no_stderr(values):
-    assert math.isnan(clustered_stderr(values, range(len(values))))
-
-
-@pytest.mark.parametrize("q", [0.0, 0.05, 0.25, 0.5, 0.95, 1.0])
-def test_quantiles_are_numpys(q):
-    assert quantile(sorted(SCORES), q) == pytest.approx(float(np.quantile(SCORES, q)))
-    assert math.isnan(quantile([], q))
+def test_quantiles_are_linear_between_neighbours():
+    found = figures_of([row(score) for score in SCORES]).quantiles
+    assert found == pytest.approx(
+        {"p5": -0.75, "p25": 0.075, "p50": 1.4, "p75": 2.5, "p95": 5.875})
+    assert math.isnan(figures_of([row(None)]).quantiles["p50"])
 
 
 def test_figures_leave_out_what_has_no_score():
@@ -109,19 +116,20 @@ def test_a_policy_is_compared_with_best_of_n_at_its_own_kl():
     found = frontier([14.0, 15.0], best_of_n_kl(4))
     assert found.points[2].reward == pytest.approx(expected)
     assert found.points[2].prompts == 3
-    assert found.best_of_n == pytest.approx(expected)
+    assert found.best_of_n_at_policy_kl == pytest.approx(expected)
     assert found.verdict == "above"
     assert found.difference == pytest.approx(15.5 - expected)
     assert frontier([2.0], best_of_n_kl(4)).verdict == "below"
     halfway = frontier([2.0], (best_of_n_kl(4) + best_of_n_kl(8)) / 2)
-    assert halfway.best_of_n == pytest.approx(
+    assert halfway.best_of_n_at_policy_kl == pytest.approx(
         (halfway.points[2].reward + halfway.points[3].reward) / 2)
-    assert frontier([2.0], -1e-7).best_of_n == found.points[0].reward, "rounding below 0"
+    below = frontier([2.0], -1e-7)
+    assert below.best_of_n_at_policy_kl == found.points[0].reward, "rounding below 0"
 
 
 def test_what_cannot_be_compared_is_not():
     assert frontier([15.0], 1.9).verdict == "beyond"
-    assert math.isnan(frontier([15.0], 1.9).best_of_n)
+    assert math.isnan(frontier([15.0], 1.9).best_of_n_at_policy_kl)
     assert frontier([15.0], 0.5, plain=False).verdict == "not comparable"
     assert frontier([15.0], None).verdict == "not comparable"
     noise = [row(s, p, kl=0.0) for p, s in enumerate([7.5, 8.6, 9.4])]
@@ -255,3 +263,71 @@ def test_one_tie_is_no_ties():
              "difference": 0.25, "difference_stderr": None}
     assert _win_line(found) == (
         "win rate 0.5 of 4: 1 win, 1 tie, 2 losses; reward higher by 0.25")
+
+
+SCALE = 2.0
+
+
+def helper(text):
+    return len(text) * SCALE
+
+
+def scores(completions):
+    return [helper(text) for text in completions]
+
+
+def digest(value: Any) -> str:
+    return _digest(_described(value, set(), 0, plain=True))
+
+
+def scaled(factor):
+    return lambda completions: [factor * len(text) for text in completions]
+
+
+class Judge:
+    __slots__ = ("again", "factor", "model")
+
+    def __init__(self, factor: float, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.factor = factor
+        self.model = torch.nn.Linear(3, 1)
+        self.again = self
+
+    def __call__(self, completions):
+        return [self.factor] * len(completions)
+
+
+def test_equal_code_is_equal_wherever_it_stands():
+    one = lambda completions: [1.0] * len(completions)  # noqa: E731
+
+    again = lambda completions: [1.0] * len(completions)  # noqa: E731
+    assert digest(one) == digest(again)
+    assert digest(scaled(2)) == digest(scaled(2))
+    assert digest(Judge(1.0)) == digest(Judge(1.0))
+
+
+def test_other_code_values_and_weights_are_told_apart():
+    found = [digest(value) for value in (
+        lambda completions: [1.0] * len(completions), lambda completions: [0.5] * len(completions),
+        scaled(2), scaled(3), scaled(math.exp), scaled(math.log),
+        functools.partial(scaled, 2), functools.partial(scaled, 3), Judge(1.0), Judge(2.0),
+        Judge(1.0, seed=1), Judge(1.0).__call__, {"a": scaled(2)}, {"b": scaled(2)}, Judge,
+        lambda completions, k=1: k, lambda completions, k=2: k)]
+    assert len(set(found)) == len(found)
+    assert found[8] == digest(Judge(1.0))
+
+
+def test_what_a_function_calls_counts(monkeypatch):
+    before = digest(scores)
+    monkeypatch.setitem(globals(), "SCALE", 3.0)
+    changed = digest(scores)
+    assert changed != before
+    monkeypatch.setitem(globals(), "helper", len)
+    assert digest(scores) not in (before, changed)
+
+
+def test_models_are_found_in_what_loaded_them():
+    assert _weights(Judge(1.0), []) == _weights(Judge(2.0), []) != _weights(Judge(1.0, 1), [])
+    judge = Judge(1.0)
+    assert len(_weights(lambda: judge, [])) == 1
+    assert _weights(scores, []) == []

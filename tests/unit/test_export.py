@@ -7,26 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from helpers import save_lm
 from safetensors.torch import load_file, save_file
 
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, ConfigError, InputError
-from ppocli.export.base_model import BaseModel, describe_base, split_card
 from ppocli.export.card import (
     PLACEHOLDER,
-    CardInputs,
+    curve,
     escaped,
     render_card,
     user_text,
     with_location,
     with_user_text,
 )
-from ppocli.export.curve import curve
-from ppocli.export.facts import Facts, SamplePair
-from ppocli.export.hub import Push, check_repo_id, repo_name
-from ppocli.export.masking import Mask
+from ppocli.export.facts import BaseModel, Facts, Mask, SamplePair, describe_base, split_card
+from ppocli.export.request import ExportRequest, check_repo_id, repo_name
 from ppocli.export.verify import compare_tokenizers, tolerance, verification_prompts
 from ppocli.export.weights import (
     compare_weights,
@@ -53,14 +49,11 @@ class TestMask:
                 "hf_abcdefghijklmnopqrstuvwx, https://user:letmein@host/x")
         assert mask(text) == "***, ***, vim-is-no-secret, none, ***, https://user:***@host/x"
 
-    def test_a_path_is_no_secret_whatever_its_variable_is_called(self, tmp_path):
+    def test_paths_are_no_secrets_and_home_is_a_tilde(self, tmp_path):
         mask = Mask({"PWD": str(tmp_path), "GOOGLE_CREDENTIALS": str(tmp_path)})
         assert mask(f"{tmp_path}/runs") == f"{tmp_path}/runs"
-
-    def test_home_is_a_tilde(self, tmp_path):
-        mask = Mask({}, home=tmp_path)
-        assert mask(f"{tmp_path}/lm, {tmp_path}") == "~/lm, ~"
-        assert mask(f"{tmp_path}ter/lm") == f"{tmp_path}ter/lm"
+        home = Mask({}, home=tmp_path)
+        assert home(f"{tmp_path}/lm, {tmp_path}, {tmp_path}ter") == f"~/lm, ~, {tmp_path}ter"
 
     def test_trees(self):
         mask = Mask({"A_TOKEN": "swordfish-9"})
@@ -76,12 +69,10 @@ class TestEscaping:
         ("www.evil.example @someone", r"www\.evil.example \@someone"),
         ("`code` *b* _i_ ~s~ $m$ # h", r"\`code\` \*b\* \_i\_ \~s\~ \$m\$ \# h"),
         ("two\nlines\x1b[31m", r"two ⏎ lines?\[31m"),
-        ("it was fine, 10.5 of 10: really.", "it was fine, 10.5 of 10: really.")])
+        ("it was fine, 10.5 of 10: really.", "it was fine, 10.5 of 10: really."),
+        ("x" * 400, "x" * 299 + "…")])
     def test_text_shows_as_it_is(self, text, shown):
         assert escaped(text) == shown
-
-    def test_long_text_is_cut(self):
-        assert escaped("x" * 400) == "x" * 299 + "…"
 
 
 def run_record(tmp_path: Path, **row: float) -> RunRecord:
@@ -106,8 +97,8 @@ def facts_of(run: RunRecord) -> Facts:
 
 
 def card_of(facts: Facts, previous: str | None = None) -> str:
-    return render_card(CardInputs(facts, "fp32", "tester/tamed", chat=False, pair=False,
-                                  value_head=[], curve=True), previous, NO_MASK)
+    return render_card(facts, previous, NO_MASK, dtype="fp32", location="tester/tamed",
+                       chat=False, pair=False, value_head=[], curve=True)
 
 
 class TestCard:
@@ -150,6 +141,9 @@ class TestCard:
         assert "## Use" in text
         assert "## Training" not in text
         assert "ppocli train" not in text
+        moved = with_location(text, "me/lm")
+        assert 'name = "me/lm"' in moved
+        assert "tester/tamed" not in moved
 
     def test_user_text_and_metadata_survive(self, tmp_path):
         first = card_of(Facts("lm"))
@@ -167,11 +161,6 @@ class TestCard:
         assert user_text("---\nlicense: mit\n---\n# My model\n\nwords") == "# My model\n\nwords"
         assert user_text("just words") == "just words"
         assert user_text("---\nlicense: [\n---\nwords") == "words"
-
-    def test_location(self):
-        card = with_location(card_of(Facts("lm")), "me/lm")
-        assert 'name = "me/lm"' in card
-        assert "tester/tamed" not in card
 
     def test_curve(self, tmp_path):
         drawn = curve(run_record(tmp_path, **{"reward/mean": 0.5, "objective/kl": 2.0}))
@@ -194,14 +183,12 @@ class TestBase:
         assert found.license == {"license": "other", "license_name": "mine"}
         assert (found.shown, found.hub_name) == (tmp_path.name, None)
 
-    def test_unknown_license(self, tmp_path):
-        assert describe_base(str(tmp_path / "gone"), None, network=False).license == {}
-        assert describe_base("org/never-cached", None, network=False) == BaseModel(
-            "org/never-cached", "org/never-cached", {})
-
-    def test_builtin(self):
-        assert describe_base("builtin:reviews", None, network=False) == BaseModel(
-            "builtin:reviews", None, {"license": "apache-2.0"})
+    @pytest.mark.parametrize(("path", "found"), [
+        ("./gone", BaseModel("gone", None, {})),
+        ("org/never-cached", BaseModel("org/never-cached", "org/never-cached", {})),
+        ("builtin:reviews", BaseModel("builtin:reviews", None, {"license": "apache-2.0"}))])
+    def test_what_is_known_without_files(self, path, found):
+        assert describe_base(path, None, network=False) == found
 
 
 @pytest.fixture(scope="module")
@@ -209,26 +196,31 @@ def model(tmp_path_factory) -> Path:
     return save_lm(tmp_path_factory.mktemp("export") / "lm")
 
 
-class TestWeights:
-    @pytest.mark.parametrize(("text", "size"), [
-        ("5GB", 5 * 10**9), ("500kb", 500_000), ("1.5 MB", 1_500_000), ("2TB", 2 * 10**12)])
-    def test_sizes(self, text, size):
-        assert parse_size(text) == size
+@pytest.fixture
+def folders(tmp_path) -> tuple[Path, Path]:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    return tmp_path / "a", tmp_path / "b"
 
-    @pytest.mark.parametrize("text", ["", "5", "GB", "-1GB", "0MB", "5 apples", "nanGB"])
-    def test_wrong_sizes(self, text):
-        with pytest.raises(ConfigError, match="is no size"):
-            parse_size(text)
+
+class TestWeights:
+    def test_sizes(self):
+        for text, size in (("5GB", 5 * 10**9), ("500kb", 500_000), ("1.5 MB", 1_500_000),
+                           ("2TB", 2 * 10**12)):
+            assert parse_size(text) == size
+        for text in ("", "5", "GB", "-1GB", "0MB", "5 apples", "nanGB"):
+            with pytest.raises(ConfigError, match="is no size"):
+                parse_size(text)
 
     def test_shards_hold_every_tensor_once(self, model, tmp_path):
         tensors = stored_tensors(model)
         plan = plan_files(tensors, None, 20_000)
         write_weights(model, tensors, plan, None, tmp_path, free)
         index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-        assert len(plan.files) > 2
+        assert len(plan.filename_to_tensors) > 2
         assert set(index["weight_map"]) == set(tensors)
         merged = {}
-        for file in plan.files:
+        for file in plan.filename_to_tensors:
             part = load_file(tmp_path / file)
             assert sum(t.nbytes for t in part.values()) <= 20_000 or len(part) == 1
             assert not part.keys() & merged.keys()
@@ -247,10 +239,8 @@ class TestWeights:
         with pytest.raises(CheckpointError, match=r"is BF16 \[.*\], not F32"):
             compare_weights(model, tensors, None, tmp_path, free)
 
-    def test_whole_numbers_are_never_cast(self, tmp_path):
-        source, target = tmp_path / "a", tmp_path / "b"
-        source.mkdir()
-        target.mkdir()
+    def test_whole_numbers_are_never_cast(self, folders):
+        source, target = folders
         save_file({"ids": torch.arange(3), "w": torch.ones(2, dtype=torch.bfloat16),
                    "v": torch.ones(2)}, source / "model.safetensors")
         tensors = stored_tensors(source)
@@ -273,10 +263,8 @@ class TestWeights:
         (lambda t: t.update(w=torch.zeros(3, 2)), r"w is F32 \[3, 2\], not F32 \[2, 3\]"),
         (lambda t: t["w"].view(-1)[5:].fill_(1e-45), "the values of w differ"),
         (lambda t: t["w"].view(-1)[5:].fill_(-0.0), "the values of w differ")])
-    def test_every_difference_is_found(self, tmp_path, change, said):
-        source, target = tmp_path / "a", tmp_path / "b"
-        source.mkdir()
-        target.mkdir()
+    def test_every_difference_is_found(self, folders, change, said):
+        source, target = folders
         weights = {"w": torch.zeros(2, 3), "v": torch.ones(2)}
         save_file(weights, source / "model.safetensors")
         change(weights)
@@ -324,29 +312,18 @@ class TestNames:
         assert repo_name(name) == repo
         validate_repo_id(repo)
 
-    @pytest.mark.parametrize("given", ["./x", "/tmp/x", "~/x", "../x"])
-    def test_paths_are_no_repositories(self, given):
-        with pytest.raises(ConfigError, match="is a path"):
-            check_repo_id(given)
-
-    def test_what_exists_is_a_path(self, tmp_path, monkeypatch):
+    def test_what_is_no_repository(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         (tmp_path / "user" / "name").mkdir(parents=True)
-        with pytest.raises(ConfigError, match="is a path"):
-            check_repo_id("user/name")
+        for given in ("./x", "/tmp/x", "~/x", "../x", "user/name"):
+            with pytest.raises(ConfigError, match="is a path"):
+                check_repo_id(given)
         with pytest.raises(ConfigError, match="is no name of a repository"):
             check_repo_id("a/b/c")
         check_repo_id("user/other")
 
     def test_command_to_try_again(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
-        push = Push("me/x", private=False, revision="a b")
-        assert push.command(tmp_path / "runs/out") == (
+        request = ExportRequest(repo_id="me/x", private=False, revision="a b")
+        assert request.push_command(tmp_path / "runs/out") == (
             "ppocli export runs/out --to-hub --repo-id me/x --public --revision 'a b'")
-
-
-def test_training_config_is_yaml_that_reads_back():
-    from ppocli.export.facts import settings
-
-    text = yaml.safe_dump(NO_MASK.tree(settings(TrainConfig())), sort_keys=False)
-    assert yaml.safe_load(text)["ppo"]["num_rollouts"] == 128

@@ -13,11 +13,12 @@ from ppocli.errors import ConfigError, InputError
 from ppocli.models.decoding_method import Decoding, decoding_of, set_decoding
 from ppocli.models.head import token_logprobs
 from ppocli.models.layout import lay_out
-from ppocli.models.loading.language_model import load_judged, load_lm, load_policy
+from ppocli.models.loading.language_model import load_lm
 from ppocli.models.policy import build_value_head
 from ppocli.models.trunk import response_hidden
 from ppocli.ppo.noise import uniform
 from ppocli.sampling.decoding import try_decoding
+from ppocli.sampling.loading import load_judged, load_policy
 from ppocli.sampling.token_choice import SamplingSpec
 
 LENGTHS = (3, 5, 1, 5, 3, 2)

@@ -1,4 +1,7 @@
-"""Digests of what judges samples: Python objects by their code, models by their weights."""
+"""All that makes the samples of an evaluation: settings, and digests of weights and of code.
+
+Python objects that judge samples are told apart by their code, models by their weights.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,20 @@ import hashlib
 import inspect
 import json
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
 
-from ppocli.tasks.ppo.digests import weights_digest
+from ppocli.runs.target import Target
+from ppocli.tasks.ppo.digests import reference_digest, weights_digest
 from ppocli.tasks.ppo.session import EvalSession
 from ppocli.train.task import PythonObjects
 
+_REWARD_KEYS = ("fn", "kwargs", "fns", "metric_fn", "on_invalid")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _DEEPEST = 30
 """steps from an object to what it refers to"""
@@ -24,6 +31,41 @@ _NEAR = 3
 """steps within which an object holds the model that it scores with"""
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 """where code lies that is told by its name"""
+
+
+def identity_of(session: EvalSession, targets: Sequence[Target], frontier: bool,
+                objects: PythonObjects) -> dict[str, Any]:
+    """All that makes the samples, for telling whether two evaluations are the same one.
+
+    Args:
+        session: of the policy; the weights of other models join ``models`` as they are loaded.
+        objects: what took the place of reward and metric.
+    """
+    cfg = session.cfg
+    judges = [*session.reward.code_files, *(session.metric.code_files if session.metric else [])]
+    return {
+        "seed": cfg.seed,
+        "targets": [target.model for target in targets],
+        "frontier": frontier,
+        "generation": json.loads(json.dumps(asdict(session.eval_sampling))),
+        "prompts": {**asdict(cfg.prompts), "digest": session.eval_prompts.digest(),
+                    "count": len(session.eval_prompts)},
+        "reward": {key: value for key, value in asdict(cfg.reward).items() if key in _REWARD_KEYS},
+        "code": {path: _sha256(path) for path in dict.fromkeys(judges)},
+        "judges": judge_digests(session, objects),
+        "model": asdict(cfg.model),
+        "base_digest": reference_digest(session),
+        "chunk_size": session.chunk_size, "forward_rows": session.forward_rows,
+        "logprobs_from": cfg.ppo.logprobs_from,
+        "device": session.backend.device.type, "precision": session.backend.precision,
+        "models": {"policy": weights_digest(session.policy.lm)},
+    }
+
+
+def _sha256(path: str) -> str | None:
+    """Of a file of code; None for code that was typed in and has no file."""
+    file = Path(path)
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
 
 
 def judge_digests(session: EvalSession, objects: PythonObjects) -> dict[str, str]:
