@@ -18,10 +18,9 @@ if TYPE_CHECKING:
 
 def print_env(as_json: bool) -> None:
     """Print what an issue needs to say of this machine."""
-    from ppocli.builtin.cache import cache_root
-    from ppocli.storage.environment import describe, home_shortened
+    from ppocli.storage.environment import describe
 
-    facts = {**describe(places=True), "cache": home_shortened(str(cache_root()))}
+    facts = describe(places=True)
     if as_json:
         print(json.dumps(facts, indent=2, ensure_ascii=False))
     else:
@@ -50,7 +49,6 @@ def _env_lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         if name != "torch" or "error" in torch:
             yield name, version or "not installed"
     yield "extras", ", ".join(facts["extras"]) or "none"
-    yield "cache", facts["cache"]
     yield "variables", " ".join(f"{name}={value}" for name, value in facts["variables"].items()
                                 ) or "none"
 

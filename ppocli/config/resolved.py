@@ -16,6 +16,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ppocli.builtin.names import BUILTIN_PREFIX
 from ppocli.config.keys import did_you_mean, free_mapping_of, schema_keys
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError
@@ -162,7 +163,7 @@ def with_absolute_paths(config: TrainConfig, folder: Path) -> TrainConfig:
 
 
 def _absolute(value: str, folder: Path, always: bool = False) -> str:
-    if value == "" or value.startswith("builtin:") or value == PYTHON_OBJECT:
+    if value == "" or value.startswith(BUILTIN_PREFIX) or value == PYTHON_OBJECT:
         return value
     path = Path(value).expanduser()
     is_path = always or value.startswith((".", "/", "~")) or (folder / path).exists()

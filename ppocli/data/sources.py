@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ppocli.builtin.names import BUILTIN_PREFIX, resolve_builtin
 from ppocli.config.hub import go_offline, hub_reachable, offline_hint
 from ppocli.data.files import SUFFIX_WORDS, SUFFIXES, Row, read_file
 from ppocli.data.spec import PromptSpec
@@ -43,9 +44,7 @@ def open_rows(spec: PromptSpec, notes: list[str]) -> Iterator[Row]:
         raise InputError("The path of the prompts is empty.", where=f"{spec.path_key}=''",
                          fix=f"{spec.path_key}=FILE, or {spec.path_key}=null for the BOS token "
                              "alone")
-    if spec.path.startswith("builtin:"):
-        from ppocli.builtin.names import resolve_builtin
-
+    if spec.path.startswith(BUILTIN_PREFIX):
         return _local_rows(resolve_builtin(spec.path), spec, notes)
     path = Path(spec.path).expanduser()
     if _means_path(spec.path, path):
@@ -57,7 +56,7 @@ def open_rows(spec: PromptSpec, notes: list[str]) -> Iterator[Row]:
 
 def names_hub_dataset(path: str) -> bool:
     """Whether ``prompts.path`` names a Hub data set: no builtin, and nothing that means a file."""
-    return not path.startswith("builtin:") and not _means_path(path, Path(path).expanduser())
+    return not path.startswith(BUILTIN_PREFIX) and not _means_path(path, Path(path).expanduser())
 
 
 def _means_path(value: str, path: Path) -> bool:

@@ -14,7 +14,6 @@ CHECKS = (
     Check("shm", machine.shared_memory),
     Check("disk", folders.disk),
     Check("output", folders.output, seconds=20),
-    Check("cache", folders.cache, seconds=20),
     Check("hub", network.hub),
     Check("token", network.token, seconds=20),
     Check("accelerate", libraries.accelerate),

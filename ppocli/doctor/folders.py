@@ -1,4 +1,4 @@
-"""Checks of the disk: where runs and caches go."""
+"""Checks of the disk: where runs and downloads go."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ppocli.builtin.cache import cache_root
 from ppocli.doctor.checking import Finding, Surroundings
 from ppocli.errors import DiskError
 from ppocli.storage.atomic import format_bytes, free_bytes
@@ -24,13 +23,13 @@ def hub_cache() -> Path:
 
 
 def disk(around: Surroundings) -> Finding:
-    """Free space where runs, built-in models and downloads go."""
-    places = {"runs": around.folder, "cache": cache_root(), "Hub cache": hub_cache()}
+    """Free space where runs and downloads go."""
+    places = {"runs": around.folder, "Hub cache": hub_cache()}
     free = {name: free_bytes(path) for name, path in places.items()}
     known = {name: count for name, count in free.items() if count is not None}
     text = ", ".join(f"{name} {format_bytes(count)}" for name, count in known.items()) + " free"
     low = [name for name, count in known.items() if count < DISK_LOW]
-    fix = "free some space, or move: output_dir=FOLDER, PPOCLI_CACHE, HF_HOME"
+    fix = "free some space, or move: output_dir=FOLDER, HF_HOME"
     if any(count < DISK_FAIL for count in known.values()):
         return Finding("fail", text, fix)
     return Finding("warning" if low else "ok", text, fix if low else None)
@@ -51,19 +50,10 @@ def _leaving_nothing(folder: Path) -> Iterator[None]:
 
 def output(around: Surroundings) -> Finding:
     """Write, sync, rename and delete in the output folder, as a run does."""
-    return _probe(around.folder, "choose another folder: output_dir=FOLDER")
-
-
-def cache(around: Surroundings) -> Finding:
-    """The same in ppocli's cache, where built-in models are made."""
-    return _probe(cache_root(), "set PPOCLI_CACHE to a folder that can be written")
-
-
-def _probe(folder: Path, fix: str) -> Finding:
-    shown = home_shortened(str(folder))
+    shown = home_shortened(str(around.folder))
     try:
-        with _leaving_nothing(folder):
-            probe_writable(folder)
+        with _leaving_nothing(around.folder):
+            probe_writable(around.folder)
     except DiskError as error:
-        return Finding("fail", error.what, fix)
+        return Finding("fail", error.what, "choose another folder: output_dir=FOLDER")
     return Finding("ok", f"{shown}: files can be written, synced and renamed")

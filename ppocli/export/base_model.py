@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
+from ppocli.builtin.names import BUILTIN_PREFIX
 from ppocli.export.trained_card import hub_name, shown_model
-from ppocli.storage.model_files import BUILTIN_PREFIX
 
 _LICENSE_KEYS = ("license", "license_name", "license_link")
 _OWN_LICENSE = "apache-2.0"

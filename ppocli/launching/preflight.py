@@ -59,7 +59,7 @@ def _missing_packages(cfg: TrainConfig) -> Iterator[InputError]:
 
 
 def _named_models(cfg: TrainConfig) -> Iterator[tuple[str, str, str | None, Needs]]:
-    """(key, name, revision, needs) of every model that isn't built in."""
+    """(key, name, revision, needs) of every model """
     if cfg.model.tokenizer_path:
         yield "model.path", cfg.model.path, cfg.model.revision, "model"
         yield "model.tokenizer_path", cfg.model.tokenizer_path, None, "tokenizer"
@@ -81,8 +81,6 @@ def _named_models(cfg: TrainConfig) -> Iterator[tuple[str, str, str | None, Need
 
 def _missing_models(cfg: TrainConfig) -> Iterator[InputError]:
     for key, name, revision, needs in _named_models(cfg):
-        if name.startswith("builtin:"):
-            continue  # may have to be fitted first; its loader says so
         try:
             find_model(name, key=key, revision=revision, needs=needs)
         except InputError as error:
