@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 
 from ppocli.errors import InputError
+from ppocli.text import nearest
 
 BUILTIN_PREFIX = "builtin:"
 _DATA = Path(__file__).parent / "data"
@@ -37,7 +37,7 @@ def resolve_builtin(name: str) -> Path:
     """
     bare = name.removeprefix(BUILTIN_PREFIX)
     if bare not in _BUILTINS:
-        near = difflib.get_close_matches(bare, _BUILTINS, n=1, cutoff=0.5)
+        near = nearest(bare, _BUILTINS, count=1)
         hint = f"did you mean {BUILTIN_PREFIX}{near[0]}? " if near else ""
         raise InputError(f"there is no built-in model or prompt file named {bare!r}", where=name,
                          fix=f"{hint}known: " + ", ".join(BUILTIN_PREFIX + known

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppocli.cli.output import complain, say
+from ppocli.text import counted
 
 if TYPE_CHECKING:
     from ppocli.doctor.checking import Result
@@ -39,8 +40,7 @@ def _env_lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     else:
         build = f"CUDA {torch['cuda']}" if torch["cuda"] else (
             f"ROCm {torch['hip']}" if torch["hip"] else "CPU only")
-        yield "torch", (f"{torch['version']} ({build}), {torch['threads']} thread"
-               + ("" if torch["threads"] == 1 else "s"))
+        yield "torch", f"{torch['version']} ({build}), {counted(torch['threads'], 'thread')}"
         gpus = [f"{gpu['name']} ({gpu['memory_gib']} GiB, capability {gpu['capability']})"
                 for gpu in torch["gpus"]]
         yield "gpus", "; ".join(gpus) or "none"

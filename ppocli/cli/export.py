@@ -15,9 +15,10 @@ from ppocli.export.folder import ExportPlan, write_export
 from ppocli.export.hub import push, shown
 from ppocli.export.masking import Mask
 from ppocli.export.request import Existing, ExportRequest, check_destination, resolve
-from ppocli.storage.atomic import format_bytes, make_dirs
+from ppocli.storage.atomic import make_dirs
 from ppocli.storage.publishing import repair_published
 from ppocli.storage.run_folder import lock_beside
+from ppocli.text import format_bytes
 
 
 def export(request: ExportRequest, as_json: bool) -> None:

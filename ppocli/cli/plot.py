@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ppocli.cli.output import say
-from ppocli.display.console import clean
 from ppocli.errors import ConfigError
 from ppocli.report.braille import Curve, Style, can_show_braille, draw
 from ppocli.report.files import write_file
@@ -25,6 +24,7 @@ from ppocli.report.plot import (
 )
 from ppocli.runs.listing import find_run
 from ppocli.runs.record import RunRecord, read_run
+from ppocli.text import clean
 
 
 def plot_runs(given: Sequence[str], *, metric: str, smooth: int, out: Path | None, overwrite: bool,

@@ -9,9 +9,9 @@ from typing import Any
 
 from ppocli.builtin.names import BUILTIN_PREFIX
 from ppocli.cli.output import say
-from ppocli.config.keys import did_you_mean
 from ppocli.config.paths import recipe_files
 from ppocli.errors import ConfigError, DiskError
+from ppocli.text import did_you_mean
 
 
 @dataclass(frozen=True, slots=True)

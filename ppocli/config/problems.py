@@ -16,9 +16,10 @@ from omegaconf import MISSING
 
 from ppocli.config.adapters import adapter_problems
 from ppocli.config.algorithm import algorithm_problems, kl_estimator
-from ppocli.config.keys import Key, did_you_mean, free_mapping_of, schema_keys, several
+from ppocli.config.keys import Key, free_mapping_of, schema_keys, several
 from ppocli.config.schema import TrainConfig, reference_kind
 from ppocli.errors import ConfigError
+from ppocli.text import did_you_mean
 
 DEFAULT_SOURCE = "default"
 FNS_KEYS = ("fn", "kwargs", "weight")

@@ -17,9 +17,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ppocli.builtin.names import BUILTIN_PREFIX
-from ppocli.config.keys import did_you_mean, free_mapping_of, schema_keys
+from ppocli.config.keys import free_mapping_of, schema_keys
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError
+from ppocli.text import did_you_mean, first_line
 
 CONFIG_FILE = "config.yaml"
 NEXT_CONFIG_FILE = "config.next.yaml"
@@ -116,7 +117,7 @@ def read_config(path: Path) -> TrainConfig:
         hint = did_you_mean(name, list(schema_keys())) if name not in schema_keys() else ""
         raise CheckpointError(
             f"{path} doesn't fit this version of ppocli: {name}: "
-            f"{str(error.msg or error).splitlines()[0]}{hint}", where=str(path), fix=fix) from error
+            f"{first_line(error.msg or error)}{hint}", where=str(path), fix=fix) from error
     if config is None:
         raise CheckpointError(f"{path} is damaged: it holds no configuration", where=str(path),
                               fix=fix)

@@ -20,6 +20,7 @@ from ppocli.data.sources import open_rows
 from ppocli.data.spec import PromptSpec, evaluation_spec, training_spec
 from ppocli.data.tokenise import bos_alone, encode
 from ppocli.errors import InputError
+from ppocli.text import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -181,7 +182,7 @@ def _blank_note(blank: int) -> Iterable[str]:
 def _counted(count: int, what: str, *, verb: bool = False) -> Iterable[str]:
     if count:
         was = (" was" if count == 1 else " were") if verb else ""
-        yield f"{count} prompt{'' if count == 1 else 's'}{was} {what}"
+        yield f"{counted(count, 'prompt')}{was} {what}"
 
 
 def _canonical_json(value: Any) -> bytes:

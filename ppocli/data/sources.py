@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from ppocli.config.hub import go_offline, hub_reachable, offline_hint
 from ppocli.data.files import SUFFIX_WORDS, SUFFIXES, Row, read_file
 from ppocli.data.spec import PromptSpec
 from ppocli.errors import InputError
+from ppocli.text import nearest
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -70,7 +70,7 @@ def _missing(path: Path, spec: PromptSpec) -> NoReturn:
     if not parent.is_dir():
         raise InputError(f"Prompt file {path} does not exist: there is no folder "
                          f"{parent} (looked in {Path.cwd()}).", where=where)
-    near = difflib.get_close_matches(path.name, os.listdir(parent), n=3)
+    near = nearest(path.name, os.listdir(parent))
     hint = f"did you mean {' or '.join(str(parent / name) for name in near)}?" if near else (
         f"give a {SUFFIX_WORDS} file, a folder, or a Hub data set")
     raise InputError(f"Prompt file or folder {path} does not exist (looked in {Path.cwd()}).",
@@ -152,7 +152,7 @@ def _wanted_splits(spec: PromptSpec, present: list[str]) -> list[str]:
     wanted = [name.strip() for name in spec.split.split("+")]
     for name in wanted:
         if name not in present:
-            near = difflib.get_close_matches(name, present, n=1)
+            near = nearest(name, present, count=1)
             raise InputError(f"There is no split {name!r} in {spec.path}; it has "
                              f"{', '.join(present)}.", where=f"{spec.key}.split={spec.split}",
                              fix=f"{spec.key}.split={(near or present)[0]}")

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from ppocli.doctor.checking import Finding, Surroundings
 from ppocli.errors import DiskError
-from ppocli.storage.atomic import format_bytes, free_bytes
+from ppocli.storage.atomic import free_bytes
 from ppocli.storage.environment import home_shortened, hub_home
 from ppocli.storage.run_folder import probe_writable
+from ppocli.text import format_bytes
 
 DISK_FAIL, DISK_LOW = 200 * 10**6, 5 * 10**9
 """bytes; a checkpoint takes three times the weights"""

@@ -11,6 +11,7 @@ from packaging.specifiers import SpecifierSet
 
 from ppocli.doctor.checking import Finding, Surroundings
 from ppocli.storage.environment import usable_cores
+from ppocli.text import counted
 
 MEMORY_FAIL, MEMORY_LOW = 0.5, 2.0
 """GiB; torch and transformers alone take 0.4"""
@@ -84,8 +85,7 @@ def threads(around: Surroundings) -> Finding:
         return Finding("warning", f"OMP_NUM_THREADS={given[:40]!a} is no number of threads", fix)
     facts = around.torch.facts
     count = facts["threads"] if facts else int(given.split(",")[0]) if given else cores
-    text = (f"{count} thread{'' if count == 1 else 's'} on {cores} usable "
-            f"core{'' if cores == 1 else 's'}")
+    text = (f"{counted(count, 'thread')} on {counted(cores, 'usable core')}")
     if count > cores:
         return Finding("warning", f"{text}: they wait for each other", fix)
     return Finding("ok", text)

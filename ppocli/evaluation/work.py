@@ -43,6 +43,7 @@ from ppocli.tasks.ppo.session import (
     build_eval_session,
     sampling_sweep,
 )
+from ppocli.text import counted, first_line
 from ppocli.train import random_state as generators
 
 log = logging.getLogger("ppocli")
@@ -143,7 +144,7 @@ def run_evaluation(request: EvalRequest, target: Target, cfg: TrainConfig, objec
                 return _evaluate(work)
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(
-            f"Out of memory: {str(error).splitlines()[0]}", where="ppo.chunk_size",
+            f"Out of memory: {first_line(error)}", where="ppo.chunk_size",
             fix="give a smaller ppo.chunk_size=N (samples of one generate call)") from error
     except StopRequested as stopped:  # before there was anything to go on with
         raise StoppedError(f"stopped by {stopped}; nothing was sampled yet",
@@ -216,7 +217,7 @@ def _evaluate(work: _Work) -> Done:
     there, total = sum(map(len, work.rows.values())), sum(sizes.values())
     if there:
         work.say(f"going on with {work.folder.path}: {there} of {total} samples are there")
-    work.say(f"{_counted(count, 'prompt')}, {_counted(work.parts[0].repeat, 'response')} each")
+    work.say(f"{counted(count, 'prompt')}, {counted(work.parts[0].repeat, 'response')} each")
     _say_cost(work, count)
     del session
     _begin(work)
@@ -239,8 +240,6 @@ def _evaluate(work: _Work) -> Done:
     return _finish(work)
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _next_model(work: _Work, part: Part, texts: list[str]) -> None:

@@ -13,7 +13,6 @@ import yaml
 
 from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.config.schema import TrainConfig
-from ppocli.display.console import clean, figure
 from ppocli.export.base_model import split_card
 from ppocli.export.facts import Facts, SamplePair
 from ppocli.export.masking import Mask
@@ -29,6 +28,7 @@ from ppocli.export.trained_card import (
     reward_names,
     shown_model,
 )
+from ppocli.text import clean, figure
 from ppocli.version import __version__
 
 CARD = "README.md"

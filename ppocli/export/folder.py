@@ -31,9 +31,10 @@ from ppocli.export.weights import (
 )
 from ppocli.storage import faults
 from ppocli.storage.adapter_files import BASE, CONFIG, is_adapter
-from ppocli.storage.atomic import disk_fix, disk_sentence, format_bytes, free_bytes, sha256_file
+from ppocli.storage.atomic import disk_fix, disk_sentence, free_bytes, sha256_file
 from ppocli.storage.model_files import TOKENIZER_FILES
 from ppocli.storage.publishing import publish_folder
+from ppocli.text import format_bytes
 from ppocli.version import __version__
 
 RECORD = "export.json"

@@ -18,7 +18,8 @@ from ppocli.errors import ConfigError, HubError, PpocliError
 from ppocli.export.card import CARD, user_text, with_location, with_user_text
 from ppocli.export.folder import RECORD, check_whole
 from ppocli.export.masking import Mask
-from ppocli.storage.atomic import format_bytes, write_atomic
+from ppocli.storage.atomic import write_atomic
+from ppocli.text import first_line, format_bytes
 
 _WAITS = (1.0, 4.0)
 """seconds before a step is tried again after a dropped connection or a failure of the Hub"""
@@ -74,7 +75,7 @@ def check_repo_id(repo_id: str | None) -> None:
         validate_repo_id(repo_id)
     except HFValidationError as error:
         raise ConfigError(f"--repo-id {repo_id} is no name of a repository: "
-                          f"{str(error).splitlines()[0]}", where="--repo-id", fix=fix) from error
+                          f"{first_line(error)}", where="--repo-id", fix=fix) from error
 
 
 def repo_name(name: str) -> str:

@@ -29,6 +29,7 @@ from ppocli.export.weights import StoredTensor, WeightFiles, parse_size
 from ppocli.runs.record import is_run
 from ppocli.runs.target import Target, find_target
 from ppocli.storage.adapter_files import is_adapter
+from ppocli.text import first_line
 
 DEFAULT_SHARD = "5GB"
 _PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py", "README.md",
@@ -266,5 +267,5 @@ def _local(model: str) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=_PATTERNS))
     except Exception as error:  # whatever the Hub or the way there answers
-        raise InputError(f"{model} can't be downloaded: {str(error).strip().splitlines()[0][:300]}",
+        raise InputError(f"{model} can't be downloaded: {first_line(error)}",
                          where="RUN", fix=f"hf download {model}") from error

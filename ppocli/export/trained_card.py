@@ -10,8 +10,8 @@ import yaml
 
 from ppocli.builtin.names import BUILTIN_PREFIX
 from ppocli.config.schema import TrainConfig
-from ppocli.display.console import figure
 from ppocli.storage.adapter_files import CONFIG, is_adapter
+from ppocli.text import figure
 from ppocli.version import __version__
 
 TAGS = ("ppo", "rlhf", "ppocli")

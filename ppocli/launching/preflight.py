@@ -17,10 +17,8 @@ from ppocli.config.hub import hub_reachable, offline_hint
 from ppocli.config.schema import TrainConfig
 from ppocli.data.sources import names_hub_dataset
 from ppocli.errors import InputError
+from ppocli.rewards.builtin import MODEL_REWARDS
 from ppocli.storage.model_files import Needs, find_model
-
-MODEL_REWARDS = ("classifier", "reward_model")
-"""short names of the rewards whose ``model`` argument names a model"""
 
 
 def check_inputs(cfg: TrainConfig) -> None:

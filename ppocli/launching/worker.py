@@ -20,8 +20,8 @@ from time import time
 from typing import Any, NoReturn
 
 from ppocli.config.resolved import CONFIG_FILE, next_config, read_config
-from ppocli.config.sayable import sayable
 from ppocli.config.schema import TrainConfig, planned_episodes
+from ppocli.config.secrets import safe_text
 from ppocli.display.console import (
     DISPLAY_MODES,
     Display,
@@ -272,7 +272,7 @@ def write_summary_of(run: Run, status: str, error: str | None = None) -> dict[st
     """Write and return ``summary.json``; a disk that refuses is only reported."""
     summary = _summary(run, status)
     if error is not None:
-        summary["error"] = sayable(error)
+        summary["error"] = safe_text(error)
     if not run.session.backend.ranks.first:
         return summary
     try:
@@ -350,7 +350,7 @@ def main(argv: list[str]) -> int:
         run_worker(Path(folder), resume="--resume" in options, display=display,
                    reserved_by=reserved_by, own_process=True)
     except PpocliError as error:
-        sys.stderr.write(sayable(f"error: {error}\n"))
+        sys.stderr.write(safe_text(f"error: {error}\n"))
         return error.exit_code
     return 0
 

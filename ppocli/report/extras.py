@@ -15,6 +15,7 @@ from ppocli.storage.environment import ENV_FILE
 from ppocli.storage.manifest import Invalid, check_folder
 from ppocli.storage.retention import list_steps
 from ppocli.storage.run_folder import RunFolder
+from ppocli.text import first_line
 
 _MOST_FACTS = 80
 
@@ -87,7 +88,7 @@ def checkpoints_of(run: RunFolder, best_step: int | None) -> list[Checkpoint]:
             size, problem = check_folder(folder, step=step, verify="size").total_bytes, ""
             usable.append(step)
         except (Invalid, PpocliError) as error:
-            size, problem = 0, str(error).splitlines()[0]
+            size, problem = 0, first_line(error)
         except OSError as error:  # it was being deleted
             size, problem = 0, error.strerror or str(error)
         found.append((step, size, problem))

@@ -17,3 +17,5 @@ BUILTIN_REWARDS: Mapping[str, str] = MappingProxyType({
     "word_list": "ppocli.rewards.rules:WordList",
     "randomwalks": "ppocli.rewards.randomwalks:optimality",
 })
+MODEL_REWARDS = ("classifier", "reward_model")
+"""those whose ``model`` argument names a model of their own"""

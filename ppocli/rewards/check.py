@@ -21,6 +21,7 @@ from ppocli.errors import RewardError
 from ppocli.rewards.describe import shorten
 from ppocli.rewards.records import RewardRequest
 from ppocli.rewards.resolve import BoundCallable
+from ppocli.text import counted
 
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 """scores become float32 tensors, in which anything larger is infinite"""
@@ -143,9 +144,8 @@ def _items(returned: Any, count: int, bound: BoundCallable, subject: str,
         raise RewardError(f"{subject} a list with coroutines in it.", where=key,
                           fix="await them, for instance with asyncio.gather")
     if len(values) != count:
-        noun = "value" if len(values) == 1 else "values"
-        raise RewardError(f"{subject} {len(values)} {noun} for {count} samples.", where=key,
-                          fix=fix)
+        raise RewardError(f"{subject} {counted(len(values), 'value')} for {count} samples.",
+                          where=key, fix=fix)
     return values
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 import traceback
-from collections.abc import Iterable
 from typing import Any
 
 from ppocli.config.secrets import hide_secrets
@@ -22,12 +20,6 @@ def shorten(text: str) -> str:
         half = SHOWN_CHARS // 2
         text = f"{text[:half]} ... {text[-half:]}"
     return repr(text)
-
-
-def did_you_mean(word: str, candidates: Iterable[str]) -> str:
-    """``Did you mean 'x'?``, or an empty string when no candidate is near."""
-    near = difflib.get_close_matches(word, sorted(set(candidates)), n=1, cutoff=0.6)
-    return f"Did you mean {near[0]!r}?" if near else ""
 
 
 def short_path(path: str) -> str:
@@ -61,9 +53,3 @@ def raised_at(error: BaseException, file: str | None = None) -> str | None:
     for frame in reversed(own or frames):
         return f"{short_path(frame.filename)}:{frame.lineno}"
     return None
-
-
-def first_line(error: BaseException) -> str:
-    """``ValueError: message``, the message cut to its first line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

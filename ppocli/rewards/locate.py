@@ -23,7 +23,8 @@ from typing import Any
 
 from ppocli.errors import PpocliError, RewardError
 from ppocli.rewards.builtin import BUILTIN_REWARDS
-from ppocli.rewards.describe import code_home, did_you_mean, first_line, raised_at, short_path
+from ppocli.rewards.describe import code_home, raised_at, short_path
+from ppocli.text import error_line, suggestion
 
 FORMS = "pkg.module:function, pkg.module.function, path/to/file.py:function"
 
@@ -141,7 +142,7 @@ def _import_errors(spec: str, key: str, source: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         place = raised_at(error)
         raise RewardError(
-            f"Importing {source} for {spec!r} failed: {first_line(error)}",
+            f"Importing {source} for {spec!r} failed: {error_line(error)}",
             where=f"{place} (from {key})" if place else key,
             fix=f"make it importable; try: python -c 'import {Path(source).stem}'",
         ) from error
@@ -168,7 +169,7 @@ def _load_file(source: str, spec: str, key: str) -> ModuleType:
     path = Path(source).expanduser().resolve()
     if not path.is_file():
         folder = path.parent
-        near = did_you_mean(path.name, (p.name for p in folder.glob("*.py")))
+        near = suggestion(path.name, (p.name for p in folder.glob("*.py")))
         where_looked = f"folder {folder}" if folder.is_dir() else f"no folder {folder} either"
         raise RewardError(f"There is no file {source!r} ({where_looked}). {near}".rstrip(),
                           where=key, fix="give the file's path from the current folder")
@@ -231,7 +232,7 @@ def _no_module(name: str, spec: str, key: str, package: ModuleType | None = None
         if ":" not in spec and "." not in spec:
             candidates += BUILTIN_REWARDS
             what = f"{spec!r} is neither a built-in reward nor an import path."
-    near = did_you_mean(leaf, candidates)
+    near = suggestion(leaf, candidates)
     built_in = ", ".join(sorted(BUILTIN_REWARDS))
     return RewardError(f"{what} {near}".rstrip(), where=f"{key}={spec}",
                        fix=f"one of these forms: {FORMS}; or a built-in: {built_in}")
@@ -262,7 +263,7 @@ def _attribute(module: ModuleType, attribute: str, spec: str, key: str) -> Any:
             owner = f"{module.__name__!r} ({short_path(home)})" if home else f"{module.__name__!r}"
             if home and module.__name__.startswith("_ppocli_user_"):
                 owner = f"{short_path(home)!r}"
-            hint = did_you_mean(part, names) or (
+            hint = suggestion(part, names) or (
                 f"It has: {', '.join(sorted(names)[:10])}." if names else "It has no functions.")
             raise RewardError(f"There is no {part!r} in {owner}. {hint}", where=f"{key}={spec}",
                               fix="name a function that the module has")

@@ -17,9 +17,10 @@ from inspect import Parameter
 from typing import Any
 
 from ppocli.errors import PpocliError, RewardError
-from ppocli.rewards.describe import did_you_mean, first_line, raised_at
+from ppocli.rewards.describe import raised_at
 from ppocli.rewards.locate import Located, from_object, locate
 from ppocli.rewards.records import RewardRequest
+from ppocli.text import error_line, suggestion
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ class BoundCallable:
     def _unbound(self, name: str, columns: Sequence[str]) -> RewardError:
         known = ", ".join(KNOWN_ARGUMENTS)
         listed = ", ".join(columns) or "none"
-        near = did_you_mean(name, [*KNOWN_ARGUMENTS, *columns])
+        near = suggestion(name, [*KNOWN_ARGUMENTS, *columns])
         key = self.located.key
         configure = f"; or set {kwargs_key(key)}.{name}=..." if key.endswith(".fn") else ""
         return RewardError(
@@ -216,7 +217,7 @@ def _construct(located: Located, kwargs: Mapping[str, Any]) -> Any:
         raise
     except Exception as error:
         raise RewardError(
-            f"Building {located.label} with {dict(kwargs)} failed: {first_line(error)}",
+            f"Building {located.label} with {dict(kwargs)} failed: {error_line(error)}",
             where=raised_at(error, located.file), fix=f"see {kwargs_key(located.key)}",
         ) from error
 
@@ -264,7 +265,7 @@ def _check_kwargs(located: Located, parameters: Sequence[Parameter], kwargs: Map
         if name not in accepted and not takes_all:
             settable = [a for a in accepted if complete or a not in KNOWN_ARGUMENTS]
             listed = ", ".join(settable) or "nothing that can be set"
-            near = did_you_mean(name, settable)
+            near = suggestion(name, settable)
             # what a recipe or a group has set stays where another function is named
             drop = "; or, where a recipe brought it, take the recipe's reward out: ~reward " \
                 f"{located.key}={located.spec}" if located.key == "reward.fn" else ""

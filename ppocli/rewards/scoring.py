@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.config.schema import RewardConfig
 from ppocli.errors import ConfigError, RewardError
 from ppocli.rewards.calling import CallPolicy, call_with_request
@@ -19,7 +20,7 @@ from ppocli.rewards.check import (
     invalid_error,
     is_nan,
 )
-from ppocli.rewards.describe import did_you_mean, shorten
+from ppocli.rewards.describe import shorten
 from ppocli.rewards.locate import Located, locate
 from ppocli.rewards.records import RewardRequest, RewardScores
 from ppocli.rewards.resolve import (
@@ -29,9 +30,7 @@ from ppocli.rewards.resolve import (
     resolve_object,
     unbuilt,
 )
-
-PYTHON_OBJECT = "<python object>"
-"""stands in a resolved configuration for a function that was handed over in Python"""
+from ppocli.text import suggestion
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +290,7 @@ def _entry(name: str, value: Any) -> _Entry:
                           fix=f"{key}.fn=pkg.module:function {key}.weight=1.0")
     for word in value:
         if word not in ("fn", "kwargs", "weight"):
-            near = did_you_mean(str(word), ("fn", "kwargs", "weight"))
+            near = suggestion(str(word), ("fn", "kwargs", "weight"))
             raise ConfigError(f"There is no key {word!r} in {key}. {near}".rstrip(),
                               where=f"{key}.{word}", fix="it takes fn, kwargs and weight")
     fn, kwargs, weight = value.get("fn"), value.get("kwargs") or {}, value.get("weight", 1.0)

@@ -9,12 +9,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppocli.config.keys import did_you_mean
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, InputError
 from ppocli.runs.record import RunRecord, is_run, read_run
 from ppocli.runs.target import known_names, list_runs, newest_run, run_named, written
 from ppocli.storage.run_folder import live_owner
+from ppocli.text import did_you_mean
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Literal
 
 from ppocli.builtin.names import BUILTIN_PREFIX
-from ppocli.config.keys import did_you_mean
 from ppocli.errors import CheckpointError, ConfigError, InputError
 from ppocli.runs.record import is_run, read_run, subfolders, whole
 from ppocli.storage.checkpoints import find_latest, open_checkpoint, open_step
@@ -18,6 +17,7 @@ from ppocli.storage.manifest import MANIFEST
 from ppocli.storage.model_files import check_folder, find_model
 from ppocli.storage.retention import POINTERS, list_steps, removed_at
 from ppocli.storage.run_folder import RunFolder
+from ppocli.text import did_you_mean
 
 POLICY = "policy"
 """folder of a checkpoint that holds the policy as a plain Hugging Face folder"""

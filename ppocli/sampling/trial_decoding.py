@@ -10,10 +10,11 @@ import torch
 from ppocli.models.decoding_method import Decoding, set_decoding
 from ppocli.models.head import token_logprobs
 from ppocli.models.layout import lay_out
-from ppocli.models.loading.model_config import first_line, max_positions
+from ppocli.models.loading.model_config import max_positions
 from ppocli.models.trunk import logit_scale, response_hidden
 from ppocli.sampling.decode_loop import generate
 from ppocli.sampling.token_choice import SamplingSpec
+from ppocli.text import first_line
 
 log = logging.getLogger("ppocli")
 

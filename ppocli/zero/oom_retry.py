@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from ppocli.errors import OutOfMemoryError
-from ppocli.estimate.check import shown
 from ppocli.parallel.host_memory import host_room
 from ppocli.parallel.ranks import is_out_of_memory
+from ppocli.text import counted, format_memory
 
 if TYPE_CHECKING:
     from ppocli.parallel.backend import Backend
@@ -72,7 +72,7 @@ def fitting(session: EvalSession, phase: str, asked: int, tokens: int, work: Cal
     fits, backend = session.fits, session.backend
     while True:
         rows = fits.rows(phase, asked)
-        what = f"{phase} of {counted(rows)} at once"
+        what = f"{phase} of {counted(rows, 'row')} at once"
         try:
             return backend.ranks.all_do(
                 partial(once, backend, phase, rows, tokens, work) if in_step else work, what)
@@ -118,18 +118,13 @@ def too_much(text: str, backend: Backend, tokens: int) -> OutOfMemoryError:
     held = f"{backend.peak_memory_mib():.0f} MiB"
     if backend.device.type == "cuda":
         _, total = torch.cuda.mem_get_info(backend.device)
-        memory = f"the GPU has {shown(total)}, of which this process held up to {held}"
+        memory = f"the GPU has {format_memory(total)}, of which this process held up to {held}"
     else:
         left = host_room()
         memory = f"this process held up to {held}" + (
-            "" if left is None else f", and {shown(left)} of the machine's memory are free")
+            "" if left is None else f", and {format_memory(left)} of the machine's memory are free")
     return OutOfMemoryError(
         f"{text}, and a pass can't be smaller: its longest sample has {tokens} tokens; {memory}",
         where="generation.max_new_tokens, prompts.max_length, model.path",
         fix="fewer tokens, model.gradient_checkpointing=true, or several processes "
             "(hardware=zero3); ppocli estimate tells what each saves")
-
-
-def counted(rows: int) -> str:
-    """``1 row``, ``2 rows``."""
-    return f"{rows} row{'s' * (rows != 1)}"

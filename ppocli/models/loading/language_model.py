@@ -19,13 +19,14 @@ from ppocli.models.fast.kernels import use_kernels
 from ppocli.models.layer_stack import whole_shape
 from ppocli.models.layout import SequenceBatch
 from ppocli.models.loading.adapters import Adapter, attach, identify, load_adapter, peft_config
-from ppocli.models.loading.model_config import check_room, first_line
+from ppocli.models.loading.model_config import check_room
 from ppocli.models.loading.quantization import quantized
 from ppocli.models.trunk import decoder_start, has_encoder, logit_scale, response_hidden
 from ppocli.models.virtual_tokens import num_virtual_tokens
 from ppocli.sampling.trial_decoding import try_decoding
 from ppocli.storage.adapter_files import BASE, CONFIG, is_adapter, named_base
 from ppocli.storage.model_files import find_model
+from ppocli.text import first_line
 
 log = logging.getLogger("ppocli")
 

@@ -24,12 +24,12 @@ from ppocli.models.loading.language_model import (
     load_policy,
     load_reference,
 )
-from ppocli.models.loading.model_config import first_line
 from ppocli.models.loading.value_model import load_value_model
 from ppocli.models.policy import Policy, build_value_head, freeze_bottom
 from ppocli.models.reference import AdapterReference, CopyReference, Reference, share_trunk
 from ppocli.models.value_function import ValueBranch
 from ppocli.parallel.backend import Backend
+from ppocli.text import first_line
 from ppocli.train.optimizers import build_optimizer
 from ppocli.train.updates import PlainUpdates, Updates, ZeroUpdates
 from ppocli.zero.sharded_reference import sharded_copy, share_sharded_trunk
