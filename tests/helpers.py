@@ -157,8 +157,10 @@ def jsonl(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+VOLATILE = ("time/", "cpu/", "tokens_per_second/", "memory/")
+"""prefixes of figures that differ between two equal runs"""
+
+
 def stable_rows(path: Path) -> list[dict]:
     """Metrics rows without the figures that two equal runs may differ in."""
-    from ppocli.train.metrics import VOLATILE
-
     return [{k: v for k, v in row.items() if not k.startswith(VOLATILE)} for row in jsonl(path)]

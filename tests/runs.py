@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from helpers import environment, save_lm, stable_rows, write_prompts
+from helpers import VOLATILE, environment, save_lm, stable_rows, write_prompts
 from warm import Process, begin
 
 REWARDS = '''\
@@ -182,7 +182,6 @@ def scalars(run_dir: Path) -> list[tuple[str, int, float]]:
     """(tag, step, value) of every stable TensorBoard scalar, in the order written."""
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-    from ppocli.train.metrics import VOLATILE
 
     found = []
     for path in sorted((run_dir / "events").iterdir()):

@@ -32,8 +32,3 @@ def prompt_indices(start: int, count: int, *, n: int, seed: int, shuffle: bool) 
             indices.extend(range(offset, offset + taken))
         position += taken
     return indices
-
-
-def prompt_index(position: int, *, n: int, seed: int, shuffle: bool) -> int:
-    """Which prompt stands at one position; see :func:`prompt_indices`. Costs O(n) if shuffled."""
-    return prompt_indices(position, 1, n=n, seed=seed, shuffle=shuffle)[0]

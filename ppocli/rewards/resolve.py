@@ -18,7 +18,7 @@ from typing import Any
 
 from ppocli.errors import PpocliError, RewardError
 from ppocli.rewards.describe import raised_at
-from ppocli.rewards.locate import Located, from_object, locate
+from ppocli.rewards.locate import Located, from_object
 from ppocli.rewards.records import RewardRequest
 from ppocli.text import error_line, suggestion
 
@@ -42,7 +42,7 @@ _KEYWORD = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 @dataclass(frozen=True, slots=True)
 class BoundCallable:
-    """A reward or metric function with its arguments settled. Made by :func:`resolve_callable`."""
+    """A reward or metric function with its arguments settled. Made by :func:`bind`."""
 
     located: Located
     call: Callable[..., Any]
@@ -135,23 +135,8 @@ def kwargs_key(key: str) -> str:
     return f"{key.removesuffix('.fn')}.kwargs"
 
 
-def resolve_callable(spec: str, kwargs: Mapping[str, Any], *, key: str) -> BoundCallable:
-    """Import, build and check what ``spec`` names.
-
-    Args:
-        spec: an import path or a built-in's short name, see :func:`ppocli.rewards.locate.locate`.
-        kwargs: bound to the function, or handed to the class when it is built.
-        key: config key of ``spec``, such as ``reward.fn``.
-
-    Raises:
-        RewardError: whatever is wrong with the path, the signature or the kwargs.
-        InputError: a built-in's model is missing or unusable.
-    """
-    return bind(locate(spec, key=key), kwargs)
-
-
 def resolve_object(target: Any, kwargs: Mapping[str, Any], *, key: str) -> BoundCallable:
-    """:func:`resolve_callable` for a Python object handed through the API."""
+    """:func:`bind` for a Python object handed through the API."""
     name = getattr(target, "__qualname__", type(target).__qualname__)
     return bind(from_object(target, spec=name, key=key), kwargs)
 
@@ -161,7 +146,7 @@ def check_callable(located: Located, kwargs: Mapping[str, Any],
     """Check kwargs and signature without building anything: no model is loaded for this.
 
     Raises:
-        RewardError: as :func:`resolve_callable`, except for what happens inside a constructor.
+        RewardError: as :func:`bind`, except for what happens inside a constructor.
     """
     if inspect.isclass(located.target):
         _check_kwargs(located, _signature(located.target, located), kwargs, complete=True)
@@ -182,7 +167,8 @@ def bind(located: Located, kwargs: Mapping[str, Any]) -> BoundCallable:
     """Build a class with its kwargs, or bind them to a function; read the signature once.
 
     Raises:
-        RewardError: see :func:`resolve_callable`.
+        RewardError: whatever is wrong with the signature or the kwargs.
+        InputError: a built-in's model is missing or unusable.
     """
     call, bound_kwargs = located.target, dict(kwargs)
     if inspect.isclass(call):

@@ -21,8 +21,6 @@ from ppocli.train.optimize import OptimizeResult
 
 EVAL_ROW, SWEEP_ROW = "eval", "eval_sweep"
 """``kind`` of rows of samples.jsonl that an evaluation writes"""
-VOLATILE = ("time/", "cpu/", "tokens_per_second/", "memory/")
-"""prefixes of figures that differ between two equal runs"""
 
 
 def _mean_std(values: list[float]) -> tuple[float, float]:

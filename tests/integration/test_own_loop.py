@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import environment, jsonl, ppocli, stable_rows
+from helpers import VOLATILE, environment, jsonl, ppocli, stable_rows
 from runs import WORDS
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -21,7 +21,6 @@ from ppocli.config.resolved import read_config
 from ppocli.errors import CheckpointError, ConfigError, RewardError
 from ppocli.rewards.records import RewardRequest
 from ppocli.rewards.scoring import build_reward
-from ppocli.train.metrics import VOLATILE
 
 QUICKSTART = ["+recipe=quickstart", "seed=3", "ppo.total_episodes=null", "ppo.num_steps=3",
               "ppo.num_rollouts=16", "ppo.chunk_size=6", "ppo.mini_batch_size=8",

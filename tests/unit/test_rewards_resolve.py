@@ -16,7 +16,6 @@ from ppocli.errors import ConfigError, RewardError
 from ppocli.rewards.builtin import BUILTIN_REWARDS
 from ppocli.rewards.locate import locate
 from ppocli.rewards.records import RewardRequest
-from ppocli.rewards.resolve import resolve_callable
 from ppocli.rewards.scoring import build_metric, build_reward, check_reward_config
 
 REQUEST = RewardRequest(
@@ -232,7 +231,7 @@ def test_the_standard_library_is_refused(write, spec):
         ready = functools.partial(system, "true")
         """)
     with pytest.raises(RewardError, match="refused"):
-        resolve_callable(spec, {}, key="reward.fn")
+        locate(spec, key="reward.fn")
 
 
 def test_an_error_inside_the_module_is_shown(write):
@@ -248,7 +247,7 @@ def test_an_error_inside_the_module_is_shown(write):
         "leaves:f": ["SystemExit: 3", "leaves.py:1"],
     }.items():
         with pytest.raises(RewardError) as caught:
-            resolve_callable(spec, {}, key="reward.fn")
+            locate(spec, key="reward.fn")
         for word in words:
             assert word in str(caught.value), spec
 
