@@ -45,6 +45,11 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
+def finite_number(value: object) -> float | None:
+    """A figure out of a file that may be damaged; None for what is no finite number."""
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+
 def figure(value: object, digits: int, kind: Literal["f", "e"] = "f") -> str:
     """A figure with so many decimals; ``-`` for one that isn't there or isn't finite, and for what
     is no number: a damaged file may hold anything."""

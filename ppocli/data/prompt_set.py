@@ -87,7 +87,7 @@ def load_prompts(cfg: PromptsConfig, tokenizer: PreTrainedTokenizerBase, *, seed
 
     Rows are read from ``cfg.path`` or ``cfg.items``; without either, the set is one prompt, the BOS
     token alone with the text "". Blank prompts are dropped, duplicates kept, long ones cut; the
-    notes count them. ``cfg.shuffle`` is left to :mod:`ppocli.data.order`.
+    notes count them. ``cfg.shuffle`` is left to :mod:`ppocli.data.batch`.
 
     Args:
         seed: of the length sampler.

@@ -20,7 +20,7 @@ from ppocli.errors import InputError, PpocliError
 from ppocli.estimate.outline import outline_lm, read_config
 from ppocli.models.loading.language_model import DTYPES, reference_dtype
 from ppocli.models.policy import Policy
-from ppocli.rewards.builtin import MODEL_REWARDS
+from ppocli.rewards import MODEL_REWARDS
 from ppocli.text import first_line
 
 BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
@@ -224,7 +224,7 @@ def reward_models(cfg: TrainConfig) -> list[tuple[str, str, dict[str, Any]]]:
 
 def own_functions(cfg: TrainConfig) -> list[str]:
     """Rewards of the user's own, whose memory can't be known."""
-    from ppocli.rewards.builtin import BUILTIN_REWARDS
+    from ppocli.rewards import BUILTIN_REWARDS
 
     names = [cfg.reward.fn] if not cfg.reward.fns else [
         entry.get("fn") for entry in cfg.reward.fns.values() if isinstance(entry, dict)]

@@ -20,7 +20,6 @@ from ppocli.evaluation.folder import (
     Place,
     check_same,
     choose,
-    read_json,
     read_result,
     take_up,
     working_in,
@@ -32,7 +31,7 @@ from ppocli.models.loading.language_model import load_tokenizer
 from ppocli.parallel.backend import Backend, open_backend
 from ppocli.parallel.stop import StopFlag, StopRequested
 from ppocli.runs.target import Target
-from ppocli.storage.atomic import write_atomic, write_json_atomic
+from ppocli.storage.atomic import read_json, write_atomic, write_json_atomic
 from ppocli.storage.run_folder import finite_or_null
 from ppocli.storage.run_logs import JsonlWriter
 from ppocli.tasks.ppo.digests import weights_digest

@@ -31,7 +31,7 @@ from ppocli.export.weights import (
 )
 from ppocli.storage import faults
 from ppocli.storage.adapter_files import BASE, CONFIG, is_adapter
-from ppocli.storage.atomic import disk_fix, disk_sentence, free_bytes, sha256_file
+from ppocli.storage.atomic import disk_fix, disk_sentence, free_bytes, read_json, sha256_file
 from ppocli.storage.model_files import TOKENIZER_FILES
 from ppocli.storage.publishing import publish_folder
 from ppocli.text import format_bytes
@@ -316,11 +316,8 @@ def _write_text(path: Path, text: str) -> None:
 
 def read_record(folder: Path) -> dict[str, Any] | None:
     """What an exported folder says of itself; None for a folder that is no export."""
-    try:
-        value = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) and isinstance(value.get("files"), dict) else None
+    record = read_json(folder / RECORD)
+    return record if record is not None and isinstance(record.get("files"), dict) else None
 
 
 def foreign_files(folder: Path) -> list[str]:

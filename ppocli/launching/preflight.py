@@ -17,7 +17,7 @@ from ppocli.config.hub import hub_reachable, offline_hint
 from ppocli.config.schema import TrainConfig
 from ppocli.data.sources import names_hub_dataset
 from ppocli.errors import InputError
-from ppocli.rewards.builtin import MODEL_REWARDS
+from ppocli.rewards import MODEL_REWARDS
 from ppocli.storage.model_files import Needs, find_model
 
 

@@ -42,7 +42,7 @@ from ppocli.launching.opening import noted_products, open_run, quiet_libraries
 from ppocli.parallel.heap import keep_freed_memory
 from ppocli.parallel.ranks import is_lost_neighbour
 from ppocli.parallel.stop import StopFlag, StopRequested, catch_signals, stop_when_closed
-from ppocli.runs.resumed import accept_settings
+from ppocli.runs.record import accept_settings
 from ppocli.storage.publishing import publish_folder
 from ppocli.storage.rank_outcomes import (
     OUTCOMES,

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ppocli.errors import PpocliError, RewardError
-from ppocli.rewards.describe import raised_at, shorten
-from ppocli.rewards.records import RewardRequest
+from ppocli.rewards.locate import raised_at
+from ppocli.rewards.records import RewardRequest, shorten
 from ppocli.rewards.resolve import BoundCallable, name_own_key
 from ppocli.text import error_line
 

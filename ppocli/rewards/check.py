@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from ppocli.errors import RewardError
-from ppocli.rewards.describe import shorten
-from ppocli.rewards.records import RewardRequest
+from ppocli.rewards.records import RewardRequest, shorten
 from ppocli.rewards.resolve import BoundCallable
 from ppocli.text import counted
 

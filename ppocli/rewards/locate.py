@@ -14,6 +14,7 @@ import inspect
 import os
 import pkgutil
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,8 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from ppocli.errors import PpocliError, RewardError
-from ppocli.rewards.builtin import BUILTIN_REWARDS
-from ppocli.rewards.describe import code_home, raised_at, short_path
+from ppocli.rewards import BUILTIN_REWARDS
 from ppocli.text import error_line, suggestion
 
 FORMS = "pkg.module:function, pkg.module.function, path/to/file.py:function"
@@ -271,3 +271,36 @@ def _attribute(module: ModuleType, attribute: str, spec: str, key: str) -> Any:
     if isinstance(found, ModuleType):
         raise _no_function(spec, key)
     return found
+
+
+def short_path(path: str) -> str:
+    """``path`` relative to the current folder when it lies inside, else as it is."""
+    here = os.getcwd() + os.sep
+    return path[len(here):] if path.startswith(here) else path
+
+
+def code_home(target: Any) -> tuple[str | None, int | None]:
+    """File and first line of a function, class or callable object; ``None`` where unknown."""
+    target = inspect.unwrap(getattr(target, "func", target))
+    if not (inspect.isroutine(target) or inspect.isclass(target)):
+        target = type(target)
+    try:
+        return inspect.getsourcefile(target), inspect.getsourcelines(target)[1]
+    except (TypeError, OSError):
+        return None, None
+
+
+def raised_at(error: BaseException, file: str | None = None) -> str | None:
+    """``FILE:LINE`` where ``error`` was raised.
+
+    The innermost frame inside ``file`` when the traceback passes through it (that is the user's own
+    line rather than a library's), else the innermost frame outside the import machinery.
+    """
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{short_path(error.filename)}:{error.lineno}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__)
+              if not frame.filename.startswith("<frozen importlib")]
+    own = [frame for frame in frames if file is not None and frame.filename == file]
+    for frame in reversed(own or frames):
+        return f"{short_path(frame.filename)}:{frame.lineno}"
+    return None

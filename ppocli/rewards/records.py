@@ -1,10 +1,15 @@
-"""What a reward is asked and what it answers, after checking."""
+"""What a reward is asked, what it answers, after checking, and how a message shows a sample."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from ppocli.config.secrets import hide_secrets
+
+SHOWN_CHARS = 100
+"""longest piece of a sample that a message shows"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,3 +43,12 @@ class RewardScores:
     """[N] false where every reward was None/NaN and ``on_invalid=skip`` drops the sample"""
     parts: dict[str, list[float | None]]
     """reward name -> [N] unweighted scores (None: does not apply), for logging"""
+
+
+def shorten(text: str) -> str:
+    """``text`` as one quoted line of at most about 100 characters, the middle left out."""
+    text = hide_secrets(text)  # half of a token is no longer known as one
+    if len(text) > SHOWN_CHARS:
+        half = SHOWN_CHARS // 2
+        text = f"{text[:half]} ... {text[-half:]}"
+    return repr(text)

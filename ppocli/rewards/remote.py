@@ -21,7 +21,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from ppocli.config.secrets import looks_secret
 from ppocli.errors import RewardError
-from ppocli.rewards.describe import shorten
+from ppocli.rewards.records import shorten
 from ppocli.rewards.resolve import KNOWN_ARGUMENTS
 from ppocli.rewards.wire import WireError, decode_scores, encode_request, opening
 from ppocli.text import counted, error_line

@@ -17,8 +17,7 @@ from inspect import Parameter
 from typing import Any
 
 from ppocli.errors import PpocliError, RewardError
-from ppocli.rewards.describe import raised_at
-from ppocli.rewards.locate import Located, from_object
+from ppocli.rewards.locate import Located, from_object, raised_at
 from ppocli.rewards.records import RewardRequest
 from ppocli.text import error_line, suggestion
 

@@ -20,9 +20,8 @@ from ppocli.rewards.check import (
     invalid_error,
     is_nan,
 )
-from ppocli.rewards.describe import shorten
 from ppocli.rewards.locate import Located, locate
-from ppocli.rewards.records import RewardRequest, RewardScores
+from ppocli.rewards.records import RewardRequest, RewardScores, shorten
 from ppocli.rewards.resolve import (
     BoundCallable,
     bind,

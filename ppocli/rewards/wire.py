@@ -15,8 +15,7 @@ from typing import Any
 
 from ppocli.errors import RewardError
 from ppocli.rewards.check import Score
-from ppocli.rewards.describe import shorten
-from ppocli.rewards.records import RewardRequest
+from ppocli.rewards.records import RewardRequest, shorten
 
 
 class WireError(ValueError):

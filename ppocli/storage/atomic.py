@@ -203,6 +203,15 @@ def write_json_atomic(path: Path, value: Any) -> None:
     write_atomic(path, json.dumps(value, indent=2, allow_nan=False))
 
 
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None where there is none that can be read."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
 def make_dirs(path: Path) -> None:
     """Create ``path`` and its parents where missing, and make their names durable.
 

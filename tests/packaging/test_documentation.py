@@ -295,7 +295,7 @@ def test_warnings_are_quoted_as_they_are_said():
 def test_builtin_rewards_are_listed_with_their_arguments():
     import inspect
 
-    from ppocli.rewards.builtin import BUILTIN_REWARDS
+    from ppocli.rewards import BUILTIN_REWARDS
     from ppocli.rewards.locate import locate
 
     text = text_of("docs/rewards.md")

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppocli.data.order import prompt_indices
+from ppocli.data.batch import prompt_indices
 
 sizes = st.integers(1, 40)
 seeds = st.integers(0, 2**40)

@@ -13,7 +13,7 @@ import pytest
 
 from ppocli.config.schema import RewardConfig
 from ppocli.errors import ConfigError, RewardError
-from ppocli.rewards.builtin import BUILTIN_REWARDS
+from ppocli.rewards import BUILTIN_REWARDS
 from ppocli.rewards.locate import locate
 from ppocli.rewards.records import RewardRequest
 from ppocli.rewards.scoring import build_metric, build_reward, check_reward_config
