@@ -32,7 +32,7 @@ from ppocli.export.weights import (
 from ppocli.storage import faults
 from ppocli.storage.adapter_files import BASE, CONFIG, is_adapter
 from ppocli.storage.atomic import disk_fix, disk_sentence, free_bytes, read_json, sha256_file
-from ppocli.storage.model_files import TOKENIZER_FILES
+from ppocli.storage.model_files import TOKENIZER_FILES, VALUE_HEAD, VALUE_TRUNK
 from ppocli.storage.publishing import publish_folder
 from ppocli.text import format_bytes
 from ppocli.version import __version__
@@ -40,9 +40,6 @@ from ppocli.version import __version__
 RECORD = "export.json"
 """what an export is of; also how an export is known from any other folder"""
 TRAINING_CONFIG = "training_config.yaml"
-VALUE_HEAD = "value_head.safetensors"
-VALUE_TRUNK = "value_trunk.safetensors"
-"""beside the head where the value function has layers of its own"""
 _TOKENIZER = (*TOKENIZER_FILES, "merges.txt", "special_tokens_map.json", "added_tokens.json",
               "chat_template.jinja", "chat_template.json")
 _OF_TRAINING = ("source", "run", "step", "evaluation", "run_id", "versions")

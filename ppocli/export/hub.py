@@ -19,6 +19,7 @@ from ppocli.export.card import CARD, user_text, with_location, with_user_text
 from ppocli.export.folder import RECORD, check_whole
 from ppocli.export.masking import Mask
 from ppocli.storage.atomic import write_atomic
+from ppocli.storage.model_files import VALUE_HEAD, VALUE_TRUNK
 from ppocli.text import first_line, format_bytes
 
 _WAITS = (1.0, 4.0)
@@ -26,7 +27,7 @@ _WAITS = (1.0, 4.0)
 _PATIENCE = 15.0
 """seconds after which a step isn't tried again: huggingface_hub has waited long enough itself"""
 _STALE = ["model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json",
-          "value_head.safetensors", "value_trunk.safetensors", "eval.json"]
+          VALUE_HEAD, VALUE_TRUNK, "eval.json"]
 """files of an earlier export that this one may not have; transformers would load the wrong ones"""
 _LONGEST_NAME = 96
 _PULL_REQUEST = re.compile(r"refs/pr/\d+")

@@ -16,7 +16,6 @@ from ppocli.export.curve import CURVE
 from ppocli.export.facts import Earlier, Facts, gather
 from ppocli.export.folder import (
     TRAINING_CONFIG,
-    VALUE_HEAD,
     ExportPlan,
     check_whole,
     earlier_export,
@@ -29,6 +28,7 @@ from ppocli.export.weights import StoredTensor, WeightFiles, parse_size
 from ppocli.runs.record import is_run
 from ppocli.runs.target import Target, find_target
 from ppocli.storage.adapter_files import is_adapter
+from ppocli.storage.model_files import VALUE_HEAD
 from ppocli.text import first_line
 
 DEFAULT_SHARD = "5GB"

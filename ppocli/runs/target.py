@@ -14,13 +14,10 @@ from ppocli.errors import CheckpointError, ConfigError, InputError
 from ppocli.runs.record import is_run, read_run, subfolders, whole
 from ppocli.storage.checkpoints import find_latest, open_checkpoint, open_step
 from ppocli.storage.manifest import MANIFEST
-from ppocli.storage.model_files import check_folder, find_model
+from ppocli.storage.model_files import POLICY, check_folder, find_model
 from ppocli.storage.retention import POINTERS, list_steps, removed_at
 from ppocli.storage.run_folder import RunFolder
 from ppocli.text import did_you_mean
-
-POLICY = "policy"
-"""folder of a checkpoint that holds the policy as a plain Hugging Face folder"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,11 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "voca
                    "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 SAFETENSORS = "model.safetensors"
 WEIGHTS = (SAFETENSORS, "pytorch_model.bin")
+POLICY = "policy"
+"""folder of a checkpoint that holds the policy as a plain Hugging Face folder"""
+VALUE_HEAD = "value_head.safetensors"
+VALUE_TRUNK = "value_trunk.safetensors"
+"""beside the head where the value function has layers of its own"""
 
 
 def find_model(model: str, *, key: str, revision: str | None = None,

@@ -21,6 +21,7 @@ from ppocli.models.virtual_tokens import virtual_tokens
 from ppocli.parallel.ranks import Ranks
 from ppocli.storage.adapter_files import WEIGHTS
 from ppocli.storage.atomic import TEMPORARY_PREFIX, walk_files
+from ppocli.storage.model_files import POLICY, VALUE_HEAD, VALUE_TRUNK
 from ppocli.tasks.ppo.session import Session
 from ppocli.train import random_state as generators
 from ppocli.train.optimizers import named_trainable
@@ -28,9 +29,6 @@ from ppocli.train.random_state import Generators
 from ppocli.zero.sharded_weights import optimizer_slots
 
 Tensors = dict[str, torch.Tensor]
-POLICY = "policy"
-VALUE_HEAD = "value_head.safetensors"
-VALUE_TRUNK = "value_trunk.safetensors"
 PROMPT_ENCODER = "prompt_encoder.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 
