@@ -105,7 +105,7 @@ $(PEERS)/trlx-src:
 
 clean: ## remove .venv, builds and caches; runs/ stays
 	@rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
-	@find ppocli tests benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find ppocli tests benchmarks docs tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A set-up that was interrupted leaves .unfinished behind and is made anew. Standard output is for
 # results, so all that is said on the way goes to standard error.

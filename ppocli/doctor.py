@@ -18,7 +18,6 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from ppocli.builtin.cache import cache_root
 from ppocli.config.hub import hub_reachable, offline_variable
 from ppocli.doctor_probes import TOLERANCE, Check, Finding, Surroundings, ask
 from ppocli.errors import DiskError
@@ -220,15 +219,15 @@ def threads(around: Surroundings) -> Finding:
     return Finding("ok", text)
 
 
-# Where runs and caches go -------------------------------------------------------------------------
+# Where runs and downloads go ----------------------------------------------------------------------
 def disk(around: Surroundings) -> Finding:
-    """Free space where runs, built-in models and downloads go."""
+    """Free space where runs and downloads go."""
     hub_cache = Path(os.environ.get("HF_HUB_CACHE") or hub_home() / "hub").expanduser()
-    places = {"runs": around.folder, "cache": cache_root(), "Hub cache": hub_cache}
+    places = {"runs": around.folder, "Hub cache": hub_cache}
     free = {name: count for name, path in places.items()
             if (count := free_bytes(path)) is not None}
     text = ", ".join(f"{name} {format_bytes(count)}" for name, count in free.items()) + " free"
-    fix = "free some space, or move: output_dir=FOLDER, PPOCLI_CACHE, HF_HOME"
+    fix = "free some space, or move: output_dir=FOLDER, HF_HOME"
     least = min(free.values(), default=DISK_LOW)
     if least < DISK_LOW:
         return Finding("fail" if least < DISK_FAIL else "warning", text, fix)
@@ -238,11 +237,6 @@ def disk(around: Surroundings) -> Finding:
 def output(around: Surroundings) -> Finding:
     """Write, sync, rename and delete in the output folder, as a run does."""
     return _writable(around.folder, "choose another folder: output_dir=FOLDER")
-
-
-def cache(around: Surroundings) -> Finding:
-    """The same in ppocli's cache, where built-in models are made."""
-    return _writable(cache_root(), "set PPOCLI_CACHE to a folder that can be written")
 
 
 def _writable(folder: Path, fix: str) -> Finding:
@@ -394,6 +388,6 @@ def gloo(around: Surroundings) -> Finding:
 
 
 CHECKS: Sequence[Check] = (
-    python, packages, transformers, hydra, memory, shm, disk, output, cache, hub, token, accelerate,
+    python, packages, transformers, hydra, memory, shm, disk, output, hub, token, accelerate,
     torch, devices, bf16, threads, deepspeed, gloo)
 """in the order in which they are asked: the quick ones first"""

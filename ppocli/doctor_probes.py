@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 Verdict = Literal["ok", "warning", "fail"]
 SECONDS: Mapping[str, float] = {
-    "output": 20, "cache": 20, "token": 20, "torch": 70, "deepspeed": 70, "gloo": 40}
+    "output": 20, "token": 20, "torch": 70, "deepspeed": 70, "gloo": 40}
 """after which a check is given up; 10 for those that aren't named"""
 
 SIZE = 256

@@ -7,7 +7,6 @@ names Python that will run, so ``os:system`` and everything else of the standard
 
 from __future__ import annotations
 
-import difflib
 import functools
 import hashlib
 import importlib
@@ -17,7 +16,7 @@ import os
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import Any
 
 from ppocli.config.secrets import hide_secrets
 from ppocli.errors import PpocliError
+from ppocli.text import error_line, suggestion
 
 SHOWN_CHARS = 100
 """longest piece of a sample that a message shows"""
@@ -174,7 +174,7 @@ def _import_errors(wanted: Wanted, source: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         place = raised_at(error)
         raise wanted.refused(
-            f"Importing {source} for {wanted.spec!r} failed: {first_line(error)}",
+            f"Importing {source} for {wanted.spec!r} failed: {error_line(error)}",
             where=f"{place} (from {wanted.key})" if place else None,
             fix=f"make it importable; try: python -c 'import {Path(source).stem}'",
         ) from error
@@ -202,7 +202,7 @@ def _load_file(source: str, wanted: Wanted) -> ModuleType:
     path = Path(source).expanduser().resolve()
     if not path.is_file():
         folder = path.parent
-        near = did_you_mean(path.name, (p.name for p in folder.glob("*.py")))
+        near = suggestion(path.name, (p.name for p in folder.glob("*.py")))
         where_looked = f"folder {folder}" if folder.is_dir() else f"no folder {folder} either"
         raise wanted.refused(f"There is no file {source!r} ({where_looked}). {near}".rstrip(),
                              fix="give the file's path from the current folder")
@@ -266,7 +266,7 @@ def _no_module(name: str, wanted: Wanted, package: ModuleType | None = None) -> 
         if ":" not in spec and "." not in spec:
             candidates += built_in
             what = f"{spec!r} is neither a built-in reward nor an import path."
-    near = did_you_mean(leaf, candidates)
+    near = suggestion(leaf, candidates)
     names = f"; or a built-in: {', '.join(sorted(built_in))}" if built_in else ""
     return wanted.refused(f"{what} {near}".rstrip(), where=f"{wanted.key}={spec}",
                           fix=f"one of these forms: {wanted.forms}{names}")
@@ -298,7 +298,7 @@ def _attribute(module: ModuleType, attribute: str, wanted: Wanted) -> Any:
             owner = f"{module.__name__!r} ({short_path(home)})" if home else f"{module.__name__!r}"
             if home and module.__name__.startswith("_ppocli_user_"):
                 owner = f"{short_path(home)!r}"
-            hint = did_you_mean(part, names) or (
+            hint = suggestion(part, names) or (
                 f"It has: {', '.join(sorted(names)[:10])}." if names else "It has no functions.")
             raise wanted.refused(f"There is no {part!r} in {owner}. {hint}",
                                  where=f"{wanted.key}={wanted.spec}",
@@ -316,12 +316,6 @@ def shorten(text: str) -> str:
         half = SHOWN_CHARS // 2
         text = f"{text[:half]} ... {text[-half:]}"
     return repr(text)
-
-
-def did_you_mean(word: str, candidates: Iterable[str]) -> str:
-    """``Did you mean 'x'?``, or an empty string when no candidate is near."""
-    near = difflib.get_close_matches(word, sorted(set(candidates)), n=1, cutoff=0.6)
-    return f"Did you mean {near[0]!r}?" if near else ""
 
 
 def short_path(path: str) -> str:
@@ -355,9 +349,3 @@ def raised_at(error: BaseException, file: str | None = None) -> str | None:
     for frame in reversed(own or frames):
         return f"{short_path(frame.filename)}:{frame.lineno}"
     return None
-
-
-def first_line(error: BaseException) -> str:
-    """``ValueError: message``, the message cut to its first line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -19,15 +19,11 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_TH
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give the session a cache folder, which its xdist workers and their commands inherit.
-
-    Built-in models are fitted there once: the cache lets one process build while others wait. A
-    cache that outlives the session could hide a change in how the models are made.
-    """
+    """Give the session a cache folder, which its xdist workers and their commands inherit, so that
+    no test depends on what a person has downloaded."""
     if os.environ.get("PYTEST_XDIST_WORKER") is not None:
         return
     config.stash[_CACHE] = folder = tempfile.mkdtemp(prefix="ppocli-tests-")
-    os.environ.pop("PPOCLI_CACHE", None)
     os.environ["XDG_CACHE_HOME"] = folder
 
 

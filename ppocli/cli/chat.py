@@ -22,8 +22,8 @@ from ppocli.cli.generate import (
 from ppocli.cli.output import complain, say
 from ppocli.cli.sheet import printable
 from ppocli.cli.working import working
-from ppocli.display.console import clean, figure
 from ppocli.errors import ConfigError, PpocliError, StoppedError
+from ppocli.text import clean, figure, first_line
 
 if TYPE_CHECKING:
     from ppocli.config.schema import GenerationConfig
@@ -237,7 +237,7 @@ def _typed(generation: GenerationConfig, texts: dict[str, str]) -> dict[str, Any
         try:
             OmegaConf.update(node, name, text)
         except OmegaConfBaseException as error:
-            raise ConfigError(f"/set {name}={text}: {str(error.msg).splitlines()[0]}") from error
+            raise ConfigError(f"/set {name}={text}: {first_line(error.msg or error)}") from error
     return {name: node[name] for name in texts}
 
 

@@ -10,8 +10,8 @@ from ppocli.cli.tables import aligned, shown_figure
 from ppocli.config.problems import shown
 from ppocli.errors import ConfigError
 from ppocli.report.compare import At, Comparison, Wins, compare_runs
-from ppocli.runs.listing import find_run
 from ppocli.runs.record import read_run
+from ppocli.runs.target import find_run
 from ppocli.storage.run_folder import finite_or_null
 
 

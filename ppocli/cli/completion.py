@@ -173,8 +173,8 @@ def _values(key: str, value: str) -> list[str]:
 
 
 def _builtin(key: str) -> list[str]:
-    from ppocli.builtin.names import PREFIX, list_builtins
+    from ppocli.builtin.names import BUILTIN_PREFIX, list_builtins
 
     names = [name for name, about in list_builtins().items() if not about.startswith("classifier")]
-    return [PREFIX + name for name in names
+    return [BUILTIN_PREFIX + name for name in names
             if name.endswith("prompts") == key.startswith("prompts.")]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppocli.cli.output import complain, say
+from ppocli.text import counted
 
 if TYPE_CHECKING:
     from ppocli.doctor_probes import Result
@@ -18,10 +19,9 @@ if TYPE_CHECKING:
 
 def print_env(as_json: bool) -> None:
     """Print what an issue needs to say of this machine."""
-    from ppocli.builtin.cache import cache_root
-    from ppocli.storage.environment import describe, home_shortened
+    from ppocli.storage.environment import describe
 
-    facts = {**describe(places=True), "cache": home_shortened(str(cache_root()))}
+    facts = describe(places=True)
     if as_json:
         print(json.dumps(facts, indent=2, ensure_ascii=False))
     else:
@@ -40,8 +40,7 @@ def _env_lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     else:
         build = f"CUDA {torch['cuda']}" if torch["cuda"] else (
             f"ROCm {torch['hip']}" if torch["hip"] else "CPU only")
-        yield "torch", (f"{torch['version']} ({build}), {torch['threads']} thread"
-               + ("" if torch["threads"] == 1 else "s"))
+        yield "torch", f"{torch['version']} ({build}), {counted(torch['threads'], 'thread')}"
         gpus = [f"{gpu['name']} ({gpu['memory_gib']} GiB, capability {gpu['capability']})"
                 for gpu in torch["gpus"]]
         yield "gpus", "; ".join(gpus) or "none"
@@ -50,7 +49,6 @@ def _env_lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         if name != "torch" or "error" in torch:
             yield name, version or "not installed"
     yield "extras", ", ".join(facts["extras"]) or "none"
-    yield "cache", facts["cache"]
     yield "variables", " ".join(f"{name}={value}" for name, value in facts["variables"].items()
                                 ) or "none"
 

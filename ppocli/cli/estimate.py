@@ -157,22 +157,23 @@ def _room(available: bool, memory: float | None, cuda: bool) -> Room | None:
 
 def _verdict(found: Estimate, room: Room, cfg: TrainConfig) -> tuple[str, bool]:
     """Words about the tightest of device and host, and whether all fits."""
-    from ppocli.estimate.check import needs, shown
+    from ppocli.estimate.check import needs
+    from ppocli.text import format_memory
 
     asked = needs(found, room)
     if not asked:
         raise InputError("This system doesn't tell how much memory is free.", where="--available",
                          fix="give it: --memory GIB")
     needed, there, place = max(asked, key=lambda one: one[0] / max(one[1], 1))
-    return (f"{shown(needed)} of {shown(there)} of {place} ({needed / max(there, 1):.0%})",
+    share = needed / max(there, 1)
+    return (f"{format_memory(needed)} of {format_memory(there)} of {place} ({share:.0%})",
             needed <= there)
 
 
 # Telling ------------------------------------------------------------------------------------------
 
 def _print(found: Estimate, cfg: TrainConfig, source: str) -> None:
-    from ppocli.estimate.check import digits, shown
-    from ppocli.storage.atomic import format_bytes
+    from ppocli.text import format_bytes, format_memory, three_digits
 
     for line in _heading(found, cfg, source):
         print(line)
@@ -181,7 +182,7 @@ def _print(found: Estimate, cfg: TrainConfig, source: str) -> None:
     unit, size = ("GiB", 2**30) if sums.device >= 2**30 else ("MiB", 2**20)
 
     def cell(amount: int, there: bool = True) -> str:
-        return digits(amount / size) if amount and there else "-"
+        return three_digits(amount / size) if amount and there else "-"
 
     rows = [(f"{unit}, of one process", "generation", "scoring", "updates", "host")]
     rows += [(line.name, cell(line.device, line.generate), cell(line.device, line.score),
@@ -193,11 +194,11 @@ def _print(found: Estimate, cfg: TrainConfig, source: str) -> None:
     print()
     many = found.layout.ranks_on_host
     of = "" if many == 1 else f" for its {many} processes"
-    print(f"host: {shown(sums.host) if sums.host else 'nothing'}{of}, "
-          f"{shown(sums.loading)} while models are loaded; Python and its libraries apart")
+    print(f"host: {format_memory(sums.host) if sums.host else 'nothing'}{of}, "
+          f"{format_memory(sums.loading)} while models are loaded; Python and its libraries apart")
     if found.spared:
-        print(f"where {shown(found.spared)} for the copy of a checkpoint are not free, training "
-              "stops while one is written")
+        print(f"where {format_memory(found.spared)} for the copy of a checkpoint are not free, "
+              "training stops while one is written")
     disk = found.disk
     print(f"disk: {format_bytes(disk.checkpoint)} a checkpoint, {format_bytes(disk.model)} the "
           f"model, {format_bytes(disk.run)} at most")

@@ -13,6 +13,7 @@ from ppocli.config.keys import schema_keys
 from ppocli.config.problems import DEFAULT_SOURCE, Problem
 from ppocli.config.schema import PromptsConfig, RewardConfig, TrainConfig, planned_episodes
 from ppocli.errors import CheckpointError, ConfigError, DiskError, InputError, PpocliError
+from ppocli.text import counted
 
 if TYPE_CHECKING:
     from ppocli.config.compose import SweepJob
@@ -37,10 +38,10 @@ class Plan:
     """overrides in which this job of a sweep differs from others"""
 
     def __str__(self) -> str:
-        prompts = "prompts of the Hub" if self.prompts is None else _many(self.prompts, "prompt")
+        prompts = "prompts of the Hub" if self.prompts is None else counted(self.prompts, "prompt")
         job = "" if self.job is None else f"job {self.job} ({' '.join(self.varied)}): "
         return (f"{job}{self.model}, reward {' + '.join(self.reward)}, {prompts}, "
-                f"{_many(self.steps, 'step')} of {_many(self.samples_per_step, 'sample')} "
+                f"{counted(self.steps, 'step')} of {counted(self.samples_per_step, 'sample')} "
                 f"({self.samples} in all), device {self.device} {self.precision}, "
                 f"into {self.folder}")
 
@@ -60,10 +61,6 @@ class Examined:
             if str(error) not in told:
                 self.problems.append(error)
                 told.add(str(error))
-
-
-def _many(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def examine(words: Sequence[str]) -> Examined:

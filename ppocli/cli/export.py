@@ -20,9 +20,9 @@ from ppocli.export.request import (
     resolve,
     shown,
 )
-from ppocli.storage.atomic import format_bytes
 from ppocli.storage.publishing import repair_published
 from ppocli.storage.run_folder import lock_beside
+from ppocli.text import format_bytes
 
 
 def export(request: ExportRequest, as_json: bool) -> None:

@@ -10,12 +10,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ppocli.config.keys import did_you_mean
 from ppocli.config.resolved import NEXT_CONFIG_FILE
 from ppocli.errors import CheckpointError, ConfigError, InputError
 from ppocli.runs.record import is_run, subfolders
 from ppocli.runs.target import run_named, written
 from ppocli.storage.run_folder import RunFolder, live_owner
+from ppocli.text import did_you_mean
 
 START_SECONDS = 120.0
 """how long a run may load before it takes its folder's lock"""

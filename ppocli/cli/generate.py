@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ppocli.builtin.names import BUILTIN_PREFIX
 from ppocli.cli.output import say
 from ppocli.cli.sheet import Sheet, printable
 from ppocli.cli.working import split_words, working
@@ -295,7 +296,7 @@ def read_prompts(wanted: Wanted, lines: list[str] | None, *, chat: bool) -> Aske
 
 def _as_path(given: str) -> str:
     """A name that means a file here, never a data set on the Hub."""
-    if given.startswith(("builtin:", "~")) or Path(given).is_absolute():
+    if given.startswith((BUILTIN_PREFIX, "~")) or Path(given).is_absolute():
         return given
     return f"./{given}"
 

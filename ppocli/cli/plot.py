@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ppocli.cli.output import say
-from ppocli.display.console import clean
 from ppocli.errors import ConfigError
 from ppocli.report.braille import Curve, Style, can_show_braille, draw
 from ppocli.report.files import write_file
@@ -23,8 +22,9 @@ from ppocli.report.plot import (
     collect,
     metric_names,
 )
-from ppocli.runs.listing import find_run
 from ppocli.runs.record import RunRecord, read_run
+from ppocli.runs.target import find_run
+from ppocli.text import clean
 
 
 def plot_runs(given: Sequence[str], *, metric: str, smooth: int, out: Path | None, overwrite: bool,
@@ -69,9 +69,7 @@ def plot_runs(given: Sequence[str], *, metric: str, smooth: int, out: Path | Non
 
 def _read(given: Sequence[str]) -> list[RunRecord]:
     if not given:
-        folder = find_run(None)
-        say(f"using {folder} (the newest run)")
-        return [read_run(folder)]
+        return [read_run(find_run(None, say=say))]
     runs = {run.folder.path: run for run in (read_run(find_run(each)) for each in given)}
     return list(runs.values())
 

@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ppocli.builtin.names import BUILTIN_PREFIX
 from ppocli.cli.output import say
-from ppocli.config.keys import did_you_mean
 from ppocli.config.paths import recipe_files
 from ppocli.errors import ConfigError, DiskError
+from ppocli.text import did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ def _reward(fn: str, kwargs: dict[str, Any]) -> str:
 
 
 def _on_hub(value: str) -> bool:
-    return (value not in ("", "?", "inline", "BOS") and not value.startswith("builtin:")
+    return (value not in ("", "?", "inline", "BOS") and not value.startswith(BUILTIN_PREFIX)
             and not value.startswith((".", "/", "~")) and not Path(value).exists())
 
 

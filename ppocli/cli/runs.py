@@ -10,12 +10,11 @@ from typing import Any
 
 from ppocli.cli.output import say
 from ppocli.cli.tables import print_table
-from ppocli.display.console import clean, figure
 from ppocli.errors import ConfigError, DiskError, InputError, PpocliError
 from ppocli.runs.listing import RunInfo, age, run_infos
 from ppocli.runs.pruning import Removal, carry_out, parse_age, plan_pruning
-from ppocli.storage.atomic import format_bytes
 from ppocli.storage.retention import STEP
+from ppocli.text import clean, figure, format_bytes
 
 RUNS = Path("runs")
 

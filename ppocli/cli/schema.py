@@ -8,10 +8,11 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from ppocli.config.keys import Key, did_you_mean, schema_keys, schema_sections
+from ppocli.config.keys import Key, schema_keys, schema_sections
 from ppocli.config.problems import FNS_KEYS
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import ConfigError
+from ppocli.text import did_you_mean
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _TYPES: dict[Any, str] = {int: "integer", float: "number", bool: "boolean", str: "string"}

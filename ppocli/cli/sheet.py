@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ppocli.cli.output import complain
-from ppocli.config.sayable import CONTROL
-from ppocli.display.console import clean, figure
+from ppocli.text import CONTROL, clean, figure
 
 if TYPE_CHECKING:
     from ppocli.sampling.prompting import Answer

@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ppocli.config.keys import did_you_mean
 from ppocli.errors import ConfigError, DiskError
+from ppocli.text import did_you_mean
 
 SHELLS = ("bash", "zsh", "fish")
 _VARIABLE = "_PPOCLI_COMPLETE"

@@ -22,7 +22,7 @@ from ppocli.config.changes import config_differences
 from ppocli.config.compose import SweepJob, SweepPlan, compose_sweep
 from ppocli.config.quoting import quoted, unquoted
 from ppocli.config.resolved import with_absolute_paths
-from ppocli.config.sayable import sayable
+from ppocli.config.secrets import safe_text
 from ppocli.config.words import split_override
 from ppocli.errors import CheckpointError, ConfigError, PpocliError, StoppedError, SweepError
 from ppocli.launching.launch import launch
@@ -291,7 +291,7 @@ def _run_job(job: SweepJob) -> tuple[JobRecord, int | None]:
                          display=display_mode())
         code, summary, stopped_by = outcome.exit_code, outcome.summary, outcome.stopped_by
     except PpocliError as problem:
-        code, error = problem.exit_code, sayable(str(problem))
+        code, error = problem.exit_code, safe_text(str(problem))
         complain(f"Error: {error}")
         with suppress(OSError):
             job.folder.rmdir()  # Hydra made it; nothing came into it

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ppocli.cli.output import say
 from ppocli.cli.tables import print_table, shown_figure
@@ -20,8 +20,6 @@ from ppocli.runs.sweeps import (
     varied_values,
 )
 from ppocli.storage.run_folder import finite_or_null
-
-Order = Literal["reward", "kl", "job"]
 
 
 def show_sweep(given: str | None, sort: str, as_json: bool) -> None:

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ppocli.cli.examine import Examined, examine
-from ppocli.config.sayable import sayable
 from ppocli.config.schema import TrainConfig
+from ppocli.config.secrets import safe_text
 from ppocli.errors import PpocliError
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def _as_json(found: Examined, rehearsal: Rehearsal | None) -> dict[str, Any]:
     answer: dict[str, Any] = {
         "valid": not problems, "exit_code": problems[0].exit_code if problems else 0,
         "problems": [{"exit_code": error.exit_code,
-                      **{part: text and sayable(text) for part, text in (
+                      **{part: text and safe_text(text) for part, text in (
                           ("what", error.what), ("where", error.where), ("fix", error.fix))}}
                      for error in problems],
         "runs": [asdict(plan) for plan in found.plans]}
@@ -97,7 +97,7 @@ def _rehearse(config: TrainConfig) -> Rehearsal:
 
 
 def _told(found: Rehearsal) -> Iterator[str]:
-    from ppocli.display.console import clean, figure
+    from ppocli.text import clean, figure
 
     yield (f"loaded: {found.parameters:,} parameters, {found.trainable:,} trained, "
            f"{found.prompts} prompts, on {found.device} {found.precision}")

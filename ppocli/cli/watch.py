@@ -16,12 +16,13 @@ from ppocli.cli.follow import Tail, find_watched, may_begin, recent_samples
 from ppocli.cli.output import complain, display_mode, say
 from ppocli.config.resolved import read_config
 from ppocli.config.schema import planned_episodes
-from ppocli.display.console import can_live, clean, figure, open_console, row_lines
+from ppocli.display.console import can_live, open_console, row_lines
 from ppocli.display.live_view import Dashboard, Sample, resident_mib
 from ppocli.display.pane import Pane
 from ppocli.errors import PpocliError
 from ppocli.runs.record import is_run, read_run
 from ppocli.storage.run_folder import LOCK, RunFolder, finite_or_null, live_owner
+from ppocli.text import clean, figure
 
 LAST = 5
 """steps of the past that are shown first"""

@@ -12,8 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ppocli.config.keys import did_you_mean
 from ppocli.config.schema import ModelConfig, TrainConfig, reference_kind
+from ppocli.text import did_you_mean
 
 _CLASSES = {"lora": ("tuners/lora/config.py", "LoraConfig"),
             "prefix": ("tuners/prefix_tuning/config.py", "PrefixTuningConfig"),

@@ -26,7 +26,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from ppocli.config.hydra_errors import as_config_errors
-from ppocli.config.keys import did_you_mean, schema_keys, schema_sections
+from ppocli.config.keys import schema_keys, schema_sections
 from ppocli.config.layers import (
     COMMAND_LINE,
     SCHEMA,
@@ -45,6 +45,7 @@ from ppocli.config.schema import TrainConfig
 from ppocli.config.secrets import refuse_secrets
 from ppocli.config.words import Words, read_words, split_override
 from ppocli.errors import CheckpointError, ConfigError, DiskError
+from ppocli.text import did_you_mean
 
 _START_HINT = "start from a recipe, e.g. ppocli train +recipe=quickstart (ppocli recipes list)"
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ppocli.config.keys import did_you_mean
 from ppocli.config.problems import shown
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import ConfigError
+from ppocli.text import did_you_mean
 
 KEY = "hardware.deepspeed_config"
 DEEPSPEED_FILE = "deepspeed.json"

@@ -15,9 +15,10 @@ from hydra.errors import (
 )
 from omegaconf.errors import OmegaConfBaseException
 
-from ppocli.config.keys import did_you_mean, schema_keys
+from ppocli.config.keys import schema_keys
 from ppocli.config.paths import config_groups
 from ppocli.errors import ConfigError
+from ppocli.text import did_you_mean
 
 
 @contextmanager

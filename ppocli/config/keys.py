@@ -1,4 +1,4 @@
-"""The config keys as a flat table: types, allowed values, and the nearest name to a misspelt one.
+"""The config keys as a flat table: types and allowed values.
 
 Everything here is read off the dataclasses of :mod:`ppocli.config.schema`.
 """
@@ -6,10 +6,9 @@ Everything here is read off the dataclasses of :mod:`ppocli.config.schema`.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -117,33 +116,3 @@ def _leaves(schema: type, prefix: str) -> list[tuple[str, Key]]:
                    else field.default)
         found.append((name, Key(name, kind, item, optional, default, field.metadata)))
     return found
-
-
-def nearest(name: str, candidates: Sequence[str], count: int = 3) -> list[str]:
-    """Up to ``count`` candidates near ``name``, the nearest first.
-
-    Dotted names are compared whole and by their last part; the same last part (``lr`` for
-    ``ppo.optimizer.lr``), the same section or the same beginning count extra. Candidates much worse
-    than the best one are left out.
-    """
-    scores = {candidate: _likeness(name, candidate) for candidate in candidates}
-    best = sorted((c for c, score in scores.items() if score >= 0.75), key=lambda c: -scores[c])
-    return [c for c in best if scores[c] >= scores[best[0]] - 0.2][:count]
-
-
-def _likeness(name: str, candidate: str) -> float:
-    section, _, leaf = name.rpartition(".")
-    other = candidate.rpartition(".")[2]
-    score = (difflib.SequenceMatcher(None, name, candidate).ratio() / 2
-             + difflib.SequenceMatcher(None, leaf, other).ratio() / 2)
-    if leaf == other:
-        score += 0.25
-    elif len(leaf) >= 3 and other.startswith(leaf):
-        score += 0.35
-    return score + (0.2 if section and candidate.startswith(section + ".") else 0.0)
-
-
-def did_you_mean(name: str, candidates: Sequence[str]) -> str:
-    """``; did you mean a or b?``, or an empty text when nothing is near."""
-    near = nearest(name, candidates)
-    return f"; did you mean {' or '.join(near)}?" if near else ""

@@ -22,18 +22,12 @@ from hydra.types import RunMode
 from omegaconf import BooleanNode, DictConfig, FloatNode, IntegerNode, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ppocli.config.keys import (
-    Key,
-    did_you_mean,
-    free_mapping_of,
-    key_for,
-    schema_keys,
-    schema_sections,
-)
+from ppocli.config.keys import Key, free_mapping_of, key_for, schema_keys, schema_sections
 from ppocli.config.paths import config_groups
 from ppocli.config.problems import Problem, shown
 from ppocli.config.resolved import schema_node
 from ppocli.errors import ConfigError
+from ppocli.text import did_you_mean, first_line
 
 COMMAND_LINE = "command line"
 SCHEMA = "ppocli_schema"
@@ -70,7 +64,7 @@ def layered_entries(loader: ConfigLoader, config_name: str, overrides: list[str]
     except UnicodeError:
         raise
     except ValueError as error:  # Hydra's word for a malformed defaults list or group choice
-        raise ConfigError(str(error).splitlines()[0], where="the choice of config groups",
+        raise ConfigError(first_line(error), where="the choice of config groups",
                           fix="a group takes the name of one of its options, or null") from error
     repository = loader.repository  # type: ignore[attr-defined]
     entries: list[Entry] = []
@@ -319,5 +313,5 @@ def _unresolvable(node: DictConfig, sources: Mapping[str, str]) -> Iterator[Prob
         except OmegaConfBaseException as error:
             if "${hydra:" not in str(raw):
                 yield Problem(name, f"{shown(raw)} can't be resolved: "
-                              + str(error).splitlines()[0], sources.get(name, COMMAND_LINE))
+                              + first_line(error), sources.get(name, COMMAND_LINE))
             OmegaConf.update(node, name, key.default)

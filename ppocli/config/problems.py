@@ -18,7 +18,6 @@ from ppocli.config.adapters import adapter_problems
 from ppocli.config.algorithm import algorithm_problems, kl_estimator
 from ppocli.config.keys import (
     Key,
-    did_you_mean,
     free_mapping_of,
     is_import_path,
     schema_keys,
@@ -26,6 +25,7 @@ from ppocli.config.keys import (
 )
 from ppocli.config.schema import TrainConfig, reference_kind
 from ppocli.errors import ConfigError
+from ppocli.text import did_you_mean
 
 DEFAULT_SOURCE = "default"
 FNS_KEYS = ("fn", "kwargs", "weight")

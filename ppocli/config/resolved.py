@@ -16,9 +16,11 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ppocli.config.keys import did_you_mean, free_mapping_of, schema_keys
+from ppocli.builtin.names import BUILTIN_PREFIX
+from ppocli.config.keys import free_mapping_of, schema_keys
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError
+from ppocli.text import did_you_mean, first_line
 
 CONFIG_FILE = "config.yaml"
 NEXT_CONFIG_FILE = "config.next.yaml"
@@ -115,7 +117,7 @@ def read_config(path: Path) -> TrainConfig:
         hint = did_you_mean(name, list(schema_keys())) if name not in schema_keys() else ""
         raise CheckpointError(
             f"{path} doesn't fit this version of ppocli: {name}: "
-            f"{str(error.msg or error).splitlines()[0]}{hint}", where=str(path), fix=fix) from error
+            f"{first_line(error.msg or error)}{hint}", where=str(path), fix=fix) from error
     if config is None:
         raise CheckpointError(f"{path} is damaged: it holds no configuration", where=str(path),
                               fix=fix)
@@ -164,7 +166,7 @@ def with_absolute_paths(config: TrainConfig, folder: Path) -> TrainConfig:
 
 
 def _absolute(value: str, folder: Path, always: bool = False) -> str:
-    if value == "" or value.startswith("builtin:") or value == PYTHON_OBJECT:
+    if value == "" or value.startswith(BUILTIN_PREFIX) or value == PYTHON_OBJECT:
         return value
     path = Path(value).expanduser()
     is_path = always or value.startswith((".", "/", "~")) or (folder / path).exists()

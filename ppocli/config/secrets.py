@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from ppocli.config.keys import schema_keys
 from ppocli.errors import ConfigError
+from ppocli.text import printable
 
 _SECRET_NAME = re.compile(
     r"(^|[_\-.])(token|secret|password|passwd|pwd|credentials?|bearer|auth|"
@@ -55,6 +56,12 @@ def without_secrets(text: str, values: Iterable[str] = ()) -> str:
 def hide_secrets(text: str) -> str:
     """``text`` without secrets of this process's environment, nor anything shaped like one."""
     return without_secrets(text, secret_values(os.environ))
+
+
+def safe_text(text: str) -> str:
+    """A text that someone else's code wrote, such as an exception's message, before a person reads
+    it or a file keeps it: without secrets, control characters spelled out."""
+    return printable(hide_secrets(text))
 
 
 def refuse_secrets(entries: Iterable[tuple[str, object, str]]) -> None:

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppocli.config.keys import did_you_mean, key_for, nearest, schema_keys
+from ppocli.config.keys import key_for, schema_keys
 from ppocli.config.paths import config_groups
 from ppocli.config.quoting import quoted
 from ppocli.errors import ConfigError
+from ppocli.text import did_you_mean, nearest
 
 _CHOICES = {"--cfg": ("job", "hydra", "all", "deepspeed"),
             "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")}

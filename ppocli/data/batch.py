@@ -1,4 +1,5 @@
-"""The record that prompts travel in."""
+"""Which prompts a step uses, a pure function so that a position is all a resume needs, and the
+record that they travel in."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -47,3 +49,32 @@ class PromptBatch:
             columns={name: [values[i] for i in places] for name, values in self.columns.items()},
             indices=[self.indices[i] for i in places],
             episodes=[self.episodes[i] for i in places])
+
+
+def prompt_indices(start: int, count: int, *, n: int, seed: int, shuffle: bool) -> list[int]:
+    """Which prompts stand at positions ``start`` to ``start + count - 1`` of the endless order.
+
+    Position p belongs to epoch ``p // n``. Each epoch goes through all n prompts once, in their own
+    order, or, shuffled, in a permutation that depends on (seed, epoch) alone.
+
+    Args:
+        start: first position, at least 0: how many prompts were used before.
+        count: how many; may span several epochs.
+        n: size of the prompt set, at least 1.
+        seed: at least 0.
+        shuffle: draw a new order for each epoch.
+    """
+    if start < 0 or count < 0 or n < 1:
+        raise ValueError(f"no such positions: start={start}, count={count}, n={n}")
+    indices: list[int] = []
+    position, end = start, start + count
+    while position < end:
+        epoch, offset = divmod(position, n)
+        taken = min(n - offset, end - position)
+        if shuffle:
+            order = np.random.default_rng(np.random.SeedSequence([seed, epoch])).permutation(n)
+            indices.extend(order[offset:offset + taken].tolist())
+        else:
+            indices.extend(range(offset, offset + taken))
+        position += taken
+    return indices

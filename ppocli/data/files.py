@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ppocli.errors import InputError
+from ppocli.text import first_line
 
 MAX_LINE_BYTES = 16 * 2**20
 MAX_JSON_BYTES = 2**30
@@ -195,6 +196,6 @@ def _read_parquet(path: Path, column: str) -> Iterator[Row]:
                     number += 1
                     yield Row(f"row {number} of {path.name}", values)
     except (pa.ArrowException, UnicodeDecodeError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
+        reason = first_line(error).rstrip(".")
         raise InputError(f"{path.name} is not a readable parquet file: {reason}.",
                          where=str(path)) from error

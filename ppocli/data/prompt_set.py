@@ -20,6 +20,7 @@ from ppocli.data.sources import open_rows
 from ppocli.data.spec import PromptSpec, evaluation_spec, training_spec
 from ppocli.data.tokenise import bos_alone, encode
 from ppocli.errors import InputError
+from ppocli.text import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,7 +87,7 @@ def load_prompts(cfg: PromptsConfig, tokenizer: PreTrainedTokenizerBase, *, seed
 
     Rows are read from ``cfg.path`` or ``cfg.items``; without either, the set is one prompt, the BOS
     token alone with the text "". Blank prompts are dropped, duplicates kept, long ones cut; the
-    notes count them. ``cfg.shuffle`` is left to :mod:`ppocli.data.order`.
+    notes count them. ``cfg.shuffle`` is left to :mod:`ppocli.data.batch`.
 
     Args:
         seed: of the length sampler.
@@ -181,7 +182,7 @@ def _blank_note(blank: int) -> Iterable[str]:
 def _counted(count: int, what: str, *, verb: bool = False) -> Iterable[str]:
     if count:
         was = (" was" if count == 1 else " were") if verb else ""
-        yield f"{count} prompt{'' if count == 1 else 's'}{was} {what}"
+        yield f"{counted(count, 'prompt')}{was} {what}"
 
 
 def _canonical_json(value: Any) -> bytes:

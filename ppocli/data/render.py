@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import string
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ppocli.data.files import Row
 from ppocli.data.spec import PromptSpec
 from ppocli.errors import ConfigError, InputError
+from ppocli.text import nearest, suggestion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,11 +67,11 @@ def _is_blank(row: Row, spec: PromptSpec) -> bool:
 
 def _no_column(row: Row, spec: PromptSpec) -> None:
     names = [name for name in row.values if isinstance(name, str)]
-    near = difflib.get_close_matches(spec.column, names, n=1, cutoff=0.5)
+    near = nearest(spec.column, names, count=1)
     texts = near or [name for name in names if isinstance(row.values[name], str)] or names
     have = f"its columns are {', '.join(names)}" if names else "it has no columns"
-    did_you_mean = f" Did you mean {near[0]!r}?" if near else ""
-    raise InputError(f"There is no column {spec.column!r} in {row.place}: {have}.{did_you_mean}",
+    raise InputError(f"There is no column {spec.column!r} in {row.place}: {have}. "
+                     f"{suggestion(spec.column, names)}".rstrip(),
                      where=f"{spec.key}.column={spec.column}",
                      fix=f"{spec.key}.column={texts[0]}" if texts else None)
 
@@ -105,10 +105,8 @@ def metadata(rows: Sequence[Row], spec: PromptSpec) -> dict[str, list[Any]]:
         wanted = list(spec.columns)
     for name in wanted:
         if name not in present:
-            near = difflib.get_close_matches(name, present, n=1, cutoff=0.5)
             raise InputError(f"There is no metadata column {name!r} in the prompts; their columns "
-                             f"are {', '.join(present)}."
-                             + (f" Did you mean {near[0]!r}?" if near else ""),
+                             f"are {', '.join(present)}. {suggestion(name, present)}".rstrip(),
                              where=f"{spec.key}.columns={wanted}",
                              fix=f"take it out of {spec.key}.columns")
     return {name: [row.values.get(name) for row in rows] for name in wanted}
@@ -192,7 +190,7 @@ def _parse_template(spec: PromptSpec, names: list[str]) -> list[Piece]:
             # with a format or a conversion it is no bare {name}, most often a brace meant literally
             full = name + (f"!{conversion}" if conversion else "") + (f":{form}" if form else "")
             if full not in known:
-                near = difflib.get_close_matches(full, known, n=1, cutoff=0.5)
+                near = nearest(full, known, count=1)
                 raise ConfigError(f"The template's placeholder {{{full}}} is no column; there are "
                                   f"{', '.join(known)}."
                                   + (f" Did you mean {{{near[0]}}}?" if near else ""),

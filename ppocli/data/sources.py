@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ppocli.builtin.names import BUILTIN_PREFIX, resolve_builtin
 from ppocli.config.hub import go_offline, hub_reachable, offline_hint
 from ppocli.data.files import SUFFIX_WORDS, SUFFIXES, Row, read_file
 from ppocli.data.spec import PromptSpec
 from ppocli.errors import InputError
+from ppocli.text import nearest
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -43,9 +44,7 @@ def open_rows(spec: PromptSpec, notes: list[str]) -> Iterator[Row]:
         raise InputError("The path of the prompts is empty.", where=f"{spec.path_key}=''",
                          fix=f"{spec.path_key}=FILE, or {spec.path_key}=null for the BOS token "
                              "alone")
-    if spec.path.startswith("builtin:"):
-        from ppocli.builtin.names import resolve_builtin
-
+    if spec.path.startswith(BUILTIN_PREFIX):
         return _local_rows(resolve_builtin(spec.path), spec, notes)
     path = Path(spec.path).expanduser()
     if _means_path(spec.path, path):
@@ -57,7 +56,7 @@ def open_rows(spec: PromptSpec, notes: list[str]) -> Iterator[Row]:
 
 def names_hub_dataset(path: str) -> bool:
     """Whether ``prompts.path`` names a Hub data set: no builtin, and nothing that means a file."""
-    return not path.startswith("builtin:") and not _means_path(path, Path(path).expanduser())
+    return not path.startswith(BUILTIN_PREFIX) and not _means_path(path, Path(path).expanduser())
 
 
 def _means_path(value: str, path: Path) -> bool:
@@ -71,7 +70,7 @@ def _missing(path: Path, spec: PromptSpec) -> NoReturn:
     if not parent.is_dir():
         raise InputError(f"Prompt file {path} does not exist: there is no folder "
                          f"{parent} (looked in {Path.cwd()}).", where=where)
-    near = difflib.get_close_matches(path.name, os.listdir(parent), n=3)
+    near = nearest(path.name, os.listdir(parent))
     hint = f"did you mean {' or '.join(str(parent / name) for name in near)}?" if near else (
         f"give a {SUFFIX_WORDS} file, a folder, or a Hub data set")
     raise InputError(f"Prompt file or folder {path} does not exist (looked in {Path.cwd()}).",
@@ -153,7 +152,7 @@ def _wanted_splits(spec: PromptSpec, present: list[str]) -> list[str]:
     wanted = [name.strip() for name in spec.split.split("+")]
     for name in wanted:
         if name not in present:
-            near = difflib.get_close_matches(name, present, n=1)
+            near = nearest(name, present, count=1)
             raise InputError(f"There is no split {name!r} in {spec.path}; it has "
                              f"{', '.join(present)}.", where=f"{spec.key}.split={spec.split}",
                              fix=f"{spec.key}.split={(near or present)[0]}")

@@ -10,6 +10,10 @@ from typing import Any
 from ppocli.config.schema import PromptsConfig
 from ppocli.errors import ConfigError
 
+_INHERITED = ("name", "split", "column", "columns", "first_words", "template", "chat",
+              "max_length", "truncation_side")
+"""what ``prompts.eval`` takes from ``prompts`` where its own key is null, as it stands there"""
+
 
 @dataclass(frozen=True, slots=True)
 class PromptSpec:
@@ -52,10 +56,9 @@ def training_spec(cfg: PromptsConfig, items: list[Any] | None) -> PromptSpec:
         _one_source("prompts", cfg.path, items)
     spec = PromptSpec(
         key="prompts", path=None if items is not None else cfg.path, path_key="prompts.path",
-        name=cfg.name, split=cfg.split, split_asked=cfg.split != "train", items=_as_list(items),
-        column=cfg.column, columns=cfg.columns, limit=cfg.limit, first_words=cfg.first_words,
-        length_sampler=_range("prompts", cfg.length_sampler), template=cfg.template, chat=cfg.chat,
-        max_length=cfg.max_length, truncation_side=cfg.truncation_side)
+        split_asked=cfg.split != "train", items=_as_list(items), limit=cfg.limit,
+        length_sampler=_range("prompts", cfg.length_sampler),
+        **{name: getattr(cfg, name) for name in _INHERITED})
     _no_rendering_without_source(spec)
     return _checked(spec)
 
@@ -76,22 +79,17 @@ def evaluation_spec(cfg: PromptsConfig, items: list[Any] | None) -> PromptSpec:
     path = own.path
     if path is None and items is None and (own.split is not None or own.name is not None):
         path = cfg.path
-    sampler = own.length_sampler if own.length_sampler is not None else cfg.length_sampler
     return _checked(PromptSpec(
         key="prompts.eval", path=path,
         path_key="prompts.path" if own.path is None else "prompts.eval.path",
-        name=_first(own.name, cfg.name), split=_first(own.split, cfg.split),
-        split_asked=own.split is not None, items=_as_list(items),
-        column=_first(own.column, cfg.column), columns=_first(own.columns, cfg.columns),
-        limit=own.limit, first_words=_first(own.first_words, cfg.first_words),
-        length_sampler=_range("prompts.eval", sampler),
-        template=_first(own.template, cfg.template), chat=_first(own.chat, cfg.chat),
-        max_length=_first(own.max_length, cfg.max_length),
-        truncation_side=_first(own.truncation_side, cfg.truncation_side)))
+        split_asked=own.split is not None, items=_as_list(items), limit=own.limit,
+        length_sampler=_range("prompts.eval", _own_or_inherited(cfg, "length_sampler")),
+        **{name: _own_or_inherited(cfg, name) for name in _INHERITED}))
 
 
-def _first(value: Any, inherited: Any) -> Any:
-    return inherited if value is None else value
+def _own_or_inherited(cfg: PromptsConfig, name: str) -> Any:
+    own = getattr(cfg.eval, name)
+    return getattr(cfg, name) if own is None else own
 
 
 def _as_list(items: Any) -> list[Any] | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import logging.handlers
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -21,8 +20,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ppocli.config.sayable import CONTROL, sayable
+from ppocli.config.secrets import safe_text
 from ppocli.storage.run_logs import read_jsonl
+from ppocli.text import clean, figure
 
 if TYPE_CHECKING:
     from ppocli.display.live_view import Dashboard
@@ -36,11 +36,6 @@ _LINE = "%(asctime)s %(levelname)s %(message)s"
 DisplayMode = Literal["auto", "lines", "quiet"]
 """a live view where standard output is a terminal; lines only; warnings only"""
 DISPLAY_MODES: tuple[DisplayMode, ...] = ("auto", "lines", "quiet")
-
-
-def clean(text: str) -> str:
-    """Model text without control characters, on one line: it may hold terminal escapes."""
-    return CONTROL.sub("?", text.replace("\n", " ⏎ "))
 
 
 class _Outlet:
@@ -86,7 +81,7 @@ class _StreamHandler(logging.Handler):
         self.pane: Pane | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = sayable(record.getMessage())
+        text = safe_text(record.getMessage())
         if self.prefix:
             text = f"{record.levelname.lower()}: {text}"
         if self.pane is not None:
@@ -100,7 +95,7 @@ class _FileFormatter(logging.Formatter):
     """Lines of ppocli.log, which reports quote and people publish."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return sayable(super().format(record))
+        return safe_text(super().format(record))
 
 
 class _FileHandler(logging.FileHandler):
@@ -210,7 +205,7 @@ class _Counting(logging.Handler):
         self._board = board
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._board.warn(sayable(record.getMessage()))
+        self._board.warn(safe_text(record.getMessage()))
 
 
 def _nothing() -> None:
@@ -237,15 +232,6 @@ def _is_terminal(stream: Any) -> bool:
         return bool(stream.isatty())
     except (AttributeError, ValueError):  # none at all, or a closed one
         return False
-
-
-def figure(value: object, digits: int, kind: Literal["f", "e"] = "f") -> str:
-    """A figure with so many decimals; ``-`` for one that isn't there or isn't finite, and for what
-    is no number: a damaged file may hold anything."""
-    if not isinstance(value, (int, float)) or not math.isfinite(value):
-        return "-"
-    text = f"{value:.{digits}{kind}}"
-    return text.removeprefix("-") if float(text) == 0 else text  # no minus before a rounded zero
 
 
 def row_lines(row: dict[str, Any], total: int) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 from rich.cells import cell_len
 from rich.text import Text
 
-from ppocli.display.console import clean, figure
+from ppocli.text import clean, figure
 
 RECENT = 8
 """steps whose mean duration the remaining time is told from"""

@@ -18,10 +18,10 @@ from ppocli.estimate.outline import outline
 from ppocli.estimate.parts import Part, parts_of
 from ppocli.models.fast.gemm import PACKED_BYTES
 from ppocli.models.head import CHUNK_BYTES, KEPT_BYTES
-from ppocli.models.loading.model_config import first_line
 from ppocli.models.policy import Policy
 from ppocli.models.trunk import has_encoder
 from ppocli.parallel.host_memory import GIVEN, Room, room_here
+from ppocli.text import first_line, format_memory
 
 log = logging.getLogger("ppocli")
 
@@ -116,7 +116,8 @@ def judge(cfg: TrainConfig, found: Estimate, room: Room, *, warn: bool = True) -
         share = needed / max(there, 1)
         if share <= CLOSE:
             continue
-        text = (f"this run needs about {shown(needed)} of {place}, and {shown(there)} are free")
+        text = (f"this run needs about {format_memory(needed)} of {place}, and "
+                f"{format_memory(there)} are free")
         helps = ", ".join(advice(found, cfg)[:4])
         if share > SURELY_TOO_MUCH and cfg.hardware.memory_check == "error":
             raise OutOfMemoryError(
@@ -143,16 +144,3 @@ def needs(found: Estimate, room: Room) -> list[tuple[int, int, str]]:
         asked.append((needed, room.host, f"{room.name} memory{of}"
                       if room.name == GIVEN else f"this machine's memory{of}"))
     return asked
-
-
-def shown(size: int) -> str:
-    """``23.4 GiB``: bytes with three digits or so."""
-    for unit, power in (("GiB", 30), ("MiB", 20)):
-        if size >= 2**power:
-            return f"{digits(size / 2**power)} {unit}"
-    return f"{digits(size / 2**10)} KiB"
-
-
-def digits(number: float) -> str:
-    """Three digits, or more before the point."""
-    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"

@@ -40,10 +40,10 @@ from ppocli.models.fast.attention import NAME
 from ppocli.models.fast.gemm import packed_size
 from ppocli.models.head import CHUNK_BYTES
 from ppocli.models.loading.language_model import DTYPES
-from ppocli.models.loading.model_config import first_line
 from ppocli.models.policy import Policy
 from ppocli.models.trunk import has_encoder
 from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
+from ppocli.text import first_line
 
 Found = TypeVar("Found")
 

@@ -20,9 +20,9 @@ from ppocli.errors import InputError, PpocliError
 from ppocli.models.fast.kernels import use_kernels
 from ppocli.models.loading.adapters import attach, peft_config
 from ppocli.models.loading.language_model import DTYPES, without_dropout
-from ppocli.models.loading.model_config import first_line
 from ppocli.models.policy import Policy, ValueHead, build_value_head, freeze_bottom
 from ppocli.models.value_function import ScoreHead, ValueBranch, ValueModel
+from ppocli.text import first_line
 
 
 def read_config(name: str, *, key: str, revision: str | None = None, trust_remote_code: bool = False

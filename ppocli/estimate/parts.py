@@ -19,12 +19,11 @@ from ppocli.config.sharding import reference_sharded
 from ppocli.errors import InputError, PpocliError
 from ppocli.estimate.outline import outline_lm, read_config
 from ppocli.models.loading.language_model import DTYPES, reference_dtype
-from ppocli.models.loading.model_config import first_line
 from ppocli.models.policy import Policy
+from ppocli.rewards.builtin import MODEL_REWARDS
+from ppocli.text import first_line
 
 BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
-MODEL_REWARDS = ("classifier", "reward_model")
-"""short names of the rewards that hold a model of their own"""
 Kind = Literal["policy", "value", "reference", "reward"]
 Place = Literal["device", "offloaded", "host", "elsewhere"]
 

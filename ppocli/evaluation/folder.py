@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ppocli.errors import CheckpointError, DiskError
-from ppocli.storage.atomic import disk_errors, make_dirs
+from ppocli.storage.atomic import disk_errors, make_dirs, read_json
 from ppocli.storage.run_folder import LOCK, lock, probe_writable
 
 EVAL = "eval"
@@ -66,15 +66,6 @@ def read_result(folder: Path) -> dict[str, Any] | None:
     """
     report = read_json(EvalFolder(folder).result)
     return report if report is not None and report.keys() >= _REPORT else None
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None where there is none."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 @dataclass(frozen=True, slots=True)

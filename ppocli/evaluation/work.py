@@ -20,7 +20,6 @@ from ppocli.evaluation.folder import (
     Row,
     check_same,
     choose,
-    read_json,
     read_result,
     take_up,
     working_in,
@@ -32,7 +31,7 @@ from ppocli.models.loading.language_model import load_tokenizer
 from ppocli.parallel.backend import Backend, open_backend
 from ppocli.parallel.stop import StopFlag, StopRequested
 from ppocli.runs.target import Target
-from ppocli.storage.atomic import write_atomic, write_json_atomic
+from ppocli.storage.atomic import read_json, write_atomic, write_json_atomic
 from ppocli.storage.run_folder import finite_or_null
 from ppocli.storage.run_logs import JsonlWriter
 from ppocli.tasks.ppo.digests import weights_digest
@@ -43,6 +42,7 @@ from ppocli.tasks.ppo.session import (
     build_eval_session,
     sampling_sweep,
 )
+from ppocli.text import counted, first_line
 from ppocli.train import random_state as generators
 
 log = logging.getLogger("ppocli")
@@ -143,7 +143,7 @@ def run_evaluation(request: EvalRequest, target: Target, cfg: TrainConfig, objec
                 return _evaluate(work)
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(
-            f"Out of memory: {str(error).splitlines()[0]}", where="ppo.chunk_size",
+            f"Out of memory: {first_line(error)}", where="ppo.chunk_size",
             fix="give a smaller ppo.chunk_size=N (samples of one generate call)") from error
     except StopRequested as stopped:  # before there was anything to go on with
         raise StoppedError(f"stopped by {stopped}; nothing was sampled yet",
@@ -216,7 +216,7 @@ def _evaluate(work: _Work) -> Done:
     total, each = sum(sizes.values()), work.parts[0].repeat
     if work.kept:
         work.say(f"going on with {work.folder.path}: {work.kept} of {total} samples are there")
-    work.say(f"{count} prompt{'s' * (count != 1)}, {each} response{'s' * (each != 1)} each")
+    work.say(f"{counted(count, 'prompt')}, {counted(each, 'response')} each")
     for base in (part for part in work.parts if part.role == "base"):
         work.say(f"--frontier costs {sizes['base'] - len(work.rows['base'])} more responses "
                  f"({base.repeat} of {base.target.name} to each prompt) and as many rewards")

@@ -9,7 +9,6 @@ from typing import Any
 
 from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.config.schema import TrainConfig
-from ppocli.display.console import clean, figure
 from ppocli.export.facts import (
     Facts,
     Mask,
@@ -21,6 +20,7 @@ from ppocli.export.facts import (
 from ppocli.runs.charts import Line, line_chart
 from ppocli.runs.record import RunRecord
 from ppocli.storage.adapter_files import is_adapter
+from ppocli.text import clean, figure
 from ppocli.version import __version__
 
 CARD = "README.md"

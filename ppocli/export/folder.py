@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from ppocli.errors import CheckpointError, DiskError, InputError
-from ppocli.evaluation.folder import read_json
 from ppocli.export.card import CARD, CURVE, curve, render_again, render_card
 from ppocli.export.facts import Earlier, Facts, Mask, is_encoder_decoder
 from ppocli.export.verify import Verified, verification_prompts, verify_model
@@ -35,13 +34,14 @@ from ppocli.storage.adapter_files import BASE, CONFIG, WEIGHTS, is_adapter, name
 from ppocli.storage.atomic import (
     disk_fix,
     disk_sentence,
-    format_bytes,
     free_bytes,
     make_dirs,
+    read_json,
     sha256_file,
 )
-from ppocli.storage.model_files import TOKENIZER_FILES, find_model
+from ppocli.storage.model_files import TOKENIZER_FILES, VALUE_HEAD, VALUE_TRUNK, find_model
 from ppocli.storage.publishing import publish_folder
+from ppocli.text import format_bytes
 from ppocli.version import __version__
 
 if TYPE_CHECKING:
@@ -51,9 +51,6 @@ RECORD = "export.json"
 """what an export is of; also how an export is known from any other folder"""
 TRAINING_CONFIG = "training_config.yaml"
 EVALUATION = "eval.json"
-VALUE_HEAD = "value_head.safetensors"
-VALUE_TRUNK = "value_trunk.safetensors"
-"""beside the head where the value function has layers of its own"""
 _GENERATION = "generation_config.json"
 _TOKENIZER = (*TOKENIZER_FILES, "merges.txt", "special_tokens_map.json", "added_tokens.json",
               "chat_template.jinja", "chat_template.json")

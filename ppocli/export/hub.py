@@ -18,7 +18,9 @@ from ppocli.export.card import CARD, user_text, with_location, with_user_text
 from ppocli.export.facts import Mask
 from ppocli.export.folder import RECORD, check_whole
 from ppocli.export.request import ExportRequest, shown
-from ppocli.storage.atomic import format_bytes, write_atomic
+from ppocli.storage.atomic import write_atomic
+from ppocli.storage.model_files import VALUE_HEAD, VALUE_TRUNK
+from ppocli.text import format_bytes
 
 _WAITS = (1.0, 4.0)
 """seconds before a step is tried again after a dropped connection or a failure of the Hub"""
@@ -30,7 +32,7 @@ _MEANINGS = {401: "your token is not accepted", 403: "your token may not write t
              404: "there is no such repository or branch, or your token may not see it",
              429: "too many requests"}
 _STALE = ["model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json",
-          "value_head.safetensors", "value_trunk.safetensors", "eval.json"]
+          VALUE_HEAD, VALUE_TRUNK, "eval.json"]
 """files of an earlier export that this one may not have; transformers would load the wrong ones"""
 _PULL_REQUEST = re.compile(r"refs/pr/\d+")
 

@@ -12,12 +12,10 @@ from pathlib import Path
 from ppocli.config.hub import go_offline, offline_variable
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, ConfigError, InputError
-from ppocli.evaluation.folder import read_json
 from ppocli.export.card import CARD, CURVE
 from ppocli.export.facts import gather
 from ppocli.export.folder import (
     TRAINING_CONFIG,
-    VALUE_HEAD,
     ExportPlan,
     check_whole,
     earlier_export,
@@ -29,7 +27,9 @@ from ppocli.export.weights import parse_size
 from ppocli.runs.record import is_run
 from ppocli.runs.target import Target, find_target
 from ppocli.storage.adapter_files import CONFIG, is_adapter
-from ppocli.storage.model_files import check_folder
+from ppocli.storage.atomic import read_json
+from ppocli.storage.model_files import VALUE_HEAD, check_folder
+from ppocli.text import first_line
 
 DEFAULT_SHARD = "5GB"
 _LONGEST_NAME = 96
@@ -310,7 +310,7 @@ def _local(model: str) -> Path:
     try:
         folder = Path(snapshot_download(model, allow_patterns=_PATTERNS))
     except Exception as error:  # whatever the Hub or the way there answers
-        raise InputError(f"{model} can't be downloaded: {str(error).strip().splitlines()[0][:300]}",
+        raise InputError(f"{model} can't be downloaded: {first_line(error)}",
                          where="RUN", fix=f"hf download {model}") from error
     check_folder(folder, key="RUN", adapters=True)
     return folder

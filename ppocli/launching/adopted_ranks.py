@@ -21,8 +21,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppocli.config.sayable import sayable
 from ppocli.config.schema import HardwareConfig, TrainConfig
+from ppocli.config.secrets import safe_text
 from ppocli.errors import ConfigError, PpocliError
 from ppocli.parallel.launchers import Launched
 from ppocli.parallel.rank_outcomes import RankOutcome
@@ -141,14 +141,14 @@ class Meeting:
 def _told(first: RankOutcome) -> str:
     """The message of what ended the run."""
     if first.trace and _LOST.search(first.trace.splitlines()[-1]):
-        return sayable(f"Error: rank {first.rank} lost the connection to another rank: "
+        return safe_text(f"Error: rank {first.rank} lost the connection to another rank: "
                        f"{first.message.splitlines()[0]}\n  fix:   the launcher says what became "
                        "of that one; go on from the last checkpoint: ppocli resume RUN\n")
     if not first.message:  # of ranks that a node has started, which have said it
         return ""
     label = "Stopped" if first.code > 128 else "Error"
     where = f"rank {first.rank}: " if first.trace else ""
-    return sayable(f"{first.trace}{label}: {where}{first.message}\n")
+    return safe_text(f"{first.trace}{label}: {where}{first.message}\n")
 
 
 def outcome_of(rank: int, work: Callable[[], object]) -> RankOutcome:

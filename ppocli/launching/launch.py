@@ -6,7 +6,6 @@ The only place that decides where a run lies and names the command of a worker p
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import os
 import shutil
@@ -38,7 +37,7 @@ from ppocli.launching.child_process import run_process
 from ppocli.launching.preflight import check_inputs
 from ppocli.parallel.launchers import find_launch
 from ppocli.parallel.rank_outcomes import NODE_FAILED
-from ppocli.storage.atomic import disk_errors
+from ppocli.storage.atomic import disk_errors, read_json
 from ppocli.storage.run_folder import probe_writable, reserved
 
 if TYPE_CHECKING:
@@ -392,8 +391,4 @@ def needs_launcher(hardware: HardwareConfig) -> bool:
 
 
 def _read_summary(run_dir: Path) -> dict[str, Any] | None:
-    try:
-        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return summary if isinstance(summary, dict) else None
+    return read_json(run_dir / "summary.json")

@@ -17,7 +17,7 @@ from ppocli.errors import CheckpointError
 from ppocli.parallel.backend import Backend
 from ppocli.parallel.rank_outcomes import note_phase
 from ppocli.parallel.stop import StopFlag
-from ppocli.runs.resumed import RUN_FILE, accept_settings
+from ppocli.runs.record import RUN_FILE, accept_settings
 from ppocli.storage.atomic import write_json_atomic
 from ppocli.storage.environment import ENV_FILE, describe
 from ppocli.storage.run_folder import RunFolder

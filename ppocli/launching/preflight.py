@@ -18,10 +18,8 @@ from ppocli.config.keys import is_import_path
 from ppocli.config.schema import TrainConfig
 from ppocli.data.sources import names_hub_dataset
 from ppocli.errors import InputError
+from ppocli.rewards.builtin import MODEL_REWARDS
 from ppocli.storage.model_files import Needs, find_model
-
-MODEL_REWARDS = ("classifier", "reward_model")
-"""short names of the rewards whose ``model`` argument names a model"""
 
 
 def check_inputs(cfg: TrainConfig) -> None:
@@ -62,7 +60,7 @@ def _missing_packages(cfg: TrainConfig) -> Iterator[InputError]:
 
 
 def _named_models(cfg: TrainConfig) -> Iterator[tuple[str, str, str | None, Needs]]:
-    """(key, name, revision, needs) of every model that isn't built in."""
+    """(key, name, revision, needs) of every model """
     if cfg.model.tokenizer_path:
         yield "model.path", cfg.model.path, cfg.model.revision, "model"
         yield "model.tokenizer_path", cfg.model.tokenizer_path, None, "tokenizer"
@@ -84,8 +82,6 @@ def _named_models(cfg: TrainConfig) -> Iterator[tuple[str, str, str | None, Need
 
 def _missing_models(cfg: TrainConfig) -> Iterator[InputError]:
     for key, name, revision, needs in _named_models(cfg):
-        if name.startswith("builtin:"):
-            continue  # may have to be fitted first; its loader says so
         try:
             find_model(name, key=key, revision=revision, needs=needs)
         except InputError as error:

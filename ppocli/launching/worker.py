@@ -20,8 +20,8 @@ from time import time
 from typing import Any, NoReturn
 
 from ppocli.config.resolved import CONFIG_FILE, next_config, read_config
-from ppocli.config.sayable import sayable
 from ppocli.config.schema import TrainConfig, planned_episodes
+from ppocli.config.secrets import safe_text
 from ppocli.display.console import (
     DISPLAY_MODES,
     Display,
@@ -52,7 +52,7 @@ from ppocli.parallel.rank_outcomes import (
 )
 from ppocli.parallel.ranks import is_lost_neighbour
 from ppocli.parallel.stop import StopFlag, StopRequested, catch_signals, stop_when_closed
-from ppocli.runs.resumed import accept_settings
+from ppocli.runs.record import accept_settings
 from ppocli.storage.publishing import publish_folder
 from ppocli.storage.run_folder import RunFolder, lock, write_summary
 from ppocli.storage.run_logs import read_jsonl
@@ -272,7 +272,7 @@ def write_summary_of(run: Run, status: str, error: str | None = None) -> dict[st
     """Write and return ``summary.json``; a disk that refuses is only reported."""
     summary = _summary(run, status)
     if error is not None:
-        summary["error"] = sayable(error)
+        summary["error"] = safe_text(error)
     if not run.task.backend.ranks.first:
         return summary
     try:
@@ -350,7 +350,7 @@ def main(argv: list[str]) -> int:
         run_worker(Path(folder), resume="--resume" in options, display=display,
                    reserved_by=reserved_by, own_process=True)
     except PpocliError as error:
-        sys.stderr.write(sayable(f"error: {error}\n"))
+        sys.stderr.write(safe_text(f"error: {error}\n"))
         return error.exit_code
     return 0
 

@@ -7,7 +7,7 @@ import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from ppocli.config.sayable import sayable
+from ppocli.config.secrets import safe_text
 from ppocli.parallel.launchers import my_rank
 
 OUTCOMES = "PPOCLI_OUTCOMES"
@@ -108,7 +108,7 @@ def write_outcome(outcome: RankOutcome) -> None:
     folder = os.environ.get(OUTCOMES)
     if folder:
         path = Path(folder) / f"rank-{outcome.rank}.json"
-        told = replace(outcome, message=sayable(outcome.message), trace=sayable(outcome.trace))
+        told = replace(outcome, message=safe_text(outcome.message), trace=safe_text(outcome.trace))
         path.write_text(json.dumps(asdict(told)), encoding="utf-8")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +9,12 @@ from typing import Any
 
 from ppocli.config.secrets import looks_secret
 from ppocli.errors import PpocliError
+from ppocli.storage.atomic import read_json
 from ppocli.storage.environment import ENV_FILE
 from ppocli.storage.manifest import Invalid, check_folder
 from ppocli.storage.retention import list_steps
 from ppocli.storage.run_folder import RunFolder
+from ppocli.text import finite_number, first_line
 
 _MOST_FACTS = 80
 
@@ -49,7 +49,7 @@ def evaluations_of(run_dir: Path) -> list[EvaluationRow]:
     """Finished evaluations, the newest last; a file that can't be read is left out."""
     found = []
     for path in sorted(run_dir.glob("eval/*/eval.json")):
-        value = _read(path)
+        value = read_json(path)
         if value is not None:
             found.append((str(_inside(value, "time", "finished") or ""), path.parent.name, value))
     return [_evaluation(name, value) for _, name, value in sorted(found, key=lambda e: e[:2])]
@@ -73,8 +73,7 @@ def _inside(value: Any, *names: str) -> Any:
 
 def _number(value: dict[str, Any], *names: str) -> float | None:
     found = _inside(value, *names)
-    fine = isinstance(found, (int, float)) and not isinstance(found, bool)
-    return float(found) if fine and math.isfinite(found) else None
+    return None if isinstance(found, bool) else finite_number(found)
 
 
 def checkpoints_of(run: RunFolder, best_step: int | None) -> list[Checkpoint]:
@@ -87,7 +86,7 @@ def checkpoints_of(run: RunFolder, best_step: int | None) -> list[Checkpoint]:
             size, problem = check_folder(folder, step=step, verify="size").total_bytes, ""
             usable.append(step)
         except (Invalid, PpocliError) as error:
-            size, problem = 0, str(error).splitlines()[0]
+            size, problem = 0, first_line(error)
         except OSError as error:  # it was being deleted
             size, problem = 0, error.strerror or str(error)
         found.append((step, size, problem))
@@ -97,7 +96,7 @@ def checkpoints_of(run: RunFolder, best_step: int | None) -> list[Checkpoint]:
 
 def environment_of(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str]]:
     """(name, value) of what the run ran on: ``env.json``, and the versions of the summary."""
-    found = dict(_facts("", _read(run_dir / ENV_FILE) or {}))
+    found = dict(_facts("", read_json(run_dir / ENV_FILE) or {}))
     versions = summary.get("versions")
     for name, version in (versions.items() if isinstance(versions, dict) else ()):
         known = {name, f"packages {name}"} & set(found)
@@ -118,11 +117,3 @@ def _facts(prefix: str, value: dict[str, Any]) -> Iterator[tuple[str, str]]:
                 yield from _facts(f"{name} {number}", part)
         else:
             yield name, ", ".join(map(str, item)) if isinstance(item, list) else str(item)
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None

@@ -26,9 +26,9 @@ from ppocli.report.extras import (
 )
 from ppocli.report.samples import Samples, samples_of
 from ppocli.report.text import duration, shown
-from ppocli.runs.record import RunRecord
-from ppocli.runs.resumed import Change
+from ppocli.runs.record import Change, RunRecord
 from ppocli.storage.run_folder import finite_or_null
+from ppocli.text import finite_number
 from ppocli.version import __version__
 
 _STEP_LINE = re.compile(r"(?:step|eval at step) (\d+)")
@@ -260,7 +260,8 @@ def _outcome(before: dict[str, Any] | None, after: dict[str, Any] | None) -> lis
     for full in names:
         name = full.removeprefix("eval/")
         rows.append(Outcome(name, _NAMES.get(name, name.removeprefix("metrics/")),
-                            _number((before or {}).get(full)), _number((after or {}).get(full))))
+                            finite_number((before or {}).get(full)),
+                            finite_number((after or {}).get(full))))
     return rows
 
 
@@ -269,14 +270,9 @@ def _best(config: TrainConfig, summary: dict[str, Any]) -> Best | None:
     best = summary.get("best")
     if not isinstance(best, dict) or not isinstance(best.get("step"), int):
         return None
-    value = _number(best.get("metric"))
+    value = finite_number(best.get("metric"))
     name = str(best.get("name") or config.checkpoint.metric)
     return None if value is None else Best(name, best["step"], value)
-
-
-def _number(value: Any) -> float | None:
-    fine = isinstance(value, (int, float)) and math.isfinite(value)
-    return float(value) if fine else None
 
 
 def _complaints(record: RunRecord) -> list[Complaint]:
@@ -319,7 +315,7 @@ def _profile(summary: dict[str, Any]) -> list[Phase]:
     found = []
     for name, entry in phases.items() if isinstance(phases, dict) else ():
         seconds, share, cpu, speed = (
-            _number(entry.get(key)) if isinstance(entry, dict) else None
+            finite_number(entry.get(key)) if isinstance(entry, dict) else None
             for key in ("seconds", "share", "cpu_seconds", "tokens_per_second"))
         if seconds is not None and share is not None:
             found.append(Phase(name, seconds, share, cpu, speed))

@@ -10,10 +10,10 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ppocli.config.keys import did_you_mean
 from ppocli.errors import ConfigError, InputError
 from ppocli.runs.charts import Line, line_chart, thin
 from ppocli.runs.record import RunRecord
+from ppocli.text import did_you_mean
 
 SHORT = {
     "reward": "reward/mean", "kl": "objective/kl", "length": "rollout/response_tokens_mean",

@@ -10,7 +10,7 @@ from markupsafe import Markup
 from ppocli.report import text
 from ppocli.report.facts import Report, total_time
 from ppocli.report.samples import SHOWN
-from ppocli.storage.atomic import format_bytes
+from ppocli.text import format_bytes, printable
 
 FORMATS = ("html", "md")
 
@@ -32,7 +32,7 @@ def render(report: Report, form: str) -> str:
 
 def _filters() -> dict[str, Any]:
     return {
-        "number": text.number, "rounded": text.rounded, "visible": text.visible,
+        "number": text.number, "rounded": text.rounded, "visible": printable,
         "inline": text.inline, "code": text.code,
         "fenced": text.fenced, "labelled": text.labelled, "sparkline": text.sparkline,
         "duration": text.duration, "bytes": format_bytes,

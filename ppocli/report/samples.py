@@ -10,6 +10,7 @@ from typing import Any
 from ppocli.report.text import bars, shown
 from ppocli.runs.charts import histogram
 from ppocli.runs.record import RunRecord, read_jsonl
+from ppocli.text import finite_number
 
 SHOWN, HIDDEN = 8, 40
 """pairs of a report that are seen at once, and those behind a fold"""
@@ -141,18 +142,13 @@ def _response(row: dict[str, Any] | None) -> Response | None:
     if row is None:
         return None
     tokens, finished = row.get("response_tokens"), row.get("finished")
-    return Response(shown(str(row.get("response", ""))), _finite(row.get("score")),
-                    _finite(row.get("kl")), tokens if isinstance(tokens, int) else None,
+    return Response(shown(str(row.get("response", ""))), finite_number(row.get("score")),
+                    finite_number(row.get("kl")), tokens if isinstance(tokens, int) else None,
                     finished if isinstance(finished, bool) else None)
 
 
-def _finite(value: Any) -> float | None:
-    fine = isinstance(value, (int, float)) and math.isfinite(value)
-    return float(value) if fine else None
-
-
 def _scores(rows: list[dict[str, Any]]) -> list[float]:
-    return [score for row in rows if (score := _finite(row.get("score"))) is not None]
+    return [score for row in rows if (score := finite_number(row.get("score"))) is not None]
 
 
 def _stderr(rows: list[dict[str, Any]]) -> float | None:

@@ -7,43 +7,30 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ppocli.display.console import figure
+from ppocli.text import figure, printable
 
-# what moves the cursor, reorders neighbouring text or ends a line unseen; \n and \t stay
-_HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e"
-                     "\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]")
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#|~&$@]|:(?=//)|(?<=\bwww)\.)")
 _BLOCKS = "▁▂▃▄▅▆▇█"
 LONGEST = 1500
 """characters of a response that a report shows"""
 
 
-def visible(text: str) -> str:
-    """``text`` with control and direction characters spelled out: ``\\x1b``, ``\\u202e``."""
-    return _HIDDEN.sub(_spelled, text.replace("\r\n", "\n"))
-
-
-def _spelled(match: re.Match[str]) -> str:
-    code = ord(match[0])
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
-
-
 def shown(text: str, longest: int = LONGEST) -> str:
-    """``text`` made visible, and its end replaced by a note where it is very long."""
+    """``text`` made harmless, and its end replaced by a note where it is very long."""
     if len(text) > longest:
-        return f"{visible(text[:longest])} … ({len(text) - longest:,} more characters)"
-    return visible(text)
+        return f"{printable(text[:longest])} … ({len(text) - longest:,} more characters)"
+    return printable(text)
 
 
 def inline(value: Any) -> str:
     """Any text as literal Markdown, on one line and after other words, or in a table's cell."""
-    text = " ".join(visible(str(value)).split())
+    text = " ".join(printable(str(value)).split())
     return _MARKDOWN.sub(r"\\\1", text)
 
 
 def code(value: Any) -> str:
     """Any text as inline code in a Markdown table's cell, on one line."""
-    text = " ".join(visible(str(value)).split()).replace("|", "\\|")
+    text = " ".join(printable(str(value)).split()).replace("|", "\\|")
     ticks = "`" * (_longest_run(text) + 1)
     pad = " " if "`" in text else ""
     return f"{ticks}{pad}{text}{pad}{ticks}" if text else ""
@@ -52,7 +39,7 @@ def code(value: Any) -> str:
 def fenced(text: str, language: str = "text") -> str:
     """A Markdown code block that ``text`` can't end: its fence is longer than any in it."""
     fence = "`" * max(3, _longest_run(text) + 1)
-    return f"{fence}{language}\n{visible(text)}\n{fence}"
+    return f"{fence}{language}\n{printable(text)}\n{fence}"
 
 
 def _longest_run(text: str) -> int:
@@ -64,7 +51,7 @@ def labelled(rows: Sequence[tuple[str, str]]) -> str:
     width = max(len(label) for label, _ in rows)
     lines = []
     for label, text in rows:
-        first, *more = visible(text).split("\n")
+        first, *more = printable(text).split("\n")
         lines.append(f"{label.ljust(width)} | {first}".rstrip())
         lines += [f"{' ' * width} | {line}".rstrip() for line in more]
     return "\n".join(lines)

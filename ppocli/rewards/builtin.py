@@ -21,6 +21,8 @@ BUILTIN_REWARDS: Mapping[str, str] = MappingProxyType({
     "randomwalks": "ppocli.rewards.randomwalks:optimality",
 })
 
+MODEL_REWARDS = ("classifier", "reward_model")
+"""those whose ``model`` argument names a model of their own"""
 REWARD = Kind("function", RewardError, BUILTIN_REWARDS)
 
 

@@ -14,7 +14,8 @@ from typing import Any
 from ppocli.errors import PpocliError, RewardError
 from ppocli.rewards.records import RewardRequest
 from ppocli.rewards.resolve import BoundCallable, name_own_key
-from ppocli.user_code import first_line, raised_at, shorten
+from ppocli.text import error_line
+from ppocli.user_code import raised_at, shorten
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ def call_with_request(bound: BoundCallable, request: RewardRequest, policy: Call
             place = raised_at(error, bound.file)
             if attempt < policy.retries:
                 log.warning("%s raised %s at %s; trying again (%d of %d)", bound.label,
-                            first_line(error), place, attempt + 1, policy.retries)
+                            error_line(error), place, attempt + 1, policy.retries)
                 continue
             tries = f", {attempt + 1} times in a row," if attempt else ""
             first = shorten(request.prompts[0] + request.responses[0])

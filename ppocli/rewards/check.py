@@ -20,6 +20,7 @@ import numpy as np
 from ppocli.errors import RewardError
 from ppocli.rewards.records import RewardRequest
 from ppocli.rewards.resolve import BoundCallable
+from ppocli.text import counted
 from ppocli.user_code import shorten
 
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
@@ -143,9 +144,8 @@ def _items(returned: Any, count: int, bound: BoundCallable, subject: str,
         raise RewardError(f"{subject} a list with coroutines in it.", where=key,
                           fix="await them, for instance with asyncio.gather")
     if len(values) != count:
-        noun = "value" if len(values) == 1 else "values"
-        raise RewardError(f"{subject} {len(values)} {noun} for {count} samples.", where=key,
-                          fix=fix)
+        raise RewardError(f"{subject} {counted(len(values), 'value')} for {count} samples.",
+                          where=key, fix=fix)
     return values
 
 

@@ -15,7 +15,7 @@ from ppocli.rewards.sequence import (
     load_sequence_model,
     sequence_logits,
 )
-from ppocli.user_code import did_you_mean
+from ppocli.text import suggestion
 
 
 class TextClassifier:
@@ -93,7 +93,7 @@ def label_position(label: str, labels: tuple[str, ...], model: str) -> int:
     for matches in (exact, loose):
         if len(matches) == 1:
             return matches[0]
-    near = did_you_mean(str(label).lower(), (name.lower() for name in labels))
+    near = suggestion(str(label).lower(), (name.lower() for name in labels))
     near = next((f"Did you mean {n!r}?" for n in labels if f"{n.lower()!r}" in near), "")
     raise RewardError(f"{model} has no label {label!r}. {near}".rstrip(),
                       where="reward.kwargs.label", fix=f"its labels: {', '.join(labels)}")

@@ -1,21 +1,79 @@
-"""Reward and metrics of the random-walk benchmark (:mod:`ppocli.builtin.randomwalks`).
+"""Reward and metrics of the random-walk benchmark: find the shortest way to a goal in a graph.
 
-``samples`` are walks as words: the prompt (a start letter) and the response joined.
+It is trlX's self-contained benchmark rebuilt
+(``CarperAI/trlx:examples/randomwalks/randomwalks.py@0a8e2bc``): the graph is the one that the seed
+of trlX's recipe draws, so that scores can be compared. A node is a letter and a walk is a word
+such as ``"uhka"``. ``samples`` are walks: the prompt (a start letter) and the response joined.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ppocli.builtin import randomwalks
+GOAL = "a"
+MAX_LENGTH = 10
+"""nodes in the longest walk, start and goal included"""
+SUCCESSORS = {
+    "a": "a", "b": "dju", "c": "ekor", "d": "alt", "e": "bs", "f": "dhim", "g": "cqru",
+    "h": "c", "i": "dh", "j": "n", "k": "bgjn", "l": "b", "m": "befghs", "n": "ab",
+    "o": "r", "p": "ju", "q": "fj", "r": "gjo", "s": "du", "t": "k", "u": "bis",
+}
+"""the nodes one step away from each; the goal can't be left"""
+
+
+def shortest_lengths(successors: Mapping[str, str]) -> dict[str, int]:
+    """Nodes on the shortest walk to the goal from each node that has one, both ends counted."""
+    found = {GOAL: 1}
+    queue = [GOAL]
+    for node in queue:  # grows while it is read: a breadth-first search
+        for before, after in successors.items():
+            if node in after and before not in found:
+                found[before] = found[node] + 1
+                queue.append(before)
+    return found
+
+
+SHORTEST = shortest_lengths(SUCCESSORS)
+
+
+def walk_length(walk: str, successors: Mapping[str, str] = SUCCESSORS) -> int | None:
+    """Nodes up to and including the first goal; None where an edge is missing or the goal is.
+
+    What follows the goal is not looked at.
+    """
+    for place, node in enumerate(walk):
+        if node not in (successors[walk[place - 1]] if place else successors):
+            return None
+        if node == GOAL:
+            return place + 1
+    return None
 
 
 def optimality(samples: Sequence[str], **columns: Any) -> list[float]:
-    """[N] 1.0 for a shortest walk to the goal, 0.0 for one that fails; columns are not used."""
-    return randomwalks.optimality(samples)
+    """[N] how near each walk is to the shortest one from its start, in [0, 1].
+
+    ``(MAX_LENGTH - length) / (MAX_LENGTH - shortest)``: 1 for a shortest walk, 0 for a walk that
+    takes a missing edge, never arrives, or takes ``MAX_LENGTH`` nodes or more. ``columns`` are not
+    used.
+    """
+    scores = []
+    for walk in samples:
+        length = _length(walk)
+        scores.append(0.0 if length == MAX_LENGTH
+                      else (MAX_LENGTH - length) / (MAX_LENGTH - SHORTEST[walk[0]]))
+    return scores
 
 
 def metrics(samples: Sequence[str], **columns: Any) -> dict[str, list[float]]:
-    """``lengths`` (nodes to the goal; 10 for a failure) and ``optimality``, [N] each."""
-    return {"lengths": randomwalks.lengths(samples), "optimality": randomwalks.optimality(samples)}
+    """``lengths`` (nodes to the goal; 10 for a failure) and ``optimality``, [N] each.
+
+    trlX reports the length of a failure as 100, which makes the mean a count of failures.
+    """
+    return {"lengths": [float(_length(walk)) for walk in samples],
+            "optimality": optimality(samples)}
+
+
+def _length(walk: str) -> int:
+    """Nodes a walk takes to the goal, at most ``MAX_LENGTH``, which also stands for a failure."""
+    return min(walk_length(walk) or MAX_LENGTH, MAX_LENGTH)

@@ -1,10 +1,13 @@
-"""What a reward is asked and what it answers, after checking."""
+"""What a reward is asked, what it answers, after checking, and how a message shows a sample."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+SHOWN_CHARS = 100
+"""longest piece of a sample that a message shows"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,8 @@ from ppocli.config.secrets import looks_secret
 from ppocli.errors import RewardError
 from ppocli.rewards.resolve import KNOWN_ARGUMENTS
 from ppocli.rewards.wire import WireError, decode_scores, encode_request, opening
-from ppocli.user_code import first_line, shorten
+from ppocli.text import counted, error_line
+from ppocli.user_code import shorten
 
 log = logging.getLogger(__name__)
 
@@ -106,10 +107,9 @@ class HttpReward:
                               fix='it must answer {"scores": [...]}, one a sample') from None
         asked = part.stop - part.start
         if len(scores) != asked:
-            noun = "score" if len(scores) == 1 else "scores"
             raise RewardError(
-                f"{self.url} answered {answer.status_code} with {len(scores)} {noun} for {asked} "
-                f"samples (sample {part.start} to {part.stop - 1} of {count}): "
+                f"{self.url} answered {answer.status_code} with {counted(len(scores), 'score')} "
+                f"for {asked} samples (sample {part.start} to {part.stop - 1} of {count}): "
                 f"{shorten(opening(answer.content))}", where="reward.kwargs.url",
                 fix="it must answer one score a sample, in their order")
         return scores
@@ -130,7 +130,7 @@ class HttpReward:
                     where="reward.kwargs.timeout", fix="make it faster, give smaller parts "
                     "(reward.kwargs.batch_size=N), or raise reward.kwargs.timeout") from error
             except httpx2.TransportError as error:
-                failed = f"{self.url} could not be reached: {first_line(error)}"
+                failed = f"{self.url} could not be reached: {error_line(error)}"
                 cause: Exception | None = error
                 fix = "start it (ppocli serve-reward), or correct reward.kwargs.url"
             else:

@@ -17,13 +17,12 @@ from inspect import Parameter
 from typing import Any
 
 from ppocli.errors import PpocliError, RewardError
-from ppocli.rewards.builtin import REWARD, locate_reward
+from ppocli.rewards.builtin import REWARD
 from ppocli.rewards.records import RewardRequest
+from ppocli.text import error_line, suggestion
 from ppocli.user_code import (
     Located,
     Wanted,
-    did_you_mean,
-    first_line,
     from_object,
     raised_at,
 )
@@ -48,7 +47,7 @@ _KEYWORD = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 @dataclass(frozen=True, slots=True)
 class BoundCallable:
-    """A reward or metric function with its arguments settled. Made by :func:`resolve_callable`."""
+    """A reward or metric function with its arguments settled. Made by :func:`bind`."""
 
     located: Located
     call: Callable[..., Any]
@@ -126,7 +125,7 @@ class BoundCallable:
     def _unbound(self, name: str, columns: Sequence[str]) -> RewardError:
         known = ", ".join(KNOWN_ARGUMENTS)
         listed = ", ".join(columns) or "none"
-        near = did_you_mean(name, [*KNOWN_ARGUMENTS, *columns])
+        near = suggestion(name, [*KNOWN_ARGUMENTS, *columns])
         key = self.located.key
         configure = f"; or set {kwargs_key(key)}.{name}=..." if key.endswith(".fn") else ""
         return RewardError(
@@ -141,23 +140,8 @@ def kwargs_key(key: str) -> str:
     return f"{key.removesuffix('.fn')}.kwargs"
 
 
-def resolve_callable(spec: str, kwargs: Mapping[str, Any], *, key: str) -> BoundCallable:
-    """Import, build and check what ``spec`` names.
-
-    Args:
-        spec: an import path or a built-in's short name, see :func:`ppocli.user_code.locate`.
-        kwargs: bound to the function, or handed to the class when it is built.
-        key: config key of ``spec``, such as ``reward.fn``.
-
-    Raises:
-        RewardError: whatever is wrong with the path, the signature or the kwargs.
-        InputError: a built-in's model is missing or unusable.
-    """
-    return bind(locate_reward(spec, key=key), kwargs)
-
-
 def resolve_object(target: Any, kwargs: Mapping[str, Any], *, key: str) -> BoundCallable:
-    """:func:`resolve_callable` for a Python object handed through the API."""
+    """:func:`bind` for a Python object handed through the API."""
     name = getattr(target, "__qualname__", type(target).__qualname__)
     return bind(from_object(target, Wanted(name, key, REWARD)), kwargs)
 
@@ -167,7 +151,7 @@ def check_callable(located: Located, kwargs: Mapping[str, Any],
     """Check kwargs and signature without building anything: no model is loaded for this.
 
     Raises:
-        RewardError: as :func:`resolve_callable`, except for what happens inside a constructor.
+        RewardError: as :func:`bind`, except for what happens inside a constructor.
     """
     if inspect.isclass(located.target):
         _check_kwargs(located, _signature(located.target, located), kwargs, complete=True)
@@ -188,7 +172,8 @@ def bind(located: Located, kwargs: Mapping[str, Any]) -> BoundCallable:
     """Build a class with its kwargs, or bind them to a function; read the signature once.
 
     Raises:
-        RewardError: see :func:`resolve_callable`.
+        RewardError: whatever is wrong with the signature or the kwargs.
+        InputError: a built-in's model is missing or unusable.
     """
     call, bound_kwargs = located.target, dict(kwargs)
     if inspect.isclass(call):
@@ -223,7 +208,7 @@ def _construct(located: Located, kwargs: Mapping[str, Any]) -> Any:
         raise
     except Exception as error:
         raise RewardError(
-            f"Building {located.label} with {dict(kwargs)} failed: {first_line(error)}",
+            f"Building {located.label} with {dict(kwargs)} failed: {error_line(error)}",
             where=raised_at(error, located.file), fix=f"see {kwargs_key(located.key)}",
         ) from error
 
@@ -271,7 +256,7 @@ def _check_kwargs(located: Located, parameters: Sequence[Parameter], kwargs: Map
         if name not in accepted and not takes_all:
             settable = [a for a in accepted if complete or a not in KNOWN_ARGUMENTS]
             listed = ", ".join(settable) or "nothing that can be set"
-            near = did_you_mean(name, settable)
+            near = suggestion(name, settable)
             # what a recipe or a group has set stays where another function is named
             drop = "; or, where a recipe brought it, take the recipe's reward out: ~reward " \
                 f"{located.key}={located.spec}" if located.key == "reward.fn" else ""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.config.schema import RewardConfig
 from ppocli.errors import ConfigError, RewardError
 from ppocli.rewards.builtin import locate_reward
@@ -28,10 +29,8 @@ from ppocli.rewards.resolve import (
     resolve_object,
     unbuilt,
 )
-from ppocli.user_code import Located, did_you_mean, shorten
-
-PYTHON_OBJECT = "<python object>"
-"""stands in a resolved configuration for a function that was handed over in Python"""
+from ppocli.text import suggestion
+from ppocli.user_code import Located, shorten
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +291,7 @@ def _entry(name: str, value: Any) -> _Entry:
                           fix=f"{key}.fn=pkg.module:function {key}.weight=1.0")
     for word in value:
         if word not in ("fn", "kwargs", "weight"):
-            near = did_you_mean(str(word), ("fn", "kwargs", "weight"))
+            near = suggestion(str(word), ("fn", "kwargs", "weight"))
             raise ConfigError(f"There is no key {word!r} in {key}. {near}".rstrip(),
                               where=f"{key}.{word}", fix="it takes fn, kwargs and weight")
     fn, kwargs, weight = value.get("fn"), value.get("kwargs") or {}, value.get("weight", 1.0)

@@ -12,7 +12,7 @@ import torch
 
 from ppocli.errors import InputError, RewardError
 from ppocli.storage.model_files import find_model
-from ppocli.user_code import did_you_mean, first_line
+from ppocli.text import error_line, suggestion
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
         RewardError: names the nearest choice.
     """
     if value not in choices:
-        raise RewardError(f"{name}={value!r} is unknown. {did_you_mean(str(value), choices)}"
+        raise RewardError(f"{name}={value!r} is unknown. {suggestion(str(value), choices)}"
                           .rstrip(), where=f"reward.kwargs.{name}",
                           fix=f"one of: {', '.join(choices)}")
 
@@ -115,7 +115,7 @@ def _device(device: str) -> torch.device:
     try:
         target = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise RewardError(f"device={device!r} is not a device: {first_line(error)}",
+        raise RewardError(f"device={device!r} is not a device: {error_line(error)}",
                           where="reward.kwargs.device", fix="auto, cpu, cuda or cuda:N") from error
     if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
         raise RewardError(f"device={device!r}: this machine has {torch.cuda.device_count()} CUDA "
@@ -147,7 +147,7 @@ def _load_tokenizer(name: str, source: str, options: dict[str, Any]) -> Any:
         with _quiet_transformers():
             tokenizer = AutoTokenizer.from_pretrained(source, **options)
     except Exception as error:  # transformers raises many kinds here, all about the files
-        raise InputError(f"The tokenizer of {name} can't be loaded: {first_line(error)}",
+        raise InputError(f"The tokenizer of {name} can't be loaded: {error_line(error)}",
                          where=MODEL_KEY, fix="save the model's own tokenizer into its folder"
                          ) from error
     if len(tokenizer) == 0 or tokenizer.vocab_size == 0:
@@ -166,7 +166,7 @@ def _load_model(name: str, source: str, dtype: torch.dtype, options: dict[str, A
                 ignore_mismatched_sizes=True,  # refused below, by name
                 **options)
     except Exception as error:  # as above
-        raise InputError(f"The model in {name} can't be loaded: {first_line(error)}",
+        raise InputError(f"The model in {name} can't be loaded: {error_line(error)}",
                          where=MODEL_KEY, fix="give a folder or Hub name of a "
                                               "sequence-classification model") from error
     mismatched = [key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]]

@@ -9,11 +9,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppocli.config.keys import did_you_mean
 from ppocli.config.schema import TrainConfig
-from ppocli.errors import CheckpointError, InputError
+from ppocli.errors import CheckpointError
 from ppocli.runs.record import RunRecord, is_run, read_run
-from ppocli.runs.target import known_names, list_runs, newest_run, run_named, written
+from ppocli.runs.target import list_runs, written
 from ppocli.storage.run_folder import live_owner
 
 
@@ -49,26 +48,6 @@ def run_infos(root: Path) -> list[RunInfo]:
     folders = [root] if is_run(root) else list_runs(root)
     infos = [_info(folder, root) for folder in folders if not folder.name.startswith(".")]
     return sorted(infos, key=lambda info: (-info.written, info.name))
-
-
-def find_run(given: str | None, runs: Path = Path("runs")) -> Path:
-    """The folder of a run: a path, a name below ``runs``, or by default the newest there. The
-    model folder, a checkpoint, or another part of a run stands for the run.
-
-    Raises:
-        ConfigError: nothing was given and there is no run.
-        InputError: what was given is no run.
-    """
-    if given is None:
-        return newest_run(runs, "a run's folder")
-    path = run_named(given, runs)
-    there = os.path.exists(path)
-    for folder in (path, *list(path.absolute().parents)[:3]) if there else ():
-        if is_run(folder):
-            return folder
-    what = "is no run folder" if there else f"does not exist (looked in {Path.cwd()})"
-    raise InputError(f"{given} {what}.", where="RUN", fix="name a run's folder: ppocli runs list"
-                     + did_you_mean(given, known_names(runs)))
 
 
 def _info(folder: Path, root: Path) -> RunInfo:

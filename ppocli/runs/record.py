@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from ppocli.config.resolved import read_config
+from ppocli.config.changes import config_differences
+from ppocli.config.problems import shown
+from ppocli.config.resolved import CONFIG_FILE, accept_config, next_config, read_config
 from ppocli.config.schema import TrainConfig, planned_episodes
 from ppocli.errors import CheckpointError
-from ppocli.runs.resumed import Change, read_changes
+from ppocli.storage.atomic import read_json, write_json_atomic
 from ppocli.storage.run_folder import RunFolder, live_owner
 from ppocli.storage.run_logs import read_jsonl
 
+RUN_FILE = "run.json"
+"""identity of a run, and what its settings were changed to when it was resumed"""
 Status = Literal["running", "finished", "stopped", "failed", "interrupted"]
 _LOG_LINE = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (\w+) (.*)$")
 
@@ -31,6 +34,17 @@ class LogLine:
     """local time of the machine that ran it: ``2026-01-31 12:00:00``"""
     level: str
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A setting that a resume changed."""
+
+    step: int
+    """the last step with the value before"""
+    key: str
+    before: str
+    after: str
 
 
 @dataclass(frozen=True)
@@ -152,7 +166,7 @@ def read_run(folder: Path) -> RunRecord:
                               fix="name a folder that ppocli train made: ppocli runs list")
     config = read_config(run.config)
     rows = _last_of_each_step(read_jsonl(run.metrics))
-    summary = _read_json(run.summary)
+    summary = read_json(run.summary)
     return RunRecord(run, config, rows, summary, _status(run, summary, rows))
 
 
@@ -180,14 +194,6 @@ def whole(summary: dict[str, Any] | None, name: str) -> int:
     return value if isinstance(value, int) and _is_number(value) else 0
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
 def _status(run: RunFolder, summary: dict[str, Any] | None, rows: list[dict[str, Any]]) -> Status:
     """A live process wins; a summary older than the newest row is of an earlier end."""
     if live_owner(run.path) is not None:
@@ -197,3 +203,36 @@ def _status(run: RunFolder, summary: dict[str, Any] | None, rows: list[dict[str,
         return "interrupted"
     status = summary.get("status")
     return status if status in ("finished", "stopped", "failed") else "interrupted"
+
+
+def read_changes(run_dir: Path) -> list[Change]:
+    """Changes in the order they were made; none where the file doesn't tell any."""
+    found = (read_json(run_dir / RUN_FILE) or {}).get("changes")
+    return [Change(entry["step"], *(str(entry.get(name)) for name in ("key", "before", "after")))
+            for entry in (found if isinstance(found, list) else ())
+            if isinstance(entry, dict) and isinstance(entry.get("step"), int)]
+
+
+def accept_settings(run_dir: Path, step: int | None) -> None:
+    """Make the settings asked for at resume the run's own, and note what they change.
+
+    Args:
+        step: what the run goes on from; None: it starts afresh, and nothing changes on its way.
+
+    Raises:
+        DiskError: the disk is full, read-only, or refuses.
+    """
+    told, noted = read_json(run_dir / RUN_FILE) or {}, read_changes(run_dir)
+    changes: list[Change] = []
+    if step is not None:
+        # the run may have gone back behind a change, to an earlier checkpoint
+        changes = [replace(change, step=min(change.step, step)) for change in noted]
+        new = [Change(step, key, shown(before), shown(after)) for key, before, after in
+               config_differences(read_config(run_dir / CONFIG_FILE),
+                                  read_config(next_config(run_dir)))]
+        if new != changes[-len(new):]:  # an attempt that was killed right here has noted them
+            changes += new
+    if changes != noted and "run_id" in told:
+        write_json_atomic(run_dir / RUN_FILE,
+                          {**told, "changes": [asdict(change) for change in changes]})
+    accept_config(run_dir)

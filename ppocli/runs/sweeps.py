@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ppocli.config.keys import did_you_mean
 from ppocli.errors import CheckpointError, ConfigError
 from ppocli.runs.record import RunRecord, is_run, read_run, subfolders
 from ppocli.runs.target import run_named
 from ppocli.storage.atomic import write_json_atomic
 from ppocli.storage.run_folder import LOCK, Owner, finite_or_null, live_owner
+from ppocli.text import did_you_mean
 
 SWEEP_FILE = "sweep.json"
 

@@ -9,17 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ppocli.config.keys import did_you_mean
+from ppocli.builtin.names import BUILTIN_PREFIX
 from ppocli.errors import CheckpointError, ConfigError, InputError
 from ppocli.runs.record import is_run, read_run, subfolders, whole
 from ppocli.storage.checkpoints import find_latest, open_checkpoint, open_step
 from ppocli.storage.manifest import MANIFEST
-from ppocli.storage.model_files import BUILTIN_PREFIX, check_folder, find_model
+from ppocli.storage.model_files import POLICY, check_folder, find_model
 from ppocli.storage.retention import POINTERS, list_steps, removed_at
 from ppocli.storage.run_folder import RunFolder
-
-POLICY = "policy"
-"""folder of a checkpoint that holds the policy as a plain Hugging Face folder"""
+from ppocli.text import did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +102,13 @@ def known_names(runs: Path) -> list[str]:
             for name in (str(run), run.relative_to(runs).as_posix())]
 
 
-def find_run(given: str | None, *, say: Callable[[str], None],
+def find_run(given: str | None, *, say: Callable[[str], None] = lambda text: None,
              runs: Path = Path("runs")) -> Path:
     """The run folder a command that only reads was pointed at, as the user would write it.
 
     Args:
-        given: a run's folder, or its name below ``runs``; None takes the newest run there.
+        given: a run's folder, or its name below ``runs``; its model folder, a checkpoint, or
+            another part of a run stands for the run. None takes the newest run there.
         say: told which run was taken where the user named none.
         runs: where runs lie.
 
@@ -122,12 +121,12 @@ def find_run(given: str | None, *, say: Callable[[str], None],
         say(f"using {newest} (the newest run)")
         return newest
     path = run_named(given, runs)
-    if is_run(path):
-        return path
-    what = "is no run folder" if os.path.exists(path) else \
-        f"does not exist (looked in {Path.cwd()})"
-    raise InputError(f"{given} {what}.", where="RUN",
-                     fix="name a run's folder, or its name below runs/"
+    there = os.path.exists(path)
+    for folder in (path, *list(path.absolute().parents)[:3]) if there else ():
+        if is_run(folder):
+            return folder
+    what = "is no run folder" if there else f"does not exist (looked in {Path.cwd()})"
+    raise InputError(f"{given} {what}.", where="RUN", fix="name a run's folder: ppocli runs list"
                      + did_you_mean(given, known_names(runs)))
 
 

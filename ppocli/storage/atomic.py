@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ppocli.errors import DiskError, PpocliError
+from ppocli.text import format_bytes
 
 TEMPORARY_PREFIX = ".tmp-"
 _NEARLY_FULL = 1 << 20  # bytes free below which an unexplained write error is the disk's
@@ -88,15 +89,6 @@ def free_bytes(path: Path) -> int | None:
         except OSError:
             continue
     return None
-
-
-def format_bytes(count: int) -> str:
-    """``214000000`` as ``214 MB`` (decimal units, as disks are sold)."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
-            value = count / size
-            return f"{value:.1f} {unit}" if value < 10 and unit == "GB" else f"{value:.0f} {unit}"
-    return f"{count} bytes"
 
 
 def disk_sentence(reason: str, doing: str, folder: Path, needed: str | None) -> str:
@@ -209,6 +201,15 @@ def write_json_atomic(path: Path, value: Any) -> None:
         DiskError: the disk is full, read-only, or refuses.
     """
     write_atomic(path, json.dumps(value, indent=2, allow_nan=False))
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None where there is none that can be read."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def make_dirs(path: Path) -> None:

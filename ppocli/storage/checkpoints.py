@@ -25,7 +25,6 @@ from ppocli.storage.atomic import (
     disk_fix,
     disk_reason,
     disk_sentence,
-    format_bytes,
     fsync_dir,
     fsync_file,
     fsync_folders,
@@ -60,6 +59,7 @@ from ppocli.storage.retention import (
     put_back,
     step_name,
 )
+from ppocli.text import format_bytes
 from ppocli.version import __version__
 
 

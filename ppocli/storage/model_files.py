@@ -12,16 +12,21 @@ import os
 from pathlib import Path
 from typing import Literal
 
+from ppocli.builtin.names import BUILTIN_PREFIX, resolve_builtin
 from ppocli.errors import InputError, PpocliError
 from ppocli.storage.adapter_files import CONFIG, is_adapter
 from ppocli.storage.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
 
 Needs = Literal["model and tokenizer", "model", "tokenizer"]
-BUILTIN_PREFIX = "builtin:"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json",
                    "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 SAFETENSORS = "model.safetensors"
 WEIGHTS = (SAFETENSORS, "pytorch_model.bin")
+POLICY = "policy"
+"""folder of a checkpoint that holds the policy as a plain Hugging Face folder"""
+VALUE_HEAD = "value_head.safetensors"
+VALUE_TRUNK = "value_trunk.safetensors"
+"""beside the head where the value function has layers of its own"""
 
 
 def find_model(model: str, *, key: str, revision: str | None = None,
@@ -46,8 +51,6 @@ def find_model(model: str, *, key: str, revision: str | None = None,
         raise InputError(f"{model!r} is not a folder or a Hub name.",
                          where=key, fix=_folder_fix(key))
     if model.startswith(BUILTIN_PREFIX):
-        from ppocli.builtin.names import resolve_builtin
-
         return str(resolve_builtin(model)), True
     path = Path(model).expanduser()
     if path.is_dir():

@@ -40,7 +40,8 @@ from typing import Any
 from ppocli.config.secrets import hide_secrets
 from ppocli.errors import InputError
 from ppocli.storage.atomic import write_json_atomic
-from ppocli.user_code import Kind, Located, Wanted, first_line, locate
+from ppocli.text import error_line
+from ppocli.user_code import Kind, Located, Wanted, locate
 
 EVAL_SAMPLES = "eval/samples"
 _ORPHAN_SECONDS = 30.0  # time to finish in when the run was killed
@@ -161,7 +162,7 @@ def _log(name: str, opening: Opening, inbox: queue.SimpleQueue[tuple[str, Any]],
 
 def cause_of(error: BaseException) -> str:
     """The first line of what an exception says, without secrets and without its full stop."""
-    return hide_secrets(first_line(error).rstrip("."))
+    return hide_secrets(error_line(error).rstrip("."))
 
 
 def _read(record: Path) -> dict[str, Any]:

@@ -17,10 +17,11 @@ from threading import Thread
 
 from ppocli.display.live_view import resident_mib
 from ppocli.errors import PpocliError
-from ppocli.estimate.check import CLOSE, shown
+from ppocli.estimate.check import CLOSE
 from ppocli.parallel.host_memory import host_room
 from ppocli.parallel.ranks import is_out_of_memory
 from ppocli.storage.atomic import make_dirs
+from ppocli.text import format_memory
 from ppocli.train.checkpoint_contents import Contents, HostCopies, contents_of, copied_bytes
 from ppocli.train.checkpoint_io import RankState
 from ppocli.train.task import Task
@@ -116,8 +117,8 @@ class Saving:
         if there is not None and needed + regrowth <= CLOSE * there:
             return True
         self._tell("how much memory is free can't be told" if there is None else
-                   f"it takes {shown(needed)}, a step {shown(regrowth)} more than now, and "
-                   f"{shown(there)} are free")
+                   f"it takes {format_memory(needed)}, a step {format_memory(regrowth)} more than "
+                   f"now, and {format_memory(there)} are free")
         return False
 
     def _tell(self, why: str) -> None:

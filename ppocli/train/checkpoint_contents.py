@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from ppocli.estimate.parts import pinned_bytes
 from ppocli.parallel.ranks import Ranks
 from ppocli.storage.atomic import TEMPORARY_PREFIX, walk_files
+from ppocli.storage.model_files import POLICY
 from ppocli.train import random_state as generators
 from ppocli.train.optimizers import named_trainable
 from ppocli.train.random_state import Generators
@@ -24,7 +25,6 @@ from ppocli.train.saved_model import SavedModel, Tensors
 from ppocli.train.task import Task
 from ppocli.zero.sharded_weights import optimizer_slots
 
-POLICY = "policy"
 OPTIMIZER = "optimizer.safetensors"
 TASK_STATE = "task_state.safetensors"
 

@@ -17,10 +17,10 @@ from typing import TypeVar
 import torch
 
 from ppocli.errors import OutOfMemoryError
-from ppocli.estimate.check import shown
 from ppocli.parallel.backend import Backend
 from ppocli.parallel.host_memory import host_room
 from ppocli.parallel.ranks import is_out_of_memory
+from ppocli.text import counted, format_memory
 
 T = TypeVar("T")
 log = logging.getLogger("ppocli")
@@ -65,7 +65,7 @@ class PassRows:
         """
         while True:
             rows = self.limit(phase, asked)
-            what = f"{phase} of {counted(rows)} at once"
+            what = f"{phase} of {counted(rows, 'row')} at once"
             try:
                 return self.backend.ranks.all_do(
                     partial(self.once, phase, rows, tokens, work) if in_step else work, what)
@@ -86,7 +86,7 @@ class PassRows:
         Raises:
             OutOfMemoryError: it was one row.
         """
-        text = text or f"{phase} of {counted(rows)} at once: out of memory"
+        text = text or f"{phase} of {counted(rows, 'row')} at once: out of memory"
         if rows == 1:
             raise self._too_much(text, tokens)
         self.found[phase], key = rows // 2, self.keys[phase]
@@ -118,18 +118,14 @@ class PassRows:
         held = f"{self.backend.peak_memory_mib():.0f} MiB"
         if self.backend.device.type == "cuda":
             _, total = torch.cuda.mem_get_info(self.backend.device)
-            memory = f"the GPU has {shown(total)}, of which this process held up to {held}"
+            memory = f"the GPU has {format_memory(total)}, of which this process held up to {held}"
         else:
             left = host_room()
             memory = f"this process held up to {held}" + (
-                "" if left is None else f", and {shown(left)} of the machine's memory are free")
+                "" if left is None else
+                f", and {format_memory(left)} of the machine's memory are free")
         return OutOfMemoryError(
             f"{text}, and a pass can't be smaller: its longest sample has {tokens} tokens; "
             f"{memory}", where="generation.max_new_tokens, prompts.max_length, model.path",
             fix="fewer tokens, model.gradient_checkpointing=true, or several processes "
                 "(hardware=zero3); ppocli estimate tells what each saves")
-
-
-def counted(rows: int) -> str:
-    """``1 row``, ``2 rows``."""
-    return f"{rows} row{'s' * (rows != 1)}"

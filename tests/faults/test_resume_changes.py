@@ -11,7 +11,7 @@ from helpers import jsonl, save_lm, write_prompts
 from runs import assert_equal_runs, copied, run, words
 
 from ppocli.config.resolved import read_config
-from ppocli.runs.resumed import Change, read_changes
+from ppocli.runs.record import Change, read_changes
 
 
 @pytest.fixture

@@ -264,20 +264,19 @@ def test_settings_of_accelerate(around, tmp_path, monkeypatch):
 def in_shell(script: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     code = ("from pathlib import Path; from ppocli import doctor as d; "
             "from ppocli.doctor_probes import Surroundings as S; s = S(Path('disk/runs')); "
-            "print(d.disk(s)); print(d.output(s)); print(d.cache(s))")
+            "print(d.disk(s)); print(d.output(s))")
     env = {name: value.replace("CHECK", f'{sys.executable} -c "{code}"')
            for name, value in {**env, "MAIN": script}.items()}
     return subprocess.run(["sh", "-c", env["MAIN"]], cwd=cwd, text=True, capture_output=True,
                           timeout=60, check=False,
-                          env=environment(PPOCLI_CACHE=str(cwd / "cache"), **env))
+                          env=environment(**env))
 
 
 def test_a_limit_on_files_is_noticed_and_nothing_is_left(tmp_path):
     done = in_shell("ulimit -f 0; CHECK", tmp_path)
-    output, cache = done.stdout.splitlines()[1:]
+    output = done.stdout.splitlines()[1]
     assert "verdict='fail'" in output
     assert "File size limit reached" in output
-    assert "PPOCLI_CACHE" in cache
     assert "verdict='ok'" in in_shell("CHECK", tmp_path).stdout.splitlines()[1]
     assert os.listdir(tmp_path) == []
 

@@ -16,7 +16,7 @@ from ppocli.storage.environment import describe, without_credentials
 
 def test_env_is_a_block_to_paste(tmp_path):
     done = ppocli("env", cwd=tmp_path, HF_TOKEN=PLANTED, HF_HOME=f"{Path.home()}/hf",
-                  HF_ENDPOINT="https://me:pw@mirror.example/", PPOCLI_CACHE="/big/cache",
+                  HF_ENDPOINT="https://me:pw@mirror.example/",
                   HF_HUB_ETAG_TIMEOUT="7", ACCELERATE_LOG_LEVEL="loud", HF_HUB_CACHE=PLANTED)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
@@ -24,13 +24,12 @@ def test_env_is_a_block_to_paste(tmp_path):
     facts = dict(line[2:].split(": ", 1) for line in lines)
     assert {"ppocli", "python", "platform", "cpu", "memory", "torch", "gpus", "transformers",
             "accelerate", "deepspeed", "hydra-core", "omegaconf", "datasets", "safetensors",
-            "huggingface-hub", "typer", "rich", "extras", "cache", "variables"} <= set(facts)
-    assert facts["cache"] == "/big/cache"
+            "huggingface-hub", "typer", "rich", "extras", "variables"} <= set(facts)
     assert facts["variables"].split() == [
         "ACCELERATE_LOG_LEVEL=set", "HF_ENDPOINT=https://mirror.example/", "HF_HOME=~/hf",
         "HF_HUB_CACHE=set", "HF_HUB_ETAG_TIMEOUT=7", "HF_HUB_OFFLINE=1", "HF_TOKEN=set",
         *([f"NO_COLOR={os.environ['NO_COLOR']}"] if "NO_COLOR" in os.environ else []),
-        "OMP_NUM_THREADS=1", "PPOCLI_CACHE=/big/cache", "TOKENIZERS_PARALLELISM=false",
+        "OMP_NUM_THREADS=1", "TOKENIZERS_PARALLELISM=false",
         "XDG_CACHE_HOME=" + os.environ["XDG_CACHE_HOME"]]
     assert PLANTED not in done.stdout
     assert os.listdir(tmp_path) == []

@@ -23,7 +23,7 @@ from ppocli.cli.sweep_show import show_sweep
 from ppocli.cli.train import resume_words
 from ppocli.cli.watch import watch
 from ppocli.errors import CheckpointError, InputError
-from ppocli.runs import listing, target
+from ppocli.runs import target
 from ppocli.runs.record import read_run
 from ppocli.storage.retention import note_removed
 
@@ -41,7 +41,6 @@ def here(reference, tmp_path, monkeypatch) -> Path:
 @pytest.mark.parametrize("name", ["done", "kl/0"])
 def test_every_command_takes_the_name_that_the_list_shows(here, name):
     assert target.find_run(name, say=print) == Path("runs", name)
-    assert listing.find_run(name) == Path("runs", name)
     assert target.find_target(name, say=print).run_dir == here / "runs" / name
     assert find_watched(name, print) == (here / "runs" / name, f"runs/{name}")
     assert resume_words(name, ["seed=1"]) == [f"resume=runs/{name}", "seed=1"]
@@ -60,7 +59,7 @@ def test_a_path_is_no_name(here, monkeypatch):
 
 def test_hints_name_jobs_of_sweeps_as_the_list_does(here):
     with pytest.raises(InputError, match=r"did you mean kl/0\?"):
-        listing.find_run("kl/O")
+        target.find_run("kl/O")
     with pytest.raises(InputError, match=r"did you mean kl/0\?"):
         find_watched("kl/O", print)
 

@@ -2,9 +2,13 @@
 
 import random
 import re
+import sys
+from pathlib import Path
 
-from ppocli.builtin import examples
-from ppocli.builtin.corpus import (
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # tools/ is in no wheel
+
+from tools.assets import examples
+from tools.assets.corpus import (
     NEGATIVE,
     POSITIVE,
     Sentence,

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppocli.data.order import prompt_index, prompt_indices
+from ppocli.data.batch import prompt_indices
 
 sizes = st.integers(1, 40)
 seeds = st.integers(0, 2**40)
@@ -23,12 +23,6 @@ def test_a_cursor_resumes_the_order(*, n, seed, start, first, second, shuffle):
     tail = prompt_indices(start + first, second, n=n, seed=seed, shuffle=shuffle)
     assert head + tail == whole
     assert all(type(index) is int for index in whole)
-
-
-@given(n=sizes, seed=seeds, position=positions, shuffle=st.booleans())
-def test_one_position_agrees_with_many(n, seed, position, shuffle):
-    many = prompt_indices(0, position + 1, n=n, seed=seed, shuffle=shuffle)
-    assert prompt_index(position, n=n, seed=seed, shuffle=shuffle) == many[-1]
 
 
 @given(n=sizes, seed=seeds, start=positions, count=st.integers(0, 90))

@@ -10,7 +10,7 @@ from sessions import set_keys
 
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import OutOfMemoryError
-from ppocli.estimate.check import judge, shown
+from ppocli.estimate.check import judge
 from ppocli.estimate.estimate import Estimate, advice
 from ppocli.estimate.memory import (
     FrozenStates,
@@ -243,7 +243,3 @@ def test_what_surely_does_not_fit_is_refused_and_what_is_close_is_warned_of(capl
         judge(cfg, replace(found_of(0), sums=asked, spared=1200 * 2**20), Room(
             None, 1000 * 2**20, "this machine"))
         assert not caplog.records
-
-
-def test_bytes_are_told_with_three_digits():
-    assert [shown(n) for n in (2048, 5 * 2**20, 1234 * 2**30)] == ["2 KiB", "5 MiB", "1234 GiB"]

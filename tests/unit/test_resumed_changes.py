@@ -9,7 +9,7 @@ import pytest
 
 from ppocli.config.resolved import NEXT_CONFIG_FILE, read_config, write_config
 from ppocli.config.schema import TrainConfig
-from ppocli.runs.resumed import Change, accept_settings, read_changes
+from ppocli.runs.record import Change, accept_settings, read_changes
 
 
 @pytest.fixture

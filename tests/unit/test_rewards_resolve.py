@@ -15,7 +15,6 @@ from ppocli.config.schema import RewardConfig
 from ppocli.errors import ConfigError, RewardError
 from ppocli.rewards.builtin import BUILTIN_REWARDS, locate_reward
 from ppocli.rewards.records import RewardRequest
-from ppocli.rewards.resolve import resolve_callable
 from ppocli.rewards.scoring import build_metric, build_reward, check_reward_config
 
 REQUEST = RewardRequest(
@@ -231,7 +230,7 @@ def test_the_standard_library_is_refused(write, spec):
         ready = functools.partial(system, "true")
         """)
     with pytest.raises(RewardError, match="refused"):
-        resolve_callable(spec, {}, key="reward.fn")
+        locate_reward(spec, key="reward.fn")
 
 
 def test_an_error_inside_the_module_is_shown(write):
@@ -247,7 +246,7 @@ def test_an_error_inside_the_module_is_shown(write):
         "leaves:f": ["SystemExit: 3", "leaves.py:1"],
     }.items():
         with pytest.raises(RewardError) as caught:
-            resolve_callable(spec, {}, key="reward.fn")
+            locate_reward(spec, key="reward.fn")
         for word in words:
             assert word in str(caught.value), spec
 

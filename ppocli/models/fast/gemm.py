@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from ppocli.config.schema import HardwareConfig
 from ppocli.errors import ConfigError
+from ppocli.text import first_line
 
 log = logging.getLogger("ppocli")
 
@@ -267,7 +268,7 @@ def _fault() -> str | None:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT)
         found = onednn_product(x, weight), _linear(x, packed, None), _transposed(x, weight)
     except (AttributeError, RuntimeError, TypeError) as error:
-        return f"its operator fails here ({str(error).splitlines()[0]})"
+        return f"its operator fails here ({first_line(error)})"
     exact = x.double() @ weight.double().t()
     off = max(float((product - exact).norm() / exact.norm()) for product in found)
     return None if off < EXACT else f"its fp32 products are off by {off:.1e}"

@@ -38,11 +38,6 @@ class Adapter:
         """``LORA``, ``PREFIX_TUNING`` or ``PROMPT_TUNING``."""
         return str(self.model.active_peft_config.peft_type.value)
 
-    @property
-    def can_merge(self) -> bool:
-        """Whether the base's own weights can take it in."""
-        return not self.model.active_peft_config.is_prompt_learning
-
 
 def base_tensors(lm: Any) -> dict[str, torch.Tensor]:
     """The weights and buffers of a causal LM without its adapter, by the names of a bare one."""

@@ -17,11 +17,11 @@ from ppocli.models.fast.kernels import use_kernels
 from ppocli.models.layer_stack import whole_shape
 from ppocli.models.layout import SequenceBatch
 from ppocli.models.loading.adapters import Adapter, identify, load_adapter
-from ppocli.models.loading.model_config import first_line
 from ppocli.models.loading.quantization import quantized
 from ppocli.models.trunk import decoder_start, has_encoder, logit_scale, response_hidden
 from ppocli.storage.adapter_files import BASE, CONFIG, is_adapter, named_base
 from ppocli.storage.model_files import find_model
+from ppocli.text import first_line
 
 log = logging.getLogger("ppocli")
 

@@ -12,12 +12,7 @@ from ppocli.errors import ConfigError, InputError
 from ppocli.models.trunk import RELATIVE_POSITIONS
 from ppocli.models.virtual_tokens import num_virtual_tokens
 from ppocli.storage.model_files import find_model
-
-
-def first_line(error: BaseException) -> str:
-    """What a library's exception says, cut to one line."""
-    text = str(error).strip()
-    return text.splitlines()[0][:300] if text else type(error).__name__
+from ppocli.text import first_line
 
 
 @dataclass(frozen=True, slots=True)

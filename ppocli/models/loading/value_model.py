@@ -12,11 +12,11 @@ from ppocli.errors import InputError
 from ppocli.models.fast.kernels import use_kernels
 from ppocli.models.loading.compatibility import check_companion
 from ppocli.models.loading.language_model import check_complete, silence_dropout, without_dropout
-from ppocli.models.loading.model_config import first_line
 from ppocli.models.policy import ValueHead
 from ppocli.models.trunk import has_encoder
 from ppocli.models.value_function import ScoreHead, ValueModel
 from ppocli.storage.model_files import find_model
+from ppocli.text import first_line
 
 log = logging.getLogger("ppocli")
 

@@ -23,13 +23,13 @@ from ppocli.models.loading.language_model import (
     is_on_base,
     load_reference,
 )
-from ppocli.models.loading.model_config import first_line
 from ppocli.models.loading.value_model import load_value_model
 from ppocli.models.policy import Policy, build_value_head, freeze_bottom
 from ppocli.models.reference import AdapterReference, CopyReference, Reference, share_trunk
 from ppocli.models.value_function import ValueBranch
 from ppocli.parallel.backend import Backend
 from ppocli.sampling.loading import load_decodable, load_policy
+from ppocli.text import first_line
 from ppocli.zero.sharded_reference import sharded_copy, share_sharded_trunk
 from ppocli.zero.sharded_weights import gathered
 from ppocli.zero.zero3_loading import load_in_parts

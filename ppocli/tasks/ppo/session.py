@@ -15,8 +15,7 @@ from ppocli.config.schema import (
     TrainConfig,
 )
 from ppocli.config.sharding import reference_sharded
-from ppocli.data.batch import PromptBatch
-from ppocli.data.order import prompt_indices
+from ppocli.data.batch import PromptBatch, prompt_indices
 from ppocli.data.prompt_set import PromptSet, load_eval_prompts, load_prompts
 from ppocli.data.spec import evaluation_spec
 from ppocli.errors import ConfigError

@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ppocli.builtin import vocabulary as words
+from tools.assets import vocabulary as words
 
 POSITIVE, NEUTRAL, NEGATIVE = 1, 0, -1
 LABEL_SHARES = {"positive": 0.44, "negative": 0.40, "mixed": 0.16}

@@ -11,8 +11,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from ppocli.builtin import fitting
-from ppocli.builtin.corpus import make_reviews
+from tools.assets import fitting
+from tools.assets.corpus import make_reviews
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from ppocli.builtin import vocabulary as words
-from ppocli.builtin.corpus import Review, make_reviews, verdict
+from tools.assets import vocabulary as words
+from tools.assets.corpus import Review, make_reviews, verdict
 
 SURE = 0.99
 """target of a clearly positive finished review; a clearly negative one has 1 - SURE"""

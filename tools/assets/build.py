@@ -1,4 +1,4 @@
-"""``python -m ppocli.builtin.build NAME --out DIR``: rebuild the shipped models and prompts."""
+"""``python -m tools.assets.build NAME --out DIR``: make the built-in models and prompts."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ppocli.builtin.corpus import neutral_openings
-from ppocli.builtin.randomwalks import start_letters
 from ppocli.errors import PpocliError
+from ppocli.rewards.randomwalks import GOAL, SUCCESSORS
+from tools.assets.corpus import neutral_openings
 
-log = logging.getLogger("ppocli.builtin.build")  # __name__ is "__main__" under -m
+log = logging.getLogger("tools.assets.build")  # __name__ is "__main__" under -m
 
 PROMPT_SEED = 41
 TRAIN_PROMPTS, EVAL_PROMPTS = 192, 64
-_NAMES = ("reviews", "reviews-sentiment", "prompts", "randomwalks")
+_NAMES = ("reviews", "reviews-sentiment", "randomwalks", "prompts")
 
 
 def build_prompts(folder: Path) -> None:
@@ -26,7 +26,7 @@ def build_prompts(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, prompts in (("reviews_prompts", openings[:TRAIN_PROMPTS]),
                           ("reviews_eval_prompts", openings[TRAIN_PROMPTS:]),
-                          ("randomwalks_prompts", start_letters())):
+                          ("randomwalks_prompts", [node for node in SUCCESSORS if node != GOAL])):
         lines = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
         (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
 
@@ -41,15 +41,15 @@ def build(name: str, folder: Path) -> None:
         build_prompts(folder)
         return
     if name == "reviews":
-        from ppocli.builtin.reviews import build_reviews
+        from tools.assets.reviews import build_reviews
 
         loss = build_reviews(folder / name)
     elif name == "reviews-sentiment":
-        from ppocli.builtin.sentiment import build_sentiment
+        from tools.assets.sentiment import build_sentiment
 
         loss = build_sentiment(folder / name)
     else:
-        from ppocli.builtin.walkmodel import build_randomwalks
+        from tools.assets.randomwalks import build_randomwalks
 
         loss = build_randomwalks(folder / name)
     log.info("%s: final loss %.4f, written to %s", name, loss, folder / name)
@@ -57,18 +57,17 @@ def build(name: str, folder: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the words, build, and return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m ppocli.builtin.build", description=__doc__)
-    parser.add_argument("name", choices=(*_NAMES, "all"),
-                        help="what to build; all: everything that is shipped")
+    parser = argparse.ArgumentParser(prog="python -m tools.assets.build", description=__doc__)
+    parser.add_argument("name", choices=(*_NAMES, "all"), help="what to build")
     parser.add_argument("--out", type=Path, required=True, help="folder to write into")
     parser.add_argument("--verbose", action="store_true", help="show the loss on the way")
     words = parser.parse_args(argv)
     handler = logging.StreamHandler(sys.stderr)
-    logger = logging.getLogger("ppocli.builtin")
+    logger = logging.getLogger("tools.assets")
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG if words.verbose else logging.INFO)
     try:
-        for name in _NAMES[:3] if words.name == "all" else (words.name,):
+        for name in _NAMES if words.name == "all" else (words.name,):
             build(name, words.out)
     except PpocliError as error:
         sys.stderr.write(f"error: {error}\n")

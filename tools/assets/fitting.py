@@ -1,8 +1,7 @@
 """The little that fitting the built-in models has in common: batches, the optimizer, saving.
 
-Nothing here moves the global random state: weights are initialised and data are shuffled from
-seeds of their own, so that a built-in model fitted inside a training run leaves that run's
-numbers alone.
+Weights are initialised and data are shuffled from seeds of their own, so that a model is a
+function of its settings alone. Nothing here moves the global random state.
 """
 
 from __future__ import annotations

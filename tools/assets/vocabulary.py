@@ -1,4 +1,4 @@
-"""Word lists of the review grammar in :mod:`ppocli.builtin.corpus`.
+"""Word lists of the review grammar in :mod:`tools.assets.corpus`.
 
 Polar lists come in pairs: index 0 is positive, index 1 negative. The lists are wide on purpose: a
 policy trained to please the sentiment classifier must have many ways to be positive, so that it

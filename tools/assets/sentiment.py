@@ -23,9 +23,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from ppocli.builtin import fitting
-from ppocli.builtin.corpus import make_reviews
-from ppocli.builtin.examples import labelled_examples
+from tools.assets import fitting
+from tools.assets.corpus import make_reviews
+from tools.assets.examples import labelled_examples
 
 log = logging.getLogger(__name__)
 

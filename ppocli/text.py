@@ -1,0 +1,117 @@
+"""Small texts for people: names that are near, first lines, counts, sizes, figures, and foreign
+text made harmless. Pure functions without a library, for every room."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable
+from typing import Literal
+
+LONGEST_LINE = 300
+"""characters of an exception's line that a message repeats"""
+
+# what moves a cursor, ends a line unseen, reorders neighbouring text or is half of a character
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
+                     "\ud800-\udfff\ufeff\ufffe\uffff]")
+
+
+def printable(text: str) -> str:
+    """``text`` with control characters, which may be terminal escapes, spelled out: ``\\x1b``.
+    Lines and tabs stay."""
+    return CONTROL.sub(lambda match: ascii(match[0])[1:-1], text.replace("\r\n", "\n"))
+
+
+def clean(text: str) -> str:
+    """Model text without control characters, on one line: it may hold terminal escapes."""
+    return CONTROL.sub("?", text.replace("\n", " ⏎ "))
+
+
+def first_line(error: BaseException | str) -> str:
+    """The first line of what a library's exception says; its type's name where it says nothing."""
+    text = str(error).strip()
+    return text.splitlines()[0][:LONGEST_LINE] if text else type(error).__name__
+
+
+def error_line(error: BaseException) -> str:
+    """``ValueError: message``: the type and the first line of an exception of a user's own code."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 row``, ``2 rows``."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def finite_number(value: object) -> float | None:
+    """A figure out of a file that may be damaged; None for what is no finite number."""
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+
+def figure(value: object, digits: int, kind: Literal["f", "e"] = "f") -> str:
+    """A figure with so many decimals; ``-`` for one that isn't there or isn't finite, and for what
+    is no number: a damaged file may hold anything."""
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        return "-"
+    text = f"{value:.{digits}{kind}}"
+    return text.removeprefix("-") if float(text) == 0 else text  # no minus before a rounded zero
+
+
+def format_bytes(count: int) -> str:
+    """``214000000`` as ``214 MB`` (decimal units, as disks are sold)."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            value = count / size
+            return f"{value:.1f} {unit}" if value < 10 and unit == "GB" else f"{value:.0f} {unit}"
+    return f"{count} bytes"
+
+
+def format_memory(count: float) -> str:
+    """Bytes with three digits or so, ``23.4 GiB`` (binary units, as memory is sold)."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if count >= size:
+            return f"{three_digits(count / size)} {unit}"
+    return f"{three_digits(count / 2**10)} KiB"
+
+
+def three_digits(number: float) -> str:
+    """Three digits, or more before the point."""
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
+    """Up to ``count`` candidates near ``name``, the nearest first.
+
+    Dotted names are compared whole and by their last part; the same last part (``lr`` for
+    ``ppo.optimizer.lr``), the same section or the same beginning count extra. Candidates much worse
+    than the best one are left out.
+    """
+    scores = {candidate: _likeness(name, candidate) for candidate in candidates}
+    best = sorted((c for c, score in scores.items() if score >= 0.75), key=lambda c: -scores[c])
+    return [c for c in best if scores[c] >= scores[best[0]] - 0.2][:count]
+
+
+def _likeness(name: str, candidate: str) -> float:
+    section, _, leaf = name.rpartition(".")
+    other = candidate.rpartition(".")[2]
+    score = (difflib.SequenceMatcher(None, name, candidate).ratio() / 2
+             + difflib.SequenceMatcher(None, leaf, other).ratio() / 2)
+    if leaf == other:
+        score += 0.25
+    elif len(leaf) >= 3 and other.startswith(leaf):
+        score += 0.35
+    return score + (0.2 if section and candidate.startswith(section + ".") else 0.0)
+
+
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
+    """``; did you mean a or b?``, or an empty text when nothing is near."""
+    near = nearest(name, candidates)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def suggestion(name: str, candidates: Iterable[str]) -> str:
+    """The same as a sentence on the nearest one, ``Did you mean 'a'?``."""
+    near = nearest(name, candidates, count=1)
+    return f"Did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,39 @@
+"""Small texts for people, each against lines written by hand."""
+
+import pytest
+
+from ppocli import text
+
+
+@pytest.mark.parametrize(("given", "spelled", "one_line"), [
+    ("a\x1b[2Jb\r\n\tc", "a\\x1b[2Jb\n\tc", "a?[2Jb? ⏎ \tc"),
+    ("a\u202eb\x9bc\u2028d\ud800", "a\\u202eb\\x9bc\\u2028d\\ud800", "a?b?c?d?"),
+    ("\u200fא\ufeff", "\\u200fא\\ufeff", "?א?"),
+])
+def test_control_characters_reach_no_terminal(given, spelled, one_line):
+    assert text.printable(given) == spelled
+    assert text.clean(given) == one_line
+
+
+def test_lines_of_exceptions():
+    assert text.first_line(ValueError("\n one\ntwo")) == "one"
+    assert text.first_line("x" * 400) == "x" * 300
+    assert text.first_line(OSError()) == "OSError"
+    assert text.error_line(ValueError("one\ntwo")) == "ValueError: one"
+    assert text.error_line(KeyError()) == "KeyError"
+
+
+def test_counts_and_sizes():
+    assert [text.counted(n, "row") for n in (0, 1, 2)] == ["0 rows", "1 row", "2 rows"]
+    assert [text.format_bytes(n) for n in (12, 3400, 214 * 10**6, 94 * 10**8, 123 * 10**8)] == [
+        "12 bytes", "3 kB", "214 MB", "9.4 GB", "12 GB"]
+    assert [text.format_memory(n) for n in (2048, 5 * 2**20, 1234 * 2**30)] == [
+        "2 KiB", "5 MiB", "1234 GiB"]
+
+
+def test_names_that_are_near():
+    keys = ["ppo.optimizer.lr", "ppo.lam", "generation.top_p", "seed"]
+    assert text.nearest("ppo.lr", keys) == ["ppo.optimizer.lr"]
+    assert text.did_you_mean("sed", keys) == "; did you mean seed?"
+    assert text.suggestion("promt", ["prompt", "label"]) == "Did you mean 'prompt'?"
+    assert (text.did_you_mean("zzz", keys), text.suggestion("zzz", keys)) == ("", "")
