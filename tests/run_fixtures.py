@@ -71,10 +71,10 @@ def export(capsys: pytest.CaptureFixture[str]) -> Export:
     """``ppocli export`` in this process."""
     import typer
 
-    from ppocli.cli.commands import export as command
+    from ppocli.cli.export import export_command
 
     app = typer.Typer()
-    command.register(app)
+    app.command("export")(export_command)
 
     @app.command()
     def other() -> None:

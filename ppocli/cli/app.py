@@ -1,33 +1,33 @@
-"""The command line. Typer alone is imported here; each command imports what it needs.
-
-``commands/`` holds what the shell sees of each command: its arguments, options and help.
-"""
+"""The command line. Typer alone is imported here; each command imports what it needs."""
 
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
-from ppocli.cli.commands import (
-    completion,
-    doctor,
-    estimate,
-    evaluate,
-    export,
-    generate,
-    plot,
-    recipes,
-    report,
-    runs,
-    serve,
-    sweep,
-    train,
-    validate,
-    watch,
-)
+from ppocli.cli.chat import chat_command
+from ppocli.cli.compare import compare
+from ppocli.cli.doctor import doctor, env
+from ppocli.cli.estimate import estimate
+from ppocli.cli.evaluate import evaluate
+from ppocli.cli.export import export_command
+from ppocli.cli.generate import generate_command
+from ppocli.cli.options import WORDS, HydraCommand
 from ppocli.cli.output import code_of, ending, leave, set_manner, survive_any_terminal
+from ppocli.cli.plot import plot
+from ppocli.cli.recipes import recipes_app
+from ppocli.cli.report import report_command
+from ppocli.cli.runs import runs_app
+from ppocli.cli.schema import schema
+from ppocli.cli.serve import serve_reward_command
+from ppocli.cli.shells import completion
+from ppocli.cli.sweep_show import sweep_app
+from ppocli.cli.train import resume, train, train_help
+from ppocli.cli.validate import validate
+from ppocli.cli.watch import watch_command
 from ppocli.version import __version__
 
 _COMPLETING = "_PPOCLI_COMPLETE"
@@ -56,7 +56,7 @@ def _install_completion(wanted: bool) -> None:
     if wanted:
         from ppocli.cli import shells
 
-        ending(lambda: shells.install(None))
+        ending(lambda: shells.install_script(None))
 
 
 @app.callback()
@@ -83,10 +83,31 @@ def _options(
     set_manner(quiet=quiet, verbose=verbose, no_color=no_color)
 
 
+def _hydra_command(name: str | None = None, help: str | None = None) -> Callable[[Any], Any]:
+    return app.command(name, cls=HydraCommand, context_settings=WORDS, help=help)
+
+
 # in the order in which --help lists them
-for _module in (train, watch, evaluate, generate, export, report, plot, runs, sweep, recipes,
-                serve, validate, estimate, doctor, completion):
-    _module.register(app)
+_hydra_command(help=train_help())(train)
+_hydra_command()(resume)
+app.command("watch")(watch_command)
+app.command("eval")(evaluate)
+app.command("generate")(generate_command)
+app.command("chat")(chat_command)
+app.command("export")(export_command)
+app.command("report")(report_command)
+app.command()(plot)
+app.command()(compare)
+app.add_typer(runs_app, name="runs")
+app.add_typer(sweep_app, name="sweep")
+app.add_typer(recipes_app, name="recipes")
+_hydra_command("serve-reward")(serve_reward_command)
+_hydra_command()(validate)
+app.command()(schema)
+_hydra_command()(estimate)
+app.command()(env)
+app.command()(doctor)
+app.command()(completion)
 
 
 def main() -> None:

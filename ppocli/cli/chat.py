@@ -1,4 +1,4 @@
-"""What ``ppocli chat`` does: a conversation with one or two models in a terminal."""
+"""``ppocli chat``: a conversation with one or two models in a terminal."""
 
 from __future__ import annotations
 
@@ -10,25 +10,39 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from ppocli.cli.generate import (
+from ppocli.cli.options import Overrides, Run
+from ppocli.cli.output import complain, ending, say
+from ppocli.cli.sampling_options import (
     MAX_SEED,
+    Against,
     Asking,
+    Best,
     Cast,
+    Greedy,
+    MaxNew,
+    MinNew,
+    Reward,
+    Score,
+    Seed,
+    Step,
+    Stop,
+    System,
+    Temperature,
+    TopK,
+    TopP,
+    asking_of,
     find_cast,
     load_players,
     sampling_of,
     say_idle,
 )
-from ppocli.cli.output import complain, say
-from ppocli.cli.sheet import printable
 from ppocli.cli.working import working
-from ppocli.display.console import clean, figure
 from ppocli.errors import ConfigError, PpocliError, StoppedError
 
 if TYPE_CHECKING:
     from ppocli.config.schema import GenerationConfig
     from ppocli.evaluation.player import Player
-    from ppocli.rewards.scoring import Reward
+    from ppocli.rewards.scoring import Reward as RewardModel
 
 PROMPT = "> "
 HELP = """\
@@ -39,6 +53,33 @@ HELP = """\
 /set             show the sampling
 /help            this list
 //text           a text that begins with a slash"""
+
+
+def chat_command(
+        run: Run = None, overrides: Overrides = None,
+        max_new_tokens: MaxNew = None, min_new_tokens: MinNew = None,
+        temperature: Temperature = None, top_k: TopK = None, top_p: TopP = None,
+        greedy: Greedy = False, stop: Stop = None, seed: Seed = 0, system: System = None,
+        step: Step = None, best: Best = False, score: Score = False, reward: Reward = None,
+        against: Against = None) -> None:
+    """Talk to a run, a checkpoint or a model in the terminal.
+
+    Answers appear as they are sampled. With a chat template the conversation is kept; without one
+    each text is a prompt of its own. /help lists what can be typed; /quit or Ctrl-D leaves, Ctrl-C
+    stops an answer.
+
+    \b
+    Examples:
+      ppocli chat
+      ppocli chat runs/NAME --score
+      ppocli chat runs/NAME --against base --temperature 0.7
+    """
+    flags = {"max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens,
+             "temperature": temperature, "top_k": top_k, "top_p": top_p,
+             "do_sample": False if greedy else None, "stop_sequences": stop or None}
+    ending(lambda: chat(asking_of(
+        run, overrides, step=step, best=best, against=against, score=score, reward=reward,
+        seed=seed, system=system, flags=flags)))
 
 
 @dataclass
@@ -98,7 +139,7 @@ class Chat:
     """The state between two lines of the user."""
 
     def __init__(self, asking: Asking, cast: Cast, players: Sequence[Player],
-                 generation: GenerationConfig, reward: Reward | None) -> None:
+                 generation: GenerationConfig, reward: RewardModel | None) -> None:
         self._cast = cast
         self._generation = generation
         self._reward = reward
@@ -108,6 +149,8 @@ class Chat:
 
     def greet(self) -> None:
         """Say with whom one chats and how."""
+        from ppocli.display.console import clean
+
         players = [conversation.player for conversation in self._conversations]
         say(f"chatting with {' and '.join(clean(player.name) for player in players)}: "
             f"{self._sampling()}")
@@ -179,6 +222,8 @@ class Chat:
 
     def _answer(self, text: str) -> None:
         """Each model's answer; Ctrl-C ends that answer, and what there is of it counts."""
+        from ppocli.display.console import clean
+
         number, self._asked = self._asked, self._asked + 1
         for conversation in self._conversations:
             rendered, tokens = conversation.ask(text, self._generation)
@@ -193,6 +238,8 @@ class Chat:
 
     def _speak(self, player: Player, rendered: str, tokens: list[int], number: int,
                pieces: list[str]) -> None:
+        from ppocli.cli.sheet import printable
+        from ppocli.display.console import figure
         from ppocli.evaluation.player import scores_of
         from ppocli.parallel.stop import StopRequested, catch_signals
 

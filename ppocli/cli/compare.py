@@ -5,14 +5,32 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from ppocli.cli.completion import complete_run
+from ppocli.cli.options import AsJson
+from ppocli.cli.output import ending
 from ppocli.cli.tables import aligned, shown_figure
-from ppocli.config.problems import shown
 from ppocli.errors import ConfigError
-from ppocli.report.compare import At, Comparison, Wins, compare_runs
-from ppocli.runs.listing import find_run
-from ppocli.runs.record import read_run
-from ppocli.storage.run_folder import finite_or_null
+
+if TYPE_CHECKING:
+    from ppocli.report.compare import At, Comparison, Wins
+
+
+def compare(runs: Annotated[list[str], typer.Argument(
+                metavar="RUN RUN...", autocompletion=complete_run,
+                help="Folders or names of runs; the first is the one to beat.")],
+            as_json: AsJson = False) -> None:
+    """Set runs side by side: figures after equally many samples, settings, wins on prompts.
+
+    \b
+    Examples:
+      ppocli compare runs/ONE runs/OTHER
+      ppocli compare runs/sweep-20260131-120000/0 runs/sweep-20260131-120000/1 --json
+    """
+    ending(lambda: print_comparison(runs, as_json))
 
 
 def print_comparison(given: Sequence[str], as_json: bool) -> None:
@@ -22,6 +40,11 @@ def print_comparison(given: Sequence[str], as_json: bool) -> None:
         ConfigError: fewer than two different runs.
         InputError: one of them is no run.
     """
+    from ppocli.report.compare import compare_runs
+    from ppocli.runs.listing import find_run
+    from ppocli.runs.record import read_run
+    from ppocli.storage.run_folder import finite_or_null
+
     runs = {run.folder.path: run for run in (read_run(find_run(each)) for each in given)}
     if len(runs) < 2:
         raise ConfigError("There must be two different runs or more to compare.",
@@ -42,6 +65,8 @@ def _as_json(comparison: Comparison) -> dict[str, object]:
 
 
 def _lines(comparison: Comparison) -> list[str]:
+    from ppocli.config.problems import shown
+
     runs = comparison.runs
     rows = [["", *(run.name for run in runs)], ["status", *(run.status for run in runs)]]
     at_end = all(run.equal.episodes == run.end.episodes for run in runs)

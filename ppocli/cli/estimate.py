@@ -4,17 +4,50 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from ppocli.cli.options import AsJson, Overrides
+from ppocli.cli.output import ending
 from ppocli.cli.tables import print_table
-from ppocli.config.keys import several
-from ppocli.config.problems import raise_problems
-from ppocli.config.schema import TrainConfig
 from ppocli.errors import ConfigError, InputError, OutOfMemoryError
 
 if TYPE_CHECKING:
+    from ppocli.config.schema import TrainConfig
     from ppocli.estimate.estimate import Estimate
     from ppocli.parallel.host_memory import Room
+
+
+def estimate(overrides: Overrides = None,
+             prompt_tokens: Annotated[int | None, typer.Option(
+                 "--prompt-tokens", min=1, show_default=False,
+                 help="Tokens of the longest prompt (default: of the prompts themselves, if they "
+                      "and the tokenizer are on this machine).")] = None,
+             available: Annotated[bool, typer.Option(
+                 "--available", help="Compare with what this machine has free.")] = False,
+             memory: Annotated[float | None, typer.Option(
+                 "--memory", metavar="GIB", min=0.001, show_default=False,
+                 help="Compare with a device that has so many GiB.")] = None,
+             as_json: AsJson = False) -> None:
+    """Tell how much memory and disk a run takes, before anything is loaded.
+
+    Words are those of ppocli train; reward, prompts and length may be left out. Of the model only
+    its config.json is read, so it can be larger than this machine. What can't be told is listed as
+    unknown, with the reason. Exit code 8: what it was compared with is too small.
+
+    \b
+    Examples:
+      ppocli estimate +recipe=quickstart
+      ppocli estimate +recipe=quickstart --available
+      ppocli estimate model.path=./llama hardware=zero2 hardware.num_processes=8 \\
+          hardware.device=cuda hardware.precision=bf16 --prompt-tokens 512 --memory 80
+      ppocli estimate model.path=./llama model.peft.type=lora hardware=gpu_bf16 --memory 24
+      ppocli estimate +recipe=quickstart --json
+    """
+    ending(lambda: print_estimate(overrides or [], prompt_tokens=prompt_tokens,
+                                  available=available, memory=memory, as_json=as_json))
+
 
 ASSUMED_TOKENS = 512
 """of the longest prompt, where nothing tells"""
@@ -75,6 +108,7 @@ def print_estimate(words: Sequence[str], *, prompt_tokens: int | None, available
 
 def _composed(words: Sequence[str]) -> TrainConfig:
     from ppocli.config.compose import draft
+    from ppocli.config.problems import raise_problems
     from ppocli.config.words import read_words
 
     read = read_words(words)
@@ -97,6 +131,7 @@ def _computes_on_cuda(cfg: TrainConfig) -> bool:
 
 def _prompt_tokens(cfg: TrainConfig, config: Any, given: int | None) -> tuple[int, str]:
     """Tokens of the longest prompt, and how that is known."""
+    from ppocli.config.keys import several
     from ppocli.models.loading.model_config import max_positions, unloaded
     from ppocli.models.trunk import has_encoder
 

@@ -5,19 +5,86 @@ from __future__ import annotations
 import json
 from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from ppocli.cli.output import say
-from ppocli.config.as_words import training_command
-from ppocli.export.adapter import merged
-from ppocli.export.folder import ExportPlan, write_export
-from ppocli.export.hub import push, shown
-from ppocli.export.masking import Mask
-from ppocli.export.request import Existing, ExportRequest, check_destination, resolve
-from ppocli.storage.atomic import format_bytes, make_dirs
-from ppocli.storage.publishing import repair_published
-from ppocli.storage.run_folder import lock_beside
+import typer
+
+from ppocli.cli.options import AsJson, Run
+from ppocli.cli.output import ending, say
+
+if TYPE_CHECKING:
+    from ppocli.export.folder import ExportPlan
+    from ppocli.export.masking import Mask
+    from ppocli.export.request import Existing, ExportRequest
+
+
+def export_command(
+    run: Run = None,
+    output: Annotated[Path | None, typer.Option(
+        "--output", "-o", metavar="DIR", show_default=False,
+        help="Folder to write (default: RUN/export/NAME, e.g. step-000024).")] = None,
+    best: Annotated[bool, typer.Option(
+        "--best", help="The checkpoint with the best evaluation.")] = False,
+    step: Annotated[int | None, typer.Option(
+        "--step", metavar="N", min=0, show_default=False,
+        help="The checkpoint of step N (default: the final model, else the newest).")] = None,
+    dtype: Annotated[Literal["fp32", "bf16", "fp16"] | None, typer.Option(
+        "--dtype", show_default=False,
+        help="Store the weights as this type (default: as they are).")] = None,
+    max_shard_size: Annotated[str | None, typer.Option(
+        "--max-shard-size", metavar="SIZE", show_default=False,
+        help="Largest weight file (default: 5GB).")] = None,
+    include_value_head: Annotated[bool, typer.Option(
+        "--include-value-head", help="Add the critic as value_head.safetensors.")] = False,
+    merge: Annotated[bool | None, typer.Option(
+        "--merge/--adapter", show_default=False,
+        help="Of a LoRA policy: a whole model with the adapter merged in (default), or the "
+        "adapter's own folder.")] = None,
+    overwrite: Annotated[bool, typer.Option(
+        "--overwrite", help="Replace an export that is there; your text in its README.md "
+        "stays.")] = False,
+    dry_run: Annotated[bool, typer.Option(
+        "--dry-run", help="Say what would be done; write nothing, ask nobody.")] = False,
+    as_json: AsJson = False,
+    to_hub: Annotated[bool, typer.Option(
+        "--to-hub", help="Push the folder to the Hub once it is verified.")] = False,
+    repo_id: Annotated[str | None, typer.Option(
+        "--repo-id", metavar="USER/NAME", show_default=False,
+        help="Repository (default: your user / the run's name).")] = None,
+    private: Annotated[bool | None, typer.Option(
+        "--private/--public", show_default=False,
+        help="Visibility of the repository (default: private).")] = None,
+    create_pr: Annotated[bool, typer.Option(
+        "--create-pr", help="Push as a pull request.")] = False,
+    revision: Annotated[str | None, typer.Option(
+        "--revision", metavar="BRANCH", show_default=False,
+        help="Push to this branch, made where missing.")] = None,
+) -> None:
+    """Write a policy as a verified Hugging Face folder with a model card; push it if asked.
+
+    The folder is reloaded with transformers and compared with its source before it appears under
+    its name. The last line on standard output is its path, or the address on the Hub.
+
+    \b
+    Examples:
+      ppocli export runs/NAME
+      ppocli export runs/NAME --best --dtype bf16 -o ./my-model
+      ppocli export runs/LORA --adapter -o ./my-adapter
+      ppocli export ./lm --dtype fp16 --max-shard-size 2GB -o ./lm-fp16
+      ppocli export runs/NAME --to-hub --repo-id USER/NAME --dry-run
+      ppocli export runs/NAME --to-hub --public
+    """
+
+    def run_it() -> None:
+        from ppocli.export.request import ExportRequest
+
+        export(ExportRequest(
+            run=run, output=output, best=best, step=step, dtype=dtype,
+            max_shard_size=max_shard_size, include_value_head=include_value_head,
+            merge=merge, overwrite=overwrite, dry_run=dry_run, to_hub=to_hub, repo_id=repo_id,
+            private=private, create_pr=create_pr, revision=revision), as_json)
+
+    ending(run_it)
 
 
 def export(request: ExportRequest, as_json: bool) -> None:
@@ -27,6 +94,11 @@ def export(request: ExportRequest, as_json: bool) -> None:
     Raises:
         PpocliError: whatever keeps the export from its end.
     """
+    from ppocli.config.as_words import training_command
+    from ppocli.export.hub import push, shown
+    from ppocli.export.masking import Mask
+    from ppocli.export.request import Existing, resolve
+
     mask = Mask.of_this_process()
 
     def tell(text: str) -> None:
@@ -52,7 +124,16 @@ def export(request: ExportRequest, as_json: bool) -> None:
 
 
 def _write(plan: ExportPlan, request: ExportRequest, mask: Mask, tell: Any) -> dict[str, Any]:
+    from tempfile import TemporaryDirectory
+
     from ppocli.cli.working import working
+    from ppocli.export.adapter import merged
+    from ppocli.export.folder import write_export
+    from ppocli.export.hub import shown
+    from ppocli.export.request import check_destination
+    from ppocli.storage.atomic import format_bytes, make_dirs
+    from ppocli.storage.publishing import repair_published
+    from ppocli.storage.run_folder import lock_beside
 
     tell(f"exporting {plan.name} as {plan.written} ({format_bytes(plan.bytes)}) to "
          f"{shown(plan.target)}")
@@ -77,6 +158,10 @@ def _write(plan: ExportPlan, request: ExportRequest, mask: Mask, tell: Any) -> d
 def _dry_run(plan: ExportPlan | Existing, request: ExportRequest, mask: Mask,
              as_json: bool) -> None:
     """Say everything that would be done; nothing is written and nobody is asked."""
+    from ppocli.export.hub import shown
+    from ppocli.export.request import Existing
+    from ppocli.storage.atomic import format_bytes
+
     name = plan.run_name if isinstance(plan, Existing) else plan.facts.name
     folder = plan.folder if isinstance(plan, Existing) else plan.target
     hub = _hub_plan(request, name) if request.to_hub else None

@@ -1,79 +1,99 @@
-"""What ``ppocli generate`` does, and what ``ppocli chat`` shares with it."""
+"""``ppocli generate``: prompts to sampled responses on standard output."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from ppocli.cli.output import say
-from ppocli.cli.sheet import Sheet, printable
-from ppocli.cli.working import split_words, working
+import typer
+
+from ppocli.cli.options import AsJson, Overrides, Run
+from ppocli.cli.output import ending, say
+from ppocli.cli.sampling_options import (
+    Against,
+    Asking,
+    Best,
+    Greedy,
+    MaxNew,
+    MinNew,
+    Reward,
+    Score,
+    Seed,
+    Step,
+    Stop,
+    System,
+    Temperature,
+    TopK,
+    TopP,
+    asking_of,
+    find_cast,
+    load_players,
+    sampling_of,
+)
+from ppocli.cli.working import working
 from ppocli.errors import ConfigError, InputError, PpocliError
 
 if TYPE_CHECKING:
-    from ppocli.config.schema import GenerationConfig, ModelConfig, TrainConfig
+    from ppocli.cli.sheet import Sheet
     from ppocli.evaluation.player import Player
-    from ppocli.parallel.backend import Backend
-    from ppocli.rewards.scoring import Reward
-    from ppocli.runs.target import Target
+    from ppocli.rewards.scoring import Reward as RewardModel
 
 COLUMN = "prompt"
-MAX_SEED = 2**63
-SHAPING = ("temperature", "top_k", "top_p")
-"""sampling settings that count only where something is drawn"""
 HOW = ("give --prompt TEXT, --prompts-file FILE (json, jsonl, csv, parquet or txt), or a line each "
        "on standard input")
 _OPTIONS = (("prompts.path=", "--prompts-file "), ("prompts.column=", "--column "),
             ("prompts.chat=true", "--chat"), ("prompts.items", "standard input"))
 
-
-@dataclass(frozen=True, slots=True)
-class Asking:
-    """Who is asked and how: what ``generate`` and ``chat`` have in common."""
-
-    run: str | None = None
-    words: tuple[str, ...] = ()
-    """KEY=VALUE"""
-    step: int | None = None
-    best: bool = False
-    against: str | None = None
-    """a target, or the word ``base``"""
-    score: bool = False
-    reward: str | None = None
-    seed: int = 0
-    system: str | None = None
-    flags: Mapping[str, Any] = field(default_factory=dict)
-    """sampling settings by option; None: not given"""
-
-    @property
-    def scored(self) -> bool:
-        """Whether answers get a score."""
-        return self.score or self.reward is not None
+Prompt = Annotated[list[str] | None, typer.Option("--prompt", "-p", metavar="TEXT",
+                                                  show_default=False,
+                                                  help="A prompt; repeatable.")]
+PromptsFile = Annotated[str | None, typer.Option(
+    "--prompts-file", metavar="FILE", show_default=False,
+    help="Prompts: txt (a line each), json, jsonl, csv or parquet; - is standard input.")]
+Column = Annotated[str, typer.Option("--column", metavar="NAME",
+                                     help="Column of the file that holds the prompt.")]
+NumSamples = Annotated[int, typer.Option("--num-samples", "-n", metavar="K", min=1,
+                                         help="Responses to each prompt.")]
+AsChat = Annotated[bool | None, typer.Option(
+    "--chat/--no-chat", show_default=False,
+    help="Render prompts with the chat template, or take them as they are (default: as the run "
+         "did).")]
+BatchSize = Annotated[int, typer.Option("--batch-size", metavar="N", min=1,
+                                        help="Samples decoded together.")]
 
 
-@dataclass(frozen=True, slots=True)
-class Named:
-    """A model to be loaded."""
+def generate_command(
+        run: Run = None, overrides: Overrides = None, prompt: Prompt = None,
+        prompts_file: PromptsFile = None, column: Column = "prompt", num_samples: NumSamples = 1,
+        max_new_tokens: MaxNew = None, min_new_tokens: MinNew = None,
+        temperature: Temperature = None, top_k: TopK = None, top_p: TopP = None,
+        greedy: Greedy = False, stop: Stop = None, seed: Seed = 0, chat: AsChat = None,
+        system: System = None, step: Step = None, best: Best = False, score: Score = False,
+        reward: Reward = None, against: Against = None, batch_size: BatchSize = 64,
+        as_json: AsJson = False) -> None:
+    """Sample responses of a run, a checkpoint or a model.
 
-    name: str
-    policy: str
-    """checked folder, or Hub name"""
-    cfg: ModelConfig
-    """of the model that the policy is, or was trained from"""
+    Prompts come from --prompt, --prompts-file or standard input. Sampling is the run's own unless
+    options change it. Standard output holds the responses and nothing else.
 
-
-@dataclass(frozen=True, slots=True)
-class Cast:
-    """Found, but not loaded yet. Made by :func:`find_cast`."""
-
-    cfg: TrainConfig
-    """how the first model was trained, or the defaults for a model that came from elsewhere"""
-    from_run: bool
-    models: tuple[Named, ...]
-    """the one or two models"""
+    \b
+    Examples:
+      ppocli generate runs/NAME --prompt "The film was"
+      ppocli generate runs/NAME --prompts-file prompts.jsonl -n 4 --score --json
+      ppocli generate runs/NAME --prompt "The film was" --against base --score
+      ppocli generate ./model --temperature 0.7 --max-new-tokens 60 < prompts.txt
+      ppocli generate runs/NAME -p "Hello" --reward length reward.kwargs.target=20
+    """
+    flags = {"max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens,
+             "temperature": temperature, "top_k": top_k, "top_p": top_p,
+             "do_sample": False if greedy else None, "stop_sequences": stop or None}
+    ending(lambda: generate(
+        asking_of(run, overrides, step=step, best=best, against=against, score=score,
+                  reward=reward, seed=seed, system=system, flags=flags),
+        Wanted(tuple(prompt or ()), prompts_file, column, num_samples, chat, batch_size, as_json)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,131 +118,6 @@ class Wanted:
     batch: int = 64
     as_json: bool = False
 
-
-# Who is asked -------------------------------------------------------------------------------------
-
-def asking_of(run: str | None, words: Sequence[str] | None, **options: Any) -> Asking:
-    """Tell RUN from the words behind it, and check the options by themselves.
-
-    Raises:
-        ConfigError: something among the words is no KEY=VALUE, or wrong options.
-    """
-    try:
-        found, rest = split_words(run, words)
-    except ConfigError as error:
-        error.fix = "prompts go behind an option: --prompt TEXT"
-        raise
-    asking = Asking(found, tuple(rest), **options)
-    if asking.seed >= MAX_SEED:
-        raise ConfigError(f"--seed {asking.seed} is too large.", where="--seed",
-                          fix="a number below 2**63")
-    _given_flags(asking)
-    return asking
-
-
-def find_cast(asking: Asking) -> Cast:
-    """Find the models that are asked and their settings; nothing is loaded.
-
-    Raises:
-        ConfigError, CheckpointError, InputError: as :func:`ppocli.runs.target.find_target` and
-            :func:`ppocli.launching.target_config.target_config`.
-    """
-    from ppocli.evaluation.request import EvalRequest
-    from ppocli.launching.target_config import target_config
-    from ppocli.runs.target import find_target
-
-    target = find_target(asking.run, say=say, step=asking.step, best=asking.best)
-    request = EvalRequest(words=asking.words, reward=asking.reward, against=asking.against)
-    request.check()
-    cfg = target_config(target, request.overrides(target), needs_reward=asking.scored,
-                        needs_prompts=False)
-    models = [_named(target, cfg.model)]
-    other = request.find_against(target, cfg, say)
-    if other is not None:
-        models.append(_named(other, cfg.model if other.model == cfg.model.path else None))
-    return Cast(cfg, target.run_dir is not None, tuple(models))
-
-
-def _named(target: Target, cfg: ModelConfig | None) -> Named:
-    """``cfg`` None: that of the target's own run, or the defaults."""
-    from ppocli.config.resolved import CONFIG_FILE, read_config
-    from ppocli.config.schema import ModelConfig
-
-    if cfg is None:
-        cfg = (ModelConfig(path=target.model) if target.run_dir is None
-               else read_config(target.run_dir / CONFIG_FILE).model)
-    return Named(target.name, target.model, cfg)
-
-
-def load_players(cast: Cast, backend: Backend) -> list[Player]:
-    """Load the one or two models.
-
-    Raises:
-        InputError: a model or its tokenizer is unusable.
-    """
-    from ppocli.evaluation.player import load_player, policy_config
-
-    return [load_player(policy_config(model.cfg, model.policy), model.name, backend)
-            for model in cast.models]
-
-
-def sampling_of(asking: Asking, cast: Cast, player: Player | None) -> GenerationConfig:
-    """Flags over words over the run's own settings; a model that came from elsewhere has those of
-    its generation_config.json.
-
-    Args:
-        player: the model, loaded; not needed for a run.
-
-    Raises:
-        ConfigError: values out of range.
-    """
-    from ppocli.evaluation.player import changed_sampling, own_sampling
-
-    changes: dict[str, Any] = {}
-    if not cast.from_run and player is not None:
-        worded = {word.lstrip("+~").partition("=")[0] for word in asking.words}
-        changes = {name: value for name, value in own_sampling(player.loaded).items()
-                   if f"generation.{name}" not in worded}
-        if changes:
-            say("sampling as its generation_config.json says: " + ", ".join(
-                f"{name}={value}" for name, value in changes.items()))
-    given = _given_flags(asking)
-    sources = {**dict.fromkeys(changes, "generation_config.json"),
-               **{name: _option(name) for name in given}}
-    generation = changed_sampling(cast.cfg, {**changes, **given}, sources)
-    say_idle(generation, [name for name in SHAPING if any(
-        word.lstrip("+~").startswith(f"generation.{name}=") for word in asking.words)])
-    return generation
-
-
-def say_idle(generation: GenerationConfig, asked: Sequence[str]) -> None:
-    """Say which of the settings that were ``asked`` for change nothing."""
-    idle = [name for name in asked if name in SHAPING]
-    if idle and not generation.do_sample:
-        say(f"no effect: {', '.join(idle)}, as do_sample=false (--greedy) always takes the "
-            "likeliest token")
-
-
-def _given_flags(asking: Asking) -> dict[str, Any]:
-    """The sampling flags that were given; those that shape a distribution ask for sampling.
-
-    Raises:
-        ConfigError: flags that exclude each other.
-    """
-    given = {name: value for name, value in asking.flags.items() if value is not None}
-    shaping = sorted(given.keys() & set(SHAPING))
-    if shaping and given.setdefault("do_sample", True) is False:
-        raise ConfigError(f"--greedy takes the likeliest token; {_option(shaping[0])} would change "
-                          "nothing.", where="command line", fix="give one of them")
-    return given
-
-
-def _option(name: str) -> str:
-    named = {"do_sample": "--greedy", "stop_sequences": "--stop"}
-    return named.get(name, "--" + name.replace("_", "-"))
-
-
-# What is asked ------------------------------------------------------------------------------------
 
 def given_lines(wanted: Wanted) -> list[str] | None:
     """The prompts that standard input holds, a line each; None if they come from elsewhere.
@@ -332,6 +227,8 @@ def generate(asking: Asking, wanted: Wanted) -> None:
     if cast.cfg.prompts.template is not None and not chat:
         say("prompts.template of the run is not applied: prompts are taken as they are")
     asked = read_prompts(wanted, lines, chat=chat)
+    from ppocli.cli.sheet import Sheet
+
     with working() as stop:
         from ppocli.evaluation.player import build_judge
         from ppocli.parallel.backend import open_backend
@@ -358,8 +255,8 @@ def generate(asking: Asking, wanted: Wanted) -> None:
 
 
 def _write(sheet: Sheet, batches: list[Any], players: list[Player], texts: list[list[str]],
-           reward: Reward | None, columns: Mapping[str, Sequence[Any]], check: Callable[[], None]
-           ) -> None:
+           reward: RewardModel | None, columns: Mapping[str, Sequence[Any]],
+           check: Callable[[], None]) -> None:
     """Print each batch as soon as all models have answered it."""
     from ppocli.evaluation.player import scores_of
 
@@ -380,4 +277,6 @@ def _shown(cell: Any, rendered: str) -> str:
 
 
 def _show(piece: str) -> None:
+    from ppocli.cli.sheet import printable
+
     print(printable(piece), end="", flush=True)

@@ -5,12 +5,43 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from ppocli.cli.output import say
-from ppocli.config.keys import did_you_mean
+import typer
+
+from ppocli.cli.completion import complete_recipe
+from ppocli.cli.options import WORDS, AsJson, Overrides
+from ppocli.cli.output import ending, say
 from ppocli.config.paths import recipe_files
 from ppocli.errors import ConfigError, DiskError
+
+recipes_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
+                          help="List, show and copy the recipes that ship.")
+
+
+@recipes_app.command("list")
+def recipes_list(as_json: AsJson = False) -> None:
+    """List the recipes: ./recipes of the current folder, then those that ship."""
+    ending(lambda: print_list(as_json))
+
+
+@recipes_app.command("show", context_settings=WORDS)
+def recipes_show(name: Annotated[str, typer.Argument(autocompletion=complete_recipe)],
+                 overrides: Overrides = None,
+                 resolved: Annotated[bool, typer.Option(
+                     "--resolved", help="Print everything it composes to.")] = False) -> None:
+    """Print a recipe as YAML; with words or --resolved, what it composes to."""
+    ending(lambda: print_recipe(name, overrides or [], resolved))
+
+
+@recipes_app.command("copy")
+def recipes_copy(name: Annotated[str, typer.Argument(autocompletion=complete_recipe)],
+                 destination: Annotated[Path | None, typer.Argument(
+                     metavar="[DEST]", help="File or folder (default: ./recipes).")] = None,
+                 force: Annotated[bool, typer.Option(
+                     "--force", help="Overwrite an existing file.")] = False) -> None:
+    """Copy a recipe, to change it."""
+    ending(lambda: copy_recipe(name, destination, force))
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +63,8 @@ def recipe_file(name: str) -> Path:
     Raises:
         ConfigError: there is none of that name.
     """
+    from ppocli.config.keys import did_you_mean
+
     files = recipe_files()
     if name not in files:
         raise ConfigError(f"unknown recipe {name}{did_you_mean(name, list(files))}",

@@ -4,18 +4,71 @@ from __future__ import annotations
 
 import json
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from ppocli.cli.output import say
+import typer
+
+from ppocli.cli.options import AsJson
+from ppocli.cli.output import ending, say
 from ppocli.cli.tables import print_table
-from ppocli.display.console import clean, figure
 from ppocli.errors import ConfigError, DiskError, InputError, PpocliError
-from ppocli.runs.listing import RunInfo, age, run_infos
-from ppocli.runs.pruning import Removal, carry_out, parse_age, plan_pruning
-from ppocli.storage.atomic import format_bytes
-from ppocli.storage.retention import STEP
+
+if TYPE_CHECKING:
+    from ppocli.runs.listing import RunInfo
+    from ppocli.runs.pruning import Removal
+
+runs_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
+                       help="List runs, and delete what they can spare.")
+
+Folder = Annotated[Path | None, typer.Argument(
+    metavar="[DIR]", show_default=False, help="Folder that holds runs (default: runs).")]
+
+
+@runs_app.command("list")
+@runs_app.command("ls", hidden=True)
+def runs_list(folder: Folder = None, as_json: AsJson = False) -> None:
+    """List runs with status, step, reward and size; the one written to last comes first.
+
+    \b
+    Examples:
+      ppocli runs list
+      ppocli runs list runs/sweep-20260131-120000
+      ppocli runs list --json
+    """
+    ending(lambda: print_runs(folder, as_json))
+
+
+@runs_app.command("prune")
+def runs_prune(folder: Folder = None,
+               checkpoints: Annotated[bool, typer.Option(
+                   "--checkpoints", help="Delete the checkpoints of finished runs. Their model, "
+                   "summary, metrics and samples stay; they can't be resumed any more. This is "
+                   "the default.")] = False,
+               failed: Annotated[bool, typer.Option(
+                   "--failed", help="Delete runs that ended before they saved a checkpoint.")
+                   ] = False,
+               keep_best: Annotated[bool, typer.Option(
+                   "--keep-best", help="Keep the checkpoint of the best evaluation.")] = False,
+               older_than: Annotated[str | None, typer.Option(
+                   "--older-than", metavar="AGE", show_default=False,
+                   help="Only runs last written to longer ago, e.g. 7d or 12h.")] = None,
+               dry_run: Annotated[bool, typer.Option(
+                   "--dry-run", help="List what would be deleted, and its size.")] = False,
+               yes: Annotated[bool, typer.Option(
+                   "--yes", "-y", help="Don't ask.")] = False,
+               as_json: AsJson = False) -> None:
+    """Delete what finished and failed runs can spare. Running runs are never touched.
+
+    \b
+    Examples:
+      ppocli runs prune --dry-run
+      ppocli runs prune --keep-best --older-than 7d
+      ppocli runs prune --failed --yes
+    """
+    ending(lambda: prune_runs(folder, checkpoints=checkpoints, failed=failed, keep_best=keep_best,
+                              older_than=older_than, dry_run=dry_run, yes=yes, as_json=as_json))
+
 
 RUNS = Path("runs")
 
@@ -26,6 +79,10 @@ def print_runs(given: Path | None, as_json: bool) -> None:
     Raises:
         InputError: the folder that was named does not exist.
     """
+    from ppocli.display.console import figure
+    from ppocli.runs.listing import age, run_infos
+    from ppocli.storage.atomic import format_bytes
+
     root = _root(given)
     infos = run_infos(root)
     if as_json:
@@ -57,6 +114,8 @@ def _step(info: RunInfo) -> str:
 
 
 def _best(info: RunInfo) -> str:
+    from ppocli.display.console import figure
+
     return "-" if info.best is None else f"{figure(info.best, 3)} at {info.best_step}"
 
 
@@ -69,6 +128,8 @@ def _as_json(info: RunInfo) -> dict[str, Any]:
 
 
 def _time(seconds: float) -> str:
+    from datetime import UTC, datetime
+
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 
@@ -90,6 +151,9 @@ def prune_runs(given: Path | None, *, checkpoints: bool, failed: bool, keep_best
         InputError: the folder that was named does not exist.
         PpocliError: something could not be deleted; the rest was.
     """
+    from ppocli.runs.pruning import parse_age, plan_pruning
+    from ppocli.storage.atomic import format_bytes
+
     root = _root(given)
     plan = plan_pruning(root, checkpoints=checkpoints or not failed, failed=failed,
                         keep_best=keep_best, say=say,
@@ -118,6 +182,8 @@ def prune_runs(given: Path | None, *, checkpoints: bool, failed: bool, keep_best
 
 
 def _print_plan(plan: list[Removal], root: Path) -> None:
+    from ppocli.storage.atomic import format_bytes
+
     rows = [("run", "because", "delete", "size")]
     for removal in plan:
         name = removal.run.name if removal.run == root else \
@@ -127,6 +193,8 @@ def _print_plan(plan: list[Removal], root: Path) -> None:
 
 
 def _shown_parts(removal: Removal) -> str:
+    from ppocli.storage.retention import STEP
+
     if removal.kind == "run":
         return "the whole folder"
     steps = [part.name for part in removal.parts if STEP.fullmatch(part.name)]
@@ -148,6 +216,9 @@ def _confirmed(total: str) -> bool:
 
 
 def _delete(plan: list[Removal]) -> tuple[list[Removal], list[PpocliError]]:
+    from ppocli.display.console import clean
+    from ppocli.runs.pruning import carry_out
+
     deleted: list[Removal] = []
     problems: list[PpocliError] = []
     for removal in plan:

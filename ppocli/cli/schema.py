@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 import json
-import textwrap
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from omegaconf import MISSING
+import typer
 
-from ppocli.config.keys import Key, did_you_mean, schema_keys, schema_sections
-from ppocli.config.problems import FNS_KEYS
-from ppocli.config.schema import TrainConfig
+from ppocli.cli.completion import complete_key
+from ppocli.cli.output import ending
 from ppocli.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ppocli.config.keys import Key
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _TYPES: dict[Any, str] = {int: "integer", float: "number", bool: "boolean", str: "string"}
 _BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 _INTERPOLATION = {"$ref": "#/$defs/interpolation"}
+
+
+def schema(name: Annotated[str | None, typer.Argument(
+               metavar="[KEY]", autocompletion=complete_key, show_default=False,
+               help="A key or a section: ppo.vf_coef, ppo (default: all).")] = None,
+           as_json: Annotated[bool, typer.Option(
+               "--json", help="Print a JSON Schema, for editors and other programs.")] = False
+           ) -> None:
+    """Print every setting with its type, default, allowed values and meaning.
+
+    \b
+    Examples:
+      ppocli schema ppo
+      ppocli schema generation.top_p
+      ppocli schema --json > ppocli.schema.json
+    """
+    ending(lambda: print_schema(name, as_json))
 
 
 def print_schema(name: str | None, as_json: bool) -> None:
@@ -38,6 +56,8 @@ def chosen_keys(name: str | None) -> list[Key]:
     Raises:
         ConfigError: there is no such key or section.
     """
+    from ppocli.config.keys import did_you_mean, schema_keys, schema_sections
+
     keys = schema_keys()
     if name is None:
         return list(keys.values())
@@ -50,6 +70,10 @@ def chosen_keys(name: str | None) -> list[Key]:
 
 
 def _shown(key: Key) -> str:
+    import textwrap
+
+    from omegaconf import MISSING
+
     default = "must be given" if key.default == MISSING else (
         f"default {json.dumps(key.default, ensure_ascii=False)}")
     values = key.allowed if key.metadata["choices"] else ", ".join(
@@ -70,6 +94,9 @@ def json_schema(name: str | None = None) -> dict[str, Any]:
     Raises:
         ConfigError: there is no such key or section.
     """
+    from ppocli.config.keys import schema_keys
+    from ppocli.config.schema import TrainConfig
+
     chosen_keys(name)
     if name in schema_keys():
         body = _value(schema_keys()[name or ""])
@@ -90,6 +117,8 @@ def json_schema(name: str | None = None) -> dict[str, Any]:
 
 def _section(root: type, prefix: str) -> dict[str, Any]:
     """The object at ``prefix`` with all keys below it."""
+    from ppocli.config.keys import schema_keys
+
     properties: dict[str, Any] = {}
     for key in schema_keys().values():
         if prefix and not key.name.startswith(prefix + "."):
@@ -117,6 +146,8 @@ def _about(root: type, section: str) -> dict[str, str]:
 
 
 def _value(key: Key) -> dict[str, Any]:
+    from omegaconf import MISSING
+
     about: dict[str, Any] = {"description": key.metadata["doc"]}
     if key.default != MISSING:
         about["default"] = key.default
@@ -145,6 +176,8 @@ def _item(key: Key) -> dict[str, Any]:
 
 
 def _fns_entry() -> dict[str, Any]:
+    from ppocli.config.problems import FNS_KEYS
+
     shapes = {"fn": {"type": "string", "minLength": 1}, "kwargs": {"type": ["object", "null"]},
               "weight": {"type": "number"}}
     return {"type": "object", "properties": {name: shapes[name] for name in FNS_KEYS},

@@ -1,13 +1,38 @@
-"""Completion scripts for bash, zsh and fish: printing them, and putting them into place."""
+"""``ppocli completion``: scripts for bash, zsh and fish, printed or put into place."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
-from ppocli.config.keys import did_you_mean
+import typer
+
+from ppocli.cli.output import ending
 from ppocli.errors import ConfigError, DiskError
+
+
+def _shells() -> list[str]:
+    return ["bash", "zsh", "fish"]
+
+
+def completion(
+        shell: Annotated[str | None, typer.Argument(
+            metavar="[SHELL]", autocompletion=_shells, show_default=False,
+            help="bash, zsh or fish (default: the one that this runs in).")] = None,
+        install: Annotated[bool, typer.Option(
+            "--install", help="Put it where the shell finds it.")] = False) -> None:
+    """Print the script that completes ppocli's commands, keys and runs after TAB.
+
+    \b
+    Examples:
+      ppocli completion --install
+      source <(ppocli completion bash)
+      ppocli completion zsh > ~/.zfunc/_ppocli
+    """
+    ending(lambda: install_script(shell) if install else show(shell))
+
 
 SHELLS = ("bash", "zsh", "fish")
 _VARIABLE = "_PPOCLI_COMPLETE"
@@ -53,6 +78,8 @@ def find_shell(given: str | None = None) -> str:
     Raises:
         ConfigError: it isn't one that we know.
     """
+    from ppocli.config.keys import did_you_mean
+
     found = given or _around_us() or Path(os.environ.get("SHELL", "")).name
     if found not in SHELLS:
         what = f"there is no completion for {found!r}{did_you_mean(found, SHELLS)}" if found \
@@ -77,7 +104,7 @@ def show(shell: str | None) -> None:
     print(completion_script(find_shell(shell)))
 
 
-def install(shell: str | None) -> None:
+def install_script(shell: str | None) -> None:
     """Put the script of a shell where it finds it, and print the file's path.
 
     Raises:

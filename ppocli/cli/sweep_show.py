@@ -1,4 +1,4 @@
-"""``ppocli sweep show``: a table of a sweep's jobs, and what each swept value was worth."""
+"""``ppocli sweep``: a table of a sweep's jobs, what each swept value was worth, and going on."""
 
 from __future__ import annotations
 
@@ -6,22 +6,68 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
-from ppocli.cli.output import say
+import typer
+
+from ppocli.cli.options import WORDS, AsJson, Overrides
+from ppocli.cli.output import ending, say
 from ppocli.cli.tables import print_table, shown_figure
 from ppocli.errors import ConfigError
-from ppocli.runs.sweeps import (
-    JobState,
-    SweepRecord,
-    find_sweep,
-    job_states,
-    read_sweep,
-    varied_values,
-)
-from ppocli.storage.run_folder import finite_or_null
 
-Order = Literal["reward", "kl", "job"]
+if TYPE_CHECKING:
+    from ppocli.runs.sweeps import JobState, SweepRecord
+
+sweep_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
+                        help="Look at a sweep (ppocli train -m), and go on with one.")
+
+
+@sweep_app.command("show")
+def sweep_show(sweep: Annotated[str | None, typer.Argument(
+                   metavar="[SWEEP]", show_default=False,
+                   help="A sweep's folder or name (default: the newest below runs/).")] = None,
+               sort: Annotated[str, typer.Option(
+                   metavar="ORDER", help="reward (best first), kl (lowest first) or job.")
+                   ] = "reward",
+               as_json: AsJson = False) -> None:
+    """Print the jobs of a sweep: status, reward and KL after training, and what was swept.
+
+    For sweeps over several keys, the mean figures of every value follow.
+
+    \b
+    Examples:
+      ppocli sweep show
+      ppocli sweep show runs/sweep-20260131-120000 --sort kl
+      ppocli sweep show --json
+    """
+    ending(lambda: show_sweep(sweep, sort, as_json))
+
+
+@sweep_app.command("resume", context_settings=WORDS)
+def sweep_resume(sweep: Annotated[str, typer.Argument(
+                     metavar="SWEEP", help="The sweep's folder or name.")],
+                 overrides: Overrides = None) -> None:
+    """Run the jobs of a sweep that are not finished, in the same folders.
+
+    A job goes on from its newest checkpoint, or starts if it has none. Finished jobs are kept.
+    Words are settings for the jobs that are run, e.g. reward.timeout=60. Only grids can be gone
+    on with: other sweepers choose their jobs as they go.
+
+    \b
+    Examples:
+      ppocli sweep resume runs/sweep-20260131-120000
+      ppocli sweep resume runs/sweep-20260131-120000 ppo.micro_batch_size=4
+    """
+    from ppocli.cli.output import ignore_broken_pipes
+    from ppocli.cli.sweep import resume_sweep
+
+    def resume() -> None:
+        ignore_broken_pipes()
+        resume_sweep(sweep, overrides or [])
+
+    ending(resume)
+
+
 
 
 def show_sweep(given: str | None, sort: str, as_json: bool) -> None:
@@ -36,6 +82,9 @@ def show_sweep(given: str | None, sort: str, as_json: bool) -> None:
         ConfigError: an unknown order, or there is no sweep.
         CheckpointError: what was given is no sweep.
     """
+    from ppocli.runs.sweeps import find_sweep, job_states, read_sweep
+    from ppocli.storage.run_folder import finite_or_null
+
     if sort not in ("reward", "kl", "job"):
         raise ConfigError(f"--sort {sort}: must be one of reward, kl, job", where="command line")
     folder = find_sweep(given)
@@ -70,6 +119,8 @@ def marginal_means(states: Sequence[JobState]) -> list[dict[str, Any]]:
     Returns:
         ``{"key", "value", "jobs", "reward_mean", "kl_mean"}`` for each value, in order of the jobs.
     """
+    from ppocli.runs.sweeps import varied_values
+
     values = [varied_values(state.job) for state in sorted(states, key=lambda s: s.job.number)]
     keys = list(dict.fromkeys(key for of_job in values for key in of_job))
     if len(keys) < 2:
@@ -97,6 +148,8 @@ def _rank(state: JobState, sort: str) -> tuple[float, int]:
 
 
 def _print_jobs(sweep: SweepRecord, states: Sequence[JobState]) -> None:
+    from ppocli.runs.sweeps import varied_values
+
     keys = list(dict.fromkeys(key for state in states for key in varied_values(state.job)))
     rows = [("job", "status", "step", "reward", "KL", "seconds", *keys, "folder")]
     for state in states:
@@ -120,6 +173,8 @@ def _place(state: JobState, sweep: Path) -> str:
 
 
 def _as_json(state: JobState) -> dict[str, Any]:
+    from ppocli.runs.sweeps import varied_values
+
     run = state.run
     return {"job": state.job.number, "status": state.status, "varied": varied_values(state.job),
             "overrides": list(state.job.overrides), "exit_code": state.job.exit_code,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ppocli.display.console import clean
-
 
 def aligned(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> list[str]:
     """Rows as lines whose columns begin below one another; texts are cleaned of control characters.
@@ -14,6 +12,8 @@ def aligned(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) 
         rows: all of the same length; the first is usually the heading.
         right: columns that are set to the right, for numbers.
     """
+    from ppocli.display.console import clean
+
     cells = [[clean(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     sides = [str.rjust if number in right else str.ljust for number in range(len(widths))]

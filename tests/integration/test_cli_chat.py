@@ -9,7 +9,7 @@ from helpers import ppocli, save_talker
 from terminal import Terminal
 
 from ppocli.cli.chat import Chat, Conversation
-from ppocli.cli.generate import Asking, Cast, find_cast, sampling_of
+from ppocli.cli.sampling_options import Asking, Cast, find_cast, sampling_of
 from ppocli.config.schema import ModelConfig
 from ppocli.errors import ConfigError
 from ppocli.evaluation.player import build_judge, changed_sampling, load_player
