@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 
-from ppocli.cli.chat import chat_command
-from ppocli.cli.compare import compare
+from ppocli.cli.chat import chat
+from ppocli.cli.compare import print_comparison
+from ppocli.cli.completion import completion
 from ppocli.cli.doctor import doctor, env
 from ppocli.cli.estimate import estimate
-from ppocli.cli.evaluate import evaluate
+from ppocli.cli.eval import evaluate
 from ppocli.cli.export import export_command
-from ppocli.cli.generate import generate_command
-from ppocli.cli.options import WORDS, HydraCommand
+from ppocli.cli.generate import generate
+from ppocli.cli.options import WORDS, Command, HydraCommand
 from ppocli.cli.output import code_of, ending, leave, set_manner, survive_any_terminal
 from ppocli.cli.plot import plot
 from ppocli.cli.recipes import recipes_app
-from ppocli.cli.report import report_command
+from ppocli.cli.report import report
 from ppocli.cli.runs import runs_app
-from ppocli.cli.schema import schema
-from ppocli.cli.serve import serve_reward_command
-from ppocli.cli.shells import completion
+from ppocli.cli.schema import print_schema
+from ppocli.cli.serve import serve_reward
 from ppocli.cli.sweep_show import sweep_app
 from ppocli.cli.train import resume, train, train_help
 from ppocli.cli.validate import validate
@@ -35,7 +34,7 @@ _COMPLETING = "_PPOCLI_COMPLETE"
 app = typer.Typer(
     name="ppocli", no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
     help="Fine-tune language models with PPO and any Python reward function.",
-    add_completion=False,  # ours knows how bash breaks words
+    add_completion=False,  # `ppocli completion` has a script for bash that knows KEY=VALUE
     context_settings={"help_option_names": ["-h", "--help"]})
 
 
@@ -47,16 +46,12 @@ def _version(wanted: bool) -> None:
 
 def _show_completion(wanted: bool) -> None:
     if wanted:
-        from ppocli.cli import shells
-
-        ending(lambda: shells.show(None))
+        ending(lambda: completion(None))
 
 
 def _install_completion(wanted: bool) -> None:
     if wanted:
-        from ppocli.cli import shells
-
-        ending(lambda: shells.install_script(None))
+        ending(lambda: completion(None, install=True))
 
 
 @app.callback()
@@ -83,31 +78,28 @@ def _options(
     set_manner(quiet=quiet, verbose=verbose, no_color=no_color)
 
 
-def _hydra_command(name: str | None = None, help: str | None = None) -> Callable[[Any], Any]:
-    return app.command(name, cls=HydraCommand, context_settings=WORDS, help=help)
-
-
+_HYDRA: dict[str, Any] = {"cls": HydraCommand, "context_settings": WORDS}
 # in the order in which --help lists them
-_hydra_command(help=train_help())(train)
-_hydra_command()(resume)
-app.command("watch")(watch_command)
-app.command("eval")(evaluate)
-app.command("generate")(generate_command)
-app.command("chat")(chat_command)
-app.command("export")(export_command)
-app.command("report")(report_command)
-app.command()(plot)
-app.command()(compare)
+app.command(**_HYDRA, help=train_help())(train)
+app.command(**_HYDRA)(resume)
+app.command("watch", cls=Command)(watch_command)
+app.command("eval", cls=Command)(evaluate)
+app.command(cls=Command)(generate)
+app.command(cls=Command)(chat)
+app.command("export", cls=Command)(export_command)
+app.command(cls=Command)(report)
+app.command(cls=Command)(plot)
+app.command("compare", cls=Command)(print_comparison)
 app.add_typer(runs_app, name="runs")
 app.add_typer(sweep_app, name="sweep")
 app.add_typer(recipes_app, name="recipes")
-_hydra_command("serve-reward")(serve_reward_command)
-_hydra_command()(validate)
-app.command()(schema)
-_hydra_command()(estimate)
-app.command()(env)
-app.command()(doctor)
-app.command()(completion)
+app.command("serve-reward", **_HYDRA)(serve_reward)
+app.command(**_HYDRA)(validate)
+app.command("schema", cls=Command)(print_schema)
+app.command(**_HYDRA)(estimate)
+app.command(cls=Command)(env)
+app.command(cls=Command)(doctor)
+app.command(cls=Command)(completion)
 
 
 def main() -> None:

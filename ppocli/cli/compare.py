@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
@@ -11,18 +10,18 @@ import typer
 
 from ppocli.cli.completion import complete_run
 from ppocli.cli.options import AsJson
-from ppocli.cli.output import ending
-from ppocli.cli.tables import aligned, shown_figure
+from ppocli.cli.output import aligned, print_json, shown_figure
 from ppocli.errors import ConfigError
 
 if TYPE_CHECKING:
     from ppocli.report.compare import At, Comparison, Wins
 
 
-def compare(runs: Annotated[list[str], typer.Argument(
-                metavar="RUN RUN...", autocompletion=complete_run,
-                help="Folders or names of runs; the first is the one to beat.")],
-            as_json: AsJson = False) -> None:
+def print_comparison(
+        given: Annotated[list[str], typer.Argument(
+            metavar="RUN RUN...", autocompletion=complete_run,
+            help="Folders or names of runs; the first is the one to beat.")],
+        as_json: AsJson = False) -> None:
     """Set runs side by side: figures after equally many samples, settings, wins on prompts.
 
     \b
@@ -30,20 +29,9 @@ def compare(runs: Annotated[list[str], typer.Argument(
       ppocli compare runs/ONE runs/OTHER
       ppocli compare runs/sweep-20260131-120000/0 runs/sweep-20260131-120000/1 --json
     """
-    ending(lambda: print_comparison(runs, as_json))
-
-
-def print_comparison(given: Sequence[str], as_json: bool) -> None:
-    """Print how runs differ, in what they came to and in their settings.
-
-    Raises:
-        ConfigError: fewer than two different runs.
-        InputError: one of them is no run.
-    """
     from ppocli.report.compare import compare_runs
     from ppocli.runs.listing import find_run
     from ppocli.runs.record import read_run
-    from ppocli.storage.run_folder import finite_or_null
 
     runs = {run.folder.path: run for run in (read_run(find_run(each)) for each in given)}
     if len(runs) < 2:
@@ -51,7 +39,7 @@ def print_comparison(given: Sequence[str], as_json: bool) -> None:
                           where="command line", fix="ppocli compare runs/ONE runs/OTHER")
     comparison = compare_runs(list(runs.values()))
     if as_json:
-        print(json.dumps(finite_or_null(_as_json(comparison)), indent=2, ensure_ascii=False))
+        print_json(_as_json(comparison))
         return
     print("\n".join(_lines(comparison)), flush=True)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ppocli.cli.options import AsJson
-from ppocli.cli.output import complain, ending, say
+from ppocli.cli.output import complain, ending, print_json, say
 
 if TYPE_CHECKING:
     from ppocli.doctor.checking import Result
@@ -60,7 +59,7 @@ def print_env(as_json: bool) -> None:
 
     facts = {**describe(places=True), "cache": home_shortened(str(cache_root()))}
     if as_json:
-        print(json.dumps(facts, indent=2, ensure_ascii=False))
+        print_json(facts)
     else:
         print("\n".join(f"- {name}: {value}" for name, value in _env_lines(facts)))
 
@@ -122,7 +121,7 @@ def run_doctor(folder: Path, as_json: bool) -> None:
             else:
                 print(line, flush=True)
     if as_json:
-        print(json.dumps([asdict(result) for result in results], indent=2, ensure_ascii=False))
+        print_json([asdict(result) for result in results])
     failed = [result.name for result in results if result.verdict == "fail"]
     if failed:
         complain(f"{len(failed)} of {len(results)} checks failed: {', '.join(failed)}")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ppocli.cli.options import AsJson, Overrides
-from ppocli.cli.output import ending
-from ppocli.cli.tables import print_table
+from ppocli.cli.output import ending, print_json, print_table
 from ppocli.errors import ConfigError, InputError, OutOfMemoryError
 
 if TYPE_CHECKING:
@@ -91,7 +89,7 @@ def print_estimate(words: Sequence[str], *, prompt_tokens: int | None, available
     room = _room(available, memory, cuda)
     verdict, fits = (None, True) if room is None else _verdict(found, room, cfg)
     if as_json:
-        print(json.dumps(_as_json(found, cfg, source, room, fits), indent=2, ensure_ascii=False))
+        print_json(_as_json(found, cfg, source, room, fits))
     else:
         _print(found, cfg, source)
         if verdict is not None and fits:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -94,6 +93,8 @@ def export(request: ExportRequest, as_json: bool) -> None:
     Raises:
         PpocliError: whatever keeps the export from its end.
     """
+    import json
+
     from ppocli.config.as_words import training_command
     from ppocli.export.hub import push, shown
     from ppocli.export.masking import Mask
@@ -158,6 +159,8 @@ def _write(plan: ExportPlan, request: ExportRequest, mask: Mask, tell: Any) -> d
 def _dry_run(plan: ExportPlan | Existing, request: ExportRequest, mask: Mask,
              as_json: bool) -> None:
     """Say everything that would be done; nothing is written and nobody is asked."""
+    import json
+
     from ppocli.export.hub import shown
     from ppocli.export.request import Existing
     from ppocli.storage.atomic import format_bytes

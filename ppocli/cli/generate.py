@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ppocli.cli.options import AsJson, Overrides, Run
-from ppocli.cli.output import ending, say
-from ppocli.cli.sampling_options import (
+from ppocli.cli.options import (
     Against,
-    Asking,
+    AsJson,
     Best,
     Greedy,
     MaxNew,
     MinNew,
+    Overrides,
     Reward,
+    Run,
     Score,
     Seed,
     Step,
@@ -28,24 +28,21 @@ from ppocli.cli.sampling_options import (
     Temperature,
     TopK,
     TopP,
-    asking_of,
-    find_cast,
-    load_players,
-    sampling_of,
 )
+from ppocli.cli.output import complain, say
 from ppocli.cli.working import working
 from ppocli.errors import ConfigError, InputError, PpocliError
 
 if TYPE_CHECKING:
-    from ppocli.cli.sheet import Sheet
     from ppocli.evaluation.player import Player
     from ppocli.rewards.scoring import Reward as RewardModel
+    from ppocli.sampling.prompting import Answer
 
-COLUMN = "prompt"
 HOW = ("give --prompt TEXT, --prompts-file FILE (json, jsonl, csv, parquet or txt), or a line each "
        "on standard input")
 _OPTIONS = (("prompts.path=", "--prompts-file "), ("prompts.column=", "--column "),
             ("prompts.chat=true", "--chat"), ("prompts.items", "standard input"))
+LONGEST_HEADING = 100
 
 Prompt = Annotated[list[str] | None, typer.Option("--prompt", "-p", metavar="TEXT",
                                                   show_default=False,
@@ -65,7 +62,7 @@ BatchSize = Annotated[int, typer.Option("--batch-size", metavar="N", min=1,
                                         help="Samples decoded together.")]
 
 
-def generate_command(
+def generate(
         run: Run = None, overrides: Overrides = None, prompt: Prompt = None,
         prompts_file: PromptsFile = None, column: Column = "prompt", num_samples: NumSamples = 1,
         max_new_tokens: MaxNew = None, min_new_tokens: MinNew = None,
@@ -87,51 +84,78 @@ def generate_command(
       ppocli generate ./model --temperature 0.7 --max-new-tokens 60 < prompts.txt
       ppocli generate runs/NAME -p "Hello" --reward length reward.kwargs.target=20
     """
-    flags = {"max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens,
-             "temperature": temperature, "top_k": top_k, "top_p": top_p,
-             "do_sample": False if greedy else None, "stop_sequences": stop or None}
-    ending(lambda: generate(
-        asking_of(run, overrides, step=step, best=best, against=against, score=score,
-                  reward=reward, seed=seed, system=system, flags=flags),
-        Wanted(tuple(prompt or ()), prompts_file, column, num_samples, chat, batch_size, as_json)))
+    from ppocli.cli.sampling_request import find_models, loaded, sampling_request
+
+    request = sampling_request(
+        run, overrides, step=step, best=best, against=against, score=score, reward=reward,
+        seed=seed, system=system, greedy=greedy, stop=stop, sampling={
+            "max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens,
+            "temperature": temperature, "top_k": top_k, "top_p": top_p})
+    lines = given_lines(prompt, prompts_file)
+    chosen = find_models(request)
+    chat = chosen.cfg.prompts.chat if chat is None else chat
+    if system is not None and not chat:
+        raise ConfigError("--system is a message of a conversation, and prompts are taken as plain "
+                          "texts.", where="--system", fix="add --chat")
+    if chosen.cfg.prompts.template is not None and not chat:
+        say("prompts.template of the run is not applied: prompts are taken as they are")
+    cells, columns = (_checked(prompt), {}) if prompt else read_prompts(
+        prompts_file, column, lines, chat=chat)
+    with working() as stopping, loaded(request, chosen, list(columns)) as (
+            players, generation, judge):
+        messages = with_system(cells, system)
+        texts = [player.render(messages, chat=chat) for player in players]
+        tokens = [player.tokens(rendered, generation, chat=chat)
+                  for player, rendered in zip(players, texts, strict=True)]
+        printer = ResponsePrinter(
+            [cell if isinstance(cell, str) else text
+             for cell, text in zip(cells, texts[0], strict=True)],
+            [player.name for player in players], num_samples, as_json=as_json,
+            scored=judge is not None)
+        batches = [player.answers(
+            ids, generation, seed=seed, num_samples=num_samples, batch=batch_size,
+            poll=stopping.check, show=_show if printer.streams else None)
+            for player, ids in zip(players, tokens, strict=True)]
+        _write(printer, batches, players, texts, judge, columns, stopping.check)
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """P prompts. Made by :func:`read_prompts`."""
+def _write(printer: ResponsePrinter, batches: list[Any], players: list[Player],
+           texts: list[list[str]], reward: RewardModel | None,
+           columns: Mapping[str, Sequence[Any]], check: Callable[[], None]) -> None:
+    """Print each batch as soon as all models have answered it."""
+    from ppocli.evaluation.player import scores_of
 
-    cells: list[Any]
-    """texts, or lists of chat messages"""
-    columns: dict[str, list[Any]]
-    """metadata by column name, each of length P"""
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What ``generate`` was asked for beside :class:`Asking`."""
-
-    prompts: tuple[str, ...] = ()
-    file: str | None = None
-    column: str = COLUMN
-    num_samples: int = 1
-    chat: bool | None = None
-    batch: int = 64
-    as_json: bool = False
+    try:
+        for answers in zip(*batches, strict=True):
+            scores = None
+            if reward is not None:
+                scores = [scores_of(reward, player, rendered, batch, columns)
+                          for player, rendered, batch in zip(players, texts, answers, strict=True)]
+            printer.write(answers, scores)
+            check()
+    finally:
+        printer.close()
 
 
-def given_lines(wanted: Wanted) -> list[str] | None:
+def _show(piece: str) -> None:
+    print(printable(piece), end="", flush=True)
+
+
+# Prompts ------------------------------------------------------------------------------------------
+
+def given_lines(prompts: Sequence[str] | None, file: str | None) -> list[str] | None:
     """The prompts that standard input holds, a line each; None if they come from elsewhere.
 
     Raises:
         ConfigError: nothing says what the prompts are, or two things do.
         InputError: standard input is not UTF-8.
     """
-    if wanted.prompts and wanted.file is not None:
+    if prompts and file is not None:
         raise ConfigError("--prompt and --prompts-file are both given.", where="command line",
                           fix="give one of them")
-    if wanted.prompts or wanted.file not in (None, "-"):
+    if prompts or file not in (None, "-"):
         return None
-    if sys.stdin.isatty() and wanted.file is None:
+    if sys.stdin.isatty() and file is None:
         raise ConfigError("There are no prompts.", where="command line", fix=HOW)
     raw = sys.stdin.buffer.read()
     try:
@@ -147,15 +171,24 @@ def given_lines(wanted: Wanted) -> list[str] | None:
     return lines[:-1] if lines[-1] == "" else lines
 
 
-def read_prompts(wanted: Wanted, lines: list[str] | None, *, chat: bool) -> Asked:
-    """The prompts with their metadata, read as those of a training are; blank ones are dropped.
+def _checked(prompts: Sequence[str]) -> list[str]:
+    blank = [text for text in prompts if not text.strip()]
+    if blank:
+        raise ConfigError(f"The prompt {blank[0]!r} is empty.", where="--prompt",
+                          fix="give some text")
+    return list(prompts)
+
+
+def read_prompts(file: str | None, column: str, lines: list[str] | None, *, chat: bool
+                 ) -> tuple[list[Any], dict[str, list[Any]]]:
+    """The prompts (texts, or lists of chat messages) and their metadata by column name, read as
+    those of a training are; blank ones are dropped.
 
     Args:
         lines: from :func:`given_lines`.
-        chat: whether cells may be chat messages.
+        chat: whether prompts may be chat messages.
 
     Raises:
-        ConfigError: a blank ``--prompt``.
         InputError: the file is missing, unreadable or empty, or lacks the column.
     """
     from ppocli.config.schema import PromptsConfig
@@ -163,15 +196,9 @@ def read_prompts(wanted: Wanted, lines: list[str] | None, *, chat: bool) -> Aske
     from ppocli.data.sources import open_rows
     from ppocli.data.spec import training_spec
 
-    if wanted.prompts:
-        blank = [text for text in wanted.prompts if not text.strip()]
-        if blank:
-            raise ConfigError(f"The prompt {blank[0]!r} is empty.", where="--prompt",
-                              fix="give some text")
-        return Asked(list(wanted.prompts), {})
     notes: list[str] = []
-    cfg = PromptsConfig(column=wanted.column, chat=chat, items=lines,
-                        path=None if lines is not None else _as_path(wanted.file or ""))
+    cfg = PromptsConfig(column=column, chat=chat, items=lines,
+                        path=None if lines is not None else _as_path(file or ""))
     try:
         spec = training_spec(cfg, None)
         rows, blank_rows = take_rows(open_rows(spec, notes), spec, most=None)
@@ -185,7 +212,7 @@ def read_prompts(wanted: Wanted, lines: list[str] | None, *, chat: bool) -> Aske
         notes.append(f"{blank_rows} blank prompt{'s were' if blank_rows > 1 else ' was'} dropped")
     for note in notes:
         say(note)
-    return Asked([row.values[wanted.column] for row in rows], columns)
+    return [row.values[column] for row in rows], columns
 
 
 def _as_path(given: str) -> str:
@@ -209,74 +236,132 @@ def with_system(cells: Sequence[Any], system: str | None) -> list[Any]:
     return found
 
 
-# The command --------------------------------------------------------------------------------------
+# Responses ----------------------------------------------------------------------------------------
 
-def generate(asking: Asking, wanted: Wanted) -> None:
-    """Sample responses and print them as batches complete.
+def printable(text: str) -> str:
+    """Model text for standard output: on a terminal without control characters, which may be
+    escape sequences; elsewhere as it is."""
+    from ppocli.config.sayable import CONTROL
 
-    Raises:
-        PpocliError: wrong usage, missing inputs, a failing reward.
-        StoppedError: a signal asked to stop; what was complete is printed.
+    return CONTROL.sub("?", text) if sys.stdout.isatty() else text
+
+
+class ResponsePrinter:
+    """Writes batches of answers of one or two models to the same prompts.
+
+    Args:
+        prompts: as the user gave them.
+        names: of the models.
+        num_samples: responses to each prompt.
     """
-    lines = given_lines(wanted)
-    cast = find_cast(asking)
-    chat = cast.cfg.prompts.chat if wanted.chat is None else wanted.chat
-    if asking.system is not None and not chat:
-        raise ConfigError("--system is a message of a conversation, and prompts are taken as plain "
-                          "texts.", where="--system", fix="add --chat")
-    if cast.cfg.prompts.template is not None and not chat:
-        say("prompts.template of the run is not applied: prompts are taken as they are")
-    asked = read_prompts(wanted, lines, chat=chat)
-    from ppocli.cli.sheet import Sheet
 
-    with working() as stop:
-        from ppocli.evaluation.player import build_judge
-        from ppocli.parallel.backend import open_backend
+    def __init__(self, prompts: Sequence[str], names: Sequence[str], num_samples: int, *,
+                 as_json: bool, scored: bool) -> None:
+        self._prompts = prompts
+        self._names = names
+        self._samples = num_samples
+        self._json = as_json
+        self._scores: list[list[float]] = [[] for _ in names]
+        self._scored = scored
+        self._heading: int | None = None
+        self._bare = len(prompts) == num_samples == len(names) == 1 and not as_json
+        self.streams = self._bare and sys.stdout.isatty()
+        """whether the text of the only response is shown while it grows"""
+        self._open_line = self.streams
 
-        # before anything is loaded
-        generation = sampling_of(asking, cast, None) if cast.from_run else None
-        reward = build_judge(cast.cfg.reward, list(asked.columns)) if asking.scored else None
-        with open_backend(cast.cfg.hardware) as backend:
-            players = load_players(cast, backend)
-            generation = generation or sampling_of(asking, cast, players[0])
-            cells = with_system(asked.cells, asking.system)
-            texts = [player.render(cells, chat=chat) for player in players]
-            tokens = [player.tokens(rendered, generation, chat=chat)
-                      for player, rendered in zip(players, texts, strict=True)]
-            sheet = Sheet([_shown(cell, text) for cell, text in
-                           zip(asked.cells, texts[0], strict=True)],
-                          [player.name for player in players], wanted.num_samples,
-                          as_json=wanted.as_json, scored=reward is not None)
-            batches = [player.answers(
-                ids, generation, seed=asking.seed, num_samples=wanted.num_samples,
-                batch=wanted.batch, poll=stop.check, show=_show if sheet.streams else None)
-                for player, ids in zip(players, tokens, strict=True)]
-            _write(sheet, batches, players, texts, reward, asked.columns, stop.check)
+    def write(self, answers: Sequence[Sequence[Answer]],
+              scores: Sequence[Sequence[float | None]] | None) -> None:
+        """Print a batch.
+
+        Args:
+            answers: a list for each model, of the same samples.
+            scores: likewise, or None if nothing is scored.
+        """
+        from ppocli.display.console import figure
+
+        for place, row in enumerate(zip(*answers, strict=True)):
+            judged = [None] * len(row) if scores is None else [of[place] for of in scores]
+            for model, score in enumerate(judged):
+                if score is not None:
+                    self._scores[model].append(score)
+            if self._json:
+                self._objects(row, judged)
+            elif self._bare:
+                self._one(row[0], figure(judged[0], 3))
+            else:
+                self._block(row, [figure(score, 3) for score in judged])
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        """End an unfinished line; tell the mean scores of several samples."""
+        from ppocli.display.console import figure
+
+        if self._open_line:
+            print(flush=True)
+            self._open_line = False
+        for name, scores in zip(self._names, self._scores, strict=True):
+            if scores and not self._bare:
+                mean = math.fsum(scores) / len(scores)
+                complain(f"mean score of {name}: {figure(mean, 3)} ({len(scores)} scored)")
+
+    def _objects(self, row: Sequence[Answer], scores: Sequence[float | None]) -> None:
+        import json
+
+        for name, answer, score in zip(self._names, row, scores, strict=True):
+            print(json.dumps({
+                "prompt": self._prompts[answer.prompt], "sample": answer.sample,
+                "response": answer.text, "model": name, "score": score,
+                "finished": answer.finished, "response_tokens": len(answer.ids)}))
+
+    def _one(self, answer: Answer, score: str) -> None:
+        print("" if self.streams else printable(answer.text))
+        self._open_line = False
+        if self._scored:
+            sys.stdout.flush()
+            complain(f"score {score}")
+
+    def _block(self, row: Sequence[Answer], scores: Sequence[str]) -> None:
+        from ppocli.display.console import clean
+
+        answer = row[0]
+        if answer.prompt != self._heading:
+            if self._heading is not None and len(row) == 1:
+                print()
+            self._heading = answer.prompt
+            text = clean(self._prompts[answer.prompt])
+            if len(text) > LONGEST_HEADING:
+                text = text[:LONGEST_HEADING - 3] + "..."
+            print(f"== prompt {answer.prompt + 1}: {text}")
+        facts = [] if self._samples == 1 else [f"sample {answer.sample + 1}"]
+        if self._scored and len(row) == 1:
+            facts.append(f"score {scores[0]}")
+        if facts:
+            print("-- " + ", ".join(facts))
+        if len(row) == 1:
+            print(printable(answer.text))
+            return
+        marks = [f"[{score}] " if self._scored else "" for score in scores]
+        print(side_by_side(self._names, [mark + printable(each.text)
+                                         for mark, each in zip(marks, row, strict=True)]))
 
 
-def _write(sheet: Sheet, batches: list[Any], players: list[Player], texts: list[list[str]],
-           reward: RewardModel | None, columns: Mapping[str, Sequence[Any]],
-           check: Callable[[], None]) -> None:
-    """Print each batch as soon as all models have answered it."""
-    from ppocli.evaluation.player import scores_of
+def side_by_side(names: Sequence[str], texts: Sequence[str]) -> str:
+    """Columns of equal width under their names, as wide together as the terminal."""
+    import shutil
 
-    try:
-        for answers in zip(*batches, strict=True):
-            scores = None
-            if reward is not None:
-                scores = [scores_of(reward, player, rendered, batch, columns)
-                          for player, rendered, batch in zip(players, texts, answers, strict=True)]
-            sheet.write(answers, scores)
-            check()
-    finally:
-        sheet.close()
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
+    from ppocli.display.console import clean
 
-def _shown(cell: Any, rendered: str) -> str:
-    return cell if isinstance(cell, str) else rendered
-
-
-def _show(piece: str) -> None:
-    from ppocli.cli.sheet import printable
-
-    print(printable(piece), end="", flush=True)
+    encoding = (sys.stdout.encoding or "utf-8").lower()
+    table = Table(box=box.SQUARE if encoding.startswith("utf") else box.ASCII, expand=True)
+    for name in names:
+        table.add_column(Text(clean(name)), ratio=1, overflow="fold")
+    table.add_row(*map(Text, texts))
+    console = Console(width=shutil.get_terminal_size((100, 24)).columns, color_system=None)
+    with console.capture() as captured:
+        console.print(table)
+    return captured.get().rstrip("\n")

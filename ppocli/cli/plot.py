@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -83,6 +82,8 @@ def plot_runs(given: Sequence[str], *, metric: str, smooth: int, out: Path | Non
             as_png(series, smooth)
         write_file(out, picture, "--out")
     if as_json:
+        import json
+
         print(json.dumps({"smooth": smooth, "series": [
             {"run": each.run, "metric": each.metric,
              "steps": [step for step, _ in each.points],

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ppocli.cli.options import AsJson
-from ppocli.cli.output import ending, say
-from ppocli.cli.tables import print_table
+from ppocli.cli.options import AsJson, Command
+from ppocli.cli.output import print_json, print_table, say
 from ppocli.errors import ConfigError, DiskError, InputError, PpocliError
 
 if TYPE_CHECKING:
@@ -25,9 +23,9 @@ Folder = Annotated[Path | None, typer.Argument(
     metavar="[DIR]", show_default=False, help="Folder that holds runs (default: runs).")]
 
 
-@runs_app.command("list")
-@runs_app.command("ls", hidden=True)
-def runs_list(folder: Folder = None, as_json: AsJson = False) -> None:
+@runs_app.command("list", cls=Command)
+@runs_app.command("ls", hidden=True, cls=Command)
+def print_runs(folder: Folder = None, as_json: AsJson = False) -> None:
     """List runs with status, step, reward and size; the one written to last comes first.
 
     \b
@@ -36,57 +34,14 @@ def runs_list(folder: Folder = None, as_json: AsJson = False) -> None:
       ppocli runs list runs/sweep-20260131-120000
       ppocli runs list --json
     """
-    ending(lambda: print_runs(folder, as_json))
-
-
-@runs_app.command("prune")
-def runs_prune(folder: Folder = None,
-               checkpoints: Annotated[bool, typer.Option(
-                   "--checkpoints", help="Delete the checkpoints of finished runs. Their model, "
-                   "summary, metrics and samples stay; they can't be resumed any more. This is "
-                   "the default.")] = False,
-               failed: Annotated[bool, typer.Option(
-                   "--failed", help="Delete runs that ended before they saved a checkpoint.")
-                   ] = False,
-               keep_best: Annotated[bool, typer.Option(
-                   "--keep-best", help="Keep the checkpoint of the best evaluation.")] = False,
-               older_than: Annotated[str | None, typer.Option(
-                   "--older-than", metavar="AGE", show_default=False,
-                   help="Only runs last written to longer ago, e.g. 7d or 12h.")] = None,
-               dry_run: Annotated[bool, typer.Option(
-                   "--dry-run", help="List what would be deleted, and its size.")] = False,
-               yes: Annotated[bool, typer.Option(
-                   "--yes", "-y", help="Don't ask.")] = False,
-               as_json: AsJson = False) -> None:
-    """Delete what finished and failed runs can spare. Running runs are never touched.
-
-    \b
-    Examples:
-      ppocli runs prune --dry-run
-      ppocli runs prune --keep-best --older-than 7d
-      ppocli runs prune --failed --yes
-    """
-    ending(lambda: prune_runs(folder, checkpoints=checkpoints, failed=failed, keep_best=keep_best,
-                              older_than=older_than, dry_run=dry_run, yes=yes, as_json=as_json))
-
-
-RUNS = Path("runs")
-
-
-def print_runs(given: Path | None, as_json: bool) -> None:
-    """Print the runs below a folder, as a table or as JSON.
-
-    Raises:
-        InputError: the folder that was named does not exist.
-    """
     from ppocli.display.console import figure
     from ppocli.runs.listing import age, run_infos
     from ppocli.storage.atomic import format_bytes
 
-    root = _root(given)
+    root = _root(folder)
     infos = run_infos(root)
     if as_json:
-        print(json.dumps([_as_json(info) for info in infos], indent=2, ensure_ascii=False))
+        print_json([_as_json(info) for info in infos])
         return
     if not infos:
         say(f"There are no runs in {root} yet. Start one: ppocli train +recipe=quickstart")
@@ -102,7 +57,7 @@ def _root(given: Path | None) -> Path:
     if given is not None and not given.expanduser().is_dir():
         raise InputError(f"{given} does not exist or is no folder (looked in {Path.cwd()}).",
                          where="DIR", fix="name a folder that holds runs (default: runs)")
-    return RUNS if given is None else given.expanduser()
+    return Path("runs") if given is None else given.expanduser()
 
 
 def _status(info: RunInfo) -> str:
@@ -133,28 +88,36 @@ def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 
-def prune_runs(given: Path | None, *, checkpoints: bool, failed: bool, keep_best: bool,
-               older_than: str | None, dry_run: bool, yes: bool, as_json: bool) -> None:
-    """List what can be deleted, ask, and delete it.
+@runs_app.command("prune", cls=Command)
+def prune_runs(
+        folder: Folder = None,
+        checkpoints: Annotated[bool, typer.Option(
+            "--checkpoints", help="Delete the checkpoints of finished runs. Their model, "
+            "summary, metrics and samples stay; they can't be resumed any more. This is "
+            "the default.")] = False,
+        failed: Annotated[bool, typer.Option(
+            "--failed", help="Delete runs that ended before they saved a checkpoint.")] = False,
+        keep_best: Annotated[bool, typer.Option(
+            "--keep-best", help="Keep the checkpoint of the best evaluation.")] = False,
+        older_than: Annotated[str | None, typer.Option(
+            "--older-than", metavar="AGE", show_default=False,
+            help="Only runs last written to longer ago, e.g. 7d or 12h.")] = None,
+        dry_run: Annotated[bool, typer.Option(
+            "--dry-run", help="List what would be deleted, and its size.")] = False,
+        yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
+        as_json: AsJson = False) -> None:
+    """Delete what finished and failed runs can spare. Running runs are never touched.
 
-    Args:
-        given: the folder that holds the runs, or a run.
-        checkpoints, failed, keep_best: as in :func:`ppocli.runs.pruning.plan_pruning`; with neither
-            of the first two, ``checkpoints`` is meant.
-        older_than: ``7d``, ``12h``.
-        dry_run: only list.
-        yes: don't ask.
-        as_json: what was (or would be) deleted as JSON; nothing else on standard output.
-
-    Raises:
-        ConfigError: there is no terminal to ask on, or ``older_than`` can't be read.
-        InputError: the folder that was named does not exist.
-        PpocliError: something could not be deleted; the rest was.
+    \b
+    Examples:
+      ppocli runs prune --dry-run
+      ppocli runs prune --keep-best --older-than 7d
+      ppocli runs prune --failed --yes
     """
     from ppocli.runs.pruning import parse_age, plan_pruning
     from ppocli.storage.atomic import format_bytes
 
-    root = _root(given)
+    root = _root(folder)
     plan = plan_pruning(root, checkpoints=checkpoints or not failed, failed=failed,
                         keep_best=keep_best, say=say,
                         older_than=None if older_than is None else parse_age(older_than))
@@ -173,8 +136,11 @@ def prune_runs(given: Path | None, *, checkpoints: bool, failed: bool, keep_best
         return
     deleted, problems = (plan, []) if dry_run else _delete(plan)
     if as_json:
-        print(json.dumps([_removal_json(removal) for removal in deleted], indent=2,
-                         ensure_ascii=False))
+        print_json([{"run": str(removal.run.absolute()), "kind": removal.kind,
+                     "because": removal.why,
+                     "paths": [str(part.absolute()) for part in removal.parts],
+                     "bytes": removal.size}
+                    for removal in deleted])
     if not dry_run:
         say(f"{format_bytes(sum(removal.size for removal in deleted))} given back.")
     if problems:
@@ -234,8 +200,3 @@ def _delete(plan: list[Removal]) -> tuple[list[Removal], list[PpocliError]]:
     for other in problems[1:]:  # the first one ends the command
         say(f"Error: {clean(other.what)}")
     return deleted, problems
-
-
-def _removal_json(removal: Removal) -> dict[str, Any]:
-    return {"run": str(removal.run.absolute()), "kind": removal.kind, "because": removal.why,
-            "paths": [str(part.absolute()) for part in removal.parts], "bytes": removal.size}

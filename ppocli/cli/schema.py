@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ppocli.cli.completion import complete_key
-from ppocli.cli.output import ending
+from ppocli.cli.output import print_json
 from ppocli.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,12 +19,13 @@ _BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "ex
 _INTERPOLATION = {"$ref": "#/$defs/interpolation"}
 
 
-def schema(name: Annotated[str | None, typer.Argument(
-               metavar="[KEY]", autocompletion=complete_key, show_default=False,
-               help="A key or a section: ppo.vf_coef, ppo (default: all).")] = None,
-           as_json: Annotated[bool, typer.Option(
-               "--json", help="Print a JSON Schema, for editors and other programs.")] = False
-           ) -> None:
+def print_schema(
+        name: Annotated[str | None, typer.Argument(
+            metavar="[KEY]", autocompletion=complete_key, show_default=False,
+            help="A key or a section: ppo.vf_coef, ppo (default: all).")] = None,
+        as_json: Annotated[bool, typer.Option(
+            "--json", help="Print a JSON Schema, for editors and other programs.")] = False
+        ) -> None:
     """Print every setting with its type, default, allowed values and meaning.
 
     \b
@@ -34,18 +34,9 @@ def schema(name: Annotated[str | None, typer.Argument(
       ppocli schema generation.top_p
       ppocli schema --json > ppocli.schema.json
     """
-    ending(lambda: print_schema(name, as_json))
-
-
-def print_schema(name: str | None, as_json: bool) -> None:
-    """Print all keys, those of a section, or one key.
-
-    Raises:
-        ConfigError: there is no such key or section.
-    """
     keys = chosen_keys(name)
     if as_json:
-        print(json.dumps(json_schema(name), indent=2, ensure_ascii=False))
+        print_json(json_schema(name))
         return
     print("\n".join(_shown(key) for key in keys))
 
@@ -70,6 +61,7 @@ def chosen_keys(name: str | None) -> list[Key]:
 
 
 def _shown(key: Key) -> str:
+    import json
     import textwrap
 
     from omegaconf import MISSING

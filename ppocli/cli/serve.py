@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ppocli.cli.options import Overrides
-from ppocli.cli.output import complain, ending, say
+from ppocli.cli.output import complain, say
+from ppocli.cli.working import working
 from ppocli.errors import ConfigError, InputError, StoppedError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ppocli.rewards.serving import RewardServer, Service
 
 
-def serve_reward_command(
+def serve_reward(
         overrides: Overrides = None,
         host: Annotated[str, typer.Option(
             help="The address to listen at; 0.0.0.0 lets other machines in.")
@@ -50,35 +50,12 @@ def serve_reward_command(
       ppocli train +recipe=quickstart ~reward reward.fn=http \\
           reward.kwargs.url=http://127.0.0.1:8123/score
     """
-    ending(lambda: serve_reward(overrides or [], host=host, port=port, token_env=token_env,
-                         tokenizer=tokenizer, max_body_mib=max_body_mib))
-
-
-MIB = 2**20
-
-
-def serve_reward(words: Sequence[str], *, host: str, port: int, token_env: str | None,
-                 tokenizer: str | None, max_body_mib: int) -> None:
-    """Serve the reward that the words name until a signal comes.
-
-    Args:
-        words: as for ``ppocli train``; only what they say of the reward counts.
-        port: 0 takes any that is free.
-        token_env: variable of the environment that holds the token to be asked for.
-        tokenizer: folder or Hub name, for rewards that ask for the policy's tokenizer.
-
-    Raises:
-        ConfigError: wrong words, host or port, or a variable that isn't set.
-        RewardError, InputError: the reward can't be made.
-    """
-    cfg = _reward_config(words)
+    cfg = _reward_config(overrides or [])
     token = _token(token_env)
-    from ppocli.cli.working import working
-
     server = None
     try:
         with working() as stop:
-            service = _service(cfg, token, tokenizer, max_body_mib * MIB)
+            service = _service(cfg, token, tokenizer, max_body_mib * 2**20)
             server = _listen(host, port, service, stop.check)
             _introduce(server, host, token_env)
             with server:
@@ -147,6 +124,8 @@ def _load_tokenizer(cfg: TrainConfig, name: str) -> Any:
 
 
 def _listen(host: str, port: int, service: Service, poll: Any) -> RewardServer:
+    import socket
+
     from ppocli.rewards.serving import RewardServer
 
     try:
@@ -161,6 +140,8 @@ def _listen(host: str, port: int, service: Service, poll: Any) -> RewardServer:
 
 def _introduce(server: RewardServer, host: str, token_env: str | None) -> None:
     """Where it listens (on standard output, for scripts) and what to say in training."""
+    import socket
+
     from ppocli.rewards.remote import is_loopback
     from ppocli.rewards.serving import HEALTH, SCORE
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ppocli.cli.options import WORDS, AsJson, Overrides
-from ppocli.cli.output import ending, say
-from ppocli.cli.tables import print_table, shown_figure
+from ppocli.cli.options import WORDS, AsJson, Command, Overrides
+from ppocli.cli.output import ignore_broken_pipes, print_json, print_table, say, shown_figure
 from ppocli.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,8 +20,8 @@ sweep_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
                         help="Look at a sweep (ppocli train -m), and go on with one.")
 
 
-@sweep_app.command("show")
-def sweep_show(sweep: Annotated[str | None, typer.Argument(
+@sweep_app.command("show", cls=Command)
+def show_sweep(given: Annotated[str | None, typer.Argument(
                    metavar="[SWEEP]", show_default=False,
                    help="A sweep's folder or name (default: the newest below runs/).")] = None,
                sort: Annotated[str, typer.Option(
@@ -40,50 +38,7 @@ def sweep_show(sweep: Annotated[str | None, typer.Argument(
       ppocli sweep show runs/sweep-20260131-120000 --sort kl
       ppocli sweep show --json
     """
-    ending(lambda: show_sweep(sweep, sort, as_json))
-
-
-@sweep_app.command("resume", context_settings=WORDS)
-def sweep_resume(sweep: Annotated[str, typer.Argument(
-                     metavar="SWEEP", help="The sweep's folder or name.")],
-                 overrides: Overrides = None) -> None:
-    """Run the jobs of a sweep that are not finished, in the same folders.
-
-    A job goes on from its newest checkpoint, or starts if it has none. Finished jobs are kept.
-    Words are settings for the jobs that are run, e.g. reward.timeout=60. Only grids can be gone
-    on with: other sweepers choose their jobs as they go.
-
-    \b
-    Examples:
-      ppocli sweep resume runs/sweep-20260131-120000
-      ppocli sweep resume runs/sweep-20260131-120000 ppo.micro_batch_size=4
-    """
-    from ppocli.cli.output import ignore_broken_pipes
-    from ppocli.cli.sweep import resume_sweep
-
-    def resume() -> None:
-        ignore_broken_pipes()
-        resume_sweep(sweep, overrides or [])
-
-    ending(resume)
-
-
-
-
-def show_sweep(given: str | None, sort: str, as_json: bool) -> None:
-    """Print a sweep.
-
-    Args:
-        given: the sweep's folder or name; None takes the newest below ``runs``.
-        sort: ``reward`` (best first), ``kl`` (lowest first) or ``job``.
-        as_json: everything as one JSON object instead.
-
-    Raises:
-        ConfigError: an unknown order, or there is no sweep.
-        CheckpointError: what was given is no sweep.
-    """
     from ppocli.runs.sweeps import find_sweep, job_states, read_sweep
-    from ppocli.storage.run_folder import finite_or_null
 
     if sort not in ("reward", "kl", "job"):
         raise ConfigError(f"--sort {sort}: must be one of reward, kl, job", where="command line")
@@ -94,10 +49,9 @@ def show_sweep(given: str | None, sort: str, as_json: bool) -> None:
     states = sorted(job_states(sweep), key=lambda state: _rank(state, sort))
     means = marginal_means(states)
     if as_json:
-        print(json.dumps(finite_or_null({
+        print_json({
             "sweep": str(sweep.folder), "words": list(sweep.words), "grid": sweep.grid,
-            "jobs": [_as_json(state) for state in states], "marginal_means": means}),
-            indent=2, ensure_ascii=False))
+            "jobs": [_as_json(state) for state in states], "marginal_means": means})
         return
     _print_jobs(sweep, states)
     if means:
@@ -109,6 +63,27 @@ def show_sweep(given: str | None, sort: str, as_json: bool) -> None:
     if unfinished and sweep.grid and not any(state.status == "running" for state in states):
         say(f"{len(unfinished)} of {len(states)} jobs are not finished; go on with: "
             f"ppocli sweep resume {folder}")
+
+
+@sweep_app.command("resume", cls=Command, context_settings=WORDS)
+def resume(sweep: Annotated[str, typer.Argument(
+               metavar="SWEEP", help="The sweep's folder or name.")],
+           overrides: Overrides = None) -> None:
+    """Run the jobs of a sweep that are not finished, in the same folders.
+
+    A job goes on from its newest checkpoint, or starts if it has none. Finished jobs are kept.
+    Words are settings for the jobs that are run, e.g. reward.timeout=60. Only grids can be gone
+    on with: other sweepers choose their jobs as they go.
+
+    \b
+    Examples:
+      ppocli sweep resume runs/sweep-20260131-120000
+      ppocli sweep resume runs/sweep-20260131-120000 ppo.micro_batch_size=4
+    """
+    from ppocli.cli.sweep import resume_sweep
+
+    ignore_broken_pipes()
+    resume_sweep(sweep, overrides or [])
 
 
 def marginal_means(states: Sequence[JobState]) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ppocli.cli.options import AsJson, Overrides
-from ppocli.cli.output import ending, say
+from ppocli.cli.output import ending, print_json, say
 from ppocli.errors import PpocliError
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ def validate_words(words: Sequence[str], *, deep: bool = False, as_json: bool = 
         except PpocliError as error:
             found.add([error])
     if as_json:
-        print(json.dumps(_as_json(found, rehearsal), indent=2, ensure_ascii=False))
+        print_json(_as_json(found, rehearsal))
         if found.problems:
             raise SystemExit(_ranked(found)[0].exit_code)
         return
@@ -99,7 +98,6 @@ def _together(problems: list[PpocliError]) -> PpocliError:
 
 def _as_json(found: Examined, rehearsal: Rehearsal | None) -> dict[str, Any]:
     from ppocli.config.sayable import sayable
-    from ppocli.storage.run_folder import finite_or_null
 
     problems = _ranked(found)
     answer: dict[str, Any] = {
@@ -110,7 +108,7 @@ def _as_json(found: Examined, rehearsal: Rehearsal | None) -> dict[str, Any]:
                      for error in problems],
         "runs": [asdict(plan) for plan in found.plans]}
     if rehearsal is not None:
-        answer["rehearsal"] = finite_or_null({**asdict(rehearsal), "agrees": rehearsal.agrees})
+        answer["rehearsal"] = {**asdict(rehearsal), "agrees": rehearsal.agrees}
     return answer
 
 

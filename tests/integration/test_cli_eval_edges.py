@@ -13,7 +13,7 @@ from helpers import jsonl, save_lm, write_prompts
 from runs import Ended, whole_copy
 
 import ppocli
-from ppocli.cli.evaluate import lines_of, printing_of, request_of, told_apart
+from ppocli.cli.eval import lines_of, printing_of, request_of, told_apart
 from ppocli.errors import CheckpointError, ConfigError
 
 RUN = "runs/first"
@@ -193,7 +193,7 @@ def test_too_few_scores_are_said(here, typed):
 
 
 def test_samples_reach_the_terminal_without_control_characters(tmp_path):
-    from ppocli.cli.evaluate import _sample_lines
+    from ppocli.cli.eval import _sample_lines
 
     path = tmp_path / "samples.jsonl"
     row = {"model": "policy", "prompt_index": 0, "sample": 0, "prompt": "a\x1b[31mb", "score": None,
@@ -207,7 +207,7 @@ def test_samples_reach_the_terminal_without_control_characters(tmp_path):
 
 
 def test_progress_is_told_in_lines_where_there_is_no_terminal(monkeypatch, capsys):
-    from ppocli.cli import evaluate as command
+    from ppocli.cli import eval as command
 
     clock = iter([0.0, 4.0, 12.0, 13.0])
     monkeypatch.setattr(command, "monotonic", lambda: next(clock))

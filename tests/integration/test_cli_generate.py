@@ -12,8 +12,8 @@ from helpers import ppocli, save_talker, write_prompts
 from runs import PLANTED, Ended, assert_no_process_left, spawn, whole_copy
 
 from ppocli.cli.app import app
+from ppocli.cli.generate import printable, side_by_side
 from ppocli.cli.output import code_of
-from ppocli.cli.sheet import printable, side_by_side
 
 TEXTS = ["the film", "i saw", "this plot was"]
 SHORT = ("--max-new-tokens", "6", "--min-new-tokens", "2")

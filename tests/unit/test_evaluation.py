@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ppocli.cli.evaluate import _win_line
+from ppocli.cli.eval import _win_line
 from ppocli.config.schema import EvalGenerationConfig, TrainConfig
 from ppocli.errors import CheckpointError, ConfigError
 from ppocli.evaluation.figures import clustered_stderr, compare, figures_of, quantile

@@ -13,21 +13,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ppocli.cli.options import AsJson, Run, complete_setting
-from ppocli.cli.output import display_mode, ending, say
-from ppocli.cli.tables import aligned, shown_figure
+from ppocli.cli.output import aligned, display_mode, say, shown_figure
 from ppocli.cli.working import split_words, working
 from ppocli.errors import ConfigError, ThresholdError
 
 if TYPE_CHECKING:
     from ppocli.evaluation.request import EvalRequest
 
+EVERY = 10.0
+"""seconds between lines of progress where there is no terminal"""
+LONGEST = 300
+"""characters of a text that is shown"""
 SHOWN = 3
 """samples that are printed"""
 
 
 def evaluate(
         run: Run = None,
-        words: Annotated[list[str] | None, typer.Argument(
+        overrides: Annotated[list[str] | None, typer.Argument(
             metavar="[KEY=VALUE]...", autocompletion=complete_setting, show_default=False,
             help="Settings over those of the run.")] = None,
         against: Annotated[str | None, typer.Option(
@@ -80,42 +83,11 @@ def evaluate(
       ppocli eval ./model --prompts prompts.jsonl --reward my_rewards:score
       ppocli eval runs/NAME --min-reward 0.8 --json
     """
-    ending(lambda: evaluate_command(
-        request_of(run, words, against=against, prompts=prompts, reward=reward, limit=limit,
-                   num_samples=num_samples, seed=seed, frontier=frontier, step=step, best=best,
-                   output=output, name=name, overwrite=overwrite, resume=resume,
-                   printing=printing_of(min_reward, show, as_json)),
-        min_reward=min_reward, show=show, as_json=as_json))
-
-
-EVERY = 10.0
-"""seconds between lines of progress where there is no terminal"""
-_LONGEST = 300
-"""characters of a text that is shown"""
-
-
-def request_of(run: str | None, words: list[str] | None, **flags: Any) -> EvalRequest:
-    """The request of a command line; ``flags`` are fields of :class:`EvalRequest`.
-
-    Raises:
-        ConfigError: a word that is none, or flags that contradict each other.
-    """
-    from ppocli.evaluation.request import EvalRequest
-
-    run, rest = split_words(run, words)
-    request = EvalRequest(run=run, words=tuple(rest), **flags)
-    request.check()
-    return request
-
-
-def evaluate_command(request: EvalRequest, *, min_reward: float | None, show: int, as_json: bool
-                     ) -> None:
-    """Evaluate, print, and hold the mean reward against ``min_reward``.
-
-    Raises:
-        ThresholdError: the mean reward is below; everything is written and printed.
-        PpocliError: whatever kept the evaluation from its end.
-    """
+    request = request_of(
+        run, overrides, against=against, prompts=prompts, reward=reward, limit=limit,
+        num_samples=num_samples, seed=seed, frontier=frontier, step=step, best=best,
+        output=output, name=name, overwrite=overwrite, resume=resume,
+        printing=printing_of(min_reward, show, as_json))
     from ppocli.config.resolved import with_absolute_paths
     from ppocli.launching.target_config import target_config
     from ppocli.runs.target import find_target
@@ -145,6 +117,20 @@ def evaluate_command(request: EvalRequest, *, min_reward: float | None, show: in
         reached, asked = told_apart(mean, min_reward)
         raise ThresholdError(f"The mean reward is {reached}, below the {asked} asked for.",
                              where=str(done.folder.result))
+
+
+def request_of(run: str | None, words: list[str] | None, **flags: Any) -> EvalRequest:
+    """The request of a command line; ``flags`` are fields of :class:`EvalRequest`.
+
+    Raises:
+        ConfigError: a word that is none, or flags that contradict each other.
+    """
+    from ppocli.evaluation.request import EvalRequest
+
+    run, rest = split_words(run, words)
+    request = EvalRequest(run=run, words=tuple(rest), **flags)
+    request.check()
+    return request
 
 
 def printing_of(min_reward: float | None, show: int, as_json: bool) -> tuple[str, ...]:
@@ -326,4 +312,4 @@ def _short(text: str) -> str:
     from ppocli.display.console import clean
 
     whole = clean(text)
-    return whole if len(whole) <= _LONGEST else whole[:_LONGEST] + "..."
+    return whole if len(whole) <= LONGEST else whole[:LONGEST] + "..."
