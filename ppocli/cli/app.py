@@ -11,13 +11,13 @@ from ppocli.cli.chat import chat
 from ppocli.cli.compare import print_comparison
 from ppocli.cli.completion import completion
 from ppocli.cli.doctor import doctor, env
-from ppocli.cli.estimate import estimate
+from ppocli.cli.estimate import print_estimate
 from ppocli.cli.eval import evaluate
 from ppocli.cli.export import export_command
 from ppocli.cli.generate import generate
 from ppocli.cli.options import WORDS, Command, HydraCommand
 from ppocli.cli.output import code_of, ending, leave, set_manner, survive_any_terminal
-from ppocli.cli.plot import plot
+from ppocli.cli.plot import plot_runs
 from ppocli.cli.recipes import recipes_app
 from ppocli.cli.report import report
 from ppocli.cli.runs import runs_app
@@ -26,7 +26,7 @@ from ppocli.cli.serve import serve_reward
 from ppocli.cli.sweep_show import sweep_app
 from ppocli.cli.train import resume, train, train_help
 from ppocli.cli.validate import validate
-from ppocli.cli.watch import watch_command
+from ppocli.cli.watch import watch
 from ppocli.version import __version__
 
 _COMPLETING = "_PPOCLI_COMPLETE"
@@ -82,13 +82,13 @@ _HYDRA: dict[str, Any] = {"cls": HydraCommand, "context_settings": WORDS}
 # in the order in which --help lists them
 app.command(**_HYDRA, help=train_help())(train)
 app.command(**_HYDRA)(resume)
-app.command("watch", cls=Command)(watch_command)
+app.command(cls=Command)(watch)
 app.command("eval", cls=Command)(evaluate)
 app.command(cls=Command)(generate)
 app.command(cls=Command)(chat)
 app.command("export", cls=Command)(export_command)
 app.command(cls=Command)(report)
-app.command(cls=Command)(plot)
+app.command("plot", cls=Command)(plot_runs)
 app.command("compare", cls=Command)(print_comparison)
 app.add_typer(runs_app, name="runs")
 app.add_typer(sweep_app, name="sweep")
@@ -96,7 +96,7 @@ app.add_typer(recipes_app, name="recipes")
 app.command("serve-reward", **_HYDRA)(serve_reward)
 app.command(**_HYDRA)(validate)
 app.command("schema", cls=Command)(print_schema)
-app.command(**_HYDRA)(estimate)
+app.command("estimate", **_HYDRA)(print_estimate)
 app.command(cls=Command)(env)
 app.command(cls=Command)(doctor)
 app.command(cls=Command)(completion)

@@ -9,25 +9,9 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from ppocli.cli import options as opt
 from ppocli.cli.generate import printable
-from ppocli.cli.options import (
-    Against,
-    Best,
-    Greedy,
-    MaxNew,
-    MinNew,
-    Overrides,
-    Reward,
-    Run,
-    Score,
-    Seed,
-    Step,
-    Stop,
-    System,
-    Temperature,
-    TopK,
-    TopP,
-)
+from ppocli.cli.options import Overrides, Run
 from ppocli.cli.output import complain, say
 from ppocli.cli.working import working
 from ppocli.errors import ConfigError, PpocliError, StoppedError
@@ -51,11 +35,11 @@ HELP = """\
 
 def chat(
         run: Run = None, overrides: Overrides = None,
-        max_new_tokens: MaxNew = None, min_new_tokens: MinNew = None,
-        temperature: Temperature = None, top_k: TopK = None, top_p: TopP = None,
-        greedy: Greedy = False, stop: Stop = None, seed: Seed = 0, system: System = None,
-        step: Step = None, best: Best = False, score: Score = False, reward: Reward = None,
-        against: Against = None) -> None:
+        max_new_tokens: opt.MaxNew = None, min_new_tokens: opt.MinNew = None,
+        temperature: opt.Temperature = None, top_k: opt.TopK = None, top_p: opt.TopP = None,
+        greedy: opt.Greedy = False, stop: opt.Stop = None, seed: opt.Seed = 0,
+        system: opt.System = None, step: opt.Step = None, best: opt.Best = False,
+        score: opt.Score = False, reward: opt.Reward = None, against: opt.Against = None) -> None:
     """Talk to a run, a checkpoint or a model in the terminal.
 
     Answers appear as they are sampled. With a chat template the conversation is kept; without one

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ppocli.cli.options import AsJson
-from ppocli.cli.output import complain, ending, print_json, say
+from ppocli.cli.output import complain, print_json, say
 
 if TYPE_CHECKING:
     from ppocli.doctor.checking import Result
@@ -28,9 +28,14 @@ def env(as_json: AsJson = False) -> None:
       ppocli env
       ppocli env --json
     """
-    from ppocli.cli.doctor import print_env
+    from ppocli.builtin.cache import cache_root
+    from ppocli.storage.environment import describe, home_shortened
 
-    ending(lambda: print_env(as_json))
+    facts = {**describe(places=True), "cache": home_shortened(str(cache_root()))}
+    if as_json:
+        print_json(facts)
+    else:
+        print("\n".join(f"- {name}: {value}" for name, value in _env_lines(facts)))
 
 
 def doctor(folder: Annotated[Path, typer.Argument(
@@ -46,56 +51,6 @@ def doctor(folder: Annotated[Path, typer.Argument(
       ppocli doctor
       ppocli doctor /scratch/runs
       ppocli doctor --json
-    """
-    from ppocli.cli.doctor import run_doctor
-
-    ending(lambda: run_doctor(folder, as_json))
-
-
-def print_env(as_json: bool) -> None:
-    """Print what an issue needs to say of this machine."""
-    from ppocli.builtin.cache import cache_root
-    from ppocli.storage.environment import describe, home_shortened
-
-    facts = {**describe(places=True), "cache": home_shortened(str(cache_root()))}
-    if as_json:
-        print_json(facts)
-    else:
-        print("\n".join(f"- {name}: {value}" for name, value in _env_lines(facts)))
-
-
-def _env_lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    cpu, torch = facts["cpu"], facts["torch"]
-    yield "ppocli", facts["ppocli"]
-    yield "python", facts["python"]
-    yield "platform", facts["platform"]
-    yield "cpu", f"{cpu['model']}, {cpu['cores']} cores ({cpu['usable_cores']} usable)"
-    yield "memory", f"{facts['memory_gib']} GiB"
-    if "error" in torch:
-        yield "torch", f"can't be imported: {torch['error']}"
-    else:
-        build = f"CUDA {torch['cuda']}" if torch["cuda"] else (
-            f"ROCm {torch['hip']}" if torch["hip"] else "CPU only")
-        yield "torch", (f"{torch['version']} ({build}), {torch['threads']} thread"
-               + ("" if torch["threads"] == 1 else "s"))
-        gpus = [f"{gpu['name']} ({gpu['memory_gib']} GiB, capability {gpu['capability']})"
-                for gpu in torch["gpus"]]
-        yield "gpus", "; ".join(gpus) or "none"
-    yield "nvidia driver", facts["nvidia_driver"] or "none"
-    for name, version in facts["packages"].items():
-        if name != "torch" or "error" in torch:
-            yield name, version or "not installed"
-    yield "extras", ", ".join(facts["extras"]) or "none"
-    yield "cache", facts["cache"]
-    yield "variables", " ".join(f"{name}={value}" for name, value in facts["variables"].items()
-                                ) or "none"
-
-
-def run_doctor(folder: Path, as_json: bool) -> None:
-    """Run every check and print its verdict as it comes.
-
-    Raises:
-        SystemExit: 1, a check failed.
     """
     from ppocli.doctor.checking import Surroundings, run_checks
     from ppocli.doctor.checks import CHECKS
@@ -126,3 +81,30 @@ def run_doctor(folder: Path, as_json: bool) -> None:
     if failed:
         complain(f"{len(failed)} of {len(results)} checks failed: {', '.join(failed)}")
         raise SystemExit(1)
+
+
+def _env_lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    cpu, torch = facts["cpu"], facts["torch"]
+    yield "ppocli", facts["ppocli"]
+    yield "python", facts["python"]
+    yield "platform", facts["platform"]
+    yield "cpu", f"{cpu['model']}, {cpu['cores']} cores ({cpu['usable_cores']} usable)"
+    yield "memory", f"{facts['memory_gib']} GiB"
+    if "error" in torch:
+        yield "torch", f"can't be imported: {torch['error']}"
+    else:
+        build = f"CUDA {torch['cuda']}" if torch["cuda"] else (
+            f"ROCm {torch['hip']}" if torch["hip"] else "CPU only")
+        yield "torch", (f"{torch['version']} ({build}), {torch['threads']} thread"
+               + ("" if torch["threads"] == 1 else "s"))
+        gpus = [f"{gpu['name']} ({gpu['memory_gib']} GiB, capability {gpu['capability']})"
+                for gpu in torch["gpus"]]
+        yield "gpus", "; ".join(gpus) or "none"
+    yield "nvidia driver", facts["nvidia_driver"] or "none"
+    for name, version in facts["packages"].items():
+        if name != "torch" or "error" in torch:
+            yield name, version or "not installed"
+    yield "extras", ", ".join(facts["extras"]) or "none"
+    yield "cache", facts["cache"]
+    yield "variables", " ".join(f"{name}={value}" for name, value in facts["variables"].items()
+                                ) or "none"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ppocli.cli.options import AsJson, Overrides
-from ppocli.cli.output import ending, print_json, print_table
+from ppocli.cli.output import print_json, print_table
 from ppocli.errors import ConfigError, InputError, OutOfMemoryError
 
 if TYPE_CHECKING:
@@ -16,18 +16,26 @@ if TYPE_CHECKING:
     from ppocli.estimate.estimate import Estimate
     from ppocli.parallel.host_memory import Room
 
+ASSUMED_TOKENS = 512
+"""of the longest prompt, where nothing tells"""
+PLACES = {"device": "", "offloaded": ", in host memory while it isn't run",
+          "host": ", in host memory", "elsewhere": ", on a device of its own"}
+NOT_NEEDED = frozenset({"reward.fn", "ppo.total_episodes, ppo.num_steps"})
+"""keys that a run needs and an estimate does not"""
 
-def estimate(overrides: Overrides = None,
-             prompt_tokens: Annotated[int | None, typer.Option(
-                 "--prompt-tokens", min=1, show_default=False,
-                 help="Tokens of the longest prompt (default: of the prompts themselves, if they "
-                      "and the tokenizer are on this machine).")] = None,
-             available: Annotated[bool, typer.Option(
-                 "--available", help="Compare with what this machine has free.")] = False,
-             memory: Annotated[float | None, typer.Option(
-                 "--memory", metavar="GIB", min=0.001, show_default=False,
-                 help="Compare with a device that has so many GiB.")] = None,
-             as_json: AsJson = False) -> None:
+
+def print_estimate(
+        overrides: Overrides = None,
+        prompt_tokens: Annotated[int | None, typer.Option(
+            "--prompt-tokens", min=1, show_default=False,
+            help="Tokens of the longest prompt (default: of the prompts themselves, if they "
+            "and the tokenizer are on this machine).")] = None,
+        available: Annotated[bool, typer.Option(
+            "--available", help="Compare with what this machine has free.")] = False,
+        memory: Annotated[float | None, typer.Option(
+            "--memory", metavar="GIB", min=0.001, show_default=False,
+            help="Compare with a device that has so many GiB.")] = None,
+        as_json: AsJson = False) -> None:
     """Tell how much memory and disk a run takes, before anything is loaded.
 
     Words are those of ppocli train; reward, prompts and length may be left out. Of the model only
@@ -43,35 +51,9 @@ def estimate(overrides: Overrides = None,
       ppocli estimate model.path=./llama model.peft.type=lora hardware=gpu_bf16 --memory 24
       ppocli estimate +recipe=quickstart --json
     """
-    ending(lambda: print_estimate(overrides or [], prompt_tokens=prompt_tokens,
-                                  available=available, memory=memory, as_json=as_json))
-
-
-ASSUMED_TOKENS = 512
-"""of the longest prompt, where nothing tells"""
-PLACES = {"device": "", "offloaded": ", in host memory while it isn't run",
-          "host": ", in host memory", "elsewhere": ", on a device of its own"}
-NOT_NEEDED = frozenset({"reward.fn", "ppo.total_episodes, ppo.num_steps"})
-"""keys that a run needs and an estimate does not"""
-
-
-def print_estimate(words: Sequence[str], *, prompt_tokens: int | None, available: bool,
-                   memory: float | None, as_json: bool) -> None:
-    """Print what a run of ``words`` takes.
-
-    Args:
-        prompt_tokens: of the longest prompt, if the user knows better.
-        available: compare with this machine.
-        memory: compare with a device of so many GiB.
-
-    Raises:
-        ConfigError: words that make no configuration, or both comparisons.
-        InputError: the model has no configuration that can be read.
-        OutOfMemoryError: it does not fit what it was compared with.
-    """
     if available and memory is not None:
         raise ConfigError("--available and --memory are two comparisons.", fix="give one of them")
-    cfg = _composed(words)
+    cfg = _composed(overrides or [])
     from transformers.utils import logging as transformers_logging
 
     from ppocli.estimate.estimate import estimate

@@ -10,25 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ppocli.cli.options import (
-    Against,
-    AsJson,
-    Best,
-    Greedy,
-    MaxNew,
-    MinNew,
-    Overrides,
-    Reward,
-    Run,
-    Score,
-    Seed,
-    Step,
-    Stop,
-    System,
-    Temperature,
-    TopK,
-    TopP,
-)
+from ppocli.cli import options as opt
+from ppocli.cli.options import AsJson, Overrides, Run
 from ppocli.cli.output import complain, say
 from ppocli.cli.working import working
 from ppocli.errors import ConfigError, InputError, PpocliError
@@ -65,12 +48,12 @@ BatchSize = Annotated[int, typer.Option("--batch-size", metavar="N", min=1,
 def generate(
         run: Run = None, overrides: Overrides = None, prompt: Prompt = None,
         prompts_file: PromptsFile = None, column: Column = "prompt", num_samples: NumSamples = 1,
-        max_new_tokens: MaxNew = None, min_new_tokens: MinNew = None,
-        temperature: Temperature = None, top_k: TopK = None, top_p: TopP = None,
-        greedy: Greedy = False, stop: Stop = None, seed: Seed = 0, chat: AsChat = None,
-        system: System = None, step: Step = None, best: Best = False, score: Score = False,
-        reward: Reward = None, against: Against = None, batch_size: BatchSize = 64,
-        as_json: AsJson = False) -> None:
+        max_new_tokens: opt.MaxNew = None, min_new_tokens: opt.MinNew = None,
+        temperature: opt.Temperature = None, top_k: opt.TopK = None, top_p: opt.TopP = None,
+        greedy: opt.Greedy = False, stop: opt.Stop = None, seed: opt.Seed = 0,
+        chat: AsChat = None, system: opt.System = None, step: opt.Step = None,
+        best: opt.Best = False, score: opt.Score = False, reward: opt.Reward = None,
+        against: opt.Against = None, batch_size: BatchSize = 64, as_json: AsJson = False) -> None:
     """Sample responses of a run, a checkpoint or a model.
 
     Prompts come from --prompt, --prompts-file or standard input. Sampling is the run's own unless

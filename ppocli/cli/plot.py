@@ -12,7 +12,7 @@ import typer
 
 from ppocli.cli.completion import complete_metrics, complete_run
 from ppocli.cli.options import AsJson
-from ppocli.cli.output import ending, say
+from ppocli.cli.output import say
 from ppocli.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,23 +21,24 @@ if TYPE_CHECKING:
     from ppocli.runs.record import RunRecord
 
 
-def plot(runs: Annotated[list[str] | None, typer.Argument(
-             metavar="[RUN]...", autocompletion=complete_run, show_default=False,
-             help="Folders or names of runs, drawn over one another (default: the newest run "
-             "below runs/).")] = None,
-         metric: Annotated[str, typer.Option(
-             "--metric", "-m", metavar="NAME,...", autocompletion=complete_metrics,
-             help="Figures of metrics.jsonl, or reward, kl, length, entropy, clip, lr, loss, "
-             "eval.")] = "reward,kl",
-         smooth: Annotated[int, typer.Option(
-             "--smooth", metavar="N", help="Show the mean of the last N steps.")] = 1,
-         out: Annotated[Path | None, typer.Option(
-             "--out", "-o", metavar="FILE", show_default=False,
-             help="Write a picture, .svg or .png (pip install 'ppocli[plot]'), instead of drawing "
-             "in the terminal.")] = None,
-         overwrite: Annotated[bool, typer.Option(
-             "--overwrite", help="Replace FILE if it is there.")] = False,
-         as_json: AsJson = False) -> None:
+def plot_runs(
+        given: Annotated[list[str] | None, typer.Argument(
+            metavar="[RUN]...", autocompletion=complete_run, show_default=False,
+            help="Folders or names of runs, drawn over one another (default: the newest run "
+            "below runs/).")] = None,
+        metric: Annotated[str, typer.Option(
+            "--metric", "-m", metavar="NAME,...", autocompletion=complete_metrics,
+            help="Figures of metrics.jsonl, or reward, kl, length, entropy, clip, lr, loss, "
+            "eval.")] = "reward,kl",
+        smooth: Annotated[int, typer.Option(
+            "--smooth", metavar="N", help="Show the mean of the last N steps.")] = 1,
+        out: Annotated[Path | None, typer.Option(
+            "--out", "-o", metavar="FILE", show_default=False,
+            help="Write a picture, .svg or .png (pip install 'ppocli[plot]'), instead of drawing "
+            "in the terminal.")] = None,
+        overwrite: Annotated[bool, typer.Option(
+            "--overwrite", help="Replace FILE if it is there.")] = False,
+        as_json: AsJson = False) -> None:
     """Draw how figures of runs went, in the terminal or as a picture.
 
     \b
@@ -46,28 +47,6 @@ def plot(runs: Annotated[list[str] | None, typer.Argument(
       ppocli plot runs/NAME --metric eval,kl,policy/grad_norm --smooth 5
       ppocli plot runs/ONE runs/OTHER --metric reward --out reward.svg
     """
-    ending(lambda: plot_runs(runs or [], metric=metric, smooth=smooth, out=out,
-                             overwrite=overwrite, as_json=as_json))
-
-
-def plot_runs(given: Sequence[str], *, metric: str, smooth: int, out: Path | None, overwrite: bool,
-              as_json: bool) -> None:
-    """Draw figures of runs over their steps.
-
-    Args:
-        given: runs; none takes the newest below ``runs``. Several share one pair of axes.
-        metric: names with commas between them, see :data:`ppocli.report.plot.SHORT`.
-        smooth: show the mean of so many steps.
-        out: a ``.svg`` or ``.png`` file to write; its path is printed.
-        overwrite: replace it if it is there.
-        as_json: print the points instead of a chart.
-
-    Raises:
-        ConfigError: an unknown figure, an ``out`` that is no picture or is there already, or
-            matplotlib is missing.
-        InputError: no such run, or it has no figures yet.
-        DiskError: ``out`` can't be written.
-    """
     from ppocli.report.files import write_file
     from ppocli.report.plot import as_png, as_svg, collect, metric_names
 
@@ -75,7 +54,7 @@ def plot_runs(given: Sequence[str], *, metric: str, smooth: int, out: Path | Non
         raise ConfigError(f"--smooth {smooth}: must be at least 1", where="command line")
     if out is not None:
         _check_out(out, overwrite)
-    runs = _read(given)
+    runs = _read(given or [])
     series = collect(runs, metric_names(metric, runs), smooth)
     if out is not None:
         picture = as_svg(series, smooth) if out.suffix.lower() == ".svg" else \

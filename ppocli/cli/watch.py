@@ -10,18 +10,18 @@ from typing import Annotated
 import typer
 
 from ppocli.cli.options import AsJson, NoProgress, RunFolder
-from ppocli.cli.output import complain, display_mode, ending, say
+from ppocli.cli.output import complain, display_mode, say
 
 
-def watch_command(
-        run: RunFolder = None,
+def watch(
+        given: RunFolder = None,
         from_start: Annotated[bool, typer.Option(
             "--from-start", help="Show every step, not only the last 5 and those to come.")
             ] = False,
         interval: Annotated[float, typer.Option(
             "--interval", metavar="SECONDS", min=0.1, max=3600.0,
             help="Time between two looks.")] = 1.0,
-        no_progress: NoProgress = False, as_json: AsJson = False) -> None:
+        plain: NoProgress = False, as_json: AsJson = False) -> None:
     """Follow a run from another terminal until it ends, and say how it ended.
 
     On a terminal this is the live view of ppocli train; on a pipe, its lines. With --json, rows of
@@ -32,25 +32,6 @@ def watch_command(
       ppocli watch
       ppocli watch runs/NAME --from-start
       ppocli watch --json | jq '.["reward/mean"]'
-    """
-    ending(lambda: watch(run, interval=interval, from_start=from_start, plain=no_progress,
-                         as_json=as_json))
-
-
-def watch(given: str | None, *, interval: float, from_start: bool, plain: bool,
-          as_json: bool) -> None:
-    """Follow a run until it ends, and say how.
-
-    Args:
-        given: the run's folder or name; None for the newest below ``runs``.
-        interval: seconds between two looks.
-        from_start: show every step, not only the last ones and those to come.
-        plain: lines even on a terminal.
-        as_json: the rows of metrics.jsonl as they are.
-
-    Raises:
-        PpocliError: there is no such run.
-        SystemExit: 130, for Ctrl-C.
     """
     from ppocli.cli.follow import Follower, find_watched, open_pane
     from ppocli.display.console import can_live, open_console
