@@ -161,19 +161,13 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
     if not sys.stderr.isatty() or display_mode() != "auto":
         yield _Lines()
         return
+    from rich import progress
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
 
-    bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-                   TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
-                   console=Console(file=sys.stderr), transient=True)
+    bar = progress.Progress(
+        progress.TextColumn("{task.description}"), progress.BarColumn(),
+        progress.MofNCompleteColumn(), progress.TimeElapsedColumn(), progress.TextColumn("left"),
+        progress.TimeRemainingColumn(), console=Console(file=sys.stderr), transient=True)
     with bar:
         task = bar.add_task("loading", total=None)
 

@@ -39,17 +39,20 @@ def print_runs(folder: Folder = None, as_json: AsJson = False) -> None:
     from ppocli.storage.atomic import format_bytes
 
     root = _root(folder)
-    infos = run_infos(root)
+    found = run_infos(root)
     if as_json:
-        print_json([_as_json(info) for info in infos])
+        print_json([_facts(info) for info in found])
         return
-    if not infos:
+    if not found:
         say(f"There are no runs in {root} yet. Start one: ppocli train +recipe=quickstart")
         return
     rows = [("run", "status", "step", "reward", "best eval", "size", "age", "model", "reward by")]
-    rows += [(info.name, _status(info), _step(info), figure(info.last_reward, 3), _best(info),
+    rows += [(info.name, f"{info.status} ({info.pid})" if info.pid is not None else info.status,
+              "-" if info.total_steps is None else f"{info.step}/{info.total_steps}",
+              figure(info.last_reward, 3),
+              "-" if info.best is None else f"{figure(info.best, 3)} at {info.best_step}",
               format_bytes(info.size), age(info.written), info.model, info.reward)
-             for info in infos]
+             for info in found]
     print_table(rows, right=frozenset({3, 5, 6}))
 
 
@@ -60,32 +63,14 @@ def _root(given: Path | None) -> Path:
     return Path("runs") if given is None else given.expanduser()
 
 
-def _status(info: RunInfo) -> str:
-    return f"{info.status} ({info.pid})" if info.pid is not None else info.status
+def _facts(info: RunInfo) -> dict[str, Any]:
+    from datetime import UTC, datetime
 
-
-def _step(info: RunInfo) -> str:
-    return "-" if info.total_steps is None else f"{info.step}/{info.total_steps}"
-
-
-def _best(info: RunInfo) -> str:
-    from ppocli.display.console import figure
-
-    return "-" if info.best is None else f"{figure(info.best, 3)} at {info.best_step}"
-
-
-def _as_json(info: RunInfo) -> dict[str, Any]:
     return {"name": info.name, "path": str(info.path.absolute()), "status": info.status,
             "pid": info.pid, "step": info.step, "total_steps": info.total_steps,
             "reward_mean": info.last_reward, "best": info.best, "best_step": info.best_step,
-            "bytes": info.size, "written": _time(info.written), "model": info.model,
-            "reward": info.reward}
-
-
-def _time(seconds: float) -> str:
-    from datetime import UTC, datetime
-
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+            "bytes": info.size, "model": info.model, "reward": info.reward,
+            "written": datetime.fromtimestamp(info.written, UTC).isoformat(timespec="seconds")}
 
 
 @runs_app.command("prune", cls=Command)

@@ -86,14 +86,12 @@ def json_schema(name: str | None = None) -> dict[str, Any]:
     Raises:
         ConfigError: there is no such key or section.
     """
-    from ppocli.config.keys import schema_keys
     from ppocli.config.schema import TrainConfig
 
     chosen_keys(name)
-    if name in schema_keys():
-        body = _value(schema_keys()[name or ""])
-    else:
-        body = _section(TrainConfig, name or "")
+    body = _section(TrainConfig)
+    for part in name.split(".") if name else ():
+        body = body["properties"][part]
     head: dict[str, Any] = {"$schema": DIALECT,
                             "title": "ppocli configuration" + (f": {name}" if name else "")}
     if name is None:
@@ -107,34 +105,20 @@ def json_schema(name: str | None = None) -> dict[str, Any]:
     return {**head, **body, "$defs": definitions}
 
 
-def _section(root: type, prefix: str) -> dict[str, Any]:
-    """The object at ``prefix`` with all keys below it."""
-    from ppocli.config.keys import schema_keys
-
-    properties: dict[str, Any] = {}
-    for key in schema_keys().values():
-        if prefix and not key.name.startswith(prefix + "."):
-            continue
-        inner, _, rest = key.name[len(prefix) + 1 if prefix else 0:].partition(".")
-        if inner not in properties:
-            full = f"{prefix}.{inner}" if prefix else inner
-            properties[inner] = _section(root, full) if rest else _value(key)
-    return {**_about(root, prefix), "type": "object", "properties": properties,
-            "additionalProperties": False}
-
-
-def _about(root: type, section: str) -> dict[str, str]:
-    """A section's own description, from the field that holds it."""
+def _section(section: type, prefix: str = "") -> dict[str, Any]:
+    """The object of a dataclass of the schema, whose keys begin with ``prefix``."""
     import dataclasses
     import typing
 
-    if not section:
-        return {}
-    owner, doc = root, ""
-    for part in section.split("."):
-        field = next(f for f in dataclasses.fields(owner) if f.name == part)
-        doc, owner = field.metadata["doc"], typing.get_type_hints(owner)[part]
-    return {"description": doc}
+    from ppocli.config.keys import schema_keys
+
+    properties: dict[str, Any] = {}
+    for field in dataclasses.fields(section):
+        name = prefix + field.name
+        properties[field.name] = _value(schema_keys()[name]) if name in schema_keys() else {
+            "description": field.metadata["doc"],
+            **_section(typing.get_type_hints(section)[field.name], name + ".")}
+    return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
 def _value(key: Key) -> dict[str, Any]:
