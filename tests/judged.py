@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs import Ended, whole_copy, words
+from runs import Ended, app_in_process, whole_copy, words
 
 RUN = "runs/trained"
 NAME = "step-000004"
@@ -54,16 +54,7 @@ def uninterrupted(judged_run: Path, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture
 def evaluate(capsys: pytest.CaptureFixture[str], command: object) -> Callable[..., Ended]:
     """``ppocli eval`` in this process: same parsing, same endings."""
-    from ppocli.cli.app import app
-    from ppocli.cli.output import code_of
-
-    def evaluate(*given: str) -> Ended:
-        capsys.readouterr()
-        code = code_of(lambda: app(["eval", *given], prog_name="ppocli"))
-        out, err = capsys.readouterr()
-        return Ended(code, out, err)
-
-    return evaluate
+    return app_in_process(capsys, "eval")
 
 
 def result(folder: Path) -> dict:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers import jsonl, save_lm, write_prompts
-from runs import Ended, whole_copy
+from runs import Ended, app_in_process, whole_copy
 
 import ppocli
 from ppocli.cli.eval import lines_of, printing_of, request_of, told_apart
@@ -31,17 +31,8 @@ def here(reference: Path, world: Path) -> Path:
 def typed(capsys: pytest.CaptureFixture[str], command: object, here: Path,
           monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ended]:
     """A command in this process, in :func:`here`."""
-    from ppocli.cli.app import app
-    from ppocli.cli.output import code_of
-
     monkeypatch.chdir(here)
-
-    def typed(*given: str) -> Ended:
-        capsys.readouterr()
-        code = code_of(lambda: app(list(given), prog_name="ppocli"))
-        return Ended(code, *capsys.readouterr())
-
-    return typed
+    return app_in_process(capsys)
 
 
 def test_a_folder_may_have_an_apostrophe_and_a_file_a_dollar(here, typed):
