@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
-from runs import Ended, whole_copy, words
+from runs import Ended, app_in_process, whole_copy, words
 
 RUN = "runs/trained"
 NAME = "step-000004"
@@ -53,23 +52,9 @@ def uninterrupted(judged_run: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture
-def typed(capsys: pytest.CaptureFixture[str], command: object) -> Callable[..., Ended]:
-    """A command in this process: same parsing, same endings."""
-    from ppocli.cli.app import app
-    from ppocli.cli.output import code_of
-
-    def typed(*given: str) -> Ended:
-        capsys.readouterr()
-        code = code_of(lambda: app(list(given), prog_name="ppocli"))
-        return Ended(code, *capsys.readouterr())
-
-    return typed
-
-
-@pytest.fixture
-def evaluate(typed: Callable[..., Ended]) -> Callable[..., Ended]:
-    """``ppocli eval``, likewise."""
-    return partial(typed, "eval")
+def evaluate(capsys: pytest.CaptureFixture[str], command: object) -> Callable[..., Ended]:
+    """``ppocli eval`` in this process: same parsing, same endings."""
+    return app_in_process(capsys, "eval")
 
 
 def result(folder: Path) -> dict:

@@ -8,9 +8,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from runs import PLANTED, Command, Ended, command_in_process, make_world, run, whole_copy, words
-
-Export = Callable[..., Ended]
+from runs import (
+    PLANTED,
+    Command,
+    app_in_process,
+    command_in_process,
+    make_world,
+    run,
+    whole_copy,
+    words,
+)
 
 
 @pytest.fixture(scope="session")
@@ -67,29 +74,9 @@ def command(capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
 
 
 @pytest.fixture
-def export(capsys: pytest.CaptureFixture[str]) -> Export:
+def export(capsys: pytest.CaptureFixture[str]) -> Command:
     """``ppocli export`` in this process."""
-    import typer
-
-    from ppocli.cli.commands import export as command
-
-    app = typer.Typer()
-    command.register(app)
-
-    @app.command()
-    def other() -> None:
-        """A second command, so that the first keeps its name."""
-
-    def call(*words: object) -> Ended:
-        capsys.readouterr()
-        try:
-            app(["export", *map(str, words)], standalone_mode=False)
-            code = 0
-        except SystemExit as leaving:
-            code = int(leaving.code or 0)
-        return Ended(code, *capsys.readouterr())
-
-    return call
+    return app_in_process(capsys, "export")
 
 
 @pytest.fixture

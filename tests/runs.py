@@ -106,6 +106,19 @@ def command_in_process(capsys: pytest.CaptureFixture[str]) -> Command:
     return command
 
 
+def app_in_process(capsys: pytest.CaptureFixture[str], *first: str) -> Command:
+    """All commands likewise, their options too: those that begin with the words ``first``."""
+    from ppocli.cli.app import app
+    from ppocli.cli.output import code_of
+
+    def command(*given: object) -> Ended:
+        capsys.readouterr()
+        code = code_of(lambda: app([*first, *map(str, given)], prog_name="ppocli"))
+        return Ended(code, *capsys.readouterr())
+
+    return command
+
+
 def spawn(*given: str, cwd: Path, **env: str) -> Process:
     """The command in a process group of its own, its output on pipes."""
     return begin(["-m", "ppocli", *given], cwd=cwd, env=environment(**env))

@@ -1,33 +1,32 @@
-"""The command line. Typer alone is imported here; each command imports what it needs.
-
-``commands/`` holds what the shell sees of each command: its arguments, options and help.
-"""
+"""The command line. Typer alone is imported here; each command imports what it needs."""
 
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from ppocli.cli.commands import (
-    completion,
-    doctor,
-    estimate,
-    evaluate,
-    export,
-    generate,
-    plot,
-    recipes,
-    report,
-    runs,
-    serve,
-    sweep,
-    train,
-    validate,
-    watch,
-)
+from ppocli.cli.chat import chat
+from ppocli.cli.compare import print_comparison
+from ppocli.cli.completion import completion
+from ppocli.cli.doctor import doctor, env
+from ppocli.cli.estimate import print_estimate
+from ppocli.cli.eval import evaluate
+from ppocli.cli.export import export_command
+from ppocli.cli.generate import generate
+from ppocli.cli.options import WORDS, Command, HydraCommand
 from ppocli.cli.output import code_of, ending, leave, set_manner, survive_any_terminal
+from ppocli.cli.plot import plot_runs
+from ppocli.cli.recipes import recipes_app
+from ppocli.cli.report import report
+from ppocli.cli.runs import runs_app
+from ppocli.cli.schema import print_schema
+from ppocli.cli.serve import serve_reward
+from ppocli.cli.sweep_show import sweep_app
+from ppocli.cli.train import resume, train, train_help
+from ppocli.cli.validate import validate
+from ppocli.cli.watch import watch
 from ppocli.version import __version__
 
 _COMPLETING = "_PPOCLI_COMPLETE"
@@ -35,7 +34,7 @@ _COMPLETING = "_PPOCLI_COMPLETE"
 app = typer.Typer(
     name="ppocli", no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
     help="Fine-tune language models with PPO and any Python reward function.",
-    add_completion=False,  # ours knows how bash breaks words
+    add_completion=False,  # `ppocli completion` has a script for bash that knows KEY=VALUE
     context_settings={"help_option_names": ["-h", "--help"]})
 
 
@@ -47,16 +46,12 @@ def _version(wanted: bool) -> None:
 
 def _show_completion(wanted: bool) -> None:
     if wanted:
-        from ppocli.cli import shells
-
-        ending(lambda: shells.show(None))
+        ending(lambda: completion(None))
 
 
 def _install_completion(wanted: bool) -> None:
     if wanted:
-        from ppocli.cli import shells
-
-        ending(lambda: shells.install(None))
+        ending(lambda: completion(None, install=True))
 
 
 @app.callback()
@@ -83,10 +78,28 @@ def _options(
     set_manner(quiet=quiet, verbose=verbose, no_color=no_color)
 
 
+_HYDRA: dict[str, Any] = {"cls": HydraCommand, "context_settings": WORDS}
 # in the order in which --help lists them
-for _module in (train, watch, evaluate, generate, export, report, plot, runs, sweep, recipes,
-                serve, validate, estimate, doctor, completion):
-    _module.register(app)
+app.command(**_HYDRA, help=train_help())(train)
+app.command(**_HYDRA)(resume)
+app.command(cls=Command)(watch)
+app.command("eval", cls=Command)(evaluate)
+app.command(cls=Command)(generate)
+app.command(cls=Command)(chat)
+app.command("export", cls=Command)(export_command)
+app.command(cls=Command)(report)
+app.command("plot", cls=Command)(plot_runs)
+app.command("compare", cls=Command)(print_comparison)
+app.add_typer(runs_app, name="runs")
+app.add_typer(sweep_app, name="sweep")
+app.add_typer(recipes_app, name="recipes")
+app.command("serve-reward", **_HYDRA)(serve_reward)
+app.command(**_HYDRA)(validate)
+app.command("schema", cls=Command)(print_schema)
+app.command("estimate", **_HYDRA)(print_estimate)
+app.command(cls=Command)(env)
+app.command(cls=Command)(doctor)
+app.command(cls=Command)(completion)
 
 
 def main() -> None:

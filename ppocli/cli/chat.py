@@ -1,4 +1,4 @@
-"""What ``ppocli chat`` does: a conversation with one or two models in a terminal."""
+"""``ppocli chat``: a conversation with one or two models in a terminal."""
 
 from __future__ import annotations
 
@@ -6,29 +6,22 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from ppocli.cli.generate import (
-    MAX_SEED,
-    Asking,
-    Cast,
-    find_cast,
-    load_players,
-    sampling_of,
-    say_idle,
-)
+from ppocli.cli import options as opt
+from ppocli.cli.generate import printable
+from ppocli.cli.options import Overrides, Run
 from ppocli.cli.output import complain, say
-from ppocli.cli.sheet import printable
 from ppocli.cli.working import working
 from ppocli.errors import ConfigError, PpocliError, StoppedError
-from ppocli.text import clean, figure, first_line
+from ppocli.text import first_line
 
 if TYPE_CHECKING:
+    from ppocli.cli.sampling_request import ChosenModels, SamplingRequest
     from ppocli.config.schema import GenerationConfig
     from ppocli.evaluation.player import Player
-    from ppocli.rewards.scoring import Reward
+    from ppocli.rewards.scoring import Reward as RewardModel
 
 PROMPT = "> "
 HELP = """\
@@ -41,16 +34,57 @@ HELP = """\
 //text           a text that begins with a slash"""
 
 
-@dataclass
+def chat(
+        run: Run = None, overrides: Overrides = None,
+        max_new_tokens: opt.MaxNew = None, min_new_tokens: opt.MinNew = None,
+        temperature: opt.Temperature = None, top_k: opt.TopK = None, top_p: opt.TopP = None,
+        greedy: opt.Greedy = False, stop: opt.Stop = None, seed: opt.Seed = 0,
+        system: opt.System = None, step: opt.Step = None, best: opt.Best = False,
+        score: opt.Score = False, reward: opt.Reward = None, against: opt.Against = None) -> None:
+    """Talk to a run, a checkpoint or a model in the terminal.
+
+    Answers appear as they are sampled. With a chat template the conversation is kept; without one
+    each text is a prompt of its own. /help lists what can be typed; /quit or Ctrl-D leaves, Ctrl-C
+    stops an answer.
+
+    \b
+    Examples:
+      ppocli chat
+      ppocli chat runs/NAME --score
+      ppocli chat runs/NAME --against base --temperature 0.7
+    """
+    from ppocli.cli.sampling_request import find_models, loaded, sampling_request
+
+    request = sampling_request(
+        run, overrides, step=step, best=best, against=against, score=score, reward=reward,
+        seed=seed, system=system, greedy=greedy, stop=stop, sampling={
+            "max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens,
+            "temperature": temperature, "top_k": top_k, "top_p": top_p})
+    if not sys.stdin.isatty():
+        raise ConfigError("ppocli chat is for a terminal, and standard input is none.",
+                          where="standard input",
+                          fix="ppocli generate takes prompts from a pipe or a file")
+    chosen = find_models(request)
+    with working(), loaded(request, chosen) as (players, generation, judge):
+        if system is not None and not players[0].has_chat_template:
+            raise ConfigError(f"The tokenizer of {players[0].name} has no chat template for a "
+                              "system message.", where="--system", fix="leave it out")
+        talk = Chat(request, chosen, players, generation, judge)
+        with _prompting():
+            talk.greet()
+            _converse(talk)
+
+
 class Conversation:
     """What was said between the user and one model."""
 
-    player: Player
-    system: str | None = None
-    turns: list[tuple[str, str]] = field(default_factory=list)
-    """(user, assistant), the oldest first; always empty without a chat template"""
-    dropped: int = 0
-    """turns that no longer fit the model"""
+    def __init__(self, player: Player, system: str | None = None) -> None:
+        self.player = player
+        self.system = system
+        self.turns: list[tuple[str, str]] = []
+        """(user, assistant), the oldest first; always empty without a chat template"""
+        self.dropped = 0
+        """turns that no longer fit the model"""
 
     def ask(self, text: str, generation: GenerationConfig) -> tuple[str, list[int]]:
         """The prompt that continues the conversation with ``text``: rendered, and as tokens.
@@ -97,17 +131,19 @@ class Conversation:
 class Chat:
     """The state between two lines of the user."""
 
-    def __init__(self, asking: Asking, cast: Cast, players: Sequence[Player],
-                 generation: GenerationConfig, reward: Reward | None) -> None:
-        self._cast = cast
+    def __init__(self, request: SamplingRequest, chosen: ChosenModels, players: Sequence[Player],
+                 generation: GenerationConfig, reward: RewardModel | None) -> None:
+        self._cfg = chosen.cfg
         self._generation = generation
         self._reward = reward
-        self._seed = asking.seed
+        self._seed = request.seed
         self._asked = 0
-        self._conversations = [Conversation(player, asking.system) for player in players]
+        self._conversations = [Conversation(player, request.system) for player in players]
 
     def greet(self) -> None:
         """Say with whom one chats and how."""
+        from ppocli.display.console import clean
+
         players = [conversation.player for conversation in self._conversations]
         say(f"chatting with {' and '.join(clean(player.name) for player in players)}: "
             f"{self._sampling()}")
@@ -146,6 +182,8 @@ class Chat:
                 conversation.reset()
             complain("forgotten")
         elif name == "/seed":
+            from ppocli.cli.sampling_request import MAX_SEED
+
             if len(values) != 1 or not values[0].isdecimal() or int(values[0]) >= MAX_SEED:
                 raise ConfigError(f"/seed {' '.join(values)}: it takes a number from 0.",
                                   fix="/seed 1")
@@ -158,6 +196,7 @@ class Chat:
         return True
 
     def _set(self, values: list[str]) -> None:
+        from ppocli.cli.sampling_request import say_idle
         from ppocli.evaluation.player import CHANGEABLE, changed_sampling
 
         pairs = [word.partition("=") for word in values]
@@ -166,7 +205,7 @@ class Chat:
             raise ConfigError(f"/set {wrong[0]}: it takes NAME=VALUE.", fix="/set temperature=0.7")
         changes = {name: getattr(self._generation, name) for name in CHANGEABLE}
         changes.update(_typed(self._generation, {name: value for name, _, value in pairs}))
-        self._generation = changed_sampling(self._cast.cfg, changes)
+        self._generation = changed_sampling(self._cfg, changes)
         say_idle(self._generation, [name for name, _, _ in pairs])
         complain(self._sampling())
 
@@ -179,6 +218,8 @@ class Chat:
 
     def _answer(self, text: str) -> None:
         """Each model's answer; Ctrl-C ends that answer, and what there is of it counts."""
+        from ppocli.display.console import clean
+
         number, self._asked = self._asked, self._asked + 1
         for conversation in self._conversations:
             rendered, tokens = conversation.ask(text, self._generation)
@@ -193,6 +234,7 @@ class Chat:
 
     def _speak(self, player: Player, rendered: str, tokens: list[int], number: int,
                pieces: list[str]) -> None:
+        from ppocli.display.console import figure
         from ppocli.evaluation.player import scores_of
         from ppocli.parallel.stop import StopRequested, catch_signals
 
@@ -239,38 +281,6 @@ def _typed(generation: GenerationConfig, texts: dict[str, str]) -> dict[str, Any
         except OmegaConfBaseException as error:
             raise ConfigError(f"/set {name}={text}: {first_line(error.msg or error)}") from error
     return {name: node[name] for name in texts}
-
-
-def chat(asking: Asking) -> None:
-    """Talk until the user leaves.
-
-    Raises:
-        ConfigError: standard input is no terminal, or other wrong usage.
-        PpocliError: missing inputs.
-        StoppedError: SIGTERM, or the terminal went away.
-    """
-    if not sys.stdin.isatty():
-        raise ConfigError("ppocli chat is for a terminal, and standard input is none.",
-                          where="standard input",
-                          fix="ppocli generate takes prompts from a pipe or a file")
-    cast = find_cast(asking)
-    with working():
-        from ppocli.evaluation.player import build_judge
-        from ppocli.parallel.backend import open_backend
-
-        # before anything is loaded
-        generation = sampling_of(asking, cast, None) if cast.from_run else None
-        reward = build_judge(cast.cfg.reward, []) if asking.scored else None
-        with open_backend(cast.cfg.hardware) as backend:
-            players = load_players(cast, backend)
-            if asking.system is not None and not players[0].has_chat_template:
-                raise ConfigError(f"The tokenizer of {players[0].name} has no chat template for a "
-                                  "system message.", where="--system", fix="leave it out")
-            generation = generation or sampling_of(asking, cast, players[0])
-            talk = Chat(asking, cast, players, generation, reward)
-            with _prompting():
-                talk.greet()
-                _converse(talk)
 
 
 def _converse(talk: Chat) -> None:

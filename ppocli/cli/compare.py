@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
 
-from ppocli.cli.tables import aligned, shown_figure
-from ppocli.config.problems import shown
+import typer
+
+from ppocli.cli.completion import complete_run
+from ppocli.cli.options import AsJson
+from ppocli.cli.output import aligned, print_json, shown_figure
 from ppocli.errors import ConfigError
-from ppocli.report.compare import At, Comparison, Wins, compare_runs
-from ppocli.runs.record import read_run
-from ppocli.runs.target import find_run
-from ppocli.storage.run_folder import finite_or_null
+
+if TYPE_CHECKING:
+    from ppocli.report.compare import At, Comparison, Wins
 
 
-def print_comparison(given: Sequence[str], as_json: bool) -> None:
-    """Print how runs differ, in what they came to and in their settings.
+def print_comparison(
+        given: Annotated[list[str], typer.Argument(
+            metavar="RUN RUN...", autocompletion=complete_run,
+            help="Folders or names of runs; the first is the one to beat.")],
+        as_json: AsJson = False) -> None:
+    """Set runs side by side: figures after equally many samples, settings, wins on prompts.
 
-    Raises:
-        ConfigError: fewer than two different runs.
-        InputError: one of them is no run.
+    \b
+    Examples:
+      ppocli compare runs/ONE runs/OTHER
+      ppocli compare runs/sweep-20260131-120000/0 runs/sweep-20260131-120000/1 --json
     """
+    from ppocli.report.compare import compare_runs
+    from ppocli.runs.record import read_run
+    from ppocli.runs.target import find_run
+
     runs = {run.folder.path: run for run in (read_run(find_run(each)) for each in given)}
     if len(runs) < 2:
         raise ConfigError("There must be two different runs or more to compare.",
                           where="command line", fix="ppocli compare runs/ONE runs/OTHER")
     comparison = compare_runs(list(runs.values()))
     if as_json:
-        print(json.dumps(finite_or_null(_as_json(comparison)), indent=2, ensure_ascii=False))
+        print_json(_as_json(comparison))
         return
     print("\n".join(_lines(comparison)), flush=True)
 
@@ -42,6 +53,8 @@ def _as_json(comparison: Comparison) -> dict[str, object]:
 
 
 def _lines(comparison: Comparison) -> list[str]:
+    from ppocli.config.problems import shown
+
     runs = comparison.runs
     rows = [["", *(run.name for run in runs)], ["status", *(run.status for run in runs)]]
     at_end = all(run.equal.episodes == run.end.episodes for run in runs)

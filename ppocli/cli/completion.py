@@ -1,19 +1,22 @@
-"""What the shell offers after TAB: no Hydra, no torch.
+"""What the shell offers after TAB, and ``ppocli completion``. No Hydra, no torch.
 
-zsh, fish and our script for bash hand over the line as it was typed. Typer's own protocol for bash
-hands over words that bash has broken at ``=`` and ``:``, and takes the last piece alone.
+Typer has the scripts and speaks with the shells. bash breaks words at ``=`` and ``:``, and Typer
+hands on the last piece alone: :func:`complete_word` puts the words together again.
 """
 
 from __future__ import annotations
 
 import os
-import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from ppocli.cli.output import say
 from ppocli.config.paths import config_groups, recipe_files
-from ppocli.errors import PpocliError
+from ppocli.errors import ConfigError, DiskError, PpocliError
 
 HYDRA_FLAGS = {
     "-m": "run every combination of KEY=A,B", "--multirun": "run every combination of KEY=A,B",
@@ -21,22 +24,41 @@ HYDRA_FLAGS = {
     "--package": "with --cfg: a part of it", "--info": "where configuration comes from",
     "--config-dir": "a folder with recipes or config groups of your own",
     "--config-name": "another primary config", "--hydra-help": "Hydra's own help"}
+SHELLS = ("bash", "zsh", "fish")
 _CFG = ("job", "hydra", "all", "deepspeed")
 _FLAG_VALUES = {"--cfg": _CFG, "-c": _CFG,
                 "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")}
 _BREAKS = frozenset("=:")
+# bash keeps a colon before the cursor; a value follows KEY= at once
+_BASH_HOOK = """\
+    [[ ${COMP_WORDS[COMP_CWORD]} == : ]] && COMPREPLY=("${COMPREPLY[@]#:}")
+    [[ ${#COMPREPLY[@]} == 1 && ${COMPREPLY[0]} == *= ]] && compopt -o nospace
+    return 0
+"""
 
 
-def typed_words() -> list[str]:
-    """The whole words before the one to be completed, the command's name first, as the shell has
-    handed them over."""
-    line = os.environ.get("_TYPER_COMPLETE_ARGS")
-    if line is not None:
-        words = _split(line)
-        return words if line.endswith(" ") or not words else words[:-1]
-    words = _split(os.environ.get("COMP_WORDS", ""))
-    count = os.environ.get("COMP_CWORD", "")
-    return words[:int(count)] if count.isdigit() else words
+# What is offered ----------------------------------------------------------------------------------
+
+def complete_setting(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    """Settings KEY=VALUE and recipes, with what keys mean for shells that show it."""
+    from ppocli.cli.options import HydraCommand
+    from ppocli.config.keys import schema_keys
+
+    before = [ctx.params.get("run"), *(ctx.params.get("overrides") or ())]
+    keys = schema_keys()
+    offers = complete_word([word for word in before if word], incomplete)
+    if not isinstance(ctx.command, HydraCommand):
+        offers = [offer for offer in offers if not offer.startswith(("+", "recipe="))]
+    return [(offer, key.metadata["doc"] if offer.endswith("=") and (key := keys.get(offer[:-1]))
+             else "") for offer in offers]
+
+
+def complete_target(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    """Runs; and settings, where RUN may be left out before them."""
+    found = [(run, "") for run in complete_run(incomplete)]
+    takes_settings = any(param.name == "overrides" for param in ctx.command.params)
+    return complete_setting(ctx, incomplete) if not found and incomplete and takes_settings \
+        else found
 
 
 def complete_word(words: Sequence[str], incomplete: str) -> list[str]:
@@ -46,7 +68,7 @@ def complete_word(words: Sequence[str], incomplete: str) -> list[str]:
         words: those before it; bash may have broken them at ``=`` and ``:``.
         incomplete: its beginning; where bash has broken it, only what follows the break.
     """
-    whole, kept = _joined(words)
+    whole, kept = _joined(words, incomplete)
     previous = whole[-1] if whole else ""
     if not kept and previous in _FLAG_VALUES:
         return [value for value in _FLAG_VALUES[previous] if value.startswith(incomplete)]
@@ -56,26 +78,13 @@ def complete_word(words: Sequence[str], incomplete: str) -> list[str]:
     word = kept + incomplete
     key, equals, value = word.partition("=")
     offers = [f"{key}={option}" for option in _values(key, value)] if equals else \
-        sorted(name for name in _names() if name.startswith(word)
-               and (word or not name.startswith("-")))
+        sorted(name for name in _names() if name.startswith(word))
     return [offer[len(kept):] for offer in offers if offer.startswith(kept)]
 
 
-def described(offers: Iterable[str]) -> list[tuple[str, str]]:
-    """Offers with a line of help for shells that show it: what a key means."""
-    from ppocli.config.keys import schema_keys
-
-    keys = schema_keys()
-    found = []
-    for offer in offers:
-        key = keys.get(offer.removesuffix("=")) if offer.endswith("=") else None
-        found.append((offer, HYDRA_FLAGS.get(offer, "") if key is None else key.metadata["doc"]))
-    return found
-
-
 def complete_recipe(incomplete: str) -> list[str]:
-    """Names of recipes that begin so."""
-    return [name for name in recipe_files() if name.startswith(incomplete)]
+    """Names of recipes."""
+    return list(recipe_files())
 
 
 def complete_run(incomplete: str) -> list[str]:
@@ -85,11 +94,6 @@ def complete_run(incomplete: str) -> list[str]:
     found = sorted(list_runs(Path("runs")), key=written, reverse=True)
     paths = [str(folder) for folder in found if str(folder).startswith(incomplete)]
     return paths or [folder.name for folder in found if folder.name.startswith(incomplete)]
-
-
-def complete_form(incomplete: str) -> list[str]:
-    """What ``report --format`` can be."""
-    return [form for form in ("html", "md", "both") if form.startswith(incomplete)]
 
 
 def complete_metrics(incomplete: str) -> list[str]:
@@ -105,20 +109,13 @@ def complete_metrics(incomplete: str) -> list[str]:
 
 
 def complete_key(incomplete: str) -> list[str]:
-    """Keys and sections of the configuration that begin so."""
+    """Keys and sections of the configuration."""
     from ppocli.config.keys import schema_keys, schema_sections
 
-    return [name for name in (*schema_sections(), *schema_keys()) if name.startswith(incomplete)]
+    return [*schema_sections(), *schema_keys()]
 
 
-def _split(line: str) -> list[str]:
-    try:
-        return shlex.split(line)
-    except ValueError:  # a quote that is still open
-        return line.split()
-
-
-def _joined(words: Sequence[str]) -> tuple[list[str], str]:
+def _joined(words: Sequence[str], incomplete: str) -> tuple[list[str], str]:
     """Words as they were typed, and the beginning of the last one that bash has broken off."""
     whole: list[str] = []
     open_end = False
@@ -129,20 +126,16 @@ def _joined(words: Sequence[str]) -> tuple[list[str], str]:
         else:
             whole.append(word)
         open_end = is_break
+    open_end = open_end or incomplete in _BREAKS
     return (whole[:-1], whole[-1]) if open_end and whole else (whole, "")
 
 
 def _names() -> Iterator[str]:
     from ppocli.config.keys import schema_keys
 
-    yield "+recipe="
-    yield "recipe="
-    for group in config_groups():
-        yield f"{group}="
-    for name in schema_keys():
+    yield from ("+recipe=", "recipe=")
+    for name in (*config_groups(), *schema_keys()):
         yield f"{name}="
-    yield from HYDRA_FLAGS
-    yield "--help"
 
 
 def _values(key: str, value: str) -> list[str]:
@@ -178,3 +171,69 @@ def _builtin(key: str) -> list[str]:
     names = [name for name, about in list_builtins().items() if not about.startswith("classifier")]
     return [BUILTIN_PREFIX + name for name in names
             if name.endswith("prompts") == key.startswith("prompts.")]
+
+
+# The scripts --------------------------------------------------------------------------------------
+
+def completion(
+        shell: Annotated[str | None, typer.Argument(
+            metavar="[SHELL]", autocompletion=lambda: SHELLS, show_default=False,
+            help="bash, zsh or fish (default: the one that this runs in).")] = None,
+        install: Annotated[bool, typer.Option(
+            "--install", help="Put it where the shell finds it.")] = False) -> None:
+    """Print the script that completes ppocli's commands, keys and runs after TAB.
+
+    \b
+    Examples:
+      ppocli completion --install
+      source <(ppocli completion bash)
+      ppocli completion zsh > ~/.zfunc/_ppocli
+    """
+    from typer.completion import get_completion_script
+    from typer.completion import install as install_script
+
+    name = find_shell(shell)
+    typers = {"prog_name": "ppocli", "complete_var": "_PPOCLI_COMPLETE", "shell": name}
+    script = get_completion_script(**typers)
+    if name == "bash":
+        script = script.replace("    return 0\n", _BASH_HOOK).replace(
+            "complete -o default", "complete -o default -o nosort")
+    if not install:
+        print(script)
+        return
+    try:
+        path = install_script(**typers)[1]
+        path.write_text(script + "\n", encoding="utf-8")
+    except OSError as error:
+        raise DiskError(f"the completion can't be installed: {error}", where=str(Path.home()),
+                        fix=f"ppocli completion {name} > FILE, and have the shell read it"
+                        ) from error
+    say(f"completion for {name} takes effect in new shells; the script:")
+    print(path)
+
+
+def find_shell(given: str | None = None) -> str:
+    """The shell that is named, else the one that ppocli runs in, else that of ``$SHELL``.
+
+    Raises:
+        ConfigError: it isn't one that we know.
+    """
+    from ppocli.text import did_you_mean
+
+    found = given or _shell_around() or Path(os.environ.get("SHELL", "")).name
+    if found not in SHELLS:
+        what = f"there is no completion for {found!r}{did_you_mean(found, SHELLS)}" if found \
+            else "the shell could not be told"
+        raise ConfigError(what, where="SHELL",
+                          fix="name one of bash, zsh, fish: ppocli completion bash")
+    return found
+
+
+def _shell_around() -> str | None:
+    import shellingham
+
+    try:
+        name = str(shellingham.detect_shell()[0])
+    except (shellingham.ShellDetectionFailure, OSError):
+        return None
+    return name if name in SHELLS else None  # a plain sh, as of a script, tells nothing

@@ -1,31 +1,86 @@
-"""``ppocli env`` and ``ppocli doctor``."""
+"""``ppocli env`` and ``ppocli doctor``: what this machine is like, and whether it will do."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from ppocli.cli.output import complain, say
+import typer
+
+from ppocli.cli.options import AsJson
+from ppocli.cli.output import complain, print_json, say
 from ppocli.text import counted
 
 if TYPE_CHECKING:
     from ppocli.doctor_probes import Result
 
 
-def print_env(as_json: bool) -> None:
-    """Print what an issue needs to say of this machine."""
+def env(as_json: AsJson = False) -> None:
+    """Print versions, machine and variables, to be pasted into an issue.
+
+    Tokens are never shown, only that they are set.
+
+    \b
+    Examples:
+      ppocli env
+      ppocli env --json
+    """
     from ppocli.storage.environment import describe
 
     facts = describe(places=True)
     if as_json:
-        print(json.dumps(facts, indent=2, ensure_ascii=False))
+        print_json(facts)
     else:
         print("\n".join(f"- {name}: {value}" for name, value in _env_lines(facts)))
+
+
+def doctor(folder: Annotated[Path, typer.Argument(
+               metavar="[DIR]", help="The folder that holds, or will hold, the run folders.")
+               ] = Path("runs"),
+           as_json: AsJson = False) -> None:
+    """Check this machine and installation; each check has a verdict and says how to mend it.
+
+    Exit code 0: nothing failed (warnings don't count), 1: a check failed.
+
+    \b
+    Examples:
+      ppocli doctor
+      ppocli doctor /scratch/runs
+      ppocli doctor --json
+    """
+    from ppocli.doctor.checking import Surroundings, run_checks
+    from ppocli.doctor.checks import CHECKS
+
+    width = max(len(check.name) for check in CHECKS)
+    erasable = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+    def begin(name: str) -> None:
+        if erasable:
+            print(f"\r\x1b[Kchecking {name} ...", end="", file=sys.stderr, flush=True)
+
+    results: list[Result] = []
+    for result in run_checks(CHECKS, Surroundings(folder), begin=begin):
+        if erasable:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        results.append(result)
+        lines = [f"{result.verdict:<8} {result.name:<{width}}  {result.text}"]
+        if result.fix is not None and result.verdict != "ok":
+            lines.append(f"{'':<8} {'':<{width}}  fix: {result.fix}")
+        for line in lines:
+            if as_json:
+                say(line)
+            else:
+                print(line, flush=True)
+    if as_json:
+        print_json([asdict(result) for result in results])
+    failed = [result.name for result in results if result.verdict == "fail"]
+    if failed:
+        complain(f"{len(failed)} of {len(results)} checks failed: {', '.join(failed)}")
+        raise SystemExit(1)
 
 
 def _env_lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -51,40 +106,3 @@ def _env_lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "extras", ", ".join(facts["extras"]) or "none"
     yield "variables", " ".join(f"{name}={value}" for name, value in facts["variables"].items()
                                 ) or "none"
-
-
-def run_doctor(folder: Path, as_json: bool) -> None:
-    """Run every check and print its verdict as it comes.
-
-    Raises:
-        SystemExit: 1, a check failed.
-    """
-    from ppocli.doctor import CHECKS
-    from ppocli.doctor_probes import Surroundings, run_checks
-
-    width = max(len(check.__name__) for check in CHECKS)
-    erasable = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-
-    def begin(name: str) -> None:
-        if erasable:
-            print(f"\r\x1b[Kchecking {name} ...", end="", file=sys.stderr, flush=True)
-
-    results: list[Result] = []
-    for result in run_checks(CHECKS, Surroundings(folder), begin=begin):
-        if erasable:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-        results.append(result)
-        lines = [f"{result.verdict:<8} {result.name:<{width}}  {result.text}"]
-        if result.fix is not None and result.verdict != "ok":
-            lines.append(f"{'':<8} {'':<{width}}  fix: {result.fix}")
-        for line in lines:
-            if as_json:
-                say(line)
-            else:
-                print(line, flush=True)
-    if as_json:
-        print(json.dumps([asdict(result) for result in results], indent=2, ensure_ascii=False))
-    failed = [result.name for result in results if result.verdict == "fail"]
-    if failed:
-        complain(f"{len(failed)} of {len(results)} checks failed: {', '.join(failed)}")
-        raise SystemExit(1)

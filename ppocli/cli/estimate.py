@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from ppocli.cli.tables import print_table
-from ppocli.config.keys import several
-from ppocli.config.problems import raise_problems
-from ppocli.config.schema import TrainConfig
+import typer
+
+from ppocli.cli.options import AsJson, Overrides
+from ppocli.cli.output import print_json, print_table
 from ppocli.errors import ConfigError, InputError, OutOfMemoryError
 
 if TYPE_CHECKING:
+    from ppocli.config.schema import TrainConfig
     from ppocli.estimate.estimate import Estimate
     from ppocli.parallel.host_memory import Room
 
@@ -24,23 +24,36 @@ NOT_NEEDED = frozenset({"reward.fn", "ppo.total_episodes, ppo.num_steps"})
 """keys that a run needs and an estimate does not"""
 
 
-def print_estimate(words: Sequence[str], *, prompt_tokens: int | None, available: bool,
-                   memory: float | None, as_json: bool) -> None:
-    """Print what a run of ``words`` takes.
+def print_estimate(
+        overrides: Overrides = None,
+        prompt_tokens: Annotated[int | None, typer.Option(
+            "--prompt-tokens", min=1, show_default=False,
+            help="Tokens of the longest prompt (default: of the prompts themselves, if they "
+            "and the tokenizer are on this machine).")] = None,
+        available: Annotated[bool, typer.Option(
+            "--available", help="Compare with what this machine has free.")] = False,
+        memory: Annotated[float | None, typer.Option(
+            "--memory", metavar="GIB", min=0.001, show_default=False,
+            help="Compare with a device that has so many GiB.")] = None,
+        as_json: AsJson = False) -> None:
+    """Tell how much memory and disk a run takes, before anything is loaded.
 
-    Args:
-        prompt_tokens: of the longest prompt, if the user knows better.
-        available: compare with this machine.
-        memory: compare with a device of so many GiB.
+    Words are those of ppocli train; reward, prompts and length may be left out. Of the model only
+    its config.json is read, so it can be larger than this machine. What can't be told is listed as
+    unknown, with the reason. Exit code 8: what it was compared with is too small.
 
-    Raises:
-        ConfigError: words that make no configuration, or both comparisons.
-        InputError: the model has no configuration that can be read.
-        OutOfMemoryError: it does not fit what it was compared with.
+    \b
+    Examples:
+      ppocli estimate +recipe=quickstart
+      ppocli estimate +recipe=quickstart --available
+      ppocli estimate model.path=./llama hardware=zero2 hardware.num_processes=8 \\
+          hardware.device=cuda hardware.precision=bf16 --prompt-tokens 512 --memory 80
+      ppocli estimate model.path=./llama model.peft.type=lora hardware=gpu_bf16 --memory 24
+      ppocli estimate +recipe=quickstart --json
     """
     if available and memory is not None:
         raise ConfigError("--available and --memory are two comparisons.", fix="give one of them")
-    cfg = _composed(words)
+    cfg = _composed(overrides or [])
     from transformers.utils import logging as transformers_logging
 
     from ppocli.estimate.estimate import estimate
@@ -58,7 +71,7 @@ def print_estimate(words: Sequence[str], *, prompt_tokens: int | None, available
     room = _room(available, memory, cuda)
     verdict, fits = (None, True) if room is None else _verdict(found, room, cfg)
     if as_json:
-        print(json.dumps(_as_json(found, cfg, source, room, fits), indent=2, ensure_ascii=False))
+        print_json(_as_json(found, cfg, source, room, fits))
     else:
         _print(found, cfg, source)
         if verdict is not None and fits:
@@ -75,6 +88,7 @@ def print_estimate(words: Sequence[str], *, prompt_tokens: int | None, available
 
 def _composed(words: Sequence[str]) -> TrainConfig:
     from ppocli.config.compose import draft
+    from ppocli.config.problems import raise_problems
     from ppocli.config.words import read_words
 
     read = read_words(words)
@@ -97,6 +111,7 @@ def _computes_on_cuda(cfg: TrainConfig) -> bool:
 
 def _prompt_tokens(cfg: TrainConfig, config: Any, given: int | None) -> tuple[int, str]:
     """Tokens of the longest prompt, and how that is known."""
+    from ppocli.config.keys import several
     from ppocli.models.loading.model_config import max_positions, unloaded
     from ppocli.models.trunk import has_encoder
 

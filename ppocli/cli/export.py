@@ -2,27 +2,87 @@
 
 from __future__ import annotations
 
-import json
-import os
-from dataclasses import asdict
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from ppocli.cli.output import say
-from ppocli.config.as_words import training_command
-from ppocli.export.facts import Mask
-from ppocli.export.folder import ExportPlan, write_export
-from ppocli.export.hub import push
-from ppocli.export.request import (
-    Existing,
-    ExportRequest,
-    check_destination,
-    repo_name,
-    resolve,
-    shown,
-)
-from ppocli.storage.publishing import repair_published
-from ppocli.storage.run_folder import lock_beside
-from ppocli.text import format_bytes
+import typer
+
+from ppocli.cli.options import AsJson, Run
+from ppocli.cli.output import ending, say
+
+if TYPE_CHECKING:
+    from ppocli.export.facts import Mask
+    from ppocli.export.folder import ExportPlan
+    from ppocli.export.request import Existing, ExportRequest
+
+
+def export_command(
+    run: Run = None,
+    output: Annotated[Path | None, typer.Option(
+        "--output", "-o", metavar="DIR", show_default=False,
+        help="Folder to write (default: RUN/export/NAME, e.g. step-000024).")] = None,
+    best: Annotated[bool, typer.Option(
+        "--best", help="The checkpoint with the best evaluation.")] = False,
+    step: Annotated[int | None, typer.Option(
+        "--step", metavar="N", min=0, show_default=False,
+        help="The checkpoint of step N (default: the final model, else the newest).")] = None,
+    dtype: Annotated[Literal["fp32", "bf16", "fp16"] | None, typer.Option(
+        "--dtype", show_default=False,
+        help="Store the weights as this type (default: as they are).")] = None,
+    max_shard_size: Annotated[str | None, typer.Option(
+        "--max-shard-size", metavar="SIZE", show_default=False,
+        help="Largest weight file (default: 5GB).")] = None,
+    include_value_head: Annotated[bool, typer.Option(
+        "--include-value-head", help="Add the critic as value_head.safetensors.")] = False,
+    merge: Annotated[bool | None, typer.Option(
+        "--merge/--adapter", show_default=False,
+        help="Of a LoRA policy: a whole model with the adapter merged in (default), or the "
+        "adapter's own folder.")] = None,
+    overwrite: Annotated[bool, typer.Option(
+        "--overwrite", help="Replace an export that is there; your text in its README.md "
+        "stays.")] = False,
+    dry_run: Annotated[bool, typer.Option(
+        "--dry-run", help="Say what would be done; write nothing, ask nobody.")] = False,
+    as_json: AsJson = False,
+    to_hub: Annotated[bool, typer.Option(
+        "--to-hub", help="Push the folder to the Hub once it is verified.")] = False,
+    repo_id: Annotated[str | None, typer.Option(
+        "--repo-id", metavar="USER/NAME", show_default=False,
+        help="Repository (default: your user / the run's name).")] = None,
+    private: Annotated[bool | None, typer.Option(
+        "--private/--public", show_default=False,
+        help="Visibility of the repository (default: private).")] = None,
+    create_pr: Annotated[bool, typer.Option(
+        "--create-pr", help="Push as a pull request.")] = False,
+    revision: Annotated[str | None, typer.Option(
+        "--revision", metavar="BRANCH", show_default=False,
+        help="Push to this branch, made where missing.")] = None,
+) -> None:
+    """Write a policy as a verified Hugging Face folder with a model card; push it if asked.
+
+    The folder is reloaded with transformers and compared with its source before it appears under
+    its name. The last line on standard output is its path, or the address on the Hub.
+
+    \b
+    Examples:
+      ppocli export runs/NAME
+      ppocli export runs/NAME --best --dtype bf16 -o ./my-model
+      ppocli export runs/LORA --adapter -o ./my-adapter
+      ppocli export ./lm --dtype fp16 --max-shard-size 2GB -o ./lm-fp16
+      ppocli export runs/NAME --to-hub --repo-id USER/NAME --dry-run
+      ppocli export runs/NAME --to-hub --public
+    """
+
+    def run_it() -> None:
+        from ppocli.export.request import ExportRequest
+
+        export(ExportRequest(
+            run=run, output=output, best=best, step=step, dtype=dtype,
+            max_shard_size=max_shard_size, include_value_head=include_value_head,
+            merge=merge, overwrite=overwrite, dry_run=dry_run, to_hub=to_hub, repo_id=repo_id,
+            private=private, create_pr=create_pr, revision=revision), as_json)
+
+    ending(run_it)
 
 
 def export(request: ExportRequest, as_json: bool) -> None:
@@ -32,6 +92,13 @@ def export(request: ExportRequest, as_json: bool) -> None:
     Raises:
         PpocliError: whatever keeps the export from its end.
     """
+    import json
+
+    from ppocli.config.as_words import training_command
+    from ppocli.export.facts import Mask
+    from ppocli.export.hub import push
+    from ppocli.export.request import Existing, repo_name, resolve, shown
+
     mask = Mask.of_this_process()
 
     def tell(text: str) -> None:
@@ -57,7 +124,15 @@ def export(request: ExportRequest, as_json: bool) -> None:
 
 
 def _write(plan: ExportPlan, request: ExportRequest, mask: Mask, tell: Any) -> dict[str, Any]:
+    import os
+    from dataclasses import asdict
+
     from ppocli.cli.working import working
+    from ppocli.export.folder import write_export
+    from ppocli.export.request import check_destination, shown
+    from ppocli.storage.publishing import repair_published
+    from ppocli.storage.run_folder import lock_beside
+    from ppocli.text import format_bytes
 
     tell(f"exporting {plan.name} as {plan.written} ({format_bytes(plan.bytes)}) to "
          f"{shown(plan.target)}")
@@ -75,6 +150,11 @@ def _write(plan: ExportPlan, request: ExportRequest, mask: Mask, tell: Any) -> d
 def _dry_run(plan: ExportPlan | Existing, request: ExportRequest, mask: Mask,
              as_json: bool) -> None:
     """Say everything that would be done; nothing is written and nobody is asked."""
+    import json
+
+    from ppocli.export.request import Existing, shown
+    from ppocli.text import format_bytes
+
     name = plan.run_name if isinstance(plan, Existing) else plan.facts.name
     folder = plan.folder if isinstance(plan, Existing) else plan.target
     hub = _hub_plan(request, name) if request.to_hub else None
@@ -105,6 +185,8 @@ def _dry_run(plan: ExportPlan | Existing, request: ExportRequest, mask: Mask,
 
 
 def _hub_plan(request: ExportRequest, run_name: str) -> dict[str, str]:
+    from ppocli.export.request import repo_name
+
     repo = request.repo_id or f"USER/{repo_name(run_name)}, USER being your token's"
     how = (f"to the branch {request.revision}, made where missing" if request.revision
            else "as a pull request" if request.create_pr else "to the main branch")

@@ -1,243 +1,145 @@
-"""What ``ppocli generate`` does, and what ``ppocli chat`` shares with it."""
+"""``ppocli generate``: prompts to sampled responses on standard output."""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from ppocli.builtin.names import BUILTIN_PREFIX
-from ppocli.cli.output import say
-from ppocli.cli.sheet import Sheet, printable
-from ppocli.cli.working import split_words, working
+from ppocli.cli import options as opt
+from ppocli.cli.options import AsJson, Overrides, Run
+from ppocli.cli.output import complain, say
+from ppocli.cli.working import working
 from ppocli.errors import ConfigError, InputError, PpocliError
 
 if TYPE_CHECKING:
-    from ppocli.config.schema import GenerationConfig, ModelConfig, TrainConfig
     from ppocli.evaluation.player import Player
-    from ppocli.parallel.backend import Backend
-    from ppocli.rewards.scoring import Reward
-    from ppocli.runs.target import Target
+    from ppocli.rewards.scoring import Reward as RewardModel
+    from ppocli.sampling.prompting import Answer
 
-COLUMN = "prompt"
-MAX_SEED = 2**63
-SHAPING = ("temperature", "top_k", "top_p")
-"""sampling settings that count only where something is drawn"""
 HOW = ("give --prompt TEXT, --prompts-file FILE (json, jsonl, csv, parquet or txt), or a line each "
        "on standard input")
 _OPTIONS = (("prompts.path=", "--prompts-file "), ("prompts.column=", "--column "),
             ("prompts.chat=true", "--chat"), ("prompts.items", "standard input"))
+LONGEST_HEADING = 100
+
+Prompt = Annotated[list[str] | None, typer.Option("--prompt", "-p", metavar="TEXT",
+                                                  show_default=False,
+                                                  help="A prompt; repeatable.")]
+PromptsFile = Annotated[str | None, typer.Option(
+    "--prompts-file", metavar="FILE", show_default=False,
+    help="Prompts: txt (a line each), json, jsonl, csv or parquet; - is standard input.")]
+Column = Annotated[str, typer.Option("--column", metavar="NAME",
+                                     help="Column of the file that holds the prompt.")]
+NumSamples = Annotated[int, typer.Option("--num-samples", "-n", metavar="K", min=1,
+                                         help="Responses to each prompt.")]
+AsChat = Annotated[bool | None, typer.Option(
+    "--chat/--no-chat", show_default=False,
+    help="Render prompts with the chat template, or take them as they are (default: as the run "
+         "did).")]
+BatchSize = Annotated[int, typer.Option("--batch-size", metavar="N", min=1,
+                                        help="Samples decoded together.")]
 
 
-@dataclass(frozen=True, slots=True)
-class Asking:
-    """Who is asked and how: what ``generate`` and ``chat`` have in common."""
+def generate(
+        run: Run = None, overrides: Overrides = None, prompt: Prompt = None,
+        prompts_file: PromptsFile = None, column: Column = "prompt", num_samples: NumSamples = 1,
+        max_new_tokens: opt.MaxNew = None, min_new_tokens: opt.MinNew = None,
+        temperature: opt.Temperature = None, top_k: opt.TopK = None, top_p: opt.TopP = None,
+        greedy: opt.Greedy = False, stop: opt.Stop = None, seed: opt.Seed = 0,
+        chat: AsChat = None, system: opt.System = None, step: opt.Step = None,
+        best: opt.Best = False, score: opt.Score = False, reward: opt.Reward = None,
+        against: opt.Against = None, batch_size: BatchSize = 64, as_json: AsJson = False) -> None:
+    """Sample responses of a run, a checkpoint or a model.
 
-    run: str | None = None
-    words: tuple[str, ...] = ()
-    """KEY=VALUE"""
-    step: int | None = None
-    best: bool = False
-    against: str | None = None
-    """a target, or the word ``base``"""
-    score: bool = False
-    reward: str | None = None
-    seed: int = 0
-    system: str | None = None
-    flags: Mapping[str, Any] = field(default_factory=dict)
-    """sampling settings by option; None: not given"""
+    Prompts come from --prompt, --prompts-file or standard input. Sampling is the run's own unless
+    options change it. Standard output holds the responses and nothing else.
 
-    @property
-    def scored(self) -> bool:
-        """Whether answers get a score."""
-        return self.score or self.reward is not None
-
-
-@dataclass(frozen=True, slots=True)
-class Named:
-    """A model to be loaded."""
-
-    name: str
-    policy: str
-    """checked folder, or Hub name"""
-    cfg: ModelConfig
-    """of the model that the policy is, or was trained from"""
-
-
-@dataclass(frozen=True, slots=True)
-class Cast:
-    """Found, but not loaded yet. Made by :func:`find_cast`."""
-
-    cfg: TrainConfig
-    """how the first model was trained, or the defaults for a model that came from elsewhere"""
-    from_run: bool
-    models: tuple[Named, ...]
-    """the one or two models"""
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """P prompts. Made by :func:`read_prompts`."""
-
-    cells: list[Any]
-    """texts, or lists of chat messages"""
-    columns: dict[str, list[Any]]
-    """metadata by column name, each of length P"""
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What ``generate`` was asked for beside :class:`Asking`."""
-
-    prompts: tuple[str, ...] = ()
-    file: str | None = None
-    column: str = COLUMN
-    num_samples: int = 1
-    chat: bool | None = None
-    batch: int = 64
-    as_json: bool = False
-
-
-# Who is asked -------------------------------------------------------------------------------------
-
-def asking_of(run: str | None, words: Sequence[str] | None, **options: Any) -> Asking:
-    """Tell RUN from the words behind it, and check the options by themselves.
-
-    Raises:
-        ConfigError: something among the words is no KEY=VALUE, or wrong options.
+    \b
+    Examples:
+      ppocli generate runs/NAME --prompt "The film was"
+      ppocli generate runs/NAME --prompts-file prompts.jsonl -n 4 --score --json
+      ppocli generate runs/NAME --prompt "The film was" --against base --score
+      ppocli generate ./model --temperature 0.7 --max-new-tokens 60 < prompts.txt
+      ppocli generate runs/NAME -p "Hello" --reward length reward.kwargs.target=20
     """
+    from ppocli.cli.sampling_request import find_models, loaded, sampling_request
+
+    request = sampling_request(
+        run, overrides, step=step, best=best, against=against, score=score, reward=reward,
+        seed=seed, system=system, greedy=greedy, stop=stop, sampling={
+            "max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens,
+            "temperature": temperature, "top_k": top_k, "top_p": top_p})
+    lines = given_lines(prompt, prompts_file)
+    chosen = find_models(request)
+    chat = chosen.cfg.prompts.chat if chat is None else chat
+    if system is not None and not chat:
+        raise ConfigError("--system is a message of a conversation, and prompts are taken as plain "
+                          "texts.", where="--system", fix="add --chat")
+    if chosen.cfg.prompts.template is not None and not chat:
+        say("prompts.template of the run is not applied: prompts are taken as they are")
+    cells, columns = (_checked(prompt), {}) if prompt else read_prompts(
+        prompts_file, column, lines, chat=chat)
+    with working() as stopping, loaded(request, chosen, list(columns)) as (
+            players, generation, judge):
+        messages = with_system(cells, system)
+        texts = [player.render(messages, chat=chat) for player in players]
+        tokens = [player.tokens(rendered, generation, chat=chat)
+                  for player, rendered in zip(players, texts, strict=True)]
+        printer = ResponsePrinter(
+            [cell if isinstance(cell, str) else text
+             for cell, text in zip(cells, texts[0], strict=True)],
+            [player.name for player in players], num_samples, as_json=as_json,
+            scored=judge is not None)
+        batches = [player.answers(
+            ids, generation, seed=seed, num_samples=num_samples, batch=batch_size,
+            poll=stopping.check, show=_show if printer.streams else None)
+            for player, ids in zip(players, tokens, strict=True)]
+        _write(printer, batches, players, texts, judge, columns, stopping.check)
+
+
+def _write(printer: ResponsePrinter, batches: list[Any], players: list[Player],
+           texts: list[list[str]], reward: RewardModel | None,
+           columns: Mapping[str, Sequence[Any]], check: Callable[[], None]) -> None:
+    """Print each batch as soon as all models have answered it."""
+    from ppocli.evaluation.player import scores_of
+
     try:
-        found, rest = split_words(run, words)
-    except ConfigError as error:
-        error.fix = "prompts go behind an option: --prompt TEXT"
-        raise
-    asking = Asking(found, tuple(rest), **options)
-    if asking.seed >= MAX_SEED:
-        raise ConfigError(f"--seed {asking.seed} is too large.", where="--seed",
-                          fix="a number below 2**63")
-    _given_flags(asking)
-    return asking
+        for answers in zip(*batches, strict=True):
+            scores = None
+            if reward is not None:
+                scores = [scores_of(reward, player, rendered, batch, columns)
+                          for player, rendered, batch in zip(players, texts, answers, strict=True)]
+            printer.write(answers, scores)
+            check()
+    finally:
+        printer.close()
 
 
-def find_cast(asking: Asking) -> Cast:
-    """Find the models that are asked and their settings; nothing is loaded.
-
-    Raises:
-        ConfigError, CheckpointError, InputError: as :func:`ppocli.runs.target.find_target` and
-            :func:`ppocli.launching.target_config.target_config`.
-    """
-    from ppocli.evaluation.request import EvalRequest
-    from ppocli.launching.target_config import target_config
-    from ppocli.runs.target import find_target
-
-    target = find_target(asking.run, say=say, step=asking.step, best=asking.best)
-    request = EvalRequest(words=asking.words, reward=asking.reward, against=asking.against)
-    request.check()
-    cfg = target_config(target, request.overrides(target), needs_reward=asking.scored,
-                        needs_prompts=False)
-    models = [_named(target, cfg.model)]
-    other = request.find_against(target, cfg, say)
-    if other is not None:
-        models.append(_named(other, cfg.model if other.model == cfg.model.path else None))
-    return Cast(cfg, target.run_dir is not None, tuple(models))
+def _show(piece: str) -> None:
+    print(printable(piece), end="", flush=True)
 
 
-def _named(target: Target, cfg: ModelConfig | None) -> Named:
-    """``cfg`` None: that of the target's own run, or the defaults."""
-    from ppocli.config.resolved import CONFIG_FILE, read_config
-    from ppocli.config.schema import ModelConfig
+# Prompts ------------------------------------------------------------------------------------------
 
-    if cfg is None:
-        cfg = (ModelConfig(path=target.model) if target.run_dir is None
-               else read_config(target.run_dir / CONFIG_FILE).model)
-    return Named(target.name, target.model, cfg)
-
-
-def load_players(cast: Cast, backend: Backend) -> list[Player]:
-    """Load the one or two models.
-
-    Raises:
-        InputError: a model or its tokenizer is unusable.
-    """
-    from ppocli.evaluation.player import load_player, policy_config
-
-    return [load_player(policy_config(model.cfg, model.policy), model.name, backend)
-            for model in cast.models]
-
-
-def sampling_of(asking: Asking, cast: Cast, player: Player | None) -> GenerationConfig:
-    """Flags over words over the run's own settings; a model that came from elsewhere has those of
-    its generation_config.json.
-
-    Args:
-        player: the model, loaded; not needed for a run.
-
-    Raises:
-        ConfigError: values out of range.
-    """
-    from ppocli.evaluation.player import changed_sampling, own_sampling
-
-    changes: dict[str, Any] = {}
-    if not cast.from_run and player is not None:
-        worded = {word.lstrip("+~").partition("=")[0] for word in asking.words}
-        changes = {name: value for name, value in own_sampling(player.loaded).items()
-                   if f"generation.{name}" not in worded}
-        if changes:
-            say("sampling as its generation_config.json says: " + ", ".join(
-                f"{name}={value}" for name, value in changes.items()))
-    given = _given_flags(asking)
-    sources = {**dict.fromkeys(changes, "generation_config.json"),
-               **{name: _option(name) for name in given}}
-    generation = changed_sampling(cast.cfg, {**changes, **given}, sources)
-    say_idle(generation, [name for name in SHAPING if any(
-        word.lstrip("+~").startswith(f"generation.{name}=") for word in asking.words)])
-    return generation
-
-
-def say_idle(generation: GenerationConfig, asked: Sequence[str]) -> None:
-    """Say which of the settings that were ``asked`` for change nothing."""
-    idle = [name for name in asked if name in SHAPING]
-    if idle and not generation.do_sample:
-        say(f"no effect: {', '.join(idle)}, as do_sample=false (--greedy) always takes the "
-            "likeliest token")
-
-
-def _given_flags(asking: Asking) -> dict[str, Any]:
-    """The sampling flags that were given; those that shape a distribution ask for sampling.
-
-    Raises:
-        ConfigError: flags that exclude each other.
-    """
-    given = {name: value for name, value in asking.flags.items() if value is not None}
-    shaping = sorted(given.keys() & set(SHAPING))
-    if shaping and given.setdefault("do_sample", True) is False:
-        raise ConfigError(f"--greedy takes the likeliest token; {_option(shaping[0])} would change "
-                          "nothing.", where="command line", fix="give one of them")
-    return given
-
-
-def _option(name: str) -> str:
-    named = {"do_sample": "--greedy", "stop_sequences": "--stop"}
-    return named.get(name, "--" + name.replace("_", "-"))
-
-
-# What is asked ------------------------------------------------------------------------------------
-
-def given_lines(wanted: Wanted) -> list[str] | None:
+def given_lines(prompts: Sequence[str] | None, file: str | None) -> list[str] | None:
     """The prompts that standard input holds, a line each; None if they come from elsewhere.
 
     Raises:
         ConfigError: nothing says what the prompts are, or two things do.
         InputError: standard input is not UTF-8.
     """
-    if wanted.prompts and wanted.file is not None:
+    if prompts and file is not None:
         raise ConfigError("--prompt and --prompts-file are both given.", where="command line",
                           fix="give one of them")
-    if wanted.prompts or wanted.file not in (None, "-"):
+    if prompts or file not in (None, "-"):
         return None
-    if sys.stdin.isatty() and wanted.file is None:
+    if sys.stdin.isatty() and file is None:
         raise ConfigError("There are no prompts.", where="command line", fix=HOW)
     raw = sys.stdin.buffer.read()
     try:
@@ -253,15 +155,24 @@ def given_lines(wanted: Wanted) -> list[str] | None:
     return lines[:-1] if lines[-1] == "" else lines
 
 
-def read_prompts(wanted: Wanted, lines: list[str] | None, *, chat: bool) -> Asked:
-    """The prompts with their metadata, read as those of a training are; blank ones are dropped.
+def _checked(prompts: Sequence[str]) -> list[str]:
+    blank = [text for text in prompts if not text.strip()]
+    if blank:
+        raise ConfigError(f"The prompt {blank[0]!r} is empty.", where="--prompt",
+                          fix="give some text")
+    return list(prompts)
+
+
+def read_prompts(file: str | None, column: str, lines: list[str] | None, *, chat: bool
+                 ) -> tuple[list[Any], dict[str, list[Any]]]:
+    """The prompts (texts, or lists of chat messages) and their metadata by column name, read as
+    those of a training are; blank ones are dropped.
 
     Args:
         lines: from :func:`given_lines`.
-        chat: whether cells may be chat messages.
+        chat: whether prompts may be chat messages.
 
     Raises:
-        ConfigError: a blank ``--prompt``.
         InputError: the file is missing, unreadable or empty, or lacks the column.
     """
     from ppocli.config.schema import PromptsConfig
@@ -269,15 +180,9 @@ def read_prompts(wanted: Wanted, lines: list[str] | None, *, chat: bool) -> Aske
     from ppocli.data.sources import open_rows
     from ppocli.data.spec import training_spec
 
-    if wanted.prompts:
-        blank = [text for text in wanted.prompts if not text.strip()]
-        if blank:
-            raise ConfigError(f"The prompt {blank[0]!r} is empty.", where="--prompt",
-                              fix="give some text")
-        return Asked(list(wanted.prompts), {})
     notes: list[str] = []
-    cfg = PromptsConfig(column=wanted.column, chat=chat, items=lines,
-                        path=None if lines is not None else _as_path(wanted.file or ""))
+    cfg = PromptsConfig(column=column, chat=chat, items=lines,
+                        path=None if lines is not None else _as_path(file or ""))
     try:
         spec = training_spec(cfg, None)
         rows, blank_rows = take_rows(open_rows(spec, notes), spec, most=None)
@@ -291,7 +196,7 @@ def read_prompts(wanted: Wanted, lines: list[str] | None, *, chat: bool) -> Aske
         notes.append(f"{blank_rows} blank prompt{'s were' if blank_rows > 1 else ' was'} dropped")
     for note in notes:
         say(note)
-    return Asked([row.values[wanted.column] for row in rows], columns)
+    return [row.values[column] for row in rows], columns
 
 
 def _as_path(given: str) -> str:
@@ -315,70 +220,132 @@ def with_system(cells: Sequence[Any], system: str | None) -> list[Any]:
     return found
 
 
-# The command --------------------------------------------------------------------------------------
+# Responses ----------------------------------------------------------------------------------------
 
-def generate(asking: Asking, wanted: Wanted) -> None:
-    """Sample responses and print them as batches complete.
+def printable(text: str) -> str:
+    """Model text for standard output: on a terminal without control characters, which may be
+    escape sequences; elsewhere as it is."""
+    from ppocli.config.sayable import CONTROL
 
-    Raises:
-        PpocliError: wrong usage, missing inputs, a failing reward.
-        StoppedError: a signal asked to stop; what was complete is printed.
+    return CONTROL.sub("?", text) if sys.stdout.isatty() else text
+
+
+class ResponsePrinter:
+    """Writes batches of answers of one or two models to the same prompts.
+
+    Args:
+        prompts: as the user gave them.
+        names: of the models.
+        num_samples: responses to each prompt.
     """
-    lines = given_lines(wanted)
-    cast = find_cast(asking)
-    chat = cast.cfg.prompts.chat if wanted.chat is None else wanted.chat
-    if asking.system is not None and not chat:
-        raise ConfigError("--system is a message of a conversation, and prompts are taken as plain "
-                          "texts.", where="--system", fix="add --chat")
-    if cast.cfg.prompts.template is not None and not chat:
-        say("prompts.template of the run is not applied: prompts are taken as they are")
-    asked = read_prompts(wanted, lines, chat=chat)
-    with working() as stop:
-        from ppocli.evaluation.player import build_judge
-        from ppocli.parallel.backend import open_backend
 
-        # before anything is loaded
-        generation = sampling_of(asking, cast, None) if cast.from_run else None
-        reward = build_judge(cast.cfg.reward, list(asked.columns)) if asking.scored else None
-        with open_backend(cast.cfg.hardware) as backend:
-            players = load_players(cast, backend)
-            generation = generation or sampling_of(asking, cast, players[0])
-            cells = with_system(asked.cells, asking.system)
-            texts = [player.render(cells, chat=chat) for player in players]
-            tokens = [player.tokens(rendered, generation, chat=chat)
-                      for player, rendered in zip(players, texts, strict=True)]
-            sheet = Sheet([_shown(cell, text) for cell, text in
-                           zip(asked.cells, texts[0], strict=True)],
-                          [player.name for player in players], wanted.num_samples,
-                          as_json=wanted.as_json, scored=reward is not None)
-            batches = [player.answers(
-                ids, generation, seed=asking.seed, num_samples=wanted.num_samples,
-                batch=wanted.batch, poll=stop.check, show=_show if sheet.streams else None)
-                for player, ids in zip(players, tokens, strict=True)]
-            _write(sheet, batches, players, texts, reward, asked.columns, stop.check)
+    def __init__(self, prompts: Sequence[str], names: Sequence[str], num_samples: int, *,
+                 as_json: bool, scored: bool) -> None:
+        self._prompts = prompts
+        self._names = names
+        self._samples = num_samples
+        self._json = as_json
+        self._scores: list[list[float]] = [[] for _ in names]
+        self._scored = scored
+        self._heading: int | None = None
+        self._bare = len(prompts) == num_samples == len(names) == 1 and not as_json
+        self.streams = self._bare and sys.stdout.isatty()
+        """whether the text of the only response is shown while it grows"""
+        self._open_line = self.streams
+
+    def write(self, answers: Sequence[Sequence[Answer]],
+              scores: Sequence[Sequence[float | None]] | None) -> None:
+        """Print a batch.
+
+        Args:
+            answers: a list for each model, of the same samples.
+            scores: likewise, or None if nothing is scored.
+        """
+        from ppocli.display.console import figure
+
+        for place, row in enumerate(zip(*answers, strict=True)):
+            judged = [None] * len(row) if scores is None else [of[place] for of in scores]
+            for model, score in enumerate(judged):
+                if score is not None:
+                    self._scores[model].append(score)
+            if self._json:
+                self._objects(row, judged)
+            elif self._bare:
+                self._one(row[0], figure(judged[0], 3))
+            else:
+                self._block(row, [figure(score, 3) for score in judged])
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        """End an unfinished line; tell the mean scores of several samples."""
+        from ppocli.display.console import figure
+
+        if self._open_line:
+            print(flush=True)
+            self._open_line = False
+        for name, scores in zip(self._names, self._scores, strict=True):
+            if scores and not self._bare:
+                mean = math.fsum(scores) / len(scores)
+                complain(f"mean score of {name}: {figure(mean, 3)} ({len(scores)} scored)")
+
+    def _objects(self, row: Sequence[Answer], scores: Sequence[float | None]) -> None:
+        import json
+
+        for name, answer, score in zip(self._names, row, scores, strict=True):
+            print(json.dumps({
+                "prompt": self._prompts[answer.prompt], "sample": answer.sample,
+                "response": answer.text, "model": name, "score": score,
+                "finished": answer.finished, "response_tokens": len(answer.ids)}))
+
+    def _one(self, answer: Answer, score: str) -> None:
+        print("" if self.streams else printable(answer.text))
+        self._open_line = False
+        if self._scored:
+            sys.stdout.flush()
+            complain(f"score {score}")
+
+    def _block(self, row: Sequence[Answer], scores: Sequence[str]) -> None:
+        from ppocli.display.console import clean
+
+        answer = row[0]
+        if answer.prompt != self._heading:
+            if self._heading is not None and len(row) == 1:
+                print()
+            self._heading = answer.prompt
+            text = clean(self._prompts[answer.prompt])
+            if len(text) > LONGEST_HEADING:
+                text = text[:LONGEST_HEADING - 3] + "..."
+            print(f"== prompt {answer.prompt + 1}: {text}")
+        facts = [] if self._samples == 1 else [f"sample {answer.sample + 1}"]
+        if self._scored and len(row) == 1:
+            facts.append(f"score {scores[0]}")
+        if facts:
+            print("-- " + ", ".join(facts))
+        if len(row) == 1:
+            print(printable(answer.text))
+            return
+        marks = [f"[{score}] " if self._scored else "" for score in scores]
+        print(side_by_side(self._names, [mark + printable(each.text)
+                                         for mark, each in zip(marks, row, strict=True)]))
 
 
-def _write(sheet: Sheet, batches: list[Any], players: list[Player], texts: list[list[str]],
-           reward: Reward | None, columns: Mapping[str, Sequence[Any]], check: Callable[[], None]
-           ) -> None:
-    """Print each batch as soon as all models have answered it."""
-    from ppocli.evaluation.player import scores_of
+def side_by_side(names: Sequence[str], texts: Sequence[str]) -> str:
+    """Columns of equal width under their names, as wide together as the terminal."""
+    import shutil
 
-    try:
-        for answers in zip(*batches, strict=True):
-            scores = None
-            if reward is not None:
-                scores = [scores_of(reward, player, rendered, batch, columns)
-                          for player, rendered, batch in zip(players, texts, answers, strict=True)]
-            sheet.write(answers, scores)
-            check()
-    finally:
-        sheet.close()
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
+    from ppocli.display.console import clean
 
-def _shown(cell: Any, rendered: str) -> str:
-    return cell if isinstance(cell, str) else rendered
-
-
-def _show(piece: str) -> None:
-    print(printable(piece), end="", flush=True)
+    encoding = (sys.stdout.encoding or "utf-8").lower()
+    table = Table(box=box.SQUARE if encoding.startswith("utf") else box.ASCII, expand=True)
+    for name in names:
+        table.add_column(Text(clean(name)), ratio=1, overflow="fold")
+    table.add_row(*map(Text, texts))
+    console = Console(width=shutil.get_terminal_size((100, 24)).columns, color_system=None)
+    with console.capture() as captured:
+        console.print(table)
+    return captured.get().rstrip("\n")

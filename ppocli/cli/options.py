@@ -1,59 +1,38 @@
-"""Arguments and options that several commands share. Only Typer is imported here."""
+"""Arguments, options and classes that several commands share. Only Typer is imported here."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from ppocli.cli.completion import (
-    HYDRA_FLAGS,
-    complete_run,
-    complete_word,
-    described,
-    typed_words,
-)
+from ppocli.cli.completion import HYDRA_FLAGS, complete_run, complete_setting, complete_target
+from ppocli.cli.output import ending
 
 WORDS = {"ignore_unknown_options": True, "allow_extra_args": True}
 """context settings of commands that take words with leading dashes for Hydra"""
 
 
-@dataclass(frozen=True, slots=True)
-class _Offer:
-    """What Typer wants to know of a completion."""
+class Command(TyperCommand):
+    """A command whose function ends the process: with a message and an exit code of its own."""
 
-    value: str
-    help: str | None
-    type: str = "plain"
+    def invoke(self, ctx: Any) -> Any:
+        """Run the function; see :func:`ppocli.cli.output.ending`."""
+        invoke = super().invoke
+        ending(lambda: invoke(ctx))
 
 
-class HydraCommand(TyperCommand):
+class HydraCommand(Command):
     """A command that hands options on to Hydra, and offers those after TAB as well."""
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         """Our own options, then Hydra's."""
         return [*super().shell_complete(ctx, incomplete),
-                *(_Offer(name, text) for name, text in HYDRA_FLAGS.items()
+                *(SimpleNamespace(value=name, help=text, type="plain")
+                  for name, text in HYDRA_FLAGS.items()
                   if incomplete.startswith("-") and name.startswith(incomplete))]
-
-
-def complete_setting(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """Settings KEY=VALUE; where Hydra reads the words, its flags and recipes too."""
-    offers = complete_word(typed_words()[2:], incomplete)
-    if not isinstance(ctx.command, HydraCommand):
-        offers = [offer for offer in offers if not offer.startswith(("-", "+", "recipe="))]
-    return described(offers)
-
-
-def _complete_target(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """Runs; and settings, where RUN may be left out before them."""
-    found = [(run, "") for run in complete_run(incomplete)]
-    takes_settings = any(p.name in ("overrides", "words") for p in ctx.command.params)
-    if not found and incomplete and takes_settings:
-        return complete_setting(ctx, incomplete)
-    return found
 
 
 Overrides = Annotated[list[str] | None, typer.Argument(
@@ -61,7 +40,7 @@ Overrides = Annotated[list[str] | None, typer.Argument(
     help="Settings KEY=VALUE, +recipe=NAME, and Hydra's options.")]
 
 Run = Annotated[str | None, typer.Argument(
-    metavar="[RUN]", autocompletion=_complete_target, show_default=False,
+    metavar="[RUN]", autocompletion=complete_target, show_default=False,
     help="A run's folder or name, a checkpoint, a model folder, or a Hub name "
          "(default: the newest run below runs/).")]
 
@@ -73,3 +52,36 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard out
 
 NoProgress = Annotated[bool, typer.Option(
     "--no-progress", help="Plain lines, also on a terminal: no live view.")]
+
+
+# Of generate and chat -----------------------------------------------------------------------------
+
+Step = Annotated[int | None, typer.Option("--step", metavar="N", show_default=False,
+                                          help="The checkpoint of this step of the run.")]
+Best = Annotated[bool, typer.Option("--best", help="The run's best checkpoint by evaluation.")]
+Score = Annotated[bool, typer.Option("--score", help="Score each response with the run's reward.")]
+Reward = Annotated[str | None, typer.Option(
+    "--reward", metavar="IMPORT", show_default=False,
+    help="Score with another reward: module:function, file.py:function or a built-in; its "
+         "arguments follow as words, reward.kwargs.NAME=VALUE.")]
+Against = Annotated[str | None, typer.Option(
+    "--against", metavar="RUN|base", show_default=False,
+    help="Ask a second model the same; base is the one that the run started from.")]
+Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0,
+                                   help="Equal seeds give equal responses.")]
+System = Annotated[str | None, typer.Option("--system", metavar="TEXT", show_default=False,
+                                            help="A system message before each conversation.")]
+MaxNew = Annotated[int | None, typer.Option("--max-new-tokens", metavar="N", show_default=False,
+                                            help="Longest response in tokens.")]
+MinNew = Annotated[int | None, typer.Option("--min-new-tokens", metavar="N", show_default=False,
+                                            help="No end before this many tokens.")]
+Temperature = Annotated[float | None, typer.Option("--temperature", metavar="T",
+                                                   show_default=False,
+                                                   help="Softmax temperature.")]
+TopK = Annotated[int | None, typer.Option("--top-k", metavar="K", show_default=False,
+                                          help="Sample among the K likeliest tokens (0: all).")]
+TopP = Annotated[float | None, typer.Option("--top-p", metavar="P", show_default=False,
+                                            help="Nucleus sampling (1: all).")]
+Greedy = Annotated[bool, typer.Option("--greedy", help="Always take the likeliest token.")]
+Stop = Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", show_default=False,
+                                                help="A text that ends a response; repeatable.")]

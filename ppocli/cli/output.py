@@ -1,4 +1,4 @@
-"""How the command line ends: messages, exit codes, and terminals that went away."""
+"""What commands print, how they end (messages, exit codes), and terminals that went away."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ppocli.errors import DiskError, PpocliError, StoppedError
 
@@ -20,15 +19,11 @@ if TYPE_CHECKING:
 BROKEN_PIPE = 128 + signal.SIGPIPE
 
 
-@dataclass(slots=True)
 class _Manner:
     """What the options before the command, and ``--no-progress``, ask for; of this process."""
 
-    quiet: bool = False
-    plain: bool = False
-
-
-_MANNER = _Manner()
+    quiet = False
+    plain = False
 
 
 def set_manner(*, quiet: bool = False, verbose: bool = False, no_color: bool = False,
@@ -41,7 +36,7 @@ def set_manner(*, quiet: bool = False, verbose: bool = False, no_color: bool = F
         no_color: no colours, whatever the terminal can show.
         plain: lines in place of a live view.
     """
-    _MANNER.quiet, _MANNER.plain = quiet or _MANNER.quiet, plain or _MANNER.plain
+    _Manner.quiet, _Manner.plain = quiet or _Manner.quiet, plain or _Manner.plain
     if verbose:
         os.environ["PPOCLI_DEBUG"] = "1"
     if no_color:
@@ -50,12 +45,12 @@ def set_manner(*, quiet: bool = False, verbose: bool = False, no_color: bool = F
 
 def display_mode() -> DisplayMode:
     """What a run started now is to show."""
-    return "quiet" if _MANNER.quiet else "lines" if _MANNER.plain else "auto"
+    return "quiet" if _Manner.quiet else "lines" if _Manner.plain else "auto"
 
 
 def say(text: str) -> None:
     """A note for the user on standard error, which ``--quiet`` leaves out."""
-    if not _MANNER.quiet:
+    if not _Manner.quiet:
         complain(text)
 
 
@@ -65,6 +60,44 @@ def complain(text: str) -> None:
 
     with suppress(OSError, ValueError, AttributeError):
         print(safe_text(text), file=sys.stderr, flush=True)
+
+
+def print_json(value: Any) -> None:
+    """A value as JSON on standard output; NaN and infinities, which JSON hasn't, become null."""
+    import json
+
+    from ppocli.storage.run_folder import finite_or_null
+
+    print(json.dumps(finite_or_null(value), indent=2, ensure_ascii=False), flush=True)
+
+
+def aligned(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> list[str]:
+    """Rows as lines whose columns begin below one another; texts are cleaned of control characters.
+
+    Args:
+        rows: all of the same length; the first is usually the heading.
+        right: columns that are set to the right, for numbers.
+    """
+    from ppocli.display.console import clean
+
+    cells = [[clean(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    sides = [str.rjust if number in right else str.ljust for number in range(len(widths))]
+    return ["  ".join(side(cell, width) for side, cell, width in
+                      zip(sides, row, widths, strict=True)).rstrip() for row in cells]
+
+
+def print_table(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> None:
+    """Print :func:`aligned` rows."""
+    for line in aligned(rows, right):
+        print(line, flush=True)
+
+
+def shown_figure(value: float | None, digits: int = 4) -> str:
+    """A figure with so many significant digits, ``-`` for none; what only rounding left is 0."""
+    if value is None:
+        return "-"
+    return "0" if abs(value) < 5e-7 else f"{value:.{digits}g}"
 
 
 def survive_any_terminal() -> None:

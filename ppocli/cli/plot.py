@@ -2,60 +2,67 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from ppocli.cli.completion import complete_metrics, complete_run
+from ppocli.cli.options import AsJson
 from ppocli.cli.output import say
 from ppocli.errors import ConfigError
-from ppocli.report.braille import Curve, Style, can_show_braille, draw
-from ppocli.report.files import write_file
-from ppocli.report.plot import (
-    Series,
-    as_png,
-    as_svg,
-    by_metric,
-    chart_title,
-    collect,
-    metric_names,
-)
-from ppocli.runs.record import RunRecord, read_run
-from ppocli.runs.target import find_run
-from ppocli.text import clean
+
+if TYPE_CHECKING:
+    from ppocli.report.braille import Style
+    from ppocli.report.plot import Series
+    from ppocli.runs.record import RunRecord
 
 
-def plot_runs(given: Sequence[str], *, metric: str, smooth: int, out: Path | None, overwrite: bool,
-              as_json: bool) -> None:
-    """Draw figures of runs over their steps.
+def plot_runs(
+        given: Annotated[list[str] | None, typer.Argument(
+            metavar="[RUN]...", autocompletion=complete_run, show_default=False,
+            help="Folders or names of runs, drawn over one another (default: the newest run "
+            "below runs/).")] = None,
+        metric: Annotated[str, typer.Option(
+            "--metric", "-m", metavar="NAME,...", autocompletion=complete_metrics,
+            help="Figures of metrics.jsonl, or reward, kl, length, entropy, clip, lr, loss, "
+            "eval.")] = "reward,kl",
+        smooth: Annotated[int, typer.Option(
+            "--smooth", metavar="N", help="Show the mean of the last N steps.")] = 1,
+        out: Annotated[Path | None, typer.Option(
+            "--out", "-o", metavar="FILE", show_default=False,
+            help="Write a picture, .svg or .png (pip install 'ppocli[plot]'), instead of drawing "
+            "in the terminal.")] = None,
+        overwrite: Annotated[bool, typer.Option(
+            "--overwrite", help="Replace FILE if it is there.")] = False,
+        as_json: AsJson = False) -> None:
+    """Draw how figures of runs went, in the terminal or as a picture.
 
-    Args:
-        given: runs; none takes the newest below ``runs``. Several share one pair of axes.
-        metric: names with commas between them, see :data:`ppocli.report.plot.SHORT`.
-        smooth: show the mean of so many steps.
-        out: a ``.svg`` or ``.png`` file to write; its path is printed.
-        overwrite: replace it if it is there.
-        as_json: print the points instead of a chart.
-
-    Raises:
-        ConfigError: an unknown figure, an ``out`` that is no picture or is there already, or
-            matplotlib is missing.
-        InputError: no such run, or it has no figures yet.
-        DiskError: ``out`` can't be written.
+    \b
+    Examples:
+      ppocli plot
+      ppocli plot runs/NAME --metric eval,kl,policy/grad_norm --smooth 5
+      ppocli plot runs/ONE runs/OTHER --metric reward --out reward.svg
     """
+    from ppocli.report.files import write_file
+    from ppocli.report.plot import as_png, as_svg, collect, metric_names
+
     if smooth < 1:
         raise ConfigError(f"--smooth {smooth}: must be at least 1", where="command line")
     if out is not None:
         _check_out(out, overwrite)
-    runs = _read(given)
+    runs = _read(given or [])
     series = collect(runs, metric_names(metric, runs), smooth)
     if out is not None:
         picture = as_svg(series, smooth) if out.suffix.lower() == ".svg" else \
             as_png(series, smooth)
         write_file(out, picture, "--out")
     if as_json:
+        import json
+
         print(json.dumps({"smooth": smooth, "series": [
             {"run": each.run, "metric": each.metric,
              "steps": [step for step, _ in each.points],
@@ -68,6 +75,9 @@ def plot_runs(given: Sequence[str], *, metric: str, smooth: int, out: Path | Non
 
 
 def _read(given: Sequence[str]) -> list[RunRecord]:
+    from ppocli.runs.record import read_run
+    from ppocli.runs.target import find_run
+
     if not given:
         return [read_run(find_run(None, say=say))]
     runs = {run.folder.path: run for run in (read_run(find_run(each)) for each in given)}
@@ -85,6 +95,12 @@ def _check_out(out: Path, overwrite: bool) -> None:
 
 
 def _print_charts(series: Sequence[Series], smooth: int) -> None:
+    import shutil
+
+    from ppocli.display.console import clean
+    from ppocli.report.braille import Curve, draw
+    from ppocli.report.plot import by_metric, chart_title
+
     width = shutil.get_terminal_size().columns
     style = _style(len({each.run for each in series}))
     for number, (metric, group) in enumerate(by_metric(series)):
@@ -97,6 +113,8 @@ def _print_charts(series: Sequence[Series], smooth: int) -> None:
 
 def _style(runs: int) -> Style:
     """Several curves are told apart by colours, or by letters where there are none."""
+    from ppocli.report.braille import can_show_braille
+
     if not can_show_braille(sys.stdout.encoding):
         return "ascii"
     if runs == 1:

@@ -2,78 +2,56 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from ppocli.builtin.names import BUILTIN_PREFIX
-from ppocli.cli.output import say
+from ppocli.cli.completion import complete_recipe
+from ppocli.cli.options import WORDS, AsJson, Command, Overrides
+from ppocli.cli.output import print_json, print_table, say
 from ppocli.config.paths import recipe_files
 from ppocli.errors import ConfigError, DiskError
 from ppocli.text import did_you_mean
 
+recipes_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
+                          help="List, show and copy the recipes that ship.")
 
-@dataclass(frozen=True, slots=True)
-class RecipeInfo:
-    """One row of ``ppocli recipes list``."""
-
-    name: str
-    model: str
-    reward: str
-    prompts: str
-    needs_network: bool
-    purpose: str
-    file: str
+Name = Annotated[str, typer.Argument(autocompletion=complete_recipe)]
 
 
-def recipe_file(name: str) -> Path:
-    """The file of a recipe.
-
-    Raises:
-        ConfigError: there is none of that name.
-    """
-    files = recipe_files()
-    if name not in files:
-        raise ConfigError(f"unknown recipe {name}{did_you_mean(name, list(files))}",
-                          fix="choose one of: " + ", ".join(files))
-    return files[name]
-
-
-def print_list(as_json: bool) -> None:
-    """Print all recipes, as a table or as JSON; one that doesn't compose says why."""
-    infos = [_info(name, file) for name, file in recipe_files().items()]
+@recipes_app.command("list", cls=Command)
+def print_recipes(as_json: AsJson = False) -> None:
+    """List the recipes: ./recipes of the current folder, then those that ship."""
+    found = [_facts(name, file) for name, file in recipe_files().items()]
     if as_json:
-        print(json.dumps([asdict(info) for info in infos], indent=2, ensure_ascii=False))
+        print_json(found)
         return
-    rows = [("name", "model", "reward", "prompts", "network", "purpose")]
-    rows += [(i.name, i.model, i.reward, i.prompts, "yes" if i.needs_network else "no", i.purpose)
-             for i in infos]
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-        print("  ".join([*cells, row[-1]]))
+    print_table([("name", "model", "reward", "prompts", "network", "purpose"), *(
+        (each["name"], each["model"], each["reward"], each["prompts"],
+         "yes" if each["needs_network"] else "no", each["purpose"]) for each in found)])
 
 
-def _info(name: str, file: Path) -> RecipeInfo:
+def _facts(name: str, file: Path) -> dict[str, Any]:
+    """What the list says of a recipe; of one that doesn't compose, why."""
     from ppocli.config.compose import compose_values
 
+    facts = {"name": name, "model": "?", "reward": "?", "prompts": "?", "needs_network": False,
+             "purpose": _purpose(file), "file": str(file)}
     try:
         config = compose_values([f"+recipe={name}"])
     except ConfigError as error:
-        return RecipeInfo(name, "?", "?", "?", False,
-                          f"broken: {error.what.splitlines()[0]}", str(file))
+        return {**facts, "purpose": f"broken: {error.what.splitlines()[0]}"}
     rewards = {entry["fn"]: entry.get("kwargs") or {} for entry in config.reward.fns.values()} or {
         config.reward.fn or "?": config.reward.kwargs}
     model = "?" if config.model.path == "???" else config.model.path
     prompts = config.prompts.path or ("inline" if config.prompts.items else "BOS")
     used = [model, prompts, *(str(kwargs.get("model", "")) for kwargs in rewards.values())]
-    return RecipeInfo(name, model, " + ".join(_reward(*item) for item in rewards.items()), prompts,
-                      any(_on_hub(value) for value in used), _purpose(file), str(file))
-
-
-def _reward(fn: str, kwargs: dict[str, Any]) -> str:
-    return f"{fn} {kwargs['model']}" if "model" in kwargs else fn
+    return {**facts, "model": model, "prompts": prompts,
+            "reward": " + ".join(f"{fn} {kwargs['model']}" if "model" in kwargs else fn
+                                 for fn, kwargs in rewards.items()),
+            "needs_network": any(_on_hub(value) for value in used)}
 
 
 def _on_hub(value: str) -> bool:
@@ -88,28 +66,28 @@ def _purpose(file: Path) -> str:
     return lines[0] if lines else ""
 
 
-def print_recipe(name: str, words: list[str], resolved: bool) -> None:
-    """Print a recipe's YAML, or what it composes to with ``words``.
-
-    Raises:
-        ConfigError: unknown recipe, or wrong words.
-    """
+@recipes_app.command("show", cls=Command, context_settings=WORDS)
+def print_recipe(name: Name, overrides: Overrides = None,
+                 resolved: Annotated[bool, typer.Option(
+                     "--resolved", help="Print everything it composes to.")] = False) -> None:
+    """Print a recipe as YAML; with words or --resolved, what it composes to."""
     file = recipe_file(name)
-    if not resolved and not words:
+    if not resolved and not overrides:
         print(file.read_text(encoding="utf-8"), end="")
         return
     from ppocli.config.compose import compose
 
-    compose([f"+recipe={name}", *words, "--cfg", "job", *(["--resolve"] if resolved else [])])
+    compose([f"+recipe={name}", *(overrides or ()), "--cfg", "job",
+             *(["--resolve"] if resolved else [])])
 
 
-def copy_recipe(name: str, destination: Path | None, force: bool) -> None:
-    """Copy a recipe to ``destination`` (default: ``./recipes``) and say how it is used.
-
-    Raises:
-        ConfigError: unknown recipe, or the file is there already and ``force`` isn't given.
-        DiskError: it can't be written.
-    """
+@recipes_app.command("copy", cls=Command)
+def copy_recipe(name: Name,
+                destination: Annotated[Path | None, typer.Argument(
+                    metavar="[DEST]", help="File or folder (default: ./recipes).")] = None,
+                force: Annotated[bool, typer.Option(
+                    "--force", help="Overwrite an existing file.")] = False) -> None:
+    """Copy a recipe, to change it."""
     source = recipe_file(name)
     target = destination if destination is not None else Path("recipes")
     if target.is_dir() or target.suffix not in (".yaml", ".yml"):
@@ -131,3 +109,17 @@ def copy_recipe(name: str, destination: Path | None, force: bool) -> None:
     folder = target.parent.resolve()
     option = "" if folder == Path.cwd() / "recipes" else f"--config-dir {target.parent} "
     say(f"Change it, then run: ppocli train {option}+recipe={target.stem}")
+
+
+def recipe_file(name: str) -> Path:
+    """The file of a recipe.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+
+    files = recipe_files()
+    if name not in files:
+        raise ConfigError(f"unknown recipe {name}{did_you_mean(name, list(files))}",
+                          fix="choose one of: " + ", ".join(files))
+    return files[name]

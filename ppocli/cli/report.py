@@ -2,23 +2,44 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from ppocli.cli.output import say
-from ppocli.config.schema import TrainConfig
+import typer
+
+from ppocli.cli.options import AsJson, RunFolder
+from ppocli.cli.output import print_json, say
 from ppocli.errors import ConfigError
 
+if TYPE_CHECKING:
+    from ppocli.config.schema import TrainConfig
 
-def report(run: str | None, output: Path | None, form: str | None, overwrite: bool,
-           as_json: bool) -> None:
-    """Write a run's report and print the files' names; or print its data.
 
-    Raises:
-        ConfigError: no run, options that don't fit, or a file that isn't ours is in the way.
-        InputError: RUN is no run.
-        CheckpointError: the run's configuration is damaged.
-        DiskError: the report can't be written.
+def report(
+        run: RunFolder = None,
+        output: Annotated[Path | None, typer.Option(
+            "--output", "-o", metavar="FILE", show_default=False,
+            help="Where to write it; .html or .md tells the format (default: report.html and "
+                 "report.md in the run's folder).")] = None,
+        form: Annotated[str | None, typer.Option(
+            "--format", metavar="html|md|both", show_default=False,
+            autocompletion=lambda: ["html", "md", "both"],
+            help="What to write (default: as --output ends, else both).")] = None,
+        overwrite: Annotated[bool, typer.Option(
+            "--overwrite", help="Replace files that no report was written to before.")] = False,
+        as_json: AsJson = False) -> None:
+    """Tell what a run was asked and what it did: curves, samples before and after, warnings.
+
+    The page needs nothing but itself: no script, no network. Unfinished and failed runs get one
+    too. An earlier report is replaced; any other file only with --overwrite.
+
+    \b
+    Examples:
+      ppocli report
+      ppocli report runs/NAME
+      ppocli report runs/NAME -o talk/reviews.html
+      ppocli report runs/NAME --format md
+      ppocli report runs/NAME --json | jq .outcome
     """
     from ppocli.report.facts import gather
     from ppocli.report.files import check_replaceable, destinations, write_file
@@ -35,7 +56,7 @@ def report(run: str | None, output: Path | None, form: str | None, overwrite: bo
     record = read_run(folder)
     gathered = gather(record, command=_command(record.config), shown_as=str(folder))
     if as_json:
-        print(json.dumps(gathered.as_json(), indent=2, ensure_ascii=False))
+        print_json(gathered.as_json())
         return
     for target in targets:
         write_file(target.path, render(gathered, target.form), "--output")

@@ -2,41 +2,57 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from ppocli.cli.output import say
-from ppocli.cli.tables import print_table
+import typer
+
+from ppocli.cli.options import AsJson, Command
+from ppocli.cli.output import print_json, print_table, say
 from ppocli.errors import ConfigError, DiskError, InputError, PpocliError
-from ppocli.runs.listing import RunInfo, age, run_infos
-from ppocli.runs.pruning import Removal, carry_out, parse_age, plan_pruning
-from ppocli.storage.retention import STEP
-from ppocli.text import clean, figure, format_bytes
 
-RUNS = Path("runs")
+if TYPE_CHECKING:
+    from ppocli.runs.listing import RunInfo
+    from ppocli.runs.pruning import Removal
+
+runs_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
+                       help="List runs, and delete what they can spare.")
+
+Folder = Annotated[Path | None, typer.Argument(
+    metavar="[DIR]", show_default=False, help="Folder that holds runs (default: runs).")]
 
 
-def print_runs(given: Path | None, as_json: bool) -> None:
-    """Print the runs below a folder, as a table or as JSON.
+@runs_app.command("list", cls=Command)
+@runs_app.command("ls", hidden=True, cls=Command)
+def print_runs(folder: Folder = None, as_json: AsJson = False) -> None:
+    """List runs with status, step, reward and size; the one written to last comes first.
 
-    Raises:
-        InputError: the folder that was named does not exist.
+    \b
+    Examples:
+      ppocli runs list
+      ppocli runs list runs/sweep-20260131-120000
+      ppocli runs list --json
     """
-    root = _root(given)
-    infos = run_infos(root)
+    from ppocli.display.console import figure
+    from ppocli.runs.listing import age, run_infos
+    from ppocli.storage.atomic import format_bytes
+
+    root = _root(folder)
+    found = run_infos(root)
     if as_json:
-        print(json.dumps([_as_json(info) for info in infos], indent=2, ensure_ascii=False))
+        print_json([_facts(info) for info in found])
         return
-    if not infos:
+    if not found:
         say(f"There are no runs in {root} yet. Start one: ppocli train +recipe=quickstart")
         return
     rows = [("run", "status", "step", "reward", "best eval", "size", "age", "model", "reward by")]
-    rows += [(info.name, _status(info), _step(info), figure(info.last_reward, 3), _best(info),
+    rows += [(info.name, f"{info.status} ({info.pid})" if info.pid is not None else info.status,
+              "-" if info.total_steps is None else f"{info.step}/{info.total_steps}",
+              figure(info.last_reward, 3),
+              "-" if info.best is None else f"{figure(info.best, 3)} at {info.best_step}",
               format_bytes(info.size), age(info.written), info.model, info.reward)
-             for info in infos]
+             for info in found]
     print_table(rows, right=frozenset({3, 5, 6}))
 
 
@@ -44,52 +60,49 @@ def _root(given: Path | None) -> Path:
     if given is not None and not given.expanduser().is_dir():
         raise InputError(f"{given} does not exist or is no folder (looked in {Path.cwd()}).",
                          where="DIR", fix="name a folder that holds runs (default: runs)")
-    return RUNS if given is None else given.expanduser()
+    return Path("runs") if given is None else given.expanduser()
 
 
-def _status(info: RunInfo) -> str:
-    return f"{info.status} ({info.pid})" if info.pid is not None else info.status
+def _facts(info: RunInfo) -> dict[str, Any]:
+    from datetime import UTC, datetime
 
-
-def _step(info: RunInfo) -> str:
-    return "-" if info.total_steps is None else f"{info.step}/{info.total_steps}"
-
-
-def _best(info: RunInfo) -> str:
-    return "-" if info.best is None else f"{figure(info.best, 3)} at {info.best_step}"
-
-
-def _as_json(info: RunInfo) -> dict[str, Any]:
     return {"name": info.name, "path": str(info.path.absolute()), "status": info.status,
             "pid": info.pid, "step": info.step, "total_steps": info.total_steps,
             "reward_mean": info.last_reward, "best": info.best, "best_step": info.best_step,
-            "bytes": info.size, "written": _time(info.written), "model": info.model,
-            "reward": info.reward}
+            "bytes": info.size, "model": info.model, "reward": info.reward,
+            "written": datetime.fromtimestamp(info.written, UTC).isoformat(timespec="seconds")}
 
 
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+@runs_app.command("prune", cls=Command)
+def prune_runs(
+        folder: Folder = None,
+        checkpoints: Annotated[bool, typer.Option(
+            "--checkpoints", help="Delete the checkpoints of finished runs. Their model, "
+            "summary, metrics and samples stay; they can't be resumed any more. This is "
+            "the default.")] = False,
+        failed: Annotated[bool, typer.Option(
+            "--failed", help="Delete runs that ended before they saved a checkpoint.")] = False,
+        keep_best: Annotated[bool, typer.Option(
+            "--keep-best", help="Keep the checkpoint of the best evaluation.")] = False,
+        older_than: Annotated[str | None, typer.Option(
+            "--older-than", metavar="AGE", show_default=False,
+            help="Only runs last written to longer ago, e.g. 7d or 12h.")] = None,
+        dry_run: Annotated[bool, typer.Option(
+            "--dry-run", help="List what would be deleted, and its size.")] = False,
+        yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
+        as_json: AsJson = False) -> None:
+    """Delete what finished and failed runs can spare. Running runs are never touched.
 
-
-def prune_runs(given: Path | None, *, checkpoints: bool, failed: bool, keep_best: bool,
-               older_than: str | None, dry_run: bool, yes: bool, as_json: bool) -> None:
-    """List what can be deleted, ask, and delete it.
-
-    Args:
-        given: the folder that holds the runs, or a run.
-        checkpoints, failed, keep_best: as in :func:`ppocli.runs.pruning.plan_pruning`; with neither
-            of the first two, ``checkpoints`` is meant.
-        older_than: ``7d``, ``12h``.
-        dry_run: only list.
-        yes: don't ask.
-        as_json: what was (or would be) deleted as JSON; nothing else on standard output.
-
-    Raises:
-        ConfigError: there is no terminal to ask on, or ``older_than`` can't be read.
-        InputError: the folder that was named does not exist.
-        PpocliError: something could not be deleted; the rest was.
+    \b
+    Examples:
+      ppocli runs prune --dry-run
+      ppocli runs prune --keep-best --older-than 7d
+      ppocli runs prune --failed --yes
     """
-    root = _root(given)
+    from ppocli.runs.pruning import parse_age, plan_pruning
+    from ppocli.storage.atomic import format_bytes
+
+    root = _root(folder)
     plan = plan_pruning(root, checkpoints=checkpoints or not failed, failed=failed,
                         keep_best=keep_best, say=say,
                         older_than=None if older_than is None else parse_age(older_than))
@@ -108,8 +121,11 @@ def prune_runs(given: Path | None, *, checkpoints: bool, failed: bool, keep_best
         return
     deleted, problems = (plan, []) if dry_run else _delete(plan)
     if as_json:
-        print(json.dumps([_removal_json(removal) for removal in deleted], indent=2,
-                         ensure_ascii=False))
+        print_json([{"run": str(removal.run.absolute()), "kind": removal.kind,
+                     "because": removal.why,
+                     "paths": [str(part.absolute()) for part in removal.parts],
+                     "bytes": removal.size}
+                    for removal in deleted])
     if not dry_run:
         say(f"{format_bytes(sum(removal.size for removal in deleted))} given back.")
     if problems:
@@ -117,6 +133,8 @@ def prune_runs(given: Path | None, *, checkpoints: bool, failed: bool, keep_best
 
 
 def _print_plan(plan: list[Removal], root: Path) -> None:
+    from ppocli.storage.atomic import format_bytes
+
     rows = [("run", "because", "delete", "size")]
     for removal in plan:
         name = removal.run.name if removal.run == root else \
@@ -126,6 +144,8 @@ def _print_plan(plan: list[Removal], root: Path) -> None:
 
 
 def _shown_parts(removal: Removal) -> str:
+    from ppocli.storage.retention import STEP
+
     if removal.kind == "run":
         return "the whole folder"
     steps = [part.name for part in removal.parts if STEP.fullmatch(part.name)]
@@ -147,6 +167,9 @@ def _confirmed(total: str) -> bool:
 
 
 def _delete(plan: list[Removal]) -> tuple[list[Removal], list[PpocliError]]:
+    from ppocli.display.console import clean
+    from ppocli.runs.pruning import carry_out
+
     deleted: list[Removal] = []
     problems: list[PpocliError] = []
     for removal in plan:
@@ -162,8 +185,3 @@ def _delete(plan: list[Removal]) -> tuple[list[Removal], list[PpocliError]]:
     for other in problems[1:]:  # the first one ends the command
         say(f"Error: {clean(other.what)}")
     return deleted, problems
-
-
-def _removal_json(removal: Removal) -> dict[str, Any]:
-    return {"run": str(removal.run.absolute()), "kind": removal.kind, "because": removal.why,
-            "paths": [str(part.absolute()) for part in removal.parts], "bytes": removal.size}

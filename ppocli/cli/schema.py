@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import textwrap
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from omegaconf import MISSING
+import typer
 
-from ppocli.config.keys import Key, schema_keys, schema_sections
-from ppocli.config.problems import FNS_KEYS
-from ppocli.config.schema import TrainConfig
+from ppocli.cli.completion import complete_key
+from ppocli.cli.output import print_json
 from ppocli.errors import ConfigError
-from ppocli.text import did_you_mean
+
+if TYPE_CHECKING:
+    from ppocli.config.keys import Key
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _TYPES: dict[Any, str] = {int: "integer", float: "number", bool: "boolean", str: "string"}
@@ -20,15 +19,24 @@ _BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "ex
 _INTERPOLATION = {"$ref": "#/$defs/interpolation"}
 
 
-def print_schema(name: str | None, as_json: bool) -> None:
-    """Print all keys, those of a section, or one key.
+def print_schema(
+        name: Annotated[str | None, typer.Argument(
+            metavar="[KEY]", autocompletion=complete_key, show_default=False,
+            help="A key or a section: ppo.vf_coef, ppo (default: all).")] = None,
+        as_json: Annotated[bool, typer.Option(
+            "--json", help="Print a JSON Schema, for editors and other programs.")] = False
+        ) -> None:
+    """Print every setting with its type, default, allowed values and meaning.
 
-    Raises:
-        ConfigError: there is no such key or section.
+    \b
+    Examples:
+      ppocli schema ppo
+      ppocli schema generation.top_p
+      ppocli schema --json > ppocli.schema.json
     """
     keys = chosen_keys(name)
     if as_json:
-        print(json.dumps(json_schema(name), indent=2, ensure_ascii=False))
+        print_json(json_schema(name))
         return
     print("\n".join(_shown(key) for key in keys))
 
@@ -39,6 +47,9 @@ def chosen_keys(name: str | None) -> list[Key]:
     Raises:
         ConfigError: there is no such key or section.
     """
+    from ppocli.config.keys import schema_keys, schema_sections
+    from ppocli.text import did_you_mean
+
     keys = schema_keys()
     if name is None:
         return list(keys.values())
@@ -51,6 +62,11 @@ def chosen_keys(name: str | None) -> list[Key]:
 
 
 def _shown(key: Key) -> str:
+    import json
+    import textwrap
+
+    from omegaconf import MISSING
+
     default = "must be given" if key.default == MISSING else (
         f"default {json.dumps(key.default, ensure_ascii=False)}")
     values = key.allowed if key.metadata["choices"] else ", ".join(
@@ -71,11 +87,12 @@ def json_schema(name: str | None = None) -> dict[str, Any]:
     Raises:
         ConfigError: there is no such key or section.
     """
+    from ppocli.config.schema import TrainConfig
+
     chosen_keys(name)
-    if name in schema_keys():
-        body = _value(schema_keys()[name or ""])
-    else:
-        body = _section(TrainConfig, name or "")
+    body = _section(TrainConfig)
+    for part in name.split(".") if name else ():
+        body = body["properties"][part]
     head: dict[str, Any] = {"$schema": DIALECT,
                             "title": "ppocli configuration" + (f": {name}" if name else "")}
     if name is None:
@@ -89,35 +106,25 @@ def json_schema(name: str | None = None) -> dict[str, Any]:
     return {**head, **body, "$defs": definitions}
 
 
-def _section(root: type, prefix: str) -> dict[str, Any]:
-    """The object at ``prefix`` with all keys below it."""
-    properties: dict[str, Any] = {}
-    for key in schema_keys().values():
-        if prefix and not key.name.startswith(prefix + "."):
-            continue
-        inner, _, rest = key.name[len(prefix) + 1 if prefix else 0:].partition(".")
-        if inner not in properties:
-            full = f"{prefix}.{inner}" if prefix else inner
-            properties[inner] = _section(root, full) if rest else _value(key)
-    return {**_about(root, prefix), "type": "object", "properties": properties,
-            "additionalProperties": False}
-
-
-def _about(root: type, section: str) -> dict[str, str]:
-    """A section's own description, from the field that holds it."""
+def _section(section: type, prefix: str = "") -> dict[str, Any]:
+    """The object of a dataclass of the schema, whose keys begin with ``prefix``."""
     import dataclasses
     import typing
 
-    if not section:
-        return {}
-    owner, doc = root, ""
-    for part in section.split("."):
-        field = next(f for f in dataclasses.fields(owner) if f.name == part)
-        doc, owner = field.metadata["doc"], typing.get_type_hints(owner)[part]
-    return {"description": doc}
+    from ppocli.config.keys import schema_keys
+
+    properties: dict[str, Any] = {}
+    for field in dataclasses.fields(section):
+        name = prefix + field.name
+        properties[field.name] = _value(schema_keys()[name]) if name in schema_keys() else {
+            "description": field.metadata["doc"],
+            **_section(typing.get_type_hints(section)[field.name], name + ".")}
+    return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
 def _value(key: Key) -> dict[str, Any]:
+    from omegaconf import MISSING
+
     about: dict[str, Any] = {"description": key.metadata["doc"]}
     if key.default != MISSING:
         about["default"] = key.default
@@ -148,6 +155,8 @@ def _item(key: Key) -> dict[str, Any]:
 
 
 def _fns_entry() -> dict[str, Any]:
+    from ppocli.config.problems import FNS_KEYS
+
     shapes = {"fn": {"type": "string", "minLength": 1}, "kwargs": {"type": ["object", "null"]},
               "weight": {"type": "number"}}
     return {"type": "object", "properties": {name: shapes[name] for name in FNS_KEYS},

@@ -3,43 +3,59 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from ppocli.cli.options import Overrides
 from ppocli.cli.output import complain, say
+from ppocli.cli.working import working
 from ppocli.errors import ConfigError, InputError, StoppedError
 
 if TYPE_CHECKING:
     from ppocli.config.schema import TrainConfig
     from ppocli.rewards.serving import RewardServer, Service
 
-MIB = 2**20
 
+def serve_reward(
+        overrides: Overrides = None,
+        host: Annotated[str, typer.Option(
+            help="The address to listen at; 0.0.0.0 lets other machines in.")
+            ] = "127.0.0.1",
+        port: Annotated[int, typer.Option(
+            min=0, max=65535, help="The port; 0 takes one that is free.")] = 8123,
+        token_env: Annotated[str | None, typer.Option(
+            "--token-env", metavar="NAME", show_default=False,
+            help="Ask for the token in this environment variable.")] = None,
+        tokenizer: Annotated[str | None, typer.Option(
+            metavar="FOLDER", show_default=False,
+            help="The policy's tokenizer, for rewards that ask for it.")] = None,
+        max_body_mib: Annotated[int, typer.Option(
+            "--max-body-mib", min=1, help="Size of the largest request, in MiB.")] = 64
+        ) -> None:
+    """Serve a reward function or reward model to trainings on this or other machines.
 
-def serve_reward(words: Sequence[str], *, host: str, port: int, token_env: str | None,
-                 tokenizer: str | None, max_body_mib: int) -> None:
-    """Serve the reward that the words name until a signal comes.
+    The words are those of train; what they say of the reward is served, everything else is left
+    aside. The address is printed, and the words that make a training ask there. Ctrl-C or SIGTERM
+    ends it once requests under way are answered.
 
-    Args:
-        words: as for ``ppocli train``; only what they say of the reward counts.
-        port: 0 takes any that is free.
-        token_env: variable of the environment that holds the token to be asked for.
-        tokenizer: folder or Hub name, for rewards that ask for the policy's tokenizer.
-
-    Raises:
-        ConfigError: wrong words, host or port, or a variable that isn't set.
-        RewardError, InputError: the reward can't be made.
+    \b
+    Examples:
+      ppocli serve-reward reward.fn=my_rewards:score
+      ppocli serve-reward reward=reward_model reward.kwargs.model=./rm \\
+          reward.kwargs.device=cuda:1 --port 8200
+      ppocli serve-reward +recipe=quickstart --host 0.0.0.0 --token-env REWARD_KEY
+      ppocli train +recipe=quickstart ~reward reward.fn=http \\
+          reward.kwargs.url=http://127.0.0.1:8123/score
     """
-    cfg = _reward_config(words)
+    cfg = _reward_config(overrides or [])
     token = _token(token_env)
-    from ppocli.cli.working import working
-
     server = None
     try:
         with working() as stop:
-            service = _service(cfg, token, tokenizer, max_body_mib * MIB)
+            service = _service(cfg, token, tokenizer, max_body_mib * 2**20)
             server = _listen(host, port, service, stop.check)
             _introduce(server, host, token_env)
             with server:
@@ -108,6 +124,8 @@ def _load_tokenizer(cfg: TrainConfig, name: str) -> Any:
 
 
 def _listen(host: str, port: int, service: Service, poll: Any) -> RewardServer:
+    import socket
+
     from ppocli.rewards.serving import RewardServer
 
     try:
@@ -122,6 +140,8 @@ def _listen(host: str, port: int, service: Service, poll: Any) -> RewardServer:
 
 def _introduce(server: RewardServer, host: str, token_env: str | None) -> None:
     """Where it listens (on standard output, for scripts) and what to say in training."""
+    import socket
+
     from ppocli.rewards.remote import is_loopback
     from ppocli.rewards.serving import HEALTH, SCORE
 

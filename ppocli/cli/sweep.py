@@ -15,8 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ppocli.cli.output import complain, display_mode, say
-from ppocli.cli.tables import print_table, shown_figure
+from ppocli.cli.output import complain, display_mode, print_table, say, shown_figure
 from ppocli.cli.working import split_words
 from ppocli.config.changes import config_differences
 from ppocli.config.compose import SweepJob, SweepPlan, compose_sweep

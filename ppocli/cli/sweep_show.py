@@ -1,91 +1,89 @@
-"""``ppocli sweep show``: a table of a sweep's jobs, and what each swept value was worth."""
+"""``ppocli sweep``: a table of a sweep's jobs, what each swept value was worth, and going on."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from ppocli.cli.output import say
-from ppocli.cli.tables import print_table, shown_figure
+import typer
+
+from ppocli.cli.options import WORDS, AsJson, Command, Overrides
+from ppocli.cli.output import ignore_broken_pipes, print_json, print_table, say, shown_figure
 from ppocli.errors import ConfigError
-from ppocli.runs.sweeps import (
-    JobState,
-    SweepRecord,
-    find_sweep,
-    job_states,
-    read_sweep,
-    varied_values,
-)
-from ppocli.storage.run_folder import finite_or_null
+
+if TYPE_CHECKING:
+    from ppocli.runs.sweeps import JobState
+
+sweep_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
+                        help="Look at a sweep (ppocli train -m), and go on with one.")
 
 
-def show_sweep(given: str | None, sort: str, as_json: bool) -> None:
-    """Print a sweep.
+@sweep_app.command("show", cls=Command)
+def show_sweep(given: Annotated[str | None, typer.Argument(
+                   metavar="[SWEEP]", show_default=False,
+                   help="A sweep's folder or name (default: the newest below runs/).")] = None,
+               sort: Annotated[str, typer.Option(
+                   metavar="ORDER", help="reward (best first), kl (lowest first) or job.")
+                   ] = "reward",
+               as_json: AsJson = False) -> None:
+    """Print the jobs of a sweep: status, reward and KL after training, and what was swept.
 
-    Args:
-        given: the sweep's folder or name; None takes the newest below ``runs``.
-        sort: ``reward`` (best first), ``kl`` (lowest first) or ``job``.
-        as_json: everything as one JSON object instead.
+    For sweeps over several keys, the mean figures of every value follow.
 
-    Raises:
-        ConfigError: an unknown order, or there is no sweep.
-        CheckpointError: what was given is no sweep.
+    \b
+    Examples:
+      ppocli sweep show
+      ppocli sweep show runs/sweep-20260131-120000 --sort kl
+      ppocli sweep show --json
     """
+    from ppocli.runs.sweeps import find_sweep, job_states, read_sweep
+
     if sort not in ("reward", "kl", "job"):
         raise ConfigError(f"--sort {sort}: must be one of reward, kl, job", where="command line")
     folder = find_sweep(given)
     if given is None:
         say(f"using {folder} (the newest sweep)")
     sweep = read_sweep(folder)
-    states = sorted(job_states(sweep), key=lambda state: _rank(state, sort))
-    means = marginal_means(states)
+    jobs = [_facts(state) for state in sorted(job_states(sweep), key=lambda s: _rank(s, sort))]
+    means = marginal_means(jobs)
     if as_json:
-        print(json.dumps(finite_or_null({
-            "sweep": str(sweep.folder), "words": list(sweep.words), "grid": sweep.grid,
-            "jobs": [_as_json(state) for state in states], "marginal_means": means}),
-            indent=2, ensure_ascii=False))
+        print_json({"sweep": str(sweep.folder), "words": list(sweep.words), "grid": sweep.grid,
+                    "jobs": jobs, "marginal_means": means})
         return
-    _print_jobs(sweep, states)
+    _print_jobs(jobs, sweep.folder)
     if means:
         print()
         print_table([("value", "jobs", "reward", "KL"), *(
             (f"{row['key']}={row['value']}", str(row["jobs"]), shown_figure(row["reward_mean"]),
              shown_figure(row["kl_mean"])) for row in means)], right=frozenset({1, 2, 3}))
-    unfinished = [state for state in states if state.status not in ("finished", "running")]
-    if unfinished and sweep.grid and not any(state.status == "running" for state in states):
-        say(f"{len(unfinished)} of {len(states)} jobs are not finished; go on with: "
+    statuses = [job["status"] for job in jobs]
+    unfinished = [status for status in statuses if status not in ("finished", "running")]
+    if unfinished and sweep.grid and "running" not in statuses:
+        say(f"{len(unfinished)} of {len(jobs)} jobs are not finished; go on with: "
             f"ppocli sweep resume {folder}")
 
 
-def marginal_means(states: Sequence[JobState]) -> list[dict[str, Any]]:
-    """Mean figures of the finished jobs that share one value of one swept key.
+@sweep_app.command("resume", cls=Command, context_settings=WORDS)
+def resume(sweep: Annotated[str, typer.Argument(
+               metavar="SWEEP", help="The sweep's folder or name.")],
+           overrides: Overrides = None) -> None:
+    """Run the jobs of a sweep that are not finished, in the same folders.
 
-    Nothing for a sweep over a single key, where every job is its own value.
+    A job goes on from its newest checkpoint, or starts if it has none. Finished jobs are kept.
+    Words are settings for the jobs that are run, e.g. reward.timeout=60. Only grids can be gone
+    on with: other sweepers choose their jobs as they go.
 
-    Returns:
-        ``{"key", "value", "jobs", "reward_mean", "kl_mean"}`` for each value, in order of the jobs.
+    \b
+    Examples:
+      ppocli sweep resume runs/sweep-20260131-120000
+      ppocli sweep resume runs/sweep-20260131-120000 ppo.micro_batch_size=4
     """
-    values = [varied_values(state.job) for state in sorted(states, key=lambda s: s.job.number)]
-    keys = list(dict.fromkeys(key for of_job in values for key in of_job))
-    if len(keys) < 2:
-        return []
-    rows = []
-    for key in keys:
-        for value in dict.fromkeys(of_job[key] for of_job in values if key in of_job):
-            there = [state for state in states if state.status == "finished"
-                     and varied_values(state.job).get(key) == value]
-            rows.append({"key": key, "value": value, "jobs": len(there),
-                         "reward_mean": _mean([state.reward_mean for state in there]),
-                         "kl_mean": _mean([state.kl_mean for state in there])})
-    return rows
+    from ppocli.cli.sweep import resume_sweep
 
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    there = [value for value in values if value is not None]
-    return sum(there) / len(there) if there else None
+    ignore_broken_pipes()
+    resume_sweep(sweep, overrides or [])
 
 
 def _rank(state: JobState, sort: str) -> tuple[float, int]:
@@ -94,35 +92,64 @@ def _rank(state: JobState, sort: str) -> tuple[float, int]:
     return (math.inf if figure is None else figure, state.job.number)
 
 
-def _print_jobs(sweep: SweepRecord, states: Sequence[JobState]) -> None:
-    keys = list(dict.fromkeys(key for state in states for key in varied_values(state.job)))
-    rows = [("job", "status", "step", "reward", "KL", "seconds", *keys, "folder")]
-    for state in states:
-        values = varied_values(state.job)
-        rows.append((str(state.job.number), state.status, _step(state),
-                     shown_figure(state.reward_mean), shown_figure(state.kl_mean),
-                     f"{state.job.seconds:.0f}" if state.job.seconds else "-",
-                     *(values.get(key, "-") for key in keys), _place(state, sweep.folder)))
-    print_table(rows, right=frozenset({3, 4, 5}))
+def _facts(state: JobState) -> dict[str, Any]:
+    from ppocli.runs.sweeps import varied_values
 
-
-def _step(state: JobState) -> str:
-    return "-" if state.run is None else f"{state.run.step}/{state.run.total_steps}"
-
-
-def _place(state: JobState, sweep: Path) -> str:
-    if not state.job.folder or not state.folder.exists():
-        return "-"
-    return str(state.folder.relative_to(sweep)) if state.folder.is_relative_to(sweep) \
-        else str(state.folder)
-
-
-def _as_json(state: JobState) -> dict[str, Any]:
-    run = state.run
-    return {"job": state.job.number, "status": state.status, "varied": varied_values(state.job),
-            "overrides": list(state.job.overrides), "exit_code": state.job.exit_code,
+    run, job = state.run, state.job
+    return {"job": job.number, "status": state.status, "varied": varied_values(job),
+            "overrides": list(job.overrides), "exit_code": job.exit_code,
             "reward_mean": state.reward_mean, "kl_mean": state.kl_mean,
             "step": None if run is None else run.step,
             "total_steps": None if run is None else run.total_steps,
-            "seconds": state.job.seconds, "folder": state.job.folder or None,
-            "error": state.job.error}
+            "seconds": job.seconds, "folder": job.folder or None, "error": job.error}
+
+
+def marginal_means(jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Mean figures of the finished jobs that share one value of one swept key.
+
+    Nothing for a sweep over a single key, where every job is its own value.
+
+    Returns:
+        ``{"key", "value", "jobs", "reward_mean", "kl_mean"}`` for each value, in order of the jobs.
+    """
+    in_order = sorted(jobs, key=lambda job: job["job"])
+    keys = _swept_keys(in_order)
+    if len(keys) < 2:
+        return []
+    rows = []
+    for key in keys:
+        for value in dict.fromkeys(job["varied"][key] for job in in_order if key in job["varied"]):
+            there = [job for job in jobs if job["status"] == "finished"
+                     and job["varied"].get(key) == value]
+            rows.append({"key": key, "value": value, "jobs": len(there),
+                         **{name: _mean([job[name] for job in there])
+                            for name in ("reward_mean", "kl_mean")}})
+    return rows
+
+
+def _swept_keys(jobs: Sequence[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(key for job in jobs for key in job["varied"]))
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return sum(there) / len(there) if there else None
+
+
+def _print_jobs(jobs: Sequence[dict[str, Any]], sweep: Path) -> None:
+    keys = _swept_keys(jobs)
+    rows = [("job", "status", "step", "reward", "KL", "seconds", *keys, "folder")]
+    rows += [(str(job["job"]), job["status"],
+              "-" if job["step"] is None else f"{job['step']}/{job['total_steps']}",
+              shown_figure(job["reward_mean"]), shown_figure(job["kl_mean"]),
+              f"{job['seconds']:.0f}" if job["seconds"] else "-",
+              *(job["varied"].get(key, "-") for key in keys), _place(job["folder"], sweep))
+             for job in jobs]
+    print_table(rows, right=frozenset({3, 4, 5}))
+
+
+def _place(folder: str | None, sweep: Path) -> str:
+    path = Path(folder or "")
+    if folder is None or not path.exists():
+        return "-"
+    return str(path.relative_to(sweep)) if path.is_relative_to(sweep) else folder

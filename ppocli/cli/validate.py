@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from ppocli.cli.examine import Examined, examine
-from ppocli.config.schema import TrainConfig
-from ppocli.config.secrets import safe_text
+import typer
+
+from ppocli.cli.options import AsJson, Overrides
+from ppocli.cli.output import ending, print_json, say
 from ppocli.errors import PpocliError
 
 if TYPE_CHECKING:
+    from ppocli.cli.examine import Examined
+    from ppocli.config.schema import TrainConfig
     from ppocli.tasks.ppo.rehearsal import Rehearsal
+
+
+def validate(overrides: Overrides = None,
+             deep: Annotated[bool, typer.Option(
+                 "--deep", help="Also load everything and rehearse a step with two samples.")
+                 ] = False,
+             as_json: AsJson = False) -> None:
+    """Tell everything that is wrong with a run, or with all jobs of a sweep, before it starts.
+
+    Settings, models, prompts, rewards and the output folder are checked and every problem is told,
+    with where it comes from and how to mend it. Nothing is written. Exit code 0: valid; 2 settings,
+    3 model or data, 7 reward, 6 disk, 5 run folder (of several kinds, the first in this order).
+
+    \b
+    Examples:
+      ppocli validate +recipe=quickstart
+      ppocli validate model.path=./lm prompts.path=prompts.jsonl reward.fn=my_rewards:score \\
+          ppo.total_episodes=2000
+      ppocli validate --deep +recipe=quickstart
+      ppocli validate -m +recipe=quickstart seed=1,2
+    """
+    ending(lambda: validate_words(overrides or [], deep=deep, as_json=as_json))
+
 
 ORDER = (2, 3, 7, 6, 5)
 """exit codes, the one that decides first; others come last"""
@@ -32,6 +57,8 @@ def validate_words(words: Sequence[str], *, deep: bool = False, as_json: bool = 
         PpocliError: what is wrong, all of it in one message.
         StoppedError: a signal ended the rehearsal.
     """
+    from ppocli.cli.examine import examine
+
     found = examine(words)
     rehearsal = None
     if deep and not found.problems and found.config is not None:
@@ -40,7 +67,7 @@ def validate_words(words: Sequence[str], *, deep: bool = False, as_json: bool = 
         except PpocliError as error:
             found.add([error])
     if as_json:
-        print(json.dumps(_as_json(found, rehearsal), indent=2, ensure_ascii=False))
+        print_json(_as_json(found, rehearsal))
         if found.problems:
             raise SystemExit(_ranked(found)[0].exit_code)
         return
@@ -70,7 +97,7 @@ def _together(problems: list[PpocliError]) -> PpocliError:
 
 
 def _as_json(found: Examined, rehearsal: Rehearsal | None) -> dict[str, Any]:
-    from ppocli.storage.run_folder import finite_or_null
+    from ppocli.config.secrets import safe_text
 
     problems = _ranked(found)
     answer: dict[str, Any] = {
@@ -81,12 +108,11 @@ def _as_json(found: Examined, rehearsal: Rehearsal | None) -> dict[str, Any]:
                      for error in problems],
         "runs": [asdict(plan) for plan in found.plans]}
     if rehearsal is not None:
-        answer["rehearsal"] = finite_or_null({**asdict(rehearsal), "agrees": rehearsal.agrees})
+        answer["rehearsal"] = {**asdict(rehearsal), "agrees": rehearsal.agrees}
     return answer
 
 
 def _rehearse(config: TrainConfig) -> Rehearsal:
-    from ppocli.cli.output import say
     from ppocli.cli.working import working
 
     say(f"loading {config.model.path}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import sys
@@ -20,14 +19,6 @@ if TYPE_CHECKING:
 _WORD = re.compile(r"[+~]{0,2}[A-Za-z_][\w.@/]*=")
 
 
-class _Notes(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno >= logging.WARNING:
-            complain(f"{record.levelname.lower()}: {record.getMessage()}")
-        else:
-            say(record.getMessage())
-
-
 @contextmanager
 def working(fix: str | None = None) -> Iterator[StopFlag]:
     """A flag that Ctrl-C and SIGTERM set; the engine's notes go to
@@ -40,9 +31,19 @@ def working(fix: str | None = None) -> Iterator[StopFlag]:
         ConfigError: a launcher has started several processes of this command.
         StoppedError: a signal asked to stop and the work reached a safe point.
     """
+    import logging
+
     from ppocli.cli.ranked import refuse_several
 
     refuse_several("This command")
+
+    class Notes(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.levelno >= logging.WARNING:
+                complain(f"{record.levelname.lower()}: {record.getMessage()}")
+            else:
+                say(record.getMessage())
+
     from transformers.utils import logging as transformers_logging
 
     from ppocli.parallel.stop import StopRequested, catch_signals
@@ -52,7 +53,7 @@ def working(fix: str | None = None) -> Iterator[StopFlag]:
     # `python -m` has the current folder on its path, a console script hasn't: rewards lie there
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
-    log, notes = logging.getLogger("ppocli"), _Notes()
+    log, notes = logging.getLogger("ppocli"), Notes()
     level, propagate = log.level, log.propagate
     log.setLevel(logging.INFO)
     log.propagate = False

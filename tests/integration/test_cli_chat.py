@@ -9,7 +9,12 @@ from helpers import ppocli, save_talker
 from terminal import Terminal
 
 from ppocli.cli.chat import Chat, Conversation
-from ppocli.cli.generate import Asking, Cast, find_cast, sampling_of
+from ppocli.cli.sampling_request import (
+    ChosenModels,
+    SamplingRequest,
+    find_models,
+    sampling_of,
+)
 from ppocli.config.schema import ModelConfig
 from ppocli.errors import ConfigError
 from ppocli.evaluation.player import build_judge, changed_sampling, load_player
@@ -85,14 +90,14 @@ def talker(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def cast(tmp_path_factory) -> Cast:
-    folder = save_talker(tmp_path_factory.mktemp("cast") / "talker")
-    return find_cast(Asking(str(folder), flags={}))
+def chosen(tmp_path_factory) -> ChosenModels:
+    folder = save_talker(tmp_path_factory.mktemp("chosen") / "talker")
+    return find_models(SamplingRequest(str(folder)))
 
 
-def chat_with(cast, *players, reward=None, **asking) -> Chat:
-    given = Asking(flags={"max_new_tokens": 6, "min_new_tokens": 2}, **asking)
-    return Chat(given, cast, players, sampling_of(given, cast, players[0]), reward)
+def chat_with(chosen, *players, reward=None, **asked) -> Chat:
+    given = SamplingRequest(flags={"max_new_tokens": 6, "min_new_tokens": 2}, **asked)
+    return Chat(given, chosen, players, sampling_of(given, chosen, players[0]), reward)
 
 
 def said(capsys, talk, line):
@@ -102,8 +107,8 @@ def said(capsys, talk, line):
     return capsys.readouterr()
 
 
-def test_the_conversation_is_kept_and_repeats_with_its_seed(cast, talker, capsys):
-    talk = chat_with(cast, talker)
+def test_the_conversation_is_kept_and_repeats_with_its_seed(chosen, talker, capsys):
+    talk = chat_with(chosen, talker)
     first, second = said(capsys, talk, "the film").out, said(capsys, talk, "the film").out
     assert first.strip()
     said(capsys, talk, "/reset")
@@ -118,17 +123,17 @@ def test_the_conversation_is_kept_and_repeats_with_its_seed(cast, talker, capsys
     assert said(capsys, talk, "   ").out == ""
 
 
-def test_the_first_answer_is_that_of_generate(cast, talker, capsys):
-    generation = changed_sampling(cast.cfg, {"max_new_tokens": 6, "min_new_tokens": 2})
+def test_the_first_answer_is_that_of_generate(chosen, talker, capsys):
+    generation = changed_sampling(chosen.cfg, {"max_new_tokens": 6, "min_new_tokens": 2})
     text = talker.render(["the film"], chat=True)
     assert text == ["you the film . i "]
     tokens = talker.tokens(text, generation, chat=True)
     answer, = [a for batch in talker.answers(tokens, generation, seed=0) for a in batch]
-    assert said(capsys, chat_with(cast, talker), "the film").out == answer.text + "\n"
+    assert said(capsys, chat_with(chosen, talker), "the film").out == answer.text + "\n"
 
 
-def test_the_oldest_turns_are_dropped_and_it_is_said_once(talker, cast, capsys):
-    generation = changed_sampling(cast.cfg, {"max_new_tokens": 20})
+def test_the_oldest_turns_are_dropped_and_it_is_said_once(talker, chosen, capsys):
+    generation = changed_sampling(chosen.cfg, {"max_new_tokens": 20})
     talk = Conversation(talker, system="be warm")
     for turn in range(6):
         rendered, tokens = talk.ask(f"this plot was good {'and ' * turn}", generation)
@@ -145,8 +150,8 @@ def test_the_oldest_turns_are_dropped_and_it_is_said_once(talker, cast, capsys):
     assert talk.ask("it", generation)[0] == "we be warm . you it . i "
 
 
-def test_wrong_lines_are_told_and_the_chat_goes_on(cast, talker, capsys):
-    talk = chat_with(cast, talker)
+def test_wrong_lines_are_told_and_the_chat_goes_on(chosen, talker, capsys):
+    talk = chat_with(chosen, talker)
     for line, message in (
             ("/foo", "There is no command /foo"), ("/seed", "it takes a number"),
             ("/seed -1", "it takes a number"), ("/set temperature", "it takes NAME=VALUE"),
@@ -168,11 +173,11 @@ def test_wrong_lines_are_told_and_the_chat_goes_on(cast, talker, capsys):
     assert not talk.take("/quit")
 
 
-def test_two_models_keep_their_own_conversations(cast, talker, shared_world, capsys):
+def test_two_models_keep_their_own_conversations(chosen, talker, shared_world, capsys):
     plain = load_player(ModelConfig(path=str(shared_world / "lm")), "plain")
-    cast.cfg.reward.fn = "keyword"
-    cast.cfg.reward.kwargs = {"words": ["the"]}
-    talk = chat_with(cast, talker, plain, reward=build_judge(cast.cfg.reward, []))
+    chosen.cfg.reward.fn = "keyword"
+    chosen.cfg.reward.kwargs = {"words": ["the"]}
+    talk = chat_with(chosen, talker, plain, reward=build_judge(chosen.cfg.reward, []))
     talk.greet()
     greeting = capsys.readouterr().err
     assert "chatting with talker and plain" in greeting
@@ -181,15 +186,15 @@ def test_two_models_keep_their_own_conversations(cast, talker, shared_world, cap
     assert both.out.startswith("[talker]\n")
     assert "\n[plain]\n" in both.out
     assert both.err.count("score ") == 2
-    alone = said(capsys, chat_with(cast, plain), "the film").out
+    alone = said(capsys, chat_with(chosen, plain), "the film").out
     assert both.out.endswith(alone)
 
 
-def test_a_failing_reward_ends_no_chat(cast, talker, world, capsys):
+def test_a_failing_reward_ends_no_chat(chosen, talker, world, capsys):
     (world / "moody.py").write_text("def score(outputs):\n    raise OSError('in a mood')\n")
-    cast.cfg.reward.fn = f"{world / 'moody.py'}:score"
-    cast.cfg.reward.kwargs = {}
-    talk = chat_with(cast, talker, reward=build_judge(cast.cfg.reward, []))
+    chosen.cfg.reward.fn = f"{world / 'moody.py'}:score"
+    chosen.cfg.reward.kwargs = {}
+    talk = chat_with(chosen, talker, reward=build_judge(chosen.cfg.reward, []))
     ended = said(capsys, talk, "the film")
     assert ended.out.strip()
     assert "in a mood" in ended.err

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from helpers import environment, ppocli
 
-from ppocli.cli.completion import complete_form, complete_metrics, complete_word
+from ppocli.cli.completion import complete_metrics, complete_word
 
 
 @pytest.fixture
@@ -42,11 +42,11 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ([], "resume=", ["resume=never", "resume=auto", "resume=runs/newer", "resume=runs/older"]),
     (["--cfg"], "", ["job", "hydra", "all", "deepspeed"]),
     (["--info"], "sea", ["searchpath"]),
-    ([], "--multi", ["--multirun"]),
     # as bash breaks words
     (["+recipe", "="], "im", ["imdb_sentiment"]),
     (["+recipe"], "", ["imdb_sentiment", "quickstart", "randomwalks"]),
     (["model.path", "=", "builtin", ":"], "re", ["reviews"]),
+    (["model.path", "=", "builtin"], ":", [":reviews", ":randomwalks"]),
     (["seed", "=", "1", "model", "="], "re", ["reviews"]),
     (["seed", "=", "1"], "reward.kw", ["reward.kwargs="]),
     (["seed=1"], "reward.kw", ["reward.kwargs="]),
@@ -57,7 +57,6 @@ def test_words_are_completed(words, incomplete, expected, runs):
 
 
 def test_a_new_word_is_completed_after_a_whole_one(runs):
-    assert not [offer for offer in complete_word([], "") if offer.startswith("-")]
     for before in (["seed=1"], ["seed", "=", "1"], ["+recipe=quickstart"], ["runs/newer"]):
         assert "+recipe=" in complete_word(before, "")
 
@@ -77,6 +76,7 @@ BASH = [
     ("ppocli watch old", 2, ["older"]),
     ("ppocli recipes show quick", 3, ["quickstart"]),
     ("ppocli completion z", 2, ["zsh"]),
+    ("ppocli report --format m", 3, ["md"]),
 ]
 
 
@@ -132,8 +132,7 @@ def test_long_help_is_no_further_offer(runs):
     assert [line.split("\t")[0] for line in done.stdout.splitlines()] == ["model.reference.kind="]
 
 
-def test_figures_and_forms_of_a_report_are_offered(runs):
-    assert complete_form("") == ["html", "md", "both"]
+def test_figures_are_offered(runs):
     assert complete_metrics("reward,l") == ["reward,length", "reward,lr", "reward,loss"]
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from helpers import jsonl, save_lm, write_prompts
-from runs import whole_copy
+from runs import Ended, app_in_process, whole_copy
 
 import ppocli
-from ppocli.cli.evaluate import lines_of, printing_of, request_of, told_apart
+from ppocli.cli.eval import lines_of, printing_of, request_of, told_apart
 from ppocli.errors import CheckpointError, ConfigError
 
 RUN = "runs/first"
@@ -25,6 +26,14 @@ def here(reference: Path, world: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     whole_copy(reference, world / "o'b" / RUN)
     monkeypatch.chdir(world / "o'b")
     return world / "o'b"
+
+
+@pytest.fixture
+def typed(capsys: pytest.CaptureFixture[str], command: object, here: Path,
+          monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ended]:
+    """A command in this process, in :func:`here`."""
+    monkeypatch.chdir(here)
+    return app_in_process(capsys)
 
 
 def test_a_folder_may_have_an_apostrophe_and_a_file_a_dollar(here, typed):
@@ -176,7 +185,7 @@ def test_too_few_scores_are_said(here, typed):
 
 
 def test_samples_reach_the_terminal_without_control_characters(tmp_path):
-    from ppocli.cli.evaluate import _sample_lines
+    from ppocli.cli.eval import _sample_lines
 
     path = tmp_path / "samples.jsonl"
     row = {"model": "policy", "prompt_index": 0, "sample": 0, "prompt": "a\x1b[31mb", "score": None,
@@ -190,7 +199,7 @@ def test_samples_reach_the_terminal_without_control_characters(tmp_path):
 
 
 def test_progress_is_told_in_lines_where_there_is_no_terminal(monkeypatch, capsys):
-    from ppocli.cli import evaluate as command
+    from ppocli.cli import eval as command
 
     clock = iter([0.0, 4.0, 12.0, 13.0])
     monkeypatch.setattr(command, "monotonic", lambda: next(clock))

@@ -9,11 +9,9 @@ import sys
 
 import pytest
 from helpers import ppocli, save_talker, write_prompts
-from runs import PLANTED, Ended, assert_no_process_left, spawn, whole_copy
+from runs import PLANTED, Ended, app_in_process, assert_no_process_left, spawn, whole_copy
 
-from ppocli.cli.app import app
-from ppocli.cli.output import code_of
-from ppocli.cli.sheet import printable, side_by_side
+from ppocli.cli.generate import printable, side_by_side
 
 TEXTS = ["the film", "i saw", "this plot was"]
 SHORT = ("--max-new-tokens", "6", "--min-new-tokens", "2")
@@ -39,9 +37,7 @@ def generate(capsys, monkeypatch):
     def command(*words: str, stdin: bytes | None = None) -> Ended:
         if stdin is not None:
             monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        capsys.readouterr()
-        code = code_of(lambda: app(["generate", *words], prog_name="ppocli"))
-        return Ended(code, *capsys.readouterr())
+        return app_in_process(capsys, "generate")(*words)
 
     return command
 

@@ -16,7 +16,8 @@ from ppocli.cli.train import run_words
 @pytest.fixture
 def manner(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What ``set_manner`` changes in the process is undone."""
-    monkeypatch.setattr(output, "_MANNER", output._Manner())
+    monkeypatch.setattr(output._Manner, "quiet", False)
+    monkeypatch.setattr(output._Manner, "plain", False)
     monkeypatch.setenv("PPOCLI_DEBUG", "")
     monkeypatch.delenv("NO_COLOR", raising=False)
     yield

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ppocli.cli.evaluate import _win_line
+from ppocli.cli.eval import _win_line
 from ppocli.config.schema import EvalGenerationConfig, TrainConfig
 from ppocli.errors import CheckpointError, ConfigError
 from ppocli.evaluation.figures import (

@@ -1,4 +1,4 @@
-"""``ppocli eval``: flags to an evaluation, its progress, and what came out."""
+"""``ppocli eval``: a policy's responses to fixed prompts, scored and compared."""
 
 from __future__ import annotations
 
@@ -8,46 +8,86 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from ppocli.cli.output import display_mode, say
-from ppocli.cli.tables import aligned, shown_figure
+import typer
+
+from ppocli.cli.options import AsJson, Run, complete_setting
+from ppocli.cli.output import aligned, display_mode, say, shown_figure
 from ppocli.cli.working import split_words, working
 from ppocli.errors import ConfigError, ThresholdError
-from ppocli.runs.record import read_jsonl
-from ppocli.text import clean
 
 if TYPE_CHECKING:
     from ppocli.evaluation.request import EvalRequest
 
 EVERY = 10.0
 """seconds between lines of progress where there is no terminal"""
-_LONGEST = 300
+LONGEST = 300
 """characters of a text that is shown"""
+SHOWN = 3
+"""samples that are printed"""
 
 
-def request_of(run: str | None, words: list[str] | None, **flags: Any) -> EvalRequest:
-    """The request of a command line; ``flags`` are fields of :class:`EvalRequest`.
+def evaluate(
+        run: Run = None,
+        overrides: Annotated[list[str] | None, typer.Argument(
+            metavar="[KEY=VALUE]...", autocompletion=complete_setting, show_default=False,
+            help="Settings over those of the run.")] = None,
+        against: Annotated[str | None, typer.Option(
+            metavar="BASE", help="Compare with this run, checkpoint or model; base: the model the "
+            "run started from.")] = None,
+        prompts: Annotated[str | None, typer.Option(
+            metavar="SPEC", help="Prompts to evaluate on: a file, a folder or a Hub data set."
+            )] = None,
+        reward: Annotated[str | None, typer.Option(
+            metavar="IMPORT", help="Judge by this instead of the run's rewards.")] = None,
+        limit: Annotated[int | None, typer.Option(
+            metavar="N", help="At most so many prompts, spread over their source.")] = None,
+        num_samples: Annotated[int | None, typer.Option(
+            metavar="K", help="Responses to each prompt.")] = None,
+        seed: Annotated[int | None, typer.Option(
+            metavar="S", help="Seed of the sampling (default: the run's).")] = None,
+        frontier: Annotated[bool, typer.Option(
+            "--frontier", help="Best-of-n of the base beside the policy: is it worth its KL?"
+            )] = False,
+        min_reward: Annotated[float | None, typer.Option(
+            metavar="X", help="Exit with 10 if the mean reward is below.")] = None,
+        step: Annotated[int | None, typer.Option(
+            metavar="N", help="Take the run's checkpoint of this step.")] = None,
+        best: Annotated[bool, typer.Option(
+            "--best", help="Take the run's best checkpoint.")] = False,
+        output: Annotated[str | None, typer.Option(
+            metavar="DIR", help="Put the folder NAME here (default: RUN/eval, or ./eval)."
+            )] = None,
+        name: Annotated[str | None, typer.Option(
+            metavar="NAME", help="Name of the results' folder (default: step-000024).")] = None,
+        overwrite: Annotated[bool, typer.Option(
+            "--overwrite", help="Throw away results of that name.")] = False,
+        resume: Annotated[bool, typer.Option(
+            "--resume", help="Go on with an interrupted evaluation.")] = False,
+        show: Annotated[int, typer.Option(
+            metavar="N", min=0, help="Print so many samples.")] = SHOWN,
+        as_json: AsJson = False) -> None:
+    """Score a policy's responses to fixed prompts, and compare policies.
 
-    Raises:
-        ConfigError: a word that is none, or flags that contradict each other.
+    Without options: the run's own evaluation, with the same prompts, seed and sampling. Results go
+    to RUN/eval/NAME/: samples.jsonl while they are scored, eval.json at the end.
+
+    \b
+    Examples:
+      ppocli eval runs/NAME
+      ppocli eval runs/NAME --against base
+      ppocli eval runs/NAME --best --against runs/OTHER --num-samples 8
+      ppocli eval runs/NAME --frontier
+      ppocli eval runs/NAME generation.temperature=0.7 --name cool
+      ppocli eval ./model --prompts prompts.jsonl --reward my_rewards:score
+      ppocli eval runs/NAME --min-reward 0.8 --json
     """
-    from ppocli.evaluation.request import EvalRequest
-
-    run, rest = split_words(run, words)
-    request = EvalRequest(run=run, words=tuple(rest), **flags)
-    request.check()
-    return request
-
-
-def evaluate_command(request: EvalRequest, *, min_reward: float | None, show: int, as_json: bool
-                     ) -> None:
-    """Evaluate, print, and hold the mean reward against ``min_reward``.
-
-    Raises:
-        ThresholdError: the mean reward is below; everything is written and printed.
-        PpocliError: whatever kept the evaluation from its end.
-    """
+    request = request_of(
+        run, overrides, against=against, prompts=prompts, reward=reward, limit=limit,
+        num_samples=num_samples, seed=seed, frontier=frontier, step=step, best=best,
+        output=output, name=name, overwrite=overwrite, resume=resume,
+        printing=printing_of(min_reward, show, as_json))
     from ppocli.config.resolved import with_absolute_paths
     from ppocli.launching.target_config import target_config
     from ppocli.runs.target import find_target
@@ -79,14 +119,26 @@ def evaluate_command(request: EvalRequest, *, min_reward: float | None, show: in
                              where=str(done.folder.result))
 
 
+def request_of(run: str | None, words: list[str] | None, **flags: Any) -> EvalRequest:
+    """The request of a command line; ``flags`` are fields of :class:`EvalRequest`.
+
+    Raises:
+        ConfigError: a word that is none, or flags that contradict each other.
+    """
+    from ppocli.evaluation.request import EvalRequest
+
+    run, rest = split_words(run, words)
+    request = EvalRequest(run=run, words=tuple(rest), **flags)
+    request.check()
+    return request
+
+
 def printing_of(min_reward: float | None, show: int, as_json: bool) -> tuple[str, ...]:
     """The options that say what is printed and how the command ends, as they are typed.
 
     Raises:
         ConfigError: ``min_reward`` is no number that a mean can be held against.
     """
-    from ppocli.cli.commands.evaluate import SHOWN
-
     if min_reward is not None and not math.isfinite(min_reward):
         raise ConfigError(f"--min-reward {min_reward} is no finite number.", where="--min-reward",
                           fix="give a number, e.g. --min-reward 0.8")
@@ -109,19 +161,13 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
     if not sys.stderr.isatty() or display_mode() != "auto":
         yield _Lines()
         return
+    from rich import progress
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
 
-    bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-                   TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
-                   console=Console(file=sys.stderr), transient=True)
+    bar = progress.Progress(
+        progress.TextColumn("{task.description}"), progress.BarColumn(),
+        progress.MofNCompleteColumn(), progress.TimeElapsedColumn(), progress.TextColumn("left"),
+        progress.TimeRemainingColumn(), console=Console(file=sys.stderr), transient=True)
     with bar:
         task = bar.add_task("loading", total=None)
 
@@ -243,6 +289,8 @@ def _hindrance(frontier: dict[str, Any], sampling: dict[str, Any]) -> str:
 
 def _sample_lines(path: Path, count: int) -> Iterator[str]:
     """One response to each of the first prompts: the policy's, and that of the next model."""
+    from ppocli.runs.record import read_jsonl
+
     shown: dict[int, list[dict[str, Any]]] = {}
     for row in read_jsonl(path) if count else ():
         if row["sample"] == 0 and row["prompt_index"] < count:
@@ -255,5 +303,7 @@ def _sample_lines(path: Path, count: int) -> Iterator[str]:
 
 
 def _short(text: str) -> str:
+    from ppocli.display.console import clean
+
     whole = clean(text)
-    return whole if len(whole) <= _LONGEST else whole[:_LONGEST] + "..."
+    return whole if len(whole) <= LONGEST else whole[:LONGEST] + "..."

@@ -1,0 +1,183 @@
+"""What ``ppocli generate`` and ``ppocli chat`` are asked for: which models, sampled how."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ppocli.cli.output import say
+from ppocli.cli.working import split_words
+from ppocli.config.resolved import CONFIG_FILE, read_config
+from ppocli.config.schema import GenerationConfig, ModelConfig, TrainConfig
+from ppocli.errors import ConfigError
+from ppocli.evaluation.request import EvalRequest
+from ppocli.launching.target_config import target_config
+from ppocli.runs.target import Target, find_target
+
+if TYPE_CHECKING:
+    from ppocli.evaluation.player import Player
+    from ppocli.rewards.scoring import Reward
+
+MAX_SEED = 2**63
+SHAPING = ("temperature", "top_k", "top_p")
+"""sampling settings that count only where something is drawn"""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRequest:
+    """What the command line says. Made by :func:`sampling_request`."""
+
+    run: str | None = None
+    words: tuple[str, ...] = ()
+    """KEY=VALUE"""
+    step: int | None = None
+    best: bool = False
+    against: str | None = None
+    """a target, or the word ``base``"""
+    score: bool = False
+    reward: str | None = None
+    seed: int = 0
+    system: str | None = None
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    """sampling settings that options give"""
+
+    @property
+    def scored(self) -> bool:
+        """Whether responses get a score."""
+        return self.score or self.reward is not None
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenModels:
+    """One or two models, found but not loaded yet. Made by :func:`find_models`."""
+
+    cfg: TrainConfig
+    """how the first model was trained, or the defaults for a model that came from elsewhere"""
+    from_run: bool
+    models: tuple[tuple[Target, ModelConfig], ...]
+    """each policy, and the configuration of the model that it is or was trained from"""
+
+
+def sampling_request(run: str | None, words: Sequence[str] | None, *, greedy: bool,
+                     stop: Sequence[str] | None, sampling: Mapping[str, Any], **options: Any
+                     ) -> SamplingRequest:
+    """Tell RUN from the words behind it, and check the options by themselves.
+
+    Args:
+        sampling: settings by name; None: not given. Those that shape a distribution ask for one.
+        options: other fields of :class:`SamplingRequest`.
+
+    Raises:
+        ConfigError: something among the words is no KEY=VALUE, or wrong options.
+    """
+    try:
+        found, rest = split_words(run, words)
+    except ConfigError as error:
+        error.fix = "prompts go behind an option: --prompt TEXT"
+        raise
+    if options["seed"] >= MAX_SEED:
+        raise ConfigError(f"--seed {options['seed']} is too large.", where="--seed",
+                          fix="a number below 2**63")
+    flags = {name: value for name, value in sampling.items() if value is not None}
+    shaping = sorted(flags.keys() & set(SHAPING))
+    if shaping and greedy:
+        raise ConfigError(f"--greedy takes the likeliest token; {_option(shaping[0])} would change "
+                          "nothing.", where="command line", fix="give one of them")
+    if shaping or greedy:
+        flags["do_sample"] = not greedy
+    if stop:
+        flags["stop_sequences"] = stop
+    return SamplingRequest(found, tuple(rest), flags=flags, **options)
+
+
+def find_models(request: SamplingRequest) -> ChosenModels:
+    """Find the models and their settings; nothing is loaded.
+
+    Raises:
+        ConfigError, CheckpointError, InputError: as :func:`ppocli.runs.target.find_target` and
+            :func:`ppocli.launching.target_config.target_config`.
+    """
+    target = find_target(request.run, say=say, step=request.step, best=request.best)
+    judged = EvalRequest(words=request.words, reward=request.reward, against=request.against)
+    judged.check()
+    cfg = target_config(target, judged.overrides(target), needs_reward=request.scored,
+                        needs_prompts=False)
+    models = [(target, cfg.model)]
+    other = judged.find_against(target, cfg, say)
+    if other is not None:
+        models.append((other, cfg.model if other.model == cfg.model.path else _trained_from(other)))
+    return ChosenModels(cfg, target.run_dir is not None, tuple(models))
+
+
+def _trained_from(target: Target) -> ModelConfig:
+    """The model's part of the target's own run, or the defaults."""
+    return (ModelConfig(path=target.model) if target.run_dir is None
+            else read_config(target.run_dir / CONFIG_FILE).model)
+
+
+@contextmanager
+def loaded(request: SamplingRequest, chosen: ChosenModels, columns: Sequence[str] = ()
+           ) -> Iterator[tuple[list[Player], GenerationConfig, Reward | None]]:
+    """The models, how they sample, and the reward where responses are scored.
+
+    Args:
+        columns: of metadata, which the reward gets.
+
+    Raises:
+        ConfigError: settings out of range.
+        InputError: a model or its tokenizer is unusable.
+        RewardError: the reward can't be made.
+    """
+    from ppocli.evaluation.player import build_judge, load_player, policy_config
+    from ppocli.parallel.backend import open_backend
+
+    # before anything is loaded
+    generation = sampling_of(request, chosen, None) if chosen.from_run else None
+    reward = build_judge(chosen.cfg.reward, list(columns)) if request.scored else None
+    with open_backend(chosen.cfg.hardware) as backend:
+        players = [load_player(policy_config(cfg, target.model), target.name, backend)
+                   for target, cfg in chosen.models]
+        yield players, generation or sampling_of(request, chosen, players[0]), reward
+
+
+def sampling_of(request: SamplingRequest, chosen: ChosenModels, player: Player | None
+                ) -> GenerationConfig:
+    """Flags over words over the run's own settings; a model that came from elsewhere has those of
+    its generation_config.json.
+
+    Args:
+        player: the model, loaded; not needed for a run.
+
+    Raises:
+        ConfigError: values out of range.
+    """
+    from ppocli.evaluation.player import changed_sampling, own_sampling
+
+    worded = {word.lstrip("+~").partition("=")[0] for word in request.words}
+    changes: dict[str, Any] = {}
+    if not chosen.from_run and player is not None:
+        changes = {name: value for name, value in own_sampling(player.loaded).items()
+                   if f"generation.{name}" not in worded}
+        if changes:
+            say("sampling as its generation_config.json says: " + ", ".join(
+                f"{name}={value}" for name, value in changes.items()))
+    sources = {**dict.fromkeys(changes, "generation_config.json"),
+               **{name: _option(name) for name in request.flags}}
+    generation = changed_sampling(chosen.cfg, {**changes, **request.flags}, sources)
+    say_idle(generation, [name for name in SHAPING if f"generation.{name}" in worded])
+    return generation
+
+
+def say_idle(generation: GenerationConfig, asked: Sequence[str]) -> None:
+    """Say which of the settings that were ``asked`` for change nothing."""
+    idle = [name for name in asked if name in SHAPING]
+    if idle and not generation.do_sample:
+        say(f"no effect: {', '.join(idle)}, as do_sample=false (--greedy) always takes the "
+            "likeliest token")
+
+
+def _option(name: str) -> str:
+    named = {"do_sample": "--greedy", "stop_sequences": "--stop"}
+    return named.get(name, "--" + name.replace("_", "-"))
