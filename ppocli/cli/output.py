@@ -61,10 +61,10 @@ def say(text: str) -> None:
 
 def complain(text: str) -> None:
     """A warning or an error on standard error; a display that is gone is no reason to stop."""
-    from ppocli.config.sayable import sayable
+    from ppocli.config.secrets import printable
 
     with suppress(OSError, ValueError, AttributeError):
-        print(sayable(text), file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)
 
 
 def survive_any_terminal() -> None:

@@ -55,10 +55,11 @@ def print_list(as_json: bool) -> None:
 
 
 def _info(name: str, file: Path) -> RecipeInfo:
-    from ppocli.config.compose import compose_values
+    from ppocli.config.compose import compose
+    from ppocli.config.words import read_words
 
     try:
-        config = compose_values([f"+recipe={name}"])
+        config = compose(read_words([f"+recipe={name}"])).values()
     except ConfigError as error:
         return RecipeInfo(name, "?", "?", "?", False,
                           f"broken: {error.what.splitlines()[0]}", str(file))
@@ -97,9 +98,11 @@ def print_recipe(name: str, words: list[str], resolved: bool) -> None:
     if not resolved and not words:
         print(file.read_text(encoding="utf-8"), end="")
         return
-    from ppocli.config.compose import compose
+    from ppocli.config.compose import print_composition
+    from ppocli.config.words import read_words
 
-    compose([f"+recipe={name}", *words, "--cfg", "job", *(["--resolve"] if resolved else [])])
+    print_composition(read_words([f"+recipe={name}", *words, "--cfg", "job",
+                                  *(["--resolve"] if resolved else [])]))
 
 
 def copy_recipe(name: str, destination: Path | None, force: bool) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ppocli.cli.output import complain
-from ppocli.config.sayable import CONTROL
+from ppocli.config.secrets import CONTROL
 from ppocli.display.console import clean, figure
 
 if TYPE_CHECKING:

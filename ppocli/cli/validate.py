@@ -8,8 +8,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ppocli.cli.examine import Examined, examine
-from ppocli.config.sayable import sayable
 from ppocli.config.schema import TrainConfig
+from ppocli.config.secrets import printable
 from ppocli.errors import PpocliError
 
 if TYPE_CHECKING:
@@ -63,10 +63,9 @@ def _together(problems: list[PpocliError]) -> PpocliError:
     """One error that lists all, with the exit code of the first."""
     if len(problems) == 1:
         return problems[0]
-    together = PpocliError("\n".join([f"{len(problems)} problems:", *(
-        "  " + str(error).replace("\n", "\n  ") for error in problems)]))
-    together.exit_code = problems[0].exit_code
-    return together
+    return PpocliError("\n".join([f"{len(problems)} problems:", *(
+        "  " + str(error).replace("\n", "\n  ") for error in problems)]),
+        exit_code=problems[0].exit_code)
 
 
 def _as_json(found: Examined, rehearsal: Rehearsal | None) -> dict[str, Any]:
@@ -76,7 +75,7 @@ def _as_json(found: Examined, rehearsal: Rehearsal | None) -> dict[str, Any]:
     answer: dict[str, Any] = {
         "valid": not problems, "exit_code": problems[0].exit_code if problems else 0,
         "problems": [{"exit_code": error.exit_code,
-                      **{part: text and sayable(text) for part, text in (
+                      **{part: text and printable(text) for part, text in (
                           ("what", error.what), ("where", error.where), ("fix", error.fix))}}
                      for error in problems],
         "runs": [asdict(plan) for plan in found.plans]}

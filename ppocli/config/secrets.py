@@ -1,4 +1,5 @@
-"""No key holds a secret: the resolved ``config.yaml`` can be kept, shown and published."""
+"""No key holds a secret: the resolved ``config.yaml`` can be kept, shown and published. Texts of
+other people's code, such as the message of an exception, are cleaned of secrets before they are."""
 
 from __future__ import annotations
 
@@ -18,6 +19,8 @@ _SECRET_VALUE = re.compile(
     r"github_pat_[A-Za-z0-9_]{20,}|AKIA[0-9A-Z]{16}|xox[abprs]-[A-Za-z0-9-]{10,})")
 _URL_PASSWORD = re.compile(r"(\b[a-z][a-z0-9+.-]*://[^/\s:@]+:)[^@/\s]+@", re.IGNORECASE)
 _ENVIRONMENT = re.compile(r"\$\{\s*(oc\.env|env|oc\.decode)\s*:", re.IGNORECASE)
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""controls, line separators, changes of writing direction, lone surrogates"""
 MASK = "***"
 _SHORTEST = 8
 """a shorter value of a variable named like a secret would blot out ordinary words"""
@@ -55,6 +58,13 @@ def without_secrets(text: str, values: Iterable[str] = ()) -> str:
 def hide_secrets(text: str) -> str:
     """``text`` without secrets of this process's environment, nor anything shaped like one."""
     return without_secrets(text, secret_values(os.environ))
+
+
+def printable(text: str) -> str:
+    """``text`` without secrets, and with control characters, which may be terminal escapes,
+    spelled out: ``\\x1b``. Lines and tabs stay."""
+    return CONTROL.sub(lambda match: repr(match[0])[1:-1],
+                       hide_secrets(text).replace("\r\n", "\n"))
 
 
 def refuse_secrets(entries: Iterable[tuple[str, object, str]]) -> None:

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ppocli.config.sayable import CONTROL, sayable
+from ppocli.config.secrets import CONTROL, printable
 from ppocli.storage.run_logs import read_jsonl
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class _StreamHandler(logging.Handler):
         self.pane: Pane | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = sayable(record.getMessage())
+        text = printable(record.getMessage())
         if self.prefix:
             text = f"{record.levelname.lower()}: {text}"
         if self.pane is not None:
@@ -100,7 +100,7 @@ class _FileFormatter(logging.Formatter):
     """Lines of ppocli.log, which reports quote and people publish."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return sayable(super().format(record))
+        return printable(super().format(record))
 
 
 class _FileHandler(logging.FileHandler):
@@ -210,7 +210,7 @@ class _Counting(logging.Handler):
         self._board = board
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._board.warn(sayable(record.getMessage()))
+        self._board.warn(printable(record.getMessage()))
 
 
 def _nothing() -> None:

@@ -7,9 +7,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ppocli.config.changes import config_differences
 from ppocli.config.problems import shown
-from ppocli.config.resolved import CONFIG_FILE, accept_config, next_config, read_config
+from ppocli.config.resolved import (
+    CONFIG_FILE,
+    accept_config,
+    config_differences,
+    next_config,
+    read_config,
+)
 from ppocli.storage.atomic import write_json_atomic
 
 RUN_FILE = "run.json"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from ppocli.config.sayable import sayable
+from ppocli.config.secrets import printable
 
 OUTCOMES = "PPOCLI_OUTCOMES"
 """environment variable: the folder in which each rank says what it came to"""
@@ -38,8 +38,8 @@ class RankOutcome:
     """where it was, as ``step 3, optimize``"""
     lost: bool = False
     """whether all it has to say is that another rank is gone or doesn't answer"""
-    word: str = ""
-    """with which all ranks can start again, such as ``ppo.micro_batch_size=2``: memory ran out"""
+    retry: dict[str, int] = field(default_factory=dict)
+    """settings with which all ranks can start again: memory ran out"""
 
 
 def announce() -> int | None:
@@ -112,7 +112,7 @@ def write_outcome(outcome: RankOutcome) -> None:
     folder = os.environ.get(OUTCOMES)
     if folder:
         path = Path(folder) / f"rank-{outcome.rank}.json"
-        told = replace(outcome, message=sayable(outcome.message), trace=sayable(outcome.trace))
+        told = replace(outcome, message=printable(outcome.message), trace=printable(outcome.trace))
         path.write_text(json.dumps(asdict(told)), encoding="utf-8")
 
 

@@ -99,21 +99,20 @@ def once(backend: Backend, phase: str, rows: int, tokens: int, work: Callable[[]
     memory leaves the others inside of them, and only a new start of all helps.
 
     Raises:
-        OutOfMemoryError: on this rank alone, with the word to start again with.
+        OutOfMemoryError: on this rank alone, with the setting to start again with.
     """
     try:
         return work()
     except (torch.OutOfMemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-    found = (too_much("out of memory with 1 row a pass", backend, tokens) if rows == 1 else
-             OutOfMemoryError(f"out of memory with {rows} rows a pass", where=ROWS_OF[phase]))
-    found.alone = True
-    found.word = None if rows == 1 else f"{ROWS_OF[phase]}={rows // 2}"
-    raise found
+    if rows == 1:
+        raise too_much("out of memory with 1 row a pass", backend, tokens, alone=True)
+    raise OutOfMemoryError(f"out of memory with {rows} rows a pass", where=ROWS_OF[phase],
+                           alone=True, retry={ROWS_OF[phase]: rows // 2})
 
 
-def too_much(text: str, backend: Backend, tokens: int) -> OutOfMemoryError:
+def too_much(text: str, backend: Backend, tokens: int, *, alone: bool = False) -> OutOfMemoryError:
     """The error of a pass that can't be made smaller, with numbers."""
     held = f"{backend.peak_memory_mib():.0f} MiB"
     if backend.device.type == "cuda":
@@ -125,7 +124,7 @@ def too_much(text: str, backend: Backend, tokens: int) -> OutOfMemoryError:
             "" if left is None else f", and {shown(left)} of the machine's memory are free")
     return OutOfMemoryError(
         f"{text}, and a pass can't be smaller: its longest sample has {tokens} tokens; {memory}",
-        where="generation.max_new_tokens, prompts.max_length, model.path",
+        where="generation.max_new_tokens, prompts.max_length, model.path", alone=alone,
         fix="fewer tokens, model.gradient_checkpointing=true, or several processes "
             "(hardware=zero3); ppocli estimate tells what each saves")
 

@@ -7,10 +7,15 @@ from dataclasses import asdict, replace
 import pytest
 import yaml
 
-from ppocli.config.changes import classify_change, config_differences
 from ppocli.config.compose import compose
 from ppocli.config.keys import schema_keys
-from ppocli.config.resolved import read_config, with_absolute_paths, write_config
+from ppocli.config.resolved import (
+    classify_change,
+    config_differences,
+    read_config,
+    with_absolute_paths,
+    write_config,
+)
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError
 

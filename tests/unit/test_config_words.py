@@ -8,8 +8,8 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
+from ppocli.config.as_words import literal, quoted, unquoted
 from ppocli.config.keys import did_you_mean, key_for, nearest, schema_keys, schema_sections
-from ppocli.config.quoting import literal, quoted, unquoted
 from ppocli.config.words import normalised, read_words
 from ppocli.errors import ConfigError
 

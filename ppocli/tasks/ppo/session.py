@@ -9,14 +9,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from ppocli.config.algorithm import decoding_scores, kl_estimator, kl_in
+from ppocli.config.algorithm import (
+    decoding_scores,
+    kl_estimator,
+    kl_in,
+    reference_sharded,
+    whole_while_acting,
+)
 from ppocli.config.keys import several
 from ppocli.config.schema import (
     GenerationConfig,
     TrainConfig,
     planned_episodes,
 )
-from ppocli.config.sharding import reference_sharded, whole_while_acting
 from ppocli.data.batch import PromptBatch
 from ppocli.data.order import prompt_indices
 from ppocli.data.prompt_set import PromptSet, load_eval_prompts, load_prompts
