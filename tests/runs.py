@@ -241,7 +241,8 @@ def assert_tidy(run_dir: Path) -> None:
 
 def resumed(run_dir: Path) -> None:
     """Go on with a run in this process, to its end."""
+    from ppocli.launching.child_process import Start
     from ppocli.launching.worker import run_worker
 
-    run_worker(run_dir, resume=True)
+    run_worker(Start(run_dir, resume=True))
 

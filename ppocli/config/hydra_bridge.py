@@ -184,13 +184,14 @@ def _process_state(argv: list[str]) -> Iterator[None]:
     ``--info`` logs to the terminal from then on."""
     old_argv, old_full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     root = logging.getLogger()
-    old_handlers = list(root.handlers)
+    old_handlers, old_level = list(root.handlers), root.level
     sys.argv, os.environ["HYDRA_FULL_ERROR"] = argv, "1"
     try:
         yield
     finally:
         sys.argv = old_argv
         root.handlers[:] = old_handlers
+        root.setLevel(old_level)
         if old_full is None:
             del os.environ["HYDRA_FULL_ERROR"]
         else:

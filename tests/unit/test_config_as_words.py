@@ -6,9 +6,9 @@ import shlex
 from dataclasses import replace
 
 import pytest
+from helpers import checked
 
 from ppocli.config.as_words import training_command, words_for
-from ppocli.config.compose import compose
 from ppocli.config.paths import recipe_files
 from ppocli.config.resolved import config_differences
 
@@ -16,9 +16,7 @@ BASE = ["model.path=builtin:reviews", "prompts.path=builtin:reviews-prompts", "p
 
 
 def composed(words):
-    composition = compose(words)
-    assert composition is not None
-    return composition.config
+    return checked(*words).config
 
 
 @pytest.mark.parametrize("recipe", sorted(recipe_files()))

@@ -6,8 +6,8 @@ from dataclasses import asdict, replace
 
 import pytest
 import yaml
+from helpers import checked
 
-from ppocli.config.compose import compose
 from ppocli.config.keys import schema_keys
 from ppocli.config.resolved import (
     classify_change,
@@ -21,9 +21,7 @@ from ppocli.errors import CheckpointError
 
 
 def composed(*words: str) -> TrainConfig:
-    composition = compose(["+recipe=quickstart", *words])
-    assert composition is not None
-    return composition.config
+    return checked("+recipe=quickstart", *words).config
 
 
 def test_what_is_written_is_read_back_equal(tmp_path):
