@@ -146,7 +146,8 @@ def wait_for(condition: Callable[[], bool], process: Process,
 
 def whole_copy(source: Path, target: Path) -> Path:
     """A run's folder elsewhere, as if it had been made there."""
-    from ppocli.config.resolved import read_config, write_config
+    from ppocli.config.resolved import read_config
+    from ppocli.storage.run_folder import write_config
 
     shutil.copytree(source, target, symlinks=True)
     config = read_config(target / "config.yaml")

@@ -36,7 +36,7 @@ from ppocli.errors import (
 from ppocli.launching.launch import launch
 from ppocli.launching.opened_folder import new_folder
 from ppocli.launching.processes import Caller
-from ppocli.runs.record import RunRecord, is_run, read_run
+from ppocli.runs.record import is_run, read_run
 from ppocli.runs.sweeps import (
     SWEEP_FILE,
     JobRecord,
@@ -300,22 +300,22 @@ def _finished_before(job: SweepJob, book: _Book) -> JobRecord | None:
     known = book.known.get(job.number)
     if known is not None and known.status == "finished" and known.varied == job.varied:
         return replace(known, folder=str(job.folder))
-    return _record(job, run)
-
-
-def _record(job: SweepJob, run: RunRecord) -> JobRecord:
-    """What a finished run says of itself."""
-    after = (run.summary or {}).get("eval_after") or {}
     seconds = ((run.summary or {}).get("seconds") or {}).values()
-    return JobRecord(job.number, job.words, job.varied, "finished", 0,
+    return _record(job, "finished", 0, run.summary, sum(seconds))
+
+
+def _record(job: SweepJob, status: str, code: int, summary: dict[str, Any] | None, seconds: float,
+            error: str | None = None) -> JobRecord:
+    after = (summary or {}).get("eval_after") or {}
+    return JobRecord(job.number, job.words, job.varied, status, code,
                      _number(after.get("reward_mean")), _number(after.get("kl_mean")),
-                     round(sum(seconds), 1), str(job.folder), None)
+                     round(seconds, 1), str(job.folder), error or (summary or {}).get("error"))
 
 
 def _run_job(job: SweepJob) -> tuple[JobRecord, int | None]:
     started = time.monotonic()
     error: str | None = None
-    code, summary, stopped_by = 0, None, None
+    summary, stopped_by = None, None
     try:
         checked = check(job.compose())
         place = {"output_dir": str(job.folder.parent), "run_name": job.folder.name}
@@ -327,13 +327,8 @@ def _run_job(job: SweepJob) -> tuple[JobRecord, int | None]:
         complain(f"Error: {error}")
         with suppress(OSError):
             job.folder.rmdir()  # Hydra made it; nothing came into it
-    after = (summary or {}).get("eval_after") or {}
-    error = error or (summary or {}).get("error")
     status = "finished" if code == 0 else "stopped" if stopped_by is not None else "failed"
-    record = JobRecord(
-        job.number, job.words, job.varied, status, code, _number(after.get("reward_mean")),
-        _number(after.get("kl_mean")), round(time.monotonic() - started, 1), str(job.folder), error)
-    return record, stopped_by
+    return _record(job, status, code, summary, time.monotonic() - started, error), stopped_by
 
 
 def _number(value: Any) -> float | None:

@@ -71,34 +71,17 @@ def _instance(schema: type, node: DictConfig) -> Any:
     return schema(**values)
 
 
-def write_config(config: TrainConfig, path: Path) -> None:
-    """Write a configuration in the key order of the schema, atomically and durably.
+def config_text(config: TrainConfig) -> str:
+    """A configuration as YAML, in the key order of the schema.
 
     User paths should already be absolute (:func:`with_absolute_paths`).
-
-    Raises:
-        OSError: the folder can't be written.
     """
-    text = yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True,
-                          width=100)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with partial.open("w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    values = dataclasses.asdict(config)
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
 
 
 def read_config(path: Path) -> TrainConfig:
-    """Read what :func:`write_config` wrote.
+    """Read a file of what :func:`config_text` gives.
 
     Raises:
         CheckpointError: the file is missing, damaged, or holds keys or types that this version

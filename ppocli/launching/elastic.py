@@ -28,10 +28,10 @@ from ppocli.config.resolved import (
     next_config,
     read_config,
     with_values,
-    write_config,
 )
 from ppocli.config.schema import HardwareConfig, TrainConfig
 from ppocli.display.console import note_in_log
+from ppocli.errors import DiskError
 from ppocli.launching.child_process import Start
 from ppocli.parallel.interfaces import let_gloo_use
 from ppocli.parallel.stop import stop_when_closed
@@ -46,7 +46,7 @@ from ppocli.storage.rank_outcomes import (
     read_phase,
     send,
 )
-from ppocli.storage.run_folder import RunFolder
+from ppocli.storage.run_folder import RunFolder, write_config
 
 _GO_ON = "  fix:   go on from the last checkpoint: ppocli resume RUN\n"
 
@@ -126,7 +126,7 @@ def run_ranks(start: Start) -> int:
                 break
             try:
                 _settle_smaller(run_dir, cfg, start.resume, told)
-            except OSError:  # a disk without room for the settings: what is known is said
+            except DiskError:  # a disk without room for the settings: what is known is said
                 break
             start = replace(start, resume=True)
     if cfg.hardware.num_nodes > 1 and code not in (0, 128 + signal.SIGINT, 128 + signal.SIGTERM):
@@ -152,7 +152,7 @@ def _settle_smaller(run_dir: Path, cfg: TrainConfig, resumed: bool, told: RankOu
     """Put what a rank asks for into the settings of the next start; say and log it.
 
     Raises:
-        OSError: they can't be written.
+        DiskError: they can't be written.
     """
     smaller = with_values(cfg, {**told.retry, "resume": cfg.resume if resumed else "auto"})
     write_config(smaller, run_dir / NEXT_CONFIG_FILE)

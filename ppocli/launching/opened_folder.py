@@ -25,14 +25,13 @@ from ppocli.config.resolved import (
     config_differences,
     read_config,
     with_absolute_paths,
-    write_config,
 )
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, ConfigError
 from ppocli.launching.preflight import check_inputs
 from ppocli.storage.atomic import disk_errors
 from ppocli.storage.rank_outcomes import NODE_FAILED
-from ppocli.storage.run_folder import probe_writable, reserved
+from ppocli.storage.run_folder import probe_writable, reserved, write_config
 
 if TYPE_CHECKING:
     from ppocli.config.compose import Checked
@@ -99,8 +98,7 @@ def _resumed(run_dir: Path, by_folder: bool, config: TrainConfig, objects: Pytho
     # loading takes seconds, in which nobody else may delete or resume what is here
     with reserved(run_dir):
         try:
-            with disk_errors(run_dir / NEXT_CONFIG_FILE):
-                write_config(config, run_dir / NEXT_CONFIG_FILE)
+            write_config(config, run_dir / NEXT_CONFIG_FILE)
             yield OpenedFolder(run_dir, True, config)
         finally:
             # still there only if the run did not go on: its own configuration stays as it was
@@ -117,8 +115,7 @@ def _made(name: str, config: TrainConfig, say: Callable[[str], None]) -> Iterato
         run_dir = _fresh_folder(config, name)
         try:
             config = replace(config, run_name=run_dir.name, output_dir=str(run_dir.parent))
-            with disk_errors(run_dir / CONFIG_FILE):
-                write_config(config, run_dir / CONFIG_FILE)
+            write_config(config, run_dir / CONFIG_FILE)
             yield OpenedFolder(run_dir, False, config)
         finally:
             names = {entry.name for entry in run_dir.iterdir()} if run_dir.is_dir() else set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -17,6 +16,7 @@ from ppocli.config.schema import HardwareConfig
 from ppocli.errors import ConfigError, InputError
 from ppocli.launching.child_process import Start, run_process
 from ppocli.parallel.launchers import find_launch
+from ppocli.storage.run_folder import read_object
 
 if TYPE_CHECKING:
     from ppocli.config.compose import Checked
@@ -172,12 +172,4 @@ def _run_module(name: str, start: Start) -> RunOutcome:
     code, stopped_by = run_process(command, lifeline=True)
     model = start.run_dir / "model"
     return RunOutcome(start.run_dir, code, model if code == 0 and model.is_dir() else None,
-                      _read_summary(start.run_dir), stopped_by)
-
-
-def _read_summary(run_dir: Path) -> dict[str, Any] | None:
-    try:
-        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return summary if isinstance(summary, dict) else None
+                      read_object(start.run_dir / "summary.json") or None, stopped_by)

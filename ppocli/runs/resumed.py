@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from ppocli.config.problems import shown
 from ppocli.config.resolved import (
@@ -16,6 +14,7 @@ from ppocli.config.resolved import (
     read_config,
 )
 from ppocli.storage.atomic import write_json_atomic
+from ppocli.storage.run_folder import read_object
 
 RUN_FILE = "run.json"
 
@@ -33,7 +32,7 @@ class Change:
 
 def read_changes(run_dir: Path) -> list[Change]:
     """Changes in the order they were made; none where the file doesn't tell any."""
-    found = _read(run_dir).get("changes")
+    found = read_object(run_dir / RUN_FILE).get("changes")
     return [Change(entry["step"], *(str(entry.get(name)) for name in ("key", "before", "after")))
             for entry in (found if isinstance(found, list) else ())
             if isinstance(entry, dict) and isinstance(entry.get("step"), int)]
@@ -48,7 +47,7 @@ def accept_settings(run_dir: Path, step: int | None) -> None:
     Raises:
         DiskError: the disk is full, read-only, or refuses.
     """
-    told, noted = _read(run_dir), read_changes(run_dir)
+    told, noted = read_object(run_dir / RUN_FILE), read_changes(run_dir)
     changes: list[Change] = []
     if step is not None:
         # the run may have gone back behind a change, to an earlier checkpoint
@@ -62,11 +61,3 @@ def accept_settings(run_dir: Path, step: int | None) -> None:
         write_json_atomic(run_dir / RUN_FILE,
                           {**told, "changes": [asdict(change) for change in changes]})
     accept_config(run_dir)
-
-
-def _read(run_dir: Path) -> dict[str, Any]:
-    try:
-        value = json.loads((run_dir / RUN_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}

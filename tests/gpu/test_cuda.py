@@ -4,10 +4,10 @@ import pytest
 import torch
 from sessions import fresh_state, rollout_of, session_of, small_config
 
-from ppocli.config.resolved import write_config
 from ppocli.launching.child_process import Start
 from ppocli.launching.worker import run_worker
 from ppocli.parallel.stop import StopFlag
+from ppocli.storage.run_folder import write_config
 from ppocli.tasks.ppo.experience import to_experience, update_moments
 from ppocli.train.optimize import optimize
 

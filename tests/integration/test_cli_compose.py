@@ -16,9 +16,10 @@ from ppocli.config.compose import Composed, compose, print_composition
 from ppocli.config.hydra_bridge import config_loader, hydra_for, run_hydra
 from ppocli.config.paths import config_groups, recipe_files
 from ppocli.config.problems import find_problems
-from ppocli.config.resolved import schema_node, typed, write_config
+from ppocli.config.resolved import schema_node, typed
 from ppocli.config.words import read_words
 from ppocli.errors import CheckpointError, ConfigError
+from ppocli.storage.run_folder import write_config
 
 RUNNABLE = ["model.path=lm", "prompts.path=p.txt", "reward.fn=length", "ppo.num_steps=1"]
 

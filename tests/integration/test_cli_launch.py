@@ -16,14 +16,14 @@ import pytest
 from helpers import checked
 
 from ppocli.config.compose import Checked
-from ppocli.config.resolved import PYTHON_OBJECT, read_config, write_config
+from ppocli.config.resolved import PYTHON_OBJECT, read_config
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, ConfigError, DiskError, RewardError
 from ppocli.launching.child_process import run_process
 from ppocli.launching.launch import launch
 from ppocli.launching.opened_folder import open_folder
 from ppocli.launching.processes import Caller, RunOutcome
-from ppocli.storage.run_folder import lock
+from ppocli.storage.run_folder import lock, write_config
 from ppocli.tasks.ppo.session import PythonObjects
 
 BAD_REWARD = ["+recipe=quickstart", "reward.fn=no_such_module:score", "reward.kwargs={}",

@@ -14,10 +14,10 @@ from ppocli.config.resolved import (
     config_differences,
     read_config,
     with_absolute_paths,
-    write_config,
 )
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError
+from ppocli.storage.run_folder import write_config
 
 
 def composed(*words: str) -> TrainConfig:
