@@ -191,22 +191,17 @@ def _examine_prompts(prompts: PromptsConfig
     problems: list[PpocliError] = []
     count: int | None = None
     columns: list[str] | None = None
-    try:
-        spec = training_spec(prompts, None)
-        rows = _rows(spec)
-        if not spec.has_source:
-            count, columns = 1, []  # the BOS token alone
-        elif rows is not None:
-            count, columns = len(rows), list(metadata(rows, spec))
-    except (InputError, ConfigError) as error:
-        problems.append(error)
-    try:
-        spec = evaluation_spec(prompts, None)
-        rows = _rows(spec)
-        if rows:
-            metadata(rows, spec)
-    except (InputError, ConfigError) as error:
-        problems.append(error)
+    for spec_of in (training_spec, evaluation_spec):
+        try:
+            spec = spec_of(prompts, None)
+            rows = _rows(spec)
+            found = list(metadata(rows, spec)) if rows else []
+            if spec_of is training_spec and not spec.has_source:
+                count, columns = 1, []  # the BOS token alone
+            elif spec_of is training_spec and rows is not None:
+                count, columns = len(rows), found
+        except (InputError, ConfigError) as error:
+            problems.append(error)
     return count, columns, problems
 
 

@@ -36,8 +36,6 @@ PROVIDED = frozenset({"hardware.rdzv_endpoint", "run_name"})
 _PARTING_SECONDS = 5.0
 _OF_ACCELERATE = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_")
 _GROUP = re.compile(r"(^|/)hardware/[^/]+\.yaml")
-_LOST = re.compile(r"gloo|NCCL|Connection (closed|reset)|Broken pipe|DistNetworkError",
-                   re.IGNORECASE)
 
 
 class Meeting:
@@ -133,7 +131,7 @@ class Meeting:
 
 def _told(first: RankOutcome) -> str:
     """The message of what ended the run."""
-    if first.trace and _LOST.search(first.trace.splitlines()[-1]):
+    if first.lost:
         return printable(f"Error: rank {first.rank} lost the connection to another rank: "
                        f"{first.message.splitlines()[0]}\n  fix:   the launcher says what became "
                        "of that one; go on from the last checkpoint: ppocli resume RUN\n")

@@ -6,7 +6,6 @@ trains, and leaves the trained model, a summary and checkpoints behind, whatever
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -33,7 +32,7 @@ from ppocli.storage.rank_outcomes import (
     note_phase,
     write_outcome,
 )
-from ppocli.storage.run_folder import RunFolder, lock
+from ppocli.storage.run_folder import RunFolder, lock, read_object
 from ppocli.tasks.ppo.session import PythonObjects
 from ppocli.train.clock import Moment
 from ppocli.train.loop import run_training
@@ -104,14 +103,14 @@ def _already_finished(cfg: TrainConfig, folder: RunFolder) -> RunResult | None:
     """The result of a run that has drawn all its episodes and left a whole model; else None."""
     from ppocli.storage.model_files import check_folder
 
+    summary = read_object(folder.summary)
     try:
-        summary = json.loads(folder.summary.read_text())
-        complete = summary["status"] == "finished"
-        episodes = int(summary["episodes"])
+        complete = (summary["status"] == "finished"
+                    and int(summary["episodes"]) >= planned_episodes(cfg.ppo))
         check_folder(folder.model, key="model", adapters=True)
-    except (OSError, ValueError, KeyError, TypeError, InputError):
+    except (ValueError, KeyError, TypeError, InputError):
         return None
-    if not complete or episodes < planned_episodes(cfg.ppo):
+    if not complete:
         return None
     accept_settings(folder.path, int(summary["steps"]))
     log.info("already finished (%d/%d steps): %s", summary["steps"], summary["steps"], folder.model)
