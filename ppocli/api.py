@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -98,38 +96,33 @@ def train(overrides: Sequence[str] = (), *,
     Raises:
         PpocliError: whatever ended the run; its checkpoints are kept.
     """
-    from ppocli.config.compose import compose
-    from ppocli.config.problems import find_problems, raise_problems
+    from ppocli.config.compose import check, compose
+    from ppocli.config.resolved import with_values
+    from ppocli.config.words import read_words
     from ppocli.launching.launch import launch
+    from ppocli.launching.processes import Caller
     from ppocli.train.task import PythonObjects
 
     given = {"reward.fn": reward_fn, "reward.metric_fn": metric_fn, "prompts.items": prompts,
              "prompts.eval.items": eval_prompts}
     handed_in = frozenset(key for key, value in given.items() if value is not None)
-    composition = compose(_texts(overrides, "overrides"), handed_in=handed_in)
-    if composition is None:
-        raise ConfigError("These words only print a configuration.", fix="leave out --cfg, --info")
-    config = composition.config
+    composed = compose(read_words(_texts(overrides, "overrides")))
     if stop_sequences is not None:
         if isinstance(stop_sequences, str):
             raise ConfigError("stop_sequences is one text, not several.",
                               where="ppocli.train(stop_sequences=...)",
                               fix=f"stop_sequences=[{stop_sequences!r}]")
-        config = replace(config, generation=replace(config.generation,
-                                                    stop_sequences=list(stop_sequences)))
-        raise_problems(find_problems(config, handed_in=handed_in))
+        composed = replace(composed, config=with_values(composed.config, {
+            "generation.stop_sequences": list(stop_sequences)}))
     objects = PythonObjects(
         reward_fn=reward_fn, metric_fn=metric_fn,
         prompts=None if prompts is None else list(prompts),
         eval_prompts=None if eval_prompts is None else list(eval_prompts))
-    outcome = launch(config, objects=objects if handed_in else None,
-                     resume_from=composition.resume_from, name_hint=composition.recipe or "run")
+    outcome = launch(check(composed, handed_in), Caller(objects=objects if handed_in else None))
     if outcome.exit_code != 0:
-        error = PpocliError(f"The run ended with exit code {outcome.exit_code}: "
-                            f"{(outcome.summary or {}).get('error') or 'see above'}",
-                            where=str(outcome.run_dir))
-        error.exit_code = outcome.exit_code
-        raise error
+        raise PpocliError(f"The run ended with exit code {outcome.exit_code}: "
+                          f"{(outcome.summary or {}).get('error') or 'see above'}",
+                          where=str(outcome.run_dir), exit_code=outcome.exit_code)
     return load_run(outcome.run_dir)
 
 
@@ -179,6 +172,7 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
     from ppocli.config.resolved import with_absolute_paths
     from ppocli.evaluation.request import EvalRequest, noting_objects
     from ppocli.evaluation.work import run_evaluation
+    from ppocli.launching.processes import import_from_here
     from ppocli.launching.target_config import target_config
     from ppocli.parallel.stop import catch_signals
     from ppocli.runs.target import find_target
@@ -198,8 +192,7 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
                         needs_prompts=items is None)
     objects = PythonObjects(reward_fn=reward_fn, metric_fn=metric_fn, eval_prompts=items)
     cfg = noting_objects(with_absolute_paths(cfg, Path.cwd()), objects)
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())  # rewards by name lie there
+    import_from_here()
     with catch_signals() as stop:
         done = run_evaluation(request, target, cfg, objects, stop=stop, say=log.info,
                               watch=lambda role, there, total: None)

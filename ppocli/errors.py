@@ -6,6 +6,9 @@ command with its ``exit_code``. Any other exception is a bug and keeps its trace
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Self
+
 
 class PpocliError(Exception):
     """Base of all expected failures.
@@ -14,15 +17,30 @@ class PpocliError(Exception):
         what: what happened, one sentence, naming the offending value.
         where: the key, file or line it came from.
         fix: what the user can do next, ideally a command or a ``key=value``.
+        exit_code: where it isn't that of the class.
     """
 
     exit_code = 1
 
-    def __init__(self, what: str, *, where: str | None = None, fix: str | None = None) -> None:
+    def __init__(self, what: str, *, where: str | None = None, fix: str | None = None,
+                 exit_code: int | None = None) -> None:
         super().__init__(what)
         self.what = what
         self.where = where
         self.fix = fix
+        if exit_code is not None:
+            self.exit_code = exit_code
+
+    def reworded(self, **words: str | None) -> Self:
+        """The same error in other words, for whoever knows more of it than the code that raised it.
+
+        Args:
+            words: ``what``, ``where`` or ``fix``, in place of its own.
+        """
+        error = type(self).__new__(type(self))
+        error.__dict__.update(self.__dict__ | words)
+        error.args = (error.what,)
+        return error
 
     def __str__(self) -> str:
         lines = [self.what]
@@ -74,10 +92,18 @@ class OutOfMemoryError(PpocliError):
     loaded."""
 
     exit_code = 8
-    alone = False
-    """whether one of several ranks raised it, whose neighbours may wait inside of a pass"""
-    word: str | None = None
-    """with which all of them can start again, such as ``ppo.micro_batch_size=2``"""
+
+    def __init__(self, what: str, *, where: str | None = None, fix: str | None = None,
+                 alone: bool = False, retry: Mapping[str, int] | None = None) -> None:
+        """
+        Args:
+            alone: one of several ranks raised it, and its neighbours may wait inside of a pass.
+            retry: settings with which all of them can start again, such as
+                ``{"ppo.micro_batch_size": 2}``.
+        """
+        super().__init__(what, where=where, fix=fix)
+        self.alone = alone
+        self.retry = dict(retry or {})
 
 
 class HubError(PpocliError):
@@ -103,5 +129,4 @@ class StoppedError(PpocliError):
 
     def __init__(self, what: str, *, signal_number: int, where: str | None = None,
                  fix: str | None = None) -> None:
-        super().__init__(what, where=where, fix=fix)
-        self.exit_code = 128 + signal_number
+        super().__init__(what, where=where, fix=fix, exit_code=128 + signal_number)

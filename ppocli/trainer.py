@@ -64,7 +64,7 @@ class PPOTrainer:
 
     def __init__(self, overrides: Sequence[str] = (), *, prompts: Sequence[Any] | None = None
                  ) -> None:
-        from ppocli.launching.trainer_opening import LoopScores, composed, opened
+        from ppocli.launching.trainer_opening import LoopScores, checked_words, opened
         from ppocli.tasks.ppo.task import PPOTask
         from ppocli.train.task import PythonObjects
 
@@ -73,7 +73,7 @@ class PPOTrainer:
                                 prompts=None if prompts is None else list(prompts))
         stack = ExitStack()
         try:
-            self._run = stack.enter_context(opened(composed(overrides, objects), objects))
+            self._run = stack.enter_context(opened(checked_words(overrides, objects), objects))
             assert isinstance(self._run.task, PPOTask)
             self._task = self._run.task
             self._session = self._task.session
@@ -308,7 +308,7 @@ class PPOTrainer:
             DiskError: the disk is full or refuses.
         """
         from ppocli.api import load_run
-        from ppocli.launching.worker import publish
+        from ppocli.launching.ending import publish
 
         self.save_checkpoint()
         result = publish(self._run)
@@ -322,7 +322,7 @@ class PPOTrainer:
         self._closing()
 
     def _summarise(self, status: str, error: str | None = None) -> None:
-        from ppocli.launching.worker import write_summary_of
+        from ppocli.launching.ending import write_summary_of
 
         if self._closing.alive and not self._ended:
             write_summary_of(self._run, status, error)

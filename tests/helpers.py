@@ -18,6 +18,14 @@ PAIRS = ("t5", "bart")
 SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>")
 
 
+def checked(*words: str, handed_in: frozenset[str] = frozenset()):
+    """The configuration that words of ``ppocli train`` make, with what was said beside it."""
+    from ppocli.config.compose import check, compose
+    from ppocli.config.words import read_words
+
+    return check(compose(read_words(words)), handed_in)
+
+
 def make_tokenizer(*, pad: bool = True, bos: bool = False):
     """A word-level tokenizer of ``WORDS``; without ``pad`` its EOS has to pad."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -159,7 +159,8 @@ def wait_for(condition: Callable[[], bool], process: Process,
 
 def whole_copy(source: Path, target: Path) -> Path:
     """A run's folder elsewhere, as if it had been made there."""
-    from ppocli.config.resolved import read_config, write_config
+    from ppocli.config.resolved import read_config
+    from ppocli.storage.run_folder import write_config
 
     shutil.copytree(source, target, symlinks=True)
     config = read_config(target / "config.yaml")
@@ -253,7 +254,8 @@ def assert_tidy(run_dir: Path) -> None:
 
 def resumed(run_dir: Path) -> None:
     """Go on with a run in this process, to its end."""
+    from ppocli.launching.child_process import Start
     from ppocli.launching.worker import run_worker
 
-    run_worker(run_dir, resume=True)
+    run_worker(Start(run_dir, resume=True))
 

@@ -52,10 +52,10 @@ def doctor(folder: Annotated[Path, typer.Argument(
       ppocli doctor /scratch/runs
       ppocli doctor --json
     """
-    from ppocli.doctor.checking import Surroundings, run_checks
-    from ppocli.doctor.checks import CHECKS
+    from ppocli.doctor import CHECKS
+    from ppocli.doctor_probes import Surroundings, run_checks
 
-    width = max(len(check.name) for check in CHECKS)
+    width = max(len(check.__name__) for check in CHECKS)
     erasable = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
     def begin(name: str) -> None:

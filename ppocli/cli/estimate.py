@@ -87,7 +87,7 @@ def print_estimate(
 
 
 def _composed(words: Sequence[str]) -> TrainConfig:
-    from ppocli.config.compose import draft
+    from ppocli.config.compose import compose
     from ppocli.config.problems import raise_problems
     from ppocli.config.words import read_words
 
@@ -95,9 +95,9 @@ def _composed(words: Sequence[str]) -> TrainConfig:
     if read.only_prints or read.is_sweep:
         raise ConfigError("These words don't make one run.", where="command line",
                           fix="leave out -m, --cfg, --info and --hydra-help")
-    drafted = draft(words)
-    raise_problems([p for p in drafted.problems if p.key not in NOT_NEEDED], drafted.fix)
-    return drafted.config
+    composed = compose(read)
+    raise_problems([p for p in composed.problems() if p.key not in NOT_NEEDED], composed.hint)
+    return composed.config
 
 
 def _computes_on_cuda(cfg: TrainConfig) -> bool:

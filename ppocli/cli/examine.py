@@ -16,7 +16,9 @@ from ppocli.errors import CheckpointError, ConfigError, DiskError, InputError, P
 from ppocli.text import counted
 
 if TYPE_CHECKING:
-    from ppocli.config.compose import SweepJob
+    from ppocli.config.compose import Composed
+    from ppocli.config.sweep import SweepJob
+    from ppocli.config.words import Words
     from ppocli.data.spec import PromptSpec
 
 
@@ -65,111 +67,79 @@ class Examined:
 
 def examine(words: Sequence[str]) -> Examined:
     """Everything that is wrong with the words of ``ppocli train``. Nothing is written."""
-    from ppocli.config.compose import is_sweep
+    from ppocli.config.compose import compose
     from ppocli.config.words import read_words
 
     found = Examined()
     try:
-        if read_words(words).only_prints:
+        read = read_words(words)
+        if read.only_prints:
             raise ConfigError("These words only print something; there is no run to check.",
                               where="command line", fix="leave out --cfg, --info, --hydra-help and "
                               "--shell-completion")
-        if is_sweep(words):
-            _examine_sweep(words, found)
+        if read.is_sweep:
+            _examine_sweep(read, found)
         else:
-            _examine_run(words, found)
+            _examine_run(compose(read), found)
     except PpocliError as error:
         found.add([error])
     return found
 
 
-def _examine_run(words: Sequence[str], found: Examined) -> None:
-    from ppocli.config.compose import compose, draft
-
-    drafted = draft(words)
-    found.add([_config_error(problem, drafted.fix) for problem in drafted.problems])
-    config, resume_from, name = drafted.config, drafted.resume_from, "run"
+def _examine_run(composed: Composed, found: Examined) -> None:
+    config, resume_from = composed.config, composed.resume_from
+    prompts, wrong = _examine_config(composed, config, found)
+    if wrong & {"output_dir", "run_name"}:
+        return
+    named = resume_from or (Path(config.output_dir) / config.run_name if config.run_name else None)
+    if named is not None:
+        found.add(_taken(config, named, resume_from, settled=not wrong))
+    found.add(_unwritable(named or Path(config.output_dir)))
     if not found.problems:
-        composition = compose(words)
-        assert composition is not None  # words that only print were refused
-        config, name = composition.config, composition.recipe or name
-    found.config = config
-    wrong = frozenset(key for problem in drafted.problems for key in problem.key.split(", "))
-    prompts = _examine_config(config, wrong, found)
-    if not wrong & {"output_dir", "run_name"}:
-        named = resume_from or (Path(config.output_dir) / config.run_name
-                                if config.run_name else None)
-        if named is not None:
-            found.add(_taken(config, named, resume_from, settled=not wrong))
-        found.add(_unwritable(named or Path(config.output_dir)))
-        if not found.problems:
-            place = named or Path(config.output_dir) / f"{name}-DATE-TIME"
-            found.plans.append(_plan(config, prompts, place))
+        place = named or Path(config.output_dir) / f"{composed.recipe or 'run'}-DATE-TIME"
+        found.plans.append(_plan(config, prompts, place))
 
 
-def _examine_sweep(words: Sequence[str], found: Examined) -> None:
+def _examine_sweep(words: Words, found: Examined) -> None:
     """Every job; what is wrong with several jobs alike is told once."""
-    from ppocli.config.compose import compose_sweep
-    from ppocli.config.quoting import quoted, unquoted
-    from ppocli.config.words import read_words, split_override
+    from ppocli.config.sweep import run_sweep_jobs
 
-    read = read_words(words)
-    overrides = [split_override(word) for word in read.overrides]
-    unusual = [key for _, key, value in overrides
-               if key in ("hydra/sweeper", "hydra/launcher") and value != "basic"]
+    unusual = [setting.key for setting in words.settings
+               if setting.key in ("hydra/sweeper", "hydra/launcher") and setting.value != "basic"]
     if unusual:
         raise ConfigError(f"{unusual[0]} decides the jobs while they run, so they can't be listed.",
                           where="command line", fix="check one of them: leave out -m and give one "
                           "value for each key that is swept")
-    given = next((unquoted(value) for _, key, value in reversed(overrides)
-                  if key == "hydra.sweep.dir" and value), None)
-    flags = [part for flag, value in read.flags if flag != "--multirun"
-             for part in (flag, value) if part is not None]
-    jobs: list[tuple[SweepJob, TrainConfig | PpocliError]] = []
+    given = words.value("hydra.sweep.dir")
+    jobs: list[tuple[SweepJob, Examined]] = []
 
     def run_job(job: SweepJob) -> float | None:
-        try:
-            jobs.append((job, job.compose().config))
-        except PpocliError as error:
-            jobs.append((job, error))
+        jobs.append((job, _examine_job(job)))
         return 0.0
 
     with tempfile.TemporaryDirectory() as scratch:  # Hydra makes a folder for each job
-        compose_sweep([*words, f"hydra.sweep.dir={quoted(scratch + '/sweep')}"], run_job)
+        run_sweep_jobs(words, run_job, lambda grid: Path(scratch, "sweep"))
     told: dict[str, tuple[PpocliError, list[int]]] = {}
-    for job, came_to in jobs:
-        one = _examine_job(job, came_to, flags)
+    for job, one in jobs:
         found.config = found.config or one.config
         place = Path(given or f"{one.config.output_dir if one.config else ''}/sweep-DATE-TIME")
         found.plans += [replace(plan, folder=str(place / str(job.number))) for plan in one.plans]
         for problem in one.problems:
             told.setdefault(str(problem), (problem, []))[1].append(job.number)
-    for problem, numbers in told.values():
-        problem.what = f"job {', '.join(map(str, numbers))}: {problem.what}"
-        found.add([problem])
+    found.add([problem.reworded(what=f"job {', '.join(map(str, numbers))}: {problem.what}")
+               for problem, numbers in told.values()])
     if found.config is not None:
         found.add(_unwritable(Path(given or found.config.output_dir)))
 
 
-def _examine_job(job: SweepJob, came_to: TrainConfig | PpocliError, flags: Sequence[str]
-                 ) -> Examined:
-    """One job, which composed to a configuration or to an error."""
-    from ppocli.config.compose import draft
-    from ppocli.config.quoting import quoted
-
-    one, wrong = Examined(), frozenset[str]()
+def _examine_job(job: SweepJob) -> Examined:
+    one = Examined()
     try:
-        if isinstance(came_to, PpocliError):  # all its problems in one text: wanted one by one
-            drafted = draft([*flags, *job.words, f"run_name={quoted(job.folder.name)}"])
-            if not drafted.problems:
-                raise came_to
-            one.add([_config_error(problem, drafted.fix) for problem in drafted.problems])
-            wrong = frozenset(key for p in drafted.problems for key in p.key.split(", "))
-            came_to = drafted.config
-        one.config = replace(came_to, run_name=None)
-        prompts = _examine_config(one.config, wrong, one)
+        composed = job.compose()
+        config = replace(composed.config, run_name=None)
+        prompts, _ = _examine_config(composed, config, one)
         if not one.problems:
-            one.plans.append(replace(_plan(one.config, prompts, job.folder), job=job.number,
+            one.plans.append(replace(_plan(config, prompts, job.folder), job=job.number,
                                      varied=list(job.varied)))
     except PpocliError as error:
         one.add([error])
@@ -178,24 +148,28 @@ def _examine_job(job: SweepJob, came_to: TrainConfig | PpocliError, flags: Seque
 
 # Inputs -------------------------------------------------------------------------------------------
 
-def _examine_config(config: TrainConfig, wrong: frozenset[str], found: Examined) -> int | None:
-    """Models, DeepSpeed's file, prompts, rewards and trackers, apart from keys that are wrong
-    already; returns how many training prompts there are."""
+def _examine_config(composed: Composed, config: TrainConfig, found: Examined
+                    ) -> tuple[int | None, frozenset[str]]:
+    """Settings; then models, DeepSpeed's file, prompts and rewards, apart from keys that are wrong
+    already. Returns how many training prompts there are, and the wrong keys."""
+    from ppocli.launching.opened_folder import check_deepspeed
     from ppocli.launching.preflight import missing_inputs
 
+    problems = composed.problems()
+    found.config = config
+    found.add([_config_error(problem, composed.hint) for problem in problems])
+    wrong = frozenset(key for problem in problems for key in problem.key.split(", "))
     if not wrong & {"model.path", "model.tokenizer_path"}:
         found.add(list(missing_inputs(config)))
-    if config.hardware.zero_stage > 0 and not any(key.startswith("hardware") for key in wrong):
-        from ppocli.config.deepspeed import deepspeed_config
-
+    if not any(key.startswith("hardware") for key in wrong):
         try:
-            deepspeed_config(config)
+            check_deepspeed(config)
         except ConfigError as error:
             found.add([error])
     count, columns = None, None
     if not any(key.startswith("prompts") for key in wrong):
-        count, columns, problems = _examine_prompts(config.prompts)
-        found.add(problems)
+        count, columns, unusable = _examine_prompts(config.prompts)
+        found.add(unusable)
     for part in _reward_parts(config.reward):
         keys = {"reward.fn", "reward.fns", "reward.kwargs",
                 *(f"reward.fns.{name}" for name in part.fns)}
@@ -208,7 +182,7 @@ def _examine_config(config: TrainConfig, wrong: frozenset[str], found: Examined)
             check_trackers(config.tracking)
         except InputError as error:
             found.add([error])
-    return count
+    return count, wrong
 
 
 def _examine_prompts(prompts: PromptsConfig
@@ -221,22 +195,17 @@ def _examine_prompts(prompts: PromptsConfig
     problems: list[PpocliError] = []
     count: int | None = None
     columns: list[str] | None = None
-    try:
-        spec = training_spec(prompts, None)
-        rows = _rows(spec)
-        if not spec.has_source:
-            count, columns = 1, []  # the BOS token alone
-        elif rows is not None:
-            count, columns = len(rows), list(metadata(rows, spec))
-    except (InputError, ConfigError) as error:
-        problems.append(error)
-    try:
-        spec = evaluation_spec(prompts, None)
-        rows = _rows(spec)
-        if rows:
-            metadata(rows, spec)
-    except (InputError, ConfigError) as error:
-        problems.append(error)
+    for spec_of in (training_spec, evaluation_spec):
+        try:
+            spec = spec_of(prompts, None)
+            rows = _rows(spec)
+            found = list(metadata(rows, spec)) if rows else []
+            if spec_of is training_spec and not spec.has_source:
+                count, columns = 1, []  # the BOS token alone
+            elif spec_of is training_spec and rows is not None:
+                count, columns = len(rows), found
+        except (InputError, ConfigError) as error:
+            problems.append(error)
     return count, columns, problems
 
 
@@ -287,27 +256,20 @@ def _taken(config: TrainConfig, folder: Path, resume_from: Path | None, *, settl
         settled: the configuration has no problems, so that it can be compared with the run's own.
     """
     from ppocli.config.resolved import CONFIG_FILE, with_absolute_paths
-    from ppocli.launching.launch import changes_on_resume
+    from ppocli.launching.opened_folder import changes_on_resume, refuse_taken
     from ppocli.storage.checkpoints import find_latest
     from ppocli.storage.run_folder import RunFolder
 
     goes_on = resume_from is not None or (
         config.resume == "auto" and (folder / CONFIG_FILE).is_file())
-    if not goes_on:
-        if folder.is_dir() and any(folder.iterdir()):
-            yield CheckpointError(
-                f"{folder} exists already and isn't empty; nothing is overwritten.",
-                where=f"run_name={config.run_name}",
-                fix=f"go on with that run: ppocli resume {folder}; or choose another run_name")
-        return
-    if settled:
-        mine = replace(with_absolute_paths(config, Path.cwd()), run_name=folder.name,
-                       output_dir=str(folder.absolute().parent),
-                       resume="auto" if resume_from is None else "never")
-        try:
-            changes_on_resume(folder.absolute(), mine)
-        except CheckpointError as error:
-            yield error
+    try:
+        if not goes_on:
+            refuse_taken(folder, config)
+            return
+        if settled:
+            changes_on_resume(folder.absolute(), with_absolute_paths(config, Path.cwd()))
+    except CheckpointError as error:
+        yield error
     checkpoints = RunFolder(folder).checkpoints
     if resume_from and find_latest(checkpoints, run_id=None, verify="size").found is None:
         yield CheckpointError(f"{folder} has no valid checkpoint to go on from.",

@@ -225,7 +225,7 @@ def with_system(cells: Sequence[Any], system: str | None) -> list[Any]:
 def printable(text: str) -> str:
     """Model text for standard output: on a terminal without control characters, which may be
     escape sequences; elsewhere as it is."""
-    from ppocli.config.sayable import CONTROL
+    from ppocli.text import CONTROL
 
     return CONTROL.sub("?", text) if sys.stdout.isatty() else text
 

@@ -35,12 +35,13 @@ def print_recipes(as_json: AsJson = False) -> None:
 
 def _facts(name: str, file: Path) -> dict[str, Any]:
     """What the list says of a recipe; of one that doesn't compose, why."""
-    from ppocli.config.compose import compose_values
+    from ppocli.config.compose import compose
+    from ppocli.config.words import read_words
 
     facts = {"name": name, "model": "?", "reward": "?", "prompts": "?", "needs_network": False,
              "purpose": _purpose(file), "file": str(file)}
     try:
-        config = compose_values([f"+recipe={name}"])
+        config = compose(read_words([f"+recipe={name}"])).values()
     except ConfigError as error:
         return {**facts, "purpose": f"broken: {error.what.splitlines()[0]}"}
     rewards = {entry["fn"]: entry.get("kwargs") or {} for entry in config.reward.fns.values()} or {
@@ -75,10 +76,11 @@ def print_recipe(name: Name, overrides: Overrides = None,
     if not resolved and not overrides:
         print(file.read_text(encoding="utf-8"), end="")
         return
-    from ppocli.config.compose import compose
+    from ppocli.config.compose import print_composition
+    from ppocli.config.words import read_words
 
-    compose([f"+recipe={name}", *(overrides or ()), "--cfg", "job",
-             *(["--resolve"] if resolved else [])])
+    print_composition(read_words([f"+recipe={name}", *(overrides or ()), "--cfg", "job",
+                                  *(["--resolve"] if resolved else [])]))
 
 
 @recipes_app.command("copy", cls=Command)

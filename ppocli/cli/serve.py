@@ -72,10 +72,11 @@ def serve_reward(
 
 
 def _reward_config(words: Sequence[str]) -> TrainConfig:
-    from ppocli.config.compose import compose_values
+    from ppocli.config.compose import compose
     from ppocli.config.problems import find_problems, raise_problems
+    from ppocli.config.words import read_words
 
-    cfg = compose_values(words)
+    cfg = compose(read_words(words)).values()
     raise_problems([problem for problem in find_problems(cfg)
                     if problem.key.split(", ")[0].startswith("reward.")],
                    fix="ppocli serve-reward reward.fn=my_rewards:score, or +recipe=NAME")

@@ -12,20 +12,30 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from ppocli.cli.output import complain, display_mode, print_table, say, shown_figure
 from ppocli.cli.working import split_words
-from ppocli.config.changes import config_differences
-from ppocli.config.compose import SweepJob, SweepPlan, compose_sweep
-from ppocli.config.quoting import quoted, unquoted
-from ppocli.config.resolved import with_absolute_paths
+from ppocli.config.as_words import quoted
+from ppocli.config.compose import check
+from ppocli.config.resolved import config_differences, with_absolute_paths, with_values
 from ppocli.config.secrets import safe_text
-from ppocli.config.words import split_override
-from ppocli.errors import CheckpointError, ConfigError, PpocliError, StoppedError, SweepError
+from ppocli.config.sweep import Grid, SweepJob, run_sweep_jobs
+from ppocli.config.words import Words, read_setting, read_words
+from ppocli.errors import (
+    CheckpointError,
+    ConfigError,
+    DiskError,
+    PpocliError,
+    StoppedError,
+    SweepError,
+)
 from ppocli.launching.launch import launch
-from ppocli.runs.record import RunRecord, is_run, read_run
+from ppocli.launching.opened_folder import new_folder
+from ppocli.launching.processes import Caller
+from ppocli.runs.record import is_run, read_run
 from ppocli.runs.sweeps import (
     SWEEP_FILE,
     JobRecord,
@@ -51,8 +61,8 @@ class _SweepStopped(BaseException):
 class _Book:
     """``sweep.json`` of a sweep at work, and the lock on its folder."""
 
-    def __init__(self, words: Sequence[str], going_on: SweepRecord | None) -> None:
-        self.words = tuple(words)
+    def __init__(self, words: Words, going_on: SweepRecord | None) -> None:
+        self.words = words
         self.going_on = going_on
         self.folder: Path | None = None
         self.grid = False
@@ -68,36 +78,39 @@ class _Book:
         """Jobs that this call has run, or found finished."""
         return [job for job in self.jobs.values() if job.status not in ("planned", "running")]
 
-    def open(self, plan: SweepPlan) -> None:
-        """Take the folder and write down what is planned.
+    def open(self, grid: Grid | None) -> Path:
+        """Take the folder, ``hydra.sweep.dir`` or a new ``sweep-DATE-TIME`` in ``output_dir``, and
+        write down what is planned.
 
         Raises:
             CheckpointError: it holds a sweep that isn't to be gone on with, or that still runs.
             ConfigError: the plan isn't that of the sweep to go on with.
+            DiskError: it can't be made.
         """
-        refuse_running(plan.folder)
-        self._held.enter_context(lock(plan.folder))
-        self.folder, self._new_folder = plan.folder, plan.new
-        self._new_file = not (plan.folder / SWEEP_FILE).exists()
+        folder, self._new_folder = _sweep_folder(self.words)
+        refuse_running(folder)
+        self._held.enter_context(lock(folder))
+        self.folder = folder
+        self._new_file = not (folder / SWEEP_FILE).exists()
         if not self._new_file:
-            self._take_over(read_sweep(plan.folder), plan)
-        self.grid = plan.grid is not None
-        for number, varied in enumerate(plan.grid or ()):
+            self._take_over(read_sweep(folder), grid)
+        self.grid = grid is not None
+        for number, varied in enumerate(grid or ()):
             known = self.known.get(number)
             self.jobs[number] = known if known is not None and known.varied == varied else \
                 JobRecord(number, (), varied, "planned", None, None, None, 0.0, "", None)
         self._write()
+        return folder
 
-    def _take_over(self, left: SweepRecord, plan: SweepPlan) -> None:
-        if not any(_key(word) == "resume" and unquoted(word.partition("=")[2]) == "auto"
-                   for word in self.words):
+    def _take_over(self, left: SweepRecord, grid: Grid | None) -> None:
+        if self.words.value("resume") != "auto":
             raise CheckpointError(
-                f"{plan.folder} holds a sweep already; nothing is overwritten.",
-                where="hydra.sweep.dir", fix=f"go on with it: ppocli sweep resume {plan.folder}; "
+                f"{self.folder} holds a sweep already; nothing is overwritten.",
+                where="hydra.sweep.dir", fix=f"go on with it: ppocli sweep resume {self.folder}; "
                 "or choose another hydra.sweep.dir")
-        if self.going_on is not None and plan.grid != tuple(job.varied for job in left.jobs):
+        if self.going_on is not None and grid != tuple(job.varied for job in left.jobs):
             raise ConfigError("The words no longer give the jobs of this sweep.",
-                              where=str(plan.folder / SWEEP_FILE),
+                              where=str(left.folder / SWEEP_FILE),
                               fix="put back the values that were swept, or start another sweep")
         self.known = {job.number: job for job in left.jobs}
 
@@ -109,7 +122,8 @@ class _Book:
     def _write(self) -> None:
         assert self.folder is not None
         jobs = tuple(self.jobs[number] for number in sorted(self.jobs))
-        words = self.words if self.going_on is None else _without_place(self.words)
+        typed = self.words.typed
+        words = typed if self.going_on is None else _without_place(typed)
         write_sweep(SweepRecord(self.folder, words, str(Path.cwd()), self.grid, jobs))
 
     def close(self) -> None:
@@ -123,7 +137,25 @@ class _Book:
                     self.folder.rmdir()
 
 
-def run_sweep(words: Sequence[str], going_on: SweepRecord | None = None) -> None:
+def _sweep_folder(words: Words) -> tuple[Path, bool]:
+    """The sweep's folder, made, and whether it is new."""
+    try:
+        if (given := words.value("hydra.sweep.dir")) is not None:
+            folder = Path(given).expanduser().absolute()
+            new = not folder.exists()
+            folder.mkdir(parents=True, exist_ok=True)
+            return folder, new
+        base = words.value("output_dir") or "runs"
+        base = "runs" if "," in base or "(" in base else base  # it is swept
+        name = f"sweep-{datetime.now():%Y%m%d-%H%M%S}"
+        return new_folder(Path(base).expanduser().absolute(), name), True
+    except OSError as error:
+        raise DiskError(f"the sweep's folder can't be made: {error.strerror}",
+                        where=str(error.filename),
+                        fix="choose another with hydra.sweep.dir=FOLDER") from error
+
+
+def run_sweep(words: Words, going_on: SweepRecord | None = None) -> None:
     """Run every job, say what came of each, and print a table at the end.
 
     Args:
@@ -158,7 +190,7 @@ def run_sweep(words: Sequence[str], going_on: SweepRecord | None = None) -> None
         return record.reward_mean
 
     try:
-        folder = compose_sweep(words, run_job, book.open)
+        run_sweep_jobs(words, run_job, book.open)
     except (_SweepStopped, KeyboardInterrupt) as stop:
         number = stop.signal_number if isinstance(stop, _SweepStopped) else signal.SIGINT
         _print_table(book.ended)
@@ -173,9 +205,9 @@ def run_sweep(words: Sequence[str], going_on: SweepRecord | None = None) -> None
     failed = [job for job in book.ended if job.status != "finished"]
     if failed:
         raise SweepError(f"{len(failed)} of {len(book.ended)} jobs failed",
-                         where=str(folder / SWEEP_FILE),
+                         where=f"{book.folder}/{SWEEP_FILE}",
                          fix="correct what they say" + (
-                             f", then: ppocli sweep resume {folder}; finished jobs are kept"
+                             f", then: ppocli sweep resume {book.folder}; finished jobs are kept"
                              if book.grid else ""))
 
 
@@ -215,8 +247,8 @@ def resume_sweep(given: str, words: Sequence[str]) -> None:
     if sweep.cwd and Path(sweep.cwd).is_dir():
         os.chdir(sweep.cwd)  # the words may name files from there
     kept = [word for word in _without_place(sweep.words) if _key(word) not in given_keys]
-    run_sweep([*kept, *words, "resume=auto", f"hydra.sweep.dir={quoted(str(sweep.folder))}"],
-              going_on=sweep)
+    place = f"hydra.sweep.dir={quoted(str(sweep.folder))}"
+    run_sweep(read_words([*kept, *words, "resume=auto", place]), going_on=sweep)
 
 
 def refuse_running(folder: Path) -> None:
@@ -246,7 +278,7 @@ def _without_place(words: Sequence[str]) -> tuple[str, ...]:
 
 def _key(word: str) -> str | None:
     """The key that a word sets; None for Hydra's flags and their values."""
-    return None if word.startswith("-") or "=" not in word else split_override(word)[1]
+    return None if word.startswith("-") or "=" not in word else read_setting(word).key
 
 
 def _finished_before(job: SweepJob, book: _Book) -> JobRecord | None:
@@ -259,7 +291,7 @@ def _finished_before(job: SweepJob, book: _Book) -> JobRecord | None:
             return None
         check_folder(run.folder.model, key="model", adapters=True)
         if book.going_on is None:
-            now = with_absolute_paths(job.compose().config, Path.cwd())
+            now = with_absolute_paths(check(job.compose()).config, Path.cwd())
             if config_differences(run.config, now):
                 return None
     except PpocliError:
@@ -267,40 +299,35 @@ def _finished_before(job: SweepJob, book: _Book) -> JobRecord | None:
     known = book.known.get(job.number)
     if known is not None and known.status == "finished" and known.varied == job.varied:
         return replace(known, folder=str(job.folder))
-    return _record(job, run)
-
-
-def _record(job: SweepJob, run: RunRecord) -> JobRecord:
-    """What a finished run says of itself."""
-    after = (run.summary or {}).get("eval_after") or {}
     seconds = ((run.summary or {}).get("seconds") or {}).values()
-    return JobRecord(job.number, job.words, job.varied, "finished", 0,
+    return _record(job, "finished", 0, run.summary, sum(seconds))
+
+
+def _record(job: SweepJob, status: str, code: int, summary: dict[str, Any] | None, seconds: float,
+            error: str | None = None) -> JobRecord:
+    after = (summary or {}).get("eval_after") or {}
+    return JobRecord(job.number, job.words, job.varied, status, code,
                      _number(after.get("reward_mean")), _number(after.get("kl_mean")),
-                     round(sum(seconds), 1), str(job.folder), None)
+                     round(seconds, 1), str(job.folder), error or (summary or {}).get("error"))
 
 
 def _run_job(job: SweepJob) -> tuple[JobRecord, int | None]:
     started = time.monotonic()
     error: str | None = None
-    code, summary, stopped_by = 0, None, None
+    summary, stopped_by = None, None
     try:
-        config = replace(job.compose().config, output_dir=str(job.folder.parent),
-                         run_name=job.folder.name)
-        outcome = launch(config, fresh_process=True, say=say,
-                         display=display_mode())
+        checked = check(job.compose())
+        place = {"output_dir": str(job.folder.parent), "run_name": job.folder.name}
+        outcome = launch(replace(checked, config=with_values(checked.config, place)),
+                         Caller("fresh", display_mode(), say))
         code, summary, stopped_by = outcome.exit_code, outcome.summary, outcome.stopped_by
     except PpocliError as problem:
         code, error = problem.exit_code, safe_text(str(problem))
         complain(f"Error: {error}")
         with suppress(OSError):
             job.folder.rmdir()  # Hydra made it; nothing came into it
-    after = (summary or {}).get("eval_after") or {}
-    error = error or (summary or {}).get("error")
     status = "finished" if code == 0 else "stopped" if stopped_by is not None else "failed"
-    record = JobRecord(
-        job.number, job.words, job.varied, status, code, _number(after.get("reward_mean")),
-        _number(after.get("kl_mean")), round(time.monotonic() - started, 1), str(job.folder), error)
-    return record, stopped_by
+    return _record(job, status, code, summary, time.monotonic() - started, error), stopped_by
 
 
 def _number(value: Any) -> float | None:

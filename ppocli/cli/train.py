@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from os.path import isdir
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from ppocli.cli.completion import complete_run
 from ppocli.cli.options import NoProgress, Overrides
 from ppocli.cli.output import display_mode, ending, ignore_broken_pipes, say, set_manner
+from ppocli.cli.working import one_process_error
 from ppocli.config.paths import config_groups, recipe_files
 from ppocli.errors import ConfigError
+from ppocli.parallel.launchers import Launched, find_launch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ppocli.config.compose import Composition
-    from ppocli.config.schema import TrainConfig
-
-    Settle = Callable[[Composition], TrainConfig]
+    from ppocli.config.words import Words
+    from ppocli.launching.adopted_ranks import Meeting
 
 _COMMON_KEYS = """\
   model.path=FOLDER|HUB-NAME       reward.fn=module:function    ppo.total_episodes=2000
@@ -106,86 +106,27 @@ def run_words(words: Sequence[str], *, dry_run: bool = False, resumed: str | Non
     Raises:
         PpocliError: whatever keeps the run from its end.
     """
-    from ppocli.parallel.launchers import find_launch
+    def own_words() -> Sequence[str]:
+        return words if resumed is None else resume_words(resumed, words)
 
-    def own_words() -> list[str]:
-        return list(words) if resumed is None else resume_words(resumed, words)
-
-    launched = find_launch(os.environ)
-    if launched is not None and not dry_run:
-        from ppocli.cli.ranked import train_as_rank
-
-        train_as_rank(launched, own_words)
-    words = own_words()
     if dry_run:
         from ppocli.cli.validate import validate_words
 
-        validate_words(words, deep=True)
+        validate_words(own_words(), deep=True)
         return
-    from ppocli.config.compose import compose, is_sweep
+    from ppocli.config.words import read_words
 
-    if is_sweep(words):
+    launched = find_launch(os.environ)
+    if launched is not None:
+        _take_part(launched, own_words)
+    read = read_words(own_words())
+    if read.is_sweep:
         from ppocli.cli.sweep import run_sweep
 
         ignore_broken_pipes()
-        run_sweep(words)
-        return
-    if asks_for_deepspeed(words):
-        show_deepspeed(words)
-        return
-    composition = compose(words)
-    if composition is None:
-        return
-    from ppocli.launching.launch import launch
-
-    ignore_broken_pipes()
-    outcome = launch(composition.config, resume_from=composition.resume_from,
-                     name_hint=composition.recipe or "run", say=say,
-                     display=display_mode(), own_process=True)
-    if outcome.exit_code != 0:  # of several processes, which have said why
-        raise SystemExit(outcome.exit_code)
-    if outcome.model_dir is not None:
-        with suppress(OSError):  # a display that is gone doesn't undo the training
-            print(outcome.model_dir, flush=True)
-
-
-def asks_for_deepspeed(words: Sequence[str]) -> bool:
-    """Whether the words hold ``--cfg deepspeed``."""
-    from ppocli.config.words import read_words
-
-    return read_words(words).flag("--cfg") == "deepspeed"
-
-
-def show_deepspeed(words: Sequence[str], settle: Settle = lambda composition: composition.config
-                   ) -> None:
-    """Print what DeepSpeed would be given, as JSON.
-
-    Raises:
-        ConfigError: DeepSpeed is not used, or its file contradicts the settings.
-    """
-    import json
-    from pathlib import Path
-
-    from ppocli.config.compose import compose
-    from ppocli.config.deepspeed import deepspeed_config
-    from ppocli.config.resolved import with_absolute_paths
-    from ppocli.launching.adopted_ranks import PROVIDED
-
-    rest = list(words)
-    for i, word in enumerate(words):
-        if word in ("--cfg", "-c"):
-            rest = [*words[:i], *words[i + 2:]]
-        elif word.startswith(("--cfg=", "-c=")):
-            rest = [*words[:i], *words[i + 1:]]
-    # what a launcher would provide does not matter here
-    composition = compose(rest, handed_in=PROVIDED)
-    if composition is None:
-        return
-    config = with_absolute_paths(settle(composition), Path.cwd())
-    if config.hardware.zero_stage == 0:
-        raise ConfigError("DeepSpeed is not used: hardware.zero_stage is 0.",
-                          where="hardware.zero_stage", fix="add hardware=zero2")
-    print(json.dumps(deepspeed_config(config), indent=2))
+        run_sweep(read)
+    else:
+        _train(read)
 
 
 def resume_words(run: str, words: Sequence[str]) -> list[str]:
@@ -194,3 +135,72 @@ def resume_words(run: str, words: Sequence[str]) -> list[str]:
     from ppocli.runs.target import run_named
 
     return [f"resume={run if isdir(run) else run_named(run, fits=isdir)}", *words]
+
+
+def _train(words: Words, meeting: Meeting | None = None) -> None:
+    """Compose, check, and train, or print what the words ask for.
+
+    Args:
+        meeting: where the launcher's other ranks wait, of which this is the first.
+    """
+    from ppocli.config.compose import check, compose, print_composition
+
+    for_deepspeed = words.flag("--cfg") == "deepspeed"
+    if words.only_prints and not for_deepspeed:
+        print_composition(words)
+        return
+    from ppocli.launching.adopted_ranks import PROVIDED, placed
+
+    composed = compose(words.without("--cfg"))
+    # what a launcher would provide does not matter to DeepSpeed
+    checked = check(composed, PROVIDED if meeting or for_deepspeed else frozenset())
+    if meeting is not None:
+        checked = placed(checked, meeting.launched, meeting.environ)
+    if for_deepspeed:
+        from ppocli.config.deepspeed import deepspeed_config
+        from ppocli.config.resolved import with_absolute_paths
+
+        config = with_absolute_paths(checked.config, Path.cwd())
+        if config.hardware.zero_stage == 0:
+            raise ConfigError("DeepSpeed is not used: hardware.zero_stage is 0.",
+                              where="hardware.zero_stage", fix="add hardware=zero2")
+        print(json.dumps(deepspeed_config(config), indent=2))
+        return
+    from ppocli.launching.launch import launch
+    from ppocli.launching.processes import Caller
+
+    ignore_broken_pipes()
+    outcome = launch(checked, Caller("own", display_mode(), say, meeting=meeting))
+    if outcome.exit_code != 0:  # of several processes, which have said why
+        raise SystemExit(outcome.exit_code)
+    if outcome.model_dir is not None:
+        with suppress(OSError):  # a display that is gone doesn't undo the training
+            print(outcome.model_dir, flush=True)
+
+
+def _take_part(launched: Launched, words_of: Callable[[], Sequence[str]]) -> NoReturn:
+    """Train as one of the launcher's ranks, and leave the process.
+
+    Args:
+        words_of: the words of ``ppocli train``, asked for by rank 0 alone.
+    """
+    from ppocli.config.words import read_words
+    from ppocli.launching.adopted_ranks import open_meeting
+    from ppocli.launching.child_process import leave_at_once, outcome_of
+    from ppocli.launching.processes import follow
+
+    ignore_broken_pipes()
+    meeting = open_meeting(launched)
+
+    def work() -> None:
+        if not launched.first:
+            follow(meeting)
+            return
+        words = read_words(words_of())
+        if words.is_sweep:
+            raise one_process_error("A sweep", launched)
+        _train(words, meeting)
+        if words.only_prints:
+            meeting.tell(None)
+
+    leave_at_once(meeting.conclude(outcome_of(launched.rank, work)))

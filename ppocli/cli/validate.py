@@ -90,10 +90,9 @@ def _together(problems: list[PpocliError]) -> PpocliError:
     """One error that lists all, with the exit code of the first."""
     if len(problems) == 1:
         return problems[0]
-    together = PpocliError("\n".join([f"{len(problems)} problems:", *(
-        "  " + str(error).replace("\n", "\n  ") for error in problems)]))
-    together.exit_code = problems[0].exit_code
-    return together
+    return PpocliError("\n".join([f"{len(problems)} problems:", *(
+        "  " + str(error).replace("\n", "\n  ") for error in problems)]),
+        exit_code=problems[0].exit_code)
 
 
 def _as_json(found: Examined, rehearsal: Rehearsal | None) -> dict[str, Any]:

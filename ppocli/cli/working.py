@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,11 +11,33 @@ from typing import TYPE_CHECKING
 
 from ppocli.cli.output import complain, say
 from ppocli.errors import ConfigError, StoppedError
+from ppocli.parallel.launchers import Launched, find_launch
 
 if TYPE_CHECKING:
     from ppocli.parallel.stop import StopFlag
 
 _WORD = re.compile(r"[+~]{0,2}[A-Za-z_][\w.@/]*=")
+
+
+def refuse_several(what: str) -> None:
+    """Keep to one process what several would only do several times over; rank 0 says so.
+
+    Raises:
+        ConfigError: a launcher has started this process among others.
+    """
+    launched = find_launch(os.environ)
+    if launched is None or launched.world == 1:
+        return
+    if not launched.first:
+        raise SystemExit(ConfigError.exit_code)
+    raise one_process_error(what, launched)
+
+
+def one_process_error(what: str, launched: Launched) -> ConfigError:
+    """The words for what needs one process."""
+    return ConfigError(f"{what} works in one process, and {launched.by} has started "
+                       f"{launched.world}.", where="WORLD_SIZE or srun's number of tasks",
+                       fix="start it without the launcher, or with one process (srun --ntasks=1)")
 
 
 @contextmanager
@@ -33,8 +54,6 @@ def working(fix: str | None = None) -> Iterator[StopFlag]:
     """
     import logging
 
-    from ppocli.cli.ranked import refuse_several
-
     refuse_several("This command")
 
     class Notes(logging.Handler):
@@ -46,13 +65,12 @@ def working(fix: str | None = None) -> Iterator[StopFlag]:
 
     from transformers.utils import logging as transformers_logging
 
+    from ppocli.launching.processes import import_from_here
     from ppocli.parallel.stop import StopRequested, catch_signals
 
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    # `python -m` has the current folder on its path, a console script hasn't: rewards lie there
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    import_from_here()
     log, notes = logging.getLogger("ppocli"), Notes()
     level, propagate = log.level, log.propagate
     log.setLevel(logging.INFO)

@@ -1,5 +1,5 @@
-"""What the algorithm's keys come to where they are left to the estimator, and which of them
-contradict each other."""
+"""What keys come to where they are left open, to the advantage estimator or to ZeRO's stage, and
+which of the algorithm's contradict each other."""
 
 from __future__ import annotations
 
@@ -61,6 +61,19 @@ def exact_when_decoded(config: TrainConfig) -> bool:
     to the last digits of fp32."""
     return (config.hardware.precision == "fp32" and config.model.quantization is None
             and not (config.model.peft and config.model.dtype == "bf16"))
+
+
+def reference_sharded(cfg: TrainConfig) -> bool:
+    """Whether each process of a training keeps its part of the reference only."""
+    wanted = cfg.model.reference
+    if wanted.shard is None:
+        return cfg.hardware.zero_stage == 3 and wanted.device is None
+    return wanted.shard
+
+
+def whole_while_acting(cfg: TrainConfig) -> bool:
+    """Whether each process holds all weights of the policy in rollouts and evaluations."""
+    return cfg.hardware.zero_stage < 3 or cfg.hardware.gather_for_generation
 
 
 def algorithm_problems(config: TrainConfig, handed_in: frozenset[str]) -> Found:

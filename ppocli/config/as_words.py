@@ -1,4 +1,5 @@
-"""A configuration as the words that make it: how a run can be started again by hand."""
+"""Values and whole configurations as words of the command line, in the grammar of Hydra but without
+Hydra: how a run can be started again by hand."""
 
 from __future__ import annotations
 
@@ -6,14 +7,31 @@ import re
 import shlex
 from typing import Any
 
-from ppocli.config.changes import config_differences
 from ppocli.config.keys import free_mapping_of, key_for
-from ppocli.config.quoting import quoted
+from ppocli.config.resolved import config_differences
 from ppocli.config.schema import TrainConfig
-from ppocli.config.words import normalised
 
-_PLAIN = re.compile(r"[A-Za-z_./][\w./:@<>+-]*")
+_PLAIN = re.compile(r"([A-Za-z_]|\.{0,2}/)[\w./:@+-]*", re.ASCII)
 _YAML_WORDS = frozenset({"null", "true", "false", "inf", "nan", "none", "yes", "no", "on", "off"})
+
+
+def quoted(text: str) -> str:
+    """``text`` as a quoted string of Hydra's override grammar."""
+    # backslashes are escapes only where they stand before the closing or an inner quote
+    escaped = re.sub(r"(\\*)'", lambda m: m[1] * 2 + r"\'", text)
+    return "'" + re.sub(r"(\\+)\Z", lambda m: m[1] * 2, escaped) + "'"
+
+
+def literal(text: str) -> str:
+    """:func:`quoted`, and ``${`` in it is text too, not an interpolation."""
+    return quoted(re.sub(r"(\\*)\$\{", lambda m: m[1] * 2 + r"\${", text))
+
+
+def unquoted(text: str) -> str:
+    """``text`` without the one pair of quotes around it and their escapes, if it has them."""
+    if len(text) < 2 or text[0] != text[-1] or text[0] not in "'\"":
+        return text
+    return re.sub(rf"(\\+)(?={text[0]}|\Z)", lambda m: "\\" * (len(m[1]) // 2), text[1:-1])
 
 
 def words_for(config: TrainConfig) -> list[str]:
@@ -33,7 +51,7 @@ def training_command(config: TrainConfig, *more: str) -> str:
 
 def _word(name: str, value: Any) -> str:
     if isinstance(value, str) and not _free(name):
-        return normalised(f"{name}={value}") if _safe(value) else f"{name}={quoted(value)}"
+        return f"{name}={value}" if _safe(value) else f"{name}={quoted(value)}"
     return f"{name}={_literal(value)}"
 
 

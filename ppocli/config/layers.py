@@ -1,12 +1,11 @@
-"""Every setting of a composition with its source, so that all problems are told at once.
+"""A composition, setting by setting, each with its source, so that all problems are told at once.
 
-Hydra stops at the first wrong key and doesn't say which file it came from. Here the same defaults
-list is read file by file, each entry is tried on the typed schema, and what fails is collected.
+Hydra stops at the first wrong key and doesn't say which file it came from. Here its defaults list
+is read file by file, each entry is merged into the typed schema, and what fails is collected.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,22 +14,20 @@ from typing import Any
 
 import yaml
 from hydra.core.config_loader import ConfigLoader
-from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import BooleanNode, DictConfig, FloatNode, IntegerNode, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ppocli.config.hydra_bridge import SCHEMA, config_name
 from ppocli.config.keys import Key, free_mapping_of, key_for, schema_keys, schema_sections
 from ppocli.config.paths import config_groups
 from ppocli.config.problems import Problem, shown
 from ppocli.config.resolved import schema_node
+from ppocli.config.words import COMMAND_LINE, Words
 from ppocli.errors import ConfigError
 from ppocli.text import did_you_mean, first_line
-
-COMMAND_LINE = "command line"
-SCHEMA = "ppocli_schema"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,27 +37,34 @@ class Entry:
     key: str
     value: Any
     source: str
-    deletes: bool = False
+    prefix: str = ""
+    """``+`` adds what must not be there, ``~`` takes something out"""
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
-    """Entries tried on the schema: the node of those that fit, sources by key, and problems."""
+class Merged:
+    """Entries merged into the schema: the node of those that fit, sources by key, and problems."""
 
     node: DictConfig
     sources: Mapping[str, str] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
 
 
-def layered_entries(loader: ConfigLoader, config_name: str, overrides: list[str]) -> list[Entry]:
+def layered_entries(loader: ConfigLoader, words: Words) -> list[Entry]:
     """All entries in the order in which they are merged: config files first, words last.
 
     Raises:
         HydraException, yaml.YAMLError: a group option is unknown or a file can't be read.
     """
-    _refuse_sweeps(OverridesParser.create().parse_overrides(overrides))
+    overrides = words.overrides
+    for override in OverridesParser.create().parse_overrides(overrides):
+        if override.is_sweep_override():
+            raise ConfigError(f"{override.input_line}: several values, but this is a single run",
+                              where=COMMAND_LINE,
+                              fix="add -m to run each of them; a list is key=[a,b], a text with "
+                                  "commas key='\"a,b\"'")
     try:
-        defaults = loader.compute_defaults_list(config_name, overrides, RunMode.RUN)
+        defaults = loader.compute_defaults_list(config_name(words), overrides, RunMode.RUN)
     except UnicodeError:
         raise
     except ValueError as error:  # Hydra's word for a malformed defaults list or group choice
@@ -91,86 +95,20 @@ def layered_entries(loader: ConfigLoader, config_name: str, overrides: list[str]
             entries.append(Entry(key, value, f"{_shown_path(file)}:{line}" if line
                                  else _shown_path(file)))
     return entries + [entry for override in defaults.config_overrides
-                      for entry in _override_entries(override)]
+                      for entry in override_entries(override)]
 
 
-def _refuse_sweeps(overrides: list[Override]) -> None:
-    for override in overrides:
-        if override.is_sweep_override():
-            raise ConfigError(f"{override.input_line}: several values, but this is a single run",
-                              where=COMMAND_LINE,
-                              fix="add -m to run each of them; a list is key=[a,b], a text with "
-                                  "commas key='\"a,b\"'")
-
-
-@dataclass(frozen=True, slots=True)
-class SweepWords:
-    """What all jobs of a sweep share on the command line, the keys that differ between them, and
-    the words that set these, job by job (None: the sweep isn't a grid)."""
-
-    shared: list[Entry]
-    varied: frozenset[str]
-    grid: tuple[tuple[str, ...], ...] | None
-
-    @property
-    def jobs(self) -> int | None:
-        """How many jobs there are (None: it isn't known)."""
-        return None if self.grid is None else len(self.grid)
-
-
-def sweep_words(loader: ConfigLoader, overrides: list[str]) -> SweepWords:
-    """Tell what is swept.
-
-    Config groups and recipes must exist in all the swept spellings; the swept values themselves
-    are checked in their jobs.
-    """
-    entries: list[Entry] = []
-    # Hydra's own sweeper: the product of all values, the last key changing fastest
-    axes: dict[str, list[str]] = {}
-    varied: set[str] = set()
-    is_grid = True
-    for override in OverridesParser.create(config_loader=loader).parse_overrides(overrides):
-        name = override.key_or_group
-        is_grid &= name != "hydra/sweeper" and not name.startswith("hydra.sweeper")
-        if name == "hydra" or name.startswith("hydra."):
-            continue
-        swept = override.is_sweep_override()
-        discrete = swept and override.is_discrete_sweep()
-        values = list(override.sweep_string_iterator()) if discrete else []
-        if swept:
-            varied.add(name)
-            is_grid &= discrete
-            key = override.get_key_element()
-            axes[key] = [f"{key}={value}" for value in values]
-        options = loader.get_group_options(name, results_filter=ObjectType.CONFIG)
-        if options:
-            for value in values or [] if swept else [override.get_value_element_as_str()]:
-                _check_option(name, value.strip("'\""), options)
-        elif not swept:
-            entries += _override_entries(override)
-        elif key_for(name) is None:
-            entries.append(Entry(name, None, COMMAND_LINE))
-    grid = tuple(itertools.product(*axes.values())) if is_grid else None
-    return SweepWords(entries, frozenset(varied), grid)
-
-
-def _check_option(group: str, value: str, options: list[str]) -> None:
-    if value not in (*options, "null") and not value.startswith("["):
-        kind = "recipe" if group == "recipe" else f"option of the config group {group}:"
-        raise ConfigError(f"unknown {kind} {value}{did_you_mean(value, options)}",
-                          where=COMMAND_LINE, fix="choose one of: " + ", ".join(options))
-
-
-def _override_entries(override: Override) -> list[Entry]:
+def override_entries(override: Override) -> list[Entry]:
+    """What a word sets; nothing for one that is Hydra's own."""
     name = override.key_or_group
     if name == "hydra" or name.startswith("hydra."):
         return []
     if override.is_delete():
-        return [Entry(name, None, COMMAND_LINE, deletes=True)]
-    value = override.value()
+        return [Entry(name, override.value(), COMMAND_LINE, "~")]
+    value, prefix = override.value(), "+" if override.is_add() else ""
     if isinstance(value, dict) and name not in schema_keys():
         return [Entry(key, item, COMMAND_LINE) for key, item in _leaves(f"{name}.", value)]
-    return [Entry(name, value, COMMAND_LINE)]
+    return [Entry(name, value, COMMAND_LINE, prefix)]
 
 
 def _leaves(prefix: str, values: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
@@ -211,13 +149,18 @@ def _line_numbers(file: Path) -> dict[str, int]:
     return found
 
 
-def check_entries(entries: list[Entry]) -> Checked:
-    """Try each entry on the typed schema; those that don't fit become problems."""
+def merge_entries(entries: list[Entry], *, hydra_resolves: bool = False) -> Merged:
+    """Merge each entry into the typed schema; those that don't fit become problems.
+
+    Args:
+        hydra_resolves: interpolations of Hydra's own (``${hydra:job.num}``) are none of them: they
+            are resolved later.
+    """
     node = schema_node()
     sources: dict[str, str] = {}
     problems: list[Problem] = []
     for entry in entries:
-        problem = _apply(node, entry)
+        problem = _merge(node, entry)
         if problem is None:
             sources[entry.key] = entry.source
             parent = free_mapping_of(entry.key)
@@ -225,17 +168,20 @@ def check_entries(entries: list[Entry]) -> Checked:
                 sources[parent] = entry.source
         else:
             problems.append(Problem(entry.key, problem, entry.source))
-    problems += _unresolvable(node, sources)
-    return Checked(node, sources, tuple(problems))
+    problems += _unresolvable(node, sources, hydra_resolves)
+    return Merged(node, sources, tuple(problems))
 
 
-def _apply(node: DictConfig, entry: Entry) -> str | None:
+def _merge(node: DictConfig, entry: Entry) -> str | None:
     """Merge one entry into ``node``, or say in words why it can't be."""
     key = key_for(entry.key)
     if key is None:
         return _unknown(entry)
-    if entry.deletes:
-        return _delete(node, entry.key)
+    if entry.prefix == "~":
+        return _delete(node, entry)
+    if entry.prefix == "+" and not isinstance(entry.value, (dict, list)) and OmegaConf.select(
+            node, entry.key, throw_on_missing=False) is not None:
+        return "there is such an item already, + can't add it: leave the + out"
     if _is_boolean_number(key, entry.value) or (key.item is int and isinstance(entry.value, float)
                                                 and not math.isfinite(entry.value)):
         return f"{shown(entry.value)} must be {key.expected}"
@@ -284,19 +230,22 @@ def _unknown(entry: Entry) -> str:
     return f"unknown key{did_you_mean(entry.key, list(dict.fromkeys(names)))}"
 
 
-def _delete(node: DictConfig, name: str) -> str | None:
-    parent = free_mapping_of(name)
-    if parent is None:
+def _delete(node: DictConfig, entry: Entry) -> str | None:
+    if free_mapping_of(entry.key) is None:
         return "a key can't be removed; leave it out, or set it to another value"
-    mapping = OmegaConf.select(node, parent)
-    head = name[len(parent) + 1:].split(".", maxsplit=1)[0]
-    if head in mapping and name == f"{parent}.{head}":
-        del mapping[head]
+    parent, _, leaf = entry.key.rpartition(".")
+    holder = OmegaConf.select(node, parent)
+    if not isinstance(holder, DictConfig) or leaf not in holder:
+        return "can't be removed: there is no such item"
+    if entry.value is not None and entry.value != holder[leaf]:
+        return f"can't be removed: it is {shown(holder[leaf])} and not {shown(entry.value)}"
+    del holder[leaf]
     return None
 
 
-def _unresolvable(node: DictConfig, sources: Mapping[str, str]) -> Iterator[Problem]:
-    """Interpolations that lead nowhere; those of Hydra itself are resolved later, in the job."""
+def _unresolvable(node: DictConfig, sources: Mapping[str, str], hydra_resolves: bool
+                  ) -> Iterator[Problem]:
+    """Interpolations that lead nowhere."""
     unresolved: Any = OmegaConf.to_container(node, resolve=False)
     for name, key in schema_keys().items():
         raw = unresolved
@@ -311,7 +260,7 @@ def _unresolvable(node: DictConfig, sources: Mapping[str, str]) -> Iterator[Prob
             if OmegaConf.is_config(value):
                 OmegaConf.to_container(value, resolve=True)
         except OmegaConfBaseException as error:
-            if "${hydra:" not in str(raw):
+            if not (hydra_resolves and "${hydra:" in str(raw)):
                 yield Problem(name, f"{shown(raw)} can't be resolved: "
                               + first_line(error), sources.get(name, COMMAND_LINE))
             OmegaConf.update(node, name, key.default)

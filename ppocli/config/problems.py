@@ -408,3 +408,6 @@ def _run(config: TrainConfig, handed_in: frozenset[str]) -> Found:
                "project of wandb or trackio, and neither is among the trackers")
     if config.resume == "":
         yield ("resume",), "must be never, auto or a run folder"
+    elif config.resume not in ("never", "auto"):
+        yield (("resume",), f"{shown(config.resume)}: a run folder goes on the command line only: "
+               f"resume={config.resume}")

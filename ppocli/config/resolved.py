@@ -1,4 +1,5 @@
-"""The resolved ``config.yaml`` of a run: written once, read by workers and by ``resume``."""
+"""The resolved ``config.yaml`` of a run: written once, read by workers and by ``resume``; and what
+may change in it when the run is resumed."""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ import io
 import operator
 import os
 import typing
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -26,6 +28,7 @@ CONFIG_FILE = "config.yaml"
 NEXT_CONFIG_FILE = "config.next.yaml"
 """settings a resumed run was asked to go on with; they replace config.yaml once it does"""
 PYTHON_OBJECT = "<python object>"
+ChangeKind = Literal["harmless", "accepted", "refused"]
 _PATH_KEYS = ("output_dir", "model.path", "model.tokenizer_path", "prompts.path",
               "prompts.eval.path", "hardware.deepspeed_config")
 
@@ -70,34 +73,17 @@ def _instance(schema: type, node: DictConfig) -> Any:
     return schema(**values)
 
 
-def write_config(config: TrainConfig, path: Path) -> None:
-    """Write a configuration in the key order of the schema, atomically and durably.
+def config_text(config: TrainConfig) -> str:
+    """A configuration as YAML, in the key order of the schema.
 
     User paths should already be absolute (:func:`with_absolute_paths`).
-
-    Raises:
-        OSError: the folder can't be written.
     """
-    text = yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True,
-                          width=100)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with partial.open("w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    values = dataclasses.asdict(config)
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
 
 
 def read_config(path: Path) -> TrainConfig:
-    """Read what :func:`write_config` wrote.
+    """Read a file of what :func:`config_text` gives.
 
     Raises:
         CheckpointError: the file is missing, damaged, or holds keys or types that this version
@@ -139,20 +125,26 @@ def _parsed(text: str) -> TrainConfig | None:
     return typed(typing.cast(DictConfig, OmegaConf.merge(schema_node(), loaded)))
 
 
+def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
+    """A copy with other values at some dotted keys of the schema."""
+    # on plain values: OmegaConf would take a ${ in them for an interpolation once more
+    result = copy.deepcopy(config)
+    for name, value in values.items():
+        section, _, last = name.rpartition(".")
+        setattr(operator.attrgetter(section)(result) if section else result, last, value)
+    return result
+
+
 def with_absolute_paths(config: TrainConfig, folder: Path) -> TrainConfig:
     """A copy whose user paths are absolute, so that the run can go on from any folder.
 
     Names that could also be Hub names (``gpt2``, ``org/name``) are taken as paths only where a
     file or folder of that name exists, or where they start with ``.``, ``/`` or ``~``.
     """
-    # on plain values: OmegaConf would take a ${ in them for an interpolation once more
-    result = copy.deepcopy(config)
-    for name in _PATH_KEYS:
-        section, _, last = name.rpartition(".")
-        owner = operator.attrgetter(section)(result) if section else result
-        value = getattr(owner, last)
-        if isinstance(value, str) and value != "???":
-            setattr(owner, last, _absolute(value, folder, name == "output_dir"))
+    paths = {name: operator.attrgetter(name)(config) for name in _PATH_KEYS}
+    result = with_values(config, {
+        name: _absolute(value, folder, name == "output_dir") for name, value in paths.items()
+        if isinstance(value, str) and value != "???"})
     for name in ("fn", "metric_fn"):
         setattr(result.reward, name, _absolute_function(getattr(result.reward, name), folder))
     result.tracking.trackers = [str(_absolute_function(name, folder))
@@ -216,3 +208,61 @@ def accept_config(run_dir: Path) -> None:
     path = run_dir / NEXT_CONFIG_FILE
     if path.is_file():
         os.replace(path, run_dir / CONFIG_FILE)
+
+
+# where the run lies and how it was started: not part of what it computes
+_PLACE = frozenset({"run_name", "output_dir", "resume"})
+
+_HARMLESS = frozenset({
+    "ppo.total_episodes", "ppo.num_steps", "ppo.max_nonfinite", "hardware.num_threads",
+    "hardware.timeout_seconds", "hardware.memory_check",
+    "hardware.rdzv_endpoint", "hardware.node_rank",
+    "reward.timeout", "reward.retries", "reward.overlap", "model.gradient_checkpointing",
+    "ppo.micro_batch_size", "ppo.micro_batch_tokens", "model.reference.offload",
+    "model.reference.device", "model.reference.shard", "hardware.gather_for_generation",
+})
+_HARMLESS_SECTIONS = ("eval.", "checkpoint.", "tracking.")
+
+# saved state would not load, or would be read as something else
+_REFUSED = frozenset({
+    "seed", "model.path", "model.arch", "model.revision", "model.tokenizer_path", "model.dtype",
+    "model.num_layers_unfrozen", "model.reference.kind", "model.reference.path",
+    "model.value.kind", "model.value.path", "model.value.num_layers_unfrozen", "hardware.precision",
+    "ppo.optimizer.name", "ppo.value_optimizer.name", "ppo.advantage", "ppo.n", "reward.scale",
+    "ppo.kl_controller",
+    "prompts.path", "prompts.name", "prompts.split", "prompts.column", "prompts.columns",
+    "prompts.items", "prompts.limit", "prompts.first_words", "prompts.length_sampler",
+    "prompts.template", "prompts.chat", "prompts.max_length", "prompts.truncation_side",
+    "prompts.shuffle",
+})
+
+
+def classify_change(key: str) -> ChangeKind:
+    """What a change of ``key`` means to a run that goes on from a checkpoint.
+
+    ``refused``: the saved weights, optimizer state, prompt cursor or random streams would no
+    longer fit, or the best-so-far score would be compared with another task's. ``harmless``: the
+    result of the steps already planned is the same. ``accepted``: the training goes on
+    differently from here, as the user asked.
+    """
+    if key in _PLACE or key in _HARMLESS or key.startswith(_HARMLESS_SECTIONS):
+        return "harmless"
+    if key in _REFUSED or key.startswith("prompts.eval."):
+        return "refused"
+    return "accepted"
+
+
+def config_differences(old: TrainConfig, new: TrainConfig) -> list[tuple[str, Any, Any]]:
+    """(key, old value, new value) for every key that differs, in the order of the schema.
+
+    Where the run lies (``run_name``, ``output_dir``) and ``resume`` itself are left out.
+    """
+    before, after = flat(old), flat(new)
+    return [(key, before.get(key), after.get(key)) for key in dict.fromkeys([*before, *after])
+            if key not in _PLACE and before.get(key) != after.get(key)
+            and not _is_empty_mapping(key, before, after)]
+
+
+def _is_empty_mapping(key: str, before: dict[str, Any], after: dict[str, Any]) -> bool:
+    """An empty free mapping on one side only says that its keys, listed apart, came or went."""
+    return free_mapping_of(key + ".x") == key and (key not in before or key not in after)

@@ -10,8 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from ppocli.config.keyed import key
-from ppocli.config.schema_model import ModelConfig, ReferenceConfig, ValueConfig, reference_kind
+from ppocli.config.schema_model import (
+    ModelConfig,
+    ReferenceConfig,
+    ValueConfig,
+    key,
+    reference_kind,
+)
 from ppocli.config.schema_ppo import (
     OptimizerConfig,
     PPOConfig,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Optional
 
-from ppocli.config.keyed import key
+from ppocli.config.schema_model import key
 from ppocli.ppo.advantages import ESTIMATORS
 
 

@@ -1,22 +1,26 @@
-"""The words after ``ppocli train``: Hydra's flags told apart from overrides, and made readable.
+"""The words after ``ppocli train``, read once: Hydra's flags told apart from settings.
 
-Hydra takes overrides before flags only, reads ``recipe=x`` and ``+recipe=x`` differently, and has
+Hydra takes settings before flags only, reads ``recipe=x`` and ``+recipe=x`` differently, and has
 a grammar in which some plain text needs quotes; here the words become what Hydra expects.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ppocli.config.as_words import quoted, unquoted
 from ppocli.config.keys import key_for, schema_keys
 from ppocli.config.paths import config_groups
-from ppocli.config.quoting import quoted
+from ppocli.config.secrets import refuse_secrets
 from ppocli.errors import ConfigError
 from ppocli.text import did_you_mean, nearest
 
+COMMAND_LINE = "command line"
+"""the source of what was typed, in messages"""
 _CHOICES = {"--cfg": ("job", "hydra", "all", "deepspeed"),
             "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")}
 _SHORT = {"-c": "--cfg", "-p": "--package", "-r": "--run", "-m": "--multirun",
@@ -29,40 +33,73 @@ FLAGS = tuple(sorted((*_WITH_VALUE, *_PLAIN, "--info", "--help", "--version")))
 _OURS = ("--no-progress", "--dry-run")
 _BEFORE = ("-q", "--quiet", "-v", "--verbose", "--no-color")
 _EXCLUSIVE = ("--cfg", "--run", "--multirun", "--info", "--shell-completion", "--hydra-help")
-_OVERRIDE = re.compile(r"(?P<prefix>\+\+|\+|~|)(?P<key>[^=+~\s][^=\s]*)(?:=(?P<value>.*))?",
-                       re.DOTALL)
+_SETTING = re.compile(r"(\+\+|\+|~|)([^=+~\s][^=\s]*)(?:=(.*))?", re.DOTALL)
 # what YAML or Hydra would turn into a number or a truth value
 _NOT_TEXT = re.compile(r"[+-]?(\d[\d_]*(\.\d*)?|\.\d+)(e[+-]?\d+)?|[+-]?(inf|nan)|true|false",
                        re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting: ``+recipe=x`` is ``+``, ``recipe``, ``x``; the value is None without an ``=``.
+    The value is in Hydra's override grammar."""
+
+    prefix: str
+    key: str
+    value: str | None
+
+    def __str__(self) -> str:
+        return f"{self.prefix}{self.key}" + ("" if self.value is None else f"={self.value}")
+
+
+@dataclass(frozen=True, slots=True)
 class Words:
     """The command line in parts. ``flags`` are long names; ``config_dirs`` are absolute."""
 
-    overrides: tuple[str, ...]
+    settings: tuple[Setting, ...]
     flags: tuple[tuple[str, str | None], ...] = ()
     config_dirs: tuple[Path, ...] = ()
+    typed: tuple[str, ...] = ()
+    """as they came"""
+
+    @property
+    def overrides(self) -> list[str]:
+        """The settings as Hydra takes them."""
+        return [str(setting) for setting in self.settings]
+
+    def value(self, key: str) -> str | None:
+        """What a key was set to last, without quotes; None if it wasn't, or to nothing."""
+        return next((unquoted(setting.value) for setting in reversed(self.settings)
+                     if setting.key == key and setting.value), None)
 
     def flag(self, name: str) -> str | None:
         """The value of a flag, an empty text if it has none, None if it wasn't given."""
         return next((value or "" for flag, value in self.flags if flag == name), None)
 
+    def without(self, *names: str) -> Words:
+        """These words without some flags and without the settings of some keys."""
+        return replace(self, settings=tuple(s for s in self.settings if s.key not in names),
+                       flags=tuple(flag for flag in self.flags if flag[0] not in names))
+
+    def adding(self, *words: str) -> Words:
+        """These words and some settings behind them."""
+        return replace(self, settings=(*self.settings, *map(read_setting, words)))
+
     @property
     def is_sweep(self) -> bool:
-        """Whether these words ask for several jobs."""
+        """Whether these words ask for several jobs (``-m``)."""
         return self.flag("--multirun") is not None or any(
             word.lower().replace(" ", "") == "hydra.mode=multirun" for word in self.overrides)
 
     @property
     def only_prints(self) -> bool:
-        """Whether Hydra prints something instead of running the job."""
+        """Whether something is to be printed instead of run."""
         return any(flag in ("--cfg", "--info", "--hydra-help", "--shell-completion")
                    for flag, _ in self.flags)
 
     def argv(self) -> list[str]:
         """The words in the order and spelling that Hydra takes."""
-        parts = list(self.overrides)
+        parts = self.overrides
         for flag, value in self.flags:
             # config folders go through the search path, a new main folder through hydra.main
             if flag not in ("--config-dir", "--config-path"):
@@ -70,37 +107,26 @@ class Words:
         return parts
 
 
-def split_override(word: str) -> tuple[str, str, str | None]:
-    """``+recipe=x`` as ``("+", "recipe", "x")``; the value is None without an ``=``.
-
-    Raises:
-        ConfigError: the word is no override.
-    """
-    match = _OVERRIDE.fullmatch(word)
-    if match is None or (match["value"] is None and match["prefix"] != "~"):
-        raise ConfigError(f"{word!r} is not a setting", where="command line",
-                          fix="write key=value, e.g. ppo.total_episodes=2000; a recipe is "
-                              "+recipe=quickstart")
-    return match["prefix"], match["key"], match["value"]
-
-
-def read_words(words: Sequence[str], environment_dirs: str = "") -> Words:
-    """Tell flags from overrides and check the flags.
+def read_words(words: Sequence[str], environment_dirs: str | None = None) -> Words:
+    """Tell flags from settings and check the flags.
 
     Args:
         words: the command line after the command's name, in any order.
-        environment_dirs: the value of ``PPOCLI_CONFIG_DIR``, folders joined as in ``PATH``.
+        environment_dirs: folders joined as in ``PATH`` (default: ``PPOCLI_CONFIG_DIR``).
 
     Raises:
-        ConfigError: an unknown flag, a flag without its value, or flags that exclude each other.
+        ConfigError: an unknown flag, one without its value, flags that exclude each other, a word
+            that is no setting, or a secret.
     """
-    overrides: list[str] = []
+    if environment_dirs is None:
+        environment_dirs = os.environ.get("PPOCLI_CONFIG_DIR", "")
+    settings: list[Setting] = []
     flags: list[tuple[str, str | None]] = []
     rest = list(words)
     while rest:
         word = rest.pop(0)
-        if word == "--" or not word.startswith("-") or _looks_like_override(word):
-            overrides += [] if word == "--" else [normalised(word)]
+        if word == "--" or not word.startswith("-") or _looks_like_setting(word):
+            settings += [] if word == "--" else [read_setting(word)]
             continue
         name, equals, attached = word.partition("=")
         name = _SHORT.get(name, name)
@@ -108,21 +134,22 @@ def read_words(words: Sequence[str], environment_dirs: str = "") -> Words:
         if name in _WITH_VALUE and value is None:
             value = rest.pop(0) if rest and not rest[0].startswith("-") else None
             if value is None:
-                raise ConfigError(f"{word} needs a value", where="command line",
+                raise ConfigError(f"{word} needs a value", where=COMMAND_LINE,
                                   fix=f"e.g. {word} {_CHOICES.get(name, ('NAME',))[0]}")
         elif name == "--info" and value is None and rest and rest[0] in _CHOICES["--info"]:
             value = rest.pop(0)
         _check_flag(word, name, value)
         flags.append((name, value))
-    _check_together([flag for flag, _ in flags])
+    _check_combination(dict(flags))
+    refuse_secrets((setting.key, setting.value, COMMAND_LINE) for setting in settings)
     given = [value for flag, value in flags if flag == "--config-dir" and value]
-    return Words(tuple(overrides), tuple(flags),
+    return Words(tuple(settings), tuple(flags),
                  tuple(_config_dir(folder, "--config-dir") for folder in given)
                  + tuple(_config_dir(folder, "PPOCLI_CONFIG_DIR")
-                         for folder in environment_dirs.split(":") if folder))
+                         for folder in environment_dirs.split(":") if folder), tuple(words))
 
 
-def _looks_like_override(word: str) -> bool:
+def _looks_like_setting(word: str) -> bool:
     name, equals, _ = word.partition("=")
     return bool(equals) and not name.startswith("--") and name not in _SHORT
 
@@ -136,25 +163,25 @@ def _check_flag(word: str, name: str, value: str | None) -> None:
         if shown in _BEFORE:
             hint = f"it stands before the command: ppocli {shown} train ..."
         raise ConfigError(f"unknown option {shown}{did_you_mean(shown, (*FLAGS, *_OURS))}",
-                          where="command line", fix=hint)
+                          where=COMMAND_LINE, fix=hint)
     if name in _PLAIN and value is not None:
-        raise ConfigError(f"{name} takes no value", where="command line")
+        raise ConfigError(f"{name} takes no value", where=COMMAND_LINE)
     if name in _CHOICES and value is not None and value not in _CHOICES[name]:
         raise ConfigError(f"{name} {value}: must be one of {', '.join(_CHOICES[name])}"
-                          + did_you_mean(value, _CHOICES[name]), where="command line")
+                          + did_you_mean(value, _CHOICES[name]), where=COMMAND_LINE)
 
 
-def _check_together(flags: list[str]) -> None:
-    modes = [flag for flag in dict.fromkeys(flags) if flag in _EXCLUSIVE]
+def _check_combination(flags: dict[str, str | None]) -> None:
+    modes = [flag for flag in flags if flag in _EXCLUSIVE]
     if len(modes) > 1:
-        raise ConfigError(f"{' and '.join(modes)} exclude each other", where="command line",
+        raise ConfigError(f"{' and '.join(modes)} exclude each other", where=COMMAND_LINE,
                           fix="give one of them")
-    if "--resolve" in flags and "--cfg" not in flags:
-        raise ConfigError("--resolve belongs to --cfg", where="command line",
-                          fix="ppocli train --cfg job --resolve ...")
-    if "--package" in flags and "--cfg" not in flags:
-        raise ConfigError("--package belongs to --cfg", where="command line",
-                          fix="ppocli train --cfg job --package ppo ...")
+    # what DeepSpeed would be given is printed by ourselves, whole
+    if flags.get("--cfg", "deepspeed") == "deepspeed":
+        for flag, example in (("--resolve", "--resolve"), ("--package", "--package ppo")):
+            if flag in flags:
+                raise ConfigError(f"{flag} belongs to --cfg", where=COMMAND_LINE,
+                                  fix=f"ppocli train --cfg job {example} ...")
 
 
 def _config_dir(folder: str, source: str) -> Path:
@@ -165,20 +192,27 @@ def _config_dir(folder: str, source: str) -> Path:
     return path
 
 
-def normalised(word: str) -> str:
-    """The override as Hydra reads it rightly: ``recipe=x`` as ``+recipe=x``, text kept text.
+def read_setting(word: str) -> Setting:
+    """A setting as Hydra reads it rightly: ``recipe=x`` as ``+recipe=x``, text kept text.
 
     A value for a text key that Hydra's grammar would turn into a number (a commit ``12e4567``) or
     can't read at all (a path with umlauts or brackets, a template with braces) is quoted.
+
+    Raises:
+        ConfigError: the word is no setting.
     """
-    match = _OVERRIDE.fullmatch(word)
-    if match is None or match["value"] is None or match["key"] == "resume":
-        return word
-    prefix, key, value = match["prefix"], match["key"], match["value"]
+    match = _SETTING.fullmatch(word)
+    if match is None or (match[3] is None and match[1] != "~"):
+        raise ConfigError(f"{word!r} is not a setting", where=COMMAND_LINE,
+                          fix="write key=value, e.g. ppo.total_episodes=2000; a recipe is "
+                              "+recipe=quickstart")
+    prefix, key, value = match.groups()
+    if value is None or key == "resume":
+        return Setting(prefix, key, value)
     if key == "recipe" and prefix == "":
         prefix = "+"
     if key in config_groups() and value == "null":
-        return f"~{key}"
+        return Setting("~", key, None)
     schema_key = key_for(key)
     if schema_key is not None and schema_key.kind != "list":
         is_text = schema_key.kind == "scalar" and schema_key.item is str
@@ -187,7 +221,7 @@ def normalised(word: str) -> str:
             value = quoted(value)
     elif key.startswith("hydra.") and key.endswith(".dir") and not _readable(value):
         value = quoted(value)
-    return f"{prefix}{key}={value}"
+    return Setting(prefix, key, value)
 
 
 def _readable(value: str) -> bool:

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from ppocli.config.algorithm import kl_estimator
+from ppocli.config.algorithm import kl_estimator, whole_while_acting
 from ppocli.config.deepspeed import deepspeed_config
 from ppocli.config.keys import several
 from ppocli.config.schema import GenerationConfig, TrainConfig, reference_kind
-from ppocli.config.sharding import whole_while_acting
 from ppocli.estimate.frozen import frozen_states, scores_by_forward
 from ppocli.estimate.memory import (
     FROZEN,

@@ -28,8 +28,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ppocli.config.algorithm import whole_while_acting
 from ppocli.config.schema import TrainConfig, reference_kind
-from ppocli.config.sharding import whole_while_acting
 from ppocli.estimate.parts import Part
 from ppocli.estimate.trace import DecodingPass, TrainingPass
 

@@ -13,9 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ppocli.config.algorithm import value_optimizer
+from ppocli.config.algorithm import reference_sharded, value_optimizer
 from ppocli.config.schema import OptimizerConfig, TrainConfig, reference_kind
-from ppocli.config.sharding import reference_sharded
 from ppocli.errors import InputError, PpocliError
 from ppocli.estimate.outline import outline_lm, read_config
 from ppocli.models.loading.language_model import DTYPES, reference_dtype

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppocli.config.quoting import literal
+from ppocli.config.as_words import literal
 from ppocli.config.resolved import PYTHON_OBJECT, read_config
 from ppocli.config.schema import (
     EvalGenerationConfig,

@@ -13,47 +13,38 @@ import re
 import signal
 import sys
 import time
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppocli.config.schema import HardwareConfig, TrainConfig
 from ppocli.config.secrets import safe_text
+from ppocli.config.words import COMMAND_LINE
 from ppocli.errors import ConfigError, PpocliError
+from ppocli.launching.child_process import Start
 from ppocli.parallel.launchers import Launched
 from ppocli.parallel.rank_outcomes import RankOutcome
 
 if TYPE_CHECKING:
-    from ppocli.display.console import DisplayMode
+    from ppocli.config.compose import Checked
 
 # what a launcher provides: no problem if the words leave it out
 PROVIDED = frozenset({"hardware.rdzv_endpoint", "run_name"})
 # how long ranks wait for each other at the end, so that all leave with the same exit code
 _PARTING_SECONDS = 5.0
-_LOST = re.compile(r"gloo|NCCL|Connection (closed|reset)|Broken pipe|DistNetworkError",
-                   re.IGNORECASE)
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """What rank 0 tells the others to take part in."""
-
-    run_dir: str
-    resume: bool
-    display: DisplayMode
-    as_nodes: bool
-    """each process is a node, which starts ranks of its own"""
+_OF_ACCELERATE = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_")
+_GROUP = re.compile(r"(^|/)hardware/[^/]+\.yaml")
 
 
 class Meeting:
     """The store at which the ranks of a launcher meet. Opened when it is first used."""
 
-    def __init__(self, launched: Launched) -> None:
+    def __init__(self, launched: Launched, environ: Mapping[str, str]) -> None:
         self.launched = launched
+        self.environ = environ
+        """what the launcher has told, before :func:`open_meeting` took some of it out"""
         self._opened: Any = None
 
     @property
@@ -71,7 +62,7 @@ class Meeting:
 
     def tell(self, start: Start | None) -> None:
         """Rank 0: say what to take part in; None if there is nothing to do."""
-        self._store.set("start", json.dumps(None if start is None else asdict(start)))
+        self._store.set("start", json.dumps(None if start is None else start.argv()))
 
     def wait(self) -> Start | None:
         """What rank 0 tells; None if there is nothing to do, or if rank 0 failed.
@@ -88,7 +79,7 @@ class Meeting:
                                   fix="see what it says")
             time.sleep(0.05)
         told = json.loads(self._store.get("start"))
-        return None if told is None else Start(**told)
+        return None if told is None else Start.read(told)
 
     def conclude(self, outcome: RankOutcome) -> int:
         """Leave together: the exit code of the rank that failed first, once its message is said.
@@ -140,7 +131,7 @@ class Meeting:
 
 def _told(first: RankOutcome) -> str:
     """The message of what ended the run."""
-    if first.trace and _LOST.search(first.trace.splitlines()[-1]):
+    if first.lost:
         return safe_text(f"Error: rank {first.rank} lost the connection to another rank: "
                        f"{first.message.splitlines()[0]}\n  fix:   the launcher says what became "
                        "of that one; go on from the last checkpoint: ppocli resume RUN\n")
@@ -151,33 +142,17 @@ def _told(first: RankOutcome) -> str:
     return safe_text(f"{first.trace}{label}: {where}{first.message}\n")
 
 
-def outcome_of(rank: int, work: Callable[[], object]) -> RankOutcome:
-    """What ``work`` comes to: errors of all kinds become an outcome, and its value nothing."""
-    code, message, trace = 0, "", ""
-    try:
-        work()
-    except PpocliError as error:
-        code, message = error.exit_code, str(error)
-    except KeyboardInterrupt:
-        code, message = 128 + signal.SIGINT, "interrupted"
-    except SystemExit as leaving:
-        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-    except Exception as error:
-        code, message, trace = 1, f"{type(error).__name__}: {error}", traceback.format_exc()
-    return RankOutcome(rank, code, message, trace, time.time())
-
-
-def placed(config: TrainConfig, launched: Launched, given: frozenset[str],
-           environ: Mapping[str, str]) -> TrainConfig:
+def placed(checked: Checked, launched: Launched, environ: Mapping[str, str]) -> Checked:
     """The configuration with what the launcher has settled: how many processes, on what.
 
-    Args:
-        given: keys that a user has set, rather than a group of ``hardware`` or a run that goes on.
-
     Raises:
-        ConfigError: a key that is given says something else than the launcher.
+        ConfigError: a key that the user has set says something else than the launcher.
     """
-    hardware, world = config.hardware, launched.world
+    config, world = checked.config, launched.world
+    hardware = config.hardware
+    # what a group of hardware sets, or a run that goes on, is a proposal
+    given = frozenset(key for key, source in checked.sources.items() if source == COMMAND_LINE
+                      or (checked.resume_from is None and not _GROUP.search(source)))
     as_nodes = launched.on_each_node and hardware.num_processes > 1
     each = hardware.num_processes if as_nodes else launched.local_world or 0
     nodes = world if as_nodes else world // each if each and world % each == 0 else 0
@@ -200,9 +175,9 @@ def placed(config: TrainConfig, launched: Launched, given: frozenset[str],
     if as_nodes:
         endpoint = hardware.rdzv_endpoint or f"{launched.address}:{launched.port + 1}"
     device = _accelerate_device(config, environ)
-    return replace(config, hardware=replace(
+    return replace(checked, config=replace(config, hardware=replace(
         hardware, num_processes=each, num_nodes=nodes, node_rank=0, rdzv_endpoint=endpoint,
-        device=device))
+        device=device)))
 
 
 def _accelerate_device(config: TrainConfig, environ: Mapping[str, str]) -> str:
@@ -241,15 +216,16 @@ def _many(nodes: int) -> str:
     return "one machine" if nodes == 1 else f"{nodes} machines"
 
 
-def without_accelerate(environ: Mapping[str, str]) -> list[str]:
-    """Variables by which ``accelerate launch`` would go on to decide what the configuration says;
-    they were compared with it."""
-    return [name for name in environ if name.startswith(("ACCELERATE_", "FSDP_", "MEGATRON_LM_"))
-            and name != "ACCELERATE_DEBUG_MODE"]
+def open_meeting(launched: Launched) -> Meeting:
+    """Make this process's environment that of one of our ranks.
 
-
-def start_of(run_dir: Path, resume: bool, display: DisplayMode, config: TrainConfig,
-             launched: Launched) -> Start:
-    """What all ranks take part in, now that the run folder is there."""
-    return Start(str(run_dir), resume, display,
-                 launched.on_each_node and config.hardware.num_processes > 1)
+    The variables by which ``accelerate launch`` would go on to decide what the configuration says
+    are taken out: :func:`placed` compares them with it.
+    """
+    os.environ.update(launched.variables())
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it
+    told = dict(os.environ)
+    for name in told:
+        if name.startswith(_OF_ACCELERATE) and name != "ACCELERATE_DEBUG_MODE":
+            del os.environ[name]
+    return Meeting(launched, told)

@@ -1,4 +1,7 @@
-"""A process of ours beside this one: its signals, its output, and its end when we end."""
+"""Processes of a run: what one is told when it is started, and how it is waited for.
+
+A child gets our signals, its output goes where ours goes, and it ends when we end.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,85 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+import traceback
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
 
 from ppocli.errors import PpocliError
+from ppocli.parallel.rank_outcomes import RankOutcome
+
+if TYPE_CHECKING:
+    from ppocli.display.console import DisplayMode
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a process of a run is told: which run it takes part in, and how."""
+
+    run_dir: Path
+    resume: bool = False
+    """go on from the newest valid checkpoint"""
+    display: DisplayMode = "auto"
+    """what a person is shown"""
+    reserved_by: int | None = None
+    """the process that keeps the folder for this one"""
+    node_rank: int | None = None
+    """of the machine, where the configuration, which is node 0's, doesn't say it"""
+    lifeline: int | None = None
+    """the reading end of a pipe; when its other end closes, the run stops and saves"""
+
+    def argv(self) -> list[str]:
+        """The words of a command line that say it."""
+        numbers = {"--reserved-by": self.reserved_by, "--node-rank": self.node_rank,
+                   "--lifeline": self.lifeline}
+        return [str(self.run_dir), f"--display={self.display}", *["--resume"] * self.resume,
+                *(f"{name}={value}" for name, value in numbers.items() if value is not None)]
+
+    @classmethod
+    def read(cls, argv: Sequence[str]) -> Start:
+        """What such words say."""
+        parser = ArgumentParser(allow_abbrev=False)
+        parser.add_argument("run_dir", type=Path)
+        parser.add_argument("--resume", action="store_true")
+        parser.add_argument("--display", default="auto")
+        for name in ("--reserved-by", "--node-rank", "--lifeline"):
+            parser.add_argument(name, type=int)
+        return cls(**vars(parser.parse_args(argv)))
+
+
+def outcome_of(rank: int, work: Callable[[], object]) -> RankOutcome:
+    """What ``work`` comes to: errors of all kinds become an outcome, and its value nothing."""
+    code, message, trace, lost = 0, "", "", False
+    retry: dict[str, int] = {}
+    try:
+        work()
+    except PpocliError as error:
+        code, message, retry = error.exit_code, str(error), getattr(error, "retry", {})
+    except KeyboardInterrupt:
+        code, message = 128 + signal.SIGINT, "interrupted"
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    except Exception as error:
+        from ppocli.parallel.ranks import is_lost_neighbour
+
+        code, message, trace = 1, f"{type(error).__name__}: {error}", traceback.format_exc()
+        lost = is_lost_neighbour(error)
+    return RankOutcome(rank, code, message, trace, time.time(), lost=lost, retry=retry)
+
+
+def leave_at_once(code: int) -> NoReturn:
+    """End this process: the threads of a process group can abort an interpreter that takes itself
+    down."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def run_process(command: list[str], *, lifeline: bool = False) -> tuple[int, int | None]:
@@ -20,7 +97,8 @@ def run_process(command: list[str], *, lifeline: bool = False) -> tuple[int, int
 
     The child has its own process group, so that a Ctrl-C reaches it once, through us, and it can
     save before it leaves; a second Ctrl-C is handed on as well. With ``lifeline`` the command gets
-    a last word ``--lifeline=FD``, a pipe that closes when we end, even by ``kill -9``.
+    a last word ``--lifeline=FD``, a pipe that closes when we end, even by ``kill -9``
+    (:class:`Start`).
 
     Returns:
         its exit code (128 + n if signal n killed it), and the first signal that we got meanwhile.

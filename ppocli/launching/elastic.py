@@ -1,6 +1,6 @@
 """Several processes of one run on this machine.
 
-``python -m ppocli.launching.elastic RUN_DIR [--resume]``.
+``python -m ppocli.launching.elastic RUN_DIR ...``.
 
 torch's elastic agent starts the ranks and ends them all when one fails. Signals go to the ranks,
 which stop together; the agent only waits. What each came to is read from a file of its own.
@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,10 +27,12 @@ from ppocli.config.resolved import (
     NEXT_CONFIG_FILE,
     next_config,
     read_config,
-    write_config,
+    with_values,
 )
 from ppocli.config.schema import HardwareConfig, TrainConfig
 from ppocli.display.console import note_in_log
+from ppocli.errors import DiskError
+from ppocli.launching.child_process import Start
 from ppocli.parallel.launchers import let_gloo_use
 from ppocli.parallel.rank_outcomes import (
     NODE_FAILED,
@@ -44,7 +46,7 @@ from ppocli.parallel.rank_outcomes import (
     send,
 )
 from ppocli.parallel.stop import stop_when_closed
-from ppocli.storage.run_folder import RunFolder
+from ppocli.storage.run_folder import RunFolder, write_config
 
 _GO_ON = "  fix:   go on from the last checkpoint: ppocli resume RUN\n"
 
@@ -94,20 +96,16 @@ def _launch_config(cfg: TrainConfig, job: Job) -> Any:
         shutdown_timeout=job.grace)
 
 
-def run_ranks(run_dir: Path, words: Sequence[str]) -> int:
+def run_ranks(start: Start) -> int:
     """Start the ranks, wait for them, say what ended them; returns the exit code.
 
     Ranks whose memory ran out in a pass that all make together are started once more with half the
     rows, from the last checkpoint or the beginning: as often as rows can be halved.
     """
-    # the folder's configuration is node 0's
-    own = next((int(word.partition("=")[2]) for word in words
-                if word.startswith("--node-rank=")), None)
-    words = [word for word in words if not word.startswith("--node-rank=")]
     # what it would say of a failed rank is said here, once
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    folders: list[Path] = []
-    with tempfile.TemporaryDirectory(prefix="ppocli-ranks-") as name, _no_word_left(run_dir):
+    run_dir, folders = start.run_dir, list[Path]()
+    with tempfile.TemporaryDirectory(prefix="ppocli-ranks-") as name, _no_settings_left(run_dir):
         while True:
             folder = Path(name) / str(len(folders))
             folder.mkdir()
@@ -117,19 +115,20 @@ def run_ranks(run_dir: Path, words: Sequence[str]) -> int:
                     signal.signal(number, lambda got, _: hand_on(folders[-1], got))
             elif asked_to_stop(folders[-2]):
                 break
-            cfg = read_config(next_config(run_dir) if "--resume" in words
-                              else run_dir / CONFIG_FILE)
-            job = Job(cfg.hardware, cfg.hardware.node_rank if own is None else own)
-            outcomes = _start(cfg, job, run_dir, words, folder)
+            cfg = read_config(next_config(run_dir) if start.resume else run_dir / CONFIG_FILE)
+            job = Job(cfg.hardware, cfg.hardware.node_rank if start.node_rank is None
+                      else start.node_rank)
+            outcomes = _run_job(cfg, job, start, folder)
             code, said = conclude(job, outcomes,
                                   {rank: read_phase(folder, rank) for rank in job.ranks})
             told = next((outcome for outcome in outcomes if outcome.code == code), None)
-            if told is None or not told.word or cfg.hardware.num_nodes > 1:
+            if told is None or not told.retry or cfg.hardware.num_nodes > 1:
                 break
             try:
-                words = start_smaller(run_dir, cfg, words, told)
-            except OSError:  # a disk without room for the settings: what is known is said
+                _settle_smaller(run_dir, cfg, start.resume, told)
+            except DiskError:  # a disk without room for the settings: what is known is said
                 break
+            start = replace(start, resume=True)
     if cfg.hardware.num_nodes > 1 and code not in (0, 128 + signal.SIGINT, 128 + signal.SIGTERM):
         with suppress(OSError):
             (run_dir / NODE_FAILED).write_text(f"{secrets.token_hex(4)} {job.node_rank}")
@@ -138,7 +137,7 @@ def run_ranks(run_dir: Path, words: Sequence[str]) -> int:
 
 
 @contextmanager
-def _no_word_left(run_dir: Path) -> Iterator[None]:
+def _no_settings_left(run_dir: Path) -> Iterator[None]:
     """Settings that ranks were to start again with, and never came to take over, go away with a
     run; those that a resumed one was asked for are whoever's who asked."""
     there = (run_dir / NEXT_CONFIG_FILE).exists()
@@ -149,37 +148,36 @@ def _no_word_left(run_dir: Path) -> Iterator[None]:
             (run_dir / NEXT_CONFIG_FILE).unlink(missing_ok=True)
 
 
-def start_smaller(run_dir: Path, cfg: TrainConfig, words: Sequence[str], told: RankOutcome
-                  ) -> list[str]:
-    """Put the word that a rank asks for into the settings of the next start, say and log it;
-    returns the words of that start."""
-    key, _, value = told.word.partition("=")
-    smaller: dict[str, Any] = {key.removeprefix("ppo."): int(value)}
-    resumed = "--resume" in words
-    write_config(replace(cfg, resume=cfg.resume if resumed else "auto",
-                         ppo=replace(cfg.ppo, **smaller)), run_dir / NEXT_CONFIG_FILE)
-    text = f"{told.message.splitlines()[0]}; all ranks start again with {told.word}"
+def _settle_smaller(run_dir: Path, cfg: TrainConfig, resumed: bool, told: RankOutcome) -> None:
+    """Put what a rank asks for into the settings of the next start; say and log it.
+
+    Raises:
+        DiskError: they can't be written.
+    """
+    smaller = with_values(cfg, {**told.retry, "resume": cfg.resume if resumed else "auto"})
+    write_config(smaller, run_dir / NEXT_CONFIG_FILE)
+    words = " ".join(f"{key}={value}" for key, value in told.retry.items())
+    text = f"{told.message.splitlines()[0]}; all ranks start again with {words}"
     sys.stderr.write(f"warning: {text}\n")
     note_in_log(RunFolder(run_dir).log, text)
-    return [*words, *["--resume"] * (not resumed)]
 
 
-def _start(cfg: TrainConfig, job: Job, run_dir: Path, words: Sequence[str], folder: Path
-           ) -> list[RankOutcome]:
+def _run_job(cfg: TrainConfig, job: Job, start: Start, folder: Path) -> list[RankOutcome]:
     """Run the ranks to their end; what they said, the earliest first.
 
     Args:
         folder: where they leave it.
     """
+    mark = start.run_dir / NODE_FAILED
     os.environ.setdefault("OMP_NUM_THREADS", str(cfg.hardware.num_threads or 1))
     lifelines = open_lifelines(folder)
     os.environ[OUTCOMES] = str(folder)
     if job.node_rank == 0:
-        (run_dir / NODE_FAILED).unlink(missing_ok=True)  # of an earlier start
-    _watch(job, run_dir / NODE_FAILED, folder)
+        mark.unlink(missing_ok=True)  # of an earlier start
+    _watch(job, mark, folder)
     if cfg.hardware.num_nodes > 1 and cfg.hardware.rdzv_endpoint is not None:
         let_gloo_use(cfg.hardware.rdzv_endpoint.rpartition(":")[0])
-    _launch(cfg, job, [str(run_dir), *words])
+    _launch(cfg, job, replace(start, node_rank=None, lifeline=None).argv())
     os.close(lifelines)
     for path in folder.glob("pid-*"):  # nobody's any more, and some day someone else's
         path.unlink()
@@ -294,13 +292,11 @@ def _unanswered(job: Job, lost: list[RankOutcome], silent: list[int], phases: di
 
 
 def main(argv: list[str]) -> int:
-    """``python -m ppocli.launching.elastic RUN_DIR [--resume] [--display=MODE] [--lifeline=FD]``;
-    returns the exit code."""
-    for word in argv:
-        if word.startswith("--lifeline="):
-            stop_when_closed(int(word.partition("=")[2]))
-    words = [word for word in argv if word.startswith("--") and not word.startswith("--lifeline")]
-    return run_ranks(Path(next(word for word in argv if not word.startswith("--"))), words)
+    """Start ranks as ``argv`` tells (:class:`Start`); returns the exit code."""
+    start = Start.read(argv)
+    if start.lifeline is not None:
+        stop_when_closed(start.lifeline)
+    return run_ranks(start)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from ppocli.parallel.stop import StopFlag
 from ppocli.runs.record import RUN_FILE, accept_settings
 from ppocli.storage.atomic import write_json_atomic
 from ppocli.storage.environment import ENV_FILE, describe
-from ppocli.storage.run_folder import RunFolder
+from ppocli.storage.run_folder import RunFolder, read_object
 from ppocli.tracking.trackers import check_trackers
 from ppocli.train.clock import Moment, PhaseClock
 from ppocli.train.loop import Run, initial_state
@@ -91,11 +91,8 @@ def open_run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects, backen
 def noted_products(folder: RunFolder) -> bool | None:
     """Whether linear layers of a run that goes on multiplied through oneDNN; None where nothing
     says so."""
-    try:
-        noted = json.loads((folder.path / ENV_FILE).read_text(encoding="utf-8"))[_PRODUCTS]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return bool(noted == "oneDNN")
+    noted = read_object(folder.path / ENV_FILE).get(_PRODUCTS)
+    return None if noted is None else noted == "oneDNN"
 
 
 def _run_id(folder: RunFolder) -> str:

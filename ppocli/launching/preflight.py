@@ -85,9 +85,8 @@ def _missing_models(cfg: TrainConfig) -> Iterator[InputError]:
         try:
             find_model(name, key=key, revision=revision, needs=needs)
         except InputError as error:
-            if error.where is None or not error.where.startswith(key):
-                error.where = key
-            yield error
+            named = error.where is not None and error.where.startswith(key)
+            yield error if named else error.reworded(where=key)
 
 
 def _missing_data(cfg: TrainConfig) -> Iterator[InputError]:

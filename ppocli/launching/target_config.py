@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ppocli.config.quoting import literal, quoted
+from ppocli.config.as_words import literal, quoted
 from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import ConfigError
@@ -30,7 +30,8 @@ def target_config(target: Target, words: Sequence[str] = (), *, needs_reward: bo
         ConfigError: wrong words; or the target brings no reward or prompts and ``words`` don't
             either.
     """
-    from ppocli.config.compose import compose
+    from ppocli.config.compose import check, compose
+    from ppocli.config.words import read_words
 
     given = {word.lstrip("+~").partition("=")[0] for word in words}
     if target.run_dir is not None:
@@ -50,10 +51,7 @@ def target_config(target: Target, words: Sequence[str] = (), *, needs_reward: bo
                               "a Hub data set (column: prompts.column=NAME)")
         if not needs_reward:
             base.append("reward.fn=length")
-    composition = compose([*base, *words])
-    if composition is None:
-        raise ConfigError("These words only print a configuration.", fix="leave out --cfg, --info")
-    config = composition.config
+    config = check(compose(read_words([*base, *words]))).config
     _refuse_objects(config, target, needs_reward, needs_prompts)
     return replace(config, resume="never")
 

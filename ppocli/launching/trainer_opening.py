@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppocli.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ppocli.config.compose import Composition
+    from ppocli.config.compose import Checked
     from ppocli.train.loop import Run
     from ppocli.train.task import PythonObjects
+
+
+log = logging.getLogger("ppocli")
 
 
 class LoopScores:
@@ -29,56 +32,53 @@ class LoopScores:
         return self.given
 
 
-def composed(overrides: Sequence[str], objects: PythonObjects) -> Composition:
+def checked_words(overrides: Sequence[str], objects: PythonObjects) -> Checked:
     """The checked configuration of the words.
 
     Raises:
         ConfigError: what is wrong with them; several processes.
     """
-    from ppocli.config.compose import compose
-    from ppocli.launching.launch import needs_launcher
-    from ppocli.parallel.launchers import launched_world
+    from ppocli.config.compose import check, compose
+    from ppocli.config.words import read_words
+    from ppocli.launching.processes import needs_launcher
 
     if isinstance(overrides, str):
         raise ConfigError("overrides is one text, not a list of them.", where="overrides",
                           fix=f"overrides=[{overrides!r}]")
     handed_in = {"reward.fn", *(["prompts.items"] if objects.prompts is not None else [])}
-    composition = compose(list(overrides), handed_in=frozenset(handed_in))
-    if composition is None:
-        raise ConfigError("These words only print a configuration.", fix="leave out --cfg, --info")
-    if needs_launcher(composition.config.hardware) or launched_world() > 1:
+    composed = compose(read_words(list(overrides)))
+    checked = check(composed, frozenset(handed_in))
+    if needs_launcher(checked.config.hardware) or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("PPOTrainer works in one process.",
                           where="hardware.num_processes, hardware.zero_stage, WORLD_SIZE",
                           fix="several processes are what ppocli train is for")
-    return composition
+    return checked if composed.recipe else replace(checked, name="loop")
 
 
 @contextmanager
-def opened(composition: Composition, objects: PythonObjects) -> Iterator[Run]:
+def opened(checked: Checked, objects: PythonObjects) -> Iterator[Run]:
     """A run that is ready for the next step, its folder held."""
-    from ppocli.config.resolved import next_config, read_config, with_absolute_paths
     from ppocli.display.console import open_display
-    from ppocli.launching.launch import noting_objects, open_folder
+    from ppocli.launching.child_process import Start
+    from ppocli.launching.opened_folder import open_folder
     from ppocli.launching.opening import open_run, quiet_libraries
+    from ppocli.launching.worker import config_of
     from ppocli.parallel.backend import open_ranks
     from ppocli.parallel.stop import StopFlag
     from ppocli.storage.run_folder import RunFolder, lock
     from ppocli.train.clock import Moment
 
     began = Moment.now()
-    config = noting_objects(with_absolute_paths(composition.config, Path.cwd()), objects)
     with ExitStack() as stack:
-        run_dir, resume = stack.enter_context(open_folder(
-            config, objects=objects, resume_from=composition.resume_from,
-            name_hint=composition.recipe or "loop"))
-        folder = RunFolder(run_dir.resolve())
-        cfg = read_config(next_config(folder.path) if resume else folder.config)
-        stack.enter_context(lock(folder.path, reserved_by=os.getpid() if resume else None))
+        place = stack.enter_context(open_folder(checked, objects, log.info))
+        folder = RunFolder(place.run_dir.resolve())
+        cfg = config_of(Start(folder.path, place.resume))
+        stack.enter_context(lock(folder.path, reserved_by=place.reserved_by))
         display = stack.enter_context(open_display(folder.log, "quiet"))
         quiet_libraries()
         backend = stack.enter_context(open_ranks(cfg))
         run = stack.enter_context(open_run(cfg, folder, objects, backend, StopFlag(), display,
-                                           resume=resume, began=began))
+                                           resume=place.resume, began=began))
         run.state = replace(run.state, pending=None)  # an evaluation at the start is the loop's own
         run.clock.mark("startup")
         yield run

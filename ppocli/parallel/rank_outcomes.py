@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from ppocli.config.secrets import safe_text
@@ -34,8 +34,8 @@ class RankOutcome:
     """where it was, as ``step 3, optimize``"""
     lost: bool = False
     """whether all it has to say is that another rank is gone or doesn't answer"""
-    word: str = ""
-    """with which all ranks can start again, such as ``ppo.micro_batch_size=2``: memory ran out"""
+    retry: dict[str, int] = field(default_factory=dict)
+    """settings with which all ranks can start again: memory ran out"""
 
 
 def announce() -> int | None:

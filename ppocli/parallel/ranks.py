@@ -128,8 +128,7 @@ class Ranks:
         except PpocliError as error:
             if isinstance(error, OutOfMemoryError) and error.alone:
                 raise
-            error.what = f"rank {self.rank}, {phase}: {error.what}"
-            failed = error
+            failed = error.reworded(what=f"rank {self.rank}, {phase}: {error.what}")
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise

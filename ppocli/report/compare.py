@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ppocli.config.changes import config_differences
-from ppocli.config.resolved import flat
+from ppocli.config.resolved import config_differences, flat
 from ppocli.report.plot import run_labels
 from ppocli.runs.listing import best_evaluation
 from ppocli.runs.record import RunRecord

@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
-from ppocli.config.changes import config_differences
-from ppocli.config.resolved import flat
+from ppocli.config.resolved import config_differences, flat
 from ppocli.config.schema import TrainConfig
 from ppocli.report.curves import Curve, curves_of
 from ppocli.report.extras import (

@@ -11,9 +11,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from ppocli.config.changes import config_differences
 from ppocli.config.problems import shown
-from ppocli.config.resolved import CONFIG_FILE, accept_config, next_config, read_config
+from ppocli.config.resolved import (
+    CONFIG_FILE,
+    accept_config,
+    config_differences,
+    next_config,
+    read_config,
+)
 from ppocli.config.schema import TrainConfig, planned_episodes
 from ppocli.errors import CheckpointError
 from ppocli.storage.atomic import read_json, write_json_atomic

@@ -13,9 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
-from ppocli.config.algorithm import exact_when_decoded
+from ppocli.config.algorithm import exact_when_decoded, whole_while_acting
 from ppocli.config.schema import RolloutConfig, TrainConfig
-from ppocli.config.sharding import whole_while_acting
 from ppocli.data.batch import PromptBatch
 from ppocli.errors import ConfigError
 from ppocli.models.decoding_method import Decoding, decoding_of

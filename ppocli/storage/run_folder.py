@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ppocli.config.resolved import config_text
+from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, DiskError
 from ppocli.storage.atomic import (
     TEMPORARY_PREFIX,
@@ -111,6 +113,24 @@ def finite_or_null(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [finite_or_null(item) for item in value]
     return value
+
+
+def write_config(config: TrainConfig, path: Path) -> None:
+    """Write a configuration, atomically and durably.
+
+    Raises:
+        DiskError: the disk is full, read-only, or refuses.
+    """
+    write_atomic(path, config_text(config))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty where there is none that can be read."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def write_summary(run: RunFolder, summary: dict[str, Any]) -> None:

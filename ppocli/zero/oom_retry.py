@@ -100,20 +100,20 @@ class PassRows:
         memory leaves the others inside of them, and only a new start of all helps.
 
         Raises:
-            OutOfMemoryError: on this rank alone, with the word to start again with.
+            OutOfMemoryError: on this rank alone, with the setting to start again with.
         """
         try:
             return work()
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-        found = (self._too_much("out of memory with 1 row a pass", tokens) if rows == 1 else
-                 OutOfMemoryError(f"out of memory with {rows} rows a pass", where=self.keys[phase]))
-        found.alone = True
-        found.word = None if rows == 1 else f"{self.keys[phase]}={rows // 2}"
-        raise found
+        if rows == 1:
+            raise self._too_much("out of memory with 1 row a pass", tokens, alone=True)
+        key = self.keys[phase]
+        raise OutOfMemoryError(f"out of memory with {rows} rows a pass", where=key, alone=True,
+                               retry={key: rows // 2})
 
-    def _too_much(self, text: str, tokens: int) -> OutOfMemoryError:
+    def _too_much(self, text: str, tokens: int, *, alone: bool = False) -> OutOfMemoryError:
         """The error of a pass that can't be made smaller, with numbers."""
         held = f"{self.backend.peak_memory_mib():.0f} MiB"
         if self.backend.device.type == "cuda":
@@ -126,6 +126,7 @@ class PassRows:
                 f", and {format_memory(left)} of the machine's memory are free")
         return OutOfMemoryError(
             f"{text}, and a pass can't be smaller: its longest sample has {tokens} tokens; "
-            f"{memory}", where="generation.max_new_tokens, prompts.max_length, model.path",
+            f"{memory}", alone=alone,
+            where="generation.max_new_tokens, prompts.max_length, model.path",
             fix="fewer tokens, model.gradient_checkpointing=true, or several processes "
                 "(hardware=zero3); ppocli estimate tells what each saves")

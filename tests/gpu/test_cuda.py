@@ -4,9 +4,10 @@ import pytest
 import torch
 from sessions import fresh_state, optimize, rollout_of, session_of, small_config
 
-from ppocli.config.resolved import write_config
+from ppocli.launching.child_process import Start
 from ppocli.launching.worker import run_worker
 from ppocli.parallel.stop import StopFlag
+from ppocli.storage.run_folder import write_config
 from ppocli.tasks.ppo.experience import to_experience, update_moments
 
 pytestmark = pytest.mark.gpu
@@ -49,7 +50,7 @@ def test_a_run_trains_and_leaves_a_model(tmp_path, precision):
     cfg = small_config(tmp_path, hardware__device="cuda", hardware__precision=precision,
                        reward__fn="length", reward__kwargs={"target": 4})
     write_config(cfg, run_dir / "config.yaml")
-    result = run_worker(run_dir)
+    result = run_worker(Start(run_dir))
     assert result.summary["status"] == "finished"
     assert result.summary["peak_memory_mib"] > 0
     assert (result.model_dir / "model.safetensors").is_file()

@@ -13,7 +13,8 @@ from runs import whole_copy
 
 from ppocli.cli.compare import print_comparison
 from ppocli.cli.output import code_of
-from ppocli.config.resolved import read_config, write_config
+from ppocli.config.resolved import read_config
+from ppocli.storage.run_folder import write_config
 
 
 @pytest.fixture

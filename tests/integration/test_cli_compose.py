@@ -7,12 +7,19 @@ import os
 import sys
 from pathlib import Path
 
+import hydra
 import pytest
+from helpers import checked
+from omegaconf import OmegaConf
 
-from ppocli.config.compose import compose, compose_values
+from ppocli.config.compose import Composed, compose, print_composition
+from ppocli.config.hydra_bridge import config_loader, hydra_for, run_hydra
 from ppocli.config.paths import config_groups, recipe_files
 from ppocli.config.problems import find_problems
+from ppocli.config.resolved import schema_node, typed
+from ppocli.config.words import read_words
 from ppocli.errors import CheckpointError, ConfigError
+from ppocli.storage.run_folder import write_config
 
 RUNNABLE = ["model.path=lm", "prompts.path=p.txt", "reward.fn=length", "ppo.num_steps=1"]
 
@@ -23,15 +30,21 @@ def _own_folder(tmp_path, monkeypatch):
     monkeypatch.delenv("PPOCLI_CONFIG_DIR", raising=False)
 
 
-def composed(*words: str):
-    composition = compose(words)
-    assert composition is not None
-    return composition
+def composed(*words: str) -> Composed:
+    return compose(read_words(words))
+
+
+def values(*words: str):
+    return composed(*words).values()
+
+
+def printed(*words: str) -> None:
+    print_composition(read_words(words))
 
 
 def refused(*words: str) -> str:
     with pytest.raises(ConfigError) as error:
-        compose(words)
+        (printed if "--cfg" in words else checked)(*words)
     assert error.value.exit_code == 2
     return str(error.value)
 
@@ -45,80 +58,77 @@ def write(path: str, text: str) -> Path:
 
 @pytest.mark.parametrize("name", list(recipe_files()))
 def test_every_shipped_recipe_composes_without_problems(name):
-    composition = composed(f"+recipe={name}")
-    assert composition.recipe == name
-    assert find_problems(composition.config) == []
+    assert composed(f"+recipe={name}").recipe == name
+    assert find_problems(checked(f"+recipe={name}").config) == []
 
 
 @pytest.mark.parametrize(("group", "option"), [
     (group, option) for group, options in config_groups().items() for option in options])
 def test_every_shipped_group_option_composes(group, option):
-    values = compose_values([f"{group}={option}"])
-    assert values != compose_values([])
+    assert values(f"{group}={option}") != values()
 
 
 def test_the_recipe_is_below_the_command_line_whatever_the_order():
     for words in (["seed=5", "recipe=quickstart", "ppo.init_kl_coef=0.7"],
                   ["ppo.init_kl_coef=0.7", "+recipe=quickstart", "seed=5"]):
-        config = composed(*words).config
+        config = checked(*words).config
         assert (config.seed, config.ppo.init_kl_coef, config.model.path) == (
             5, 0.7, "builtin:reviews")
 
 
 def test_no_recipe_is_needed():
-    composition = composed(*RUNNABLE)
-    assert composition.recipe is None
-    assert composition.config.model.path == "lm"
+    found = checked(*RUNNABLE)
+    assert (found.name, found.config.model.path) == ("run", "lm")
 
 
 def test_groups_are_chosen_added_and_removed():
-    assert composed(*RUNNABLE, "ppo=trl").config.ppo.kl_controller == "adaptive"
-    assert composed("+recipe=imdb_sentiment").config.ppo.max_grad_norm is None
+    assert checked(*RUNNABLE, "ppo=trl").config.ppo.kl_controller == "adaptive"
+    assert checked("+recipe=imdb_sentiment").config.ppo.max_grad_norm is None
     for word in ("~ppo", "ppo=null"):
-        assert composed("+recipe=imdb_sentiment", word).config.ppo.max_grad_norm == 1.0
+        assert checked("+recipe=imdb_sentiment", word).config.ppo.max_grad_norm == 1.0
 
 
 def test_free_mappings_take_new_keys_without_plus():
-    config = composed(*RUNNABLE, "reward.fn=null", "reward.fns.a={fn: length, weight: 0.5}",
+    config = checked(*RUNNABLE, "reward.fn=null", "reward.fns.a={fn: length, weight: 0.5}",
                       "reward.fns.b.fn=keyword", "reward.fns.b.kwargs.words=[x,y]").config
     assert config.reward.fns == {"a": {"fn": "length", "weight": 0.5},
                                  "b": {"fn": "keyword", "kwargs": {"words": ["x", "y"]}}}
-    assert "label" not in composed("+recipe=quickstart",
+    assert "label" not in checked("+recipe=quickstart",
                                    "~reward.kwargs.label").config.reward.kwargs
 
 
 def test_interpolations_are_resolved():
-    config = composed(*RUNNABLE, "ppo.mini_batch_size=${ppo.num_rollouts}").config
+    config = checked(*RUNNABLE, "ppo.mini_batch_size=${ppo.num_rollouts}").config
     assert config.ppo.mini_batch_size == 128
 
 
 def test_own_recipes_come_before_the_shipped_ones():
     write("recipes/quickstart.yaml", "seed: 77\n")
     write("recipes/mine.yaml", "defaults:\n  - override /model: reviews\nseed: 78\n")
-    assert compose_values(["+recipe=quickstart"]).seed == 77
-    mine = compose_values(["recipe=mine"])
+    assert values("+recipe=quickstart").seed == 77
+    mine = values("recipe=mine")
     assert (mine.seed, mine.model.path) == (78, "builtin:reviews")
 
 
 @pytest.mark.parametrize("place", ["mine.yaml", "recipes/mine.yaml", "recipe/mine.yaml"])
 def test_config_dirs_hold_recipes(place, monkeypatch):
     write(f"lib/{place}", "# @package _global_\nseed: 9\n")
-    assert compose_values(["--config-dir", "lib", "+recipe=mine"]).seed == 9
+    assert values("--config-dir", "lib", "+recipe=mine").seed == 9
     monkeypatch.setenv("PPOCLI_CONFIG_DIR", "lib")
-    assert compose_values(["+recipe=mine"]).seed == 9
+    assert values("+recipe=mine").seed == 9
 
 
 def test_config_dirs_hold_group_options_of_ones_own():
     write("lib/model/small.yaml", "path: ./small\n")
     write("lib/model/reviews.yaml", "path: ./mine\n")
-    assert compose_values(["-cd", "lib", "model=small"]).model.path == "./small"
-    assert compose_values(["-cd", "lib", "model=reviews"]).model.path == "./mine"
+    assert values("-cd", "lib", "model=small").model.path == "./small"
+    assert values("-cd", "lib", "model=reviews").model.path == "./mine"
 
 
 def test_nothing_is_left_behind():
     argv, handlers = list(sys.argv), list(logging.getLogger().handlers)
     level = logging.getLogger().level
-    composed("+recipe=quickstart")
+    checked("+recipe=quickstart")
     refused("+recipe=quickstart", "ppo.nope=1")
     assert os.listdir() == []
     assert (sys.argv, logging.getLogger().handlers, logging.getLogger().level) == (
@@ -127,12 +137,33 @@ def test_nothing_is_left_behind():
 
 
 def test_printing_composes_nothing(capsys):
-    assert compose(["+recipe=quickstart", "--cfg", "job", "--resolve", "-p", "model"]) is None
-    assert "path: builtin:reviews" in capsys.readouterr().out
-    assert compose(["--info", "searchpath"]) is None
+    printed("+recipe=quickstart", "--cfg", "job", "--resolve", "-p", "model")
+    assert capsys.readouterr().out.startswith("# @package model\npath: builtin:reviews\n")
+    printed("--info", "searchpath")
     assert "recipes://" in capsys.readouterr().out
-    assert compose(["--cfg", "job"]) is None  # a mandatory value may still be missing
+    printed("--cfg", "job")  # a mandatory value may still be missing
     assert "path: ???" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="only print"):
+        checked("--cfg", "job")
+
+
+@pytest.mark.parametrize("words", [
+    ["+recipe=quickstart"], ["+recipe=imdb_sentiment", "--resolve"], ["model=reviews"],
+    ["+recipe=quickstart", "ppo.mini_batch_size=${ppo.num_rollouts}", "-p", "ppo"],
+    ["+recipe=quickstart", "ppo.mini_batch_size=${ppo.num_rollouts}", "-p", "ppo", "--resolve"],
+    ["+recipe=quickstart", "reward.kwargs.x={a:1,b:[1,2]}", "++seed=4", "-p", "reward.kwargs"],
+    ["+recipe=quickstart", "~reward.kwargs.label", "-p", "seed"]])
+def test_what_is_printed_and_run_is_what_hydra_composes(words, capsys):
+    read = read_words([*words, "--cfg", "job"])
+    print_composition(read)
+    ours = capsys.readouterr().out
+    with hydra_for(read, schema_node()):
+        run_hydra(read)
+    assert capsys.readouterr().out == ours
+    read = read.without("--cfg", "-p", "--package", "--resolve")
+    with hydra_for(read, schema_node()), config_loader(read):
+        theirs = hydra.compose("train", read.overrides)
+    assert typed(OmegaConf.merge(schema_node(), theirs)) == compose(read).config
 
 
 @pytest.mark.parametrize(("words", "said"), [
@@ -172,6 +203,11 @@ def test_printing_composes_nothing(capsys):
     (["seed=${nope}"], "${nope} can't be resolved"),
     (["-cn", "nope"], "'nope'"),
     (["--cfg", "job", "-p", "ppoo"], "--package ppoo"),
+    (["+seed=3"], "seed: there is such an item already, + can't add it: leave the + out"),
+    (["+reward.kwargs.label=x"], "reward.kwargs.label: there is such an item already"),
+    (["~reward.kwargs.nope"], "reward.kwargs.nope: can't be removed: there is no such item"),
+    (["~reward.kwargs.label=X"], "can't be removed: it is POSITIVE and not X"),
+    (["hydra.nope=1"], "there is no config group hydra.nope"),
     (["resume=auto"], "resume=auto needs run_name"),
     (["-m", "seed=1,2"], "can't be composed as one run"),
     (["run_name=a/b"], "must be a plain folder name"),
@@ -226,11 +262,9 @@ def test_nothing_given_points_to_a_recipe():
 
 
 def test_a_resumed_run_is_its_own_base(tmp_path):
-    from ppocli.config.resolved import write_config
-
     run = tmp_path / "runs" / "a b"
     run.mkdir(parents=True)
-    write_config(composed("+recipe=quickstart", "seed=7", "reward.kwargs.x=1").config,
+    write_config(checked("+recipe=quickstart", "seed=7", "reward.kwargs.x=1").config,
                  run / "config.yaml")
     write("recipes/config.yaml", "seed: 1000\n")  # must not be taken for the run's
     composition = composed("resume=runs/a b", "ppo.total_episodes=9999")
@@ -247,6 +281,6 @@ def test_resume_needs_a_run_folder(made, said):
     if made:
         Path("runs/x").mkdir(parents=True)
     with pytest.raises(CheckpointError) as error:
-        compose(["resume=runs/x"])
+        composed("resume=runs/x")
     assert said in str(error.value)
     assert error.value.exit_code == 5

@@ -13,15 +13,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from helpers import checked
 
-from ppocli.config.compose import compose
-from ppocli.config.resolved import PYTHON_OBJECT, next_config, read_config, write_config
+from ppocli.config.compose import Checked
+from ppocli.config.resolved import PYTHON_OBJECT, read_config
 from ppocli.config.schema import TrainConfig
-from ppocli.errors import CheckpointError, DiskError, RewardError
+from ppocli.errors import CheckpointError, ConfigError, DiskError, RewardError
 from ppocli.launching.child_process import run_process
 from ppocli.launching.launch import launch
-from ppocli.storage.run_folder import lock
-from ppocli.tasks.ppo.session import PythonObjects
+from ppocli.launching.opened_folder import open_folder
+from ppocli.launching.processes import Caller, RunOutcome
+from ppocli.storage.run_folder import lock, write_config
+from ppocli.train.task import PythonObjects
 
 BAD_REWARD = ["+recipe=quickstart", "reward.fn=no_such_module:score", "reward.kwargs={}",
               "~reward"]
@@ -33,9 +36,11 @@ def _own_folder(tmp_path, monkeypatch):
 
 
 def config(*words: str) -> TrainConfig:
-    composition = compose([*BAD_REWARD, *words])
-    assert composition is not None
-    return composition.config
+    return checked(*BAD_REWARD, *words).config
+
+
+def begin(chosen: TrainConfig, run: Path | None = None, **caller) -> RunOutcome:
+    return launch(Checked(chosen, run), Caller(**caller))
 
 
 def run_folder(name: str, *words: str) -> Path:
@@ -48,13 +53,13 @@ def run_folder(name: str, *words: str) -> Path:
 
 def test_a_bad_reward_leaves_nothing():
     with pytest.raises(RewardError) as error:
-        launch(config("output_dir=deep/er"))
+        begin(config("output_dir=deep/er"))
     assert "no_such_module" in str(error.value)
     assert os.listdir() == []
 
 
 def test_a_fresh_process_gives_its_exit_code_and_leaves_nothing(capfd):
-    outcome = launch(config("run_name=x"), fresh_process=True)
+    outcome = begin(config("run_name=x"), process="fresh")
     assert (outcome.exit_code, outcome.summary, outcome.model_dir) == (7, None, None)
     assert "no_such_module" in capfd.readouterr().err
     assert os.listdir() == []
@@ -64,7 +69,7 @@ def test_a_folder_that_holds_something_is_refused_with_both_remedies():
     Path("runs/x").mkdir(parents=True)
     Path("runs/x/notes.txt").write_text("mine")
     with pytest.raises(CheckpointError) as error:
-        launch(config("run_name=x"))
+        begin(config("run_name=x"))
     assert "ppocli resume" in str(error.value)
     assert "another run_name" in str(error.value)
     assert os.listdir("runs/x") == ["notes.txt"]
@@ -73,20 +78,20 @@ def test_a_folder_that_holds_something_is_refused_with_both_remedies():
 def test_an_empty_folder_is_taken():
     Path("runs/x").mkdir(parents=True)
     with pytest.raises(RewardError):
-        launch(config("run_name=x"))
+        begin(config("run_name=x"))
 
 
-def test_runs_of_one_second_get_folders_of_their_own(monkeypatch):
-    """The names are taken before any worker starts; the workers here fail late enough."""
+def test_runs_of_one_second_get_folders_of_their_own():
+    """The names are taken before any worker starts."""
     seen: list[Path] = []
 
-    def remember(run_dir, *rest):
-        seen.append(run_dir)
-        (run_dir / "metrics.jsonl").touch()
+    def take() -> None:
+        with open_folder(Checked(chosen), None, lambda text: None) as opened:
+            seen.append(opened.run_dir)
+            (opened.run_dir / "metrics.jsonl").touch()
 
-    monkeypatch.setattr("ppocli.launching.launch._run", remember)
     chosen = config()
-    threads = [threading.Thread(target=launch, args=(chosen,)) for _ in range(4)]
+    threads = [threading.Thread(target=take) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -101,7 +106,7 @@ def test_runs_of_one_second_get_folders_of_their_own(monkeypatch):
 def test_places_that_cannot_be_written(words):
     Path("file").write_text("x")
     with pytest.raises(DiskError) as error:
-        launch(config(*words))
+        begin(config(*words))
     assert error.value.exit_code == 6
     assert sorted(os.listdir()) == ["file"]
 
@@ -109,7 +114,7 @@ def test_places_that_cannot_be_written(words):
 @pytest.mark.parametrize("name", ["with space", "ümläut-日本", "a'b", "[x] (1), #2"])
 def test_odd_names_are_fine(name):
     with pytest.raises(RewardError):
-        launch(config(f"output_dir={name}" if "," not in name else f"output_dir='\"{name}\"'"))
+        begin(config(f"output_dir={name}" if "," not in name else f"output_dir='\"{name}\"'"))
 
 
 def test_resume_lists_all_refused_changes():
@@ -118,7 +123,7 @@ def test_resume_lists_all_refused_changes():
     changed = replace(read_config(run / "config.yaml"), seed=5)
     changed = replace(changed, model=replace(changed.model, path="gpt2"))
     with pytest.raises(CheckpointError) as error:
-        launch(changed, resume_from=run)
+        begin(changed, run)
     assert "seed: 0 -> 5" in str(error.value)
     assert "model.path: builtin:reviews -> gpt2" in str(error.value)
     assert (run / "config.yaml").read_bytes() == before
@@ -131,7 +136,7 @@ def test_resume_takes_and_lists_other_changes():
     changed.ppo.optimizer.lr = 1e-6
     said: list[str] = []
     with pytest.raises(RewardError):
-        launch(changed, resume_from=run, say=said.append)
+        begin(changed, run, say=said.append)
     assert len(said) == 3
     assert "loading builtin:reviews" in said[2]
     assert said[0].startswith("changed on resume: ppo.total_episodes: ")
@@ -145,23 +150,23 @@ def test_resume_takes_and_lists_other_changes():
 def test_auto_starts_afresh_or_goes_on():
     said: list[str] = []
     with pytest.raises(RewardError):
-        launch(config("resume=auto", "run_name=r"), say=said.append)
+        begin(config("resume=auto", "run_name=r"), say=said.append)
     assert said == [f"resume=auto: there is no run in {Path('runs/r').absolute()} yet, "
                     "starting afresh", f"{Path('runs/r').absolute()}: loading builtin:reviews"]
     run_folder("r")
     with pytest.raises(CheckpointError) as error:
-        launch(config("resume=auto", "run_name=r", "seed=8"))
+        begin(config("resume=auto", "run_name=r", "seed=8"))
     assert "seed: 0 -> 8" in str(error.value)
 
 
-def test_a_moved_run_is_resumed_where_it_is(monkeypatch):
+def test_a_moved_run_is_resumed_where_it_is():
     run = run_folder("r")
     moved = run.rename("elsewhere")
-    handed_on = []
-    monkeypatch.setattr("ppocli.launching.launch._run", lambda run_dir, *_: handed_on.append(
-        read_config(next_config(run_dir))))
-    launch(read_config(moved / "config.yaml"), resume_from=moved)
-    assert (handed_on[0].run_name, handed_on[0].output_dir) == ("elsewhere", str(Path.cwd()))
+    asked = Checked(read_config(moved / "config.yaml"), moved)
+    with open_folder(asked, None, lambda text: None) as opened:
+        found = read_config(opened.run_dir / "config.next.yaml")
+    assert (found.run_name, found.output_dir) == ("elsewhere", str(Path.cwd()))
+    assert opened.config == found
 
 
 def test_the_config_of_a_running_run_is_not_changed():
@@ -169,7 +174,7 @@ def test_the_config_of_a_running_run_is_not_changed():
     changed = read_config(run / "config.yaml")
     changed.ppo.total_episodes = 9
     with lock(run), pytest.raises(CheckpointError) as error:
-        launch(changed, resume_from=run)
+        begin(changed, run)
     assert str(os.getpid()) in str(error.value)
     assert read_config(run / "config.yaml").ppo.total_episodes != 9
 
@@ -181,10 +186,11 @@ def test_python_objects_are_noted_and_asked_for_again():
     noted.prompts.path = PYTHON_OBJECT
     write_config(noted, run / "config.yaml")
     with pytest.raises(CheckpointError) as error:
-        launch(noted, resume_from=run)
+        begin(noted, run)
     assert "reward_fn, prompts" in str(error.value)
-    with pytest.raises(ValueError, match="fresh process"):
-        launch(noted, fresh_process=True, objects=PythonObjects(prompts=["a"]))
+    objects = PythonObjects(reward_fn=len, prompts=["a"])
+    with pytest.raises(ConfigError, match="Python objects can't be handed to several processes"):
+        begin(noted, run, process="fresh", objects=objects)
 
 
 def test_a_signal_reaches_the_child_once_and_its_exit_code_comes_back(tmp_path):

@@ -173,6 +173,7 @@ def test_a_pruned_run_still_loads_and_says_why_it_cannot_go_on(runs, command):
 
 
 def test_resume_auto_does_not_start_a_pruned_run_afresh(runs):
+    from ppocli.config.compose import Checked
     from ppocli.config.resolved import read_config
     from ppocli.errors import CheckpointError
     from ppocli.launching.launch import launch
@@ -182,7 +183,7 @@ def test_resume_auto_does_not_start_a_pruned_run_afresh(runs):
     config = replace(read_config(runs / "done/config.yaml"), resume="auto")
     config.ppo.num_steps = 9
     with pytest.raises(CheckpointError, match="were deleted by ppocli runs prune"):
-        launch(config)
+        launch(Checked(config))
     assert (runs / "done/metrics.jsonl").read_bytes() == metrics
 
 
@@ -218,17 +219,20 @@ def test_a_run_that_began_again_after_the_plan_is_left_alone(runs):
     assert (runs / "failed").exists()
 
 
-@pytest.mark.parametrize("fresh_process", [False, True])
-def test_a_run_that_is_being_resumed_is_kept(runs, fresh_process):
+@pytest.mark.parametrize("process", ["shared", "fresh"])
+def test_a_run_that_is_being_resumed_is_kept(runs, process):
     """From the first word about loading on, before the libraries are there."""
+    from ppocli.config.compose import Checked
     from ppocli.config.resolved import read_config
     from ppocli.errors import CheckpointError
     from ppocli.launching.launch import launch
+    from ppocli.launching.processes import Caller
 
     plan = {removal.run.name: removal for removal in plan_pruning(runs, checkpoints=True,
                                                                   failed=False)}
     config = read_config(runs / "done/config.yaml")
     config.ppo.num_steps = 5
+    checked = Checked(config, runs / "done")
     tried = []
 
     def disturb(text: str) -> None:
@@ -238,10 +242,10 @@ def test_a_run_that_is_being_resumed_is_kept(runs, fresh_process):
         with pytest.raises(CheckpointError, match="is in use by process"):
             carry_out(plan["done"])
         with pytest.raises(CheckpointError, match="is in use by process"):
-            launch(config, resume_from=runs / "done", say=lambda text: None)
+            launch(checked, Caller(say=lambda text: None))
         assert (runs / "done/config.next.yaml").is_file()
 
-    ended = launch(config, resume_from=runs / "done", say=disturb, fresh_process=fresh_process)
+    ended = launch(checked, Caller(process, say=disturb))
     assert (ended.exit_code, tried) == (0, [0])
     assert not (runs / "sweep-1/0/checkpoints/step-000004").exists()
     steps = sorted(path.name for path in (runs / "done/checkpoints").glob("step-*"))

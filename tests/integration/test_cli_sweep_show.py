@@ -190,8 +190,8 @@ def test_the_same_words_keep_a_finished_job_of_the_same_settings_only(sweep, ref
 
     started = []
 
-    def refuse(config, **options):
-        started.append(config)
+    def refuse(checked, caller):
+        started.append(checked.config)
         raise CheckpointError("no")
 
     monkeypatch.setattr(module, "launch", refuse)

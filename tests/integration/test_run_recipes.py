@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from helpers import checked
 
-from ppocli.config.compose import compose
 from ppocli.config.paths import recipe_files
 from ppocli.rewards.scoring import check_reward_config
 
@@ -12,17 +12,14 @@ from ppocli.rewards.scoring import check_reward_config
 @pytest.mark.parametrize("name", list(recipe_files()))
 def test_a_recipe_composes_and_its_reward_resolves(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    composition = compose([f"+recipe={name}"])
-    assert composition is not None
-    assert check_reward_config(composition.config.reward) == []  # no user code
+    assert check_reward_config(checked(f"+recipe={name}").config.reward) == []  # no user code
 
 
 def test_a_missing_reward_would_be_noticed(tmp_path, monkeypatch):
     from ppocli.errors import RewardError
 
     monkeypatch.chdir(tmp_path)
-    composition = compose(["+recipe=quickstart"])
-    assert composition is not None
-    composition.config.reward.fn = "sentimnt"
+    config = checked("+recipe=quickstart").config
+    config.reward.fn = "sentimnt"
     with pytest.raises(RewardError):
-        check_reward_config(composition.config.reward)
+        check_reward_config(config.reward)

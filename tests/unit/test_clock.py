@@ -12,7 +12,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import environment, jsonl
+from helpers import checked, environment, jsonl
 from runs import make_world, words
 
 from ppocli.train.clock import Moment, PhaseClock, in_words, profile
@@ -135,12 +135,11 @@ def _stopping(limit: int):
 
 def test_the_phases_of_a_run_add_up_to_its_wall_time_also_when_stopped_and_resumed(
         tmp_path, monkeypatch):
-    from ppocli.config.compose import compose
-    from ppocli.config.resolved import with_absolute_paths
     from ppocli.errors import StoppedError
-    from ppocli.launching.launch import noting_objects, open_folder
+    from ppocli.launching.child_process import Start
+    from ppocli.launching.opened_folder import open_folder
     from ppocli.launching.worker import run_worker
-    from ppocli.tasks.ppo.session import PythonObjects
+    from ppocli.train.task import PythonObjects
 
     world = make_world(tmp_path / "world")
     monkeypatch.chdir(world)
@@ -148,16 +147,14 @@ def test_the_phases_of_a_run_add_up_to_its_wall_time_also_when_stopped_and_resum
     def seconds(*more: str, stop_at: int = 0) -> float:
         """From the start of a run in this process until its summary was written."""
         given = [w for w in words(*more) if not w.startswith("reward.fn=")]
-        composition = compose(given, handed_in=frozenset({"reward.fn"}))
         objects = PythonObjects(reward_fn=_stopping(stop_at))
-        config = noting_objects(with_absolute_paths(composition.config, world), objects)
-        with open_folder(config, objects=objects, resume_from=composition.resume_from
-                         ) as (run_dir, resume):
+        with open_folder(checked(*given, handed_in=frozenset({"reward.fn"})), objects,
+                         lambda text: None) as opened:
             began = time.time()
             with pytest.raises(StoppedError) if stop_at else nullcontext():
-                run_worker(run_dir, objects=objects, resume=resume, display="quiet",
-                           reserved_by=os.getpid() if resume else None)
-        return (run_dir / "summary.json").stat().st_mtime - began
+                run_worker(Start(opened.run_dir, opened.resume, "quiet", opened.reserved_by),
+                           objects=objects)
+        return (opened.run_dir / "summary.json").stat().st_mtime - began
 
     def told() -> dict:
         return json.loads((world / "runs/r/summary.json").read_text())

@@ -6,19 +6,17 @@ import shlex
 from dataclasses import replace
 
 import pytest
+from helpers import checked
 
 from ppocli.config.as_words import training_command, words_for
-from ppocli.config.changes import config_differences
-from ppocli.config.compose import compose
 from ppocli.config.paths import recipe_files
+from ppocli.config.resolved import config_differences
 
 BASE = ["model.path=builtin:reviews", "prompts.path=builtin:reviews-prompts", "ppo.num_steps=2"]
 
 
 def composed(words):
-    composition = compose(words)
-    assert composition is not None
-    return composition.config
+    return checked(*words).config
 
 
 @pytest.mark.parametrize("recipe", sorted(recipe_files()))

@@ -6,19 +6,22 @@ from dataclasses import asdict, replace
 
 import pytest
 import yaml
+from helpers import checked
 
-from ppocli.config.changes import classify_change, config_differences
-from ppocli.config.compose import compose
 from ppocli.config.keys import schema_keys
-from ppocli.config.resolved import read_config, with_absolute_paths, write_config
+from ppocli.config.resolved import (
+    classify_change,
+    config_differences,
+    read_config,
+    with_absolute_paths,
+)
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError
+from ppocli.storage.run_folder import write_config
 
 
 def composed(*words: str) -> TrainConfig:
-    composition = compose(["+recipe=quickstart", *words])
-    assert composition is not None
-    return composition.config
+    return checked("+recipe=quickstart", *words).config
 
 
 def test_what_is_written_is_read_back_equal(tmp_path):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from helpers import checked
 
-from ppocli.config.compose import compose
+from ppocli.config.compose import print_composition
 from ppocli.config.keys import schema_keys
 from ppocli.config.secrets import looks_secret
+from ppocli.config.words import read_words
 from ppocli.errors import ConfigError
 
 SECRET = "xyzzy-do-not-show-me"
@@ -19,7 +21,7 @@ SECRET = "xyzzy-do-not-show-me"
 @pytest.mark.parametrize("prefix", ["", "+", "++"])
 def test_keys_named_like_secrets_are_refused_unshown(key, prefix):
     with pytest.raises(ConfigError) as error:
-        compose([f"{prefix}{key}={SECRET}"])
+        checked(f"{prefix}{key}={SECRET}")
     assert "looks like a secret" in str(error.value)
     assert key in str(error.value)
     assert SECRET not in str(error.value)
@@ -31,14 +33,15 @@ def test_keys_named_like_secrets_are_refused_unshown(key, prefix):
 def test_environment_variables_are_not_read(word, monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", SECRET)
     with pytest.raises(ConfigError) as error:
-        compose(["+recipe=quickstart", word, "--cfg", "job", "--resolve"])
+        print_composition(read_words(
+            ["+recipe=quickstart", word, "--cfg", "job", "--resolve"]))
     assert SECRET not in str(error.value) + capsys.readouterr().out
 
 
 def test_a_token_as_a_value_is_refused():
     token = "hf_" + "a1" * 16
     with pytest.raises(ConfigError) as error:
-        compose(["+recipe=quickstart", f"model.path={token}"])
+        checked("+recipe=quickstart", f"model.path={token}")
     assert token not in str(error.value)
 
 
@@ -52,7 +55,7 @@ def test_files_are_read_for_secrets_too(text, tmp_path, monkeypatch, capsys):
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "mine.yaml").write_text(text.format(SECRET))
     with pytest.raises(ConfigError) as error:
-        compose(["+recipe=mine", "--cfg", "job", "--resolve"])
+        print_composition(read_words(["+recipe=mine", "--cfg", "job", "--resolve"]))
     assert "recipes/mine.yaml:" in str(error.value)
     assert SECRET not in str(error.value) + capsys.readouterr().out
 

@@ -8,9 +8,9 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
+from ppocli.config.as_words import literal, quoted, unquoted
 from ppocli.config.keys import key_for, schema_keys, schema_sections
-from ppocli.config.quoting import literal, quoted, unquoted
-from ppocli.config.words import normalised, read_words
+from ppocli.config.words import read_setting, read_words
 from ppocli.errors import ConfigError
 from ppocli.text import did_you_mean, nearest
 
@@ -20,8 +20,8 @@ from ppocli.text import did_you_mean, nearest
     "Q, {prompt}", "{prompt}", "123", "1e5", "true", "inf", "Review: {prompt}\nA:", "/a/[b]/c",
     "8e77653", "007"])
 def test_text_for_a_text_key_reaches_the_config_unchanged(text):
-    word = normalised(f"model.path={text}")
-    assert OverridesParser.create().parse_override(word).value() == text
+    word = read_setting(f"model.path={text}")
+    assert OverridesParser.create().parse_override(str(word)).value() == text
 
 
 @pytest.mark.parametrize("text", ["a'b", "\\", "\\\\'", "'", "ü", "a,b", "${x}"])
@@ -35,7 +35,7 @@ def test_quoting_is_undone_by_hydras_parser(text):
     ("reward.kwargs.n=3", "reward.kwargs.n=3"), ("ppo=null", "~ppo"),
     ("prompts.items=[a,b]", "prompts.items=[a,b]"), ("~ppo", "~ppo"), ("resume=x ü", "resume=x ü")])
 def test_other_words_are_left_or_rewritten(word, expected):
-    assert normalised(word) == expected
+    assert str(read_setting(word)) == expected
 
 
 def test_flags_between_overrides_are_put_last():
@@ -53,7 +53,7 @@ def test_sweeps_are_seen():
 def test_info_takes_its_part_only_when_it_is_one():
     assert read_words(["--info", "searchpath"]).flag("--info") == "searchpath"
     read = read_words(["--info", "seed=1"])
-    assert (read.flag("--info"), read.overrides) == ("", ("seed=1",))
+    assert (read.flag("--info"), read.overrides) == ("", ["seed=1"])
 
 
 def test_config_dirs_come_from_the_flag_then_the_environment(tmp_path):
@@ -73,6 +73,7 @@ def test_config_dirs_come_from_the_flag_then_the_environment(tmp_path):
     (["--cfg", "job", "-m"], "--cfg and --multirun exclude each other"),
     (["--resolve"], "--resolve belongs to --cfg"),
     (["-p", "ppo"], "--package belongs to --cfg"),
+    (["--cfg", "deepspeed", "--resolve"], "--resolve belongs to --cfg"),
     (["-m=3"], "--multirun takes no value"),
     (["--config-dir", "nowhere"], "config folder nowhere does not exist"),
 ])

@@ -14,7 +14,7 @@ from ppocli.cli.output import code_of
 from ppocli.cli.report import report
 from ppocli.cli.schema import json_schema
 from ppocli.cli.train import run_words
-from ppocli.config.layers import Entry, check_entries
+from ppocli.config.layers import Entry, merge_entries
 from ppocli.config.problems import find_problems
 from ppocli.config.resolved import typed
 from ppocli.config.schema import TrainConfig
@@ -148,13 +148,13 @@ def test_the_values_of_a_sweep():
     ("generation.length_sampler", [0, 4], "0 must be >= 1"),
     ("generation.length_sampler", [4, 33], "must lie between min_new_tokens 0 and max_new_tokens")])
 def test_wrong_values_are_told_with_their_key(key, value, said):
-    checked = check_entries([Entry(key, value, "test")])
+    checked = merge_entries([Entry(key, value, "test")])
     found = [*checked.problems, *find_problems(typed(checked.node), checked.sources)]
     assert [p for p in found if key in p.key and said in p.text], [str(p) for p in found]
 
 
 def test_two_lists_are_one_too_many():
-    checked = check_entries([Entry("generation.eval.top_k", [0, 5], "test"),
+    checked = merge_entries([Entry("generation.eval.top_k", [0, 5], "test"),
                              Entry("generation.eval.top_p", [1, 0.5], "test")])
     found = find_problems(typed(checked.node), checked.sources)
     assert [p for p in found if p.key == "generation.eval.top_k, generation.eval.top_p"
@@ -162,7 +162,7 @@ def test_two_lists_are_one_too_many():
 
 
 def test_numbers_become_those_of_the_key():
-    checked = check_entries([Entry("generation.eval.temperature", [1, "0.5"], "test"),
+    checked = merge_entries([Entry("generation.eval.temperature", [1, "0.5"], "test"),
                              Entry("generation.eval.top_k", "7", "test")])
     cfg = typed(checked.node).generation.eval
     assert (cfg.temperature, cfg.top_k) == ([1.0, 0.5], 7)

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from ppocli.config.compose import Checked
 from ppocli.config.schema import HardwareConfig, TrainConfig
 from ppocli.errors import ConfigError
 from ppocli.launching.adopted_ranks import placed
@@ -93,8 +94,10 @@ def test_an_environment_that_makes_no_sense_is_refused(environ, text):
 
 def hardware(environ, *, given=(), more=None, **keys) -> HardwareConfig:
     config = replace(TrainConfig(), hardware=HardwareConfig(**keys))
-    return placed(config, find_launch(environ), frozenset(f"hardware.{name}" for name in given),
-                  more or {}).hardware
+    sources = dict.fromkeys((f"hardware.{name}" for name in keys), "conf/hardware/ddp.yaml:2")
+    sources |= dict.fromkeys((f"hardware.{name}" for name in given), "command line")
+    checked = Checked(config, sources=sources)
+    return placed(checked, find_launch(environ), more or {}).config.hardware
 
 
 def test_the_launcher_says_how_many():

@@ -60,11 +60,11 @@ def other_reason() -> None:
     raise RuntimeError("another reason")
 
 
-def test_a_pass_of_all_ranks_names_the_word_to_start_again_with(tmp_path):
+def test_a_pass_of_all_ranks_names_the_setting_to_start_again_with(tmp_path):
     with session_of(small_config(tmp_path)) as session:
         with pytest.raises(OutOfMemoryError, match="with 5 rows a pass") as short:
             session.passes.once("optimize", 5, 7, lambda: take(PIB))
-        assert (short.value.alone, short.value.word) == (True, "ppo.micro_batch_size=2")
+        assert (short.value.alone, short.value.retry) == (True, {"ppo.micro_batch_size": 2})
         with pytest.raises(OutOfMemoryError, match="with 1 row a pass, and a pass can't") as floor:
             session.passes.once("optimize", 1, 7, lambda: take(PIB))
-        assert (floor.value.alone, floor.value.word) == (True, None)
+        assert (floor.value.alone, floor.value.retry) == (True, {})

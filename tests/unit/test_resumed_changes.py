@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ppocli.config.resolved import NEXT_CONFIG_FILE, read_config, write_config
+from ppocli.config.resolved import NEXT_CONFIG_FILE, read_config
 from ppocli.config.schema import TrainConfig
 from ppocli.runs.record import Change, accept_settings, read_changes
+from ppocli.storage.run_folder import write_config
 
 
 @pytest.fixture

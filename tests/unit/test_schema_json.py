@@ -12,7 +12,7 @@ from omegaconf import MISSING, OmegaConf
 from ppocli.cli.output import code_of
 from ppocli.cli.schema import json_schema, print_schema
 from ppocli.config.keys import schema_keys, schema_sections
-from ppocli.config.layers import Entry, check_entries
+from ppocli.config.layers import Entry, merge_entries
 from ppocli.config.paths import shipped
 from ppocli.config.problems import range_problems
 from ppocli.config.resolved import typed
@@ -60,7 +60,7 @@ def _follows(word: str, value: Any, schema: dict[str, Any], whole: dict[str, Any
 
 def accepted(value: Any, names: list[str]) -> set[str]:
     """The keys at which ppocli takes the value, each by itself."""
-    checked = check_entries([Entry(name, value, "test") for name in names])
+    checked = merge_entries([Entry(name, value, "test") for name in names])
     refused = {problem.key for problem in checked.problems}
     refused |= {p.key for p in range_problems(typed(checked.node), checked.sources)}
     return set(names) - refused

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from ppocli.config.adapters import adapter_kind
-from ppocli.config.algorithm import estimator_of, kl_estimator
+from ppocli.config.algorithm import estimator_of, kl_estimator, reference_sharded
 from ppocli.config.schema import TrainConfig, reference_kind
-from ppocli.config.sharding import reference_sharded
 from ppocli.errors import ConfigError, InputError
 from ppocli.models.fast.gemm import route_linears
 from ppocli.models.layer_stack import whole_shape

@@ -8,13 +8,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from ppocli.config.algorithm import decoding_scores, kl_estimator, kl_in
+from ppocli.config.algorithm import (
+    decoding_scores,
+    kl_estimator,
+    kl_in,
+    reference_sharded,
+)
 from ppocli.config.keys import several
 from ppocli.config.schema import (
     GenerationConfig,
     TrainConfig,
 )
-from ppocli.config.sharding import reference_sharded
 from ppocli.data.batch import PromptBatch, prompt_indices
 from ppocli.data.prompt_set import PromptSet, load_eval_prompts, load_prompts
 from ppocli.data.spec import evaluation_spec

@@ -1,0 +1,198 @@
+"""Hydra at work in this process: where it looks, its loader, and its own main function.
+
+Hydra names a config group after its folder, so the top-level ``recipes/`` would be ``+recipes=``.
+A source that lists the files of a folder as the options of one group gives ``+recipe=``; another
+one makes the ``config.yaml`` of a resumed run loadable as ``+run=config``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+
+import hydra
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import DictConfig, OmegaConf
+
+from ppocli.config.hydra_errors import as_config_errors
+from ppocli.config.paths import shipped
+from ppocli.config.words import COMMAND_LINE, Words
+from ppocli.errors import ConfigError
+
+SCHEMA = "ppocli_schema"
+"""the schema's name in the defaults list"""
+
+# Hydra builds its plugins without arguments; these two carry what one composition looks at.
+_config_dirs: ContextVar[tuple[Path, ...]] = ContextVar("ppocli_config_dirs", default=())
+_resumed_run: ContextVar[Path | None] = ContextVar("ppocli_resumed_run", default=None)
+
+
+class RecipeSource(ConfigSource):
+    """The YAML files of one folder as the options of the group ``recipe``."""
+
+    group = "recipe"
+
+    @staticmethod
+    def scheme() -> str:
+        return "recipes"
+
+    def _names(self) -> list[str]:
+        return sorted(file.stem for file in Path(self.path).glob("*.yaml"))
+
+    def _name(self, config_path: str) -> str | None:
+        group, _, name = config_path.rpartition("/")
+        return name.removesuffix(".yaml") if group == self.group else None
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        file = Path(self.path) / f"{self._name(config_path)}.yaml"
+        if not file.is_file():
+            raise ConfigLoadError(f"Config not found : {file}")
+        with file.open(encoding="utf-8") as stream:
+            config = OmegaConf.load(stream)
+        return ConfigResult(config=config, path=f"{self.scheme()}://{self.path}",
+                            provider=self.provider, header={"package": "_global_"})
+
+    def available(self) -> bool:
+        return Path(self.path).is_dir()
+
+    def is_group(self, config_path: str) -> bool:
+        return config_path in ("", self.group)
+
+    def is_config(self, config_path: str) -> bool:
+        return self._name(config_path) in self._names()
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        if config_path == "":
+            return [] if results_filter == ObjectType.CONFIG else [self.group]
+        if config_path == self.group and results_filter != ObjectType.GROUP:
+            return self._names()
+        return []
+
+
+class RunSource(RecipeSource):
+    """The ``config.yaml`` of the run that is resumed, as ``+run=config``."""
+
+    group = "run"
+
+    @staticmethod
+    def scheme() -> str:
+        return "run"
+
+    def _names(self) -> list[str]:
+        return ["config"] if (Path(self.path) / "config.yaml").is_file() else []
+
+
+class PpocliSearchPath(SearchPathPlugin):
+    """Puts the recipe folders, ``PPOCLI_CONFIG_DIR`` and ``--config-dir`` on the search path."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        run = _resumed_run.get()
+        if run is not None:
+            search_path.append("resumed-run", f"run://{run}")
+        main = SearchPathQuery(provider="main")
+        for folder in _config_dirs.get():
+            # before conf/, so that a user's group option wins over a shipped one of that name
+            search_path.prepend("config-dir", f"file://{folder}", main)
+            search_path.append("config-dir", f"recipes://{folder}")
+            if (folder / "recipes").is_dir():
+                search_path.append("config-dir", f"recipes://{folder / 'recipes'}")
+        own = Path.cwd() / "recipes"
+        if own.is_dir():
+            search_path.append("current-folder", f"recipes://{own}")
+        search_path.append("ppocli", f"recipes://{shipped('recipes')}")
+
+
+@contextmanager
+def hydra_for(words: Words, schema: DictConfig, resumed_run: Path | None = None) -> Iterator[None]:
+    """Let compositions inside the block see the schema, the words' config folders and the
+    ``config.yaml`` of ``resumed_run``; what goes wrong in them is raised as ConfigError."""
+    dirs, run = _config_dirs.set(words.config_dirs), _resumed_run.set(resumed_run)
+    try:
+        with as_config_errors():
+            for plugin in (RecipeSource, RunSource, PpocliSearchPath):
+                Plugins.instance().register(plugin)  # once more does no harm
+            ConfigStore.instance().store(name=SCHEMA, node=schema, provider="ppocli")
+            yield
+    finally:
+        _config_dirs.reset(dirs)
+        _resumed_run.reset(run)
+
+
+@contextmanager
+def config_loader(words: Words) -> Iterator[ConfigLoader]:
+    """Hydra's loader of config files, to be used inside :func:`hydra_for`."""
+    # a job of a sweep runs inside Hydra, which allows one instance at a time
+    outer = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with hydra.initialize_config_dir(_config_path(words), version_base="1.3"):
+            yield GlobalHydra.instance().config_loader()
+    finally:
+        GlobalHydra.instance().clear()
+        if outer is not None:
+            GlobalHydra.instance().initialize(outer)
+
+
+def config_name(words: Words) -> str:
+    """The primary config."""
+    return words.flag("--config-name") or "train"
+
+
+def run_hydra(words: Words, job: Callable[[DictConfig], object] = lambda config: None) -> None:
+    """Let Hydra do what the words say: print something, or call ``job`` for each job of a sweep.
+
+    Raises:
+        ConfigError: Hydra refused the words, and has said why.
+    """
+    def task(config: DictConfig) -> object:
+        return job(config)
+
+    with _process_state(["ppocli train", *words.argv()]):
+        try:
+            hydra.main(version_base="1.3", config_path=_config_path(words),
+                       config_name=config_name(words))(task)()
+        except SystemExit as leaving:
+            if leaving.code not in (0, None):
+                raise ConfigError("Hydra refused the command line (see above)",
+                                  where=COMMAND_LINE) from leaving
+
+
+def _config_path(words: Words) -> str:
+    given = words.flag("--config-path")
+    folder = Path(given).expanduser().absolute() if given else shipped("conf")
+    if not folder.is_dir():
+        raise ConfigError(f"config folder {given} does not exist", where="--config-path",
+                          fix="to add a folder to the shipped ones use --config-dir")
+    return str(folder)
+
+
+@contextmanager
+def _process_state(argv: list[str]) -> Iterator[None]:
+    """Hydra reads ``sys.argv``, hands on exceptions only under ``HYDRA_FULL_ERROR``, and under
+    ``--info`` logs to the terminal from then on."""
+    old_argv, old_full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    root = logging.getLogger()
+    old_handlers, old_level = list(root.handlers), root.level
+    sys.argv, os.environ["HYDRA_FULL_ERROR"] = argv, "1"
+    try:
+        yield
+    finally:
+        sys.argv = old_argv
+        root.handlers[:] = old_handlers
+        root.setLevel(old_level)
+        if old_full is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = old_full

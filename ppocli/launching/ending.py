@@ -1,0 +1,222 @@
+"""How a run ends: finished, stopped or failed; what is saved, written and said of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ppocli.config.secrets import safe_text
+from ppocli.display.console import closing_table
+from ppocli.errors import DivergedError, OutOfMemoryError, PpocliError, StoppedError
+from ppocli.parallel.launchers import my_rank
+from ppocli.parallel.rank_outcomes import OUTCOMES, read_phase
+from ppocli.parallel.stop import StopRequested
+from ppocli.storage.publishing import publish_folder
+from ppocli.storage.run_folder import write_summary
+from ppocli.storage.run_logs import read_jsonl
+from ppocli.train.clock import in_words, of_training, profile
+from ppocli.train.loop import Run, save
+
+log = logging.getLogger("ppocli")
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What a finished run left."""
+
+    run_dir: Path
+    model_dir: Path
+    summary: dict[str, Any]
+
+
+@contextmanager
+def ending_well(run: Run) -> Iterator[None]:
+    """On a stop or an error inside the block, save what is sound and tell where the run stands.
+
+    Raises:
+        PpocliError: what ended the run, with where it stands and how to go on.
+    """
+    import torch
+
+    try:
+        yield
+    except StopRequested as stop:
+        where, resumable = _save_what_is_sound(run)
+        write_summary_of(run, "stopped")
+        raise StoppedError(
+            f"stopped by {stop} at step {run.state.step} of {run.task.total_steps()}; {where}",
+            signal_number=stop.signal_number,
+            fix=f"resume with: ppocli resume {run.folder.path}" if resumable else
+            "start again; checkpoint.every_steps=1 or checkpoint.every_minutes=5 saves more often"
+        ) from None
+    except torch.OutOfMemoryError as error:  # not in a pass, which is made anew with fewer rows
+        # of several ranks this one alone is here: it can't save, which takes all of them
+        single = run.task.backend.ranks.world == 1
+        where, _ = _save_what_is_sound(run) if single else _last_checkpoint(run)
+        write_summary_of(run, "failed", error=str(error))
+        raise OutOfMemoryError(
+            f"{_place(run, f'Out of memory in step {run.state.step + 1}', 'out of memory')}; "
+            f"{where}", where="ppo.micro_batch_size, ppo.chunk_size, reward.fn",
+            fix="set ppo.micro_batch_size (the gradient stays the same) or ppo.chunk_size lower, "
+                f"then: ppocli resume {run.folder.path} ppo.micro_batch_size=N") from error
+    except PpocliError as error:
+        if isinstance(error, OutOfMemoryError) and error.alone:
+            raise _shortage(run, error) from error
+        where, _ = _last_checkpoint(run) if isinstance(error, DivergedError) \
+            else _save_what_is_sound(run)
+        write_summary_of(run, "failed", error=str(error))
+        told = error.reworded(what=f"{error.what} ({where})")
+        log.error(told.what, extra={"ends_run": True})
+        raise told from error
+    except BaseException:
+        write_summary_of(run, "failed", error="unexpected error")
+        raise
+
+
+def _shortage(run: Run, error: OutOfMemoryError) -> OutOfMemoryError:
+    """The error of a rank whose pass was too much, with where the run stands and what to do. It
+    can't save, which takes all of them."""
+    where, resumable = _last_checkpoint(run)
+    what = f"{_where(run)}: {error.what}"
+    write_summary_of(run, "failed", error=what)
+    fix = error.fix
+    if error.retry:
+        words = " ".join(f"{key}={value}" for key, value in error.retry.items())
+        fix = (f"ppocli resume {run.folder.path} {words}" if resumable else
+               f"the same command with {words} run_name={run.folder.path.name} "
+               "resume=auto") + " (the result stays the same)"
+    return error.reworded(what=f"{_place(run, what, error.what)}; {where}", fix=fix)
+
+
+def _place(run: Run, single: str, of_several: str) -> str:
+    """What happened, with rank and phase where there are several."""
+    if run.task.backend.ranks.world == 1:
+        return single
+    return f"rank {my_rank()}, {_where(run)}: {of_several}"
+
+
+def _where(run: Run) -> str:
+    return my_phase() or f"step {run.state.step + 1}"
+
+
+def my_phase() -> str:
+    """Where this process is in its run; empty if nobody here has started it, who would keep a file
+    of its phases."""
+    return read_phase(Path(os.environ.get(OUTCOMES, "")), my_rank())
+
+
+def _last_checkpoint(run: Run) -> tuple[str, bool]:
+    """Words about the newest checkpoint, and whether there is one."""
+    from ppocli.storage.checkpoints import find_latest
+
+    run.saving.settle()
+    found = find_latest(run.folder.checkpoints, run_id=run.run_id, verify="size").found
+    if found is None:
+        return "no checkpoint was saved yet", False
+    return f"last healthy: step {found.step} in {found.path}", True
+
+
+def _save_what_is_sound(run: Run) -> tuple[str, bool]:
+    """Save the committed state if the weights belong to it.
+
+    Returns:
+        words about what is on the disk, and whether the run can be resumed from it.
+    """
+    run.clock.mark("other")  # what is left of the phase that was broken off
+    run.saving.settle()
+    if not run.intact:
+        return _last_checkpoint(run)
+    try:
+        with run.stop.defer():
+            save(run)
+        run.clock.mark("saving")
+    except PpocliError as error:
+        log.error("%s", error)
+        return _last_checkpoint(run)
+    return f"saved step {run.state.step}", True
+
+
+def _summary(run: Run, status: str) -> dict[str, Any]:
+    run.clock.mark("between")
+    run.state = state = run.state.book(run.clock.take())
+    speed = {name: state.tokens[name] / max(seconds, 1e-9)
+             for name, seconds in state.seconds.items() if state.tokens.get(name)}
+    best = None
+    if state.best is not None:
+        path = run.folder.checkpoints / f"step-{state.best.step:06d}"
+        best = {"step": state.best.step, "metric": state.best.metric,
+                "name": run.task.cfg.checkpoint.metric,
+                "path": str(path) if path.is_dir() else None}
+    after = state.eval_last if state.eval_step == state.step and state.step > 0 else None
+    return {
+        "status": status, "run_id": run.run_id, "steps": state.step, "episodes": state.episodes,
+        "updates": state.updates, "eval_before": state.eval_before, "eval_after": after,
+        "best": best, **run.task.summary(state), "seconds": of_training(state.seconds),
+        "tokens_per_second": speed,
+        "profile": profile(state.seconds, state.cpu_seconds, state.tokens),
+        "peak_memory_mib": run.task.backend.peak_memory_mib(), "versions": run.versions,
+    }
+
+
+def write_summary_of(run: Run, status: str, error: str | None = None) -> dict[str, Any]:
+    """Write and return ``summary.json``; a disk that refuses is only reported."""
+    summary = _summary(run, status)
+    if error is not None:
+        summary["error"] = safe_text(error)
+    if not run.task.backend.ranks.first:
+        return summary
+    try:
+        write_summary(run.folder, summary)
+    except PpocliError as disk:
+        log.error("%s", disk)
+    return summary
+
+
+def publish(run: Run) -> RunResult:
+    """Write ``model/`` and the summary of a finished run, and show what came out."""
+    from ppocli.export.card import write_card
+    from ppocli.train.checkpoint_io import whole_model
+
+    summary = _summary(run, "finished")
+
+    def write(folder: Path) -> None:
+        run.task.saved.write(folder, weights)
+        write_card(folder, run.task.cfg, summary)
+
+    def publish() -> None:
+        publish_folder(write, run.folder.model)
+        run.clock.mark("saving")
+        summary.update(_summary(run, "finished"))  # with the time that writing took
+        write_summary(run.folder, summary)
+
+    backend = run.task.backend
+    with run.stop.defer(), whole_model(run.task) as weights:
+        backend.ranks.first_does(publish)
+    if backend.ranks.first:
+        _show(run)
+    return RunResult(run.folder.path, run.folder.model, summary)
+
+
+def _show(run: Run) -> None:
+    """The closing table: figures and samples before and after, and where things are."""
+    rows: dict[int, list[dict[str, Any]]] = {0: [], run.state.step: []}
+    for row in read_jsonl(run.folder.samples):
+        if row.get("kind") == "eval" and row.get("step") in rows:
+            rows[row["step"]].append(row)
+    after = rows[run.state.step]
+    before: list[Any] = rows[0] if len(rows[0]) == len(after) else [None] * len(after)
+    chosen = list(zip(before, after, strict=True))[:4]
+    if run.state.eval_last is not None:
+        run.display.table(closing_table(run.state.eval_before, run.state.eval_last, chosen))
+    log.info("time         %s", in_words(run.state.seconds, run.state.cpu_seconds))
+    log.info("run folder   %s", run.folder.path)
+    log.info("metrics      %s", run.folder.metrics)
+    log.info("checkpoints  %s", run.folder.checkpoints)
+    more = "total_episodes" if run.task.cfg.ppo.total_episodes else "num_steps"
+    log.info("go on        ppocli resume %s ppo.%s=N", run.folder.path, more)
+    log.info("model        %s", run.folder.model)

@@ -1,0 +1,249 @@
+"""A checked configuration to a run folder that holds it: a new one, or one that is gone on with.
+
+The only place that decides where a run lies.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ppocli.config.deepspeed import deepspeed_config
+from ppocli.config.problems import shown
+from ppocli.config.resolved import (
+    CONFIG_FILE,
+    NEXT_CONFIG_FILE,
+    PYTHON_OBJECT,
+    classify_change,
+    config_differences,
+    read_config,
+    with_absolute_paths,
+)
+from ppocli.config.schema import TrainConfig
+from ppocli.errors import CheckpointError, ConfigError
+from ppocli.launching.preflight import check_inputs
+from ppocli.parallel.rank_outcomes import NODE_FAILED
+from ppocli.storage.atomic import disk_errors
+from ppocli.storage.run_folder import probe_writable, reserved, write_config
+
+if TYPE_CHECKING:
+    from ppocli.config.compose import Checked
+    from ppocli.train.task import PythonObjects
+
+# a run that left no more than these made nothing worth keeping
+_TRACES = frozenset({CONFIG_FILE, ".lock", "ppocli.log", NODE_FAILED})
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedFolder:
+    """A run folder with the configuration that the run starts or goes on with."""
+
+    run_dir: Path
+    resume: bool
+    config: TrainConfig
+
+    @property
+    def reserved_by(self) -> int | None:
+        """The process that keeps the folder of a resumed run for the one that trains: this one."""
+        return os.getpid() if self.resume else None
+
+
+@contextmanager
+def open_folder(checked: Checked, objects: PythonObjects | None, say: Callable[[str], None]
+                ) -> Iterator[OpenedFolder]:
+    """The folder of a run, with its configuration in it.
+
+    Args:
+        checked: ``output_dir``, ``run_name`` and ``resume`` decide the folder.
+        objects: Python objects in place of config keys, which are noted there.
+        say: where notes for the user go.
+
+    Raises:
+        CheckpointError: the folder is in use or holds another run, or a changed key forbids to
+            resume.
+        DiskError: the folder can't be written.
+        InputError: something that the configuration names is missing.
+    """
+    config = noting_objects(with_absolute_paths(checked.config, Path.cwd()), objects)
+    asked = checked.resume_from
+    run_dir = asked.absolute() if asked else _run_to_go_on_with(config, say)
+    opened = (_resumed(run_dir, asked is not None, config, objects, say) if run_dir is not None
+              else _made(checked.name, config, say))
+    with opened as folder:
+        # the libraries alone take seconds to load
+        say(f"{folder.run_dir}: loading {config.model.path}")
+        yield folder
+
+
+@contextmanager
+def _resumed(run_dir: Path, by_folder: bool, config: TrainConfig, objects: PythonObjects | None,
+             say: Callable[[str], None]) -> Iterator[OpenedFolder]:
+    # an explicit folder must hold a checkpoint; "auto" may have been killed before its first
+    config = replace(config, run_name=run_dir.name, output_dir=str(run_dir.parent),
+                     resume="never" if by_folder else "auto")
+    changes = changes_on_resume(run_dir, config, objects)
+    check_inputs(config)
+    check_deepspeed(config)
+    for key, line in changes:
+        say(f"changed on resume: {line}" + ("" if classify_change(key) == "harmless" else
+                                           " (from here on the run differs)"))
+    probe_writable(run_dir)
+    # loading takes seconds, in which nobody else may delete or resume what is here
+    with reserved(run_dir):
+        try:
+            write_config(config, run_dir / NEXT_CONFIG_FILE)
+            yield OpenedFolder(run_dir, True, config)
+        finally:
+            # still there only if the run did not go on: its own configuration stays as it was
+            (run_dir / NEXT_CONFIG_FILE).unlink(missing_ok=True)
+
+
+@contextmanager
+def _made(name: str, config: TrainConfig, say: Callable[[str], None]) -> Iterator[OpenedFolder]:
+    check_inputs(config)
+    check_deepspeed(config)
+    base = Path(config.output_dir)
+    new_parents = [folder for folder in (base, *base.parents) if not folder.exists()]
+    try:
+        run_dir = _fresh_folder(config, name)
+        try:
+            config = replace(config, run_name=run_dir.name, output_dir=str(run_dir.parent))
+            write_config(config, run_dir / CONFIG_FILE)
+            yield OpenedFolder(run_dir, False, config)
+        finally:
+            names = {entry.name for entry in run_dir.iterdir()} if run_dir.is_dir() else set()
+            if names <= _TRACES:  # the run ended before it made anything
+                shutil.rmtree(run_dir, ignore_errors=True)
+    finally:
+        for folder in new_parents:  # those that stayed empty, the innermost first
+            with suppress(OSError):
+                folder.rmdir()
+
+
+def check_deepspeed(config: TrainConfig) -> None:
+    """Contradictions between settings and a DeepSpeed file, told before any process starts.
+
+    Raises:
+        ConfigError: the file can't be read or says something else than a setting.
+    """
+    if config.hardware.zero_stage > 0:
+        deepspeed_config(config)
+
+
+def noting_objects(config: TrainConfig, objects: PythonObjects | None) -> TrainConfig:
+    """A copy that notes ``<python object>`` at the keys whose place a Python object takes."""
+    if objects is None:
+        return config
+    reward, prompts = config.reward, config.prompts
+    if objects.reward_fn is not None:
+        # arguments of the reward that is replaced are not for the function that replaces it
+        own = reward.fn in (None, PYTHON_OBJECT) and not reward.fns
+        reward = replace(reward, fn=PYTHON_OBJECT, fns={}, kwargs=reward.kwargs if own else {})
+    if objects.metric_fn is not None:
+        reward = replace(reward, metric_fn=PYTHON_OBJECT)
+    if objects.prompts is not None:
+        prompts = replace(prompts, path=PYTHON_OBJECT, items=None)
+    if objects.eval_prompts is not None:
+        prompts = replace(prompts, eval=replace(prompts.eval, path=PYTHON_OBJECT, items=None))
+    return replace(config, reward=reward, prompts=prompts)
+
+
+def _run_to_go_on_with(config: TrainConfig, say: Callable[[str], None]) -> Path | None:
+    """The folder that ``resume=auto`` finds, or None for a fresh run."""
+    if config.resume == "never":
+        return None
+    if config.resume != "auto" or config.run_name is None:
+        raise ConfigError(f"resume: {shown(config.resume)} must be never or auto, with run_name",
+                          fix="a run folder goes into resume_from")
+    run_dir = Path(config.output_dir) / config.run_name
+    if (run_dir / CONFIG_FILE).is_file():
+        return run_dir
+    say(f"resume=auto: there is no run in {run_dir} yet, starting afresh")
+    return None
+
+
+def _fresh_folder(config: TrainConfig, name: str) -> Path:
+    """Make the run's folder for this run alone and check that it can be written."""
+    base = Path(config.output_dir)
+    probe_writable(base)
+    if config.run_name is None:
+        with disk_errors(base):
+            run_dir = new_folder(base, f"{name}-{datetime.now():%Y%m%d-%H%M%S}")
+    else:
+        run_dir = base / config.run_name
+        with disk_errors(run_dir), suppress(FileExistsError):
+            run_dir.mkdir()
+        refuse_taken(run_dir, config)
+    probe_writable(run_dir)
+    return run_dir
+
+
+def refuse_taken(run_dir: Path, config: TrainConfig) -> None:
+    """Refuse a folder that holds something, for a new run.
+
+    Raises:
+        CheckpointError: it does.
+    """
+    if run_dir.is_dir() and any(run_dir.iterdir()):
+        raise CheckpointError(
+            f"{run_dir} exists already and isn't empty; nothing is overwritten.",
+            where=f"run_name={config.run_name}",
+            fix=f"go on with that run: ppocli resume {run_dir}; or choose another run_name")
+
+
+def new_folder(base: Path, name: str) -> Path:
+    """Make ``base/name``, or ``base/name-2``, ... if taken; two callers never share one.
+
+    Raises:
+        OSError: ``base`` can't be written.
+    """
+    base.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        folder = base / (name if number == 1 else f"{name}-{number}")
+        with suppress(FileExistsError):
+            folder.mkdir()
+            return folder
+    raise AssertionError("unreachable")
+
+
+def changes_on_resume(run_dir: Path, config: TrainConfig, objects: PythonObjects | None = None
+                      ) -> list[tuple[str, str]]:
+    """(key, ``key: before -> after``) of what ``config`` changes in a run.
+
+    Raises:
+        CheckpointError: a changed key forbids to resume, or Python objects are missing.
+    """
+    old = read_config(run_dir / CONFIG_FILE)
+    _ask_for_objects(config, objects, run_dir)
+    changes = [(key, f"{key}: {shown(before)} -> {shown(after)}")
+               for key, before, after in config_differences(old, config)]
+    refused = [line for key, line in changes if classify_change(key) == "refused"]
+    if refused:
+        raise CheckpointError(
+            "\n".join(["these settings can't change when a run is resumed:",
+                       *(f"  {line}" for line in refused)]), where=str(run_dir),
+            fix="leave them as they were, or start another run with them (another run_name)")
+    return changes
+
+
+def _ask_for_objects(config: TrainConfig, objects: PythonObjects | None, run_dir: Path) -> None:
+    given = noting_objects(TrainConfig(), objects)
+    wanted = {"reward_fn": (config.reward.fn, given.reward.fn),
+              "metric_fn": (config.reward.metric_fn, given.reward.metric_fn),
+              "prompts": (config.prompts.path, given.prompts.path),
+              "eval_prompts": (config.prompts.eval.path, given.prompts.eval.path)}
+    missing = [name for name, (noted, now) in wanted.items()
+               if noted == PYTHON_OBJECT and now != PYTHON_OBJECT]
+    if missing:
+        raise CheckpointError(
+            f"this run was started from Python with {', '.join(missing)}, which can't be read "
+            "from its folder", where=str(run_dir),
+            fix="resume it from Python: ppocli.train([\"resume=" + str(run_dir) + "\"], "
+                + ", ".join(f"{name}=..." for name in missing) + ")")
