@@ -22,7 +22,7 @@ from ppocli.cli.generate import (
 from ppocli.cli.output import complain, say
 from ppocli.cli.sheet import printable
 from ppocli.cli.working import working
-from ppocli.display.console import clean, figure
+from ppocli.display.figures import clean, figure
 from ppocli.errors import ConfigError, PpocliError, StoppedError
 
 if TYPE_CHECKING:

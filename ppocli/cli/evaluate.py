@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ppocli.cli.output import display_mode, say
 from ppocli.cli.tables import aligned, shown_figure
 from ppocli.cli.working import split_words, working
-from ppocli.display.console import clean
+from ppocli.display.figures import clean
 from ppocli.errors import ConfigError, ThresholdError
 from ppocli.runs.record import read_jsonl
 

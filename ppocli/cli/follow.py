@@ -13,8 +13,8 @@ from typing import Any
 from ppocli.config.keys import did_you_mean
 from ppocli.config.resolved import NEXT_CONFIG_FILE
 from ppocli.errors import CheckpointError, ConfigError, InputError
-from ppocli.runs.record import is_run, subfolders
-from ppocli.runs.target import run_named, written
+from ppocli.runs.record import is_run
+from ppocli.runs.target import known_names, list_runs, run_named, written
 from ppocli.storage.run_folder import RunFolder, live_owner
 
 START_SECONDS = 120.0
@@ -28,7 +28,6 @@ class Tail:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._digests: list[int] = []  # of each line given out
-        self._file: tuple[int, int] | None = None  # device and inode
         self._end = 0  # of the last line given out
         self._last = b""
 
@@ -36,57 +35,51 @@ class Tail:
         """How many of the lines given out are gone, and those that are new; only whole lines."""
         try:
             with self._path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                if (status.st_dev, status.st_ino) != self._file or not self._goes_on(file):
-                    self._file = (status.st_dev, status.st_ino)
-                    file.seek(0)
-                    return self._again(file.read())
+                file.seek(self._end - len(self._last))
+                # whether the last line still stands where it stood
+                if file.read(len(self._last)) == self._last:
+                    return 0, self._take(_whole_lines(file.read()))
+                file.seek(0)
                 lines = _whole_lines(file.read())
         except OSError:  # not there yet, or between two names
             return 0, []
+        old, self._digests, self._end, self._last = self._digests, [], 0, b""
         self._take(lines)
-        return 0, lines
-
-    def _goes_on(self, file: Any) -> bool:
-        """Whether the last line still stands where it stood; the file is then behind it."""
-        file.seek(self._end - len(self._last))
-        return bool(file.read(len(self._last)) == self._last)
-
-    def _again(self, raw: bytes) -> tuple[int, list[bytes]]:
-        lines = _whole_lines(raw)
-        digests = [hash(line) for line in lines]
-        old, same = self._digests, 0
-        while same < min(len(old), len(digests)) and old[same] == digests[same]:
-            same += 1
-        self._digests, self._end, self._last = [], 0, b""
-        self._take(lines)
+        pairs = enumerate(zip(old, self._digests, strict=False))
+        same = next((at for at, (was, now) in pairs if was != now), min(len(old), len(lines)))
         return len(old) - same, lines[same:]
 
-    def _take(self, lines: list[bytes]) -> None:
-        if lines:
-            self._digests += [hash(line) for line in lines]
-            self._end += sum(map(len, lines))
-            self._last = lines[-1]
+    def _take(self, lines: list[bytes]) -> list[bytes]:
+        self._digests += map(hash, lines)
+        self._end += sum(map(len, lines))
+        self._last = lines[-1] if lines else self._last
+        return lines
 
 
 def _whole_lines(raw: bytes) -> list[bytes]:
     return [line for line in raw.splitlines(keepends=True) if line.endswith(b"\n")]
 
 
+def read_row(line: bytes) -> dict[str, Any] | None:
+    """A row with its step; None for a line that is damaged."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
 def recent_samples(path: Path) -> list[dict[str, Any]]:
     """The first samples of the newest step and kind at the end of samples.jsonl."""
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        file.seek(max(0, size - _TAIL_BYTES))
-        lines = _whole_lines(file.read())[1 if size > _TAIL_BYTES else 0:]
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(0, size - _TAIL_BYTES))
+            lines = _whole_lines(file.read())[1 if size > _TAIL_BYTES else 0:]
+    except OSError:  # gone by now
+        return []
     found: list[dict[str, Any]] = []
-    for line in reversed(lines):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            continue
+    for row in filter(None, map(read_row, reversed(lines))):
         if found and (row["step"], row.get("kind")) != (found[0]["step"], found[0].get("kind")):
             break
         found.append(row)
@@ -113,10 +106,9 @@ def find_watched(given: str | None, say: Callable[[str], None], runs: Path = Pat
         return found.resolve(), str(found)
     path = run_named(given, runs, os.path.isdir)
     if not os.path.isdir(path):
-        names = [name for run in _begun(runs)
-                 for name in (str(run), run.relative_to(runs).as_posix())]
         raise InputError(f"There is no run {given} (looked in {Path.cwd()}).", where="RUN",
-                         fix="name a run's folder: ppocli runs list" + did_you_mean(given, names))
+                         fix="name a run's folder: ppocli runs list"
+                         + did_you_mean(given, known_names(runs, _has_begun)))
     if not _has_begun(path):
         inside = _newest(path)
         if inside is None:
@@ -125,17 +117,6 @@ def find_watched(given: str | None, say: Callable[[str], None], runs: Path = Pat
         say(f"watching {inside}, the newest run in it")
         path = inside
     return path.resolve(), str(path)
-
-
-def _begun(root: Path) -> list[Path]:
-    """Folders of runs, those of sweeps one folder deeper too, that have at least begun."""
-    found = []
-    for folder in subfolders(root):
-        if _has_begun(folder):
-            found.append(folder)
-        elif not folder.name.startswith("."):
-            found += [job for job in subfolders(folder) if _has_begun(job)]
-    return found
 
 
 def _has_begun(folder: Path) -> bool:
@@ -155,7 +136,7 @@ def may_begin(folder: Path) -> bool:
 
 
 def _newest(root: Path) -> Path | None:
-    found = _begun(root)
+    found = list_runs(root, _has_begun)
     running = [folder for folder in found
                if live_owner(folder) is not None or may_begin(folder)]
     return max(running or found, key=written, default=None)

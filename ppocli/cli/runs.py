@@ -10,7 +10,7 @@ from typing import Any
 
 from ppocli.cli.output import say
 from ppocli.cli.tables import print_table
-from ppocli.display.console import clean, figure
+from ppocli.display.figures import clean, figure
 from ppocli.errors import ConfigError, DiskError, InputError, PpocliError
 from ppocli.runs.listing import RunInfo, age, run_infos
 from ppocli.runs.pruning import Removal, carry_out, parse_age, plan_pruning

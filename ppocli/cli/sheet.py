@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ppocli.cli.output import complain
 from ppocli.config.sayable import CONTROL
-from ppocli.display.console import clean, figure
+from ppocli.display.figures import clean, figure
 
 if TYPE_CHECKING:
     from ppocli.sampling.prompting import Answer

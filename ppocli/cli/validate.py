@@ -97,7 +97,7 @@ def _rehearse(config: TrainConfig) -> Rehearsal:
 
 
 def _told(found: Rehearsal) -> Iterator[str]:
-    from ppocli.display.console import clean, figure
+    from ppocli.display.figures import clean, figure
 
     yield (f"loaded: {found.parameters:,} parameters, {found.trainable:,} trained, "
            f"{found.prompts} prompts, on {found.device} {found.precision}")

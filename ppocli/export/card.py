@@ -13,7 +13,7 @@ import yaml
 
 from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.config.schema import TrainConfig
-from ppocli.display.console import clean, figure
+from ppocli.display.figures import clean, figure
 from ppocli.export.base_model import split_card
 from ppocli.export.facts import Facts, SamplePair
 from ppocli.export.masking import Mask

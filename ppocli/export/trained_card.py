@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from ppocli.config.schema import TrainConfig
-from ppocli.display.console import figure
+from ppocli.display.figures import figure
 from ppocli.storage.adapter_files import CONFIG, is_adapter
 from ppocli.storage.model_files import BUILTIN_PREFIX
 from ppocli.version import __version__

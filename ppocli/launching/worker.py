@@ -26,11 +26,10 @@ from ppocli.display.console import (
     DISPLAY_MODES,
     Display,
     DisplayMode,
-    closing_table,
     open_display,
     open_silence,
 )
-from ppocli.display.pane import draw_for
+from ppocli.display.figures import closing_table
 from ppocli.errors import (
     DivergedError,
     InputError,
@@ -76,7 +75,8 @@ class RunResult:
 
 def run_worker(run_dir: Path, *, objects: PythonObjects | None = None, resume: bool = False,
                display: DisplayMode = "auto", reserved_by: int | None = None,
-               joined: bool = False, own_process: bool = False) -> RunResult:
+               joined: bool = False, own_process: bool = False, started_by: int | None = None
+               ) -> RunResult:
     """Train in this process.
 
     Args:
@@ -89,6 +89,8 @@ def run_worker(run_dir: Path, *, objects: PythonObjects | None = None, resume: b
             terminal sends as well.
         own_process: this process was started for the run: its time is counted from there on, and
             its memory is kept.
+        started_by: the process that has started this one in a process group of its own: what is
+            shown to its user is shown by this one.
 
     Raises:
         PpocliError: with the exit code of its kind; checkpoints are kept and the message says how
@@ -104,8 +106,8 @@ def run_worker(run_dir: Path, *, objects: PythonObjects | None = None, resume: b
     if my_rank() > 0:  # rank 0 alone holds the folder and speaks
         with open_silence() as shown, catch_signals(settle) as stop:
             return _run(cfg, folder, PythonObjects(), resume, shown, stop, began)
-    with lock(run_dir, reserved_by=reserved_by), open_display(folder.log, display) as shown, \
-            catch_signals(settle) as stop:
+    with lock(run_dir, reserved_by=reserved_by), \
+            open_display(folder.log, display, started_by) as shown, catch_signals(settle) as stop:
         return _run(cfg, folder, objects or PythonObjects(), resume, shown, stop, began)
 
 
@@ -339,7 +341,6 @@ def main(argv: list[str]) -> int:
     for option in options:
         if option.startswith("--lifeline="):
             stop_when_closed(int(option.partition("=")[2]))
-    draw_for(os.getppid())
     display: DisplayMode = next((mode for mode in DISPLAY_MODES if f"--display={mode}" in options),
                                 "auto")
     reserved_by = next((int(option.partition("=")[2]) for option in options
@@ -348,7 +349,7 @@ def main(argv: list[str]) -> int:
         _as_rank(Path(folder), "--resume" in options, display, reserved_by)
     try:
         run_worker(Path(folder), resume="--resume" in options, display=display,
-                   reserved_by=reserved_by, own_process=True)
+                   reserved_by=reserved_by, own_process=True, started_by=os.getppid())
     except PpocliError as error:
         sys.stderr.write(sayable(f"error: {error}\n"))
         return error.exit_code
@@ -373,7 +374,7 @@ def _as_rank(folder: Path, resume: bool, display: DisplayMode, reserved_by: int 
         stop_when_closed(lifeline, leave_after=_patience(folder, resume))
     try:
         run_worker(folder, resume=resume, display=display, reserved_by=reserved_by,
-                   own_process=True)
+                   own_process=True, started_by=os.getppid())
     except PpocliError as error:
         code, message = error.exit_code, str(error)
         word = getattr(error, "word", None) or ""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ppocli.display.console import figure
+from ppocli.display.figures import figure
 
 # what moves the cursor, reorders neighbouring text or ends a line unseen; \n and \t stay
 _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e"
