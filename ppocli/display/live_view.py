@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
 from threading import RLock
-from typing import IO, Any, cast
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleRenderable
@@ -25,41 +25,9 @@ _REFRESHES = 2.0
 """a second, at most: a drawing takes a few milliseconds, and all of them 1 % of a core"""
 
 
-class _Stream:
-    """A stream whose reader may leave: from then on all that is written to it is dropped.
-
-    Rich itself ends the process when a pipe breaks, and its live view draws in a thread.
-    """
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self._alive = True
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        """Write to the stream as long as it takes it."""
-        if self._alive:
-            try:
-                self._stream.write(text)
-            except UnicodeEncodeError as error:
-                self.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
-            except (OSError, ValueError):  # ValueError: it was closed
-                self._alive = False
-        return len(text)
-
-    def flush(self) -> None:
-        """Flush the stream as long as it takes it."""
-        if self._alive:
-            try:
-                self._stream.flush()
-            except (OSError, ValueError):
-                self._alive = False
-
-
 class Outlet(Console):
-    """A Rich console whose reader may leave, for threads that print around a live view.
+    """A Rich console for threads that print around a live view. What its stream can't encode is
+    escaped; once its reader has left, what is printed is dropped.
 
     Args:
         stream: where to print to.
@@ -68,17 +36,32 @@ class Outlet(Console):
 
     def __init__(self, stream: Any, *, plain_width: int = 110) -> None:
         self._printing = RLock()
-        super().__init__(file=cast(IO[str], _Stream(stream)), highlight=False, markup=False,
-                         safe_box=True, width=None if is_terminal(stream) else plain_width)
+        with suppress(AttributeError, OSError, ValueError):  # what is no file, or a closed one
+            stream.reconfigure(errors="backslashreplace")
+        super().__init__(file=stream, highlight=False, markup=False, safe_box=True,
+                         width=None if is_terminal(stream) else plain_width)
+
+    def __enter__(self) -> Outlet:
+        """Print as a whole: what is erased and drawn belongs together."""
+        self._printing.acquire()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            super().__exit__(*error)
+        except (OSError, ValueError):  # ValueError: it was closed
+            self.quiet = True
+        finally:
+            self._printing.release()
+
+    def on_broken_pipe(self) -> None:
+        """Go on in silence, where Rich itself would end the process."""
+        self.quiet = True
 
     def show_cursor(self, show: bool = True) -> bool:
         """Leave the cursor as it is: whoever kills the process needs it."""
         return False
-
-    def print(self, *objects: Any, **options: Any) -> None:
-        """Print as a whole: what is erased and drawn belongs together."""
-        with self._printing:
-            super().print(*objects, **options)
 
     @property
     def can_live(self) -> bool:
