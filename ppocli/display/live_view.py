@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
-from threading import RLock
+from threading import Event, RLock, Thread
 from typing import Any
 
 from rich.cells import cell_len
@@ -21,8 +21,8 @@ from rich.live import Live
 from rich.segment import ControlType
 from rich.text import Text
 
-_REFRESHES = 2.0
-"""a second, at most: a drawing takes a few milliseconds, and all of them 1 % of a core"""
+_PAUSE = 0.5
+"""seconds between two drawings, which take a few milliseconds each: less than 1 % of a core"""
 
 
 class Outlet(Console):
@@ -66,9 +66,9 @@ class Outlet(Console):
     @property
     def can_live(self) -> bool:
         """Whether a live view can be drawn: on a terminal whose cursor moves."""
-        # not self.is_terminal, which FORCE_COLOR makes true for a pipe
-        return is_terminal(self.file) and os.environ.get("TERM", "").lower() not in (
-            "", "dumb", "unknown")
+        # FORCE_COLOR makes is_terminal true for a pipe
+        return is_terminal(self.file) and self.is_terminal and not self.is_dumb_terminal \
+            and bool(os.environ.get("TERM"))
 
 
 class LiveView(Live):
@@ -84,9 +84,11 @@ class LiveView(Live):
 
     def __init__(self, console: Outlet, render: Callable[..., Sequence[Text]],
                  started_by: int | None = None) -> None:
-        super().__init__(console=console, refresh_per_second=_REFRESHES, transient=True,
+        super().__init__(console=console, auto_refresh=False, transient=True,
                          redirect_stdout=False, redirect_stderr=False)
         self._render = render
+        self._ended = Event()
+        self._thread = Thread(target=self._keep_drawing, name="ppocli-live-view", daemon=True)
         self._redirections = ExitStack()
         self._groups = {os.getpgrp()}
         if started_by is not None:
@@ -105,11 +107,18 @@ class LiveView(Live):
             if is_terminal(stream):
                 above = self._redirections.enter_context(redirect(Above(stream, self.console)))
                 self._redirections.callback(above.close_line)
+        self._thread.start()
 
     def stop(self) -> None:
         """Erase the lines; what is printed from now on goes to the terminal alone."""
+        self._ended.set()
+        self._thread.join()
         self._redirections.close()
         super().stop()
+
+    def _keep_drawing(self) -> None:
+        while not self._ended.wait(_PAUSE):
+            self.refresh()
 
     def refresh(self) -> None:
         """Draw if something has changed."""

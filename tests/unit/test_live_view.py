@@ -9,6 +9,7 @@ import logging
 import os
 import pty
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -280,6 +281,7 @@ def test_a_thousand_changes_are_few_drawings(outlet):
     view.stop()
     assert 3 <= len(drawings) <= 4
     assert min(b - a for a, b in itertools.pairwise(drawings)) >= 0.45
+    assert not any(thread.name == "ppocli-live-view" for thread in threading.enumerate())
 
 
 # --- modes ----------------------------------------------------------------------------------
