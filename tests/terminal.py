@@ -26,7 +26,7 @@ _UNFINISHED = re.compile(r"\x1b(\[[0-9;?]*)?\Z")
 class Screen:
     """The rows of a terminal that wraps long lines, and wraps them anew when its width changes.
 
-    Knows what a live view needs: line ends, moving up, erasing below, colours (which it drops).
+    Knows what a live view needs: line ends, moving up, erasing lines, colours (which it drops).
     """
 
     def __init__(self, width: int) -> None:
@@ -75,9 +75,10 @@ class Screen:
     def _control(self, end: str, args: str) -> None:
         if end == "A":
             self.row = max(0, self.row - int(args or 1))
-        elif end == "J":
-            del self.rows[self.row + 1:]
-            self.rows[self.row] = (self.rows[self.row][0][:self.column], False)
+        elif end == "K" and args == "2":
+            self.rows[self.row] = ("", False)
+            if not any(text for text, _ in self.rows[self.row:]):  # as if never written
+                del self.rows[self.row + 1:]
         elif end != "m":
             self.unknown.add(args + end)
 

@@ -142,7 +142,7 @@ class Chat:
 
     def greet(self) -> None:
         """Say with whom one chats and how."""
-        from ppocli.display.console import clean
+        from ppocli.text import clean
 
         players = [conversation.player for conversation in self._conversations]
         say(f"chatting with {' and '.join(clean(player.name) for player in players)}: "
@@ -218,7 +218,7 @@ class Chat:
 
     def _answer(self, text: str) -> None:
         """Each model's answer; Ctrl-C ends that answer, and what there is of it counts."""
-        from ppocli.display.console import clean
+        from ppocli.text import clean
 
         number, self._asked = self._asked, self._asked + 1
         for conversation in self._conversations:
@@ -234,9 +234,9 @@ class Chat:
 
     def _speak(self, player: Player, rendered: str, tokens: list[int], number: int,
                pieces: list[str]) -> None:
-        from ppocli.display.console import figure
         from ppocli.evaluation.player import scores_of
         from ppocli.parallel.stop import StopRequested, catch_signals
+        from ppocli.text import figure
 
         def show(piece: str) -> None:
             pieces.append(piece)

@@ -303,7 +303,7 @@ def _sample_lines(path: Path, count: int) -> Iterator[str]:
 
 
 def _short(text: str) -> str:
-    from ppocli.display.console import clean
+    from ppocli.text import clean
 
     whole = clean(text)
     return whole if len(whole) <= LONGEST else whole[:LONGEST] + "..."

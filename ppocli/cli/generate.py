@@ -261,7 +261,7 @@ class ResponsePrinter:
             answers: a list for each model, of the same samples.
             scores: likewise, or None if nothing is scored.
         """
-        from ppocli.display.console import figure
+        from ppocli.text import figure
 
         for place, row in enumerate(zip(*answers, strict=True)):
             judged = [None] * len(row) if scores is None else [of[place] for of in scores]
@@ -278,7 +278,7 @@ class ResponsePrinter:
 
     def close(self) -> None:
         """End an unfinished line; tell the mean scores of several samples."""
-        from ppocli.display.console import figure
+        from ppocli.text import figure
 
         if self._open_line:
             print(flush=True)
@@ -305,7 +305,7 @@ class ResponsePrinter:
             complain(f"score {score}")
 
     def _block(self, row: Sequence[Answer], scores: Sequence[str]) -> None:
-        from ppocli.display.console import clean
+        from ppocli.text import clean
 
         answer = row[0]
         if answer.prompt != self._heading:
@@ -338,7 +338,7 @@ def side_by_side(names: Sequence[str], texts: Sequence[str]) -> str:
     from rich.table import Table
     from rich.text import Text
 
-    from ppocli.display.console import clean
+    from ppocli.text import clean
 
     encoding = (sys.stdout.encoding or "utf-8").lower()
     table = Table(box=box.SQUARE if encoding.startswith("utf") else box.ASCII, expand=True)

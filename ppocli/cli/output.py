@@ -78,7 +78,7 @@ def aligned(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) 
         rows: all of the same length; the first is usually the heading.
         right: columns that are set to the right, for numbers.
     """
-    from ppocli.display.console import clean
+    from ppocli.text import clean
 
     cells = [[clean(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

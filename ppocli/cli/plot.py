@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -14,11 +14,20 @@ from ppocli.cli.completion import complete_metrics, complete_run
 from ppocli.cli.options import AsJson
 from ppocli.cli.output import say
 from ppocli.errors import ConfigError
+from ppocli.text import clean
 
 if TYPE_CHECKING:
-    from ppocli.report.braille import Style
     from ppocli.report.plot import Series
     from ppocli.runs.record import RunRecord
+
+Style = Literal["dots", "colours", "marks", "ascii"]
+"""``dots``: braille, for one curve. ``colours``: braille, each curve in a colour of its own.
+``marks``: a letter of its own for each curve. ``ascii``: the same, and ASCII frames."""
+_ROWS = 15
+"""of a chart, its axis included"""
+_COLOURS = ("cyan", "orange", "magenta", "green", "blue", "red")
+_MARKS = "*ox+#@%&"
+_FRAME = "┤│└─┬"
 
 
 def plot_runs(
@@ -97,28 +106,72 @@ def _check_out(out: Path, overwrite: bool) -> None:
 def _print_charts(series: Sequence[Series], smooth: int) -> None:
     import shutil
 
-    from ppocli.display.console import clean
-    from ppocli.report.braille import Curve, draw
     from ppocli.report.plot import by_metric, chart_title
 
-    width = shutil.get_terminal_size().columns
-    style = _style(len({each.run for each in series}))
+    style = chosen_style(len({each.run for each in series}))
     for number, (metric, group) in enumerate(by_metric(series)):
         if number:
             print()
-        curves = [Curve(clean(each.run), each.points) for each in group]
-        print("\n".join(draw(curves, title=clean(chart_title(metric, group, smooth)), width=width,
-                             style=style)), flush=True)
+        print("\n".join(draw(group, title=chart_title(metric, group, smooth), style=style,
+                             width=shutil.get_terminal_size().columns)), flush=True)
 
 
-def _style(runs: int) -> Style:
+def chosen_style(runs: int) -> Style:
     """Several curves are told apart by colours, or by letters where there are none."""
-    from ppocli.report.braille import can_show_braille
-
-    if not can_show_braille(sys.stdout.encoding):
+    try:
+        f"⣿{_FRAME}".encode(sys.stdout.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
         return "ascii"
     if runs == 1:
         return "dots"
     colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR") \
         and os.environ.get("TERM") != "dumb"
     return "colours" if colours else "marks"
+
+
+def draw(curves: Sequence[Series], *, title: str, width: int = 80, style: Style = "dots"
+         ) -> list[str]:
+    """A chart of characters, drawn by plotext.
+
+    Args:
+        curves: drawn over one pair of axes; later ones lie above earlier ones.
+        title: the first line.
+        width: columns the lines may take, the labels of the axis included; at least 24 are taken.
+        style: what the curves are made of.
+    """
+    import plotext
+
+    shown = [curve for curve in curves if curve.points]
+    if not shown:
+        return [clean(title), "  no values"]
+    steps, values = zip(*(point for curve in shown for point in curve.points), strict=True)
+    low, high = min(values), max(values)
+    plotext.terminal.limit(False, False)
+    chart = plotext.figure
+    chart.clear()
+    chart.theme("colorless").plot_size(max(24, width), _ROWS).label("step", "x")
+    chart.axes(False, axis="x", side="upper").axes(False, axis="y", side="right")
+    ends = sorted({min(steps), max(steps)})
+    chart.ruler("x", "lower").ticks(ends, list(map(str, ends)))
+    # a quarter of each value, so that no difference of them overflows
+    marks = {value / 4: _tick(value, low, high) for value in (low, low / 2 + high / 2, high)}
+    chart.ruler("y", "left").ticks(list(marks), list(marks.values()))
+    keys = {curve.run: f"    {clean(curve.run)}: no values" for curve in curves}
+    for number, curve in enumerate(shown):
+        colour = plotext.pixel(_COLOURS[number % len(_COLOURS)] if style == "colours" else None)
+        sign = "braille" if style in ("dots", "colours") else _MARKS[number % len(_MARKS)]
+        chart.draw(chart.signal([step for step, _ in curve.points],
+                                [value / 4 for _, value in curve.points],
+                                marker=plotext.marker(sign, colour)).lines())
+        key = plotext.colorize("⣿⣿").fill(colour).string() if style == "colours" else sign
+        keys[curve.run] = f"  {key} {clean(curve.run)}"
+    lines = chart.build().string(colorless=style != "colours")
+    if style == "ascii":
+        lines = lines.translate(str.maketrans(_FRAME, "|||-+"))
+    return [clean(title), *(line.rstrip() for line in lines.splitlines()),
+            *(keys.values() if len(curves) > 1 else ())]
+
+
+def _tick(value: float, low: float, high: float) -> str:
+    """A value of the axis; ``0`` for what is nothing beside the range."""
+    return "0" if abs(value) < 1e-4 * max(abs(high), abs(low)) else f"{value:.4g}"

@@ -34,9 +34,9 @@ def print_runs(folder: Folder = None, as_json: AsJson = False) -> None:
       ppocli runs list runs/sweep-20260131-120000
       ppocli runs list --json
     """
-    from ppocli.display.console import figure
     from ppocli.runs.listing import age, run_infos
     from ppocli.storage.atomic import format_bytes
+    from ppocli.text import figure
 
     root = _root(folder)
     found = run_infos(root)
@@ -167,8 +167,8 @@ def _confirmed(total: str) -> bool:
 
 
 def _delete(plan: list[Removal]) -> tuple[list[Removal], list[PpocliError]]:
-    from ppocli.display.console import clean
     from ppocli.runs.pruning import carry_out
+    from ppocli.text import clean
 
     deleted: list[Removal] = []
     problems: list[PpocliError] = []

@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+import json
+import re
 import signal
+import socket
 import sys
 import time
-from typing import Annotated
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
-from ppocli.cli.options import AsJson, NoProgress, RunFolder
+from ppocli.cli import options as opt
+from ppocli.cli.follow import Tail, find_watched, may_begin, read_row, recent_samples
+from ppocli.cli.options import AsJson, NoProgress
 from ppocli.cli.output import complain, display_mode, say
+from ppocli.config.resolved import read_config
+from ppocli.config.schema import planned_episodes
+from ppocli.display.dashboard import Dashboard
+from ppocli.display.figures import row_lines
+from ppocli.display.live_view import LiveView, Outlet
+from ppocli.errors import PpocliError
+from ppocli.parallel.host_memory import resident_mib
+from ppocli.runs.record import is_run, read_run
+from ppocli.storage.run_folder import LOCK, RunFolder, finite_or_null, live_owner
+from ppocli.text import figure
+
+LAST = 5
+"""steps of the past that are shown first"""
+_LOG_LINE = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ (?P<level>\w+) (?P<text>.*)$")
 
 
 def watch(
-        given: RunFolder = None,
+        given: opt.RunFolder = None,
         from_start: Annotated[bool, typer.Option(
             "--from-start", help="Show every step, not only the last 5 and those to come.")
             ] = False,
@@ -33,20 +55,141 @@ def watch(
       ppocli watch runs/NAME --from-start
       ppocli watch --json | jq '.["reward/mean"]'
     """
-    from ppocli.cli.follow import Follower, find_watched, open_pane
-    from ppocli.display.console import can_live, open_console
-
     folder, shown = find_watched(given, say)
-    follower = Follower(folder, shown, from_start, as_json)
-    console = open_console(sys.stdout)
-    if display_mode() == "auto" and not (plain or as_json) and can_live(console):
-        follower.pane = open_pane(follower, console)
+    follower = _Follower(folder, shown, from_start, as_json)
+    console = Outlet(sys.stdout)
+    live = display_mode() == "auto" and not (plain or as_json) and console.can_live
     try:
-        while follower.look():
-            time.sleep(interval)
-        follower.close()
+        with LiveView(console, follower.board.lines) if live else nullcontext():
+            while follower.look():
+                time.sleep(interval)
         complain(follower.ending())
     except KeyboardInterrupt:
         raise SystemExit(128 + signal.SIGINT) from None
-    finally:
-        follower.close()
+
+
+class _Follower:
+    """What has been seen of a run; prints what is new, and feeds a live view's board."""
+
+    def __init__(self, folder: Path, shown: str, from_start: bool, as_json: bool) -> None:
+        self.board = Dashboard(shown, self._memory)
+        self._run = RunFolder(folder)
+        self._shown = shown
+        self._as_json = as_json
+        self._past: int | None = None if from_start else LAST
+        self._metrics = Tail(self._run.metrics)
+        self._log = Tail(self._run.log)
+        self._rows: list[dict[str, Any]] = []
+        self._log_seen = self._waiting = self._in_warning = False
+        self._written: dict[Path, int] = {}
+        self._total = 0
+
+    def look(self) -> bool:
+        """Show what is new; whether there may be more."""
+        # asked first: a process that is gone by now has written all it ever will
+        alive = self._is_alive()
+        if self._has_changed(self._run.config):
+            with suppress(PpocliError):
+                ppo = read_config(self._run.config).ppo
+                self._total = -(-planned_episodes(ppo) // ppo.num_rollouts)
+        dropped, lines = self._metrics.poll()
+        rows = [row for row in map(read_row, lines) if row is not None]
+        if dropped:
+            del self._rows[max(0, len(self._rows) - dropped):]
+            last = self._rows[-1]["step"] if self._rows else 0
+            say(f"the run was taken up again at step {last}")
+        self._rows += rows
+        self._feed(rows, again=dropped > 0)
+        self._show_warnings()
+        self._show(rows)
+        if alive and not self._rows and not self._waiting:
+            self._waiting = True
+            say(f"waiting for the first step of {self._shown}")
+        return alive
+
+    def ending(self) -> str:
+        """How the run ended, in words, and what to do next."""
+        path, resume = self._shown, f"resume with: ppocli resume {self._shown}"
+        if not is_run(self._run.path):
+            removed = "" if self._run.path.is_dir() else " and was removed"
+            return f"{path} ended before its first step{removed}"
+        record = read_run(self._run.path)
+        summary = record.summary or {}
+        at = f"at step {record.step} of {self._total}"
+        saved = record.folder.checkpoints.is_dir()
+        if record.status == "running":  # taken up again in this very moment
+            return f"{path} is running again; watch it with: ppocli watch {path}"
+        if record.status == "finished":
+            before, after = ((summary.get(name) or {}).get("reward_mean")
+                             for name in ("eval_before", "eval_after"))
+            change = "" if after is None else \
+                f", reward {'' if before is None else figure(before, 3) + ' -> '}{figure(after, 3)}"
+            return f"{path} finished: {record.step} steps{change}; model: {path}/model"
+        if record.status == "stopped":
+            return f"{path} was stopped {at}; {resume}"
+        if record.status == "failed":
+            error = re.sub(r"\n(?! )", "\n  ", str(summary.get("error", "unknown error")))
+            go_on = f"\n  {resume}" if saved else ""
+            return f"{path} failed {at}: {error}\n  log:   {path}/ppocli.log{go_on}"
+        return f"{path} was interrupted {at}: its process is gone" + (
+            f"; {resume}" if saved else ", and no checkpoint is saved")
+
+    def _memory(self) -> float | None:
+        owner = live_owner(self._run.path)
+        return None if owner is None else resident_mib(owner.pid)
+
+    def _is_alive(self) -> bool:
+        if live_owner(self._run.path) is not None:
+            return True
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            # nothing tells from here whether another machine's process lives: believe the lock
+            if json.loads((self._run.path / LOCK).read_bytes())["host"] != socket.gethostname():
+                return True
+        return may_begin(self._run.path)
+
+    def _has_changed(self, path: Path) -> bool:
+        """Whether a file has been written to since this was last asked."""
+        try:
+            now = path.stat().st_mtime_ns
+        except OSError:
+            return False
+        before, self._written[path] = self._written.get(path), now
+        return now != before
+
+    def _feed(self, rows: Sequence[dict[str, Any]], *, again: bool) -> None:
+        board = self.board
+        if again or board.total != self._total:
+            board.begin(self._total, self._rows)
+        else:
+            for row in rows:
+                board.add_row(row)
+        now = board.clock() - time.time()
+        with suppress(OSError):  # clocks of the run, not of who watches
+            board.begun = now + (self._run.path / LOCK).stat().st_mtime
+            board.step_begun = max(board.begun, now + self._run.metrics.stat().st_mtime)
+        if self._has_changed(self._run.samples) and (found := recent_samples(self._run.samples)):
+            board.show([(str(row.get("prompt", "")), str(row.get("response", "")),
+                         row.get("score")) for row in found], found[0]["step"])
+
+    def _show(self, rows: Sequence[dict[str, Any]]) -> None:
+        if self._past is not None:
+            rows, self._past = rows[-self._past:], None
+        for row in rows:
+            lines = [json.dumps(finite_or_null(row), ensure_ascii=False)] if self._as_json \
+                else row_lines(row, self._total)
+            for line in lines:
+                print(line, flush=True)
+
+    def _show_warnings(self) -> None:
+        """Warnings of the log from now on, which its first reading is not."""
+        _, lines = self._log.poll()
+        fresh, self._log_seen = self._log_seen, True
+        for raw in lines:
+            text = raw.decode("utf-8", errors="replace").rstrip("\n")
+            if match := _LOG_LINE.match(text):
+                self._in_warning = match["level"] in ("WARNING", "ERROR")
+                text = f"{match['level'].lower()}: {match['text']}"
+                if self._in_warning:
+                    self.board.warn(match["text"])
+            if self._in_warning and fresh:
+                complain(text)

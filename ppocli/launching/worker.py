@@ -16,7 +16,6 @@ from ppocli.config.resolved import next_config, read_config
 from ppocli.config.schema import TrainConfig, planned_episodes
 from ppocli.config.secrets import safe_text
 from ppocli.display.console import Display, open_display, open_silence
-from ppocli.display.pane import draw_for
 from ppocli.errors import InputError, PpocliError
 from ppocli.launching.child_process import Start, leave_at_once, outcome_of
 from ppocli.launching.ending import RunResult, ending_well, my_phase, publish
@@ -41,7 +40,7 @@ log = logging.getLogger("ppocli")
 
 
 def run_worker(start: Start, *, objects: PythonObjects | None = None, joined: bool = False,
-               own_process: bool = False) -> RunResult:
+               own_process: bool = False, started_by: int | None = None) -> RunResult:
     """Train in this process.
 
     Args:
@@ -50,6 +49,8 @@ def run_worker(start: Start, *, objects: PythonObjects | None = None, joined: bo
             terminal sends as well.
         own_process: this process was started for the run: its time is counted from there on, and
             its memory is kept.
+        started_by: the process that has started this one in a process group of its own: what is
+            shown to its user is shown by this one.
 
     Raises:
         PpocliError: with the exit code of its kind; checkpoints are kept and the message says how
@@ -65,7 +66,8 @@ def run_worker(start: Start, *, objects: PythonObjects | None = None, joined: bo
         with open_silence() as shown, catch_signals(settle) as stop:
             return _run(cfg, folder, PythonObjects(), start.resume, shown, stop, began)
     with lock(folder.path, reserved_by=start.reserved_by), \
-            open_display(folder.log, start.display) as shown, catch_signals(settle) as stop:
+            open_display(folder.log, start.display, started_by) as shown, \
+            catch_signals(settle) as stop:
         return _run(cfg, folder, objects or PythonObjects(), start.resume, shown, stop, began)
 
 
@@ -122,11 +124,10 @@ def main(argv: list[str]) -> int:
     start = Start.read(argv)
     if start.lifeline is not None:
         stop_when_closed(start.lifeline)
-    draw_for(os.getppid())
     if OUTCOMES in os.environ:
         _as_rank(start)
     try:
-        run_worker(start, own_process=True)
+        run_worker(start, own_process=True, started_by=os.getppid())
     except PpocliError as error:
         sys.stderr.write(safe_text(f"error: {error}\n"))
         return error.exit_code
@@ -142,7 +143,8 @@ def _as_rank(start: Start) -> NoReturn:
     if lifeline is not None:
         # ranks that nobody watches any more have this long to come to a stop together
         stop_when_closed(lifeline, leave_after=float(config_of(start).hardware.timeout_seconds))
-    outcome = outcome_of(my_rank(), lambda: run_worker(start, own_process=True))
+    outcome = outcome_of(my_rank(), lambda: run_worker(start, own_process=True,
+                                                       started_by=os.getppid()))
     write_outcome(replace(outcome, phase=my_phase() or "unknown phase"))
     leave_at_once(0 if outcome.code > 128 else outcome.code)
 

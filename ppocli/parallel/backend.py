@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from ppocli.config.schema import HardwareConfig, TrainConfig
-from ppocli.display.live_view import resident_mib
 from ppocli.errors import ConfigError
 from ppocli.models.fast.gemm import choose_gemm, packed_weights
+from ppocli.parallel.host_memory import resident_mib
 from ppocli.parallel.launchers import launched_world
 from ppocli.parallel.ranks import Ranks
 

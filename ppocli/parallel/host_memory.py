@@ -1,4 +1,4 @@
-"""How much memory this machine, or its control group, can still give."""
+"""How much memory this machine, or its control group, can still give, and what a process holds."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 GIVEN = "the given"
 """name of a device that isn't here"""
@@ -34,6 +36,8 @@ def room_here(*, cuda: bool, device: torch.device | None = None) -> Room:
     host = host_room()
     if not cuda:
         return Room(None, host, "this machine")
+    import torch
+
     free, _ = torch.cuda.mem_get_info(device)
     return Room(int(free), host, torch.cuda.get_device_name(device))
 
@@ -47,6 +51,15 @@ def host_room(root: Path = Path("/")) -> int | None:
     """
     found = [size for size in (_machine(root), *_groups(root)) if size is not None]
     return min(found) if found else None
+
+
+def resident_mib(pid: int) -> float | None:
+    """The memory that a process holds now, in MiB; None where the system doesn't tell."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def _machine(root: Path) -> int | None:

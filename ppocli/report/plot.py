@@ -1,6 +1,6 @@
 """Series of runs for charts: which figures, smoothed how, drawn as SVG or PNG.
 
-Drawing in the terminal is :mod:`ppocli.report.braille`.
+Drawing in the terminal is :mod:`ppocli.cli.plot`.
 """
 
 from __future__ import annotations

@@ -96,9 +96,9 @@ def run_named(given: str, runs: Path = Path("runs"),
     return runs / given if fits(runs / given) else path
 
 
-def known_names(runs: Path) -> list[str]:
+def known_names(runs: Path, which: Callable[[Path], bool] = is_run) -> list[str]:
     """All that names a run below ``runs``, for hints: its folder, and what ``runs list`` shows."""
-    return [name for run in list_runs(runs)
+    return [name for run in list_runs(runs, which)
             for name in (str(run), run.relative_to(runs).as_posix())]
 
 
@@ -145,15 +145,15 @@ def newest_run(runs: Path, takes: str = "a run, a checkpoint, a model folder or 
     return max(found, key=written)
 
 
-def list_runs(root: Path) -> list[Path]:
+def list_runs(root: Path, which: Callable[[Path], bool] = is_run) -> list[Path]:
     """Run folders below ``root``, those of sweeps (one folder deeper) too, by name; none of what
-    can't be read."""
+    can't be read. ``which`` tells such a folder."""
     found = []
     for folder in subfolders(root):
-        if is_run(folder):
+        if which(folder):
             found.append(folder)
         elif not folder.name.startswith("."):
-            found += [job for job in subfolders(folder) if is_run(job)]
+            found += [job for job in subfolders(folder) if which(job)]
     return found
 
 

@@ -15,10 +15,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from threading import Thread
 
-from ppocli.display.live_view import resident_mib
 from ppocli.errors import PpocliError
 from ppocli.estimate.check import CLOSE
-from ppocli.parallel.host_memory import host_room
+from ppocli.parallel.host_memory import host_room, resident_mib
 from ppocli.parallel.ranks import is_out_of_memory
 from ppocli.storage.atomic import make_dirs
 from ppocli.text import format_memory

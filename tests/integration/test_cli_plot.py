@@ -76,7 +76,7 @@ def test_runs_lie_over_one_another_with_a_legend(runs, capsys):
     assert code == 0
     assert out.startswith("lr\n")
     assert out.endswith("  * one\n  o other\n")
-    assert out.splitlines()[1].split()[0] == "7"
+    assert out.splitlines()[1].lstrip().startswith("7┤oooo")
 
 
 def test_smoothing_is_a_mean_over_steps():

@@ -8,9 +8,9 @@ import pytest
 from helpers import save_lm, write_prompts
 from sessions import fresh_state, optimize, rollout_of, session_of, small_config
 
-from ppocli.display.live_view import resident_mib
 from ppocli.estimate.estimate import estimate
 from ppocli.estimate.outline import outline
+from ppocli.parallel.host_memory import resident_mib
 from ppocli.parallel.stop import StopFlag
 from ppocli.tasks.ppo.experience import to_experience, update_moments
 from ppocli.tasks.ppo.session import saved_model

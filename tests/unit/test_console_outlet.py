@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from ppocli.display.console import open_console
+from ppocli.display.live_view import Outlet
 
 
 class Gone(io.StringIO):
@@ -14,7 +14,7 @@ class Gone(io.StringIO):
 
 def test_what_the_terminal_cannot_encode_is_escaped_and_the_rest_goes_on():
     raw = io.BytesIO()
-    console = open_console(io.TextIOWrapper(raw, encoding="ascii"))
+    console = Outlet(io.TextIOWrapper(raw, encoding="ascii"))
     console.print("0.4±0.1")
     console.print("and on")
     console.file.flush()
@@ -22,12 +22,12 @@ def test_what_the_terminal_cannot_encode_is_escaped_and_the_rest_goes_on():
 
 
 def test_a_reader_that_left_ends_neither_the_process_nor_raises():
-    console = open_console(Gone())
+    console = Outlet(Gone())
     console.print("one")
     console.print("two")
     console.file.flush()
     closed = io.StringIO()
-    console = open_console(closed)
+    console = Outlet(closed)
     closed.close()
     console.print("three")
     console.file.flush()

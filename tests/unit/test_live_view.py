@@ -14,12 +14,14 @@ import time
 from collections.abc import Callable
 
 import pytest
-from rich.console import Console
 from rich.text import Text
+from terminal import Screen
 
-from ppocli.display.console import can_live, open_console, open_display
-from ppocli.display.live_view import Dashboard, Sample, duration, resident_mib, sparkline
-from ppocli.display.pane import Above, Pane
+from ppocli.display.console import open_display
+from ppocli.display.dashboard import Dashboard, duration, sparkline
+from ppocli.display.live_view import LiveView, Outlet
+from ppocli.parallel.host_memory import resident_mib
+from ppocli.text import clean
 
 
 def row(step: int, **more: float | None) -> dict:
@@ -42,8 +44,8 @@ def board(now) -> Dashboard:
     board.begin(20, [{"step": 0, "eval/reward_mean": 0.05, "time/eval": 3.0}])
     for step in range(1, 6):
         board.add_row(row(step))
-    board.show([Sample("the film", " was\tgood\x1b[2Jand 漢字漢字", 0.5),
-                Sample("i saw", "it\nagain", None)], 5)
+    board.show([("the film", " was\tgood\x1b[2Jand 漢字漢字", 0.5),
+                ("i saw", "it\nagain", None)], 5)
     return board
 
 
@@ -88,13 +90,13 @@ def test_lines_fit_any_width_and_height(board, width, ascii_only):
 
 
 def test_ascii_terminals_get_ascii(board):
-    board.samples = (Sample("a" * 200, "b" * 200, 1.0),)
+    board.samples = (("a" * 200, "b" * 200, 1.0),)
     for line in shown(board, 60, ascii_only=True):
         assert line.isascii(), line
 
 
 def test_the_end_of_a_long_prompt_stays(board):
-    board.samples = (Sample("beginning " * 20 + "the end", "answer " * 30, 1.0),)
+    board.samples = (("beginning " * 20 + "the end", "answer " * 30, 1.0),)
     line = shown(board, 60)[-1]
     assert "the end │ answer" in line
     assert line.startswith("  1.00  …")
@@ -151,78 +153,134 @@ def test_memory_of_a_process():
     assert resident_mib(2**22 + 1) is None
 
 
-# --- the pane -------------------------------------------------------------------------------
-
-def terminal_console(width: int = 40) -> Console:
-    return Console(file=io.StringIO(), force_terminal=True, width=width, height=20,
-                   color_system=None)
+def test_text_cannot_turn_the_terminal_around():
+    assert clean("a\u202eb\x9bc\u2028d\ud800") == "a?b?c?d?"
 
 
-def test_a_pane_draws_only_what_has_changed():
-    console, lines = terminal_console(), ["one", "two"]
-    pane = Pane(console, lambda width, height: [Text(line) for line in lines])
-    pane.draw()
-    pane.draw()
-    assert console.file.getvalue() == "one\ntwo\n"
-    lines[1] = "three"
-    pane.draw()
-    assert console.file.getvalue() == "one\ntwo\n\r\x1b[2A\x1b[Jone\nthree\n"
-    pane.print(Text("a line"))
-    assert console.file.getvalue().endswith("\r\x1b[2A\x1b[Ja line\none\nthree\n")
-    pane.stop()
-    pane.write("after\n")
-    assert console.file.getvalue().endswith("three\n\r\x1b[2A\x1b[Jafter\n")
+# --- how it is drawn ------------------------------------------------------------------------
+
+class Tty(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
-def test_what_a_reward_prints_goes_above_in_whole_lines():
-    console = terminal_console()
-    pane = Pane(console, lambda width, height: [Text("pane")])
-    pane.draw()
-    stream = Above(io.StringIO(), pane)
-    print("half", end="", file=stream, flush=True)
-    assert console.file.getvalue() == "pane\n"
-    print(" a line", file=stream)
-    assert console.file.getvalue().endswith("\x1b[Jhalf a line\npane\n")
-    print("rest", end="", file=stream)
-    stream.close_line()
-    assert console.file.getvalue().endswith("\x1b[Jrest\npane\n")
+@pytest.fixture
+def outlet(monkeypatch) -> Outlet:
+    """A console of 40 by 20 cells."""
+    monkeypatch.setenv("TERM", "xterm")
+    for name, value in (("COLUMNS", "40"), ("LINES", "20"), ("NO_COLOR", "1")):
+        monkeypatch.setenv(name, value)
+    return Outlet(Tty())
 
 
-def test_a_view_that_fails_is_taken_away_and_the_lines_go_on():
-    console, calls = terminal_console(), []
-
-    def render(width: int, height: int) -> list[Text]:
-        calls.append(None)
-        if len(calls) > 1:
-            raise ZeroDivisionError
-        return [Text("pane")]
-
-    pane = Pane(console, render)
-    pane.start()
-    pane.changed()
-    pane._thread.join(timeout=10)
-    assert isinstance(pane.trouble, ZeroDivisionError)
-    pane.write("on\n")
-    pane.stop()
-    assert console.file.getvalue() == "pane\n\r\x1b[1A\x1b[Jon\n"
+def seen(outlet: Outlet) -> list[str]:
+    """What stands on the terminal; nothing but lines, moves and erasing has been sent to it."""
+    screen = Screen(40)
+    screen.feed(outlet.file.getvalue())
+    assert screen.unknown == set()
+    return screen.lines
 
 
-def test_a_thousand_changes_are_few_drawings():
-    """At most four drawings a second, however often something changes."""
+def view_of(outlet: Outlet, lines: list[str], **how: int) -> LiveView:
+    return LiveView(outlet, lambda width, height, **_: [Text(line) for line in lines], **how)
+
+
+def test_only_what_has_changed_is_drawn_and_below_what_is_printed(outlet):
+    lines = ["one", "two"]
+    with view_of(outlet, lines) as view:
+        view.refresh()
+        said = outlet.file.getvalue()
+        view.refresh()
+        assert outlet.file.getvalue() == said == "one\ntwo\n"
+        lines[1:] = ["three", "four"]
+        view.refresh()
+        assert seen(outlet) == ["one", "three", "four", ""]
+        outlet.print(Text("a line"))
+        assert seen(outlet) == ["a line", "one", "three", "four", ""]
+    outlet.print(Text("after"))
+    assert seen(outlet) == ["a line", "after", ""]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_what_a_reward_prints_goes_above_in_whole_lines(outlet, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Tty())
+    monkeypatch.setattr(sys, "stderr", Tty())
+    with view_of(outlet, ["view"]) as view:
+        view.refresh()
+        print("half", end="", flush=True)
+        assert seen(outlet) == ["view", ""]
+        print(" a [bold]\x1b[2Jline", "\nand another\r\n", end="")
+        assert seen(outlet) == ["half a [bold]line", "and another", "view", ""]
+        if os.fork() == 0:  # where a lock of the console may be held for ever
+            print("forked", file=sys.stderr)
+            os._exit(sys.stderr.getvalue() != "forked\n")
+        assert os.wait()[1] == 0
+        print("rest", end="", file=sys.stderr)
+    assert seen(outlet) == ["half a [bold]line", "and another", "rest", ""]
+    assert isinstance(sys.stdout, Tty)
+
+
+def test_a_view_that_fails_is_taken_away_and_the_lines_go_on(outlet):
+    lines = ["view"]
+    with view_of(outlet, lines) as view:
+        view.refresh()
+        lines[0] = None
+        view.refresh()
+        assert isinstance(view.trouble, AttributeError)
+        outlet.print("on")
+    assert seen(outlet) == ["on", ""]
+
+
+def test_nothing_is_drawn_in_the_background(outlet, monkeypatch):
+    """And nothing of what stands there by then is erased."""
+    foreground = [os.getpgrp()]
+    monkeypatch.setattr(os, "tcgetpgrp", lambda terminal: foreground[0])
+    outlet.file.fileno = lambda: 1
+    with view_of(outlet, ["view"]) as view:
+        view.refresh()
+        foreground[0] = 2**22 + 1
+        outlet.print("in the background")
+        view.refresh()
+        assert seen(outlet) == ["view", "in the background", ""]
+        foreground[0] = os.getpgrp()
+        view.refresh()
+        assert seen(outlet) == ["view", "in the background", "view", ""]
+        foreground[0] = 2**22 + 1
+    assert seen(outlet) == ["view", "in the background", "view", ""]
+    foreground[0] = os.getpgid(os.getppid())
+    monkeypatch.setattr(os, "getpgrp", lambda: 2**22 + 1)
+    with view_of(outlet, ["mine"], started_by=os.getppid()) as view:
+        view.refresh()
+        assert seen(outlet)[-2:] == ["mine", ""]
+
+
+def test_a_terminal_that_has_become_narrower(outlet):
+    with view_of(outlet, ["x" * 39, "short"]) as view:
+        view.refresh()
+        screen = Screen(40)
+        screen.feed(outlet.file.getvalue())
+        screen.resize(15)
+        outlet.size = (15, 20)
+        outlet.file.truncate(0)
+        view.stop()
+        screen.feed(outlet.file.getvalue().lstrip("\0"))
+        assert screen.lines == [""]
+
+
+def test_a_thousand_changes_are_few_drawings(outlet):
+    """At most two drawings a second, however often something changes."""
     drawings = []
 
-    def render(width: int, height: int) -> list[Text]:
+    def render(width: int, height: int, *, ascii_only: bool) -> list[Text]:
         drawings.append(time.monotonic())
         return [Text(str(len(drawings)))]
 
-    pane = Pane(terminal_console(), render)
-    pane.start()
-    begun = time.monotonic()
-    while time.monotonic() - begun < 1.0:
-        pane.changed()
-    pane.stop()
-    assert 2 <= len(drawings) <= 6
-    assert min(b - a for a, b in itertools.pairwise(drawings[1:])) >= 0.25
+    view = LiveView(outlet, render)
+    view.start()
+    time.sleep(1.7)
+    view.stop()
+    assert 3 <= len(drawings) <= 4
+    assert min(b - a for a, b in itertools.pairwise(drawings)) >= 0.45
     assert not any(thread.name == "ppocli-live-view" for thread in threading.enumerate())
 
 
@@ -263,7 +321,8 @@ def test_a_terminal_gets_the_view(on_terminal, tmp_path):
     seen = on_terminal(lambda: show_a_step(tmp_path, "auto"))
     assert "── training " in seen
     assert "step 1/3  reward 0.125" in seen
-    assert seen.endswith("\x1b[J")
+    assert seen.endswith("\x1b[2K")
+    assert "\x1b[?" not in seen  # the cursor is there, whatever kills the process
 
 
 @pytest.mark.parametrize(("mode", "term"), [("lines", "xterm"), ("auto", "dumb"), ("auto", "")])
@@ -285,7 +344,7 @@ def test_quiet_leaves_warnings(on_terminal, tmp_path, capsys):
 def test_a_pipe_is_no_terminal_whatever_colour_is_forced(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    assert not can_live(open_console(io.StringIO()))
+    assert not Outlet(io.StringIO()).can_live
 
 
 def test_a_resumed_run_shows_its_past(on_terminal, tmp_path):

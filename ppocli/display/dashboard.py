@@ -1,0 +1,285 @@
+"""What the live view of a run knows, and the lines it shows at any width.
+
+Fed with metrics rows, samples and phases, by the training loop or by whoever reads a run's folder.
+Each line is one row of the terminal, cut at its width; a low terminal loses lines from the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from time import monotonic
+from typing import Any
+
+from rich.cells import cell_len, set_cell_size
+from rich.text import Text
+
+from ppocli.text import clean, figure
+
+RECENT = 8
+"""steps whose mean duration the remaining time is told from"""
+SAMPLES = 4
+"""samples that the view has room for"""
+_WIDE = 60
+"""columns from which words are written in full, and above which curves grow no longer"""
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_TO_ASCII = str.maketrans("─━│…⏎" + _BLOCKS, "-#|~/" + "_.-=+*#@")
+_PHASES = ("rollout", "reward", "scoring", "optimize")
+_NEXT = {"rollout": "reward", "reward": "scoring", "scoring": "rollout"}
+"""phase of a chunk: the one after it"""
+
+
+Sample = tuple[str, str, float | None]
+"""prompt, response and score"""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What a run is doing: ``name``, how far (word, number, of how many), and since when."""
+
+    name: str
+    parts: tuple[tuple[str, int, int], ...]
+    since: float
+
+
+@dataclass
+class Dashboard:
+    """What there is to show of one run. Written by one thread, drawn by another: every value is
+    replaced whole or only grows."""
+
+    name: str
+    memory: Callable[[], float | None] = lambda: None
+    """MiB in use now; asked at each drawing"""
+    clock: Callable[[], float] = monotonic
+    total: int = 0
+    row: Mapping[str, Any] = field(default_factory=dict)
+    rewards: list[float | None] = field(default_factory=list)
+    divergences: list[float | None] = field(default_factory=list)
+    """``objective/kl`` of each step"""
+    evaluation: tuple[int, float | None] | None = None
+    """step and mean reward of the newest evaluation"""
+    seconds: tuple[float, ...] = ()
+    """of the last ``RECENT`` steps, evaluations included"""
+    phase: Phase | None = None
+    samples: tuple[Sample, ...] = ()
+    samples_step: int | None = None
+    warnings: int = 0
+    warning: str = ""
+    """the newest one"""
+    begun: float = 0.0
+    """when this start of the run began"""
+    step_begun: float = 0.0
+
+    def begin(self, total: int, rows: Iterable[Mapping[str, Any]] = ()) -> None:
+        """Start, or start again, with what the run has recorded so far."""
+        self.total, self.begun = total, self.clock()
+        self.row, self.rewards, self.divergences, self.seconds = {}, [], [], ()
+        self.evaluation = None
+        for row in rows:
+            self.add_row(row)
+        self.step_begun = self.begun
+
+    def add_row(self, row: Mapping[str, Any]) -> None:
+        """Take in a row of metrics.jsonl."""
+        if "reward/mean" in row:
+            took = sum(_number(row.get(name)) or 0.0 for name in ("time/step", "time/eval"))
+            self.rewards.append(_number(row["reward/mean"]))
+            self.divergences.append(_number(row.get("objective/kl")))
+            self.seconds = (*self.seconds, took)[-RECENT:]
+            self.row = row
+        if "eval/reward_mean" in row:
+            self.evaluation = (int(row["step"]), _number(row["eval/reward_mean"]))
+        self.step_begun = self.clock()
+        self.phase = None
+
+    def enter(self, name: str, *parts: tuple[str, int, int]) -> None:
+        """A phase begins, or gets further; ``parts`` are (word, number, of how many)."""
+        old = self.phase
+        since = old.since if old is not None and old.name == name else self.clock()
+        self.phase = Phase(name, parts, since)
+
+    def marked(self, name: str) -> None:
+        """A phase of one chunk of the rollout has ended: the next one begins."""
+        if self.phase is None or name not in _NEXT:
+            return
+        parts = self.phase.parts
+        if name == "scoring":
+            parts = tuple((word, number + 1, of) for word, number, of in parts)
+            if not parts or parts[0][1] > parts[0][2]:
+                return
+        self.enter(_NEXT[name], *parts)
+
+    def show(self, samples: Sequence[Sample], step: int) -> None:
+        """Take samples of a step in place of the earlier ones."""
+        self.samples, self.samples_step = tuple(samples[:SAMPLES]), step
+
+    def warn(self, text: str) -> None:
+        """Count a warning and show the newest."""
+        self.warnings += 1
+        self.warning = text
+
+    @property
+    def done(self) -> int:
+        """Steps done."""
+        return int(self.row.get("step", 0))
+
+    def left(self) -> float | None:
+        """Seconds to the end at the pace of the last steps; None before the first."""
+        if not self.seconds:
+            return None
+        pace = sum(self.seconds) / len(self.seconds)
+        spent = min(self.clock() - self.step_begun, pace)
+        return max(0.0, (self.total - self.done) * pace - spent)
+
+    def lines(self, width: int, height: int, *, ascii_only: bool = False) -> list[Text]:
+        """At most ``height`` lines of at most ``width`` cells."""
+        found = [self._title(width), self._progress(width), self._now()]
+        if self.rewards:
+            found += [*self._curves(width), *self._speed(width), self._times(width)]
+        if self.warnings:
+            more = f"{self.warnings} warnings, the last: " if self.warnings > 1 else "warning: "
+            found.append(Text(more + _one_line(self.warning), style="bold yellow"))
+        if self.samples:
+            step = "" if self.samples_step is None else f" of step {self.samples_step}"
+            found.append(Text(f"samples{step}", style="dim"))
+            found += [_sample_line(sample, width) for sample in self.samples]
+        for line in found:
+            line.no_wrap = True
+            line.truncate(width, overflow="ellipsis")
+            if ascii_only:
+                line.plain = line.plain.translate(_TO_ASCII).encode("ascii", "replace").decode()
+        return found[:max(1, height)]
+
+    def _title(self, width: int) -> Text:
+        text = f"── training {_end_of(_one_line(self.name), max(1, width - 15))} "
+        return Text(text + "─" * (width - cell_len(text)), style="dim")
+
+    def _progress(self, width: int) -> Text:
+        share = self.done / self.total if self.total else 0.0
+        head = f"step {self.done}/{self.total}  {share:4.0%} "
+        left = self.left()
+        remaining = "" if left is None else f"{duration(left)} left"
+        passed = f"{duration(self.clock() - self.begun)} so far"
+        tail = f" {remaining}, {passed}" if remaining else f" {passed}"
+        if width - len(head) - len(tail) < 5:
+            tail = f" {remaining}"
+        room = max(0, min(width - len(head) - len(tail), _WIDE))
+        filled = round(share * room)
+        return Text.assemble((head, "bold"), ("━" * filled, "green"),
+                             ("─" * (room - filled), "dim"), tail)
+
+    def _now(self) -> Text:
+        if (phase := self.phase) is None:
+            what = f"step {self.done + 1}" if self.done < self.total else "finishing"
+            since = self.step_begun
+        else:
+            parts = [f"{word} {number}/{of}" for word, number, of in phase.parts if of > 1]
+            what, since = ", ".join([phase.name, *parts]), phase.since
+        return Text.assemble("now     ", (what, "bold"), f"  {duration(self.clock() - since)}")
+
+    def _curves(self, width: int) -> Iterator[Text]:
+        tails = [f"  {figure(_last(self.rewards), 3)}", f"  {figure(_last(self.divergences), 2)}"]
+        if self.evaluation is not None:
+            step, value = self.evaluation
+            tails[0] += f"  eval {figure(value, 3)}" + (f" (step {step})" if width >= _WIDE else "")
+        room = min(width - 8 - max(map(len, tails)), _WIDE)
+        yield Text.assemble("reward  ", (sparkline(self.rewards, room), "green"), tails[0])
+        yield Text.assemble("KL      ", (sparkline(self.divergences, room), "yellow"), tails[1])
+
+    def _speed(self, width: int) -> list[Text]:
+        speeds = "  ".join(f"{name} {_count(value)}" for name in ("rollout", "optimize")
+                           if (value := self._figure(f"tokens_per_second/{name}")) is not None)
+        text = f"speed   {speeds} tokens/s" if width >= _WIDE else f"tok/s   {speeds}"
+        now, peak = self.memory(), self._figure("memory/peak_mib")
+        if peak is not None and now is not None:
+            peak = max(peak, now)  # the row's is of the end of a step, and the next one goes on
+        amounts = ", ".join(f"{_mib(value)}{word}" for value, word in ((now, ""), (peak, " peak"))
+                            if value is not None)
+        if not amounts:
+            return [Text(text)]
+        both = f"{text}   memory  {amounts}"
+        return [Text(both)] if len(both) <= width else [Text(text), Text(f"memory  {amounts}")]
+
+    def _times(self, width: int) -> Text:
+        total = self._figure("time/step") or 0.0
+        digits = 2 if total < 10 and width >= _WIDE else 1
+        parts = [f"{name if width >= _WIDE else name[:2]} {value:.{digits}f}" for name in _PHASES
+                 if (value := self._figure(f"time/{name}")) is not None]
+        return Text(f"seconds {f'{total:.{digits}f}: ' if width >= _WIDE else ''}{' '.join(parts)}")
+
+    def _figure(self, name: str) -> float | None:
+        return _number(self.row.get(name))
+
+
+def _sample_line(sample: Sample, width: int) -> Text:
+    prompt, response = map(_one_line, sample[:2])
+    value = _number(sample[2])
+    score = f"{'none' if value is None else f'{value:.2f}':>6}  "
+    room = width - len(score) - 3
+    # what a response follows is a prompt's end
+    prompt = _end_of(prompt, max(room // 3, room - cell_len(response), 1))
+    return Text.assemble((score, "cyan"), (f"{prompt} │ ", "dim"), response)
+
+
+def _one_line(text: str) -> str:
+    return clean(text).replace("\t", " ").strip()
+
+
+def _end_of(text: str, cells: int) -> str:
+    """The last ``cells`` cells of a text, with a mark where its beginning is missing."""
+    if cell_len(text) <= cells:
+        return text
+    return "…" + set_cell_size(text[::-1], cells - 1)[::-1].lstrip()
+
+
+def _number(value: Any) -> float | None:
+    ok = isinstance(value, (int, float)) and math.isfinite(value)
+    return float(value) if ok else None
+
+
+def _last(values: Sequence[float | None]) -> float | None:
+    return next((value for value in reversed(values) if value is not None), None)
+
+
+def duration(seconds: float) -> str:
+    """``0:07``, ``12:05``, ``3:20:00``, ``2 d 04:00``."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 48:
+        return f"{hours // 24} d {hours % 24:02d}:{minutes:02d}"
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def sparkline(values: Sequence[float | None], cells: int) -> str:
+    """The course of a figure in at most ``cells`` characters; each is the mean of its share of
+    values, from the lowest to the highest block; a blank where there is none."""
+    count = max(0, min(cells, len(values)))
+    bounds = [cell * len(values) // count for cell in range(count + 1)] if count else []
+    means = [_mean([value for value in values[start:end] if value is not None])
+             for start, end in pairwise(bounds)]
+    there = [mean for mean in means if mean is not None]
+    low, spread = min(there, default=0.0), max(there, default=0.0) - min(there, default=0.0)
+
+    def block(mean: float) -> str:
+        share = (mean - low) / spread if spread > 0 else 0.5
+        return _BLOCKS[min(len(_BLOCKS) - 1, int(share * len(_BLOCKS)))]
+
+    return "".join(" " if mean is None else block(mean) for mean in means)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None
+
+
+def _count(value: float) -> str:
+    """A speed in few characters: ``870``, ``9.8k``, ``14k``, ``1.2M``."""
+    for size, unit in ((1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.{1 if value < 10 * size else 0}f}{unit}"
+    return f"{value:.0f}"
+
+
+def _mib(value: float) -> str:
+    return f"{value / 1024:.1f} GiB" if value >= 10_000 else f"{value:.0f} MiB"
