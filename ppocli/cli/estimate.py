@@ -13,7 +13,7 @@ from ppocli.config.schema import TrainConfig
 from ppocli.errors import ConfigError, InputError, OutOfMemoryError
 
 if TYPE_CHECKING:
-    from ppocli.estimate.estimate import Estimate
+    from ppocli.estimate.check import Estimate
     from ppocli.parallel.host_memory import Room
 
 ASSUMED_TOKENS = 512
@@ -43,8 +43,8 @@ def print_estimate(words: Sequence[str], *, prompt_tokens: int | None, available
     cfg = _composed(words)
     from transformers.utils import logging as transformers_logging
 
-    from ppocli.estimate.estimate import estimate
-    from ppocli.estimate.outline import outline, read_config
+    from ppocli.estimate.check import estimate
+    from ppocli.estimate.parts import models_of, read_config
 
     transformers_logging.set_verbosity_error()
     config = read_config(cfg.model.path, key="model.path", revision=cfg.model.revision,
@@ -52,7 +52,7 @@ def print_estimate(words: Sequence[str], *, prompt_tokens: int | None, available
     tokens, source = _prompt_tokens(cfg, config, prompt_tokens)
     cuda = _computes_on_cuda(cfg)
     hardware = cfg.hardware
-    found = estimate(cfg, outline(cfg, config), prompt_tokens=tokens, cuda=cuda,
+    found = estimate(cfg, models_of(cfg, config), prompt_tokens=tokens, cuda=cuda,
                      ranks=hardware.num_processes * hardware.num_nodes,
                      ranks_on_host=hardware.num_processes)
     room = _room(available, memory, cuda)
@@ -64,7 +64,7 @@ def print_estimate(words: Sequence[str], *, prompt_tokens: int | None, available
         if verdict is not None and fits:
             print(f"fits: {verdict}")
     if not fits:
-        from ppocli.estimate.estimate import advice
+        from ppocli.estimate.check import advice
 
         helps = ", ".join(advice(found, cfg))
         if as_json:
@@ -228,8 +228,7 @@ def _heading(found: Estimate, cfg: TrainConfig, source: str) -> Iterator[str]:
 
 def _as_json(found: Estimate, cfg: TrainConfig, source: str, room: Room | None, fits: bool
              ) -> dict[str, Any]:
-    from ppocli.estimate.check import needs
-    from ppocli.estimate.estimate import advice
+    from ppocli.estimate.check import advice, needs
 
     layout, sums, disk = found.layout, found.sums, found.disk
     answer: dict[str, Any] = {
