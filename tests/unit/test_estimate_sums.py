@@ -182,10 +182,14 @@ def test_free_memory_is_that_of_the_tightest_group(tmp_path):
     assert host_room(tmp_path) == 6000 - 5000 + 700
 
 
-def found_of(size: int) -> Estimate:
-    _, sums = added(0)
-    sums = replace(sums, generate=0, score=0, update=size, host=0, loading=0)
-    return Estimate(PARTS, LAYOUT, (), sums, disk_of(TrainConfig(), PARTS), 8, 8, ())
+def found_of(counted: int, estimated: int = 0, *, cuda: bool = True, rough: tuple[str, ...] = ()
+             ) -> Estimate:
+    """Of a run that holds so many MiB, and so many more by a formula, in updates of two rows."""
+    lines = (Line("weights", counted * 2**20), Line(
+        "activations", estimated * 2**20, generate=False, score=False, estimated=True))
+    layout = replace(LAYOUT, ranks=1, ranks_on_host=1, cuda=cuda)
+    return Estimate(PARTS, layout, lines, add_up(lines, PARTS, layout, 0),
+                    disk_of(TrainConfig(), PARTS), 8, 8, (), rough=rough)
 
 
 def test_advice_is_what_saves_most_at_the_fullest_moment():
@@ -225,22 +229,43 @@ def test_states_of_frozen_layers_count_where_they_are(frozen, sums):
 def test_what_surely_does_not_fit_is_refused_and_what_is_close_is_warned_of(caplog):
     cfg, room = TrainConfig(), Room(1000 * 2**20, 2**40, "card")
     with caplog.at_level(logging.WARNING, "ppocli"):
-        judge(cfg, found_of(900 * 2**20), room)
+        judge(cfg, found_of(900), room)
         assert not caplog.records
-        judge(cfg, found_of(1100 * 2**20), room)
-        assert "needs about 1.07 GiB of memory on card, and 1000 MiB are free" in caplog.text
+        judge(cfg, found_of(990), room)
+        assert "needs about 990 MiB of memory on card, and 1000 MiB are free" in caplog.text
         caplog.clear()
         with pytest.raises(OutOfMemoryError, match=r"1\.15 GiB of memory on card") as error:
-            judge(cfg, found_of(1180 * 2**20), room)
+            judge(cfg, found_of(1180), room)
         assert "hardware.memory_check=warn" in str(error.value)
-        judge(set_keys(cfg, {"hardware.memory_check": "warn"}), found_of(2**40), room)
+        judge(set_keys(cfg, {"hardware.memory_check": "warn"}), found_of(2**20), room)
         assert "Memory is short" in caplog.text
         caplog.clear()
         # what a run does without where it isn't free
         asked = replace(found_of(0).sums, host=2000 * 2**20)
-        judge(cfg, replace(found_of(0), sums=asked, spared=1200 * 2**20), Room(
+        judge(TrainConfig(), replace(found_of(0), sums=asked, spared=1200 * 2**20), Room(
             None, 1000 * 2**20, "this machine"))
         assert not caplog.records
+
+
+@pytest.mark.parametrize(("counted", "estimated", "more", "refused"), [
+    # a fifth less than the formula says is there, on a GPU for one of two rows
+    (900, 240, {}, False), (900, 260, {}, True), (100, 1100, {"cuda": False}, False),
+    (100, 1140, {"cuda": False}, True),
+    # nothing is sure of a formula that has not been held against anything
+    (900, 10_000, {"rough": ("gemma",)}, False), (1001, 0, {"rough": ("gemma",)}, True)])
+def test_only_what_is_certain_refuses(caplog, counted, estimated, more, refused):
+    there = 1000 * 2**20
+    room = Room(there if more.get("cuda", True) else None, 2**40 if more.get("cuda", True)
+                else there, "card")
+    with caplog.at_level(logging.WARNING, "ppocli"):
+        if refused:
+            with pytest.raises(OutOfMemoryError, match="Not enough memory"):
+                judge(TrainConfig(), found_of(counted, estimated, **more), room)
+            return
+        judge(TrainConfig(), found_of(counted, estimated, **more), room)
+    assert "Memory is short" in caplog.text
+    assert ("what passes of gemma take has not been measured" in caplog.text) == bool(
+        more.get("rough"))
 
 
 def test_bytes_are_told_with_three_digits():
