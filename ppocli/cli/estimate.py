@@ -171,7 +171,7 @@ def _verdict(found: Estimate, room: Room, cfg: TrainConfig) -> tuple[str, bool]:
 # Telling ------------------------------------------------------------------------------------------
 
 def _print(found: Estimate, cfg: TrainConfig, source: str) -> None:
-    from ppocli.estimate.check import digits, shown
+    from ppocli.estimate.check import digits, roughly, shown
     from ppocli.storage.atomic import format_bytes
 
     for line in _heading(found, cfg, source):
@@ -203,6 +203,8 @@ def _print(found: Estimate, cfg: TrainConfig, source: str) -> None:
           f"model, {format_bytes(disk.run)} at most")
     for one in found.unknown:
         print(f"{one.name}: unknown, {one.why}")
+    if found.rough:
+        print(roughly(found))
 
 
 def _heading(found: Estimate, cfg: TrainConfig, source: str) -> Iterator[str]:
@@ -241,6 +243,7 @@ def _as_json(found: Estimate, cfg: TrainConfig, source: str, room: Room | None, 
         "parts": [{"kind": p.kind, "name": p.name, "parameters": p.parameters,
                    "trained": p.trained, "bytes": p.size} for p in found.parts],
         "unknown": [{"name": one.name, "why": one.why} for one in found.unknown],
+        "not_measured": list(found.rough),
         "lines": [{"name": line.name, "device_bytes": line.device, "host_bytes": line.host,
                    "in_generation": line.generate, "in_scoring": line.score,
                    "in_updates": line.update}

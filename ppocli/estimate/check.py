@@ -91,7 +91,7 @@ def estimate(cfg: TrainConfig, models: Models, *, prompt_tokens: int, cuda: bool
     layout = layout_of(cfg, prompt_tokens=prompt_tokens, ranks=ranks,
                        ranks_on_host=ranks_on_host, cuda=cuda)
     zero = deepspeed_config(cfg).get("zero_optimization") if cfg.hardware.zero_stage else None
-    lines = lines_of(cfg, parts, layout, _passes(cfg, models, layout, prompt_tokens),
+    lines = lines_of(cfg, parts, layout, _passes(cfg, models, parts, layout, prompt_tokens),
                      zero if isinstance(zero, dict) else {})
     kinds = [lm.config.model_type for lm in (models.lm, models.value_lm)
              if lm is not None and not is_measured(lm)]
@@ -100,7 +100,8 @@ def estimate(cfg: TrainConfig, models: Models, *, prompt_tokens: int, cuda: bool
                     spared(cfg, lines), tuple(dict.fromkeys(kinds)))
 
 
-def _passes(cfg: TrainConfig, models: Models, layout: Layout, prompt_tokens: int) -> Passes:
+def _passes(cfg: TrainConfig, models: Models, parts: tuple[Part, ...], layout: Layout,
+            prompt_tokens: int) -> Passes:
     lm, new, cuda = models.lm, cfg.generation.max_new_tokens, layout.cuda
     dtype, head = DTYPES[cfg.hardware.precision], models.lm.get_output_embeddings().weight
     at = Sizes(layout.rows, prompt_tokens, new, dtype.itemsize,
@@ -114,9 +115,10 @@ def _passes(cfg: TrainConfig, models: Models, layout: Layout, prompt_tokens: int
     quantized = quantized_weights(cfg, lm)
     # a weight in 16 bits while its layer is run
     largest = 2 * max((p.numel() for p in lm.parameters() if id(p) in quantized), default=0)
-    kept, beside = training_pass(cfg, models, at)
-    cache, decoding = decoding_pass(cfg, lm, replace(at, rows=layout.decoded, new=longest),
-                                    copied=copied)
+    kept, beside = training_pass(cfg, models, at,
+                                 copies=2 * at.casts * sum(p.cast for p in parts))
+    decoded = replace(at, rows=layout.decoded, new=longest)
+    cache, decoding = decoding_pass(lm, decoded, copied=copied)
     frozen, scored, padded = frozen_states(cfg, models, layout, prompt_tokens)
     heads = [module for module in (lm.get_output_embeddings(), models.value_head) if module]
     return Passes(
@@ -288,44 +290,34 @@ def digits(number: float) -> str:
 
 def advice(found: Estimate, cfg: TrainConfig) -> list[str]:
     """Settings that make the fullest moment smaller, what helps most first."""
-    sizes = {line.name: line.device for line in found.lines}
-    in_update = found.sums.update >= max(found.sums.generate, found.sums.score)
-    zero = cfg.hardware.zero_stage
-    several = found.layout.ranks > 1
-    options: list[tuple[int, str]] = []
-    if in_update:
-        pass_ = sizes.get("activations", 0)
-        if found.layout.rows > 1:
-            options.append((pass_ - pass_ // found.layout.rows, "ppo.micro_batch_size=1"))
-        if not cfg.model.gradient_checkpointing:
-            options.append((pass_ * 3 // 4, "model.gradient_checkpointing=true"))
-    elif found.layout.decoded > 1:
-        rows = max(found.layout.decoded // 4, 1)
-        of_rows = (sizes.get("keys and values (KV cache)", 0)
-                   + sizes.get("working memory of generation", 0))
-        options.append((of_rows - of_rows * rows // found.layout.decoded,
-                        f"ppo.chunk_size={rows}"))
-    if several and zero < 3:
-        shared = sizes.get("optimizer state", 0) + (sizes.get("gradients", 0) if zero < 2 else 0)
-        options.append((shared, "hardware.zero_stage=2" if zero < 2 else "hardware.zero_stage=3"))
-    if zero and found.layout.cuda and not cfg.hardware.offload_optimizer:
-        options.append((sizes.get("optimizer state", 0), "hardware.offload_optimizer=true"))
-    if cfg.model.num_layers_unfrozen < 0 and not cfg.model.peft:
-        options.append((sizes.get("optimizer state", 0) // 2, "model.num_layers_unfrozen=2"))
-    reference = sizes.get("reference", 0)
-    if reference and reference_kind(cfg.model) == "copy" and "bf16" not in (
-            cfg.model.dtype, cfg.hardware.precision):
-        options.append((reference // 2, "model.dtype=bf16"))
-    if reference and found.layout.cuda and found.sums.score < found.sums.device:
-        # it is back on the device while it runs
-        options.append((min(reference, found.sums.device - found.sums.score),
-                        "model.reference.offload=true"))
-    if zero == 3 and whole_while_acting(cfg) and not in_update:
-        saved = (sizes.get("weights gathered for rollouts", 0)
-                 - sizes.get("weights gathered in a pass", 0))
-        options.append((saved, "hardware.gather_for_generation=false"))
+    size = {line.name: line.device for line in found.lines}
+    layout, sums, zero = found.layout, found.sums, cfg.hardware.zero_stage
+    in_update = sums.update >= max(sums.generate, sums.score)
+    kept, state = size.get("activations", 0), size.get("optimizer state", 0)
+    decoding = size.get("keys and values (KV cache)", 0) + size.get(
+        "working memory of generation", 0)
+    fewer, reference = max(layout.decoded // 4, 1), size.get("reference", 0)
     frozen = next((line for line in found.lines if line.name == FROZEN), None)
-    if frozen is not None and (frozen.update if in_update else frozen.score):
-        options.append((frozen.device, "hardware.frozen_states_mib=0"))
-    options.sort(key=lambda option: -option[0])
-    return [text for size, text in options if size > 0]
+    options: list[tuple[bool, int, str]] = [
+        (in_update, kept - kept // layout.rows, "ppo.micro_batch_size=1"),
+        (in_update and not cfg.model.gradient_checkpointing, kept * 3 // 4,
+         "model.gradient_checkpointing=true"),
+        (not in_update, decoding - decoding * fewer // layout.decoded, f"ppo.chunk_size={fewer}"),
+        (layout.ranks > 1 and zero < 2, state + size.get("gradients", 0), "hardware.zero_stage=2"),
+        (layout.ranks > 1 and zero == 2, state, "hardware.zero_stage=3"),
+        (zero > 0 and layout.cuda and not cfg.hardware.offload_optimizer, state,
+         "hardware.offload_optimizer=true"),
+        (cfg.model.num_layers_unfrozen < 0 and not cfg.model.peft, state // 2,
+         "model.num_layers_unfrozen=2"),
+        (reference_kind(cfg.model) == "copy" and "bf16" not in (
+            cfg.model.dtype, cfg.hardware.precision), reference // 2, "model.dtype=bf16"),
+        # it is back on the device while it runs
+        (layout.cuda, min(reference, sums.device - sums.score), "model.reference.offload=true"),
+        (zero == 3 and whole_while_acting(cfg) and not in_update,
+         size.get("weights gathered for rollouts", 0) - size.get("weights gathered in a pass", 0),
+         "hardware.gather_for_generation=false")]
+    if frozen is not None:
+        options.append((frozen.update if in_update else frozen.score, frozen.device,
+                        "hardware.frozen_states_mib=0"))
+    useful = [(saved, text) for helps, saved, text in options if helps and saved > 0]
+    return [text for _, text in sorted(useful, key=lambda option: -option[0])]

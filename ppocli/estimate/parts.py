@@ -30,6 +30,9 @@ from ppocli.models.value_function import ScoreHead
 
 MODEL_REWARDS = ("classifier", "reward_model")
 """short names of the rewards that hold a model of their own"""
+QUANTIZED_BITS = {"8bit": 8, "4bit": 4 + 8 / 64 + 32 / (64 * 256)}
+"""of each number: LLM.int8() (arXiv 2208.07339), but for a scale of each row; QLoRA's double
+quantization (arXiv 2305.14314), with 8 bits of scale for 64 numbers and 32 for 64 * 256"""
 Kind = Literal["policy", "value", "reference", "reward"]
 Place = Literal["device", "offloaded", "host", "elsewhere"]
 
@@ -324,20 +327,9 @@ def quantized_weights(cfg: TrainConfig, lm: Any) -> dict[int, int]:
         if isinstance(module, (nn.Linear, Conv1D)) and "lora_" not in name:
             weight = module.weight
             if weight is not head and not weight.requires_grad:
-                found[id(weight)] = (4 * weight.numel() if exact in name.split(".") else
-                                     quantized_bytes(cfg.model.quantization, weight.shape))
+                bits = 32 if exact in name.split(".") else QUANTIZED_BITS[cfg.model.quantization]
+                found[id(weight)] = round(weight.numel() * bits / 8)
     return found
-
-
-def quantized_bytes(how: str, shape: torch.Size) -> int:
-    """Bytes of a weight in 8 bits, with a fp32 scale for each row (LLM.int8(), arXiv 2208.07339),
-    or in 4 bits, with 8 bits of scale for 64 numbers and 32 for 64 * 256 (QLoRA's double
-    quantization, arXiv 2305.14314)."""
-    count = math.prod(shape)
-    if how == "8bit":
-        return count + 4 * shape[0]
-    blocks = -(-count // 64)
-    return -(-count // 2) + blocks + 4 * -(-blocks // 256)
 
 
 def _reference_parts(cfg: TrainConfig, lm: Any) -> Iterator[Part]:

@@ -81,8 +81,6 @@ class Projection(NamedTuple):
     outputs: int
     kept: bool
     """whether its input is needed in the backward pass: its weight trains, or an adapter's does"""
-    rank: int = 0
-    """of the adapter"""
 
 
 class Block(NamedTuple):
@@ -127,7 +125,7 @@ def read_layer(module: nn.Module) -> Layer:
         kind = "cross" if "enc" in name.lower() else "attention" if "att" in name.lower() else "mlp"
         weight: Any = getattr(part, "weight", None)
         if "lora_A" in name and isinstance(part, nn.Linear):
-            found[kind][-1] = found[kind][-1]._replace(kept=True, rank=part.out_features)
+            found[kind][-1] = found[kind][-1]._replace(kept=True)
         elif "lora_" not in name and isinstance(part, (nn.Linear, Conv1D)):
             inputs, outputs = weight.shape if isinstance(part, Conv1D) else weight.shape[::-1]
             found.setdefault(kind, []).append(Projection(inputs, outputs, weight.requires_grad))
@@ -159,7 +157,7 @@ def stacks(lm: Any, at: Sizes, *, whole: bool = True) -> Iterator[Stack]:
     Args:
         whole: over prompt and response; else over the prompt, in generation.
     """
-    pair, virtual = has_encoder(lm), num_virtual_tokens(lm)
+    pair, virtual, before = has_encoder(lm), num_virtual_tokens(lm), virtual_tokens(lm)
     lists = []
     try:
         lists.append((list(layer_stack(lm)), at.new if pair else at.prompt))
@@ -171,7 +169,7 @@ def stacks(lm: Any, at: Sizes, *, whole: bool = True) -> Iterator[Stack]:
     above = virtual > 0 or lm.get_input_embeddings().weight.requires_grad
     for number, (modules, tokens) in enumerate(lists):
         keys = tokens + virtual + (at.new - 1 if whole and not pair else 0)
-        queries = keys - (virtual if virtual and virtual_tokens(lm).in_cache else 0)
+        queries = keys - (virtual if before is not None and before.in_cache else 0)
         layers = [read_layer(module) for module in modules]
         first = next((i for i, layer in enumerate(layers) if layer.trains), len(layers))
         yield Stack(layers, queries, keys, at.prompt if pair and not number else 0,
@@ -180,9 +178,14 @@ def stacks(lm: Any, at: Sizes, *, whole: bool = True) -> Iterator[Stack]:
 
 # Training -----------------------------------------------------------------------------------------
 
-def training_pass(cfg: TrainConfig, models: Models, at: Sizes) -> tuple[int, int]:
+def training_pass(cfg: TrainConfig, models: Models, at: Sizes, *, copies: int
+                  ) -> tuple[int, int]:
     """Bytes of one micro-batch: those that lie there between its forward and its backward pass, and
-    most that lies there beside them."""
+    most that lies there beside them.
+
+    Args:
+        copies: bytes of the weights that autocast copies to bf16.
+    """
     kept = _kept_by_heads(models, at)
     largest = 0
     checkpoints = cfg.model.gradient_checkpointing
@@ -201,7 +204,13 @@ def training_pass(cfg: TrainConfig, models: Models, at: Sizes) -> tuple[int, int
         # in an encoder-decoder one goes before or holds the encoder's states
         kept += stream * (len(stack.layers) * checkpoints
                           + bool(stack.trained) * (1 + has_encoder(lm)))
-    return kept, _beside_updates(cfg, models, at, largest)
+    # a checkpointed pass gives its copies back at its end
+    return kept, _beside_updates(cfg, models, at, largest, copies if checkpoints else 0)
+
+
+def _cast(weight: torch.Tensor, at: Sizes) -> int:
+    """Bytes of the copy that a pass in bf16 makes of a weight."""
+    return 2 * weight.numel() if at.casts and weight.element_size() == 4 else 0
 
 
 def _logits(models: Models, at: Sizes) -> int:
@@ -239,7 +248,6 @@ def _kept_by_layer(layer: Layer, lm: Any, at: Sizes, stack: Stack) -> int:
         else:
             kept += at.compute * stack.queries * (
                 sum(inputs) if at.casts else max(inputs, default=0))
-        kept += at.compute * stack.queries * sum(p.rank for p in (*block.readers, block.writer))
         kept += (_kept_by_mlp(block, lm, at, stack) if kind == "mlp" else
                  _kept_by_attention(block, lm, at, stack, cross=kind == "cross"))
     return kept
@@ -260,16 +268,13 @@ def _kept_by_mlp(block: Block, lm: Any, at: Sizes, stack: Stack) -> int:
 def _kept_by_attention(block: Block, lm: Any, at: Sizes, stack: Stack, *, cross: bool) -> int:
     width, keys = block.writer.inputs, stack.encoded if cross else stack.keys
     read = stack.queries * width + keys * block.shared
-    kept = at.compute * (read + stack.queries * width * (
-        1 + (block.writer.rank > 0 and at.casts)))
+    kept = at.compute * (read + stack.queries * width)
     pairs = _heads(lm) * stack.queries * keys
     each = _probability(lm, at, keys, block)
     if _relative(lm) and at.casts and at.stream == 4 and not cross:  # as their positions: in fp32
         return kept + 4 * pairs + 2 * read
     if each and at.cuda and not at.casts and block.grouped:  # once for each head
         kept += 4 * keys * (2 * width - block.shared)
-    elif not each and len(block.readers) == 1 and _rotary(lm):  # the tensor they were cut from
-        kept += at.compute * stack.queries * (width + block.shared // 2)
     return kept + pairs * each
 
 
@@ -300,27 +305,27 @@ def _rotary(lm: Any) -> bool:
     return any("rotary" in type(m).__name__.lower() for m in lm.modules())
 
 
-def _beside_updates(cfg: TrainConfig, models: Models, at: Sizes, largest: int) -> int:
+def _beside_updates(cfg: TrainConfig, models: Models, at: Sizes, largest: int, copies: int
+                    ) -> int:
     """Most that lies beside what is kept: chunks of logits, gradients of the output embedding, or a
     checkpointed layer that is run again.
 
     Args:
         largest: bytes that one layer keeps.
+        copies: bytes of weights in bf16 that are gone by the backward pass.
     """
     head, logits = models.lm.get_output_embeddings().weight, _logits(models, at)
     chunk, several, again = min(logits, CHUNK_BYTES), logits > CHUNK_BYTES, logits > KEPT_BYTES
-    copied = 2 * head.numel() if at.casts and head.element_size() == 4 else 0
+    copied = _cast(head, at)
     forward = copied + chunk * (1 + again + 2 * (cfg.ppo.ent_coef > 0))
     backward = copied + (chunk // 2 if at.casts else chunk * again)
     table = 4 * head.numel() if head.requires_grad else 0
     backward += table * (1 + several) + at.casts * table // 2
-    if table and may_take_onednn(cfg, at.cuda):  # which copies an operand of that gradient
-        backward += chunk
     if cfg.model.gradient_checkpointing:
         # by then logits are gone, but not the gradient of a table that words are looked up in, too
         tied = head is models.lm.get_input_embeddings().weight
         backward = max(backward, largest + table * tied - (0 if again else logits))
-    return max(forward, backward)
+    return max(copies + forward, backward)
 
 
 def may_take_onednn(cfg: TrainConfig, cuda: bool) -> bool:
@@ -330,7 +335,7 @@ def may_take_onednn(cfg: TrainConfig, cuda: bool) -> bool:
 
 # Without gradients --------------------------------------------------------------------------------
 
-def decoding_pass(cfg: TrainConfig, lm: Any, at: Sizes, *, copied: int) -> tuple[int, int]:
+def decoding_pass(lm: Any, at: Sizes, *, copied: int) -> tuple[int, int]:
     """Bytes of one generate call: keys and values of all samples at their full length, with the
     states of an encoder, and most that lies there beside them.
 
@@ -354,12 +359,10 @@ def decoding_pass(cfg: TrainConfig, lm: Any, at: Sizes, *, copied: int) -> tuple
         first = max(_largest_layer(lm, at, whole=False) - encoded, 2 * states)
     else:
         first = _largest_layer(lm, at, whole=False)
-    logits, choice = at.rows * head.shape[0], cfg.generation
-    restricts = choice.min_new_tokens > 0 or choice.top_k > 0 or choice.top_p < 1
-    # fp32 logits, two tensors that are drawn from, and sorted ones with their places
-    chosen = logits * (4 * (3 + restricts) + (20 if choice.top_p < 1 else 0))
-    cast = 2 * (head.numel() + logits) if at.casts and head.element_size() == 4 else 0
-    return cache + encoded, copied + max(first, states * (not pair) + max(chosen, cast))
+    logits = at.rows * head.shape[0]
+    # fp32 logits, those that are restricted, and two tensors that are drawn from
+    chosen = max(16 * logits, _cast(head, at) + 2 * logits)
+    return cache + encoded, copied + max(first, states * (not pair) + chosen)
 
 
 def scoring_pass(models: Models, at: Sizes) -> int:
@@ -367,32 +370,25 @@ def scoring_pass(models: Models, at: Sizes) -> int:
     head = models.lm.get_output_embeddings().weight
     chunk = min(_logits(models, at), CHUNK_BYTES)
     tokens = at.new if has_encoder(models.lm) else at.prompt + at.new - 1
-    cast = 2 * head.numel() if at.casts and head.element_size() == 4 else 0
     layers = max(_largest_layer(lm, at) for lm in (models.lm, models.value_lm) if lm is not None)
-    return max(layers, at.rows * tokens * head.shape[1] * at.stream + 2 * chunk + cast
+    return max(layers, at.rows * tokens * head.shape[1] * at.stream + 2 * chunk + _cast(head, at)
                + at.casts * chunk // 2)
 
 
 def _largest_layer(lm: Any, at: Sizes, *, whole: bool = True) -> int:
     """Most bytes of the tensors of one layer: its residual stream in four places, and either those
-    of the MLP, or of attention with probabilities twice, and in bf16 queries turned in fp32."""
-    most = 0
+    of the MLP, or of attention with its probabilities twice, where positions are added to them more
+    often."""
+    most, eager = 0, at.attention == "eager" or lm.config.model_type == "bloom"
     for stack in stacks(lm, at, whole=whole):
         for layer in stack.layers:
             inside = [0]
             for kind, block in layer.blocks.items():
-                width = block.writer.inputs
-                if kind == "mlp":
-                    copies = 6 if lm.config.model_type == "bloom" else 2 + (block.shared > 0)
-                    inside.append(copies * width * at.compute)
-                elif kind == "attention":
-                    each = _probability(lm, at, stack.keys, block, masked=not whole)
-                    each = 2 * max(each, 4 * _relative(lm))
-                    if lm.config.model_type == "bloom":  # its positions are added to them
-                        each = 16 if at.casts else 20
-                    pairs = _heads(lm) * stack.keys * each
-                    turned = 20 * width if _rotary(lm) and at.casts and at.stream == 4 else 0
-                    inside.append(pairs + turned + (3 * width * at.compute if each else 0))
+                each = 0 if kind == "mlp" else max(
+                    _probability(lm, at, stack.keys, block, masked=not whole), 4 * _relative(lm))
+                copies = 2 + (block.shared > 0) if kind == "mlp" or each else 0
+                inside.append(copies * block.writer.inputs * at.compute
+                              + (4 if eager else 2) * each * _heads(lm) * stack.keys)
             most = max(most, at.rows * stack.queries * (
                 4 * layer.width * at.stream + max(inside)))
     return most
