@@ -13,7 +13,7 @@ from ppocli.errors import ConfigError, InputError, OutOfMemoryError
 
 if TYPE_CHECKING:
     from ppocli.config.schema import TrainConfig
-    from ppocli.estimate.estimate import Estimate
+    from ppocli.estimate.check import Estimate
     from ppocli.parallel.host_memory import Room
 
 ASSUMED_TOKENS = 512
@@ -56,8 +56,8 @@ def print_estimate(
     cfg = _composed(overrides or [])
     from transformers.utils import logging as transformers_logging
 
-    from ppocli.estimate.estimate import estimate
-    from ppocli.estimate.outline import outline, read_config
+    from ppocli.estimate.check import estimate
+    from ppocli.estimate.parts import models_of, read_config
 
     transformers_logging.set_verbosity_error()
     config = read_config(cfg.model.path, key="model.path", revision=cfg.model.revision,
@@ -65,7 +65,7 @@ def print_estimate(
     tokens, source = _prompt_tokens(cfg, config, prompt_tokens)
     cuda = _computes_on_cuda(cfg)
     hardware = cfg.hardware
-    found = estimate(cfg, outline(cfg, config), prompt_tokens=tokens, cuda=cuda,
+    found = estimate(cfg, models_of(cfg, config), prompt_tokens=tokens, cuda=cuda,
                      ranks=hardware.num_processes * hardware.num_nodes,
                      ranks_on_host=hardware.num_processes)
     room = _room(available, memory, cuda)
@@ -77,7 +77,7 @@ def print_estimate(
         if verdict is not None and fits:
             print(f"fits: {verdict}")
     if not fits:
-        from ppocli.estimate.estimate import advice
+        from ppocli.estimate.check import advice
 
         helps = ", ".join(advice(found, cfg))
         if as_json:
@@ -188,6 +188,7 @@ def _verdict(found: Estimate, room: Room, cfg: TrainConfig) -> tuple[str, bool]:
 # Telling ------------------------------------------------------------------------------------------
 
 def _print(found: Estimate, cfg: TrainConfig, source: str) -> None:
+    from ppocli.estimate.check import roughly
     from ppocli.text import format_bytes, format_memory, three_digits
 
     for line in _heading(found, cfg, source):
@@ -219,6 +220,8 @@ def _print(found: Estimate, cfg: TrainConfig, source: str) -> None:
           f"model, {format_bytes(disk.run)} at most")
     for one in found.unknown:
         print(f"{one.name}: unknown, {one.why}")
+    if found.rough:
+        print(roughly(found))
 
 
 def _heading(found: Estimate, cfg: TrainConfig, source: str) -> Iterator[str]:
@@ -244,8 +247,7 @@ def _heading(found: Estimate, cfg: TrainConfig, source: str) -> Iterator[str]:
 
 def _as_json(found: Estimate, cfg: TrainConfig, source: str, room: Room | None, fits: bool
              ) -> dict[str, Any]:
-    from ppocli.estimate.check import needs
-    from ppocli.estimate.estimate import advice
+    from ppocli.estimate.check import advice, needs
 
     layout, sums, disk = found.layout, found.sums, found.disk
     answer: dict[str, Any] = {
@@ -258,6 +260,7 @@ def _as_json(found: Estimate, cfg: TrainConfig, source: str, room: Room | None, 
         "parts": [{"kind": p.kind, "name": p.name, "parameters": p.parameters,
                    "trained": p.trained, "bytes": p.size} for p in found.parts],
         "unknown": [{"name": one.name, "why": one.why} for one in found.unknown],
+        "not_measured": list(found.rough),
         "lines": [{"name": line.name, "device_bytes": line.device, "host_bytes": line.host,
                    "in_generation": line.generate, "in_scoring": line.score,
                    "in_updates": line.update}

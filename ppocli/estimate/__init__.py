@@ -1,5 +1,5 @@
 """How much memory and disk a run needs, told before any weight is loaded.
 
-``parts`` says what models there are and how large, ``trace`` what one pass keeps, ``memory`` adds
-both up for a rank and a host, ``machine`` says what is there, ``check`` compares.
+``parts`` says what models there are and how large, ``passes`` what a pass of them takes, ``memory``
+adds both up for a rank and a host, ``check`` makes the estimate and compares it with what is there.
 """

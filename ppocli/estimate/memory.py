@@ -24,14 +24,13 @@ layer after the other (:mod:`ppocli.zero.sharded_weights`), and a reference is i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from ppocli.config.algorithm import whole_while_acting
 from ppocli.config.schema import TrainConfig, reference_kind
 from ppocli.estimate.parts import Part
-from ppocli.estimate.trace import DecodingPass, TrainingPass
 
 BUCKET = 500_000_000
 """elements: DeepSpeed's default ``reduce_bucket_size``"""
@@ -71,6 +70,8 @@ class Line:
     score: bool = True
     """the forward passes over what was generated"""
     update: bool = True
+    estimated: bool = False
+    """whether it comes from a formula; else tensors have been counted"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,32 +92,32 @@ class Sums:
 
 
 @dataclass(frozen=True, slots=True)
-class FrozenStates:
-    """Bytes of what enters the lowest layer that trains; nothing where nothing of it is kept."""
-
-    kept: int = 0
-    """of all samples of a rollout; updates remember what nobody kept before"""
-    score: bool = False
-    """whether they are kept by the end of scoring"""
-    padded: int = 0
-    """of all samples once more: as decoding kept them, until the last is scored"""
-
-
-@dataclass(frozen=True, slots=True)
 class Passes:
-    """What passes take beside weights."""
+    """Bytes that passes take beside weights, of one rank."""
 
-    training: TrainingPass
-    decoding: DecodingPass
+    activations: int
+    """kept from a forward pass to its backward pass"""
+    updates: int
+    """most beside those"""
+    cache: int
+    """keys and values of all samples at their full length"""
+    generation: int
+    """most beside those"""
     scoring: int = 0
-    """working memory of a forward pass without gradients"""
+    """of a forward pass without gradients"""
     hidden: int = 0
     """the policy's states of all samples of a chunk, where the reference's pass needs them"""
     heads: int = 0
     """the weights of the output embedding and the value head"""
     laid_out: int = 0
     """the weights once more, as decoding reads them fastest (:mod:`ppocli.models.fast.gemm`)"""
-    frozen: FrozenStates = FrozenStates()
+    frozen: int = 0
+    """of what enters the lowest layer that trains, of all samples of a rollout; updates remember
+    what nobody kept before (:mod:`ppocli.models.fast.frozen_states`)"""
+    frozen_scored: bool = False
+    """whether it is kept by the end of scoring"""
+    frozen_padded: int = 0
+    """the same once more: as decoding kept it, until the last sample is scored"""
 
 
 def layout_of(cfg: TrainConfig, *, prompt_tokens: int, ranks: int, ranks_on_host: int, cuda: bool
@@ -149,135 +150,106 @@ def lines_of(cfg: TrainConfig, parts: Iterable[Part], layout: Layout, passes: Pa
     Args:
         deepspeed: its ``zero_optimization`` section.
     """
-    hardware, parts = cfg.hardware, tuple(parts)
-    stage, ranks = hardware.zero_stage, layout.ranks
+    parts = tuple(parts)
     own = [p for p in parts if p.sharded]
-    size, trained = sum(p.size for p in own), sum(p.trained for p in own)
-    cast = sum(p.cast for p in own) if hardware.precision == "bf16" else 0
-    # checkpointed layers copy again in the backward pass: the copies are working memory
-    kept_copies = 0 if cfg.model.gradient_checkpointing else 2 * cast
-    training, decoding = passes.training, passes.decoding
+    cast = sum(p.cast for p in own) if cfg.hardware.precision == "bf16" else 0
     lines = [
-        _weights(size, stage, ranks, hardware.offload_param),
-        *_master_copy(trained, stage, ranks, hardware.offload_optimizer),
-        *_others(parts, layout),
-        *_running_reference(cfg, parts, layout, _number(
-            deepspeed, "stage3_max_live_parameters", MAX_LIVE)),
-        _kept("optimizer state", _shared(sum(p.state for p in own), ranks if stage else 1),
-              hardware.offload_optimizer),
-        _gradients(trained, stage, ranks, hardware.offload_optimizer),
-        *_buffers(trained, layout, stage, deepspeed, hardware.offload_optimizer,
-                  max((p.largest for p in own), default=0)),
-        *_gathered(cfg, own, passes.heads, deepspeed),
+        *_weights(cfg, parts, layout, _number(deepspeed, "stage3_max_live_parameters", MAX_LIVE)),
+        *_deepspeed(cfg, own, layout, passes.heads, deepspeed),
         *_checkpoint_copy(cfg, own, layout),
-        Line("weights in bf16", kept_copies, generate=False, score=False),
-        Line("activations", max(training.kept - kept_copies, 0), generate=False, score=False),
-        Line("working memory of updates", training.working, generate=False, score=False),
-        Line("weights in bf16 for rollouts", 2 * cast if stage < 3 else 0,
-             generate=not passes.laid_out, update=False),
-        Line("weights laid out for decoding", passes.laid_out, score=False, update=False),
-        Line("keys and values (KV cache)", decoding.cache, score=False, update=False),
-        Line("working memory of generation", decoding.working, score=False, update=False),
-        *_frozen_states(passes.frozen),
-        Line("states kept for the reference", passes.hidden, generate=False, update=False),
-        Line("working memory of scoring", passes.scoring, generate=False, update=False)]
+        # checkpointed layers copy again in the backward pass
+        _line("weights in bf16", 0 if cfg.model.gradient_checkpointing else 2 * cast, "update"),
+        _line("activations", passes.activations, "update", estimated=True),
+        _line("working memory of updates", passes.updates, "update", estimated=True),
+        _line("weights in bf16 for rollouts", 2 * cast if cfg.hardware.zero_stage < 3 else 0,
+              "score" if passes.laid_out else "generate score"),
+        _line("weights laid out for decoding", passes.laid_out, "generate"),
+        _line("keys and values (KV cache)", passes.cache, "generate", estimated=True),
+        _line("working memory of generation", passes.generation, "generate", estimated=True),
+        _line(FROZEN, passes.frozen, "score update" if passes.frozen_scored else "update"),
+        _line(f"{FROZEN}, padded", passes.frozen_padded, "generate score"),
+        _line("states kept for the reference", passes.hidden, "score", estimated=True),
+        _line("working memory of scoring", passes.scoring, "score", estimated=True)]
     return tuple(line for line in lines if line.device or line.host)
 
 
-def _frozen_states(frozen: FrozenStates) -> Iterable[Line]:
-    """What frozen layers made of a rollout (:mod:`ppocli.models.fast.frozen_states`)."""
-    yield Line(FROZEN, frozen.kept, generate=False, score=frozen.score)
-    yield Line(f"{FROZEN}, padded", frozen.padded, update=False)
+def _line(name: str, size: int, phases: str = "generate score update", *, on_host: bool = False,
+          estimated: bool = False) -> Line:
+    there = {phase: phase in phases.split() for phase in ("generate", "score", "update")}
+    return Line(name, 0 if on_host else size, size if on_host else 0, estimated=estimated, **there)
 
 
-def _shared(count: int, ranks: int) -> int:
+def _share(count: int, ranks: int) -> int:
     return -(-count // ranks)
 
 
-def _kept(name: str, size: int, on_host: bool, **phases: bool) -> Line:
-    return Line(name, 0, size, **phases) if on_host else Line(name, size, **phases)
-
-
-def _weights(size: int, stage: int, ranks: int, on_host: bool) -> Line:
-    return _kept("weights", _shared(size, ranks if stage == 3 else 1), on_host)
-
-
-def _master_copy(trained: int, stage: int, ranks: int, offloaded: bool) -> Iterable[Line]:
-    """What DeepSpeed steps on."""
-    if stage:
-        yield _kept("weights DeepSpeed steps on", _shared(4 * trained, ranks), offloaded)
-
-
-def _others(parts: Iterable[Part], layout: Layout) -> Iterable[Line]:
-    """Frozen models; whole on every rank, but for a reference in parts."""
-    for part in parts:
-        if part.sharded or part.place == "elsewhere":
-            continue
-        kept = _shared(part.size, layout.ranks if part.in_parts else 1)
-        yield _kept(part.name, kept, part.place != "device" and layout.cuda)
-
-
-def _running_reference(cfg: TrainConfig, parts: Iterable[Part], layout: Layout, live: int
-                       ) -> Iterable[Line]:
-    """What a reference takes of the device while it is run, beside what is kept of it there.
+def _weights(cfg: TrainConfig, parts: tuple[Part, ...], layout: Layout, live: int
+             ) -> Iterator[Line]:
+    """Weights, optimizer state and gradients.
 
     Args:
         live: elements that DeepSpeed gathers of a model in parts.
     """
-    part = next((p for p in parts if p.kind == "reference"), None)
-    if part is None or part.place in ("host", "elsewhere"):
-        return
-    size = 0
-    if part.in_parts:
-        whole = reference_kind(cfg.model) == "shared" and whole_while_acting(cfg)
-        size = part.size if whole else min(part.size, live * part.size // max(part.parameters, 1))
-    elif part.place == "offloaded" and layout.cuda:
-        size = part.size
-    yield Line("reference while it runs", size, generate=False, update=False)
-
-
-def _gradients(trained: int, stage: int, ranks: int, offloaded: bool) -> Line:
-    size = 4 * trained if stage < 2 else _shared(4 * trained, ranks)
+    stage, ranks, offload = cfg.hardware.zero_stage, layout.ranks, cfg.hardware.offload_optimizer
+    own = [p for p in parts if p.sharded]
+    trained = 4 * sum(p.trained for p in own)
+    yield _line("weights", _share(sum(p.size for p in own), ranks if stage == 3 else 1),
+                on_host=cfg.hardware.offload_param)
+    if stage:
+        yield _line("weights DeepSpeed steps on", _share(trained, ranks), on_host=offload)
+    for part in parts:  # frozen models are whole on every rank, but for a reference in parts
+        if not part.sharded and part.place != "elsewhere":
+            yield _line(part.name, _share(part.size, ranks if part.in_parts else 1),
+                        on_host=part.place != "device" and layout.cuda)
+        if part.in_parts:  # what is gathered while it runs
+            whole = reference_kind(cfg.model) == "shared" and whole_while_acting(cfg)
+            each = part.size // max(part.parameters, 1)
+            yield _line("reference while it runs",
+                        part.size if whole else min(part.size, live * each), "score")
+        elif part.place == "offloaded" and layout.cuda:
+            yield _line("reference while it runs", part.size, "score")
+    yield _line("optimizer state", _share(sum(p.state for p in own), ranks if stage else 1),
+                on_host=offload)
     # stage 3 keeps the room for them, the others give it back after each update
-    return _kept("gradients", size, offloaded and stage > 0, generate=stage == 3,
-                 score=stage == 3)
+    yield _line("gradients", _share(trained, ranks if stage > 1 else 1),
+                "generate score update" if stage == 3 else "update",
+                on_host=offload and stage > 0)
 
 
-def _buffers(trained: int, layout: Layout, stage: int, deepspeed: dict[str, Any],
-             offloaded: bool, largest: int) -> Iterable[Line]:
+def _deepspeed(cfg: TrainConfig, own: list[Part], layout: Layout, heads: int,
+               deepspeed: dict[str, Any]) -> Iterator[Line]:
+    """What DeepSpeed, or DDP, holds beside."""
+    stage, whole = cfg.hardware.zero_stage, whole_while_acting(cfg)
+    trained = sum(p.trained for p in own)
     if stage == 0:
         if layout.ranks > 1:
-            yield Line("DDP's buckets of gradients", 4 * trained)
+            yield _line("DDP's buckets of gradients", 4 * trained)
         return
     bucket = _number(deepspeed, "reduce_bucket_size", BUCKET)
     # a CPU has pages only for what is written
     reduced = 4 * (bucket if layout.cuda else min(bucket, trained))
     twice = 2 if stage < 3 and deepspeed.get("overlap_comm") is True else 1
-    yield Line("DeepSpeed's bucket of gradients", twice * reduced, generate=stage == 3,
-               score=stage == 3)
-    if offloaded and stage < 3:
-        yield Line("DeepSpeed's buffers of one gradient", 4 * largest, 4 * largest)
-        yield Line("DeepSpeed's copy of the stepped weights", 0, _shared(4 * trained, layout.ranks))
+    yield _line("DeepSpeed's bucket of gradients", twice * reduced,
+                "generate score update" if stage == 3 else "update")
+    if cfg.hardware.offload_optimizer and stage < 3:
+        largest = 4 * max((p.largest for p in own), default=0)
+        yield Line("DeepSpeed's buffers of one gradient", largest, largest)
+        yield Line("DeepSpeed's copy of the stepped weights", 0, _share(4 * trained, layout.ranks))
+    if stage == 3:
+        size = sum(p.size for p in own)
+        live = 4 * _number(deepspeed, "stage3_max_live_parameters", MAX_LIVE)
+        yield _line("weights gathered in a pass", min(size, live),
+                    "update" if whole else "generate score update")
+        yield _line("weights gathered for rollouts", size if whole else heads, "generate score")
 
 
-def _gathered(cfg: TrainConfig, own: Iterable[Part], heads: int, deepspeed: dict[str, Any]
-              ) -> Iterable[Line]:
-    """Weights of ZeRO 3 that a rank holds beside its part."""
-    if cfg.hardware.zero_stage < 3:
-        return
-    size, whole = sum(p.size for p in own), whole_while_acting(cfg)
-    live = 4 * _number(deepspeed, "stage3_max_live_parameters", MAX_LIVE)
-    yield Line("weights gathered in a pass", min(size, live), generate=not whole, score=not whole)
-    yield Line("weights gathered for rollouts", size if whole else heads, update=False)
-
-
-def _checkpoint_copy(cfg: TrainConfig, own: Iterable[Part], layout: Layout) -> Iterable[Line]:
+def _checkpoint_copy(cfg: TrainConfig, own: list[Part], layout: Layout) -> Iterator[Line]:
     """What is written while training goes on (:mod:`ppocli.train.background_saving`)."""
     if cfg.checkpoint.background == "never" or layout.ranks > 1 or cfg.hardware.zero_stage:
         return
     # where they compute on the host, weights that don't train are shared with their copy
-    yield _kept(CHECKPOINT_COPY, sum(p.pinned if layout.cuda else 4 * p.trained + p.state
-                                     for p in own), layout.cuda)
+    yield _line(CHECKPOINT_COPY, sum(p.pinned if layout.cuda else 4 * p.trained + p.state
+                                     for p in own), on_host=layout.cuda)
 
 
 def spared(cfg: TrainConfig, lines: Iterable[Line]) -> int:
@@ -291,7 +263,7 @@ def _number(settings: dict[str, Any], name: str, default: int) -> int:
     return int(value) if isinstance(value, (int, float)) else default
 
 
-def add_up(lines: Iterable[Line], parts: Iterable[Part], layout: Layout, *, stage: int) -> Sums:
+def add_up(lines: Iterable[Line], parts: Iterable[Part], layout: Layout, stage: int) -> Sums:
     """The fullest moments.
 
     In one pass an update's activations go while its gradients come, so that without accumulation

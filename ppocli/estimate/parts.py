@@ -1,30 +1,58 @@
-"""The models of a run and their sizes, from configurations alone: the one list that everything else
-here is worked out from.
+"""The models of a run without weights, from their configurations alone, and what each of them
+takes: the one list that everything else here is worked out from.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from ppocli.config.algorithm import reference_sharded, value_optimizer
-from ppocli.config.schema import OptimizerConfig, TrainConfig, reference_kind
+from ppocli.config.adapters import adapter_kind, adapter_settings
+from ppocli.config.algorithm import estimator_of, reference_sharded, value_optimizer
+from ppocli.config.schema import ModelConfig, OptimizerConfig, TrainConfig, reference_kind
 from ppocli.errors import InputError, PpocliError
-from ppocli.estimate.outline import outline_lm, read_config
+from ppocli.models.layer_stack import layer_stack, stack_owner
+from ppocli.models.loading.adapters import attach, peft_config
 from ppocli.models.loading.language_model import DTYPES, reference_dtype
-from ppocli.models.policy import Policy
+from ppocli.models.policy import ValueHead, build_value_head, freeze_bottom
+from ppocli.models.trunk import RELATIVE_POSITIONS
+from ppocli.models.value_function import ScoreHead
 from ppocli.rewards.builtin import MODEL_REWARDS
 from ppocli.text import first_line
 
-BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+QUANTIZED_BITS = {"8bit": 8, "4bit": 4 + 8 / 64 + 32 / (64 * 256)}
+"""of each number: LLM.int8() (arXiv 2208.07339), but for a scale of each row; QLoRA's double
+quantization (arXiv 2305.14314), with 8 bits of scale for 64 numbers and 32 for 64 * 256"""
 Kind = Literal["policy", "value", "reference", "reward"]
 Place = Literal["device", "offloaded", "host", "elsewhere"]
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """What a run trains, on torch's meta device: every shape and type, frozen where it is frozen.
+
+    It is what :mod:`ppocli.tasks.ppo.building` builds.
+    """
+
+    lm: Any
+    value_head: nn.Module | None
+    branch: nn.ModuleList | None = None
+    """a value branch's own layers, and what follows them"""
+    value_lm: Any = None
+    """the trunk of a value model"""
+
+    @property
+    def value_modules(self) -> list[nn.Module]:
+        """Everything of the value function."""
+        return [m for m in (self.branch, self.value_lm, self.value_head) if m is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,59 +99,188 @@ class Unknown:
     why: str
 
 
-def parts_of(cfg: TrainConfig, policy: Policy, *, rewards: bool = True
+# Shapes -------------------------------------------------------------------------------------------
+
+def read_config(name: str, *, key: str, revision: str | None = None, trust_remote_code: bool = False
+                ) -> Any:
+    """A model's configuration; of a folder nothing but ``config.json`` has to be there.
+
+    Raises:
+        InputError: no such model, or its configuration can't be read.
+    """
+    from transformers import AutoConfig
+
+    from ppocli.storage.model_files import find_model
+
+    source: str = str(Path(name).expanduser())
+    if not (Path(source) / "config.json").is_file():
+        source, _ = find_model(name, key=key, revision=revision, needs="model")
+    try:
+        return AutoConfig.from_pretrained(source, revision=revision,
+                                          trust_remote_code=trust_remote_code)
+    except Exception as error:  # transformers raises many kinds, all about this file
+        raise InputError(f"The configuration of {name} can't be read: {first_line(error)}",
+                         where=key, fix="check config.json, or give another model") from error
+
+
+def models_of(cfg: TrainConfig, config: Any | None = None) -> Models:
+    """What a run trains, without weights.
+
+    Args:
+        config: of ``model.path``, if it has been read already.
+
+    Raises:
+        InputError: a model is missing, transformers can't make a language model of it, or its
+            layers can't be told apart.
+        ConfigError: the adapter doesn't fit the model.
+    """
+    model, kind, value = cfg.model, adapter_kind(cfg.model), cfg.model.value
+    lm = _empty(model, config, None, "model.path", "lm",
+                torch.float32 if kind is None else DTYPES[model.dtype or cfg.hardware.precision])
+    head = branch = value_lm = None
+    try:
+        if kind is not None:
+            settings = peft_config(kind, adapter_settings(model), revision=model.revision,
+                                   tokenizer=model.path, pair=lm.config.is_encoder_decoder)
+            with torch.device("meta"):
+                attach(lm, settings, seed=0)
+        freeze_bottom(lm, model.num_layers_unfrozen)
+        with torch.device("meta"):
+            if estimator_of(cfg.ppo).needs_critic and value.kind == "model":
+                value_lm, head = _value_model(model)
+                freeze_bottom(value_lm, value.num_layers_unfrozen)
+            elif estimator_of(cfg.ppo).needs_critic:
+                head = build_value_head(lm, 0)
+                branch = _branch(lm, value.num_layers_unfrozen) if value.kind == "branch" else None
+    except PpocliError:
+        raise
+    except Exception as error:
+        raise _unlike(model.path, error, "model.path") from error
+    return Models(lm, head, branch, value_lm)
+
+
+def _empty(cfg: ModelConfig, config: Any | None, path: str | None, key: str, purpose: str,
+           dtype: torch.dtype = torch.float32) -> Any:
+    """A model on the meta device.
+
+    Args:
+        path: where it is (default: ``model.path``).
+        key: where the path comes from, for messages.
+        purpose: ``lm``, ``trunk`` or ``classifier``.
+    """
+    import transformers
+
+    name, trust = path or cfg.path, cfg.trust_remote_code
+    if config is None:
+        config = read_config(name, key=key, revision=None if path else cfg.revision,
+                             trust_remote_code=trust)
+    pair = config.is_encoder_decoder
+    auto: Any = {"lm": (transformers.AutoModelForSeq2SeqLM if pair
+                        else transformers.AutoModelForCausalLM), "trunk": transformers.AutoModel,
+                 "classifier": transformers.AutoModelForSequenceClassification}[purpose]
+    attention = {"attn_implementation": cfg.attn_implementation} if cfg.attn_implementation else {}
+    try:
+        with torch.device("meta"):
+            model = auto.from_config(config, dtype=dtype, trust_remote_code=trust, **attention)
+            model.tie_weights()
+    except Exception as error:
+        raise _unlike(name, error, key) from error
+    return model
+
+
+def _value_model(cfg: ModelConfig) -> tuple[Any, nn.Module]:
+    """As :func:`ppocli.models.loading.value_model.load_value_model`."""
+    path, key = cfg.value.path, "model.value.path" if cfg.value.path else "model.path"
+    config = read_config(path or cfg.path, key=key, revision=None if path else cfg.revision,
+                         trust_remote_code=cfg.trust_remote_code)
+    scores = any("ForSequenceClassification" in a for a in config.architectures or [])
+    whole = _empty(cfg, config, path, key, "classifier" if scores else "trunk")
+    trunk, score = whole.base_model, getattr(whole, "score", None)
+    if scores and config.num_labels == 1 and isinstance(score, nn.Linear):
+        return trunk, ScoreHead(score.weight, score.bias)
+    width = getattr(config, "hidden_size", trunk.get_input_embeddings().weight.shape[1])
+    return trunk, ValueHead(width, torch.Generator())
+
+
+def _branch(lm: Any, count: int) -> nn.ModuleList:
+    """As :class:`ppocli.models.value_function.ValueBranch`: copies of the top layers and of what
+    follows them, which is what freezing the layers below leaves to train."""
+    if lm.config.is_encoder_decoder or not 0 < count < len(layer_stack(lm)):
+        raise ValueError(f"no branch of {count} layers fits it")
+    lm = copy.deepcopy(lm)
+    freeze_bottom(lm, count)
+    stack: nn.ModuleList = layer_stack(lm)
+    after = [m for m in stack_owner(lm).children()
+             if m is not stack and any(p.requires_grad for p in m.parameters())]
+    return nn.ModuleList([*list(stack)[-count:], *after]).requires_grad_(True)
+
+
+def _unlike(name: str, error: Exception, key: str) -> InputError:
+    return InputError(f"The model {name} can't be outlined: {first_line(error)}", where=key,
+                      fix="give a model that transformers knows")
+
+
+# Parts --------------------------------------------------------------------------------------------
+
+def parts_of(cfg: TrainConfig, models: Models, *, rewards: bool = True
              ) -> tuple[tuple[Part, ...], tuple[Unknown, ...]]:
     """Everything that holds weights in a run of ``cfg``, and what of it can't be told.
 
     Args:
-        policy: the outline of ``cfg``.
+        models: of ``cfg``.
         rewards: whether those of the rewards are among them.
     """
-    parts, unknown = list(_policy_parts(cfg, policy)), []
-    sources: list[tuple[str, Callable[[], Iterator[Part]]]] = [
-        ("reference", partial(_reference_parts, cfg, policy))]
-    if rewards:
-        sources += [(f"reward {name}", partial(_reward_parts, key, name, kwargs))
-                    for key, name, kwargs in reward_models(cfg)]
+    from ppocli.rewards.builtin import BUILTIN_REWARDS
+
+    parts, unknown = list(_trained_parts(cfg, models)), []
+    sources: list[tuple[str, Callable[[], Iterable[Part]]]] = [
+        ("reference", partial(_reference_parts, cfg, models.lm))]
+    named = [("reward", cfg.reward.fn, cfg.reward.kwargs)] if not cfg.reward.fns else [
+        (f"reward.fns.{name}", entry.get("fn"), entry.get("kwargs"))
+        for name, entry in cfg.reward.fns.items() if isinstance(entry, dict)]
+    for key, fn, kwargs in named if rewards else []:
+        if fn in MODEL_REWARDS and isinstance(kwargs, dict) and "model" in kwargs:
+            sources.append((f"reward {kwargs['model']}",
+                            partial(_reward_parts, cfg.model, f"{key}.kwargs.model", kwargs)))
+        elif fn is not None and fn not in BUILTIN_REWARDS:
+            unknown.append(Unknown(f"reward {fn}", "your function"))
     for name, find in sources:
         try:
             parts += find()
         except PpocliError as error:
             unknown.append(Unknown(name, error.what))
-    if rewards:
-        unknown += [Unknown(f"reward {name}", "your function") for name in own_functions(cfg)]
     return tuple(parts), tuple(unknown)
 
 
-def _policy_parts(cfg: TrainConfig, policy: Policy) -> Iterator[Part]:
-    embedding = {id(p) for m in policy.modules() if isinstance(m, nn.Embedding)
-                 for p in m.parameters()}
-    # heads cast their own weights where they need them, or never
-    heads = [policy.lm.get_output_embeddings(), policy.value_head]
-    apart = embedding | {id(p) for m in heads if m is not None for p in m.parameters()}
+def _trained_parts(cfg: TrainConfig, models: Models) -> Iterator[Part]:
+    lm = models.lm
+    # heads cast their own weights where they need them, or never; embeddings are looked up
+    heads = [m for m in (lm.get_output_embeddings(), models.value_head) if m is not None]
+    tables = [m for whole in (lm, *models.value_modules) for m in whole.modules()
+              if isinstance(m, nn.Embedding)]
+    apart = {id(p) for m in (*heads, *tables) for p in m.parameters()}
+    quantized = quantized_weights(cfg, lm)
     pieces: list[tuple[Kind, str, list[Any], OptimizerConfig]] = [
-        ("policy", "policy", [policy.lm], cfg.ppo.optimizer),
-        ("value", f"value {cfg.model.value.kind}", [policy.value_trunk, policy.value_head],
-         value_optimizer(cfg.ppo))]
-    quantized = packed(cfg, policy.lm)
+        ("policy", "policy", [lm], cfg.ppo.optimizer),
+        ("value", f"value {cfg.model.value.kind}", models.value_modules, value_optimizer(cfg.ppo))]
     for kind, name, modules, optimizer in pieces:
-        parameters = [p for m in modules if m is not None for p in m.parameters()]
+        parameters = [p for m in modules for p in m.parameters()]
         if not parameters:
             continue
         trained = [p for p in parameters if p.requires_grad]
         adapter = kind == "policy" and bool(cfg.model.peft)
+        state = [size for p in trained for size in state_sizes(optimizer, p.shape)]
         copied = [p.numel() * p.element_size() for p in (trained if adapter else parameters)]
-        copied += [size for p in trained for size in state_sizes(optimizer, p.shape)]
         yield Part(
             kind=kind, name=name, parameters=_count(parameters), trained=_count(trained),
             size=sum(quantized.get(id(p), p.numel() * p.element_size()) for p in parameters),
-            state=sum(sum(state_sizes(optimizer, p.shape)) for p in trained), sharded=True,
+            state=sum(state), sharded=True, adapter=adapter,
             cast=_count([p for p in trained if p.dim() == 2 and id(p) not in apart]),
             largest=max((p.numel() for p in trained), default=0),
-            adapter=adapter, pinned=sum(map(pinned_bytes, copied)))
+            pinned=sum(map(pinned_bytes, copied + state)))
 
 
-def _count(parameters: list[nn.Parameter]) -> int:
+def _count(parameters: Iterable[nn.Parameter]) -> int:
     return sum(p.numel() for p in parameters)
 
 
@@ -154,95 +311,51 @@ def pinned_bytes(size: int) -> int:
     return 1 << (size - 1).bit_length() if size else 0
 
 
-def packed(cfg: TrainConfig, lm: Any) -> dict[int, int]:
+def quantized_weights(cfg: TrainConfig, lm: Any) -> dict[int, int]:
     """Bytes of each weight, by its id, that ``model.quantization`` changes: those of linear layers,
-    but of the output embedding and what the model wants in fp32."""
+    but of the output embedding; transformers keeps one of T5's in fp32."""
     from transformers.pytorch_utils import Conv1D
 
     if cfg.model.quantization is None:
         return {}
-    exact = tuple(getattr(lm, "_keep_in_fp32_modules", None) or ())
     head = lm.get_output_embeddings().weight
+    exact = "wo" if lm.config.model_type in RELATIVE_POSITIONS else None
     found = {}
     for name, module in lm.named_modules():
-        if isinstance(module, (nn.Linear, Conv1D)) and "lora_" not in name \
-                and module.weight is not head and not module.weight.requires_grad:
-            kept = any(part in exact for part in name.split("."))
+        if isinstance(module, (nn.Linear, Conv1D)) and "lora_" not in name:
             weight = module.weight
-            found[id(weight)] = (4 * weight.numel() if kept else
-                                 quantized_bytes(cfg.model.quantization, weight.shape))
+            if weight is not head and not weight.requires_grad:
+                bits = 32 if exact in name.split(".") else QUANTIZED_BITS[cfg.model.quantization]
+                found[id(weight)] = round(weight.numel() * bits / 8)
     return found
 
 
-def quantized_bytes(how: str, shape: torch.Size) -> int:
-    """Bytes of a weight in 8 bits, with a fp32 scale for each row (LLM.int8(), arXiv 2208.07339),
-    or in 4 bits, with 8 bits of scale for 64 numbers and 32 for 64 * 256 (QLoRA's double
-    quantization, arXiv 2305.14314)."""
-    count = math.prod(shape)
-    if how == "8bit":
-        return count + 4 * shape[0]
-    blocks = -(-count // 64)
-    return -(-count // 2) + blocks + 4 * -(-blocks // 256)
-
-
-def _reference_parts(cfg: TrainConfig, policy: Policy) -> Iterator[Part]:
+def _reference_parts(cfg: TrainConfig, lm: Any) -> Iterator[Part]:
     """As :mod:`ppocli.models.reference` keeps it."""
-    model = cfg.model
+    model, wanted = cfg.model, cfg.model.reference
     kind = reference_kind(model)
     if kind in ("none", "adapter"):
         return
     if kind == "shared":  # fp32 copies of what trains
-        count = _count([p for p in policy.lm.parameters() if p.requires_grad])
+        count = _count(p for p in lm.parameters() if p.requires_grad)
         size, in_parts = 4 * count, cfg.hardware.zero_stage == 3
     else:
-        path = model.reference.path
-        lm = outline_lm(model, policy.lm.config if path is None else None, path=path,
-                        key="model.reference.path")
-        count = _count(list(lm.parameters()))
+        whole = _empty(model, lm.config if wanted.path is None else None, wanted.path,
+                       "model.reference.path", "lm")
+        count = _count(whole.parameters())
         size = count * reference_dtype(model, cfg.hardware).itemsize
         in_parts = cfg.hardware.zero_stage == 3 and reference_sharded(cfg)
+    place: Place = "offloaded" if wanted.offload else "device" if wanted.device is None else (
+        "host" if wanted.device == "cpu" else "elsewhere")
     yield Part(kind="reference", name="reference", parameters=count, size=size, in_parts=in_parts,
-               place=_reference_place(cfg))
+               place=place)
 
 
-def _reference_place(cfg: TrainConfig) -> Place:
-    wanted = cfg.model.reference
-    if wanted.device is not None and not wanted.offload:
-        return "host" if wanted.device == "cpu" else "elsewhere"
-    return "offloaded" if wanted.offload else "device"
-
-
-def reward_models(cfg: TrainConfig) -> list[tuple[str, str, dict[str, Any]]]:
-    """(key of its arguments, name of the model, arguments) of each reward with a model."""
-    rewards: list[tuple[str, Any, Any]] = [("reward.kwargs", cfg.reward.fn, cfg.reward.kwargs)]
-    rewards += [(f"reward.fns.{name}.kwargs", entry.get("fn"), entry.get("kwargs"))
-                for name, entry in cfg.reward.fns.items() if isinstance(entry, dict)]
-    return [(key, str(kwargs["model"]), kwargs) for key, fn, kwargs in rewards
-            if fn in MODEL_REWARDS and isinstance(kwargs, dict) and "model" in kwargs]
-
-
-def own_functions(cfg: TrainConfig) -> list[str]:
-    """Rewards of the user's own, whose memory can't be known."""
-    from ppocli.rewards.builtin import BUILTIN_REWARDS
-
-    names = [cfg.reward.fn] if not cfg.reward.fns else [
-        entry.get("fn") for entry in cfg.reward.fns.values() if isinstance(entry, dict)]
-    return [str(name) for name in names if name is not None and name not in BUILTIN_REWARDS]
-
-
-def _reward_parts(key: str, name: str, kwargs: dict[str, Any]) -> Iterator[Part]:
-    from transformers import AutoModelForSequenceClassification
-
-    config = read_config(name, key=f"{key}.model", revision=kwargs.get("revision"),
+def _reward_parts(cfg: ModelConfig, key: str, kwargs: dict[str, Any]) -> Iterator[Part]:
+    name = str(kwargs["model"])
+    config = read_config(name, key=key, revision=kwargs.get("revision"),
                          trust_remote_code=bool(kwargs.get("trust_remote_code")))
-    try:
-        with torch.device("meta"):
-            model = AutoModelForSequenceClassification.from_config(config)
-    except Exception as error:
-        raise InputError(f"The model {name} can't be outlined: {first_line(error)}",
-                         where=f"{key}.model",
-                         fix="give a model for sequence classification") from error
-    count = _count(list(model.parameters()))
+    count = _count(_empty(cfg, config, name, key, "classifier").parameters())
     yield Part(kind="reward", name=f"reward {name}", parameters=count,
-                size=count * BYTES.get(str(kwargs.get("dtype", "fp32")), 4),
-                place="host" if str(kwargs.get("device", "auto")) == "cpu" else "device")
+               size=count * DTYPES.get(str(kwargs.get("dtype", "fp32")), torch.float32).itemsize,
+               place="host" if str(kwargs.get("device", "auto")) == "cpu" else "device")

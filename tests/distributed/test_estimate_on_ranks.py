@@ -11,8 +11,8 @@ from ranks import run_job
 from sessions import set_keys, small_config
 
 from ppocli.config.schema import TrainConfig
-from ppocli.estimate.estimate import estimate
-from ppocli.estimate.outline import outline
+from ppocli.estimate.check import estimate
+from ppocli.estimate.parts import models_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SCRIPT = Path(__file__).with_name("held_bytes.py")
@@ -33,7 +33,7 @@ def test_ranks_hold_what_was_told(tmp_path, stage):
             "hardware.deepspeed_config": str(tmp_path / "ds.json")}
     found = run_job(tmp_path, f"zero{stage}", keys, world=2, script=SCRIPT, timeout=600)["held"]
     cfg = set_keys(TrainConfig(), keys)
-    told = estimate(cfg, outline(cfg), prompt_tokens=4, cuda=False, ranks=2, ranks_on_host=2)
+    told = estimate(cfg, models_of(cfg), prompt_tokens=4, cuda=False, ranks=2, ranks_on_host=2)
     sizes = {line.name: line.device for line in told.lines}
     always = sum(sizes.get(name, 0) for name in (
         "weights", "weights DeepSpeed steps on", "reference", "optimizer state"))

@@ -5,8 +5,8 @@ import torch
 from helpers import save_lm, write_prompts
 from sessions import fresh_state, optimize, rollout_of, session_of, small_config
 
-from ppocli.estimate.estimate import estimate
-from ppocli.estimate.outline import outline
+from ppocli.estimate.check import estimate
+from ppocli.estimate.parts import models_of
 from ppocli.parallel.stop import StopFlag
 from ppocli.tasks.ppo.experience import to_experience, update_moments
 
@@ -32,7 +32,7 @@ def test_the_peak_is_within_15_percent(tmp_path, kind, keys):
     cfg = small_config(tmp_path, hardware__device="cuda", ppo__num_rollouts=16,
                        ppo__mini_batch_size=8, generation__max_new_tokens=200,
                        generation__min_new_tokens=200, **keys)
-    found = estimate(cfg, outline(cfg), prompt_tokens=8, cuda=True, ranks=1, ranks_on_host=1)
+    found = estimate(cfg, models_of(cfg), prompt_tokens=8, cuda=True, ranks=1, ranks_on_host=1)
     before = torch.cuda.memory_allocated()
     with session_of(cfg) as session:
         rollout = rollout_of(session)

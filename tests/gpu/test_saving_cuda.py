@@ -3,8 +3,8 @@
 import pytest
 from sessions import fresh_state, optimize, rollout_of, save_session, session_of, small_config
 
-from ppocli.estimate.estimate import estimate
-from ppocli.estimate.outline import outline
+from ppocli.estimate.check import estimate
+from ppocli.estimate.parts import models_of
 from ppocli.parallel.stop import StopFlag
 from ppocli.tasks.ppo.experience import to_experience, update_moments
 from ppocli.tasks.ppo.session import saved_model
@@ -47,7 +47,7 @@ def test_a_copy_written_after_more_training_is_the_synchronous_save(tmp_path, un
         train(32)
         write_contents(saved_model(session), copy, found)
     assert tree(found) == tree(expected) != tree(once)
-    told = estimate(cfg, outline(cfg), prompt_tokens=8, cuda=True, ranks=1, ranks_on_host=1)
+    told = estimate(cfg, models_of(cfg), prompt_tokens=8, cuda=True, ranks=1, ranks_on_host=1)
     line, = (line for line in told.lines if line.name == "copy of a checkpoint")
     assert line.device == 0
     assert size == pytest.approx(line.host, rel=0.03)  # counts of steps apart

@@ -13,9 +13,8 @@ from helpers import save_lm
 from sessions import fresh_state, optimize, rollout_of, save_session, session_of, small_config
 
 from ppocli.errors import DiskError
-from ppocli.estimate.estimate import estimate
-from ppocli.estimate.outline import outline
-from ppocli.estimate.parts import pinned_bytes
+from ppocli.estimate.check import estimate
+from ppocli.estimate.parts import models_of, pinned_bytes
 from ppocli.parallel.stop import StopFlag
 from ppocli.tasks.ppo.experience import to_experience, update_moments
 from ppocli.tasks.ppo.session import Session, saved_model
@@ -73,7 +72,7 @@ def test_a_copy_written_after_more_training_is_the_synchronous_save(kind, keys, 
         write_contents(saved_model(session), copy, tmp_path / "found")
     assert tree(tmp_path / "found") == expected
     assert not list(tmp_path.glob(".tmp*"))
-    told = estimate(cfg, outline(cfg), prompt_tokens=8, cuda=False, ranks=1, ranks_on_host=1)
+    told = estimate(cfg, models_of(cfg), prompt_tokens=8, cuda=False, ranks=1, ranks_on_host=1)
     line, = (line for line in told.lines if line.name == "copy of a checkpoint")
     # counts of steps, a buffer of BART's, and the words that virtual tokens are made of, apart
     assert line.device == told.spared <= size
