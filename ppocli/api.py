@@ -101,7 +101,7 @@ def train(overrides: Sequence[str] = (), *,
     from ppocli.config.words import read_words
     from ppocli.launching.launch import launch
     from ppocli.launching.processes import Caller
-    from ppocli.train.task import PythonObjects
+    from ppocli.training.task import PythonObjects
 
     given = {"reward.fn": reward_fn, "reward.metric_fn": metric_fn, "prompts.items": prompts,
              "prompts.eval.items": eval_prompts}
@@ -176,7 +176,7 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
     from ppocli.launching.target_config import target_config
     from ppocli.parallel.stop import catch_signals
     from ppocli.runs.target import find_target
-    from ppocli.train.task import PythonObjects
+    from ppocli.training.task import PythonObjects
 
     items = None if prompts is None or isinstance(prompts, str | Path) else list(prompts)
     request = EvalRequest(

@@ -66,7 +66,7 @@ class PPOTrainer:
                  ) -> None:
         from ppocli.launching.trainer_opening import LoopScores, checked_words, opened
         from ppocli.tasks.ppo.task import PPOTask
-        from ppocli.train.task import PythonObjects
+        from ppocli.training.task import PythonObjects
 
         self._scores = LoopScores()
         objects = PythonObjects(reward_fn=self._scores,
@@ -189,7 +189,7 @@ class PPOTrainer:
             DivergedError: the policy stopped being finite.
         """
         from ppocli.tasks.ppo.own_samples import given, prompts_of, scored
-        from ppocli.train.loop import learn
+        from ppocli.training.loop import learn
 
         self._check_open()
         session, state, clock = self._session, self._run.state, self._run.clock
@@ -223,7 +223,7 @@ class PPOTrainer:
 
     def _settled(self) -> dict[str, Any]:
         """The figures of the step that was just made; nothing of it is pending any more."""
-        from ppocli.train.loop import commit
+        from ppocli.training.loop import commit
 
         run, figures = self._run, self._run.state.pending or {}
         commit(run, replace(run.state, pending=None))
@@ -276,7 +276,7 @@ class PPOTrainer:
         Raises:
             DiskError: the disk is full or refuses; older checkpoints are untouched.
         """
-        from ppocli.train.loop import save
+        from ppocli.training.loop import save
 
         self._check_open()
         self._run.clock.mark("between")

@@ -23,12 +23,12 @@ from ppocli.tasks.ppo.records import Experience, PPOState
 from ppocli.tasks.ppo.rollout import collect_rollout
 from ppocli.tasks.ppo.session import Session, build_session
 from ppocli.tasks.ppo.task import PPOTask, plan_updates, update_of
-from ppocli.train import optimize as phase
-from ppocli.train import random_state
-from ppocli.train.checkpoint_io import RankState, read_checkpoint, write_checkpoint
-from ppocli.train.clock import PhaseClock
-from ppocli.train.state import TrainState
-from ppocli.train.task import OptimizeResult, PythonObjects
+from ppocli.training import optimize as phase
+from ppocli.training import random_state
+from ppocli.training.checkpoint_io import RankState, read_checkpoint, write_checkpoint
+from ppocli.training.clock import PhaseClock
+from ppocli.training.state import TrainState
+from ppocli.training.task import OptimizeResult, PythonObjects
 
 
 def count_good(outputs, **_: Any) -> list[float]:

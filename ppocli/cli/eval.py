@@ -97,7 +97,7 @@ def evaluate(
     cfg = with_absolute_paths(cfg, Path.cwd())
     with working() as stop:
         from ppocli.evaluation.work import run_evaluation
-        from ppocli.train.task import PythonObjects
+        from ppocli.training.task import PythonObjects
 
         with _progress() as watch:
             done = run_evaluation(request, target, cfg, PythonObjects(), stop=stop, say=say,

@@ -99,7 +99,7 @@ def _token(name: str | None) -> str | None:
 def _service(cfg: TrainConfig, token: str | None, tokenizer: str | None, max_body: int) -> Service:
     from ppocli.rewards.scoring import build_reward
     from ppocli.rewards.serving import Service
-    from ppocli.train import random_state as generators
+    from ppocli.training import random_state as generators
 
     generators.seed(cfg.seed)
     reward = build_reward(cfg.reward)

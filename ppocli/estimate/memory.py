@@ -123,7 +123,7 @@ class Passes:
 def layout_of(cfg: TrainConfig, *, prompt_tokens: int, ranks: int, ranks_on_host: int, cuda: bool
               ) -> Layout:
     """Sizes are of the whole run, micro-batch and chunk of one rank
-    (:mod:`ppocli.train.optimize`, :mod:`ppocli.tasks.ppo.rollout`).
+    (:mod:`ppocli.training.optimize`, :mod:`ppocli.tasks.ppo.rollout`).
 
     Args:
         prompt_tokens: of the longest prompt.
@@ -244,7 +244,7 @@ def _deepspeed(cfg: TrainConfig, own: list[Part], layout: Layout, heads: int,
 
 
 def _checkpoint_copy(cfg: TrainConfig, own: list[Part], layout: Layout) -> Iterator[Line]:
-    """What is written while training goes on (:mod:`ppocli.train.background_saving`)."""
+    """What is written while training goes on (:mod:`ppocli.training.background_saving`)."""
     if cfg.checkpoint.background == "never" or layout.ranks > 1 or cfg.hardware.zero_stage:
         return
     # where they compute on the host, weights that don't train are shared with their copy
@@ -318,7 +318,7 @@ class Disk:
 
 def disk_of(cfg: TrainConfig, parts: Iterable[Part]) -> Disk:
     """fp32 weights, or an adapter's alone, with the optimizer's state in a checkpoint
-    (:mod:`ppocli.train.checkpoint_io`); logs and samples apart."""
+    (:mod:`ppocli.training.checkpoint_io`); logs and samples apart."""
     own = [p for p in parts if p.sharded]
     model = sum(p.saved - p.state for p in own if p.kind == "policy")
     checkpoint = sum(p.saved for p in own)

@@ -285,8 +285,8 @@ def _count(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def state_sizes(optimizer: OptimizerConfig, shape: torch.Size) -> tuple[int, ...]:
-    """Bytes of each tensor that an optimizer keeps for a weight, as :mod:`ppocli.train.optimizers`
-    builds it.
+    """Bytes of each tensor that an optimizer keeps for a weight, as
+    :mod:`ppocli.training.optimizers` builds it.
 
     Adafactor keeps sums of rows and columns in place of a matrix (Shazeer and Stern 2018, arXiv
     1804.04235); AdamW of bitsandbytes 8 bits a number and a scale for 256 of them, and 32 bits for

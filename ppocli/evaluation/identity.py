@@ -21,7 +21,7 @@ import torch
 from ppocli.runs.target import Target
 from ppocli.tasks.ppo.digests import reference_digest, weights_digest
 from ppocli.tasks.ppo.session import EvalSession
-from ppocli.train.task import PythonObjects
+from ppocli.training.task import PythonObjects
 
 _REWARD_KEYS = ("fn", "kwargs", "fns", "metric_fn", "on_invalid")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))

@@ -21,7 +21,7 @@ from ppocli.errors import ConfigError
 from ppocli.runs.target import Target, find_target
 
 if TYPE_CHECKING:
-    from ppocli.train.task import PythonObjects
+    from ppocli.training.task import PythonObjects
 
 BASE = "base"
 """as ``--against``: the model that the run started from"""

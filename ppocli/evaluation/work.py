@@ -43,7 +43,7 @@ from ppocli.tasks.ppo.session import (
     sampling_sweep,
 )
 from ppocli.text import counted, first_line
-from ppocli.train import random_state as generators
+from ppocli.training import random_state as generators
 
 log = logging.getLogger("ppocli")
 Watch = Callable[[str, int, int], None]

@@ -19,8 +19,8 @@ from ppocli.parallel.stop import StopRequested
 from ppocli.storage.publishing import publish_folder
 from ppocli.storage.run_folder import write_summary
 from ppocli.storage.run_logs import read_jsonl
-from ppocli.train.clock import in_words, of_training, profile
-from ppocli.train.loop import Run, save
+from ppocli.training.clock import in_words, of_training, profile
+from ppocli.training.loop import Run, save
 
 log = logging.getLogger("ppocli")
 
@@ -180,7 +180,7 @@ def write_summary_of(run: Run, status: str, error: str | None = None) -> dict[st
 def publish(run: Run) -> RunResult:
     """Write ``model/`` and the summary of a finished run, and show what came out."""
     from ppocli.export.card import write_card
-    from ppocli.train.checkpoint_io import whole_model
+    from ppocli.training.checkpoint_io import whole_model
 
     summary = _summary(run, "finished")
 

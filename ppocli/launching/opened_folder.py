@@ -35,7 +35,7 @@ from ppocli.storage.run_folder import probe_writable, reserved, write_config
 
 if TYPE_CHECKING:
     from ppocli.config.compose import Checked
-    from ppocli.train.task import PythonObjects
+    from ppocli.training.task import PythonObjects
 
 # a run that left no more than these made nothing worth keeping
 _TRACES = frozenset({CONFIG_FILE, ".lock", "ppocli.log", NODE_FAILED})

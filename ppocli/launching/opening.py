@@ -22,9 +22,9 @@ from ppocli.storage.atomic import write_json_atomic
 from ppocli.storage.environment import ENV_FILE, describe
 from ppocli.storage.run_folder import RunFolder, read_object
 from ppocli.tracking.trackers import check_trackers
-from ppocli.train.clock import Moment, PhaseClock
-from ppocli.train.loop import Run, initial_state
-from ppocli.train.task import PythonObjects, TaskSetup
+from ppocli.training.clock import Moment, PhaseClock
+from ppocli.training.loop import Run, initial_state
+from ppocli.training.task import PythonObjects, TaskSetup
 
 _PRODUCTS = "linear_layers"
 """key of env.json"""
@@ -50,9 +50,9 @@ def open_run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects, backen
         PpocliError: something can't be loaded, or the checkpoint does not fit.
     """
     from ppocli.tasks.select import build_task
-    from ppocli.train import random_state as generators
-    from ppocli.train.recorder import open_recorder, silent_recorder, torch_versions
-    from ppocli.train.resume import restore
+    from ppocli.training import random_state as generators
+    from ppocli.training.recorder import open_recorder, silent_recorder, torch_versions
+    from ppocli.training.resume import restore
 
     ranks = backend.ranks
     # rewards draw from these: ranks must not draw alike

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ppocli.display.console import DisplayMode
     from ppocli.launching.adopted_ranks import Meeting
     from ppocli.launching.opened_folder import OpenedFolder
-    from ppocli.train.task import PythonObjects
+    from ppocli.training.task import PythonObjects
 
 log = logging.getLogger("ppocli")
 

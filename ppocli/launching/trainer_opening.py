@@ -13,8 +13,8 @@ from ppocli.errors import ConfigError
 
 if TYPE_CHECKING:
     from ppocli.config.compose import Checked
-    from ppocli.train.loop import Run
-    from ppocli.train.task import PythonObjects
+    from ppocli.training.loop import Run
+    from ppocli.training.task import PythonObjects
 
 
 log = logging.getLogger("ppocli")
@@ -66,7 +66,7 @@ def opened(checked: Checked, objects: PythonObjects) -> Iterator[Run]:
     from ppocli.parallel.backend import open_ranks
     from ppocli.parallel.stop import StopFlag
     from ppocli.storage.run_folder import RunFolder, lock
-    from ppocli.train.clock import Moment
+    from ppocli.training.clock import Moment
 
     began = Moment.now()
     with ExitStack() as stack:

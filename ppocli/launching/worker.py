@@ -32,9 +32,9 @@ from ppocli.parallel.rank_outcomes import (
 from ppocli.parallel.stop import StopFlag, catch_signals, stop_when_closed
 from ppocli.runs.record import accept_settings
 from ppocli.storage.run_folder import RunFolder, lock, read_object
-from ppocli.train.clock import Moment
-from ppocli.train.loop import run_training
-from ppocli.train.task import PythonObjects
+from ppocli.training.clock import Moment
+from ppocli.training.loop import run_training
+from ppocli.training.task import PythonObjects
 
 log = logging.getLogger("ppocli")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ppocli.errors import ConfigError
-from ppocli.train.task import Task, TaskSetup
+from ppocli.training.task import Task, TaskSetup
 from ppocli.user_code import Kind, Wanted, locate
 
 TASK = Kind("function", ConfigError)
@@ -24,6 +24,6 @@ def build_task(setup: TaskSetup) -> Task:
     found = make(setup, **setup.cfg.task.kwargs)
     if not isinstance(found, Task):
         raise ConfigError(f"{setup.cfg.task.fn} has returned {type(found).__name__}, which is no "
-                          "ppocli.train.task.Task.", where="task.fn",
+                          "ppocli.training.task.Task.", where="task.fn",
                           fix="return an instance of a subclass")
     return found

@@ -30,7 +30,7 @@ from ppocli.tasks.ppo.evaluate import evaluate
 from ppocli.tasks.ppo.experience import to_experience, update_moments
 from ppocli.tasks.ppo.session import PythonObjects, Session, build_session
 from ppocli.tasks.ppo.task import PPOTask
-from ppocli.train.optimizers import named_trainable
+from ppocli.training.optimizers import named_trainable
 from ppocli.zero.sharded_weights import gathered
 
 

@@ -9,8 +9,13 @@ from ppocli.parallel.stop import StopFlag
 from ppocli.tasks.ppo.experience import to_experience, update_moments
 from ppocli.tasks.ppo.session import saved_model
 from ppocli.tasks.ppo.task import PPOTask
-from ppocli.train.checkpoint_contents import HostCopies, contents_of, copied_bytes, write_contents
-from ppocli.train.random_state import capture
+from ppocli.training.checkpoint_contents import (
+    HostCopies,
+    contents_of,
+    copied_bytes,
+    write_contents,
+)
+from ppocli.training.random_state import capture
 
 pytestmark = pytest.mark.gpu
 

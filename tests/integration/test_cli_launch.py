@@ -24,7 +24,7 @@ from ppocli.launching.launch import launch
 from ppocli.launching.opened_folder import open_folder
 from ppocli.launching.processes import Caller, RunOutcome
 from ppocli.storage.run_folder import lock, write_config
-from ppocli.train.task import PythonObjects
+from ppocli.training.task import PythonObjects
 
 BAD_REWARD = ["+recipe=quickstart", "reward.fn=no_such_module:score", "reward.kwargs={}",
               "~reward"]

@@ -15,8 +15,8 @@ from ppocli.parallel.stop import StopFlag
 from ppocli.tasks.ppo.experience import to_experience, update_moments
 from ppocli.tasks.ppo.session import saved_model
 from ppocli.tasks.ppo.task import PPOTask
-from ppocli.train.checkpoint_contents import HostCopies, contents_of
-from ppocli.train.random_state import capture
+from ppocli.training.checkpoint_contents import HostCopies, contents_of
+from ppocli.training.random_state import capture
 
 PEAK = "/proc/self/clear_refs"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.skipif(

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from ppocli.models.loading.language_model import load_lm, load_tokenizer
-from ppocli.train.optimizers import build_optimizer
-from ppocli.train.saved_model import SavedModel
-from ppocli.train.task import (
+from ppocli.training.optimizers import build_optimizer
+from ppocli.training.saved_model import SavedModel
+from ppocli.training.task import (
     PASSES,
     Evaluation,
     Finished,
@@ -25,7 +25,7 @@ from ppocli.train.task import (
     TaskSetup,
     UpdateGroup,
 )
-from ppocli.train.updates import prepare
+from ppocli.training.updates import prepare
 from ppocli.zero.oom_retry import PassRows
 
 

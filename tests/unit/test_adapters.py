@@ -26,7 +26,7 @@ from ppocli.errors import CheckpointError, ConfigError, InputError
 from ppocli.models.loading.language_model import load_lm
 from ppocli.models.reference import AdapterReference, CopyReference
 from ppocli.parallel.stop import StopFlag
-from ppocli.train.optimizers import named_trainable
+from ppocli.training.optimizers import named_trainable
 
 # PEFT asks transformers by a name that is going to be dropped
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is dep:FutureWarning")

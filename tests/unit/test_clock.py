@@ -15,8 +15,8 @@ import torch
 from helpers import checked, environment, jsonl
 from runs import make_world, words
 
-from ppocli.train.clock import Moment, PhaseClock, in_words, profile
-from ppocli.train.state import TrainState
+from ppocli.training.clock import Moment, PhaseClock, in_words, profile
+from ppocli.training.state import TrainState
 
 CPU = torch.device("cpu")
 
@@ -78,7 +78,7 @@ def test_a_step_leaves_out_what_lies_between_steps():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells when a process was started")
 def test_the_start_of_a_process_lies_before_its_imports():
-    code = ("import time; time.sleep(0.5); from ppocli.train.clock import Moment; "
+    code = ("import time; time.sleep(0.5); from ppocli.training.clock import Moment; "
             "began = Moment.of_process_start(); print(Moment.now().wall - began.wall, began.cpu)")
     before = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True,
@@ -139,7 +139,7 @@ def test_the_phases_of_a_run_add_up_to_its_wall_time_also_when_stopped_and_resum
     from ppocli.launching.child_process import Start
     from ppocli.launching.opened_folder import open_folder
     from ppocli.launching.worker import run_worker
-    from ppocli.train.task import PythonObjects
+    from ppocli.training.task import PythonObjects
 
     world = make_world(tmp_path / "world")
     monkeypatch.chdir(world)

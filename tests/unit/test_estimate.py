@@ -30,7 +30,7 @@ from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import ROLLOUT
 from ppocli.tasks.ppo.experience import to_experience
 from ppocli.tasks.ppo.rollout import collect_rollout
-from ppocli.train.clock import Moment, PhaseClock
+from ppocli.training.clock import Moment, PhaseClock
 
 PROMPT, NEW = 30, 20
 SHAPES = {

@@ -270,4 +270,5 @@ def test_only_what_is_certain_refuses(caplog, counted, estimated, more, refused)
 
 
 def test_bytes_are_told_with_three_digits():
-    assert [format_memory(n) for n in (2048, 5 * 2**20, 1234 * 2**30)] == ["2 KiB", "5 MiB", "1234 GiB"]
+    sizes = [format_memory(n) for n in (2048, 5 * 2**20, 1234 * 2**30)]
+    assert sizes == ["2 KiB", "5 MiB", "1234 GiB"]

@@ -23,7 +23,7 @@ from ppocli.models.trunk import response_hidden
 from ppocli.parallel.stop import StopFlag
 from ppocli.tasks.ppo.experience import to_experience, update_moments
 from ppocli.tasks.ppo.task import PPOTask
-from ppocli.train.state import TrainState
+from ppocli.training.state import TrainState
 
 ARCHITECTURES = ["gpt2", "gpt_neox", "llama", "qwen2"]
 

@@ -24,7 +24,7 @@ from ppocli.errors import CheckpointError, InputError
 from ppocli.launching.preflight import missing_inputs
 from ppocli.parallel.stop import StopFlag
 from ppocli.tasks.ppo.experience import to_experience
-from ppocli.train.optimizers import build_optimizer
+from ppocli.training.optimizers import build_optimizer
 from ppocli.zero.sharded_weights import slot_fits
 
 HAS_8BIT = importlib.util.find_spec("bitsandbytes") is not None

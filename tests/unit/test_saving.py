@@ -19,17 +19,17 @@ from ppocli.parallel.stop import StopFlag
 from ppocli.tasks.ppo.experience import to_experience, update_moments
 from ppocli.tasks.ppo.session import Session, saved_model
 from ppocli.tasks.ppo.task import PPOTask
-from ppocli.train import background_saving as saving
-from ppocli.train import random_state as generators
-from ppocli.train.background_saving import Saving
-from ppocli.train.checkpoint_contents import (
+from ppocli.training import background_saving as saving
+from ppocli.training import random_state as generators
+from ppocli.training.background_saving import Saving
+from ppocli.training.checkpoint_contents import (
     HostCopies,
     contents_of,
     copied_bytes,
     save_tensors,
     write_contents,
 )
-from ppocli.train.checkpoint_io import RankState
+from ppocli.training.checkpoint_io import RankState
 
 
 def train(session: Session, step: int) -> None:

@@ -27,8 +27,8 @@ from ppocli.tasks.ppo.experience import to_experience
 from ppocli.tasks.ppo.records import Rollout
 from ppocli.tasks.ppo.rollout import collect_rollout, generate_chunks, measure_chunk
 from ppocli.tasks.ppo.session import Session
-from ppocli.train.clock import Moment, PhaseClock
-from ppocli.train.task import OptimizeResult
+from ppocli.training.clock import Moment, PhaseClock
+from ppocli.training.task import OptimizeResult
 
 KINDS = ("gpt2", "llama")
 PRODUCTS = {"gpt2": 2, "llama": 3}

@@ -14,7 +14,7 @@ from ppocli.sampling.samples import Samples
 from ppocli.tasks.ppo.rewards_over_ranks import judge
 from ppocli.tasks.ppo.rollout import measure, response_texts, sample_policy
 from ppocli.tasks.ppo.session import EvalSession, sampling_sweep
-from ppocli.train.task import Evaluation
+from ppocli.training.task import Evaluation
 
 
 def distinct(texts: list[str], n: int) -> float:

@@ -10,7 +10,7 @@ import torch
 from ppocli.config.schema import PPOConfig, TrainConfig
 from ppocli.tasks.ppo.experience import penalties_of, sequence_kl
 from ppocli.tasks.ppo.records import Experience, Rollout
-from ppocli.train.task import OptimizeResult
+from ppocli.training.task import OptimizeResult
 
 
 def _mean_std(values: list[float]) -> tuple[float, float]:

@@ -31,7 +31,7 @@ from ppocli.tasks.ppo.rollout import (
 )
 from ppocli.tasks.ppo.rows import merge_rollouts
 from ppocli.tasks.ppo.session import Session, max_prompt_tokens
-from ppocli.train.clock import PhaseClock
+from ppocli.training.clock import PhaseClock
 
 
 def prompts_of(session: Session, prompts: Sequence[Any], start: int) -> PromptBatch:

@@ -93,7 +93,7 @@ class Experience:
 
 @dataclass(frozen=True, slots=True)
 class PPOState:
-    """PPO's own numbers between two steps: :attr:`ppocli.train.state.TrainState.task`."""
+    """PPO's own numbers between two steps: :attr:`ppocli.training.state.TrainState.task`."""
 
     kl_coef: float
     init_kl_coef: float

@@ -25,11 +25,11 @@ from ppocli.tasks.ppo.records import PPOState, Rollout
 from ppocli.tasks.ppo.rollout import collect_rollout
 from ppocli.tasks.ppo.session import Session, build_session
 from ppocli.tasks.ppo.task import PPOTask, plan_updates, update_of
-from ppocli.train import random_state as generators
-from ppocli.train.clock import PhaseClock
-from ppocli.train.optimize import probe_gradient
-from ppocli.train.optimizers import named_trainable
-from ppocli.train.task import PythonObjects
+from ppocli.training import random_state as generators
+from ppocli.training.clock import PhaseClock
+from ppocli.training.optimize import probe_gradient
+from ppocli.training.optimizers import named_trainable
+from ppocli.training.task import PythonObjects
 
 SAMPLES = 2
 KL_TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}

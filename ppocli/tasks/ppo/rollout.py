@@ -41,7 +41,7 @@ from ppocli.tasks.ppo.records import Rollout
 from ppocli.tasks.ppo.rewards_over_ranks import Question, ask, dealt_scores, score
 from ppocli.tasks.ppo.rows import in_order, merge_rollouts
 from ppocli.tasks.ppo.session import EvalSession, Session
-from ppocli.train.clock import PhaseClock
+from ppocli.training.clock import PhaseClock
 
 T = TypeVar("T")
 
@@ -199,7 +199,7 @@ def measure(session: EvalSession, out: Samples, *, phase: str, want_policy: bool
     ranks call it in step.
 
     Args:
-        phase: of :data:`ppocli.train.task.PASSES`.
+        phase: of :data:`ppocli.training.task.PASSES`.
         want_policy: also compute the policy's logprobs (else the decoded ones serve).
         want_values: also compute the values of the states before each action.
         estimator: of :mod:`ppocli.ppo.kl`, or ``full`` for the KL over the whole vocabulary.

@@ -50,10 +50,10 @@ from ppocli.tasks.ppo.building import (
     judging_reference,
     load_start,
 )
-from ppocli.train.optimizers import build_optimizer
-from ppocli.train.saved_model import SavedModel
-from ppocli.train.task import PASSES, PythonObjects
-from ppocli.train.updates import Trained, prepare
+from ppocli.training.optimizers import build_optimizer
+from ppocli.training.saved_model import SavedModel
+from ppocli.training.task import PASSES, PythonObjects
+from ppocli.training.updates import Trained, prepare
 from ppocli.zero.oom_retry import PassRows
 from ppocli.zero.sharded_weights import is_sharded
 

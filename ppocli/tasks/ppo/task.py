@@ -34,9 +34,9 @@ from ppocli.tasks.ppo.records import Experience, PPOState, Rollout
 from ppocli.tasks.ppo.replay import remembering, replay
 from ppocli.tasks.ppo.rollout import collect_rollout
 from ppocli.tasks.ppo.session import Session, build_session, saved_model
-from ppocli.train.clock import PhaseClock
-from ppocli.train.state import TrainState
-from ppocli.train.task import (
+from ppocli.training.clock import PhaseClock
+from ppocli.training.state import TrainState
+from ppocli.training.task import (
     Evaluation,
     Finished,
     LossTerms,

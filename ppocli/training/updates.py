@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from ppocli.parallel.backend import Backend
-from ppocli.train.optimizers import set_learning_rate
+from ppocli.training.optimizers import set_learning_rate
 
 
 class Updates(Protocol):

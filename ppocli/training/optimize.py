@@ -16,8 +16,8 @@ from ppocli.models.passes import in_groups
 from ppocli.parallel.ranks import Ranks
 from ppocli.parallel.stop import StopFlag
 from ppocli.storage import faults
-from ppocli.train.state import TrainState
-from ppocli.train.task import LossTerms, OptimizeResult, Plan, Task, UpdateGroup, Verdict
+from ppocli.training.state import TrainState
+from ppocli.training.task import LossTerms, OptimizeResult, Plan, Task, UpdateGroup, Verdict
 
 log = logging.getLogger("ppocli")
 

@@ -19,8 +19,8 @@ from ppocli.errors import CheckpointError, PpocliError
 from ppocli.models.layer_stack import whole_shape
 from ppocli.models.loading.adapters import fill_adapter
 from ppocli.parallel.ranks import Ranks
-from ppocli.train import random_state as generators
-from ppocli.train.checkpoint_contents import (
+from ppocli.training import random_state as generators
+from ppocli.training.checkpoint_contents import (
     OPTIMIZER,
     POLICY,
     TASK_STATE,
@@ -30,10 +30,10 @@ from ppocli.train.checkpoint_contents import (
     write_contents,
     write_task_state,
 )
-from ppocli.train.optimizers import named_trainable
-from ppocli.train.random_state import Generators
-from ppocli.train.saved_model import PROMPT_ENCODER, Tensors
-from ppocli.train.task import Task
+from ppocli.training.optimizers import named_trainable
+from ppocli.training.random_state import Generators
+from ppocli.training.saved_model import PROMPT_ENCODER, Tensors
+from ppocli.training.task import Task
 from ppocli.zero.sharded_weights import (
     adopt_weights,
     fill_optimizer,

@@ -24,15 +24,15 @@ from ppocli.storage.checkpoints import save_checkpoint
 from ppocli.storage.publishing import publish_folder
 from ppocli.storage.retention import prune, update_pointers
 from ppocli.storage.run_folder import RunFolder, finite_or_null
-from ppocli.train.background_saving import Saving
-from ppocli.train.checkpoint_contents import write_contents
-from ppocli.train.checkpoint_io import RankState, save_together
-from ppocli.train.clock import PhaseClock
-from ppocli.train.optimize import optimize
-from ppocli.train.random_state import Generators, capture
-from ppocli.train.recorder import Recorder, speed_figures, state_figures
-from ppocli.train.state import Best, TrainState
-from ppocli.train.task import Evaluation, Plan, Task
+from ppocli.training.background_saving import Saving
+from ppocli.training.checkpoint_contents import write_contents
+from ppocli.training.checkpoint_io import RankState, save_together
+from ppocli.training.clock import PhaseClock
+from ppocli.training.optimize import optimize
+from ppocli.training.random_state import Generators, capture
+from ppocli.training.recorder import Recorder, speed_figures, state_figures
+from ppocli.training.state import Best, TrainState
+from ppocli.training.task import Evaluation, Plan, Task
 
 log = logging.getLogger("ppocli")
 

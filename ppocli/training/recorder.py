@@ -11,8 +11,8 @@ from ppocli.config.schema import TrackingConfig
 from ppocli.storage.run_folder import RunFolder
 from ppocli.storage.run_logs import JsonlWriter
 from ppocli.tracking.trackers import Tracker, open_trackers
-from ppocli.train.clock import Spent
-from ppocli.train.state import TrainState
+from ppocli.training.clock import Spent
+from ppocli.training.state import TrainState
 
 EVAL_ROW, SWEEP_ROW = "eval", "eval_sweep"
 """``kind`` of rows of samples.jsonl that an evaluation writes"""

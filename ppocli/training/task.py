@@ -22,10 +22,10 @@ from ppocli.config.schema import TrainConfig, planned_episodes
 from ppocli.parallel.backend import Backend
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.schedule import lr_factor
-from ppocli.train.clock import PhaseClock
-from ppocli.train.saved_model import SavedModel
-from ppocli.train.state import TrainState
-from ppocli.train.updates import Trained
+from ppocli.training.clock import PhaseClock
+from ppocli.training.saved_model import SavedModel
+from ppocli.training.state import TrainState
+from ppocli.training.updates import Trained
 from ppocli.zero.oom_retry import PassRows
 
 PASSES = {"rollout": "ppo.chunk_size", "evaluation": "ppo.chunk_size",
@@ -57,7 +57,7 @@ class TaskSetup:
 @dataclass(frozen=True, slots=True)
 class UpdateGroup:
     """The atoms (samples, pairs) of one optimizer update, A of them. Made by :meth:`Task.plan`,
-    read by :mod:`ppocli.train.optimize`."""
+    read by :mod:`ppocli.training.optimize`."""
 
     rows: torch.Tensor
     """[A] int64 places in the batch"""

@@ -15,10 +15,10 @@ from ppocli.storage.publishing import repair_published
 from ppocli.storage.retention import clean_staging, removed_at, supersede
 from ppocli.storage.run_folder import RunFolder
 from ppocli.storage.run_logs import truncate_events, truncate_jsonl
-from ppocli.train.checkpoint_io import read_checkpoint
-from ppocli.train.recorder import EVAL_ROW, SWEEP_ROW
-from ppocli.train.state import TrainState
-from ppocli.train.task import Task
+from ppocli.training.checkpoint_io import read_checkpoint
+from ppocli.training.recorder import EVAL_ROW, SWEEP_ROW
+from ppocli.training.state import TrainState
+from ppocli.training.task import Task
 
 log = logging.getLogger("ppocli")
 

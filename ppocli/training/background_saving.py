@@ -21,9 +21,9 @@ from ppocli.parallel.host_memory import host_room, resident_mib
 from ppocli.parallel.ranks import is_out_of_memory
 from ppocli.storage.atomic import make_dirs
 from ppocli.text import format_memory
-from ppocli.train.checkpoint_contents import Contents, HostCopies, contents_of, copied_bytes
-from ppocli.train.checkpoint_io import RankState
-from ppocli.train.task import Task
+from ppocli.training.checkpoint_contents import Contents, HostCopies, contents_of, copied_bytes
+from ppocli.training.checkpoint_io import RankState
+from ppocli.training.task import Task
 
 log = logging.getLogger("ppocli")
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

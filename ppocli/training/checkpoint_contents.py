@@ -18,11 +18,11 @@ from ppocli.estimate.parts import pinned_bytes
 from ppocli.parallel.ranks import Ranks
 from ppocli.storage.atomic import TEMPORARY_PREFIX, walk_files
 from ppocli.storage.model_files import POLICY
-from ppocli.train import random_state as generators
-from ppocli.train.optimizers import named_trainable
-from ppocli.train.random_state import Generators
-from ppocli.train.saved_model import SavedModel, Tensors
-from ppocli.train.task import Task
+from ppocli.training import random_state as generators
+from ppocli.training.optimizers import named_trainable
+from ppocli.training.random_state import Generators
+from ppocli.training.saved_model import SavedModel, Tensors
+from ppocli.training.task import Task
 from ppocli.zero.sharded_weights import optimizer_slots
 
 OPTIMIZER = "optimizer.safetensors"
@@ -60,7 +60,7 @@ def contents_of(task: Task, state: Generators, tensors: Mapping[str, torch.Tenso
     Args:
         task: of one process that shards nothing.
         state: of the global generators when the training state was committed.
-        tensors: :attr:`~ppocli.train.state.TrainState.tensors`.
+        tensors: :attr:`~ppocli.training.state.TrainState.tensors`.
     """
     trained = task.trained
     return Contents(

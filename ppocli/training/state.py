@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ppocli.train.clock import Spent
+from ppocli.training.clock import Spent
 
 N = TypeVar("N", int, float)
 
