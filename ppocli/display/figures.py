@@ -11,10 +11,30 @@ from rich.text import Text
 from ppocli.text import clean, figure
 
 
+_NOT_ITS_OWN = ("time/", "cpu/", "tokens_per_second/", "memory/", "eval/")
+"""how figures begin that are no part of what a task says of its step"""
+
+
 def row_lines(row: dict[str, Any], total: int) -> list[str]:
-    """What is said of a row of metrics.jsonl."""
-    return ([step_line(row, total)] if "reward/mean" in row else []) + (
-        [eval_line(row)] if "eval/reward_mean" in row else [])
+    """What is said of a row of metrics.jsonl: PPO's figures, or those of another task."""
+    evaluated = {name: value for name, value in row.items() if name.startswith("eval/")}
+    lines = []
+    if "reward/mean" in row:
+        lines.append(step_line(row, total))
+    elif "lr" in row or any(name.startswith("loss/") for name in row):
+        own = [name for name in row if "/" in name and not name.startswith(_NOT_ITS_OWN)]
+        lines.append(f"step {row['step']}/{total}  {_named(row, own)}  "
+                     f"{figure(row.get('time/step'), 1)} s")
+    if "eval/reward_mean" in row:
+        lines.append(eval_line(row))
+    elif evaluated:
+        lines.append(f"eval at step {row['step']}  {_named(evaluated, list(evaluated))}")
+    return lines
+
+
+def _named(row: dict[str, Any], names: list[str]) -> str:
+    """The first figures of those names, ``total 0.693  margin 1.20``."""
+    return "  ".join(f"{name.rpartition('/')[2]} {figure(row[name], 3)}" for name in names[:6])
 
 
 def step_line(row: dict[str, Any], total: int) -> str:
@@ -55,12 +75,14 @@ def closing_table(before: dict[str, Any] | None, after: dict[str, Any],
     table = Table(title="before and after", show_lines=True, title_justify="left")
     for name in ("", "before", "after"):
         table.add_column(name, overflow="fold")
-    shown = ["reward_mean", "kl_mean", "response_tokens_mean", "distinct_2"]
-    shown += [name for name in after if name.startswith("metrics/")]
-    for name in shown:
+    ours = ("reward_mean", "kl_mean", "response_tokens_mean", "distinct_2")
+    shown = [name for name in after if name in ours or name.startswith("metrics/")]
+    for name in shown if "reward_mean" in after else after:
         old = "" if before is None else figure(before.get(name), 3)
         table.add_row(name.removeprefix("metrics/"), old, figure(after[name], 3))
     for old_row, new_row in samples:
+        if not {"prompt", "response", "score"} <= new_row.keys():
+            continue  # rows of another task
         table.add_row(Text(clean(new_row["prompt"])), _sample(old_row), _sample(new_row))
     return table
 

@@ -198,6 +198,7 @@ def figure_rows(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str
     """(name, before, after) of an evaluation's main figures, those of the rewards and metrics."""
     names = [name for name in _FIRST_FIGURES if name in after]
     names += [name for name in after if name.startswith(("reward/", "metrics/"))]
+    names = names or list(after)  # of another task than PPO
     return [(name, figure(before.get(name), 3), figure(after[name], 3)) for name in names]
 
 

@@ -31,7 +31,7 @@ from ppocli.sampling.decoding import decode
 from ppocli.sampling.samples import Generation, Samples, single_turn
 from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.storage import faults
-from ppocli.user_code import Kind, Wanted, locate
+from ppocli.user_code import Kind, Wanted, build
 from ppocli.zero.oom_retry import PassRows
 from ppocli.zero.sharded_weights import gathered_policy, head_parameters, held, is_sharded
 
@@ -186,8 +186,8 @@ def build_sampler(cfg: RolloutConfig, setup: SamplerSetup) -> Sampler:
     """
     if cfg.engine in ENGINES:
         return ENGINES[cfg.engine](setup)
-    make = locate(Wanted(cfg.engine, "rollout.engine", SAMPLER)).target
-    found: Sampler = make(setup, **cfg.kwargs)
+    found: Sampler = build(Wanted(cfg.engine, "rollout.engine", SAMPLER), setup,
+                           key="rollout.kwargs", kwargs=cfg.kwargs)
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ppocli.errors import ConfigError
 from ppocli.training.task import Task, TaskSetup
-from ppocli.user_code import Kind, Wanted, locate
+from ppocli.user_code import Kind, Wanted, build
 
 TASK = Kind("function", ConfigError)
 
@@ -20,8 +20,8 @@ def build_task(setup: TaskSetup) -> Task:
         from ppocli.tasks.ppo.task import build_ppo
 
         return build_ppo(setup)
-    make = locate(Wanted(setup.cfg.task.fn, "task.fn", TASK)).target
-    found = make(setup, **setup.cfg.task.kwargs)
+    found = build(Wanted(setup.cfg.task.fn, "task.fn", TASK), setup, key="task.kwargs",
+                  kwargs=setup.cfg.task.kwargs)
     if not isinstance(found, Task):
         raise ConfigError(f"{setup.cfg.task.fn} has returned {type(found).__name__}, which is no "
                           "ppocli.training.task.Task.", where="task.fn",
