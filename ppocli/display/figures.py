@@ -10,7 +10,6 @@ from rich.text import Text
 
 from ppocli.text import clean, figure
 
-
 _NOT_ITS_OWN = ("time/", "cpu/", "tokens_per_second/", "memory/", "eval/")
 """how figures begin that are no part of what a task says of its step"""
 

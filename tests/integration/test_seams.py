@@ -34,6 +34,7 @@ def words(kind: str, *more: str) -> list[str]:
 def here(world: Path) -> Path:
     for file in OUTSIDE.glob("*.py"):
         shutil.copy(file, world)
+    (world / "odd.py").write_text("def number(setup):\n    return 3\n")
     (world / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS))
     return world
 
@@ -132,7 +133,7 @@ def test_two_ranks_under_zero_2_come_to_what_one_process_comes_to(kind, straight
 @pytest.mark.parametrize(("words_", "code", "said"), [
     (("task.fn=nowhere.py:Task",), 2, "nowhere.py"),
     (("task.fn=pairs_task.py:Pairs", "task.kwargs.file=pairs.jsonl"), 2, "task.kwargs"),
-    (("task.fn=rewards.py:plain",), 2, "which is no"),
+    (("task.fn=odd.py:number",), 2, "which is no"),
     (("rollout.engine=nothing",), 2, "rollout.engine")])
 def test_what_cannot_be_one_is_said_with_its_key(words_, code, said, here):
     ended = run("train", *words("sampler", "run_name=r", *words_), cwd=here)
