@@ -42,6 +42,7 @@ from ppocli.models.head import CHUNK_BYTES
 from ppocli.models.loading.language_model import DTYPES
 from ppocli.models.loading.model_config import first_line
 from ppocli.models.policy import Policy
+from ppocli.models.transformers_internals import restore_sdpa
 from ppocli.models.trunk import has_encoder
 from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
 
@@ -103,7 +104,7 @@ def _passes(cfg: TrainConfig, policy: Policy, layout: Layout, prompt_tokens: int
                     if module is not None for p in module.parameters())
     laid_out = _laid_out(cfg, policy, layout)
     if layout.cuda:
-        _attend_as_on_cuda(policy)
+        restore_sdpa(policy, NAME)  # ppocli's own leaves rows that fill a grid to it there
     unknown: list[Unknown] = []
 
     def run(name: str, work: Callable[[], Found], nothing: Found) -> Found:
@@ -150,15 +151,6 @@ def _laid_out(cfg: TrainConfig, policy: Policy, layout: Layout) -> int:
     if not _onednn(cfg, layout) or not whole_while_acting(cfg):
         return 0
     return packed_size(policy.lm, DTYPES[cfg.hardware.precision])
-
-
-def _attend_as_on_cuda(policy: Policy) -> None:
-    """Where a GPU computes, ppocli's attention leaves rows that fill a grid to transformers' own;
-    the outline's tensors say that they are on a CPU."""
-    for module in policy.modules():
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "_attn_implementation", None) == NAME:
-            config._attn_implementation = "sdpa"
 
 
 def _hidden(cfg: TrainConfig, policy: Policy, layout: Layout, prompt_tokens: int, *, kept: bool

@@ -21,6 +21,7 @@ from ppocli.estimate.outline import outline_lm, read_config
 from ppocli.models.loading.language_model import DTYPES, reference_dtype
 from ppocli.models.loading.model_config import first_line
 from ppocli.models.policy import Policy
+from ppocli.models.transformers_internals import conv1d
 
 BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 MODEL_REWARDS = ("classifier", "reward_model")
@@ -159,15 +160,13 @@ def pinned_bytes(size: int) -> int:
 def packed(cfg: TrainConfig, lm: Any) -> dict[int, int]:
     """Bytes of each weight, by its id, that ``model.quantization`` changes: those of linear layers,
     but of the output embedding and what the model wants in fp32."""
-    from transformers.pytorch_utils import Conv1D
-
     if cfg.model.quantization is None:
         return {}
     exact = tuple(getattr(lm, "_keep_in_fp32_modules", None) or ())
     head = lm.get_output_embeddings().weight
     found = {}
     for name, module in lm.named_modules():
-        if isinstance(module, (nn.Linear, Conv1D)) and "lora_" not in name \
+        if isinstance(module, (nn.Linear, conv1d())) and "lora_" not in name \
                 and module.weight is not head and not module.weight.requires_grad:
             kept = any(part in exact for part in name.split("."))
             weight = module.weight

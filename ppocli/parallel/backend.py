@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from ppocli.config.schema import HardwareConfig, TrainConfig
 from ppocli.display.live_view import resident_mib
 from ppocli.errors import ConfigError
-from ppocli.models.fast.gemm import choose_gemm, packed_weights
+from ppocli.parallel.onednn import choose_gemm
 from ppocli.parallel.ranks import Ranks
 
 
@@ -34,18 +34,6 @@ class Backend:
         """Context in which raw modules compute in the run's precision."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16,
                               enabled=self.precision == "bf16")
-
-    def decoding(self, lm: Any, *, in_parts: bool) -> AbstractContextManager[None]:
-        """Context in which a model decodes: its weights laid out for products of few rows, unless
-        that takes too much.
-
-        Args:
-            in_parts: whether the model's weights are sharded.
-        """
-        if not self.onednn or in_parts:
-            return nullcontext()
-        dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
-        return packed_weights(lm, dtype)
 
     def memory_mib(self) -> float | None:
         """What the device's allocator holds now, or on a CPU the process, in MiB; None where the
@@ -94,7 +82,7 @@ def open_ranks(cfg: TrainConfig, noted: bool | None = None) -> Iterator[Backend]
     """As :func:`open_backend`, for the training of ``cfg``, of which this process is one rank.
 
     Args:
-        noted: as of :func:`ppocli.models.fast.gemm.choose_gemm`.
+        noted: as of :func:`ppocli.parallel.onednn.choose_gemm`.
 
     Raises:
         ConfigError: also if DeepSpeed's file contradicts the configuration.

@@ -20,6 +20,7 @@ from ppocli.estimate.memory import disk_of, layout_of
 from ppocli.estimate.outline import outline
 from ppocli.estimate.parts import Part, Unknown, parts_of, quantized_bytes, state_sizes
 from ppocli.estimate.trace import Sizes, TrainingPass, training_pass, weightless
+from ppocli.models.fast.gemm import weights_for_decoding
 from ppocli.models.layout import lay_out
 from ppocli.models.virtual_tokens import virtual_tokens
 from ppocli.parallel.stop import StopFlag
@@ -192,7 +193,7 @@ def test_the_copy_that_decoding_reads_weights_from_is_told(tmp_path, kind, keys)
     with session_of(cfg) as session, ExitStack() as decoding:
         lm = session.policy.lm
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            decoding.enter_context(session.backend.decoding(lm, in_parts=False))
+            decoding.enter_context(weights_for_decoding(session.backend, lm, in_parts=False))
         made = sum(event.self_cpu_memory_usage for event in profiled.key_averages())
     lines = {line.name: line for line in estimate(
         cfg, outline(cfg), prompt_tokens=PROMPT, cuda=False, ranks=1, ranks_on_host=1).lines}
@@ -212,7 +213,8 @@ def test_a_copy_for_decoding_that_is_too_large_is_neither_made_nor_told(folders,
     layers = [p for name, p in outline(cfg).lm.named_parameters() if "layers." in name]
     monkeypatch.setattr("ppocli.models.fast.gemm.PACKED_BYTES",
                         4 * sum(p.numel() for p in layers) // 2)
-    with session_of(cfg) as session, session.backend.decoding(session.policy.lm, in_parts=False):
+    with (session_of(cfg) as session,
+          weights_for_decoding(session.backend, session.policy.lm, in_parts=False)):
         assert not any(getattr(part, "packed", None) is not None
                        for part in session.policy.lm.modules())
     found = estimate(cfg, outline(cfg), prompt_tokens=PROMPT, cuda=False, ranks=1, ranks_on_host=1)

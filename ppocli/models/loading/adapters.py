@@ -18,6 +18,7 @@ import torch
 
 from ppocli.errors import CheckpointError, ConfigError, InputError
 from ppocli.models.digest import tensors_digest
+from ppocli.models.transformers_internals import conv1d
 from ppocli.models.virtual_tokens import VirtualTokens, add_virtual_tokens, switch_virtual_tokens
 from ppocli.storage.adapter_files import BASE, WEIGHTS, BaseIdentity
 
@@ -118,9 +119,8 @@ def attach(lm: Any, config: Any, *, seed: int) -> Any:
 
 def _wrap(lm: Any, config: Any) -> Any:
     from peft import PeftModelForCausalLM, PeftModelForSeq2SeqLM
-    from transformers.pytorch_utils import Conv1D
 
-    if hasattr(config, "fan_in_fan_out") and any(isinstance(m, Conv1D) for m in lm.modules()):
+    if hasattr(config, "fan_in_fan_out") and any(isinstance(m, conv1d()) for m in lm.modules()):
         config.fan_in_fan_out = True  # PEFT would set it too, with a warning for every layer
     config.base_model_name_or_path = lm.config.name_or_path or None
     with warnings.catch_warnings():

@@ -14,6 +14,7 @@ import torch
 from ppocli.config.adapters import adapter_kind, adapter_settings
 from ppocli.config.schema import HardwareConfig, ModelConfig
 from ppocli.errors import CheckpointError, ConfigError, InputError, PpocliError
+from ppocli.models import transformers_internals
 from ppocli.models.decoding_method import Decoding, costs_of, decoding_of
 from ppocli.models.fast.kernels import use_kernels
 from ppocli.models.layer_stack import whole_shape
@@ -159,6 +160,7 @@ def check_complete(info: dict[str, Any], kind: str, name: str, key: str) -> None
 
 
 def _ready(cfg: ModelConfig, lm: Any, config: Any, generation_config: Any) -> LoadedLM:
+    transformers_internals.probe()
     start = decoder_start(lm)
     kernels = cfg.attn_implementation is None
     if kernels:

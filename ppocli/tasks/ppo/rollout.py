@@ -14,6 +14,7 @@ from ppocli.config.algorithm import kl_estimator
 from ppocli.data.batch import PromptBatch
 from ppocli.errors import ConfigError, DivergedError
 from ppocli.models.decoding_method import Decoding, decoding_of
+from ppocli.models.fast.gemm import weights_for_decoding
 from ppocli.models.head import HeadWeights
 from ppocli.models.passes import (
     collect,
@@ -138,7 +139,8 @@ def draw(session: EvalSession, lm: Any, prompts: PromptBatch, spec: SamplingSpec
             faults.point("rollout.token", size)
             stop.check()
 
-        with session.backend.autocast(), session.backend.decoding(lm, in_parts=in_parts):
+        with session.backend.autocast(), weights_for_decoding(session.backend, lm,
+                                                                in_parts=in_parts):
             generate(lm, prompts.tokens[rest], prompts.mask[rest], spec, noise[rest],
                      tokenizer=session.tokenizer, start=session.loaded.decoder_start,
                      value_head=value_head, limits=None if limits is None else limits[rest],
