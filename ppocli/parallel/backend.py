@@ -14,6 +14,7 @@ import torch
 from ppocli.config.schema import HardwareConfig, TrainConfig
 from ppocli.display.live_view import resident_mib
 from ppocli.errors import ConfigError
+from ppocli.parallel import deepspeed_internals
 from ppocli.parallel.onednn import choose_gemm
 from ppocli.parallel.ranks import Ranks
 
@@ -156,7 +157,9 @@ def _accelerator(cfg: TrainConfig, use_cuda: bool) -> Any:
                            kwargs_handlers=[group, ddp])
     if not use_cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
-        _without_compiled_kernel()
+    deepspeed_internals.probe()
+    if not use_cuda:
+        deepspeed_internals.skip_compiled_kernel()
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     # with cpu=True accelerate would take plain DDP; weights stay fp32, DeepSpeed autocasts
     plugin = DeepSpeedPlugin(hf_ds_config=deepspeed_config(cfg, launched_world()))
@@ -167,14 +170,6 @@ def _accelerator(cfg: TrainConfig, use_cuda: bool) -> Any:
     # a reward's classifier must be sharded because the policy is
     unset_hf_deepspeed_config()
     return accelerator
-
-
-def _without_compiled_kernel() -> None:
-    """On CPUs DeepSpeed would compile a kernel when the ranks meet (a minute of C++, or the end of
-    the run where there is no compiler) that only its inference uses."""
-    import deepspeed.ops
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def _ranks(hardware: HardwareConfig) -> Ranks:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ppocli.models.decoding_method import Decoding, decoding_of
-from ppocli.models.layer_stack import Border
-from ppocli.models.trunk import logit_scale
+from ppocli.models.head import LogitMap
+from ppocli.models.layer_stack import SplitPoint, inputs_at
 from ppocli.sampling.live_rows import LiveRows, Trunk, can_take_in, first_rows
 from ppocli.sampling.token_choice import SamplingSpec, choose
 
@@ -94,7 +93,7 @@ class _Drawn:
     """What has been drawn so far of N responses, and how the next tokens are."""
 
     def __init__(self, lm: Any, spec: SamplingSpec, uniform: Any, limits: Any, tokenizer: Any,
-                 value_head: Any, border: Border | None, prompt_tokens: int) -> None:
+                 value_head: Any, border: SplitPoint | None, prompt_tokens: int) -> None:
         device = lm.base_model.device
         noise = torch.as_tensor(uniform, dtype=torch.float64).to(device)
         count, steps = noise.shape
@@ -110,18 +109,19 @@ class _Drawn:
             torch.as_tensor(limits, dtype=torch.long).to(device)
         self.below: torch.Tensor | None = None
         self.steps, self.spec, self.tokenizer, self.value_head = steps, spec, tokenizer, value_head
-        self.trunk, self.head, self.scale = Trunk(lm), lm.get_output_embeddings(), logit_scale(lm)
+        self.trunk, self.head = Trunk(lm), lm.get_output_embeddings()
+        self.logit_map = LogitMap.of(lm)
         self.lm, self.border, self.prompt_tokens = lm, border, prompt_tokens
         self.stops = torch.tensor(spec.stop_ids, dtype=torch.long, device=device)
 
     def token(self, live: LiveRows) -> None:
         """Feed the live rows and draw one more token of each."""
         spec, trunk, value_head = self.spec, self.trunk, self.value_head
-        with nullcontext([]) if self.border is None else self.border.tap(self.lm) as entering:
+        with inputs_at(self.border, self.lm) as entering:
             hidden = trunk.step(live)
         if entering:
             self._keep_below(live, entering[-1])
-        logits = self.head(hidden) if self.scale == 1.0 else self.head(hidden) * self.scale
+        logits = self.logit_map(self.head(hidden))
         rows, at = live.rows, live.at.clamp(max=self.steps)
         mixed = live.youngest < min(live.oldest, spec.min_new_tokens)
         chosen, lp = choose(logits, self.noise[rows, at], spec, at if mixed else live.youngest,
@@ -179,7 +179,7 @@ def generate(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, sp
              uniform: Any, *, tokenizer: Any, start: int | None = None, value_head: Any = None,
              limits: Any = None, poll: Callable[[], None] = lambda: None,
              watch: Watch = lambda *_: None, all_alive: Callable[[int], int] = int,
-             border: Border | None = None, at_once: int | None = None, chunk: int | None = None,
+             border: SplitPoint | None = None, at_once: int | None = None, chunk: int | None = None,
              ready: Callable[[Generation], None] = lambda _: None) -> Generation:
     """Sample one response per prompt.
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ppocli.models.decoding_method import Decoding, decoding_of
-from ppocli.models.trunk import logit_scale
+from ppocli.models.trunk import state_scale
 from ppocli.sampling.decode_loop import Generation, Watch, ends_with_stop
 from ppocli.sampling.token_choice import SamplingSpec, choose
 
@@ -97,7 +97,7 @@ class _Steering:
     poll: Callable[[], None]
     watch: Watch
     scale: float
-    """of the states on their way into the output layer (:func:`logit_scale`)"""
+    """of the states on their way into the output layer (:func:`state_scale`)"""
     t: int = 0
     """tokens of each row so far"""
     entered: list[torch.Tensor] = field(default_factory=list)
@@ -193,7 +193,7 @@ def library_generate(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Te
         rows = (lengths == length).nonzero().squeeze(-1)
         steering = _Steering(sampled, rows.to(device),
                              torch.zeros(len(rows), dtype=torch.bool, device=device), poll, watch,
-                             logit_scale(lm))
+                             state_scale(lm))
         _run(lm, prompt_tokens[rows][:, prompt_tokens.shape[1] - length:].to(device), steering,
              start=start, cached=cached)
     width = max(sampled.width, 1)

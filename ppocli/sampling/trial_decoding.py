@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from ppocli.models.decoding_method import Decoding, set_decoding
-from ppocli.models.head import token_logprobs
+from ppocli.models.head import HeadWeights, token_logprobs
 from ppocli.models.layout import lay_out
 from ppocli.models.loading.model_config import first_line, max_positions
-from ppocli.models.trunk import logit_scale, response_hidden
+from ppocli.models.trunk import response_hidden
 from ppocli.sampling.decode_loop import generate
 from ppocli.sampling.token_choice import SamplingSpec
 
@@ -71,8 +71,8 @@ def _off(lm: Any, start: int | None) -> tuple[float, float]:
                    limits=[1, half, half, half])
     batch = lay_out(tokens, mask, out.tokens, out.mask, start).to(device)
     states = response_hidden(lm, batch)
-    logprobs, _ = token_logprobs(states, head, batch.targets,
-                                 temperature=1.0 / logit_scale(lm), want_entropy=False)
+    logprobs, _ = token_logprobs(states, HeadWeights.of(lm), batch.targets, temperature=1.0,
+                                 want_entropy=False)
     rough = (getattr(lm, "is_quantized", False)
              or {states.dtype, head.weight.dtype} != {torch.float32})
     wanted = (states.float() @ project).cpu()

@@ -16,9 +16,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ppocli.errors import CheckpointError, PpocliError
-from ppocli.models.layer_stack import whole_shape
 from ppocli.models.loading.adapters import fill_adapter
 from ppocli.models.policy import Policy
+from ppocli.parallel.deepspeed_internals import whole_shape
 from ppocli.parallel.ranks import Ranks
 from ppocli.storage.run_logs import JsonlWriter
 from ppocli.tasks.ppo.records import Experience

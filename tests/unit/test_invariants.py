@@ -8,7 +8,7 @@ from helpers import save_lm, write_prompts
 from sessions import count_good, fresh_state, rollout_of, session_of, small_config, weights_of
 
 from ppocli.errors import DivergedError
-from ppocli.models.head import token_logprobs
+from ppocli.models.head import HeadWeights, token_logprobs
 from ppocli.models.layout import lay_out
 from ppocli.models.trunk import response_hidden
 from ppocli.parallel.stop import StopFlag
@@ -214,7 +214,7 @@ def test_logprobs_and_values_do_not_depend_on_the_batch(tmp_path, kind):
                             rollout.response_tokens[rows], rollout.response_mask[rows])
             out = session.policy(batch, temperature=1.0)
             hidden = response_hidden(session.reference.lm, batch)
-            reference = token_logprobs(hidden, session.reference.lm.get_output_embeddings(),
+            reference = token_logprobs(hidden, HeadWeights.of(session.reference.lm),
                                        batch.targets, temperature=1.0, want_entropy=False)[0]
             return out.logprobs, out.values, reference
 

@@ -97,7 +97,7 @@ def test_it_holds_what_trains_and_nothing_else(tmp_path):
                                          if p.requires_grad}
         held = sum(t.numel() for t in reference.frozen.values())
         copied = sum(p.numel() for p in policy.parameters())
-        assert reference.border == 1
+        assert reference.split.layer == 1
         assert held < 0.6 * copied
 
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 from ppocli.errors import InputError
-from ppocli.models.layer_stack import whole_shape
 from ppocli.models.loading.model_config import max_positions
 from ppocli.models.trunk import has_encoder
+from ppocli.parallel.deepspeed_internals import whole_shape
 from ppocli.storage.model_files import find_model
 
 

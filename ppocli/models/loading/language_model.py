@@ -17,13 +17,14 @@ from ppocli.errors import CheckpointError, ConfigError, InputError, PpocliError
 from ppocli.models import transformers_internals
 from ppocli.models.decoding_method import Decoding, costs_of, decoding_of
 from ppocli.models.fast.kernels import use_kernels
-from ppocli.models.layer_stack import whole_shape
+from ppocli.models.head import LogitMap
 from ppocli.models.layout import SequenceBatch
 from ppocli.models.loading.adapters import Adapter, attach, identify, load_adapter, peft_config
 from ppocli.models.loading.model_config import check_room, first_line
 from ppocli.models.loading.quantization import quantized
-from ppocli.models.trunk import decoder_start, has_encoder, logit_scale, response_hidden
+from ppocli.models.trunk import decoder_start, has_encoder, response_hidden
 from ppocli.models.virtual_tokens import num_virtual_tokens
+from ppocli.parallel.deepspeed_internals import whole_shape
 from ppocli.sampling.trial_decoding import try_decoding
 from ppocli.storage.adapter_files import BASE, CONFIG, is_adapter, named_base
 from ppocli.storage.model_files import find_model
@@ -139,7 +140,7 @@ def load_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32,
                          "model.safetensors, or give another one") from error
     check_complete(info, type(lm).__name__, cfg.path, key)
     made = _ready(cfg, lm, config, copy.deepcopy(lm.generation_config) or GenerationConfig())
-    _check_linear_head(lm, cfg.path, key)
+    _check_logits(lm, cfg.path, key)
     _find_decoding(lm, made.decoder_start, cfg.path, key)
     return made
 
@@ -305,9 +306,9 @@ def say_decoding(lm: Any) -> None:
 
 
 @torch.no_grad()
-def _check_linear_head(lm: Any, name: str, key: str) -> None:
-    """The engine computes logits as head(trunk(x)), only where they are needed. A model that adds
-    more (soft caps, scaling) would be trained on wrong probabilities."""
+def _check_logits(lm: Any, name: str, key: str) -> None:
+    """The engine computes logits from head(trunk(x)), only where they are needed. A model that does
+    more with them than :class:`LogitMap` would be trained on wrong probabilities."""
     probe = torch.zeros(1, 2, dtype=torch.long, device=lm.device)
     head = lm.get_output_embeddings()
     if head is not None and (lm.base_model is not lm or has_encoder(lm)):
@@ -319,7 +320,7 @@ def _check_linear_head(lm: Any, name: str, key: str) -> None:
             batch = SequenceBatch(probe, both, both, probe, torch.ones_like(probe))
         # some keep their states in fp32 beside weights in bf16
         hidden = response_hidden(lm, batch).to(head.weight.dtype)
-        ours = (head(hidden) * logit_scale(lm)).float()[None]
+        ours = LogitMap.of(lm)(head(hidden)).float()[None]
         theirs = lm(use_cache=False, **given).logits.float()
         if ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3):
             return

@@ -14,7 +14,6 @@ from ppocli.config.schema import TrainConfig, reference_kind
 from ppocli.config.sharding import reference_sharded
 from ppocli.errors import ConfigError, InputError
 from ppocli.models.fast.gemm import route_linears
-from ppocli.models.layer_stack import whole_shape
 from ppocli.models.loading.compatibility import check_companion
 from ppocli.models.loading.language_model import (
     LoadedLM,
@@ -30,6 +29,7 @@ from ppocli.models.policy import Policy, build_value_head, freeze_bottom
 from ppocli.models.reference import AdapterReference, CopyReference, Reference, share_trunk
 from ppocli.models.value_function import ValueBranch
 from ppocli.parallel.backend import Backend
+from ppocli.parallel.deepspeed_internals import whole_shape
 from ppocli.train.optimizers import build_optimizer
 from ppocli.train.updates import PlainUpdates, Updates, ZeroUpdates
 from ppocli.zero.sharded_reference import sharded_copy, share_sharded_trunk

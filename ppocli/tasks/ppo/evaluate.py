@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ppocli.parallel.deepspeed_internals import local_part
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import EVALUATION
 from ppocli.tasks.ppo.rewards_over_ranks import judge
@@ -232,7 +233,7 @@ def better(figure: float | None, best: float | None) -> bool:
 def policy_is_finite(session: Session) -> bool:
     """Whether every trainable weight is finite; asked before anything is saved."""
     # under ZeRO 3 this rank's part of each
-    flags = [torch.isfinite(getattr(p, "ds_tensor", p).detach()).all()
+    flags = [torch.isfinite(local_part(p).detach()).all()
              for p in session.policy.parameters() if p.requires_grad]
     finite = bool(torch.stack(flags).all()) if flags else True
     return not session.backend.ranks.any(not finite)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
 
 from ppocli.models.fast.frozen_states import BottomStates
+from ppocli.models.layer_stack import inputs_at
 from ppocli.models.layout import lay_out
 from ppocli.models.policy import PolicyOutput
 from ppocli.tasks.ppo.records import Experience
@@ -33,13 +33,11 @@ def say_again(session: Session, experience: Experience, chosen: torch.Tensor, *,
                     mask, session.loaded.decoder_start, pack=session.packs)
     batch = batch.to(session.backend.device)
     rows, border, below = chosen.tolist(), session.policy.border, None
-    tap: AbstractContextManager[list[torch.Tensor]] = nullcontext([])
     if border is not None and experience.below:
         below = BottomStates(border, session.below_bytes, experience.below)
         batch = replace(batch, below=below.of(rows, batch))
-        if batch.below is None:
-            tap = border.tap(session.policy.lm)
-    with tap as found:
+    remembers = below is not None and batch.below is None
+    with inputs_at(border if remembers else None, session.policy.lm) as found:
         out = session.engine(batch, temperature=session.sampling.temperature,
                              want_entropy=session.cfg.ppo.ent_coef > 0, value_only=value_only)
     if below is not None and found:

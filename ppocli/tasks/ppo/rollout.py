@@ -17,11 +17,14 @@ from ppocli.models.decoding_method import Decoding, decoding_of
 from ppocli.models.fast.gemm import weights_for_decoding
 from ppocli.models.head import HeadWeights
 from ppocli.models.passes import (
-    collect,
+    PolicyPass,
+    ReferencePass,
+    decoded_states,
     lay_out_rows,
     score_policy,
     score_reference,
-    states_below,
+    spread,
+    states_of_samples,
 )
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.kl import kl_per_token
@@ -194,40 +197,49 @@ def _score_tokens(session: EvalSession, prompts: PromptBatch, out: Generation, s
         longest = int((prompts.mask.sum(1) + out.mask.sum(1)).max())
         size = max(1, min(size, limit // session.backend.ranks.most(longest)))
         limit = None
-    passes = lay_out_rows(prompts.tokens, prompts.mask, out, size, session.backend.device,
-                          session.loaded.decoder_start, pack=session.packs, tokens=limit)
-    # all passes hold what enters the border until the reference is run
-    width = session.policy.lm.get_input_embeddings().weight.shape[-1]
+    passes = lay_out_rows(prompts.tokens, prompts.mask, out.tokens, out.mask, size,
+                          session.backend.device, session.loaded.decoder_start, pack=session.packs,
+                          tokens=limit)
+    policy, reference, whole = session.policy, session.reference, estimator == "full"
+    # all passes hold what enters the first layer that trains until the reference is run
+    width = policy.lm.get_input_embeddings().weight.shape[-1]
     needed = 4 * width * sum(one.batch.tokens.numel() for one in passes)
-    border = session.policy.border if 0 < needed <= most_below else None
-    if border is not None and out.below is not None:
-        starts = prompts.tokens.shape[1] - prompts.mask.sum(1)
-        for one in passes:
-            one.take_below([out.below[i, start:start + length] for i, start, length in zip(
-                one.rows, starts[one.rows].tolist(), one.lengths, strict=True)])
+    kept_at = policy.border if 0 < needed <= most_below else None
+    frozen = [None if kept_at is None or out.below is None else
+              decoded_states(out.below, prompts.mask, one) for one in passes]
+    said: list[PolicyPass] = []
+    compared: list[ReferencePass] = []
     with session.backend.autocast():
-        if want_policy or want_values or estimator == "full":
-            for one in passes:
+        if want_policy or want_values or whole:
+            split = kept_at if reference is None else reference.split or kept_at
+            for i, one in enumerate(passes):
                 stop.check()
                 faults.point("scoring.forward", size)
-                score_policy(session.policy, session.reference, one, temperature=temperature,
-                             want_logprobs=want_policy, want_values=want_values,
-                             keep_hidden=estimator == "full", border=border)
-        if session.reference is not None:
-            head = HeadWeights.of(session.policy.lm)
-            with session.reference.view(session.policy.lm) as view:
-                for one in passes:
+                said.append(score_policy(policy, one, temperature=temperature, split=split,
+                                         want_logprobs=want_policy, want_values=want_values,
+                                         keep_hidden=whole))
+                frozen[i] = frozen[i] if said[i].frozen_states is None else said[i].frozen_states
+        if reference is not None:
+            head = HeadWeights.of(policy.lm).as_now()
+            with reference.view(policy.lm) as view:
+                for i, one in enumerate(passes):
                     stop.check()
                     faults.point("scoring.forward", size)
-                    score_reference(session.reference, view, one, head, temperature=temperature,
-                                    border=border if view is session.policy.lm else None)
-    full = collect(passes, out.mask.shape)
-    logprobs = full["logprobs"] if want_policy else out.logprobs
-    ref_logprobs = full["ref_logprobs"] if session.reference is not None else logprobs
-    kl = full["full_kl"] if estimator == "full" else kl_per_token(logprobs, ref_logprobs, estimator)
-    return ScoredTokens(full["logprobs"] if want_policy else None,
-                        full["values"] if want_values else None, ref_logprobs, kl * out.mask,
-                        states_below(passes, len(out.mask), most_below))
+                    compared.append(score_reference(
+                        reference, view, one, head, temperature=temperature,
+                        hidden=said[i].hidden if whole else None, frozen_states=frozen[i],
+                        split=kept_at if view is policy.lm else None))
+                    frozen[i] = compared[i].frozen_states
+    shape = out.mask.shape
+    logprobs = spread(passes, [one.logprobs for one in said], shape) if want_policy else None
+    values = spread(passes, [one.values for one in said], shape) if want_values else None
+    sampled = out.logprobs if logprobs is None else logprobs
+    ref_logprobs = sampled if reference is None else spread(
+        passes, [one.logprobs for one in compared], shape)
+    kl = (spread(passes, [one.full_kl for one in compared], shape) if whole and compared else
+          torch.zeros(shape) if whole else kl_per_token(sampled, ref_logprobs, estimator))
+    return ScoredTokens(logprobs, values, ref_logprobs, kl * out.mask, states_of_samples(
+        passes, frozen, len(out.mask), 0 if kept_at is None else most_below))
 
 
 def _dense_rewards(scores: RewardScores, mask: torch.Tensor) -> torch.Tensor | None:
