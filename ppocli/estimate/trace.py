@@ -91,11 +91,8 @@ def weightless(policy: Policy) -> Iterator[FakeTensorMode]:
                 if buffer is not None:
                     module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
         tokens = virtual_tokens(policy.lm)
-        if tokens is not None:  # PEFT keeps their numbers where no module is
-            numbers = tokens._peft_model.prompt_tokens
-            tokens._peft_model.prompt_tokens = {
-                name: torch.empty(value.shape, dtype=value.dtype)
-                for name, value in numbers.items()}
+        if tokens is not None:
+            tokens.forget_values()
         yield mode
 
 

@@ -41,12 +41,10 @@ def stack_path(lm: Any) -> str:
 
 
 @torch.no_grad()
-def trial_pass(lm: Any, *hooks: Any) -> torch.Tensor:
-    """[1, 3, D] the trunk's states of three tokens; removes the handles ``hooks`` at the end."""
+def trial_pass(lm: Any, *hooks: Any) -> Any:
+    """What the trunk returns for three tokens; removes the handles ``hooks`` at the end."""
     try:
-        words = _trial_words(lm, lm.base_model.device)
-        states: torch.Tensor = lm.base_model(**words).last_hidden_state
-        return states
+        return lm.base_model(**_trial_words(lm, lm.base_model.device))
     finally:
         for hook in hooks:
             hook.remove()
@@ -218,9 +216,9 @@ def freeze_before(lm: Any, layer: int) -> None:
 def _checked(lm: Any, split: SplitPoint) -> SplitPoint:
     """The split, if a pass resumed there gives what a whole pass gives."""
     with split.inputs(lm) as states:
-        whole = trial_pass(lm)
+        whole = trial_pass(lm).last_hidden_state
     try:
-        resumed = trial_pass(split.resumed(lm, states[-1]))
+        resumed = trial_pass(split.resumed(lm, states[-1])).last_hidden_state
     except (TypeError, AttributeError, IndexError, RuntimeError) as error:
         raise ValueError(f"{type(lm).__name__} can't be entered at layer {split.layer} ({error})"
                          ) from error
