@@ -38,7 +38,7 @@ class VirtualTokens(nn.Module):
 
     def cache(self, rows: int) -> Any:
         """A new cache that holds the keys and values of the virtual tokens for ``rows`` rows."""
-        return peft_internals.prompt(self._peft_model, rows)
+        return peft_internals.prompt(self._peft_model, self.prompt_encoder, rows)
 
     def forget_values(self) -> None:
         """Keep shapes only, for passes over tensors without values."""
@@ -46,7 +46,7 @@ class VirtualTokens(nn.Module):
 
     def in_front(self, embeddings: torch.Tensor) -> torch.Tensor:
         """[b, T, D] embeddings of words, with the virtual ones before them: [b, count + T, D]."""
-        own = peft_internals.prompt(self._peft_model, len(embeddings))
+        own = peft_internals.prompt(self._peft_model, self.prompt_encoder, len(embeddings))
         return torch.cat([own.to(embeddings.dtype), embeddings], dim=1)
 
 

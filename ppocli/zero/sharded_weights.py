@@ -6,18 +6,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from ppocli.models.decoding_method import decoding_of, set_decoding
-from ppocli.models.fast.gemm import route_linears
-from ppocli.models.fast.kernels import use_kernels
 from ppocli.models.layer_stack import forget_casts
-from ppocli.models.loading.adapters import attach_again
-from ppocli.models.loading.language_model import LoadedLM
-from ppocli.models.policy import Policy, build_value_head
+from ppocli.models.policy import Policy
 from ppocli.parallel.deepspeed_internals import (
     OneParameter,
     flat_tensors,
@@ -156,49 +151,35 @@ def adopt_weights(policy: nn.Module, optimizer: Any, stage: int) -> None:
 
 
 @contextmanager
-def gathered_policy(policy: Policy, loaded: LoadedLM, *, onednn: bool) -> Iterator[Policy]:
+def gathered_policy(policy: Policy) -> Iterator[Policy]:
     """A second module over the same, whole, weights of a policy that is sharded by ZeRO 3.
 
     The hooks on the original release each layer's weights behind its forward pass; the copy has
     none, so that decoding gathers once and not at every token. It holds no weights of its own, and
     computes as the original does: a KL of the same weights has to be 0, to the last bit.
-
-    Args:
-        onednn: whether the original's linear layers multiply through oneDNN.
     """
-    from accelerate import init_empty_weights
-
-    with init_empty_weights(include_buffers=False):
-        lm = type(loaded.lm)(loaded.lm.config)
-        if loaded.adapter is not None:
-            attach_again(lm, loaded.adapter)
-        if loaded.kernels:
-            use_kernels(lm)
-        set_decoding(lm, decoding_of(loaded.lm))
-        whole = Policy(lm, None if policy.value_head is None else build_value_head(lm, 0))
     with gathered(policy, 3):
-        device = next(iter(policy.parameters())).device
-        _adopt(whole, policy)
-        whole.to(device)
-        if onednn:
-            route_linears(whole)
-        whole.value_trunk = policy.value_trunk  # run as it is: nothing decodes with it
-        whole.eval()
-        yield whole
+        parameters = {id(p): nn.Parameter(p.data, requires_grad=False) for p in policy.parameters()}
+        lm, head = (None if module is None else _without_hooks(module, parameters, {})
+                    for module in (policy.lm, policy.value_head))
+        # the value function's own trunk is run as it is: nothing decodes with it
+        yield Policy(lm, cast(Any, head), policy.value_trunk).eval()
 
 
-def _adopt(copy: nn.Module, original: nn.Module) -> None:
-    """Let ``copy``'s modules use the tensors of ``original``'s; what is tied there is tied here."""
-    theirs = dict(original.named_modules())
-    made: dict[int, nn.Parameter] = {}
-    for name, module in copy.named_modules():
-        for key in list(module._parameters):
-            parameter = theirs[name]._parameters[key]
-            if parameter is not None and id(parameter) not in made:
-                made[id(parameter)] = nn.Parameter(parameter.data, requires_grad=False)
-            module._parameters[key] = None if parameter is None else made[id(parameter)]
-        for key, buffer in theirs[name]._buffers.items():
-            module._buffers[key] = buffer
+def _without_hooks(module: nn.Module, parameters: dict[int, nn.Parameter],
+                   made: dict[int, nn.Module]) -> nn.Module:
+    """A copy that runs no hooks, over other parameters, by the ids of the module's own; what is
+    one module there is one here."""
+    if id(module) not in made:
+        copy = made[id(module)] = type(module).__new__(type(module))
+        nn.Module.__init__(copy)
+        vars(copy).update({name: value for name, value in vars(module).items()
+                           if name not in vars(copy)}, _buffers=module._buffers)
+        copy._parameters = {name: None if parameter is None else parameters[id(parameter)]
+                            for name, parameter in module._parameters.items()}
+        copy._modules = {name: None if child is None else _without_hooks(child, parameters, made)
+                         for name, child in module._modules.items()}
+    return made[id(module)]
 
 
 def optimizer_slots(parameters: dict[str, nn.Parameter], optimizer: Any, stage: int, ranks: Ranks

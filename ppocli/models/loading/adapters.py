@@ -119,11 +119,6 @@ def _wrap(lm: Any, config: Any) -> Any:
     return model
 
 
-def attach_again(lm: Any, adapter: Adapter) -> None:
-    """Give a causal LM without weights the modules that ``adapter`` has, without weights too."""
-    _wrap(lm, copy.deepcopy(adapter.model.active_peft_config))
-
-
 def _refuse_changed_head(lm: Any) -> None:
     """Logits are computed from the output embedding's own weights, only where they are needed."""
     if any(peft_internals.belongs_to_adapter(name) or peft_internals.is_wrapped(name)

@@ -48,8 +48,6 @@ class LoadedLM:
     """the token that the decoder of an encoder-decoder starts from; None for a causal LM"""
     adapter: Adapter | None = None
     """what trains on it in its place"""
-    kernels: bool = False
-    """whether it computes as :func:`ppocli.models.fast.kernels.use_kernels` has it"""
 
 
 def load_tokenizer(cfg: ModelConfig) -> Any:
@@ -163,14 +161,13 @@ def check_complete(info: dict[str, Any], kind: str, name: str, key: str) -> None
 def _ready(cfg: ModelConfig, lm: Any, config: Any, generation_config: Any) -> LoadedLM:
     transformers_internals.probe()
     start = decoder_start(lm)
-    kernels = cfg.attn_implementation is None
-    if kernels:
+    if cfg.attn_implementation is None:
         use_kernels(lm)
     # the ids are checked by us; transformers' own padding check would synchronise at every call
     lm.config.pad_token_id = None
     lm.eval()
     silence_dropout(lm)
-    return LoadedLM(lm, config, generation_config, start, kernels=kernels)
+    return LoadedLM(lm, config, generation_config, start)
 
 
 def empty_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, key: str = "model.path"

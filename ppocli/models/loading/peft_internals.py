@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ppocli.models.layer_stack import with_modules
 from ppocli.models.transformers_internals import conv1d
 from ppocli.parallel.library_parts import check_parts
 
@@ -77,10 +78,14 @@ def enable_layers(lm: Any, enabled: bool) -> None:
         parameter.requires_grad_(trains[name])
 
 
-def prompt(peft_model: Any, rows: int) -> Any:
+def prompt(peft_model: Any, encoder: torch.nn.Module, rows: int) -> Any:
     """What virtual tokens are for so many rows: a cache of keys and values, or embeddings
-    [rows, count, D]."""
-    return peft_model.get_prompt(batch_size=rows)
+    [rows, count, D].
+
+    Args:
+        encoder: makes them, in place of PEFT's own.
+    """
+    return with_modules(peft_model, {"prompt_encoder": encoder}).get_prompt(batch_size=rows)
 
 
 def forget_prompt_values(peft_model: Any) -> None:

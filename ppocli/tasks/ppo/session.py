@@ -113,7 +113,7 @@ class EvalSession:
         if self.backend.zero_stage < 3:
             yield self
         elif whole_while_acting(self.cfg):
-            with gathered_policy(self.policy, self.loaded, onednn=self.backend.onednn) as whole:
+            with gathered_policy(self.policy) as whole:
                 yield replace(self, policy=whole)
         else:
             head = self.policy.value_head
