@@ -32,8 +32,8 @@ def scores_by_forward(cfg: TrainConfig, policy: Policy) -> bool:
             or (own_values and not policy.values_apart))
 
 
-def _has_border(policy: Policy) -> bool:
-    """As :func:`ppocli.models.fast.frozen_states.border_of` finds out by running the model."""
+def _has_frozen_split(policy: Policy) -> bool:
+    """As :func:`ppocli.models.fast.frozen_states.frozen_split` finds out by running the model."""
     lm = policy.lm
     if has_encoder(lm) or num_virtual_tokens(lm) or lm.get_input_embeddings().weight.requires_grad:
         return False
@@ -52,7 +52,8 @@ def frozen_states(cfg: TrainConfig, policy: Policy, layout: Layout, prompt_token
     """What is kept of one rollout whose samples are all as long as the longest
     (:mod:`ppocli.tasks.ppo.rollout`, :mod:`ppocli.tasks.ppo.replay`)."""
     room, samples = cfg.hardware.frozen_states_mib * 2**20, cfg.ppo.num_rollouts
-    if not room or layout.ranks > 1 or cfg.hardware.zero_stage == 3 or not _has_border(policy):
+    alone = layout.ranks == 1 and cfg.hardware.zero_stage < 3
+    if not room or not alone or not _has_frozen_split(policy):
         return FrozenStates()
     new, words = cfg.generation.max_new_tokens, policy.lm.get_input_embeddings().weight
     # layers add to the states that they are given, so those stay in the type of the embeddings

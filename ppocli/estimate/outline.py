@@ -21,7 +21,7 @@ from ppocli.models.fast.kernels import use_kernels
 from ppocli.models.loading.adapters import attach, peft_config
 from ppocli.models.loading.language_model import DTYPES, without_dropout
 from ppocli.models.loading.model_config import first_line
-from ppocli.models.policy import Policy, ValueHead, build_value_head, freeze_bottom
+from ppocli.models.policy import Policy, ValueHead, build_value_head, freeze_lower_layers
 from ppocli.models.value_function import ScoreHead, ValueBranch, ValueModel
 
 
@@ -102,7 +102,7 @@ def outline(cfg: TrainConfig, config: Any | None = None) -> Policy:
                 pair=bool(getattr(lm.config, "is_encoder_decoder", False)))
             with torch.device("meta"):
                 attach(lm, settings, seed=0)
-        freeze_bottom(lm, model.num_layers_unfrozen)
+        freeze_lower_layers(lm, model.num_layers_unfrozen)
         head, trunk = _value_function(cfg, lm)
     except PpocliError:
         raise
@@ -145,7 +145,7 @@ def _value_model(cfg: ModelConfig) -> tuple[ValueHead | ScoreHead, ValueModel]:
             width = getattr(config, "hidden_size", trunk.get_input_embeddings().weight.shape[1])
             head = (ScoreHead(score.weight, score.bias) if isinstance(score, nn.Linear)
                     else ValueHead(width, torch.Generator()))
-        freeze_bottom(trunk, cfg.value.num_layers_unfrozen)
+        freeze_lower_layers(trunk, cfg.value.num_layers_unfrozen)
     except Exception as error:
         raise _unlike(name, error, key) from error
     return head, ValueModel(trunk.eval())

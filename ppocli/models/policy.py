@@ -61,7 +61,7 @@ class Policy(nn.Module):
     """A causal LM and its value function; one ``forward`` serves scoring and training.
 
     Everything of the value function has a name that begins with ``value_``. Where only top layers
-    train, ``border`` says where they begin, and batches can bring what enters there.
+    train, ``split`` says where they begin, and batches can bring what enters there.
 
     Args:
         lm: a transformers causal LM whose logits are ``output_embeddings(trunk(x))``.
@@ -76,7 +76,7 @@ class Policy(nn.Module):
         self.lm = lm
         self.value_head = value_head
         self.value_trunk: ValueTrunk | None = value_trunk
-        self.border: SplitPoint | None = None
+        self.split: SplitPoint | None = None
 
     @property
     def values_while_decoding(self) -> bool:
@@ -92,8 +92,8 @@ class Policy(nn.Module):
         """[N, D] states that predict the batch's response tokens, and what the value function can
         start from."""
         lm, value_trunk = self.lm, self.value_trunk
-        if batch.below is not None and self.border is not None:
-            lm = self.border.resumed(lm, batch.below)
+        if batch.frozen_states is not None and self.split is not None:
+            lm = self.split.resumed(lm, batch.frozen_states)
         with inputs_at(None if value_trunk is None else value_trunk.split, self.lm) as shared:
             hidden = response_hidden(lm, batch)
         return hidden, shared
@@ -128,7 +128,7 @@ class Policy(nn.Module):
         return PolicyOutput(logprobs, self.values(batch, hidden, shared), entropy)
 
 
-def freeze_bottom(lm: Any, num_layers_unfrozen: int) -> None:
+def freeze_lower_layers(lm: Any, num_layers_unfrozen: int) -> None:
     """Leave gradients only to the top ``num_layers_unfrozen`` layers and what follows them.
 
     What a pass uses before the first of these layers is frozen: embeddings with norms and

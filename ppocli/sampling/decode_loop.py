@@ -35,7 +35,7 @@ class Generation:
     """[B, R] fp32, of the state before each token; zero without a value head"""
     finished: torch.Tensor
     """[B] bool, true where a stop token or stop sequence ended the response"""
-    below: torch.Tensor | None = None
+    frozen_states: torch.Tensor | None = None
     """[B, Q + R - 1, D] what entered a layer that was asked for, of every token but the last; on
     the device"""
 
@@ -43,13 +43,15 @@ class Generation:
         """The first ``count`` responses."""
         return Generation(self.tokens[:count], self.mask[:count], self.logprobs[:count],
                           self.values[:count], self.finished[:count],
-                          None if self.below is None else self.below[:count])
+                          None if self.frozen_states is None else self.frozen_states[:count])
 
     def behind(self, prompt_tokens: int) -> Generation:
-        """The same, with ``below`` for prompts of so many tokens: less padding on the left."""
-        if self.below is None:
+        """The same, with ``frozen_states`` for prompts of so many tokens: less padding on the left.
+        """
+        if self.frozen_states is None:
             return self
-        return replace(self, below=self.below[:, -(prompt_tokens + self.tokens.shape[1] - 1):])
+        kept = prompt_tokens + self.tokens.shape[1] - 1
+        return replace(self, frozen_states=self.frozen_states[:, -kept:])
 
 
     @staticmethod
@@ -93,7 +95,7 @@ class _Drawn:
     """What has been drawn so far of N responses, and how the next tokens are."""
 
     def __init__(self, lm: Any, spec: SamplingSpec, uniform: Any, limits: Any, tokenizer: Any,
-                 value_head: Any, border: SplitPoint | None, prompt_tokens: int) -> None:
+                 value_head: Any, split: SplitPoint | None, prompt_tokens: int) -> None:
         device = lm.base_model.device
         noise = torch.as_tensor(uniform, dtype=torch.float64).to(device)
         count, steps = noise.shape
@@ -107,20 +109,20 @@ class _Drawn:
         self.finished = torch.zeros(count, dtype=torch.bool, device=device)
         self.limits = torch.full((count,), steps, device=device) if limits is None else \
             torch.as_tensor(limits, dtype=torch.long).to(device)
-        self.below: torch.Tensor | None = None
+        self.frozen_states: torch.Tensor | None = None
         self.steps, self.spec, self.tokenizer, self.value_head = steps, spec, tokenizer, value_head
         self.trunk, self.head = Trunk(lm), lm.get_output_embeddings()
         self.logit_map = LogitMap.of(lm)
-        self.lm, self.border, self.prompt_tokens = lm, border, prompt_tokens
+        self.lm, self.split, self.prompt_tokens = lm, split, prompt_tokens
         self.stops = torch.tensor(spec.stop_ids, dtype=torch.long, device=device)
 
     def token(self, live: LiveRows) -> None:
         """Feed the live rows and draw one more token of each."""
         spec, trunk, value_head = self.spec, self.trunk, self.value_head
-        with inputs_at(self.border, self.lm) as entering:
+        with inputs_at(self.split, self.lm) as entering:
             hidden = trunk.step(live)
         if entering:
-            self._keep_below(live, entering[-1])
+            self._keep_frozen_states(live, entering[-1])
         logits = self.logit_map(self.head(hidden))
         rows, at = live.rows, live.at.clamp(max=self.steps)
         mixed = live.youngest < min(live.oldest, spec.min_new_tokens)
@@ -144,18 +146,19 @@ class _Drawn:
         newest = self.tokens[rows[:, None], (at[:, None] - back).clamp(min=0)]
         return ends_with_stop(self.tokenizer, self.spec, newest, (at + 1).tolist())
 
-    def _keep_below(self, live: LiveRows, states: torch.Tensor) -> None:
+    def _keep_frozen_states(self, live: LiveRows, states: torch.Tensor) -> None:
         """Keep what entered a layer in one step: [b, Q, D] of prompts, later [b, 1, D]."""
         depth = states.shape[-1]
-        if self.below is None:
-            self.below = states.new_zeros(len(self.tokens), self.prompt_tokens + self.steps, depth)
+        if self.frozen_states is None:
+            self.frozen_states = states.new_zeros(len(self.tokens),
+                                                  self.prompt_tokens + self.steps, depth)
         if live.oldest == 0:
             width = live.inputs.shape[1]
-            self.below[live.rows, self.prompt_tokens - width:self.prompt_tokens] = \
+            self.frozen_states[live.rows, self.prompt_tokens - width:self.prompt_tokens] = \
                 states[:, -width:]
         else:
             at = live.at.clamp(max=self.steps)
-            self.below[live.rows, self.prompt_tokens - 1 + at] = states[:, 0]
+            self.frozen_states[live.rows, self.prompt_tokens - 1 + at] = states[:, 0]
 
     def found(self, first: int, end: int) -> Generation:
         """The responses in these places, all of which have ended."""
@@ -165,7 +168,8 @@ class _Drawn:
             self.tokens[rows, :width].cpu(), self.mask[rows, :width].cpu(),
             self.logprobs[rows, :width].cpu(), self.values[rows, :width].cpu(),
             self.finished[rows].cpu(),
-            None if self.below is None else self.below[rows, :self.prompt_tokens + width - 1])
+            None if self.frozen_states is None else
+            self.frozen_states[rows, :self.prompt_tokens + width - 1])
 
 
 def _by_library(*args: Any, **words: Any) -> Generation:
@@ -179,7 +183,7 @@ def generate(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, sp
              uniform: Any, *, tokenizer: Any, start: int | None = None, value_head: Any = None,
              limits: Any = None, poll: Callable[[], None] = lambda: None,
              watch: Watch = lambda *_: None, all_alive: Callable[[int], int] = int,
-             border: SplitPoint | None = None, at_once: int | None = None, chunk: int | None = None,
+             split: SplitPoint | None = None, at_once: int | None = None, chunk: int | None = None,
              ready: Callable[[Generation], None] = lambda _: None) -> Generation:
     """Sample one response per prompt.
 
@@ -196,7 +200,7 @@ def generate(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, sp
         all_alive: from the number of rows that are still alive here to the most that are anywhere;
             decoding goes on until none is. For ranks whose forward passes must be equally many,
             which all decode the same number of rows at once and never refill.
-        border: the layer whose inputs are kept (:attr:`Generation.below`).
+        split: the layer whose inputs are kept (:attr:`Generation.frozen_states`).
         at_once: most rows that are decoded together (default: all). The next prompts take the
             places of rows that have ended, where the model can do that
             (:func:`ppocli.sampling.live_rows.can_take_in`), else they wait for the last of them.
@@ -220,7 +224,7 @@ def generate(lm: Any, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, sp
             ready(found[-1])
             first = end
         return Generation.joined(found)
-    drawn = _Drawn(lm, spec, uniform, limits, tokenizer, value_head, border, prompt_tokens.shape[1])
+    drawn = _Drawn(lm, spec, uniform, limits, tokenizer, value_head, split, prompt_tokens.shape[1])
     refills = most < count and all_alive is int and can_take_in(lm, start)
     # asking the device whether rows are done costs a synchronisation; on a CPU it is free
     check_every = 1 if lm.base_model.device.type == "cpu" else 8

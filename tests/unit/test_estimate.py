@@ -278,7 +278,8 @@ def test_states_of_frozen_layers_are_told_as_a_rollout_keeps_them(tmp_path, kind
             peaks = peaks_of_a_rollout(session)
             experience = to_experience(rollout_of(session), fresh_state(session), cfg)
             optimize(session, experience, fresh_state(session), StopFlag())
-            measured.append((peaks["rollout"], peaks["scoring"], storage_of(experience.below)))
+            measured.append((peaks["rollout"], peaks["scoring"],
+                             storage_of(experience.frozen_states)))
         found = estimate(cfg, outline(cfg), prompt_tokens=prompt, cuda=False, ranks=1,
                          ranks_on_host=1)
         told = [line for line in found.lines if line.name.startswith("states ")]
@@ -321,7 +322,7 @@ def test_states_of_frozen_layers_are_told_only_where_they_are_kept(folders, kind
     cfg = small_config(folders[kind], **{"model__num_layers_unfrozen": 2, **keys})
     if ranks == 1 and cfg.hardware.zero_stage == 0:
         with session_of(cfg) as session:
-            assert bool(session.below_bytes) == kept
+            assert bool(session.frozen_states_bytes) == kept
     found = estimate(cfg, outline(cfg), prompt_tokens=PROMPT, cuda=True, ranks=ranks,
                      ranks_on_host=1)
     line = next((line for line in found.lines if line.name == FROZEN), None)

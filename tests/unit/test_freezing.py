@@ -5,7 +5,7 @@ import torch
 from helpers import PAIRS, model_config
 
 from ppocli.models.layer_stack import layer_stack, trained_split, with_modules
-from ppocli.models.policy import freeze_bottom
+from ppocli.models.policy import freeze_lower_layers
 
 NORMS = {"gpt2": "transformer.ln_f", "opt": "model.decoder.final_layer_norm",
          "bloom": "transformer.ln_f", "llama": "model.norm", "bart": None,
@@ -41,7 +41,7 @@ def made(kind, device="cpu"):
 @pytest.mark.parametrize("kind", BEFORE)
 def test_what_runs_before_the_first_trained_layer_is_frozen(kind, trained, there):
     lm = made(kind, "cpu" if there else "meta")
-    freeze_bottom(lm, trained)
+    freeze_lower_layers(lm, trained)
     stack = layer_stack(lm)
     prefix = next(name for name, module in lm.named_modules() if module is stack)
     frozen = BEFORE[kind] | {f"{prefix}.{i}" for i in range(2 - trained)}
@@ -57,7 +57,7 @@ def test_what_runs_before_the_first_trained_layer_is_frozen(kind, trained, there
 
 def test_passes_split_above_the_frozen_layers_only_where_nothing_before_them_trains():
     lm = made("gpt2")
-    freeze_bottom(lm, 1)
+    freeze_lower_layers(lm, 1)
     assert trained_split(lm).layer == 1
     lm.transformer.wpe.requires_grad_(True)
     assert trained_split(lm) is None

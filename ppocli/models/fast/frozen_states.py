@@ -14,8 +14,8 @@ from ppocli.models.value_function import ValueBranch
 from ppocli.models.virtual_tokens import num_virtual_tokens
 
 
-def border_of(policy: Policy) -> SplitPoint | None:
-    """The border of a policy that trains its top layers only; None where all layers train, or a
+def frozen_split(policy: Policy) -> SplitPoint | None:
+    """The split of a policy that trains its top layers only; None where all layers train, or a
     layer that must be run lies below."""
     if num_virtual_tokens(policy.lm):
         return None
@@ -50,10 +50,9 @@ def joined_rows(rows: list[torch.Tensor], batch: SequenceBatch) -> torch.Tensor:
 
 
 @dataclass(slots=True)
-class BottomStates:
-    """What enters the border, of the samples of one rollout."""
+class FrozenStatesCache:
+    """What enters the first layer that trains, of the samples of one rollout."""
 
-    border: SplitPoint
     most: int
     """bytes that may be kept; what goes beyond is computed again each time"""
     rows: list[torch.Tensor | None]
@@ -70,7 +69,7 @@ class BottomStates:
 
     def keep(self, chosen: list[int], lengths: list[int], batch: SequenceBatch,
              states: torch.Tensor) -> None:
-        """Keep what entered the border for these samples, if there is room."""
+        """Keep what entered the split for these samples, if there is room."""
         if self.held + _size(states) > self.most:
             return
         for i, row in zip(chosen, split_rows(states.detach(), batch, lengths), strict=True):

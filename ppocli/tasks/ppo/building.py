@@ -25,7 +25,7 @@ from ppocli.models.loading.language_model import (
 )
 from ppocli.models.loading.model_config import first_line
 from ppocli.models.loading.value_model import load_value_model
-from ppocli.models.policy import Policy, build_value_head, freeze_bottom
+from ppocli.models.policy import Policy, build_value_head, freeze_lower_layers
 from ppocli.models.reference import AdapterReference, CopyReference, Reference, share_trunk
 from ppocli.models.value_function import ValueBranch
 from ppocli.parallel.backend import Backend
@@ -142,7 +142,7 @@ def build_policy(cfg: TrainConfig, backend: Backend, loaded: LoadedLM, tokenizer
         InputError: layers can't be found, or the value function can't be built.
     """
     try:
-        freeze_bottom(loaded.lm, cfg.model.num_layers_unfrozen)
+        freeze_lower_layers(loaded.lm, cfg.model.num_layers_unfrozen)
     except ValueError as error:
         raise InputError(f"model.num_layers_unfrozen can't be used: {error}.",
                          where="model.num_layers_unfrozen", fix="leave it at -1") from error
@@ -182,7 +182,7 @@ def _value_function(cfg: TrainConfig, loaded: LoadedLM, tokenizer: Any) -> tuple
             branch = ValueBranch(loaded.lm, value.num_layers_unfrozen)
             return build_value_head(loaded.lm, cfg.seed), branch
         model, head = load_value_model(cfg.model, tokenizer, loaded.lm, cfg.seed)
-        freeze_bottom(model.lm, value.num_layers_unfrozen)
+        freeze_lower_layers(model.lm, value.num_layers_unfrozen)
     except ValueError as error:
         raise InputError(f"The value function can't be built: {error}.", where="model.value",
                          fix="set model.value.kind=head, or change "

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from ppocli.models.fast.frozen_states import BottomStates
+from ppocli.models.fast.frozen_states import FrozenStatesCache
 from ppocli.models.layer_stack import inputs_at
 from ppocli.models.layout import lay_out
 from ppocli.models.policy import PolicyOutput
@@ -16,8 +16,8 @@ from ppocli.tasks.ppo.session import Session
 
 def remembering(session: Session, experience: Experience) -> Experience:
     """The same, with room for what the layers below the lowest that trains make of each sample."""
-    if session.below_bytes and not experience.below:
-        return replace(experience, below=[None] * len(experience))
+    if session.frozen_states_bytes and not experience.frozen_states:
+        return replace(experience, frozen_states=[None] * len(experience))
     return experience
 
 
@@ -32,15 +32,15 @@ def say_again(session: Session, experience: Experience, chosen: torch.Tensor, *,
     batch = lay_out(experience.prompt_tokens[chosen], prompts, experience.response_tokens[chosen],
                     mask, session.loaded.decoder_start, pack=session.packs)
     batch = batch.to(session.backend.device)
-    rows, border, below = chosen.tolist(), session.policy.border, None
-    if border is not None and experience.below:
-        below = BottomStates(border, session.below_bytes, experience.below)
-        batch = replace(batch, below=below.of(rows, batch))
-    remembers = below is not None and batch.below is None
-    with inputs_at(border if remembers else None, session.policy.lm) as found:
+    rows, split, cache = chosen.tolist(), session.policy.split, None
+    if split is not None and experience.frozen_states:
+        cache = FrozenStatesCache(session.frozen_states_bytes, experience.frozen_states)
+        batch = replace(batch, frozen_states=cache.of(rows, batch))
+    remembers = cache is not None and batch.frozen_states is None
+    with inputs_at(split if remembers else None, session.policy.lm) as found:
         out = session.engine(batch, temperature=session.sampling.temperature,
                              want_entropy=session.cfg.ppo.ent_coef > 0, value_only=value_only)
-    if below is not None and found:
+    if cache is not None and found:
         lengths = prompts.sum(1) + mask.sum(1) - 1
-        below.keep(rows, lengths.tolist(), batch, found[-1])
+        cache.keep(rows, lengths.tolist(), batch, found[-1])
     return out, batch.tokens.numel()

@@ -56,7 +56,7 @@ class ScoredTokens:
     values: torch.Tensor | None
     ref_logprobs: torch.Tensor
     kl: torch.Tensor
-    below: list[torch.Tensor | None]
+    frozen_states: list[torch.Tensor | None]
     """[n, D] of each sample, where it was kept: what entered the policy's lowest layer that trains
     """
 
@@ -87,22 +87,22 @@ def sample_responses(session: EvalSession, prompts: PromptBatch, spec: SamplingS
 
     # in fp32 they are what a forward pass gives; half of the room is for those without padding
     exact = session.from_decode and session.backend.precision == "fp32"
-    room = session.below_bytes // 2 if stream == ROLLOUT and exact else 0
+    room = session.frozen_states_bytes // 2 if stream == ROLLOUT and exact else 0
     return draw(session, session.policy.lm, prompts, spec, stream, stop, value_head=head,
-                ready=take, most_below=room)
+                ready=take, most_frozen_bytes=room)
 
 
 def draw(session: EvalSession, lm: Any, prompts: PromptBatch, spec: SamplingSpec, stream: int,
          stop: StopFlag, value_head: Any = None, ready: Ready = lambda *_: None,
-         most_below: int = 0) -> Generation:
+         most_frozen_bytes: int = 0) -> Generation:
     """One response per prompt by a causal LM, with the random numbers of the stream. All ranks call
     it in step.
 
     Args:
         ready: handed the responses to the next ``chunk_size`` prompts, and the place of the first,
             as soon as these have all ended, once for each. Nothing in it may talk to other ranks.
-        most_below: bytes that may be kept of what enters the policy's lowest layer that trains, of
-            a whole rollout.
+        most_frozen_bytes: bytes that may be kept of what enters the policy's lowest layer that
+            trains, of a whole rollout.
 
     Raises:
         OutOfMemoryError: there is no room for one response.
@@ -111,7 +111,7 @@ def draw(session: EvalSession, lm: Any, prompts: PromptBatch, spec: SamplingSpec
     tokens = prompts.tokens.shape[1] + spec.max_new_tokens
     width = lm.get_input_embeddings().weight.shape[-1]
     needed = 4 * session.cfg.ppo.num_rollouts * tokens * width
-    border = session.policy.border if needed <= most_below else None
+    split = session.policy.split if needed <= most_frozen_bytes else None
     phase = "rollout" if stream == ROLLOUT else "evaluation"
     noise = uniform(session.cfg.seed, stream, prompts.episodes, spec.max_new_tokens)
     limits = None
@@ -147,7 +147,7 @@ def draw(session: EvalSession, lm: Any, prompts: PromptBatch, spec: SamplingSpec
             generate(lm, prompts.tokens[rest], prompts.mask[rest], spec, noise[rest],
                      tokenizer=session.tokenizer, start=session.loaded.decoder_start,
                      value_head=value_head, limits=None if limits is None else limits[rest],
-                     poll=poll, border=border, at_once=size, chunk=session.chunk_size, ready=take,
+                     poll=poll, split=split, at_once=size, chunk=session.chunk_size, ready=take,
                      all_alive=session.backend.ranks.most if in_parts else int)
 
     fitting(session, phase, asked, tokens, work, in_step=in_parts)
@@ -166,7 +166,7 @@ def decode(session: EvalSession, prompts: PromptBatch, out: Generation) -> list[
 
 def score_tokens(session: EvalSession, prompts: PromptBatch, out: Generation, *, phase: str,
                  want_policy: bool, want_values: bool, estimator: str, temperature: float,
-                 stop: StopFlag, most_below: int = 0) -> ScoredTokens:
+                 stop: StopFlag, most_frozen_bytes: int = 0) -> ScoredTokens:
     """Forward passes over B samples: reference logprobs, KL, and the policy's own on demand. All
     ranks call it in step.
 
@@ -175,7 +175,8 @@ def score_tokens(session: EvalSession, prompts: PromptBatch, out: Generation, *,
         want_policy: also compute the policy's logprobs (else the decoded ones serve).
         want_values: also compute the values of the states before each token.
         estimator: of :mod:`ppocli.ppo.kl`, or ``full`` for the KL over the whole vocabulary.
-        most_below: bytes that may be kept of what enters the policy's lowest layer that trains.
+        most_frozen_bytes: bytes that may be kept of what enters the policy's lowest layer that
+            trains.
 
     Raises:
         OutOfMemoryError: there is no room for one sample.
@@ -184,13 +185,13 @@ def score_tokens(session: EvalSession, prompts: PromptBatch, out: Generation, *,
     longest = int((prompts.mask.sum(1) + out.mask.sum(1)).max())
     return fitting(session, phase, asked, longest, lambda: _score_tokens(
         session, prompts, out, session.fits.rows(phase, asked), want_policy, want_values, estimator,
-        temperature, stop, most_below), in_step=session.scores_in_step)
+        temperature, stop, most_frozen_bytes), in_step=session.scores_in_step)
 
 
 @torch.no_grad()
 def _score_tokens(session: EvalSession, prompts: PromptBatch, out: Generation, size: int,
                   want_policy: bool, want_values: bool, estimator: str, temperature: float,
-                  stop: StopFlag, most_below: int) -> ScoredTokens:
+                  stop: StopFlag, most_frozen_bytes: int) -> ScoredTokens:
     """As :func:`score_tokens`, ``size`` rows a pass, on this rank."""
     limit = session.cfg.ppo.micro_batch_tokens
     if limit is not None and session.scores_in_step:  # then all ranks make equally many passes
@@ -204,9 +205,9 @@ def _score_tokens(session: EvalSession, prompts: PromptBatch, out: Generation, s
     # all passes hold what enters the first layer that trains until the reference is run
     width = policy.lm.get_input_embeddings().weight.shape[-1]
     needed = 4 * width * sum(one.batch.tokens.numel() for one in passes)
-    kept_at = policy.border if 0 < needed <= most_below else None
-    frozen = [None if kept_at is None or out.below is None else
-              decoded_states(out.below, prompts.mask, one) for one in passes]
+    kept_at = policy.split if 0 < needed <= most_frozen_bytes else None
+    frozen = [None if kept_at is None or out.frozen_states is None else
+              decoded_states(out.frozen_states, prompts.mask, one) for one in passes]
     said: list[PolicyPass] = []
     compared: list[ReferencePass] = []
     with session.backend.autocast():
@@ -239,7 +240,7 @@ def _score_tokens(session: EvalSession, prompts: PromptBatch, out: Generation, s
     kl = (spread(passes, [one.full_kl for one in compared], shape) if whole and compared else
           torch.zeros(shape) if whole else kl_per_token(sampled, ref_logprobs, estimator))
     return ScoredTokens(logprobs, values, ref_logprobs, kl * out.mask, states_of_samples(
-        passes, frozen, len(out.mask), 0 if kept_at is None else most_below))
+        passes, frozen, len(out.mask), 0 if kept_at is None else most_frozen_bytes))
 
 
 def _dense_rewards(scores: RewardScores, mask: torch.Tensor) -> torch.Tensor | None:
@@ -311,7 +312,7 @@ def measure_chunk(session: Session, chunk: Chunk, stop: StopFlag, *, forward: bo
                         want_values=want_values, stop=stop,
                         estimator=kl_estimator(session.cfg.ppo),
                         temperature=session.sampling.temperature,
-                        most_below=session.below_bytes * len(chunk.prompts)
+                        most_frozen_bytes=session.frozen_states_bytes * len(chunk.prompts)
                         // session.cfg.ppo.num_rollouts)
 
 
@@ -329,7 +330,7 @@ def rollout_of(session: Session, chunk: Chunk, scores: RewardScores, tokens: Sco
         kl=tokens.kl[:own], scores=scores.scores, dense=_dense_rewards(scores, mine.mask),
         valid=torch.tensor(scores.valid), finished=mine.finished,
         has_reference=session.reference is not None, responses=chunk.responses, parts=scores.parts,
-        below=tokens.below[:own])
+        frozen_states=tokens.frozen_states[:own])
 
 
 def _collect_chunks(session: Session, prompts: PromptBatch, rows: Sequence[int], own: int,

@@ -39,7 +39,7 @@ def in_order(rollout: Rollout) -> Rollout:
             "valid", "finished")},
         scores=listed(rollout.scores), responses=listed(rollout.responses),
         dense=None if rollout.dense is None else rollout.dense[index],
-        below=listed(rollout.below),
+        frozen_states=listed(rollout.frozen_states),
         parts={name: listed(values) for name, values in rollout.parts.items()})
 
 
@@ -92,4 +92,4 @@ def merge_rollouts(parts: list[Rollout]) -> Rollout:
         valid=torch.cat([p.valid for p in parts]), finished=torch.cat([p.finished for p in parts]),
         has_reference=parts[0].has_reference, responses=joined([p.responses for p in parts]),
         parts={n: joined([p.parts[n] for p in parts]) for n in parts[0].parts},
-        below=joined([p.below for p in parts]))
+        frozen_states=joined([p.frozen_states for p in parts]))

@@ -23,7 +23,7 @@ from ppocli.data.prompt_set import PromptSet, load_eval_prompts, load_prompts
 from ppocli.data.spec import evaluation_spec
 from ppocli.errors import ConfigError
 from ppocli.estimate.check import check_memory
-from ppocli.models.fast.frozen_states import border_of
+from ppocli.models.fast.frozen_states import frozen_split
 from ppocli.models.fast.gemm import route_linears
 from ppocli.models.fast.kernels import takes_packed
 from ppocli.models.loading.compatibility import check_reach
@@ -96,9 +96,9 @@ class EvalSession:
         return decoding_scores(self.cfg)
 
     @property
-    def below_bytes(self) -> int:
+    def frozen_states_bytes(self) -> int:
         """Most memory for what enters the policy's lowest layer that trains, of one rollout."""
-        return 0 if self.policy.border is None else self.cfg.hardware.frozen_states_mib * 2**20
+        return 0 if self.policy.split is None else self.cfg.hardware.frozen_states_mib * 2**20
 
     @property
     def forward_rows(self) -> int:
@@ -334,7 +334,7 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
     engine, optimizer, updates = prepare(cfg, backend, policy)
     reference = build_reference(cfg, backend, policy.lm, tokenizer)
     if backend.ranks.world == 1 and backend.zero_stage < 3:  # else samples change ranks
-        policy.border = border_of(policy)
+        policy.split = frozen_split(policy)
     _check_reach(cfg, policy, reference, [*prompts.token_ids, *eval_prompts.token_ids])
     _warn_about_sampling(sampling)
     if kl_in(cfg.ppo) == "loss" and kl_estimator(cfg.ppo) == "k1" and cfg.ppo.init_kl_coef > 0:
