@@ -20,7 +20,7 @@ from ppocli.errors import InputError, PpocliError
 from ppocli.models.fast.kernels import use_kernels
 from ppocli.models.loading.adapters import attach, peft_config
 from ppocli.models.loading.language_model import DTYPES, without_dropout
-from ppocli.models.loading.model_config import first_line
+from ppocli.models.loading.model_config import attention_wanted, first_line
 from ppocli.models.policy import Policy, ValueHead, build_value_head, freeze_lower_layers
 from ppocli.models.value_function import ScoreHead, ValueBranch, ValueModel
 
@@ -71,7 +71,7 @@ def outline_lm(cfg: ModelConfig, config: Any | None = None, *, path: str | None 
     try:
         with torch.device("meta"):
             lm = auto.from_config(without_dropout(config), dtype=dtype,
-                                  trust_remote_code=cfg.trust_remote_code, **_attention(cfg))
+                                  trust_remote_code=cfg.trust_remote_code, **attention_wanted(cfg))
             lm.tie_weights()
         if cfg.attn_implementation is None:
             use_kernels(lm)
@@ -137,7 +137,8 @@ def _value_model(cfg: ModelConfig) -> tuple[ValueHead | ScoreHead, ValueModel]:
     try:
         with torch.device("meta"):
             whole = auto.from_config(without_dropout(config), dtype=torch.float32,
-                                     trust_remote_code=cfg.trust_remote_code, **_attention(cfg))
+                                     trust_remote_code=cfg.trust_remote_code,
+                                     **attention_wanted(cfg))
             score = getattr(whole, "score", None) if scores and config.num_labels == 1 else None
             trunk = whole.base_model
             if cfg.attn_implementation is None:
@@ -149,10 +150,6 @@ def _value_model(cfg: ModelConfig) -> tuple[ValueHead | ScoreHead, ValueModel]:
     except Exception as error:
         raise _unlike(name, error, key) from error
     return head, ValueModel(trunk.eval())
-
-
-def _attention(cfg: ModelConfig) -> dict[str, str]:
-    return {"attn_implementation": cfg.attn_implementation} if cfg.attn_implementation else {}
 
 
 def _unlike(name: str, error: Exception, key: str) -> InputError:

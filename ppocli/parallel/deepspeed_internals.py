@@ -20,12 +20,6 @@ _PARTS = (
         "safe_set_full_fp32_param", "safe_set_full_optimizer_state", "safe_set_local_fp32_param",
         "safe_set_local_optimizer_state", "safe_get_full_optimizer_state",
         "lazy_init_hp_params_optimizer_state")))
-OF_PARAMETERS = ("ds_id", "ds_shape", "ds_tensor", "ds_status", "ds_active_sub_modules",
-                 "partition", "partition_numel", "convert_to_zero_parameters")
-"""what a sharded parameter has"""
-OF_OPTIMIZERS = {2: ("optimizer", "bit16_groups", "single_partition_of_fp32_groups"),
-                 3: ("optimizer", "fp32_partitioned_groups_flat")}
-"""what DeepSpeed's optimizer has, by stage; 2 stands for 1 too"""
 _USER = -1
 """stands among the modules that use a parameter, which DeepSpeed numbers from 0"""
 

@@ -12,7 +12,7 @@ from ppocli.parallel.deepspeed_internals import whole_shape
 from ppocli.storage.model_files import find_model
 
 
-def check_companion(tokenizer: Any, policy: Any, other: Any, *, name: str, key: str,
+def check_same_tokens(tokenizer: Any, policy: Any, other: Any, *, name: str, key: str,
                     trust_remote_code: bool = False) -> None:
     """Refuse a model that takes prompts otherwise than the policy, or knows other tokens.
 

@@ -13,15 +13,20 @@ import torch
 
 from ppocli.config.adapters import adapter_kind, adapter_settings
 from ppocli.config.schema import HardwareConfig, ModelConfig
-from ppocli.errors import CheckpointError, ConfigError, InputError, PpocliError
+from ppocli.errors import CheckpointError, ConfigError, InputError
 from ppocli.models import transformers_internals
 from ppocli.models.decoding_method import Decoding, costs_of, decoding_of
 from ppocli.models.fast.kernels import use_kernels
 from ppocli.models.head import LogitMap
 from ppocli.models.layout import SequenceBatch
 from ppocli.models.loading.adapters import Adapter, attach, identify, load_adapter, peft_config
-from ppocli.models.loading.model_config import check_room, first_line
-from ppocli.models.loading.quantization import quantized
+from ppocli.models.loading.model_config import (
+    attention_wanted,
+    check_room,
+    first_line,
+    loading,
+    quantized,
+)
 from ppocli.models.trunk import decoder_start, has_encoder, response_hidden
 from ppocli.models.virtual_tokens import num_virtual_tokens
 from ppocli.parallel.deepspeed_internals import whole_shape
@@ -123,19 +128,12 @@ def load_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32,
     if is_folder and is_adapter(source):
         return _load_on_base(cfg, Path(source), dtype)
     hub = {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code}
-    attention = {"attn_implementation": cfg.attn_implementation} if cfg.attn_implementation else {}
-    try:
+    with loading(f"model {cfg.path}", key):
         config = AutoConfig.from_pretrained(source, **hub)
         loaded: Any = _kind_of(cfg, config, key).from_pretrained(
             source, config=without_dropout(config), dtype=dtype, output_loading_info=True,
-            **hub, **attention, **quantized(cfg))
+            **hub, **attention_wanted(cfg), **quantized(cfg))
         lm, info = loaded
-    except PpocliError:
-        raise
-    except Exception as error:  # transformers raises many kinds here, all about the folder
-        raise InputError(f"The model {cfg.path} can't be loaded: {first_line(error)}",
-                         where=key, fix="check the folder's config.json and "
-                         "model.safetensors, or give another one") from error
     check_complete(info, type(lm).__name__, cfg.path, key)
     made = _ready(cfg, lm, config, copy.deepcopy(lm.generation_config) or GenerationConfig())
     _check_logits(lm, cfg.path, key)
@@ -183,17 +181,12 @@ def empty_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, key: str =
 
     source, _ = find_model(cfg.path, key=key, revision=cfg.revision, needs="model")
     trust = cfg.trust_remote_code
-    attention = {"attn_implementation": cfg.attn_implementation} if cfg.attn_implementation else {}
-    try:
+    with loading(f"model {cfg.path}", key):
         config = AutoConfig.from_pretrained(source, revision=cfg.revision, trust_remote_code=trust)
         with init_empty_weights(include_buffers=False):
             lm = _kind_of(cfg, config, key).from_config(
-                without_dropout(config), dtype=dtype, trust_remote_code=trust, **attention)
-    except InputError:
-        raise
-    except Exception as error:
-        raise InputError(f"The model {cfg.path} can't be loaded: {first_line(error)}", where=key,
-                         fix="check the folder's config.json") from error
+                without_dropout(config), dtype=dtype, trust_remote_code=trust,
+                **attention_wanted(cfg))
     lm.tie_weights()  # which making it without weights has undone
     return _ready(cfg, lm, config, GenerationConfig())
 

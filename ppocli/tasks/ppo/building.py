@@ -14,7 +14,7 @@ from ppocli.config.schema import TrainConfig, reference_kind
 from ppocli.config.sharding import reference_sharded
 from ppocli.errors import ConfigError, InputError
 from ppocli.models.fast.gemm import route_linears
-from ppocli.models.loading.compatibility import check_companion
+from ppocli.models.loading.compatibility import check_same_tokens
 from ppocli.models.loading.language_model import (
     LoadedLM,
     empty_lm,
@@ -55,7 +55,7 @@ def copy_reference(cfg: TrainConfig, backend: Backend, tokenizer: Any, policy: A
           if in_parts else load_reference(cfg.model, cfg.hardware)).lm
     device = backend.device if wanted.device is None else torch.device(wanted.device)
     if cfg.model.reference.path is not None:
-        check_companion(tokenizer, policy, lm, name=cfg.model.reference.path,
+        check_same_tokens(tokenizer, policy, lm, name=cfg.model.reference.path,
                         key="model.reference.path", trust_remote_code=cfg.model.trust_remote_code)
         _check_full_kl(cfg, policy, lm)
     if backend.onednn:
