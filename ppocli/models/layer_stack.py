@@ -105,16 +105,15 @@ def with_modules(lm: Any, modules: Mapping[str, nn.Module]) -> Any:
     """A model over the same parameters that has other modules under these names. ``lm`` itself
     stays as it is."""
     copied: dict[str, Any] = {"": _shallow(lm)}
-
-    def owner(name: str) -> Any:
-        if name not in copied:
-            above, _, key = name.rpartition(".")
-            copied[name] = owner(above)._modules[key] = _shallow(owner(above)._modules[key])
-        return copied[name]
-
     for name, module in modules.items():
-        above, _, key = name.rpartition(".")
-        owner(above)._modules[key] = module
+        owner, *path, key = "", *name.split(".")
+        for part in path:
+            inside = f"{owner}.{part}" if owner else part
+            if inside not in copied:
+                copied[inside] = _shallow(copied[owner]._modules[part])
+                copied[owner]._modules[part] = copied[inside]
+            owner = inside
+        copied[owner]._modules[key] = module
     return copied[""]
 
 

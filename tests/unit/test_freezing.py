@@ -1,10 +1,13 @@
 """What is frozen where only top layers train: all that a pass uses before the first of them."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from helpers import PAIRS, model_config
 
-from ppocli.models.layer_stack import layer_stack, trained_split, with_modules
+from ppocli.models.layer_stack import SplitPoint, layer_stack, trained_split, with_modules
 from ppocli.models.policy import freeze_lower_layers
 
 NORMS = {"gpt2": "transformer.ln_f", "opt": "model.decoder.final_layer_norm",
@@ -72,3 +75,15 @@ def test_a_second_view_of_a_model_leaves_the_first_as_it_is():
     assert other.base_model.h[1] is lm.base_model.h[1]
     assert {id(p) for p in other.parameters()} < {id(p) for p in lm.parameters()}
     assert dict(lm.named_modules()) == before
+
+
+def test_states_that_a_pass_starts_from_are_free_as_soon_as_it_has_ended():
+    lm, states = made("gpt2"), torch.zeros(1, 3, 32)
+    gone = weakref.ref(states)
+    gc.disable()
+    try:
+        SplitPoint(1, as_tuple=False).resumed(lm, states)
+        del states
+        assert gone() is None
+    finally:
+        gc.enable()
