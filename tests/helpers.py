@@ -78,9 +78,9 @@ def model_config(kind: str = "gpt2", **over):
     shape["ffn_dim" if kind == "opt" else "intermediate_size"] = 48
     if kind == "opt":
         shape["word_embed_proj_dim"] = 32
-    if kind in ("llama", "qwen2", "qwen3", "mistral", "gemma"):
+    if kind in ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "cohere", "granite"):
         shape["num_key_value_heads"] = 1
-    if kind in ("gemma", "qwen3"):
+    if kind in ("gemma", "gemma2", "qwen3"):
         shape["head_dim"] = 16
     return CONFIG_MAPPING[kind](**{**shape, **over})
 

@@ -112,12 +112,12 @@ def _computes_on_cuda(cfg: TrainConfig) -> bool:
 def _prompt_tokens(cfg: TrainConfig, config: Any, given: int | None) -> tuple[int, str]:
     """Tokens of the longest prompt, and how that is known."""
     from ppocli.config.keys import several
-    from ppocli.models.loading.model_config import max_positions, unloaded
+    from ppocli.models.loading.model_config import max_positions, model_facts
     from ppocli.models.trunk import has_encoder
 
     if given is not None:
         return given, "as given"
-    lm = unloaded(cfg.model, config)
+    lm = model_facts(cfg.model, config)
     limit = max_positions(lm)
     # an encoder-decoder has that many on either side
     new = 0 if has_encoder(lm) else max(

@@ -1,26 +1,37 @@
-"""``model.peft``: which adapter trains in place of the model, checked against the installed PEFT.
-
-Importing PEFT loads torch, which takes seconds. So its configuration classes are read as source.
-"""
+"""``model.peft``: which adapter trains in place of the model, checked against a table of PEFT's
+fields: importing PEFT loads torch, which takes seconds."""
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 from collections.abc import Iterator, Mapping
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from ppocli.config.schema import ModelConfig, TrainConfig, reference_kind
 from ppocli.text import did_you_mean
 
-_CLASSES = {"lora": ("tuners/lora/config.py", "LoraConfig"),
-            "prefix": ("tuners/prefix_tuning/config.py", "PrefixTuningConfig"),
-            "prompt": ("tuners/prompt_tuning/config.py", "PromptTuningConfig")}
+_CLASSES = {"lora": "LoraConfig", "prefix": "PrefixTuningConfig", "prompt": "PromptTuningConfig"}
+_VIRTUAL = {"int": ("num_virtual_tokens", "token_dim"),
+            "": ("num_transformer_submodules", "num_attention_heads", "num_layers",
+                 "modules_to_save")}
+FIELDS: dict[str, tuple[dict[str, tuple[str, ...]], ...]] = {
+    "lora": ({
+        "int": ("r", "lora_alpha", "qalora_group_size"), "float": ("lora_dropout",),
+        "bool": ("fan_in_fan_out", "use_rslora", "use_dora", "use_qalora", "lora_bias",
+                 "ensure_weight_tying"),
+        "": ("target_modules", "exclude_modules", "bias", "modules_to_save", "init_lora_weights",
+             "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern",
+             "megatron_config", "megatron_core", "trainable_token_indices",
+             "alora_invocation_tokens", "layer_replication", "target_parameters")},),
+    "prefix": (_VIRTUAL, {"int": ("encoder_hidden_size",), "bool": ("prefix_projection",),
+                          "": ("init_weights",)}),
+    "prompt": (_VIRTUAL, {"": ("prompt_tuning_init", "prompt_tuning_init_text",
+                               "tokenizer_name_or_path", "tokenizer_kwargs")})}
+"""fields of PEFT's configurations that a user may give, by their type, "" where it isn't checked;
+a test holds them against the installed PEFT"""
 _PEFT_NAMES = {"prefix_tuning": "prefix", "prompt_tuning": "prompt"}
 TYPE_KEYS = ("type", "peft_type")
-_OURS = ("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path",
+FILLED_IN = ("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path",
          "revision", "inference_mode")
 """fields of every PEFT config that ppocli fills in"""
 _INITS = (True, False, "gaussian", "orthogonal")
@@ -45,29 +56,10 @@ def adapter_settings(model: ModelConfig) -> dict[str, Any]:
             if name not in (*TYPE_KEYS, "task_type")}
 
 
-def peft_folder() -> Path | None:
-    """Where PEFT is installed; None where it isn't."""
-    spec = importlib.util.find_spec("peft")
-    return Path(spec.origin).parent if spec is not None and spec.origin else None
-
-
-@cache
-def _fields_of(folder: Path, kind: str) -> Mapping[str, str]:
-    """Name -> annotation of every field that a user may give."""
-    file, name = _CLASSES[kind]
-    found: dict[str, str] = {}
-    if kind != "lora":
-        found |= _annotations(folder / "config.py", "PromptLearningConfig")
-    found |= _annotations(folder / file, name)
-    return {field: hint for field, hint in found.items()
-            if field not in _OURS and "Config" not in hint}
-
-
-def _annotations(file: Path, name: str) -> dict[str, str]:
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    node = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
-    return {line.target.id: ast.unparse(line.annotation) for line in node.body
-            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)}
+def field_types(kind: str) -> dict[str, str]:
+    """Name -> type of every field that a user may give; "" where the type isn't checked."""
+    return {name: hint for table in FIELDS[kind] for hint, names in table.items()
+            for name in names}
 
 
 def adapter_problems(config: TrainConfig, handed_in: frozenset[str]) -> Found:
@@ -105,17 +97,16 @@ def _contents(model: ModelConfig) -> Found:
     if task not in (None, "CAUSAL_LM", "SEQ_2_SEQ_LM"):
         yield (("model.peft.task_type",), f"{task} must be CAUSAL_LM or SEQ_2_SEQ_LM; the model "
                "says which, so it can be left out")
-    folder = peft_folder()
-    if folder is None:
+    if importlib.util.find_spec("peft") is None:
         yield ("model.peft",), 'needs the library PEFT: pip install "ppocli[peft]"'
         return
-    fields = _fields_of(folder, kind)
+    fields = field_types(kind)
     for name, value in adapter_settings(model).items():
         key = (f"model.peft.{name}",)
-        if name in _OURS:
+        if name in FILLED_IN:
             yield key, "is filled in by ppocli; leave it out"
         elif name not in fields:
-            yield key, (f"unknown key: {_CLASSES[kind][1]} of PEFT has no such field"
+            yield key, (f"unknown key: {_CLASSES[kind]} of PEFT has no such field"
                         + did_you_mean(name, list(fields)))
         elif (text := _wrong_type(fields[name], value)) is not None:
             yield key, text

@@ -19,10 +19,11 @@ from ppocli.config.adapters import adapter_kind, adapter_settings
 from ppocli.config.algorithm import estimator_of, reference_sharded, value_optimizer
 from ppocli.config.schema import ModelConfig, OptimizerConfig, TrainConfig, reference_kind
 from ppocli.errors import InputError, PpocliError
-from ppocli.models.layer_stack import layer_stack, stack_owner
+from ppocli.models.layer_stack import layer_stack, stack_path
 from ppocli.models.loading.adapters import attach, peft_config
 from ppocli.models.loading.language_model import DTYPES, reference_dtype
-from ppocli.models.policy import ValueHead, build_value_head, freeze_bottom
+from ppocli.models.policy import ValueHead, build_value_head, freeze_lower_layers
+from ppocli.models.transformers_internals import conv1d
 from ppocli.models.trunk import RELATIVE_POSITIONS
 from ppocli.models.value_function import ScoreHead
 from ppocli.rewards.builtin import MODEL_REWARDS
@@ -144,11 +145,11 @@ def models_of(cfg: TrainConfig, config: Any | None = None) -> Models:
                                    tokenizer=model.path, pair=lm.config.is_encoder_decoder)
             with torch.device("meta"):
                 attach(lm, settings, seed=0)
-        freeze_bottom(lm, model.num_layers_unfrozen)
+        freeze_lower_layers(lm, model.num_layers_unfrozen)
         with torch.device("meta"):
             if estimator_of(cfg.ppo).needs_critic and value.kind == "model":
                 value_lm, head = _value_model(model)
-                freeze_bottom(value_lm, value.num_layers_unfrozen)
+                freeze_lower_layers(value_lm, value.num_layers_unfrozen)
             elif estimator_of(cfg.ppo).needs_critic:
                 head = build_value_head(lm, 0)
                 branch = _branch(lm, value.num_layers_unfrozen) if value.kind == "branch" else None
@@ -208,9 +209,10 @@ def _branch(lm: Any, count: int) -> nn.ModuleList:
     if lm.config.is_encoder_decoder or not 0 < count < len(layer_stack(lm)):
         raise ValueError(f"no branch of {count} layers fits it")
     lm = copy.deepcopy(lm)
-    freeze_bottom(lm, count)
+    freeze_lower_layers(lm, count)
     stack: nn.ModuleList = layer_stack(lm)
-    after = [m for m in stack_owner(lm).children()
+    owner = lm.base_model.get_submodule(stack_path(lm).rpartition(".")[0])
+    after = [m for m in owner.children()
              if m is not stack and any(p.requires_grad for p in m.parameters())]
     return nn.ModuleList([*list(stack)[-count:], *after]).requires_grad_(True)
 
@@ -314,15 +316,13 @@ def pinned_bytes(size: int) -> int:
 def quantized_weights(cfg: TrainConfig, lm: Any) -> dict[int, int]:
     """Bytes of each weight, by its id, that ``model.quantization`` changes: those of linear layers,
     but of the output embedding; transformers keeps one of T5's in fp32."""
-    from transformers.pytorch_utils import Conv1D
-
     if cfg.model.quantization is None:
         return {}
     head = lm.get_output_embeddings().weight
     exact = "wo" if lm.config.model_type in RELATIVE_POSITIONS else None
     found = {}
     for name, module in lm.named_modules():
-        if isinstance(module, (nn.Linear, Conv1D)) and "lora_" not in name:
+        if isinstance(module, (nn.Linear, conv1d())) and "lora_" not in name:
             weight = module.weight
             if weight is not head and not weight.requires_grad:
                 bits = 32 if exact in name.split(".") else QUANTIZED_BITS[cfg.model.quantization]

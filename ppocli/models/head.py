@@ -7,36 +7,81 @@ and turned into their gradient in place; those of more are computed again.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from ppocli.models.fast.gemm import Product, product_of
-from ppocli.models.trunk import logit_scale
+from ppocli.models.trunk import state_scale
+
+
+@dataclass(frozen=True, slots=True)
+class LogitMap:
+    """What a model makes of its output embedding's products: it scales them, or bounds them."""
+
+    scale: float = 1.0
+    """by which they are multiplied (Cohere, Granite, T5)"""
+    cap: float | None = None
+    """logits x become cap tanh(x / cap), once they are scaled (Gemma 2, arXiv 2408.00118)"""
+
+    @staticmethod
+    def of(lm: Any) -> LogitMap:
+        """Of a language model, as its configuration says."""
+        config, own = lm.config, getattr(lm, "logit_scale", None)
+        scale = state_scale(lm) * (own if isinstance(own, float) else 1.0)
+        scale *= getattr(config, "lm_head_multiplier", 1.0) / getattr(config, "logits_scaling", 1.0)
+        caps = (getattr(config, name, None) for name in ("final_logit_softcapping",
+                                                         "logits_soft_cap"))
+        return LogitMap(scale, next((cap for cap in caps if cap), None))
+
+    def __call__(self, products: torch.Tensor) -> torch.Tensor:
+        """The model's logits."""
+        out = products if self.scale == 1.0 else products * self.scale
+        return out if self.cap is None else (out.float() / self.cap).tanh_().mul_(self.cap)
+
+    def tempered(self, products: torch.Tensor, temperature: float) -> torch.Tensor:
+        """Logits / temperature, in the place of fp32 products."""
+        if self.cap is not None:
+            return products.mul_(self.scale / self.cap).tanh_().mul_(self.cap / temperature)
+        divisor = temperature / self.scale
+        return products if divisor == 1.0 else products.div_(divisor)
+
+    def slope(self, tempered: torch.Tensor, temperature: float) -> torch.Tensor | None:
+        """d logits / d products at these logits / temperature, but for the scale; None where that
+        is 1 everywhere."""
+        if self.cap is None:
+            return None
+        return 1.0 - (tempered * (temperature / self.cap)).square_()
 
 
 class HeadWeights(NamedTuple):
-    """An output embedding as it is now: [V, D] and [V] or None. It stays when the module's own
-    tensors are swapped."""
+    """An output embedding, [V, D] and [V] or None, and what is made of its products."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
-    scale: float
-    """of the logits"""
+    logit_map: LogitMap
     product: Product
 
     @staticmethod
     def of(lm: Any) -> HeadWeights:
         """Of a language model."""
-        head = lm.get_output_embeddings()
-        bias = getattr(head, "bias", None)
-        return HeadWeights(head.weight.detach(), None if bias is None else bias.detach(),
-                           logit_scale(lm), product_of(head))
+        return HeadWeights.of_layer(lm.get_output_embeddings(), LogitMap.of(lm))
+
+    @staticmethod
+    def of_layer(layer: Any, logit_map: LogitMap = LogitMap()) -> HeadWeights:
+        """Of a linear layer."""
+        return HeadWeights(layer.weight, getattr(layer, "bias", None), logit_map, product_of(layer))
+
+    def as_now(self) -> HeadWeights:
+        """The same without gradients; stays when the layer's own tensors are swapped."""
+        return self._replace(weight=self.weight.detach(),
+                             bias=None if self.bias is None else self.bias.detach())
 
     def log_probabilities(self, hidden: torch.Tensor, temperature: float) -> torch.Tensor:
         """[N, V] fp32 of [N, D] states."""
-        logits = _logits(self.product, hidden, self.weight, self.bias, temperature / self.scale)
+        logits = _logits(self, hidden, temperature)
         return torch.log_softmax(logits, -1)
 
 
@@ -55,13 +100,12 @@ def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
-def _logits(product: Product, hidden: torch.Tensor, weight: torch.Tensor,
-            bias: torch.Tensor | None, temperature: float) -> torch.Tensor:
-    """[n, V] fp32, a tensor of its own."""
-    out = product(hidden, weight)
-    if bias is not None:
-        out = out.add_(bias)
-    return out.float() if temperature == 1.0 else out.float().div_(temperature)
+def _logits(head: HeadWeights, hidden: torch.Tensor, temperature: float) -> torch.Tensor:
+    """[n, V] fp32 logits / temperature, a tensor of its own."""
+    out = head.product(hidden, head.weight)
+    if head.bias is not None:
+        out = out.add_(head.bias)
+    return head.logit_map.tempered(out.float(), temperature)
 
 
 def _entropy(logits: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
@@ -70,23 +114,22 @@ def _entropy(logits: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
 
 
 class _TokenLogprob(torch.autograd.Function):
-    """(logprob [N], entropy [N]) of ``targets`` under softmax((h W^T + b) / temperature)."""
+    """(logprob [N], entropy [N]) of ``targets`` under softmax(map(h W^T + b) / temperature)."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-                targets: torch.Tensor, temperature: float, want_entropy: bool, product: Product
+                targets: torch.Tensor, temperature: float, want_entropy: bool, head: HeadWeights
                 ) -> tuple[torch.Tensor, torch.Tensor]:
         dtype = _compute_dtype(hidden)
         with torch.autocast(hidden.device.type, enabled=False):
-            h, w = hidden.to(dtype), weight.to(dtype)
-            b = None if bias is None else bias.to(dtype)
+            h, cast = hidden.to(dtype), _in_type(head, weight, bias, dtype)
             logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
             lses, entropies = torch.empty_like(logprobs), torch.zeros_like(logprobs)
             keep = any(ctx.needs_input_grad[:3]) and (
                 4 * len(targets) * weight.shape[0] <= KEPT_BYTES)
             kept = []
             for part in _chunks(len(targets), weight.shape[0]):
-                logits = _logits(product, h[part], w, b, temperature)
+                logits = _logits(cast, h[part], temperature)
                 lses[part] = torch.logsumexp(logits, -1)
                 logprobs[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - lses[part]
                 if want_entropy:
@@ -95,15 +138,14 @@ class _TokenLogprob(torch.autograd.Function):
                     kept.append(logits)
         ctx.save_for_backward(hidden, weight, bias, targets, lses, entropies)
         ctx.kept, ctx.temperature, ctx.dtype = kept, temperature, dtype
-        ctx.want_entropy, ctx.product = want_entropy, product
+        ctx.want_entropy, ctx.head = want_entropy, head
         return logprobs, entropies
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprob: torch.Tensor, grad_entropy: torch.Tensor) -> Any:
         hidden, weight, bias, targets, lses, entropies = ctx.saved_tensors
-        h, w = hidden.to(ctx.dtype), weight.to(ctx.dtype)
-        b = None if bias is None else bias.to(ctx.dtype)
+        h, head = hidden.to(ctx.dtype), _in_type(ctx.head, weight, bias, ctx.dtype)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = None
@@ -113,22 +155,30 @@ class _TokenLogprob(torch.autograd.Function):
         for part in _chunks(len(targets), weight.shape[0]):
             logits = next(kept, None)
             if logits is None:
-                logits = _logits(ctx.product, h[part], w, b, ctx.temperature)
+                logits = _logits(head, h[part], ctx.temperature)
+            slope = head.logit_map.slope(logits, ctx.temperature)
             grad = _logit_gradient(
                 logits, lses[part], targets[part], grad_logprob[part],
                 (entropies[part], grad_entropy[part]) if ctx.want_entropy else None)
             del logits
-            grad = (grad.div_(ctx.temperature) if ctx.temperature != 1.0 else grad).to(ctx.dtype)
+            divisor = ctx.temperature / head.logit_map.scale
+            grad = grad.div_(divisor) if divisor != 1.0 else grad
+            grad = (grad if slope is None else grad.mul_(slope)).to(ctx.dtype)
             if grad_hidden is not None:
-                grad_hidden[part] = ctx.product(grad, w.t())
+                grad_hidden[part] = head.product(grad, head.weight.t())
             if need_weight:
                 grad_weight = _added(grad_weight,
-                                     ctx.product(grad.t(), h[part].t()).to(weight.dtype))
+                                     head.product(grad.t(), h[part].t()).to(weight.dtype))
             if grad_bias is not None:
                 grad_bias += grad.sum(0).to(bias.dtype)
         if need_weight and grad_weight is None:
             grad_weight = torch.zeros_like(weight)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
+
+
+def _in_type(head: HeadWeights, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+             ) -> HeadWeights:
+    return head._replace(weight=weight.to(dtype), bias=None if bias is None else bias.to(dtype))
 
 
 def _chunks(count: int, vocabulary: int) -> Iterator[slice]:
@@ -164,23 +214,22 @@ def _logit_gradient(logits: torch.Tensor, lse: torch.Tensor, targets: torch.Tens
     return grad.scatter_add_(-1, targets[:, None], grad_logprob[:, None])
 
 
-def token_logprobs(hidden: torch.Tensor, head: Any, targets: torch.Tensor, *,
+def token_logprobs(hidden: torch.Tensor, head: HeadWeights, targets: torch.Tensor, *,
                    temperature: float, want_entropy: bool
                    ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probabilities of ``targets`` under logits / temperature, in fp32.
 
     Args:
         hidden: [N, D] final hidden states at the predicting positions.
-        head: the model's output embedding, a linear layer with weight [V, D].
+        head: the model's output embedding.
         targets: [N] token ids.
         want_entropy: also return the entropy of each distribution, with its gradient.
 
     Returns:
         logprobs [N] and entropies [N] (None unless wanted), fp32.
     """
-    bias = getattr(head, "bias", None)
-    logprobs, entropies = _TokenLogprob.apply(hidden, head.weight, bias, targets, temperature,
-                                              want_entropy, product_of(head))
+    logprobs, entropies = _TokenLogprob.apply(hidden, head.weight, head.bias, targets, temperature,
+                                              want_entropy, head)
     return logprobs, (entropies if want_entropy else None)
 
 

@@ -1,15 +1,18 @@
-"""The decoder's stack of layers, entered in the middle: one forward pass of the frozen bottom can
-serve several tops."""
+"""The decoder's stack of layers, and forward passes that are split at one of them: what the layers
+before it make of a batch can serve several passes through those after it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+
+from ppocli.parallel.deepspeed_internals import whole_shape
 
 
 def layer_stack(lm: Any) -> nn.ModuleList:
@@ -30,40 +33,54 @@ def layer_stack(lm: Any) -> nn.ModuleList:
     raise ValueError(f"no stack of {depth} layers in {type(trunk).__name__}")
 
 
-def stack_owner(lm: Any) -> nn.Module:
-    """The module whose child the stack of layers is."""
-    stack = layer_stack(lm)
-    return next(module for module in lm.base_model.modules()
-                if any(child is stack for child in module.children()))
+def stack_path(lm: Any) -> str:
+    """The stack's name in ``lm``, such as ``model.layers``."""
+    trunk, stack = lm.base_model, layer_stack(lm)
+    inside = next(name for name, module in trunk.named_modules() if module is stack)
+    return inside if trunk is lm else f"{lm.base_model_prefix}.{inside}"
 
 
 @torch.no_grad()
-def probe(lm: Any, *hooks: Any) -> torch.Tensor:
-    """[1, 3, D] the trunk's states of three tokens; removes the handles ``hooks`` at the end."""
+def trial_pass(lm: Any, *hooks: Any) -> Any:
+    """What the trunk returns for three tokens; removes the handles ``hooks`` at the end."""
     try:
-        tokens = torch.zeros(1, 3, dtype=torch.long, device=lm.base_model.device)
-        states: torch.Tensor = lm.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-        return states
+        return lm.base_model(**_trial_words(lm, lm.base_model.device))
     finally:
         for hook in hooks:
             hook.remove()
 
 
+def _trial_words(lm: Any, device: torch.device) -> dict[str, Any]:
+    tokens = torch.zeros(1, 3, dtype=torch.long, device=device)
+    pair = getattr(lm.config, "is_encoder_decoder", False)
+    return {"input_ids": tokens, "use_cache": False} | (
+        {"decoder_input_ids": tokens} if pair else {})
+
+
+@torch.no_grad()
+def _trial_of_shapes(lm: Any) -> None:
+    """As :func:`trial_pass` where weights are in parts, or not there yet: the model's code runs on
+    tensors that have shapes only."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.func import functional_call
+
+    trunk = lm.base_model
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        shapes = {name: torch.empty(whole_shape(tensor), dtype=tensor.dtype) for name, tensor in
+                  (*trunk.named_parameters(), *trunk.named_buffers())}
+        functional_call(trunk, shapes, kwargs=_trial_words(lm, torch.device("cpu")))
+
+
 def layers_return_tuples(lm: Any) -> bool:
     """Whether the layers return tuples instead of tensors: transformers' differ in that."""
     kinds: list[bool] = []
-    probe(lm, layer_stack(lm)[0].register_forward_hook(
+    trial_pass(lm, layer_stack(lm)[0].register_forward_hook(
         lambda _module, _inputs, out: kinds.append(isinstance(out, tuple))))
     return kinds[0]
 
 
-def whole_shape(parameter: nn.Parameter) -> torch.Size:
-    """The shape a parameter has when it isn't sharded (by ZeRO 3)."""
-    return getattr(parameter, "ds_shape", parameter.shape)
-
-
-class _Skipped(nn.Module):
-    """Stands in for a layer and hands its input on, or another tensor in its place."""
+class _PassesOn(nn.Module):
+    """Stands where a layer stands in the stack, and hands its input on, or other states instead."""
 
     def __init__(self, layer: nn.Module, instead: torch.Tensor | None, as_tuple: bool) -> None:
         super().__init__()
@@ -84,61 +101,133 @@ class _Skipped(nn.Module):
         return (out,) if self.as_tuple else out
 
 
+def with_modules(lm: Any, modules: Mapping[str, nn.Module]) -> Any:
+    """A model over the same parameters that has other modules under these names. ``lm`` itself
+    stays as it is."""
+    copied: dict[str, Any] = {"": _shallow(lm)}
+    for name, module in modules.items():
+        owner, *path, key = "", *name.split(".")
+        for part in path:
+            inside = f"{owner}.{part}" if owner else part
+            if inside not in copied:
+                copied[inside] = _shallow(copied[owner]._modules[part])
+                copied[owner]._modules[part] = copied[inside]
+            owner = inside
+        copied[owner]._modules[key] = module
+    return copied[""]
+
+
+def _shallow(module: nn.Module) -> nn.Module:
+    made = copy.copy(module)
+    made._modules = dict(module._modules)
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPoint:
+    """A layer above the first at which passes of a causal LM can be split."""
+
+    layer: int
+    as_tuple: bool
+    """whether the model's layers return tuples"""
+
+    def inputs(self, lm: Any) -> AbstractContextManager[list[torch.Tensor]]:
+        """Collects what enters the layer, [b, T, D] for each forward pass meanwhile."""
+        return _inputs_of(layer_stack(lm)[self.layer])
+
+    def resumed(self, lm: Any, states: torch.Tensor, others: Mapping[str, nn.Module] | None = None
+                ) -> Any:
+        """A model over the same parameters whose passes start at the layer, with ``states``
+        [b, T, D] as its input; the layers before it are not run.
+
+        Args:
+            others: modules that take the places of those of these names, too.
+        """
+        path, stack = stack_path(lm), layer_stack(lm)
+        before = {f"{path}.{i}": _PassesOn(stack[i], None if i else states, self.as_tuple)
+                  for i in range(self.layer)}
+        return with_modules(lm, {**before, **(others or {})})
+
+
+def inputs_at(split: SplitPoint | None, lm: Any) -> AbstractContextManager[list[torch.Tensor]]:
+    """As :meth:`SplitPoint.inputs`; collects nothing without a split."""
+    return nullcontext([]) if split is None else split.inputs(lm)
+
+
 @contextmanager
-def tapped(stack: nn.ModuleList, index: int) -> Iterator[list[torch.Tensor]]:
-    """Collects what goes into layer ``index``, [b, T, D] for each forward pass meanwhile."""
+def _inputs_of(layer: nn.Module) -> Iterator[list[torch.Tensor]]:
     found: list[torch.Tensor] = []
 
     def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         found.append(args[0] if args else kwargs["hidden_states"])
 
-    handle = stack[index].register_forward_pre_hook(take, with_kwargs=True)
+    handle = layer.register_forward_pre_hook(take, with_kwargs=True)
     try:
         yield found
     finally:
         handle.remove()
 
 
-@contextmanager
-def entered_at(stack: nn.ModuleList, index: int, hidden: torch.Tensor, *, as_tuple: bool
-               ) -> Iterator[None]:
-    """Forward passes meanwhile start at layer ``index`` with ``hidden`` [b, T, D] as its input;
-    the layers below are not run.
+def trained_split(lm: Any) -> SplitPoint | None:
+    """The first layer that trains, where nothing before it does; None where the first of all
+    trains, or something before it.
 
-    Args:
-        as_tuple: whether the model's layers return tuples.
+    Raises:
+        ValueError: a pass from that layer on does not give what a whole pass gives, so that the
+            model's layers are not a plain sequence.
     """
-    if index == 0:
-        raise ValueError("a stack is entered above its first layer")
-    below = list(stack)[:index]
-    for number, layer in enumerate(below):
-        stack[number] = _Skipped(layer, hidden if number == 0 else None, as_tuple)
+    stack = layer_stack(lm)
+    trains = [any(p.requires_grad for p in layer.parameters()) for layer in stack]
+    # a decoder's layers beside an encoder need more than the states of the layer below
+    if getattr(lm.config, "is_encoder_decoder", False) or not any(trains) or trains[0]:
+        return None
+    first = trains.index(True)
+    if any(p.requires_grad for p in parameters_before(lm, 0)):
+        return None
+    return _checked(lm, SplitPoint(first, layers_return_tuples(lm)))
+
+
+def parameters_before(lm: Any, layer: int, *, trial: Callable[[Any], Any] = trial_pass
+                      ) -> list[nn.Parameter]:
+    """All that a pass uses before layer ``layer`` begins, found by running one: embeddings, norms
+    and projections of theirs, an encoder, the layers before."""
+    started: list[nn.Module] = []
+    hooks = [module.register_forward_pre_hook(lambda module, _: started.append(module))
+             for module in lm.base_model.modules()]
     try:
-        yield
+        trial(lm)
     finally:
-        for number, layer in enumerate(below):
-            stack[number] = layer
+        for hook in hooks:
+            hook.remove()
+    before = started[:started.index(layer_stack(lm)[layer])]
+    return [p for module in before for p in module.parameters(recurse=False)]
 
 
-@dataclass(frozen=True, slots=True)
-class Border:
-    """The first layer of a causal LM that trains; nothing below it does."""
+def freeze_before(lm: Any, layer: int) -> None:
+    """Freeze all that a pass uses before layer ``layer`` begins. Weights may be in parts, if none
+    has been prepared for training yet, or not be there."""
+    there = all(p.shape == whole_shape(p) and not p.is_meta for p in lm.parameters())
+    for parameter in parameters_before(lm, layer, trial=trial_pass if there else _trial_of_shapes):
+        parameter.requires_grad_(False)
 
-    layer: int
-    as_tuple: bool
-    """whether the model's layers return tuples"""
 
-    def tap(self, lm: Any) -> AbstractContextManager[list[torch.Tensor]]:
-        """Collects what enters the layer, [b, T, D] for each forward pass meanwhile."""
-        return tapped(layer_stack(lm), self.layer)
-
-    def entered(self, lm: Any, below: torch.Tensor) -> AbstractContextManager[None]:
-        """Forward passes meanwhile start at the layer, with ``below`` as its input."""
-        return entered_at(layer_stack(lm), self.layer, below, as_tuple=self.as_tuple)
+@torch.no_grad()
+def _checked(lm: Any, split: SplitPoint) -> SplitPoint:
+    """The split, if a pass resumed there gives what a whole pass gives."""
+    with split.inputs(lm) as states:
+        whole = trial_pass(lm).last_hidden_state
+    try:
+        resumed = trial_pass(split.resumed(lm, states[-1])).last_hidden_state
+    except (TypeError, AttributeError, IndexError, RuntimeError) as error:
+        raise ValueError(f"{type(lm).__name__} can't be entered at layer {split.layer} ({error})"
+                         ) from error
+    if not torch.equal(whole, resumed):
+        raise ValueError(f"{type(lm).__name__} entered at layer {split.layer} gives other numbers")
+    return split
 
 
 @contextmanager
-def swapped_parameters(module: nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[None]:
+def swapped_parameters(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Forward passes meanwhile use ``tensors`` in place of the parameters of these names. Gradients
     must not flow through such a pass, nor be pending from one before."""
     own = dict(module.named_parameters())

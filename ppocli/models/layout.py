@@ -127,7 +127,7 @@ class SequenceBatch:
     positions: torch.Tensor | None = None
     """[1, T] int64 place of each token in its own row, where rows are packed"""
     packing: Packing | None = None
-    below: torch.Tensor | None = None
+    frozen_states: torch.Tensor | None = None
     """[b, T, D] what enters the lowest layer that trains; the layers below it need not run"""
 
     def to(self, device: torch.device) -> SequenceBatch:

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ppocli.models.fast.frozen_states import joined_rows, split_rows
+from ppocli.models.fast.frozen_states import split_rows
 from ppocli.models.head import HeadWeights, full_kl, token_logprobs
-from ppocli.models.layer_stack import Border
+from ppocli.models.layer_stack import SplitPoint, inputs_at
 from ppocli.models.layout import SequenceBatch, Sequences, lay_out
 from ppocli.models.policy import Policy
 from ppocli.models.reference import Reference
-from ppocli.models.trunk import logit_scale, response_hidden
-
-FIGURES = ("logprobs", "values", "ref_logprobs", "full_kl")
+from ppocli.models.trunk import response_hidden
 
 
-@dataclass(slots=True)
-class ForwardPass:
-    """b rows that go through a model together, and what has been found of their N tokens."""
+@dataclass(frozen=True, slots=True)
+class RowBatch:
+    """b of B samples, which go through a model together, and their N response tokens."""
 
     batch: SequenceBatch
     places: torch.Tensor
@@ -30,20 +28,32 @@ class ForwardPass:
     """places of the b rows among the B samples"""
     lengths: list[int]
     """tokens of each of them"""
-    found: dict[str, torch.Tensor] = field(default_factory=dict)
-    """[N] each, on the device, by their names in ``FIGURES``"""
-    hidden: torch.Tensor | None = None
-    """[N, D] the policy's final states, for the KL over the whole vocabulary"""
-    shared: list[torch.Tensor] = field(default_factory=list)
-    """what the reference can take over from the policy's pass"""
-    below: torch.Tensor | None = None
-    """[b, T, D] what entered the lowest layer that trains, in whichever pass ran the layers below
-    """
 
-    def take_below(self, rows: list[torch.Tensor]) -> None:
-        """Take over what entered that layer, [n, D] of each row, from the decoding pass."""
-        self.below = joined_rows(rows, self.batch)
-        self.shared = [self.below]
+
+@dataclass(frozen=True, slots=True)
+class PolicyPass:
+    """What the policy says of the N tokens of a :class:`RowBatch`; None what wasn't asked for."""
+
+    logprobs: torch.Tensor | None
+    """[N]"""
+    values: torch.Tensor | None
+    """[N]"""
+    hidden: torch.Tensor | None
+    """[N, D] final states, for the KL over the whole vocabulary"""
+    frozen_states: torch.Tensor | None
+    """[b, T, D] what entered the layer where passes are split"""
+
+
+@dataclass(frozen=True, slots=True)
+class ReferencePass:
+    """What the reference says of the same tokens."""
+
+    logprobs: torch.Tensor
+    """[N]"""
+    full_kl: torch.Tensor | None
+    """[N] from the policy, over the whole vocabulary; None where that wasn't asked for"""
+    frozen_states: torch.Tensor | None
+    """as of :class:`PolicyPass`"""
 
 
 def rows_by_length(lengths: torch.Tensor, rows: int, tokens: int | None = None
@@ -72,100 +82,94 @@ def in_groups(order: torch.Tensor, lengths: torch.Tensor, rows: int, tokens: int
 
 
 def lay_out_rows(samples: Sequences, size: int, device: torch.device, *, pack: bool,
-                 tokens: int | None = None) -> list[ForwardPass]:
+                 tokens: int | None = None) -> list[RowBatch]:
     """All samples that have actions, at most ``size`` rows per pass.
 
     Args:
         pack: as of :func:`lay_out`.
         tokens: of a pass, as of :func:`rows_by_length`.
     """
-    passes = []
+    found = []
     for rows in rows_by_length(samples.spans, size, tokens):
         some = samples.rows(rows)
         if not bool(some.mask.any()):
             continue
         row, column = some.mask.nonzero(as_tuple=True)
         places = rows[row] * samples.mask.shape[1] + column
-        passes.append(ForwardPass(lay_out(some, pack=pack).to(device), places, rows.tolist(),
-                                  (some.lengths - 1).tolist()))
-    return passes
+        found.append(RowBatch(lay_out(some, pack=pack).to(device), places, rows.tolist(),
+                              (some.lengths - 1).tolist()))
+    return found
 
 
-def score_policy(policy: Policy, reference: Reference | None, one: ForwardPass, *,
-                 temperature: float, want_logprobs: bool, want_values: bool, keep_hidden: bool,
-                 border: Border | None = None) -> None:
-    """Find what is wanted of the policy's logprobs, values and final states, and no more.
+def score_policy(policy: Policy, one: RowBatch, *, temperature: float, want_logprobs: bool,
+                 want_values: bool, keep_hidden: bool, split: SplitPoint | None = None
+                 ) -> PolicyPass:
+    """What is wanted of the policy's logprobs, values and final states, and no more.
 
     Args:
-        border: of the policy, to keep what enters it.
+        split: the layer whose inputs are kept.
     """
-    hidden, branched = None, list[torch.Tensor]()
-    if want_logprobs or keep_hidden or not policy.values_apart:
-        tap = nullcontext([]) if reference is None else reference.tap(policy.lm)
-        with tap as one.shared, _at(border, policy.lm) as below:
-            hidden, branched = policy.trunk(one.batch)
-        one.below = below[-1] if below else one.below
-    one.hidden = hidden if keep_hidden else None
+    hidden, logprobs, shared = None, None, list[torch.Tensor]()
+    with inputs_at(split, policy.lm) as frozen:
+        if want_logprobs or keep_hidden or not policy.values_apart:
+            hidden, shared = policy.trunk(one.batch)
     if want_logprobs and hidden is not None:
-        one.found["logprobs"], _ = token_logprobs(
-            hidden, policy.lm.get_output_embeddings(), one.batch.targets,
-            temperature=temperature / logit_scale(policy.lm), want_entropy=False)
-    values = policy.values(one.batch, hidden, branched) if want_values else None
-    if values is not None:
-        one.found["values"] = values
+        logprobs, _ = token_logprobs(hidden, HeadWeights.of(policy.lm), one.batch.targets,
+                                     temperature=temperature, want_entropy=False)
+    values = policy.values(one.batch, hidden, shared) if want_values else None
+    return PolicyPass(logprobs, values, hidden if keep_hidden else None,
+                      frozen[-1] if frozen else None)
 
 
-def _at(border: Border | None, lm: Any) -> AbstractContextManager[list[torch.Tensor]]:
-    return nullcontext([]) if border is None else border.tap(lm)
-
-
-def score_reference(reference: Reference, view: Any, one: ForwardPass, head: HeadWeights, *,
-                    temperature: float, border: Border | None = None) -> None:
-    """Find the reference's logprobs and, where the policy's states were kept, the KL over the whole
-    vocabulary.
+def score_reference(reference: Reference, view: Any, one: RowBatch, head: HeadWeights, *,
+                    temperature: float, hidden: torch.Tensor | None = None,
+                    frozen_states: torch.Tensor | None = None, split: SplitPoint | None = None
+                    ) -> ReferencePass:
+    """The reference's logprobs and, given the policy's states, the KL over the whole vocabulary.
 
     Args:
         view: the reference as a model.
         head: of the policy, which the view may have put the reference's in the place of.
-        border: of the policy where the view is its own model, to keep what enters it.
+        hidden, frozen_states: of the policy's pass. Where the reference is split as the policy is,
+            it starts from the latter.
+        split: the layer whose inputs are kept where ``frozen_states`` are not there.
     """
     # which may be run on another device than the policy
     batch = one.batch.to(view.get_output_embeddings().weight.device)
-    with reference.entered(view, one.shared), _at(border, view) as below:
-        hidden = response_hidden(view, batch)
-    one.shared = []
-    if one.below is None and below:
-        one.below = below[-1]
-    one.found["ref_logprobs"], _ = token_logprobs(
-        hidden, view.get_output_embeddings(), batch.targets,
-        temperature=temperature / logit_scale(view), want_entropy=False)
-    if one.hidden is not None:
-        one.found["full_kl"] = full_kl(one.hidden, head, hidden, HeadWeights.of(view),
-                                       temperature=temperature)
-        one.hidden = None
+    lm = view
+    if frozen_states is not None and reference.split is not None:
+        lm = reference.split.resumed(view, frozen_states)
+    with inputs_at(split if frozen_states is None else None, view) as found:
+        states = response_hidden(lm, batch)
+    own = HeadWeights.of(view)
+    logprobs, _ = token_logprobs(states, own, batch.targets, temperature=temperature,
+                                 want_entropy=False)
+    kl = None if hidden is None else full_kl(hidden, head, states, own, temperature=temperature)
+    return ReferencePass(logprobs, kl, found[-1] if found else frozen_states)
 
 
-def states_below(passes: list[ForwardPass], count: int, most: int) -> list[torch.Tensor | None]:
-    """What entered the policy's lowest layer that trains, [n, D] of each of ``count`` samples; None
-    where no pass ran the layers below it, or all of it takes more than ``most`` bytes."""
+def states_of_samples(passes: Sequence[RowBatch], states: Sequence[torch.Tensor | None], count: int,
+                      most: int) -> list[torch.Tensor | None]:
+    """[n, D] for each of ``count`` samples of [b, T, D] for each pass; None where there is nothing,
+    or all of it takes more than ``most`` bytes."""
     found: list[torch.Tensor | None] = [None] * count
-    states = [one.below for one in passes if one.below is not None]
-    if sum(state.numel() * state.element_size() for state in states) > most:
+    there = [(one, one_states) for one, one_states in zip(passes, states, strict=True)
+             if one_states is not None]
+    if sum(one_states.numel() * one_states.element_size() for _, one_states in there) > most:
         return found
-    for one in passes:
-        if one.below is not None:
-            for i, row in zip(one.rows, split_rows(one.below, one.batch, one.lengths),
-                              strict=True):
-                found[i] = row
+    for one, one_states in there:
+        for i, row in zip(one.rows, split_rows(one_states, one.batch, one.lengths), strict=True):
+            found[i] = row
     return found
 
 
-def collect(passes: list[ForwardPass], shape: torch.Size) -> dict[str, torch.Tensor]:
-    """Every figure of all passes as [B, R] on the CPU, 0 where there is no token or no figure."""
-    full = {name: torch.zeros(shape) for name in FIGURES}
-    for name in FIGURES:
-        parts = [(one.places, one.found[name]) for one in passes if name in one.found]
-        if parts:  # one copy from the device instead of one a pass
-            places, flats = zip(*parts, strict=True)
-            full[name].view(-1)[torch.cat(places)] = torch.cat(flats).cpu()
+def spread(passes: Sequence[RowBatch], figures: Sequence[torch.Tensor | None], shape: torch.Size
+           ) -> torch.Tensor:
+    """[B, R] on the CPU of [N] for each pass; 0 where there is no token or no figure."""
+    full = torch.zeros(shape)
+    parts = [(one.places, flat) for one, flat in zip(passes, figures, strict=True)
+             if flat is not None]
+    if parts:  # one copy from the device instead of one a pass
+        places, flats = zip(*parts, strict=True)
+        full.view(-1)[torch.cat(places)] = torch.cat(flats).cpu()
     return full

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ppocli.models.head import token_logprobs
-from ppocli.models.layer_stack import Border, layer_stack, whole_shape
+from ppocli.models.head import HeadWeights, token_logprobs
+from ppocli.models.layer_stack import SplitPoint, freeze_before, inputs_at, layer_stack
 from ppocli.models.layout import SequenceBatch
-from ppocli.models.trunk import has_encoder, logit_scale, response_hidden
+from ppocli.models.trunk import response_hidden
 from ppocli.models.value_function import ScoreHead, ValueModel, ValueTrunk
+from ppocli.parallel.deepspeed_internals import whole_shape
 
 log = logging.getLogger("ppocli")
-
-_BELOW = ("embed", "project_in")
-"""parts of the names of modules that come before the first layer, beside the embeddings: norms and
-projections of theirs (BLOOM, BART, OPT, BERT)"""
-
 
 class PolicyOutput(NamedTuple):
     """What a forward pass says of N response tokens; fp32, each [N]."""
@@ -66,7 +61,7 @@ class Policy(nn.Module):
     """A causal LM and its value function; one ``forward`` serves scoring and training.
 
     Everything of the value function has a name that begins with ``value_``. Where only top layers
-    train, ``border`` says where they begin, and batches can bring what enters there.
+    train, ``split`` says where they begin, and batches can bring what enters there.
 
     Args:
         lm: a transformers causal LM whose logits are ``output_embeddings(trunk(x))``.
@@ -81,7 +76,7 @@ class Policy(nn.Module):
         self.lm = lm
         self.value_head = value_head
         self.value_trunk: ValueTrunk | None = value_trunk
-        self.border: Border | None = None
+        self.split: SplitPoint | None = None
 
     @property
     def values_while_decoding(self) -> bool:
@@ -96,12 +91,11 @@ class Policy(nn.Module):
     def trunk(self, batch: SequenceBatch) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """[N, D] states that predict the batch's response tokens, and what the value function can
         start from."""
-        tap = nullcontext([]) if self.value_trunk is None else self.value_trunk.tap(self.lm)
-        enter: AbstractContextManager[None] = nullcontext()
-        if batch.below is not None and self.border is not None:
-            enter = self.border.entered(self.lm, batch.below)
-        with tap as shared, enter:
-            hidden = response_hidden(self.lm, batch)
+        lm, value_trunk = self.lm, self.value_trunk
+        if batch.frozen_states is not None and self.split is not None:
+            lm = self.split.resumed(lm, batch.frozen_states)
+        with inputs_at(None if value_trunk is None else value_trunk.split, self.lm) as shared:
+            hidden = response_hidden(lm, batch)
         return hidden, shared
 
     def values(self, batch: SequenceBatch, hidden: torch.Tensor | None,
@@ -129,16 +123,17 @@ class Policy(nn.Module):
         with torch.set_grad_enabled(torch.is_grad_enabled() and not value_only):
             hidden, shared = self.trunk(batch)
             logprobs, entropy = token_logprobs(
-                hidden, self.lm.get_output_embeddings(), batch.targets,
-                temperature=temperature / logit_scale(self.lm), want_entropy=want_entropy)
+                hidden, HeadWeights.of(self.lm), batch.targets, temperature=temperature,
+                want_entropy=want_entropy)
         return PolicyOutput(logprobs, self.values(batch, hidden, shared), entropy)
 
 
-def freeze_bottom(lm: Any, num_layers_unfrozen: int) -> None:
+def freeze_lower_layers(lm: Any, num_layers_unfrozen: int) -> None:
     """Leave gradients only to the top ``num_layers_unfrozen`` layers and what follows them.
 
-    Embeddings and lower layers are frozen, and an encoder too; the top layers, the final norm and
-    an untied output embedding train. -1 trains everything; a number beyond the depth does too.
+    What a pass uses before the first of these layers is frozen: embeddings with norms and
+    projections of theirs, an encoder, lower layers. The top layers, the final norm and an untied
+    output embedding train. -1 trains everything; a number beyond the depth does too.
 
     Raises:
         ValueError: when the stack of layers can't be found.
@@ -146,23 +141,11 @@ def freeze_bottom(lm: Any, num_layers_unfrozen: int) -> None:
     if num_layers_unfrozen < 0:
         return
     layers = list(layer_stack(lm))
-    depth = len(layers)
-    if num_layers_unfrozen >= depth:
+    first = len(layers) - num_layers_unfrozen
+    if first <= 0:
         log.info("num_layers_unfrozen=%d: all %d layers train, and the embeddings too",
-                 num_layers_unfrozen, depth)
+                 num_layers_unfrozen, len(layers))
         return
-    for parameter in lm.parameters():
-        parameter.requires_grad_(False)
-    in_stack = {id(p) for layer in layers for p in layer.parameters()}
-    head = lm.get_output_embeddings() if hasattr(lm, "get_output_embeddings") else None
-    below = {id(p) for m in lm.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-    below |= {id(p) for name, m in lm.named_modules() if m is not head
-              and any(part in name.lower() for part in _BELOW) for p in m.parameters()}
-    if has_encoder(lm):
-        below |= {id(p) for p in lm.get_encoder().parameters()}
-    for layer in layers[depth - num_layers_unfrozen:]:
-        for parameter in layer.parameters():
-            parameter.requires_grad_(True)
-    for parameter in lm.parameters():
-        if id(parameter) not in in_stack and id(parameter) not in below:
-            parameter.requires_grad_(True)
+    freeze_before(lm, min(first, len(layers) - 1))
+    for layer in layers[:first]:
+        layer.requires_grad_(False)

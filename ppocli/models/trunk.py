@@ -26,8 +26,8 @@ def decoder_start(lm: Any) -> int | None:
     return lm.config.pad_token_id if start is None else start
 
 
-def logit_scale(lm: Any) -> float:
-    """Logits are ``output_embeddings(trunk(x))`` times this.
+def state_scale(lm: Any) -> float:
+    """By which a model multiplies its final states on their way into the output embedding.
 
     T5 and its kin scale the decoder's states where the embeddings are tied (Raffel et al. 2020,
     arXiv 1910.10683, from the Mesh TensorFlow implementation).

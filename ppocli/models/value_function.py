@@ -4,20 +4,17 @@ or a whole second model."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from ppocli.models.layer_stack import (
-    entered_at,
+    SplitPoint,
     layer_stack,
     layers_return_tuples,
-    probe,
-    stack_owner,
-    tapped,
+    stack_path,
+    trial_pass,
 )
 from ppocli.models.layout import SequenceBatch
 from ppocli.models.trunk import has_encoder, response_hidden
@@ -26,15 +23,15 @@ from ppocli.models.trunk import has_encoder, response_hidden
 class ValueTrunk(Protocol):
     """Makes the hidden states that a value head reads; a module."""
 
-    def tap(self, lm: Any) -> AbstractContextManager[list[torch.Tensor]]:
-        """Collects of the policy's forward pass meanwhile what the trunk starts from."""
+    split: SplitPoint | None
+    """the layer of the policy from whose inputs the trunk starts; None where nothing is shared"""
 
     def __call__(self, lm: Any, batch: SequenceBatch, shared: list[torch.Tensor]) -> torch.Tensor:
         """[N, D] states at the positions that predict the batch's response tokens.
 
         Args:
             lm: the policy's model.
-            shared: what :meth:`tap` collected of its pass over this batch.
+            shared: what entered the layer of :attr:`split` in its pass over this batch.
         """
 
 
@@ -59,37 +56,30 @@ class ValueBranch(nn.Module):
             raise ValueError(f"a branch of {num_layers} layers does not fit a stack of "
                              f"{len(stack)}: it needs one below it")
         self.start = len(stack) - num_layers
-        self.as_tuple = layers_return_tuples(lm)
+        self.split = SplitPoint(self.start, layers_return_tuples(lm))
         self.layers = nn.ModuleList(copy.deepcopy(layer) for layer in list(stack)[self.start:])
         self.tail = nn.ModuleDict({name: copy.deepcopy(module)
                                    for name, module in _after_stack(lm).items()})
         self.requires_grad_(True)
 
-    def tap(self, lm: Any) -> AbstractContextManager[list[torch.Tensor]]:
-        """As :class:`ValueTrunk`."""
-        return tapped(layer_stack(lm), self.start)
-
     def forward(self, lm: Any, batch: SequenceBatch, shared: list[torch.Tensor]) -> torch.Tensor:
         """As :class:`ValueTrunk`."""
-        stack = layer_stack(lm)
-        with ExitStack() as swaps:
-            swaps.enter_context(entered_at(stack, self.start, shared[-1], as_tuple=self.as_tuple))
-            places = {str(self.start + i): layer for i, layer in enumerate(self.layers)}
-            swaps.enter_context(_replaced(stack, places))
-            swaps.enter_context(_replaced(stack_owner(lm), dict(self.tail.items())))
-            return response_hidden(lm, batch)
+        path = stack_path(lm)
+        own: dict[str, nn.Module] = {f"{path}.{self.start + i}": layer
+                                     for i, layer in enumerate(self.layers)}
+        beside = path.rpartition(".")[0]
+        own |= {f"{beside}.{name}".strip("."): module for name, module in self.tail.items()}
+        return response_hidden(self.split.resumed(lm, shared[-1], own), batch)
 
 
 class ValueModel(nn.Module):
     """A trunk of its own, which sees the same tokens as the policy's."""
 
+    split = None
+
     def __init__(self, lm: Any) -> None:
         super().__init__()
         self.lm = lm
-
-    def tap(self, lm: Any) -> AbstractContextManager[list[torch.Tensor]]:
-        """As :class:`ValueTrunk`: nothing is shared."""
-        return nullcontext([])
 
     def forward(self, lm: Any, batch: SequenceBatch, shared: list[torch.Tensor]) -> torch.Tensor:
         """As :class:`ValueTrunk`."""
@@ -113,24 +103,14 @@ class ScoreHead(nn.Module):
             return self.outer(hidden.float()).squeeze(-1)
 
 
-@contextmanager
-def _replaced(owner: nn.Module, modules: dict[str, nn.Module]) -> Iterator[None]:
-    kept = {name: owner._modules[name] for name in modules}
-    try:
-        owner._modules.update(modules)
-        yield
-    finally:
-        owner._modules.update(kept)
-
-
 def _after_stack(lm: Any) -> dict[str, nn.Module]:
     """Modules beside the stack that have weights and run after its last layer, by name."""
-    stack, owner = layer_stack(lm), stack_owner(lm)
+    stack, owner = layer_stack(lm), lm.get_submodule(stack_path(lm).rpartition(".")[0])
     order: list[str] = []
     hooks = [stack[-1].register_forward_hook(lambda *_: order.append(""))]
     hooks += [module.register_forward_hook(lambda *_, name=name: order.append(name))
               for name, module in owner.named_children() if module is not stack]
-    probe(lm, *hooks)
+    trial_pass(lm, *hooks)
     after = dict.fromkeys(order[order.index("") + 1:])
     return {name: module for name, module in owner.named_children()
             if name in after and any(True for _ in module.parameters())}

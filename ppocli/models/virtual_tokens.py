@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ppocli.models.layout import SequenceBatch
+from ppocli.models.loading import peft_internals
 
 _NAME = "virtual_tokens"
 
@@ -37,11 +38,15 @@ class VirtualTokens(nn.Module):
 
     def cache(self, rows: int) -> Any:
         """A new cache that holds the keys and values of the virtual tokens for ``rows`` rows."""
-        return self._peft_model.get_prompt(rows)
+        return peft_internals.prompt(self._peft_model, self.prompt_encoder, rows)
+
+    def forget_values(self) -> None:
+        """Keep shapes only, for passes over tensors without values."""
+        peft_internals.forget_prompt_values(self._peft_model)
 
     def in_front(self, embeddings: torch.Tensor) -> torch.Tensor:
         """[b, T, D] embeddings of words, with the virtual ones before them: [b, count + T, D]."""
-        own = self._peft_model.get_prompt(batch_size=len(embeddings))
+        own = peft_internals.prompt(self._peft_model, self.prompt_encoder, len(embeddings))
         return torch.cat([own.to(embeddings.dtype), embeddings], dim=1)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -13,9 +13,10 @@ import torch
 
 from ppocli.config.schema import HardwareConfig, TrainConfig
 from ppocli.errors import ConfigError
-from ppocli.models.fast.gemm import choose_gemm, packed_weights
+from ppocli.parallel import deepspeed_internals
 from ppocli.parallel.host_memory import resident_mib
 from ppocli.parallel.launchers import launched_world
+from ppocli.parallel.onednn import choose_gemm
 from ppocli.parallel.ranks import Ranks
 
 
@@ -35,18 +36,6 @@ class Backend:
         """Context in which raw modules compute in the run's precision."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16,
                               enabled=self.precision == "bf16")
-
-    def decoding(self, lm: Any, *, in_parts: bool) -> AbstractContextManager[None]:
-        """Context in which a model decodes: its weights laid out for products of few rows, unless
-        that takes too much.
-
-        Args:
-            in_parts: whether the model's weights are sharded.
-        """
-        if not self.onednn or in_parts:
-            return nullcontext()
-        dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
-        return packed_weights(lm, dtype)
 
     def memory_mib(self) -> float | None:
         """What the device's allocator holds now, or on a CPU the process, in MiB; None where the
@@ -90,7 +79,7 @@ def open_ranks(cfg: TrainConfig, noted: bool | None = None) -> Iterator[Backend]
     """As :func:`open_backend`, for the training of ``cfg``, of which this process is one rank.
 
     Args:
-        noted: as of :func:`ppocli.models.fast.gemm.choose_gemm`.
+        noted: as of :func:`ppocli.parallel.onednn.choose_gemm`.
 
     Raises:
         ConfigError: also if DeepSpeed's file contradicts the configuration.
@@ -164,7 +153,9 @@ def _accelerator(cfg: TrainConfig, use_cuda: bool) -> Any:
                            kwargs_handlers=[group, ddp])
     if not use_cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
-        _without_compiled_kernel()
+    deepspeed_internals.probe()
+    if not use_cuda:
+        deepspeed_internals.skip_compiled_kernel()
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     # with cpu=True accelerate would take plain DDP; weights stay fp32, DeepSpeed autocasts
     plugin = DeepSpeedPlugin(hf_ds_config=deepspeed_config(cfg, launched_world()))
@@ -175,14 +166,6 @@ def _accelerator(cfg: TrainConfig, use_cuda: bool) -> Any:
     # a reward's classifier must be sharded because the policy is
     unset_hf_deepspeed_config()
     return accelerator
-
-
-def _without_compiled_kernel() -> None:
-    """On CPUs DeepSpeed would compile a kernel when the ranks meet (a minute of C++, or the end of
-    the run where there is no compiler) that only its inference uses."""
-    import deepspeed.ops
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def _ranks(hardware: HardwareConfig) -> Ranks:

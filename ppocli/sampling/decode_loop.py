@@ -4,12 +4,12 @@ and values from the same pass."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from ppocli.models.trunk import logit_scale
+from ppocli.models.head import LogitMap
+from ppocli.models.layer_stack import inputs_at
 from ppocli.sampling.decoder import Decoder, ends_with_stop, stop_window
 from ppocli.sampling.live_rows import LiveRows, Trunk, can_take_in, first_rows
 from ppocli.sampling.samples import Generation
@@ -38,20 +38,20 @@ class _Drawn:
         self.finished = torch.zeros(count, dtype=torch.bool, device=device)
         self.limits = torch.full((count,), steps, device=device) if limits is None else \
             torch.as_tensor(limits, dtype=torch.long).to(device)
-        self.below: torch.Tensor | None = None
+        self.frozen_states: torch.Tensor | None = None
         self.steps, self.prompt_tokens = steps, prompt_tokens
-        self.trunk, self.head, self.scale = Trunk(lm), lm.get_output_embeddings(), logit_scale(lm)
+        self.trunk, self.head = Trunk(lm), lm.get_output_embeddings()
+        self.logit_map = LogitMap.of(lm)
         self.stops = torch.tensor(decoder.spec.stop_ids, dtype=torch.long, device=device)
 
     def token(self, live: LiveRows) -> None:
         """Feed the live rows and draw one more token of each."""
         spec, value_head = self.decoder.spec, self.decoder.value_head
-        border = self.decoder.border
-        with nullcontext([]) if border is None else border.tap(self.decoder.lm) as entering:
+        with inputs_at(self.decoder.split, self.decoder.lm) as entering:
             hidden = self.trunk.step(live)
         if entering:
-            self._keep_below(live, entering[-1])
-        logits = self.head(hidden) if self.scale == 1.0 else self.head(hidden) * self.scale
+            self._keep_frozen_states(live, entering[-1])
+        logits = self.logit_map(self.head(hidden))
         rows, at = live.rows, live.at.clamp(max=self.steps)
         mixed = live.youngest < min(live.oldest, spec.min_new_tokens)
         chosen, lp = choose(logits, self.noise[rows, at], spec, at if mixed else live.youngest,
@@ -75,18 +75,19 @@ class _Drawn:
         newest = self.tokens[rows[:, None], (at[:, None] - back).clamp(min=0)]
         return ends_with_stop(self.decoder.tokenizer, spec, newest, (at + 1).tolist())
 
-    def _keep_below(self, live: LiveRows, states: torch.Tensor) -> None:
+    def _keep_frozen_states(self, live: LiveRows, states: torch.Tensor) -> None:
         """Keep what entered a layer in one step: [b, Q, D] of prompts, later [b, 1, D]."""
         depth = states.shape[-1]
-        if self.below is None:
-            self.below = states.new_zeros(len(self.tokens), self.prompt_tokens + self.steps, depth)
+        if self.frozen_states is None:
+            self.frozen_states = states.new_zeros(len(self.tokens),
+                                                  self.prompt_tokens + self.steps, depth)
         if live.oldest == 0:
             width = live.inputs.shape[1]
-            self.below[live.rows, self.prompt_tokens - width:self.prompt_tokens] = \
+            self.frozen_states[live.rows, self.prompt_tokens - width:self.prompt_tokens] = \
                 states[:, -width:]
         else:
             at = live.at.clamp(max=self.steps)
-            self.below[live.rows, self.prompt_tokens - 1 + at] = states[:, 0]
+            self.frozen_states[live.rows, self.prompt_tokens - 1 + at] = states[:, 0]
 
     def found(self, first: int, end: int) -> Generation:
         """The responses in these places, all of which have ended."""
@@ -96,7 +97,8 @@ class _Drawn:
             self.tokens[rows, :width].cpu(), self.mask[rows, :width].cpu(),
             self.logprobs[rows, :width].cpu(), self.values[rows, :width].cpu(),
             self.finished[rows].cpu(),
-            None if self.below is None else self.below[rows, :self.prompt_tokens + width - 1])
+            None if self.frozen_states is None else
+            self.frozen_states[rows, :self.prompt_tokens + width - 1])
 
 
 @torch.no_grad()

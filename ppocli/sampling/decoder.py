@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ppocli.models.layer_stack import Border
+from ppocli.models.layer_stack import SplitPoint
 from ppocli.sampling.token_choice import SamplingSpec
 
 Watch = Callable[[torch.Tensor, torch.Tensor], None]
@@ -32,8 +32,8 @@ class Decoder:
     """the token that a decoder beside an encoder starts from; None for a causal LM"""
     value_head: Any = None
     """adds the value of the state before each token"""
-    border: Border | None = None
-    """the layer whose inputs are kept (:attr:`Generation.below`)"""
+    split: SplitPoint | None = None
+    """the layer whose inputs are kept (:attr:`Generation.frozen_states`)"""
     poll: Callable[[], None] = _nothing
     """called before every token; may raise to stop"""
     watch: Watch = _nothing

@@ -11,10 +11,10 @@ import torch
 
 from ppocli.errors import ConfigError, InputError
 from ppocli.models.decoding_method import Decoding, costs_of, decoding_of, set_decoding
-from ppocli.models.head import token_logprobs
+from ppocli.models.head import HeadWeights, token_logprobs
 from ppocli.models.layout import Sequences, lay_out
 from ppocli.models.loading.model_config import first_line, max_positions
-from ppocli.models.trunk import logit_scale, response_hidden
+from ppocli.models.trunk import response_hidden
 from ppocli.models.virtual_tokens import num_virtual_tokens
 from ppocli.sampling.decode_loop import decode_in_steps
 from ppocli.sampling.decoder import Decoder
@@ -154,8 +154,8 @@ def _off(lm: Any, start: int | None) -> tuple[float, float]:
                    limits=[1, half, half, half])
     batch = lay_out(Sequences.of_responses(tokens, mask, out.tokens, out.mask, start)).to(device)
     states = response_hidden(lm, batch)
-    logprobs, _ = token_logprobs(states, head, batch.targets,
-                                 temperature=1.0 / logit_scale(lm), want_entropy=False)
+    logprobs, _ = token_logprobs(states, HeadWeights.of(lm), batch.targets, temperature=1.0,
+                                 want_entropy=False)
     rough = (getattr(lm, "is_quantized", False)
              or {states.dtype, head.weight.dtype} != {torch.float32})
     wanted = (states.float() @ project).cpu()

@@ -10,6 +10,12 @@ from typing import Any
 import torch
 
 from ppocli.models.layout import right_padded
+from ppocli.models.transformers_internals import (
+    append_rows,
+    cached_tokens,
+    caches_all_keys,
+    drop_first_tokens,
+)
 from ppocli.models.virtual_tokens import VirtualTokens, virtual_tokens
 
 
@@ -69,48 +75,28 @@ class LiveRows:
 
     def take_in(self, others: LiveRows) -> None:
         """Go on with these rows and others, each of which has a token to feed."""
-        width, widest = (_columns(one) for one in (self, others))
+        width, widest = (cached_tokens(one.cache) for one in (self, others))
         first = self.attention
         if first is not None:  # what no row that is left looks at
             skip = int(first.any(0).long().argmax())
             if skip:
                 self.attention, width = first[:, skip:], width - skip
-                for layer in self.cache.layers:
-                    if layer.keys is not None:
-                        layer.keys = layer.keys[:, :, skip:]
-                        layer.values = layer.values[:, :, skip:]
+                drop_first_tokens(self.cache, skip)
         most = max(width, widest)
         masks = [_padded_mask(one, most + 1) for one in (self, others)]
         self.attention = None if all(mask is None for mask in masks) else torch.cat(
             [torch.ones(len(one), most + 1, dtype=torch.bool, device=one.rows.device)
              if mask is None else mask for one, mask in zip((self, others), masks, strict=True)])
-        for own, new in zip(self.cache.layers, others.cache.layers, strict=True):
-            if own.keys is None:  # a layer that uses those of another one
-                continue
-            own.keys = torch.cat([_left_padded(own.keys, most), _left_padded(new.keys, most)])
-            new.keys = None  # two copies of all layers are never held
-            own.values = torch.cat([_left_padded(own.values, most), _left_padded(new.values, most)])
-            new.values = None
+        append_rows(self.cache, others.cache, most)
         for name in ("rows", "at", "inputs", "positions", "done"):
             setattr(self, name, torch.cat([getattr(self, name), getattr(others, name)]))
         self.youngest = min(self.youngest, others.youngest)
         self.oldest = max(self.oldest, others.oldest)
 
 
-def _columns(live: LiveRows) -> int:
-    """Tokens of a row whose keys and values are kept, padding included."""
-    count: int = live.cache.layers[0].keys.shape[2]
-    return count
-
-
-def _left_padded(states: torch.Tensor, width: int) -> torch.Tensor:
-    """[b, H, T, D] to [b, H, width, D]."""
-    return torch.nn.functional.pad(states, (0, 0, width - states.shape[2], 0))
-
-
 def _padded_mask(live: LiveRows, width: int) -> torch.Tensor | None:
     """The attention over so many columns, the row's own on the right; None if it has them all."""
-    own = _columns(live) + 1
+    own = cached_tokens(live.cache) + 1
     if live.attention is None and own == width:
         return None
     mask = live.attention
@@ -127,13 +113,7 @@ def can_take_in(lm: Any, start: int | None) -> bool:
     Args:
         start: the token that a decoder beside an encoder starts from; None for a causal LM.
     """
-    from transformers import DynamicCache
-    from transformers.cache_utils import DynamicLayer
-
-    if start is not None:
-        return False
-    layers = DynamicCache(config=lm.config).layers
-    return bool(layers) and all(type(layer) is DynamicLayer for layer in layers)
+    return start is None and caches_all_keys(lm)
 
 
 def first_rows(lm: Any, rows: range, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor,

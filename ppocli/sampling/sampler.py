@@ -18,7 +18,8 @@ from ppocli.config.schema import RolloutConfig, TrainConfig
 from ppocli.data.batch import PromptBatch
 from ppocli.errors import ConfigError
 from ppocli.models.decoding_method import Decoding, decoding_of
-from ppocli.models.layer_stack import Border
+from ppocli.models.fast.gemm import weights_for_decoding
+from ppocli.models.layer_stack import SplitPoint
 from ppocli.models.loading.language_model import LoadedLM
 from ppocli.models.policy import Policy
 from ppocli.models.virtual_tokens import num_virtual_tokens
@@ -43,8 +44,8 @@ class Speaker:
     lm: Any
     value_head: Any = None
     """gives values beside the tokens, where the sampler computes any"""
-    border: Border | None = None
-    """the layer whose inputs are to be kept (:attr:`Samples.below`), where the sampler can"""
+    split: SplitPoint | None = None
+    """the layer whose inputs are to be kept (:attr:`Samples.frozen_states`), where it can"""
 
 
 class Sampler(Protocol):
@@ -108,7 +109,7 @@ class DecodeSampler:
         if setup.backend.zero_stage < 3:
             yield policy
         elif whole_while_acting(setup.cfg):
-            with gathered_policy(policy, setup.loaded, onednn=setup.backend.onednn) as whole:
+            with gathered_policy(policy) as whole:
                 yield whole
         else:
             head = policy.value_head
@@ -143,11 +144,11 @@ class DecodeSampler:
             faults.point("rollout.token", at_once)
             stop.check()
 
-        decoder = Decoder(lm, spec, setup.tokenizer, start, speaker.value_head, speaker.border,
+        decoder = Decoder(lm, spec, setup.tokenizer, start, speaker.value_head, speaker.split,
                           poll, all_alive=backend.ranks.most if in_parts else int)
         noise = uniform(seed, stream, prompts.episodes, spec.max_new_tokens)
         done = 0
-        with backend.decoding(lm, in_parts=in_parts):
+        with weights_for_decoding(backend, lm, in_parts=in_parts):
             for out in _stepped(decode(decoder, prompts.tokens, prompts.mask, noise, limits=limits,
                                        at_once=at_once, chunk=chunk, method=method),
                                 backend.autocast):

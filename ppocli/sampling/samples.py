@@ -26,7 +26,7 @@ class Generation:
     """[B, R] fp32, of the state before each token; zero without a value head"""
     finished: torch.Tensor
     """[B] bool, true where a stop token or stop sequence ended the response"""
-    below: torch.Tensor | None = None
+    frozen_states: torch.Tensor | None = None
     """[B, Q + R - 1, D] what entered a layer that was asked for, of every token but the last, in
     the places of the left-padded prompts; on the device"""
 
@@ -52,7 +52,7 @@ class Samples:
     """[B, R] fp32 of the state before each action; zero where the sampler computes none"""
     finished: torch.Tensor
     """[B] bool, true where the policy ended the sample itself"""
-    below: list[torch.Tensor] | None = None
+    frozen_states: list[torch.Tensor] | None = None
     """[n, D] of each sample, on the device: what entered the layer that the sampler was asked to
     keep states of, of all its tokens but the last"""
 
@@ -76,13 +76,14 @@ class Samples:
             return self
         some = slice(count)
         return Samples(self.sequences.rows(some), self.logprobs[some], self.values[some],
-                       self.finished[some], None if self.below is None else self.below[some])
+                       self.finished[some],
+                       None if self.frozen_states is None else self.frozen_states[some])
 
     @staticmethod
     def joined(parts: Sequence[Samples]) -> Samples:
         """The samples of several, padded to the widest; without states of layers."""
         if len(parts) == 1:
-            return replace(parts[0], below=None)
+            return replace(parts[0], frozen_states=None)
         found: dict[str, Any] = {name: joined_right([getattr(part, name) for part in parts])
                                  for name in ("logprobs", "values", "finished")}
         return Samples(Sequences.joined([part.sequences for part in parts]), **found)
@@ -98,9 +99,9 @@ def single_turn(prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, out: Gen
     """
     sequences = Sequences.of_responses(prompt_tokens, prompt_mask, out.tokens, out.mask,
                                        decoder_start)
-    below = None
-    if out.below is not None:
+    frozen_states = None
+    if out.frozen_states is not None:
         starts = prompt_tokens.shape[1] - prompt_mask.sum(1)
-        below = [states[start:start + length - 1] for states, start, length in zip(
-            out.below, starts.tolist(), sequences.lengths.tolist(), strict=True)]
-    return Samples(sequences, out.logprobs, out.values, out.finished, below)
+        frozen_states = [states[start:start + length - 1] for states, start, length in zip(
+            out.frozen_states, starts.tolist(), sequences.lengths.tolist(), strict=True)]
+    return Samples(sequences, out.logprobs, out.values, out.finished, frozen_states)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ppocli.models.trunk import logit_scale
+from ppocli.models.trunk import state_scale
 from ppocli.sampling.decoder import Decoder, ends_with_stop
 from ppocli.sampling.samples import Generation
 from ppocli.sampling.token_choice import choose
@@ -92,7 +92,7 @@ class _Steering:
     rows: torch.Tensor
     done: torch.Tensor
     scale: float
-    """of the states on their way into the output layer (:func:`logit_scale`)"""
+    """of the states on their way into the output layer (:func:`state_scale`)"""
     t: int = 0
     """tokens of each row so far"""
     entered: list[torch.Tensor] = field(default_factory=list)
@@ -199,7 +199,7 @@ def _decode_rows(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: tor
     for length in lengths.unique().tolist():
         rows = (lengths == length).nonzero().squeeze(-1)
         done = torch.zeros(len(rows), dtype=torch.bool, device=device)
-        steering = _Steering(sampled, rows.to(device), done, logit_scale(decoder.lm))
+        steering = _Steering(sampled, rows.to(device), done, state_scale(decoder.lm))
         _run(prompt_tokens[rows][:, prompt_tokens.shape[1] - length:].to(device), steering,
              cached=cached)
     width = max(sampled.width, 1)

@@ -16,8 +16,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from ppocli.errors import CheckpointError, PpocliError
-from ppocli.models.layer_stack import whole_shape
 from ppocli.models.loading.adapters import fill_adapter
+from ppocli.parallel.deepspeed_internals import whole_shape
 from ppocli.parallel.ranks import Ranks
 from ppocli.training import random_state as generators
 from ppocli.training.checkpoint_contents import (

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from ppocli.parallel.backend import Backend
+from ppocli.parallel.deepspeed_internals import local_part
 from ppocli.training.optimizers import set_learning_rate
 
 
@@ -185,7 +186,7 @@ class Trained:
     def is_finite(self) -> bool:
         """Whether every trainable weight is finite; asked before anything is saved."""
         # under ZeRO 3 this rank's part of each
-        flags = [torch.isfinite(getattr(p, "ds_tensor", p).detach()).all()
+        flags = [torch.isfinite(local_part(p).detach()).all()
                  for p in self.module.parameters() if p.requires_grad]
         finite = bool(torch.stack(flags).all()) if flags else True
         return not self.backend.ranks.any(not finite)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ppocli.config.schema import TrainConfig
-from ppocli.models.layer_stack import swapped_parameters
+from ppocli.models.layer_stack import SplitPoint, swapped_parameters, trained_split
 from ppocli.models.loading.language_model import reference_dtype
-from ppocli.models.reference import Reference, SharedReference, trunk_border
+from ppocli.models.reference import Reference
 from ppocli.zero.sharded_weights import (
+    copied_part,
     head_parameters,
     held,
     is_sharded,
-    local_part,
     swapped_parts,
     whole_of,
 )
@@ -32,20 +32,13 @@ class ShardedCopy:
     lm: Any
     engine: Any
     """DeepSpeed's, over the model's trunk"""
+    split: SplitPoint | None = None
 
     @contextmanager
     def view(self, policy_lm: Any) -> Iterator[Any]:
         """As :class:`Reference`."""
         with held(head_parameters(self.lm)):
             yield self.lm
-
-    def tap(self, policy_lm: Any) -> AbstractContextManager[list[torch.Tensor]]:
-        """As :class:`Reference`: nothing is shared."""
-        return nullcontext([])
-
-    def entered(self, view: Any, hidden: list[torch.Tensor]) -> AbstractContextManager[Any]:
-        """As :class:`Reference`: nothing is shared."""
-        return nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +47,8 @@ class ShardedTrunk:
 
     parts: dict[str, torch.Tensor]
     """by their names in the causal LM"""
-    inner: SharedReference
-    """without tensors of its own: how the trunk is entered"""
+    split: SplitPoint | None
+    """as of :class:`ppocli.models.reference.SharedReference`"""
 
     @contextmanager
     def view(self, policy_lm: Any) -> Iterator[Any]:
@@ -69,14 +62,6 @@ class ShardedTrunk:
                  for name, part in self.parts.items()}
         with swapped_parameters(policy_lm, whole):
             yield policy_lm
-
-    def tap(self, policy_lm: Any) -> AbstractContextManager[list[torch.Tensor]]:
-        """As :class:`Reference`."""
-        return self.inner.tap(policy_lm)
-
-    def entered(self, view: Any, hidden: list[torch.Tensor]) -> AbstractContextManager[Any]:
-        """As :class:`Reference`."""
-        return self.inner.entered(view, hidden)
 
 
 def sharded_copy(cfg: TrainConfig, lm: Any) -> ShardedCopy:
@@ -100,9 +85,9 @@ def share_sharded_trunk(lm: Any, *, offload: bool) -> ShardedTrunk:
     Raises:
         ValueError: as there.
     """
-    inner = SharedReference({}, *trunk_border(lm))
-    return ShardedTrunk({name: local_part(p, offload=offload)
-                         for name, p in lm.named_parameters() if p.requires_grad}, inner)
+    split = trained_split(lm)
+    return ShardedTrunk({name: copied_part(p, offload=offload)
+                         for name, p in lm.named_parameters() if p.requires_grad}, split)
 
 
 def close_reference(reference: Reference | None) -> None:

@@ -4,20 +4,27 @@ parameter name, so that a checkpoint is the same whatever the stage and the numb
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from ppocli.models.decoding_method import decoding_of, set_decoding
-from ppocli.models.fast.gemm import route_linears
-from ppocli.models.fast.kernels import use_kernels
-from ppocli.models.layer_stack import forget_casts, whole_shape
-from ppocli.models.loading.adapters import attach_again
-from ppocli.models.loading.language_model import LoadedLM
-from ppocli.models.policy import Policy, build_value_head
+from ppocli.models.layer_stack import forget_casts
+from ppocli.models.policy import Policy
+from ppocli.parallel.deepspeed_internals import (
+    OneParameter,
+    flat_tensors,
+    is_whole,
+    link_state,
+    local_part,
+    marked_in_use,
+    put_back,
+    set_whole,
+    whole_shape,
+)
+from ppocli.parallel.deepspeed_internals import is_sharded as is_sharded_tensor
 from ppocli.parallel.ranks import Ranks
 
 
@@ -31,52 +38,28 @@ def gathered(module: nn.Module, stage: int, *, modify: bool = False) -> Iterator
     if stage < 3:
         yield
         return
-    from deepspeed.runtime.zero import GatheredParameters
+    from deepspeed import zero
 
     parameters = list(module.parameters())
-    _put_back(parameters)
-    with GatheredParameters(parameters, modifier_rank=0 if modify else None):
+    put_back(parameters)
+    with zero.GatheredParameters(parameters, modifier_rank=0 if modify else None):
         yield
-
-
-def _put_back(parameters: Iterable[Any]) -> None:
-    """Leave to each rank its part. Small parameters that DeepSpeed has left whole behind a pass may
-    be rounded to the type that it computes in."""
-    for parameter in parameters:
-        if _is_whole(parameter) and not parameter.ds_active_sub_modules:
-            parameter.partition()
-
-
-def _is_whole(parameter: Any) -> bool:
-    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
-    return getattr(parameter, "ds_status", None) == ZeroParamStatus.AVAILABLE
 
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether a module's passes gather its weights, so that all ranks make them in step."""
-    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
-
-
-_HOLDER = -1
-"""stands among the modules that use a parameter, which DeepSpeed numbers from 0"""
+    return any(map(is_sharded_tensor, module.parameters()))
 
 
 @contextmanager
 def held(parameters: list[Any]) -> Iterator[None]:
     """These sharded parameters are whole on every rank meanwhile, and stay so behind the forward
     pass of a layer that uses them, where DeepSpeed would release them."""
-    from deepspeed.runtime.zero import GatheredParameters
+    from deepspeed import zero
 
-    _put_back(parameters)
-    with GatheredParameters(parameters):
-        try:
-            for parameter in parameters:
-                parameter.ds_active_sub_modules.add(_HOLDER)
-            yield
-        finally:
-            for parameter in parameters:
-                parameter.ds_active_sub_modules.discard(_HOLDER)
+    put_back(parameters)
+    with zero.GatheredParameters(parameters), marked_in_use(parameters):
+        yield
 
 
 def one_gathered(tensor: torch.Tensor, *, modify: bool = False) -> Any:
@@ -85,14 +68,14 @@ def one_gathered(tensor: torch.Tensor, *, modify: bool = False) -> Any:
     Args:
         modify: as of :func:`gathered`.
     """
-    if not hasattr(tensor, "ds_id"):
+    if not is_sharded_tensor(tensor):
         return nullcontext()
-    _put_back([tensor])
-    if _is_whole(tensor):  # held
+    put_back([tensor])
+    if is_whole(tensor):  # held
         return nullcontext()
-    from deepspeed.runtime.zero import GatheredParameters
+    from deepspeed import zero
 
-    return GatheredParameters([tensor], modifier_rank=0 if modify else None)
+    return zero.GatheredParameters([tensor], modifier_rank=0 if modify else None)
 
 
 def host_weights(module: nn.Module, stage: int, *, keep: bool) -> dict[str, torch.Tensor] | None:
@@ -116,9 +99,9 @@ def head_parameters(lm: Any) -> list[Any]:
     return list(lm.get_output_embeddings().parameters())
 
 
-def local_part(parameter: Any, *, offload: bool) -> torch.Tensor:
+def copied_part(parameter: Any, *, offload: bool) -> torch.Tensor:
     """A copy of what this rank keeps of a sharded parameter."""
-    part = parameter.ds_tensor.detach().clone()
+    part = local_part(parameter).detach().clone()
     return part.to("cpu") if offload else part
 
 
@@ -134,22 +117,23 @@ def whole_of(part: torch.Tensor, shape: torch.Size, device: torch.device) -> tor
 def swapped_parts(parameters: dict[str, Any], parts: dict[str, torch.Tensor]) -> Iterator[None]:
     """Forward passes meanwhile gather ``parts`` in place of what the ranks keep of the sharded
     parameters of these names."""
-    _put_back(parameters.values())
-    kept = {name: parameters[name].ds_tensor.data for name in parts}
-    kept_whole = {name: p.data for name, p in parameters.items() if _is_whole(p)}
+    put_back(parameters.values())
+    kept = {name: local_part(parameters[name]).data for name in parts}
+    kept_whole = {name: p.data for name, p in parameters.items() if is_whole(p)}
     try:
         for name, part in parts.items():
             parameter = parameters[name]
-            parameter.ds_tensor.data = part.to(parameter.ds_tensor.device)
+            own = local_part(parameter)
+            own.data = part.to(own.device)
             if name in kept_whole:
-                parameter.data = whole_of(part, parameter.ds_shape, parameter.device)
+                parameter.data = whole_of(part, whole_shape(parameter), parameter.device)
         forget_casts()
         yield
     finally:
         forget_casts()
-        _put_back(parameters.values())
+        put_back(parameters.values())
         for name, part in kept.items():
-            parameters[name].ds_tensor.data = part
+            local_part(parameters[name]).data = part
         for name, whole in kept_whole.items():
             parameters[name].data = whole
 
@@ -163,84 +147,39 @@ def adopt_weights(policy: nn.Module, optimizer: Any, stage: int) -> None:
         if parameter.requires_grad:
             with gathered(OneParameter(parameter), stage):
                 whole = parameter.detach().clone()
-            _set(parameter, whole, None, stage)
-
-
-def _set(parameter: nn.Parameter, whole: torch.Tensor, slot: str | None, stage: int) -> None:
-    """Put a whole tensor in place of DeepSpeed's copy of a parameter, or of a slot of its optimizer
-    state."""
-    from deepspeed import utils
-
-    if stage < 3:
-        if slot is None:
-            utils.safe_set_full_fp32_param(parameter, whole)
-        else:
-            utils.safe_set_full_optimizer_state(parameter, whole, slot)
-        return
-    # DeepSpeed's own setter for whole tensors fails on those that don't divide by the ranks
-    partition: Any = parameter  # DeepSpeed's methods
-    size, rank = partition.partition_numel(), torch.distributed.get_rank()
-    padded = nn.functional.pad(whole.flatten(), (0, size * torch.distributed.get_world_size()
-                                                 - whole.numel()))
-    own = padded.narrow(0, size * rank, size)
-    if slot is None:
-        utils.safe_set_local_fp32_param(parameter, own)
-    else:
-        utils.safe_set_local_optimizer_state(parameter, own, slot)
-
-
-class OneParameter(nn.Module):
-    """A module of one parameter."""
-
-    def __init__(self, parameter: nn.Parameter) -> None:
-        super().__init__()
-        self.parameter = parameter
+            set_whole(parameter, whole, None, stage)
 
 
 @contextmanager
-def gathered_policy(policy: Policy, loaded: LoadedLM, *, onednn: bool) -> Iterator[Policy]:
+def gathered_policy(policy: Policy) -> Iterator[Policy]:
     """A second module over the same, whole, weights of a policy that is sharded by ZeRO 3.
 
     The hooks on the original release each layer's weights behind its forward pass; the copy has
     none, so that decoding gathers once and not at every token. It holds no weights of its own, and
     computes as the original does: a KL of the same weights has to be 0, to the last bit.
-
-    Args:
-        onednn: whether the original's linear layers multiply through oneDNN.
     """
-    from accelerate import init_empty_weights
-
-    with init_empty_weights(include_buffers=False):
-        lm = type(loaded.lm)(loaded.lm.config)
-        if loaded.adapter is not None:
-            attach_again(lm, loaded.adapter)
-        if loaded.kernels:
-            use_kernels(lm)
-        set_decoding(lm, decoding_of(loaded.lm))
-        whole = Policy(lm, None if policy.value_head is None else build_value_head(lm, 0))
     with gathered(policy, 3):
-        device = next(iter(policy.parameters())).device
-        _adopt(whole, policy)
-        whole.to(device)
-        if onednn:
-            route_linears(whole)
-        whole.value_trunk = policy.value_trunk  # run as it is: nothing decodes with it
-        whole.eval()
-        yield whole
+        parameters = {id(p): nn.Parameter(p.data, requires_grad=False) for p in policy.parameters()}
+        lm, head = (None if module is None else _without_hooks(module, parameters, {})
+                    for module in (policy.lm, policy.value_head))
+        # the value function's own trunk is run as it is: nothing decodes with it
+        yield Policy(lm, cast(Any, head), policy.value_trunk).eval()
 
 
-def _adopt(copy: nn.Module, original: nn.Module) -> None:
-    """Let ``copy``'s modules use the tensors of ``original``'s; what is tied there is tied here."""
-    theirs = dict(original.named_modules())
-    made: dict[int, nn.Parameter] = {}
-    for name, module in copy.named_modules():
-        for key in list(module._parameters):
-            parameter = theirs[name]._parameters[key]
-            if parameter is not None and id(parameter) not in made:
-                made[id(parameter)] = nn.Parameter(parameter.data, requires_grad=False)
-            module._parameters[key] = None if parameter is None else made[id(parameter)]
-        for key, buffer in theirs[name]._buffers.items():
-            module._buffers[key] = buffer
+def _without_hooks(module: nn.Module, parameters: dict[int, nn.Parameter],
+                   made: dict[int, nn.Module]) -> nn.Module:
+    """A copy that runs no hooks, over other parameters, by the ids of the module's own; what is
+    one module there is one here."""
+    if id(module) not in made:
+        copy = made[id(module)] = type(module).__new__(type(module))
+        nn.Module.__init__(copy)
+        vars(copy).update({name: value for name, value in vars(module).items()
+                           if name not in vars(copy)}, _buffers=module._buffers)
+        copy._parameters = {name: None if parameter is None else parameters[id(parameter)]
+                            for name, parameter in module._parameters.items()}
+        copy._modules = {name: None if child is None else _without_hooks(child, parameters, made)
+                         for name, child in module._modules.items()}
+    return made[id(module)]
 
 
 def optimizer_slots(parameters: dict[str, nn.Parameter], optimizer: Any, stage: int, ranks: Ranks
@@ -266,7 +205,7 @@ def optimizer_slots(parameters: dict[str, nn.Parameter], optimizer: Any, stage: 
 def _slots(parameters: dict[str, nn.Parameter], optimizer: Any, stage: int) -> list[str]:
     """Names of what the optimizer keeps for a parameter; none before its first step."""
     if stage > 0:
-        _link_state(optimizer, stage)
+        link_state(optimizer, stage)
     inner = optimizer.optimizer if stage > 0 else optimizer
     names = dict.fromkeys(slot for state in inner.state.values() for slot, value in state.items()
                           if value is not None)
@@ -287,18 +226,6 @@ def _read_slot(parameter: nn.Parameter, slot: str, optimizer: Any, stage: int
     return safe_get_full_optimizer_state(parameter, slot).reshape(whole_shape(parameter))
 
 
-def _link_state(optimizer: Any, stage: int) -> None:
-    """ZeRO 1 and 2 link parameters to optimizer state when they are built, before there is any."""
-    if stage == 3:
-        return
-    from deepspeed.utils import lazy_init_hp_params_optimizer_state
-
-    for group, flat in zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups,
-                           strict=True):
-        if optimizer.optimizer.state.get(flat):
-            lazy_init_hp_params_optimizer_state(group, flat, optimizer.optimizer.state)
-
-
 def fill_optimizer(parameters: dict[str, nn.Parameter], optimizer: Any, stage: int,
                    saved: dict[str, dict[str, Callable[[], torch.Tensor]]]) -> None:
     """Give the optimizer the state that :func:`optimizer_slots` read, of all ranks together.
@@ -315,12 +242,12 @@ def fill_optimizer(parameters: dict[str, nn.Parameter], optimizer: Any, stage: i
     if not saved:
         return
     _make_state(optimizer, stage, next(iter(saved.values())))
-    _link_state(optimizer, stage)
+    link_state(optimizer, stage)
     for name, slots in saved.items():
         for slot, read in slots.items():
             value = read()
             if value.dim() > 0:
-                _set(parameters[name], value, slot, stage)
+                set_whole(parameters[name], value, slot, stage)
 
 
 def slot_fits(slot: str, shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
@@ -347,9 +274,7 @@ def _placed(value: torch.Tensor, slot: str, optimizer: Any, parameter: nn.Parame
 
 def _make_state(optimizer: Any, stage: int, slots: dict[str, Callable[[], torch.Tensor]]) -> None:
     """Zeroed state for DeepSpeed's flat partitions, as the optimizer's first step would make it."""
-    flats = (optimizer.fp32_partitioned_groups_flat if stage == 3
-             else optimizer.single_partition_of_fp32_groups)
-    for flat in flats:
+    for flat in flat_tensors(optimizer, stage):
         state: dict[str, torch.Tensor] = {}
         for slot, read in slots.items():
             value = read()

@@ -15,7 +15,7 @@ from ppocli.config.schema import TrainConfig
 from ppocli.models.decoding_method import Decoding, decoding_of, set_decoding
 from ppocli.models.loading.language_model import LoadedLM
 from ppocli.parallel.backend import Backend
-from ppocli.zero.sharded_weights import OneParameter
+from ppocli.parallel.deepspeed_internals import shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,21 +82,11 @@ def _fill_buffers(lm: nn.Module, inventory: _Inventory, device: torch.device) ->
         lm.get_submodule(owner)._buffers[key] = value.to(device)
 
 
-def _hand_out(lm: nn.Module, inventory: _Inventory, zero: dict[str, Any]) -> None:
-    """Shard one parameter after the other; rank 0's values are those of all."""
-    from deepspeed.runtime.zero import Init
-
-    names = [name for name, _ in lm.named_parameters()]
-    if names != [name for name, *_ in inventory.parameters]:
+def _hand_out(lm: nn.Module, inventory: _Inventory, settings: dict[str, Any]) -> None:
+    """Shard all parameters; rank 0's values are those of all."""
+    if [name for name, _ in lm.named_parameters()] != [name for name, *_ in inventory.parameters]:
         raise RuntimeError("ranks have made different models of the same configuration")
-    first: Any = None
-    for name, shape, dtype in inventory.parameters:
-        parameter = _in_memory(lm, name, shape, dtype)
-        if first is None:
-            Init(module=OneParameter(parameter), config_dict_or_path=zero)
-            first = parameter
-        else:
-            first.convert_to_zero_parameters(param_list=[parameter])
+    shard((_in_memory(lm, *one) for one in inventory.parameters), settings)
 
 
 def _in_memory(lm: nn.Module, name: str, shape: torch.Size, dtype: torch.dtype) -> nn.Parameter:

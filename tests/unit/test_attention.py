@@ -11,6 +11,7 @@ from ppocli.config.schema import ModelConfig
 from ppocli.models.fast import attention as ours
 from ppocli.models.fast.kernels import takes_packed
 from ppocli.models.loading.language_model import load_lm
+from ppocli.models.transformers_internals import replace_sdpa
 
 KINDS = {
     "gpt2": {"n_positions": 160}, "llama": {"max_position_embeddings": 160},
@@ -250,7 +251,7 @@ def test_a_model_whose_attention_was_chosen_is_left_alone(tmp_path, wanted):
 @pytest.mark.parametrize("theirs", ["eager", "sdpa"])
 def test_only_what_would_take_sdpa_takes_this_one(folder, theirs):
     lm = loaded(folder, theirs)
-    ours.use_attention(lm)
+    replace_sdpa(lm, ours.NAME, ours.attention)
     assert lm.config._attn_implementation == {"eager": "eager", "sdpa": ours.NAME}[theirs]
 
 

@@ -14,7 +14,7 @@ from ppocli.data.prompt_set import load_prompts
 from ppocli.errors import InputError
 from ppocli.models.loading.language_model import load_lm
 from ppocli.models.loading.model_config import max_positions
-from ppocli.models.trunk import logit_scale
+from ppocli.models.trunk import state_scale
 from ppocli.parallel.stop import StopFlag
 
 
@@ -104,9 +104,9 @@ def test_only_the_decoder_s_top_trains_if_wanted(tmp_path, kind):
 
 def test_t5_scales_its_states_where_embeddings_are_tied(tmp_path):
     lm = load_lm(small_config(save_lm(tmp_path / "a" / "lm", "t5").parent).model).lm
-    assert logit_scale(lm) == pytest.approx(32 ** -0.5)
+    assert state_scale(lm) == pytest.approx(32 ** -0.5)
     untied = save_lm(tmp_path / "b" / "lm", "t5", tie_word_embeddings=False)
-    assert logit_scale(load_lm(small_config(untied.parent).model).lm) == 1.0
+    assert state_scale(load_lm(small_config(untied.parent).model).lm) == 1.0
 
 
 def test_the_full_kl_to_an_equal_model_of_another_scale_is_0(tmp_path):

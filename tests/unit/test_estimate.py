@@ -10,20 +10,16 @@ from contextlib import ExitStack
 import pytest
 import torch
 from helpers import model_config, save_lm, write_prompts
+from ppocli.estimate.estimate import estimate
 from sessions import fresh_state, optimize, rollout_of, session_of, set_keys, small_config
 from torch.profiler import ProfilerActivity, profile
 
 from ppocli.config.schema import OptimizerConfig, TrainConfig
 from ppocli.errors import InputError
-from ppocli.estimate.check import check_memory, estimate
+from ppocli.estimate.check import check_memory
 from ppocli.estimate.memory import disk_of
-from ppocli.estimate.parts import (
-    Part,
-    Unknown,
-    models_of,
-    parts_of,
-    state_sizes,
-)
+from ppocli.estimate.parts import Part, Unknown, models_of, parts_of, state_sizes
+from ppocli.models.fast.gemm import weights_for_decoding
 from ppocli.models.layout import lay_out
 from ppocli.models.virtual_tokens import virtual_tokens
 from ppocli.parallel.stop import StopFlag
@@ -198,7 +194,7 @@ def test_the_copy_that_decoding_reads_weights_from_is_told(tmp_path, kind, keys)
     with session_of(cfg) as session, ExitStack() as decoding:
         lm = session.policy.lm
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            decoding.enter_context(session.backend.decoding(lm, in_parts=False))
+            decoding.enter_context(weights_for_decoding(session.backend, lm, in_parts=False))
         made = sum(event.self_cpu_memory_usage for event in profiled.key_averages())
     lines = {line.name: line for line in estimate(
         cfg, models_of(cfg), prompt_tokens=PROMPT, cuda=False, ranks=1, ranks_on_host=1).lines}
@@ -218,7 +214,8 @@ def test_a_copy_for_decoding_that_is_too_large_is_neither_made_nor_told(folders,
     layers = [p for name, p in models_of(cfg).lm.named_parameters() if "layers." in name]
     monkeypatch.setattr("ppocli.models.fast.gemm.PACKED_BYTES",
                         4 * sum(p.numel() for p in layers) // 2)
-    with session_of(cfg) as session, session.backend.decoding(session.policy.lm, in_parts=False):
+    with (session_of(cfg) as session,
+          weights_for_decoding(session.backend, session.policy.lm, in_parts=False)):
         assert not any(getattr(part, "packed", None) is not None
                        for part in session.policy.lm.modules())
     found = estimate(cfg, models_of(cfg), prompt_tokens=PROMPT, cuda=False, ranks=1,

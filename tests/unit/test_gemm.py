@@ -14,8 +14,9 @@ from ppocli.config.schema import HardwareConfig
 from ppocli.errors import ConfigError
 from ppocli.launching.opening import noted_products
 from ppocli.models.fast import gemm
+from ppocli.parallel import onednn
 
-pytestmark = [pytest.mark.skipif(gemm._fault() is not None, reason="no oneDNN here"),
+pytestmark = [pytest.mark.skipif(onednn.probe() is not None, reason="no oneDNN here"),
               # PEFT asks transformers by a name that is going to be dropped
               pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is dep:FutureWarning")]
 
@@ -28,15 +29,19 @@ def conv1d(inputs, outputs):
     return layer
 
 
+def routed_copy(layer):
+    holder = nn.ModuleList([copy.deepcopy(layer)])
+    gemm.route_linears(holder)
+    return holder[0]
+
+
 @pytest.mark.parametrize("layer", [
     nn.Linear(24, 40), nn.Linear(40, 24, bias=False), conv1d(24, 40), conv1d(96, 8)],
     ids=["linear", "no bias", "conv1d", "narrow conv1d"])
 @pytest.mark.parametrize("shape", [(7,), (2, 5), (0,)], ids=["rows", "batch", "nothing"])
 def test_outputs_and_gradients_are_the_default_ones(layer, shape):
-    plain, routed = copy.deepcopy(layer), copy.deepcopy(layer)
-    names = list(routed.state_dict())
-    gemm.route_linears(nn.ModuleList([routed]))
-    assert list(routed.state_dict()) == names
+    plain, routed = copy.deepcopy(layer), routed_copy(layer)
+    assert list(routed.state_dict()) == list(plain.state_dict())
     assert isinstance(routed, type(layer))
     assert type(copy.deepcopy(routed)) is type(routed) is not type(layer)
     inputs = layer.weight.shape[1] if isinstance(layer, nn.Linear) else layer.weight.shape[0]
@@ -78,8 +83,7 @@ STRIDES = {
 @pytest.mark.parametrize("strides", STRIDES)
 def test_inputs_and_gradients_may_lie_anyhow_in_memory(strides, gradient):
     layer = nn.Linear(24, 40)
-    routed = copy.deepcopy(layer)
-    gemm.route_linears(nn.ModuleList([routed]))
+    routed = routed_copy(layer)
     x = STRIDES[strides]()
     found = []
     for one in (layer, routed):
@@ -97,8 +101,7 @@ def test_inputs_and_gradients_may_lie_anyhow_in_memory(strides, gradient):
 
 @pytest.mark.parametrize("layer", [nn.Linear(24, 40), conv1d(24, 40)], ids=["linear", "conv1d"])
 def test_a_frozen_weight_gets_no_gradient_and_its_input_is_not_kept(layer):
-    routed = copy.deepcopy(layer)
-    gemm.route_linears(nn.ModuleList([routed]))
+    routed = routed_copy(layer)
     x = torch.randn(7, 24, requires_grad=True)
     assert x.data_ptr() in saved_of(routed(x))
     for one in (layer, routed):
@@ -140,10 +143,22 @@ def test_adapters_on_routed_layers_learn_as_on_plain_ones(tmp_path, kind):
         torch.testing.assert_close(grad, theirs[name], rtol=1e-3, atol=1e-4)
 
 
+def test_a_layer_in_two_places_stays_one_and_tied_weights_stay_tied():
+    shared, words = nn.Linear(4, 4), nn.Embedding(4, 4)
+    whole = nn.ModuleDict({"a": shared, "b": nn.ModuleList([shared]), "words": words,
+                           "head": nn.Linear(4, 4, bias=False)}).eval()
+    whole["head"].weight = words.weight
+    plain = whole["a"]
+    gemm.route_linears(whole)
+    assert whole["a"] is whole["b"][0] is not plain
+    assert whole["head"].weight is words.weight
+    assert not whole["head"].training
+    assert type(plain) is nn.Linear, "whoever holds the old layer keeps it as it was"
+
+
 def test_other_types_than_fp32_take_torch_s_own_product():
     layer = nn.Linear(24, 40)
-    routed = copy.deepcopy(layer)
-    gemm.route_linears(nn.ModuleList([routed]))
+    routed = routed_copy(layer)
     x = torch.randn(7, 24)
     with torch.autocast("cpu", torch.bfloat16):
         assert routed(x).dtype == torch.bfloat16
@@ -167,8 +182,7 @@ def test_weights_that_are_not_there_yet_only_have_shapes():
 
 
 def test_packed_weights_in_bf16_serve_inputs_of_any_type():
-    layer = nn.Linear(24, 40)
-    whole = nn.Sequential(layer, conv1d(40, 8))
+    whole = nn.Sequential(nn.Linear(24, 40), conv1d(40, 8))
     plain = copy.deepcopy(whole)
     gemm.route_linears(whole)
     x = torch.randn(3, 24)
@@ -180,9 +194,9 @@ def test_packed_weights_in_bf16_serve_inputs_of_any_type():
 
 
 def test_packed_weights_serve_for_a_while_and_are_given_back(monkeypatch):
-    layer = nn.Linear(24, 40)
-    whole = nn.Sequential(layer)
+    whole = nn.Sequential(nn.Linear(24, 40))
     gemm.route_linears(whole)
+    layer, = whole
     x = torch.randn(3, 24)
     with torch.no_grad():
         plain = whole(x)
@@ -198,25 +212,25 @@ def test_packed_weights_serve_for_a_while_and_are_given_back(monkeypatch):
 
 
 def test_a_product_that_is_not_exact_is_refused(monkeypatch):
-    exact = gemm._linear
-    monkeypatch.setattr(gemm, "_linear", lambda *args: exact(*args).bfloat16().float())
-    gemm._fault.cache_clear()
+    exact = onednn.linear
+    monkeypatch.setattr(onednn, "linear", lambda *args: exact(*args).bfloat16().float())
+    onednn.probe.cache_clear()
     try:
         with pytest.raises(ConfigError, match=r"oneDNN can't be used.*off by"):
-            gemm.choose_gemm(HardwareConfig(gemm="onednn"))
-        assert not gemm.choose_gemm(HardwareConfig(gemm="auto"))
+            onednn.choose_gemm(HardwareConfig(gemm="onednn"))
+        assert not onednn.choose_gemm(HardwareConfig(gemm="auto"))
     finally:
         monkeypatch.undo()
-        gemm._fault.cache_clear()
+        onednn.probe.cache_clear()
 
 
 @pytest.mark.parametrize(("gain", "chosen"), [(1.5, True), (1.0, False)])
 def test_auto_takes_what_was_measured_faster_unless_a_run_goes_on(monkeypatch, gain, chosen):
-    monkeypatch.setattr(gemm, "_gain", lambda _threads: gain)
-    assert gemm.choose_gemm(HardwareConfig()) is chosen
-    assert gemm.choose_gemm(HardwareConfig(), noted=not chosen) is not chosen
-    assert gemm.choose_gemm(HardwareConfig(gemm="onednn"), noted=False)
-    assert not gemm.choose_gemm(HardwareConfig(gemm="default"), noted=True)
+    monkeypatch.setattr(onednn, "_gain", lambda _threads: gain)
+    assert onednn.choose_gemm(HardwareConfig()) is chosen
+    assert onednn.choose_gemm(HardwareConfig(), noted=not chosen) is not chosen
+    assert onednn.choose_gemm(HardwareConfig(gemm="onednn"), noted=False)
+    assert not onednn.choose_gemm(HardwareConfig(gemm="default"), noted=True)
 
 
 @pytest.mark.parametrize(("text", "noted"), [

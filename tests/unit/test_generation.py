@@ -5,7 +5,7 @@ import torch
 from helpers import make_tokenizer, model_config, save_lm
 from sessions import generate, rollout_of, session_of, small_config
 
-from ppocli.models.head import token_logprobs
+from ppocli.models.head import HeadWeights, token_logprobs
 from ppocli.ppo.noise import uniform
 from ppocli.sampling import token_choice as sampling
 from ppocli.sampling.response_text import decode_responses
@@ -254,7 +254,8 @@ def test_chunked_head_equals_log_softmax_with_gradients(monkeypatch, rows):
         (coefficients[0] * logprobs + coefficients[1] * entropies).sum().backward()
         return [hidden.grad.clone(), layer.weight.grad.clone(), layer.bias.grad.clone()]
 
-    got = token_logprobs(hidden, layer, targets, temperature=0.7, want_entropy=True)
+    got = token_logprobs(hidden, HeadWeights.of_layer(layer), targets, temperature=0.7,
+                         want_entropy=True)
     log_p = torch.log_softmax(layer(hidden).float() / 0.7, -1)
     wanted = (log_p[torch.arange(13), targets], -(log_p.exp() * log_p).sum(-1))
     for a, b in zip(got, wanted, strict=True):

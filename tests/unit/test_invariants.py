@@ -17,7 +17,7 @@ from sessions import (
 )
 
 from ppocli.errors import DivergedError
-from ppocli.models.head import token_logprobs
+from ppocli.models.head import HeadWeights, token_logprobs
 from ppocli.models.layout import lay_out
 from ppocli.models.trunk import response_hidden
 from ppocli.parallel.stop import StopFlag
@@ -218,7 +218,7 @@ def test_logprobs_and_values_do_not_depend_on_the_batch(tmp_path, kind):
             batch = lay_out(rollout.sequences.rows(rows))
             out = session.policy(batch, temperature=1.0)
             hidden = response_hidden(session.reference.lm, batch)
-            reference = token_logprobs(hidden, session.reference.lm.get_output_embeddings(),
+            reference = token_logprobs(hidden, HeadWeights.of(session.reference.lm),
                                        batch.targets, temperature=1.0, want_entropy=False)[0]
             return out.logprobs, out.values, reference
 

@@ -11,7 +11,7 @@ from sessions import generate, prompt_and_response, rollout_of, session_of, smal
 from ppocli.config.schema import HardwareConfig, ModelConfig
 from ppocli.errors import ConfigError, InputError
 from ppocli.models.decoding_method import Decoding, decoding_of, set_decoding
-from ppocli.models.head import token_logprobs
+from ppocli.models.head import HeadWeights, token_logprobs
 from ppocli.models.layout import lay_out
 from ppocli.models.loading.language_model import load_lm
 from ppocli.models.policy import build_value_head
@@ -104,7 +104,7 @@ def test_what_is_decoded_is_what_one_pass_over_right_padded_rows_gives(kind, dec
                                             out.mask[rows]))
         with torch.no_grad():
             hidden = response_hidden(lm, batch)
-            return token_logprobs(hidden, lm.get_output_embeddings(), batch.targets,
+            return token_logprobs(hidden, HeadWeights.of(lm), batch.targets,
                                   temperature=1.0, want_entropy=False)[0]
 
     together = passes(list(range(len(LENGTHS))))

@@ -8,7 +8,7 @@ from dataclasses import fields
 import pytest
 import torch
 
-from ppocli.models.head import token_logprobs
+from ppocli.models.head import HeadWeights, token_logprobs
 from ppocli.ppo.kl import SAMPLED_ESTIMATORS
 from ppocli.ppo.losses import AGGREGATIONS, LossOptions, ppo_loss, token_weights
 
@@ -120,8 +120,8 @@ def test_the_gradient_of_the_entropy_bonus_equals_the_naive_one():
     with torch.no_grad():
         head.weight.copy_(0.5 * torch.randn(5, 4, generator=generator))
     hidden.requires_grad_(True)
-    logprobs, entropy = token_logprobs(hidden, head, torch.tensor([0, 3, 1]), temperature=0.7,
-                                       want_entropy=True)
+    logprobs, entropy = token_logprobs(hidden, HeadWeights.of_layer(head),
+                                       torch.tensor([0, 3, 1]), temperature=0.7, want_entropy=True)
     weights = torch.tensor([0.5, 0.3, 0.2])
     loss_of(logprobs=logprobs, old_logprobs=logprobs.detach(), advantages=torch.zeros(3),
             weights=weights, entropy=entropy, ent_coef=0.01, values=None, old_values=None,

@@ -178,8 +178,8 @@ def test_a_rollout_is_the_same_whatever_its_chunks(tmp_path, keys):
     for name in ("logprobs", "ref_logprobs", "values", "kl"):
         torch.testing.assert_close(getattr(whole, name), getattr(some, name), rtol=0, atol=5e-5)
     assert whole.responses == some.responses
-    assert [b is None for b in whole.below] == [b is None for b in some.below]
-    for one, other in zip(whole.below, some.below, strict=True):
+    assert [b is None for b in whole.frozen_states] == [b is None for b in some.frozen_states]
+    for one, other in zip(whole.frozen_states, some.frozen_states, strict=True):
         if one is not None:
             torch.testing.assert_close(one, other, rtol=0, atol=5e-5)
-    assert ("model__num_layers_unfrozen" in keys) == (whole.below[0] is not None)
+    assert ("model__num_layers_unfrozen" in keys) == (whole.frozen_states[0] is not None)

@@ -9,7 +9,7 @@ from test_invariants import experience_of
 
 from ppocli.config.schema import ReferenceConfig, TrainConfig, reference_kind
 from ppocli.models.layer_stack import layer_stack
-from ppocli.models.policy import freeze_bottom
+from ppocli.models.policy import freeze_lower_layers
 from ppocli.models.reference import CopyReference, SharedReference, share_trunk
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import ROLLOUT
@@ -96,11 +96,11 @@ def test_it_holds_what_trains_and_nothing_else(tmp_path):
                                          if p.requires_grad}
         held = sum(t.numel() for t in reference.frozen.values())
         copied = sum(p.numel() for p in policy.parameters())
-        assert reference.border == 1
+        assert reference.split.layer == 1
         assert held < 0.6 * copied
 
 
-def test_the_frozen_bottom_runs_once_for_policy_and_reference(tmp_path):
+def test_the_frozen_layers_run_once_for_policy_and_reference(tmp_path):
     with session_of(one_layer(tmp_path, ppo__logprobs_from="forward", ppo__chunk_size=16,
                               ppo__micro_batch_size=16)) as session:
         stop = StopFlag()
@@ -137,7 +137,7 @@ def test_a_trunk_whose_layers_are_no_plain_sequence_is_refused():
     from transformers import AutoModelForCausalLM
 
     lm = AutoModelForCausalLM.from_config(model_config("gpt2")).eval()
-    freeze_bottom(lm, 1)
+    freeze_lower_layers(lm, 1)
     layers = layer_stack(lm)
     original = layers[1].forward
     # a layer that also takes what another one left

@@ -12,27 +12,13 @@ from typing import Any
 import torch
 
 from ppocli.models.fast.packing import gathered, packing_of, spread
+from ppocli.models.transformers_internals import sdpa_attention
 
 NAME = "ppocli"
 SHORT = {torch.float32: 128, torch.bfloat16: 256}
 """most keys for which plain products are taken on a CPU"""
 _BEYOND = ("position_bias", "cache", "softcap", "s_aux")
 """arguments that only transformers' own functions understand"""
-
-
-def use_attention(lm: Any) -> None:
-    """Make a model of transformers that would take "sdpa" take this attention."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-
-    if getattr(lm.config, "_attn_implementation", None) != "sdpa":
-        return
-    settable = getattr(lm, "_can_set_attn_implementation", None)
-    if settable is not None and not settable():
-        return  # code of its own (Falcon); asked all the same, transformers warns
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
-    lm.set_attn_implementation(NAME)
 
 
 def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
@@ -57,10 +43,8 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
                   and _is_causal(module, kwargs.get("is_causal")))
         out = _by_products(query, key, value, attention_mask, scaling, causal)
     else:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-        out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout,
-                                        scaling=scaling, **kwargs)
+        out = sdpa_attention(module, query, key, value, attention_mask, dropout=dropout,
+                             scaling=scaling, **kwargs)
     return (out if packing is None else gathered(out, packing)), None
 
 

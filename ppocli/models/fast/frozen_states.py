@@ -7,26 +7,25 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ppocli.models.layer_stack import Border
+from ppocli.models.layer_stack import SplitPoint, trained_split
 from ppocli.models.layout import SequenceBatch
 from ppocli.models.policy import Policy
-from ppocli.models.reference import trunk_border
 from ppocli.models.value_function import ValueBranch
 from ppocli.models.virtual_tokens import num_virtual_tokens
 
 
-def border_of(policy: Policy) -> Border | None:
-    """The border of a policy that trains its top layers only; None where all layers train, or a
+def frozen_split(policy: Policy) -> SplitPoint | None:
+    """The split of a policy that trains its top layers only; None where all layers train, or a
     layer that must be run lies below."""
-    lm = policy.lm
-    if num_virtual_tokens(lm):
+    if num_virtual_tokens(policy.lm):
         return None
     try:
-        layer, as_tuple = trunk_border(lm)
+        split = trained_split(policy.lm)
     except ValueError:  # layers that are no plain sequence
         return None
-    branches = isinstance(policy.value_trunk, ValueBranch) and policy.value_trunk.start < layer
-    return None if layer == 0 or branches else Border(layer, as_tuple)
+    trunk = policy.value_trunk
+    branches = isinstance(trunk, ValueBranch) and split is not None and trunk.start < split.layer
+    return None if branches else split
 
 
 def split_rows(states: torch.Tensor, batch: SequenceBatch, lengths: list[int]
@@ -51,10 +50,9 @@ def joined_rows(rows: list[torch.Tensor], batch: SequenceBatch) -> torch.Tensor:
 
 
 @dataclass(slots=True)
-class BottomStates:
-    """What enters the border, of the samples of one rollout."""
+class FrozenStatesCache:
+    """What enters the first layer that trains, of the samples of one rollout."""
 
-    border: Border
     most: int
     """bytes that may be kept; what goes beyond is computed again each time"""
     rows: list[torch.Tensor | None]
@@ -71,7 +69,7 @@ class BottomStates:
 
     def keep(self, chosen: list[int], lengths: list[int], batch: SequenceBatch,
              states: torch.Tensor) -> None:
-        """Keep what entered the border for these samples, if there is room."""
+        """Keep what entered the split for these samples, if there is room."""
         if self.held + _size(states) > self.most:
             return
         for i, row in zip(chosen, split_rows(states.detach(), batch, lengths), strict=True):

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from ppocli.models.fast.attention import NAME, use_attention
+from ppocli.models.fast.attention import NAME, attention
 from ppocli.models.fast.packing import packing_of_lengths
 from ppocli.models.layout import SequenceBatch
+from ppocli.models.transformers_internals import attention_of, fuse_activations, replace_sdpa
 from ppocli.models.trunk import has_encoder
 from ppocli.models.virtual_tokens import num_virtual_tokens, trunk_states
 
@@ -22,18 +23,8 @@ def use_kernels(lm: Any) -> None:
     """Make a model that has just been loaded take this project's attention, and activations in one
     pass where it would make them out of several."""
     if not has_encoder(lm):
-        use_attention(lm)
-    _fuse_activations(lm)
-
-
-def _fuse_activations(lm: torch.nn.Module) -> None:
-    """GELU by its approximation with tanh, of which GPT-2's and others' code makes eight passes."""
-    from transformers.activations import FastGELUActivation, NewGELUActivation
-
-    for module in list(lm.modules()):
-        for name, child in module.named_children():
-            if type(child) in (NewGELUActivation, FastGELUActivation):
-                setattr(module, name, torch.nn.GELU(approximate="tanh"))
+        replace_sdpa(lm, NAME, attention)
+    fuse_activations(lm)
 
 
 @torch.no_grad()
@@ -44,7 +35,7 @@ def takes_packed(lm: Any) -> bool:
     that run on from token to token.
     """
     if (has_encoder(lm) or num_virtual_tokens(lm)
-            or getattr(lm.config, "_attn_implementation", None) != NAME
+            or attention_of(lm) != NAME
             or getattr(lm.config, "sliding_window", None) is not None
             or "position_ids" not in inspect.signature(lm.base_model.forward).parameters):
         return False

@@ -6,8 +6,8 @@ it. PEFT's model around it is kept for what PEFT knows best, the format of its f
 
 from __future__ import annotations
 
+import copy
 import json
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -18,11 +18,9 @@ import torch
 
 from ppocli.errors import CheckpointError, ConfigError, InputError
 from ppocli.models.digest import tensors_digest
+from ppocli.models.loading import peft_internals
 from ppocli.models.virtual_tokens import VirtualTokens, add_virtual_tokens, switch_virtual_tokens
 from ppocli.storage.adapter_files import BASE, WEIGHTS, BaseIdentity
-
-_ADAPTER_PARTS = ("modules_to_save", "virtual_tokens")
-_WRAPPING_PARTS = ("base_layer", "original_module")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +39,9 @@ class Adapter:
 
 def base_tensors(lm: Any) -> dict[str, torch.Tensor]:
     """The weights and buffers of a causal LM without its adapter, by the names of a bare one."""
-    found = {}
-    for name, tensor in lm.state_dict(keep_vars=True).items():
-        parts = name.split(".")
-        if not any(part.startswith("lora_") or part in _ADAPTER_PARTS for part in parts):
-            found[".".join(part for part in parts if part not in _WRAPPING_PARTS)] = tensor
-    return found
+    return {peft_internals.bare_name(name): tensor
+            for name, tensor in lm.state_dict(keep_vars=True).items()
+            if not peft_internals.belongs_to_adapter(name)}
 
 
 def identify(lm: Any, path: str, revision: str | None) -> BaseIdentity:
@@ -112,36 +107,17 @@ def attach(lm: Any, config: Any, *, seed: int) -> Any:
 
 
 def _wrap(lm: Any, config: Any) -> Any:
-    from peft import PeftModelForCausalLM, PeftModelForSeq2SeqLM
-    from transformers.pytorch_utils import Conv1D
-
-    if hasattr(config, "fan_in_fan_out") and any(isinstance(m, Conv1D) for m in lm.modules()):
-        config.fan_in_fan_out = True  # PEFT would set it too, with a warning for every layer
-    config.base_model_name_or_path = lm.config.name_or_path or None
-    with warnings.catch_warnings():
-        # of several adapters on one model, which is not the case; and of old names in transformers
-        warnings.filterwarnings("ignore", category=UserWarning, module="peft")
-        warnings.filterwarnings("ignore", category=FutureWarning)
-        pair = config.task_type == "SEQ_2_SEQ_LM"
-        model = (PeftModelForSeq2SeqLM if pair else PeftModelForCausalLM)(lm, config)
+    model = peft_internals.wrap(lm, config)
     if config.is_prompt_learning:
         in_cache = config.peft_type.value == "PREFIX_TUNING"
         add_virtual_tokens(lm, VirtualTokens(model, in_cache=in_cache))
     return model
 
 
-def attach_again(lm: Any, adapter: Adapter) -> None:
-    """Give a causal LM without weights the modules that ``adapter`` has, without weights too."""
-    import copy
-
-    _wrap(lm, copy.deepcopy(adapter.model.active_peft_config))
-
-
 def _refuse_changed_head(lm: Any) -> None:
     """Logits are computed from the output embedding's own weights, only where they are needed."""
-    head = lm.get_output_embeddings()
-    if any(part.startswith("lora_") or part in _ADAPTER_PARTS or part == "original_module"
-           for name, _ in head.named_parameters() for part in name.split(".")):
+    if any(peft_internals.belongs_to_adapter(name) or peft_internals.is_wrapped(name)
+           for name, _ in lm.get_output_embeddings().named_parameters()):
         raise ConfigError("The adapter covers the output embedding, which ppocli can't train so.",
                           where="model.peft.target_modules, model.peft.modules_to_save",
                           fix="leave it out, and the input embedding that is tied to it")
@@ -158,16 +134,8 @@ def adapter_off(lm: Any) -> Iterator[Any]:
 
 
 def _switch(lm: Any, enabled: bool) -> None:
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils import AuxiliaryTrainingWrapper
-
     switch_virtual_tokens(lm, enabled)
-    trains = {name: p.requires_grad for name, p in lm.named_parameters()}
-    for module in lm.modules():
-        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
-            module.enable_adapters(enabled)
-    for name, parameter in lm.named_parameters():  # PEFT changes them on the way
-        parameter.requires_grad_(trains[name])
+    peft_internals.enable_layers(lm, enabled)
 
 
 def adapter_tensors(adapter: Adapter) -> dict[str, torch.Tensor]:
@@ -181,8 +149,6 @@ def adapter_tensors(adapter: Adapter) -> dict[str, torch.Tensor]:
 def describe_adapter(adapter: Adapter, folder: Path) -> None:
     """Write what goes with an adapter's weights: PEFT's configuration, and which base it belongs
     to."""
-    import copy
-
     config = copy.deepcopy(adapter.model.active_peft_config)
     config.inference_mode = True
     config.save_pretrained(str(folder))

@@ -6,13 +6,13 @@ from __future__ import annotations
 from typing import Any
 
 from ppocli.errors import InputError
-from ppocli.models.layer_stack import whole_shape
 from ppocli.models.loading.model_config import max_positions
 from ppocli.models.trunk import has_encoder
+from ppocli.parallel.deepspeed_internals import whole_shape
 from ppocli.storage.model_files import find_model
 
 
-def check_companion(tokenizer: Any, policy: Any, other: Any, *, name: str, key: str,
+def check_same_tokens(tokenizer: Any, policy: Any, other: Any, *, name: str, key: str,
                     trust_remote_code: bool = False) -> None:
     """Refuse a model that takes prompts otherwise than the policy, or knows other tokens.
 

@@ -1,22 +1,72 @@
-"""What is known of a model before its weights are loaded: its configuration, and how long a text it
-takes."""
+"""What is known of a model before its weights are loaded, and how transformers is asked for it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ppocli.config.adapters import adapter_kind
 from ppocli.config.schema import ModelConfig
-from ppocli.errors import ConfigError, InputError
+from ppocli.errors import ConfigError, InputError, PpocliError
 from ppocli.models.trunk import RELATIVE_POSITIONS
 from ppocli.models.virtual_tokens import num_virtual_tokens
 from ppocli.storage.model_files import find_model
 from ppocli.text import first_line
 
 
+@contextmanager
+def loading(what: str, key: str) -> Iterator[None]:
+    """transformers raises many kinds of errors of a folder that it can't read: meanwhile they
+    become one.
+
+    Args:
+        what: is loaded, such as "model NAME".
+        key: that names it.
+
+    Raises:
+        InputError: the folder can't be read.
+    """
+    try:
+        yield
+    except PpocliError:
+        raise
+    except Exception as error:
+        raise InputError(f"The {what} can't be loaded: {first_line(error)}", where=key,
+                         fix="check the folder's config.json and model.safetensors, or give "
+                         "another one") from error
+
+
+def attention_wanted(cfg: ModelConfig) -> dict[str, Any]:
+    """How transformers is asked for ``model.attn_implementation``."""
+    return {"attn_implementation": cfg.attn_implementation} if cfg.attn_implementation else {}
+
+
+def quantized(cfg: ModelConfig) -> dict[str, Any]:
+    """How transformers is asked for quantized weights, which it makes on the GPU.
+
+    Raises:
+        InputError: there is none.
+    """
+    if cfg.quantization is None:
+        return {}
+    if not torch.cuda.is_available():
+        raise InputError(f"A {cfg.quantization} base needs a CUDA device, and none was found.",
+                         where="model.quantization", fix="leave model.quantization out")
+    from transformers import BitsAndBytesConfig
+
+    how = (BitsAndBytesConfig(load_in_8bit=True) if cfg.quantization == "8bit" else
+           BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
+                              bnb_4bit_use_double_quant=True,
+                              bnb_4bit_compute_dtype=torch.bfloat16))
+    return {"quantization_config": how, "device_map": {"": torch.cuda.current_device()}}
+
+
 @dataclass(frozen=True, slots=True)
-class Unloaded:
+class ModelFacts:
     """What is known of a model before its weights are loaded."""
 
     config: Any
@@ -24,7 +74,7 @@ class Unloaded:
     """that ``model.peft`` puts before every prompt"""
 
 
-def read_lm(cfg: ModelConfig) -> Unloaded:
+def read_lm(cfg: ModelConfig) -> ModelFacts:
     """The configuration of ``model.path``, whose files are all there.
 
     Raises:
@@ -34,22 +84,18 @@ def read_lm(cfg: ModelConfig) -> Unloaded:
     from transformers import AutoConfig
 
     source, _ = find_model(cfg.path, key="model.path", revision=cfg.revision, needs="model")
-    try:
+    with loading(f"model {cfg.path}", "model.path"):
         config = AutoConfig.from_pretrained(source, revision=cfg.revision,
                                             trust_remote_code=cfg.trust_remote_code)
-    except Exception as error:  # transformers raises many kinds here, all about the folder
-        raise InputError(f"The model {cfg.path} can't be loaded: {first_line(error)}",
-                         where="model.path", fix="check the folder's config.json and "
-                         "model.safetensors, or give another one") from error
-    found = unloaded(cfg, config)
+    found = model_facts(cfg, config)
     check_room(found)
     return found
 
 
-def unloaded(cfg: ModelConfig, config: Any) -> Unloaded:
+def model_facts(cfg: ModelConfig, config: Any) -> ModelFacts:
     """What ``model.path`` will be, with the virtual tokens of ``model.peft``."""
     virtual = adapter_kind(cfg) in ("prefix", "prompt")
-    return Unloaded(config, int((cfg.peft or {})["num_virtual_tokens"]) if virtual else 0)
+    return ModelFacts(config, int((cfg.peft or {})["num_virtual_tokens"]) if virtual else 0)
 
 
 def check_room(lm: Any) -> None:

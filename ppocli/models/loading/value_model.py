@@ -10,13 +10,13 @@ import torch
 from ppocli.config.schema import ModelConfig
 from ppocli.errors import InputError
 from ppocli.models.fast.kernels import use_kernels
-from ppocli.models.loading.compatibility import check_companion
+from ppocli.models.loading.compatibility import check_same_tokens
 from ppocli.models.loading.language_model import check_complete, silence_dropout, without_dropout
+from ppocli.models.loading.model_config import attention_wanted, loading
 from ppocli.models.policy import ValueHead
 from ppocli.models.trunk import has_encoder
 from ppocli.models.value_function import ScoreHead, ValueModel
 from ppocli.storage.model_files import find_model
-from ppocli.text import first_line
 
 log = logging.getLogger("ppocli")
 
@@ -42,7 +42,7 @@ def load_value_model(cfg: ModelConfig, tokenizer: Any, policy: Any, seed: int
     revision = None if cfg.value.path else cfg.revision
     source, _ = find_model(name, key=key, revision=revision, needs="model")
     trunk, score = _load(cfg, name, source, key, revision)
-    check_companion(tokenizer, policy, trunk, name=name, key=key,
+    check_same_tokens(tokenizer, policy, trunk, name=name, key=key,
                     trust_remote_code=cfg.trust_remote_code)
     if not has_encoder(trunk):  # a decoder beside an encoder is causal
         _check_causal(trunk, name, key)
@@ -60,19 +60,14 @@ def _load(cfg: ModelConfig, name: str, source: str, key: str, revision: str | No
     from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
     hub = {"revision": revision, "trust_remote_code": cfg.trust_remote_code}
-    attention = {"attn_implementation": cfg.attn_implementation} if cfg.attn_implementation else {}
-    try:
+    with loading(f"value model {name}", key):
         config = AutoConfig.from_pretrained(source, **hub)
         scores = any("ForSequenceClassification" in a for a in config.architectures or [])
         kind = AutoModelForSequenceClassification if scores else AutoModel
         loaded: Any = kind.from_pretrained(
             source, config=without_dropout(config), dtype=torch.float32, output_loading_info=True,
-            **hub, **attention)
+            **hub, **attention_wanted(cfg))
         model, info = loaded
-    except Exception as error:  # transformers raises many kinds here, all about the folder
-        raise InputError(f"The value model {name} can't be loaded: {first_line(error)}", where=key,
-                         fix="check the folder's config.json and model.safetensors, or give "
-                         "another one") from error
     check_complete(info, type(model).__name__, name, key)
     model.config.pad_token_id = None
     model.eval()

@@ -13,8 +13,7 @@ from ppocli.config.algorithm import estimator_of, kl_estimator, reference_sharde
 from ppocli.config.schema import TrainConfig, reference_kind
 from ppocli.errors import ConfigError, InputError
 from ppocli.models.fast.gemm import route_linears
-from ppocli.models.layer_stack import whole_shape
-from ppocli.models.loading.compatibility import check_companion
+from ppocli.models.loading.compatibility import check_same_tokens
 from ppocli.models.loading.language_model import (
     LoadedLM,
     empty_lm,
@@ -23,10 +22,11 @@ from ppocli.models.loading.language_model import (
     load_reference,
 )
 from ppocli.models.loading.value_model import load_value_model
-from ppocli.models.policy import Policy, build_value_head, freeze_bottom
+from ppocli.models.policy import Policy, build_value_head, freeze_lower_layers
 from ppocli.models.reference import AdapterReference, CopyReference, Reference, share_trunk
 from ppocli.models.value_function import ValueBranch
 from ppocli.parallel.backend import Backend
+from ppocli.parallel.deepspeed_internals import whole_shape
 from ppocli.sampling.loading import load_decodable, load_policy
 from ppocli.text import first_line
 from ppocli.zero.sharded_reference import sharded_copy, share_sharded_trunk
@@ -52,7 +52,7 @@ def copy_reference(cfg: TrainConfig, backend: Backend, tokenizer: Any, policy: A
                         offload=offload) if in_parts else load()).lm
     device = backend.device if wanted.device is None else torch.device(wanted.device)
     if cfg.model.reference.path is not None:
-        check_companion(tokenizer, policy, lm, name=cfg.model.reference.path,
+        check_same_tokens(tokenizer, policy, lm, name=cfg.model.reference.path,
                         key="model.reference.path", trust_remote_code=cfg.model.trust_remote_code)
         _check_full_kl(cfg, policy, lm)
     if backend.onednn:
@@ -139,7 +139,7 @@ def build_policy(cfg: TrainConfig, backend: Backend, loaded: LoadedLM, tokenizer
         InputError: layers can't be found, or the value function can't be built.
     """
     try:
-        freeze_bottom(loaded.lm, cfg.model.num_layers_unfrozen)
+        freeze_lower_layers(loaded.lm, cfg.model.num_layers_unfrozen)
     except ValueError as error:
         raise InputError(f"model.num_layers_unfrozen can't be used: {error}.",
                          where="model.num_layers_unfrozen", fix="leave it at -1") from error
@@ -179,7 +179,7 @@ def _value_function(cfg: TrainConfig, loaded: LoadedLM, tokenizer: Any) -> tuple
             branch = ValueBranch(loaded.lm, value.num_layers_unfrozen)
             return build_value_head(loaded.lm, cfg.seed), branch
         model, head = load_value_model(cfg.model, tokenizer, loaded.lm, cfg.seed)
-        freeze_bottom(model.lm, value.num_layers_unfrozen)
+        freeze_lower_layers(model.lm, value.num_layers_unfrozen)
     except ValueError as error:
         raise InputError(f"The value function can't be built: {error}.", where="model.value",
                          fix="set model.value.kind=head, or change "

@@ -120,7 +120,8 @@ def to_experience(rollout: Rollout, state: PPOState, cfg: TrainConfig) -> Experi
         advantages=advantages, returns=returns,
         ref_logprobs=rollout.ref_logprobs[keep] if charged else None,
         kl_coef=state.kl_coef if charged else 0.0,
-        below=[rollout.below[i] for i in keep.tolist()] if rollout.below else [])
+        frozen_states=[rollout.frozen_states[i] for i in keep.tolist()]
+        if rollout.frozen_states else [])
 
 
 def sequence_kl(rollout: Rollout) -> float:

@@ -45,7 +45,7 @@ class Rollout:
     responses: list[str]
     parts: dict[str, list[float | None]]
     """scores of each reward by name"""
-    below: list[torch.Tensor | None] = field(default_factory=list)
+    frozen_states: list[torch.Tensor | None] = field(default_factory=list)
     """[n, D] of each sample, on the device: what entered the lowest layer that trains, where it was
     kept; empty where nobody knows of it"""
 
@@ -79,7 +79,7 @@ class Experience:
     """[B, R] where the KL is a term of the loss"""
     kl_coef: float = 0.0
     """of the KL term of the loss; 0 where the reward is charged"""
-    below: list[torch.Tensor | None] = field(default_factory=list)
+    frozen_states: list[torch.Tensor | None] = field(default_factory=list)
     """as of :class:`Rollout`"""
 
     def __len__(self) -> int:

@@ -19,13 +19,16 @@ import torch
 from ppocli.config.algorithm import kl_estimator
 from ppocli.data.batch import PromptBatch
 from ppocli.errors import DivergedError
+from ppocli.models.fast.frozen_states import joined_rows
 from ppocli.models.head import HeadWeights
 from ppocli.models.passes import (
-    collect,
+    PolicyPass,
+    ReferencePass,
     lay_out_rows,
     score_policy,
     score_reference,
-    states_below,
+    spread,
+    states_of_samples,
 )
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.kl import kl_per_token
@@ -154,11 +157,11 @@ def sample_policy(session: EvalSession, prompts: PromptBatch, spec: SamplingSpec
     speaker = Speaker(policy.lm, head)
     # in fp32 they are what a forward pass gives; half of the room is for those without padding
     exact = session.from_decode and session.backend.precision == "fp32"
-    if stream == ROLLOUT and exact and policy.border is not None:
+    if stream == ROLLOUT and exact and policy.split is not None:
         tokens = prompts.tokens.shape[1] + spec.max_new_tokens
         width = policy.lm.get_input_embeddings().weight.shape[-1]
-        if 4 * session.cfg.ppo.num_rollouts * tokens * width <= session.below_bytes // 2:
-            speaker = Speaker(policy.lm, head, policy.border)
+        if 4 * session.cfg.ppo.num_rollouts * tokens * width <= session.frozen_states_bytes // 2:
+            speaker = Speaker(policy.lm, head, policy.split)
     phase = "rollout" if stream == ROLLOUT else "evaluation"
     for out in sample_chunks(session.sampler, session.passes, prompts, spec, stream, speaker, stop,
                              phase=phase, chunk=session.chunk_size):
@@ -187,14 +190,14 @@ class Measured:
     values: torch.Tensor | None
     ref_logprobs: torch.Tensor
     kl: torch.Tensor
-    below: list[torch.Tensor | None]
+    frozen_states: list[torch.Tensor | None]
     """[n, D] of each sample, where it was kept: what entered the policy's lowest layer that trains
     """
 
 
 def measure(session: EvalSession, out: Samples, *, phase: str, want_policy: bool,
             want_values: bool, estimator: str, temperature: float, stop: StopFlag,
-            most_below: int = 0) -> Measured:
+            most_frozen_bytes: int = 0) -> Measured:
     """Forward passes over B samples: reference logprobs, KL, and the policy's own on demand. All
     ranks call it in step.
 
@@ -203,7 +206,8 @@ def measure(session: EvalSession, out: Samples, *, phase: str, want_policy: bool
         want_policy: also compute the policy's logprobs (else the decoded ones serve).
         want_values: also compute the values of the states before each action.
         estimator: of :mod:`ppocli.ppo.kl`, or ``full`` for the KL over the whole vocabulary.
-        most_below: bytes that may be kept of what enters the policy's lowest layer that trains.
+        most_frozen_bytes: bytes that may be kept of what enters the policy's lowest layer that
+            trains.
 
     Raises:
         OutOfMemoryError: there is no room for one sample.
@@ -212,12 +216,13 @@ def measure(session: EvalSession, out: Samples, *, phase: str, want_policy: bool
     longest = int(out.sequences.spans.max())
     return session.passes.retry(phase, asked, longest, lambda: _measure(
         session, out, session.passes.limit(phase, asked), want_policy, want_values, estimator,
-        temperature, stop, most_below), in_step=session.scores_in_step)
+        temperature, stop, most_frozen_bytes), in_step=session.scores_in_step)
 
 
 @torch.no_grad()
 def _measure(session: EvalSession, out: Samples, size: int, want_policy: bool, want_values: bool,
-             estimator: str, temperature: float, stop: StopFlag, most_below: int) -> Measured:
+             estimator: str, temperature: float, stop: StopFlag, most_frozen_bytes: int
+             ) -> Measured:
     """As :func:`measure`, ``size`` rows per pass, on this rank."""
     limit = session.cfg.ppo.micro_batch_tokens
     if limit is not None and session.scores_in_step:  # then all ranks make equally many passes
@@ -226,36 +231,46 @@ def _measure(session: EvalSession, out: Samples, size: int, want_policy: bool, w
         limit = None
     passes = lay_out_rows(out.sequences, size, session.backend.device, pack=session.packs,
                           tokens=limit)
-    # all passes hold what enters the border until the reference is run
-    width = session.policy.lm.get_input_embeddings().weight.shape[-1]
+    policy, reference, whole = session.policy, session.reference, estimator == "full"
+    # all passes hold what enters the first layer that trains until the reference is run
+    width = policy.lm.get_input_embeddings().weight.shape[-1]
     needed = 4 * width * sum(one.batch.tokens.numel() for one in passes)
-    border = session.policy.border if 0 < needed <= most_below else None
-    if border is not None and out.below is not None:
-        for one in passes:
-            one.take_below([out.below[i] for i in one.rows])
+    kept_at = policy.split if 0 < needed <= most_frozen_bytes else None
+    frozen = [None if kept_at is None or out.frozen_states is None else
+              joined_rows([out.frozen_states[i] for i in one.rows], one.batch) for one in passes]
+    said: list[PolicyPass] = []
+    compared: list[ReferencePass] = []
     with session.backend.autocast():
-        if want_policy or want_values or estimator == "full":
-            for one in passes:
+        if want_policy or want_values or whole:
+            split = kept_at if reference is None else reference.split or kept_at
+            for i, one in enumerate(passes):
                 stop.check()
                 faults.point("scoring.forward", size)
-                score_policy(session.policy, session.reference, one, temperature=temperature,
-                             want_logprobs=want_policy, want_values=want_values,
-                             keep_hidden=estimator == "full", border=border)
-        if session.reference is not None:
-            head = HeadWeights.of(session.policy.lm)
-            with session.reference.view(session.policy.lm) as view:
-                for one in passes:
+                said.append(score_policy(policy, one, temperature=temperature, split=split,
+                                         want_logprobs=want_policy, want_values=want_values,
+                                         keep_hidden=whole))
+                frozen[i] = frozen[i] if said[i].frozen_states is None else said[i].frozen_states
+        if reference is not None:
+            head = HeadWeights.of(policy.lm).as_now()
+            with reference.view(policy.lm) as view:
+                for i, one in enumerate(passes):
                     stop.check()
                     faults.point("scoring.forward", size)
-                    score_reference(session.reference, view, one, head, temperature=temperature,
-                                    border=border if view is session.policy.lm else None)
-    full = collect(passes, out.mask.shape)
-    logprobs = full["logprobs"] if want_policy else out.logprobs
-    ref_logprobs = full["ref_logprobs"] if session.reference is not None else logprobs
-    kl = full["full_kl"] if estimator == "full" else kl_per_token(logprobs, ref_logprobs, estimator)
-    return Measured(full["logprobs"] if want_policy else None,
-                    full["values"] if want_values else None, ref_logprobs, kl * out.mask,
-                    states_below(passes, len(out.mask), most_below))
+                    compared.append(score_reference(
+                        reference, view, one, head, temperature=temperature,
+                        hidden=said[i].hidden if whole else None, frozen_states=frozen[i],
+                        split=kept_at if view is policy.lm else None))
+                    frozen[i] = compared[i].frozen_states
+    shape = out.mask.shape
+    logprobs = spread(passes, [one.logprobs for one in said], shape) if want_policy else None
+    values = spread(passes, [one.values for one in said], shape) if want_values else None
+    sampled = out.logprobs if logprobs is None else logprobs
+    ref_logprobs = sampled if reference is None else spread(
+        passes, [one.logprobs for one in compared], shape)
+    kl = (spread(passes, [one.full_kl for one in compared], shape) if whole and compared else
+          torch.zeros(shape) if whole else kl_per_token(sampled, ref_logprobs, estimator))
+    return Measured(logprobs, values, ref_logprobs, kl * out.mask, states_of_samples(
+        passes, frozen, len(out.mask), 0 if kept_at is None else most_frozen_bytes))
 
 
 def measure_chunk(session: Session, chunk: Chunk, stop: StopFlag, *, forward: bool) -> Measured:
@@ -269,7 +284,7 @@ def measure_chunk(session: Session, chunk: Chunk, stop: StopFlag, *, forward: bo
     return measure(session, chunk.out, phase="scoring", want_policy=forward,
                    want_values=want_values, stop=stop, estimator=kl_estimator(session.cfg.ppo),
                    temperature=session.sampling.temperature,
-                   most_below=session.below_bytes * len(chunk.prompts)
+                   most_frozen_bytes=session.frozen_states_bytes * len(chunk.prompts)
                    // session.cfg.ppo.num_rollouts)
 
 
@@ -287,7 +302,7 @@ def rollout_of(session: Session, chunk: Chunk, scores: RewardScores, measured: M
         kl=measured.kl[:own], scores=scores.scores, dense=_dense_rewards(scores, mine.mask),
         valid=torch.tensor(scores.valid), finished=mine.finished,
         has_reference=session.reference is not None, responses=chunk.responses, parts=scores.parts,
-        below=measured.below[:own])
+        frozen_states=measured.frozen_states[:own])
 
 
 def _dense_rewards(scores: RewardScores, mask: torch.Tensor) -> torch.Tensor | None:

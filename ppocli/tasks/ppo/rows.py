@@ -32,7 +32,7 @@ def in_order(rollout: Rollout) -> Rollout:
         **{name: getattr(rollout, name)[index] for name in _TENSORS},
         scores=listed(rollout.scores), responses=listed(rollout.responses),
         dense=None if rollout.dense is None else rollout.dense[index],
-        below=listed(rollout.below),
+        frozen_states=listed(rollout.frozen_states),
         parts={name: listed(values) for name, values in rollout.parts.items()})
 
 
@@ -68,4 +68,4 @@ def merge_rollouts(parts: list[Rollout]) -> Rollout:
         scores=joined([p.scores for p in parts]), dense=dense,
         has_reference=parts[0].has_reference, responses=joined([p.responses for p in parts]),
         parts={n: joined([p.parts[n] for p in parts]) for n in parts[0].parts},
-        below=joined([p.below for p in parts]))
+        frozen_states=joined([p.frozen_states for p in parts]))

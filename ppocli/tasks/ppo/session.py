@@ -24,7 +24,7 @@ from ppocli.data.prompt_set import PromptSet, load_eval_prompts, load_prompts
 from ppocli.data.spec import evaluation_spec
 from ppocli.errors import ConfigError
 from ppocli.estimate.check import check_memory
-from ppocli.models.fast.frozen_states import border_of
+from ppocli.models.fast.frozen_states import frozen_split
 from ppocli.models.fast.gemm import route_linears
 from ppocli.models.fast.kernels import takes_packed
 from ppocli.models.loading.compatibility import check_reach
@@ -91,9 +91,9 @@ class EvalSession:
             self.sampler.logprobs_match or self.cfg.ppo.logprobs_from == "decode")
 
     @property
-    def below_bytes(self) -> int:
+    def frozen_states_bytes(self) -> int:
         """Most memory for what enters the policy's lowest layer that trains, of one rollout."""
-        return 0 if self.policy.border is None else self.cfg.hardware.frozen_states_mib * 2**20
+        return 0 if self.policy.split is None else self.cfg.hardware.frozen_states_mib * 2**20
 
     @property
     def forward_rows(self) -> int:
@@ -333,7 +333,7 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
     trained = prepare(backend, policy, build_optimizer(policy, cfg.ppo), cfg.ppo.max_grad_norm)
     reference = build_reference(cfg, backend, policy.lm, tokenizer)
     if backend.ranks.world == 1 and backend.zero_stage < 3:  # else samples change ranks
-        policy.border = border_of(policy)
+        policy.split = frozen_split(policy)
     _check_reach(cfg, policy, reference, [*inputs.prompts.token_ids,
                                           *inputs.eval_prompts.token_ids])
     sampler = build_sampler(cfg.rollout, SamplerSetup(cfg, backend, tokenizer, loaded))

@@ -1,4 +1,4 @@
-"""What the frozen layers at the bottom make of a sample is computed once for all passes over it,
+"""What the frozen lower layers make of a sample is computed once for all passes over it,
 and changes no number."""
 
 import pytest
@@ -27,7 +27,7 @@ def top_layer(tmp_path, kind="gpt2", **over):
 
 
 def trained(cfg):
-    """Weights after one rollout and its updates, and how often the bottom layer ran in these."""
+    """Weights after one rollout and its updates, and how often the lowest layer ran in these."""
     with session_of(cfg, reward=count_letters) as session:
         experience, state = experience_of(session)
         runs = []
@@ -35,7 +35,7 @@ def trained(cfg):
             lambda _, inputs, runs=runs: runs.append(inputs[0].shape[:2].numel()))
         result = optimize(session, experience, state, StopFlag())
         assert result.updates
-        return weights_of(session), runs, session.below_bytes
+        return weights_of(session), runs, session.frozen_states_bytes
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -46,14 +46,14 @@ def test_weights_are_those_of_passes_through_all_layers(tmp_path, kind, source):
     assert runs
     kept, again, most = trained(top_layer(tmp_path, kind, ppo__logprobs_from=source))
     assert most == 2048 * 2**20
-    assert again == [], "a pass before ran the bottom already"
+    assert again == [], "a pass before ran the frozen layers already"
     for name, weight in whole.items():
         torch.testing.assert_close(kept[name], weight, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize("reference", ["shared", "copy"])
-def test_decoding_alone_runs_the_bottom(tmp_path, kind, reference):
+def test_decoding_alone_runs_the_frozen_layers(tmp_path, kind, reference):
     cfg = top_layer(tmp_path, kind, model__reference__kind=reference, ppo__chunk_size=3)
     found = {}
     for mib in (0, 64):
@@ -63,16 +63,16 @@ def test_decoding_alone_runs_the_bottom(tmp_path, kind, reference):
             session.policy.lm.base_model.register_forward_pre_hook(
                 lambda _, __, words, runs=runs: runs.append(words.get("past_key_values")),
                 with_kwargs=True)
-            bottom = []
+            lower = []
             layer_stack(session.policy.lm)[0].register_forward_pre_hook(
-                lambda *_, bottom=bottom: bottom.append(1))
-            found[mib] = rollout_of(session), runs, bottom
+                lambda *_, lower=lower: lower.append(1))
+            found[mib] = rollout_of(session), runs, lower
     plain, kept = found[0][0], found[64][0]
     torch.testing.assert_close(kept.ref_logprobs, plain.ref_logprobs, rtol=0, atol=2e-6)
     spans = kept.prompts.mask.sum(1) + kept.response_mask.sum(1) - 1
-    assert [len(state) for state in kept.below] == spans.tolist()
-    _, runs, bottom = found[64]
-    assert len(bottom) == sum(cache is not None for cache in runs), "in decoding, and only there"
+    assert [len(state) for state in kept.frozen_states] == spans.tolist()
+    _, runs, lower = found[64]
+    assert len(lower) == sum(cache is not None for cache in runs), "in decoding, and only there"
 
 
 def test_where_no_pass_before_gave_exact_states_the_first_epoch_remembers(tmp_path):
@@ -80,7 +80,7 @@ def test_where_no_pass_before_gave_exact_states_the_first_epoch_remembers(tmp_pa
                     hardware__precision="bf16", ppo__logprobs_from="decode")
     _, runs, _ = trained(cfg)
     epoch = -(-cfg.ppo.num_rollouts // cfg.ppo.mini_batch_size)
-    assert len(runs) == epoch, "three epochs, and the bottom ran in the first"
+    assert len(runs) == epoch, "three epochs, and the frozen layers ran in the first"
 
 
 def test_what_does_not_fit_is_computed_again(tmp_path):
@@ -95,17 +95,17 @@ def test_what_does_not_fit_is_computed_again(tmp_path):
     {"model__num_layers_unfrozen": -1},
     {"model__num_layers_unfrozen": -1, "model__peft": {"type": "lora"}},
 ], ids=["all layers", "lora"])
-def test_nothing_is_kept_where_the_bottom_trains(tmp_path, over):
+def test_nothing_is_kept_where_lower_layers_train(tmp_path, over):
     with session_of(top_layer(tmp_path, **over), reward=count_letters) as session:
-        assert session.policy.border is None
-        assert session.below_bytes == 0
-        assert not any(state is not None for state in rollout_of(session).below)
+        assert session.policy.split is None
+        assert session.frozen_states_bytes == 0
+        assert not any(state is not None for state in rollout_of(session).frozen_states)
 
 
-def test_a_critic_s_branch_below_the_border_keeps_it_running(tmp_path):
+def test_a_critic_s_branch_below_the_split_keeps_it_running(tmp_path):
     over = {"model__value__kind": "branch", "model__value__num_layers_unfrozen": 1}
     with session_of(top_layer(tmp_path, **over), reward=count_letters) as session:
-        assert session.policy.border is not None, "the branch leaves at the border"
+        assert session.policy.split is not None, "the branch leaves at the split"
         experience, _state = experience_of(session)
         optimize(session, experience, fresh_state(session), StopFlag())
 
@@ -120,5 +120,5 @@ def test_samples_without_a_score_take_their_states_with_them(tmp_path):
         rollout = rollout_of(session)
         experience, _ = experience_of(session)
         spans = experience.prompt_mask.sum(1) + experience.response_mask.sum(1) - 1
-        assert len(experience.below) == len(experience) < len(rollout)
-        assert [len(state) for state in experience.below] == spans.tolist()
+        assert len(experience.frozen_states) == len(experience) < len(rollout)
+        assert [len(state) for state in experience.frozen_states] == spans.tolist()

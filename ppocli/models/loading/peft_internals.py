@@ -1,0 +1,94 @@
+"""What ppocli uses of PEFT beyond its public classes: its wrappers inside a model, the names that
+they give to weights, and the virtual tokens of its models. Nothing else touches them."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from typing import Any
+
+import torch
+
+from ppocli.models.layer_stack import with_modules
+from ppocli.models.transformers_internals import conv1d
+from ppocli.parallel.library_parts import check_parts
+
+_PARTS = (
+    "peft.tuners.tuners_utils:BaseTunerLayer.enable_adapters",
+    "peft.utils:AuxiliaryTrainingWrapper.enable_adapters", "peft:PeftModelForSeq2SeqLM",
+    "peft:PeftModelForCausalLM.get_prompt", "peft:PeftModelForCausalLM.active_peft_config",
+    "peft:get_peft_model_state_dict", "peft:set_peft_model_state_dict")
+_OWN_PARTS = ("modules_to_save", "virtual_tokens")
+_WRAPPING_PARTS = ("base_layer", "original_module")
+"""in names of weights: what belongs to an adapter, beside LoRA's, and what stands around the
+base's"""
+
+
+@cache
+def probe() -> None:
+    """Refuse a PEFT without these parts.
+
+    Raises:
+        ConfigError: one is missing.
+    """
+    check_parts("peft", _PARTS)
+
+
+def wrap(lm: Any, config: Any) -> Any:
+    """PEFT's model around a causal LM or an encoder-decoder, whose layers it replaces."""
+    from peft import PeftModelForCausalLM, PeftModelForSeq2SeqLM
+
+    probe()
+    if hasattr(config, "fan_in_fan_out") and any(isinstance(m, conv1d()) for m in lm.modules()):
+        config.fan_in_fan_out = True  # PEFT would set it too, with a warning for every layer
+    config.base_model_name_or_path = lm.config.name_or_path or None
+    with warnings.catch_warnings():
+        # of several adapters on one model, which is not the case; and of old names in transformers
+        warnings.filterwarnings("ignore", category=UserWarning, module="peft")
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        pair = config.task_type == "SEQ_2_SEQ_LM"
+        return (PeftModelForSeq2SeqLM if pair else PeftModelForCausalLM)(lm, config)
+
+
+def belongs_to_adapter(name: str) -> bool:
+    """Whether a weight of this name is an adapter's own."""
+    return any(part.startswith("lora_") or part in _OWN_PARTS for part in name.split("."))
+
+
+def is_wrapped(name: str) -> bool:
+    """Whether a weight of this name is one of the base's that an adapter stands around."""
+    return any(part in _WRAPPING_PARTS for part in name.split("."))
+
+
+def bare_name(name: str) -> str:
+    """The name that a weight of the base has without the adapter."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPING_PARTS)
+
+
+def enable_layers(lm: Any, enabled: bool) -> None:
+    """Switch what stands inside a model's layers on or off; what trains stays as it was."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import AuxiliaryTrainingWrapper
+
+    trains = {name: p.requires_grad for name, p in lm.named_parameters()}
+    for module in lm.modules():
+        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+            module.enable_adapters(enabled)
+    for name, parameter in lm.named_parameters():  # PEFT changes them on the way
+        parameter.requires_grad_(trains[name])
+
+
+def prompt(peft_model: Any, encoder: torch.nn.Module, rows: int) -> Any:
+    """What virtual tokens are for so many rows: a cache of keys and values, or embeddings
+    [rows, count, D].
+
+    Args:
+        encoder: makes them, in place of PEFT's own.
+    """
+    return with_modules(peft_model, {"prompt_encoder": encoder}).get_prompt(batch_size=rows)
+
+
+def forget_prompt_values(peft_model: Any) -> None:
+    """Keep shapes only of the numbers of virtual tokens, which PEFT keeps where no module is."""
+    peft_model.prompt_tokens = {name: torch.empty(value.shape, dtype=value.dtype)
+                                for name, value in peft_model.prompt_tokens.items()}

@@ -1,0 +1,129 @@
+"""What ppocli uses of transformers beyond its public classes: the registry of attention functions,
+the layers of its cache, and two of its building blocks. Nothing else touches them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from ppocli.parallel.library_parts import check_parts
+
+_PARTS = (
+    "transformers:AttentionInterface.register", "transformers:AttentionMaskInterface.register",
+    "transformers.masking_utils:sdpa_mask",
+    "transformers.integrations.sdpa_attention:sdpa_attention_forward",
+    "transformers:PreTrainedModel.set_attn_implementation",
+    "transformers:DynamicCache.batch_select_indices", "transformers.cache_utils:DynamicLayer",
+    "transformers.pytorch_utils:Conv1D", "transformers.activations:NewGELUActivation",
+    "transformers.activations:FastGELUActivation")
+
+
+@cache
+def probe() -> None:
+    """Refuse a transformers without these parts.
+
+    Raises:
+        ConfigError: one is missing.
+    """
+    check_parts("transformers", _PARTS)
+
+
+def conv1d() -> Any:
+    """GPT-2's linear layer, whose weight is stored as [inputs, outputs]."""
+    from transformers.pytorch_utils import Conv1D
+
+    return Conv1D
+
+
+def fuse_activations(lm: torch.nn.Module) -> None:
+    """GELU by its approximation with tanh, of which GPT-2's and others' code makes eight passes, in
+    one."""
+    from transformers.activations import FastGELUActivation, NewGELUActivation
+
+    for module in list(lm.modules()):
+        for name, child in module.named_children():
+            if type(child) in (NewGELUActivation, FastGELUActivation):
+                setattr(module, name, torch.nn.GELU(approximate="tanh"))
+
+
+# Attention ----------------------------------------------------------------------------------------
+
+def attention_of(lm: Any) -> str | None:
+    """The registered name of the attention that a model computes with."""
+    name: str | None = getattr(lm.config, "_attn_implementation", None)
+    return name
+
+
+def replace_sdpa(lm: Any, name: str, attention: Callable[..., Any]) -> None:
+    """Make a model that would take "sdpa" take another attention function, with the same masks."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    if attention_of(lm) != "sdpa":
+        return
+    settable = getattr(lm, "_can_set_attn_implementation", None)
+    if settable is not None and not settable():
+        return  # code of its own (Falcon); asked all the same, transformers warns
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, sdpa_mask)
+    lm.set_attn_implementation(name)
+
+
+def restore_sdpa(module: torch.nn.Module, name: str) -> None:
+    """Make every model inside ``module`` that has taken this attention take "sdpa" again."""
+    for part in module.modules():
+        config: Any = getattr(part, "config", None)
+        if getattr(config, "_attn_implementation", None) == name:
+            config._attn_implementation = "sdpa"
+
+
+def sdpa_attention(*args: Any, **words: Any) -> torch.Tensor:
+    """transformers' own attention function for "sdpa", [B, T, H, D]."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    out: torch.Tensor = sdpa_attention_forward(*args, **words)[0]
+    return out
+
+
+# The cache of keys and values ---------------------------------------------------------------------
+
+def caches_all_keys(lm: Any) -> bool:
+    """Whether every layer keeps all keys and values of a row, and nothing else."""
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer
+
+    layers = DynamicCache(config=lm.config).layers
+    return bool(layers) and all(type(layer) is DynamicLayer for layer in layers)
+
+
+def cached_tokens(cache: Any) -> int:
+    """Tokens of a row whose keys and values are kept, padding included."""
+    count: int = cache.layers[0].keys.shape[2]
+    return count
+
+
+def drop_first_tokens(cache: Any, count: int) -> None:
+    """Forget the leftmost keys and values."""
+    for layer in cache.layers:
+        if layer.keys is not None:
+            layer.keys, layer.values = layer.keys[:, :, count:], layer.values[:, :, count:]
+
+
+def append_rows(cache: Any, others: Any, width: int) -> None:
+    """Move the rows of one cache behind those of another, all of them padded on the left to
+    ``width`` tokens."""
+    for own, new in zip(cache.layers, others.layers, strict=True):
+        if own.keys is None:  # a layer that uses those of another one
+            continue
+        own.keys = torch.cat([_left_padded(own.keys, width), _left_padded(new.keys, width)])
+        new.keys = None  # two copies of all layers are never held
+        own.values = torch.cat([_left_padded(own.values, width), _left_padded(new.values, width)])
+        new.values = None
+
+
+def _left_padded(states: torch.Tensor, width: int) -> torch.Tensor:
+    """[b, H, T, D] to [b, H, width, D]."""
+    return torch.nn.functional.pad(states, (0, 0, width - states.shape[2], 0))

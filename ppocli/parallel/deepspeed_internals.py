@@ -1,0 +1,152 @@
+"""What ppocli uses of DeepSpeed beyond its public calls: how ZeRO 3 marks a sharded parameter and
+where it keeps a rank's part, and the flat tensors that its optimizers step on. Nothing else touches
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ppocli.parallel.library_parts import check_parts
+
+_PARTS = (
+    "deepspeed:zero.GatheredParameters", "deepspeed:zero.Init", "deepspeed.ops:__compatible_ops__",
+    "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus.AVAILABLE",
+    *(f"deepspeed.utils:{name}" for name in (
+        "safe_set_full_fp32_param", "safe_set_full_optimizer_state", "safe_set_local_fp32_param",
+        "safe_set_local_optimizer_state", "safe_get_full_optimizer_state",
+        "lazy_init_hp_params_optimizer_state")))
+_USER = -1
+"""stands among the modules that use a parameter, which DeepSpeed numbers from 0"""
+
+
+def probe() -> None:
+    """Refuse a DeepSpeed without these parts.
+
+    Raises:
+        ConfigError: one is missing.
+    """
+    check_parts("deepspeed", _PARTS)
+
+
+def skip_compiled_kernel() -> None:
+    """On CPUs DeepSpeed would compile a kernel when the ranks meet (a minute of C++, or the end of
+    the run where there is no compiler) that only its inference uses."""
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+# Sharded parameters -------------------------------------------------------------------------------
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether ZeRO 3 keeps a tensor in parts; it may be whole at the moment."""
+    return hasattr(tensor, "ds_id")
+
+
+def whole_shape(tensor: torch.Tensor) -> torch.Size:
+    """The shape a tensor has when it isn't sharded."""
+    shape: torch.Size = getattr(tensor, "ds_shape", tensor.shape)
+    return shape
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank keeps of a tensor: of one that isn't sharded, all of it."""
+    part: torch.Tensor = getattr(tensor, "ds_tensor", tensor)
+    return part
+
+
+def is_whole(parameter: Any) -> bool:
+    """Whether a sharded parameter is put together at the moment."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    return getattr(parameter, "ds_status", None) == ZeroParamStatus.AVAILABLE
+
+
+def put_back(parameters: Iterable[Any]) -> None:
+    """Leave to each rank its part. Small parameters that DeepSpeed has left whole behind a pass may
+    be rounded to the type that it computes in."""
+    for parameter in parameters:
+        if is_whole(parameter) and not parameter.ds_active_sub_modules:
+            parameter.partition()
+
+
+@contextmanager
+def marked_in_use(parameters: list[Any]) -> Iterator[None]:
+    """Whole parameters stay so behind the forward pass of a layer that uses them, where DeepSpeed
+    would release them."""
+    try:
+        for parameter in parameters:
+            parameter.ds_active_sub_modules.add(_USER)
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.ds_active_sub_modules.discard(_USER)
+
+
+def shard(parameters: Iterable[nn.Parameter], settings: Mapping[str, Any]) -> None:
+    """Leave to each rank its part of one parameter after the other; rank 0's values are those of
+    all."""
+    from deepspeed import zero
+
+    first: Any = None
+    for parameter in parameters:
+        if first is None:
+            zero.Init(module=OneParameter(parameter), config_dict_or_path=dict(settings))
+            first = parameter
+        else:
+            first.convert_to_zero_parameters(param_list=[parameter])
+
+
+class OneParameter(nn.Module):
+    """A module of one parameter."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        super().__init__()
+        self.parameter = parameter
+
+
+# Optimizers ---------------------------------------------------------------------------------------
+
+def set_whole(parameter: Any, whole: torch.Tensor, slot: str | None, stage: int) -> None:
+    """Put a whole tensor in place of the optimizer's copy of a parameter, or of a slot of its
+    state."""
+    from deepspeed import utils
+
+    if stage < 3:
+        if slot is None:
+            utils.safe_set_full_fp32_param(parameter, whole)
+        else:
+            utils.safe_set_full_optimizer_state(parameter, whole, slot)
+        return
+    # DeepSpeed's own setter for whole tensors fails on those that don't divide by the ranks
+    size, rank = parameter.partition_numel(), torch.distributed.get_rank()
+    padded = nn.functional.pad(whole.flatten(), (0, size * torch.distributed.get_world_size()
+                                                 - whole.numel()))
+    own = padded.narrow(0, size * rank, size)
+    if slot is None:
+        utils.safe_set_local_fp32_param(parameter, own)
+    else:
+        utils.safe_set_local_optimizer_state(parameter, own, slot)
+
+
+def flat_tensors(optimizer: Any, stage: int) -> list[torch.Tensor]:
+    """What the optimizer inside DeepSpeed's steps on, and keeps its state for."""
+    flats: list[torch.Tensor] = (optimizer.fp32_partitioned_groups_flat if stage == 3
+                                 else optimizer.single_partition_of_fp32_groups)
+    return flats
+
+
+def link_state(optimizer: Any, stage: int) -> None:
+    """ZeRO 1 and 2 link parameters to optimizer state when they are built, before there is any."""
+    if stage == 3:
+        return
+    from deepspeed.utils import lazy_init_hp_params_optimizer_state
+
+    for group, flat in zip(optimizer.bit16_groups, flat_tensors(optimizer, stage), strict=True):
+        if optimizer.optimizer.state.get(flat):
+            lazy_init_hp_params_optimizer_state(group, flat, optimizer.optimizer.state)

@@ -1,0 +1,141 @@
+"""Matrix products by oneDNN on the CPU: whether this torch has them, exactly, and whether they are
+faster here than torch's own.
+
+In fp32 torch hands matrix products to the BLAS it was built with (MKL in the usual wheels), which
+falls behind on some processors and shapes: wide output embeddings, few rows, AMD. oneDNN, in the
+same wheel, multiplies the same numbers as exactly. torch reaches it for linear layers by
+``torch.ops.mkldnn._linear_pointwise``, the operator that its compiler emits. Only this file calls
+torch's private operators.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from functools import cache
+from time import process_time
+from typing import cast
+
+import torch
+
+from ppocli.config.schema import HardwareConfig
+from ppocli.errors import ConfigError
+
+log = logging.getLogger("ppocli")
+
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""[M, K] and [N, K] to [M, N], the first times the second transposed; strides may be any"""
+
+EXACT = 2e-6
+"""most relative error of a product of fp32 numbers; bf16 is off by 1e-3"""
+SHAPES = ((256, 768, 768), (16, 768, 2304), (32, 768, 8192))
+"""(rows, inputs, outputs) that the two paths are timed on: training, decoding, output embedding"""
+CACHED = 128
+"""kernels that are kept, each for one shape of a product, of up to a megabyte; by default two
+thousand"""
+_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+"""of oneDNN, and of what torch has around it"""
+GAIN = 1.05
+"""oneDNN is taken where it is this many times as fast"""
+TRIES = 5
+"""of each product, the first of which only warms up"""
+ROWS_HINT = 64
+"""rows that a packed weight is laid out for; it serves any number"""
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """[M, K] x, [N, K] weight and [N] bias to x weight^T + bias [M, N], without a gradient.
+
+    Args:
+        weight: may be one that :func:`packed` has laid out.
+    """
+    return cast(torch.Tensor, torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], ""))
+
+
+def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """As :data:`Product`, without a gradient."""
+    return linear(x, weight, None)
+
+
+def packed(weight: torch.Tensor) -> torch.Tensor:
+    """A copy of an [N, K] weight in oneDNN's own memory order, for :func:`linear`."""
+    return cast(torch.Tensor, torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT))
+
+
+def choose_gemm(hardware: HardwareConfig, noted: bool | None = None) -> bool:
+    """Whether linear layers on the CPU should multiply through oneDNN.
+
+    ``hardware.gemm=auto`` takes it where it is exact and, measured now, faster. In bf16 torch takes
+    it itself, and what is left to gain are weights packed for decoding.
+
+    Args:
+        noted: what ``auto`` came to when the run began: two measurements may differ, and the
+            roundings of a run that is resumed must not.
+
+    Raises:
+        ConfigError: ``onednn`` is wanted and torch has none, or not an exact one.
+    """
+    for name in _CACHES:  # read when oneDNN computes for the first time
+        os.environ.setdefault(name, str(CACHED))
+    wanted = hardware.gemm
+    if wanted == "default":
+        return False
+    fault = probe()
+    if fault is not None:
+        if wanted == "onednn":
+            raise ConfigError(f"oneDNN can't be used for linear layers: {fault}.",
+                              where="hardware.gemm", fix="set hardware.gemm=auto or default")
+        log.debug("linear layers: torch's default products (%s)", fault)
+        return False
+    if wanted == "onednn" or hardware.precision == "bf16":
+        return True
+    if noted is not None:
+        return noted
+    gain = _gain(torch.get_num_threads())
+    log.debug("linear layers: oneDNN is %.2f times as fast as torch's default here%s", gain,
+             "" if gain >= GAIN else ", the default stays")
+    return gain >= GAIN
+
+
+@cache
+def probe() -> str | None:
+    """What is wrong with oneDNN's products, in a few words; None if they are there and as exact as
+    fp32."""
+    if not torch.backends.mkldnn.is_available():
+        return "this torch has no oneDNN"
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(rows, 256, generator=generator) for rows in (48, 512))
+    try:
+        found = product(x, weight), linear(x, packed(weight), None), _transposed(x, weight)
+    except (AttributeError, RuntimeError, TypeError) as error:
+        return f"its operator fails here ({str(error).splitlines()[0]})"
+    exact = x.double() @ weight.double().t()
+    off = max(float((one - exact).norm() / exact.norm()) for one in found)
+    return None if off < EXACT else f"its fp32 products are off by {off:.1e}"
+
+
+def _transposed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The same product from operands in other memory orders, as gradients need them."""
+    return product(x.t().contiguous().t(), weight.t().contiguous().t())
+
+
+@cache
+def _gain(_threads: int) -> float:
+    """How many times as fast oneDNN is over all of ``SHAPES``, with so many threads."""
+    default = onednn = 0.0
+    for rows, inputs, outputs in SHAPES:
+        x, weight = torch.ones(rows, inputs), torch.ones(outputs, inputs)
+        default += _seconds(torch.nn.functional.linear, x, weight)
+        onednn += _seconds(product, x, weight)
+    return default / onednn
+
+
+def _seconds(multiply: Product, x: torch.Tensor, weight: torch.Tensor) -> float:
+    """Processor seconds for a billion multiplications, the best of a few tries."""
+    times = []
+    for _ in range(TRIES):
+        start = process_time()
+        multiply(x, weight)
+        times.append(process_time() - start)
+    return min(times[1:]) / (x.shape[0] * weight.numel() / 1e9)

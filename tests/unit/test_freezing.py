@@ -1,0 +1,89 @@
+"""What is frozen where only top layers train: all that a pass uses before the first of them."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from helpers import PAIRS, model_config
+
+from ppocli.models.layer_stack import SplitPoint, layer_stack, trained_split, with_modules
+from ppocli.models.policy import freeze_lower_layers
+
+NORMS = {"gpt2": "transformer.ln_f", "opt": "model.decoder.final_layer_norm",
+         "bloom": "transformer.ln_f", "llama": "model.norm", "bart": None,
+         "t5": "decoder.final_layer_norm"}
+BEFORE = {
+    "gpt2": {"transformer.wte", "transformer.wpe"},
+    "opt": {"model.decoder.embed_tokens", "model.decoder.embed_positions",
+            "model.decoder.project_in"},
+    "bloom": {"transformer.word_embeddings", "transformer.word_embeddings_layernorm"},
+    "llama": {"model.embed_tokens"},
+    "bart": {"model.shared", "model.encoder", "model.decoder.embed_positions",
+             "model.decoder.layernorm_embedding"},
+    "t5": {"shared", "encoder"}}
+"""modules that run before the first layer, by the libraries' own names"""
+AFTER = {"opt": {"model.decoder.project_out"}, "llama": {"lm_head"}}
+"""modules with weights of their own that run after the last layer, beside the norm"""
+SHAPES = {"opt": {"word_embed_proj_dim": 16, "do_layer_norm_before": True},
+          "llama": {"tie_word_embeddings": False}}
+
+
+def made(kind, device="cpu"):
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    auto = AutoModelForSeq2SeqLM if kind in PAIRS else AutoModelForCausalLM
+    with torch.device(device):
+        lm = auto.from_config(model_config(kind, **SHAPES.get(kind, {})))
+        lm.tie_weights()
+    return lm.eval()
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["weights", "shapes"])
+@pytest.mark.parametrize("trained", [0, 1, 2, -1])
+@pytest.mark.parametrize("kind", BEFORE)
+def test_what_runs_before_the_first_trained_layer_is_frozen(kind, trained, there):
+    lm = made(kind, "cpu" if there else "meta")
+    freeze_lower_layers(lm, trained)
+    stack = layer_stack(lm)
+    prefix = next(name for name, module in lm.named_modules() if module is stack)
+    frozen = BEFORE[kind] | {f"{prefix}.{i}" for i in range(2 - trained)}
+    wanted = set()
+    if trained in (0, 1):  # 2 is all of them: the embeddings train too
+        wanted = {name for name, _ in lm.named_parameters()
+                  if any(f"{name}.".startswith(f"{part}.") for part in frozen)}
+        assert all(any(name.startswith(part) for name in wanted) for part in frozen)
+    assert {name for name, p in lm.named_parameters() if not p.requires_grad} == wanted
+    after = AFTER.get(kind, set()) | ({NORMS[kind]} if NORMS[kind] else set())
+    assert all(p.requires_grad for part in after for p in lm.get_submodule(part).parameters())
+
+
+def test_passes_split_above_the_frozen_layers_only_where_nothing_before_them_trains():
+    lm = made("gpt2")
+    freeze_lower_layers(lm, 1)
+    assert trained_split(lm).layer == 1
+    lm.transformer.wpe.requires_grad_(True)
+    assert trained_split(lm) is None
+
+
+def test_a_second_view_of_a_model_leaves_the_first_as_it_is():
+    lm = made("gpt2")
+    before = dict(lm.named_modules())
+    layer = torch.nn.Identity()
+    other = with_modules(lm, {"transformer.h.0": layer})
+    assert other.base_model.h[0] is layer
+    assert other.base_model.h[1] is lm.base_model.h[1]
+    assert {id(p) for p in other.parameters()} < {id(p) for p in lm.parameters()}
+    assert dict(lm.named_modules()) == before
+
+
+def test_states_that_a_pass_starts_from_are_free_as_soon_as_it_has_ended():
+    lm, states = made("gpt2"), torch.zeros(1, 3, 32)
+    gone = weakref.ref(states)
+    gc.disable()
+    try:
+        SplitPoint(1, as_tuple=False).resumed(lm, states)
+        del states
+        assert gone() is None
+    finally:
+        gc.enable()

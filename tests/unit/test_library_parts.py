@@ -1,0 +1,138 @@
+"""What ppocli's adapter modules use inside other libraries: there in the installed versions, and
+missed in one sentence where it isn't."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import environment, model_config
+
+from ppocli.config.adapters import FIELDS, FILLED_IN, field_types
+from ppocli.errors import ConfigError
+from ppocli.models import transformers_internals
+from ppocli.models.loading import peft_internals
+from ppocli.parallel import deepspeed_internals, onednn
+from ppocli.parallel.library_parts import check_parts
+
+# PEFT asks transformers by a name that is going to be dropped
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is dep:FutureWarning")
+
+
+@pytest.mark.parametrize(("library", "module", "part"), [
+    ("transformers", transformers_internals, "transformers.cache_utils:DynamicLayer"),
+    ("peft", peft_internals, "peft.tuners.tuners_utils:BaseTunerLayer.enable_adapters")])
+def test_a_part_that_is_gone_is_named_at_start(monkeypatch, library, module, part):
+    module.probe.cache_clear()
+    module.probe()
+    module.probe.cache_clear()
+    owner, _, name = part.replace(":", ".").rpartition(".")
+    monkeypatch.delattr(f"{owner}.{name}")
+    with pytest.raises(ConfigError, match=rf"{library} [\d.]+ does not fit .* no {owner}.{name}"):
+        module.probe()
+    monkeypatch.undo()
+    module.probe.cache_clear()
+
+
+def test_a_module_that_is_gone_is_named_too():
+    with pytest.raises(ConfigError, match=r"torch .* it has no torch\.nowhere\.at_all"):
+        check_parts("torch", ["torch.nowhere:at_all"])
+
+
+def test_torch_without_its_operators_is_told(monkeypatch):
+    monkeypatch.setattr(onednn, "packed", lambda _: torch.ops.mkldnn.nowhere)
+    onednn.probe.cache_clear()
+    assert "its operator fails here" in (onednn.probe() or "")
+    onednn.probe.cache_clear()
+
+
+@pytest.mark.parametrize("kind", FIELDS)
+def test_the_table_of_peft_s_fields_is_the_installed_one_s(kind):
+    import peft
+
+    settings = {"lora": peft.LoraConfig, "prefix": peft.PrefixTuningConfig,
+                "prompt": peft.PromptTuningConfig}[kind]
+    theirs = {field.name: getattr(field.type, "__name__", str(field.type))
+              for field in dataclasses.fields(settings)
+              if field.name not in FILLED_IN and "Config" not in str(field.type)}
+    plain = ("int", "float", "bool", "str")
+    wanted = {name: hint if hint in plain else "" for name, hint in theirs.items()}
+    assert field_types(kind) == wanted
+
+
+def test_peft_s_wrappers_switch_off_and_name_weights_as_we_say():
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    lm = AutoModelForCausalLM.from_config(model_config("gpt2")).eval()
+    bare, ids = set(lm.state_dict()), torch.arange(6)[None]
+    before = lm(input_ids=ids).logits
+    peft_internals.wrap(lm, peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False,
+                                            modules_to_save=["ln_f"]))
+    trains = {name for name, p in lm.named_parameters() if p.requires_grad}
+    assert trains == {name for name, _ in lm.named_parameters()
+                      if peft_internals.belongs_to_adapter(name)}
+    assert {peft_internals.bare_name(name) for name in lm.state_dict()
+            if not peft_internals.belongs_to_adapter(name)} == bare
+    assert not torch.allclose(lm(input_ids=ids).logits, before)
+    peft_internals.enable_layers(lm, False)
+    assert torch.equal(lm(input_ids=ids).logits, before)
+    assert {name for name, p in lm.named_parameters() if p.requires_grad} == trains
+
+
+def test_rows_join_a_cache_behind_padding():
+    from transformers import DynamicCache
+
+    caches = []
+    for rows, tokens in ((2, 5), (1, 3)):
+        cache = DynamicCache()
+        cache.update(*torch.ones(2, rows, 1, tokens, 4).unbind(), 0)
+        caches.append(cache)
+    first, second = caches
+    transformers_internals.drop_first_tokens(first, 1)
+    assert transformers_internals.cached_tokens(first) == 4
+    transformers_internals.append_rows(first, second, 4)
+    keys = first.layers[0].keys
+    assert keys.shape == (3, 1, 4, 4)
+    assert keys[:, 0, :, 0].tolist() == [[1] * 4, [1] * 4, [0, 1, 1, 1]]
+    assert second.layers[0].keys is None
+
+
+SHARDED = """
+import os, torch
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1",
+                  LOCAL_RANK="0", DS_ACCELERATOR="cpu")
+from ppocli.parallel import deepspeed_internals as ours
+ours.probe()
+ours.skip_compiled_kernel()
+import deepspeed
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0,
+                                     world_size=1)
+deepspeed.init_distributed("gloo")
+parameters = [torch.nn.Parameter(torch.arange(float(n))) for n in (3, 5)]
+ours.shard(parameters, {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}})
+for one, count in zip(parameters, (3, 5)):
+    assert [name for name in ("ds_active_sub_modules", "partition", "partition_numel",
+                                 "convert_to_zero_parameters") if not hasattr(one, name)] == []
+    assert ours.is_sharded(one) and not ours.is_whole(one)
+    assert ours.whole_shape(one) == (count,)
+    assert ours.local_part(one)[:count].tolist() == list(map(float, range(count)))
+with deepspeed.zero.GatheredParameters(parameters), ours.marked_in_use(parameters):
+    ours.put_back(parameters)
+    assert all(map(ours.is_whole, parameters)), "in use"
+print("as expected")
+os._exit(0)
+"""
+
+
+def test_deepspeed_marks_what_it_shards_as_we_say():
+    done = subprocess.run([sys.executable, "-c", SHARDED], capture_output=True, text=True,
+                          env=environment(), timeout=300, check=False)
+    assert "as expected" in done.stdout, done.stderr
+
+
+def test_a_deepspeed_without_a_part_is_told(monkeypatch):
+    monkeypatch.setattr(deepspeed_internals, "_PARTS", ("deepspeed.utils:safe_set_everything",))
+    with pytest.raises(ConfigError, match=r"deepspeed .* no deepspeed\.utils\.safe_set_everything"):
+        deepspeed_internals.probe()

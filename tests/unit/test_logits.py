@@ -1,0 +1,70 @@
+"""Models that scale or bound their logits: decoded and scored as transformers' own logits say."""
+
+import pytest
+import torch
+from helpers import save_lm
+from sessions import rollout_of, session_of, small_config
+
+from ppocli.errors import InputError
+from ppocli.models.head import HeadWeights, LogitMap, full_kl, token_logprobs
+from ppocli.models.loading.language_model import load_lm
+
+KINDS = {"gemma2": ({"final_logit_softcapping": 2.0}, LogitMap(1.0, 2.0)),
+         "cohere": ({"logit_scale": 0.25}, LogitMap(0.25)),
+         "granite": ({"logits_scaling": 8.0}, LogitMap(0.125))}
+
+
+@pytest.mark.parametrize("source", ["decode", "forward"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logprobs_are_those_of_the_model_s_own_logits(tmp_path, kind, source):
+    keys, wanted_map = KINDS[kind]
+    save_lm(tmp_path / "lm", kind, gain=3.0, **keys)
+    with session_of(small_config(tmp_path, ppo__logprobs_from=source)) as session:
+        rollout, lm = rollout_of(session), session.policy.lm
+        assert LogitMap.of(lm) == wanted_map
+        for row in range(len(rollout)):
+            prompt = rollout.prompts.tokens[row][rollout.prompts.mask[row]]
+            answer = rollout.response_tokens[row][rollout.response_mask[row]]
+            with torch.no_grad():
+                logits = lm(input_ids=torch.cat([prompt, answer])[None]).logits[0].float()
+            wanted = torch.log_softmax(logits[len(prompt) - 1:-1], -1).gather(-1, answer[:, None])
+            for found in (rollout.logprobs, rollout.ref_logprobs):
+                torch.testing.assert_close(found[row, :len(answer)], wanted[:, 0], rtol=0,
+                                           atol=2e-5)
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["logits kept", "computed again"])
+@pytest.mark.parametrize("logit_map", [LogitMap(0.5), LogitMap(0.5, 3.0), LogitMap(cap=0.7)])
+def test_gradients_are_those_of_autograd(monkeypatch, logit_map, kept):
+    monkeypatch.setattr("ppocli.models.head.KEPT_BYTES", 2**20 if kept else 0)
+    monkeypatch.setattr("ppocli.models.head.CHUNK_BYTES", 4 * 11 * 3)
+    torch.manual_seed(0)
+    layer, hidden = torch.nn.Linear(6, 11), torch.randn(8, 6, requires_grad=True)
+    targets, weights = torch.randint(0, 11, (8,)), torch.randn(8)
+    head = HeadWeights.of_layer(layer, logit_map)
+    found = token_logprobs(hidden, head, targets, temperature=0.7, want_entropy=True)
+    scaled = layer(hidden) * logit_map.scale
+    logits = (scaled if logit_map.cap is None else
+              logit_map.cap * torch.tanh(scaled / logit_map.cap)) / 0.7
+    log_p = torch.log_softmax(logits, -1)
+    wanted = log_p[torch.arange(8), targets], -(log_p.exp() * log_p).sum(-1)
+    inputs = [hidden, layer.weight, layer.bias]
+    grads = []
+    for logprobs, entropy in (found, wanted):
+        grads.append(torch.autograd.grad((logprobs * weights).sum() + 0.3 * entropy.sum(), inputs))
+    for ours, theirs in zip([*found, *grads[0]], [*wanted, *grads[1]], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    own = full_kl(hidden.detach(), head.as_now(), hidden.detach(), HeadWeights.of_layer(layer),
+                  temperature=0.7)
+    plain = torch.log_softmax(layer(hidden) / 0.7, -1)
+    torch.testing.assert_close(own, (log_p.exp() * (log_p - plain)).sum(-1).detach(), rtol=1e-4,
+                               atol=1e-5)
+
+
+def test_a_model_that_does_something_else_with_its_logits_is_refused(tmp_path, monkeypatch):
+    save_lm(tmp_path / "lm", "granite", logits_scaling=8.0)
+    cfg = small_config(tmp_path).model
+    load_lm(cfg)
+    monkeypatch.setattr(LogitMap, "of", staticmethod(lambda lm: LogitMap()))
+    with pytest.raises(InputError, match="does not compute its logits as"):
+        load_lm(cfg)
