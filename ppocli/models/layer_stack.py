@@ -3,7 +3,6 @@ before it make of a batch can serve several passes through those after it."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ppocli.models.module_views import with_modules
 from ppocli.parallel.deepspeed_internals import whole_shape
 
 
@@ -99,28 +99,6 @@ class _PassesOn(nn.Module):
         """As the layer's, without computing anything."""
         out = hidden if self.instead is None else self.instead
         return (out,) if self.as_tuple else out
-
-
-def with_modules(lm: Any, modules: Mapping[str, nn.Module]) -> Any:
-    """A model over the same parameters that has other modules under these names. ``lm`` itself
-    stays as it is."""
-    copied: dict[str, Any] = {"": _shallow(lm)}
-    for name, module in modules.items():
-        owner, *path, key = "", *name.split(".")
-        for part in path:
-            inside = f"{owner}.{part}" if owner else part
-            if inside not in copied:
-                copied[inside] = _shallow(copied[owner]._modules[part])
-                copied[owner]._modules[part] = copied[inside]
-            owner = inside
-        copied[owner]._modules[key] = module
-    return copied[""]
-
-
-def _shallow(module: nn.Module) -> nn.Module:
-    made = copy.copy(module)
-    made._modules = dict(module._modules)
-    return made
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ppocli.models.layer_stack import forget_casts
+from ppocli.models.module_views import without_hooks
 from ppocli.models.policy import Policy
 from ppocli.parallel.deepspeed_internals import (
     OneParameter,
@@ -160,26 +161,10 @@ def gathered_policy(policy: Policy) -> Iterator[Policy]:
     """
     with gathered(policy, 3):
         parameters = {id(p): nn.Parameter(p.data, requires_grad=False) for p in policy.parameters()}
-        lm, head = (None if module is None else _without_hooks(module, parameters, {})
+        lm, head = (None if module is None else without_hooks(module, parameters)
                     for module in (policy.lm, policy.value_head))
         # the value function's own trunk is run as it is: nothing decodes with it
         yield Policy(lm, cast(Any, head), policy.value_trunk).eval()
-
-
-def _without_hooks(module: nn.Module, parameters: dict[int, nn.Parameter],
-                   made: dict[int, nn.Module]) -> nn.Module:
-    """A copy that runs no hooks, over other parameters, by the ids of the module's own; what is
-    one module there is one here."""
-    if id(module) not in made:
-        copy = made[id(module)] = type(module).__new__(type(module))
-        nn.Module.__init__(copy)
-        vars(copy).update({name: value for name, value in vars(module).items()
-                           if name not in vars(copy)}, _buffers=module._buffers)
-        copy._parameters = {name: None if parameter is None else parameters[id(parameter)]
-                            for name, parameter in module._parameters.items()}
-        copy._modules = {name: None if child is None else _without_hooks(child, parameters, made)
-                         for name, child in module._modules.items()}
-    return made[id(module)]
 
 
 def optimizer_slots(parameters: dict[str, nn.Parameter], optimizer: Any, stage: int, ranks: Ranks

@@ -7,7 +7,8 @@ import pytest
 import torch
 from helpers import PAIRS, model_config
 
-from ppocli.models.layer_stack import SplitPoint, layer_stack, trained_split, with_modules
+from ppocli.models.layer_stack import SplitPoint, layer_stack, trained_split
+from ppocli.models.module_views import with_modules, without_hooks
 from ppocli.models.policy import freeze_lower_layers
 
 NORMS = {"gpt2": "transformer.ln_f", "opt": "model.decoder.final_layer_norm",
@@ -75,6 +76,18 @@ def test_a_second_view_of_a_model_leaves_the_first_as_it_is():
     assert other.base_model.h[1] is lm.base_model.h[1]
     assert {id(p) for p in other.parameters()} < {id(p) for p in lm.parameters()}
     assert dict(lm.named_modules()) == before
+
+
+def test_a_view_without_hooks_computes_the_same():
+    lm, ids, ran = made("gpt2"), torch.arange(6)[None], []
+    for module in lm.modules():
+        module.register_forward_hook(lambda *_: ran.append(1))
+    bare = without_hooks(lm)
+    found = bare(input_ids=ids).logits
+    assert not ran
+    assert torch.equal(found, lm(input_ids=ids).logits)
+    assert ran
+    assert bare.lm_head.weight is bare.transformer.wte.weight is lm.transformer.wte.weight
 
 
 def test_states_that_a_pass_starts_from_are_free_as_soon_as_it_has_ended():

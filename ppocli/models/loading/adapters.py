@@ -140,9 +140,7 @@ def _switch(lm: Any, enabled: bool) -> None:
 
 def adapter_tensors(adapter: Adapter) -> dict[str, torch.Tensor]:
     """The adapter's weights by the names that PEFT writes."""
-    from peft import get_peft_model_state_dict
-
-    found = get_peft_model_state_dict(adapter.model, save_embedding_layers=False)
+    found = peft_internals.saved_tensors(adapter.model)
     return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in found.items()}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ppocli.models.layer_stack import with_modules
+from ppocli.models.module_views import with_modules, without_hooks
 from ppocli.models.transformers_internals import conv1d
 from ppocli.parallel.library_parts import check_parts
 
@@ -86,6 +86,19 @@ def prompt(peft_model: Any, encoder: torch.nn.Module, rows: int) -> Any:
         encoder: makes them, in place of PEFT's own.
     """
     return with_modules(peft_model, {"prompt_encoder": encoder}).get_prompt(batch_size=rows)
+
+
+def saved_tensors(peft_model: Any) -> dict[str, torch.Tensor]:
+    """The adapter's weights by the names that PEFT writes."""
+    from peft import get_peft_model_state_dict
+
+    if peft_model.active_peft_config.is_prompt_learning:
+        # PEFT runs what makes the tokens, on rank 0 alone, where hooks would wait for the others
+        peft_model = with_modules(peft_model, {
+            "prompt_encoder": without_hooks(peft_model.prompt_encoder)})
+    found: dict[str, torch.Tensor] = get_peft_model_state_dict(peft_model,
+                                                               save_embedding_layers=False)
+    return found
 
 
 def forget_prompt_values(peft_model: Any) -> None:

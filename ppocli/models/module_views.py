@@ -1,0 +1,57 @@
+"""Second views of a module: other modules in some places, or no hooks, over the same parameters.
+The module itself stays as it is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+
+def with_modules(lm: Any, modules: Mapping[str, nn.Module]) -> Any:
+    """A model over the same parameters that has other modules under these names."""
+    copied: dict[str, Any] = {"": _shallow(lm)}
+    for name, module in modules.items():
+        owner, *path, key = "", *name.split(".")
+        for part in path:
+            inside = f"{owner}.{part}" if owner else part
+            if inside not in copied:
+                copied[inside] = _shallow(copied[owner]._modules[part])
+                copied[owner]._modules[part] = copied[inside]
+            owner = inside
+        copied[owner]._modules[key] = module
+    return copied[""]
+
+
+def _shallow(module: nn.Module) -> nn.Module:
+    made = copy.copy(module)
+    made._modules = dict(module._modules)
+    return made
+
+
+def without_hooks(module: nn.Module,
+                  parameters: Mapping[int, nn.Parameter] = MappingProxyType({})) -> Any:
+    """A module that computes the same and runs no hooks; what is one module inside stays one.
+
+    Args:
+        parameters: to take instead of those with these ids.
+    """
+    return _without_hooks(module, parameters, {})
+
+
+def _without_hooks(module: nn.Module, parameters: Mapping[int, nn.Parameter],
+                   made: dict[int, nn.Module]) -> nn.Module:
+    if id(module) not in made:
+        view = made[id(module)] = type(module).__new__(type(module))
+        nn.Module.__init__(view)
+        vars(view).update({name: value for name, value in vars(module).items()
+                           if name not in vars(view)}, _buffers=module._buffers,
+                          training=module.training)
+        view._parameters = {name: None if own is None else parameters.get(id(own), own)
+                            for name, own in module._parameters.items()}
+        view._modules = {name: None if child is None else _without_hooks(child, parameters, made)
+                         for name, child in module._modules.items()}
+    return made[id(module)]
