@@ -211,7 +211,7 @@ def _branch(lm: Any, count: int) -> nn.ModuleList:
     lm = copy.deepcopy(lm)
     freeze_lower_layers(lm, count)
     stack: nn.ModuleList = layer_stack(lm)
-    owner = lm.base_model.get_submodule(stack_path(lm).rpartition(".")[0])
+    owner = lm.get_submodule(stack_path(lm).rpartition(".")[0])
     after = [m for m in owner.children()
              if m is not stack and any(p.requires_grad for p in m.parameters())]
     return nn.ModuleList([*list(stack)[-count:], *after]).requires_grad_(True)

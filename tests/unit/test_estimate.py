@@ -10,13 +10,12 @@ from contextlib import ExitStack
 import pytest
 import torch
 from helpers import model_config, save_lm, write_prompts
-from ppocli.estimate.estimate import estimate
 from sessions import fresh_state, optimize, rollout_of, session_of, set_keys, small_config
 from torch.profiler import ProfilerActivity, profile
 
 from ppocli.config.schema import OptimizerConfig, TrainConfig
 from ppocli.errors import InputError
-from ppocli.estimate.check import check_memory
+from ppocli.estimate.check import check_memory, estimate
 from ppocli.estimate.memory import disk_of
 from ppocli.estimate.parts import Part, Unknown, models_of, parts_of, state_sizes
 from ppocli.models.fast.gemm import weights_for_decoding
