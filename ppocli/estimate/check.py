@@ -164,7 +164,7 @@ def scores_by_forward(cfg: TrainConfig, models: Models) -> bool:
 def _hidden(cfg: TrainConfig, models: Models, layout: Layout, prompt_tokens: int, *, kept: bool
             ) -> int:
     """Bytes of the policy's states that are kept, for all samples of a chunk, until the reference
-    is run (:func:`ppocli.tasks.ppo.rollout.score_tokens`).
+    is run (:func:`ppocli.tasks.ppo.rollout.measure`).
 
     Args:
         kept: whether what enters the lowest layer that trains is kept beyond that, and told apart.

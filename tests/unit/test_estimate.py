@@ -10,7 +10,15 @@ from contextlib import ExitStack
 import pytest
 import torch
 from helpers import model_config, save_lm, write_prompts
-from sessions import fresh_state, optimize, rollout_of, session_of, set_keys, small_config
+from sessions import (
+    fresh_state,
+    optimize,
+    prompt_and_response,
+    rollout_of,
+    session_of,
+    set_keys,
+    small_config,
+)
 from torch.profiler import ProfilerActivity, profile
 
 from ppocli.config.schema import OptimizerConfig, TrainConfig
@@ -60,14 +68,15 @@ def kept_of(session) -> int:
     """
     rows, count = session.forward_rows, session.sampling.max_new_tokens
     ids, new = torch.randint(5, 30, (rows, PROMPT)), torch.randint(5, 30, (rows, count))
-    batch = lay_out(ids, torch.ones_like(ids).bool(), new, torch.ones_like(new).bool(),
-                    session.loaded.decoder_start)
+    batch = lay_out(prompt_and_response(ids, torch.ones_like(ids).bool(), new,
+                                        torch.ones_like(new).bool(),
+                                        session.loaded.decoder_start))
     session.policy.train(session.cfg.model.gradient_checkpointing)
-    session.engine(batch, temperature=1.0)  # what is made once is made
+    session.trained.engine(batch, temperature=1.0)  # what is made once is made
     gc.collect()  # what checkpoints of that pass held on to must not go meanwhile
     gc.disable()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        out = session.engine(batch, temperature=1.0)
+        out = session.trained.engine(batch, temperature=1.0)
     gc.enable()
     loss = out.logprobs.sum()
     (loss if out.values is None else loss + out.values.sum()).backward()
@@ -279,7 +288,8 @@ def test_states_of_frozen_layers_are_told_as_a_rollout_keeps_them(tmp_path, kind
             peaks = peaks_of_a_rollout(session)
             experience = to_experience(rollout_of(session), fresh_state(session), cfg)
             optimize(session, experience, fresh_state(session), StopFlag())
-            measured.append((peaks["rollout"], peaks["scoring"], storage_of(experience.below)))
+            measured.append((peaks["rollout"], peaks["scoring"],
+                             storage_of(experience.frozen_states)))
         found = estimate(cfg, models_of(cfg), prompt_tokens=prompt, cuda=False, ranks=1,
                          ranks_on_host=1)
         told = [line for line in found.lines if line.name.startswith("states ")]
@@ -322,7 +332,7 @@ def test_states_of_frozen_layers_are_told_only_where_they_are_kept(folders, kind
     cfg = small_config(folders[kind], **{"model__num_layers_unfrozen": 2, **keys})
     if ranks == 1 and cfg.hardware.zero_stage == 0:
         with session_of(cfg) as session:
-            assert bool(session.below_bytes) == kept
+            assert bool(session.frozen_states_bytes) == kept
     found = estimate(cfg, models_of(cfg), prompt_tokens=PROMPT, cuda=True, ranks=ranks,
                      ranks_on_host=1)
     line = next((line for line in found.lines if line.name == FROZEN), None)
