@@ -119,6 +119,6 @@ def test_samples_without_a_score_take_their_states_with_them(tmp_path):
     with session_of(cfg, reward=some) as session:
         rollout = rollout_of(session)
         experience, _ = experience_of(session)
-        spans = experience.prompt_mask.sum(1) + experience.response_mask.sum(1) - 1
+        spans = experience.sequences.lengths - 1
         assert len(experience.below) == len(experience) < len(rollout)
         assert [len(state) for state in experience.below] == spans.tolist()

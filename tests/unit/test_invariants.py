@@ -401,4 +401,4 @@ def test_invalid_samples_are_left_out_of_the_update(tmp_path):
     assert rollout.valid.tolist() == [i != 3 for i in range(16)]
     assert len(experience) == 15
     kept = [i for i in range(16) if i != 3]
-    assert torch.equal(experience.response_tokens, rollout.response_tokens[kept])
+    assert torch.equal(experience.sequences.action_tokens, rollout.response_tokens[kept])
