@@ -15,6 +15,8 @@ WORDS = (
     "that", "loved", "hated", "saw", "liked", ".", ",", "!")
 PAIRS = ("t5", "bart")
 """kinds of encoder-decoder"""
+DECODERS = ("gpt2", "gpt_neox", "gptj", "llama", "qwen2", "qwen3", "mistral", "gemma", "opt", "phi")
+"""kinds of causal models with one stack of layers"""
 SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>")
 
 
@@ -116,6 +118,13 @@ def save_talker(folder: Path, **over) -> Path:
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def mask_of(lengths: list[int], width: int):
+    """[B, width] bool, true in the first columns of each row."""
+    import torch
+
+    return torch.arange(width)[None, :] < torch.tensor(lengths)[:, None]
 
 
 def write_prompts(path: Path, texts=None, **columns) -> Path:

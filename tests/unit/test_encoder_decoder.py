@@ -4,9 +4,15 @@ import pytest
 import torch
 from helpers import PAIRS, make_tokenizer, ppocli, save_lm
 from runs import assert_equal_runs, copied, resumed
-from sessions import optimize, rollout_of, session_of, small_config
-from test_invariants import experience_of, gradients
-from test_shared_reference import count_letters
+from sessions import (
+    count_letters,
+    experience_of,
+    gradients,
+    optimize,
+    rollout_of,
+    session_of,
+    small_config,
+)
 from transformers import AutoModelForSeq2SeqLM
 
 from ppocli.config.schema import PromptsConfig
