@@ -7,6 +7,7 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
 from warm import begin
 
 WORDS = (
@@ -15,8 +16,9 @@ WORDS = (
     "that", "loved", "hated", "saw", "liked", ".", ",", "!")
 PAIRS = ("t5", "bart")
 """kinds of encoder-decoder"""
-DECODERS = ("gpt2", "gpt_neox", "gptj", "llama", "qwen2", "qwen3", "mistral", "gemma", "opt", "phi")
-"""kinds of causal models with one stack of layers"""
+DECODERS = ("gpt2", "llama", *(pytest.param(kind, marks=pytest.mark.long) for kind in (
+    "gpt_neox", "gptj", "qwen2", "qwen3", "mistral", "gemma", "opt", "phi")))
+"""kinds of causal models with one stack of layers, as parameters of a test"""
 SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>")
 
 

@@ -10,7 +10,15 @@ from contextlib import ExitStack
 import pytest
 import torch
 from helpers import model_config, save_lm, write_prompts
-from sessions import fresh_state, optimize, rollout_of, session_of, set_keys, small_config
+from sessions import (
+    fresh_state,
+    optimize,
+    prompt_and_response,
+    rollout_of,
+    session_of,
+    set_keys,
+    small_config,
+)
 from torch.profiler import ProfilerActivity, profile
 
 from ppocli.config.schema import OptimizerConfig, TrainConfig
@@ -65,8 +73,8 @@ def kept_of(session) -> int:
     """
     rows, count = session.forward_rows, session.sampling.max_new_tokens
     ids, new = torch.randint(5, 30, (rows, PROMPT)), torch.randint(5, 30, (rows, count))
-    batch = lay_out(ids, torch.ones_like(ids).bool(), new, torch.ones_like(new).bool(),
-                    session.loaded.decoder_start)
+    batch = lay_out(prompt_and_response(ids, torch.ones_like(ids).bool(), new,
+                                        torch.ones_like(new).bool(), session.loaded.decoder_start))
     session.policy.train(session.cfg.model.gradient_checkpointing)
     session.engine(batch, temperature=1.0)  # what is made once is made
     gc.collect()  # what checkpoints of that pass held on to must not go meanwhile
@@ -118,6 +126,7 @@ def reference_of(session) -> int:
     return sum(t.nbytes for t in held.lm.parameters()) if hasattr(held, "lm") else 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "keys"), [
     ("gpt2", {}),
     ("gpt2", {"hardware__precision": "bf16", "ppo__micro_batch_size": 2}),
@@ -256,6 +265,7 @@ COPY = {"model__reference__kind": "copy"}
 FROZEN = "states of frozen layers"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "keys", "samples"), [
     # samples whose states are there as decoding padded them, those that scoring keeps, and updates
     ("llama", {}, (16, 16, 16)), ("gpt2", {"ppo__chunk_size": 4}, (16, 16, 16)),

@@ -168,6 +168,7 @@ def test_a_critic_and_none_do_not_take_over_from_each_other(tmp_path):
         load_session(session, tmp_path / "saved")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("advantage", ESTIMATORS)
 def test_a_few_updates_raise_the_reward(tmp_path, advantage):
     cfg = config(tmp_path, advantage, ppo__num_rollouts=64, ppo__mini_batch_size=32,
@@ -183,6 +184,7 @@ def test_a_few_updates_raise_the_reward(tmp_path, advantage):
     assert means[-1] > means[0] + 0.8
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("estimator", ["k1", "abs", "k2", "k3"])
 def test_a_kl_in_the_loss_holds_the_policy_back(tmp_path, estimator, caplog):
     moved = {}

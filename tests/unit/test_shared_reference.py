@@ -53,6 +53,7 @@ def test_a_shared_reference_gives_what_a_copy_gives(tmp_path, kind, source):
     assert later.kl.abs().max() > 1e-3
 
 
+@pytest.mark.long
 def test_in_bf16_the_reference_is_not_the_policy_s_cached_weights(tmp_path):
     """Autocast keeps the bf16 copies that it made of weights, whatever is put in their place."""
     found = []
@@ -69,6 +70,7 @@ def test_in_bf16_the_reference_is_not_the_policy_s_cached_weights(tmp_path):
     torch.testing.assert_close(shared.kl, copied.kl, rtol=0, atol=2e-3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["bloom", "opt_with_projections", "bart"])
 def test_what_comes_before_the_first_layer_is_frozen_too(tmp_path, kind):
     over = {"word_embed_proj_dim": 16} if kind == "opt_with_projections" else {}
