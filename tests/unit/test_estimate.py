@@ -76,11 +76,11 @@ def kept_of(session) -> int:
     batch = lay_out(prompt_and_response(ids, torch.ones_like(ids).bool(), new,
                                         torch.ones_like(new).bool(), session.loaded.decoder_start))
     session.policy.train(session.cfg.model.gradient_checkpointing)
-    session.engine(batch, temperature=1.0)  # what is made once is made
+    session.trained.engine(batch, temperature=1.0)  # what is made once is made
     gc.collect()  # what checkpoints of that pass held on to must not go meanwhile
     gc.disable()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        out = session.engine(batch, temperature=1.0)
+        out = session.trained.engine(batch, temperature=1.0)
     gc.enable()
     loss = out.logprobs.sum()
     (loss if out.values is None else loss + out.values.sum()).backward()
