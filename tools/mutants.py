@@ -137,7 +137,7 @@ MUTANTS = (
            (f"{GENERATION}::test_responses_end_with_any_stop_id_and_hold_nothing_after_it",)),
     Mutant("shortest_one_too_short", "ppocli/sampling/token_choice.py",
            "elif position < spec.min_new_tokens:", "elif position + 1 < spec.min_new_tokens:",
-           (f"{GENERATION}::test_min_new_tokens_forbids_ending_early",)),
+           (f"{GENERATION}::test_an_end_may_be_chosen_once_that_many_tokens_are_there",)),
     Mutant("noise_of_the_row", "ppocli/sampling/sampler.py",
            "uniform(seed, stream, prompts.episodes, spec.max_new_tokens)",
            "uniform(seed, stream, range(len(prompts)), spec.max_new_tokens)",
