@@ -14,12 +14,14 @@ TRLX_COMMIT := 3340c2f3a56d1d14fdd5f13ad575121fa26b6d92
 export TRLX_SRC
 # more words for pytest, as in: make test PYTEST_WORDS="-k resume -n 0"
 PYTEST_WORDS ?=
+# which of the faults in tools/mutants.py, as in: make mutants MUTANTS=early_stop
+MUTANTS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help quickstart setup setup-dev test test-all test-browser lint docs benchmark-learning \
-	benchmark-kinds benchmark-startup benchmark-ranks bench bench-peers bench-peers-setup \
+.PHONY: help quickstart setup setup-dev test-fast test test-all test-browser mutants lint docs \
+	benchmark-learning benchmark-kinds benchmark-startup benchmark-ranks bench bench-peers bench-peers-setup \
 	bench-gpu check-gpu clean
 
 help: ## list what make can do
@@ -32,7 +34,13 @@ setup: $(VENV)/.installed ## install into .venv
 
 setup-dev: $(VENV)/.installed-dev ## install into .venv, with what tests and lint need
 
-test: $(VENV)/.installed-dev ## run the tests, without the slow ones
+test-fast: $(VENV)/.installed-dev ## run the quick unit tests and one small run (a minute and a half)
+	@$(TESTS) -m "not long and not slow and not gpu" $(FAST) $(PYTEST_WORDS)
+
+# the small run goes through the command, and what it has written is looked at
+FAST := tests/unit tests/integration/test_run_command.py
+
+test: $(VENV)/.installed-dev ## run the tests, without the slow ones (ten minutes)
 	@$(TESTS) -m "not slow and not gpu and not browser" $(PYTEST_WORDS)
 
 test-all: $(VENV)/.installed-docs ## run all tests, those for a GPU where there is one
@@ -41,7 +49,10 @@ test-all: $(VENV)/.installed-docs ## run all tests, those for a GPU where there 
 test-browser: $(VENV)/.installed-browser ## look at the report's page with an installed Chromium
 	@$(TESTS) -n 0 -m browser $(PYTEST_WORDS)
 
-# one thread a process: two busy workers on two cores are slowed down by more
+mutants: $(VENV)/.installed-dev ## put faults into a copy of the code and see that tests notice
+	@$(BIN)/python tools/mutants.py $(MUTANTS)
+
+# one thread per process: two busy workers on two cores are slowed down by more
 TESTS = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(VENV)/.installed-dev ## check style, types and the floors

@@ -7,6 +7,7 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
 from warm import begin
 
 WORDS = (
@@ -15,6 +16,9 @@ WORDS = (
     "that", "loved", "hated", "saw", "liked", ".", ",", "!")
 PAIRS = ("t5", "bart")
 """kinds of encoder-decoder"""
+DECODERS = ("gpt2", "llama", *(pytest.param(kind, marks=pytest.mark.long) for kind in (
+    "gpt_neox", "gptj", "qwen2", "qwen3", "mistral", "gemma", "opt", "phi")))
+"""kinds of causal models with one stack of layers, as parameters of a test"""
 SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>")
 
 
@@ -116,6 +120,13 @@ def save_talker(folder: Path, **over) -> Path:
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def mask_of(lengths: list[int], width: int):
+    """[B, width] bool, true in the first columns of each row."""
+    import torch
+
+    return torch.arange(width)[None, :] < torch.tensor(lengths)[:, None]
 
 
 def write_prompts(path: Path, texts=None, **columns) -> Path:

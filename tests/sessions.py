@@ -8,9 +8,10 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from helpers import save_lm, write_prompts
+from helpers import mask_of, save_lm, write_prompts
 
 from ppocli.config.schema import TrainConfig
+from ppocli.data.batch import PromptBatch
 from ppocli.models.layout import Sequences
 from ppocli.parallel.backend import open_ranks
 from ppocli.parallel.stop import StopFlag
@@ -19,7 +20,8 @@ from ppocli.sampling.decoder import Decoder
 from ppocli.sampling.decoding import decode
 from ppocli.sampling.samples import Generation
 from ppocli.sampling.token_choice import SamplingSpec
-from ppocli.tasks.ppo.records import Experience, PPOState
+from ppocli.tasks.ppo.experience import to_experience, update_moments
+from ppocli.tasks.ppo.records import Experience, PPOState, Rollout
 from ppocli.tasks.ppo.rollout import collect_rollout
 from ppocli.tasks.ppo.session import Session, build_session
 from ppocli.tasks.ppo.task import PPOTask, plan_updates, update_of
@@ -34,6 +36,11 @@ from ppocli.training.task import OptimizeResult, PythonObjects
 def count_good(outputs, **_: Any) -> list[float]:
     """A reward with spread on random text: how often some words occur."""
     return [float(sum(w in ("good", "great", "warm", "a") for w in o.split())) for o in outputs]
+
+
+def count_letters(outputs, **_: Any) -> list[float]:
+    """A reward with spread on any text: a tenth of its length."""
+    return [len(output) / 10 for output in outputs]
 
 
 def set_keys(cfg: Any, values: dict[str, Any]) -> Any:
@@ -84,6 +91,32 @@ def fresh_state(session: Session) -> PPOState:
     return PPOState(kl_coef=coef, init_kl_coef=coef)
 
 
+def experience_of(session: Session) -> tuple[Experience, PPOState]:
+    """What one rollout from the start is learnt from, and PPO's state with its scores."""
+    rollout = rollout_of(session)
+    state = update_moments(fresh_state(session), rollout, session.cfg)
+    return to_experience(rollout, state, session.cfg), state
+
+
+def hand_rollout(scores: list[float], lengths: list[int], finished: list[bool],
+                 dense: list[list[float]] | None = None, **parts: list[float | None]) -> Rollout:
+    """Samples of those lengths without a model, a critic or KL; everything else is zero."""
+    import torch
+
+    count, width = len(scores), max(lengths)
+    mask = mask_of(lengths, width)
+    zeros = torch.zeros(count, width)
+    prompts = PromptBatch(torch.ones(count, 1, dtype=torch.long),
+                          torch.ones(count, 1, dtype=torch.bool), ["p"] * count, {},
+                          list(range(count)), list(range(count)))
+    sequences = Sequences.of_responses(prompts.tokens, prompts.mask,
+                                       torch.ones(count, width, dtype=torch.long), mask)
+    return Rollout(prompts, sequences, zeros, zeros, zeros, zeros, scores,
+                   None if dense is None else torch.tensor(dense),
+                   torch.ones(count, dtype=torch.bool), torch.tensor(finished), False,
+                   ["r"] * count, parts or {"score": scores})
+
+
 def optimize(session: Session, experience: Experience, own: PPOState, stop: StopFlag, *,
              step: int = 0, updates: int = 0) -> OptimizeResult:
     """The optimize phase on an experience, after so many steps and updates."""
@@ -102,6 +135,14 @@ def gradient_of(session: Session, experience: Experience, rows: Any = None) -> d
     sums = phase._Sums(task)
     phase._backward(task, plan, update_of(session, experience, rows), sums, poisoned=False)
     return dict(zip(task.terms, sums.over(session.backend.ranks).tolist(), strict=True))
+
+
+def gradients(session: Session, experience: Experience, rows: Any = None
+              ) -> tuple[dict[str, Any], dict[str, float]]:
+    """A copy of the gradients of :func:`gradient_of` by name, and its terms."""
+    terms = gradient_of(session, experience, rows)
+    return {name: parameter.grad.clone() for name, parameter in session.policy.named_parameters()
+            if parameter.grad is not None}, terms
 
 
 def generate(lm: Any, tokens: Any, mask: Any, spec: SamplingSpec, noise: Any, *,

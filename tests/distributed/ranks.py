@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from helpers import environment
+from sessions import small_config
 from warm import begin
 
 REWARD = '''\
@@ -30,6 +31,28 @@ def unlike(outputs, **columns):
 '''
 LONG = ("ppo.num_steps=400", "eval.every_steps=100", "checkpoint.every_steps=100")
 SCRIPT = Path(__file__).with_name("one_update.py")
+ODD = {"ppo.num_steps": 3, "ppo.num_rollouts": 13, "ppo.mini_batch_size": 7,
+       "ppo.micro_batch_size": 2, "ppo.chunk_size": 3, "generation.max_new_tokens": 10,
+       "hardware.device": "cpu", "hardware.num_threads": 1, "ppo.optimizer.lr": 1e-2,
+       "prompts.eval.limit": 5}
+"""counts that don't divide: 13 samples, minibatches of 7, micro-batches of 2, chunks of 3"""
+ONE_UPDATE = {**ODD, "ppo.ppo_epochs": 2, "ppo.max_grad_norm": 0.5, "ppo.ent_coef": 0.01}
+"""what one_update.py is mostly asked for"""
+
+
+def config_below(folder: Path, keys: dict) -> dict:
+    """The keys, with a tiny model and prompts made in the folder."""
+    small_config(folder)
+    return {"model.path": str(folder / "lm"), "prompts.path": str(folder / "prompts.jsonl"), **keys}
+
+
+def under(stage: int, folder: Path) -> dict:
+    """The settings of a stage. DeepSpeed would leave all parameters of so small a model whole."""
+    if stage < 3:
+        return {"hardware.zero_stage": stage}
+    file = folder / "deepspeed.json"
+    file.write_text('{"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}')
+    return {"hardware.zero_stage": 3, "hardware.deepspeed_config": str(file)}
 
 
 def free_port() -> int:
@@ -71,6 +94,13 @@ def largest_difference(one: dict, other: dict, prefix: str) -> float:
     assert set(names) == {name for name in other if name.startswith(prefix)}
     return max(float((one[name].double() - other[name].double()).abs().max()) for name in names
                if one[name].numel())
+
+
+def assert_same_update(one: dict, other: dict, tolerance: float = 1e-6) -> None:
+    """Two results of one_update.py."""
+    assert other["counts"].tolist() == one["counts"].tolist()
+    for prefix in ("experience/", "terms", "weight/", "eval"):
+        assert largest_difference(one, other, prefix) < tolerance, prefix
 
 
 def ranks_of(run_name: str) -> list[int]:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import largest_difference, run_job
+from ranks import (
+    ONE_UPDATE,
+    assert_same_update,
+    config_below,
+    largest_difference,
+    run_job,
+    under,
+)
 from safetensors.torch import load_file
-from sessions import small_config
-from test_same_numbers import ODD, assert_same, under
 
 LORA = {"type": "lora", "r": 4, "target_modules": ["c_attn", "c_fc"]}
 PREFIX = {"type": "prefix", "num_virtual_tokens": 3}
@@ -16,9 +21,7 @@ PROMPT = {"type": "prompt", "num_virtual_tokens": 3}
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> dict:
-    world = tmp_path_factory.mktemp("ranks")
-    small_config(world)
-    return {"model.path": str(world / "lm"), "prompts.path": str(world / "prompts.jsonl"), **ODD}
+    return config_below(tmp_path_factory.mktemp("ranks"), ONE_UPDATE)
 
 
 def slow(*values):
@@ -33,7 +36,7 @@ def test_one_update_is_the_same_on_two_ranks(config, tmp_path, peft, stage):
     settings = {**config, "model.peft": peft, "ppo.optimizer.name": "sgd"}
     alone = run_job(tmp_path, "alone", settings, world=1)
     many = run_job(tmp_path, "many", {**settings, **under(stage, tmp_path)}, world=2)
-    assert_same(alone, many)
+    assert_same_update(alone, many)
     trained = {name for name in alone if name.startswith("weight/lm.")}
     assert trained
     assert all("lora_" in name or "prompt_encoder" in name for name in trained)

@@ -10,15 +10,10 @@ from pathlib import Path
 import pytest
 import ranks
 from helpers import make_tokenizer, model_config, save_lm
-from ranks import largest_difference
-from sessions import small_config
+from ranks import ODD, config_below, largest_difference, under
 
-# counts that don't divide: 13 samples, minibatches of 7, micro-batches of 2, chunks of 3
-ODD = {"ppo.num_steps": 3, "ppo.num_rollouts": 13, "ppo.mini_batch_size": 7,
-       "ppo.micro_batch_size": 2, "ppo.chunk_size": 3, "generation.max_new_tokens": 10,
-       "hardware.device": "cpu", "hardware.num_threads": 1, "ppo.optimizer.name": "sgd",
-       "ppo.optimizer.lr": 1e-2, "prompts.eval.limit": 5, "ppo.logprobs_from": "forward",
-       "generation.stop_token_ids": [10, 19, 24, 36]}
+UPDATES = {**ODD, "ppo.optimizer.name": "sgd", "ppo.logprobs_from": "forward",
+           "generation.stop_token_ids": [10, 19, 24, 36]}
 APART = {"hardware.gather_for_generation": False}
 SHARED = {"model.num_layers_unfrozen": 1}
 pytestmark = pytest.mark.timeout(900)
@@ -26,9 +21,7 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> dict:
-    world = tmp_path_factory.mktemp("parts")
-    small_config(world)
-    return {"model.path": str(world / "lm"), "prompts.path": str(world / "prompts.jsonl"), **ODD}
+    return config_below(tmp_path_factory.mktemp("ranks"), UPDATES)
 
 
 def run_sessions(folder: Path, name: str, config: dict, scenarios: dict, *, world: int = 2) -> dict:
@@ -40,15 +33,6 @@ def run_sessions(folder: Path, name: str, config: dict, scenarios: dict, *, worl
         scenario, _, rest = key.partition("/")
         split.setdefault(scenario, {})[rest] = tensor
     return split
-
-
-def under(stage: int, folder: Path) -> dict:
-    """The settings of a stage. DeepSpeed would leave all parameters of so small a model whole."""
-    if stage < 3:
-        return {"hardware.zero_stage": stage}
-    file = folder / "deepspeed.json"
-    file.write_text('{"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}')
-    return {"hardware.zero_stage": 3, "hardware.deepspeed_config": str(file)}
 
 
 def assert_same(one: dict, other: dict, tolerance: float = 2e-6) -> None:

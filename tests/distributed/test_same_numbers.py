@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from ranks import largest_difference, run_job
-from sessions import small_config
-
-# counts that don't divide: 13 samples, minibatches of 7, micro-batches of 2, chunks of 3
-ODD = {"ppo.num_steps": 3, "ppo.num_rollouts": 13, "ppo.mini_batch_size": 7,
-       "ppo.micro_batch_size": 2, "ppo.ppo_epochs": 2, "ppo.chunk_size": 3,
-       "generation.max_new_tokens": 10, "hardware.device": "cpu", "hardware.num_threads": 1,
-       "ppo.optimizer.lr": 1e-2, "ppo.max_grad_norm": 0.5, "prompts.eval.limit": 5,
-       "ppo.ent_coef": 0.01}
+from ranks import (
+    ONE_UPDATE,
+    assert_same_update,
+    config_below,
+    largest_difference,
+    run_job,
+    under,
+)
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> dict:
-    world = tmp_path_factory.mktemp("ranks")
-    small_config(world)
-    return {"model.path": str(world / "lm"), "prompts.path": str(world / "prompts.jsonl"), **ODD}
-
-
-def under(stage: int, folder: Path) -> dict:
-    """The settings of a stage. DeepSpeed would leave all parameters of so small a model whole."""
-    if stage < 3:
-        return {"hardware.zero_stage": stage}
-    file = folder / "deepspeed.json"
-    file.write_text('{"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}')
-    return {"hardware.zero_stage": 3, "hardware.deepspeed_config": str(file)}
+    return config_below(tmp_path_factory.mktemp("ranks"), ONE_UPDATE)
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +23,6 @@ def alone(config, tmp_path_factory) -> dict:
     """One process, SGD."""
     return run_job(tmp_path_factory.mktemp("alone"), "alone",
                    {**config, "ppo.optimizer.name": "sgd"}, world=1)
-
-
-def assert_same(alone: dict, found: dict, tolerance: float = 1e-6) -> None:
-    assert found["counts"].tolist() == alone["counts"].tolist()
-    for prefix in ("experience/", "terms", "weight/", "eval"):
-        assert largest_difference(alone, found, prefix) < tolerance, prefix
 
 
 QUICK = [(2, 0), (2, 3)]
@@ -55,7 +35,7 @@ SLOW = [(2, 1), (2, 2), (4, 0), (4, 1), (4, 2), (4, 3), (1, 1), (1, 2), (1, 3)]
 def test_one_update_is_the_same_on_any_ranks(config, alone, tmp_path, world, stage):
     found = run_job(tmp_path, "many", {
         **config, "ppo.optimizer.name": "sgd", **under(stage, tmp_path)}, world=world)
-    assert_same(alone, found)
+    assert_same_update(alone, found)
 
 
 @pytest.mark.slow
@@ -67,7 +47,7 @@ def test_one_update_is_the_same_on_any_ranks(config, alone, tmp_path, world, sta
 def test_the_micro_batch_changes_nothing(config, alone, tmp_path, stage, keys):
     found = run_job(tmp_path, "many", {
         **config, "ppo.optimizer.name": "sgd", **under(stage, tmp_path), **keys}, world=2)
-    assert_same(alone, found)
+    assert_same_update(alone, found)
 
 
 @pytest.mark.slow
@@ -85,7 +65,7 @@ def test_settings_that_move_weights_elsewhere(config, tmp_path, changes):
     base = {**config, "ppo.optimizer.name": "sgd", **{
         name: value for name, value in changes.items() if not name.startswith("hardware.")}}
     one = run_job(tmp_path, "one", base, world=1)
-    assert_same(one, run_job(tmp_path, "many", {**base, **changes}, world=2))
+    assert_same_update(one, run_job(tmp_path, "many", {**base, **changes}, world=2))
 
 
 @pytest.mark.timeout(300)
@@ -97,7 +77,7 @@ def test_estimators_without_a_critic_are_the_same_on_any_ranks(config, tmp_path,
     base = {**config, "ppo.optimizer.name": "sgd", "ppo.advantage": advantage, "ppo.n": 2,
             "ppo.num_rollouts": 14}
     one = run_job(tmp_path, "one", base, world=1)
-    assert_same(one, run_job(tmp_path, "many", {**base, **under(stage, tmp_path)}, world=2))
+    assert_same_update(one, run_job(tmp_path, "many", {**base, **under(stage, tmp_path)}, world=2))
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import torch
 from helpers import save_lm
 from sessions import (
     count_good,
+    experience_of,
     load_session,
     optimize,
     rollout_of,
@@ -18,7 +19,6 @@ from sessions import (
     small_config,
     weights_of,
 )
-from test_invariants import experience_of
 
 from ppocli.config.problems import find_problems
 from ppocli.config.schema import TrainConfig

@@ -117,6 +117,7 @@ def test_language_model_tokenizer_is_lossless(policy):
     assert joined == tokenizer(prompt + response)["input_ids"]
 
 
+@pytest.mark.long
 def test_language_model_is_fluent_varied_and_balanced(policy, positive):
     prompts = [json.loads(line)["prompt"] for line in
                resolve_builtin("reviews-prompts").read_text().splitlines()][:128]

@@ -115,6 +115,7 @@ def test_a_command_that_fails_says_its_last_words(tmp_path):
         run([str(tmp_path / "absent")], tmp_path / "log", environment(1))
 
 
+@pytest.mark.long
 def test_ours_is_measured_as_a_whole_run(tmp_path):
     work = replace(WORKLOADS["tiny"], batch=4, mini_batch=2, new_tokens=4, epochs=1, warmup=0,
                    iterations=2)

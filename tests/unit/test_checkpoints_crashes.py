@@ -109,6 +109,7 @@ def kill_at_random(folder: Path, seed: int) -> None:
         last_said = search.found.step
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(2))
 def test_kill9_at_a_random_moment(tmp_path: Path, seed: int):
     kill_at_random(tmp_path / "checkpoints", seed)
@@ -176,6 +177,7 @@ except DiskError as error:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("library", "said"), [("safetensors", "File size limit reached writing"),
                                                ("torch", "Disk full writing step 2")])
 def test_a_file_size_limit(tmp_path: Path, library: str, said: str):

@@ -76,6 +76,7 @@ def test_a_step_leaves_out_what_lies_between_steps():
     assert set(spent.seconds) == set(spent.cpu_seconds) == {"rollout", "other", "gather"}
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells when a process was started")
 def test_the_start_of_a_process_lies_before_its_imports():
     code = ("import time; time.sleep(0.5); from ppocli.training.clock import Moment; "
@@ -133,6 +134,7 @@ def _stopping(limit: int):
     return score
 
 
+@pytest.mark.long
 def test_the_phases_of_a_run_add_up_to_its_wall_time_also_when_stopped_and_resumed(
         tmp_path, monkeypatch):
     from ppocli.errors import StoppedError
@@ -187,6 +189,7 @@ def test_the_phases_of_a_run_add_up_to_its_wall_time_also_when_stopped_and_resum
             assert rest == pytest.approx(0, abs=1e-9), (kind, name)
 
 
+@pytest.mark.long
 def test_a_step_is_the_sum_of_its_phases_and_nothing_of_it_is_lost(reference):
     rows = [row for row in jsonl(reference / "metrics.jsonl") if "time/step" in row]
     assert rows

@@ -2,10 +2,16 @@
 
 import pytest
 import torch
-from helpers import SPECIAL, WORDS, model_config, save_lm
-from sessions import optimize, rollout_of, session_of, small_config
-from test_invariants import experience_of, gradients
-from test_shared_reference import KINDS, count_letters
+from helpers import DECODERS, SPECIAL, WORDS, model_config, save_lm
+from sessions import (
+    count_letters,
+    experience_of,
+    gradients,
+    optimize,
+    rollout_of,
+    session_of,
+    small_config,
+)
 
 from ppocli.config.problems import find_problems
 from ppocli.errors import ConfigError, InputError
@@ -23,7 +29,7 @@ def with_critic(tmp_path, critic, kind="gpt2", **over):
     return small_config(tmp_path, **{**CRITICS[critic], **over})
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DECODERS)
 def test_branch_and_model_start_with_the_states_of_the_policy(tmp_path, kind):
     for critic, cls in (("branch", ValueBranch), ("model", ValueModel)):
         with session_of(with_critic(tmp_path, critic, kind), reward=count_letters) as session:

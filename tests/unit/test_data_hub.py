@@ -207,6 +207,7 @@ def cache_data_set(home: Path) -> None:
     assert json.loads((folder / "dataset_info.json").read_text())["config_name"] == "default"
 
 
+@pytest.mark.long
 def test_a_dead_network_takes_less_than_five_seconds(tmp_path):
     cache_data_set(tmp_path / "home")
     sets = [("someone/else", "train"), ("someone/film_reviews", "train+test")]

@@ -4,9 +4,15 @@ import pytest
 import torch
 from helpers import PAIRS, make_tokenizer, ppocli, save_lm
 from runs import assert_equal_runs, copied, resumed
-from sessions import optimize, rollout_of, session_of, small_config
-from test_invariants import experience_of, gradients
-from test_shared_reference import count_letters
+from sessions import (
+    count_letters,
+    experience_of,
+    gradients,
+    optimize,
+    rollout_of,
+    session_of,
+    small_config,
+)
 from transformers import AutoModelForSeq2SeqLM
 
 from ppocli.config.schema import PromptsConfig
@@ -152,6 +158,7 @@ def test_what_a_tokenizer_puts_behind_a_text_goes_to_an_encoder_only():
     assert encoder.token_ids == [[was, good, end], [it, end]]
 
 
+@pytest.mark.long
 def test_train_resume_export_eval_and_generate(tmp_path, command, monkeypatch):
     """What a user does, with an encoder-decoder."""
     monkeypatch.chdir(tmp_path)

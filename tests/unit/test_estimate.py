@@ -69,8 +69,7 @@ def kept_of(session) -> int:
     rows, count = session.forward_rows, session.sampling.max_new_tokens
     ids, new = torch.randint(5, 30, (rows, PROMPT)), torch.randint(5, 30, (rows, count))
     batch = lay_out(prompt_and_response(ids, torch.ones_like(ids).bool(), new,
-                                        torch.ones_like(new).bool(),
-                                        session.loaded.decoder_start))
+                                        torch.ones_like(new).bool(), session.loaded.decoder_start))
     session.policy.train(session.cfg.model.gradient_checkpointing)
     session.trained.engine(batch, temperature=1.0)  # what is made once is made
     gc.collect()  # what checkpoints of that pass held on to must not go meanwhile
@@ -122,6 +121,7 @@ def reference_of(session) -> int:
     return sum(t.nbytes for t in held.lm.parameters()) if hasattr(held, "lm") else 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "keys"), [
     ("gpt2", {}),
     ("gpt2", {"hardware__precision": "bf16", "ppo__micro_batch_size": 2}),
@@ -261,6 +261,7 @@ COPY = {"model__reference__kind": "copy"}
 FROZEN = "states of frozen layers"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "keys", "samples"), [
     # samples whose states are there as decoding padded them, those that scoring keeps, and updates
     ("llama", {}, (16, 16, 16)), ("gpt2", {"ppo__chunk_size": 4}, (16, 16, 16)),

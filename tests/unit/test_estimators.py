@@ -6,8 +6,9 @@ import pytest
 import torch
 from sessions import (
     count_good,
+    experience_of,
     fresh_state,
-    gradient_of,
+    gradients,
     load_session,
     optimize,
     rollout_of,
@@ -25,18 +26,6 @@ from ppocli.tasks.ppo.experience import to_experience, update_moments
 from ppocli.tasks.ppo.figures import optimize_figures
 
 CRITIC_FREE = [name for name, entry in ESTIMATORS.items() if not entry.needs_critic]
-
-
-def experience_of(session):
-    rollout = rollout_of(session)
-    state = update_moments(fresh_state(session), rollout, session.cfg)
-    return to_experience(rollout, state, session.cfg), state
-
-
-def gradients(session, experience):
-    terms = gradient_of(session, experience)
-    return {n: p.grad.clone() for n, p in session.policy.named_parameters()
-            if p.grad is not None}, terms
 
 
 def config(folder, advantage, **keys):
@@ -84,7 +73,7 @@ def test_a_rollout_and_its_advantages_do_not_depend_on_how_it_is_cut(tmp_path, a
     for chunk in (None, 3):
         with session_of(config(tmp_path, advantage, ppo__chunk_size=chunk)) as session:
             found.append(experience_of(session)[0])
-    assert torch.equal(found[0].response_tokens, found[1].response_tokens)
+    assert torch.equal(*(part.sequences.action_tokens for part in found))
     torch.testing.assert_close(found[0].advantages, found[1].advantages, rtol=0, atol=1e-4)
 
 
@@ -179,6 +168,7 @@ def test_a_critic_and_none_do_not_take_over_from_each_other(tmp_path):
         load_session(session, tmp_path / "saved")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("advantage", ESTIMATORS)
 def test_a_few_updates_raise_the_reward(tmp_path, advantage):
     cfg = config(tmp_path, advantage, ppo__num_rollouts=64, ppo__mini_batch_size=32,
@@ -194,6 +184,7 @@ def test_a_few_updates_raise_the_reward(tmp_path, advantage):
     assert means[-1] > means[0] + 0.8
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("estimator", ["k1", "abs", "k2", "k3"])
 def test_a_kl_in_the_loss_holds_the_policy_back(tmp_path, estimator, caplog):
     moved = {}

@@ -4,17 +4,21 @@ and changes no number."""
 import pytest
 import torch
 from helpers import save_lm
-from sessions import fresh_state, optimize, rollout_of, session_of, small_config, weights_of
-from test_invariants import experience_of
+from sessions import (
+    count_letters,
+    experience_of,
+    fresh_state,
+    optimize,
+    rollout_of,
+    session_of,
+    small_config,
+    weights_of,
+)
 
 from ppocli.models.layer_stack import layer_stack
 from ppocli.parallel.stop import StopFlag
 
 KINDS = ["gpt2", "gpt_neox", "gptj", "llama", "qwen2", "mistral", "opt"]
-
-
-def count_letters(outputs, **_):
-    return [len(output) / 10 for output in outputs]
 
 
 def top_layer(tmp_path, kind="gpt2", **over):
@@ -119,6 +123,6 @@ def test_samples_without_a_score_take_their_states_with_them(tmp_path):
     with session_of(cfg, reward=some) as session:
         rollout = rollout_of(session)
         experience, _ = experience_of(session)
-        spans = experience.prompt_mask.sum(1) + experience.response_mask.sum(1) - 1
+        spans = experience.sequences.lengths - 1
         assert len(experience.frozen_states) == len(experience) < len(rollout)
         assert [len(state) for state in experience.frozen_states] == spans.tolist()

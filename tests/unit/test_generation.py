@@ -134,6 +134,14 @@ def test_min_new_tokens_forbids_ending_early(lm):
     assert late.mask.sum(1).min() >= 6
 
 
+def test_an_end_may_be_chosen_once_that_many_tokens_are_there():
+    """The end is all but certain; before it is allowed, the other token is taken."""
+    logits, stops = torch.tensor([[0.0, 50.0]]).repeat(4, 1), torch.tensor([1])
+    spec, half = SamplingSpec(9, (1,), min_new_tokens=3), torch.full((4,), 0.5)
+    assert [int(choose(logits, half, spec, n, stops)[0][0]) for n in range(5)] == [0, 0, 0, 1, 1]
+    assert choose(logits, half, spec, torch.tensor([4, 2, 3, 0]), stops)[0].tolist() == [1, 0, 1, 0]
+
+
 def test_finished_rows_stop_costing(lm):
     seen = []
     lm.transformer.h[0].register_forward_pre_hook(lambda m, args: seen.append(len(args[0])))

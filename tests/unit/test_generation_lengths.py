@@ -42,6 +42,7 @@ LENGTHS = ("generation.length_sampler=[3,6]", "ppo.num_steps=2", "tracking.log_r
            "eval.at_start=false", "eval.every_steps=null")
 
 
+@pytest.mark.long
 def test_responses_keep_to_their_length_whatever_the_chunks(command, world):
     for name, chunk in (("a", 5), ("b", 12)):
         ended = command(*words(*LENGTHS, f"run_name={name}", f"ppo.chunk_size={chunk}"))
@@ -57,6 +58,7 @@ def test_responses_keep_to_their_length_whatever_the_chunks(command, world):
     assert max(row["response_tokens"] for row in evaluated) > 6  # at evaluation: max_new_tokens
 
 
+@pytest.mark.long
 def test_a_resumed_run_draws_the_same_lengths(command, world):
     assert command(*words(*LENGTHS, "run_name=whole")).code == 0
     assert command(*words(*LENGTHS, "ppo.num_steps=1", "run_name=cut")).code == 0
@@ -80,6 +82,7 @@ def swept(tmp_path_factory):
         yield world / "runs"
 
 
+@pytest.mark.long
 def test_each_value_is_evaluated_and_the_first_one_counts(swept):
     plain = stable_rows(swept / "plain/metrics.jsonl")
     rows = stable_rows(swept / "swept/metrics.jsonl")
@@ -92,6 +95,7 @@ def test_each_value_is_evaluated_and_the_first_one_counts(swept):
         rows[0]["eval/metrics/words@top_k=1"] != rows[0]["eval/metrics/words@top_k=0"])
 
 
+@pytest.mark.long
 def test_samples_of_further_values_are_kept_apart(swept):
     rows = jsonl(swept / "swept/samples.jsonl")
     counted = {(row["step"], row["kind"], row.get("sampling")) for row in rows}
@@ -101,6 +105,7 @@ def test_samples_of_further_values_are_kept_apart(swept):
     assert len(greedy) == len({row["prompt"] for row in rows}) == 4
 
 
+@pytest.mark.long
 def test_the_reference_answers_beside_the_policy(swept):
     rows = [row for row in jsonl(swept / "swept/samples.jsonl") if row["kind"] == "eval"]
     before, after = ([row for row in rows if row["step"] == step] for step in (0, 2))
@@ -113,6 +118,7 @@ def test_the_reference_answers_beside_the_policy(swept):
     assert "\nreference" in (swept / "swept/report.md").read_text()
 
 
+@pytest.mark.long
 def test_an_evaluation_that_is_done_again_on_resume_leaves_no_row_twice(swept, tmp_path):
     run = whole_copy(swept / "swept", tmp_path / "again")
     shutil.rmtree(run / "model")

@@ -86,6 +86,7 @@ def test_whoever_has_chosen_keeps_the_say(name):
     assert kept < SIZE / 4
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not has_mallopt(), reason="no glibc")
 def test_a_run_keeps_what_it_has_freed(world, monkeypatch):
     for name in _OTHERS:

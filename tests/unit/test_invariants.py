@@ -7,8 +7,9 @@ import torch
 from helpers import save_lm, write_prompts
 from sessions import (
     count_good,
+    experience_of,
     fresh_state,
-    gradient_of,
+    gradients,
     optimize,
     rollout_of,
     session_of,
@@ -25,19 +26,8 @@ from ppocli.tasks.ppo.experience import to_experience, update_moments
 from ppocli.tasks.ppo.task import PPOTask
 from ppocli.training.state import TrainState
 
-ARCHITECTURES = ["gpt2", "gpt_neox", "llama", "qwen2"]
-
-
-def experience_of(session):
-    rollout = rollout_of(session)
-    state = update_moments(fresh_state(session), rollout, session.cfg)
-    return to_experience(rollout, state, session.cfg), state
-
-
-def gradients(session, experience, rows=None):
-    terms = gradient_of(session, experience, rows)
-    return {n: p.grad.clone() for n, p in session.policy.named_parameters()
-            if p.grad is not None}, terms
+ARCHITECTURES = ["gpt2", *(pytest.param(kind, marks=pytest.mark.long)
+                            for kind in ("gpt_neox", "llama", "qwen2"))]
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
@@ -55,7 +45,9 @@ def test_with_learning_rate_zero_every_ratio_is_one(tmp_path, kind):
     assert abs(result.terms["approx_kl"]) <= 1e-6
 
 
-@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
+@pytest.mark.parametrize("aggregation", ["token-mean", *(
+    pytest.param(name, marks=pytest.mark.long)
+    for name in ("seq-mean-token-mean", "seq-mean-token-sum"))])
 def test_the_gradient_does_not_depend_on_the_micro_batch(tmp_path, aggregation):
     found = []
     for micro, tokens in ((None, None), (1, None), (3, None), (16, None), (None, 25), (3, 1)):
@@ -77,7 +69,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batch(tmp_path, aggregation):
 
 @pytest.mark.parametrize(("rollouts", "size", "epochs", "expected"), [
     (16, 8, 4, 8), (16, 5, 3, 12), (16, 16, 1, 1), (7, 4, 2, 4), (3, 3, 5, 5)])
-@pytest.mark.parametrize("micro", [1, None])
+@pytest.mark.parametrize("micro", [pytest.param(1, marks=pytest.mark.long), None])
 def test_number_of_updates(tmp_path, rollouts, size, epochs, expected, micro):
     cfg = small_config(tmp_path, ppo__num_rollouts=rollouts, ppo__mini_batch_size=size,
                        ppo__ppo_epochs=epochs, ppo__micro_batch_size=micro)
@@ -401,4 +393,4 @@ def test_invalid_samples_are_left_out_of_the_update(tmp_path):
     assert rollout.valid.tolist() == [i != 3 for i in range(16)]
     assert len(experience) == 15
     kept = [i for i in range(16) if i != 3]
-    assert torch.equal(experience.response_tokens, rollout.response_tokens[kept])
+    assert torch.equal(experience.sequences.action_tokens, rollout.response_tokens[kept])

@@ -18,7 +18,7 @@ from ppocli.models.policy import build_value_head
 from ppocli.models.trunk import response_hidden
 from ppocli.ppo.noise import uniform
 from ppocli.sampling.decoding import try_decoding
-from ppocli.sampling.loading import load_judged, load_policy
+from ppocli.sampling.loading import load_decodable, load_judged, load_policy
 from ppocli.sampling.token_choice import SamplingSpec
 
 LENGTHS = (3, 5, 1, 5, 3, 2)
@@ -208,7 +208,7 @@ def test_a_model_that_looks_ahead_is_refused(tmp_path):
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(small("xlnet")).save_pretrained(tmp_path / "xlnet")
     with pytest.raises(InputError, match="look ahead") as refused:
-        load_lm(ModelConfig(path=str(tmp_path / "xlnet")))
+        load_decodable(ModelConfig(path=str(tmp_path / "xlnet")))
     assert refused.value.where == "model.path"
     assert refused.value.fix == "use a causal language model"
 

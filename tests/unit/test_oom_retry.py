@@ -30,6 +30,7 @@ def test_what_counts_as_a_lack_of_memory():
     assert not is_out_of_memory(MemoryError())
 
 
+@pytest.mark.long
 def test_rows_are_halved_for_good_and_for_one_phase_alone(tmp_path, caplog):
     with session_of(small_config(tmp_path)) as session, caplog.at_level(logging.WARNING):
         tried: list[int] = []

@@ -9,13 +9,10 @@ import sys
 import numpy as np
 import pytest
 import torch
+from helpers import mask_of
 
 from ppocli.ppo.advantages import ESTIMATORS, Samples, gae, grpo, reinforce_pp, rloo, token_rewards
 from ppocli.ppo.masking import whiten
-
-
-def mask_of(lengths, width):
-    return torch.arange(width)[None, :] < torch.tensor(lengths)[:, None]
 
 
 def double(rows):

@@ -5,17 +5,13 @@ import math
 import numpy as np
 import pytest
 import torch
+from helpers import mask_of
 
 from ppocli.ppo.kl import adapt_kl_coef, kl_per_token
 from ppocli.ppo.masking import masked_mean, whiten
 from ppocli.ppo.moments import RunningMoments, moments_of, scale_scores
 from ppocli.ppo.noise import EVALUATION, ROLLOUT, uniform
 from ppocli.ppo.schedule import lr_factor
-
-
-def mask_of(lengths, width):
-    return torch.arange(width)[None, :] < torch.tensor(lengths)[:, None]
-
 
 # --- whitening -------------------------------------------------------------------------------
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 from helpers import jsonl
 from runs import words
+from sessions import hand_rollout as rollout_of
 
 from ppocli.config.problems import find_problems
 from ppocli.config.schema import RewardConfig, TrainConfig
-from ppocli.data.batch import PromptBatch
-from ppocli.models.layout import Sequences
 from ppocli.ppo.moments import RunningMoments
 from ppocli.ppo.shaping import overlong_penalties
 from ppocli.tasks.ppo.experience import shaped_scores, to_experience, update_moments
@@ -20,23 +18,6 @@ from ppocli.tasks.ppo.figures import penalty_figures, rollout_samples
 from ppocli.tasks.ppo.records import PPOState, Rollout
 
 STATE = PPOState(kl_coef=0.0, init_kl_coef=0.0)
-
-
-def rollout_of(scores: list[float], lengths: list[int], finished: list[bool],
-               dense: list[list[float]] | None = None, **parts: list[float | None]) -> Rollout:
-    """Samples of those lengths without KL; everything else is zero."""
-    count, width = len(scores), max(lengths)
-    mask = torch.arange(width)[None, :] < torch.tensor(lengths)[:, None]
-    zeros = torch.zeros(count, width)
-    prompts = PromptBatch(torch.ones(count, 1, dtype=torch.long),
-                          torch.ones(count, 1, dtype=torch.bool), ["p"] * count, {},
-                          list(range(count)), list(range(count)))
-    sequences = Sequences.of_responses(prompts.tokens, prompts.mask,
-                                       torch.ones(count, width, dtype=torch.long), mask)
-    return Rollout(prompts, sequences, zeros, zeros, zeros, zeros, scores,
-                   None if dense is None else torch.tensor(dense),
-                   torch.ones(count, dtype=torch.bool), torch.tensor(finished), False,
-                   ["r"] * count, parts or {"score": scores})
 
 
 def cfg_of(max_new_tokens: int = 10, **reward: object) -> TrainConfig:

@@ -149,6 +149,7 @@ with lock(Path(sys.argv[1])):
         parent.communicate()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("before", ["", "stale"])
 def test_of_processes_that_race_exactly_one_wins(tmp_path: Path, before: str):
     if before:
@@ -209,6 +210,7 @@ while turns < 200:
 """
 
 
+@pytest.mark.long
 def test_deleting_the_file_beside_lets_no_two_in(tmp_path: Path):
     racers = [start_python(TURNS, tmp_path / "model") for _ in range(3)]
     said = [racer.communicate(timeout=60)[1] for racer in racers]

@@ -3,9 +3,16 @@ and without a second pass through what is frozen."""
 
 import pytest
 import torch
-from helpers import model_config, save_lm
-from sessions import count_good, optimize, rollout_of, session_of, small_config
-from test_invariants import experience_of
+from helpers import DECODERS, model_config, save_lm
+from sessions import (
+    count_good,
+    count_letters,
+    experience_of,
+    optimize,
+    rollout_of,
+    session_of,
+    small_config,
+)
 
 from ppocli.config.schema import ReferenceConfig, TrainConfig, reference_kind
 from ppocli.models.layer_stack import layer_stack
@@ -15,12 +22,6 @@ from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import ROLLOUT
 from ppocli.tasks.ppo.rollout import generate_chunks, measure_chunk
 
-KINDS = ["gpt2", "gpt_neox", "gptj", "llama", "qwen2", "qwen3", "mistral", "gemma", "opt", "phi"]
-
-
-def count_letters(outputs, **_):
-    return [len(output) / 10 for output in outputs]
-
 
 def one_layer(tmp_path, kind="gpt2", reference="shared", **over):
     save_lm(tmp_path / "lm", kind, gain=1.5)  # less sure of itself, so that a KL can be seen
@@ -29,7 +30,7 @@ def one_layer(tmp_path, kind="gpt2", reference="shared", **over):
         "ppo__chunk_size": 5, **over})
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DECODERS)
 @pytest.mark.parametrize("source", ["decode", "forward"])
 def test_a_shared_reference_gives_what_a_copy_gives(tmp_path, kind, source):
     found = []
@@ -52,6 +53,7 @@ def test_a_shared_reference_gives_what_a_copy_gives(tmp_path, kind, source):
     assert later.kl.abs().max() > 1e-3
 
 
+@pytest.mark.long
 def test_in_bf16_the_reference_is_not_the_policy_s_cached_weights(tmp_path):
     """Autocast keeps the bf16 copies that it made of weights, whatever is put in their place."""
     found = []
@@ -68,6 +70,7 @@ def test_in_bf16_the_reference_is_not_the_policy_s_cached_weights(tmp_path):
     torch.testing.assert_close(shared.kl, copied.kl, rtol=0, atol=2e-3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["bloom", "opt_with_projections", "bart"])
 def test_what_comes_before_the_first_layer_is_frozen_too(tmp_path, kind):
     over = {"word_embed_proj_dim": 16} if kind == "opt_with_projections" else {}

@@ -46,7 +46,7 @@ def test_every_pass_of_a_step_keeps_to_it(tmp_path):
         scored = len(seen)
         optimize(session, experience, state, StopFlag())
         handle.remove()
-        spans = experience.response_mask.sum(1) + experience.prompt_mask.sum(1)
+        spans = experience.sequences.lengths
     assert int(spans.max()) <= budget
     assert int(spans.sum()) > 2 * budget
     assert 2 < scored < 16

@@ -38,7 +38,8 @@ PADDED, FILLED = 0.03, 16
 """the share of padding above which rows are packed, and what packed tokens are a multiple of"""
 
 # PEFT asks transformers by a name that is going to be dropped
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is dep:FutureWarning")
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings(
+    "ignore:.is_gradient_checkpointing. is dep:FutureWarning")]
 
 
 @dataclass(frozen=True)

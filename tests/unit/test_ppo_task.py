@@ -1,0 +1,120 @@
+"""What PPO decides around its losses, by hand-worked numbers: when a phase ends, how far the policy
+has moved, which samples come next and in which order they are learnt from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from sessions import (
+    experience_of,
+    fresh_state,
+    hand_rollout,
+    rollout_of,
+    session_of,
+    small_config,
+)
+
+from ppocli.config.schema import TrainConfig
+from ppocli.parallel.stop import StopFlag
+from ppocli.tasks.ppo.experience import next_kl_coef, sequence_kl, to_experience
+from ppocli.tasks.ppo.records import PPOState, Rollout
+from ppocli.tasks.ppo.task import PPOTask, plan_updates
+from ppocli.training.clock import PhaseClock
+from ppocli.training.loop import _better
+from ppocli.training.state import Best, TrainState
+from ppocli.training.task import Verdict
+
+FINE = {"approx_kl": 0.0, "ratio": 1.0}
+
+
+VERDICTS = [
+    ({"approx_kl": 0.0299}, Verdict.STEP),  # 1.5 times 0.02 is 0.03
+    ({"approx_kl": 0.0301}, Verdict.STOP),
+    ({"approx_kl": -0.5}, Verdict.STEP),
+    ({"ratio": 1.79}, Verdict.STEP),
+    ({"ratio": 1.81}, Verdict.SKIP),
+    ({"approx_kl": 0.0301, "ratio": 1.81}, Verdict.STOP),
+    ({"approx_kl": float("nan"), "ratio": 1.81}, Verdict.NONFINITE)]
+
+
+def test_the_verdict_on_an_update(tmp_path):
+    cfg = small_config(tmp_path, ppo__target_kl=0.02, ppo__ratio_threshold=1.8)
+    with session_of(cfg) as session:
+        task = PPOTask(session)
+        assert [task.judge({**FINE, **terms}) for terms, _ in VERDICTS] == [
+            verdict for _, verdict in VERDICTS]
+        cfg.ppo.target_kl = cfg.ppo.ratio_threshold = None
+        assert task.judge({"approx_kl": 50.0, "ratio": 50.0}) is Verdict.STEP
+
+
+def two_responses() -> Rollout:
+    """Of three tokens and one. Log-ratios 0.1, 0.2, 0.3 and 0.5: sums 0.6 and 0.5, mean 0.55."""
+    rollout = hand_rollout([1.0, 2.0], [3, 1], [True, True])
+    return replace(rollout, has_reference=True,
+                   logprobs=torch.tensor([[-1.0, -1.0, -1.0], [-1.0, 7.0, 7.0]]),
+                   ref_logprobs=torch.tensor([[-1.1, -1.2, -1.3], [-1.5, 0.0, 0.0]]))
+
+
+def test_the_kl_of_a_sequence_is_the_sum_over_its_tokens():
+    assert sequence_kl(two_responses()) == pytest.approx(0.55)
+    assert np.isnan(sequence_kl(replace(two_responses(), has_reference=False)))
+
+
+def test_the_controller_is_fed_that_sum():
+    """0.55 at target 0.5 is 0.1 too much, at 2 samples of a horizon of 4: half of that."""
+    cfg = TrainConfig()
+    cfg = replace(cfg, ppo=replace(cfg.ppo, kl_controller="adaptive", target=0.5, horizon=4))
+    state = PPOState(kl_coef=0.2, init_kl_coef=0.2)
+    assert next_kl_coef(state, two_responses(), cfg) == pytest.approx(0.2 * 1.05)
+    fixed = replace(cfg, ppo=replace(cfg.ppo, kl_controller="fixed"))
+    assert next_kl_coef(state, two_responses(), fixed) == 0.2
+
+
+def test_whitened_advantages_have_no_mean():
+    """Scores 2 and 4 without values: every token of a response is worth its score. Of 2, 2, 4, 4
+    the mean is 3 and the deviation 1."""
+    cfg = TrainConfig()
+    cfg = replace(cfg, ppo=replace(cfg.ppo, lam=1.0, gamma=1.0, whiten_advantages=True))
+    found = to_experience(hand_rollout([2.0, 4.0], [2, 2], [True, True]),
+                          PPOState(kl_coef=0.0, init_kl_coef=0.0), cfg)
+    assert found.advantages.flatten().tolist() == pytest.approx([-1.0, -1.0, 1.0, 1.0], abs=1e-4)
+
+
+def test_a_step_collects_from_where_the_one_before_ended(tmp_path):
+    with session_of(small_config(tmp_path)) as session:
+        clock = PhaseClock.start(session.backend.device)
+        state = TrainState({}, "", step=1, episodes=16)
+        rollout = PPOTask(session).collect(state, StopFlag(), clock)
+    assert rollout.prompts.episodes == list(range(16, 32))
+
+
+def test_a_sample_depends_on_its_episode_not_on_its_row(tmp_path):
+    with session_of(small_config(tmp_path)) as session:
+        whole, part = rollout_of(session), rollout_of(session, start=6, count=4)
+    assert part.responses == whole.responses[6:10]
+    assert len(set(whole.responses)) > 8
+
+
+def test_each_pass_over_the_samples_has_an_order_of_its_own(tmp_path):
+    """That of numpy's generator for (seed, step, epoch), dealt into minibatches of 8."""
+    with session_of(small_config(tmp_path, seed=3, ppo__ppo_epochs=2)) as session:
+        experience, _ = experience_of(session)
+        plan = plan_updates(session, experience, fresh_state(session), 5)
+    assert [group.epoch for group in plan.groups] == [0, 0, 1, 1]
+    for epoch in (0, 1):
+        order = np.random.default_rng([3, 5, epoch]).permutation(16).tolist()
+        found = [plan.groups[2 * epoch + half].rows.tolist() for half in (0, 1)]
+        assert found == [order[:8], order[8:]]
+
+
+def test_the_best_evaluation_is_the_highest_finite_one():
+    best = Best(step=2, metric=1.5)
+    assert _better(1.6, best)
+    assert not _better(1.5, best)  # the earlier of two equal ones stays
+    assert not _better(1.4, best)
+    assert _better(-3.0, None)
+    for figure in (None, float("nan"), float("inf")):
+        assert not _better(figure, None)
