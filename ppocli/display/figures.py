@@ -55,12 +55,16 @@ def closing_table(before: dict[str, Any] | None, after: dict[str, Any],
     table = Table(title="before and after", show_lines=True, title_justify="left")
     for name in ("", "before", "after"):
         table.add_column(name, overflow="fold")
-    shown = ["reward_mean", "kl_mean", "response_tokens_mean", "distinct_2"]
+    shown = [name for name in ("reward_mean", "kl_mean", "response_tokens_mean", "distinct_2")
+             if name in after]
     shown += [name for name in after if name.startswith("metrics/")]
+    shown = shown or list(after)  # a task of the user's own has figures of its own
     for name in shown:
         old = "" if before is None else figure(before.get(name), 3)
         table.add_row(name.removeprefix("metrics/"), old, figure(after[name], 3))
     for old_row, new_row in samples:
+        if "prompt" not in new_row:  # likewise
+            continue
         table.add_row(Text(clean(new_row["prompt"])), _sample(old_row), _sample(new_row))
     return table
 
