@@ -37,8 +37,8 @@ def plot_runs(
             "below runs/).")] = None,
         metric: Annotated[str, typer.Option(
             "--metric", "-m", metavar="NAME,...", autocompletion=complete_metrics,
-            help="Metrics by their names in metrics.jsonl, or reward, kl, length, entropy, clip, lr, "
-            "loss, eval.")] = "reward,kl",
+            help="Metrics by their names in metrics.jsonl, or reward, kl, length, entropy, clip, "
+            "lr, loss, eval.")] = "reward,kl",
         smooth: Annotated[int, typer.Option(
             "--smooth", metavar="N", help="Show the mean of the last N steps.")] = 1,
         out: Annotated[Path | None, typer.Option(
