@@ -33,8 +33,8 @@ KINDS = {
                "model.value.num_layers_unfrozen=2"),
     "critic": ("critic of its own", f"{WALKS} model.value.kind=model"),
     "lora": ("LoRA, reference = adapter off", f"{WALKS} {LORA}"),
-    "grpo": ("GRPO, 4 samples a prompt", f"{WALKS} ppo.advantage=grpo ppo.n=4"),
-    "rloo": ("RLOO, 4 samples a prompt", f"{WALKS} ppo.advantage=rloo ppo.n=4"),
+    "grpo": ("GRPO, 4 samples per prompt", f"{WALKS} ppo.advantage=grpo ppo.n=4"),
+    "rloo": ("RLOO, 4 samples per prompt", f"{WALKS} ppo.advantage=rloo ppo.n=4"),
     "reinforce_pp": ("REINFORCE++", f"{WALKS} ppo.advantage=reinforce_pp"),
     "t5": ("encoder-decoder (T5), share of vowels",
            "model.path=./t5 prompts=reviews reward.fn=vowels.py:vowels ppo.total_episodes=3072 "

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 PROMPT = "> "
 HELP = """\
-/quit            leave (Ctrl-D does too); Ctrl-C stops an answer
+/quit            leave (also Ctrl-D); Ctrl-C stops an answer
 /reset           forget the conversation
 /seed N          the seed of the next answers; they start over
 /set NAME=VALUE  change the sampling, e.g. /set temperature=0.7 max_new_tokens=60
@@ -41,11 +41,11 @@ def chat(
         greedy: opt.Greedy = False, stop: opt.Stop = None, seed: opt.Seed = 0,
         system: opt.System = None, step: opt.Step = None, best: opt.Best = False,
         score: opt.Score = False, reward: opt.Reward = None, against: opt.Against = None) -> None:
-    """Talk to a run, a checkpoint or a model in the terminal.
+    """Chat with a run, a checkpoint or a model in the terminal.
 
     Answers appear as they are sampled. With a chat template the conversation is kept; without one
-    each text is a prompt of its own. /help lists what can be typed; /quit or Ctrl-D leaves, Ctrl-C
-    stops an answer.
+    each text is a separate prompt. /help lists the commands; /quit or Ctrl-D leaves, Ctrl-C stops
+    an answer.
 
     \b
     Examples:
@@ -61,7 +61,7 @@ def chat(
             "max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens,
             "temperature": temperature, "top_k": top_k, "top_p": top_p})
     if not sys.stdin.isatty():
-        raise ConfigError("ppocli chat is for a terminal, and standard input is none.",
+        raise ConfigError("ppocli chat needs a terminal, and standard input isn't one.",
                           where="standard input",
                           fix="ppocli generate takes prompts from a pipe or a file")
     chosen = find_models(request)
@@ -274,7 +274,7 @@ def _typed(generation: GenerationConfig, texts: dict[str, str]) -> dict[str, Any
     node = OmegaConf.structured(generation)
     for name, text in texts.items():
         if name not in SAMPLING_KEYS:
-            raise ConfigError(f"{name!r} is no sampling setting.",
+            raise ConfigError(f"{name!r} is not a sampling setting.",
                               fix=f"one of {', '.join(SAMPLING_KEYS)}")
         try:
             OmegaConf.update(node, name, text)

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 def print_comparison(
         given: Annotated[list[str], typer.Argument(
             metavar="RUN RUN...", autocompletion=complete_run,
-            help="Folders or names of runs; the first is the one to beat.")],
+            help="Folders or names of runs; the others are compared with the first.")],
         as_json: AsJson = False) -> None:
-    """Set runs side by side: figures after equally many samples, settings, wins on prompts.
+    """Compare runs: figures after the same number of samples, settings, win rates.
 
     \b
     Examples:
@@ -35,7 +35,7 @@ def print_comparison(
 
     runs = {run.folder.path: run for run in (read_run(find_run(each)) for each in given)}
     if len(runs) < 2:
-        raise ConfigError("There must be two different runs or more to compare.",
+        raise ConfigError("Comparing needs two or more different runs.",
                           where="command line", fix="ppocli compare runs/ONE runs/OTHER")
     comparison = compare_runs(list(runs.values()))
     if as_json:

@@ -22,7 +22,7 @@ HYDRA_FLAGS = {
     "-m": "run every combination of KEY=A,B", "--multirun": "run every combination of KEY=A,B",
     "--cfg": "print the composed configuration", "--resolve": "with --cfg: resolve references",
     "--package": "with --cfg: a part of it", "--info": "where configuration comes from",
-    "--config-dir": "a folder with recipes or config groups of your own",
+    "--config-dir": "a folder with your own recipes or config groups",
     "--config-name": "another primary config", "--hydra-help": "Hydra's own help"}
 SHELLS = ("bash", "zsh", "fish")
 _CFG = ("job", "hydra", "all", "deepspeed")
@@ -178,9 +178,9 @@ def _builtin(key: str) -> list[str]:
 def completion(
         shell: Annotated[str | None, typer.Argument(
             metavar="[SHELL]", autocompletion=lambda: SHELLS, show_default=False,
-            help="bash, zsh or fish (default: the one that this runs in).")] = None,
+            help="bash, zsh or fish (default: the current shell).")] = None,
         install: Annotated[bool, typer.Option(
-            "--install", help="Put it where the shell finds it.")] = False) -> None:
+            "--install", help="Install it where the shell finds it.")] = False) -> None:
     """Print the script that completes ppocli's commands, keys and runs after TAB.
 
     \b
@@ -223,7 +223,7 @@ def find_shell(given: str | None = None) -> str:
     found = given or _shell_around() or Path(os.environ.get("SHELL", "")).name
     if found not in SHELLS:
         what = f"there is no completion for {found!r}{did_you_mean(found, SHELLS)}" if found \
-            else "the shell could not be told"
+            else "the shell could not be determined"
         raise ConfigError(what, where="SHELL",
                           fix="name one of bash, zsh, fish: ppocli completion bash")
     return found

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def env(as_json: AsJson = False) -> None:
-    """Print versions, machine and variables, to be pasted into an issue.
+    """Print versions, hardware and variables, for pasting into an issue.
 
-    Tokens are never shown, only that they are set.
+    Tokens are never shown, only whether they are set.
 
     \b
     Examples:
@@ -39,10 +39,10 @@ def env(as_json: AsJson = False) -> None:
 
 
 def doctor(folder: Annotated[Path, typer.Argument(
-               metavar="[DIR]", help="The folder that holds, or will hold, the run folders.")
+               metavar="[DIR]", help="The folder that contains, or will contain, the run folders.")
                ] = Path("runs"),
            as_json: AsJson = False) -> None:
-    """Check this machine and installation; each check has a verdict and says how to mend it.
+    """Check this machine and the installation; each check says how to fix what it finds.
 
     Exit code 0: nothing failed (warnings don't count), 1: a check failed.
 

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from ppocli.parallel.host_memory import Room
 
 ASSUMED_TOKENS = 512
-"""of the longest prompt, where nothing tells"""
-PLACES = {"device": "", "offloaded": ", in host memory while it isn't run",
-          "host": ", in host memory", "elsewhere": ", on a device of its own"}
+"""of the longest prompt, if nothing else is known"""
+PLACES = {"device": "", "offloaded": ", in host memory while it isn't used",
+          "host": ", in host memory", "elsewhere": ", on a separate device"}
 NOT_NEEDED = frozenset({"reward.fn", "ppo.total_episodes, ppo.num_steps"})
 """keys that a run needs and an estimate does not"""
 
@@ -31,16 +31,16 @@ def print_estimate(
             help="Tokens of the longest prompt (default: of the prompts themselves, if they "
             "and the tokenizer are on this machine).")] = None,
         available: Annotated[bool, typer.Option(
-            "--available", help="Compare with what this machine has free.")] = False,
+            "--available", help="Compare with the free memory of this machine.")] = False,
         memory: Annotated[float | None, typer.Option(
             "--memory", metavar="GIB", min=0.001, show_default=False,
-            help="Compare with a device that has so many GiB.")] = None,
+            help="Compare with a device of this many GiB.")] = None,
         as_json: AsJson = False) -> None:
-    """Tell how much memory and disk a run takes, before anything is loaded.
+    """Estimate the memory and disk space of a run without loading anything.
 
-    Words are those of ppocli train; reward, prompts and length may be left out. Of the model only
-    its config.json is read, so it can be larger than this machine. What can't be told is listed as
-    unknown, with the reason. Exit code 8: what it was compared with is too small.
+    Takes the settings of ppocli train; reward, prompts and length may be left out. Of the model,
+    only config.json is read, so it can be larger than this machine. What can't be estimated is
+    listed as unknown, with the reason. Exit code 8: the run doesn't fit what it was compared with.
 
     \b
     Examples:
@@ -52,7 +52,7 @@ def print_estimate(
       ppocli estimate +recipe=quickstart --json
     """
     if available and memory is not None:
-        raise ConfigError("--available and --memory are two comparisons.", fix="give one of them")
+        raise ConfigError("--available and --memory can't be combined.", fix="give one of them")
     cfg = _composed(overrides or [])
     from transformers.utils import logging as transformers_logging
 
@@ -83,7 +83,7 @@ def print_estimate(
         if as_json:
             raise SystemExit(OutOfMemoryError.exit_code)
         raise OutOfMemoryError(f"It doesn't fit: {verdict}.",
-                               fix=f"in the order of what it saves: {helps}" if helps else None)
+                               fix=f"those that save most first: {helps}" if helps else None)
 
 
 def _composed(words: Sequence[str]) -> TrainConfig:
@@ -93,7 +93,7 @@ def _composed(words: Sequence[str]) -> TrainConfig:
 
     read = read_words(words)
     if read.only_prints or read.is_sweep:
-        raise ConfigError("These words don't make one run.", where="command line",
+        raise ConfigError("These words don't describe a single run.", where="command line",
                           fix="leave out -m, --cfg, --info and --hydra-help")
     composed = compose(read)
     raise_problems([p for p in composed.problems() if p.key not in NOT_NEEDED], composed.hint)
@@ -129,7 +129,7 @@ def _prompt_tokens(cfg: TrainConfig, config: Any, given: int | None) -> tuple[in
     longest = cfg.prompts.max_length or max(cfg.prompts.length_sampler or [0])
     if longest:
         return min(longest, room), "prompts.max_length or length_sampler"
-    return min(ASSUMED_TOKENS, room), "assumed: --prompt-tokens N says better"
+    return min(ASSUMED_TOKENS, room), "assumed; set it with --prompt-tokens N"
 
 
 def _longest_prompt(cfg: TrainConfig, room: int, *, whole: bool) -> int | None:
@@ -200,7 +200,7 @@ def _print(found: Estimate, cfg: TrainConfig, source: str) -> None:
     def cell(amount: int, there: bool = True) -> str:
         return three_digits(amount / size) if amount and there else "-"
 
-    rows = [(f"{unit}, of one process", "generation", "scoring", "updates", "host")]
+    rows = [(f"{unit} per process", "generation", "scoring", "updates", "host")]
     rows += [(line.name, cell(line.device, line.generate), cell(line.device, line.score),
               cell(line.device, line.update), cell(line.host)) for line in found.lines]
     rows.append(("most at once", cell(sums.generate), cell(sums.score), cell(sums.update), "-"))
@@ -213,11 +213,11 @@ def _print(found: Estimate, cfg: TrainConfig, source: str) -> None:
     print(f"host: {format_memory(sums.host) if sums.host else 'nothing'}{of}, "
           f"{format_memory(sums.loading)} while models are loaded; Python and its libraries apart")
     if found.spared:
-        print(f"where {format_memory(found.spared)} for the copy of a checkpoint are not free, "
+        print(f"if {format_memory(found.spared)} for the copy of a checkpoint are not free, "
               "training stops while one is written")
     disk = found.disk
-    print(f"disk: {format_bytes(disk.checkpoint)} a checkpoint, {format_bytes(disk.model)} the "
-          f"model, {format_bytes(disk.run)} at most")
+    print(f"disk: {format_bytes(disk.checkpoint)} per checkpoint, {format_bytes(disk.model)} for "
+          f"the model, {format_bytes(disk.run)} at most")
     for one in found.unknown:
         print(f"{one.name}: unknown, {one.why}")
     if found.rough:
@@ -241,7 +241,7 @@ def _heading(found: Estimate, cfg: TrainConfig, source: str) -> Iterator[str]:
         yield f"{part.name}: {part.parameters:,} parameters, {trained}"
     yield (f"tokens: prompts of {found.prompt_tokens} ({source}), responses of "
            f"{found.new_tokens}")
-    yield (f"a rank at a time: {layout.decoded} samples in generation, {layout.rows} in a forward "
+    yield (f"per rank at once: {layout.decoded} samples in generation, {layout.rows} in a forward "
            "and backward pass")
 
 

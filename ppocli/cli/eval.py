@@ -32,7 +32,7 @@ def evaluate(
         run: Run = None,
         overrides: Annotated[list[str] | None, typer.Argument(
             metavar="[KEY=VALUE]...", autocompletion=complete_setting, show_default=False,
-            help="Settings over those of the run.")] = None,
+            help="Settings that override those of the run.")] = None,
         against: Annotated[str | None, typer.Option(
             metavar="BASE", help="Compare with this run, checkpoint or model; base: the model the "
             "run started from.")] = None,
@@ -40,38 +40,38 @@ def evaluate(
             metavar="SPEC", help="Prompts to evaluate on: a file, a folder or a Hub data set."
             )] = None,
         reward: Annotated[str | None, typer.Option(
-            metavar="IMPORT", help="Judge by this instead of the run's rewards.")] = None,
+            metavar="IMPORT", help="Score with this instead of the run's rewards.")] = None,
         limit: Annotated[int | None, typer.Option(
-            metavar="N", help="At most so many prompts, spread over their source.")] = None,
+            metavar="N", help="At most this many prompts, spread over their source.")] = None,
         num_samples: Annotated[int | None, typer.Option(
             metavar="K", help="Responses to each prompt.")] = None,
         seed: Annotated[int | None, typer.Option(
             metavar="S", help="Seed of the sampling (default: the run's).")] = None,
         frontier: Annotated[bool, typer.Option(
-            "--frontier", help="Best-of-n of the base beside the policy: is it worth its KL?"
+            "--frontier", help="Compare the policy with best-of-n of the base at the same KL."
             )] = False,
         min_reward: Annotated[float | None, typer.Option(
-            metavar="X", help="Exit with 10 if the mean reward is below.")] = None,
+            metavar="X", help="Exit with code 10 if the mean reward is below this.")] = None,
         step: Annotated[int | None, typer.Option(
-            metavar="N", help="Take the run's checkpoint of this step.")] = None,
+            metavar="N", help="Use the run's checkpoint of this step.")] = None,
         best: Annotated[bool, typer.Option(
-            "--best", help="Take the run's best checkpoint.")] = False,
+            "--best", help="Use the run's best checkpoint.")] = False,
         output: Annotated[str | None, typer.Option(
-            metavar="DIR", help="Put the folder NAME here (default: RUN/eval, or ./eval)."
+            metavar="DIR", help="Write the folder NAME here (default: RUN/eval, or ./eval)."
             )] = None,
         name: Annotated[str | None, typer.Option(
-            metavar="NAME", help="Name of the results' folder (default: step-000024).")] = None,
+            metavar="NAME", help="Name of the results folder (default: e.g. step-000024).")] = None,
         overwrite: Annotated[bool, typer.Option(
-            "--overwrite", help="Throw away results of that name.")] = False,
+            "--overwrite", help="Replace existing results of that name.")] = False,
         resume: Annotated[bool, typer.Option(
-            "--resume", help="Go on with an interrupted evaluation.")] = False,
+            "--resume", help="Continue an interrupted evaluation.")] = False,
         show: Annotated[int, typer.Option(
-            metavar="N", min=0, help="Print so many samples.")] = SHOWN,
+            metavar="N", min=0, help="Print this many samples.")] = SHOWN,
         as_json: AsJson = False) -> None:
     """Score a policy's responses to fixed prompts, and compare policies.
 
-    Without options: the run's own evaluation, with the same prompts, seed and sampling. Results go
-    to RUN/eval/NAME/: samples.jsonl while they are scored, eval.json at the end.
+    Without options, this repeats the run's own evaluation, with the same prompts, seed and
+    sampling. Results go to RUN/eval/NAME/: samples.jsonl as they are scored, eval.json at the end.
 
     \b
     Examples:
@@ -203,7 +203,7 @@ def lines_of(report: dict[str, Any]) -> list[str]:
     frontier = report["frontier"]
     if frontier is not None:
         models["base"] = {**frontier["base"], "name": f"{report['base']['path']}, "
-                          f"{frontier['samples_each']} samples a prompt"}
+                          f"{frontier['samples_each']} samples per prompt"}
     lines = aligned([[role, model["name"]] for role, model in models.items()])
     table = [["", *models]]
     for name in dict.fromkeys(name for model in models.values() for name in model["figures"]):

@@ -74,7 +74,7 @@ def examine(words: Sequence[str]) -> Examined:
     try:
         read = read_words(words)
         if read.only_prints:
-            raise ConfigError("These words only print something; there is no run to check.",
+            raise ConfigError("These options only print something; there is no run to check.",
                               where="command line", fix="leave out --cfg, --info, --hydra-help and "
                               "--shell-completion")
         if read.is_sweep:

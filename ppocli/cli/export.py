@@ -28,7 +28,7 @@ def export_command(
         help="The checkpoint of step N (default: the final model, else the newest).")] = None,
     dtype: Annotated[Literal["fp32", "bf16", "fp16"] | None, typer.Option(
         "--dtype", show_default=False,
-        help="Store the weights as this type (default: as they are).")] = None,
+        help="Store the weights in this type (default: unchanged).")] = None,
     max_shard_size: Annotated[str | None, typer.Option(
         "--max-shard-size", metavar="SIZE", show_default=False,
         help="Largest weight file (default: 5GB).")] = None,
@@ -36,13 +36,13 @@ def export_command(
         "--include-value-head", help="Add the critic as value_head.safetensors.")] = False,
     merge: Annotated[bool | None, typer.Option(
         "--merge/--adapter", show_default=False,
-        help="Of a LoRA policy: a whole model with the adapter merged in (default), or the "
+        help="For a LoRA policy: a whole model with the adapter merged in (default), or the "
         "adapter's own folder.")] = None,
     overwrite: Annotated[bool, typer.Option(
-        "--overwrite", help="Replace an export that is there; your text in its README.md "
-        "stays.")] = False,
+        "--overwrite", help="Replace an existing export; your text in its README.md is "
+        "kept.")] = False,
     dry_run: Annotated[bool, typer.Option(
-        "--dry-run", help="Say what would be done; write nothing, ask nobody.")] = False,
+        "--dry-run", help="Print what would be done; write nothing, send no requests.")] = False,
     as_json: AsJson = False,
     to_hub: Annotated[bool, typer.Option(
         "--to-hub", help="Push the folder to the Hub once it is verified.")] = False,
@@ -56,12 +56,12 @@ def export_command(
         "--create-pr", help="Push as a pull request.")] = False,
     revision: Annotated[str | None, typer.Option(
         "--revision", metavar="BRANCH", show_default=False,
-        help="Push to this branch, made where missing.")] = None,
+        help="Push to this branch, created if missing.")] = None,
 ) -> None:
-    """Write a policy as a verified Hugging Face folder with a model card; push it if asked.
+    """Export a policy as a verified Hugging Face folder with a model card; optionally push it.
 
-    The folder is reloaded with transformers and compared with its source before it appears under
-    its name. The last line on standard output is its path, or the address on the Hub.
+    The folder is reloaded with transformers and compared with its source before it gets its final
+    name. The last line on standard output is its path, or its address on the Hub.
 
     \b
     Examples:
@@ -187,8 +187,8 @@ def _dry_run(plan: ExportPlan | Existing, request: ExportRequest, mask: Mask,
 def _hub_plan(request: ExportRequest, run_name: str) -> dict[str, str]:
     from ppocli.export.request import repo_name
 
-    repo = request.repo_id or f"USER/{repo_name(run_name)}, USER being your token's"
-    how = (f"to the branch {request.revision}, made where missing" if request.revision
+    repo = request.repo_id or f"USER/{repo_name(run_name)}, where USER is your token's user"
+    how = (f"to the branch {request.revision}, created if missing" if request.revision
            else "as a pull request" if request.create_pr else "to the main branch")
     return {"repo": repo, "visibility": "public" if request.private is False else "private",
             "how": how}

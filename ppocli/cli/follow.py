@@ -112,8 +112,8 @@ def find_watched(given: str | None, say: Callable[[str], None], runs: Path = Pat
     if not _has_begun(path):
         inside = _newest(path)
         if inside is None:
-            raise CheckpointError(f"{given} is no run folder (no config.yaml).", where=str(path),
-                                  fix="name a folder that ppocli train made: ppocli runs list")
+            raise CheckpointError(f"{given} is not a run folder (no config.yaml).", where=str(path),
+                                  fix="name a folder made by ppocli train: ppocli runs list")
         say(f"watching {inside}, the newest run in it")
         path = inside
     return path.resolve(), str(path)

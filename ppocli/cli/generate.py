@@ -22,26 +22,26 @@ if TYPE_CHECKING:
     from ppocli.rewards.scoring import Reward as RewardModel
     from ppocli.sampling.prompting import Answer
 
-HOW = ("give --prompt TEXT, --prompts-file FILE (json, jsonl, csv, parquet or txt), or a line each "
-       "on standard input")
+HOW = ("give --prompt TEXT, --prompts-file FILE (json, jsonl, csv, parquet or txt), or prompts on "
+       "standard input, one per line")
 _OPTIONS = (("prompts.path=", "--prompts-file "), ("prompts.column=", "--column "),
             ("prompts.chat=true", "--chat"), ("prompts.items", "standard input"))
 LONGEST_HEADING = 100
 
 Prompt = Annotated[list[str] | None, typer.Option("--prompt", "-p", metavar="TEXT",
                                                   show_default=False,
-                                                  help="A prompt; repeatable.")]
+                                                  help="A prompt (repeatable).")]
 PromptsFile = Annotated[str | None, typer.Option(
     "--prompts-file", metavar="FILE", show_default=False,
-    help="Prompts: txt (a line each), json, jsonl, csv or parquet; - is standard input.")]
+    help="Prompts: txt (one per line), json, jsonl, csv or parquet; - is standard input.")]
 Column = Annotated[str, typer.Option("--column", metavar="NAME",
-                                     help="Column of the file that holds the prompt.")]
+                                     help="Column of the file with the prompts.")]
 NumSamples = Annotated[int, typer.Option("--num-samples", "-n", metavar="K", min=1,
                                          help="Responses to each prompt.")]
 AsChat = Annotated[bool | None, typer.Option(
     "--chat/--no-chat", show_default=False,
-    help="Render prompts with the chat template, or take them as they are (default: as the run "
-         "did).")]
+    help="Render prompts with the chat template, or use them as they are (default: as in the "
+         "run).")]
 BatchSize = Annotated[int, typer.Option("--batch-size", metavar="N", min=1,
                                         help="Samples decoded together.")]
 
@@ -55,10 +55,10 @@ def generate(
         chat: AsChat = None, system: opt.System = None, step: opt.Step = None,
         best: opt.Best = False, score: opt.Score = False, reward: opt.Reward = None,
         against: opt.Against = None, batch_size: BatchSize = 64, as_json: AsJson = False) -> None:
-    """Sample responses of a run, a checkpoint or a model.
+    """Sample responses from a run, a checkpoint or a model.
 
-    Prompts come from --prompt, --prompts-file or standard input. Sampling is the run's own unless
-    options change it. Standard output holds the responses and nothing else.
+    Prompts come from --prompt, --prompts-file or standard input. Sampling follows the run's
+    settings unless options change them. Standard output contains only the responses.
 
     \b
     Examples:
@@ -79,10 +79,10 @@ def generate(
     chosen = find_models(request)
     chat = chosen.cfg.prompts.chat if chat is None else chat
     if system is not None and not chat:
-        raise ConfigError("--system is a message of a conversation, and prompts are taken as plain "
-                          "texts.", where="--system", fix="add --chat")
+        raise ConfigError("--system needs a conversation, but prompts are used as plain texts.",
+                          where="--system", fix="add --chat")
     if chosen.cfg.prompts.template is not None and not chat:
-        say("prompts.template of the run is not applied: prompts are taken as they are")
+        say("prompts.template of the run is not applied: prompts are used as they are")
     cells, columns = (_checked(prompt), {}) if prompt else read_prompts(
         prompts_file, column, lines, chat=chat)
     with working() as stopping, loaded(request, chosen, list(columns)) as (
@@ -128,14 +128,14 @@ def _show(piece: str) -> None:
 # Prompts ------------------------------------------------------------------------------------------
 
 def given_lines(prompts: Sequence[str] | None, file: str | None) -> list[str] | None:
-    """The prompts that standard input holds, a line each; None if they come from elsewhere.
+    """The prompts on standard input, one per line; None if they come from elsewhere.
 
     Raises:
         ConfigError: nothing says what the prompts are, or two things do.
         InputError: standard input is not UTF-8.
     """
     if prompts and file is not None:
-        raise ConfigError("--prompt and --prompts-file are both given.", where="command line",
+        raise ConfigError("--prompt and --prompts-file can't be combined.", where="command line",
                           fix="give one of them")
     if prompts or file not in (None, "-"):
         return None

@@ -51,7 +51,7 @@ RunFolder = Annotated[str | None, typer.Argument(
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 
 NoProgress = Annotated[bool, typer.Option(
-    "--no-progress", help="Plain lines, also on a terminal: no live view.")]
+    "--no-progress", help="Print plain lines without the live view, also on a terminal.")]
 
 
 # Of generate and chat -----------------------------------------------------------------------------
@@ -66,22 +66,22 @@ Reward = Annotated[str | None, typer.Option(
          "arguments follow as words, reward.kwargs.NAME=VALUE.")]
 Against = Annotated[str | None, typer.Option(
     "--against", metavar="RUN|base", show_default=False,
-    help="Ask a second model the same; base is the one that the run started from.")]
+    help="Give the same prompts to a second model; base is the one that the run started from.")]
 Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0,
                                    help="Equal seeds give equal responses.")]
 System = Annotated[str | None, typer.Option("--system", metavar="TEXT", show_default=False,
                                             help="A system message before each conversation.")]
 MaxNew = Annotated[int | None, typer.Option("--max-new-tokens", metavar="N", show_default=False,
-                                            help="Longest response in tokens.")]
+                                            help="Maximum length of a response in tokens.")]
 MinNew = Annotated[int | None, typer.Option("--min-new-tokens", metavar="N", show_default=False,
-                                            help="No end before this many tokens.")]
+                                            help="Minimum length of a response in tokens.")]
 Temperature = Annotated[float | None, typer.Option("--temperature", metavar="T",
                                                    show_default=False,
                                                    help="Softmax temperature.")]
 TopK = Annotated[int | None, typer.Option("--top-k", metavar="K", show_default=False,
-                                          help="Sample among the K likeliest tokens (0: all).")]
+                                          help="Sample among the K most likely tokens (0: all).")]
 TopP = Annotated[float | None, typer.Option("--top-p", metavar="P", show_default=False,
                                             help="Nucleus sampling (1: all).")]
-Greedy = Annotated[bool, typer.Option("--greedy", help="Always take the likeliest token.")]
+Greedy = Annotated[bool, typer.Option("--greedy", help="Always take the most likely token.")]
 Stop = Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", show_default=False,
-                                                help="A text that ends a response; repeatable.")]
+                                                help="A text that ends a response (repeatable).")]

@@ -37,8 +37,8 @@ def plot_runs(
             "below runs/).")] = None,
         metric: Annotated[str, typer.Option(
             "--metric", "-m", metavar="NAME,...", autocompletion=complete_metrics,
-            help="Figures of metrics.jsonl, or reward, kl, length, entropy, clip, lr, loss, "
-            "eval.")] = "reward,kl",
+            help="Metrics by their names in metrics.jsonl, or reward, kl, length, entropy, clip, "
+            "lr, loss, eval.")] = "reward,kl",
         smooth: Annotated[int, typer.Option(
             "--smooth", metavar="N", help="Show the mean of the last N steps.")] = 1,
         out: Annotated[Path | None, typer.Option(
@@ -46,9 +46,9 @@ def plot_runs(
             help="Write a picture, .svg or .png (pip install 'ppocli[plot]'), instead of drawing "
             "in the terminal.")] = None,
         overwrite: Annotated[bool, typer.Option(
-            "--overwrite", help="Replace FILE if it is there.")] = False,
+            "--overwrite", help="Replace FILE if it exists.")] = False,
         as_json: AsJson = False) -> None:
-    """Draw how figures of runs went, in the terminal or as a picture.
+    """Plot metrics of runs in the terminal or to a file.
 
     \b
     Examples:

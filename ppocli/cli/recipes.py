@@ -16,14 +16,14 @@ from ppocli.errors import ConfigError, DiskError
 from ppocli.text import did_you_mean
 
 recipes_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
-                          help="List, show and copy the recipes that ship.")
+                          help="List, show and copy recipes.")
 
 Name = Annotated[str, typer.Argument(autocompletion=complete_recipe)]
 
 
 @recipes_app.command("list", cls=Command)
 def print_recipes(as_json: AsJson = False) -> None:
-    """List the recipes: ./recipes of the current folder, then those that ship."""
+    """List the recipes: those in ./recipes of the current folder, then the included ones."""
     found = [_facts(name, file) for name, file in recipe_files().items()]
     if as_json:
         print_json(found)
@@ -70,8 +70,8 @@ def _purpose(file: Path) -> str:
 @recipes_app.command("show", cls=Command, context_settings=WORDS)
 def print_recipe(name: Name, overrides: Overrides = None,
                  resolved: Annotated[bool, typer.Option(
-                     "--resolved", help="Print everything it composes to.")] = False) -> None:
-    """Print a recipe as YAML; with words or --resolved, what it composes to."""
+                     "--resolved", help="Print the resulting settings in full.")] = False) -> None:
+    """Print a recipe as YAML; with settings or --resolved, the resulting settings."""
     file = recipe_file(name)
     if not resolved and not overrides:
         print(file.read_text(encoding="utf-8"), end="")
@@ -89,7 +89,7 @@ def copy_recipe(name: Name,
                     metavar="[DEST]", help="File or folder (default: ./recipes).")] = None,
                 force: Annotated[bool, typer.Option(
                     "--force", help="Overwrite an existing file.")] = False) -> None:
-    """Copy a recipe, to change it."""
+    """Copy a recipe in order to change it."""
     source = recipe_file(name)
     target = destination if destination is not None else Path("recipes")
     if target.is_dir() or target.suffix not in (".yaml", ".yml"):

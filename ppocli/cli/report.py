@@ -19,19 +19,19 @@ def report(
         run: RunFolder = None,
         output: Annotated[Path | None, typer.Option(
             "--output", "-o", metavar="FILE", show_default=False,
-            help="Where to write it; .html or .md tells the format (default: report.html and "
+            help="Where to write it; .html or .md sets the format (default: report.html and "
                  "report.md in the run's folder).")] = None,
         form: Annotated[str | None, typer.Option(
             "--format", metavar="html|md|both", show_default=False,
             autocompletion=lambda: ["html", "md", "both"],
-            help="What to write (default: as --output ends, else both).")] = None,
+            help="What to write (default: by the ending of --output, otherwise both).")] = None,
         overwrite: Annotated[bool, typer.Option(
-            "--overwrite", help="Replace files that no report was written to before.")] = False,
+            "--overwrite", help="Also replace files that aren't reports.")] = False,
         as_json: AsJson = False) -> None:
-    """Tell what a run was asked and what it did: curves, samples before and after, warnings.
+    """Write a report of a run: settings, curves, samples before and after, warnings.
 
-    The page needs nothing but itself: no script, no network. Unfinished and failed runs get one
-    too. An earlier report is replaced; any other file only with --overwrite.
+    The page is self-contained: no script, no network. Unfinished and failed runs work too. An
+    earlier report is replaced; any other file only with --overwrite.
 
     \b
     Examples:
@@ -49,7 +49,7 @@ def report(
 
     if as_json and (output is not None or form is not None):
         raise ConfigError("--json prints the report's data and writes no file.", where="--json",
-                          fix="leave --output and --format out")
+                          fix="leave out --output and --format")
     folder = find_run(run, say=say)
     targets = [] if as_json else destinations(folder, output, form)
     check_replaceable(targets, overwrite)

@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from ppocli.runs.pruning import Removal
 
 runs_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
-                       help="List runs, and delete what they can spare.")
+                       help="List runs, and delete what is no longer needed.")
 
 Folder = Annotated[Path | None, typer.Argument(
-    metavar="[DIR]", show_default=False, help="Folder that holds runs (default: runs).")]
+    metavar="[DIR]", show_default=False, help="Folder that contains runs (default: runs).")]
 
 
 @runs_app.command("list", cls=Command)
 @runs_app.command("ls", hidden=True, cls=Command)
 def print_runs(folder: Folder = None, as_json: AsJson = False) -> None:
-    """List runs with status, step, reward and size; the one written to last comes first.
+    """List runs with status, step, reward and size, most recently written first.
 
     \b
     Examples:
@@ -86,12 +86,12 @@ def prune_runs(
             "--keep-best", help="Keep the checkpoint of the best evaluation.")] = False,
         older_than: Annotated[str | None, typer.Option(
             "--older-than", metavar="AGE", show_default=False,
-            help="Only runs last written to longer ago, e.g. 7d or 12h.")] = None,
+            help="Only runs last written longer ago than this, e.g. 7d or 12h.")] = None,
         dry_run: Annotated[bool, typer.Option(
             "--dry-run", help="List what would be deleted, and its size.")] = False,
         yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
         as_json: AsJson = False) -> None:
-    """Delete what finished and failed runs can spare. Running runs are never touched.
+    """Delete what finished and failed runs no longer need. Running runs are never touched.
 
     \b
     Examples:

@@ -75,7 +75,7 @@ def sampling_request(run: str | None, words: Sequence[str] | None, *, greedy: bo
     try:
         found, rest = split_words(run, words)
     except ConfigError as error:
-        error.fix = "prompts go behind an option: --prompt TEXT"
+        error.fix = "prompts need an option: --prompt TEXT"
         raise
     if options["seed"] >= MAX_SEED:
         raise ConfigError(f"--seed {options['seed']} is too large.", where="--seed",
@@ -83,8 +83,8 @@ def sampling_request(run: str | None, words: Sequence[str] | None, *, greedy: bo
     flags = {name: value for name, value in sampling.items() if value is not None}
     shaping = sorted(flags.keys() & set(SHAPING))
     if shaping and greedy:
-        raise ConfigError(f"--greedy takes the likeliest token; {_option(shaping[0])} would change "
-                          "nothing.", where="command line", fix="give one of them")
+        raise ConfigError(f"--greedy takes the most likely token; {_option(shaping[0])} would "
+                          "change nothing.", where="command line", fix="give one of them")
     if shaping or greedy:
         flags["do_sample"] = not greedy
     if stop:

@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 def serve_reward(
         overrides: Overrides = None,
         host: Annotated[str, typer.Option(
-            help="The address to listen at; 0.0.0.0 lets other machines in.")
+            help="The address to listen on; 0.0.0.0 lets other machines connect.")
             ] = "127.0.0.1",
         port: Annotated[int, typer.Option(
-            min=0, max=65535, help="The port; 0 takes one that is free.")] = 8123,
+            min=0, max=65535, help="The port; 0 takes a free one.")] = 8123,
         token_env: Annotated[str | None, typer.Option(
             "--token-env", metavar="NAME", show_default=False,
-            help="Ask for the token in this environment variable.")] = None,
+            help="Require the token in this environment variable.")] = None,
         tokenizer: Annotated[str | None, typer.Option(
             metavar="FOLDER", show_default=False,
-            help="The policy's tokenizer, for rewards that ask for it.")] = None,
+            help="The policy's tokenizer, for rewards that need it.")] = None,
         max_body_mib: Annotated[int, typer.Option(
             "--max-body-mib", min=1, help="Size of the largest request, in MiB.")] = 64
         ) -> None:
-    """Serve a reward function or reward model to trainings on this or other machines.
+    """Serve a reward function or reward model over HTTP to training runs.
 
-    The words are those of train; what they say of the reward is served, everything else is left
-    aside. The address is printed, and the words that make a training ask there. Ctrl-C or SIGTERM
-    ends it once requests under way are answered.
+    Takes the settings of ppocli train, serves the reward they describe and ignores the rest. Prints
+    its address, and the settings with which a training run uses it. Ctrl-C or SIGTERM ends it after
+    the requests in progress are answered.
 
     \b
     Examples:
@@ -64,7 +64,7 @@ def serve_reward(
                 finally:
                     with stop.defer():
                         if not server.finish():
-                            complain("warning: a request under way was not answered")
+                            complain("warning: a request in progress was not answered")
     except StoppedError as stopped:
         if server is None:  # it wasn't there yet
             raise
@@ -132,11 +132,11 @@ def _listen(host: str, port: int, service: Service, poll: Any) -> RewardServer:
     try:
         return RewardServer(host, port, service, poll)
     except socket.gaierror as error:
-        raise ConfigError(f"{host!r} is no address of this machine: {error.strerror}",
+        raise ConfigError(f"{host!r} is not an address of this machine: {error.strerror}",
                           where="--host", fix="--host 127.0.0.1, or 0.0.0.0 for all") from error
     except OSError as error:
-        raise ConfigError(f"{host}:{port} can't be listened at: {error.strerror}.", where="--port",
-                          fix="another port; 0 takes one that is free") from error
+        raise ConfigError(f"{host}:{port} can't be listened on: {error.strerror}.", where="--port",
+                          fix="another port; 0 takes a free one") from error
 
 
 def _introduce(server: RewardServer, host: str, token_env: str | None) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ppocli.runs.sweeps import JobState
 
 sweep_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
-                        help="Look at a sweep (ppocli train -m), and go on with one.")
+                        help="Show the results of a sweep (ppocli train -m), or continue one.")
 
 
 @sweep_app.command("show", cls=Command)
@@ -28,9 +28,9 @@ def show_sweep(given: Annotated[str | None, typer.Argument(
                    metavar="ORDER", help="reward (best first), kl (lowest first) or job.")
                    ] = "reward",
                as_json: AsJson = False) -> None:
-    """Print the jobs of a sweep: status, reward and KL after training, and what was swept.
+    """Print the jobs of a sweep: status, reward and KL after training, and the swept values.
 
-    For sweeps over several keys, the mean figures of every value follow.
+    For sweeps over several keys, a second table shows the mean figures of every value.
 
     \b
     Examples:
@@ -69,11 +69,11 @@ def show_sweep(given: Annotated[str | None, typer.Argument(
 def resume(sweep: Annotated[str, typer.Argument(
                metavar="SWEEP", help="The sweep's folder or name.")],
            overrides: Overrides = None) -> None:
-    """Run the jobs of a sweep that are not finished, in the same folders.
+    """Run the unfinished jobs of a sweep in the same folders.
 
-    A job goes on from its newest checkpoint, or starts if it has none. Finished jobs are kept.
-    Words are settings for the jobs that are run, e.g. reward.timeout=60. Only grids can be gone
-    on with: other sweepers choose their jobs as they go.
+    A job continues from its newest checkpoint, or starts if it has none. Finished jobs are kept.
+    Settings such as reward.timeout=60 apply to the jobs that run. Only grids can be continued:
+    other sweepers choose their jobs as they go.
 
     \b
     Examples:

@@ -37,7 +37,7 @@ def train_help() -> str:
                        for group, options in config_groups().items())
     return f"""Train a language model with PPO.
 
-Words are settings, KEY=VALUE, and Hydra's options; a recipe gives the settings of a whole run.
+Takes settings KEY=VALUE and Hydra's options; a recipe contains the settings of a whole run.
 
 \b
 Examples:
@@ -54,22 +54,22 @@ Config groups:
 {groups}
 
 \b
-Common keys (all of them, with values: ppocli train --cfg job):
+Common keys (all of them with their values: ppocli train --cfg job):
 {_COMMON_KEYS}
 
 \b
-Options handed on to Hydra:
+Options passed on to Hydra:
   -m, --multirun          run every combination of KEY=A,B
   --cfg job [--resolve]   print the composed configuration (-p PART: a part of it)
-  --cfg deepspeed         print what DeepSpeed would be given (ours, not Hydra's)
+  --cfg deepspeed         print DeepSpeed's configuration (ours, not Hydra's)
   --info [searchpath]     print where configuration comes from
-  -cd, --config-dir DIR   a folder with recipes or config groups of your own
+  -cd, --config-dir DIR   a folder with your own recipes or config groups
   -cn, --config-name NAME another primary config
   --hydra-help            Hydra's own help"""
 
 
 DryRun = Annotated[bool, typer.Option(
-    "--dry-run", help="Load and try everything, train nothing: ppocli validate --deep.")]
+    "--dry-run", help="Load and try everything without training; same as ppocli validate --deep.")]
 
 
 def train(overrides: Overrides = None, no_progress: NoProgress = False, dry_run: DryRun = False
@@ -82,9 +82,9 @@ def resume(run: Annotated[str, typer.Argument(metavar="RUN", autocompletion=comp
                                               help="The run's folder or name.")],
            overrides: Overrides = None, no_progress: NoProgress = False, dry_run: DryRun = False
            ) -> None:
-    """Go on with a stopped run, exactly where it was saved.
+    """Continue a stopped run exactly where it was saved.
 
-    The run's own config.yaml is the base; words override it, e.g. ppo.total_episodes=4000.
+    Uses the run's own config.yaml; settings override it, e.g. ppo.total_episodes=4000.
 
     \b
     Examples:

@@ -23,11 +23,11 @@ def validate(overrides: Overrides = None,
                  "--deep", help="Also load everything and rehearse a step with two samples.")
                  ] = False,
              as_json: AsJson = False) -> None:
-    """Tell everything that is wrong with a run, or with all jobs of a sweep, before it starts.
+    """Report everything that is wrong with a run, or with all jobs of a sweep, before it starts.
 
-    Settings, models, prompts, rewards and the output folder are checked and every problem is told,
-    with where it comes from and how to mend it. Nothing is written. Exit code 0: valid; 2 settings,
-    3 model or data, 7 reward, 6 disk, 5 run folder (of several kinds, the first in this order).
+    Checks settings, models, prompts, rewards and the output folder, and reports every problem with
+    its origin and its fix. Nothing is written. Exit code 0: valid; 2 settings, 3 model or data,
+    7 reward, 6 disk, 5 run folder (for several kinds, the first in this order).
 
     \b
     Examples:

@@ -38,16 +38,16 @@ _LOG_LINE = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ (?P<level>\w+) (?P<
 def watch(
         given: opt.RunFolder = None,
         from_start: Annotated[bool, typer.Option(
-            "--from-start", help="Show every step, not only the last 5 and those to come.")
+            "--from-start", help="Show every step, not only the last 5 and the following ones.")
             ] = False,
         interval: Annotated[float, typer.Option(
             "--interval", metavar="SECONDS", min=0.1, max=3600.0,
-            help="Time between two looks.")] = 1.0,
+            help="Seconds between two reads of the folder.")] = 1.0,
         plain: NoProgress = False, as_json: AsJson = False) -> None:
     """Follow a run from another terminal until it ends, and say how it ended.
 
-    On a terminal this is the live view of ppocli train; on a pipe, its lines. With --json, rows of
-    metrics.jsonl. Ctrl-C leaves the run alone.
+    On a terminal, this is the live view of ppocli train; in a pipe, its lines. With --json, it
+    prints rows of metrics.jsonl. Ctrl-C doesn't affect the run.
 
     \b
     Examples:
@@ -97,7 +97,7 @@ class _Follower:
         if dropped:
             del self._rows[max(0, len(self._rows) - dropped):]
             last = self._rows[-1]["step"] if self._rows else 0
-            say(f"the run was taken up again at step {last}")
+            say(f"the run was resumed at step {last}")
         self._rows += rows
         self._feed(rows, again=dropped > 0)
         self._show_warnings()

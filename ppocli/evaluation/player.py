@@ -171,7 +171,7 @@ def changed_sampling(cfg: TrainConfig, changes: Mapping[str, Any],
     """
     unknown = sorted(set(changes) - set(CHANGEABLE))
     if unknown:
-        raise ConfigError(f"{unknown[0]!r} is no sampling setting.",
+        raise ConfigError(f"{unknown[0]!r} is not a sampling setting.",
                           fix=f"one of {', '.join(CHANGEABLE)}")
     named = {f"generation.{name}": source for name, source in (sources or {}).items()}
     for name, value in changes.items():

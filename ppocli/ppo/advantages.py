@@ -142,7 +142,8 @@ def reinforce_pp(given: Samples) -> tuple[torch.Tensor, None]:
 
 @dataclass(frozen=True, slots=True)
 class Estimator:
-    """An advantage estimator, and all that configuration and engine must know of it."""
+    """An advantage estimator, and everything that the configuration and the engine need to know
+    about it."""
 
     estimate: Callable[[Samples], tuple[torch.Tensor, torch.Tensor | None]]
     """advantages [B, R], and with a critic the returns [B, R] that it learns"""

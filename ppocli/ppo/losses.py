@@ -47,7 +47,7 @@ def token_weights(lengths: torch.Tensor, *, aggregation: str, total_tokens: int,
 
 @dataclass(frozen=True, slots=True)
 class LossOptions:
-    """What the loss of an update is made of."""
+    """The settings of the loss."""
 
     cliprange: float
     cliprange_high: float | None = None
@@ -65,7 +65,7 @@ class LossOptions:
 
 @dataclass(frozen=True, slots=True)
 class PPOLoss:
-    """The loss of one micro-batch and what it is made of; scalars.
+    """The loss of one micro-batch and its terms; scalars.
 
     Summed over the micro-batches of an update, the terms are the update's loss and the diagnostics
     are means over its response tokens (``max_log_ratio`` apart).

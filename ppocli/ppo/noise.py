@@ -42,8 +42,8 @@ def uniform(seed: int, stream: int, episodes: Sequence[int], num_tokens: int) ->
 
 
 def lengths(seed: int, episodes: Sequence[int], low: int, high: int) -> np.ndarray:
-    """[len(episodes)] int64, a whole number from ``low`` to ``high`` (both included) a sample: how
-    long its response may become. TRL's ``LengthSampler`` (``trl/core.py``, v0.11) draws one a
-    batch and leaves ``high`` out."""
+    """[len(episodes)] int64, a whole number from ``low`` to ``high`` (both included) per sample:
+    the longest its response may become. TRL's ``LengthSampler`` (``trl/core.py``, v0.11) draws one
+    per batch and excludes ``high``."""
     drawn = uniform(seed, LENGTHS, episodes, 1)[:, 0]
     return low + np.minimum((drawn * (high - low + 1)).astype(np.int64), high - low)

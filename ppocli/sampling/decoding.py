@@ -1,5 +1,5 @@
-"""How a model is decoded: by our own loop, or by transformers' where ours can't step it. Which of
-them is right for a model is found out by trying."""
+"""How a model is decoded: by our own loop, or by transformers' if ours gives wrong results. Which
+of them is right for a model is determined by a test."""
 
 from __future__ import annotations
 
@@ -60,8 +60,9 @@ def generate(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: torch.T
 
 
 def find_decoding(lm: Any, start: int | None, name: str, key: str) -> None:
-    """Make the model decode in the fastest way that is right for it. Where none is, its passes give
-    a token other probabilities than it was sampled with, and ratios would mean nothing.
+    """Select the fastest decoding method that is right for the model. If none is, its forward
+    passes give tokens other probabilities than they were sampled with, and ratios would be
+    meaningless.
 
     Args:
         start: as of :class:`Decoder`.
@@ -94,7 +95,7 @@ def check_steps(lm: Any, *, virtual: bool) -> None:
 
 
 def say_decoding(lm: Any) -> None:
-    """Tell of a model that is about to sample what it costs that it can't be stepped."""
+    """Log, for a model that our loop can't decode, what this costs."""
     costs = costs_of(lm)
     if costs is not None:
         log.info("%s", costs)

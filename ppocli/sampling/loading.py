@@ -1,5 +1,5 @@
-"""Models that are to be sampled from: loaded, and shown to say of a token when they decode what
-they say of it in one pass."""
+"""Loading models to sample from, with a check that decoding gives the same probabilities as one
+pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where samples come from: the seam between a task and whatever generates for it.
+"""The interface between a task and what generates samples for it.
 
 A task asks for samples and doesn't know how they are made: by our decode loop, by transformers'
 ``generate``, or by a sampler of the user's own (``rollout.engine=my_sampler.py:Sampler``).
@@ -43,9 +43,9 @@ class Speaker:
 
     lm: Any
     value_head: Any = None
-    """gives values beside the tokens, where the sampler computes any"""
+    """computes the values, if the sampler supports it"""
     split: SplitPoint | None = None
-    """the layer whose inputs are to be kept (:attr:`Samples.frozen_states`), where it can"""
+    """the layer whose inputs to keep (:attr:`Samples.frozen_states`), if the sampler supports it"""
 
 
 class Sampler(Protocol):
@@ -54,27 +54,27 @@ class Sampler(Protocol):
     repeatable: bool
     """whether the same requests to the same weights give the same tokens"""
     logprobs_match: bool
-    """whether its logprobs are those of a forward pass over the finished sample; where not, they
-    never serve as old logprobs, unless ``ppo.logprobs_from=decode`` says so"""
+    """whether its logprobs equal those of a forward pass over the finished sample; if not, they are
+    used as old logprobs only with ``ppo.logprobs_from=decode``"""
 
     def acting(self, policy: Policy) -> AbstractContextManager[Policy]:
-        """The policy as it can be run outside of training: spans generation and scoring. Weights
-        that are kept in parts are put together here, and a server would take them over here. All
-        ranks enter and leave in step."""
+        """A context with the policy as it runs outside of training; spans generation and scoring.
+        Sharded weights are gathered here, and a sampler with its own copy of the weights updates it
+        here. All ranks enter and leave in step."""
 
     def sample(self, prompts: PromptBatch, spec: SamplingSpec, stream: int, speaker: Speaker,
                stop: StopFlag, *, at_once: int, chunk: int) -> Iterator[Samples]:
-        """One sample per prompt; the next ``chunk`` of them as soon as these are complete, in the
-        order of the prompts, while later ones are still generated.
+        """Generate one sample per prompt. Yields them ``chunk`` at a time in the order of the
+        prompts, as soon as a chunk is complete.
 
         Args:
             stream: of :mod:`ppocli.ppo.noise`; with a prompt's number it decides random numbers.
-            at_once: most samples that are generated together.
+            at_once: maximum number of samples generated together.
 
         Raises:
             StopRequested: between two tokens.
-            RuntimeError: of torch, out of memory: what was not yielded is asked for again with a
-                smaller ``at_once``.
+            RuntimeError: torch's, out of memory; samples that were not yielded are requested again
+                with a smaller ``at_once``.
         """
 
 
@@ -90,9 +90,9 @@ class SamplerSetup:
 
 
 class DecodeSampler:
-    """Our own decode loop, or transformers' for models that it can't step; with the random numbers
-    of :func:`ppocli.ppo.noise.uniform`, so that a sample depends neither on chunk size, number of
-    ranks nor on the order in which rows end."""
+    """Our own decode loop, or transformers' for models that our loop can't decode. Random numbers
+    come from :func:`ppocli.ppo.noise.uniform`, so that a sample doesn't depend on the chunk size,
+    the number of ranks or the order in which rows end."""
 
     repeatable = True
 
@@ -117,7 +117,7 @@ class DecodeSampler:
                 yield policy
 
     def method(self, lm: Any) -> Decoding:
-        """How a model is decoded: as was found right when it was loaded."""
+        """How a model is decoded, as determined when it was loaded."""
         return decoding_of(lm)
 
     def sample(self, prompts: PromptBatch, spec: SamplingSpec, stream: int, speaker: Speaker,
@@ -194,7 +194,8 @@ def build_sampler(cfg: RolloutConfig, setup: SamplerSetup) -> Sampler:
 
 def _stepped(parts: Iterator[Generation], context: Callable[[], AbstractContextManager[Any]]
              ) -> Iterator[Generation]:
-    """What ``parts`` yields, made within the context, which whoever consumes it is not in."""
+    """The items of ``parts``, each computed within the context, which is left while the caller uses
+    the item."""
     while True:
         with context():
             part = next(parts, None)

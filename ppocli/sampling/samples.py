@@ -1,5 +1,5 @@
-"""What sampling makes: responses as a decode loop has them, and samples as everything else reads
-them."""
+"""The results of sampling: responses, as decode loops return them, and samples, as everything else
+reads them."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ class Samples:
     """B samples of one or several turns, on the CPU. Made by a sampler, read by tasks."""
 
     sequences: Sequences
-    """their tokens, and the places of what the policy said"""
+    """their tokens, and the positions of those that the policy chose"""
     logprobs: torch.Tensor
-    """[B, R] fp32 of each action, as the sampler computed it"""
+    """[B, R] fp32 of each action, as computed by the sampler"""
     values: torch.Tensor
     """[B, R] fp32 of the state before each action; zero where the sampler computes none"""
     finished: torch.Tensor
     """[B] bool, true where the policy ended the sample itself"""
     frozen_states: list[torch.Tensor] | None = None
-    """[n, D] of each sample, on the device: what entered the layer that the sampler was asked to
-    keep states of, of all its tokens but the last"""
+    """per sample [n, D], on the device: the inputs of
+    :attr:`~ppocli.sampling.sampler.Speaker.split` for all tokens but the last"""
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -66,7 +66,7 @@ class Samples:
 
     @property
     def action_ids(self) -> list[list[int]]:
-        """[B] lists of the ids that the policy said."""
+        """[B] lists of the ids that the policy chose."""
         tokens = self.sequences.action_tokens.tolist()
         return [row[:n] for row, n in zip(tokens, self.mask.sum(1).tolist(), strict=True)]
 
@@ -91,7 +91,7 @@ class Samples:
 
 def single_turn(prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, out: Generation,
                 decoder_start: int | None) -> Samples:
-    """One response behind each prompt.
+    """Samples with one response after each prompt.
 
     Args:
         prompt_tokens, prompt_mask: [B, Q], padding on the left.

@@ -10,11 +10,11 @@ TASK = Kind("function", ConfigError)
 
 
 def build_task(setup: TaskSetup) -> Task:
-    """PPO, or what ``task.fn`` names: called with the setup and ``task.kwargs``.
+    """The task: PPO, or the result of calling ``task.fn`` with the setup and ``task.kwargs``.
 
     Raises:
-        ConfigError: the import path leads nowhere, or to what makes no task.
-        PpocliError: whatever the task's own inputs lack.
+        ConfigError: the import path doesn't exist, or what it names doesn't return a task.
+        PpocliError: the task's own inputs are unusable.
     """
     if setup.cfg.task.fn is None:
         from ppocli.tasks.ppo.task import build_ppo

@@ -75,7 +75,7 @@ class Saving:
             self.wait()
 
     def settle(self) -> None:
-        """Wait for what is under way; what goes wrong there is only told: the run ends anyway."""
+        """Wait for the save in progress; a failure is only logged, since the run ends anyway."""
         try:
             self.wait()
         except PpocliError as error:
@@ -111,7 +111,7 @@ class Saving:
             return None
 
     def _fits(self, needed: int) -> bool:
-        """Whether a copy leaves what the passes of a step were seen to take."""
+        """Whether a copy leaves enough memory for the passes of a step, as measured so far."""
         there, regrowth = host_room(), _regrowth()
         if there is not None and needed + regrowth <= CLOSE * there:
             return True

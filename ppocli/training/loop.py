@@ -1,4 +1,4 @@
-"""The training loop: collect, optimize, evaluate, save; and what a stop or a failure leaves behind.
+"""The training loop: collect, optimize, evaluate, save; and what remains after a stop or a failure.
 
 A step is committed when its optimize phase ends: the state then carries the step's figures as
 ``pending`` until evaluation has been added and the metrics row is written, so that a stop at any
@@ -150,13 +150,13 @@ def _tell_updates(run: Run, plan: Plan, done: int, total: int) -> None:
 
 
 def commit(run: Run, state: TrainState) -> None:
-    """From here on a stop saves this state; work after it is done again on resume."""
+    """Commit a state: a stop saves it, and work after it is repeated on resume."""
     run.state = state
     run.generators = capture(run.task.backend.device)
 
 
 def _dump(run: Run, batch: Any, plan: Plan, step: int) -> str | None:
-    """Keep what the run diverged on, for whoever looks for the cause; says where."""
+    """Save the data on which the run diverged, for finding the cause; returns the folder."""
     target = run.folder.nonfinite_dump / f"step-{step:06d}"
     if not run.first:
         return str(target)

@@ -1,4 +1,4 @@
-"""Phase 2 of a step: the updates that a task has planned, whatever it trains."""
+"""Phase 2 of a step: the updates that a task has planned."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def optimize(task: Task, plan: Plan, state: TrainState, stop: StopFlag,
     """Make the planned updates; what is trained and its optimizer change in place.
 
     Args:
-        tell: hears before each update how many are done, of how many.
+        tell: called before each update with the number done and the total.
 
     Raises:
         DivergedError: ``ppo.max_nonfinite`` non-finite updates in a row.
@@ -150,7 +150,7 @@ class _Sums:
 
 
 def _figures(task: Task, sums: _Sums, norm: torch.Tensor) -> dict[str, float]:
-    """One synchronisation per update: the guards must speak before the weights move."""
+    """One synchronisation per update: the guards must decide before the weights change."""
     found = sums.over(task.backend.ranks)
     figures = torch.cat([found, norm.reshape(1).to(found)]).tolist()
     return dict(zip((*task.terms, "grad_norm"), figures, strict=True))

@@ -1,4 +1,4 @@
-"""Going on with a run: the newest valid checkpoint, and files cut back to it."""
+"""Resuming a run: the newest valid checkpoint, and files cut back to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state between two steps, committed whole by the loop alone."""
+"""The state between two steps, which only the loop commits, and always as a whole."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ class TrainState:
     """Everything between two steps beside weights and optimizer; saved in every checkpoint."""
 
     digests: dict[str, str]
-    """of what a run may not silently change, its data say; others on resume mean another run"""
+    """digests of what must not change silently in a run, such as its data; different ones on resume
+    mean a different run"""
     judged_by: str
-    """digest of all that an evaluation's figures depend on beside what is trained"""
+    """digest of everything that evaluation figures depend on, except the trained weights"""
     step: int = 0
     episodes: int = 0
     """samples drawn; also the cursor into the data"""

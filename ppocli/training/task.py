@@ -1,9 +1,9 @@
-"""What a training is: the seam between the loop and whatever is trained.
+"""The interface between the training loop and what is trained.
 
-The loop owns order, backward passes, clipping, guards, commits, checkpoints and stops. A task owns
-what a batch is, what the loss is, and what an evaluation says. PPO (:mod:`ppocli.tasks.ppo.task`)
-is one; ``task.fn=my_task.py:build`` names another: a function or class that is called with a
-:class:`TaskSetup` and ``task.kwargs`` and returns a :class:`Task`.
+The loop is responsible for order, backward passes, clipping, divergence, commits, checkpoints and
+stops. A task defines what a batch is, what the loss is, and what an evaluation measures. PPO
+(:mod:`ppocli.tasks.ppo.task`) is one; ``task.fn=my_task.py:build`` names another: a function or
+class that is called with a :class:`TaskSetup` and ``task.kwargs`` and returns a :class:`Task`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PASSES = {"rollout": "ppo.chunk_size", "evaluation": "ppo.chunk_size",
 
 @dataclass(frozen=True, slots=True)
 class PythonObjects:
-    """What ``ppocli.train()`` was handed beside words: Python objects in place of config keys."""
+    """Python objects that ``ppocli.train()`` received in place of config keys."""
 
     reward_fn: Any = None
     """a callable, or a mapping name -> callable"""
@@ -60,20 +60,20 @@ class UpdateGroup:
     read by :mod:`ppocli.training.optimize`."""
 
     rows: torch.Tensor
-    """[A] int64 places in the batch"""
+    """[A] int64 indices into the batch"""
     tokens: torch.Tensor
-    """[A] int64 tokens that a pass over each reads: like work is dealt to all ranks, and a pass
-    takes no more than it may"""
+    """[A] int64 tokens that a pass over each atom reads; used to balance the ranks and to limit a
+    pass"""
     counts: torch.Tensor
-    """[A] int64 terms of each in the loss's sums, its trained tokens say; one without any adds
-    nothing"""
+    """[A] int64 number of terms that each atom adds to the sums of the loss, for example its
+    trained tokens; 0 adds nothing"""
     weights: torch.Tensor
-    """[A] fp32 weight of each of these terms in the whole update, so that neither micro-batches nor
-    ranks change a gradient"""
+    """[A] fp32 weight of each of these terms in the whole update; normalised over the update, so
+    that neither micro-batches nor ranks change the gradient"""
     epoch: int = 0
-    """of the batch, from 0"""
+    """number of the pass over the batch, from 0"""
     part: str = "all"
-    """what of the model trains; a word of the task's own"""
+    """which part of the model trains; the names are the task's own"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class LossTerms:
     """The loss of one micro-batch: its part of the sums of the whole update."""
 
     total: torch.Tensor
-    """scalar; what is differentiated"""
+    """scalar; the value to differentiate"""
     terms: torch.Tensor
     """[len(Task.terms)] detached"""
     tokens: int
@@ -98,7 +98,7 @@ class LossTerms:
 
 
 class Verdict(StrEnum):
-    """What becomes of an update once its loss terms are known."""
+    """What happens to an update once its loss terms are known."""
 
     STEP = "step"
     SKIP = "skip"
@@ -127,7 +127,7 @@ class OptimizeResult:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What a task makes of a finished step."""
+    """What a task reports and remembers of a finished step."""
 
     row: dict[str, float]
     """figures for ``metrics.jsonl``"""
@@ -136,7 +136,7 @@ class Finished:
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """:attr:`TrainState.tensors` from here on"""
     tokens: Mapping[str, int] = field(default_factory=dict)
-    """by the phase of the clock that they went through, collected ones say"""
+    """tokens by the phase of the clock that processed them"""
     warnings: Sequence[str] = ()
 
 
@@ -180,8 +180,8 @@ class Task(ABC):
 
     @abstractmethod
     def collect(self, state: TrainState, stop: StopFlag, clock: PhaseClock) -> Any:
-        """The next batch, anything with a length: how many samples of the plan it uses up. Changes
-        no state: a step that is broken off is collected again, and must come to the same.
+        """The next batch, anything with a length: the number of planned samples it uses. Changes no
+        state: an interrupted step is collected again and must give the same batch.
 
         Raises:
             StopRequested: at a safe point.
@@ -190,7 +190,7 @@ class Task(ABC):
 
     @abstractmethod
     def plan(self, state: TrainState, batch: Any) -> Plan:
-        """What is done with the batch, its updates in order.
+        """The updates to make from the batch, in order.
 
         Raises:
             PpocliError: the batch can't be used; nothing has been trained on it.
@@ -205,30 +205,30 @@ class Task(ABC):
         Args:
             atoms: of :class:`Plan`.
             rows: [a] places of its atoms.
-            weights: [a] fp32 weight of each of their terms; all zero for an atom that only keeps
-                this rank in step with the others.
+            weights: [a] fp32 weight of each of their terms; all zero for an atom that is only there
+                to keep this rank in step with the others.
             group: the whole update.
         """
 
     @abstractmethod
     def evaluate(self, stop: StopFlag) -> Evaluation:
-        """Figures of what is trained as it is now; needs no optimizer and trains nothing.
+        """Evaluate the current weights; needs no optimizer and trains nothing.
 
         Raises:
             StopRequested: at a safe point.
         """
 
     def judge(self, terms: dict[str, float]) -> Verdict:
-        """Whether an update with these terms is made, asked before it touches anything."""
+        """Decide whether an update with these terms is made, before it changes anything."""
         finite = all(math.isfinite(value) for value in terms.values())
         return Verdict.STEP if finite else Verdict.NONFINITE
 
     def why_skipped(self, terms: dict[str, float]) -> str:
-        """Of an update that was judged to be skipped, the reason, as the start of a sentence."""
+        """The reason why an update was skipped, as the start of a sentence."""
         return "The task has refused an update"
 
     def finish(self, state: TrainState, batch: Any, plan: Plan, result: OptimizeResult) -> Finished:
-        """The step's row, and the task's own state after it.
+        """The figures of the step, and the task's own state after it.
 
         Args:
             state: before the step.
@@ -241,23 +241,26 @@ class Task(ABC):
         return {}, {}
 
     def adopt(self, saved: TrainState, fresh: TrainState) -> TrainState:
-        """A checkpoint's state under the present configuration, which may have changed."""
+        """The state of a checkpoint, adapted to the present configuration, which may have
+        changed."""
         return saved
 
     def digests(self) -> dict[str, str]:
-        """Digests of what may not change between start and resume, by what it is."""
+        """Digests of data that must not change between start and resume, by name."""
         return {}
 
     def judged_by(self) -> str:
-        """Digest of all that evaluations depend on beside what is trained."""
+        """Digest of everything that evaluations depend on, except the trained weights."""
         return ""
 
     def modules(self) -> dict[str, torch.nn.Module]:
-        """What trains beside ``saved.lm``: the name of an attribute of ``trained.module`` -> it."""
+        """Modules that train in addition to ``saved.lm``, by their attribute name in
+        ``trained.module``."""
         return {}
 
     def rate_factors(self, state: TrainState, update: int) -> dict[str, float]:
-        """By the ``role`` of each of the optimizer's groups, what its schedule makes of its rate.
+        """The factor that the schedule puts on the learning rate, by ``role`` of the optimizer's
+        groups.
 
         Args:
             update: number of the update in the whole run.
@@ -269,7 +272,7 @@ class Task(ABC):
         return {group["role"]: factor for group in self.trained.optimizer.param_groups}
 
     def chunks(self, state: TrainState) -> int:
-        """In how many parts the next batch is collected, for the display."""
+        """The number of parts in which the next batch is collected, for the display."""
         return 1
 
     def preview(self, batch: Any) -> list[tuple[str, str, float | None]]:
@@ -281,15 +284,15 @@ class Task(ABC):
         return []
 
     def summary(self, state: TrainState) -> dict[str, Any]:
-        """What summary.json says of the task's own state."""
+        """Entries of summary.json about the task's own state."""
         return {}
 
     def write_dump(self, folder: Path, batch: Any, plan: Plan,  # noqa: B027 - may be left
                    step: int) -> None:
-        """What a divergence is to be looked for in; nothing by default."""
+        """Write data that help to find the cause of a divergence; nothing by default."""
 
     def close(self) -> None:  # noqa: B027 - may be left
-        """Tear down what the task has built beside ``trained``."""
+        """Release what the task has built in addition to ``trained``."""
 
     @property
     def samples_per_step(self) -> int:
@@ -298,7 +301,7 @@ class Task(ABC):
 
     @property
     def rows_per_pass(self) -> int:
-        """Most atoms of a forward and backward pass."""
+        """Maximum number of atoms in a forward and backward pass."""
         return self.cfg.ppo.micro_batch_size or self.cfg.ppo.mini_batch_size
 
     def total_samples(self) -> int:

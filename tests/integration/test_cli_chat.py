@@ -76,7 +76,7 @@ def test_a_pipe_is_refused(tmp_path):
     done = ppocli("chat", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr == (
-        "Error: ppocli chat is for a terminal, and standard input is none.\n"
+        "Error: ppocli chat needs a terminal, and standard input isn't one.\n"
         "  where: standard input\n"
         "  fix:   ppocli generate takes prompts from a pipe or a file\n")
 
@@ -155,7 +155,7 @@ def test_wrong_lines_are_told_and_the_chat_goes_on(chosen, talker, capsys):
     for line, message in (
             ("/foo", "There is no command /foo"), ("/seed", "it takes a number"),
             ("/seed -1", "it takes a number"), ("/set temperature", "it takes NAME=VALUE"),
-            ("/set heat=3", "'heat' is no sampling setting"),
+            ("/set heat=3", "'heat' is not a sampling setting"),
             ("/set temperature=hot", "/set temperature=hot: Value 'hot'"),
             ("/set temperature=-1", "generation.temperature: -1 must be"),
             ("the film " * 40, "exceed the model's 64 positions"),

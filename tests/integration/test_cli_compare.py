@@ -128,5 +128,5 @@ def test_a_run_that_has_just_begun(runs, capsys):
 def test_two_are_needed(runs, capsys, given):
     assert code_of(lambda: print_comparison(given, False)) == 2
     assert capsys.readouterr().err == (
-        "Error: There must be two different runs or more to compare.\n  where: command line\n"
+        "Error: Comparing needs two or more different runs.\n  where: command line\n"
         "  fix:   ppocli compare runs/ONE runs/OTHER\n")

@@ -34,8 +34,8 @@ def test_it_tells_what_a_run_takes(place):
     done = ppocli("estimate", "model.path=./lm", *RUN, cwd=place)
     assert done.returncode == 0, done.stderr
     for text in ("./lm on cpu fp32, 1 process", "prompts of 4 (the longest there is)",
-                 "MiB, of one process", "optimizer state", "keys and values (KV cache)",
-                 "most at once", "a checkpoint"):
+                 "MiB per process", "optimizer state", "keys and values (KV cache)",
+                 "most at once", "per checkpoint"):
         assert text in done.stdout
     assert done.stderr == ""
 

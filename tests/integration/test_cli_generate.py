@@ -20,7 +20,7 @@ BAD_VALUES = (
     (("--min-new-tokens", "9", "--max-new-tokens", "3"), "min_new_tokens 9 must be at most"),
     (("--stop", ""), "must not hold an empty text"),
     (("--seed", str(2**64)), "is too large"),
-    (("--greedy", "--top-k", "3"), "--greedy takes the likeliest token; --top-k would change"))
+    (("--greedy", "--top-k", "3"), "--greedy takes the most likely token; --top-k would change"))
 
 
 @pytest.fixture
@@ -219,7 +219,7 @@ def test_wrong_prompts_are_told(here, generate):
             (("-p", "x", "--prompts-file", "odd.csv"), 2, "are both given"),
             (("-p", "  "), 2, "The prompt '  ' is empty"),
             (("-p", "the film " * 40), 2, "The prompt has 80 tokens; with 8 new ones"),
-            (("hello there",), 2, "prompts go behind an option: --prompt TEXT"),
+            (("hello there",), 2, "prompts need an option: --prompt TEXT"),
             (("-p", "x", "--step", "99"), 5, "step-000099")):
         ended = generate("first", *words)
         assert ended.code == code, ended.said

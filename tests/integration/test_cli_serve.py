@@ -135,7 +135,7 @@ def test_an_open_server_is_warned_of_and_a_taken_port_is_told(tmp_path, capsys):
         port = address.rpartition(":")[2]
         assert code_of(lambda: serve_reward(LENGTH, host="0.0.0.0", port=int(port), token_env=None,
                                             tokenizer=None, max_body_mib=1)) == 2
-        assert f"0.0.0.0:{port} can't be listened at: Address already in use" in \
+        assert f"0.0.0.0:{port} can't be listened on: Address already in use" in \
             capsys.readouterr().err
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=30)

@@ -176,7 +176,7 @@ def test_every_end_has_its_words_and_the_way_on(finished, reference, tmp_path, c
 
 @pytest.mark.parametrize(("given", "code", "said"), [
     ("runs/dome", 3, "There is no run runs/dome"), ("runs/dome", 3, "did you mean runs/done?"),
-    ("here", 5, "here is no run folder"), ("runs/done/model", 5, "no config.yaml")])
+    ("here", 5, "here is not a run folder"), ("runs/done/model", 5, "no config.yaml")])
 def test_what_is_no_run_is_refused(given, code, said, finished, tmp_path, capsys):
     (tmp_path / "here").mkdir()
     ended, out, err = look(capsys, given)
@@ -224,7 +224,7 @@ def test_a_resumed_run_repeats_nothing_that_stayed(finished, watched):
     kept = finished / "kept"
     kept.write_text("".join(lines[:3]))
     os.replace(kept, finished / "metrics.jsonl")
-    one.wait_for(lambda: "taken up again at step 2" in one.err)
+    one.wait_for(lambda: "resumed at step 2" in one.err)
     with (finished / "metrics.jsonl").open("a") as file:
         file.write(lines[3])
     one.wait_for(lambda: one.out.count('"step": 3') == 2)

@@ -177,7 +177,7 @@ def test_changes_of_sampling_are_checked():
     cfg.generation.eval.min_new_tokens = 20  # at evaluation only
     changed = changed_sampling(cfg, {"max_new_tokens": 5, "stop_sequences": ["."]})
     assert (changed.max_new_tokens, changed.stop_sequences) == (5, ["."])
-    with pytest.raises(ConfigError, match="'temprature' is no sampling setting"):
+    with pytest.raises(ConfigError, match="'temprature' is not a sampling setting"):
         changed_sampling(cfg, {"temprature": 1.0})
     with pytest.raises(ConfigError) as wrong:
         changed_sampling(cfg, {"temperature": 0.0, "top_p": 2.0}, {"top_p": "--top-p"})

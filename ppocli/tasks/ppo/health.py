@@ -11,7 +11,7 @@ PATIENCE = 3
 """steps in a row before a sign is spoken of"""
 
 ADVICE = {
-    "negative_kl": "The KL to the reference is negative ({kl:.2f} nats a sample): the tokens are "
+    "negative_kl": "The KL to the reference is negative ({kl:.2f} nats per sample): the tokens are "
                    "not drawn from the policy's own distribution{why}, or the model computes "
                    "differently in rollout and scoring.",
     "no_spread": "All rewards of a rollout are equal ({reward:g}) for {n} steps: there is nothing "
@@ -22,7 +22,7 @@ ADVICE = {
                    "give generation.stop_sequences.",
     "empty": "Every response is empty for {n} steps: the policy ends at once. Raise "
              "generation.min_new_tokens, or check that the reward does not favour empty text.",
-    "kl_runaway": "The KL to the reference is {kl:.0f} nats a sample: "
+    "kl_runaway": "The KL to the reference is {kl:.0f} nats per sample: "
                   "the policy is leaving the language it started from. Raise "
                   "ppo.init_kl_coef or lower ppo.optimizer.lr.",
 }

@@ -1,4 +1,4 @@
-"""Everything a run is made of, built once from its configuration."""
+"""All parts of a run, built once from its configuration."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ log = logging.getLogger("ppocli")
 
 @dataclass(frozen=True)
 class EvalSession:
-    """What samples a policy's responses and judges them. Nothing of it but ``passes`` changes in
-    evaluation."""
+    """Everything needed to sample a policy's responses and to score them. Only ``passes`` changes
+    during an evaluation."""
 
     cfg: TrainConfig
     backend: Backend
@@ -170,10 +170,10 @@ def sampling_sweep(cfg: GenerationConfig, first: SamplingSpec) -> dict[str, Samp
 
 
 def max_prompt_tokens(cfg: TrainConfig, lm: Any) -> int:
-    """Tokens a prompt may have beside the longest response.
+    """Tokens that a prompt may have next to the longest response.
 
     Raises:
-        ConfigError: none, so long is the response.
+        ConfigError: the response leaves no room for a prompt.
     """
     limit = max_positions(lm)  # an encoder-decoder has that many on either side
     if limit is None:
@@ -253,7 +253,7 @@ def _load_eval_prompts(cfg: TrainConfig, tokenizer: Any, lm: Any, objects: Pytho
 
 def _check_memory(cfg: TrainConfig, backend: Backend, lm_config: Any,
                   prompts: tuple[PromptSet, ...]) -> None:
-    """Tell a run that can't fit before any rank loads weights."""
+    """Refuse a run that can't fit, before any rank loads weights."""
     ranks, hardware = backend.ranks, cfg.hardware
     longest = max(len(ids) for given in prompts for ids in given.token_ids)
     # a rehearsal is one process; what it asks is whether the run fits
@@ -289,7 +289,7 @@ def _take_packed(policy: Policy, reference: Reference | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What can be had and checked before any weights are loaded."""
+    """Parts that can be built and checked before any weights are loaded."""
 
     reward: Any
     metric: Any

@@ -1,4 +1,4 @@
-"""PPO as a task: what is collected, what an update's loss is, and what a step comes to."""
+"""PPO as a task: collecting rollouts, the loss of an update, and the figures of a step."""
 
 from __future__ import annotations
 
