@@ -99,8 +99,7 @@ def train(overrides: Sequence[str] = (), *,
     from ppocli.config.compose import check, compose
     from ppocli.config.resolved import with_values
     from ppocli.config.words import read_words
-    from ppocli.launching.launch import launch
-    from ppocli.launching.processes import Caller
+    from ppocli.launching.launch import Caller, launch
     from ppocli.training.task import PythonObjects
 
     given = {"reward.fn": reward_fn, "reward.metric_fn": metric_fn, "prompts.items": prompts,
@@ -172,7 +171,7 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
     from ppocli.config.resolved import with_absolute_paths
     from ppocli.evaluation.request import EvalRequest, noting_objects
     from ppocli.evaluation.work import run_evaluation
-    from ppocli.launching.processes import import_from_here
+    from ppocli.launching.launch import import_from_here
     from ppocli.launching.target_config import target_config
     from ppocli.parallel.stop import catch_signals
     from ppocli.runs.target import find_target

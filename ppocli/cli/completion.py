@@ -153,7 +153,7 @@ def _values(key: str, value: str) -> list[str]:
     elif name in ("model.path", "prompts.path", "prompts.eval.path"):
         options = _builtin(name)
     elif name == "reward.fn":
-        from ppocli.rewards.builtin import BUILTIN_REWARDS
+        from ppocli.rewards.resolve import BUILTIN_REWARDS
 
         options = list(BUILTIN_REWARDS)
     else:

@@ -42,8 +42,7 @@ def report(
       ppocli report runs/NAME --json | jq .outcome
     """
     from ppocli.report.facts import gather
-    from ppocli.report.files import check_replaceable, destinations, write_file
-    from ppocli.report.render import render
+    from ppocli.report.render import check_replaceable, destinations, render, write_file
     from ppocli.runs.record import read_run
     from ppocli.runs.target import find_run
 
@@ -65,8 +64,8 @@ def report(
 
 def _command(config: TrainConfig) -> str | None:
     """The command that trains so again; None for a run of Python objects."""
-    from ppocli.config.as_words import training_command
     from ppocli.config.resolved import PYTHON_OBJECT, flat
+    from ppocli.config.words import training_command
 
     if PYTHON_OBJECT in flat(config).values():
         return None

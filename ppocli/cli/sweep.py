@@ -18,12 +18,11 @@ from typing import Any
 
 from ppocli.cli.output import complain, display_mode, print_table, say, shown_figure
 from ppocli.cli.working import split_words
-from ppocli.config.as_words import quoted
 from ppocli.config.compose import check
 from ppocli.config.resolved import config_differences, with_absolute_paths, with_values
 from ppocli.config.secrets import safe_text
 from ppocli.config.sweep import Grid, SweepJob, run_sweep_jobs
-from ppocli.config.words import Words, read_setting, read_words
+from ppocli.config.words import Words, quoted, read_setting, read_words
 from ppocli.errors import (
     CheckpointError,
     ConfigError,
@@ -32,9 +31,8 @@ from ppocli.errors import (
     StoppedError,
     SweepError,
 )
-from ppocli.launching.launch import launch
+from ppocli.launching.launch import Caller, launch
 from ppocli.launching.opened_folder import new_folder
-from ppocli.launching.processes import Caller
 from ppocli.runs.record import is_run, read_run
 from ppocli.runs.sweeps import (
     SWEEP_FILE,

@@ -166,8 +166,7 @@ def _train(words: Words, meeting: Meeting | None = None) -> None:
                               where="hardware.zero_stage", fix="add hardware=zero2")
         print(json.dumps(deepspeed_config(config), indent=2))
         return
-    from ppocli.launching.launch import launch
-    from ppocli.launching.processes import Caller
+    from ppocli.launching.launch import Caller, launch
 
     ignore_broken_pipes()
     outcome = launch(checked, Caller("own", display_mode(), say, meeting=meeting))
@@ -187,7 +186,7 @@ def _take_part(launched: Launched, words_of: Callable[[], Sequence[str]]) -> NoR
     from ppocli.config.words import read_words
     from ppocli.launching.adopted_ranks import open_meeting
     from ppocli.launching.child_process import leave_at_once, outcome_of
-    from ppocli.launching.processes import follow
+    from ppocli.launching.launch import follow
 
     ignore_broken_pipes()
     meeting = open_meeting(launched)

@@ -65,7 +65,7 @@ def working(fix: str | None = None) -> Iterator[StopFlag]:
 
     from transformers.utils import logging as transformers_logging
 
-    from ppocli.launching.processes import import_from_here
+    from ppocli.launching.launch import import_from_here
     from ppocli.parallel.stop import StopRequested, catch_signals
 
     transformers_logging.disable_progress_bar()

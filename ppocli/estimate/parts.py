@@ -25,7 +25,7 @@ from ppocli.models.loading.language_model import DTYPES, reference_dtype
 from ppocli.models.policy import ValueHead, build_value_head, freeze_bottom
 from ppocli.models.trunk import RELATIVE_POSITIONS
 from ppocli.models.value_function import ScoreHead
-from ppocli.rewards.builtin import MODEL_REWARDS
+from ppocli.rewards.resolve import MODEL_REWARDS
 from ppocli.text import first_line
 
 QUANTIZED_BITS = {"8bit": 8, "4bit": 4 + 8 / 64 + 32 / (64 * 256)}
@@ -230,7 +230,7 @@ def parts_of(cfg: TrainConfig, models: Models, *, rewards: bool = True
         models: of ``cfg``.
         rewards: whether those of the rewards are among them.
     """
-    from ppocli.rewards.builtin import BUILTIN_REWARDS
+    from ppocli.rewards.resolve import BUILTIN_REWARDS
 
     parts, unknown = list(_trained_parts(cfg, models)), []
     sources: list[tuple[str, Callable[[], Iterable[Part]]]] = [

@@ -40,7 +40,7 @@ def checked_words(overrides: Sequence[str], objects: PythonObjects) -> Checked:
     """
     from ppocli.config.compose import check, compose
     from ppocli.config.words import read_words
-    from ppocli.launching.processes import needs_launcher
+    from ppocli.launching.launch import needs_launcher
 
     if isinstance(overrides, str):
         raise ConfigError("overrides is one text, not a list of them.", where="overrides",

@@ -20,7 +20,7 @@ from ppocli.errors import InputError, PpocliError
 from ppocli.launching.child_process import Start, leave_at_once, outcome_of
 from ppocli.launching.ending import RunResult, ending_well, my_phase, publish
 from ppocli.launching.opening import noted_products, open_run, quiet_libraries
-from ppocli.parallel.heap import keep_freed_memory
+from ppocli.parallel.host_memory import keep_freed_memory
 from ppocli.parallel.launchers import my_rank
 from ppocli.parallel.rank_outcomes import (
     OUTCOMES,

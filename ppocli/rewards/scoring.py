@@ -11,7 +11,6 @@ from typing import Any
 from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.config.schema import RewardConfig
 from ppocli.errors import ConfigError, RewardError
-from ppocli.rewards.builtin import locate_reward
 from ppocli.rewards.calling import CallPolicy, call_with_request
 from ppocli.rewards.check import (
     MAX_FLOAT32,
@@ -26,6 +25,7 @@ from ppocli.rewards.resolve import (
     BoundCallable,
     bind,
     check_callable,
+    locate_reward,
     resolve_object,
     unbuilt,
 )

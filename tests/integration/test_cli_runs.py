@@ -225,8 +225,7 @@ def test_a_run_that_is_being_resumed_is_kept(runs, process):
     from ppocli.config.compose import Checked
     from ppocli.config.resolved import read_config
     from ppocli.errors import CheckpointError
-    from ppocli.launching.launch import launch
-    from ppocli.launching.processes import Caller
+    from ppocli.launching.launch import Caller, launch
 
     plan = {removal.run.name: removal for removal in plan_pruning(runs, checkpoints=True,
                                                                   failed=False)}

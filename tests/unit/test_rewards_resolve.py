@@ -13,8 +13,8 @@ import pytest
 
 from ppocli.config.schema import RewardConfig
 from ppocli.errors import ConfigError, RewardError
-from ppocli.rewards.builtin import BUILTIN_REWARDS, locate_reward
 from ppocli.rewards.records import RewardRequest
+from ppocli.rewards.resolve import BUILTIN_REWARDS, locate_reward
 from ppocli.rewards.scoring import build_metric, build_reward, check_reward_config
 
 REQUEST = RewardRequest(
