@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ppocli.cli import options as opt
 from ppocli.cli.options import AsJson, Run, complete_setting
 from ppocli.cli.output import aligned, display_mode, say, shown_figure
 from ppocli.cli.working import split_words, working
@@ -52,10 +53,7 @@ def evaluate(
             )] = False,
         min_reward: Annotated[float | None, typer.Option(
             metavar="X", help="Exit with 10 if the mean reward is below.")] = None,
-        step: Annotated[int | None, typer.Option(
-            metavar="N", help="Take the run's checkpoint of this step.")] = None,
-        best: Annotated[bool, typer.Option(
-            "--best", help="Take the run's best checkpoint.")] = False,
+        step: opt.Step = None, best: opt.Best = False,
         output: Annotated[str | None, typer.Option(
             metavar="DIR", help="Put the folder NAME here (default: RUN/eval, or ./eval)."
             )] = None,

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +27,8 @@ from ppocli.errors import CheckpointError, ConfigError, InputError, PpocliError
 from ppocli.parallel.host_memory import resident_mib
 from ppocli.runs.record import is_run, read_run
 from ppocli.runs.target import known_names, list_runs, run_named, written
-from ppocli.storage.run_folder import LOCK, RunFolder, finite_or_null, live_owner
+from ppocli.storage.run_folder import LOCK, RunFolder, finite_or_null, live_owner, other_host
+from ppocli.storage.run_logs import read_row
 from ppocli.text import did_you_mean, figure
 
 LAST = 5
@@ -94,7 +94,7 @@ class _Follower:
                 ppo = read_config(self._run.config).ppo
                 self._total = -(-planned_episodes(ppo) // ppo.num_rollouts)
         dropped, lines = self._metrics.poll()
-        rows = [row for row in map(read_row, lines) if row is not None]
+        rows = [row for row in map(row_of_step, lines) if row is not None]
         if dropped:
             del self._rows[max(0, len(self._rows) - dropped):]
             last = self._rows[-1]["step"] if self._rows else 0
@@ -140,13 +140,8 @@ class _Follower:
         return None if owner is None else resident_mib(owner.pid)
 
     def _is_alive(self) -> bool:
-        if live_owner(self._run.path) is not None:
-            return True
-        with suppress(OSError, ValueError, TypeError, KeyError):
-            # nothing tells from here whether another machine's process lives: believe the lock
-            if json.loads((self._run.path / LOCK).read_bytes())["host"] != socket.gethostname():
-                return True
-        return may_begin(self._run.path)
+        path = self._run.path
+        return (live_owner(path) is not None or other_host(path) is not None or may_begin(path))
 
     def _has_changed(self, path: Path) -> bool:
         """Whether a file has been written to since this was last asked."""
@@ -239,13 +234,10 @@ def _whole_lines(raw: bytes) -> list[bytes]:
     return [line for line in raw.splitlines(keepends=True) if line.endswith(b"\n")]
 
 
-def read_row(line: bytes) -> dict[str, Any] | None:
+def row_of_step(line: bytes) -> dict[str, Any] | None:
     """A row with its step; None for a line that is damaged."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    row = read_row(line)
+    return row if row is not None and isinstance(row.get("step"), int) else None
 
 
 def recent_samples(path: Path) -> list[dict[str, Any]]:
@@ -258,7 +250,7 @@ def recent_samples(path: Path) -> list[dict[str, Any]]:
     except OSError:  # gone by now
         return []
     found: list[dict[str, Any]] = []
-    for row in filter(None, map(read_row, reversed(lines))):
+    for row in filter(None, map(row_of_step, reversed(lines))):
         if found and (row["step"], row.get("kind")) != (found[0]["step"], found[0].get("kind")):
             break
         found.append(row)

@@ -21,7 +21,7 @@ from ppocli.errors import ConfigError, InputError
 from ppocli.launching.child_process import Start, run_process
 from ppocli.launching.opened_folder import open_folder
 from ppocli.parallel.launchers import find_launch
-from ppocli.storage.run_folder import read_object
+from ppocli.storage.atomic import read_json
 
 if TYPE_CHECKING:
     from ppocli.config.compose import Checked
@@ -194,4 +194,4 @@ def _run_module(name: str, start: Start) -> RunOutcome:
     code, stopped_by = run_process(command, lifeline=True)
     model = start.run_dir / "model"
     return RunOutcome(start.run_dir, code, model if code == 0 and model.is_dir() else None,
-                      read_object(start.run_dir / "summary.json") or None, stopped_by)
+                      read_json(start.run_dir / "summary.json"), stopped_by)

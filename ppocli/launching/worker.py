@@ -31,7 +31,8 @@ from ppocli.parallel.rank_outcomes import (
 )
 from ppocli.parallel.stop import StopFlag, catch_signals, stop_when_closed
 from ppocli.runs.record import accept_settings
-from ppocli.storage.run_folder import RunFolder, lock, read_object
+from ppocli.storage.atomic import read_json
+from ppocli.storage.run_folder import RunFolder, lock
 from ppocli.training.clock import Moment
 from ppocli.training.loop import run_training
 from ppocli.training.task import PythonObjects
@@ -105,7 +106,7 @@ def _already_finished(cfg: TrainConfig, folder: RunFolder) -> RunResult | None:
     """The result of a run that has drawn all its episodes and left a whole model; else None."""
     from ppocli.storage.model_files import check_folder
 
-    summary = read_object(folder.summary)
+    summary = read_json(folder.summary) or {}
     try:
         complete = (summary["status"] == "finished"
                     and int(summary["episodes"]) >= planned_episodes(cfg.ppo))

@@ -19,7 +19,7 @@ from ppocli.report.facts import Report, total_time
 from ppocli.report.samples import SHOWN
 from ppocli.storage.atomic import write_atomic
 from ppocli.storage.run_folder import probe_writable
-from ppocli.text import format_bytes, printable
+from ppocli.text import format_bytes, printable, sparkline
 
 FORMATS = ("html", "md")
 
@@ -43,7 +43,7 @@ def _filters() -> dict[str, Any]:
     return {
         "number": text.number, "rounded": text.rounded, "visible": printable,
         "inline": text.inline, "code": text.code,
-        "fenced": text.fenced, "labelled": text.labelled, "sparkline": text.sparkline,
+        "fenced": text.fenced, "labelled": text.labelled, "sparkline": sparkline,
         "duration": text.duration, "bytes": format_bytes,
         "percent": lambda share: f"{100 * share:.0f} %",
         "svg": lambda drawn: Markup(drawn.svg()),  # charts escape their own texts

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import socket
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -26,7 +24,7 @@ from ppocli.storage.retention import (
     list_steps,
     note_removed,
 )
-from ppocli.storage.run_folder import LOCK, RunFolder, lock
+from ppocli.storage.run_folder import LOCK, RunFolder, lock, other_host
 
 _LEFT = re.compile(r"\.discarded-.+-[0-9a-f]{8}")
 _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|m|h|d|w)")
@@ -87,7 +85,7 @@ def plan_pruning(root: Path, *, checkpoints: bool, failed: bool, keep_best: bool
             continue
         if _is_left_over(folder):
             continue
-        if (host := _other_host(folder)) is not None:
+        if (host := other_host(folder)) is not None:
             say(f"{folder} is left alone: it may be running on {host} ({LOCK} says so)")
             continue
         try:
@@ -179,16 +177,6 @@ def _checkpoints(run: RunRecord, folder: Path, when: float, keep_best: bool) -> 
 def _best(run: RunRecord) -> int | None:
     best = (run.summary or {}).get("best")
     return best.get("step") if isinstance(best, dict) else None
-
-
-def _other_host(folder: Path) -> str | None:
-    """The machine that a lock file names, if it isn't this one: whether its process lives can't be
-    told from here."""
-    try:
-        host = str(json.loads((folder / LOCK).read_bytes())["host"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return host if host != socket.gethostname() else None
 
 
 def _is_left_over(folder: Path) -> bool:

@@ -87,13 +87,13 @@ def find_target(given: str | None, *, say: Callable[[str], None], step: int | No
 
 
 def run_named(given: str, runs: Path = Path("runs"),
-              fits: Callable[[Path], bool] = is_run) -> Path:
+              which: Callable[[Path], bool] = is_run) -> Path:
     """The folder that ``given`` names: a path, or else what ``runs list`` calls a run, its place
-    below ``runs`` (``NAME``, ``SWEEP/JOB``). Where neither fits, the path."""
+    below ``runs`` (``NAME``, ``SWEEP/JOB``). Where neither will do, the path."""
     path = Path(given).expanduser()
-    if given.startswith((".", "/", "~")) or ".." in path.parts or fits(path):
+    if given.startswith((".", "/", "~")) or ".." in path.parts or which(path):
         return path
-    return runs / given if fits(runs / given) else path
+    return runs / given if which(runs / given) else path
 
 
 def known_names(runs: Path, which: Callable[[Path], bool] = is_run) -> list[str]:

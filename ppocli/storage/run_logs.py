@@ -96,14 +96,19 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
             for line in lines:
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError):
-                    continue
-                if isinstance(row, dict):
+                if (row := read_row(line)) is not None:
                     yield row
     except OSError:
         return
+
+
+def read_row(line: bytes | str) -> dict[str, Any] | None:
+    """The object in a line of JSON; None for a line that is damaged or holds something else."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
 
 
 def truncate_jsonl(path: Path, last_step: int,
@@ -146,14 +151,11 @@ def _lines(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
 
 def _is_past(line: bytes, last: bool, last_step: int,
              also: Callable[[dict[str, Any]], bool] | None) -> bool:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+    row = read_row(line)
+    if row is None:
         return last
     if last and not line.endswith(b"\n"):
         return True
-    if not isinstance(row, dict):
-        return False
     if also is not None and also(row):
         return True
     step = row.get("step")

@@ -286,7 +286,7 @@ def test_ten_thousand_steps_are_thinned_and_said_to_be(run, say):
     lines = [line for curve in data["curves"] for line in curve["lines"]]
     assert max(len(line["points"]) for line in lines) == 1000
     text = (run / "report.md").read_text()
-    assert "| Explained variance of the returns | -6 | -5 | -6 | -5 | ▁" in text
+    assert "| Explained variance of the returns | -6 | -5 | -6 | -5 | ▅" in text
     assert "Explained variance of the returns: Values below -1 are drawn at -1.\n" in text
     assert "| Learning rate | 0.500 | 0.500 | 0 | 6 |" in text
     rate = next(curve for curve in data["curves"] if curve["title"] == "Learning rate")

@@ -323,24 +323,6 @@ def test_every_built_in_is_there():
         assert callable(locate_reward(name, key="reward.fn").target)
 
 
-@pytest.mark.parametrize(("cfg", "words"), [
-    (RewardConfig(), "Nothing says what is rewarded"),
-    (RewardConfig(fn="length", fns={"a": {"fn": "length"}}), "both set"),
-    (RewardConfig(fns={"a": {"fn": "length"}}, kwargs={"target": 1}), "reward.fns.NAME.kwargs"),
-    (RewardConfig(fns={"a": {"fn": "length", "wieght": 2}}), "Did you mean 'weight'"),
-    (RewardConfig(fns={"a": "length"}), "not a mapping"),
-    (RewardConfig(fns={"a": {"weight": 1}}), "not an import path"),
-    (RewardConfig(fns={"a": {"fn": "length", "kwargs": [1]}}), "not a mapping"),
-    (RewardConfig(fns={"a": {"fn": "length", "weight": "big"}}), "not a finite number"),
-    (RewardConfig(fns={"a": {"fn": "length", "weight": float("nan")}}), "not a finite number"),
-    (RewardConfig(fns={"a": {"fn": "length", "weight": True}}), "not a finite number"),
-])
-def test_malformed_sections(cfg, words):
-    with pytest.raises(ConfigError) as caught:
-        build_reward(cfg)
-    assert words in str(caught.value)
-
-
 def test_python_objects_replace_what_the_configuration_names():
     def one(outputs, factor=1):
         return [factor for _ in outputs]
