@@ -170,12 +170,12 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
     from ppocli.config.resolved import with_absolute_paths, with_values
     from ppocli.evaluation.request import EvalRequest
     from ppocli.evaluation.work import run_evaluation
-    from ppocli.launching.launch import import_from_here
     from ppocli.launching.opened_folder import noting_objects
     from ppocli.launching.target_config import target_config
     from ppocli.parallel.stop import catch_signals
     from ppocli.runs.target import find_target
     from ppocli.training.task import PythonObjects
+    from ppocli.user_code import join_working_directory
 
     items = None if prompts is None or isinstance(prompts, str | Path) else list(prompts)
     request = EvalRequest(
@@ -193,7 +193,7 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
     if reward_fn is not None:  # reward.kwargs are this function's
         cfg = with_values(cfg, {"reward.fn": None})
     cfg = noting_objects(with_absolute_paths(cfg, Path.cwd()), objects)
-    import_from_here()
+    join_working_directory()
     with catch_signals() as stop:
         done = run_evaluation(request, target, cfg, objects, stop=stop, say=log.info,
                               watch=lambda role, there, total: None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -39,6 +40,12 @@ def error_line(error: BaseException) -> str:
     """``ValueError: message``: the type and the first line of an exception of a user's own code."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def short_path(path: str) -> str:
+    """``path`` relative to the current folder when it lies inside, else as it is."""
+    here = os.getcwd() + os.sep
+    return path[len(here):] if path.startswith(here) else path
 
 
 def counted(count: int, noun: str) -> str:

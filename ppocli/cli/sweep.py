@@ -46,6 +46,7 @@ from ppocli.runs.sweeps import (
 )
 from ppocli.storage.model_files import check_folder
 from ppocli.storage.run_folder import LOCK, live_owner, lock
+from ppocli.text import short_path
 
 
 class _SweepStopped(BaseException):
@@ -345,12 +346,6 @@ def _print_table(records: list[JobRecord]) -> None:
         return
     rows = [("job", "status", "exit", "reward", "KL", "folder", "overrides")]
     rows += [(str(r.number), r.status, str(r.exit_code), shown_figure(r.reward_mean),
-              shown_figure(r.kl_mean), _short(r.folder), " ".join(r.varied)) for r in records]
+              shown_figure(r.kl_mean), short_path(r.folder) if Path(r.folder).exists() else "-",
+              " ".join(r.varied)) for r in records]
     print_table(rows)
-
-
-def _short(folder: str) -> str:
-    path = Path(folder)
-    if not path.exists():
-        return "-"
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else folder

@@ -63,29 +63,19 @@ def working(fix: str | None = None) -> Iterator[StopFlag]:
             else:
                 say(record.getMessage())
 
-    from transformers.utils import logging as transformers_logging
-
-    from ppocli.launching.launch import import_from_here
+    from ppocli.display.console import logging_to
     from ppocli.parallel.stop import StopRequested, catch_signals
+    from ppocli.storage.model_files import quiet_transformers
+    from ppocli.user_code import join_working_directory
 
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
-    import_from_here()
-    log, notes = logging.getLogger("ppocli"), Notes()
-    level, propagate = log.level, log.propagate
-    log.setLevel(logging.INFO)
-    log.propagate = False
-    log.addHandler(notes)
+    quiet_transformers()
+    join_working_directory()
     try:
-        with catch_signals() as stop:
+        with logging_to(logging.INFO, Notes()), catch_signals() as stop:
             yield stop
     except StopRequested as stopped:
         raise StoppedError(f"stopped by {stopped}", signal_number=stopped.signal_number,
                            fix=fix) from None
-    finally:
-        log.removeHandler(notes)
-        log.setLevel(level)
-        log.propagate = propagate
 
 
 def split_words(run: str | None, words: Sequence[str] | None) -> tuple[str | None, list[str]]:

@@ -39,7 +39,7 @@ from ppocli.config.keys import schema_keys
 from ppocli.config.paths import config_groups, shipped
 from ppocli.config.words import COMMAND_LINE, Words
 from ppocli.errors import ConfigError
-from ppocli.text import did_you_mean
+from ppocli.text import did_you_mean, short_path
 
 SCHEMA = "ppocli_schema"
 """the schema's name in the defaults list"""
@@ -222,7 +222,7 @@ def yaml_error(error: yaml.YAMLError) -> ConfigError:
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or " ".join(str(error).split())
     context = getattr(error, "context", None)
-    where = f"{_short(mark.name)}:{mark.line + 1}" if mark is not None else None
+    where = f"{short_path(mark.name)}:{mark.line + 1}" if mark is not None else None
     return ConfigError(f"not valid YAML: {problem}" + (f" ({context})" if context else ""),
                        where=where, fix="correct the file at that line")
 
@@ -300,10 +300,3 @@ def _general(chain: list[BaseException]) -> ConfigError:
     hint = did_you_mean(name, list(schema_keys())) if name and name not in schema_keys() else ""
     return ConfigError(": ".join(dict.fromkeys(lines)) + hint or type(error).__name__, where=name,
                        fix="see the composed configuration: ppocli train --cfg job ...")
-
-
-def _short(file: str) -> str:
-    try:
-        return str(Path(file).relative_to(Path.cwd()))
-    except ValueError:
-        return file

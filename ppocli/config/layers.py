@@ -27,7 +27,7 @@ from ppocli.config.problems import Problem, shown
 from ppocli.config.resolved import schema_node
 from ppocli.config.words import COMMAND_LINE, Words
 from ppocli.errors import ConfigError
-from ppocli.text import did_you_mean, first_line
+from ppocli.text import did_you_mean, first_line, short_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +92,8 @@ def layered_entries(loader: ConfigLoader, words: Words) -> list[Entry]:
         for key, value in _leaves(f"{package}." if package else "", values):
             below = key[len(package) + 1:] if package else key
             line = lines.get(below)
-            entries.append(Entry(key, value, f"{_shown_path(file)}:{line}" if line
-                                 else _shown_path(file)))
+            shown_file = short_path(str(file))
+            entries.append(Entry(key, value, f"{shown_file}:{line}" if line else shown_file))
     return entries + [entry for override in defaults.config_overrides
                       for entry in override_entries(override)]
 
@@ -126,10 +126,6 @@ def _file(path: str, config_path: str) -> Path:
     scheme, _, folder = path.partition("://")
     name = config_path.removesuffix(".yaml") + ".yaml"
     return Path(folder) / (name.rpartition("/")[2] if scheme in ("recipes", "run") else name)
-
-
-def _shown_path(file: Path) -> str:
-    return str(file.relative_to(Path.cwd())) if file.is_relative_to(Path.cwd()) else str(file)
 
 
 def _line_numbers(file: Path) -> dict[str, int]:

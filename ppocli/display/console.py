@@ -141,7 +141,7 @@ def open_display(log_file: Path, mode: DisplayMode = "auto", started_by: int | N
     # a run that fails before it starts leaves no file behind
     buffer = logging.handlers.MemoryHandler(10**6, flushLevel=logging.CRITICAL + 1, target=file,
                                             flushOnClose=False)
-    with closing(file), closing(buffer), _logging_to(logging.INFO, display, buffer), \
+    with closing(file), closing(buffer), logging_to(logging.INFO, display, buffer), \
             closing(display):
         yield display
 
@@ -149,12 +149,13 @@ def open_display(log_file: Path, mode: DisplayMode = "auto", started_by: int | N
 @contextmanager
 def open_silence() -> Iterator[Display]:
     """The display of ranks other than 0, which say nothing: rank 0 says the same."""
-    with open(os.devnull, "w", encoding="utf-8") as nowhere, _logging_to(logging.CRITICAL + 1):
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, logging_to(logging.CRITICAL + 1):
         yield Display(Path(os.devnull), "quiet", nowhere, nowhere)
 
 
 @contextmanager
-def _logging_to(level: int, *handlers: logging.Handler) -> Iterator[None]:
+def logging_to(level: int, *handlers: logging.Handler) -> Iterator[None]:
+    """The ``ppocli`` logger with these handlers alone, from this level on."""
     before = log.level, log.propagate
     log.setLevel(level)
     log.propagate = False

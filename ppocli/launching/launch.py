@@ -22,6 +22,7 @@ from ppocli.launching.child_process import Start, run_process
 from ppocli.launching.opened_folder import open_folder
 from ppocli.parallel.launchers import find_launch
 from ppocli.storage.atomic import read_json
+from ppocli.user_code import join_working_directory
 
 if TYPE_CHECKING:
     from ppocli.config.compose import Checked
@@ -173,19 +174,12 @@ def run_here(start: Start, caller: Caller, joined: bool = False) -> RunOutcome:
     Raises:
         PpocliError: whatever ended the run.
     """
-    import_from_here()
+    join_working_directory()
     from ppocli.launching.worker import run_worker
 
     result = run_worker(start, objects=caller.objects, joined=joined,
                         own_process=caller.process == "own")
     return RunOutcome(start.run_dir, 0, result.model_dir, result.summary)
-
-
-def import_from_here() -> None:
-    """Let modules in the current folder, such as rewards, be imported: ``python -m`` has it on its
-    path, a console script hasn't."""
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())
 
 
 def _run_module(name: str, start: Start) -> RunOutcome:

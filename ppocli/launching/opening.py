@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from ppocli.parallel.backend import Backend
 from ppocli.parallel.rank_outcomes import note_phase
 from ppocli.parallel.stop import StopFlag
 from ppocli.runs.record import RUN_FILE, accept_settings
-from ppocli.storage.atomic import read_json, write_json_atomic
+from ppocli.storage.atomic import read_json, sha256_file, write_json_atomic
 from ppocli.storage.environment import ENV_FILE, describe
 from ppocli.storage.run_folder import RunFolder
 from ppocli.tracking.trackers import check_trackers
@@ -27,14 +26,6 @@ from ppocli.training.task import PythonObjects, TaskSetup
 
 _PRODUCTS = "linear_layers"
 """key of env.json"""
-
-
-def quiet_libraries() -> None:
-    """Let transformers say no more than errors."""
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()  # bars for reading a file are not news
-    transformers_logging.set_verbosity_error()  # what matters of a load is checked by us
 
 
 @contextmanager
@@ -72,7 +63,7 @@ def open_run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects, backen
             _PRODUCTS: "oneDNN" if backend.onednn else "torch"})
         if cfg.hardware.zero_stage > 0:
             write_json_atomic(folder.path / DEEPSPEED_FILE, deepspeed_config(cfg, ranks.world))
-    digest = hashlib.sha256(folder.config.read_bytes()).hexdigest()
+    digest = sha256_file(folder.config)
     with open_recorder(folder, cfg.tracking) if ranks.first else silent_recorder() as recorder:
         run = Run(task, folder, run_id, digest, torch_versions(), stop, recorder, display,
                   state, generators.capture(backend.device), saved_at=monotonic(),

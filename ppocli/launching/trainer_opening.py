@@ -61,10 +61,11 @@ def opened(checked: Checked, objects: PythonObjects) -> Iterator[Run]:
     from ppocli.display.console import open_display
     from ppocli.launching.child_process import Start
     from ppocli.launching.opened_folder import open_folder
-    from ppocli.launching.opening import open_run, quiet_libraries
+    from ppocli.launching.opening import open_run
     from ppocli.launching.worker import config_of
     from ppocli.parallel.backend import open_ranks
     from ppocli.parallel.stop import StopFlag
+    from ppocli.storage.model_files import quiet_transformers
     from ppocli.storage.run_folder import RunFolder, lock
     from ppocli.training.clock import Moment
 
@@ -75,7 +76,7 @@ def opened(checked: Checked, objects: PythonObjects) -> Iterator[Run]:
         cfg = config_of(Start(folder.path, place.resume))
         stack.enter_context(lock(folder.path, reserved_by=place.reserved_by))
         display = stack.enter_context(open_display(folder.log, "quiet"))
-        quiet_libraries()
+        quiet_transformers()
         backend = stack.enter_context(open_ranks(cfg))
         run = stack.enter_context(open_run(cfg, folder, objects, backend, StopFlag(), display,
                                            resume=place.resume, began=began))

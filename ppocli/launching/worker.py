@@ -19,7 +19,7 @@ from ppocli.display.console import Display, open_display, open_silence
 from ppocli.errors import InputError, PpocliError
 from ppocli.launching.child_process import Start, leave_at_once, outcome_of
 from ppocli.launching.ending import RunResult, ending_well, my_phase, publish
-from ppocli.launching.opening import noted_products, open_run, quiet_libraries
+from ppocli.launching.opening import noted_products, open_run
 from ppocli.parallel.host_memory import keep_freed_memory
 from ppocli.parallel.launchers import my_rank
 from ppocli.parallel.rank_outcomes import (
@@ -32,6 +32,7 @@ from ppocli.parallel.rank_outcomes import (
 from ppocli.parallel.stop import StopFlag, catch_signals, stop_when_closed
 from ppocli.runs.record import accept_settings
 from ppocli.storage.atomic import read_json
+from ppocli.storage.model_files import quiet_transformers
 from ppocli.storage.run_folder import RunFolder, lock
 from ppocli.training.clock import Moment
 from ppocli.training.loop import run_training
@@ -89,7 +90,7 @@ def _run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects, resume: bo
     if (early := announce()) is not None:
         stop.request(early)
     note_phase("meeting the other ranks")
-    quiet_libraries()
+    quiet_transformers()
     with open_ranks(cfg, noted_products(folder) if resume else None) as backend:
         ranks = stop.ranks = backend.ranks
         if resume and (done := ranks.first_does(lambda: _already_finished(cfg, folder))):

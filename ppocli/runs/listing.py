@@ -63,7 +63,7 @@ def _info(folder: Path, root: Path) -> RunInfo:
     rewards, best = run.series("reward/mean"), best_evaluation(run)
     return RunInfo(name, folder, run.status, pid, run.step, run.total_steps,
                    rewards[-1][1] if rewards else None, best[1] if best else None,
-                   best[0] if best else None, size, when, short_path(run.config.model.path),
+                   best[0] if best else None, size, when, last_part(run.config.model.path),
                    reward_names(run.config))
 
 
@@ -78,10 +78,10 @@ def reward_names(config: TrainConfig) -> str:
     """What scores the responses: ``classifier``, ``sentiment + brevity``, ``score``."""
     if config.reward.fns:
         return " + ".join(config.reward.fns)
-    return short_path(config.reward.fn or "?")
+    return last_part(config.reward.fn or "?")
 
 
-def short_path(value: str) -> str:
+def last_part(value: str) -> str:
     """The last part of a path; other names as they are."""
     return Path(value).name if value.startswith(("/", ".", "~")) else value
 
