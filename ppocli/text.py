@@ -48,6 +48,11 @@ def short_path(path: str) -> str:
     return path[len(here):] if path.startswith(here) else path
 
 
+def cut(text: str, longest: int) -> str:
+    """``text``, its end replaced by dots where it is longer."""
+    return text if len(text) <= longest else text[:longest - 3] + "..."
+
+
 def counted(count: int, noun: str) -> str:
     """``1 row``, ``2 rows``."""
     return f"{count} {noun}{'' if count == 1 else 's'}"

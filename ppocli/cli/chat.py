@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ppocli.cli import options as opt
 from ppocli.cli.generate import printable
 from ppocli.cli.options import Overrides, Run
-from ppocli.cli.output import complain, say
-from ppocli.cli.working import working
+from ppocli.cli.output import complain, say, working
 from ppocli.errors import ConfigError, PpocliError, StoppedError
 from ppocli.text import first_line
 

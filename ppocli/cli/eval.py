@@ -14,8 +14,7 @@ import typer
 
 from ppocli.cli import options as opt
 from ppocli.cli.options import AsJson, Run, complete_setting
-from ppocli.cli.output import aligned, display_mode, say, shown_figure
-from ppocli.cli.working import split_words, working
+from ppocli.cli.output import aligned, display_mode, say, shown_figure, split_words, working
 from ppocli.errors import ConfigError, ThresholdError
 
 if TYPE_CHECKING:
@@ -301,7 +300,6 @@ def _sample_lines(path: Path, count: int) -> Iterator[str]:
 
 
 def _short(text: str) -> str:
-    from ppocli.text import clean
+    from ppocli.text import clean, cut
 
-    whole = clean(text)
-    return whole if len(whole) <= LONGEST else whole[:LONGEST] + "..."
+    return cut(clean(text), LONGEST)

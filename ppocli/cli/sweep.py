@@ -16,8 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ppocli.cli.output import complain, display_mode, print_table, say, shown_figure
-from ppocli.cli.working import split_words
+from ppocli.cli.output import complain, display_mode, print_table, say, shown_figure, split_words
 from ppocli.config.compose import check
 from ppocli.config.resolved import config_differences, with_absolute_paths, with_values
 from ppocli.config.secrets import safe_text

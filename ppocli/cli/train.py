@@ -14,8 +14,14 @@ import typer
 
 from ppocli.cli.completion import complete_run
 from ppocli.cli.options import NoProgress, Overrides
-from ppocli.cli.output import display_mode, ending, ignore_broken_pipes, say, set_manner
-from ppocli.cli.working import one_process_error
+from ppocli.cli.output import (
+    display_mode,
+    ending,
+    ignore_broken_pipes,
+    one_process_error,
+    say,
+    set_manner,
+)
 from ppocli.config.paths import config_groups, recipe_files
 from ppocli.errors import ConfigError
 from ppocli.parallel.launchers import Launched, find_launch

@@ -112,7 +112,7 @@ def _as_json(found: Examined, rehearsal: Rehearsal | None) -> dict[str, Any]:
 
 
 def _rehearse(config: TrainConfig) -> Rehearsal:
-    from ppocli.cli.working import working
+    from ppocli.cli.output import working
 
     say(f"loading {config.model.path}")
     with working() as stop:

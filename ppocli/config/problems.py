@@ -24,7 +24,7 @@ from ppocli.config.keys import (
 )
 from ppocli.config.schema import TrainConfig, reference_kind
 from ppocli.errors import ConfigError
-from ppocli.text import did_you_mean
+from ppocli.text import cut, did_you_mean
 
 DEFAULT_SOURCE = "default"
 FNS_KEYS = ("fn", "kwargs", "weight")
@@ -60,7 +60,7 @@ def shown(value: Any) -> str:
     if isinstance(value, float):
         text = f"{value:g}"
     text = text or ("null" if value is None else repr(value) if value == "" else str(value))
-    return text if len(text) <= 80 else text[:77] + "..."
+    return cut(text, 80)
 
 
 def value_of(config: TrainConfig, name: str) -> Any:
