@@ -30,7 +30,6 @@ log = logging.getLogger("ppocli")
 
 DisplayMode = Literal["auto", "lines", "quiet"]
 """a live view where standard output is a terminal; lines only; warnings only"""
-DISPLAY_MODES: tuple[DisplayMode, ...] = ("auto", "lines", "quiet")
 
 
 class _LogFile(logging.FileHandler):

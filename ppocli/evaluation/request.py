@@ -149,7 +149,7 @@ def base_target(target: Target, model: ModelConfig, asked_by: str) -> Target:
     if target.run_dir is None and model.path == target.model:
         raise ConfigError(f"{target.name} is a model that no run here has trained; its base is not "
                           "known.", where=asked_by, fix="name it: model.path=FOLDER or a Hub name")
-    return Target(f"{model.path} (base)", "model", model.path, None, None, None)
+    return Target(f"{model.path} (base)", model.path)
 
 
 def _key(word: str) -> str:

@@ -136,10 +136,6 @@ class RunRecord:
                 found[-1] = LogLine(last.time, last.level, f"{last.text}\n{line}")
         return found
 
-    def warnings(self) -> list[LogLine]:
-        """Warnings and errors that were said, each with its cause and advice in its text."""
-        return [line for line in self.log_lines() if line.level in ("WARNING", "ERROR")]
-
 
 def is_run(folder: Path) -> bool:
     """Whether a folder is a run's: it has a configuration, and a run has started to fill it."""
