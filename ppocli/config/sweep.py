@@ -15,6 +15,7 @@ from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
+from ppocli.config.as_words import quoted
 from ppocli.config.compose import Composed, compose_here
 from ppocli.config.hydra_bridge import as_config_errors, config_loader, hydra_for, run_hydra
 from ppocli.config.keys import free_mapping_of, key_for
@@ -22,7 +23,7 @@ from ppocli.config.layers import Entry, merge_entries, override_entries
 from ppocli.config.problems import raise_problems, range_problems
 from ppocli.config.resolved import schema_node, typed
 from ppocli.config.secrets import refuse_secrets
-from ppocli.config.words import COMMAND_LINE, Words, quoted
+from ppocli.config.words import COMMAND_LINE, Words
 from ppocli.errors import ConfigError
 from ppocli.text import did_you_mean
 
