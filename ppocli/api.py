@@ -5,7 +5,6 @@ The same composition, launch and engine as the command; nothing is implemented t
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -99,8 +98,7 @@ def train(overrides: Sequence[str] = (), *,
     from ppocli.config.compose import check, compose
     from ppocli.config.resolved import with_values
     from ppocli.config.words import read_words
-    from ppocli.launching.launch import launch
-    from ppocli.launching.processes import Caller
+    from ppocli.launching.launch import Caller, launch
     from ppocli.training.task import PythonObjects
 
     given = {"reward.fn": reward_fn, "reward.metric_fn": metric_fn, "prompts.items": prompts,
@@ -169,14 +167,15 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
     Raises:
         PpocliError: whatever kept the evaluation from its end; samples scored so far are kept.
     """
-    from ppocli.config.resolved import with_absolute_paths
-    from ppocli.evaluation.request import EvalRequest, noting_objects
+    from ppocli.config.resolved import with_absolute_paths, with_values
+    from ppocli.evaluation.request import EvalRequest
     from ppocli.evaluation.work import run_evaluation
-    from ppocli.launching.processes import import_from_here
+    from ppocli.launching.opened_folder import noting_objects
     from ppocli.launching.target_config import target_config
     from ppocli.parallel.stop import catch_signals
     from ppocli.runs.target import find_target
     from ppocli.training.task import PythonObjects
+    from ppocli.user_code import join_working_directory
 
     items = None if prompts is None or isinstance(prompts, str | Path) else list(prompts)
     request = EvalRequest(
@@ -191,8 +190,10 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
     cfg = target_config(target, request.overrides(target), needs_reward=True,
                         needs_prompts=items is None)
     objects = PythonObjects(reward_fn=reward_fn, metric_fn=metric_fn, eval_prompts=items)
+    if reward_fn is not None:  # reward.kwargs are this function's
+        cfg = with_values(cfg, {"reward.fn": None})
     cfg = noting_objects(with_absolute_paths(cfg, Path.cwd()), objects)
-    import_from_here()
+    join_working_directory()
     with catch_signals() as stop:
         done = run_evaluation(request, target, cfg, objects, stop=stop, say=log.info,
                               watch=lambda role, there, total: None)
@@ -229,12 +230,13 @@ def load_run(run_dir: str | Path) -> TrainedRun:
     Raises:
         InputError: it holds no finished run.
     """
+    from ppocli.storage.atomic import read_json
+
     folder = Path(run_dir).resolve()
-    try:
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    summary = read_json(folder / "summary.json")
+    if summary is None:
         raise InputError(f"{folder} holds no summary.json of a run.", where=str(folder),
-                         fix="name the folder of a finished run") from error
+                         fix="name the folder of a finished run")
     if summary.get("status") != "finished":
         raise InputError(f"The run in {folder} is {summary.get('status')}, not finished.",
                          where=str(folder), fix=f"ppocli resume {folder}")

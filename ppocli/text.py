@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Literal
 
 LONGEST_LINE = 300
@@ -40,6 +42,17 @@ def error_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
+def short_path(path: str) -> str:
+    """``path`` relative to the current folder when it lies inside, else as it is."""
+    here = os.getcwd() + os.sep
+    return path[len(here):] if path.startswith(here) else path
+
+
+def cut(text: str, longest: int) -> str:
+    """``text``, its end replaced by dots where it is longer."""
+    return text if len(text) <= longest else text[:longest - 3] + "..."
+
+
 def counted(count: int, noun: str) -> str:
     """``1 row``, ``2 rows``."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
@@ -57,6 +70,29 @@ def figure(value: object, digits: int, kind: Literal["f", "e"] = "f") -> str:
         return "-"
     text = f"{value:.{digits}{kind}}"
     return text.removeprefix("-") if float(text) == 0 else text  # no minus before a rounded zero
+
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: Sequence[float | None], cells: int = 32) -> str:
+    """The course of a figure in at most ``cells`` characters; each is the mean of its share of
+    values, from the lowest to the highest block; a blank where there is none."""
+    count = max(0, min(cells, len(values)))
+    bounds = [cell * len(values) // count for cell in range(count + 1)] if count else []
+    parts = [[value for value in values[start:end] if value is not None]
+             for start, end in pairwise(bounds)]
+    # halved, so that no sum or difference of them overflows
+    means = [math.fsum(value / len(part) / 2 for value in part) if part else None
+             for part in parts]
+    there = [mean for mean in means if mean is not None]
+    low, spread = min(there, default=0.0), max(there, default=0.0) - min(there, default=0.0)
+
+    def block(mean: float) -> str:
+        share = (mean - low) / spread if spread > 0 else 0.5
+        return BLOCKS[min(len(BLOCKS) - 1, int(share * len(BLOCKS)))]
+
+    return "".join(" " if mean is None else block(mean) for mean in means)
 
 
 def format_bytes(count: int) -> str:

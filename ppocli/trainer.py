@@ -64,7 +64,7 @@ class PPOTrainer:
 
     def __init__(self, overrides: Sequence[str] = (), *, prompts: Sequence[Any] | None = None
                  ) -> None:
-        from ppocli.launching.trainer_opening import LoopScores, checked_words, opened
+        from ppocli.launching.launch import LoopScores, checked_words, opened
         from ppocli.tasks.ppo.task import PPOTask
         from ppocli.training.task import PythonObjects
 

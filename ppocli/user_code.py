@@ -25,7 +25,7 @@ from typing import Any
 
 from ppocli.config.secrets import hide_secrets
 from ppocli.errors import PpocliError
-from ppocli.text import error_line, suggestion
+from ppocli.text import error_line, short_path, suggestion
 
 SHOWN_CHARS = 100
 """longest piece of a sample that a message shows"""
@@ -338,12 +338,6 @@ def shorten(text: str) -> str:
         half = SHOWN_CHARS // 2
         text = f"{text[:half]} ... {text[-half:]}"
     return repr(text)
-
-
-def short_path(path: str) -> str:
-    """``path`` relative to the current folder when it lies inside, else as it is."""
-    here = os.getcwd() + os.sep
-    return path[len(here):] if path.startswith(here) else path
 
 
 def code_home(target: Any) -> tuple[str | None, int | None]:

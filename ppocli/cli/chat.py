@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ppocli.cli import options as opt
 from ppocli.cli.generate import printable
 from ppocli.cli.options import Overrides, Run
-from ppocli.cli.output import complain, say
-from ppocli.cli.working import working
+from ppocli.cli.output import complain, say, working
 from ppocli.errors import ConfigError, PpocliError, StoppedError
 from ppocli.text import first_line
 
@@ -54,6 +53,7 @@ def chat(
       ppocli chat runs/NAME --against base --temperature 0.7
     """
     from ppocli.cli.sampling_request import find_models, loaded, sampling_request
+    from ppocli.parallel.stop import signal_handlers
 
     request = sampling_request(
         run, overrides, step=step, best=best, against=against, score=score, reward=reward,
@@ -70,7 +70,9 @@ def chat(
             raise ConfigError(f"The tokenizer of {players[0].name} has no chat template for a "
                               "system message.", where="--system", fix="leave it out")
         talk = Chat(request, chosen, players, generation, judge)
-        with _prompting():
+        # while a line is awaited, signals end the waiting at once instead of setting a flag
+        with signal_handlers({signal.SIGINT: signal.default_int_handler, signal.SIGTERM: _leave,
+                              signal.SIGHUP: _leave}):
             talk.greet()
             _converse(talk)
 
@@ -260,6 +262,12 @@ class Chat:
                 complain("(stopped)")
 
 
+def _leave(number: int, frame: FrameType | None) -> None:
+    from ppocli.parallel.stop import StopRequested
+
+    raise StopRequested(signal.SIGTERM)
+
+
 def _typed(generation: GenerationConfig, texts: dict[str, str]) -> dict[str, Any]:
     """Texts as values of the types that the settings have.
 
@@ -302,21 +310,3 @@ def _converse(talk: Chat) -> None:
             raise StoppedError("left by Ctrl-C", signal_number=signal.SIGINT) from None
         if not talk.take(line):
             return
-
-
-@contextmanager
-def _prompting() -> Iterator[None]:
-    """While a line is awaited, signals end the waiting at once instead of setting a flag."""
-    from ppocli.parallel.stop import StopRequested
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise StopRequested(signal.SIGTERM)
-
-    handlers: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler,
-                                           signal.SIGTERM: leave, signal.SIGHUP: leave}
-    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

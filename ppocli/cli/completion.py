@@ -41,13 +41,12 @@ _BASH_HOOK = """\
 
 def complete_setting(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     """Settings KEY=VALUE and recipes, with what keys mean for shells that show it."""
-    from ppocli.cli.options import HydraCommand
     from ppocli.config.keys import schema_keys
 
     before = [ctx.params.get("run"), *(ctx.params.get("overrides") or ())]
     keys = schema_keys()
     offers = complete_word([word for word in before if word], incomplete)
-    if not isinstance(ctx.command, HydraCommand):
+    if not getattr(ctx.command, "takes_recipes", False):
         offers = [offer for offer in offers if not offer.startswith(("+", "recipe="))]
     return [(offer, key.metadata["doc"] if offer.endswith("=") and (key := keys.get(offer[:-1]))
              else "") for offer in offers]
@@ -153,7 +152,7 @@ def _values(key: str, value: str) -> list[str]:
     elif name in ("model.path", "prompts.path", "prompts.eval.path"):
         options = _builtin(name)
     elif name == "reward.fn":
-        from ppocli.rewards.builtin import BUILTIN_REWARDS
+        from ppocli.rewards.resolve import BUILTIN_REWARDS
 
         options = list(BUILTIN_REWARDS)
     else:

@@ -54,12 +54,11 @@ def print_estimate(
     if available and memory is not None:
         raise ConfigError("--available and --memory can't be combined.", fix="give one of them")
     cfg = _composed(overrides or [])
-    from transformers.utils import logging as transformers_logging
-
     from ppocli.estimate.check import estimate
     from ppocli.estimate.parts import models_of, read_config
+    from ppocli.storage.model_files import quiet_transformers
 
-    transformers_logging.set_verbosity_error()
+    quiet_transformers()
     config = read_config(cfg.model.path, key="model.path", revision=cfg.model.revision,
                          trust_remote_code=cfg.model.trust_remote_code)
     tokens, source = _prompt_tokens(cfg, config, prompt_tokens)

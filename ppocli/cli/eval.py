@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ppocli.cli import options as opt
 from ppocli.cli.options import AsJson, Run, complete_setting
-from ppocli.cli.output import aligned, display_mode, say, shown_figure
-from ppocli.cli.working import split_words, working
+from ppocli.cli.output import aligned, display_mode, say, shown_figure, split_words, working
 from ppocli.errors import ConfigError, ThresholdError
 
 if TYPE_CHECKING:
@@ -52,10 +52,7 @@ def evaluate(
             )] = False,
         min_reward: Annotated[float | None, typer.Option(
             metavar="X", help="Exit with code 10 if the mean reward is below this.")] = None,
-        step: Annotated[int | None, typer.Option(
-            metavar="N", help="Use the run's checkpoint of this step.")] = None,
-        best: Annotated[bool, typer.Option(
-            "--best", help="Use the run's best checkpoint.")] = False,
+        step: opt.Step = None, best: opt.Best = False,
         output: Annotated[str | None, typer.Option(
             metavar="DIR", help="Write the folder NAME here (default: RUN/eval, or ./eval)."
             )] = None,
@@ -303,7 +300,6 @@ def _sample_lines(path: Path, count: int) -> Iterator[str]:
 
 
 def _short(text: str) -> str:
-    from ppocli.text import clean
+    from ppocli.text import clean, cut
 
-    whole = clean(text)
-    return whole if len(whole) <= LONGEST else whole[:LONGEST] + "..."
+    return cut(clean(text), LONGEST)

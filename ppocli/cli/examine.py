@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,6 +57,14 @@ class Examined:
     plans: list[Plan] = field(default_factory=list)
     config: TrainConfig | None = None
 
+    @contextmanager
+    def taking(self) -> Iterator[None]:
+        """Add the error that the block ends with, if it is one that a user can mend."""
+        try:
+            yield
+        except PpocliError as error:
+            self.add([error])
+
     def add(self, problems: Iterator[PpocliError] | list[PpocliError]) -> None:
         """Add problems that are not among those found."""
         told = {str(error) for error in self.problems}
@@ -71,7 +80,7 @@ def examine(words: Sequence[str]) -> Examined:
     from ppocli.config.words import read_words
 
     found = Examined()
-    try:
+    with found.taking():
         read = read_words(words)
         if read.only_prints:
             raise ConfigError("These options only print something; there is no run to check.",
@@ -81,8 +90,6 @@ def examine(words: Sequence[str]) -> Examined:
             _examine_sweep(read, found)
         else:
             _examine_run(compose(read), found)
-    except PpocliError as error:
-        found.add([error])
     return found
 
 
@@ -134,15 +141,13 @@ def _examine_sweep(words: Words, found: Examined) -> None:
 
 def _examine_job(job: SweepJob) -> Examined:
     one = Examined()
-    try:
+    with one.taking():
         composed = job.compose()
         config = replace(composed.config, run_name=None)
         prompts, _ = _examine_config(composed, config, one)
         if not one.problems:
             one.plans.append(replace(_plan(config, prompts, job.folder), job=job.number,
                                      varied=list(job.varied)))
-    except PpocliError as error:
-        one.add([error])
     return one
 
 
@@ -154,6 +159,7 @@ def _examine_config(composed: Composed, config: TrainConfig, found: Examined
     already. Returns how many training prompts there are, and the wrong keys."""
     from ppocli.launching.opened_folder import check_deepspeed
     from ppocli.launching.preflight import missing_inputs
+    from ppocli.rewards.scoring import check_reward_config
 
     problems = composed.problems()
     found.config = config
@@ -162,10 +168,8 @@ def _examine_config(composed: Composed, config: TrainConfig, found: Examined
     if not wrong & {"model.path", "model.tokenizer_path"}:
         found.add(list(missing_inputs(config)))
     if not any(key.startswith("hardware") for key in wrong):
-        try:
+        with found.taking():
             check_deepspeed(config)
-        except ConfigError as error:
-            found.add([error])
     count, columns = None, None
     if not any(key.startswith("prompts") for key in wrong):
         count, columns, unusable = _examine_prompts(config.prompts)
@@ -174,14 +178,13 @@ def _examine_config(composed: Composed, config: TrainConfig, found: Examined
         keys = {"reward.fn", "reward.fns", "reward.kwargs",
                 *(f"reward.fns.{name}" for name in part.fns)}
         if not wrong & keys:
-            found.add(_reward_problems(part, columns))
+            with found.taking():
+                check_reward_config(part, columns=columns)
     if "tracking.trackers" not in wrong:
         from ppocli.tracking.trackers import check_trackers
 
-        try:
+        with found.taking():
             check_trackers(config.tracking)
-        except InputError as error:
-            found.add([error])
     return count, wrong
 
 
@@ -234,16 +237,6 @@ def _reward_parts(reward: RewardConfig) -> Iterator[RewardConfig]:
         yield replace(reward, metric_fn=None)
     if reward.metric_fn is not None:  # beside a reward that is right
         yield replace(reward, fn="length", fns={}, kwargs={"target": 1})
-
-
-def _reward_problems(reward: RewardConfig, columns: Sequence[str] | None) -> list[PpocliError]:
-    from ppocli.rewards.scoring import check_reward_config
-
-    try:
-        check_reward_config(reward, columns=columns)
-    except PpocliError as error:
-        return [error]
-    return []
 
 
 # The folder ---------------------------------------------------------------------------------------

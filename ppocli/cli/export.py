@@ -127,7 +127,7 @@ def _write(plan: ExportPlan, request: ExportRequest, mask: Mask, tell: Any) -> d
     import os
     from dataclasses import asdict
 
-    from ppocli.cli.working import working
+    from ppocli.cli.output import working
     from ppocli.export.folder import write_export
     from ppocli.export.request import check_destination, shown
     from ppocli.storage.publishing import repair_published

@@ -13,8 +13,7 @@ import typer
 from ppocli.builtin.names import BUILTIN_PREFIX
 from ppocli.cli import options as opt
 from ppocli.cli.options import AsJson, Overrides, Run
-from ppocli.cli.output import complain, say
-from ppocli.cli.working import working
+from ppocli.cli.output import complain, say, working
 from ppocli.errors import ConfigError, InputError, PpocliError
 
 if TYPE_CHECKING:
@@ -305,16 +304,14 @@ class ResponsePrinter:
             complain(f"score {score}")
 
     def _block(self, row: Sequence[Answer], scores: Sequence[str]) -> None:
-        from ppocli.text import clean
+        from ppocli.text import clean, cut
 
         answer = row[0]
         if answer.prompt != self._heading:
             if self._heading is not None and len(row) == 1:
                 print()
             self._heading = answer.prompt
-            text = clean(self._prompts[answer.prompt])
-            if len(text) > LONGEST_HEADING:
-                text = text[:LONGEST_HEADING - 3] + "..."
+            text = cut(clean(self._prompts[answer.prompt]), LONGEST_HEADING)
             print(f"== prompt {answer.prompt + 1}: {text}")
         facts = [] if self._samples == 1 else [f"sample {answer.sample + 1}"]
         if self._scored and len(row) == 1:

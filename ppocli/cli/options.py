@@ -27,6 +27,8 @@ class Command(TyperCommand):
 class HydraCommand(Command):
     """A command that hands options on to Hydra, and offers those after TAB as well."""
 
+    takes_recipes = True
+
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         """Our own options, then Hydra's."""
         return [*super().shell_complete(ctx, incomplete),

@@ -56,8 +56,8 @@ def plot_runs(
       ppocli plot runs/NAME --metric eval,kl,policy/grad_norm --smooth 5
       ppocli plot runs/ONE runs/OTHER --metric reward --out reward.svg
     """
-    from ppocli.report.files import write_file
     from ppocli.report.plot import as_png, as_svg, collect, metric_names
+    from ppocli.report.render import write_file
 
     if smooth < 1:
         raise ConfigError(f"--smooth {smooth}: must be at least 1", where="command line")

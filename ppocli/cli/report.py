@@ -42,8 +42,7 @@ def report(
       ppocli report runs/NAME --json | jq .outcome
     """
     from ppocli.report.facts import gather
-    from ppocli.report.files import check_replaceable, destinations, write_file
-    from ppocli.report.render import render
+    from ppocli.report.render import check_replaceable, destinations, render, write_file
     from ppocli.runs.record import read_run
     from ppocli.runs.target import find_run
 

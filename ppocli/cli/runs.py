@@ -13,8 +13,7 @@ from ppocli.cli.output import print_json, print_table, say
 from ppocli.errors import ConfigError, DiskError, InputError, PpocliError
 
 if TYPE_CHECKING:
-    from ppocli.runs.listing import RunInfo
-    from ppocli.runs.pruning import Removal
+    from ppocli.runs.listing import Removal, RunInfo
 
 runs_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
                        help="List runs, and delete what is no longer needed.")
@@ -99,7 +98,7 @@ def prune_runs(
       ppocli runs prune --keep-best --older-than 7d
       ppocli runs prune --failed --yes
     """
-    from ppocli.runs.pruning import parse_age, plan_pruning
+    from ppocli.runs.listing import parse_age, plan_pruning
     from ppocli.storage.atomic import format_bytes
 
     root = _root(folder)
@@ -167,7 +166,7 @@ def _confirmed(total: str) -> bool:
 
 
 def _delete(plan: list[Removal]) -> tuple[list[Removal], list[PpocliError]]:
-    from ppocli.runs.pruning import carry_out
+    from ppocli.runs.listing import carry_out
     from ppocli.text import clean
 
     deleted: list[Removal] = []

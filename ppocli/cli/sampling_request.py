@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ppocli.cli.output import say
-from ppocli.cli.working import split_words
+from ppocli.cli.output import say, split_words
 from ppocli.config.resolved import CONFIG_FILE, read_config
 from ppocli.config.schema import GenerationConfig, ModelConfig, TrainConfig
 from ppocli.errors import ConfigError

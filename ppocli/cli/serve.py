@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ppocli.cli.options import Overrides
-from ppocli.cli.output import complain, say
-from ppocli.cli.working import working
+from ppocli.cli.output import complain, say, working
 from ppocli.errors import ConfigError, InputError, StoppedError
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ppocli.cli.output import complain, display_mode, print_table, say, shown_figure
-from ppocli.cli.working import split_words
+from ppocli.cli.output import complain, display_mode, print_table, say, shown_figure, split_words
 from ppocli.config.as_words import quoted
 from ppocli.config.compose import check
 from ppocli.config.resolved import config_differences, with_absolute_paths, with_values
@@ -32,9 +31,8 @@ from ppocli.errors import (
     StoppedError,
     SweepError,
 )
-from ppocli.launching.launch import launch
+from ppocli.launching.launch import Caller, launch
 from ppocli.launching.opened_folder import new_folder
-from ppocli.launching.processes import Caller
 from ppocli.runs.record import is_run, read_run
 from ppocli.runs.sweeps import (
     SWEEP_FILE,
@@ -48,6 +46,7 @@ from ppocli.runs.sweeps import (
 )
 from ppocli.storage.model_files import check_folder
 from ppocli.storage.run_folder import LOCK, live_owner, lock
+from ppocli.text import short_path
 
 
 class _SweepStopped(BaseException):
@@ -347,12 +346,6 @@ def _print_table(records: list[JobRecord]) -> None:
         return
     rows = [("job", "status", "exit", "reward", "KL", "folder", "overrides")]
     rows += [(str(r.number), r.status, str(r.exit_code), shown_figure(r.reward_mean),
-              shown_figure(r.kl_mean), _short(r.folder), " ".join(r.varied)) for r in records]
+              shown_figure(r.kl_mean), short_path(r.folder) if Path(r.folder).exists() else "-",
+              " ".join(r.varied)) for r in records]
     print_table(rows)
-
-
-def _short(folder: str) -> str:
-    path = Path(folder)
-    if not path.exists():
-        return "-"
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else folder

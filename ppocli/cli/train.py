@@ -14,8 +14,14 @@ import typer
 
 from ppocli.cli.completion import complete_run
 from ppocli.cli.options import NoProgress, Overrides
-from ppocli.cli.output import display_mode, ending, ignore_broken_pipes, say, set_manner
-from ppocli.cli.working import one_process_error
+from ppocli.cli.output import (
+    display_mode,
+    ending,
+    ignore_broken_pipes,
+    one_process_error,
+    say,
+    set_manner,
+)
 from ppocli.config.paths import config_groups, recipe_files
 from ppocli.errors import ConfigError
 from ppocli.parallel.launchers import Launched, find_launch
@@ -134,7 +140,7 @@ def resume_words(run: str, words: Sequence[str]) -> list[str]:
     run's name below ``runs``."""
     from ppocli.runs.target import run_named
 
-    return [f"resume={run if isdir(run) else run_named(run, fits=isdir)}", *words]
+    return [f"resume={run if isdir(run) else run_named(run, which=isdir)}", *words]
 
 
 def _train(words: Words, meeting: Meeting | None = None) -> None:
@@ -166,8 +172,7 @@ def _train(words: Words, meeting: Meeting | None = None) -> None:
                               where="hardware.zero_stage", fix="add hardware=zero2")
         print(json.dumps(deepspeed_config(config), indent=2))
         return
-    from ppocli.launching.launch import launch
-    from ppocli.launching.processes import Caller
+    from ppocli.launching.launch import Caller, launch
 
     ignore_broken_pipes()
     outcome = launch(checked, Caller("own", display_mode(), say, meeting=meeting))
@@ -187,7 +192,7 @@ def _take_part(launched: Launched, words_of: Callable[[], Sequence[str]]) -> NoR
     from ppocli.config.words import read_words
     from ppocli.launching.adopted_ranks import open_meeting
     from ppocli.launching.child_process import leave_at_once, outcome_of
-    from ppocli.launching.processes import follow
+    from ppocli.launching.launch import follow
 
     ignore_broken_pipes()
     meeting = open_meeting(launched)

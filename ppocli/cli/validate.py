@@ -72,7 +72,7 @@ def validate_words(words: Sequence[str], *, deep: bool = False, as_json: bool = 
             raise SystemExit(_ranked(found)[0].exit_code)
         return
     if found.problems:
-        raise _together(_ranked(found))
+        raise _one_error(_ranked(found))
     if len(found.plans) == 1:
         print(f"valid: {found.plans[0]}")
     else:
@@ -86,7 +86,7 @@ def _ranked(found: Examined) -> list[PpocliError]:
                   if error.exit_code in ORDER else len(ORDER))
 
 
-def _together(problems: list[PpocliError]) -> PpocliError:
+def _one_error(problems: list[PpocliError]) -> PpocliError:
     """One error that lists all, with the exit code of the first."""
     if len(problems) == 1:
         return problems[0]
@@ -112,7 +112,7 @@ def _as_json(found: Examined, rehearsal: Rehearsal | None) -> dict[str, Any]:
 
 
 def _rehearse(config: TrainConfig) -> Rehearsal:
-    from ppocli.cli.working import working
+    from ppocli.cli.output import working
 
     say(f"loading {config.model.path}")
     with working() as stop:

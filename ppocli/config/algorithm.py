@@ -3,6 +3,7 @@ which of the algorithm's contradict each other."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ from ppocli.config.schema import (
     SchedulerConfig,
     TrainConfig,
     planned_episodes,
+    reference_kind,
 )
 from ppocli.errors import InputError
 from ppocli.ppo.advantages import ESTIMATORS, Estimator
@@ -148,6 +150,36 @@ def _groups(config: TrainConfig) -> Found:
     elif planned_episodes(ppo) % ppo.n:
         yield (("ppo.total_episodes", "ppo.n"),
                f"total_episodes {ppo.total_episodes} must be a multiple of n {ppo.n}")
+
+
+def value_function_problems(config: TrainConfig, handed_in: frozenset[str]) -> Found:
+    value, reference = config.model.value, config.model.reference
+    if value.path is not None and value.kind != "model":
+        yield (("model.value.path", "model.value.kind"),
+               f"a value function of kind {value.kind} is made from the policy: set "
+               "model.value.kind=model, or leave the path out")
+    if value.kind == "branch" and value.num_layers_unfrozen < 1:
+        yield (("model.value.num_layers_unfrozen", "model.value.kind"),
+               "a branch needs layers of its own: set model.value.num_layers_unfrozen=2, say")
+    if value.kind == "head" and value.num_layers_unfrozen >= 0:
+        yield (("model.value.num_layers_unfrozen", "model.value.kind"),
+               "a head has no layers of its own: set model.value.kind=branch or =model")
+    elsewhere = reference.device is not None
+    if elsewhere and not re.fullmatch(r"cpu|cuda(:\d+)?", reference.device or ""):
+        yield (("model.reference.device",),
+               f"{reference.device} must be cpu, cuda or cuda:N")
+    if elsewhere and reference_kind(config.model) != "copy":
+        yield (("model.reference.device", "model.reference.kind"),
+               f"a reference of kind {reference_kind(config.model)} lies with the policy: set "
+               "model.reference.kind=copy, or leave the device out")
+    if elsewhere and kl_estimator(config.ppo) == "full":
+        yield (("model.reference.device", "ppo.kl_estimator"),
+               "the full KL compares whole distributions, which must lie on one device: leave the "
+               "device out, or use ppo.kl_estimator=k1")
+    if reference.path is not None and reference.kind not in ("auto", "copy"):
+        yield (("model.reference.path", "model.reference.kind"),
+               f"a reference of kind {reference.kind} is made from the policy: set "
+               "model.reference.kind=copy, or leave the path out")
 
 
 def require_optimizer(optimizer: OptimizerConfig) -> None:

@@ -87,7 +87,7 @@ def compose(words: Words) -> Composed:
     Raises:
         ConfigError: words that make no run, secrets, unknown recipes and options of groups, files
             that are no YAML: there is nothing to check beside.
-        CheckpointError: ``resume=FOLDER`` names no run folder.
+        CheckpointError: ``resume=FOLDER`` names something else than a run folder.
     """
     if words.is_sweep:
         raise ConfigError("a sweep can't be composed as one run", where=COMMAND_LINE,

@@ -14,7 +14,7 @@ from typing import Any
 from ppocli.config.problems import shown
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import ConfigError
-from ppocli.text import did_you_mean
+from ppocli.text import cut, did_you_mean
 
 KEY = "hardware.deepspeed_config"
 DEEPSPEED_FILE = "deepspeed.json"
@@ -213,5 +213,4 @@ def _merged(theirs: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _json(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return cut(json.dumps(value), 80)

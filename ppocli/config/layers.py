@@ -24,10 +24,10 @@ from ppocli.config.hydra_bridge import SCHEMA, config_name
 from ppocli.config.keys import Key, free_mapping_of, key_for, schema_keys, schema_sections
 from ppocli.config.paths import config_groups
 from ppocli.config.problems import Problem, shown
-from ppocli.config.resolved import schema_node
+from ppocli.config.resolved import leaves, schema_node
 from ppocli.config.words import COMMAND_LINE, Words
 from ppocli.errors import ConfigError
-from ppocli.text import did_you_mean, first_line
+from ppocli.text import did_you_mean, first_line, short_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +89,11 @@ def layered_entries(loader: ConfigLoader, words: Words) -> list[Entry]:
         package = default.package or ""
         package = "" if package == "_global_" else package
         lines = _line_numbers(file)
-        for key, value in _leaves(f"{package}." if package else "", values):
+        for key, value in leaves(f"{package}." if package else "", values):
             below = key[len(package) + 1:] if package else key
             line = lines.get(below)
-            entries.append(Entry(key, value, f"{_shown_path(file)}:{line}" if line
-                                 else _shown_path(file)))
+            shown_file = short_path(str(file))
+            entries.append(Entry(key, value, f"{shown_file}:{line}" if line else shown_file))
     return entries + [entry for override in defaults.config_overrides
                       for entry in override_entries(override)]
 
@@ -107,29 +107,14 @@ def override_entries(override: Override) -> list[Entry]:
         return [Entry(name, override.value(), COMMAND_LINE, "~")]
     value, prefix = override.value(), "+" if override.is_add() else ""
     if isinstance(value, dict) and name not in schema_keys():
-        return [Entry(key, item, COMMAND_LINE) for key, item in _leaves(f"{name}.", value)]
+        return [Entry(key, item, COMMAND_LINE) for key, item in leaves(f"{name}.", value)]
     return [Entry(name, value, COMMAND_LINE, prefix)]
-
-
-def _leaves(prefix: str, values: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        known = schema_keys().get(key)
-        descend = known is None or (known.kind == "mapping" and bool(value))
-        if isinstance(value, dict) and descend and free_mapping_of(key) is None:
-            yield from _leaves(f"{key}.", value)
-        else:
-            yield key, value
 
 
 def _file(path: str, config_path: str) -> Path:
     scheme, _, folder = path.partition("://")
     name = config_path.removesuffix(".yaml") + ".yaml"
     return Path(folder) / (name.rpartition("/")[2] if scheme in ("recipes", "run") else name)
-
-
-def _shown_path(file: Path) -> str:
-    return str(file.relative_to(Path.cwd())) if file.is_relative_to(Path.cwd()) else str(file)
 
 
 def _line_numbers(file: Path) -> dict[str, int]:

@@ -7,7 +7,6 @@ and the checks that need more than one key.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from ppocli.config.adapters import adapter_problems
-from ppocli.config.algorithm import algorithm_problems, kl_estimator
+from ppocli.config.algorithm import algorithm_problems, value_function_problems
 from ppocli.config.keys import (
     Key,
     free_mapping_of,
@@ -25,7 +24,7 @@ from ppocli.config.keys import (
 )
 from ppocli.config.schema import TrainConfig, reference_kind
 from ppocli.errors import ConfigError
-from ppocli.text import did_you_mean
+from ppocli.text import cut, did_you_mean
 
 DEFAULT_SOURCE = "default"
 FNS_KEYS = ("fn", "kwargs", "weight")
@@ -61,7 +60,7 @@ def shown(value: Any) -> str:
     if isinstance(value, float):
         text = f"{value:g}"
     text = text or ("null" if value is None else repr(value) if value == "" else str(value))
-    return text if len(text) <= 80 else text[:77] + "..."
+    return cut(text, 80)
 
 
 def value_of(config: TrainConfig, name: str) -> Any:
@@ -91,7 +90,8 @@ def find_problems(config: TrainConfig, sources: Mapping[str, str] | None = None,
     sources = sources or {}
     found = range_problems(config, sources)
     bad = {problem.key for problem in found}
-    own = () if config.task.fn is not None else (_reward, _prompts, _generation, _value_function)
+    own = () if config.task.fn is not None else (
+        _reward, _prompts, _generation, value_function_problems)
     for check in (_length, _sizes, *own, _seams, algorithm_problems, adapter_problems, _hardware,
                   _run):
         for names, text in check(config, handed_in):
@@ -316,36 +316,6 @@ def _generation(config: TrainConfig, handed_in: frozenset[str]) -> Found:
                "there is no reference whose responses could be shown")
     if "" in train.stop_sequences:
         yield ("generation.stop_sequences",), "must not hold an empty text"
-
-
-def _value_function(config: TrainConfig, handed_in: frozenset[str]) -> Found:
-    value, reference = config.model.value, config.model.reference
-    if value.path is not None and value.kind != "model":
-        yield (("model.value.path", "model.value.kind"),
-               f"a value function of kind {value.kind} is made from the policy: set "
-               "model.value.kind=model, or leave the path out")
-    if value.kind == "branch" and value.num_layers_unfrozen < 1:
-        yield (("model.value.num_layers_unfrozen", "model.value.kind"),
-               "a branch needs layers of its own: set model.value.num_layers_unfrozen=2, say")
-    if value.kind == "head" and value.num_layers_unfrozen >= 0:
-        yield (("model.value.num_layers_unfrozen", "model.value.kind"),
-               "a head has no layers of its own: set model.value.kind=branch or =model")
-    elsewhere = reference.device is not None
-    if elsewhere and not re.fullmatch(r"cpu|cuda(:\d+)?", reference.device or ""):
-        yield (("model.reference.device",),
-               f"{shown(reference.device)} must be cpu, cuda or cuda:N")
-    if elsewhere and reference_kind(config.model) != "copy":
-        yield (("model.reference.device", "model.reference.kind"),
-               f"a reference of kind {reference_kind(config.model)} lies with the policy: set "
-               "model.reference.kind=copy, or leave the device out")
-    if elsewhere and kl_estimator(config.ppo) == "full":
-        yield (("model.reference.device", "ppo.kl_estimator"),
-               "the full KL compares whole distributions, which must lie on one device: leave the "
-               "device out, or use ppo.kl_estimator=k1")
-    if reference.path is not None and reference.kind not in ("auto", "copy"):
-        yield (("model.reference.path", "model.reference.kind"),
-               f"a reference of kind {reference.kind} is made from the policy: set "
-               "model.reference.kind=copy, or leave the path out")
 
 
 def _hardware(config: TrainConfig, handed_in: frozenset[str]) -> Found:

@@ -10,7 +10,7 @@ import io
 import operator
 import os
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -93,7 +93,7 @@ def read_config(path: Path) -> TrainConfig:
     try:
         config = _parsed(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{path.parent} has no {path.name}: it is no run folder",
+        raise CheckpointError(f"{path.parent} has no {path.name}: it is not a run folder",
                               where=str(path), fix=fix) from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise CheckpointError(f"{path} can't be read: {' '.join(str(error).split())}",
@@ -182,19 +182,20 @@ def _absolute_values(values: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def flat(config: TrainConfig) -> dict[str, Any]:
     """Dotted key -> value for every leaf; free mappings give one entry per key in them."""
-    found: dict[str, Any] = {}
+    return dict(leaves("", dataclasses.asdict(config)))
 
-    def walk(prefix: str, values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            key = f"{prefix}{name}"
-            inside = key not in schema_keys() and free_mapping_of(key) is None
-            if isinstance(value, dict) and (inside or (schema_keys().get(key) is not None
-                                            and schema_keys()[key].kind == "mapping" and value)):
-                walk(key + ".", value)
-            else:
-                found[key] = value
-    walk("", dataclasses.asdict(config))
-    return found
+
+def leaves(prefix: str, values: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of what lies in nested mappings, down to the keys of the schema and those
+    of its free mappings."""
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        known = schema_keys().get(key)
+        descend = known is None or (known.kind == "mapping" and bool(value))
+        if isinstance(value, dict) and descend and free_mapping_of(key) is None:
+            yield from leaves(f"{key}.", value)
+        else:
+            yield key, value
 
 
 def next_config(run_dir: Path) -> Path:

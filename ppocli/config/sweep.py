@@ -17,8 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ppocli.config.as_words import quoted
 from ppocli.config.compose import Composed, compose_here
-from ppocli.config.hydra_bridge import config_loader, hydra_for, run_hydra
-from ppocli.config.hydra_errors import as_config_errors
+from ppocli.config.hydra_bridge import as_config_errors, config_loader, hydra_for, run_hydra
 from ppocli.config.keys import free_mapping_of, key_for
 from ppocli.config.layers import Entry, merge_entries, override_entries
 from ppocli.config.problems import raise_problems, range_problems

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ppocli.data.files import Row
 from ppocli.data.spec import PromptSpec
 from ppocli.errors import ConfigError, InputError
-from ppocli.text import nearest, suggestion
+from ppocli.text import cut, nearest, suggestion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,7 +58,7 @@ def _is_blank(row: Row, spec: PromptSpec) -> bool:
                              "text.", where=f"{spec.key}.column={spec.column}",
                              fix=f"{spec.key}.chat=true renders them with the chat template")
         return False
-    raise InputError(f"Column {spec.column!r} in {row.place} holds {_shown(cell)} "
+    raise InputError(f"Column {spec.column!r} in {row.place} holds {cut(repr(cell), 40)} "
                      f"({type(cell).__name__}), not a text.",
                      where=f"{spec.key}.column={spec.column}",
                      fix="prompts are texts" + (", or lists of {role, content} messages"
@@ -80,11 +80,6 @@ def _looks_like_messages(cell: Any) -> bool:
     return (isinstance(cell, list) and len(cell) > 0
             and all(isinstance(message, dict) and isinstance(message.get("role"), str)
                     and "content" in message for message in cell))
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def column_names(rows: Sequence[Row]) -> list[str]:

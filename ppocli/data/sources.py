@@ -13,7 +13,7 @@ from ppocli.config.hub import go_offline, hub_reachable, offline_hint
 from ppocli.data.files import SUFFIX_WORDS, SUFFIXES, Row, read_file
 from ppocli.data.spec import PromptSpec
 from ppocli.errors import InputError
-from ppocli.text import nearest
+from ppocli.text import cut, nearest
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -217,5 +217,4 @@ def _hub_rows(spec: PromptSpec) -> Iterator[Row]:
 
 
 def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 400 else text[:397] + "..."
+    return cut(" ".join(str(error).split()) or type(error).__name__, 400)

@@ -53,7 +53,6 @@ def training_spec(cfg: PromptsConfig, items: list[Any] | None) -> PromptSpec:
     """
     if items is None:
         items = cfg.items
-        _one_source("prompts", cfg.path, items)
     spec = PromptSpec(
         key="prompts", path=None if items is not None else cfg.path, path_key="prompts.path",
         split_asked=cfg.split != "train", items=_as_list(items), limit=cfg.limit,
@@ -75,7 +74,6 @@ def evaluation_spec(cfg: PromptsConfig, items: list[Any] | None) -> PromptSpec:
     own = cfg.eval
     if items is None:
         items = own.items
-        _one_source("prompts.eval", own.path, items)
     path = own.path
     if path is None and items is None and (own.split is not None or own.name is not None):
         path = cfg.path
@@ -99,12 +97,6 @@ def _as_list(items: Any) -> list[Any] | None:
         raise ConfigError(f"Inline prompts must be a list, not one {type(items).__name__}.",
                           where="prompts.items", fix="put it in a list: [...]")
     return list(items)
-
-
-def _one_source(key: str, path: str | None, items: list[Any] | None) -> None:
-    if path is not None and items is not None:
-        raise ConfigError(f"{key}.path and {key}.items are both set; prompts have one source.",
-                          where=f"{key}.path={path}", fix=f"{key}.path=null or {key}.items=null")
 
 
 def _checked(spec: PromptSpec) -> PromptSpec:

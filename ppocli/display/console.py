@@ -21,16 +21,18 @@ from rich.text import Text
 
 from ppocli.config.secrets import safe_text
 from ppocli.display.dashboard import Dashboard
-from ppocli.display.figures import row_lines
 from ppocli.display.live_view import LiveView, Outlet, is_terminal
 from ppocli.storage.run_folder import RunFolder
 from ppocli.storage.run_logs import read_jsonl
+from ppocli.text import clean, figure
 
 log = logging.getLogger("ppocli")
 
+_NOT_ITS_OWN = ("time/", "cpu/", "tokens_per_second/", "memory/", "eval/")
+"""how figures begin that are no part of what a task says of its step"""
+
 DisplayMode = Literal["auto", "lines", "quiet"]
 """a live view where standard output is a terminal; lines only; warnings only"""
-DISPLAY_MODES: tuple[DisplayMode, ...] = ("auto", "lines", "quiet")
 
 
 class _LogFile(logging.FileHandler):
@@ -141,7 +143,7 @@ def open_display(log_file: Path, mode: DisplayMode = "auto", started_by: int | N
     # a run that fails before it starts leaves no file behind
     buffer = logging.handlers.MemoryHandler(10**6, flushLevel=logging.CRITICAL + 1, target=file,
                                             flushOnClose=False)
-    with closing(file), closing(buffer), _logging_to(logging.INFO, display, buffer), \
+    with closing(file), closing(buffer), logging_to(logging.INFO, display, buffer), \
             closing(display):
         yield display
 
@@ -149,12 +151,13 @@ def open_display(log_file: Path, mode: DisplayMode = "auto", started_by: int | N
 @contextmanager
 def open_silence() -> Iterator[Display]:
     """The display of ranks other than 0, which say nothing: rank 0 says the same."""
-    with open(os.devnull, "w", encoding="utf-8") as nowhere, _logging_to(logging.CRITICAL + 1):
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, logging_to(logging.CRITICAL + 1):
         yield Display(Path(os.devnull), "quiet", nowhere, nowhere)
 
 
 @contextmanager
-def _logging_to(level: int, *handlers: logging.Handler) -> Iterator[None]:
+def logging_to(level: int, *handlers: logging.Handler) -> Iterator[None]:
+    """The ``ppocli`` logger with these handlers alone, from this level on."""
     before = log.level, log.propagate
     log.setLevel(level)
     log.propagate = False
@@ -183,3 +186,82 @@ def note_in_log(log_file: Path, text: str) -> None:
     with suppress(OSError):
         file.handle(logging.LogRecord(log.name, logging.WARNING, __file__, 0, text, None, None))
     file.close()
+
+
+def row_lines(row: dict[str, Any], total: int) -> list[str]:
+    """What is said of a row of metrics.jsonl: PPO's figures, or those of another task."""
+    evaluated = {name: value for name, value in row.items() if name.startswith("eval/")}
+    lines = []
+    if "reward/mean" in row:
+        lines.append(step_line(row, total))
+    elif "lr" in row or any(name.startswith("loss/") for name in row):
+        own = [name for name in row if "/" in name and not name.startswith(_NOT_ITS_OWN)]
+        lines.append(f"step {row['step']}/{total}  {_named(row, own)}  "
+                     f"{figure(row.get('time/step'), 1)} s")
+    if "eval/reward_mean" in row:
+        lines.append(eval_line(row))
+    elif evaluated:
+        lines.append(f"eval at step {row['step']}  {_named(evaluated, list(evaluated))}")
+    return lines
+
+
+def _named(row: dict[str, Any], names: list[str]) -> str:
+    """The first figures of those names, ``total 0.693  margin 1.20``."""
+    return "  ".join(f"{name.rpartition('/')[2]} {figure(row[name], 3)}" for name in names[:6])
+
+
+def step_line(row: dict[str, Any], total: int) -> str:
+    """``step 12/100  reward 0.43±0.20  kl 3.1  len 38.0  loss -0.02/0.31  clip 0.11  lr 1.0e-05
+    12.4 s (rollout 3.1 reward 0.2 scoring 1.0 optimize 8.1, 980 tokens/s)``"""
+    def shown(name: str, digits: int) -> str:
+        return figure(row.get(name), digits)
+
+    phases = " ".join(f"{name} {shown(f'time/{name}', 1)}"
+                      for name in ("rollout", "reward", "scoring", "optimize")
+                      if f"time/{name}" in row)
+    return (f"step {row['step']}/{total}  reward {shown('reward/mean', 3)}"
+            f"±{shown('reward/std', 3)}  kl {shown('objective/kl', 2)}  "
+            f"len {shown('rollout/response_tokens_mean', 1)}  "
+            f"loss {shown('loss/policy_avg', 3)}/{shown('loss/value_avg', 3)}  "
+            f"clip {shown('policy/clipfrac_avg', 2)}  lr {figure(row.get('lr'), 1, 'e')}  "
+            f"{shown('time/step', 1)} s ({phases}, "
+            f"{shown('tokens_per_second/rollout', 0)} tokens/s)")
+
+
+def eval_line(row: dict[str, Any]) -> str:
+    """The evaluation of a step in one line."""
+    metrics = "".join(f"  {name.removeprefix('eval/metrics/')} {figure(value, 3)}"
+                      for name, value in row.items() if name.startswith("eval/metrics/"))
+    return (f"eval at step {row['step']}  reward {figure(row.get('eval/reward_mean'), 3)}"
+            f"±{figure(row.get('eval/reward_std'), 3)}  kl {figure(row.get('eval/kl_mean'), 2)}  "
+            f"len {figure(row.get('eval/response_tokens_mean'), 1)}{metrics}")
+
+
+def closing_table(before: dict[str, Any] | None, after: dict[str, Any],
+                  samples: list[tuple[dict[str, Any] | None, dict[str, Any]]]) -> Table:
+    """Figures and a few samples before and after training.
+
+    Args:
+        before, after: figures of the first and last evaluation.
+        samples: (before, after) rows of the same prompts.
+    """
+    table = Table(title="before and after", show_lines=True, title_justify="left")
+    for name in ("", "before", "after"):
+        table.add_column(name, overflow="fold")
+    ours = ("reward_mean", "kl_mean", "response_tokens_mean", "distinct_2")
+    shown = [name for name in after if name in ours or name.startswith("metrics/")]
+    for name in shown if "reward_mean" in after else after:
+        old = "" if before is None else figure(before.get(name), 3)
+        table.add_row(name.removeprefix("metrics/"), old, figure(after[name], 3))
+    for old_row, new_row in samples:
+        if not {"prompt", "response", "score"} <= new_row.keys():
+            continue  # rows of another task
+        table.add_row(Text(clean(new_row["prompt"])), _sample(old_row), _sample(new_row))
+    return table
+
+
+def _sample(row: dict[str, Any] | None) -> Text:
+    if row is None:
+        return Text("")
+    score = "none" if row["score"] is None else f"{row['score']:.2f}"
+    return Text(f"[{score}] {clean(row['response'])}")

@@ -6,17 +6,15 @@ Each line is one row of the terminal, cut at its width; a low terminal loses lin
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from time import monotonic
 from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from ppocli.text import clean, figure
+from ppocli.text import BLOCKS, clean, figure, finite_number, sparkline
 
 RECENT = 8
 """steps whose mean duration the remaining time is told from"""
@@ -24,8 +22,7 @@ SAMPLES = 4
 """samples that the view has room for"""
 _WIDE = 60
 """columns from which words are written in full, and above which curves grow no longer"""
-_BLOCKS = "▁▂▃▄▅▆▇█"
-_TO_ASCII = str.maketrans("─━│…⏎" + _BLOCKS, "-#|~/" + "_.-=+*#@")
+_TO_ASCII = str.maketrans("─━│…⏎" + BLOCKS, "-#|~/" + "_.-=+*#@")
 _PHASES = ("rollout", "reward", "scoring", "optimize")
 _NEXT = {"rollout": "reward", "reward": "scoring", "scoring": "rollout"}
 """phase of a chunk: the one after it"""
@@ -84,13 +81,13 @@ class Dashboard:
     def add_row(self, row: Mapping[str, Any]) -> None:
         """Take in a row of metrics.jsonl."""
         if "reward/mean" in row:
-            took = sum(_number(row.get(name)) or 0.0 for name in ("time/step", "time/eval"))
-            self.rewards.append(_number(row["reward/mean"]))
-            self.divergences.append(_number(row.get("objective/kl")))
+            took = sum(finite_number(row.get(name)) or 0.0 for name in ("time/step", "time/eval"))
+            self.rewards.append(finite_number(row["reward/mean"]))
+            self.divergences.append(finite_number(row.get("objective/kl")))
             self.seconds = (*self.seconds, took)[-RECENT:]
             self.row = row
         if "eval/reward_mean" in row:
-            self.evaluation = (int(row["step"]), _number(row["eval/reward_mean"]))
+            self.evaluation = (int(row["step"]), finite_number(row["eval/reward_mean"]))
         self.step_begun = self.clock()
         self.phase = None
 
@@ -210,12 +207,12 @@ class Dashboard:
         return Text(f"seconds {f'{total:.{digits}f}: ' if width >= _WIDE else ''}{' '.join(parts)}")
 
     def _figure(self, name: str) -> float | None:
-        return _number(self.row.get(name))
+        return finite_number(self.row.get(name))
 
 
 def _sample_line(sample: Sample, width: int) -> Text:
     prompt, response = map(_one_line, sample[:2])
-    value = _number(sample[2])
+    value = finite_number(sample[2])
     score = f"{'none' if value is None else f'{value:.2f}':>6}  "
     room = width - len(score) - 3
     # what a response follows is a prompt's end
@@ -234,11 +231,6 @@ def _end_of(text: str, cells: int) -> str:
     return "…" + set_cell_size(text[::-1], cells - 1)[::-1].lstrip()
 
 
-def _number(value: Any) -> float | None:
-    ok = isinstance(value, (int, float)) and math.isfinite(value)
-    return float(value) if ok else None
-
-
 def _last(values: Sequence[float | None]) -> float | None:
     return next((value for value in reversed(values) if value is not None), None)
 
@@ -250,27 +242,6 @@ def duration(seconds: float) -> str:
     if hours >= 48:
         return f"{hours // 24} d {hours % 24:02d}:{minutes:02d}"
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def sparkline(values: Sequence[float | None], cells: int) -> str:
-    """The course of a figure in at most ``cells`` characters; each is the mean of its share of
-    values, from the lowest to the highest block; a blank where there is none."""
-    count = max(0, min(cells, len(values)))
-    bounds = [cell * len(values) // count for cell in range(count + 1)] if count else []
-    means = [_mean([value for value in values[start:end] if value is not None])
-             for start, end in pairwise(bounds)]
-    there = [mean for mean in means if mean is not None]
-    low, spread = min(there, default=0.0), max(there, default=0.0) - min(there, default=0.0)
-
-    def block(mean: float) -> str:
-        share = (mean - low) / spread if spread > 0 else 0.5
-        return _BLOCKS[min(len(_BLOCKS) - 1, int(share * len(_BLOCKS)))]
-
-    return "".join(" " if mean is None else block(mean) for mean in means)
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None
 
 
 def _count(value: float) -> str:

@@ -210,10 +210,10 @@ def check_memory(cfg: TrainConfig, lm_config: Any, *, prompt_tokens: int, device
     if warn and found.unknown:
         log.info("Of the memory of this run left out: %s", "; ".join(
             f"{one.name} ({one.why})" for one in found.unknown))
-    judge(cfg, found, room, warn=warn)
+    refuse_or_warn(cfg, found, room, warn=warn)
 
 
-def judge(cfg: TrainConfig, found: Estimate, room: Room, *, warn: bool = True) -> None:
+def refuse_or_warn(cfg: TrainConfig, found: Estimate, room: Room, *, warn: bool = True) -> None:
     """Refuse what doesn't fit even if the formulas say too much, warn of what may not.
 
     Raises:

@@ -26,7 +26,7 @@ from ppocli.models.policy import ValueHead, build_value_head, freeze_lower_layer
 from ppocli.models.transformers_internals import conv1d
 from ppocli.models.trunk import RELATIVE_POSITIONS
 from ppocli.models.value_function import ScoreHead
-from ppocli.rewards.builtin import MODEL_REWARDS
+from ppocli.rewards.resolve import MODEL_REWARDS
 from ppocli.text import first_line
 
 QUANTIZED_BITS = {"8bit": 8, "4bit": 4 + 8 / 64 + 32 / (64 * 256)}
@@ -232,7 +232,7 @@ def parts_of(cfg: TrainConfig, models: Models, *, rewards: bool = True
         models: of ``cfg``.
         rewards: whether those of the rewards are among them.
     """
-    from ppocli.rewards.builtin import BUILTIN_REWARDS
+    from ppocli.rewards.resolve import BUILTIN_REWARDS
 
     parts, unknown = list(_trained_parts(cfg, models)), []
     sources: list[tuple[str, Callable[[], Iterable[Part]]]] = [

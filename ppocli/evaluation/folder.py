@@ -19,6 +19,7 @@ from typing import Any
 from ppocli.errors import CheckpointError, DiskError
 from ppocli.storage.atomic import disk_errors, make_dirs, read_json
 from ppocli.storage.run_folder import LOCK, lock, probe_writable
+from ppocli.storage.run_logs import read_row
 
 EVAL = "eval"
 """folder of a run that holds its evaluations"""
@@ -287,9 +288,7 @@ def take_up(folder: EvalFolder, parts: Sequence[tuple[str, int]], chunk: int
 
 def _row(line: bytes, role: str, number: int) -> Row | None:
     """The row of a whole line, if it is the ``number``-th of this model."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+    row = read_row(line)
+    if row is None or not line.endswith(b"\n"):
         return None
-    whole = isinstance(row, dict) and line.endswith(b"\n") and row.get("model") == role
-    return row if whole and row.get("number") == number else None
+    return row if (row.get("model"), row.get("number")) == (role, number) else None

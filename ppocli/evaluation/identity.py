@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ppocli.runs.target import Target
+from ppocli.storage.atomic import sha256_file
 from ppocli.tasks.ppo.digests import reference_digest, weights_digest
 from ppocli.tasks.ppo.session import EvalSession
 from ppocli.training.task import PythonObjects
@@ -65,7 +66,7 @@ def identity_of(session: EvalSession, targets: Sequence[Target], frontier: bool,
 def _sha256(path: str) -> str | None:
     """Of a file of code; None for code that was typed in and has no file."""
     file = Path(path)
-    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+    return sha256_file(file) if file.is_file() else None
 
 
 def judge_digests(session: EvalSession, objects: PythonObjects) -> dict[str, str]:

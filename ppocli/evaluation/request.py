@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppocli.config.as_words import literal
-from ppocli.config.resolved import PYTHON_OBJECT, read_config
+from ppocli.config.resolved import read_config
 from ppocli.config.schema import (
     EvalGenerationConfig,
     EvalPromptsConfig,
@@ -21,7 +21,7 @@ from ppocli.errors import ConfigError
 from ppocli.runs.target import Target, find_target
 
 if TYPE_CHECKING:
-    from ppocli.training.task import PythonObjects
+    pass
 
 BASE = "base"
 """as ``--against``: the model that the run started from"""
@@ -149,22 +149,7 @@ def base_target(target: Target, model: ModelConfig, asked_by: str) -> Target:
     if target.run_dir is None and model.path == target.model:
         raise ConfigError(f"{target.name} is a model that no run here has trained; its base is not "
                           "known.", where=asked_by, fix="name it: model.path=FOLDER or a Hub name")
-    return Target(f"{model.path} (base)", "model", model.path, None, None, None)
-
-
-def noting_objects(cfg: TrainConfig, objects: PythonObjects) -> TrainConfig:
-    """A copy that notes ``<python object>`` at the keys whose place a Python object takes.
-
-    ``reward.kwargs`` stay: those of the run are out already (:meth:`EvalRequest.overrides`).
-    """
-    reward, prompts = cfg.reward, cfg.prompts
-    if objects.reward_fn is not None:
-        reward = replace(reward, fn=PYTHON_OBJECT, fns={})
-    if objects.metric_fn is not None:
-        reward = replace(reward, metric_fn=PYTHON_OBJECT)
-    if objects.eval_prompts is not None:
-        prompts = replace(prompts, eval=replace(prompts.eval, path=PYTHON_OBJECT, items=None))
-    return replace(cfg, reward=reward, prompts=prompts)
+    return Target(f"{model.path} (base)", model.path)
 
 
 def _key(word: str) -> str:

@@ -32,6 +32,7 @@ from ppocli.parallel.backend import Backend, open_backend
 from ppocli.parallel.stop import StopFlag, StopRequested
 from ppocli.runs.target import Target
 from ppocli.storage.atomic import read_json, write_atomic, write_json_atomic
+from ppocli.storage.model_files import quiet_transformers
 from ppocli.storage.run_folder import finite_or_null
 from ppocli.storage.run_logs import JsonlWriter
 from ppocli.tasks.ppo.digests import weights_digest
@@ -110,9 +111,7 @@ def run_evaluation(request: EvalRequest, target: Target, cfg: TrainConfig, objec
         PpocliError: models, prompts, rewards, disk; samples scored so far are kept.
     """
     import torch
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()  # bars for reading a file are not news
+    quiet_transformers()
     # below the run, or below the current folder for a bare model
     root = Path(request.output).expanduser().absolute() if request.output else (
         target.run_dir or Path.cwd()) / EVAL

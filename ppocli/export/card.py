@@ -17,7 +17,7 @@ from ppocli.export.facts import (
     shown_model,
     split_card,
 )
-from ppocli.runs.charts import Line, line_chart
+from ppocli.runs.charts import Line, line_chart, stacked
 from ppocli.runs.record import RunRecord
 from ppocli.storage.adapter_files import is_adapter
 from ppocli.text import clean, figure
@@ -241,10 +241,4 @@ def curve(run: RunRecord) -> str | None:
         if lines:
             panels.append(line_chart(lines, title=title, x_label="step", y_label=unit,
                                      width=_WIDTH, height=_HEIGHT))
-    if not panels:
-        return None
-    height = _HEIGHT * len(panels)
-    stacked = "".join(f'<g transform="translate(0 {_HEIGHT * number})">\n{panel}</g>\n'
-                      for number, panel in enumerate(panels))
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
-            f'viewBox="0 0 {_WIDTH} {height}">\n{stacked}</svg>\n')
+    return stacked(panels, _WIDTH, _HEIGHT) if panels else None

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from ppocli.builtin.names import BUILTIN_PREFIX
 from ppocli.config.hub import hub_reachable
 from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.config.schema import TrainConfig
@@ -21,7 +22,7 @@ from ppocli.evaluation.folder import read_json, read_result
 from ppocli.runs.record import RunRecord, read_run
 from ppocli.runs.target import Target
 from ppocli.storage.adapter_files import CONFIG, is_adapter
-from ppocli.storage.model_files import BUILTIN_PREFIX
+from ppocli.storage.model_files import quiet_transformers
 
 _NUM_SAMPLES = 4
 _LICENSE_KEYS = ("license", "license_name", "license_link")
@@ -269,13 +270,11 @@ def _prompts_digest(run_dir: Path | None) -> str | None:
 
 def _loaded(target: Target, config: TrainConfig) -> tuple[str, dict[str, Any]]:
     """Digest of the weights and the run's sampling at evaluation, as an evaluation tells them."""
-    from transformers.utils import logging as transformers_logging
-
     from ppocli.models.loading.language_model import load_lm, load_tokenizer
     from ppocli.tasks.ppo.digests import weights_digest
     from ppocli.tasks.ppo.session import sampling_specs
 
-    transformers_logging.disable_progress_bar()
+    quiet_transformers()
     own = replace(config.model, path=target.model, tokenizer_path=None, revision=None)
     loaded = load_lm(own)
     spec = sampling_specs(config.generation, load_tokenizer(own), loaded)[1]

@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from argparse import ArgumentParser
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ppocli.errors import PpocliError
 from ppocli.parallel.rank_outcomes import RankOutcome
+from ppocli.parallel.stop import signal_handlers
 
 if TYPE_CHECKING:
     from ppocli.display.console import DisplayMode
@@ -114,7 +114,9 @@ def run_process(command: list[str], *, lifeline: bool = False) -> tuple[int, int
         if process is not None and process.poll() is None:
             process.send_signal(number)
 
-    with _handling(hand_on), _lifeline(lifeline) as (passed, words):
+    wanted = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+              if signal.getsignal(number) is not signal.SIG_IGN]
+    with signal_handlers(dict.fromkeys(wanted, hand_on)), _lifeline(lifeline) as (passed, words):
         try:
             process = subprocess.Popen([*command, *words], process_group=0, pass_fds=passed,
                                        stdin=subprocess.DEVNULL, stdout=_standard_error())
@@ -159,18 +161,3 @@ def _standard_error() -> int:
         return sys.stderr.fileno()
     except (AttributeError, OSError, ValueError):
         return subprocess.DEVNULL
-
-
-@contextmanager
-def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    wanted = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-              if signal.getsignal(number) is not signal.SIG_IGN]
-    previous = {number: signal.signal(number, handler) for number in wanted}
-    try:
-        yield
-    finally:
-        for number, old in previous.items():
-            signal.signal(number, signal.SIG_DFL if old is None else old)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ppocli.config.secrets import safe_text
-from ppocli.display.figures import closing_table
+from ppocli.display.console import closing_table
 from ppocli.errors import DivergedError, OutOfMemoryError, PpocliError, StoppedError
 from ppocli.parallel.launchers import my_rank
 from ppocli.parallel.rank_outcomes import OUTCOMES, read_phase

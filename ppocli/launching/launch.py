@@ -1,4 +1,5 @@
-"""From a checked configuration to a run's end: its folder, then its processes. Read this first.
+"""From a checked configuration to a run's end: its folder, then its processes; or, for a loop of
+one's own, to a run that is ready for its next step. Read this first.
 
     words ─ read_words ─► Words ─ compose ─► Composed ─ check ─► Checked        ppocli/config
     Checked ─ open_folder ─► OpenedFolder ─ run_processes ─► RunOutcome         here
@@ -6,16 +7,66 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
+from ppocli.config.resolved import CONFIG_FILE, with_absolute_paths
+from ppocli.config.schema import HardwareConfig
+from ppocli.errors import ConfigError, InputError
+from ppocli.launching.child_process import Start, run_process
 from ppocli.launching.opened_folder import open_folder
-from ppocli.launching.processes import Caller, RunOutcome, join_node, refuse_ranks, run_processes
+from ppocli.parallel.launchers import find_launch
+from ppocli.storage.atomic import read_json
+from ppocli.user_code import join_working_directory
 
 if TYPE_CHECKING:
     from ppocli.config.compose import Checked
+    from ppocli.display.console import DisplayMode
+    from ppocli.launching.adopted_ranks import Meeting
+    from ppocli.launching.opened_folder import OpenedFolder
+    from ppocli.training.loop import Run
+    from ppocli.training.task import PythonObjects
+
+log = logging.getLogger("ppocli")
 
 
-def launch(checked: Checked, caller: Caller = Caller()) -> RunOutcome:  # noqa: B008
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who starts a run: what it hands over, and what it wants to be told."""
+
+    process: Literal["shared", "own", "fresh"] = "shared"
+    """where one process trains: in this one, which goes on afterwards; in this one, which was
+    started for the run, whose time is counted from there on; in a clean one"""
+    display: DisplayMode = "auto"
+    """what a person is shown of the run"""
+    say: Callable[[str], None] = log.info
+    """where notes for the user go"""
+    objects: PythonObjects | None = None
+    """Python objects in place of config keys; for this process only"""
+    meeting: Meeting | None = None
+    """where the ranks that a launcher has started meet, of which this is the first"""
+
+
+@dataclass(frozen=True, slots=True)
+class RunOutcome:
+    """What came of a run. ``model_dir`` and ``summary`` are None where the run didn't get there;
+    ``stopped_by`` is the signal that this process got, and handed on, while it waited."""
+
+    run_dir: Path
+    exit_code: int
+    model_dir: Path | None
+    summary: dict[str, Any] | None
+    stopped_by: int | None = None
+
+
+def launch(checked: Checked, caller: Caller = Caller()) -> RunOutcome:
     """Run one configuration to its end.
 
     Raises:
@@ -30,3 +81,181 @@ def launch(checked: Checked, caller: Caller = Caller()) -> RunOutcome:  # noqa: 
         return join_node(checked, caller)
     with open_folder(checked, caller.objects, caller.say) as opened:
         return run_processes(opened, caller)
+
+
+def needs_launcher(hardware: HardwareConfig) -> bool:
+    """Whether torch's elastic launcher has to start the run: several processes, or DeepSpeed, which
+    wants to be one of several even if there is one."""
+    return hardware.num_processes * hardware.num_nodes > 1 or hardware.zero_stage > 0
+
+
+def run_processes(opened: OpenedFolder, caller: Caller) -> RunOutcome:
+    """Run what a folder holds to its end. The only place that decides in which processes.
+
+    Raises:
+        ConfigError: Python objects and several processes.
+        PpocliError: whatever ends a run in this process.
+    """
+    hardware, meeting = opened.config.hardware, caller.meeting
+    start = Start(opened.run_dir, opened.resume, caller.display, opened.reserved_by)
+    if meeting is not None:
+        # one process of the launcher on each node is either a rank, or starts several
+        as_nodes = meeting.launched.on_each_node and hardware.num_processes > 1
+        meeting.tell(replace(start, reserved_by=None, node_rank=0 if as_nodes else None))
+        if not as_nodes:
+            return run_here(start, caller, joined=True)
+    module = ("elastic" if needs_launcher(hardware) else
+              "worker" if caller.process == "fresh" else None)
+    if module is None:
+        return run_here(start, caller)
+    if caller.objects is not None:
+        raise ConfigError("Python objects can't be handed to several processes.",
+                          where="hardware.num_processes, hardware.zero_stage",
+                          fix="name the reward by an import path, the prompts by a file")
+    return _run_module(module, start)
+
+
+def join_node(checked: Checked, caller: Caller) -> RunOutcome:
+    """Take part in a run whose folder, which all nodes share, node 0 makes and watches over.
+
+    Raises:
+        InputError: there is no such folder within ``hardware.timeout_seconds``.
+    """
+    config = with_absolute_paths(checked.config, Path.cwd())
+    hardware = config.hardware
+    run_dir = checked.resume_from or Path(config.output_dir) / str(config.run_name)
+    deadline = time.monotonic() + hardware.timeout_seconds
+    caller.say(f"node {hardware.node_rank}: waiting for node 0 in {run_dir}")
+    while not (run_dir / CONFIG_FILE).is_file():
+        if time.monotonic() > deadline:
+            raise InputError(f"Node 0 has not made {run_dir} within {hardware.timeout_seconds} "
+                             "seconds.", where=str(run_dir),
+                             fix="start the same command with hardware.node_rank=0 on node 0; "
+                             "output_dir must lie on a file system that all nodes share")
+        time.sleep(0.2)
+    resume = checked.resume_from is not None or config.resume == "auto"
+    return _run_module("elastic", Start(run_dir, resume, caller.display,
+                                        node_rank=hardware.node_rank))
+
+
+def follow(meeting: Meeting) -> None:
+    """Take part, as another rank than 0, in the run that rank 0 tells of at the meeting.
+
+    Raises:
+        PpocliError: whatever ended the run.
+        SystemExit: with the exit code of ranks that were started here, on a node of its own.
+    """
+    start = meeting.wait()
+    if start is None:
+        return
+    if start.node_rank is None:
+        run_here(replace(start, display="quiet"), Caller("own"), joined=True)
+        return
+    done = _run_module("elastic", replace(start, node_rank=meeting.launched.rank))
+    if done.exit_code:
+        raise SystemExit(done.exit_code)
+
+
+def refuse_ranks() -> None:
+    """Keep to one process what starts its own.
+
+    Raises:
+        ConfigError: a launcher has started this process among others.
+    """
+    launched = find_launch(os.environ)
+    if launched is not None and launched.world > 1:
+        raise ConfigError(
+            f"{launched.by} has started {launched.world} processes, and this starts its own.",
+            where="WORLD_SIZE or srun's number of tasks",
+            fix="start one process, with hardware.num_processes; or use the command, which takes "
+                "its place among them: torchrun ... -m ppocli train ...")
+
+
+def run_here(start: Start, caller: Caller, joined: bool = False) -> RunOutcome:
+    """Run in this process, as one of a launcher's ranks if ``joined``.
+
+    Raises:
+        PpocliError: whatever ended the run.
+    """
+    join_working_directory()
+    from ppocli.launching.worker import run_worker
+
+    result = run_worker(start, objects=caller.objects, joined=joined,
+                        own_process=caller.process == "own")
+    return RunOutcome(start.run_dir, 0, result.model_dir, result.summary)
+
+
+def _run_module(name: str, start: Start) -> RunOutcome:
+    """Run a module of ours on a run's folder, in a process of its own."""
+    command = [sys.executable, "-m", f"ppocli.launching.{name}", *start.argv()]
+    code, stopped_by = run_process(command, lifeline=True)
+    model = start.run_dir / "model"
+    return RunOutcome(start.run_dir, code, model if code == 0 and model.is_dir() else None,
+                      read_json(start.run_dir / "summary.json"), stopped_by)
+
+
+log = logging.getLogger("ppocli")
+
+
+class LoopScores:
+    """Stands where a reward function stands, and hands on what the loop was given."""
+
+    told_as = "your loop"
+
+    def __init__(self) -> None:
+        self.given: Any = None
+
+    def __call__(self, **columns: Any) -> Any:
+        return self.given
+
+
+def checked_words(overrides: Sequence[str], objects: PythonObjects) -> Checked:
+    """The checked configuration of the words.
+
+    Raises:
+        ConfigError: what is wrong with them; several processes.
+    """
+    from ppocli.config.compose import check, compose
+    from ppocli.config.words import read_words
+
+    if isinstance(overrides, str):
+        raise ConfigError("overrides is one text, not a list of them.", where="overrides",
+                          fix=f"overrides=[{overrides!r}]")
+    handed_in = {"reward.fn", *(["prompts.items"] if objects.prompts is not None else [])}
+    composed = compose(read_words(list(overrides)))
+    checked = check(composed, frozenset(handed_in))
+    if needs_launcher(checked.config.hardware) or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("PPOTrainer works in one process.",
+                          where="hardware.num_processes, hardware.zero_stage, WORLD_SIZE",
+                          fix="several processes are what ppocli train is for")
+    return checked if composed.recipe else replace(checked, name="loop")
+
+
+@contextmanager
+def opened(checked: Checked, objects: PythonObjects) -> Iterator[Run]:
+    """A run that is ready for the next step, its folder held."""
+    from ppocli.display.console import open_display
+    from ppocli.launching.child_process import Start
+    from ppocli.launching.opened_folder import open_folder
+    from ppocli.launching.opening import open_run
+    from ppocli.launching.worker import config_of
+    from ppocli.parallel.backend import open_ranks
+    from ppocli.parallel.stop import StopFlag
+    from ppocli.storage.model_files import quiet_transformers
+    from ppocli.storage.run_folder import RunFolder, lock
+    from ppocli.training.clock import Moment
+
+    began = Moment.now()
+    with ExitStack() as stack:
+        place = stack.enter_context(open_folder(checked, objects, log.info))
+        folder = RunFolder(place.run_dir.resolve())
+        cfg = config_of(Start(folder.path, place.resume))
+        stack.enter_context(lock(folder.path, reserved_by=place.reserved_by))
+        display = stack.enter_context(open_display(folder.log, "quiet"))
+        quiet_transformers()
+        backend = stack.enter_context(open_ranks(cfg))
+        run = stack.enter_context(open_run(cfg, folder, objects, backend, StopFlag(), display,
+                                           resume=place.resume, began=began))
+        run.state = replace(run.state, pending=None)  # an evaluation at the start is the loop's own
+        run.clock.mark("startup")
+        yield run

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,9 +16,9 @@ from ppocli.parallel.backend import Backend
 from ppocli.parallel.rank_outcomes import note_phase
 from ppocli.parallel.stop import StopFlag
 from ppocli.runs.record import RUN_FILE, accept_settings
-from ppocli.storage.atomic import write_json_atomic
+from ppocli.storage.atomic import read_json, sha256_file, write_json_atomic
 from ppocli.storage.environment import ENV_FILE, describe
-from ppocli.storage.run_folder import RunFolder, read_object
+from ppocli.storage.run_folder import RunFolder
 from ppocli.tracking.trackers import check_trackers
 from ppocli.training.clock import Moment, PhaseClock
 from ppocli.training.loop import Run, initial_state
@@ -28,14 +26,6 @@ from ppocli.training.task import PythonObjects, TaskSetup
 
 _PRODUCTS = "linear_layers"
 """key of env.json"""
-
-
-def quiet_libraries() -> None:
-    """Let transformers say no more than errors."""
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()  # bars for reading a file are not news
-    transformers_logging.set_verbosity_error()  # what matters of a load is checked by us
 
 
 @contextmanager
@@ -73,7 +63,7 @@ def open_run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects, backen
             _PRODUCTS: "oneDNN" if backend.onednn else "torch"})
         if cfg.hardware.zero_stage > 0:
             write_json_atomic(folder.path / DEEPSPEED_FILE, deepspeed_config(cfg, ranks.world))
-    digest = hashlib.sha256(folder.config.read_bytes()).hexdigest()
+    digest = sha256_file(folder.config)
     with open_recorder(folder, cfg.tracking) if ranks.first else silent_recorder() as recorder:
         run = Run(task, folder, run_id, digest, torch_versions(), stop, recorder, display,
                   state, generators.capture(backend.device), saved_at=monotonic(),
@@ -91,7 +81,7 @@ def open_run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects, backen
 def noted_products(folder: RunFolder) -> bool | None:
     """Whether linear layers of a run that goes on multiplied through oneDNN; None where nothing
     says so."""
-    noted = read_object(folder.path / ENV_FILE).get(_PRODUCTS)
+    noted = (read_json(folder.path / ENV_FILE) or {}).get(_PRODUCTS)
     return None if noted is None else noted == "oneDNN"
 
 
@@ -99,11 +89,11 @@ def _run_id(folder: RunFolder) -> str:
     """The run's identity, made at its first start; checkpoints of other runs are refused."""
     path = folder.path / RUN_FILE
     if path.is_file():
-        try:
-            return str(json.loads(path.read_text())["run_id"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path} is damaged: {error}", where=str(path),
-                                  fix="restore it from a copy, or start a new run") from error
+        run_id = (read_json(path) or {}).get("run_id")
+        if run_id is None:
+            raise CheckpointError(f"{path} is damaged.", where=str(path),
+                                  fix="restore it from a copy, or start a new run")
+        return str(run_id)
     run_id = secrets.token_hex(8)
     write_json_atomic(path, {"run_id": run_id})
     return run_id

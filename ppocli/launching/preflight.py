@@ -18,7 +18,7 @@ from ppocli.config.keys import is_import_path
 from ppocli.config.schema import TrainConfig
 from ppocli.data.sources import names_hub_dataset
 from ppocli.errors import InputError
-from ppocli.rewards.builtin import MODEL_REWARDS
+from ppocli.rewards.resolve import MODEL_REWARDS
 from ppocli.storage.model_files import Needs, find_model
 
 

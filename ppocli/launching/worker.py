@@ -19,8 +19,8 @@ from ppocli.display.console import Display, open_display, open_silence
 from ppocli.errors import InputError, PpocliError
 from ppocli.launching.child_process import Start, leave_at_once, outcome_of
 from ppocli.launching.ending import RunResult, ending_well, my_phase, publish
-from ppocli.launching.opening import noted_products, open_run, quiet_libraries
-from ppocli.parallel.heap import keep_freed_memory
+from ppocli.launching.opening import noted_products, open_run
+from ppocli.parallel.host_memory import keep_freed_memory
 from ppocli.parallel.launchers import my_rank
 from ppocli.parallel.rank_outcomes import (
     OUTCOMES,
@@ -31,7 +31,9 @@ from ppocli.parallel.rank_outcomes import (
 )
 from ppocli.parallel.stop import StopFlag, catch_signals, stop_when_closed
 from ppocli.runs.record import accept_settings
-from ppocli.storage.run_folder import RunFolder, lock, read_object
+from ppocli.storage.atomic import read_json
+from ppocli.storage.model_files import quiet_transformers
+from ppocli.storage.run_folder import RunFolder, lock
 from ppocli.training.clock import Moment
 from ppocli.training.loop import run_training
 from ppocli.training.task import PythonObjects
@@ -88,7 +90,7 @@ def _run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects, resume: bo
     if (early := announce()) is not None:
         stop.request(early)
     note_phase("meeting the other ranks")
-    quiet_libraries()
+    quiet_transformers()
     with open_ranks(cfg, noted_products(folder) if resume else None) as backend:
         ranks = stop.ranks = backend.ranks
         if resume and (done := ranks.first_does(lambda: _already_finished(cfg, folder))):
@@ -105,7 +107,7 @@ def _already_finished(cfg: TrainConfig, folder: RunFolder) -> RunResult | None:
     """The result of a run that has drawn all its episodes and left a whole model; else None."""
     from ppocli.storage.model_files import check_folder
 
-    summary = read_object(folder.summary)
+    summary = read_json(folder.summary) or {}
     try:
         complete = (summary["status"] == "finished"
                     and int(summary["episodes"]) >= planned_episodes(cfg.ppo))

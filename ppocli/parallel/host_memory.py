@@ -1,9 +1,13 @@
-"""How much memory this machine, or its control group, can still give, and what a process holds."""
+"""Memory of the host: how much the machine, or its control group, can still give, what a process
+holds, and how it keeps what it frees."""
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -90,3 +94,29 @@ def _left(limit: Path, used: Path, stat: Path, cached: str) -> int | None:
     except (OSError, ValueError):  # no such group, or "max"
         return None
     return max(most - now + (int(match[1]) if match else 0), 0)
+
+
+log = logging.getLogger("ppocli")
+
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of glibc's malloc.h
+_OTHERS = ("LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_",
+           "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
+"""who sets one of these has chosen"""
+
+
+def keep_freed_memory() -> None:
+    """Make large tensors come from the heap and stay there when they are freed.
+
+    glibc hands large blocks back to the system at once, and every update takes its gradients anew:
+    the system then fills hundreds of megabytes with zeros, page by page. For a process of its own
+    only; without glibc nothing happens.
+    """
+    if not sys.platform.startswith("linux") or any(name in os.environ for name in _OTHERS):
+        return
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        log.debug("no mallopt: memory is handed back to the system as it is freed")
+        return
+    mallopt(_MMAP_MAX, 0)
+    mallopt(_TRIM_THRESHOLD, 2**31 - 1)

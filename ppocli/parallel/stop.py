@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from time import monotonic, sleep
 from types import FrameType
@@ -118,10 +118,6 @@ def catch_signals(settle_seconds: float = 0.0) -> Iterator[StopFlag]:
         settle_seconds: what comes within this time of the first signal is the same request.
     """
     flag = StopFlag()
-    if threading.current_thread() is not threading.main_thread():
-        yield flag
-        return
-
     settled_at = [0.0]
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -136,11 +132,20 @@ def catch_signals(settle_seconds: float = 0.0) -> Iterator[StopFlag]:
     caught = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         caught.append(signal.SIGHUP)
+    with signal_handlers(dict.fromkeys(caught, handle)):
+        yield flag
+
+
+@contextmanager
+def signal_handlers(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
+    """Other handlers of signals inside the block, the old ones after it; none outside the main
+    thread, where Python allows none."""
     previous: dict[signal.Signals, Any] = {}
     try:
-        for number in caught:
-            previous[number] = signal.signal(number, handle)
-        yield flag
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                previous[number] = signal.signal(number, handler)
+        yield
     finally:
         for number, handler in previous.items():
             # None: installed by C code, which Python can't put back; the default is the nearest.

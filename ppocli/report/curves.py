@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from ppocli.report.text import sparkline
 from ppocli.runs.charts import Line, line_chart, thin
 from ppocli.runs.record import RunRecord
+from ppocli.text import sparkline
 
 MOST_POINTS = 1000
 _MOST_DOTS = 60

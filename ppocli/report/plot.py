@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ppocli.errors import ConfigError, InputError
-from ppocli.runs.charts import Line, line_chart, thin
+from ppocli.runs.charts import Line, line_chart, stacked, thin
 from ppocli.runs.record import RunRecord
 from ppocli.text import did_you_mean
 
@@ -98,13 +98,7 @@ def as_svg(series: Sequence[Series], smooth: int = 1) -> str:
     charts = [line_chart([Line(each.run, thin(each.points)) for each in group],
                          title=chart_title(metric, group, smooth), x_label="step", y_label="",
                          width=_WIDTH, height=_HEIGHT) for metric, group in by_metric(series)]
-    if len(charts) == 1:
-        return charts[0]
-    parts = "".join(f'<g transform="translate(0,{number * _HEIGHT})">{chart}</g>\n'
-                    for number, chart in enumerate(charts))
-    height = _HEIGHT * len(charts)
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
-            f'viewBox="0 0 {_WIDTH} {height}">\n{parts}</svg>\n')
+    return charts[0] if len(charts) == 1 else stacked(charts, _WIDTH, _HEIGHT)
 
 
 def as_png(series: Sequence[Series], smooth: int = 1) -> bytes:

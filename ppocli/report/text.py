@@ -7,10 +7,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ppocli.text import figure, printable
+from ppocli.text import BLOCKS, figure, printable
 
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#|~&$@]|:(?=//)|(?<=\bwww)\.)")
-_BLOCKS = "▁▂▃▄▅▆▇█"
 LONGEST = 1500
 """characters of a response that a report shows"""
 
@@ -57,27 +56,10 @@ def labelled(rows: Sequence[tuple[str, str]]) -> str:
     return "\n".join(lines)
 
 
-def sparkline(values: Sequence[float], width: int = 32) -> str:
-    """Finite values as a line of at most ``width`` blocks, each a mean; the lowest is ``▁``.
-
-    Means are halved, so that no sum or difference of them overflows.
-    """
-    if not values:
-        return ""
-    count = min(width, len(values))
-    means = []
-    for number in range(count):
-        part = values[number * len(values) // count:(number + 1) * len(values) // count]
-        means.append(math.fsum(value / len(part) / 2 for value in part))
-    low, high = min(means), max(means)
-    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BLOCKS[round((mean - low) * scale)] for mean in means)
-
-
 def bars(shares: Sequence[float], top: float) -> str:
     """Shares as blocks whose height is a part of ``top``; ``·`` for none."""
-    last = len(_BLOCKS) - 1
-    return "".join(_BLOCKS[round(share / top * last)] if share else "·" for share in shares)
+    last = len(BLOCKS) - 1
+    return "".join(BLOCKS[round(share / top * last)] if share else "·" for share in shares)
 
 
 def number(value: float | None) -> str:

@@ -1,13 +1,10 @@
-"""What a reward is asked, what it answers, after checking, and how a message shows a sample."""
+"""What a reward is asked, what it answers, after checking."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-SHOWN_CHARS = 100
-"""longest piece of a sample that a message shows"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,16 +14,18 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import Parameter
+from types import MappingProxyType
 from typing import Any
 
 from ppocli.errors import PpocliError, RewardError
-from ppocli.rewards.builtin import REWARD
 from ppocli.rewards.records import RewardRequest
 from ppocli.text import error_line, suggestion
 from ppocli.user_code import (
+    Kind,
     Located,
     Wanted,
     from_object,
+    locate,
     raised_at,
 )
 
@@ -269,3 +271,27 @@ def _check_kwargs(located: Located, parameters: Sequence[Parameter], kwargs: Map
         raise RewardError(f"{located.label} can't be built without {required[0]!r}.",
                           where=f"{located.key}={located.spec}",
                           fix=f"{key}.{required[0]}=...")
+
+
+BUILTIN_REWARDS: Mapping[str, str] = MappingProxyType({
+    "classifier": "ppocli.rewards.model_rewards:TextClassifier",
+    "reward_model": "ppocli.rewards.model_rewards:RewardModel",
+    "http": "ppocli.rewards.remote:HttpReward",
+    "length": "ppocli.rewards.rules:Length",
+    "keyword": "ppocli.rewards.rules:Keyword",
+    "word_list": "ppocli.rewards.rules:WordList",
+    "randomwalks": "ppocli.rewards.randomwalks:optimality",
+})
+
+MODEL_REWARDS = ("classifier", "reward_model")
+"""those whose ``model`` argument names a model of their own"""
+REWARD = Kind("function", RewardError, BUILTIN_REWARDS)
+
+
+def locate_reward(spec: str, *, key: str) -> Located:
+    """Import the reward function that ``key`` names: an import path or a built-in's short name.
+
+    Raises:
+        RewardError: the path leads to nothing that can be called, or its module can't be imported.
+    """
+    return locate(Wanted(spec, key, REWARD))

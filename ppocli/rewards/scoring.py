@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.config.schema import RewardConfig
 from ppocli.errors import ConfigError, RewardError
-from ppocli.rewards.builtin import locate_reward
 from ppocli.rewards.calling import CallPolicy, call_with_request
 from ppocli.rewards.check import (
     MAX_FLOAT32,
@@ -26,10 +24,10 @@ from ppocli.rewards.resolve import (
     BoundCallable,
     bind,
     check_callable,
+    locate_reward,
     resolve_object,
     unbuilt,
 )
-from ppocli.text import suggestion
 from ppocli.user_code import Located, shorten
 
 
@@ -193,11 +191,11 @@ def build_reward(cfg: RewardConfig, *,
         parts = _parts_from_objects(cfg, reward_fn)
     else:
         located = [(entry, locate_reward(entry.fn, key=entry.key)) for entry in _entries(cfg)]
-        build = first or not _together(cfg.ranks, [found for _, found in located])
+        build = first or not _one_call(cfg.ranks, [found for _, found in located])
         parts = [WeightedReward(entry.name, bind(found, entry.kwargs) if build else unbuilt(found),
                                 entry.weight) for entry, found in located]
     reward = Reward(tuple(parts), CallPolicy(cfg.timeout, cfg.retries), cfg.on_invalid == "skip",
-                    _together(cfg.ranks, [part.bound.located for part in parts]))
+                    _one_call(cfg.ranks, [part.bound.located for part in parts]))
     if columns is not None:
         reward.check_columns(columns)
     return reward
@@ -219,16 +217,16 @@ def build_metric(spec: str | None, metric_fn: Callable[..., Any] | None = None, 
         bound = resolve_object(metric_fn, {}, key=key)
     elif spec is not None:
         located = locate_reward(_object_missing(spec, key), key=key)
-        bound = bind(located, {}) if first or not _together(ranks, [located]) else unbuilt(located)
+        bound = bind(located, {}) if first or not _one_call(ranks, [located]) else unbuilt(located)
     else:
         return None
-    metric = Metric(bound, CallPolicy(timeout, retries), _together(ranks, [bound.located]))
+    metric = Metric(bound, CallPolicy(timeout, retries), _one_call(ranks, [bound.located]))
     if columns is not None:
         metric.check_columns(columns)
     return metric
 
 
-def _together(ranks: str, functions: Sequence[Located]) -> bool:
+def _one_call(ranks: str, functions: Sequence[Located]) -> bool:
     """Whether one call has to see the samples of all ranks."""
     if ranks == "auto":
         return any(function.needs_all_samples for function in functions)
@@ -267,45 +265,12 @@ class _Entry:
 
 
 def _entries(cfg: RewardConfig) -> list[_Entry]:
-    """``reward.fn`` or ``reward.fns`` as one list, its form checked."""
-    if cfg.fn is not None and cfg.fns:
-        raise ConfigError("reward.fn and reward.fns are both set.", where="reward",
-                          fix="move reward.fn into reward.fns, or set reward.fn=null")
-    if cfg.fn is not None:
-        fn = _object_missing(cfg.fn, "reward.fn")
-        return [_Entry(fn.rpartition(":")[2].rpartition(".")[2], fn, cfg.kwargs, 1.0, "reward.fn")]
+    """``reward.fn`` or ``reward.fns`` as one list; config/problems.py has checked their form."""
     if not cfg.fns:
-        raise ConfigError("Nothing says what is rewarded.", where="reward.fn",
-                          fix="reward.fn=pkg.module:function, or a built-in such as "
-                              "reward.fn=length reward.kwargs.target=20")
-    if cfg.kwargs:
-        raise ConfigError("reward.kwargs is set, but reward.fns has kwargs of its own.",
-                          where="reward.kwargs", fix="set reward.fns.NAME.kwargs")
-    return [_entry(name, value) for name, value in cfg.fns.items()]
-
-
-def _entry(name: str, value: Any) -> _Entry:
-    key = f"reward.fns.{name}"
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{key} is {value!r}, not a mapping.", where=key,
-                          fix=f"{key}.fn=pkg.module:function {key}.weight=1.0")
-    for word in value:
-        if word not in ("fn", "kwargs", "weight"):
-            near = suggestion(str(word), ("fn", "kwargs", "weight"))
-            raise ConfigError(f"There is no key {word!r} in {key}. {near}".rstrip(),
-                              where=f"{key}.{word}", fix="it takes fn, kwargs and weight")
-    fn, kwargs, weight = value.get("fn"), value.get("kwargs") or {}, value.get("weight", 1.0)
-    if not isinstance(fn, str):
-        raise ConfigError(f"{key}.fn is {fn!r}, not an import path.", where=f"{key}.fn",
-                          fix=f"{key}.fn=pkg.module:function")
-    if not isinstance(kwargs, Mapping):
-        raise ConfigError(f"{key}.kwargs is {kwargs!r}, not a mapping.", where=f"{key}.kwargs",
-                          fix=f"{key}.kwargs.NAME=VALUE")
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(
-            weight):
-        raise ConfigError(f"{key}.weight is {weight!r}, not a finite number.",
-                          where=f"{key}.weight", fix=f"{key}.weight=1.0")
-    return _Entry(str(name), fn, kwargs, float(weight), f"{key}.fn")
+        fn = _object_missing(str(cfg.fn), "reward.fn")
+        return [_Entry(fn.rpartition(":")[2].rpartition(".")[2], fn, cfg.kwargs, 1.0, "reward.fn")]
+    return [_Entry(name, entry["fn"], entry.get("kwargs") or {}, float(entry.get("weight", 1.0)),
+                   f"reward.fns.{name}.fn") for name, entry in cfg.fns.items()]
 
 
 def _parts_from_objects(cfg: RewardConfig, reward_fn: Any) -> list[WeightedReward]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ppocli.errors import InputError, RewardError
-from ppocli.storage.model_files import find_model
+from ppocli.storage.model_files import find_model, quiet_transformers
 from ppocli.text import error_line, suggestion
 
 log = logging.getLogger(__name__)
@@ -91,6 +90,7 @@ def load_sequence_model(name: str, *, device: str, dtype: str, max_length: int |
     source, is_folder = find_model(name, key=MODEL_KEY, revision=revision)
     options = {"revision": None if is_folder else revision, "trust_remote_code": trust_remote_code}
     options = {key: value for key, value in options.items() if value}
+    quiet_transformers()
     tokenizer = _load_tokenizer(name, source, options)
     model = _load_model(name, source, DTYPES[dtype], options)
     tokenizer.truncation_side = truncation_side
@@ -124,28 +124,11 @@ def _device(device: str) -> torch.device:
     return target
 
 
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Silence transformers' load report and progress bar: what matters in them is checked here."""
-    from transformers.utils import logging as hf_logging
-
-    verbosity, bar = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
-    hf_logging.set_verbosity_error()
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        hf_logging.set_verbosity(verbosity)
-        if bar:
-            hf_logging.enable_progress_bar()
-
-
 def _load_tokenizer(name: str, source: str, options: dict[str, Any]) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        with _quiet_transformers():
-            tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
     except Exception as error:  # transformers raises many kinds here, all about the files
         raise InputError(f"The tokenizer of {name} can't be loaded: {error_line(error)}",
                          where=MODEL_KEY, fix="save the model's own tokenizer into its folder"
@@ -160,11 +143,10 @@ def _load_model(name: str, source: str, dtype: torch.dtype, options: dict[str, A
     from transformers import AutoModelForSequenceClassification
 
     try:
-        with _quiet_transformers():
-            model, info = AutoModelForSequenceClassification.from_pretrained(
-                source, dtype=dtype, output_loading_info=True,
-                ignore_mismatched_sizes=True,  # refused below, by name
-                **options)
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            source, dtype=dtype, output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
+            **options)
     except Exception as error:  # as above
         raise InputError(f"The model in {name} can't be loaded: {error_line(error)}",
                          where=MODEL_KEY, fix="give a folder or Hub name of a "

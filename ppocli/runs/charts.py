@@ -121,6 +121,15 @@ def line_chart(lines: Sequence[Line], *, title: str, x_label: str = "step", y_la
     return _document(body, names, title, f"{title}: {said}", width, height)
 
 
+def stacked(charts: Sequence[str], width: int, height: int) -> str:
+    """Pictures of one size below one another, as one SVG element."""
+    parts = "".join(f'<g transform="translate(0 {height * number})">\n{chart}</g>\n'
+                    for number, chart in enumerate(charts))
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" '
+            f'height="{height * len(charts)}" viewBox="0 0 {width} {height * len(charts)}">\n'
+            f"{parts}</svg>\n")
+
+
 def histogram(groups: Sequence[tuple[str, Sequence[float]]], *, title: str, x_label: str,
               bins: int = 20, width: int = 640, height: int = 240) -> str:
     """A complete SVG element that compares how values are distributed.

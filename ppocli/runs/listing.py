@@ -1,19 +1,34 @@
-"""The runs below a folder, one line's worth of facts about each. No torch here."""
+"""The runs below a folder: one line's worth of facts about each, and what of them can be spared and
+is deleted under their locks. No torch here."""
 
 from __future__ import annotations
 
 import os
+import re
 import stat
 import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from ppocli.config.schema import TrainConfig
-from ppocli.errors import CheckpointError
-from ppocli.runs.record import RunRecord, is_run, read_run
+from ppocli.errors import CheckpointError, ConfigError, PpocliError
+from ppocli.runs.record import RunRecord, is_run, read_run, subfolders
 from ppocli.runs.target import list_runs, written
-from ppocli.storage.run_folder import live_owner
+from ppocli.storage.atomic import disk_errors
+from ppocli.storage.model_files import check_folder
+from ppocli.storage.retention import (
+    POINTERS,
+    REPLACED,
+    SUPERSEDED,
+    discard,
+    leftovers,
+    list_steps,
+    note_removed,
+)
+from ppocli.storage.run_folder import LOCK, RunFolder, live_owner, lock, other_host
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +78,7 @@ def _info(folder: Path, root: Path) -> RunInfo:
     rewards, best = run.series("reward/mean"), best_evaluation(run)
     return RunInfo(name, folder, run.status, pid, run.step, run.total_steps,
                    rewards[-1][1] if rewards else None, best[1] if best else None,
-                   best[0] if best else None, size, when, short_path(run.config.model.path),
+                   best[0] if best else None, size, when, last_part(run.config.model.path),
                    reward_names(run.config))
 
 
@@ -78,10 +93,10 @@ def reward_names(config: TrainConfig) -> str:
     """What scores the responses: ``classifier``, ``sentiment + brevity``, ``score``."""
     if config.reward.fns:
         return " + ".join(config.reward.fns)
-    return short_path(config.reward.fn or "?")
+    return last_part(config.reward.fn or "?")
 
 
-def short_path(value: str) -> str:
+def last_part(value: str) -> str:
     """The last part of a path; other names as they are."""
     return Path(value).name if value.startswith(("/", ".", "~")) else value
 
@@ -104,3 +119,171 @@ def age(written_at: float, now: float | None = None) -> str:
         if seconds < limit:
             return f"{int(seconds // length)} {unit}"
     return f"{int(seconds // 86400)} d"
+
+
+_LEFT = re.compile(r"\.discarded-.+-[0-9a-f]{8}")
+_AGE = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|m|h|d|w)")
+_SECONDS = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """What can be deleted of one run."""
+
+    run: Path
+    kind: Literal["checkpoints", "run"]
+    """only the listed parts, or the whole folder"""
+    why: str
+    """``finished``, ``failed before a checkpoint``, ..."""
+    parts: tuple[Path, ...]
+    """what is deleted, each with all it holds"""
+    size: int
+    """bytes given back"""
+    written: float
+    """when the run was last written to, as it was looked at"""
+
+
+def parse_age(text: str) -> float:
+    """``7d``, ``12h``, ``30min``, ``2w`` in seconds.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    match = _AGE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"--older-than {text}: must be a number with s, min, h, d or w",
+                          where="command line", fix="e.g. --older-than 7d")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+def plan_pruning(root: Path, *, checkpoints: bool, failed: bool, keep_best: bool = False,
+                 older_than: float | None = None, say: Callable[[str], None] = lambda text: None
+                 ) -> list[Removal]:
+    """What can be deleted below ``root``. Nothing of a running run, and nothing else than runs.
+
+    Args:
+        root: holds runs and sweeps, or is a run.
+        checkpoints: of finished runs, everything under ``checkpoints/`` and ``nonfinite-dump/``;
+            model, summary, metrics, samples and log stay.
+        failed: whole folders of runs that ended without having saved a checkpoint or a model.
+        keep_best: the checkpoint of the best evaluation stays.
+        older_than: only runs last written to more seconds ago than that.
+        say: told which runs were passed over, and why.
+    """
+    found = []
+    for folder in [root] if is_run(root) else list_runs(root):
+        if folder.is_symlink():
+            say(f"{folder} is a link and is left alone")
+            continue
+        when = written(folder)
+        if older_than is not None and time.time() - when < older_than:
+            continue
+        if _is_left_over(folder):
+            continue
+        if (host := other_host(folder)) is not None:
+            say(f"{folder} is left alone: it may be running on {host} ({LOCK} says so)")
+            continue
+        try:
+            run = read_run(folder)
+            if run.status == "running":
+                continue
+            removal = _whole(run, folder, when) if failed else None
+            removal = removal or (
+                _checkpoints(run, folder, when, keep_best) if checkpoints else None)
+        except CheckpointError as damage:
+            say(f"{folder} is left alone: {damage.what}")
+            continue
+        except OSError as error:
+            say(f"{folder} is left alone: it can't be read: {error.strerror or error}")
+            continue
+        if removal is not None:
+            found.append(removal)
+    return found + _left_over(root)
+
+
+def carry_out(removal: Removal) -> None:
+    """Delete what was planned, holding the run's lock.
+
+    Raises:
+        CheckpointError: the run is in use, or has gone on since it was looked at.
+        DiskError: the disk refuses.
+        OSError: something could not be deleted.
+    """
+    if _is_left_over(removal.run):
+        _delete(removal.parts)
+        return
+    # the lock makes missing folders: don't bring back one that is gone
+    if not removal.run.is_dir():
+        return
+    with lock(removal.run):
+        if written(removal.run) != removal.written:
+            raise CheckpointError(f"{removal.run} has gone on meanwhile and is left alone.",
+                                  where=str(removal.run), fix="look again: ppocli runs list")
+        if removal.kind == "checkpoints":
+            folder = RunFolder(removal.run).checkpoints
+            if any(folder in part.parents for part in removal.parts):
+                note_removed(folder)
+        _delete(removal.parts)
+
+
+def _delete(parts: Iterable[Path]) -> None:
+    for part in parts:
+        with disk_errors(part):
+            if part.is_symlink():
+                part.unlink()
+            elif part.exists():
+                discard(part)
+
+
+def _whole(run: RunRecord, folder: Path, when: float) -> Removal | None:
+    if run.status == "finished" or list_steps(run.folder.checkpoints) or run.folder.model.exists() \
+            or any(folder.glob("model-step-*")):
+        return None
+    return Removal(folder, "run", f"{run.status} before a checkpoint", (folder,),
+                   folder_size(folder), when)
+
+
+def _checkpoints(run: RunRecord, folder: Path, when: float, keep_best: bool) -> Removal | None:
+    """Everything below ``checkpoints/`` of a run whose model is whole."""
+    if run.status != "finished":
+        return None
+    try:
+        check_folder(run.folder.model, key="model", adapters=True)
+    except PpocliError:
+        return None
+    place = folder / "checkpoints"
+    best = _best(run) if keep_best else None
+    parts: list[Path] = []
+    if place.is_dir() and not place.is_symlink():
+        parts += [path for step, path in list_steps(place)
+                  if step != best and not path.is_symlink()]
+        parts += [*leftovers(place), *sorted(place.glob(f"{REPLACED}*"))]
+        parts += [path for path in [place / SUPERSEDED] if path.is_dir() and not path.is_symlink()]
+        parts += [link for name in POINTERS if (link := place / name).is_symlink()
+                  and (name != "best" or best is None)]
+    dump = folder / "nonfinite-dump"
+    parts += [dump] if dump.is_dir() and not dump.is_symlink() else []
+    if not parts:
+        return None
+    size = sum(folder_size(part) for part in parts if not part.is_symlink())
+    return Removal(folder, "checkpoints", "finished", tuple(parts), size, when)
+
+
+def _best(run: RunRecord) -> int | None:
+    best = (run.summary or {}).get("best")
+    return best.get("step") if isinstance(best, dict) else None
+
+
+def _is_left_over(folder: Path) -> bool:
+    return _LEFT.fullmatch(folder.name) is not None
+
+
+def _left_over(root: Path) -> list[Removal]:
+    """Folders that an earlier call was killed while deleting."""
+    if is_run(root):
+        return []
+    places = [root, *(entry for entry in subfolders(root)
+                      if not entry.is_symlink() and not is_run(entry))]
+    return [Removal(path, "run", "left by an earlier prune", (path,), folder_size(path), 0.0)
+            for place in places for path in subfolders(place)
+            if _is_left_over(path) and not path.is_symlink()]

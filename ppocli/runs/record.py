@@ -136,10 +136,6 @@ class RunRecord:
                 found[-1] = LogLine(last.time, last.level, f"{last.text}\n{line}")
         return found
 
-    def warnings(self) -> list[LogLine]:
-        """Warnings and errors that were said, each with its cause and advice in its text."""
-        return [line for line in self.log_lines() if line.level in ("WARNING", "ERROR")]
-
 
 def is_run(folder: Path) -> bool:
     """Whether a folder is a run's: it has a configuration, and a run has started to fill it."""
@@ -162,11 +158,11 @@ def read_run(folder: Path) -> RunRecord:
     """Read a run's folder; a run that is being written can be read at any moment.
 
     Raises:
-        CheckpointError: it is no run folder, or its config.yaml is damaged.
+        CheckpointError: it is not a run folder, or its config.yaml is damaged.
     """
     run = RunFolder(folder.resolve())
     if not is_run(run.path):
-        raise CheckpointError(f"{folder} is no run folder (no config.yaml with metrics.jsonl or "
+        raise CheckpointError(f"{folder} is not a run folder (no config.yaml with metrics.jsonl or "
                               "checkpoints/).", where=str(folder),
                               fix="name a folder that ppocli train made: ppocli runs list")
     config = read_config(run.config)

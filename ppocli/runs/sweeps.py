@@ -114,12 +114,8 @@ def _job(entry: dict[str, Any], home: Path, folder: Path) -> JobRecord:
     if place:
         relative = Path(os.path.relpath(place, home))
         place = str(folder / relative if ".." not in relative.parts else Path(place))
-    code = entry.get("exit_code")
-    return JobRecord(
-        int(entry["number"]), tuple(map(str, entry["overrides"])),
-        tuple(map(str, entry["varied"])), str(entry["status"]),
-        None if code is None else int(code), entry.get("reward_mean"), entry.get("kl_mean"),
-        float(entry.get("seconds") or 0.0), place, entry.get("error"))
+    words = {name: tuple(map(str, entry[name])) for name in ("overrides", "varied")}
+    return JobRecord(**{**entry, **words, "folder": place})
 
 
 def find_sweep(given: str | None, runs: Path = Path("runs")) -> Path:

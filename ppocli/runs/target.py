@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from ppocli.builtin.names import BUILTIN_PREFIX
 from ppocli.errors import CheckpointError, ConfigError, InputError
@@ -26,14 +25,13 @@ class Target:
 
     name: str
     """how messages call it: ``runs/quickstart, step 24``"""
-    kind: Literal["run", "checkpoint", "model"]
     model: str
     """checked plain Hugging Face folder (absolute), or a Hub name"""
-    run_dir: Path | None
+    run_dir: Path | None = None
     """absolute; its config.yaml says how the policy was trained"""
-    step: int | None
+    step: int | None = None
     """steps the policy has been trained for; None for a model that came from elsewhere"""
-    checkpoint: Path | None
+    checkpoint: Path | None = None
     """verified step folder, with value head and optimizer state, where that was asked for"""
 
     @property
@@ -81,19 +79,19 @@ def find_target(given: str | None, *, say: Callable[[str], None], step: int | No
         _refuse_choice(step, best, given)
         found = open_checkpoint(inside)
         run_dir = found.path.parent.parent
-        return Target(f"{given}", "checkpoint", str(found.path / POLICY),
-                      run_dir if is_run(run_dir) else None, found.step, found.path)
+        return Target(given, str(found.path / POLICY), run_dir if is_run(run_dir) else None,
+                      found.step, found.path)
     return _of_model(given, path, say, step, best, asked_by)
 
 
 def run_named(given: str, runs: Path = Path("runs"),
-              fits: Callable[[Path], bool] = is_run) -> Path:
+              which: Callable[[Path], bool] = is_run) -> Path:
     """The folder that ``given`` names: a path, or else what ``runs list`` calls a run, its place
-    below ``runs`` (``NAME``, ``SWEEP/JOB``). Where neither fits, the path."""
+    below ``runs`` (``NAME``, ``SWEEP/JOB``). Where neither will do, the path."""
     path = Path(given).expanduser()
-    if given.startswith((".", "/", "~")) or ".." in path.parts or fits(path):
+    if given.startswith((".", "/", "~")) or ".." in path.parts or which(path):
         return path
-    return runs / given if fits(runs / given) else path
+    return runs / given if which(runs / given) else path
 
 
 def known_names(runs: Path, which: Callable[[Path], bool] = is_run) -> list[str]:
@@ -125,7 +123,7 @@ def find_run(given: str | None, *, say: Callable[[str], None] = lambda text: Non
     for folder in (path, *list(path.absolute().parents)[:3]) if there else ():
         if is_run(folder):
             return folder
-    what = "is no run folder" if there else f"does not exist (looked in {Path.cwd()})"
+    what = "is not a run folder" if there else f"does not exist (looked in {Path.cwd()})"
     raise InputError(f"{given} {what}.", where="RUN", fix="name a run's folder: ppocli runs list"
                      + did_you_mean(given, known_names(runs)))
 
@@ -179,7 +177,7 @@ def _of_run(run_dir: Path, shown: str, say: Callable[[str], None], step: int | N
     final = whole(record.summary, "steps")
     if complete and step in (None, final) and not checkpoint:
         check_folder(run.model, key="RUN", adapters=True)
-        return Target(f"{shown}, step {final}", "run", str(run.model), run_dir, final, None)
+        return Target(f"{shown}, step {final}", str(run.model), run_dir, final)
     if step is not None:
         found = open_step(run.checkpoints, step)
     else:
@@ -191,7 +189,7 @@ def _of_run(run_dir: Path, shown: str, say: Callable[[str], None], step: int | N
         found = search.found
         if not complete:
             say(f"the run is {record.status}: taking its newest checkpoint, step {found.step}")
-    return Target(f"{shown}, step {found.step}", "run", str(found.path / POLICY), run_dir,
+    return Target(f"{shown}, step {found.step}", str(found.path / POLICY), run_dir,
                   found.step, found.path)
 
 
@@ -254,10 +252,10 @@ def _of_model(given: str, path: Path, say: Callable[[str], None], step: int | No
         except InputError as error:
             error.fix = (error.fix or "") + did_you_mean(given, known_names(Path("runs")))
             raise
-        return Target(given, "model", found, None, None, None)
+        return Target(given, found)
     check_folder(path, key=asked_by, adapters=True)
     folder = path.resolve()
     run_dir = folder.parent
     if folder.name == "model" and is_run(run_dir):
         return _of_run(run_dir, given, say, None, False, False)
-    return Target(given, "model", str(folder), None, None, None)
+    return Target(given, str(folder))

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from ppocli.errors import InputError
+
+T = TypeVar("T")
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -37,23 +41,21 @@ def named_base(folder: Path) -> tuple[str, str | None, BaseIdentity | None]:
     Raises:
         InputError: it names none.
     """
-    try:
-        known = BaseIdentity(**json.loads((folder / BASE).read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        known = None
-    except (OSError, ValueError, TypeError) as error:
-        raise InputError(f"{folder / BASE} can't be read: {error}", where=str(folder / BASE),
-                         fix="copy the folder again") from error
-    if known is not None:
+    if (folder / BASE).is_file():
+        known = _read(folder / BASE, lambda fields: BaseIdentity(**fields))
         return known.path, known.revision, known
-    try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        path, revision = config.get("base_model_name_or_path"), config.get("revision")
-    except (OSError, ValueError, AttributeError) as error:
-        raise InputError(f"{folder / CONFIG} can't be read: {error}", where=str(folder / CONFIG),
-                         fix="copy the folder again") from error
+    path, revision = _read(folder / CONFIG, lambda fields: (
+        fields.get("base_model_name_or_path"), fields.get("revision")))
     if not isinstance(path, str) or not path:
         raise InputError(f"The adapter in {folder} does not name its base.",
                          where=str(folder / CONFIG),
                          fix='give "base_model_name_or_path" there a folder or a Hub name')
     return path, revision, None
+
+
+def _read(path: Path, taken: Callable[[Any], T]) -> T:
+    try:
+        return taken(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise InputError(f"{path} can't be read: {error}", where=str(path),
+                         fix="copy the folder again") from error

@@ -14,7 +14,7 @@ import secrets
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -174,9 +174,7 @@ def _stage(staging: Path, target: Path, meta: Manifest, write: Callable[[Path], 
         files[name] = FileEntry(path.stat().st_size, sha256_file(path))
     fsync_folders(staging)
     faults.point("save.before_manifest")
-    manifest = Manifest(run_id=meta.run_id, step=meta.step, config_digest=meta.config_digest,
-                        ppocli_version=meta.ppocli_version, versions=meta.versions, files=files)
-    write_json_atomic(staging / MANIFEST, render(manifest))
+    write_json_atomic(staging / MANIFEST, render(replace(meta, files=files)))
     faults.point("save.before_rename")
     if os.path.lexists(target):
         nonce = staging.name.rpartition("-")[2]

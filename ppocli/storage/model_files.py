@@ -29,6 +29,15 @@ VALUE_TRUNK = "value_trunk.safetensors"
 """beside the head where the value function has layers of its own"""
 
 
+def quiet_transformers() -> None:
+    """Let transformers say no more than errors, and draw no bars for reading a file: what matters
+    of a load is checked by us."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
 def find_model(model: str, *, key: str, revision: str | None = None,
                needs: Needs = "model and tokenizer", adapters: bool = False) -> tuple[str, bool]:
     """Where to load ``model`` from.

@@ -7,7 +7,6 @@ start with a dot are unfinished saves and deletions.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
@@ -22,6 +21,7 @@ from ppocli.storage.atomic import (
     disk_errors,
     fsync_dir,
     make_dirs,
+    read_json,
     remove_tree,
     rename_durable,
     write_json_atomic,
@@ -122,10 +122,7 @@ def note_removed(folder: Path) -> None:
 
 def removed_at(folder: Path) -> str | None:
     """When the user last had checkpoints of a run deleted, in local time; None for never."""
-    try:
-        return str(json.loads((folder / PRUNED).read_text(encoding="utf-8"))["time"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    return (read_json(folder / PRUNED) or {}).get("time")
 
 
 def discard(path: Path) -> None:
@@ -135,9 +132,9 @@ def discard(path: Path) -> None:
     Raises:
         OSError: it couldn't be moved or deleted.
     """
-    aside = path.with_name(f"{_DISCARDED}{path.name}-{secrets.token_hex(4)}")
-    rename_durable(path, aside)
-    remove_tree(aside)
+    renamed = path.with_name(f"{_DISCARDED}{path.name}-{secrets.token_hex(4)}")
+    rename_durable(path, renamed)
+    remove_tree(renamed)
 
 
 def leftovers(folder: Path) -> list[Path]:

@@ -22,6 +22,7 @@ from ppocli.storage.atomic import (
     TEMPORARY_PREFIX,
     disk_errors,
     make_dirs,
+    read_json,
     write_atomic,
     write_json_atomic,
 )
@@ -122,15 +123,6 @@ def write_config(config: TrainConfig, path: Path) -> None:
         DiskError: the disk is full, read-only, or refuses.
     """
     write_atomic(path, config_text(config))
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty where there is none that can be read."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def write_summary(run: RunFolder, summary: dict[str, Any]) -> None:
@@ -267,6 +259,13 @@ def live_owner(run_dir: Path) -> Owner | None:
     except OSError:
         return None
     return owner if owner is not None and _is_alive(owner) else None
+
+
+def other_host(run_dir: Path) -> str | None:
+    """The machine that a lock file names, if it isn't this one: whether its process lives can't be
+    told from here."""
+    owner = (read_json(run_dir / LOCK) or {}).get("host")
+    return owner if owner != socket.gethostname() else None
 
 
 def _kernel_lock(descriptor: int) -> bool:

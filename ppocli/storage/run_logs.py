@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +17,8 @@ from ppocli.storage.atomic import disk_errors, fsync_dir, make_dirs, open_atomic
 from ppocli.storage.run_folder import finite_or_null
 
 _CHUNK = 1 << 16
+_FRAME = 16
+"""bytes of length and checksums around a record of TensorBoard's"""
 
 
 class JsonlWriter:
@@ -96,14 +97,19 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
             for line in lines:
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError):
-                    continue
-                if isinstance(row, dict):
+                if (row := read_row(line)) is not None:
                     yield row
     except OSError:
         return
+
+
+def read_row(line: bytes | str) -> dict[str, Any] | None:
+    """The object in a line of JSON; None for a line that is damaged or holds something else."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
 
 
 def truncate_jsonl(path: Path, last_step: int,
@@ -146,14 +152,11 @@ def _lines(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
 
 def _is_past(line: bytes, last: bool, last_step: int,
              also: Callable[[dict[str, Any]], bool] | None) -> bool:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+    row = read_row(line)
+    if row is None:
         return last
     if last and not line.endswith(b"\n"):
         return True
-    if not isinstance(row, dict):
-        return False
     if also is not None and also(row):
         return True
     step = row.get("step")
@@ -179,50 +182,20 @@ def truncate_events(events_dir: Path, last_step: int) -> int:
 
 
 def _truncate_event_file(path: Path, last_step: int) -> int:
-    with path.open("rb") as file:
-        dropped = sum(1 for record in _records(file) if not _stays(record, last_step))
-        if not dropped:
-            return 0
-        file.seek(0)
-        with open_atomic(path) as kept:
-            for record in _records(file):
-                if _stays(record, last_step):
-                    kept.write(record)
-    return dropped
-
-
-def _records(file: BinaryIO) -> Iterator[bytes]:
-    """Framed records of a TFRecord file, then ``b""`` if what follows the last one isn't one.
-
-    A record is a little-endian uint64 length, its masked CRC-32C, the data, and the data's masked
-    CRC-32C (tensorboard/summary/writer/record_writer.py, 2.21). What follows a damaged record is
-    given up, as TensorBoard's own reader does.
-    """
-    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
-
-    while header := file.read(12):
-        if len(header) < 12 or masked_crc32c(header[:8]) != struct.unpack("<I", header[8:])[0]:
-            yield b""
-            return
-        length = struct.unpack("<Q", header[:8])[0]
-        rest = file.read(length + 4)
-        if len(rest) < length + 4:
-            yield b""
-            return
-        if masked_crc32c(rest[:-4]) != struct.unpack("<I", rest[-4:])[0]:
-            yield b""
-            return
-        yield header + rest
-
-
-def _stays(record: bytes, last_step: int) -> bool:
-    from google.protobuf.message import DecodeError
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.summary.writer.record_writer import RecordWriter
 
-    if not record:
-        return False
-    try:
-        event = Event.FromString(record[12:-4])
-    except DecodeError:
-        return False
-    return event.step <= last_step or event.WhichOneof("what") == "file_version"
+    def stays(record: bytes) -> bool:
+        event = Event.FromString(record)
+        return event.step <= last_step or event.WhichOneof("what") == "file_version"
+
+    records = list(RawEventFileLoader(str(path)).Load())  # up to what is damaged
+    torn = sum(len(record) + _FRAME for record in records) < path.stat().st_size
+    kept = list(filter(stays, records))
+    dropped = len(records) - len(kept) + torn
+    if dropped:
+        with open_atomic(path) as file:
+            for record in kept:
+                RecordWriter(file).write(record)
+    return dropped

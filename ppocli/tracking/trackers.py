@@ -31,8 +31,8 @@ from ppocli.config.schema import TrackingConfig
 from ppocli.config.secrets import hide_secrets
 from ppocli.errors import StoppedError
 from ppocli.storage.run_folder import RunFolder
+from ppocli.text import short_path
 from ppocli.tracking.tracker_child import Opening, cause_of, locate_tracker
-from ppocli.user_code import short_path
 
 log = logging.getLogger("ppocli")
 

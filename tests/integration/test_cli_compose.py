@@ -276,7 +276,7 @@ def test_a_resumed_run_is_its_own_base(tmp_path):
 
 
 @pytest.mark.parametrize(("made", "said"), [
-    (False, "there is no such folder"), (True, "has no config.yaml: it is no run folder")])
+    (False, "there is no such folder"), (True, "has no config.yaml: it is not a run folder")])
 def test_resume_needs_a_run_folder(made, said):
     if made:
         Path("runs/x").mkdir(parents=True)

@@ -149,7 +149,7 @@ def test_the_command_that_goes_on_keeps_what_is_printed():
     from ppocli.runs.target import Target
 
     request = request_of(RUN, [], printing=printing_of(0.25, 0, as_json=True))
-    model = Target("x", "model", "/x", None, None, None)
+    model = Target("x", "/x")
     assert request.command(model, "n") == (
         f"ppocli eval {RUN} --name n --min-reward 0.25 --show 0 --json --resume")
     assert printing_of(None, 3, as_json=False) == ()

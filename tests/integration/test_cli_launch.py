@@ -20,9 +20,8 @@ from ppocli.config.resolved import PYTHON_OBJECT, read_config
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, ConfigError, DiskError, RewardError
 from ppocli.launching.child_process import run_process
-from ppocli.launching.launch import launch
+from ppocli.launching.launch import Caller, RunOutcome, launch
 from ppocli.launching.opened_folder import open_folder
-from ppocli.launching.processes import Caller, RunOutcome
 from ppocli.storage.run_folder import lock, write_config
 from ppocli.training.task import PythonObjects
 

@@ -286,7 +286,7 @@ def test_ten_thousand_steps_are_thinned_and_said_to_be(run, say):
     lines = [line for curve in data["curves"] for line in curve["lines"]]
     assert max(len(line["points"]) for line in lines) == 1000
     text = (run / "report.md").read_text()
-    assert "| Explained variance of the returns | -6 | -5 | -6 | -5 | ▁" in text
+    assert "| Explained variance of the returns | -6 | -5 | -6 | -5 | ▅" in text
     assert "Explained variance of the returns: Values below -1 are drawn at -1.\n" in text
     assert "| Learning rate | 0.500 | 0.500 | 0 | 6 |" in text
     rate = next(curve for curve in data["curves"] if curve["title"] == "Learning rate")
@@ -388,7 +388,7 @@ def test_the_file_name_tells_the_format(run, say, tmp_path):
     ({"form": "pdf"}, 2, "--format pdf is unknown."),
     ({"as_json": True, "form": "md"}, 2, "--json prints the report's data and writes no file."),
     ({"run": "nowhere"}, 3, "nowhere does not exist"),
-    ({"run": "."}, 3, ". is no run folder."),
+    ({"run": "."}, 3, ". is not a run folder."),
     ({"output": "file/report.md"}, 6, "{here}/file can't be a folder: "),
     ({"output": f"{'n' * 300}.md"}, 6, "Path too long"),
 ])

@@ -17,8 +17,7 @@ from runs import copied, whole_copy
 
 from ppocli.cli.output import code_of
 from ppocli.cli.runs import print_runs, prune_runs
-from ppocli.runs.listing import age, folder_size
-from ppocli.runs.pruning import carry_out, plan_pruning
+from ppocli.runs.listing import age, carry_out, folder_size, plan_pruning
 from ppocli.runs.target import find_target
 from ppocli.storage.run_folder import lock
 
@@ -225,8 +224,7 @@ def test_a_run_that_is_being_resumed_is_kept(runs, process):
     from ppocli.config.compose import Checked
     from ppocli.config.resolved import read_config
     from ppocli.errors import CheckpointError
-    from ppocli.launching.launch import launch
-    from ppocli.launching.processes import Caller
+    from ppocli.launching.launch import Caller, launch
 
     plan = {removal.run.name: removal for removal in plan_pruning(runs, checkpoints=True,
                                                                   failed=False)}
@@ -292,14 +290,14 @@ def test_leftovers_of_a_killed_prune_go(runs):
 
 
 def test_what_cannot_be_deleted_is_told_and_the_rest_goes(runs, capsys, monkeypatch):
-    from ppocli.runs import pruning
+    from ppocli.runs import listing
 
     def refuse(part: Path) -> None:
         if "done" in part.parts:
             raise PermissionError(13, "Permission denied", str(part))
         shutil.rmtree(part)
 
-    monkeypatch.setattr(pruning, "discard", refuse)
+    monkeypatch.setattr(listing, "discard", refuse)
     assert prune(checkpoints=True, failed=True) == 6
     assert "No permission" in capsys.readouterr().err
     assert not (runs / "failed").exists()
@@ -333,7 +331,7 @@ def test_on_a_terminal_it_asks(runs, answer, deleted):
 
 
 def test_a_run_being_pruned_is_locked(runs, monkeypatch):
-    from ppocli.runs import pruning
+    from ppocli.runs import listing
     from ppocli.storage.run_folder import live_owner
 
     seen = []
@@ -342,7 +340,7 @@ def test_a_run_being_pruned_is_locked(runs, monkeypatch):
         owner = live_owner(runs / "done")
         seen.append(owner.pid if owner else None)
 
-    monkeypatch.setattr(pruning, "discard", watch)
+    monkeypatch.setattr(listing, "discard", watch)
     (plan,) = plan_pruning(runs / "done", checkpoints=True, failed=False)
     carry_out(plan)
     assert seen

@@ -201,11 +201,7 @@ def test_builtin_prompts():
     assert all(prompts.texts)
 
 
-def test_two_sources_are_refused(tmp_path):
-    cfg = PromptsConfig(path="x.jsonl", items=["it is"])
-    with pytest.raises(ConfigError, match="both set") as caught:
-        load_prompts(cfg, words(), seed=0, max_prompt_tokens=9)
-    assert caught.value.fix == "prompts.path=null or prompts.items=null"
+def test_one_text_is_no_list_of_prompts():
     with pytest.raises(ConfigError, match="must be a list"):
         load(items="it is")
 

@@ -10,7 +10,7 @@ from sessions import set_keys
 
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import OutOfMemoryError
-from ppocli.estimate.check import Estimate, advice, judge
+from ppocli.estimate.check import Estimate, advice, refuse_or_warn
 from ppocli.estimate.memory import (
     Layout,
     Line,
@@ -230,20 +230,20 @@ def test_states_of_frozen_layers_count_where_they_are(frozen, sums):
 def test_what_surely_does_not_fit_is_refused_and_what_is_close_is_warned_of(caplog):
     cfg, room = TrainConfig(), Room(1000 * 2**20, 2**40, "card")
     with caplog.at_level(logging.WARNING, "ppocli"):
-        judge(cfg, found_of(900), room)
+        refuse_or_warn(cfg, found_of(900), room)
         assert not caplog.records
-        judge(cfg, found_of(990), room)
+        refuse_or_warn(cfg, found_of(990), room)
         assert "needs about 990 MiB of memory on card, and 1000 MiB are free" in caplog.text
         caplog.clear()
         with pytest.raises(OutOfMemoryError, match=r"1\.15 GiB of memory on card") as error:
-            judge(cfg, found_of(1180), room)
+            refuse_or_warn(cfg, found_of(1180), room)
         assert "hardware.memory_check=warn" in str(error.value)
-        judge(set_keys(cfg, {"hardware.memory_check": "warn"}), found_of(2**20), room)
+        refuse_or_warn(set_keys(cfg, {"hardware.memory_check": "warn"}), found_of(2**20), room)
         assert "Memory is short" in caplog.text
         caplog.clear()
         # what a run does without where it isn't free
         asked = replace(found_of(0).sums, host=2000 * 2**20)
-        judge(TrainConfig(), replace(found_of(0), sums=asked, spared=1200 * 2**20), Room(
+        refuse_or_warn(TrainConfig(), replace(found_of(0), sums=asked, spared=1200 * 2**20), Room(
             None, 1000 * 2**20, "this machine"))
         assert not caplog.records
 
@@ -261,9 +261,9 @@ def test_only_what_is_certain_refuses(caplog, counted, estimated, more, refused)
     with caplog.at_level(logging.WARNING, "ppocli"):
         if refused:
             with pytest.raises(OutOfMemoryError, match="Not enough memory"):
-                judge(TrainConfig(), found_of(counted, estimated, **more), room)
+                refuse_or_warn(TrainConfig(), found_of(counted, estimated, **more), room)
             return
-        judge(TrainConfig(), found_of(counted, estimated, **more), room)
+        refuse_or_warn(TrainConfig(), found_of(counted, estimated, **more), room)
     assert "Memory is short" in caplog.text
     assert ("what passes of gemma take has not been measured" in caplog.text) == bool(
         more.get("rough"))

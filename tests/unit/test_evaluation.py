@@ -216,7 +216,7 @@ def test_only_evaluations_are_overwritten(tmp_path):
         place(tmp_path, name="mine", overwrite=True).refuse_taken()
 
 
-MODEL = Target("./lm", "model", "/somewhere/lm", None, None, None)
+MODEL = Target("./lm", "/somewhere/lm")
 
 
 def test_flags_become_words():

@@ -8,7 +8,7 @@ import pytest
 from helpers import environment
 from runs import run, words
 
-from ppocli.parallel.heap import _OTHERS
+from ppocli.parallel.host_memory import _OTHERS
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's")
 
@@ -38,7 +38,7 @@ def measure():
     return resident() - before, faults
 '''
 OWN = MEASURE + '''
-from ppocli.parallel.heap import keep_freed_memory
+from ppocli.parallel.host_memory import keep_freed_memory
 {call}
 print(*measure())
 '''

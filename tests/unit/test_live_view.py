@@ -18,10 +18,10 @@ from rich.text import Text
 from terminal import Screen
 
 from ppocli.display.console import open_display
-from ppocli.display.dashboard import Dashboard, duration, sparkline
+from ppocli.display.dashboard import Dashboard, duration
 from ppocli.display.live_view import LiveView, Outlet
 from ppocli.parallel.host_memory import resident_mib
-from ppocli.text import clean
+from ppocli.text import clean, sparkline
 
 
 def row(step: int, **more: float | None) -> dict:
