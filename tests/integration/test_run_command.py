@@ -57,6 +57,7 @@ def test_metrics_samples_and_events_agree(reference):
     assert summary["eval_after"]["reward_mean"] == pytest.approx(rows[4]["eval/reward_mean"])
 
 
+@pytest.mark.long
 def test_a_foreign_folder_with_few_words(world):
     """The line of the README, and no more."""
     (world / "my_rewards.py").write_text(
@@ -76,6 +77,7 @@ def test_a_foreign_folder_with_few_words(world):
     assert "3 prompts are fewer than the 8 of a rollout" in done.out
 
 
+@pytest.mark.long
 def test_an_equal_run_is_equal_and_another_seed_is_not(command, world):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         assert command(*words(f"run_name={name}", f"seed={seed}", "ppo.num_steps=2")).code == 0
@@ -84,6 +86,7 @@ def test_an_equal_run_is_equal_and_another_seed_is_not(command, world):
     assert a != c
 
 
+@pytest.mark.long
 def test_an_existing_run_is_not_overwritten(command, reference, shared_world, monkeypatch):
     monkeypatch.chdir(shared_world)
     before = (reference / "metrics.jsonl").read_bytes()

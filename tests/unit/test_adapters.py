@@ -29,7 +29,8 @@ from ppocli.parallel.stop import StopFlag
 from ppocli.training.optimizers import named_trainable
 
 # PEFT asks transformers by a name that is going to be dropped
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is dep:FutureWarning")
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings(
+    "ignore:.is_gradient_checkpointing. is dep:FutureWarning")]
 
 KINDS = ["lora", "prefix", "prompt"]
 SHAPES = ["gpt2", "llama"]

@@ -7,6 +7,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # tools/ is in no wheel
 
+import pytest
+
 from tools.assets import examples
 from tools.assets.corpus import (
     NEGATIVE,
@@ -16,6 +18,8 @@ from tools.assets.corpus import (
     neutral_openings,
     verdict,
 )
+
+pytestmark = pytest.mark.long
 
 
 def test_reviews_are_a_function_of_the_seed():

@@ -25,6 +25,8 @@ from tools.assets.corpus import make_reviews
 from tools.assets.reviews import ReviewsSettings, build_reviews
 from tools.assets.sentiment import SentimentSettings, build_sentiment
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def policy():

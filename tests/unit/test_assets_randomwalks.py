@@ -24,6 +24,8 @@ from tools.assets.randomwalks import (
     draw_walks,
 )
 
+pytestmark = pytest.mark.long
+
 # a <- b <- c <- d, a shortcut d -> b, and e <-> f, which never arrive
 SMALL = {"a": "a", "b": "ac", "c": "b", "d": "bc", "e": "f", "f": "e"}
 

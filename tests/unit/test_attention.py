@@ -13,6 +13,8 @@ from ppocli.models.fast.kernels import takes_packed
 from ppocli.models.loading.language_model import load_lm
 from ppocli.models.transformers_internals import replace_sdpa
 
+pytestmark = pytest.mark.long
+
 KINDS = {
     "gpt2": {"n_positions": 160}, "llama": {"max_position_embeddings": 160},
     "qwen2": {"max_position_embeddings": 160}, "gpt_neox": {"max_position_embeddings": 160},

@@ -20,6 +20,8 @@ from ppocli.models.layout import lay_out
 from ppocli.models.value_function import ScoreHead, ValueBranch, ValueModel
 from ppocli.parallel.stop import StopFlag
 
+pytestmark = pytest.mark.long
+
 CRITICS = {"branch": {"model__value__kind": "branch", "model__value__num_layers_unfrozen": 1},
            "model": {"model__value__kind": "model"}}
 

@@ -23,6 +23,8 @@ from ppocli.models.loading.model_config import max_positions
 from ppocli.models.trunk import state_scale
 from ppocli.parallel.stop import StopFlag
 
+pytestmark = pytest.mark.long
+
 
 def pair_config(tmp_path, kind, **over):
     save_lm(tmp_path / "lm", kind, gain=2.0)

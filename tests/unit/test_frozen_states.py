@@ -18,6 +18,8 @@ from sessions import (
 from ppocli.models.layer_stack import layer_stack
 from ppocli.parallel.stop import StopFlag
 
+pytestmark = pytest.mark.long
+
 KINDS = ["gpt2", "gpt_neox", "gptj", "llama", "qwen2", "mistral", "opt"]
 
 

@@ -21,6 +21,8 @@ from ppocli.sampling.decoding import try_decoding
 from ppocli.sampling.loading import load_decodable, load_judged, load_policy
 from ppocli.sampling.token_choice import SamplingSpec
 
+pytestmark = pytest.mark.long
+
 LENGTHS = (3, 5, 1, 5, 3, 2)
 
 

@@ -31,6 +31,8 @@ from ppocli.training.checkpoint_contents import (
 )
 from ppocli.training.checkpoint_io import RankState
 
+pytestmark = pytest.mark.long
+
 
 def train(session: Session, step: int) -> None:
     rollout = rollout_of(session, start=16 * step)

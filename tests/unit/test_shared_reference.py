@@ -22,6 +22,8 @@ from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import ROLLOUT
 from ppocli.tasks.ppo.rollout import generate_chunks, measure_chunk
 
+pytestmark = pytest.mark.long
+
 
 def one_layer(tmp_path, kind="gpt2", reference="shared", **over):
     save_lm(tmp_path / "lm", kind, gain=1.5)  # less sure of itself, so that a KL can be seen
