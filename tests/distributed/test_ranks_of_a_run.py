@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from helpers import ppocli, stable_rows
 from ranks import (
-    LONG,
     REWARD,
     close_to,
-    ranks_of,
     rows_of,
     wait_for_no_ranks,
 )
@@ -99,22 +95,6 @@ def test_sigterm_saves_once_and_the_resume_is_exact(world, hardware):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hardware", ["ddp", "zero3"])
-def test_a_reward_that_fails_on_one_rank_ends_all_with_one_message(world, hardware):
-    (world / "odd.py").write_text(REWARD)
-    started = time.monotonic()
-    done = run("train", *words("run_name=bad", "reward.fn=odd.py:broken_on_one_rank",
-                               f"hardware={hardware}"), cwd=world)
-    assert done.code == 7
-    assert "rank 1, reward" in done.err
-    assert "no reward today" in done.err
-    assert len([line for line in done.err.splitlines() if line.startswith("Error:")]) == 1
-    assert "terminate called" not in done.err
-    assert time.monotonic() - started < 120
-    wait_for_no_ranks("bad")
-
-
-@pytest.mark.slow
 def test_scoring_beside_generation_keeps_ranks_in_step(world):
     """With drawn lengths, a sweep at evaluation and the reference's responses: all that ranks
     share out among them."""
@@ -139,24 +119,6 @@ def test_scoring_beside_generation_keeps_ranks_in_step(world):
     assert done.code == 7
     assert "rank 1, reward" in done.err
     wait_for_no_ranks("bad")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_killed_rank_ends_the_others_and_the_run_goes_on_later(world, number):
-    process = spawn("train", *words("run_name=killed", "hardware=zero2", *LONG[:2],
-                                    "checkpoint.every_steps=1"), cwd=world)
-    wait_for(lambda: rows_of(world / "runs/killed") >= 3, process)
-    os.kill(ranks_of("killed")[number], signal.SIGKILL)
-    _, err = process.communicate(timeout=90)
-    assert process.returncode == 1
-    assert f"rank {number}, " in err
-    assert "killed by SIGKILL (exit -9): probably out of memory" in err, err
-    wait_for_no_ranks("killed")
-    done = run("resume", "runs/killed", "ppo.num_steps=8", cwd=world)
-    assert done.code == 0, done.err
-    steps = [row["step"] for row in stable_rows(world / "runs/killed/metrics.jsonl")]
-    assert steps == sorted(set(steps))
 
 
 CONTRADICTIONS = [

@@ -70,16 +70,3 @@ def test_a_disk_that_really_is_full(size, command, reference, world):
     ended = command(*words("run_name=r", "resume=auto", stateful=True))
     assert ended.code == 0, ended.said
     assert_equal_runs(reference, world / "runs/r")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("blocks", [8, 40, 90])
-def test_a_limit_of_the_file_size(blocks, world):
-    line = f"ulimit -f {blocks}; exec {sys.executable} -m ppocli train " + " ".join(
-        words("run_name=r"))
-    done = subprocess.run(["bash", "-c", line], cwd=world, text=True, env=environment(),
-                          capture_output=True, timeout=200, check=False)
-    assert done.returncode == 6, (done.returncode, done.stderr)
-    assert "File size limit reached" in done.stderr
-    assert "ulimit -f" in done.stderr
-    assert "Traceback" not in done.stderr

@@ -31,15 +31,6 @@ def score(outputs, **columns):
 BAD = {
     "raises": ("raise KeyError('nothing there')", "raised KeyError: 'nothing there'"),
     "too few": ("return good[:-1]", "values for 5 samples"),
-    "scalar": ("return 1.0", "returned 1 value for 5 samples"),
-    "one": ("return [1.0]", "returned 1 value for 5 samples"),
-    "none": ("return [None] + good[1:]", "returned None for sample 0"),
-    "nan": ("return [float('nan')] + good[1:]", "returned NaN for sample 0"),
-    "infinite": ("return good[:-1] + [float('inf')]", "which is not finite"),
-    "too large": ("return [1e300] * len(good)", "infinite in float32"),
-    "text": ("return ['good'] * len(good)", "str 'good' for sample 0"),
-    "nested": ("return [[[1.0]] for _ in good]", "for sample 0"),
-    "nothing": ("pass", "returned None for 5 samples"),
     "slow": ("time.sleep(30)", "still running after 0."),
 }
 
@@ -135,13 +126,6 @@ def test_a_mended_reward_goes_on_exactly(command, world):
     assert_equal_runs(world / "runs/straight", world / "runs/r")
 
 
-def test_the_call_that_raised_is_tried_again(command, world):
-    fn = write_reward(world, "if calls == 3: raise ValueError('once')\n    return good")
-    ended = command(*words(fn, "reward.retries=1", "run_name=r"))
-    assert ended.code == 0, ended.said
-    assert "trying again" in ended.said
-
-
 def test_rare_invalid_scores_are_dropped_and_counted(command, world):
     fn = write_reward(world, "if calls % 3 == 2: good[0] = None\n    return good")
     ended = command(*words(fn, "reward.on_invalid=skip", "run_name=r"))
@@ -167,10 +151,8 @@ def test_equal_rewards_are_warned_of_and_stay_finite(command, world):
 
 
 @pytest.mark.parametrize(("fn", "said"), [
-    ("no_such_module:score", "no_such_module"), ("bad.py:scores", "score"),
-    ("bad.py:calls", "can't be called"), ("missing.py:score", "missing.py"),
-    ("broken.py:score", "boom"), ("needs.py:score", "wanted"), ("os:system", "os"),
-    ("bad.score.deep:x", "bad")])
+    ("missing.py:score", "missing.py"), ("broken.py:score", "boom"),
+    ("needs.py:score", "wanted")])
 def test_a_wrong_import_path_is_told_before_anything_is_made(fn, said, command, world):
     write_reward(world, "return good")
     (world / "broken.py").write_text("raise ImportError('boom')\n")

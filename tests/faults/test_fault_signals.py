@@ -94,16 +94,6 @@ def test_a_signal_from_outside_then_the_resume_command(world, reference):
     assert_equal_runs(reference, world / "runs/r")
 
 
-@pytest.mark.slow
-def test_hangup_counts_as_sigterm(world):
-    process = spawn("train", *words("run_name=r"), cwd=world,
-                    PPOCLI_FAULTS="score.before@6:sleep=2")
-    wait_for((world / "runs/r/checkpoints/step-000001").exists, process)
-    os.kill(process.pid, signal.SIGHUP)
-    process.communicate(timeout=60)
-    assert process.returncode == 143
-
-
 @pytest.mark.parametrize("fault", [
     "export.before_rename:kill9", pytest.param("save.after_rename@4:kill9",
                                                marks=pytest.mark.slow)])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers import jsonl, save_lm, write_prompts
-from runs import assert_equal_runs, copied, run, words
+from runs import copied, words
 
 from ppocli.config.resolved import read_config
 from ppocli.runs.record import Change, read_changes
@@ -18,19 +18,6 @@ from ppocli.runs.record import Change, read_changes
 def stopped(reference, world) -> Path:
     """A run stopped after step 2 of the reference run, in a world of its own."""
     return copied(reference, world / "runs/r", 2)
-
-
-@pytest.mark.parametrize("fault", [
-    "score.after@8:term", pytest.param("score.before@8:int", marks=pytest.mark.slow),
-    pytest.param("rollout.token@40:term", marks=pytest.mark.slow)])
-def test_work_dropped_by_a_stop_is_done_again_with_the_same_random_numbers(
-        fault, command, reference, world):
-    """The reward has drawn from the global generators by then; the step starts over on resume."""
-    ended = run("train", *words("run_name=r", stateful=True), cwd=world, PPOCLI_FAULTS=fault)
-    assert ended.code in (130, 143), ended.err
-    again = command(*words("run_name=r", "resume=auto", stateful=True))
-    assert again.code == 0, again.said
-    assert_equal_runs(reference, world / "runs/r")
 
 
 def test_another_kl_coefficient_is_used_from_here_on(command, stopped):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import random
-import shutil
 import time
 
 import pytest
-from runs import STEPS, assert_equal_runs, copied, resumed, run, spawn, whole_copy, words
+from runs import STEPS, assert_equal_runs, copied, resumed, run, spawn, words
 
 
 @pytest.mark.parametrize("step", [
@@ -25,13 +24,6 @@ def test_resuming_twice_equals_the_straight_run(reference, tmp_path):
     again = copied(stopped, tmp_path / "b", 2)
     resumed(again)
     assert_equal_runs(reference, again)
-
-
-def test_a_finished_run_resumed_from_its_last_checkpoint_redoes_the_model(reference, tmp_path):
-    finished = whole_copy(reference, tmp_path / "run")
-    shutil.rmtree(finished / "model")
-    resumed(finished)
-    assert_equal_runs(reference, finished)
 
 
 KILLS = ["save.before_rename@2:kill9", "rollout.token@70:kill9"]

@@ -103,10 +103,3 @@ def test_it_is_judged_and_asked(here, export, what):
     assert figures["reward_mean"] == pytest.approx(after["reward_mean"])
     assert figures["kl_mean"] == pytest.approx(after["kl_mean"], abs=1e-5)
     assert after["kl_mean"] > 1e-3
-
-
-def test_an_adapter_is_no_model_to_train_from(here):
-    done = run("train", *words("model.path=runs/lora/model", "run_name=x"), cwd=here)
-    assert done.code == 3
-    assert "holds only an adapter" in done.err
-    assert "ppocli export" in done.err

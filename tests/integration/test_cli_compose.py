@@ -19,6 +19,7 @@ from ppocli.config.problems import find_problems
 from ppocli.config.resolved import schema_node, typed
 from ppocli.config.words import read_words
 from ppocli.errors import CheckpointError, ConfigError
+from ppocli.rewards.scoring import check_reward_config
 from ppocli.storage.run_folder import write_config
 
 RUNNABLE = ["model.path=lm", "prompts.path=p.txt", "reward.fn=length", "ppo.num_steps=1"]
@@ -59,7 +60,9 @@ def write(path: str, text: str) -> Path:
 @pytest.mark.parametrize("name", list(recipe_files()))
 def test_every_shipped_recipe_composes_without_problems(name):
     assert composed(f"+recipe={name}").recipe == name
-    assert find_problems(checked(f"+recipe={name}").config) == []
+    config = checked(f"+recipe={name}").config
+    assert find_problems(config) == []
+    assert check_reward_config(config.reward) == [], "no code of the user's"
 
 
 @pytest.mark.parametrize(("group", "option"), [

@@ -219,17 +219,6 @@ def test_an_interrupted_export_leaves_nothing(finished, here, fault, code):
     assert list((finished / "export").iterdir()) == []
 
 
-@pytest.mark.slow
-def test_a_killed_export_is_cleared_away_by_the_next(finished, export, here):
-    done = run("export", "mine", cwd=here, PPOCLI_FAULTS="export.before_rename:kill9")
-    assert done.code == -9
-    lock, staging = sorted(names(finished / "export"))
-    assert lock == f".lock-{LAST}"
-    assert staging.startswith(f".staging-{LAST}-")
-    assert export("mine").code == 0
-    assert names(finished / "export") == {LAST}
-
-
 def test_no_secret_and_no_home_leave_the_machine(finished, export, here, monkeypatch):
     """Planted everywhere a user could have left it by accident."""
     secret = "correct-horse-battery"

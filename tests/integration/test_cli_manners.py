@@ -50,12 +50,6 @@ def test_quiet_training_prints_the_model_and_warnings(world):
     assert "INFO step 1/1" in log  # the log has everything
 
 
-def test_quiet_keeps_errors(tmp_path):
-    done = ppocli("-q", "train", "seed=x", cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.startswith("Error: ")
-
-
 def test_verbose_adds_the_traceback(tmp_path):
     for option in ("-v", "--verbose"):
         done = ppocli(option, "train", "seed=x", cwd=tmp_path)

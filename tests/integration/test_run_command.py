@@ -82,13 +82,3 @@ def test_an_equal_run_is_equal_and_another_seed_is_not(command, world):
     a, b, c = (stable_rows(world / f"runs/{name}/metrics.jsonl") for name in "abc")
     assert a == b
     assert a != c
-
-
-def test_an_existing_run_is_not_overwritten(command, reference, shared_world, monkeypatch):
-    monkeypatch.chdir(shared_world)
-    before = (reference / "metrics.jsonl").read_bytes()
-    ended = command(*words("run_name=reference"))
-    assert ended.code == 5
-    assert "ppocli resume" in ended.err
-    assert "run_name" in ended.err
-    assert (reference / "metrics.jsonl").read_bytes() == before

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from ppocli.config.keys import schema_keys
-from ppocli.config.problems import find_problems, raise_problems
+from ppocli.config.problems import find_problems
 from ppocli.config.schema import TrainConfig
-from ppocli.errors import ConfigError
 
 
 def sound() -> TrainConfig:
@@ -140,20 +139,6 @@ def test_python_objects_stand_in_for_keys():
                      checkpoint__metric="metrics/x")
     handed_in = frozenset({"reward.fn", "prompts.items", "reward.metric_fn"})
     assert said(config, handed_in=handed_in) == []
-
-
-def test_all_problems_come_in_one_message_with_their_sources():
-    config = changed(seed=-1, ppo__lam=2.0, ppo__mini_batch_size=500)
-    sources = {"seed": "command line", "ppo.lam": "recipes/mine.yaml:7",
-               "ppo.mini_batch_size": "recipes/mine.yaml:8"}
-    with pytest.raises(ConfigError) as error:
-        raise_problems(find_problems(config, sources))
-    assert str(error.value).splitlines() == [
-        "3 problems in the configuration:",
-        "  seed: -1 must be >= 0 (from command line)",
-        "  ppo.lam: 2 must be >= 0 and <= 1 (from recipes/mine.yaml:7)",
-        "  ppo.mini_batch_size, ppo.num_rollouts: mini_batch_size 500 must be at most "
-        "num_rollouts 128 (from recipes/mine.yaml:8)"]
 
 
 def test_a_wrong_value_is_not_also_a_contradiction():

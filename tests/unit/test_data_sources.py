@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 
 import datasets
 import pyarrow as pa
@@ -195,12 +194,6 @@ def test_inline_items_from_config_and_from_python(tmp_path):
     assert load(write_jsonl(tmp_path / "p.jsonl"), items=["it is"]).texts == ["it is"]
 
 
-def test_builtin_prompts():
-    prompts = load("builtin:reviews-prompts")
-    assert len(prompts) > 1
-    assert all(prompts.texts)
-
-
 def test_two_sources_are_refused(tmp_path):
     cfg = PromptsConfig(path="x.jsonl", items=["it is"])
     with pytest.raises(ConfigError, match="both set") as caught:
@@ -353,21 +346,6 @@ def test_bad_folders(tmp_path):
         file.write_bytes(file.read_bytes()[:30])
     with pytest.raises(InputError, match="cannot be loaded"):
         load(tmp_path / "saved")
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_file_without_permission(tmp_path):
-    path = write_jsonl(tmp_path / "p.jsonl")
-    path.chmod(0)
-    with pytest.raises(InputError, match=r"cannot be read: Permission denied"):
-        load(path)
-
-
-def test_a_file_that_is_a_dangling_link(tmp_path):
-    path = tmp_path / "p.jsonl"
-    path.symlink_to(tmp_path / "gone.jsonl")
-    with pytest.raises(InputError, match="does not exist"):
-        load(path)
 
 
 def test_evaluation_errors_name_the_evaluation_keys(tmp_path):

@@ -21,7 +21,6 @@ from ppocli.display.console import open_display
 from ppocli.display.dashboard import Dashboard, duration, sparkline
 from ppocli.display.live_view import LiveView, Outlet
 from ppocli.parallel.host_memory import resident_mib
-from ppocli.text import clean
 
 
 def row(step: int, **more: float | None) -> dict:
@@ -151,10 +150,6 @@ def test_duration(seconds, text):
 def test_memory_of_a_process():
     assert resident_mib(os.getpid()) > 5
     assert resident_mib(2**22 + 1) is None
-
-
-def test_text_cannot_turn_the_terminal_around():
-    assert clean("a\u202eb\x9bc\u2028d\ud800") == "a?b?c?d?"
 
 
 # --- how it is drawn ------------------------------------------------------------------------

@@ -12,8 +12,6 @@ from ppocli.models.layer_stack import layer_stack
 from ppocli.models.policy import freeze_bottom
 from ppocli.models.reference import CopyReference, SharedReference, share_trunk
 from ppocli.parallel.stop import StopFlag
-from ppocli.ppo.noise import ROLLOUT
-from ppocli.tasks.ppo.rollout import generate_chunks, measure_chunk
 
 KINDS = ["gpt2", "gpt_neox", "gptj", "llama", "qwen2", "qwen3", "mistral", "gemma", "opt", "phi"]
 
@@ -98,26 +96,6 @@ def test_it_holds_what_trains_and_nothing_else(tmp_path):
         copied = sum(p.numel() for p in policy.parameters())
         assert reference.border == 1
         assert held < 0.6 * copied
-
-
-def test_the_frozen_bottom_runs_once_for_policy_and_reference(tmp_path):
-    with session_of(one_layer(tmp_path, ppo__logprobs_from="forward", ppo__chunk_size=16,
-                              ppo__micro_batch_size=16)) as session:
-        stop = StopFlag()
-        chunk, = generate_chunks(session, session.next_prompts(0, 16), 16, ROLLOUT, stop)
-        positions = [0, 0]
-
-        def count(number):
-            def hook(_module, inputs):
-                positions[number] += inputs[0].shape[0] * inputs[0].shape[1]
-            return hook
-
-        for number, layer in enumerate(layer_stack(session.policy.lm)):
-            layer.register_forward_pre_hook(count(number))
-        measure_chunk(session, chunk, stop, forward=True)
-    spans = chunk.prompts.mask.sum(1) + chunk.out.mask.sum(1) - 1
-    assert int(spans.sum()) <= positions[0] <= 16 * int(spans.max())
-    assert positions[1] == 2 * positions[0]  # of the policy, then of the reference
 
 
 def test_auto_shares_where_layers_are_frozen(tmp_path):
