@@ -10,15 +10,8 @@ from pathlib import Path
 import pytest
 import ranks
 from helpers import make_tokenizer, model_config, save_lm
-from ranks import largest_difference
-from sessions import small_config
+from ranks import largest_difference, odd_config, under
 
-# counts that don't divide: 13 samples, minibatches of 7, micro-batches of 2, chunks of 3
-ODD = {"ppo.num_steps": 3, "ppo.num_rollouts": 13, "ppo.mini_batch_size": 7,
-       "ppo.micro_batch_size": 2, "ppo.chunk_size": 3, "generation.max_new_tokens": 10,
-       "hardware.device": "cpu", "hardware.num_threads": 1, "ppo.optimizer.name": "sgd",
-       "ppo.optimizer.lr": 1e-2, "prompts.eval.limit": 5, "ppo.logprobs_from": "forward",
-       "generation.stop_token_ids": [10, 19, 24, 36]}
 APART = {"hardware.gather_for_generation": False}
 SHARED = {"model.num_layers_unfrozen": 1}
 pytestmark = pytest.mark.timeout(900)
@@ -26,9 +19,8 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> dict:
-    world = tmp_path_factory.mktemp("parts")
-    small_config(world)
-    return {"model.path": str(world / "lm"), "prompts.path": str(world / "prompts.jsonl"), **ODD}
+    return odd_config(tmp_path_factory.mktemp("parts"), **{
+        "ppo.logprobs_from": "forward", "generation.stop_token_ids": [10, 19, 24, 36]})
 
 
 def run_sessions(folder: Path, name: str, config: dict, scenarios: dict, *, world: int = 2) -> dict:
@@ -40,15 +32,6 @@ def run_sessions(folder: Path, name: str, config: dict, scenarios: dict, *, worl
         scenario, _, rest = key.partition("/")
         split.setdefault(scenario, {})[rest] = tensor
     return split
-
-
-def under(stage: int, folder: Path) -> dict:
-    """The settings of a stage. DeepSpeed would leave all parameters of so small a model whole."""
-    if stage < 3:
-        return {"hardware.zero_stage": stage}
-    file = folder / "deepspeed.json"
-    file.write_text('{"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}')
-    return {"hardware.zero_stage": 3, "hardware.deepspeed_config": str(file)}
 
 
 def assert_same(one: dict, other: dict, tolerance: float = 2e-6) -> None:
@@ -136,18 +119,13 @@ def test_every_kind_of_reference_and_value_function(config, tmp_path):
 
 
 @pytest.mark.slow
-def test_parameters_that_deepspeed_leaves_whole(config, alone, tmp_path):
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_parameters_that_deepspeed_leaves_whole_or_in_host_memory(config, alone, tmp_path,
+                                                                  offloaded):
     """Its own threshold: all of so small a model."""
-    many = run_sessions(tmp_path, "many", {**config, "hardware.zero_stage": 3}, {
-        "copy": {}, "copy apart": APART, "shared apart": {**SHARED, **APART}})
-    for name, found in many.items():
-        assert_same(alone[name.split()[0]], found)
-
-
-@pytest.mark.slow
-def test_weights_in_host_memory(config, alone, tmp_path):
+    more = under(3, tmp_path) if offloaded else {"hardware.zero_stage": 3}
     many = run_sessions(tmp_path, "many", {
-        **config, **under(3, tmp_path), "hardware.offload_param": True}, {
+        **config, **more, "hardware.offload_param": offloaded}, {
         "copy": {}, "copy apart": APART, "shared apart": {**SHARED, **APART}})
     for name, found in many.items():
         assert_same(alone[name.split()[0]], found)
