@@ -19,6 +19,7 @@ from ppocli.sampling.decoder import Decoder
 from ppocli.sampling.decoding import decode
 from ppocli.sampling.samples import Generation
 from ppocli.sampling.token_choice import SamplingSpec
+from ppocli.tasks.ppo.experience import to_experience, update_moments
 from ppocli.tasks.ppo.records import Experience, PPOState
 from ppocli.tasks.ppo.rollout import collect_rollout
 from ppocli.tasks.ppo.session import Session, build_session
@@ -34,6 +35,11 @@ from ppocli.training.task import OptimizeResult, PythonObjects
 def count_good(outputs, **_: Any) -> list[float]:
     """A reward with spread on random text: how often some words occur."""
     return [float(sum(w in ("good", "great", "warm", "a") for w in o.split())) for o in outputs]
+
+
+def count_letters(outputs, **_: Any) -> list[float]:
+    """A reward that no two texts of other lengths share."""
+    return [len(output) / 10 for output in outputs]
 
 
 def set_keys(cfg: Any, values: dict[str, Any]) -> Any:
@@ -102,6 +108,21 @@ def gradient_of(session: Session, experience: Experience, rows: Any = None) -> d
     sums = phase._Sums(task)
     phase._backward(task, plan, update_of(session, experience, rows), sums, poisoned=False)
     return dict(zip(task.terms, sums.over(session.backend.ranks).tolist(), strict=True))
+
+
+def experience_of(session: Session) -> tuple[Experience, PPOState]:
+    """The experience of one rollout, and PPO's own state with it."""
+    rollout = rollout_of(session)
+    state = update_moments(fresh_state(session), rollout, session.cfg)
+    return to_experience(rollout, state, session.cfg), state
+
+
+def gradients(session: Session, experience: Experience, rows: Any = None
+              ) -> tuple[dict[str, Any], dict[str, float]]:
+    """The gradient of an update of these rows (default: all) by parameter, and its terms."""
+    terms = gradient_of(session, experience, rows)
+    return {n: p.grad.clone() for n, p in session.policy.named_parameters()
+            if p.grad is not None}, terms
 
 
 def generate(lm: Any, tokens: Any, mask: Any, spec: SamplingSpec, noise: Any, *,

@@ -26,6 +26,20 @@ def test_resuming_twice_equals_the_straight_run(reference, tmp_path):
     assert_equal_runs(reference, again)
 
 
+CRITIC = "model.value.kind={} model.value.num_layers_unfrozen=1"
+
+
+@pytest.mark.parametrize("keys", [
+    CRITIC.format("branch"), CRITIC.format("model"), "model.num_layers_unfrozen=1"],
+    ids=["branch", "critic", "shared"])
+def test_each_kind_of_model_resumes_exactly(keys, command, world):
+    done = command(*words("run_name=straight", "model.reference.kind=auto", *keys.split()))
+    assert done.code == 0, done.said
+    stopped = copied(world / "runs/straight", world / "runs/stopped", 1)
+    resumed(stopped)
+    assert_equal_runs(world / "runs/straight", stopped)
+
+
 KILLS = ["save.before_rename@2:kill9", "rollout.token@70:kill9"]
 MORE_KILLS = [
     "save.open@1:kill9", "save.open@9:kill9", "save.open@25:kill9", "save.before_manifest@1:kill9",

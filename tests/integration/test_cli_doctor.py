@@ -272,15 +272,6 @@ def in_shell(script: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[
                           env=environment(**env))
 
 
-def test_a_limit_on_files_is_noticed_and_nothing_is_left(tmp_path):
-    done = in_shell("ulimit -f 0; CHECK", tmp_path)
-    output = done.stdout.splitlines()[1]
-    assert "verdict='fail'" in output
-    assert "File size limit reached" in output
-    assert "verdict='ok'" in in_shell("CHECK", tmp_path).stdout.splitlines()[1]
-    assert os.listdir(tmp_path) == []
-
-
 @pytest.mark.parametrize(("options", "disk", "output"), [
     ("size=300k", "verdict='fail'", "verdict='ok'"),
     ("size=300k,ro", "verdict='fail'", "Read-only disk"),

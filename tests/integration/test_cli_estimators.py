@@ -39,9 +39,3 @@ def test_no_value_head_is_saved_and_export_says_so(run):
 def test_the_report_copes(run):
     ended = ppocli("report", "runs/r", cwd=run)
     assert ended.returncode == 0, ended.stderr
-
-
-def test_an_estimator_that_compares_samples_asks_for_some(tmp_path):
-    ended = ppocli("train", *SMALL, "ppo.advantage=rloo", cwd=tmp_path)
-    assert ended.returncode == 2
-    assert "rloo compares samples of the same prompt: set ppo.n to 2 or more" in ended.stderr

@@ -4,17 +4,21 @@ and changes no number."""
 import pytest
 import torch
 from helpers import save_lm
-from sessions import fresh_state, optimize, rollout_of, session_of, small_config, weights_of
-from test_invariants import experience_of
+from sessions import (
+    count_letters,
+    experience_of,
+    fresh_state,
+    optimize,
+    rollout_of,
+    session_of,
+    small_config,
+    weights_of,
+)
 
 from ppocli.models.layer_stack import layer_stack
 from ppocli.parallel.stop import StopFlag
 
 KINDS = ["gpt2", "gpt_neox", "gptj", "llama", "qwen2", "mistral", "opt"]
-
-
-def count_letters(outputs, **_):
-    return [len(output) / 10 for output in outputs]
 
 
 def top_layer(tmp_path, kind="gpt2", **over):

@@ -4,9 +4,14 @@ import pytest
 import torch
 from helpers import PAIRS, make_tokenizer, ppocli, save_lm
 from runs import assert_equal_runs, copied, resumed
-from sessions import optimize, rollout_of, session_of, small_config
-from test_invariants import experience_of, gradients
-from test_shared_reference import count_letters
+from sessions import (
+    count_letters,
+    experience_of,
+    optimize,
+    rollout_of,
+    session_of,
+    small_config,
+)
 from transformers import AutoModelForSeq2SeqLM
 
 from ppocli.config.schema import PromptsConfig
@@ -45,39 +50,6 @@ def test_logprobs_are_those_of_transformers_at_the_temperature(tmp_path, kind, s
         torch.testing.assert_close(rollout.ref_logprobs[i][rollout.response_mask[i]], wanted,
                                    rtol=0, atol=2e-5)
     assert rollout.kl.abs().max() <= 1e-5
-
-
-@pytest.mark.parametrize("kind", PAIRS)
-def test_with_learning_rate_zero_every_ratio_is_one(tmp_path, kind):
-    cfg = pair_config(tmp_path, kind, ppo__optimizer__lr=0.0)
-    with session_of(cfg, reward=count_letters) as session:
-        experience, state = experience_of(session)
-        result = optimize(session, experience, state, StopFlag())
-    assert result.terms["max_log_ratio"] <= 1e-5
-
-
-@pytest.mark.parametrize("kind", PAIRS)
-def test_the_gradient_does_not_depend_on_the_micro_batch(tmp_path, kind):
-    found = []
-    for micro in (None, 3):
-        cfg = pair_config(tmp_path, kind, ppo__micro_batch_size=micro, ppo__mini_batch_size=16)
-        with session_of(cfg, reward=count_letters) as session:
-            experience, _ = experience_of(session)
-            found.append(gradients(session, experience)[0])
-    assert any(".encoder." in name and grad.abs().max() > 0 for name, grad in found[0].items())
-    for name, grad in found[0].items():
-        torch.testing.assert_close(found[1][name], grad, rtol=2e-4, atol=2e-6)
-
-
-@pytest.mark.parametrize("kind", PAIRS)
-def test_the_rollout_does_not_depend_on_the_chunk(tmp_path, kind):
-    found = []
-    for chunk in (2, 16):
-        save_lm(tmp_path / "lm", kind, gain=2.0)
-        with session_of(small_config(tmp_path, ppo__chunk_size=chunk)) as session:
-            found.append(rollout_of(session))
-    assert torch.equal(found[0].response_tokens, found[1].response_tokens)
-    torch.testing.assert_close(found[0].values, found[1].values, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", PAIRS)

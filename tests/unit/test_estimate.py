@@ -14,7 +14,6 @@ from sessions import fresh_state, optimize, rollout_of, session_of, set_keys, sm
 from torch.profiler import ProfilerActivity, profile
 
 from ppocli.config.schema import OptimizerConfig, TrainConfig
-from ppocli.errors import InputError
 from ppocli.estimate.check import check_memory, estimate
 from ppocli.estimate.memory import disk_of
 from ppocli.estimate.parts import (
@@ -346,25 +345,6 @@ def parts_by_kind(cfg: TrainConfig, config) -> dict[str, Part]:
     return {part.kind: part for part in parts}
 
 
-def test_the_outline_counts_what_a_gpt2_has():
-    layers, width, words, places = 3, 32, 50, 64
-    config = model_config("gpt2", n_layer=layers, n_embd=width, vocab_size=words)
-    cfg = config_of(model__num_layers_unfrozen=1, model__dtype="bf16",
-                    model__reference__kind="copy")
-    parts = parts_by_kind(cfg, config)
-    layer = 12 * width**2 + 13 * width  # four matrices with biases, two norms
-    trunk = words * width + places * width + layers * layer + 2 * width
-    head = 2 * width**2 + 2 * width + 2 * width + 1
-    assert all(p.is_meta for p in models_of(cfg, config).lm.parameters())
-    assert (parts["policy"].parameters, parts["policy"].size) == (trunk, 4 * trunk)
-    assert parts["policy"].trained == layer + 2 * width
-    assert parts["policy"].state == 8 * (layer + 2 * width)
-    assert parts["policy"].cast == 12 * width**2
-    assert (parts["value"].parameters, parts["value"].trained) == (head, head)
-    assert (parts["reference"].parameters, parts["reference"].size) == (trunk, 2 * trunk)
-    assert "reward" not in parts
-
-
 def test_an_adapter_trains_fp32_on_a_base_that_is_not():
     layers, width = 3, 32
     config = model_config("llama", num_hidden_layers=layers, hidden_size=width)
@@ -415,11 +395,6 @@ def test_a_classifier_among_the_rewards_is_a_part_and_a_function_is_unknown():
     assert [(p.name, p.parameters, p.trained) for p in parts if p.kind == "reward"] == [
         ("reward builtin:reviews-sentiment", 360_002, 0)]
     assert unknown == (Unknown("reward my_rewards:score", "your function"),)
-
-
-def test_a_missing_model_is_named():
-    with pytest.raises(InputError, match="nowhere"):
-        models_of(config_of(model__path="./nowhere"))
 
 
 def test_what_can_not_be_told_is_said(tmp_path, caplog):

@@ -6,8 +6,9 @@ import pytest
 import torch
 from sessions import (
     count_good,
+    experience_of,
     fresh_state,
-    gradient_of,
+    gradients,
     load_session,
     optimize,
     rollout_of,
@@ -25,18 +26,6 @@ from ppocli.tasks.ppo.experience import to_experience, update_moments
 from ppocli.tasks.ppo.figures import optimize_figures
 
 CRITIC_FREE = [name for name, entry in ESTIMATORS.items() if not entry.needs_critic]
-
-
-def experience_of(session):
-    rollout = rollout_of(session)
-    state = update_moments(fresh_state(session), rollout, session.cfg)
-    return to_experience(rollout, state, session.cfg), state
-
-
-def gradients(session, experience):
-    terms = gradient_of(session, experience)
-    return {n: p.grad.clone() for n, p in session.policy.named_parameters()
-            if p.grad is not None}, terms
 
 
 def config(folder, advantage, **keys):

@@ -7,8 +7,9 @@ import torch
 from helpers import save_lm, write_prompts
 from sessions import (
     count_good,
+    experience_of,
     fresh_state,
-    gradient_of,
+    gradients,
     optimize,
     rollout_of,
     session_of,
@@ -26,18 +27,6 @@ from ppocli.tasks.ppo.task import PPOTask
 from ppocli.training.state import TrainState
 
 ARCHITECTURES = ["gpt2", "gpt_neox", "llama", "qwen2"]
-
-
-def experience_of(session):
-    rollout = rollout_of(session)
-    state = update_moments(fresh_state(session), rollout, session.cfg)
-    return to_experience(rollout, state, session.cfg), state
-
-
-def gradients(session, experience, rows=None):
-    terms = gradient_of(session, experience, rows)
-    return {n: p.grad.clone() for n, p in session.policy.named_parameters()
-            if p.grad is not None}, terms
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)

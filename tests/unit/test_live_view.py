@@ -279,6 +279,29 @@ def test_a_thousand_changes_are_few_drawings(outlet):
     assert not any(thread.name == "ppocli-live-view" for thread in threading.enumerate())
 
 
+def test_what_the_terminal_cannot_encode_is_escaped_and_the_rest_goes_on():
+    raw = io.BytesIO()
+    console = Outlet(io.TextIOWrapper(raw, encoding="ascii"))
+    console.print("0.4±0.1")
+    console.print("and on")
+    console.file.flush()
+    assert raw.getvalue().decode("ascii").splitlines() == ["0.4\\xb10.1", "and on"]
+
+
+class Gone(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_a_reader_that_left_ends_neither_the_process_nor_raises():
+    for stream in (Gone(), io.StringIO()):
+        console = Outlet(stream)
+        console.print("one")
+        stream.close()
+        console.print("two")
+        console.file.flush()
+
+
 # --- modes ----------------------------------------------------------------------------------
 
 @pytest.fixture

@@ -4,8 +4,15 @@ and without a second pass through what is frozen."""
 import pytest
 import torch
 from helpers import model_config, save_lm
-from sessions import count_good, optimize, rollout_of, session_of, small_config
-from test_invariants import experience_of
+from sessions import (
+    count_good,
+    count_letters,
+    experience_of,
+    optimize,
+    rollout_of,
+    session_of,
+    small_config,
+)
 
 from ppocli.config.schema import ReferenceConfig, TrainConfig, reference_kind
 from ppocli.models.layer_stack import layer_stack
@@ -14,10 +21,6 @@ from ppocli.models.reference import CopyReference, SharedReference, share_trunk
 from ppocli.parallel.stop import StopFlag
 
 KINDS = ["gpt2", "gpt_neox", "gptj", "llama", "qwen2", "qwen3", "mistral", "gemma", "opt", "phi"]
-
-
-def count_letters(outputs, **_):
-    return [len(output) / 10 for output in outputs]
 
 
 def one_layer(tmp_path, kind="gpt2", reference="shared", **over):
