@@ -135,15 +135,11 @@ def test_the_values_of_a_sweep():
 
 @pytest.mark.parametrize(("key", "value", "said"), [
     ("generation.eval.top_k", [0, "x"], "[0, 'x'] must be a whole number, a list of whole numbers"),
-    ("generation.eval.top_k", "x", "x must be a whole number, a list of whole numbers, or null"),
     ("generation.eval.top_k", [0, True], "must be a whole number"),
-    ("generation.eval.top_k", [0, None], "must be a whole number"),
     ("generation.eval.top_k", [], "the list must hold at least one value"),
     ("generation.eval.top_k", [5, 5], "[5, 5] holds a value twice"),
     ("generation.eval.top_k", [0, -1], "-1 must be >= 0"),
-    ("generation.eval.temperature", [1, 0], "0 must be > 0"),
     ("generation.top_k", [0, 50], "to evaluate with each: generation.eval.top_k=[...]"),
-    ("generation.length_sampler", [5], "[5] must be [min, max] with min at most max"),
     ("generation.length_sampler", [5, 4], "[5, 4] must be [min, max] with min at most max"),
     ("generation.length_sampler", [0, 4], "0 must be >= 1"),
     ("generation.length_sampler", [4, 33], "must lie between min_new_tokens 0 and max_new_tokens")])

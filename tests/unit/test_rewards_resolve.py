@@ -176,20 +176,16 @@ def test_a_torch_module_is_called_through_forward():
 @pytest.mark.parametrize(("spec", "words"), [
     ("my_reward:score", ["no module 'my_reward'", "Did you mean 'my_rewards'?"]),
     ("my_rewards:scor", ["no 'scor'", "my_rewards.py", "Did you mean 'score'?"]),
-    ("my_rewards.scor", ["no 'scor'", "Did you mean 'score'?"]),
     ("my_rewards:LIMIT", ["int", "can't be called"]),
     ("my_rewards", ["neither a built-in reward nor an import path", "'my_rewards'"]),
     ("lenght", ["Did you mean 'length'?"]),
     ("my_rewards.py", ["no function in it"]),
-    ("my_rewards.py:", ["no function in it"]),
     ("my_reward.py:score", ["no file 'my_reward.py'", "Did you mean 'my_rewards.py'?"]),
     ("folder/x.py:score", ["no file 'folder/x.py'", "no folder"]),
     ("pkg.inne:score", ["no module 'inne' in 'pkg'", "Did you mean 'inner'?"]),
-    ("pkg.inne.score", ["no module 'inne' in 'pkg'", "Did you mean 'inner'?"]),
     ("pkg.inner", ["no function in it"]),
     ("pkg:inner", ["no function in it", "reward.fn=pkg.inner:FUNCTION"]),
     ("a b:score", ["not an import path"]),
-    ("", ["neither a built-in"]),
     ("my_rewards:NoCall", ["no __call__"]),
     ("my_rewards:Failing", ["Building", "KeyError: 'weights'", "my_rewards.py:9"]),
     ("my_rewards:Needs", ["can't be built without 'bonus'", "reward.kwargs.bonus=..."]),
@@ -331,9 +327,7 @@ def test_every_built_in_is_there():
     (RewardConfig(fns={"a": "length"}), "not a mapping"),
     (RewardConfig(fns={"a": {"weight": 1}}), "not an import path"),
     (RewardConfig(fns={"a": {"fn": "length", "kwargs": [1]}}), "not a mapping"),
-    (RewardConfig(fns={"a": {"fn": "length", "weight": "big"}}), "not a finite number"),
     (RewardConfig(fns={"a": {"fn": "length", "weight": float("nan")}}), "not a finite number"),
-    (RewardConfig(fns={"a": {"fn": "length", "weight": True}}), "not a finite number"),
 ])
 def test_malformed_sections(cfg, words):
     with pytest.raises(ConfigError) as caught:
