@@ -29,8 +29,7 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(name, damage, comm
                                                               tmp_path):
     folder = copied(reference, tmp_path / "run", 3)
     damage(folder / "checkpoints/step-000003" / name)
-    ended = command(f"resume={folder}")
-    assert ended.code == 0, ended.said
+    ended = command(f"resume={folder}", code=0)
     assert "skipped step-000003: " in ended.err
     assert name in ended.err
     assert "resuming step 2 of 4" in ended.out
@@ -42,8 +41,7 @@ def test_with_every_checkpoint_damaged_the_run_is_refused_and_kept(command, refe
     for step in (1, 2):
         flip(folder / f"checkpoints/step-00000{step}/policy/model.safetensors")
     before = tree(folder)
-    ended = command(f"resume={folder}")
-    assert ended.code == 5
+    ended = command(f"resume={folder}", code=5)
     assert "No valid checkpoint in" in ended.err
     assert "step-000001: policy/model.safetensors hash mismatch" in ended.err
     assert tree(folder) == before
@@ -60,14 +58,12 @@ def test_a_folder_without_checkpoint_is_refused_or_with_auto_begun(command, refe
     folder = copied(reference, world / "runs/r", 0)
     shutil.rmtree(folder / "checkpoints")
     before = tree(folder)
-    ended = command(f"resume={folder}")
-    assert ended.code == 5
+    ended = command(f"resume={folder}", code=5)
     assert "resume=auto" in ended.err
     assert tree(folder) == before
     own = reference.parents[1]
     ended = command(*words("run_name=r", "resume=auto", f"model.path={own}/lm",
-                           f"prompts.path={own}/prompts.jsonl", stateful=True))
-    assert ended.code == 0, ended.said
+                           f"prompts.path={own}/prompts.jsonl", stateful=True), code=0)
     assert "the run starts from the beginning" in ended.said
     assert_equal_runs(reference, folder)
 
@@ -75,8 +71,7 @@ def test_a_folder_without_checkpoint_is_refused_or_with_auto_begun(command, refe
 def test_a_damaged_run_id_is_refused(command, reference, tmp_path):
     folder = copied(reference, tmp_path / "run", 2)
     (folder / "run.json").write_text("{")
-    ended = command(f"resume={folder}")
-    assert ended.code == 5
+    ended = command(f"resume={folder}", code=5)
     assert "run.json is damaged" in ended.err
 
 
@@ -87,8 +82,7 @@ def test_a_changed_part_of_the_saved_state_is_refused_with_a_list(word, line, co
                                                                   tmp_path):
     folder = copied(reference, tmp_path / "run", 2)
     before = tree(folder)
-    ended = command(f"resume={folder}", word, "prompts.shuffle=false")
-    assert ended.code == 5, ended.said
+    ended = command(f"resume={folder}", word, "prompts.shuffle=false", code=5)
     assert line in ended.err
     assert "prompts.shuffle: true -> false" in ended.err
     assert tree(folder) == before
@@ -97,8 +91,7 @@ def test_a_changed_part_of_the_saved_state_is_refused_with_a_list(word, line, co
 def test_harmless_changes_are_listed_and_more_episodes_go_on(command, reference, tmp_path):
     folder = whole_copy(reference, tmp_path / "run")
     ended = command(f"resume={folder}", "ppo.num_steps=6", "eval.every_steps=1",
-                    "ppo.optimizer.lr=1e-4")
-    assert ended.code == 0, ended.said
+                    "ppo.optimizer.lr=1e-4", code=0)
     for line in ("changed on resume: ppo.num_steps: 4 -> 6",
                  "changed on resume: eval.every_steps: 2 -> 1",
                  "changed on resume: ppo.optimizer.lr: 0.001 -> 0.0001 (from here on"):
@@ -111,8 +104,7 @@ def test_harmless_changes_are_listed_and_more_episodes_go_on(command, reference,
 def test_a_finished_run_says_so(command, reference, tmp_path):
     folder = whole_copy(reference, tmp_path / "run")
     before = tree(folder)
-    ended = command(f"resume={folder}")
-    assert ended.code == 0
+    ended = command(f"resume={folder}", code=0)
     assert "already finished (4/4 steps)" in ended.said
     assert ended.out.splitlines()[-1] == str(folder / "model")
     assert tree(folder) == before
@@ -126,8 +118,7 @@ def test_a_finished_runs_missing_model_is_written_again(missing, command, refere
         shutil.rmtree(path)
     else:
         path.unlink()
-    ended = command(f"resume={folder}")
-    assert ended.code == 0, ended.said
+    command(f"resume={folder}", code=0)
     assert_equal_runs(reference, folder)
 
 
@@ -136,8 +127,7 @@ def test_a_second_process_on_the_folder_is_refused_with_its_pid(command, world, 
                     PPOCLI_FAULTS="rollout.token@60:sleep=60")
     try:
         wait_for((world / "runs/r/checkpoints/step-000001").exists, process)
-        ended = command(f"resume={world / 'runs/r'}")
-        assert ended.code == 5
+        ended = command(f"resume={world / 'runs/r'}", code=5)
         assert f"in use by process {process.pid} on {socket.gethostname()}" in ended.err
     finally:
         process.kill()
@@ -150,6 +140,5 @@ def test_a_second_process_on_the_folder_is_refused_with_its_pid(command, world, 
 def test_a_moved_run_goes_on_where_it_is(command, reference, tmp_path):
     folder = tmp_path / "with space ü"
     copied(reference, tmp_path / "made here", 3).rename(folder)
-    ended = command(f"resume={folder}")
-    assert ended.code == 0, ended.said
+    command(f"resume={folder}", code=0)
     assert_equal_runs(reference, folder)

@@ -33,8 +33,7 @@ def test_a_disk_that_refuses_a_save_keeps_the_older_and_goes_on_later(
 def test_one_refusal_is_survived(command, inject, reference, world):
     """Superseded steps make room, and the save is tried once more."""
     inject("save.before_manifest@2:enospc")
-    ended = command(*words("run_name=r", stateful=True))
-    assert ended.code == 0, ended.said
+    command(*words("run_name=r", stateful=True), code=0)
     assert_equal_runs(reference, world / "runs/r")
 
 
@@ -67,6 +66,5 @@ def test_a_disk_that_really_is_full(size, command, reference, world):
     assert not list(kept.rglob(".staging*"))
     (world / "runs").rmdir()
     (world / "kept").rename(world / "runs")
-    ended = command(*words("run_name=r", "resume=auto", stateful=True))
-    assert ended.code == 0, ended.said
+    command(*words("run_name=r", "resume=auto", stateful=True), code=0)
     assert_equal_runs(reference, world / "runs/r")

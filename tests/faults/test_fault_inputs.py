@@ -41,8 +41,7 @@ BROKEN_MODELS = {truncated: "model.safetensors can't be read",
 @pytest.mark.parametrize("breaking", BROKEN_MODELS, ids=lambda f: f.__name__)
 def test_a_broken_model_folder_is_refused_with_what_is_wrong(breaking, command, world):
     breaking(world / "lm")
-    ended = command(*words())
-    assert ended.code == 3, ended.said
+    ended = command(*words(), code=3)
     assert BROKEN_MODELS[breaking] in ended.err, ended.err
     assert "lm" in ended.err
     assert "where: model" in ended.err
@@ -52,8 +51,7 @@ def test_a_broken_model_folder_is_refused_with_what_is_wrong(breaking, command, 
 
 def test_a_missing_pad_token_is_replaced_and_said(command, world):
     save_lm(world / "lm", pad=False)
-    ended = command(*words("run_name=r", "ppo.num_steps=1"))
-    assert ended.code == 0, ended.said
+    ended = command(*words("run_name=r", "ppo.num_steps=1"), code=0)
     assert "has no pad token: its EOS '<eos>' pads" in ended.out
     # a response that ended has its EOS counted, and the padding after it isn't
     rows = [json.loads(row) for row in (world / "runs/r/samples.jsonl").read_text().splitlines()]
@@ -75,8 +73,7 @@ def test_pad_that_is_eos_gives_the_same_run_as_a_pad_of_its_own(command, world):
 
 def test_bad_prompts_are_refused_with_the_place(command, world):
     (world / "prompts.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": \n')
-    ended = command(*words())
-    assert ended.code == 3, ended.said
+    ended = command(*words(), code=3)
     assert "Line 2 of prompts.jsonl" in ended.err, ended.err
     assert "Traceback" not in ended.said
     assert not (world / "runs").exists()
@@ -85,8 +82,7 @@ def test_bad_prompts_are_refused_with_the_place(command, world):
 def test_long_prompts_are_cut_with_a_count_and_few_are_cycled(command, world):
     (world / "prompts.jsonl").write_text(json.dumps({"prompt": "the film " * 80}) + "\n"
                                          + json.dumps({"prompt": "it"}) + "\n")
-    ended = command(*words("run_name=r", "ppo.num_steps=1"))
-    assert ended.code == 0, ended.said
+    ended = command(*words("run_name=r", "ppo.num_steps=1"), code=0)
     assert "1 " in ended.out
     assert "cut" in ended.out or "truncated" in ended.out, ended.out
     assert "they are cycled" in ended.out
@@ -142,6 +138,5 @@ def load_allowance() -> float:
 def test_an_output_folder_with_spaces_and_unicode(command, world):
     shutil.move(world / "lm", world / "my lm ü")
     ended = command(*words("model.path='my lm ü'", "output_dir='läufe und mehr'", "run_name=日本 1",
-                           "ppo.num_steps=1"))
-    assert ended.code == 0, ended.said
+                           "ppo.num_steps=1"), code=0)
     assert ended.out.splitlines()[-1] == str(world / "läufe und mehr/日本 1/model")

@@ -53,8 +53,7 @@ def test_a_stop_anywhere_saves_says_how_to_go_on_and_goes_on_exactly(
 
 def test_a_stop_during_the_closing_publication_comes_too_late(command, inject, reference, world):
     inject("export.before_rename:term")
-    ended = command(*words("run_name=r", stateful=True))
-    assert ended.code == 0
+    command(*words("run_name=r", stateful=True), code=0)
     assert_equal_runs(reference, world / "runs/r")
 
 
@@ -88,8 +87,7 @@ def test_a_signal_from_outside_then_the_resume_command(world, reference):
     assert "stopped by SIGTERM at step" in err
     assert "Traceback" not in out + err
     command = err[err.index("resume with: ppocli ") + len("resume with: ppocli "):].split()
-    done = run(*command[:2], cwd=world)
-    assert done.code == 0, done.err
+    done = run(*command[:2], cwd=world, code=0)
     assert done.out.splitlines()[-1] == str(world / "runs/r/model")
     assert_equal_runs(reference, world / "runs/r")
 

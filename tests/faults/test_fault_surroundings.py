@@ -84,8 +84,7 @@ def test_a_token_in_the_environment_is_in_no_file_and_not_printed(reference, sha
     "model.path=${oc.env:HF_TOKEN}", f"model.path=https://user:{PLANTED}@huggingface.co/x"])
 def test_a_token_in_a_word_is_refused_unshown(word, command, world, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", PLANTED)
-    ended = command(*words(word))
-    assert ended.code == 2, ended.said
+    ended = command(*words(word), code=2)
     assert PLANTED not in ended.said
     assert not (world / "runs").exists()
 
@@ -95,8 +94,7 @@ def test_a_sweep_with_a_failing_and_an_invalid_job_runs_the_others(world):
     given = words("ppo.num_steps=1", "hydra.sweep.dir=sweep")
     given = [word for word in given if not word.startswith(("reward.fn", "seed"))]
     ended = run("train", "-m", *given, "reward.fn=bad.py:score,rewards.py:plain",
-                "ppo.cliprange=0.2,5", cwd=world)
-    assert ended.code == 11, ended.err
+                "ppo.cliprange=0.2,5", cwd=world, code=11)
     assert "Traceback" not in ended.said
     jobs = json.loads((world / "sweep/sweep.json").read_text())["jobs"]
     assert [(job["status"], job["exit_code"]) for job in jobs] == [
@@ -122,8 +120,7 @@ def test_a_stopped_sweep_stops_its_job_cleanly_and_goes_on_with_the_same_words(w
     assert json.loads((world / "sweep/0/summary.json").read_text())["status"] == "stopped"
     assert not (world / "sweep/1/model").exists()
     assert "stopped" in out
-    done = run(*given, "resume=auto", cwd=world)
-    assert done.code == 0, done.err
+    run(*given, "resume=auto", cwd=world, code=0)
     assert all((world / f"sweep/{job}/model/config.json").is_file() for job in (0, 1))
 
 

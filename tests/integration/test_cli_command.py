@@ -58,8 +58,7 @@ def test_help_shows_examples_groups_and_keys(tmp_path):
     (["train", "-m", "+recipe=quickstart", "resume=runs/x"], "can't be swept"),
 ])
 def test_usage_errors_are_2_on_stderr_without_traceback(words, said, tmp_path):
-    done = ppocli(*words, cwd=tmp_path)
-    assert done.returncode == 2
+    done = ppocli(*words, cwd=tmp_path, code=2)
     assert said in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
@@ -114,8 +113,7 @@ def test_recipes_are_listed_shown_and_copied(tmp_path):
     copied = ppocli("recipes", "copy", "quickstart", "recipes/mine.yaml", cwd=tmp_path)
     assert copied.stdout == "recipes/mine.yaml\n"
     assert "ppocli train +recipe=mine" in copied.stderr
-    again = ppocli("recipes", "copy", "quickstart", "recipes/mine.yaml", cwd=tmp_path)
-    assert again.returncode == 2
+    again = ppocli("recipes", "copy", "quickstart", "recipes/mine.yaml", cwd=tmp_path, code=2)
     assert "exists already" in again.stderr
     assert ppocli("recipes", "copy", "randomwalks", "recipes/mine.yaml", "--force",
                   cwd=tmp_path).returncode == 0

@@ -99,8 +99,7 @@ def test_fish_protocol_shows_what_keys_mean_and_leaves_files_to_fish(runs):
     assert len(done.stdout.strip().split("\t")[1]) > 10
     for line, code in (("ppocli train see", 0), ("ppocli train reward.fn=my_rew", 1)):
         done = ppocli(cwd=runs, **{**variables, "_TYPER_COMPLETE_ARGS": line},
-                      _TYPER_COMPLETE_FISH_ACTION="is-args")
-        assert done.returncode == code
+                      _TYPER_COMPLETE_FISH_ACTION="is-args", code=code)
 
 
 def test_long_help_is_no_further_offer(runs):
@@ -141,8 +140,7 @@ def test_the_script_of_each_shell_is_printed_and_installed(shell, part, tmp_path
     script = ppocli("completion", shell, cwd=tmp_path).stdout
     assert part in script
     for _ in range(2):
-        done = ppocli("completion", shell, "--install", cwd=tmp_path, HOME=str(tmp_path))
-        assert done.returncode == 0, done.stderr
+        done = ppocli("completion", shell, "--install", cwd=tmp_path, HOME=str(tmp_path), code=0)
     path = Path(done.stdout.strip())
     assert path.read_text().strip() == script.strip()
     if shell == "bash":
@@ -168,8 +166,7 @@ def test_the_options_find_the_shell_without_a_terminal(option, shell, tmp_path):
 
 
 def test_an_unknown_shell_is_refused(tmp_path):
-    done = ppocli("completion", "bas", cwd=tmp_path)
-    assert done.returncode == 2
+    done = ppocli("completion", "bas", cwd=tmp_path, code=2)
     assert done.stderr == ("Error: there is no completion for 'bas'; did you mean bash?\n"
                            "  where: SHELL\n"
                            "  fix:   name one of bash, zsh, fish: ppocli completion bash\n")
@@ -177,8 +174,7 @@ def test_an_unknown_shell_is_refused(tmp_path):
 
 def test_a_home_that_cannot_be_written_is_said(tmp_path):
     (tmp_path / ".bash_completions").write_text("a file")
-    done = ppocli("completion", "bash", "--install", cwd=tmp_path, HOME=str(tmp_path))
-    assert done.returncode == 6
+    done = ppocli("completion", "bash", "--install", cwd=tmp_path, HOME=str(tmp_path), code=6)
     assert "ppocli completion bash > FILE" in done.stderr
 
 

@@ -38,8 +38,7 @@ def typed(capsys: pytest.CaptureFixture[str], command: object, here: Path,
 
 def test_a_folder_may_have_an_apostrophe_and_a_file_a_dollar(here, typed):
     write_prompts(here / "pr, =${y}.jsonl", ["the film"])
-    done = typed("eval", RUN, "--prompts", "pr, =${y}.jsonl", "--seed", str(2**63 - 1))
-    assert done.code == 0, done.err
+    done = typed("eval", RUN, "--prompts", "pr, =${y}.jsonl", "--seed", str(2**63 - 1), code=0)
     done = typed("generate", RUN, "-p", "the film", "--greedy", "generation.temperature=0.5")
     assert done.code == 0, done.err
     assert "no effect: temperature, as do_sample=false" in done.err
@@ -54,8 +53,7 @@ def test_the_limit_of_the_prompts_counts(here, typed):
     (["eval", "runs/frist"], "RUN"), (["eval", RUN, "--against", "runs/frist"], "--against"),
     (["eval", "frist"], "RUN")])
 def test_a_misspelt_run_is_named(here, typed, given, option):
-    done = typed(*given)
-    assert done.code == 3
+    done = typed(*given, code=3)
     assert f"\n  where: {option}\n" in done.err
     assert re.search("did you mean (runs/)?first", done.err)
     assert "RUN=" not in done.err
@@ -84,8 +82,7 @@ def test_a_damaged_result_is_made_again(here, typed):
     whole = json.loads(result.read_text())
     for damage in ("{}", result.read_text()[:100]):
         result.write_text(damage)
-        done = typed(*given, "--resume")
-        assert done.code == 0, done.err
+        done = typed(*given, "--resume", code=0)
         assert f"{result} is damaged" in done.err
         assert json.loads(result.read_text())["figures"] == whole["figures"]
 
@@ -111,8 +108,7 @@ def test_samples_of_a_reward_with_other_weights_are_not_taken_up(here, typed):
     assert typed(*given).code == 0
     assert "finished already" in typed(*given).err
     GPT2ForSequenceClassification(config).save_pretrained(here / "judge")
-    done = typed(*given)
-    assert done.code == 5
+    done = typed(*given, code=5)
     assert "judges.weights of reward_model: " in done.err
     assert "--overwrite in place of --resume" in done.err
 
@@ -173,8 +169,7 @@ def test_too_few_scores_are_said(here, typed):
         "calls = [0]\n\ndef score(outputs):\n    calls[0] += 1\n"
         "    return [None] + [1.0] * (len(outputs) - 1)\n")
     done = typed("eval", RUN, "--frontier", "--limit", "1", "--reward", "rare.py:score",
-                 "reward.on_invalid=skip", "ppo.chunk_size=8")
-    assert done.code == 0, done.err
+                 "reward.on_invalid=skip", "ppo.chunk_size=8", code=0)
     assert "The policy can't be placed: " in done.out
     assert "too few responses have a score; it takes all 16 of the base" in done.out
     folder = next((here / RUN / "eval").iterdir())

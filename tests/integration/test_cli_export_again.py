@@ -88,8 +88,7 @@ def test_what_another_export_has_written_meanwhile_is_not_replaced_unasked(finis
 
 def test_the_advice_to_push_names_the_same_destination(finished, export):
     assert export("mine").code == 0
-    again = export("mine", "--to-hub", "--repo-id", "me/x", "--public", "--revision", "b1")
-    assert again.code == 2
+    again = export("mine", "--to-hub", "--repo-id", "me/x", "--public", "--revision", "b1", code=2)
     assert again.err.endswith(
         f"to push the one that is there: ppocli export runs/mine/export/{LAST} --to-hub "
         "--repo-id me/x --public --revision b1\n")
@@ -137,8 +136,7 @@ def test_an_export_with_other_weights_tells_nothing_of_its_training(finished, ex
     assert export("mine", "-o", "one").code == 0
     config = json.loads((here / "one/config.json").read_text())
     (here / "one/config.json").write_text(json.dumps(config | {"mine": 1}))
-    done = export("./one", "-o", "two")
-    assert done.code == 0
+    done = export("./one", "-o", "two", code=0)
     assert "config.json in " in done.err
     assert "What it tells of its training is left behind." in done.err
     assert "## Training" not in (here / "two/README.md").read_text()

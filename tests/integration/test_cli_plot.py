@@ -40,8 +40,7 @@ def plot(capsys, *given: str, metric: str = "reward,kl", smooth: int = 1, out: s
 
 
 def test_the_newest_run_is_drawn_in_dots_as_wide_as_the_terminal(runs):
-    done = ppocli("plot", cwd=runs, COLUMNS="60", PYTHONIOENCODING="utf-8")
-    assert done.returncode == 0, done.stderr
+    done = ppocli("plot", cwd=runs, COLUMNS="60", PYTHONIOENCODING="utf-8", code=0)
     assert done.stderr.startswith("using runs/")
     lines = done.stdout.splitlines()
     assert lines[0].startswith("reward/mean of ")
@@ -52,8 +51,7 @@ def test_the_newest_run_is_drawn_in_dots_as_wide_as_the_terminal(runs):
 
 
 def test_an_encoding_without_braille_gets_ascii(runs):
-    done = ppocli("plot", "runs/one", "--metric", "lr", cwd=runs, PYTHONIOENCODING="ascii")
-    assert done.returncode == 0, done.stderr
+    done = ppocli("plot", "runs/one", "--metric", "lr", cwd=runs, PYTHONIOENCODING="ascii", code=0)
     assert done.stdout.isascii()
     assert "\\u" not in done.stdout
     assert "*" in done.stdout

@@ -82,8 +82,7 @@ def outside_fences(text: str) -> list[str]:
 
 
 def test_the_command_writes_a_page_and_markdown_into_the_newest_run(run, tmp_path):
-    done = ppocli("report", cwd=tmp_path, HF_TOKEN=PLANTED)
-    assert done.returncode == 0, done.stderr
+    done = ppocli("report", cwd=tmp_path, HF_TOKEN=PLANTED, code=0)
     assert done.stdout == "runs/one/report.html\nruns/one/report.md\n"
     assert done.stderr == "using runs/one (the newest run)\n"
     page = Page(run / "report.html")

@@ -171,8 +171,7 @@ def test_the_rehearsal_draws_the_runs_own_first_samples(reference, shared_world)
     own = [row for row in jsonl(reference / "samples.jsonl") if row["kind"] == "rollout"][:2]
     before = sorted(path.name for path in shared_world.iterdir())
     done = ppocli("validate", "--deep", "--json", *words("run_name=new", stateful=True),
-                  cwd=shared_world)
-    assert done.returncode == 0, done.stderr
+                  cwd=shared_world, code=0)
     found = json.loads(done.stdout)["rehearsal"]
     assert [s["prompt"] for s in found["samples"]] == [s["prompt"] for s in own]
     assert [s["response"] for s in found["samples"]] == [s["response"] for s in own]

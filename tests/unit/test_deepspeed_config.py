@@ -105,13 +105,11 @@ def test_the_command_shows_what_deepspeed_gets(command, world):
     Path("ds.json").write_text(json.dumps({"zero_optimization": {"overlap_comm": True}}))
     words = ["model.path=./lm", "prompts.path=prompts.jsonl", "reward.fn=length",
              "reward.kwargs.target=3", "ppo.num_steps=1", "hardware=zero2"]
-    done = command(*words, "hardware.deepspeed_config=ds.json", "--cfg", "deepspeed")
-    assert done.code == 0, done.err
+    done = command(*words, "hardware.deepspeed_config=ds.json", "--cfg", "deepspeed", code=0)
     shown = json.loads(done.out)
     assert shown["zero_optimization"] == {"overlap_comm": True, "stage": 2}
     assert shown["train_batch_size"] == 64
-    done = command("--cfg=deepspeed", *words[:-1])
-    assert done.code == 2
+    done = command("--cfg=deepspeed", *words[:-1], code=2)
     assert "hardware.zero_stage is 0" in done.err
 
 

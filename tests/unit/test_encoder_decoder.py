@@ -135,8 +135,7 @@ def test_train_resume_export_eval_and_generate(tmp_path, command, monkeypatch):
              "ppo.num_steps=2", "ppo.num_rollouts=8", "ppo.mini_batch_size=4",
              "generation.max_new_tokens=6", "checkpoint.every_steps=1", "checkpoint.keep_last=9",
              "hardware.device=cpu"]
-    done = command(*words, "run_name=straight")
-    assert done.code == 0, done.said
+    command(*words, "run_name=straight", code=0)
     stopped = copied(tmp_path / "runs/straight", tmp_path / "runs/stopped", 1)
     resumed(stopped)
     assert_equal_runs(tmp_path / "runs/straight", stopped)
@@ -147,6 +146,5 @@ def test_train_resume_export_eval_and_generate(tmp_path, command, monkeypatch):
     for line in (["export", "runs/straight", "-o", "out"],
                  ["eval", "runs/straight", "--limit", "2"],
                  ["generate", "runs/straight", "--prompt", "the film"]):
-        done = ppocli(*line, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
+        ppocli(*line, cwd=tmp_path, code=0)
     assert "AutoModelForSeq2SeqLM" in (tmp_path / "out/README.md").read_text()
