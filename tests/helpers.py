@@ -158,6 +158,7 @@ def ppocli(*words: str, cwd: Path, timeout: float = 240, code: int | None = None
         process.kill()
         raise
     assert code is None or process.returncode == code, (process.returncode, out + err)
+    assert code in (None, 1) or "Traceback" not in err, err
     return subprocess.CompletedProcess(words, process.returncode, out, err)
 
 

@@ -90,8 +90,10 @@ class Ended:
         return self.out + self.err
 
     def expected(self, code: int | None) -> Self:
-        """Itself; an error that shows what was said unless it ended with this code (None: any)."""
+        """Itself; an error that shows what was said unless it ended with this code (None: any), and
+        without a traceback unless this is the code of a bug."""
         assert code is None or self.code == code, (self.code, self.said)
+        assert code in (None, 1) or "Traceback" not in self.said, self.said
         return self
 
 

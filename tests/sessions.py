@@ -90,12 +90,12 @@ def fresh_state(session: Session) -> PPOState:
     return PPOState(kl_coef=coef, init_kl_coef=coef)
 
 
-def optimize(session: Session, experience: Experience, own: PPOState, stop: StopFlag, *,
-             step: int = 0, updates: int = 0) -> OptimizeResult:
+def optimize(session: Session, experience: Experience, own: PPOState,
+             stop: StopFlag | None = None, *, step: int = 0, updates: int = 0) -> OptimizeResult:
     """The optimize phase on an experience, after so many steps and updates."""
     plan = plan_updates(session, experience, own, step)
     state = TrainState(digests={}, judged_by="", step=step, updates=updates)
-    return phase.optimize(PPOTask(session), plan, state, stop)
+    return phase.optimize(PPOTask(session), plan, state, stop or StopFlag())
 
 
 def gradient_of(session: Session, experience: Experience, rows: Any = None) -> dict[str, float]:

@@ -97,12 +97,10 @@ def test_kill9_while_one_is_written_and_training_goes_on(command, reference, wor
 def test_a_full_disk_is_told_one_step_later_with_the_same_exit_code(
         command, inject, reference, world):
     inject("save.open@22+:enospc")
-    ended = command(*WORDS)
+    ended = command(*WORDS, code=6)
     folder = world / "runs/r"
-    assert ended.code == 6, ended.said
     assert "Disk full writing step 2 (needs " in ended.err
     assert "Kept step 1." in ended.err
-    assert "Traceback" not in ended.said
     assert len(rows(folder)) == 4  # the third step had begun
     assert json.loads((folder / "summary.json").read_text())["status"] == "failed"
     assert {name for name in names(folder) if name[0] not in "lb"} == {"step-000001"}

@@ -16,13 +16,11 @@ from runs import assert_equal_runs, resumed, words
 def test_a_disk_that_refuses_a_save_keeps_the_older_and_goes_on_later(
         fault, command, inject, reference, world):
     inject(fault)
-    ended = command(*words("run_name=r", stateful=True))
+    ended = command(*words("run_name=r", stateful=True), code=6)
     folder = world / "runs/r"
-    assert ended.code == 6, ended.said
     assert "Disk full writing step 2 (needs " in ended.err
     assert "Kept step 1." in ended.err
     assert f"ppocli resume {folder}" in ended.err
-    assert "Traceback" not in ended.said
     assert [path.name for path in sorted((folder / "checkpoints").glob("[!.l.b]*"))] == [
         "step-000001"]
     inject("")

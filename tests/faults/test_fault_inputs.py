@@ -45,7 +45,6 @@ def test_a_broken_model_folder_is_refused_with_what_is_wrong(breaking, command, 
     assert BROKEN_MODELS[breaking] in ended.err, ended.err
     assert "lm" in ended.err
     assert "where: model" in ended.err
-    assert "Traceback" not in ended.said
     assert not (world / "runs").exists()
 
 
@@ -75,7 +74,6 @@ def test_bad_prompts_are_refused_with_the_place(command, world):
     (world / "prompts.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": \n')
     ended = command(*words(), code=3)
     assert "Line 2 of prompts.jsonl" in ended.err, ended.err
-    assert "Traceback" not in ended.said
     assert not (world / "runs").exists()
 
 

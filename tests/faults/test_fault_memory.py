@@ -83,7 +83,6 @@ def test_where_one_row_is_too_much_the_run_stops_with_numbers(fault, command, in
     assert (f"{fault.partition('.')[0]} of 1 row at once: out of memory, and a pass can't be "
             "smaller: its longest sample has ") in ended.err
     assert "MiB, and " in ended.err
-    assert "Traceback" not in ended.said
     assert json.loads((world / "runs/r/summary.json").read_text())["status"] == "failed"
     if "optimize" in fault:  # between two steps: what was saved before stands
         assert last_checkpoint(world / "runs/r").name == "step-000001"

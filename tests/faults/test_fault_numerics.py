@@ -34,9 +34,8 @@ def test_one_non_finite_update_is_skipped_and_counted(command, inject, world):
 
 def test_many_non_finite_updates_stop_the_run_with_the_last_healthy_step(command, inject, world):
     inject("optimize.minibatch@5+:nan")
-    ended = command(*words("run_name=r"))
+    ended = command(*words("run_name=r"), code=4)
     folder = world / "runs/r"
-    assert ended.code == 4, ended.said
     assert "3 updates in a row had a non-finite loss or gradient (step 2)" in ended.err
     assert f"last healthy: step 1 in {folder}/checkpoints/step-000001" in ended.err
     assert "lower ppo.optimizer.lr" in ended.err
@@ -120,6 +119,5 @@ def test_out_of_memory_names_what_to_lower(command, inject, world):
     inject("score.before@6:oom")
     ended = command(*words("run_name=r"), code=8)
     assert "ppo.micro_batch_size" in ended.err
-    assert "Traceback" not in ended.said
     inject("")
     assert command(f"resume={world / 'runs/r'}", "ppo.micro_batch_size=2").code == 0

@@ -48,7 +48,6 @@ def test_a_bad_reward_stops_the_run_and_the_steps_before_it_are_kept(kind, comma
     ended = command(*words(write_reward(world, body, late=6), "run_name=r", "eval.at_start=true",
                            "eval.every_steps=null", *more), code=7)
     assert said in ended.err, ended.err
-    assert "Traceback" not in ended.said
     if kind != "slow":
         assert "bad.py" in ended.err
     rows = (world / "runs/r/metrics.jsonl").read_text().splitlines()
@@ -152,7 +151,6 @@ def test_a_wrong_import_path_is_told_before_anything_is_made(fn, said, command, 
     (world / "needs.py").write_text("def score(outputs, wanted):\n    return outputs\n")
     ended = command(*words(f"reward.fn={fn}"), code=7)
     assert said in ended.err
-    assert "Traceback" not in ended.said
     assert not (world / "runs").exists()
 
 
@@ -174,7 +172,8 @@ def test_what_a_reward_tells_of_secrets_and_terminals_stays_in_the_process(
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PPOCLI_DEBUG", "1")
     (world / "telling.py").write_text(TELLING)
-    ended = command(*words("reward.fn=telling.py:score", "run_name=r"), code=7)
+    ended = command(*words("reward.fn=telling.py:score", "run_name=r"))
+    assert ended.code == 7
     assert code_of(lambda: watch("runs/r", interval=0.1, from_start=True, plain=True,
                                  as_json=False)) == 0
     code_of(lambda: report("runs/r", None, None, False, False))

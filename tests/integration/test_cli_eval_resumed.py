@@ -62,15 +62,14 @@ def test_a_stopped_evaluation_goes_on_with_the_command_it_names(
 
 
 def test_a_killed_evaluation_goes_on(place, evaluate, uninterrupted):
-    done = run("eval", RUN, *BEGUN, cwd=place, PPOCLI_FAULTS="score.before@5:kill9")
-    assert done.code == -9
+    run("eval", RUN, *BEGUN, cwd=place, PPOCLI_FAULTS="score.before@5:kill9", code=-9)
     folder = place / RUN / "eval/x"
     assert not (folder / "eval.json").exists()
     assert len(jsonl(folder / "samples.jsonl")) == 16
     with (folder / "samples.jsonl").open("a") as samples:  # half of a chunk, and half of a line
         samples.write('{"model": "against", "number": 0}\n{"model": "aga')
     assert evaluate(RUN, *BEGUN).code == 5
-    done = evaluate(RUN, *BEGUN, "--resume", code=0)
+    evaluate(RUN, *BEGUN, "--resume", code=0)
     assert_same_result(folder, uninterrupted)
 
 

@@ -24,7 +24,6 @@ from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, ConfigError, InputError
 from ppocli.models.loading.language_model import load_lm
 from ppocli.models.reference import AdapterReference, CopyReference
-from ppocli.parallel.stop import StopFlag
 from ppocli.training.optimizers import named_trainable
 
 # PEFT asks transformers by a name that is going to be dropped
@@ -50,7 +49,7 @@ def config_of(tmp_path, kind="lora", shape="gpt2", fields=None, **over) -> Train
 def trained(session) -> None:
     """One rollout and its updates."""
     experience, state = experience_of(session)
-    optimize(session, experience, state, StopFlag())
+    optimize(session, experience, state)
 
 
 def plain_peft(tmp_path, folder):

@@ -19,7 +19,6 @@ from ppocli.errors import ConfigError, InputError
 from ppocli.models.layer_stack import layer_stack
 from ppocli.models.layout import lay_out
 from ppocli.models.value_function import ScoreHead, ValueBranch, ValueModel
-from ppocli.parallel.stop import StopFlag
 
 CRITICS = {"branch": {"model__value__kind": "branch", "model__value__num_layers_unfrozen": 1},
            "model": {"model__value__kind": "model"}}
@@ -51,7 +50,7 @@ def test_the_value_loss_trains_the_critic_s_own_layers(tmp_path, critic):
         assert all(p.requires_grad for p in own.values())
         before = {name: p.detach().clone() for name, p in own.items()}
         experience, state = experience_of(session)
-        result = optimize(session, experience, state, StopFlag())
+        result = optimize(session, experience, state)
         later, _ = experience_of(session)
     moved = {name for name, p in own.items() if not torch.equal(p, before[name])}
     # a head that starts at 0 hands nothing down in the first update only
@@ -84,7 +83,7 @@ def test_critic_warm_up_trains_a_critic_of_its_own_and_nothing_else(tmp_path):
         with session_of(cfg, reward=count_letters) as session:
             before = {n: p.detach().clone() for n, p in session.policy.named_parameters()}
             experience, state = experience_of(session)
-            optimize(session, experience, state, StopFlag())
+            optimize(session, experience, state)
             moved = {n for n, p in session.policy.named_parameters()
                      if not torch.equal(p, before[n])}
         assert moved
@@ -231,7 +230,7 @@ def test_the_critic_s_own_optimizer_and_schedule(tmp_path):
         before = {n: p.detach().clone() for n, p in session.policy.named_parameters()}
         experience, state = experience_of(session)
         grads = gradients(session, experience)[0]
-        optimize(session, experience, state, StopFlag())
+        optimize(session, experience, state)
         for name, parameter in session.policy.named_parameters():
             if name.startswith("value_"):
                 # the first of four warm-up updates runs at a fifth of the rate

@@ -20,7 +20,6 @@ from ppocli.errors import InputError
 from ppocli.models.loading.language_model import load_lm
 from ppocli.models.loading.model_config import max_positions
 from ppocli.models.trunk import logit_scale
-from ppocli.parallel.stop import StopFlag
 
 
 def pair_config(tmp_path, kind, **over):
@@ -60,7 +59,7 @@ def test_only_the_decoder_s_top_trains_if_wanted(tmp_path, kind):
         assert trained
         assert not any(".encoder." in name or "shared" in name for name in trained)
         experience, state = experience_of(session)
-        optimize(session, experience, state, StopFlag())
+        optimize(session, experience, state)
         later = rollout_of(session, start=100)
     lm = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "lm").eval()
     response = later.response_tokens[0][later.response_mask[0]]

@@ -24,7 +24,6 @@ from sessions import (
 )
 
 from ppocli.config.schema import TrainConfig
-from ppocli.parallel.stop import StopFlag
 
 # PEFT asks transformers by a name that is going to be dropped
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is dep:FutureWarning")
@@ -65,7 +64,7 @@ def test_with_learning_rate_zero_every_ratio_is_one_and_no_value_moves(tmp_path,
     with session_of(config(tmp_path, kind, ppo__optimizer__lr=0.0), reward=count_letters
                     ) as session:
         experience, state = experience_of(session)
-        result = optimize(session, experience, state, StopFlag())
+        result = optimize(session, experience, state)
     assert result.terms["ratio"] == pytest.approx(1.0, abs=1e-5)
     assert result.terms["max_log_ratio"] <= 1e-5
     assert result.terms["value_clipfrac"] == 0
@@ -110,7 +109,7 @@ def test_micro_batches_and_checkpointed_layers_change_no_gradient(tmp_path, kind
 def test_a_checkpoint_goes_on_bit_for_bit(tmp_path, kind):
     def train(session) -> None:
         experience, state = experience_of(session)
-        optimize(session, experience, state, StopFlag())
+        optimize(session, experience, state)
 
     cfg = config(tmp_path, kind, ppo__optimizer__lr=0.01)
     with session_of(cfg) as session:

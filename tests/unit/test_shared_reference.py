@@ -18,7 +18,6 @@ from ppocli.config.schema import ReferenceConfig, TrainConfig, reference_kind
 from ppocli.models.layer_stack import layer_stack
 from ppocli.models.policy import freeze_bottom
 from ppocli.models.reference import CopyReference, SharedReference, share_trunk
-from ppocli.parallel.stop import StopFlag
 
 KINDS = ["gpt2", "gpt_neox", "gptj", "llama", "qwen2", "qwen3", "mistral", "gemma", "opt", "phi"]
 
@@ -42,7 +41,7 @@ def test_a_shared_reference_gives_what_a_copy_gives(tmp_path, kind, source):
             assert isinstance(session.reference, kinds[reference])
             before = rollout_of(session)
             experience, state = experience_of(session)
-            optimize(session, experience, state, StopFlag())
+            optimize(session, experience, state)
             found.append((before, rollout_of(session, start=100)))
     for copied, shared in zip(*found, strict=True):
         assert torch.equal(copied.response_tokens, shared.response_tokens)
@@ -61,7 +60,7 @@ def test_in_bf16_the_reference_is_not_the_policy_s_cached_weights(tmp_path):
                         hardware__precision="bf16", model__dtype="fp32")
         with session_of(cfg, reward=count_letters) as session:
             experience, state = experience_of(session)
-            optimize(session, experience, state, StopFlag())
+            optimize(session, experience, state)
             found.append(rollout_of(session, start=100))
     copied, shared = found
     assert torch.equal(copied.response_tokens, shared.response_tokens)
@@ -82,7 +81,7 @@ def test_what_comes_before_the_first_layer_is_frozen_too(tmp_path, kind):
                       if any(part in n for part in ("embed", "project_in"))}
             assert len(before) > 1
             experience, state = experience_of(session)
-            optimize(session, experience, state, StopFlag())
+            optimize(session, experience, state)
             after = dict(session.policy.lm.named_parameters())
             assert all(torch.equal(after[name], value) for name, value in before.items())
             found.append(rollout_of(session, start=100).kl)
