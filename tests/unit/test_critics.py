@@ -49,8 +49,7 @@ def test_the_value_loss_trains_the_critic_s_own_layers(tmp_path, critic):
         own = dict(session.policy.value_trunk.named_parameters())
         assert all(p.requires_grad for p in own.values())
         before = {name: p.detach().clone() for name, p in own.items()}
-        experience, state = experience_of(session)
-        result = optimize(session, experience, state)
+        result = optimize(session, *experience_of(session))
         later, _ = experience_of(session)
     moved = {name for name, p in own.items() if not torch.equal(p, before[name])}
     # a head that starts at 0 hands nothing down in the first update only
@@ -82,8 +81,7 @@ def test_critic_warm_up_trains_a_critic_of_its_own_and_nothing_else(tmp_path):
         cfg = with_critic(tmp_path, critic, ppo__critic_warmup_steps=1, ppo__vf_coef=1.0)
         with session_of(cfg, reward=count_letters) as session:
             before = {n: p.detach().clone() for n, p in session.policy.named_parameters()}
-            experience, state = experience_of(session)
-            optimize(session, experience, state)
+            optimize(session, *experience_of(session))
             moved = {n for n, p in session.policy.named_parameters()
                      if not torch.equal(p, before[n])}
         assert moved

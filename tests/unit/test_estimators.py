@@ -35,8 +35,7 @@ def config(folder, advantage, **keys):
 def test_with_learning_rate_zero_every_ratio_is_one(tmp_path, advantage):
     cfg = config(tmp_path, advantage, ppo__optimizer__lr=0.0, ppo__chunk_size=5)
     with session_of(cfg) as session:
-        experience, state = experience_of(session)
-        result = optimize(session, experience, state)
+        result = optimize(session, *experience_of(session))
     assert result.updates == 4 * 2
     assert result.terms["ratio"] == pytest.approx(1.0, abs=1e-5)
     assert result.terms["max_log_ratio"] <= 1e-5

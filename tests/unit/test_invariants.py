@@ -260,8 +260,7 @@ def test_a_ratio_beyond_the_threshold_touches_nothing(tmp_path):
 def test_target_kl_ends_the_epochs_before_the_update(tmp_path):
     cfg = small_config(tmp_path, ppo__target_kl=0.01, ppo__optimizer__lr=0.05)
     with session_of(cfg) as session:
-        experience, state = experience_of(session)
-        result = optimize(session, experience, state)
+        result = optimize(session, *experience_of(session))
     assert result.early_stopped
     assert 1 <= result.updates < 8
 
@@ -312,8 +311,7 @@ def test_dropout_of_the_model_is_off(tmp_path):
     save_lm(tmp_path / "lm", attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5)
     cfg = small_config(tmp_path, model__gradient_checkpointing=True, ppo__optimizer__lr=0.0)
     with session_of(cfg) as session:
-        experience, state = experience_of(session)
-        result = optimize(session, experience, state)
+        result = optimize(session, *experience_of(session))
         assert session.loaded.export_config.attn_pdrop == 0.5
     assert result.terms["max_log_ratio"] <= 1e-5
 
@@ -354,8 +352,7 @@ def test_auto_takes_logprobs_from_decoding_in_fp32_only(tmp_path):
 def test_full_kl_is_the_divergence_of_the_whole_distributions(tmp_path):
     cfg = small_config(tmp_path, ppo__kl_estimator="full", ppo__optimizer__lr=0.01)
     with session_of(cfg) as session:
-        experience, state = experience_of(session)
-        optimize(session, experience, state)
+        optimize(session, *experience_of(session))
         rollout = rollout_of(session, start=100)
         with torch.no_grad():
             for i in range(4):
