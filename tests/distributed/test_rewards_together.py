@@ -113,16 +113,6 @@ def test_the_key_says_it_for_any_function(world):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hardware", ["ddp", "zero3"])
-def test_its_error_ends_all_ranks_with_one_message(world, hardware):
-    (world / "odd.py").write_text(STATEFUL)
-    done = run("train", *words("run_name=bad", f"hardware={hardware}", "reward.ranks=first", *KEYS,
-                               "reward.fn=odd.py:fails"), cwd=world, code=7)
-    assert "ValueError: 7 at once" in done.err
-    assert len([line for line in done.err.splitlines() if line.startswith("Error:")]) == 1
-
-
-@pytest.mark.slow
 def test_one_update_is_the_same_wherever_the_reward_runs(tmp_path):
     small_config(tmp_path)
     config = {"model.path": str(tmp_path / "lm"), "prompts.path": str(tmp_path / "prompts.jsonl"),

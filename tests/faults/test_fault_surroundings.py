@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
-import re
 import signal
 import subprocess
 import sys
@@ -46,29 +44,6 @@ def test_a_display_that_dies_does_not_end_the_training(case, world):
     summary = json.loads((world / "runs/r/summary.json").read_text())
     assert summary["status"] == "finished", done.stderr
     assert (world / "runs/r/model/model.safetensors").is_file()
-
-
-@pytest.mark.parametrize("hang_up", [True, False])
-@pytest.mark.slow
-def test_on_a_terminal_also_one_that_hangs_up(hang_up, world):
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "ppocli", "train", *words("run_name=r")], cwd=world,
-        stdout=theirs, stderr=theirs, process_group=0,
-        env=environment(NO_COLOR="1", TERM="xterm", PPOCLI_FAULTS="score.before@6:sleep=2"))
-    os.close(theirs)
-    seen = b""
-    with os.fdopen(ours, "rb", buffering=0) as terminal:
-        while not (hang_up and b"step 1/4" in seen):
-            try:
-                seen += terminal.read(4096)
-            except OSError:  # the other side has closed it
-                break
-    assert process.wait(timeout=120) in (0, 141)
-    assert b"training" in seen  # the bar
-    assert b"Traceback" not in seen
-    assert not re.search(rb"\x1b\[[0-9;]*3[0-9]m", seen), "colours"
-    assert json.loads((world / "runs/r/summary.json").read_text())["status"] == "finished"
 
 
 def test_a_token_in_the_environment_is_in_no_file_and_not_printed(reference, shared_world):

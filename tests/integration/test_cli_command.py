@@ -64,20 +64,6 @@ def test_usage_errors_are_2_on_stderr_without_traceback(words, said, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_flags_may_stand_anywhere(tmp_path):
-    done = ppocli("train", "--cfg", "job", "recipe=quickstart", "-p", "model.path", "seed=1",
-                  cwd=tmp_path)
-    assert (done.returncode, done.stdout.strip()) == (0, "builtin:reviews")
-    assert ppocli("train", "--hydra-help", cwd=tmp_path).returncode == 0
-
-
-def test_a_reader_that_left_ends_the_command_quietly(tmp_path):
-    for words in ("recipes list", "train --cfg job", "--help"):
-        done = shell(f"PPOCLI {words} | true; echo ${{PIPESTATUS[0]}} >&2", tmp_path)
-        lines = done.stderr.split()
-        assert lines in (["0"], ["141"]), done.stderr
-
-
 @pytest.mark.parametrize(("line", "code"), [
     ("PPOCLI train --cfg job -p seed 2>&-", 0), ("PPOCLI recipes list >&-", 0),
     ("PPOCLI train seed=x 2>&-", 2), ("PPOCLI recipes list >/dev/full", 6)])
@@ -85,12 +71,6 @@ def test_closed_and_full_streams(line, code, tmp_path):
     done = shell(line, tmp_path)
     assert done.returncode == code
     assert "Traceback" not in done.stderr
-
-
-def test_a_terminal_without_utf8_and_no_color(tmp_path):
-    done = shell("PPOCLI train --cfg job -p model.path model.path=dünn", tmp_path,
-                 PYTHONIOENCODING="ascii", NO_COLOR="1")
-    assert (done.returncode, done.stdout.strip()) == (0, r"d\xfcnn")
 
 
 def test_recipes_are_listed_shown_and_copied(tmp_path):

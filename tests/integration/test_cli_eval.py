@@ -70,23 +70,6 @@ def test_the_table_shows_what_eval_json_holds(place, evaluate):
     assert [name for name in names if name == "prompt"] == ["prompt"]
 
 
-def test_the_best_reward_wins(place, evaluate):
-    wide = ["--against", "base", "--num-samples", "1", "--reward", "./rewards.py:plain"]
-    done = evaluate(RUN, *wide, "--json", "generation.temperature=0.5", code=0)
-    report = json.loads(done.out)
-    rows = jsonl(place / RUN / "eval" / NAME / "samples.jsonl")
-    pairs = list(zip(rows[:8], rows[8:], strict=True))
-    assert all(a["prompt"] == b["prompt"] for a, b in pairs)
-    wins = sum(a["score"] > b["score"] for a, b in pairs)
-    ties = sum(a["score"] == b["score"] for a, b in pairs)
-    assert [report["win_rate"][name] for name in ("wins", "ties", "win_rate")] == [
-        wins, ties, (wins + ties / 2) / 8]
-    assert report["generation"]["temperature"] == 0.5
-    assert report["settings"]["reward"]["fns"] == {}
-    assert "reward/good" not in report["figures"]
-    assert str(place / "rewards.py") in report["settings"]["code"]
-
-
 def test_settings_of_generation_count_where_the_run_has_others_for_evaluation(place, evaluate):
     config = place / RUN / "config.yaml"
     head, tail = config.read_text().split("  eval:\n    max_new_tokens: null")

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import jsonl, save_lm, write_prompts
+from helpers import save_lm, write_prompts
 from runs import Ended, app_in_process, whole_copy
 
 import ppocli
-from ppocli.cli.eval import lines_of, printing_of, request_of, told_apart
+from ppocli.cli.eval import told_apart
 from ppocli.errors import CheckpointError, ConfigError
 
 RUN = "runs/first"
@@ -97,22 +97,6 @@ def test_samples_of_another_function_are_not_taken_up(here):
         ppocli.evaluate(run, reward_fn=lambda outputs: [2.0] * len(outputs), **given)
 
 
-def test_samples_of_a_reward_with_other_weights_are_not_taken_up(here, typed):
-    from transformers import GPT2Config, GPT2ForSequenceClassification
-
-    save_lm(here / "judge")
-    config = GPT2Config.from_pretrained(here / "judge", num_labels=1, pad_token_id=0)
-    GPT2ForSequenceClassification(config).save_pretrained(here / "judge")
-    given = ["eval", RUN, "--limit", "2", "--name", "x", "--resume", "--reward", "reward_model",
-             "reward.kwargs.model=./judge"]
-    assert typed(*given).code == 0
-    assert "finished already" in typed(*given).err
-    GPT2ForSequenceClassification(config).save_pretrained(here / "judge")
-    done = typed(*given, code=5)
-    assert "judges.weights of reward_model: " in done.err
-    assert "--overwrite in place of --resume" in done.err
-
-
 def test_one_text_is_no_list_of_texts(here):
     run = ppocli.load_run(here / RUN)
     for prompts, sampling, message in (
@@ -141,16 +125,6 @@ def test_a_run_is_asked_as_its_model_was_loaded(here):
     assert lm.config._attn_implementation == "eager"
 
 
-def test_the_command_that_goes_on_keeps_what_is_printed():
-    from ppocli.runs.target import Target
-
-    request = request_of(RUN, [], printing=printing_of(0.25, 0, as_json=True))
-    model = Target("x", "model", "/x", None, None, None)
-    assert request.command(model, "n") == (
-        f"ppocli eval {RUN} --name n --min-reward 0.25 --show 0 --json --resume")
-    assert printing_of(None, 3, as_json=False) == ()
-
-
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
 def test_a_threshold_is_a_finite_number(here, typed, value):
     done = typed("eval", RUN, f"--min-reward={value}")
@@ -162,21 +136,6 @@ def test_a_threshold_is_a_finite_number(here, typed, value):
     (math.nextafter(1.0, 0.0), 1.0, ("0.9999999999999999", "1"))])
 def test_a_figure_below_the_threshold_reads_as_less(mean, asked, shown):
     assert told_apart(mean, asked) == shown
-
-
-def test_too_few_scores_are_said(here, typed):
-    (here / "rare.py").write_text(
-        "calls = [0]\n\ndef score(outputs):\n    calls[0] += 1\n"
-        "    return [None] + [1.0] * (len(outputs) - 1)\n")
-    done = typed("eval", RUN, "--frontier", "--limit", "1", "--reward", "rare.py:score",
-                 "reward.on_invalid=skip", "ppo.chunk_size=8", code=0)
-    assert "The policy can't be placed: " in done.out
-    assert "too few responses have a score; it takes all 16 of the base" in done.out
-    folder = next((here / RUN / "eval").iterdir())
-    report = json.loads((folder / "eval.json").read_text())
-    assert len(jsonl(folder / "samples.jsonl")) > 16
-    report["frontier"]["policy"]["kl"] = None
-    assert "its KL is not known" in lines_of(report)[-1]
 
 
 def test_samples_reach_the_terminal_without_control_characters(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -243,21 +242,6 @@ def test_no_secret_and_no_home_leave_the_machine(finished, export, here, monkeyp
     config = yaml.safe_load((folder / "training_config.yaml").read_text())
     assert config["reward"]["kwargs"] == {"url": "https://me:***@host", "other": "***"}
     assert config["output_dir"] == "~/runs"
-
-
-def test_the_newest_evaluation_of_the_step_comes_along(finished, export):
-    for name, step, age in (("old", STEPS, 200), ("new", STEPS, 100), ("other", 2, 0)):
-        path = evaluated(finished, name, step=step, name=name, samples=8,
-                         figures={"reward_mean": 0.25, "kl_mean": None},
-                         stderr={"reward_mean": 0.125})
-        now = path.stat().st_mtime
-        os.utime(path, (now - age, now - age))
-    assert export("mine").code == 0
-    folder = finished / "export" / LAST
-    assert json.loads((folder / "eval.json").read_text())["name"] == "new"
-    text = (folder / "README.md").read_text()
-    assert "a separate evaluation of these weights, of 8 samples." in text
-    assert "| `reward_mean` | 0.250 | 0.125 |" in text
 
 
 def test_offline_is_said_at_once_after_the_export_is_complete(here, export):
