@@ -66,7 +66,8 @@ def test_usage_errors_are_2_on_stderr_without_traceback(words, said, tmp_path):
 
 @pytest.mark.parametrize(("line", "code"), [
     ("PPOCLI train --cfg job -p seed 2>&-", 0), ("PPOCLI recipes list >&-", 0),
-    ("PPOCLI train seed=x 2>&-", 2), ("PPOCLI recipes list >/dev/full", 6)])
+    ("PPOCLI train seed=x 2>&-", 2), ("PPOCLI recipes list >/dev/full", 6),
+    ("PPOCLI recipes list | true; exit ${PIPESTATUS[0]}", 141), ("PPOCLI train --hydra-help", 0)])
 def test_closed_and_full_streams(line, code, tmp_path):
     done = shell(line, tmp_path)
     assert done.returncode == code
