@@ -23,11 +23,11 @@ CODES = {"term": 143, "int": 130}
 NAMES = {"term": "SIGTERM", "int": "SIGINT"}
 # where in the run the signal comes; the passes are of the second step or later
 PLACES = {"first evaluation": "rollout.token@3", "rollout": "rollout.token@70",
-          "scoring": "score.before@7", "after scoring": "score.after@6",
+          "scoring": "score.before@7", "after scoring": "score.after@8",
           "optimize": "optimize.minibatch@6", "save": "save.open@20",
           "before the manifest": "save.before_manifest@2", "after the save": "save.after_rename@3",
           "prune": "prune.before@2"}
-QUICK = {("first evaluation", "int"), ("rollout", "term"), ("scoring", "int"),
+QUICK = {("first evaluation", "int"), ("rollout", "term"), ("after scoring", "term"),
          ("optimize", "term"), ("save", "term")}
 
 
