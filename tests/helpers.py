@@ -159,15 +159,17 @@ def environment(**over: str) -> dict[str, str]:
     return env
 
 
-def ppocli(*words: str, cwd: Path, timeout: float = 240, **env: str
+def ppocli(*words: str, cwd: Path, timeout: float = 240, code: int | None = None, **env: str
            ) -> subprocess.CompletedProcess[str]:
-    """Run the command as a user does, in a process of its own."""
+    """Run the command as a user does, in a process of its own, which has to end with this code."""
     process = begin(["-m", "ppocli", *words], cwd=cwd, env=environment(**env))
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         process.kill()
         raise
+    assert code is None or process.returncode == code, (process.returncode, out + err)
+    assert code in (None, 1) or "Traceback" not in err, err
     return subprocess.CompletedProcess(words, process.returncode, out, err)
 
 

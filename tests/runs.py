@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 import pytest
 from helpers import VOLATILE, environment, save_lm, stable_rows, write_prompts
@@ -88,6 +89,13 @@ class Ended:
     def said(self) -> str:
         return self.out + self.err
 
+    def expected(self, code: int | None) -> Self:
+        """Itself; an error that shows what was said unless it ended with this code (None: any), and
+        without a traceback unless this is the code of a bug."""
+        assert code is None or self.code == code, (self.code, self.said)
+        assert code in (None, 1) or "Traceback" not in self.said, self.said
+        return self
+
 
 Command = Callable[..., Ended]
 
@@ -97,11 +105,10 @@ def command_in_process(capsys: pytest.CaptureFixture[str]) -> Command:
     from ppocli.cli.output import code_of
     from ppocli.cli.train import run_words
 
-    def command(*given: str) -> Ended:
+    def command(*given: str, code: int | None = None) -> Ended:
         capsys.readouterr()
-        code = code_of(lambda: run_words(list(given)))
-        out, err = capsys.readouterr()
-        return Ended(code, out, err)
+        found = code_of(lambda: run_words(list(given)))
+        return Ended(found, *capsys.readouterr()).expected(code)
 
     return command
 
@@ -111,10 +118,10 @@ def app_in_process(capsys: pytest.CaptureFixture[str], *first: str) -> Command:
     from ppocli.cli.app import app
     from ppocli.cli.output import code_of
 
-    def command(*given: object) -> Ended:
+    def command(*given: object, code: int | None = None) -> Ended:
         capsys.readouterr()
-        code = code_of(lambda: app([*first, *map(str, given)], prog_name="ppocli"))
-        return Ended(code, *capsys.readouterr())
+        found = code_of(lambda: app([*first, *map(str, given)], prog_name="ppocli"))
+        return Ended(found, *capsys.readouterr()).expected(code)
 
     return command
 
@@ -124,14 +131,15 @@ def spawn(*given: str, cwd: Path, **env: str) -> Process:
     return begin(["-m", "ppocli", *given], cwd=cwd, env=environment(**env))
 
 
-def run(*given: str, cwd: Path, **env: str) -> Ended:
-    """The command in a process; nothing of it may be left running."""
+def run(*given: str, cwd: Path, code: int | None = None, **env: str) -> Ended:
+    """The command in a process, which has to end with this code; nothing of it may be left
+    running."""
     process = spawn(*given, cwd=cwd, **env)
     try:
         out, err = process.communicate(timeout=240)
     finally:
         assert_no_process_left(process.pid)
-    return Ended(process.returncode, out, err)
+    return Ended(process.returncode, out, err).expected(code)
 
 
 def assert_no_process_left(group: int) -> None:

@@ -117,12 +117,13 @@ def hand_rollout(scores: list[float], lengths: list[int], finished: list[bool],
                    ["r"] * count, parts or {"score": scores})
 
 
-def optimize(session: Session, experience: Experience, own: PPOState, stop: StopFlag, *,
+def optimize(session: Session, experience: Experience, own: PPOState,
+             stop: StopFlag | None = None, *,
              step: int = 0, updates: int = 0) -> OptimizeResult:
     """The optimize phase on an experience, after so many steps and updates."""
     plan = plan_updates(session, experience, own, step)
     state = TrainState(digests={}, judged_by="", step=step, updates=updates)
-    return phase.optimize(PPOTask(session), plan, state, stop)
+    return phase.optimize(PPOTask(session), plan, state, stop or StopFlag())
 
 
 def gradient_of(session: Session, experience: Experience, rows: Any = None) -> dict[str, float]:

@@ -33,20 +33,19 @@ LONG = ("ppo.num_steps=400", "eval.every_steps=100", "checkpoint.every_steps=100
 SCRIPT = Path(__file__).with_name("one_update.py")
 ODD = {"ppo.num_steps": 3, "ppo.num_rollouts": 13, "ppo.mini_batch_size": 7,
        "ppo.micro_batch_size": 2, "ppo.chunk_size": 3, "generation.max_new_tokens": 10,
-       "hardware.device": "cpu", "hardware.num_threads": 1, "ppo.optimizer.lr": 1e-2,
-       "prompts.eval.limit": 5}
+       "hardware.device": "cpu", "hardware.num_threads": 1, "ppo.optimizer.name": "sgd",
+       "ppo.optimizer.lr": 1e-2, "prompts.eval.limit": 5}
 """counts that don't divide: 13 samples, minibatches of 7, micro-batches of 2, chunks of 3"""
-ONE_UPDATE = {**ODD, "ppo.ppo_epochs": 2, "ppo.max_grad_norm": 0.5, "ppo.ent_coef": 0.01}
-"""what one_update.py is mostly asked for"""
 
 
-def config_below(folder: Path, keys: dict) -> dict:
-    """The keys, with a tiny model and prompts made in the folder."""
-    small_config(folder)
-    return {"model.path": str(folder / "lm"), "prompts.path": str(folder / "prompts.jsonl"), **keys}
+def odd_config(world: Path, **more: object) -> dict[str, object]:
+    """A configuration of :data:`ODD` counts on a tiny model below ``world``."""
+    small_config(world)
+    return {"model.path": str(world / "lm"), "prompts.path": str(world / "prompts.jsonl"), **ODD,
+            **more}
 
 
-def under(stage: int, folder: Path) -> dict:
+def under(stage: int, folder: Path) -> dict[str, object]:
     """The settings of a stage. DeepSpeed would leave all parameters of so small a model whole."""
     if stage < 3:
         return {"hardware.zero_stage": stage}

@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 import ranks
 from helpers import make_tokenizer, model_config, save_lm
-from ranks import ODD, config_below, largest_difference, under
+from ranks import largest_difference, odd_config, under
 
-UPDATES = {**ODD, "ppo.optimizer.name": "sgd", "ppo.logprobs_from": "forward",
-           "generation.stop_token_ids": [10, 19, 24, 36]}
 APART = {"hardware.gather_for_generation": False}
 SHARED = {"model.num_layers_unfrozen": 1}
 pytestmark = pytest.mark.timeout(900)
@@ -21,7 +19,8 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> dict:
-    return config_below(tmp_path_factory.mktemp("ranks"), UPDATES)
+    return odd_config(tmp_path_factory.mktemp("parts"), **{
+        "ppo.logprobs_from": "forward", "generation.stop_token_ids": [10, 19, 24, 36]})
 
 
 def run_sessions(folder: Path, name: str, config: dict, scenarios: dict, *, world: int = 2) -> dict:
@@ -120,18 +119,13 @@ def test_every_kind_of_reference_and_value_function(config, tmp_path):
 
 
 @pytest.mark.slow
-def test_parameters_that_deepspeed_leaves_whole(config, alone, tmp_path):
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_parameters_that_deepspeed_leaves_whole_or_in_host_memory(config, alone, tmp_path,
+                                                                  offloaded):
     """Its own threshold: all of so small a model."""
-    many = run_sessions(tmp_path, "many", {**config, "hardware.zero_stage": 3}, {
-        "copy": {}, "copy apart": APART, "shared apart": {**SHARED, **APART}})
-    for name, found in many.items():
-        assert_same(alone[name.split()[0]], found)
-
-
-@pytest.mark.slow
-def test_weights_in_host_memory(config, alone, tmp_path):
+    more = under(3, tmp_path) if offloaded else {"hardware.zero_stage": 3}
     many = run_sessions(tmp_path, "many", {
-        **config, **under(3, tmp_path), "hardware.offload_param": True}, {
+        **config, **more, "hardware.offload_param": offloaded}, {
         "copy": {}, "copy apart": APART, "shared apart": {**SHARED, **APART}})
     for name, found in many.items():
         assert_same(alone[name.split()[0]], found)

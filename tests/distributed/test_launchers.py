@@ -85,8 +85,7 @@ def errors(text: str) -> list[str]:
 
 
 def assert_same_as_alone(world: Path, name: str, *more: str) -> None:
-    alone = run("train", *words("run_name=alone", *ONE, *more), cwd=world)
-    assert alone.code == 0, alone.err
+    run("train", *words("run_name=alone", *ONE, *more), cwd=world, code=0)
     rows, others = (stable_rows(world / f"runs/{run_name}/metrics.jsonl")
                     for run_name in ("alone", name))
     assert len(rows) == len(others) == 1
@@ -114,8 +113,7 @@ def test_two_tasks_of_srun_are_the_ranks_of_one_run(world):
 def test_a_batch_script_is_one_process(world, command, monkeypatch):
     for name, value in {**task(0), "SLURM_STEP_ID": ""}.items():
         monkeypatch.setenv(name, value)
-    done = command(*words("run_name=one", *ONE))
-    assert done.code == 0, done.said
+    command(*words("run_name=one", *ONE), code=0)
     assert "num_processes: 1\n" in Path("runs/one/config.yaml").read_text()
 
 
@@ -145,8 +143,7 @@ def test_one_task_a_node_starts_ranks_of_its_own(world):
 
 @pytest.mark.slow
 def test_what_needs_one_process_says_so_once(world):
-    done = run("train", *words("run_name=done", *ONE), cwd=world)
-    assert done.code == 0, done.err
+    run("train", *words("run_name=done", *ONE), cwd=world, code=0)
     for given, text in ((["eval", "runs/done"], "This command works in one process"),
                         (["train", "-m", *words(*ONE), "seed=1,2"], "A sweep works in one"),
                         (["train", *words(*ONE), "--dry-run"], "This command works in one")):

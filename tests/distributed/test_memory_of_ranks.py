@@ -21,8 +21,7 @@ STEPS = "ppo.num_steps=3"
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """Rows of one process that has memory enough."""
     folder = make_world(tmp_path_factory.mktemp("alone"))
-    done = run("train", *words("run_name=alone", STEPS), cwd=folder)
-    assert done.code == 0, done.err
+    run("train", *words("run_name=alone", STEPS), cwd=folder, code=0)
     return stable_rows(folder / "runs/alone/metrics.jsonl")
 
 
@@ -74,8 +73,7 @@ def test_all_go_on_with_half_the_rows(fault, hardware, rows, said, world, alone)
 @slow
 def test_where_one_row_is_too_much_all_end_with_numbers_and_go_on_elsewhere(world, alone):
     done = run("train", *words("run_name=r", "hardware=ddp", STEPS), cwd=world,
-               PPOCLI_FAULTS="optimize.forward>0@6+#1:oom")
-    assert done.code == 8, done.err
+               PPOCLI_FAULTS="optimize.forward>0@6+#1:oom", code=8)
     [message] = [line for line in done.err.splitlines() if line.startswith("Error:")]
     assert message.startswith("Error: rank 1, step 2, optimize: out of memory with 1 row a pass, "
                               "and a pass can't be smaller: its longest sample has ")

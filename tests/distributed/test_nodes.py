@@ -37,8 +37,7 @@ def test_two_launchers_on_one_machine_make_one_run(world, hardware):
                  for rank in (1, 0)]
     ended = [process.communicate(timeout=300) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], ended
-    alone = run("train", *words("run_name=alone"), cwd=world)
-    assert alone.code == 0
+    run("train", *words("run_name=alone"), cwd=world, code=0)
     assert close_to(stable_rows(world / "runs/alone/metrics.jsonl"),
                     stable_rows(world / "runs/nodes/metrics.jsonl"))
     assert not (world / "runs/nodes/.node-failed").exists()
@@ -47,8 +46,7 @@ def test_two_launchers_on_one_machine_make_one_run(world, hardware):
 def test_a_node_that_never_comes(world):
     started = time.monotonic()
     done = run("train", *node_words("nodes", f"127.0.0.1:{free_port()}", 0,
-                                    "hardware.timeout_seconds=5"), cwd=world)
-    assert done.code == 1
+                                    "hardware.timeout_seconds=5"), cwd=world, code=1)
     assert time.monotonic() - started < 60
     [message] = errors_in(done.err)
     assert "node 0: the nodes lost each other, or did not meet within 5 seconds" in message
@@ -130,8 +128,7 @@ def test_two_namespaces_come_to_what_one_process_comes_to(world, link, stage):
     processes = start_nodes(link, world, *more, f"hardware.zero_stage={stage}")
     ended = [process.communicate(timeout=400) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], ended
-    alone = run("train", *words("run_name=alone", *more), cwd=world)
-    assert alone.code == 0
+    run("train", *words("run_name=alone", *more), cwd=world, code=0)
     one, two = (load_file(world / f"runs/{name}/model/model.safetensors")
                 for name in ("alone", "nodes"))
     assert set(one) == set(two)

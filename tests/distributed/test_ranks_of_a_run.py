@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from helpers import ppocli, stable_rows
 from ranks import (
-    LONG,
     REWARD,
     close_to,
-    ranks_of,
     rows_of,
     wait_for_no_ranks,
 )
@@ -60,13 +56,11 @@ def test_a_run_on_two_processes_comes_to_what_one_comes_to(world):
 @pytest.mark.parametrize("hardware", ["ddp", "zero1", "zero2", "zero3", "zero3_offload"])
 def test_what_follows_a_training_needs_one_process_whatever_that_had(world, hardware):
     assert_two_come_to_what_one_comes_to(world, hardware)
-    judged = ppocli("eval", "runs/two", "--json", cwd=world)
-    assert judged.returncode == 0, judged.stderr
+    judged = ppocli("eval", "runs/two", "--json", cwd=world, code=0)
     summary = json.loads((world / "runs/two/summary.json").read_text())
     found = json.loads(judged.stdout)["figures"]["reward_mean"]
     assert found == pytest.approx(summary["eval_after"]["reward_mean"], abs=1e-4)
-    exported = ppocli("export", "runs/two", "--step", "4", "-o", "plain", cwd=world)
-    assert exported.returncode == 0, exported.stderr
+    ppocli("export", "runs/two", "--step", "4", "-o", "plain", cwd=world, code=0)
     assert_plain(world / "plain", world / "runs/one/model")
     assert_plain(world / "runs/two/model", world / "runs/one/model")
 
@@ -77,8 +71,7 @@ def test_sigterm_saves_once_and_the_resume_is_exact(world, hardware):
     (world / "odd.py").write_text(REWARD)
     given = ["reward.fn=odd.py:unlike", f"hardware={hardware}", "ppo.num_steps=6",
              "checkpoint.every_steps=100", "eval.every_steps=2"]
-    whole = run("train", *words("run_name=whole", *given), cwd=world)
-    assert whole.code == 0, whole.err
+    run("train", *words("run_name=whole", *given), cwd=world, code=0)
     process = spawn("train", *words("run_name=cut", *given), cwd=world,
                     PPOCLI_FAULTS="optimize.minibatch@7:sleep")
     wait_for(lambda: rows_of(world / "runs/cut") >= 3, process)
@@ -89,29 +82,12 @@ def test_sigterm_saves_once_and_the_resume_is_exact(world, hardware):
     assert err.count("Stopped:") == 1
     wait_for_no_ranks("cut")
     [checkpoint] = (world / "runs/cut/checkpoints").glob("step-*")
-    done = run("resume", "runs/cut", cwd=world)
-    assert done.code == 0, done.err
+    run("resume", "runs/cut", cwd=world, code=0)
     assert stable_rows(world / "runs/cut/metrics.jsonl") == stable_rows(
         world / "runs/whole/metrics.jsonl")
     one, other = (world / f"runs/{name}/model/model.safetensors" for name in ("whole", "cut"))
     assert one.read_bytes() == other.read_bytes()
     assert checkpoint.name.startswith("step-")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("hardware", ["ddp", "zero3"])
-def test_a_reward_that_fails_on_one_rank_ends_all_with_one_message(world, hardware):
-    (world / "odd.py").write_text(REWARD)
-    started = time.monotonic()
-    done = run("train", *words("run_name=bad", "reward.fn=odd.py:broken_on_one_rank",
-                               f"hardware={hardware}"), cwd=world)
-    assert done.code == 7
-    assert "rank 1, reward" in done.err
-    assert "no reward today" in done.err
-    assert len([line for line in done.err.splitlines() if line.startswith("Error:")]) == 1
-    assert "terminate called" not in done.err
-    assert time.monotonic() - started < 120
-    wait_for_no_ranks("bad")
 
 
 @pytest.mark.slow
@@ -135,28 +111,9 @@ def test_scoring_beside_generation_keeps_ranks_in_step(world):
 
     assert told(left) == told(right)
     done = run("train", *words("run_name=bad", "reward.fn=odd.py:broken_on_one_rank",
-                               "hardware=ddp", "eval.at_start=false", *more[:2]), cwd=world)
-    assert done.code == 7
+                               "hardware=ddp", "eval.at_start=false", *more[:2]), cwd=world, code=7)
     assert "rank 1, reward" in done.err
     wait_for_no_ranks("bad")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_killed_rank_ends_the_others_and_the_run_goes_on_later(world, number):
-    process = spawn("train", *words("run_name=killed", "hardware=zero2", *LONG[:2],
-                                    "checkpoint.every_steps=1"), cwd=world)
-    wait_for(lambda: rows_of(world / "runs/killed") >= 3, process)
-    os.kill(ranks_of("killed")[number], signal.SIGKILL)
-    _, err = process.communicate(timeout=90)
-    assert process.returncode == 1
-    assert f"rank {number}, " in err
-    assert "killed by SIGKILL (exit -9): probably out of memory" in err, err
-    wait_for_no_ranks("killed")
-    done = run("resume", "runs/killed", "ppo.num_steps=8", cwd=world)
-    assert done.code == 0, done.err
-    steps = [row["step"] for row in stable_rows(world / "runs/killed/metrics.jsonl")]
-    assert steps == sorted(set(steps))
 
 
 CONTRADICTIONS = [
@@ -173,8 +130,7 @@ CONTRADICTIONS = [
 @pytest.mark.parametrize(("more", "text"), CONTRADICTIONS)
 def test_contradictions_are_told_before_anything_starts(world, command, more, text):
     Path("ds.json").write_text('{"gradient_accumulation_steps": 4}')
-    done = command(*words(*more))
-    assert done.code == 2
+    done = command(*words(*more), code=2)
     assert text in done.said
     assert not Path("runs").exists()
 

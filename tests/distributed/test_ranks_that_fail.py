@@ -53,8 +53,7 @@ FAILURES = [
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """Rows of one process that nothing happened to."""
     folder = make_world(tmp_path_factory.mktemp("alone"))
-    done = run("train", *words("run_name=alone", "ppo.num_steps=6"), cwd=folder)
-    assert done.code == 0, done.err
+    run("train", *words("run_name=alone", "ppo.num_steps=6"), cwd=folder, code=0)
     return stable_rows(folder / "runs/alone/metrics.jsonl")
 
 
@@ -65,17 +64,15 @@ def test_a_failing_rank_is_named_once_and_the_run_goes_on(world, alone, fault, h
     common = words("run_name=r", f"hardware={hardware}", "hardware.timeout_seconds=60",
                    "ppo.num_steps=6")
     started = time.monotonic()
-    done = run("train", *common, cwd=world, PPOCLI_FAULTS=fault)
-    assert done.code == code, done.err
+    done = run("train", *common, cwd=world, PPOCLI_FAULTS=fault, code=code)
     [message] = messages(done.err)
     assert text in message
     assert ("Traceback" in done.err) == ("injected" in text)
     assert "terminate called" not in done.err
     assert time.monotonic() - started < 150
     wait_for_no_ranks("r")
-    went_on = run("train", *words("run_name=r", f"hardware={hardware}", "resume=auto",
-                                  "ppo.num_steps=6", "ppo.micro_batch_size=2"), cwd=world)
-    assert went_on.code == 0, went_on.err
+    run("train", *words("run_name=r", f"hardware={hardware}", "resume=auto",
+                                  "ppo.num_steps=6", "ppo.micro_batch_size=2"), cwd=world, code=0)
     # half the micro-batch, the same effective batch: what it comes to is as if nothing had been
     assert close_to(stable_rows(world / "runs/r/metrics.jsonl"), alone)
     assert_tidy(world / "runs/r")
@@ -135,16 +132,14 @@ def test_all_killed_at_once_and_resumed_comes_to_the_same_bytes(world, hardware)
     """Also from another place: the folder is moved in between."""
     (world / "odd.py").write_text(REWARD)
     given = ["reward.fn=odd.py:unlike", f"hardware={hardware}", "ppo.num_steps=6"]
-    whole = run("train", *words("run_name=whole", *given), cwd=world)
-    assert whole.code == 0, whole.err
+    run("train", *words("run_name=whole", *given), cwd=world, code=0)
     process = spawn("train", *words("run_name=cut", *given), cwd=world)
     wait_for(lambda: rows_of(world / "runs/cut") >= 3, process)
     kill_all_of("cut", process)
     assert rows_of(world / "runs/cut") < 7
     (world / "elsewhere").mkdir()
     moved = (world / "runs/cut").rename(world / "elsewhere/moved")
-    done = run("resume", "elsewhere/moved", cwd=world)
-    assert done.code == 0, done.err
+    done = run("resume", "elsewhere/moved", cwd=world, code=0)
     assert "not bit-exact" not in done.err
     assert stable_rows(moved / "metrics.jsonl") == stable_rows(world / "runs/whole/metrics.jsonl")
     saved = last_checkpoint(world / "runs/whole")
@@ -184,10 +179,8 @@ def test_killing_what_started_the_ranks_leaves_none(world, who):
     (["hardware=zero2"], ["hardware.num_processes=4"]),
     ([], ["hardware.num_processes=2", "hardware.zero_stage=1"])])
 def test_another_number_of_processes_goes_on_and_says_so(world, alone, before, after):
-    done = run("train", *words("run_name=moved", *before), cwd=world)
-    assert done.code == 0, done.err
-    done = run("resume", "runs/moved", "ppo.num_steps=6", *after, cwd=world)
-    assert done.code == 0, done.err
+    done = run("train", *words("run_name=moved", *before), cwd=world, code=0)
+    done = run("resume", "runs/moved", "ppo.num_steps=6", *after, cwd=world, code=0)
     processes = after[0].rpartition("=")[2]
     assert f"changed on resume: hardware.num_processes: {2 if before else 1} -> {processes}" in (
         done.err)

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import pytest
-from ranks import (
-    ONE_UPDATE,
-    assert_same_update,
-    config_below,
-    largest_difference,
-    run_job,
-    under,
-)
+from ranks import assert_same_update, largest_difference, odd_config, run_job, under
+
+LORA = {"type": "lora", "r": 4, "target_modules": ["c_attn", "c_fc"]}
+ADAPTERS = [LORA, {"type": "prefix", "num_virtual_tokens": 3},
+            {"type": "prompt", "num_virtual_tokens": 3}]
+ADAM = {"ppo.optimizer.name": "adamw"}
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> dict:
-    return config_below(tmp_path_factory.mktemp("ranks"), ONE_UPDATE)
+    return odd_config(tmp_path_factory.mktemp("ranks"), **{
+        "ppo.ppo_epochs": 2, "ppo.max_grad_norm": 0.5, "ppo.ent_coef": 0.01})
 
 
 @pytest.fixture(scope="module")
 def alone(config, tmp_path_factory) -> dict:
-    """One process, SGD."""
-    return run_job(tmp_path_factory.mktemp("alone"), "alone",
-                   {**config, "ppo.optimizer.name": "sgd"}, world=1)
+    return run_job(tmp_path_factory.mktemp("alone"), "alone", config, world=1)
 
 
 QUICK = [(2, 0), (2, 3)]
@@ -33,9 +30,22 @@ SLOW = [(2, 1), (2, 2), (4, 0), (4, 1), (4, 2), (4, 3), (1, 1), (1, 2), (1, 3)]
 @pytest.mark.parametrize(("world", "stage"), [
     *QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW)])
 def test_one_update_is_the_same_on_any_ranks(config, alone, tmp_path, world, stage):
-    found = run_job(tmp_path, "many", {
-        **config, "ppo.optimizer.name": "sgd", **under(stage, tmp_path)}, world=world)
+    found = run_job(tmp_path, "many", {**config, **under(stage, tmp_path)}, world=world)
     assert_same_update(alone, found)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("peft", "stage"), [(LORA, 3), *(
+    pytest.param(peft, stage, marks=pytest.mark.slow) for peft in ADAPTERS for stage in (0, 3)
+    if (peft, stage) != (LORA, 3))])
+def test_an_adapter_learns_the_same_on_two_ranks(config, tmp_path, peft, stage):
+    settings = {**config, "model.peft": peft}
+    one = run_job(tmp_path, "one", settings, world=1)
+    many = run_job(tmp_path, "many", {**settings, **under(stage, tmp_path)}, world=2)
+    assert_same_update(one, many)
+    trained = {name for name in one if name.startswith("weight/lm.")}
+    assert trained
+    assert all("lora_" in name or "prompt_encoder" in name for name in trained)
 
 
 @pytest.mark.slow
@@ -45,8 +55,7 @@ def test_one_update_is_the_same_on_any_ranks(config, alone, tmp_path, world, sta
     {"ppo.micro_batch_size": 1}, {"ppo.micro_batch_size": 5}, {"ppo.micro_batch_tokens": 23},
     {"ppo.micro_batch_tokens": 23, "hardware.gather_for_generation": False}])
 def test_the_micro_batch_changes_nothing(config, alone, tmp_path, stage, keys):
-    found = run_job(tmp_path, "many", {
-        **config, "ppo.optimizer.name": "sgd", **under(stage, tmp_path), **keys}, world=2)
+    found = run_job(tmp_path, "many", {**config, **under(stage, tmp_path), **keys}, world=2)
     assert_same_update(alone, found)
 
 
@@ -62,8 +71,8 @@ def test_the_micro_batch_changes_nothing(config, alone, tmp_path, stage, keys):
     {"ppo.optimizer.momentum": 0.9}, {"hardware.zero_stage": 2, "ppo.optimizer.momentum": 0.9},
     {"ppo.kl_in": "loss", "ppo.dual_clip": 2.0, "ppo.cliprange_high": 0.3}])
 def test_settings_that_move_weights_elsewhere(config, tmp_path, changes):
-    base = {**config, "ppo.optimizer.name": "sgd", **{
-        name: value for name, value in changes.items() if not name.startswith("hardware.")}}
+    base = {**config, **{name: value for name, value in changes.items()
+                         if not name.startswith("hardware.")}}
     one = run_job(tmp_path, "one", base, world=1)
     assert_same_update(one, run_job(tmp_path, "many", {**base, **changes}, world=2))
 
@@ -74,8 +83,7 @@ def test_settings_that_move_weights_elsewhere(config, tmp_path, changes):
     for name, stage in [("grpo", 2), ("grpo", 3), ("rloo", 0), ("rloo", 3), ("reinforce_pp", 0)])])
 def test_estimators_without_a_critic_are_the_same_on_any_ranks(config, tmp_path, advantage, stage):
     """14 samples in groups of two, which chunks of 3 and shares of the ranks cut through."""
-    base = {**config, "ppo.optimizer.name": "sgd", "ppo.advantage": advantage, "ppo.n": 2,
-            "ppo.num_rollouts": 14}
+    base = {**config, "ppo.advantage": advantage, "ppo.n": 2, "ppo.num_rollouts": 14}
     one = run_job(tmp_path, "one", base, world=1)
     assert_same_update(one, run_job(tmp_path, "many", {**base, **under(stage, tmp_path)}, world=2))
 
@@ -85,7 +93,7 @@ def test_estimators_without_a_critic_are_the_same_on_any_ranks(config, tmp_path,
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_skipped_minibatch_changes_nothing_on_any_rank(config, tmp_path, stage):
     """The second of four updates is not finite, and the ratio guard refuses none."""
-    settings = {**config, "ppo.optimizer.name": "adamw"}
+    settings = {**config, **ADAM}
     fault = {"PPOCLI_FAULTS": "optimize.minibatch@2:nan"}
     one = run_job(tmp_path, "one", settings, world=1, **fault)
     many = run_job(tmp_path, "many", {**settings, **under(stage, tmp_path)}, world=2, **fault)
@@ -100,7 +108,7 @@ def test_the_ratio_guard_and_the_early_stop_are_of_all_ranks(config, tmp_path, s
     # in one process the ratios are 1 + 1e-7, 0.9987, 0.9950, 1.0072 and the KLs 2e-8, 1.4e-3, ...:
     # thresholds far from all of them, which rounding can't cross
     for guard in ({"ppo.ratio_threshold": 1.003}, {"ppo.target_kl": 1e-4}):
-        settings = {**config, "ppo.optimizer.name": "sgd", **guard}
+        settings = {**config, **guard}
         one = run_job(tmp_path, "one", settings, world=1)
         many = run_job(tmp_path, "many", {**settings, **under(stage, tmp_path)}, world=2)
         assert many["counts"].tolist() == one["counts"].tolist()
@@ -113,14 +121,17 @@ def test_the_ratio_guard_and_the_early_stop_are_of_all_ranks(config, tmp_path, s
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_checkpoint_goes_on_exactly_and_on_other_ranks(config, tmp_path, stage):
+@pytest.mark.parametrize("peft", [None, LORA])
+def test_a_checkpoint_goes_on_exactly_and_on_other_ranks(config, tmp_path, stage, peft):
     """Saved after the first step, read for the second: byte for byte on as many ranks, and within
     rounding in one process, which reads the same files."""
+    config = {**config, **ADAM, "model.peft": peft}
     settings = {**config, **under(stage, tmp_path)}
     saved = tmp_path / "checkpoint"
     through = run_job(tmp_path, "through", settings, f"save={saved}", world=2)
     names = {path.name for path in saved.rglob("*") if path.is_file()}
-    assert {"model.safetensors", "value_head.safetensors", "optimizer-00001-of-00002.safetensors",
+    weights = "adapter_model.safetensors" if peft else "model.safetensors"
+    assert {weights, "value_head.safetensors", "optimizer-00001-of-00002.safetensors",
             "optimizer-00002-of-00002.safetensors", "rng.json", "rng-rank-00001.json"} <= names
     assert not [name for name in names if name.endswith((".pt", ".bin", ".pkl"))]
     again = run_job(tmp_path, "again", settings, f"load={saved}", world=2)
@@ -134,7 +145,7 @@ def test_a_checkpoint_goes_on_exactly_and_on_other_ranks(config, tmp_path, stage
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_checkpoint_of_one_process_goes_on_under_every_stage(config, tmp_path, stage):
-    saved = tmp_path / "checkpoint"
+    config, saved = {**config, **ADAM}, tmp_path / "checkpoint"
     one = run_job(tmp_path, "one", config, f"save={saved}", world=1)
     many = run_job(tmp_path, "many", {**config, **under(stage, tmp_path)}, f"load={saved}",
                    world=2)

@@ -38,8 +38,7 @@ def while_writing(world: Path, seconds: float):
 
 @pytest.mark.parametrize("mode", ["always", "never"])
 def test_how_checkpoints_are_written_changes_nothing(mode, command, reference, world):
-    ended = command(*words("run_name=r", f"checkpoint.background={mode}", stateful=True))
-    assert ended.code == 0, ended.said
+    command(*words("run_name=r", f"checkpoint.background={mode}", stateful=True), code=0)
     assert_equal_runs(reference, world / "runs/r")
     assert os.readlink(world / "runs/r/checkpoints/latest") == "step-000004"
 
@@ -90,8 +89,7 @@ def test_kill9_while_one_is_written_and_training_goes_on(command, reference, wor
     process = while_writing(world, 120)
     process.kill()
     process.communicate()
-    ended = command(*words("run_name=r", "resume=auto", stateful=True))
-    assert ended.code == 0, ended.said
+    ended = command(*words("run_name=r", "resume=auto", stateful=True), code=0)
     assert "skipped .staging-000001-" in ended.said
     assert_equal_runs(reference, world / "runs/r")
 
@@ -99,12 +97,10 @@ def test_kill9_while_one_is_written_and_training_goes_on(command, reference, wor
 def test_a_full_disk_is_told_one_step_later_with_the_same_exit_code(
         command, inject, reference, world):
     inject("save.open@22+:enospc")
-    ended = command(*WORDS)
+    ended = command(*WORDS, code=6)
     folder = world / "runs/r"
-    assert ended.code == 6, ended.said
     assert "Disk full writing step 2 (needs " in ended.err
     assert "Kept step 1." in ended.err
-    assert "Traceback" not in ended.said
     assert len(rows(folder)) == 4  # the third step had begun
     assert json.loads((folder / "summary.json").read_text())["status"] == "failed"
     assert {name for name in names(folder) if name[0] not in "lb"} == {"step-000001"}
@@ -116,8 +112,7 @@ def test_a_full_disk_is_told_one_step_later_with_the_same_exit_code(
 def test_a_policy_that_diverges_names_the_checkpoint_that_was_being_written(
         command, inject, world):
     inject("save.before_rename@2:sleep=2,optimize.minibatch@9+:nan")
-    ended = command(*words("run_name=r", "checkpoint.background=always"))
-    assert ended.code == 4, ended.said
+    ended = command(*words("run_name=r", "checkpoint.background=always"), code=4)
     assert "last healthy: step 2 in " in ended.err
 
 

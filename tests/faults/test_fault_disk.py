@@ -16,13 +16,11 @@ from runs import assert_equal_runs, resumed, words
 def test_a_disk_that_refuses_a_save_keeps_the_older_and_goes_on_later(
         fault, command, inject, reference, world):
     inject(fault)
-    ended = command(*words("run_name=r", stateful=True))
+    ended = command(*words("run_name=r", stateful=True), code=6)
     folder = world / "runs/r"
-    assert ended.code == 6, ended.said
     assert "Disk full writing step 2 (needs " in ended.err
     assert "Kept step 1." in ended.err
     assert f"ppocli resume {folder}" in ended.err
-    assert "Traceback" not in ended.said
     assert [path.name for path in sorted((folder / "checkpoints").glob("[!.l.b]*"))] == [
         "step-000001"]
     inject("")
@@ -33,8 +31,7 @@ def test_a_disk_that_refuses_a_save_keeps_the_older_and_goes_on_later(
 def test_one_refusal_is_survived(command, inject, reference, world):
     """Superseded steps make room, and the save is tried once more."""
     inject("save.before_manifest@2:enospc")
-    ended = command(*words("run_name=r", stateful=True))
-    assert ended.code == 0, ended.said
+    command(*words("run_name=r", stateful=True), code=0)
     assert_equal_runs(reference, world / "runs/r")
 
 
@@ -67,19 +64,5 @@ def test_a_disk_that_really_is_full(size, command, reference, world):
     assert not list(kept.rglob(".staging*"))
     (world / "runs").rmdir()
     (world / "kept").rename(world / "runs")
-    ended = command(*words("run_name=r", "resume=auto", stateful=True))
-    assert ended.code == 0, ended.said
+    command(*words("run_name=r", "resume=auto", stateful=True), code=0)
     assert_equal_runs(reference, world / "runs/r")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("blocks", [8, 40, 90])
-def test_a_limit_of_the_file_size(blocks, world):
-    line = f"ulimit -f {blocks}; exec {sys.executable} -m ppocli train " + " ".join(
-        words("run_name=r"))
-    done = subprocess.run(["bash", "-c", line], cwd=world, text=True, env=environment(),
-                          capture_output=True, timeout=200, check=False)
-    assert done.returncode == 6, (done.returncode, done.stderr)
-    assert "File size limit reached" in done.stderr
-    assert "ulimit -f" in done.stderr
-    assert "Traceback" not in done.stderr

@@ -13,32 +13,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from helpers import environment, make_tokenizer, save_lm
+from helpers import environment, save_lm
 from runs import words
-
-
-def bad_json(lm: Path) -> None:
-    (lm / "config.json").write_text('{"model_type": ')
-
-
-def no_weights(lm: Path) -> None:
-    (lm / "model.safetensors").unlink()
 
 
 def truncated(lm: Path) -> None:
     path = lm / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-
-
-def no_tokenizer(lm: Path) -> None:
-    for path in lm.glob("tokenizer*"):
-        path.unlink()
-
-
-def more_words(lm: Path) -> None:
-    tokenizer = make_tokenizer()
-    tokenizer.add_tokens([f"word{i}" for i in range(9)])
-    tokenizer.save_pretrained(lm)
 
 
 def fewer_weights(lm: Path) -> None:
@@ -49,38 +30,27 @@ def fewer_weights(lm: Path) -> None:
     save_file(tensors, lm / "model.safetensors", metadata={"format": "pt"})
 
 
-def other_shape(lm: Path) -> None:
-    config = json.loads((lm / "config.json").read_text())
-    (lm / "config.json").write_text(json.dumps(config | {"n_embd": 64}))
-
-
 def unknown_type(lm: Path) -> None:
     (lm / "config.json").write_text('{"model_type": "nobodys"}')
 
 
-BROKEN_MODELS = {
-    bad_json: "config.json is not valid JSON", no_weights: "There are no weights in",
-    truncated: "model.safetensors can't be read", no_tokenizer: "No tokenizer in",
-    more_words: "embeds only 37", fewer_weights: "h.1.mlp.c_fc.weight",
-    other_shape: "", unknown_type: "nobodys"}
+BROKEN_MODELS = {truncated: "model.safetensors can't be read",
+                 fewer_weights: "h.1.mlp.c_fc.weight", unknown_type: "nobodys"}
 
 
 @pytest.mark.parametrize("breaking", BROKEN_MODELS, ids=lambda f: f.__name__)
 def test_a_broken_model_folder_is_refused_with_what_is_wrong(breaking, command, world):
     breaking(world / "lm")
-    ended = command(*words())
-    assert ended.code == 3, ended.said
+    ended = command(*words(), code=3)
     assert BROKEN_MODELS[breaking] in ended.err, ended.err
     assert "lm" in ended.err
     assert "where: model" in ended.err
-    assert "Traceback" not in ended.said
     assert not (world / "runs").exists()
 
 
 def test_a_missing_pad_token_is_replaced_and_said(command, world):
     save_lm(world / "lm", pad=False)
-    ended = command(*words("run_name=r", "ppo.num_steps=1"))
-    assert ended.code == 0, ended.said
+    ended = command(*words("run_name=r", "ppo.num_steps=1"), code=0)
     assert "has no pad token: its EOS '<eos>' pads" in ended.out
     # a response that ended has its EOS counted, and the padding after it isn't
     rows = [json.loads(row) for row in (world / "runs/r/samples.jsonl").read_text().splitlines()]
@@ -100,56 +70,20 @@ def test_pad_that_is_eos_gives_the_same_run_as_a_pad_of_its_own(command, world):
         world / "runs/run-eos/metrics.jsonl")
 
 
-PROMPTS = {
-    "missing": (None, 3, "prompts.jsonl"),
-    "empty": (b"", 3, "prompts.jsonl"),
-    "not utf-8": (b'{"prompt": "caf\xe9"}\n', 3, "UTF-8"),
-    "bad line": (b'{"prompt": "a"}\n{"prompt": \n', 3, "Line 2 of prompts.jsonl"),
-    "no column": (b'{"text": "a"}\n', 3, "text"),
-    "blank": (b'{"prompt": "  "}\n{"prompt": ""}\n', 3, "prompt"),
-    "not text": (b'{"prompt": 3}\n', 3, "line 1 of prompts.jsonl holds 3 (int)"),
-}
-
-
-@pytest.mark.parametrize("kind", PROMPTS)
-def test_bad_prompts_are_refused_with_the_place(kind, command, world):
-    content, code, said = PROMPTS[kind]
-    if content is None:
-        (world / "prompts.jsonl").unlink()
-    else:
-        (world / "prompts.jsonl").write_bytes(content)
-    ended = command(*words())
-    assert ended.code == code, ended.said
-    assert said in ended.err, ended.err
-    assert "Traceback" not in ended.said
+def test_bad_prompts_are_refused_with_the_place(command, world):
+    (world / "prompts.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": \n')
+    ended = command(*words(), code=3)
+    assert "Line 2 of prompts.jsonl" in ended.err, ended.err
     assert not (world / "runs").exists()
 
 
 def test_long_prompts_are_cut_with_a_count_and_few_are_cycled(command, world):
     (world / "prompts.jsonl").write_text(json.dumps({"prompt": "the film " * 80}) + "\n"
                                          + json.dumps({"prompt": "it"}) + "\n")
-    ended = command(*words("run_name=r", "ppo.num_steps=1"))
-    assert ended.code == 0, ended.said
+    ended = command(*words("run_name=r", "ppo.num_steps=1"), code=0)
     assert "1 " in ended.out
     assert "cut" in ended.out or "truncated" in ended.out, ended.out
     assert "they are cycled" in ended.out
-
-
-def test_everything_wrong_with_the_settings_is_told_at_once(command, world):
-    ended = command(*words("ppo.optimizer.lr=-1", "ppo.lrr=1", "checkpoint.keep_last=0",
-                           "ppo.cliprange=abc", "ppo.total_episodes=10"))
-    assert ended.code == 2
-    for part in ("ppo.optimizer.lr", "must be >= 0", "ppo.lrr: unknown key", "keep_last",
-                 "ppo.cliprange", "command line"):
-        assert part in ended.err, part
-    assert not (world / "runs").exists()
-
-
-def test_no_room_for_a_prompt_beside_the_response(command, world):
-    ended = command(*words("generation.max_new_tokens=64"))
-    assert ended.code == 2
-    assert "64 new tokens leave no room for a prompt" in ended.err
-    assert not (world / "runs").exists()
 
 
 @contextmanager
@@ -199,25 +133,8 @@ def load_allowance() -> float:
     return 2 * (time.monotonic() - started)
 
 
-def test_an_output_folder_that_is_a_file(command, world):
-    (world / "taken").write_text("mine")
-    for word in ("output_dir=taken", "output_dir=taken/below"):
-        ended = command(*words(word))
-        assert ended.code == 6, ended.said
-        assert "is a file" in ended.err
-    assert (world / "taken").read_text() == "mine"
-
-
-def test_an_output_folder_that_cannot_be_written(command, world):
-    ended = command(*words("output_dir=/proc/runs"))
-    assert ended.code == 6
-    assert "/proc/runs" in ended.err
-    assert "Traceback" not in ended.said
-
-
 def test_an_output_folder_with_spaces_and_unicode(command, world):
     shutil.move(world / "lm", world / "my lm ü")
     ended = command(*words("model.path='my lm ü'", "output_dir='läufe und mehr'", "run_name=日本 1",
-                           "ppo.num_steps=1"))
-    assert ended.code == 0, ended.said
+                           "ppo.num_steps=1"), code=0)
     assert ended.out.splitlines()[-1] == str(world / "läufe und mehr/日本 1/model")

@@ -19,8 +19,7 @@ WORDS = ("ppo.num_steps=2", "ppo.logprobs_from=forward")
 def plenty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with memory for all that it asks for."""
     folder = make_world(tmp_path_factory.mktemp("plenty"))
-    done = run("train", *words("run_name=r", *WORDS), cwd=folder)
-    assert done.code == 0, done.err
+    run("train", *words("run_name=r", *WORDS), cwd=folder, code=0)
     return folder / "runs/r"
 
 
@@ -58,8 +57,7 @@ def assert_same_up_to_rounding(run_dir: Path, other: Path) -> None:
 def test_what_does_not_fit_is_made_anew_with_half_the_rows(fault, said, figure, command: Command,
                                                            inject, world, plenty):
     inject(fault)
-    ended = command(*words("run_name=r", *WORDS))
-    assert ended.code == 0, ended.said
+    ended = command(*words("run_name=r", *WORDS), code=0)
     # an evaluation's passes are phases of their own
     found = [line for line in ended.err.splitlines()
              if line.removeprefix("warning: ").partition(" of ")[0] in figure
@@ -81,12 +79,10 @@ def test_what_does_not_fit_is_made_anew_with_half_the_rows(fault, said, figure, 
 @pytest.mark.parametrize("fault", ["rollout.token>0@40+:oom", "optimize.forward>0@9+:oom"])
 def test_where_one_row_is_too_much_the_run_stops_with_numbers(fault, command, inject, world):
     inject(fault)
-    ended = command(*words("run_name=r", *WORDS))
-    assert ended.code == 8, ended.said
+    ended = command(*words("run_name=r", *WORDS), code=8)
     assert (f"{fault.partition('.')[0]} of 1 row at once: out of memory, and a pass can't be "
             "smaller: its longest sample has ") in ended.err
     assert "MiB, and " in ended.err
-    assert "Traceback" not in ended.said
     assert json.loads((world / "runs/r/summary.json").read_text())["status"] == "failed"
     if "optimize" in fault:  # between two steps: what was saved before stands
         assert last_checkpoint(world / "runs/r").name == "step-000001"

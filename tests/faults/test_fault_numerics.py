@@ -24,8 +24,7 @@ def finite_checkpoints(run_dir: Path) -> list[str]:
 
 def test_one_non_finite_update_is_skipped_and_counted(command, inject, world):
     inject("optimize.minibatch@5:nan")
-    ended = command(*words("run_name=r"))
-    assert ended.code == 0, ended.said
+    ended = command(*words("run_name=r"), code=0)
     assert "the update is skipped (1 in a row" in ended.err
     rows = jsonl(world / "runs/r/metrics.jsonl")
     assert [row["updates_skipped"] for row in rows[1:]] == [0, 1, 0, 0]
@@ -35,9 +34,8 @@ def test_one_non_finite_update_is_skipped_and_counted(command, inject, world):
 
 def test_many_non_finite_updates_stop_the_run_with_the_last_healthy_step(command, inject, world):
     inject("optimize.minibatch@5+:nan")
-    ended = command(*words("run_name=r"))
+    ended = command(*words("run_name=r"), code=4)
     folder = world / "runs/r"
-    assert ended.code == 4, ended.said
     assert "3 updates in a row had a non-finite loss or gradient (step 2)" in ended.err
     assert f"last healthy: step 1 in {folder}/checkpoints/step-000001" in ended.err
     assert "lower ppo.optimizer.lr" in ended.err
@@ -57,8 +55,7 @@ def test_many_non_finite_updates_stop_the_run_with_the_last_healthy_step(command
 
 def test_the_count_of_non_finite_updates_goes_over_steps_and_resumption(command, inject, world):
     inject("optimize.minibatch@7+:nan")
-    ended = command(*words("run_name=r", "ppo.max_nonfinite=4"))
-    assert ended.code == 4
+    ended = command(*words("run_name=r", "ppo.max_nonfinite=4"), code=4)
     assert "4 updates in a row" in ended.err
     assert "(step 3)" in ended.err
 
@@ -91,8 +88,7 @@ def push_eos(lm: Path, logit: float) -> None:
 def test_responses_that_end_at_once_or_never_stay_finite_and_are_told(logit, length, hint, command,
                                                                       world):
     push_eos(world / "lm", logit)
-    ended = command(*words("run_name=r", "ppo.optimizer.lr=1e-6"))
-    assert ended.code == 0, ended.said
+    ended = command(*words("run_name=r", "ppo.optimizer.lr=1e-6"), code=0)
     assert hint in ended.err
     for row in jsonl(world / "runs/r/metrics.jsonl")[1:]:
         assert row["rollout/response_tokens_mean"] == length
@@ -104,8 +100,7 @@ def test_responses_that_end_at_once_or_never_stay_finite_and_are_told(logit, len
 def test_a_clock_that_jumps_back_disturbs_nothing(command, world, monkeypatch):
     jumps = itertools.count(2_000_000_000, -3600)
     monkeypatch.setattr(time, "time", lambda: float(next(jumps)))
-    ended = command(*words("run_name=r", "checkpoint.every_minutes=100"))
-    assert ended.code == 0, ended.said
+    command(*words("run_name=r", "checkpoint.every_minutes=100"), code=0)
     assert all(row["time/step"] >= 0 for row in jsonl(world / "runs/r/metrics.jsonl")[1:])
 
 
@@ -115,17 +110,14 @@ def test_a_step_that_cannot_be_pruned_is_a_warning(command, world):
     step.rename(world / "elsewhere")
     step.symlink_to(world / "elsewhere")
     ended = command(*words("run_name=r", "resume=auto", "ppo.num_steps=4",
-                           "checkpoint.keep_last=1"))
-    assert ended.code == 0, ended.said
+                           "checkpoint.keep_last=1"), code=0)
     assert "step-000001 is a link and was left alone" in ended.err
     assert (world / "elsewhere/MANIFEST.json").is_file()
 
 
 def test_out_of_memory_names_what_to_lower(command, inject, world):
     inject("score.before@6:oom")
-    ended = command(*words("run_name=r"))
-    assert ended.code == 8, ended.said
+    ended = command(*words("run_name=r"), code=8)
     assert "ppo.micro_batch_size" in ended.err
-    assert "Traceback" not in ended.said
     inject("")
     assert command(f"resume={world / 'runs/r'}", "ppo.micro_batch_size=2").code == 0

@@ -31,15 +31,6 @@ def score(outputs, **columns):
 BAD = {
     "raises": ("raise KeyError('nothing there')", "raised KeyError: 'nothing there'"),
     "too few": ("return good[:-1]", "values for 5 samples"),
-    "scalar": ("return 1.0", "returned 1 value for 5 samples"),
-    "one": ("return [1.0]", "returned 1 value for 5 samples"),
-    "none": ("return [None] + good[1:]", "returned None for sample 0"),
-    "nan": ("return [float('nan')] + good[1:]", "returned NaN for sample 0"),
-    "infinite": ("return good[:-1] + [float('inf')]", "which is not finite"),
-    "too large": ("return [1e300] * len(good)", "infinite in float32"),
-    "text": ("return ['good'] * len(good)", "str 'good' for sample 0"),
-    "nested": ("return [[[1.0]] for _ in good]", "for sample 0"),
-    "nothing": ("pass", "returned None for 5 samples"),
     "slow": ("time.sleep(30)", "still running after 0."),
 }
 
@@ -55,10 +46,8 @@ def test_a_bad_reward_stops_the_run_and_the_steps_before_it_are_kept(kind, comma
     body, said = BAD[kind]
     more = ["reward.timeout=0.3"] if kind == "slow" else []
     ended = command(*words(write_reward(world, body, late=6), "run_name=r", "eval.at_start=true",
-                           "eval.every_steps=null", *more))
-    assert ended.code == 7, ended.said
+                           "eval.every_steps=null", *more), code=7)
     assert said in ended.err, ended.err
-    assert "Traceback" not in ended.said
     if kind != "slow":
         assert "bad.py" in ended.err
     rows = (world / "runs/r/metrics.jsonl").read_text().splitlines()
@@ -83,8 +72,7 @@ def test_a_reward_that_fails_beside_generation_stops_the_run_the_same(kind, comm
 
 def test_scoring_beside_generation_changes_no_number(command, world, reference):
     """Rewards that draw random numbers, scores that are scaled by all before them."""
-    ended = command(*words("run_name=r", "reward.overlap=always", stateful=True))
-    assert ended.code == 0, ended.said
+    command(*words("run_name=r", "reward.overlap=always", stateful=True), code=0)
     assert_equal_runs(reference, world / "runs/r")
 
 
@@ -106,9 +94,8 @@ score.waits = True
 def test_a_reward_that_says_it_waits_is_called_beside_generation(command, world):
     """Chunks of 5, 5 and 2 in their order, outside the main thread; the evaluation's inside."""
     (world / "bad.py").write_text(WAITS)
-    ended = command(*words("reward.fn=bad.py:score", "run_name=r", "ppo.num_steps=1",
-                           "eval.at_start=false"))
-    assert ended.code == 0, ended.said
+    command(*words("reward.fn=bad.py:score", "run_name=r", "ppo.num_steps=1",
+                           "eval.at_start=false"), code=0)
     assert (world / "threads").read_text().splitlines() == [
         "5 False", "5 False", "2 False", "4 True"]
 
@@ -126,8 +113,7 @@ def test_a_stop_does_not_wait_for_a_reward_beside_generation(world):
 
 
 def test_a_mended_reward_goes_on_exactly(command, world):
-    straight = command(*words(write_reward(world, "return good"), "run_name=straight"))
-    assert straight.code == 0, straight.said
+    command(*words(write_reward(world, "return good"), "run_name=straight"), code=0)
     write_reward(world, "raise ValueError('no')", late=8)
     assert command(*words("reward.fn=bad.py:score", "run_name=r")).code == 7
     write_reward(world, "return good")
@@ -135,50 +121,36 @@ def test_a_mended_reward_goes_on_exactly(command, world):
     assert_equal_runs(world / "runs/straight", world / "runs/r")
 
 
-def test_the_call_that_raised_is_tried_again(command, world):
-    fn = write_reward(world, "if calls == 3: raise ValueError('once')\n    return good")
-    ended = command(*words(fn, "reward.retries=1", "run_name=r"))
-    assert ended.code == 0, ended.said
-    assert "trying again" in ended.said
-
-
 def test_rare_invalid_scores_are_dropped_and_counted(command, world):
     fn = write_reward(world, "if calls % 3 == 2: good[0] = None\n    return good")
-    ended = command(*words(fn, "reward.on_invalid=skip", "run_name=r"))
-    assert ended.code == 0, ended.said
+    command(*words(fn, "reward.on_invalid=skip", "run_name=r"), code=0)
     rows = [json.loads(row) for row in (world / "runs/r/metrics.jsonl").read_text().splitlines()]
     assert {row["reward/invalid"] for row in rows[1:]} == {1.0}
 
 
 def test_too_many_invalid_scores_stop_the_run(command, world):
     fn = write_reward(world, "return [None] * len(good)", late=2)
-    ended = command(*words(fn, "reward.on_invalid=skip", "run_name=r"))
-    assert ended.code == 7
+    ended = command(*words(fn, "reward.on_invalid=skip", "run_name=r"), code=7)
     assert "12 of the 12 samples" in ended.err
 
 
 def test_equal_rewards_are_warned_of_and_stay_finite(command, world):
     fn = write_reward(world, "return [1.0] * len(good)")
-    ended = command(*words(fn, "run_name=r"))
-    assert ended.code == 0, ended.said
+    ended = command(*words(fn, "run_name=r"), code=0)
     assert "All rewards of a rollout are equal (1) for 3 steps" in ended.err
     for row in (world / "runs/r/metrics.jsonl").read_text().splitlines():
         assert all(value is not None for value in json.loads(row).values()), row
 
 
 @pytest.mark.parametrize(("fn", "said"), [
-    ("no_such_module:score", "no_such_module"), ("bad.py:scores", "score"),
-    ("bad.py:calls", "can't be called"), ("missing.py:score", "missing.py"),
-    ("broken.py:score", "boom"), ("needs.py:score", "wanted"), ("os:system", "os"),
-    ("bad.score.deep:x", "bad")])
+    ("missing.py:score", "missing.py"), ("broken.py:score", "boom"),
+    ("needs.py:score", "wanted")])
 def test_a_wrong_import_path_is_told_before_anything_is_made(fn, said, command, world):
     write_reward(world, "return good")
     (world / "broken.py").write_text("raise ImportError('boom')\n")
     (world / "needs.py").write_text("def score(outputs, wanted):\n    return outputs\n")
-    ended = command(*words(f"reward.fn={fn}"))
-    assert ended.code == 7, ended.said
+    ended = command(*words(f"reward.fn={fn}"), code=7)
     assert said in ended.err
-    assert "Traceback" not in ended.said
     assert not (world / "runs").exists()
 
 

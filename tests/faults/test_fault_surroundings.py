@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
-import re
 import signal
 import subprocess
 import sys
@@ -48,29 +46,6 @@ def test_a_display_that_dies_does_not_end_the_training(case, world):
     assert (world / "runs/r/model/model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("hang_up", [True, False])
-@pytest.mark.slow
-def test_on_a_terminal_also_one_that_hangs_up(hang_up, world):
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "ppocli", "train", *words("run_name=r")], cwd=world,
-        stdout=theirs, stderr=theirs, process_group=0,
-        env=environment(NO_COLOR="1", TERM="xterm", PPOCLI_FAULTS="score.before@6:sleep=2"))
-    os.close(theirs)
-    seen = b""
-    with os.fdopen(ours, "rb", buffering=0) as terminal:
-        while not (hang_up and b"step 1/4" in seen):
-            try:
-                seen += terminal.read(4096)
-            except OSError:  # the other side has closed it
-                break
-    assert process.wait(timeout=120) in (0, 141)
-    assert b"training" in seen  # the bar
-    assert b"Traceback" not in seen
-    assert not re.search(rb"\x1b\[[0-9;]*3[0-9]m", seen), "colours"
-    assert json.loads((world / "runs/r/summary.json").read_text())["status"] == "finished"
-
-
 def test_a_token_in_the_environment_is_in_no_file_and_not_printed(reference, shared_world):
     """The reference run was made with it; everything the run left is read."""
     files = [path for path in shared_world.rglob("*") if path.is_file()]
@@ -84,8 +59,7 @@ def test_a_token_in_the_environment_is_in_no_file_and_not_printed(reference, sha
     "model.path=${oc.env:HF_TOKEN}", f"model.path=https://user:{PLANTED}@huggingface.co/x"])
 def test_a_token_in_a_word_is_refused_unshown(word, command, world, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", PLANTED)
-    ended = command(*words(word))
-    assert ended.code == 2, ended.said
+    ended = command(*words(word), code=2)
     assert PLANTED not in ended.said
     assert not (world / "runs").exists()
 
@@ -95,9 +69,7 @@ def test_a_sweep_with_a_failing_and_an_invalid_job_runs_the_others(world):
     given = words("ppo.num_steps=1", "hydra.sweep.dir=sweep")
     given = [word for word in given if not word.startswith(("reward.fn", "seed"))]
     ended = run("train", "-m", *given, "reward.fn=bad.py:score,rewards.py:plain",
-                "ppo.cliprange=0.2,5", cwd=world)
-    assert ended.code == 11, ended.err
-    assert "Traceback" not in ended.said
+                "ppo.cliprange=0.2,5", cwd=world, code=11)
     jobs = json.loads((world / "sweep/sweep.json").read_text())["jobs"]
     assert [(job["status"], job["exit_code"]) for job in jobs] == [
         ("failed", 7), ("failed", 2), ("finished", 0), ("failed", 2)]
@@ -122,8 +94,7 @@ def test_a_stopped_sweep_stops_its_job_cleanly_and_goes_on_with_the_same_words(w
     assert json.loads((world / "sweep/0/summary.json").read_text())["status"] == "stopped"
     assert not (world / "sweep/1/model").exists()
     assert "stopped" in out
-    done = run(*given, "resume=auto", cwd=world)
-    assert done.code == 0, done.err
+    run(*given, "resume=auto", cwd=world, code=0)
     assert all((world / f"sweep/{job}/model/config.json").is_file() for job in (0, 1))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers import jsonl, save_lm, write_prompts
-from runs import assert_equal_runs, copied, run, words
+from runs import copied, words
 
 from ppocli.config.resolved import read_config
 from ppocli.runs.record import Change, read_changes
@@ -20,22 +20,8 @@ def stopped(reference, world) -> Path:
     return copied(reference, world / "runs/r", 2)
 
 
-@pytest.mark.parametrize("fault", [
-    "score.after@8:term", pytest.param("score.before@8:int", marks=pytest.mark.slow),
-    pytest.param("rollout.token@40:term", marks=pytest.mark.slow)])
-def test_work_dropped_by_a_stop_is_done_again_with_the_same_random_numbers(
-        fault, command, reference, world):
-    """The reward has drawn from the global generators by then; the step starts over on resume."""
-    ended = run("train", *words("run_name=r", stateful=True), cwd=world, PPOCLI_FAULTS=fault)
-    assert ended.code in (130, 143), ended.err
-    again = command(*words("run_name=r", "resume=auto", stateful=True))
-    assert again.code == 0, again.said
-    assert_equal_runs(reference, world / "runs/r")
-
-
 def test_another_kl_coefficient_is_used_from_here_on(command, stopped):
-    ended = command(f"resume={stopped}", "ppo.init_kl_coef=0.7")
-    assert ended.code == 0, ended.said
+    ended = command(f"resume={stopped}", "ppo.init_kl_coef=0.7", code=0)
     rows = jsonl(stopped / "metrics.jsonl")
     assert rows[2]["objective/kl_coef"] < 0.2
     assert rows[3]["objective/kl_coef"] == 0.7
@@ -46,15 +32,13 @@ def test_another_kl_coefficient_is_used_from_here_on(command, stopped):
     ("reward.fn=nosuch:f", 7), ("generation.max_new_tokens=5000", 2), ("seed=9", 5)])
 def test_a_refused_change_leaves_the_run_as_it_was(word, code, command, stopped):
     before = (stopped / "config.yaml").read_bytes()
-    ended = command(f"resume={stopped}", word)
-    assert ended.code == code, ended.said
+    command(f"resume={stopped}", word, code=code)
     assert (stopped / "config.yaml").read_bytes() == before
     assert not (stopped / "config.next.yaml").exists()
 
 
 def test_an_accepted_change_becomes_the_runs_own(command, stopped):
-    ended = command(f"resume={stopped}", "ppo.optimizer.lr=2e-3")
-    assert ended.code == 0, ended.said
+    ended = command(f"resume={stopped}", "ppo.optimizer.lr=2e-3", code=0)
     assert read_config(stopped / "config.yaml").ppo.optimizer.lr == 2e-3
     assert read_changes(stopped) == [Change(2, "ppo.optimizer.lr", "0.001", "0.002")]
     ended = command(f"resume={stopped}", "ppo.vf_coef=0.5")
@@ -66,29 +50,24 @@ def test_an_accepted_change_becomes_the_runs_own(command, stopped):
 
 
 def test_prompts_that_have_changed_are_noticed(command, world):
-    ended = command(*words("run_name=r", "ppo.num_steps=1"))
-    assert ended.code == 0, ended.said
+    ended = command(*words("run_name=r", "ppo.num_steps=1"), code=0)
     write_prompts(world / "prompts.jsonl", ["the plot", "we saw"])
-    ended = command(f"resume={world / 'runs/r'}", "ppo.num_steps=2")
-    assert ended.code == 5
+    ended = command(f"resume={world / 'runs/r'}", "ppo.num_steps=2", code=5)
     assert "Not what the run was started with: prompts, evaluation prompts." in ended.said
 
 
 def test_a_reference_that_has_changed_is_noticed(command, world):
-    ended = command(*words("run_name=r", "ppo.num_steps=1"))
-    assert ended.code == 0, ended.said
+    ended = command(*words("run_name=r", "ppo.num_steps=1"), code=0)
     shutil.rmtree(world / "lm")
     save_lm(world / "lm", seed=5)
-    ended = command(f"resume={world / 'runs/r'}", "ppo.num_steps=2")
-    assert ended.code == 5
+    ended = command(f"resume={world / 'runs/r'}", "ppo.num_steps=2", code=5)
     assert "Not what the run was started with: reference model." in ended.said
 
 
 def test_a_finished_run_that_goes_on_keeps_its_model_under_its_step(command, world):
     assert command(*words("run_name=r", "ppo.num_steps=1")).code == 0
     first = (world / "runs/r/model/model.safetensors").read_bytes()
-    ended = command(f"resume={world / 'runs/r'}", "ppo.num_steps=2")
-    assert ended.code == 0, ended.said
+    command(f"resume={world / 'runs/r'}", "ppo.num_steps=2", code=0)
     kept = world / "runs/r/model-step-000001/model.safetensors"
     assert kept.read_bytes() == first
     assert (world / "runs/r/model/model.safetensors").read_bytes() != first
@@ -96,8 +75,7 @@ def test_a_finished_run_that_goes_on_keeps_its_model_under_its_step(command, wor
 
 
 def test_best_is_forgotten_when_another_figure_is_asked_for(command, stopped):
-    ended = command(f"resume={stopped}", "checkpoint.metric=metrics/words")
-    assert ended.code == 0, ended.said
+    command(f"resume={stopped}", "checkpoint.metric=metrics/words", code=0)
     best = json.loads((stopped / "summary.json").read_text())["best"]
     assert (best["name"], best["step"]) == ("metrics/words", 4)
 

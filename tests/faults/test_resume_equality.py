@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import random
-import shutil
 import time
 
 import pytest
-from runs import STEPS, assert_equal_runs, copied, resumed, run, spawn, whole_copy, words
+from runs import STEPS, assert_equal_runs, copied, resumed, run, spawn, words
 
 
 @pytest.mark.parametrize("step", [
@@ -27,11 +26,17 @@ def test_resuming_twice_equals_the_straight_run(reference, tmp_path):
     assert_equal_runs(reference, again)
 
 
-def test_a_finished_run_resumed_from_its_last_checkpoint_redoes_the_model(reference, tmp_path):
-    finished = whole_copy(reference, tmp_path / "run")
-    shutil.rmtree(finished / "model")
-    resumed(finished)
-    assert_equal_runs(reference, finished)
+CRITIC = "model.value.kind={} model.value.num_layers_unfrozen=1"
+
+
+@pytest.mark.parametrize("keys", [
+    CRITIC.format("branch"), CRITIC.format("model"), "model.num_layers_unfrozen=1"],
+    ids=["branch", "critic", "shared"])
+def test_each_kind_of_model_resumes_exactly(keys, command, world):
+    command(*words("run_name=straight", "model.reference.kind=auto", *keys.split()), code=0)
+    stopped = copied(world / "runs/straight", world / "runs/stopped", 1)
+    resumed(stopped)
+    assert_equal_runs(world / "runs/straight", stopped)
 
 
 KILLS = ["save.before_rename@2:kill9", "rollout.token@70:kill9"]
@@ -48,8 +53,7 @@ MORE_KILLS = [
 def test_kill9_at_a_point_then_resume(fault, command, reference, world):
     killed = run("train", *words("run_name=r", stateful=True), cwd=world, PPOCLI_FAULTS=fault)
     assert killed.code == -9, killed.err
-    ended = command(*words("run_name=r", "resume=auto", stateful=True))
-    assert ended.code == 0, ended.said
+    command(*words("run_name=r", "resume=auto", stateful=True), code=0)
     assert_equal_runs(reference, world / "runs/r")
 
 
@@ -70,6 +74,5 @@ def test_kill9_at_random_moments_then_resume(seed, reference, world):
         time.sleep(draw.uniform(0, 1.5))
         process.kill()
         process.communicate()
-    done = run(*train, cwd=world)
-    assert done.code == 0, done.err
+    run(*train, cwd=world, code=0)
     assert_equal_runs(reference, world / "runs/r")

@@ -6,7 +6,6 @@ from sessions import fresh_state, optimize, rollout_of, session_of, small_config
 
 from ppocli.launching.child_process import Start
 from ppocli.launching.worker import run_worker
-from ppocli.parallel.stop import StopFlag
 from ppocli.storage.run_folder import write_config
 from ppocli.tasks.ppo.experience import to_experience, update_moments
 
@@ -36,7 +35,7 @@ def test_with_learning_rate_zero_every_ratio_is_one(tmp_path, precision, toleran
     with session_of(cfg) as session:
         rollout = rollout_of(session)
         state = update_moments(fresh_state(session), rollout, cfg)
-        result = optimize(session, to_experience(rollout, state, cfg), state, StopFlag())
+        result = optimize(session, to_experience(rollout, state, cfg), state)
         assert next(session.policy.parameters()).dtype == torch.float32
         assert next(session.policy.parameters()).is_cuda
     assert result.terms["ratio"] == pytest.approx(1.0, abs=tolerance)

@@ -7,7 +7,6 @@ from sessions import fresh_state, optimize, rollout_of, session_of, small_config
 
 from ppocli.estimate.check import estimate
 from ppocli.estimate.parts import models_of
-from ppocli.parallel.stop import StopFlag
 from ppocli.tasks.ppo.experience import to_experience, update_moments
 
 pytestmark = pytest.mark.gpu
@@ -38,7 +37,7 @@ def test_the_peak_is_within_15_percent(tmp_path, kind, keys):
         rollout = rollout_of(session)
         state = update_moments(fresh_state(session), rollout, cfg)
         torch.cuda.reset_peak_memory_stats()
-        optimize(session, to_experience(rollout, state, cfg), state, StopFlag())
+        optimize(session, to_experience(rollout, state, cfg), state)
         update = torch.cuda.max_memory_allocated() - before
         torch.cuda.reset_peak_memory_stats()
         rollout_of(session, start=16)  # now with the optimizer's state

@@ -5,7 +5,6 @@ from sessions import fresh_state, optimize, rollout_of, save_session, session_of
 
 from ppocli.estimate.check import estimate
 from ppocli.estimate.parts import models_of
-from ppocli.parallel.stop import StopFlag
 from ppocli.tasks.ppo.experience import to_experience, update_moments
 from ppocli.tasks.ppo.session import saved_model
 from ppocli.tasks.ppo.task import PPOTask
@@ -32,7 +31,7 @@ def test_a_copy_written_after_more_training_is_the_synchronous_save(tmp_path, un
         def train(start: int) -> None:
             rollout = rollout_of(session, start=start)
             state = update_moments(fresh_state(session), rollout, cfg)
-            optimize(session, to_experience(rollout, state, cfg), state, StopFlag())
+            optimize(session, to_experience(rollout, state, cfg), state)
 
         copies, (once, expected, found) = HostCopies(), (
             tmp_path / name for name in ("once", "expected", "found"))

@@ -73,8 +73,7 @@ def test_a_prompt_is_answered_and_the_user_leaves(shared_world, keys):
 
 
 def test_a_pipe_is_refused(tmp_path):
-    done = ppocli("chat", cwd=tmp_path)
-    assert done.returncode == 2
+    done = ppocli("chat", cwd=tmp_path, code=2)
     assert done.stderr == (
         "Error: ppocli chat needs a terminal, and standard input isn't one.\n"
         "  where: standard input\n"

@@ -47,10 +47,6 @@ def test_help_shows_examples_groups_and_keys(tmp_path):
         assert part in done.stdout, part
 
 
-def test_version(tmp_path):
-    assert shell("PPOCLI --version", tmp_path).stdout.startswith("ppocli 0.")
-
-
 @pytest.mark.parametrize(("words", "said"), [
     (["tran"], "Did you mean 'train'?"),
     (["train", "--multirn"], "Error: unknown option --multirn; did you mean --multirun?"),
@@ -62,63 +58,20 @@ def test_version(tmp_path):
     (["train", "-m", "+recipe=quickstart", "resume=runs/x"], "can't be swept"),
 ])
 def test_usage_errors_are_2_on_stderr_without_traceback(words, said, tmp_path):
-    done = ppocli(*words, cwd=tmp_path)
-    assert done.returncode == 2
+    done = ppocli(*words, cwd=tmp_path, code=2)
     assert said in done.stderr
-    assert "Traceback" not in done.stderr
     assert done.stdout == ""
     assert os.listdir(tmp_path) == []
 
 
-def test_debug_adds_the_traceback(tmp_path):
-    done = ppocli("train", cwd=tmp_path, PPOCLI_DEBUG="1")
-    assert done.returncode == 2
-    assert "Traceback" in done.stderr
-
-
-def test_flags_may_stand_anywhere(tmp_path):
-    done = ppocli("train", "--cfg", "job", "recipe=quickstart", "-p", "model.path", "seed=1",
-                  cwd=tmp_path)
-    assert (done.returncode, done.stdout.strip()) == (0, "builtin:reviews")
-    assert ppocli("train", "--hydra-help", cwd=tmp_path).returncode == 0
-
-
-def test_a_token_in_the_environment_is_never_shown(tmp_path):
-    token = "hf_" + "z9" * 17
-    done = ppocli("train", "+recipe=quickstart", "run_name=${oc.env:HF_TOKEN}", "--cfg", "all",
-                  "--resolve", cwd=tmp_path, HF_TOKEN=token)
-    assert done.returncode == 2
-    assert token not in done.stdout + done.stderr
-    done = ppocli("train", "+recipe=quickstart", "--cfg", "all", "--resolve", cwd=tmp_path,
-                  HF_TOKEN=token)
-    assert done.returncode == 0
-    assert token not in done.stdout + done.stderr
-
-
-def test_a_reader_that_left_ends_the_command_quietly(tmp_path):
-    for words in ("recipes list", "train --cfg job", "--help"):
-        done = shell(f"PPOCLI {words} | true; echo ${{PIPESTATUS[0]}} >&2", tmp_path)
-        lines = done.stderr.split()
-        assert lines in (["0"], ["141"]), done.stderr
-
-
 @pytest.mark.parametrize(("line", "code"), [
     ("PPOCLI train --cfg job -p seed 2>&-", 0), ("PPOCLI recipes list >&-", 0),
-    ("PPOCLI train seed=x 2>&-", 2), ("PPOCLI recipes list >/dev/full", 6)])
+    ("PPOCLI train seed=x 2>&-", 2), ("PPOCLI recipes list >/dev/full", 6),
+    ("PPOCLI recipes list | true; exit ${PIPESTATUS[0]}", 141), ("PPOCLI train --hydra-help", 0)])
 def test_closed_and_full_streams(line, code, tmp_path):
     done = shell(line, tmp_path)
     assert done.returncode == code
     assert "Traceback" not in done.stderr
-
-
-def test_a_terminal_without_utf8_and_no_color(tmp_path):
-    done = shell("PPOCLI train --cfg job -p model.path model.path=dünn", tmp_path,
-                 PYTHONIOENCODING="ascii", NO_COLOR="1")
-    assert (done.returncode, done.stdout.strip()) == (0, r"d\xfcnn")
-
-
-def test_a_lost_network_or_home_is_no_matter_here(tmp_path):
-    assert ppocli("recipes", "list", cwd=tmp_path, HOME="/nonexistent").returncode == 0
 
 
 def test_recipes_are_listed_shown_and_copied(tmp_path):
@@ -140,8 +93,7 @@ def test_recipes_are_listed_shown_and_copied(tmp_path):
     copied = ppocli("recipes", "copy", "quickstart", "recipes/mine.yaml", cwd=tmp_path)
     assert copied.stdout == "recipes/mine.yaml\n"
     assert "ppocli train +recipe=mine" in copied.stderr
-    again = ppocli("recipes", "copy", "quickstart", "recipes/mine.yaml", cwd=tmp_path)
-    assert again.returncode == 2
+    again = ppocli("recipes", "copy", "quickstart", "recipes/mine.yaml", cwd=tmp_path, code=2)
     assert "exists already" in again.stderr
     assert ppocli("recipes", "copy", "randomwalks", "recipes/mine.yaml", "--force",
                   cwd=tmp_path).returncode == 0

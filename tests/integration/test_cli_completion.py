@@ -64,15 +64,8 @@ def test_a_new_word_is_completed_after_a_whole_one(runs):
 BASH = [
     ("ppocli tr", 1, ["train"]),
     ("ppocli train +recipe = im", 4, ["imdb_sentiment"]),
-    ("ppocli train +recipe =", 3, ["imdb_sentiment", "quickstart", "randomwalks"]),
-    ("ppocli train seed = 1 ppo.kl_est", 5, ["ppo.kl_estimator="]),
-    ("ppocli --q", 1, ["--quiet"]),
-    ("ppocli train --no-pr", 2, ["--no-progress"]),
     ("ppocli train --multi", 2, ["--multirun"]),
-    ("ppocli train --cfg j", 3, ["job"]),
-    ("ppocli resume ", 2, ["runs/newer", "runs/older"]),
     ("ppocli resume runs/old ppo.total_ep", 3, ["ppo.total_episodes="]),
-    ("ppocli watch runs/o", 2, ["runs/older"]),
     ("ppocli watch old", 2, ["older"]),
     ("ppocli recipes show quick", 3, ["quickstart"]),
     ("ppocli completion z", 2, ["zsh"]),
@@ -80,33 +73,18 @@ BASH = [
 ]
 
 
-QUICK = 4
-"""cases of a protocol that a quick run of the tests tries; each starts a process"""
-
-
-def most_are_slow(cases: list[tuple]) -> list:
-    return [*cases[:QUICK], *(pytest.param(*case, marks=pytest.mark.slow)
-                              for case in cases[QUICK:])]
-
-
-@pytest.mark.parametrize(("line", "number", "expected"), most_are_slow(BASH))
+@pytest.mark.parametrize(("line", "number", "expected"), [*BASH[:4], *(
+    pytest.param(*case, marks=pytest.mark.slow) for case in BASH[4:])])
 def test_bash_protocol(line, number, expected, runs):
     done = ppocli(cwd=runs, _PPOCLI_COMPLETE="complete_bash", COMP_WORDS=line,
                   COMP_CWORD=str(number))
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, expected, "")
 
 
-LINES = [
-    ("ppocli ", "watch"), ("ppocli eval reward.f", "reward.fn="),
-    ("ppocli train +recipe=qu", "+recipe=quickstart"),
-    ("ppocli train seed=1 model.path=builtin:re", "model.path=builtin:reviews"),
-    ("ppocli train ppo.kl_estimator=k", "ppo.kl_estimator=k2"),
-    ("ppocli eval runs/n", "runs/newer"),
+@pytest.mark.parametrize(("line", "expected"), [
+    ("ppocli ", "watch"), ("ppocli train +recipe=qu", "+recipe=quickstart"),
     ("ppocli eval runs/newer ppo.cliprange", "ppo.cliprange="),
-    ("ppocli train --hydra", "--hydra-help")]
-
-
-@pytest.mark.parametrize(("line", "expected"), most_are_slow(LINES))
+    ("ppocli train --hydra", "--hydra-help")])
 def test_fish_protocol(line, expected, runs):
     done = ppocli(cwd=runs, _PPOCLI_COMPLETE="complete_fish", _TYPER_COMPLETE_ARGS=line,
                   _TYPER_COMPLETE_FISH_ACTION="get-args")
@@ -121,8 +99,7 @@ def test_fish_protocol_shows_what_keys_mean_and_leaves_files_to_fish(runs):
     assert len(done.stdout.strip().split("\t")[1]) > 10
     for line, code in (("ppocli train see", 0), ("ppocli train reward.fn=my_rew", 1)):
         done = ppocli(cwd=runs, **{**variables, "_TYPER_COMPLETE_ARGS": line},
-                      _TYPER_COMPLETE_FISH_ACTION="is-args")
-        assert done.returncode == code
+                      _TYPER_COMPLETE_FISH_ACTION="is-args", code=code)
 
 
 def test_long_help_is_no_further_offer(runs):
@@ -163,8 +140,7 @@ def test_the_script_of_each_shell_is_printed_and_installed(shell, part, tmp_path
     script = ppocli("completion", shell, cwd=tmp_path).stdout
     assert part in script
     for _ in range(2):
-        done = ppocli("completion", shell, "--install", cwd=tmp_path, HOME=str(tmp_path))
-        assert done.returncode == 0, done.stderr
+        done = ppocli("completion", shell, "--install", cwd=tmp_path, HOME=str(tmp_path), code=0)
     path = Path(done.stdout.strip())
     assert path.read_text().strip() == script.strip()
     if shell == "bash":
@@ -172,10 +148,7 @@ def test_the_script_of_each_shell_is_printed_and_installed(shell, part, tmp_path
 
 
 @pytest.mark.parametrize(("option", "shell"), [
-    ("--show-completion", "zsh"), ("--install-completion", "fish"),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ("--show-completion", "bash"), ("--show-completion", "fish"),
-        ("--install-completion", "bash"), ("--install-completion", "zsh")))])
+    ("--show-completion", "zsh"), ("--install-completion", "fish")])
 def test_the_options_find_the_shell_without_a_terminal(option, shell, tmp_path):
     """No shell is around the process: what ``$SHELL`` says counts."""
     code = ("import shellingham\n"
@@ -192,17 +165,8 @@ def test_the_options_find_the_shell_without_a_terminal(option, shell, tmp_path):
     assert found.strip() == script.strip()
 
 
-def test_the_shell_around_is_found(tmp_path):
-    """``bash -c`` of two commands, so that bash stays around."""
-    line = f"{sys.executable} -m ppocli --show-completion; true"
-    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, text=True, capture_output=True,
-                          timeout=60, check=False, env=environment(SHELL="/bin/zsh"))
-    assert "_ppocli_completion()" in done.stdout
-
-
 def test_an_unknown_shell_is_refused(tmp_path):
-    done = ppocli("completion", "bas", cwd=tmp_path)
-    assert done.returncode == 2
+    done = ppocli("completion", "bas", cwd=tmp_path, code=2)
     assert done.stderr == ("Error: there is no completion for 'bas'; did you mean bash?\n"
                            "  where: SHELL\n"
                            "  fix:   name one of bash, zsh, fish: ppocli completion bash\n")
@@ -210,8 +174,7 @@ def test_an_unknown_shell_is_refused(tmp_path):
 
 def test_a_home_that_cannot_be_written_is_said(tmp_path):
     (tmp_path / ".bash_completions").write_text("a file")
-    done = ppocli("completion", "bash", "--install", cwd=tmp_path, HOME=str(tmp_path))
-    assert done.returncode == 6
+    done = ppocli("completion", "bash", "--install", cwd=tmp_path, HOME=str(tmp_path), code=6)
     assert "ppocli completion bash > FILE" in done.stderr
 
 
@@ -262,17 +225,13 @@ def test_tab_in_bash(bash):
     """A blank follows what is whole; after ``KEY=`` none does."""
     for line, completed in (
             ("ppocli tr", "ppocli train "),
-            ("ppocli recipes sh", "ppocli recipes show "),
             ("ppocli train +recipe=im", "ppocli train +recipe=imdb_sentiment "),
             ("ppocli train +rec", "ppocli train +recipe="),
             ("ppocli train +recipe=", "ppocli train +recipe="),  # several
-            ("ppocli train seed=1 ppo.kl_est", "ppocli train seed=1 ppo.kl_estimator="),
-            ("ppocli train ppo.kl_estimator=", "ppocli train ppo.kl_estimator="),
             ("ppocli train ppo.kl_estimator=a", "ppocli train ppo.kl_estimator=abs "),
             ("ppocli train model.path=builtin:", "ppocli train model.path=builtin:r"),
             ("ppocli train model.path=builtin:re", "ppocli train model.path=builtin:reviews "),
             ("ppocli train prompts.path=my_f", "ppocli train prompts.path=my_file.jsonl "),
-            ("ppocli train --no-p", "ppocli train --no-progress "),
             ("ppocli watch runs/n", "ppocli watch runs/newer "),
             ("ppocli eval runs/newer prompts.eval.lim",
              "ppocli eval runs/newer prompts.eval.limit="),

@@ -99,8 +99,7 @@ def test_a_failed_check_is_1_and_says_what_to_do(tmp_path):
     broken = tmp_path / "broken/torch"
     broken.mkdir(parents=True)
     (broken / "__init__.py").write_text("raise ImportError('libcudart.so.9: cannot open')\n")
-    done = ppocli("doctor", cwd=tmp_path, PYTHONPATH=str(broken.parent))
-    assert done.returncode == 1
+    done = ppocli("doctor", cwd=tmp_path, PYTHONPATH=str(broken.parent), code=1)
     lines = done.stdout.splitlines()
     position = next(i for i, line in enumerate(lines) if line.split()[:2] == ["fail", "output"])
     assert lines[position].endswith("runs can't be a folder: runs is a file.")
@@ -150,10 +149,6 @@ def test_threads_beyond_the_cores(around, torch_answer, monkeypatch):
     assert found.verdict == "warning"
     assert found.text.startswith("8 threads on 1 usable core: ")
     assert "hardware.num_threads=1" in (found.fix or "")
-
-
-def test_no_shared_memory(around):
-    assert doctor.shm(around).verdict == "warning"
 
 
 # torch and devices --------------------------------------------------------------------------------
@@ -237,13 +232,6 @@ def test_hydra_and_its_plugins(plugins, verdict, said, around, tmp_path, monkeyp
     assert (found.fix is None) == (verdict == "ok")
 
 
-def test_a_broken_deepspeed(around, tmp_path, monkeypatch):
-    (tmp_path / "deepspeed.py").write_text("raise RuntimeError('no nvcc')\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    found = doctor.deepspeed(around)
-    assert (found.verdict, "RuntimeError: no nvcc" in found.text) == ("fail", True)
-
-
 def test_settings_of_accelerate(around, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
@@ -272,15 +260,6 @@ def in_shell(script: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[
                           env=environment(**env))
 
 
-def test_a_limit_on_files_is_noticed_and_nothing_is_left(tmp_path):
-    done = in_shell("ulimit -f 0; CHECK", tmp_path)
-    output = done.stdout.splitlines()[1]
-    assert "verdict='fail'" in output
-    assert "File size limit reached" in output
-    assert "verdict='ok'" in in_shell("CHECK", tmp_path).stdout.splitlines()[1]
-    assert os.listdir(tmp_path) == []
-
-
 @pytest.mark.parametrize(("options", "disk", "output"), [
     ("size=300k", "verdict='fail'", "verdict='ok'"),
     ("size=300k,ro", "verdict='fail'", "Read-only disk"),
@@ -293,14 +272,6 @@ def test_small_and_read_only_disks(options, disk, output, tmp_path):
     found = done.stdout.splitlines()
     assert disk in found[0]
     assert output in found[1]
-
-
-def test_folders_below_a_file_or_none_at_all(around):
-    around.folder.write_text("")
-    assert doctor.output(around).text.endswith("runs is a file.")
-    assert doctor.disk(around).text.startswith("runs ")
-    nowhere = Surroundings(Path("/proc/nowhere/runs"))
-    assert doctor.output(nowhere).verdict == "fail"
 
 
 # The Hub ------------------------------------------------------------------------------------------

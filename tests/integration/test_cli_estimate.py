@@ -31,8 +31,7 @@ RUN = ("prompts.path=prompts.jsonl", "reward.fn=length", "reward.kwargs.target=4
 
 
 def test_it_tells_what_a_run_takes(place):
-    done = ppocli("estimate", "model.path=./lm", *RUN, cwd=place)
-    assert done.returncode == 0, done.stderr
+    done = ppocli("estimate", "model.path=./lm", *RUN, cwd=place, code=0)
     for text in ("./lm on cpu fp32, 1 process", "prompts of 4 (the longest there is)",
                  "MiB per process", "optimizer state", "keys and values (KV cache)",
                  "most at once", "per checkpoint"):
@@ -43,8 +42,7 @@ def test_it_tells_what_a_run_takes(place):
 def test_json_of_a_config_alone_and_a_device_that_is_too_small(place):
     words = ("estimate", "model.path=./outline", "hardware=zero2", "hardware.num_processes=4",
              "hardware.device=cuda", "reward.fn=my_rewards:score", "--json")
-    done = ppocli(*words, "--memory", "80", "--prompt-tokens", "11", cwd=place)
-    assert done.returncode == 0, done.stderr
+    done = ppocli(*words, "--memory", "80", "--prompt-tokens", "11", cwd=place, code=0)
     told = json.loads(done.stdout)
     parts = {part["kind"]: part for part in told["parts"]}
     width, inner, words_ = 256, 48, 37
@@ -57,39 +55,32 @@ def test_json_of_a_config_alone_and_a_device_that_is_too_small(place):
     assert (told["prompt_tokens"], told["prompt_tokens_from"]) == (11, "as given")
     assert told["unknown"] == [{"name": "reward my_rewards:score", "why": "your function"}]
     assert told["fits"] is True
-    small = ppocli(*words, "--memory", "0.01", cwd=place)
-    assert small.returncode == 8
+    small = ppocli(*words, "--memory", "0.01", cwd=place, code=8)
     assert json.loads(small.stdout)["fits"] is False
     assert list(place.glob("runs*")) == []
 
 
 def test_kinds_of_models_and_what_is_unknown_of_them(place):
     done = ppocli("estimate", "model.path=./pair", "model.value.kind=model",
-                  "model.value.path=./outline", "model.reference.path=./nowhere", cwd=place)
-    assert done.returncode == 0, done.stderr
+                  "model.value.path=./outline", "model.reference.path=./nowhere", cwd=place, code=0)
     assert "value model: " in done.stdout
     assert "reference: unknown, " in done.stdout
     assert "nowhere" in done.stdout
 
 
 def test_what_is_wrong_is_told(place):
-    done = ppocli("estimate", "model.path=./lm", "ppo.gamma=2", cwd=place)
-    assert done.returncode == 2
+    done = ppocli("estimate", "model.path=./lm", "ppo.gamma=2", cwd=place, code=2)
     assert "ppo.gamma" in done.stderr
-    done = ppocli("estimate", "model.path=./nowhere", cwd=place)
-    assert done.returncode == 3
-    done = ppocli("estimate", "model.path=./lm", "--memory", "1", "--available", cwd=place)
-    assert done.returncode == 2
+    done = ppocli("estimate", "model.path=./nowhere", cwd=place, code=3)
+    done = ppocli("estimate", "model.path=./lm", "--memory", "1", "--available", cwd=place, code=2)
 
 
 def test_a_run_that_can_not_fit_is_refused_before_weights_are_loaded(place):
-    done = ppocli("train", "model.path=./huge", *RUN, "run_name=big", cwd=place)
-    assert done.returncode == 8, done.stderr
+    done = ppocli("train", "model.path=./huge", *RUN, "run_name=big", cwd=place, code=8)
     assert "Not enough memory: this run needs about" in done.stderr
     assert "model.num_layers_unfrozen" in done.stderr
     assert "hardware.memory_check=warn" in done.stderr
     assert not (place / "runs/big").exists()
     done = ppocli("train", "model.path=./huge", *RUN, "run_name=big", "hardware.memory_check=warn",
-                  "--dry-run", cwd=place)
-    assert done.returncode == 3, done.stderr  # goes on, to find that weights are missing
+                  "--dry-run", cwd=place, code=3)
     assert "Memory is short" in done.stderr

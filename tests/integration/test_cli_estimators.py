@@ -14,8 +14,7 @@ SMALL = ("+recipe=quickstart", "run_name=r", "ppo.total_episodes=64", "ppo.num_r
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("grpo")
-    ended = ppocli("train", *SMALL, "ppo.advantage=grpo", "ppo.n=4", cwd=folder)
-    assert ended.returncode == 0, ended.stderr
+    ppocli("train", *SMALL, "ppo.advantage=grpo", "ppo.n=4", cwd=folder, code=0)
     return folder
 
 
@@ -30,18 +29,10 @@ def test_figures_of_a_critic_are_left_out_and_those_of_the_kl_term_are_there(run
 
 def test_no_value_head_is_saved_and_export_says_so(run):
     assert not list(run.rglob("value_*"))
-    ended = ppocli("export", "runs/r", "--include-value-head", "--output", "x", cwd=run)
-    assert ended.returncode == 3
+    ended = ppocli("export", "runs/r", "--include-value-head", "--output", "x", cwd=run, code=3)
     assert "has no value head: it was trained without a critic" in ended.stderr
     assert not (run / "x").exists()
 
 
 def test_the_report_copes(run):
-    ended = ppocli("report", "runs/r", cwd=run)
-    assert ended.returncode == 0, ended.stderr
-
-
-def test_an_estimator_that_compares_samples_asks_for_some(tmp_path):
-    ended = ppocli("train", *SMALL, "ppo.advantage=rloo", cwd=tmp_path)
-    assert ended.returncode == 2
-    assert "rloo compares samples of the same prompt: set ppo.n to 2 or more" in ended.stderr
+    ppocli("report", "runs/r", cwd=run, code=0)

@@ -17,18 +17,15 @@ def test_nothing_is_overwritten_unless_asked_for(place, evaluate):
     few = [RUN, "--limit", "2"]
     assert evaluate(*few, "--name", "x").code == 0
     old = (place / RUN / "eval/x/samples.jsonl").read_bytes()
-    done = evaluate(*few, "--name", "x", "--seed", "9")
-    assert done.code == 5
+    done = evaluate(*few, "--name", "x", "--seed", "9", code=5)
     assert done.err == (
         f"Error: {place / RUN / 'eval/x'} holds a finished evaluation already.\n"
         "  where: --name x\n  fix:   --resume goes on with it, --overwrite starts it again; or "
         "choose another --name\n")
-    done = evaluate(*few, "--name", "x", "--seed", "9", "--resume")
-    assert done.code == 5
+    done = evaluate(*few, "--name", "x", "--seed", "9", "--resume", code=5)
     assert "was begun under other settings:\n  seed: 0 -> 9\n" in done.err
     assert (place / RUN / "eval/x/samples.jsonl").read_bytes() == old
-    done = evaluate(*few, "--name", "x", "--resume")
-    assert done.code == 0
+    done = evaluate(*few, "--name", "x", "--resume", code=0)
     assert "finished already" in done.err
     assert "KL to the base" in done.out
     assert evaluate(*few, "--name", "x", "--seed", "9", "--overwrite").code == 0
@@ -51,8 +48,7 @@ def test_a_stopped_evaluation_goes_on_with_the_command_it_names(
         place, evaluate, inject, uninterrupted, action, code, kept):
     signal, nth = action.split("@")
     inject(f"score.before@{nth}:{signal}")
-    done = evaluate(RUN, *BEGUN)
-    assert done.code == code, done.err
+    done = evaluate(RUN, *BEGUN, code=code)
     folder = place / RUN / "eval/x"
     assert f"{kept} samples are kept in {folder / 'samples.jsonl'}\n" in done.err
     assert not (folder / "eval.json").exists()
@@ -60,23 +56,20 @@ def test_a_stopped_evaluation_goes_on_with_the_command_it_names(
     goes_on = shlex.split(re.search(r"fix:   go on with: ppocli eval (.*)", done.err)[1])
     assert goes_on == [RUN, *BEGUN, "--resume"]
     inject("")
-    done = evaluate(*goes_on)
-    assert done.code == 0
+    done = evaluate(*goes_on, code=0)
     assert f"{kept} of 32 samples are there" in done.err
     assert_same_result(folder, uninterrupted)
 
 
 def test_a_killed_evaluation_goes_on(place, evaluate, uninterrupted):
-    done = run("eval", RUN, *BEGUN, cwd=place, PPOCLI_FAULTS="score.before@5:kill9")
-    assert done.code == -9
+    run("eval", RUN, *BEGUN, cwd=place, PPOCLI_FAULTS="score.before@5:kill9", code=-9)
     folder = place / RUN / "eval/x"
     assert not (folder / "eval.json").exists()
     assert len(jsonl(folder / "samples.jsonl")) == 16
     with (folder / "samples.jsonl").open("a") as samples:  # half of a chunk, and half of a line
         samples.write('{"model": "against", "number": 0}\n{"model": "aga')
     assert evaluate(RUN, *BEGUN).code == 5
-    done = evaluate(RUN, *BEGUN, "--resume")
-    assert done.code == 0, done.err
+    evaluate(RUN, *BEGUN, "--resume", code=0)
     assert_same_result(folder, uninterrupted)
 
 
@@ -94,8 +87,7 @@ def test_samples_of_anything_else_are_not_mixed_in(place, evaluate, inject):
     assert done.code == 5
     assert "is in use by process" in done.err
     assert "choose another --name" in done.err
-    done = evaluate(*given, "--resume", "generation.temperature=0.5")
-    assert done.code == 5
+    done = evaluate(*given, "--resume", "generation.temperature=0.5", code=5)
     assert done.err.endswith(
         f"Error: {folder} was begun under other settings:\n"
         "  generation.temperature: 1.0 -> 0.5\n"
@@ -106,8 +98,7 @@ def test_samples_of_anything_else_are_not_mixed_in(place, evaluate, inject):
         code.write("# changed\n")
     save_lm(place / "new", seed=9)
     shutil.copy(place / "new/model.safetensors", place / RUN / "model/model.safetensors")
-    done = evaluate(*given, "--resume")
-    assert done.code == 5
+    done = evaluate(*given, "--resume", code=5)
     assert f"\n  code.{place / 'rewards.py'}: " in done.err
     assert "\n  models.policy: " in done.err
     assert (folder / "samples.jsonl").read_bytes() == kept
@@ -118,12 +109,10 @@ def test_a_failing_reward_leaves_what_was_scored_or_nothing(place, evaluate):
         "calls = []\n\ndef score(outputs, first=1, **_):\n    calls.append(1)\n"
         "    if len(calls) >= first:\n        raise ValueError('no more')\n"
         "    return [0.0] * len(outputs)\n")
-    done = evaluate(RUN, "--reward", "failing.py:score")
-    assert done.code == 7
+    done = evaluate(RUN, "--reward", "failing.py:score", code=7)
     assert "no more" in done.err
     assert not (place / RUN / "eval").exists()
-    done = evaluate(RUN, "--reward", "failing.py:score", "reward.kwargs.first=3")
-    assert done.code == 7
+    done = evaluate(RUN, "--reward", "failing.py:score", "reward.kwargs.first=3", code=7)
     folder = place / RUN / "eval" / NAME
     assert f"5 samples are kept in {folder / 'samples.jsonl'}; to go on: ppocli eval" in done.err
     assert len(jsonl(folder / "samples.jsonl")) == 5

@@ -134,11 +134,7 @@ def test_a_repository_of_another_visibility_is_left_alone(hub, here):
     ("POST /api/repos/create", 403, "no write access to org", "org/x", "Error: The push to org/x "
      "did not go through: your token may not write there (HTTP 403: no write access to org) "
      "(creating the repository)."),
-    ("GET /api/whoami-v2", 401, "no", "x", "your token is not accepted (HTTP 401"),
-    pytest.param("GET /api/whoami-v2", 404, "no", "x", "there is no such repository or branch, or "
-                 "your token may not see it (HTTP 404", marks=pytest.mark.slow),
-    pytest.param("POST /api/models/org/x/preupload", 500, "", "org/x",
-                 "the Hub failed (HTTP 500) (uploading)", marks=pytest.mark.slow)])
+    ("GET /api/whoami-v2", 401, "no", "x", "your token is not accepted (HTTP 401")])
 def test_refusals(hub, here, request_, status, message, repo, cause):
     hub.fail(request_, status, message=message)
     done = push(hub, here, "--repo-id", repo, "--public")
@@ -162,12 +158,6 @@ def test_a_failing_hub_is_waited_for_but_not_for_ever(hub, here):
     assert_failed(done, "the Hub failed (HTTP 500) (asking the Hub who you are)",
                   "try again: ppocli export ./out --to-hub --repo-id tester/x", here)
     assert hub.count("GET /api/whoami-v2") == 3
-
-
-@pytest.mark.slow
-def test_storage_that_hf_xet_cannot_reach(hub, here):
-    done = push(hub, here, "--repo-id", "tester/x", HF_HUB_DISABLE_XET="0")
-    assert_failed(done, "(uploading)", "try again: ppocli export ./out --to-hub", here)
 
 
 def test_no_hub_to_be_reached(here):

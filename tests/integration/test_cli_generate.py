@@ -34,10 +34,10 @@ def here(reference, world):
 @pytest.fixture
 def generate(capsys, monkeypatch):
     """The command in this process."""
-    def command(*words: str, stdin: bytes | None = None) -> Ended:
+    def command(*words: str, stdin: bytes | None = None, code: int | None = None) -> Ended:
         if stdin is not None:
             monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        return app_in_process(capsys, "generate")(*words)
+        return app_in_process(capsys, "generate")(*words, code=code)
 
     return command
 
@@ -50,8 +50,7 @@ def rows(ended: Ended) -> list[dict]:
 def test_one_prompt_gives_its_response_and_nothing_else(here):
     from ppocli.api import load_run
 
-    done = ppocli("generate", "--prompt", "the film", "--score", cwd=here, HF_TOKEN=PLANTED)
-    assert done.returncode == 0, done.stderr
+    done = ppocli("generate", "--prompt", "the film", "--score", cwd=here, HF_TOKEN=PLANTED, code=0)
     # the very response that Python gives, with the run's own sampling
     assert done.stdout == load_run(here / "runs/first").generate(["the film"])[0] + "\n"
     assert "using runs/first (the newest run)" in done.stderr
@@ -94,8 +93,7 @@ def test_two_models_side_by_side(here, shared_world, generate):
     alone = rows(generate("./lm", "-p", "the film", "-n", "2", "--json",
                           "generation.max_new_tokens=8"))
     assert [row["response"] for row in found[1::2]] == [row["response"] for row in alone]
-    ended = generate("first", "-p", "the film", "--against", "./lm", "--score")
-    assert ended.code == 0
+    ended = generate("first", "-p", "the film", "--against", "./lm", "--score", code=0)
     assert ended.out.startswith("== prompt 1: the film\n┌")
     heading = ended.out.splitlines()[2]
     assert "runs/first, step 4" in heading
@@ -130,8 +128,7 @@ def test_standard_input_holds_a_prompt_a_line(world, generate):
     wrong = generate("./lm", stdin=b"fine\n\xff\n")
     assert (wrong.code, wrong.err.splitlines()[0]) == (
         3, "Error: Line 2 of standard input is not UTF-8.")
-    empty = generate("./lm", stdin=b"\n")
-    assert empty.code == 2
+    empty = generate("./lm", stdin=b"\n", code=2)
     assert empty.err == (
         "Error: There are no prompts: standard input is empty.\n"
         "  where: command line\n"
@@ -147,8 +144,7 @@ def test_metadata_columns_reach_the_reward(world, generate):
     asked = ("./lm", "--prompts-file", "asked.jsonl", "--reward", "mine.py:score", "--json")
     assert [row["score"] for row in rows(generate(*asked, "-n", "2", "--batch-size", "5"))] == [
         1, 1, -2, -2, 3, 3]
-    ended = generate("./lm", "-p", "it", "--reward", "mine.py:score")
-    assert ended.code == 7
+    ended = generate("./lm", "-p", "it", "--reward", "mine.py:score", code=7)
     assert "needs an argument 'target' that nothing provides" in ended.err
 
 
@@ -204,8 +200,7 @@ def test_a_stop_text_ends_a_response(here, generate):
 
 @pytest.mark.parametrize(("words", "message"), BAD_VALUES)
 def test_bad_sampling_is_refused(here, generate, words, message):
-    ended = generate("first", "-p", "the film", *words)
-    assert ended.code == 2
+    ended = generate("first", "-p", "the film", *words, code=2)
     assert message in ended.err
     assert ended.out == ""
 
@@ -221,8 +216,7 @@ def test_wrong_prompts_are_told(here, generate):
             (("-p", "the film " * 40), 2, "The prompt has 80 tokens; with 8 new ones"),
             (("hello there",), 2, "prompts need an option: --prompt TEXT"),
             (("-p", "x", "--step", "99"), 5, "step-000099")):
-        ended = generate("first", *words)
-        assert ended.code == code, ended.said
+        ended = generate("first", *words, code=code)
         assert message in ended.err, ended.err
         assert ended.out == ""
     asked = generate("./lm", "-p", "x", "--score")

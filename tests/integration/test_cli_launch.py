@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -16,14 +14,13 @@ import pytest
 from helpers import checked
 
 from ppocli.config.compose import Checked
-from ppocli.config.resolved import PYTHON_OBJECT, read_config
+from ppocli.config.resolved import read_config
 from ppocli.config.schema import TrainConfig
-from ppocli.errors import CheckpointError, ConfigError, DiskError, RewardError
+from ppocli.errors import CheckpointError, DiskError, RewardError
 from ppocli.launching.child_process import run_process
 from ppocli.launching.launch import Caller, RunOutcome, launch
 from ppocli.launching.opened_folder import open_folder
 from ppocli.storage.run_folder import lock, write_config
-from ppocli.training.task import PythonObjects
 
 BAD_REWARD = ["+recipe=quickstart", "reward.fn=no_such_module:score", "reward.kwargs={}",
               "~reward"]
@@ -110,42 +107,6 @@ def test_places_that_cannot_be_written(words):
     assert sorted(os.listdir()) == ["file"]
 
 
-@pytest.mark.parametrize("name", ["with space", "ümläut-日本", "a'b", "[x] (1), #2"])
-def test_odd_names_are_fine(name):
-    with pytest.raises(RewardError):
-        begin(config(f"output_dir={name}" if "," not in name else f"output_dir='\"{name}\"'"))
-
-
-def test_resume_lists_all_refused_changes():
-    run = run_folder("r")
-    before = (run / "config.yaml").read_bytes()
-    changed = replace(read_config(run / "config.yaml"), seed=5)
-    changed = replace(changed, model=replace(changed.model, path="gpt2"))
-    with pytest.raises(CheckpointError) as error:
-        begin(changed, run)
-    assert "seed: 0 -> 5" in str(error.value)
-    assert "model.path: builtin:reviews -> gpt2" in str(error.value)
-    assert (run / "config.yaml").read_bytes() == before
-
-
-def test_resume_takes_and_lists_other_changes():
-    run = run_folder("r")
-    changed = replace(read_config(run / "config.yaml"))
-    changed.ppo.total_episodes = 9
-    changed.ppo.optimizer.lr = 1e-6
-    said: list[str] = []
-    with pytest.raises(RewardError):
-        begin(changed, run, say=said.append)
-    assert len(said) == 3
-    assert "loading builtin:reviews" in said[2]
-    assert said[0].startswith("changed on resume: ppo.total_episodes: ")
-    assert said[0].endswith("-> 9")
-    assert said[1].endswith("-> 1e-06 (from here on the run differs)")
-    # the run did not go on, so its own settings stay
-    assert read_config(run / "config.yaml").ppo.total_episodes != 9
-    assert not (run / "config.next.yaml").exists()
-
-
 def test_auto_starts_afresh_or_goes_on():
     said: list[str] = []
     with pytest.raises(RewardError):
@@ -158,16 +119,6 @@ def test_auto_starts_afresh_or_goes_on():
     assert "seed: 0 -> 8" in str(error.value)
 
 
-def test_a_moved_run_is_resumed_where_it_is():
-    run = run_folder("r")
-    moved = run.rename("elsewhere")
-    asked = Checked(read_config(moved / "config.yaml"), moved)
-    with open_folder(asked, None, lambda text: None) as opened:
-        found = read_config(opened.run_dir / "config.next.yaml")
-    assert (found.run_name, found.output_dir) == ("elsewhere", str(Path.cwd()))
-    assert opened.config == found
-
-
 def test_the_config_of_a_running_run_is_not_changed():
     run = run_folder("r")
     changed = read_config(run / "config.yaml")
@@ -176,20 +127,6 @@ def test_the_config_of_a_running_run_is_not_changed():
         begin(changed, run)
     assert str(os.getpid()) in str(error.value)
     assert read_config(run / "config.yaml").ppo.total_episodes != 9
-
-
-def test_python_objects_are_noted_and_asked_for_again():
-    run = run_folder("r")
-    noted = read_config(run / "config.yaml")
-    noted.reward.fn = PYTHON_OBJECT
-    noted.prompts.path = PYTHON_OBJECT
-    write_config(noted, run / "config.yaml")
-    with pytest.raises(CheckpointError) as error:
-        begin(noted, run)
-    assert "reward_fn, prompts" in str(error.value)
-    objects = PythonObjects(reward_fn=len, prompts=["a"])
-    with pytest.raises(ConfigError, match="Python objects can't be handed to several processes"):
-        begin(noted, run, process="fresh", objects=objects)
 
 
 def test_a_signal_reaches_the_child_once_and_its_exit_code_comes_back(tmp_path):
@@ -212,27 +149,3 @@ def test_a_signal_reaches_the_child_once_and_its_exit_code_comes_back(tmp_path):
     thread.join()
     killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     assert run_process([sys.executable, "-c", killed]) == (137, None)
-
-
-def test_a_sweep_runs_every_job_and_tells_what_came_of_each(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "ppocli", "train", "-m", *BAD_REWARD, "seed=1,-4",
-         "ppo.optimizer.lr=1e-4,abc", "output_dir=sweeps"],
-        cwd=tmp_path, text=True, capture_output=True, timeout=200, check=False)
-    assert done.returncode == 11, done.stderr
-    assert "Traceback" not in done.stderr
-    for part in ("job 0 of 4: seed=1 ppo.optimizer.lr=0.0001", "no_such_module",
-                 "ppo.optimizer.lr: abc must be a number", "seed: -4 must be >= 0",
-                 "job 3: failed with exit code 2", "4 of 4 jobs failed"):
-        assert part in done.stderr, part
-    rows = [line.split() for line in done.stdout.splitlines()]
-    assert [row[:3] for row in rows] == [["job", "status", "exit"], ["0", "failed", "7"],
-                                         ["1", "failed", "2"], ["2", "failed", "2"],
-                                         ["3", "failed", "2"]]
-    (sweep,) = (tmp_path / "sweeps").iterdir()
-    assert sweep.name.startswith("sweep-")
-    assert sorted(path.name for path in sweep.iterdir()) == [".lock", "multirun.yaml",
-                                                            "sweep.json"]
-    jobs = json.loads((sweep / "sweep.json").read_text())["jobs"]
-    assert [job["exit_code"] for job in jobs] == [7, 2, 2, 2]
-    assert jobs[3]["varied"] == ["seed=-4", "ppo.optimizer.lr=abc"]

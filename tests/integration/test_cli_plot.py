@@ -40,8 +40,7 @@ def plot(capsys, *given: str, metric: str = "reward,kl", smooth: int = 1, out: s
 
 
 def test_the_newest_run_is_drawn_in_dots_as_wide_as_the_terminal(runs):
-    done = ppocli("plot", cwd=runs, COLUMNS="60", PYTHONIOENCODING="utf-8")
-    assert done.returncode == 0, done.stderr
+    done = ppocli("plot", cwd=runs, COLUMNS="60", PYTHONIOENCODING="utf-8", code=0)
     assert done.stderr.startswith("using runs/")
     lines = done.stdout.splitlines()
     assert lines[0].startswith("reward/mean of ")
@@ -52,8 +51,7 @@ def test_the_newest_run_is_drawn_in_dots_as_wide_as_the_terminal(runs):
 
 
 def test_an_encoding_without_braille_gets_ascii(runs):
-    done = ppocli("plot", "runs/one", "--metric", "lr", cwd=runs, PYTHONIOENCODING="ascii")
-    assert done.returncode == 0, done.stderr
+    done = ppocli("plot", "runs/one", "--metric", "lr", cwd=runs, PYTHONIOENCODING="ascii", code=0)
     assert done.stdout.isascii()
     assert "\\u" not in done.stdout
     assert "*" in done.stdout
@@ -177,11 +175,14 @@ def test_parts_of_a_run_stand_for_it_and_equal_names_are_told_apart(runs, capsys
 
 
 def test_what_only_reads_loads_no_torch(runs):
-    code = ("import sys; from ppocli.cli import plot, compare, runs, sweep_show\n"
+    code = ("import sys; from ppocli.cli import plot, compare, report, runs, sweep_show\n"
+            "from ppocli.cli.watch import watch\n"
+            "watch('one', interval=1, from_start=True, plain=True, as_json=False)\n"
+            "report.report('one', None, None, False, False)\n"
             "plot.plot_runs(['one'], metric='lr', smooth=1, out=None, overwrite=False, "
             "as_json=True)\n"
             "compare.print_comparison(['one', 'other'], True)\nruns.print_runs(None, True)\n"
             "print({'torch', 'transformers', 'matplotlib'} & set(sys.modules), file=sys.stderr)")
     done = subprocess.run([sys.executable, "-c", code], cwd=runs, env=environment(), text=True,
                           capture_output=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "set()\n")
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (0, "set()")

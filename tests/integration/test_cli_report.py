@@ -82,8 +82,7 @@ def outside_fences(text: str) -> list[str]:
 
 
 def test_the_command_writes_a_page_and_markdown_into_the_newest_run(run, tmp_path):
-    done = ppocli("report", cwd=tmp_path, HF_TOKEN=PLANTED)
-    assert done.returncode == 0, done.stderr
+    done = ppocli("report", cwd=tmp_path, HF_TOKEN=PLANTED, code=0)
     assert done.stdout == "runs/one/report.html\nruns/one/report.md\n"
     assert done.stderr == "using runs/one (the newest run)\n"
     page = Page(run / "report.html")
@@ -399,18 +398,3 @@ def test_what_is_refused(run, say, tmp_path, monkeypatch, options, code, what):
     assert (found, out) == (code, "")
     assert err.startswith(f"Error: {what.replace('{here}', str(tmp_path))}"), err
     assert "  fix:   " in err
-
-
-def test_no_run_at_all_is_refused(say, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    code, _, err = say()
-    assert code == 2
-    assert "There is no run in runs yet." in err
-
-
-def test_a_report_needs_no_torch(run, tmp_path):
-    done = ppocli("report", str(run), cwd=tmp_path, PYTHONPROFILEIMPORTTIME="1")
-    assert done.returncode == 0
-    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert {"torch", "transformers"} & loaded == set()
-    assert "jinja2" in loaded

@@ -162,8 +162,7 @@ def test_a_pruned_run_still_loads_and_says_why_it_cannot_go_on(runs, command):
     assert (target.step, target.run_dir) == (4, runs / "done")
     assert AutoModelForCausalLM.from_pretrained(target.model).config.vocab_size > 0
     before = snapshot(runs / "done")
-    ended = command("resume=runs/done", "ppo.num_steps=9")
-    assert ended.code == 5
+    ended = command("resume=runs/done", "ppo.num_steps=9", code=5)
     assert "The checkpoints of done were deleted by ppocli runs prune (20" in ended.err
     assert (f"  fix:   start another run with its model: model.path={runs}/done/model "
             "run_name=NAME\n") in ended.err
@@ -304,8 +303,7 @@ def test_what_cannot_be_deleted_is_told_and_the_rest_goes(runs, capsys, monkeypa
 
 
 def test_without_a_terminal_yes_is_needed(runs):
-    done = ppocli("runs", "prune", cwd=runs.parent)
-    assert done.returncode == 2
+    done = ppocli("runs", "prune", cwd=runs.parent, code=2)
     assert done.stderr == (
         "Error: Nothing was deleted: there is no terminal to ask on.\n  where: command line\n"
         "  fix:   look at the list (--dry-run prints it alone), then add --yes\n")

@@ -44,12 +44,10 @@ def server(*given: str, cwd: Path, **env: str) -> Iterator[tuple[Process, str]]:
 def test_the_quickstart_learns_the_same_from_a_reward_in_another_process(
         command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    here = command(*QUICK, "run_name=here")
-    assert here.code == 0, here.said
+    command(*QUICK, "run_name=here", code=0)
     with server("+recipe=quickstart", "--port", "0", cwd=tmp_path) as (process, address):
         asks = ("reward.fn=http", f"reward.kwargs.url={address}/score")
-        there = command(*QUICK, "~reward", *asks, "run_name=there")
-        assert there.code == 0, there.said
+        command(*QUICK, "~reward", *asks, "run_name=there", code=0)
         with urlopen(f"{address}/health", timeout=20) as health:
             assert json.load(health)["samples"] == 2 * 24 + 2 * 8
         process.send_signal(signal.SIGTERM)
@@ -67,8 +65,7 @@ def test_a_server_that_dies_ends_the_run_which_goes_on_with_another(command, wor
     (world / "slow.py").write_text("import time\n\n\ndef score(outputs):\n    time.sleep(0.3)\n"
                                    "    return [float(len(text)) for text in outputs]\n")
     fn, more = "reward.fn=slow.py:score", ("ppo.num_steps=3", "eval.every_steps=null")
-    plain = command(*words(fn, *more, "run_name=plain"))
-    assert plain.code == 0, plain.said
+    command(*words(fn, *more, "run_name=plain"), code=0)
     rows = world / "runs/r/metrics.jsonl"
     with server(fn, "--port", "0", cwd=world) as (process, address):
         run = spawn("train", *words(
@@ -82,8 +79,7 @@ def test_a_server_that_dies_ends_the_run_which_goes_on_with_another(command, wor
     assert "2 times in a row" in err
     assert "Traceback" not in err
     with server(fn, "--port", "0", cwd=world) as (process, address):
-        ended = command("resume=runs/r", f"reward.kwargs.url={address}/score")
-        assert ended.code == 0, ended.said
+        command("resume=runs/r", f"reward.kwargs.url={address}/score", code=0)
     assert stable_rows(rows) == stable_rows(world / "runs/plain/metrics.jsonl")
 
 

@@ -200,15 +200,13 @@ def test_the_same_words_keep_a_finished_job_of_the_same_settings_only(sweep, ref
     given = words("seed=0", "hydra.sweep.dir=runs/sweep-1", "resume=auto", stateful=True)
     ended = command("-m", *given)
     assert (ended.code, started) == (0, []), ended.err
-    ended = command("-m", *given, "reward.timeout=77")
-    assert ended.code == 11
+    ended = command("-m", *given, "reward.timeout=77", code=11)
     assert [config.reward.timeout for config in started] == [77]
 
 
 def test_a_sweep_never_replaces_another(sweep, command):
     before = (sweep / "sweep.json").read_bytes()
-    ended = command("-m", *words("seed=1,2", "hydra.sweep.dir=runs/sweep-1"))
-    assert ended.code == 5
+    ended = command("-m", *words("seed=1,2", "hydra.sweep.dir=runs/sweep-1"), code=5)
     assert f"{sweep} holds a sweep already; nothing is overwritten." in ended.err
     assert f"go on with it: ppocli sweep resume {sweep}" in ended.err
     assert (sweep / "sweep.json").read_bytes() == before

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from helpers import environment, jsonl, ppocli
+from helpers import environment, jsonl
 from runs import copied, spawn, wait_for, whole_copy, words
 from terminal import Terminal
 
@@ -272,28 +272,6 @@ def test_ctrl_c_leaves_quietly_and_the_run_alone(finished):
     assert (process.returncode, out, err) == (130, "", "")
     assert before == {path: path.stat().st_mtime_ns for path in finished.rglob("*")
                       if path.is_file()}
-
-
-def test_it_needs_no_torch(finished):
-    code = ("import sys; from ppocli.cli.watch import watch; watch('done', interval=1, "
-            "from_start=True, plain=True, as_json=False); "
-            "assert not {'torch', 'transformers'} & set(sys.modules)")
-    done = subprocess.run([sys.executable, "-c", code], env=environment(), text=True,
-                          capture_output=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_reader_that_left(finished, tmp_path):
-    line = f"{sys.executable} -m ppocli watch --from-start | head -1; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", line], env=environment(), text=True, capture_output=True,
-                          timeout=60, check=False)
-    assert done.stdout.splitlines()[-1] in ("0", "141")
-    assert "Traceback" not in done.stderr
-
-
-def test_quiet_leaves_the_end(finished, tmp_path):
-    done = ppocli("-q", "watch", cwd=tmp_path)
-    assert done.stderr.startswith("runs/done finished")
 
 
 @pytest.mark.slow

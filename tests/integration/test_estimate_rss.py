@@ -11,7 +11,6 @@ from sessions import fresh_state, optimize, rollout_of, session_of, small_config
 from ppocli.estimate.check import estimate
 from ppocli.estimate.parts import models_of
 from ppocli.parallel.host_memory import resident_mib
-from ppocli.parallel.stop import StopFlag
 from ppocli.tasks.ppo.experience import to_experience, update_moments
 from ppocli.tasks.ppo.session import saved_model
 from ppocli.tasks.ppo.task import PPOTask
@@ -51,7 +50,7 @@ def test_updates_of_a_real_training_take_what_was_told(tmp_path):
                             tmp_path)
             with open(PEAK, "w", encoding="utf-8") as forget:
                 forget.write("5")
-            optimize(session, to_experience(rollout, state, cfg), state, StopFlag())
+            optimize(session, to_experience(rollout, state, cfg), state)
             grown.append(peak_mib() - before)
     told = found.sums.update / 2**20
     assert told == pytest.approx(grown[1], rel=0.15)

@@ -88,12 +88,3 @@ def test_a_run_by_objects_asks_for_them_again(trained):
                            eval_prompts=["we", "you hated"])
     assert went_on.summary["steps"] == 3
     assert [row["step"] for row in jsonl(trained.run_dir / "metrics.jsonl")] == [0, 1, 2, 3]
-
-
-def test_several_rewards_by_name(shared_world, tmp_path):
-    run = ppocli.train(
-        [f"model.path={shared_world / 'lm'}", *WORDS, f"output_dir={tmp_path}", "ppo.num_steps=1"],
-        reward_fn={"match": reward, "length": lambda outputs: [float(len(o)) for o in outputs]},
-        prompts=["it", "the film"])
-    row = jsonl(run.run_dir / "metrics.jsonl")[-1]
-    assert row["reward/mean"] == pytest.approx(row["reward/match"] + row["reward/length"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,7 @@ from wandb_double import calls, installed, put_double
 @pytest.mark.skipif(installed("wandb"), reason="wandb is installed")
 def test_a_tracker_that_is_not_installed(world: Path):
     (world / "wandb").mkdir()  # wandb's own folder of files is no library
-    done = ppocli("train", *words("run_name=a", "tracking.trackers=[wandb]"), cwd=world)
-    assert done.returncode == 3
+    done = ppocli("train", *words("run_name=a", "tracking.trackers=[wandb]"), cwd=world, code=3)
     assert "The tracker wandb is not installed" in done.stderr
     assert 'pip install "ppocli[wandb]"' in done.stderr
     assert not (world / "runs").exists()
@@ -24,11 +22,9 @@ def test_a_tracker_that_is_not_installed(world: Path):
 def test_a_run_and_its_continuation_are_one_run(world: Path, tmp_path: Path):
     env = {**put_double(tmp_path), "WANDB_MODE": "offline"}
     more = ("run_name=a", "tracking.trackers=[wandb]")
-    done = ppocli("train", *words(*more, "ppo.num_steps=2"), cwd=world, **env)
-    assert done.returncode == 0, done.stderr
+    ppocli("train", *words(*more, "ppo.num_steps=2"), cwd=world, **env, code=0)
     assert not (world / "runs/a/events").exists()
-    done = ppocli("resume", "runs/a", "ppo.num_steps=3", cwd=world, **env)
-    assert done.returncode == 0, done.stderr
+    ppocli("resume", "runs/a", "ppo.num_steps=3", cwd=world, **env, code=0)
     logged = calls(tmp_path, "log")
     rows = jsonl(world / "runs/a/metrics.jsonl")
     assert [row["step"] for row in logged] == [row["step"] for row in rows] == [0, 1, 2, 3]
@@ -37,17 +33,6 @@ def test_a_run_and_its_continuation_are_one_run(world: Path, tmp_path: Path):
         assert (table is not None) == ("eval/reward_mean" in of)
         assert row["figures"] == {k: v for k, v in of.items() if k != "step" and v is not None}
     assert len({row["id"] for row in calls(tmp_path, "init")}) == 1
-
-
-def test_a_tracker_that_hangs_costs_a_run_nothing_but_the_end(world: Path, tmp_path: Path):
-    start = time.monotonic()
-    done = ppocli("train", *words("run_name=a", "ppo.num_steps=1", "tracking.trackers=[wandb]"),
-                  cwd=world, **put_double(tmp_path, "init hangs"))
-    assert done.returncode == 0, done.stderr
-    assert time.monotonic() - start < 120
-    assert (done.stdout + done.stderr).count("warning: wandb: it did not finish within 10") == 1
-    assert len(jsonl(world / "runs/a/metrics.jsonl")) == 2
-    assert (world / "runs/a/model/config.json").is_file()
 
 
 MINE = '''
@@ -66,12 +51,10 @@ class Rows:
 
 def test_a_tracker_of_one_s_own(world: Path, tmp_path: Path):
     (world / "mine.py").write_text(MINE)
-    done = ppocli("train", *words("run_name=a", "ppo.num_steps=1", "seed=3",
-                                  "tracking.trackers=[mine.py:Rows]"), cwd=world)
-    assert done.returncode == 0, done.stderr
+    ppocli("train", *words("run_name=a", "ppo.num_steps=1", "seed=3",
+                                  "tracking.trackers=[mine.py:Rows]"), cwd=world, code=0)
     assert f"running code from {world}/mine.py" in (world / "runs/a/ppocli.log").read_text()
-    done = ppocli("resume", world / "runs/a", "ppo.num_steps=2", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    ppocli("resume", world / "runs/a", "ppo.num_steps=2", cwd=tmp_path, code=0)
     found = jsonl(world / "runs/a/mine.jsonl")
     assert found == [{"seed": 3, **{k: v for k, v in row.items() if v is not None}}
                      for row in jsonl(world / "runs/a/metrics.jsonl")]

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).resolve().parents[2]
 MEBIBYTE = 2**20
@@ -79,23 +78,6 @@ def test_the_wheel_holds_nothing_else(wheel):
     assert not [name for name in names
                 if {"tests", "__pycache__"} & set(Path(name).parts)]
     assert wheel.stat().st_size < 9 * MEBIBYTE
-
-
-def test_metadata_says_what_pyproject_says(wheel):
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    found = metadata_of(wheel)
-    version: dict[str, str] = {}
-    exec((ROOT / "ppocli/version.py").read_text(encoding="utf-8"), version)
-    assert (found["Name"], found["Version"]) == ("ppocli", version["__version__"])
-    assert SpecifierSet(found["Requires-Python"]) == SpecifierSet(">=3.11,<3.13")
-    assert found["License-Expression"] == "Apache-2.0"
-    assert found.get_all("License-File") == ["LICENSE"]
-    assert found["Description-Content-Type"] == "text/markdown"
-    assert len(str(found.get_payload())) > 1000
-    required = [Requirement(text) for text in found.get_all("Requires-Dist") or []]
-    core = {str(r) for r in required if r.marker is None}
-    assert core == {str(Requirement(text)) for text in project["dependencies"]}
-    assert set(found.get_all("Provides-Extra") or []) == set(project["optional-dependencies"])
 
 
 def test_versions_that_are_known_to_be_wrong_are_ruled_out(wheel):

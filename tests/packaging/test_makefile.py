@@ -84,32 +84,9 @@ def test_an_interrupted_set_up_is_made_anew(folder):
     assert calls(folder)[0] == "venv"
 
 
-def test_the_docs_bring_what_they_need_once(folder):
-    make(folder, "docs")  # ends where the stand-in is asked to run Sphinx
-    assert calls(folder)[1].endswith("-e .[dev,docs]")
-    assert make(folder, "setup-dev").returncode == 0
-    make(folder, "docs")
-    assert calls(folder) == []
-
-
 def test_a_wrong_python_is_named_and_nothing_is_made(folder):
     done = make(folder, "setup", UNFIT="1")
     assert done.returncode == 2
     assert "ppocli needs Python 3.11 or 3.12, but ./python is Python 3.13.0" in done.stderr
     assert "make PYTHON=python3.12" in done.stderr
     assert not (folder / ".venv").exists()
-
-
-def test_a_python_without_venv_says_what_to_install(folder):
-    done = make(folder, "setup", NO_VENV="1")
-    assert done.returncode == 2
-    assert "apt install python3-venv" in done.stderr
-    assert not (folder / ".venv").exists()
-
-
-def test_help_lists_every_target():
-    done = subprocess.run(["make", "help"], cwd=ROOT, text=True, capture_output=True, timeout=30,
-                          check=True)
-    for target in ("quickstart", "test", "test-all", "lint", "docs", "benchmark-learning",
-                   "benchmark-startup", "clean"):
-        assert f"make {target} " in done.stdout

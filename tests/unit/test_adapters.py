@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -25,7 +24,6 @@ from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, ConfigError, InputError
 from ppocli.models.loading.language_model import load_lm
 from ppocli.models.reference import AdapterReference, CopyReference
-from ppocli.parallel.stop import StopFlag
 from ppocli.training.optimizers import named_trainable
 
 # PEFT asks transformers by a name that is going to be dropped
@@ -51,8 +49,7 @@ def config_of(tmp_path, kind="lora", shape="gpt2", fields=None, **over) -> Train
 
 def trained(session) -> None:
     """One rollout and its updates."""
-    experience, state = experience_of(session)
-    optimize(session, experience, state, StopFlag())
+    optimize(session, *experience_of(session))
 
 
 def plain_peft(tmp_path, folder):
@@ -128,15 +125,6 @@ def test_the_files_are_those_that_peft_writes(tmp_path, kind):
 
 # Invariants ---------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize(("kind", "shape"), BOTH)
-def test_with_learning_rate_zero_every_ratio_is_one(tmp_path, kind, shape):
-    with session_of(config_of(tmp_path, kind, shape, ppo__optimizer__lr=0.0)) as session:
-        experience, state = experience_of(session)
-        result = optimize(session, experience, state, StopFlag())
-    assert result.terms["ratio"] == pytest.approx(1.0, abs=1e-5)
-    assert result.terms["max_log_ratio"] <= 1e-5
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("estimator", ["k1", "full"])
 def test_the_kl_is_zero_before_lora_has_learnt(tmp_path, shape, estimator):
@@ -164,38 +152,6 @@ def test_the_adapter_switched_off_is_a_copy_of_the_base(tmp_path, kind):
     assert off.kl.abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_chunks_and_micro_batches_change_nothing(tmp_path, kind):
-    found = []
-    for chunk, micro in ((16, None), (3, 1)):
-        cfg = config_of(tmp_path, kind, ppo__chunk_size=chunk, ppo__micro_batch_size=micro,
-                        ppo__logprobs_from="forward")
-        with session_of(cfg) as session:
-            found.append(rollout_of(session))
-    assert torch.equal(found[0].response_tokens, found[1].response_tokens)
-    for name in ("logprobs", "ref_logprobs", "values"):
-        one, other = (getattr(rollout, name) for rollout in found)
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize(("kind", "fields"), [
-    ("lora", {}), ("lora", {"use_dora": True}), ("prompt", {}), ("prefix", {}),
-    ("prefix", {"prefix_projection": True, "encoder_hidden_size": 8})])
-def test_a_checkpoint_goes_on_bit_for_bit(tmp_path, kind, fields):
-    cfg = config_of(tmp_path, kind, fields=fields)
-    with session_of(cfg) as session:
-        trained(session)
-        save_session(session, tmp_path / "saved")
-        trained(session)
-        straight = weights_of(session)
-    with session_of(replace(cfg, seed=1)) as session:  # another initial adapter
-        session.cfg.seed = cfg.seed
-        load_session(session, tmp_path / "saved")
-        trained(session)
-        for name, tensor in weights_of(session).items():
-            assert torch.equal(tensor, straight[name]), name
-
-
 def test_the_base_is_held_once(tmp_path):
     def held(**over):
         with session_of(config_of(tmp_path, **over)) as session:
@@ -213,17 +169,6 @@ def test_the_base_is_held_once(tmp_path):
     assert alone == base + lora
     assert copied == 2 * base + lora
     assert trains == lora + (32 * 64 + 64) + (64 + 1)
-
-
-@pytest.mark.parametrize("kind", ["lora", "prompt"])
-def test_gradient_checkpointing_gives_the_same_weights(tmp_path, kind):
-    found = []
-    for checkpointing in (False, True):
-        cfg = config_of(tmp_path, kind, model__gradient_checkpointing=checkpointing)
-        with session_of(cfg) as session:
-            trained(session)
-            found.append(weights_of(session))
-    assert all(torch.allclose(found[1][n], t, rtol=0, atol=1e-6) for n, t in found[0].items())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -313,13 +258,10 @@ def test_an_adapter_that_does_not_fit_the_model_is_refused(tmp_path, kind, field
     ({"peft": {"type": "lore"}}, "lore must be one of lora, prefix, prompt; did you mean lora?"),
     ({"peft": {"type": "lora", "lora_alfa": 8}}, "did you mean lora_alpha"),
     ({"peft": {"type": "lora", "r": "many"}}, "model.peft.r: 'many' must be of the type int"),
-    ({"peft": {"type": "lora", "r": 0}}, "model.peft.r: 0 must be >= 1"),
     ({"peft": {"type": "lora", "lora_dropout": 0.1}}, "model.peft.lora_dropout: must be 0"),
     ({"peft": {"type": "lora", "init_lora_weights": "pissa"}}, "pissa must be one of true"),
-    ({"peft": {"type": "lora", "bias": "all"}}, "biases of the base would train"),
     ({"peft": {"type": "lora", "inference_mode": True}}, "is filled in by ppocli"),
     ({"peft": {"type": "lora", "task_type": "SEQ_CLS"}}, "SEQ_CLS must be CAUSAL_LM or SEQ_2_SEQ"),
-    ({"peft": {"type": "prefix"}}, "model.peft.num_virtual_tokens: missing"),
     ({"peft": {"type": "lora"}, "num_layers_unfrozen": 1}, "the whole base is frozen"),
     ({"peft": {"type": "prefix", "num_virtual_tokens": 4}, "gradient_checkpointing": True},
      "which gradient checkpointing doesn't use"),

@@ -4,7 +4,7 @@ import types
 
 import pytest
 import torch
-from helpers import make_tokenizer, save_lm
+from helpers import save_lm
 from sessions import session_of, small_config
 
 from ppocli.config.schema import ModelConfig
@@ -267,21 +267,3 @@ def test_attention_that_can_not_be_set_is_left_alone_in_silence(tmp_path, monkey
     lm = loaded(tmp_path / "lm")
     assert lm.config._attn_implementation == "sdpa"
     assert said == []
-
-
-def test_what_is_saved_is_plain(tmp_path):
-    """Names of this project's attention or activations would be of no use to others."""
-    from transformers import AutoModelForCausalLM
-    from transformers.activations import NewGELUActivation
-
-    lm = loaded(save_lm(tmp_path / "lm"))
-    assert lm.config._attn_implementation == ours.NAME
-    assert isinstance(lm.transformer.h[0].mlp.act, torch.nn.GELU)
-    lm.save_pretrained(tmp_path / "saved")
-    assert "ppocli" not in (tmp_path / "saved/config.json").read_text()
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
-    assert plain.config._attn_implementation == "sdpa"
-    assert type(plain.transformer.h[0].mlp.act) is NewGELUActivation
-    ids = torch.tensor([make_tokenizer()("the film was very good")["input_ids"]])
-    with torch.no_grad():
-        torch.testing.assert_close(lm(ids).logits, plain(ids).logits, rtol=1e-5, atol=1e-5)

@@ -98,12 +98,6 @@ def test_steps_are_labelled_with_whole_numbers():
     assert "3.5" not in texts(svg)
 
 
-def test_pictures_line_up_over_one_range():
-    one = line_chart([Line("c", [(5, 1.0)])], title="t", x_range=(0, 10))
-    other = line_chart([Line("c", [(0, 1.0), (5, 1.5), (10, 1.0)])], title="t")
-    assert coordinates(one)[0][0] == coordinates(other)[1][0]
-
-
 def test_texts_are_escaped_and_cleaned():
     nasty = '</title></svg><script>alert(1)</script> "quoted" & \x1b[31m \x00 \ud800 \u202e'
     for svg in (line_chart([Line(nasty, [(0, 1), (1, 2)]), Line("b", [])], title=nasty,
@@ -113,17 +107,6 @@ def test_texts_are_escaped_and_cleaned():
         svg.encode()
         assert "<script" not in svg
         assert not re.search("[\x00-\x09\x0b-\x1f\x7f\u202e]", svg)
-
-
-def test_nothing_runs_loads_or_styles_the_page_around():
-    svg = line_chart([Line("a", [(0, 1), (1, 2)], "dots")], title="t")
-    assert re.findall(r"https?://[^\"]+", svg) == ["http://www.w3.org/2000/svg"]
-    assert "url(" not in svg
-    assert "@import" not in svg
-    style = parsed(svg).find(f"{SVG}style").text
-    inner = style.replace("@media (prefers-color-scheme:dark){", "").removesuffix("}")
-    for selector in re.findall(r"([^{}]+)\{", inner):
-        assert ".ppocli-chart" in selector, selector
 
 
 def test_every_colour_has_one_for_dark_pages():

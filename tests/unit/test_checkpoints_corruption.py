@@ -71,19 +71,6 @@ def test_harm_to_the_newest_falls_back_and_says_so(good: Path, tmp_path: Path, n
         open_checkpoint(newest)
 
 
-@pytest.mark.parametrize("harm", HARMS)
-@pytest.mark.parametrize("name", FILES)
-def test_harm_to_all_finds_nothing(good: Path, tmp_path: Path, name: str, harm: str):
-    for step, other in ((9, 10), (10, 9)):
-        folder = tmp_path / f"from-{step}" / "checkpoints"
-        shutil.copytree(good, folder)
-        harm_file(folder / f"step-{step:06d}" / name, harm, folder / f"step-{other:06d}" / name)
-        shutil.rmtree(folder / f"step-{other:06d}")
-        search = find_latest(folder, run_id=RUN)
-        assert search.found is None
-        assert len(search.skipped) == 1
-
-
 def test_every_bit_of_the_manifest_counts(good: Path, tmp_path: Path):
     folder = tmp_path / "c"
     shutil.copytree(good, folder)

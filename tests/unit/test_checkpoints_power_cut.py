@@ -163,32 +163,3 @@ def test_a_power_cut_at_any_point_leaves_a_valid_step(fast_folder: Path,
     lost = [image for image in images if image[2] < image[0]]
     assert lost == [], "(save that had returned, kind of image, step found)"
     assert {step for _, _, step in images} == {0, 1, 2, 3, 4}
-
-
-@pytest.mark.parametrize(("forgotten", "pick", "symptom"), [
-    ("fsync_file", all_names, "policy/config.json has 0 bytes"),
-    ("fsync_folders", only_synced, "policy/config.json is missing"),
-    ("fsync_dir", only_synced, None)])
-def test_the_simulated_power_cut_finds_a_missing_sync(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgotten: str, pick, symptom: str | None):
-    """The simulation is worth something only if it notices a save that doesn't sync."""
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    disk = Disk(folder)
-    record_crashes(monkeypatch, disk, disk.scan)
-    monkeypatch.setattr(f"ppocli.storage.checkpoints.{forgotten}", lambda path: None)
-    save(folder, 1, floats=20)
-    monkeypatch.undo()
-    disk.crash_image(tmp_path / "before", pick)
-    descriptor = os.open(folder, os.O_RDONLY)
-    disk.synced(descriptor)
-    os.close(descriptor)
-    disk.crash_image(tmp_path / "after", pick)
-    disk.close()
-    assert find_latest(tmp_path / "before", run_id=RUN).found is None
-    search = find_latest(tmp_path / "after", run_id=RUN)
-    if symptom is None:
-        assert search.found.step == 1, "the folder's sync was all that was missing"
-    else:
-        assert search.found is None
-        assert symptom in search.skipped[0]

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from ppocli.config.keys import schema_keys
-from ppocli.config.problems import find_problems, raise_problems
+from ppocli.config.problems import find_problems
 from ppocli.config.schema import TrainConfig
-from ppocli.errors import ConfigError
 
 
 def sound() -> TrainConfig:
@@ -44,8 +43,6 @@ def test_a_sound_configuration_has_no_problems():
 @pytest.mark.parametrize(("values", "text"), [
     ({"ppo__cliprange": 5.0}, "ppo.cliprange: 5 must be > 0 and < 1"),
     ({"ppo__cliprange": float("nan")}, "ppo.cliprange: nan must be a finite number"),
-    ({"ppo__target": float("inf")}, "ppo.target: inf must be a finite number"),
-    ({"ppo__vf_coef": -1.0}, "ppo.vf_coef: -1 must be >= 0"),
     ({"checkpoint__keep_last": 0}, "checkpoint.keep_last: 0 must be >= 1"),
     ({"ppo__kl_estimator": "k9"}, "ppo.kl_estimator: k9 must be one of k1, abs, k2, k3, full"),
     ({"hardware__device": "cud"}, "must be one of auto, cpu, cuda; did you mean cuda?"),
@@ -65,7 +62,6 @@ def test_a_sound_configuration_has_no_problems():
      "unknown key wieght; did you mean weight?"),
     ({"reward__fn": None, "reward__fns": {"a": {"weight": 2}}}, "reward.fns.a: needs fn"),
     ({"reward__fn": None, "reward__fns": {"a": {"fn": "x", "weight": True}}}, "weight true"),
-    ({"reward__fn": None, "reward__fns": {"a": 5}}, "5 must be a mapping"),
     ({"reward__kwargs": {"model": "???"}}, "reward.kwargs: model is missing"),
     ({"reward__ref_mean": 0.5}, "reward.scale=ref only, not none"),
     ({"checkpoint__metric": "loss"}, "must be reward_mean or metrics/NAME"),
@@ -73,7 +69,6 @@ def test_a_sound_configuration_has_no_problems():
     ({"prompts__items": ["a"]}, "a source or inline prompts, not both"),
     ({"prompts__path": None, "prompts__items": []}, "at least one prompt"),
     ({"prompts__length_sampler": [5, 2]}, "[5, 2] must be [min, max]"),
-    ({"prompts__length_sampler": [2]}, "[2] must be [min, max]"),
     ({"prompts__template": "no place"}, "has no placeholder such as {prompt}"),
     ({"prompts__path": None, "prompts__first_words": 4}, "there are no prompts to apply it to"),
     ({"generation__min_new_tokens": 50}, "min_new_tokens 50 must be at most max_new_tokens 32"),
@@ -81,7 +76,6 @@ def test_a_sound_configuration_has_no_problems():
      "at evaluation min_new_tokens 50"),
     ({"generation__stop_sequences": [""]}, "must not hold an empty text"),
     ({"run_name": "a/b"}, "a/b must be a plain folder name"),
-    ({"run_name": ".."}, ".. must be a plain folder name"),
     ({"resume": "auto"}, "resume=auto needs run_name"),
 ])
 def test_each_problem_is_named(values, text):
@@ -92,10 +86,8 @@ def test_each_problem_is_named(values, text):
 
 @pytest.mark.parametrize(("values", "text"), [
     ({"ppo__advantage": "grpo"}, "grpo compares samples of the same prompt: set ppo.n to 2"),
-    ({"ppo__advantage": "rloo", "ppo__n": 1}, "set ppo.n to 2 or more"),
     ({"ppo__advantage": "grpos"}, "must be one of gae, grpo, rloo, reinforce_pp; did you mean grp"),
     ({"ppo__n": 3}, "num_rollouts 128 must be a multiple of n 3"),
-    ({"ppo__n": 0}, "ppo.n: 0 must be >= 1"),
     ({"ppo__n": 8}, "total_episodes 100 must be a multiple of n 8"),
     ({"ppo__advantage": "grpo", "ppo__n": 4, "generation__do_sample": False}, "are all alike"),
     ({"ppo__advantage": "rloo", "ppo__n": 4, "ppo__whiten_rewards": True},
@@ -140,20 +132,6 @@ def test_python_objects_stand_in_for_keys():
                      checkpoint__metric="metrics/x")
     handed_in = frozenset({"reward.fn", "prompts.items", "reward.metric_fn"})
     assert said(config, handed_in=handed_in) == []
-
-
-def test_all_problems_come_in_one_message_with_their_sources():
-    config = changed(seed=-1, ppo__lam=2.0, ppo__mini_batch_size=500)
-    sources = {"seed": "command line", "ppo.lam": "recipes/mine.yaml:7",
-               "ppo.mini_batch_size": "recipes/mine.yaml:8"}
-    with pytest.raises(ConfigError) as error:
-        raise_problems(find_problems(config, sources))
-    assert str(error.value).splitlines() == [
-        "3 problems in the configuration:",
-        "  seed: -1 must be >= 0 (from command line)",
-        "  ppo.lam: 2 must be >= 0 and <= 1 (from recipes/mine.yaml:7)",
-        "  ppo.mini_batch_size, ppo.num_rollouts: mini_batch_size 500 must be at most "
-        "num_rollouts 128 (from recipes/mine.yaml:8)"]
 
 
 def test_a_wrong_value_is_not_also_a_contradiction():

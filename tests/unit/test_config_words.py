@@ -24,11 +24,6 @@ def test_text_for_a_text_key_reaches_the_config_unchanged(text):
     assert OverridesParser.create().parse_override(str(word)).value() == text
 
 
-@pytest.mark.parametrize("text", ["a'b", "\\", "\\\\'", "'", "ü", "a,b", "${x}"])
-def test_quoting_is_undone_by_hydras_parser(text):
-    assert OverridesParser.create().parse_override(f"x={quoted(text)}").value() == text
-
-
 @pytest.mark.parametrize(("word", "expected"), [
     ("recipe=x", "+recipe=x"), ("+recipe=x", "+recipe=x"), ("seed=3", "seed=3"),
     ("ppo.lam=1e-1", "ppo.lam=1e-1"), ("model.revision=null", "model.revision=null"),

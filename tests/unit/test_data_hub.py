@@ -223,17 +223,3 @@ def test_libraries_that_were_imported_before_go_offline_too(tmp_path):
     done = run_python(LOAD.format(prepare=prepare, sets=[("someone/else", "train")]), tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == MISSING.format(why="the Hub cannot be reached")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
-def test_an_offline_variable_is_named(tmp_path, name):
-    cache_data_set(tmp_path / "home")
-    sets = [("someone/else", "train"), ("someone/film_reviews", "dev")]
-    done = run_python(LOAD.format(prepare=HANGING_NETWORK, sets=sets), tmp_path, **{name: "1"})
-    assert done.returncode == 0, done.stderr
-    missing = MISSING.format(why=f"{name}=1 forbids downloading")
-    assert done.stdout.startswith(
-        missing + "Data set 'someone/film_reviews' cannot be loaded: ")
-    assert "dev" in done.stdout
-    assert "prompts.split" in done.stdout

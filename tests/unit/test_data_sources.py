@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 
 import datasets
 import pyarrow as pa
@@ -195,12 +194,6 @@ def test_inline_items_from_config_and_from_python(tmp_path):
     assert load(write_jsonl(tmp_path / "p.jsonl"), items=["it is"]).texts == ["it is"]
 
 
-def test_builtin_prompts():
-    prompts = load("builtin:reviews-prompts")
-    assert len(prompts) > 1
-    assert all(prompts.texts)
-
-
 def test_one_text_is_no_list_of_prompts():
     with pytest.raises(ConfigError, match="must be a list"):
         load(items="it is")
@@ -223,42 +216,28 @@ def test_bos_alone():
 
 BAD_FILES = [
     ("p.jsonl", b"", "The prompt set is empty."),
-    ("p.txt", b"", "The prompt set is empty."),
-    ("p.csv", b"", "The prompt set is empty."),
     ("p.csv", b"prompt,label\n", "The prompt set is empty."),
-    ("p.json", b" \n", "The prompt set is empty."),
     ("p.json", b"[]", "The prompt set is empty."),
     ("p.txt", b"\n  \n\t\n", "All prompts are blank (3 of 3)."),
-    ("p.jsonl", b'{"prompt": null}\n', "All prompts are blank (1 of 1)."),
     ("p.txt", b"it is\nna\xefve film\n", "Line 2 of p.txt is not UTF-8: byte 0xef at byte 3"),
-    ("p.json", b'[\n"it is",\n"\xff"]', "Line 3 of p.json is not UTF-8: byte 0xff at byte 2"),
     ("p.csv", b"prompt\nok\n\xe9t\xe9\n", "Line 3 of p.csv is not UTF-8: byte 0xe9 at byte 1"),
     ("p.txt", "it is".encode("utf-16"), "Line 1 of p.txt is not UTF-8: byte 0xff"),
     ("p.txt", b"it\0is\n", "Line 1 of p.txt holds a NUL byte: this is not a text file."),
     ("p.jsonl", b'{"prompt": "it is"}\n{"prompt": "so\n',
      "Line 2 of p.jsonl is not valid JSON: Invalid control character at (character 15)."),
-    ("p.jsonl", b'{"prompt": "it is"}\n\n{prompt: 1}\n',
-     "Line 3 of p.jsonl is not valid JSON: Expecting property name"),
     ("p.json", b'[{"prompt": "it is"},\n {"prompt" "so"}]',
      "Line 2 of p.json is not valid JSON: Expecting ':' delimiter (character 12)."),
-    ("p.json", b'{"prompt": "it is"}\n{"prompt": }\n',
-     "Line 2 of p.json is not valid JSON: Expecting value (character 12)."),
     ("p.json", b"3", "p.json holds a JSON int, not a list of rows."),
-    ("p.json", b'["it is", 3]', "Row 2 of p.json is a JSON int, not an object or a text."),
     ("p.jsonl", b'[["it is"]]', "Line 1 of p.jsonl is a JSON list, not an object or a text."),
     ("p.json", b"[" * 100_000, "p.json is not valid JSON: nested too deeply."),
     ("p.jsonl", b'{"prompt": "it", "n": ' + b"9" * 5000 + b"}", "Line 1 of p.jsonl is not valid"),
     ("p.jsonl", b'{"promt": "it is"}\n', "There is no column 'prompt' in line 1 of p.jsonl: its "
                                         "columns are promt. Did you mean 'promt'?"),
-    ("p.jsonl", b'{"prompt": "it is"}\n{"text": "so"}\n',
-     "There is no column 'prompt' in line 2 of p.jsonl: its columns are text."),
     ("p.jsonl", b"{}\n", "There is no column 'prompt' in line 1 of p.jsonl: it has no columns."),
     ("p.csv", b"question,answer\na,b\n", "There is no column 'prompt' in line 2 of p.csv: its "
                                          "columns are question, answer."),
     ("p.jsonl", b'{"prompt": "it is"}\n{"prompt": 12}\n',
      "Column 'prompt' in line 2 of p.jsonl holds 12 (int), not a text."),
-    ("p.json", b'[{"prompt": ["it is"]}]',
-     "Column 'prompt' in row 1 of p.json holds ['it is'] (list), not a text."),
     ("p.json", b'[{"prompt": [{"role": "user", "content": "it is"}]}]',
      "Column 'prompt' in row 1 of p.json holds chat messages, not a text."),
     ("p.jsonl", b'{"prompt": "\\ud83d"}', "The prompt in line 1 of p.jsonl holds '\\ud83d', half"),
@@ -267,7 +246,6 @@ BAD_FILES = [
     ("p.csv", b'prompt,n\n"it is,1\nso good,2\n', "Line 3 of p.csv is not valid CSV: unexpected"),
     ("p.csv", b"prompt,n,n\nit is,1,2\n", "The header of p.csv names the column 'n' twice."),
     ("p.parquet", b"PAR1 not really", "p.parquet is not a readable parquet file: "),
-    ("p.parquet", b"", "p.parquet is not a readable parquet file: "),
     ("p.xlsx", b"x", "Prompt file p.xlsx has the suffix '.xlsx'; prompts are read from .json, "),
     ("prompts", b"x", "Prompt file prompts has no suffix; prompts are read from .json, .jsonl, "),
 ]
@@ -349,21 +327,6 @@ def test_bad_folders(tmp_path):
         file.write_bytes(file.read_bytes()[:30])
     with pytest.raises(InputError, match="cannot be loaded"):
         load(tmp_path / "saved")
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_file_without_permission(tmp_path):
-    path = write_jsonl(tmp_path / "p.jsonl")
-    path.chmod(0)
-    with pytest.raises(InputError, match=r"cannot be read: Permission denied"):
-        load(path)
-
-
-def test_a_file_that_is_a_dangling_link(tmp_path):
-    path = tmp_path / "p.jsonl"
-    path.symlink_to(tmp_path / "gone.jsonl")
-    with pytest.raises(InputError, match="does not exist"):
-        load(path)
 
 
 def test_evaluation_errors_name_the_evaluation_keys(tmp_path):

@@ -75,16 +75,11 @@ def test_files_that_agree(tmp_path, file):
 
 @pytest.mark.parametrize(("file", "hardware", "texts"), [
     ({"train_batch_size": 64}, {}, ["train_batch_size is 64, the settings make it 16"]),
-    ({"train_micro_batch_size_per_gpu": 4}, {}, ["ppo.micro_batch_size decides"]),
-    ({"gradient_accumulation_steps": 4}, {}, ["gradient_accumulation_steps is 4"]),
     ({"gradient_clipping": 1.0}, {}, ["gradient_clipping is 1.0", "ppo.max_grad_norm decides"]),
-    ({"gradient_clipping": True}, {}, ["gradient_clipping is true"]),
     ({"fp16": {"enabled": True}}, {}, ["fp16.enabled is true", "there is no fp16"]),
     ({"bf16": {"enabled": True}}, {"precision": "bf16"}, ["weights stay fp32"]),
-    ({"bf16": True}, {}, ["bf16 is true, not an object"]),
     ({"torch_autocast": {"enabled": False}}, {"precision": "bf16"}, ["torch_autocast.enabled"]),
     ({"zero_optimization": {"stage": 3}}, {}, ["zero_optimization.stage is 3, the settings make"]),
-    ({"zero_optimization": True}, {}, ["zero_optimization is true, not an object"]),
     ({"zero_optimisation": {"stage": 2}}, {}, ["did you mean zero_optimization?"]),
     ({"zero_optimization": {"overlap_com": True}}, {}, ["did you mean overlap_comm?"]),
     ({"zero_optimization": {"cpu_offload": True}}, {}, ["given it up for zero_optimization.off"]),
@@ -95,7 +90,6 @@ def test_files_that_agree(tmp_path, file):
     ({"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": "/d"}}, "aio": {}},
      {"zero_stage": 3, "offload_param": True}, ["host memory only"]),
     ({"amp": {"enabled": True}}, {}, ["amp: ppocli does not work with it"]),
-    ({"elasticity": {"enabled": True}}, {}, ["elasticity: ppocli"]),
     (MADE_BY_IT, {}, ["optimizer: ppocli makes its own", "scheduler: ppocli makes its own"]),
     ({"train_batch_size": 1, "gradient_clipping": 9, "stage": 2}, {},
      ["3 problems in", "stage: DeepSpeed has no such key", "train_batch_size is 1", "is 9"]),
@@ -111,13 +105,11 @@ def test_the_command_shows_what_deepspeed_gets(command, world):
     Path("ds.json").write_text(json.dumps({"zero_optimization": {"overlap_comm": True}}))
     words = ["model.path=./lm", "prompts.path=prompts.jsonl", "reward.fn=length",
              "reward.kwargs.target=3", "ppo.num_steps=1", "hardware=zero2"]
-    done = command(*words, "hardware.deepspeed_config=ds.json", "--cfg", "deepspeed")
-    assert done.code == 0, done.err
+    done = command(*words, "hardware.deepspeed_config=ds.json", "--cfg", "deepspeed", code=0)
     shown = json.loads(done.out)
     assert shown["zero_optimization"] == {"overlap_comm": True, "stage": 2}
     assert shown["train_batch_size"] == 64
-    done = command("--cfg=deepspeed", *words[:-1])
-    assert done.code == 2
+    done = command("--cfg=deepspeed", *words[:-1], code=2)
     assert "hardware.zero_stage is 0" in done.err
 
 

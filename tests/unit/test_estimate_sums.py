@@ -23,7 +23,6 @@ from ppocli.estimate.memory import (
 )
 from ppocli.estimate.parts import Part
 from ppocli.parallel.host_memory import Room, host_room
-from ppocli.text import format_memory
 
 # n = 1000 parameters, t = 800 trained, on w = 4 ranks, two on a host
 PARTS = (Part(kind="policy", name="policy", parameters=900, size=3600, trained=700, state=5600,
@@ -267,8 +266,3 @@ def test_only_what_is_certain_refuses(caplog, counted, estimated, more, refused)
     assert "Memory is short" in caplog.text
     assert ("what passes of gemma take has not been measured" in caplog.text) == bool(
         more.get("rough"))
-
-
-def test_bytes_are_told_with_three_digits():
-    sizes = [format_memory(n) for n in (2048, 5 * 2**20, 1234 * 2**30)]
-    assert sizes == ["2 KiB", "5 MiB", "1234 GiB"]

@@ -20,7 +20,6 @@ from sessions import (
 
 from ppocli.config.algorithm import kl_estimator, kl_in, whitens_advantages
 from ppocli.errors import CheckpointError
-from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.advantages import ESTIMATORS
 from ppocli.tasks.ppo.experience import to_experience, update_moments
 from ppocli.tasks.ppo.figures import optimize_figures
@@ -36,8 +35,7 @@ def config(folder, advantage, **keys):
 def test_with_learning_rate_zero_every_ratio_is_one(tmp_path, advantage):
     cfg = config(tmp_path, advantage, ppo__optimizer__lr=0.0, ppo__chunk_size=5)
     with session_of(cfg) as session:
-        experience, state = experience_of(session)
-        result = optimize(session, experience, state, StopFlag())
+        result = optimize(session, *experience_of(session))
     assert result.updates == 4 * 2
     assert result.terms["ratio"] == pytest.approx(1.0, abs=1e-5)
     assert result.terms["max_log_ratio"] <= 1e-5
@@ -55,7 +53,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batch(tmp_path, advantage, kl
                      ppo__loss_aggregation="seq-mean-token-sum-norm")
         with session_of(cfg) as session:
             experience, state = experience_of(session)
-            optimize(session, experience, state, StopFlag())  # away from the reference
+            optimize(session, experience, state)  # away from the reference
             found.append((*gradients(session, experience), session))
     (whole, terms, session), (grads, other, _) = found
     assert max(g.abs().max() for g in whole.values()) > 1e-4
@@ -124,7 +122,7 @@ def test_a_group_without_its_invalid_samples_is_the_group(tmp_path, advantage):
 def test_without_a_critic_nothing_of_one_is_built_or_computed(tmp_path, advantage, source):
     with session_of(config(tmp_path, advantage, ppo__logprobs_from=source)) as session:
         experience, state = experience_of(session)
-        result = optimize(session, experience, state, StopFlag())
+        result = optimize(session, experience, state)
         figures = optimize_figures(result, experience, session.cfg.ppo)
         assert session.policy.value_head is None
         assert len(session.trained.optimizer.param_groups) == 1
@@ -148,7 +146,7 @@ def test_a_checkpoint_without_a_critic_resumes_bit_for_bit(tmp_path, advantage):
                     load_session(session, tmp_path / "saved")
                 state = fresh_state(session)
                 rollout = rollout_of(session, start=16 * step)
-                optimize(session, to_experience(rollout, state, cfg), state, StopFlag(), step=step,
+                optimize(session, to_experience(rollout, state, cfg), state, step=step,
                          updates=8 * step)
                 if not load and step == 0:
                     (tmp_path / "saved").mkdir()
@@ -180,7 +178,7 @@ def test_a_few_updates_raise_the_reward(tmp_path, advantage):
             rollout = rollout_of(session, start=64 * step)
             means.append(sum(rollout.scores) / 64)
             state = update_moments(state, rollout, cfg)
-            optimize(session, to_experience(rollout, state, cfg), state, StopFlag())
+            optimize(session, to_experience(rollout, state, cfg), state)
     assert means[-1] > means[0] + 0.8
 
 
@@ -195,7 +193,7 @@ def test_a_kl_in_the_loss_holds_the_policy_back(tmp_path, estimator, caplog):
             experience, state = experience_of(session)
             assert (experience.ref_logprobs is None) == (coef == 0.0)
             before = weights_of(session)
-            optimize(session, experience, state, StopFlag())
+            optimize(session, experience, state)
             grads = gradients(session, experience)[1]
             moved[coef] = grads["approx_kl_squared"]
             assert any(not torch.equal(t, before[n])

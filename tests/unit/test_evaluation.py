@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from ppocli.cli.eval import _win_line
 from ppocli.config.schema import EvalGenerationConfig, TrainConfig
 from ppocli.errors import CheckpointError, ConfigError
 from ppocli.evaluation.figures import (
@@ -256,13 +255,6 @@ def test_the_command_that_goes_on_is_the_one_that_was_typed():
     assert request.command(MODEL, "x") == (
         "ppocli eval 'runs/my run' generation.top_k=5 --against base --limit 0 --name x --best "
         "--frontier --resume")
-
-
-def test_one_tie_is_no_ties():
-    found = {"win_rate": 0.5, "stderr": None, "compared": 4, "wins": 1, "ties": 1, "losses": 2,
-             "difference": 0.25, "difference_stderr": None}
-    assert _win_line(found) == (
-        "win rate 0.5 of 4: 1 win, 1 tie, 2 losses; reward higher by 0.25")
 
 
 SCALE = 2.0

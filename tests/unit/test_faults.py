@@ -1,11 +1,8 @@
-import signal
-import sys
 
 import pytest
 from checkpoint_samples import start_python
 
 from ppocli.errors import ConfigError
-from ppocli.storage import faults
 from ppocli.storage.faults import Fault, armed, parse
 
 
@@ -60,31 +57,3 @@ def test_passes_are_counted_per_point():
 def test_a_fault_of_one_rank_happens_in_no_other():
     assert [armed(parse("a#1:nan,b#0:nan"), rank)(name) for rank in (0, 1) for name in "ab"] == [
         False, True, True, False]
-
-
-def test_out_of_memory_is_torchs_own():
-    import torch
-
-    with pytest.raises(torch.OutOfMemoryError):
-        armed(parse("a:oom"))("a")
-
-
-@pytest.mark.parametrize(("action", "code"), [("kill9", -signal.SIGKILL), ("term", -signal.SIGTERM),
-                                              ("int", -signal.SIGINT)])
-def test_signals_reach_the_process(action: str, code: int):
-    program = """
-import signal
-signal.signal(signal.SIGINT, signal.SIG_DFL)
-from ppocli.storage import faults
-faults.point("x")
-faults.point("x")
-print("alive")
-"""
-    child = start_python(program, faults=f"x@2:{action}")
-    out, _ = child.communicate(timeout=60)
-    assert (child.returncode, out) == (code, "")
-
-
-def test_this_process_runs_without_faults():
-    assert faults.point is faults.disarmed
-    assert sys.modules["ppocli.storage.faults"] is faults

@@ -16,7 +16,6 @@ from sessions import (
 )
 
 from ppocli.models.layer_stack import layer_stack
-from ppocli.parallel.stop import StopFlag
 
 pytestmark = pytest.mark.long
 
@@ -39,7 +38,7 @@ def trained(cfg):
         runs = []
         layer_stack(session.policy.lm)[0].register_forward_pre_hook(
             lambda _, inputs, runs=runs: runs.append(inputs[0].shape[:2].numel()))
-        result = optimize(session, experience, state, StopFlag())
+        result = optimize(session, experience, state)
         assert result.updates
         return weights_of(session), runs, session.frozen_states_bytes
 
@@ -113,7 +112,7 @@ def test_a_critic_s_branch_below_the_split_keeps_it_running(tmp_path):
     with session_of(top_layer(tmp_path, **over), reward=count_letters) as session:
         assert session.policy.split is not None, "the branch leaves at the split"
         experience, _state = experience_of(session)
-        optimize(session, experience, fresh_state(session), StopFlag())
+        optimize(session, experience, fresh_state(session))
 
 
 def test_samples_without_a_score_take_their_states_with_them(tmp_path):

@@ -142,30 +142,6 @@ def test_an_end_may_be_chosen_once_that_many_tokens_are_there():
     assert choose(logits, half, spec, torch.tensor([4, 2, 3, 0]), stops)[0].tolist() == [1, 0, 1, 0]
 
 
-def test_finished_rows_stop_costing(lm):
-    seen = []
-    lm.transformer.h[0].register_forward_pre_hook(lambda m, args: seen.append(len(args[0])))
-    out = sample(lm, 64, stop_ids=(1, 9, 17, 20, 30), max_new_tokens=20)
-    alive = int(out.mask.sum())
-    assert sum(seen) < 1.4 * alive
-    assert sum(seen) < 64 * 20 * 0.6
-    assert seen == sorted(seen, reverse=True)
-
-
-def test_the_poll_is_asked_before_every_token_and_may_stop(lm):
-    calls = []
-
-    def poll():
-        calls.append(1)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-
-    spec = SamplingSpec(12, ())
-    with pytest.raises(KeyboardInterrupt):
-        generate(lm, *prompts_of(2), spec, uniform(0, 1, range(2), 12), tokenizer=None, poll=poll)
-    assert len(calls) == 4
-
-
 def test_a_stop_sequence_ends_the_response_and_is_trimmed_from_its_text(tmp_path):
     free = small_config(tmp_path, generation__max_new_tokens=16)
     with session_of(free) as session:
@@ -231,18 +207,6 @@ def test_restricted_sampling_is_warned_about(tmp_path, caplog):
     with session_of(small_config(tmp_path, generation__top_k=5)):
         pass
     assert "KL to the reference may turn negative" in caplog.text
-
-
-def test_logits_exist_only_where_a_response_token_needs_them(tmp_path):
-    """The output layer sees one row a live sample while decoding, and one row a response token in
-    scoring and training; never prompts or padding."""
-    with session_of(small_config(tmp_path)) as session:
-        rows = []
-        head = session.policy.lm.get_output_embeddings()
-        head.register_forward_pre_hook(lambda m, args: rows.append(args[0].shape[0]))
-        rollout = rollout_of(session)
-        assert all(n <= 16 for n in rows)
-        assert len(rows) == rollout.response_mask.shape[1]
 
 
 @pytest.mark.parametrize("rows", [4, 1000])

@@ -45,8 +45,7 @@ LENGTHS = ("generation.length_sampler=[3,6]", "ppo.num_steps=2", "tracking.log_r
 @pytest.mark.long
 def test_responses_keep_to_their_length_whatever_the_chunks(command, world):
     for name, chunk in (("a", 5), ("b", 12)):
-        ended = command(*words(*LENGTHS, f"run_name={name}", f"ppo.chunk_size={chunk}"))
-        assert ended.code == 0, ended.said
+        command(*words(*LENGTHS, f"run_name={name}", f"ppo.chunk_size={chunk}"), code=0)
     rows = drawn_rows(world / "runs/a")
     allowed = lengths(0, range(24), 3, 6)
     assert [row["episode"] for row in rows] == list(range(24))
@@ -141,15 +140,11 @@ def test_the_values_of_a_sweep():
 
 @pytest.mark.parametrize(("key", "value", "said"), [
     ("generation.eval.top_k", [0, "x"], "[0, 'x'] must be a whole number, a list of whole numbers"),
-    ("generation.eval.top_k", "x", "x must be a whole number, a list of whole numbers, or null"),
     ("generation.eval.top_k", [0, True], "must be a whole number"),
-    ("generation.eval.top_k", [0, None], "must be a whole number"),
     ("generation.eval.top_k", [], "the list must hold at least one value"),
     ("generation.eval.top_k", [5, 5], "[5, 5] holds a value twice"),
     ("generation.eval.top_k", [0, -1], "-1 must be >= 0"),
-    ("generation.eval.temperature", [1, 0], "0 must be > 0"),
     ("generation.top_k", [0, 50], "to evaluate with each: generation.eval.top_k=[...]"),
-    ("generation.length_sampler", [5], "[5] must be [min, max] with min at most max"),
     ("generation.length_sampler", [5, 4], "[5, 4] must be [min, max] with min at most max"),
     ("generation.length_sampler", [0, 4], "0 must be >= 1"),
     ("generation.length_sampler", [4, 33], "must lie between min_new_tokens 0 and max_new_tokens")])

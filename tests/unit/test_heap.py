@@ -92,7 +92,6 @@ def test_a_run_keeps_what_it_has_freed(world, monkeypatch):
     for name in _OTHERS:
         monkeypatch.delenv(name, raising=False)
     (world / "rewards.py").write_text(REWARD)
-    done = run("train", *words("ppo.num_steps=1", "run_name=mine"), cwd=world)
-    assert done.code == 0, done.err
+    run("train", *words("ppo.num_steps=1", "run_name=mine"), cwd=world, code=0)
     _, faults = map(int, (world / "measured").read_text().split())
     assert faults < SIZE // os.sysconf("SC_PAGESIZE") / 100

@@ -21,7 +21,6 @@ from ppocli.errors import DivergedError
 from ppocli.models.head import HeadWeights, token_logprobs
 from ppocli.models.layout import lay_out
 from ppocli.models.trunk import response_hidden
-from ppocli.parallel.stop import StopFlag
 from ppocli.tasks.ppo.experience import to_experience, update_moments
 from ppocli.tasks.ppo.task import PPOTask
 from ppocli.training.state import TrainState
@@ -38,7 +37,7 @@ def test_with_learning_rate_zero_every_ratio_is_one(tmp_path, kind):
         experience, state = experience_of(session)
         lengths = experience.response_mask.sum(1)
         assert lengths.min() < lengths.max()
-        result = optimize(session, experience, state, StopFlag())
+        result = optimize(session, experience, state)
     assert result.updates == 4 * 2
     assert result.terms["ratio"] == pytest.approx(1.0, abs=1e-5)
     assert result.terms["max_log_ratio"] <= 1e-5
@@ -78,7 +77,7 @@ def test_number_of_updates(tmp_path, rollouts, size, epochs, expected, micro):
         steps = []
         original = session.trained.optimizer.step
         session.trained.optimizer.step = lambda *a, **k: (steps.append(1), original(*a, **k))
-        assert optimize(session, experience, state, StopFlag()).updates == expected
+        assert optimize(session, experience, state).updates == expected
         assert len(steps) == expected
         assert PPOTask(session).total_updates(TrainState({}, "")) == 2 * expected
 
@@ -240,7 +239,7 @@ def test_responses_that_end_at_once_are_defined(tmp_path):
         session.reference.lm.lm_head.bias = session.policy.lm.lm_head.bias
         experience, state = experience_of(session)
         assert experience.response_mask.sum(1).tolist() == [1] * 16
-        result = optimize(session, experience, state, StopFlag())
+        result = optimize(session, experience, state)
     assert all(math.isfinite(v) for v in result.terms.values())
 
 
@@ -248,12 +247,12 @@ def test_a_ratio_beyond_the_threshold_touches_nothing(tmp_path):
     cfg = small_config(tmp_path, ppo__ratio_threshold=1.5)
     with session_of(cfg) as session:
         experience, state = experience_of(session)
-        optimize(session, experience, state, StopFlag())
+        optimize(session, experience, state)
         experience.logprobs.sub_(2.0)  # every ratio is now about e^2
         before = weights_of(session)
         slots = [{k: v.clone() for k, v in s.items()}
                  for s in session.trained.optimizer.state.values()]
-        result = optimize(session, experience, state, StopFlag())
+        result = optimize(session, experience, state)
         assert (result.updates, result.skipped) == (0, 8)
         for name, tensor in session.policy.state_dict().items():
             assert torch.equal(tensor, before[name]), name
@@ -264,8 +263,7 @@ def test_a_ratio_beyond_the_threshold_touches_nothing(tmp_path):
 def test_target_kl_ends_the_epochs_before_the_update(tmp_path):
     cfg = small_config(tmp_path, ppo__target_kl=0.01, ppo__optimizer__lr=0.05)
     with session_of(cfg) as session:
-        experience, state = experience_of(session)
-        result = optimize(session, experience, state, StopFlag())
+        result = optimize(session, *experience_of(session))
     assert result.early_stopped
     assert 1 <= result.updates < 8
 
@@ -280,11 +278,11 @@ def test_a_nonfinite_gradient_touches_nothing_and_ends_the_run_when_it_lasts(tmp
             optimize(session, type(experience)(
                 **{n: getattr(experience, n) for n in experience.__slots__}
                 | {"advantages": torch.full_like(experience.advantages, float("inf"))}),
-                state, StopFlag())
+                state)
         for name, tensor in session.policy.state_dict().items():
             assert torch.equal(tensor, before[name]), name
         # one bad row spoils only the minibatches it is in: never three in a row here
-        result = optimize(session, experience, state, StopFlag())
+        result = optimize(session, experience, state)
     assert result.skipped == 4
     assert result.updates == 4
 
@@ -294,7 +292,7 @@ def test_critic_warm_up_moves_the_value_head_only(tmp_path):
     with session_of(cfg) as session:
         experience, state = experience_of(session)
         before = weights_of(session)
-        optimize(session, experience, state, StopFlag())
+        optimize(session, experience, state)
         moved = {n for n, t in session.policy.state_dict().items() if not torch.equal(t, before[n])}
     assert moved
     assert all(name.startswith("value_head.") for name in moved)
@@ -316,8 +314,7 @@ def test_dropout_of_the_model_is_off(tmp_path):
     save_lm(tmp_path / "lm", attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5)
     cfg = small_config(tmp_path, model__gradient_checkpointing=True, ppo__optimizer__lr=0.0)
     with session_of(cfg) as session:
-        experience, state = experience_of(session)
-        result = optimize(session, experience, state, StopFlag())
+        result = optimize(session, *experience_of(session))
         assert session.loaded.export_config.attn_pdrop == 0.5
     assert result.terms["max_log_ratio"] <= 1e-5
 
@@ -328,7 +325,7 @@ def test_frozen_layers_stay_and_the_rest_moves(tmp_path, kind):
     with session_of(small_config(tmp_path, model__num_layers_unfrozen=1)) as session:
         experience, state = experience_of(session)
         before = weights_of(session)
-        optimize(session, experience, state, StopFlag())
+        optimize(session, experience, state)
         moved = {n for n, t in session.policy.state_dict().items() if not torch.equal(t, before[n])}
     assert any(".1." in name for name in moved)
     assert not any(".0." in name or "wte" in name or "wpe" in name or "embed_in" in name
@@ -342,7 +339,7 @@ def test_bf16_keeps_fp32_weights_and_a_ratio_near_one(tmp_path, source):
     with session_of(cfg) as session:
         assert session.from_decode == (source == "decode")
         experience, state = experience_of(session)
-        result = optimize(session, experience, state, StopFlag())
+        result = optimize(session, experience, state)
         assert all(p.dtype == torch.float32 for p in session.policy.parameters())
         assert next(session.reference.lm.parameters()).dtype == torch.bfloat16
     assert result.terms["ratio"] == pytest.approx(1.0, abs=0.02)
@@ -358,8 +355,7 @@ def test_auto_takes_logprobs_from_decoding_in_fp32_only(tmp_path):
 def test_full_kl_is_the_divergence_of_the_whole_distributions(tmp_path):
     cfg = small_config(tmp_path, ppo__kl_estimator="full", ppo__optimizer__lr=0.01)
     with session_of(cfg) as session:
-        experience, state = experience_of(session)
-        optimize(session, experience, state, StopFlag())
+        optimize(session, *experience_of(session))
         rollout = rollout_of(session, start=100)
         with torch.no_grad():
             for i in range(4):

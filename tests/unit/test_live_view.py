@@ -21,7 +21,7 @@ from ppocli.display.console import open_display
 from ppocli.display.dashboard import Dashboard, duration
 from ppocli.display.live_view import LiveView, Outlet
 from ppocli.parallel.host_memory import resident_mib
-from ppocli.text import clean, sparkline
+from ppocli.text import sparkline
 
 
 def row(step: int, **more: float | None) -> dict:
@@ -153,10 +153,6 @@ def test_memory_of_a_process():
     assert resident_mib(2**22 + 1) is None
 
 
-def test_text_cannot_turn_the_terminal_around():
-    assert clean("a\u202eb\x9bc\u2028d\ud800") == "a?b?c?d?"
-
-
 # --- how it is drawn ------------------------------------------------------------------------
 
 class Tty(io.StringIO):
@@ -282,6 +278,29 @@ def test_a_thousand_changes_are_few_drawings(outlet):
     assert 3 <= len(drawings) <= 4
     assert min(b - a for a, b in itertools.pairwise(drawings)) >= 0.45
     assert not any(thread.name == "ppocli-live-view" for thread in threading.enumerate())
+
+
+def test_what_the_terminal_cannot_encode_is_escaped_and_the_rest_goes_on():
+    raw = io.BytesIO()
+    console = Outlet(io.TextIOWrapper(raw, encoding="ascii"))
+    console.print("0.4±0.1")
+    console.print("and on")
+    console.file.flush()
+    assert raw.getvalue().decode("ascii").splitlines() == ["0.4\\xb10.1", "and on"]
+
+
+class Gone(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_a_reader_that_left_ends_neither_the_process_nor_raises():
+    for stream in (Gone(), io.StringIO()):
+        console = Outlet(stream)
+        console.print("one")
+        stream.close()
+        console.print("two")
+        console.file.flush()
 
 
 # --- modes ----------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from ppocli.config import algorithm
 from ppocli.config.schema import OptimizerConfig, PPOConfig
 from ppocli.errors import CheckpointError, InputError
 from ppocli.launching.preflight import missing_inputs
-from ppocli.parallel.stop import StopFlag
 from ppocli.tasks.ppo.experience import to_experience
 from ppocli.training.optimizers import build_optimizer
 from ppocli.zero.sharded_weights import slot_fits
@@ -97,7 +96,7 @@ def two_steps(cfg, save: Path | None = None, load: Path | None = None):
         for step in steps:
             state = fresh_state(session)
             rollout = rollout_of(session, start=16 * step)
-            optimize(session, to_experience(rollout, state, cfg), state, StopFlag(), step=step,
+            optimize(session, to_experience(rollout, state, cfg), state, step=step,
                      updates=8 * step)
             if save is not None and step == 0:
                 save.mkdir()

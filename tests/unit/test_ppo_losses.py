@@ -8,7 +8,6 @@ from dataclasses import fields
 import pytest
 import torch
 
-from ppocli.models.head import HeadWeights, token_logprobs
 from ppocli.ppo.kl import SAMPLED_ESTIMATORS
 from ppocli.ppo.losses import AGGREGATIONS, LossOptions, ppo_loss, token_weights
 
@@ -100,42 +99,7 @@ def test_kl_as_a_loss_by_hand(name, value, slope):
     assert logprobs.grad.item() == pytest.approx(0.2 * slope)
 
 
-def test_k3_descends_towards_the_reference_from_both_sides():
-    for ref, sign in ((-2.0, 1.0), (0.0, -1.0)):
-        logprobs = torch.tensor([-1.0], requires_grad=True)
-        loss_of(logprobs=logprobs, old_logprobs=torch.tensor([-1.0]), kl_coef=1.0,
-                ref_logprobs=torch.tensor([ref]), advantages=torch.zeros(1), values=None,
-                old_values=None, returns=None).total.backward()
-        assert math.copysign(1.0, logprobs.grad.item()) == sign
-
-
 # --- entropy ---------------------------------------------------------------------------------
-
-
-def test_the_gradient_of_the_entropy_bonus_equals_the_naive_one():
-    # dH/dz_i = -p_i (log p_i + H), here by the temperature 0.7 that divides the logits
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(3, 4, generator=generator)
-    head = torch.nn.Linear(4, 5, bias=False)
-    with torch.no_grad():
-        head.weight.copy_(0.5 * torch.randn(5, 4, generator=generator))
-    hidden.requires_grad_(True)
-    logprobs, entropy = token_logprobs(hidden, HeadWeights.of_layer(head),
-                                       torch.tensor([0, 3, 1]), temperature=0.7, want_entropy=True)
-    weights = torch.tensor([0.5, 0.3, 0.2])
-    loss_of(logprobs=logprobs, old_logprobs=logprobs.detach(), advantages=torch.zeros(3),
-            weights=weights, entropy=entropy, ent_coef=0.01, values=None, old_values=None,
-            returns=None).total.backward()
-    for i in range(3):
-        z = [float(hidden[i].detach() @ head.weight[v].detach()) / 0.7 for v in range(5)]
-        top = math.fsum(math.exp(x) for x in z)
-        p = [math.exp(x) / top for x in z]
-        h = -math.fsum(q * math.log(q) for q in p)
-        assert entropy[i].item() == pytest.approx(h, rel=1e-5, abs=1e-6)
-        slope = [-q * (math.log(q) + h) / 0.7 for q in p]
-        expected = [-0.01 * weights[i].item() * math.fsum(
-            slope[v] * head.weight[v, d].item() for v in range(5)) for d in range(4)]
-        assert hidden.grad[i].tolist() == pytest.approx(expected, rel=1e-3, abs=1e-7)
 
 
 # --- the whole update ------------------------------------------------------------------------

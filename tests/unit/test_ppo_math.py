@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers import mask_of
 
 from ppocli.ppo.kl import adapt_kl_coef, kl_per_token
 from ppocli.ppo.masking import masked_mean, whiten
@@ -25,33 +24,6 @@ def test_whiten_by_hand():
     torch.testing.assert_close(centred, torch.tensor([[-1 / root, 0.0], [1 / root, 0.0]]))
     kept = whiten(x, mask, center=False)
     torch.testing.assert_close(kept, torch.tensor([[2 - 1 / root, 2.0], [2 + 1 / root, 0.0]]))
-
-
-def test_whitening_over_two_ranks_equals_whitening_the_whole():
-    x, mask = torch.randn(6, 5), mask_of([5, 2, 3, 1, 4, 5], 5)
-    whole = whiten(x, mask, center=True)
-    sums = []
-    # every rank contributes its sums first; then each computes with the totals
-    for step in range(2):
-        parts = []
-        for rows in (slice(0, 2), slice(2, 6)):
-            calls = iter(sums)
-
-            def reduce(local, calls=calls, parts=parts):
-                known = next(calls, None)
-                if known is None:
-                    parts.append(local)
-                    raise StopIteration
-                return known
-
-            with pytest.raises((StopIteration, RuntimeError)):
-                whiten(x[rows], mask[rows], center=True, reduce=reduce)
-        sums.append(parts[0] + parts[1])
-        assert len(parts) == 2, step
-    for rows in (slice(0, 2), slice(2, 6)):
-        calls = iter(sums)
-        got = whiten(x[rows], mask[rows], center=True, reduce=lambda _, calls=calls: next(calls))
-        torch.testing.assert_close(got, whole[rows])
 
 
 def test_whitening_without_spread_or_entries_is_finite():

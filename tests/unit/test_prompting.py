@@ -10,7 +10,6 @@ from ppocli.errors import ConfigError, DivergedError
 from ppocli.evaluation.player import (
     changed_sampling,
     load_player,
-    own_sampling,
     policy_config,
 )
 from ppocli.sampling.prompting import TextStream, answer_prompts, prompt_ids
@@ -143,14 +142,6 @@ def test_prompts_that_close_with_eos_or_start_with_bos():
         prompt_ids(make_tokenizer(), [""])
 
 
-def test_prompts_that_leave_no_room_are_refused(player):
-    generation = changed_sampling(TrainConfig(), {"max_new_tokens": 60})
-    assert player.tokens(["the film was ."], generation)
-    with pytest.raises(ConfigError, match="Prompt 2 has 5 tokens; with 60 new ones they exceed "
-                                          "the model's 64 positions"):
-        player.tokens(["it", "the film was so good"], generation)
-
-
 def test_a_broken_model_is_told(tmp_path):
     player = load_player(ModelConfig(path=str(save_lm(tmp_path / "lm"))), "lm")
     with torch.no_grad():
@@ -159,17 +150,6 @@ def test_a_broken_model_is_told(tmp_path):
                           seed=0)
     with pytest.raises(DivergedError, match="not finite"):
         list(made)
-
-
-def test_sampling_settings_of_a_model_from_elsewhere(player, tmp_path):
-    from transformers import GenerationConfig
-
-    assert own_sampling(player.loaded) == {}
-    folder = save_lm(tmp_path / "lm")
-    GenerationConfig(do_sample=True, temperature=0.6, top_k=7, eos_token_id=1).save_pretrained(
-        folder)
-    own = own_sampling(load_player(ModelConfig(path=str(folder)), "lm").loaded)
-    assert own == {"do_sample": True, "temperature": 0.6, "top_k": 7}
 
 
 def test_changes_of_sampling_are_checked():

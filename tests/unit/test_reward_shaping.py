@@ -149,12 +149,11 @@ def test_keys_that_need_each_other(reward, said):
 
 
 def test_what_a_run_writes_of_rewards_penalties_and_tokens(command, world):
-    ended = command(*words(
+    command(*words(
         "reward.fn=null", "reward.fns.good.fn=rewards.py:plain", "reward.fns.long.fn=length",
         "reward.fns.long.kwargs.target=4", "reward.fns.long.weight=0.5", "run_name=r",
         "reward.missing_eos_penalty=1", "ppo.num_steps=1", "tracking.log_rollouts=true",
-        "tracking.rollout_tokens=true"))
-    assert ended.code == 0, ended.said
+        "tracking.rollout_tokens=true"), code=0)
     row = jsonl(world / "runs/r/metrics.jsonl")[-1]
     samples = jsonl(world / "runs/r/samples.jsonl")
     drawn = [sample for sample in samples if sample["kind"] == "rollout"]

@@ -13,7 +13,7 @@ from checkpoint_samples import start_python
 
 from ppocli.errors import CheckpointError
 from ppocli.storage import run_folder
-from ppocli.storage.run_folder import RunFolder, live_owner, lock, lock_beside, reserved
+from ppocli.storage.run_folder import live_owner, lock, lock_beside, reserved
 
 HOLD = """
 import sys, time
@@ -28,14 +28,6 @@ except PpocliError as error:
     print(error, flush=True)
     sys.exit(error.exit_code)
 """
-
-
-def test_paths():
-    run = RunFolder(Path("runs/x"))
-    assert run.metrics == Path("runs/x/metrics.jsonl")
-    assert run.checkpoints == Path("runs/x/checkpoints")
-    with pytest.raises(AttributeError):
-        run.path = Path("y")
 
 
 def test_a_live_process_is_named_and_its_death_frees_the_folder(tmp_path: Path):

@@ -15,7 +15,6 @@ from sessions import fresh_state, optimize, rollout_of, save_session, session_of
 from ppocli.errors import DiskError
 from ppocli.estimate.check import estimate
 from ppocli.estimate.parts import models_of, pinned_bytes
-from ppocli.parallel.stop import StopFlag
 from ppocli.tasks.ppo.experience import to_experience, update_moments
 from ppocli.tasks.ppo.session import Session, saved_model
 from ppocli.tasks.ppo.task import PPOTask
@@ -37,7 +36,7 @@ pytestmark = pytest.mark.long
 def train(session: Session, step: int) -> None:
     rollout = rollout_of(session, start=16 * step)
     state = update_moments(fresh_state(session), rollout, session.cfg)
-    optimize(session, to_experience(rollout, state, session.cfg), state, StopFlag())
+    optimize(session, to_experience(rollout, state, session.cfg), state)
 
 
 def written(session: Session, folder: Path) -> dict[str, bytes]:

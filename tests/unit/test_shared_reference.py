@@ -18,9 +18,6 @@ from ppocli.config.schema import ReferenceConfig, TrainConfig, reference_kind
 from ppocli.models.layer_stack import layer_stack
 from ppocli.models.policy import freeze_lower_layers
 from ppocli.models.reference import CopyReference, SharedReference, share_trunk
-from ppocli.parallel.stop import StopFlag
-from ppocli.ppo.noise import ROLLOUT
-from ppocli.tasks.ppo.rollout import generate_chunks, measure_chunk
 
 pytestmark = pytest.mark.long
 
@@ -43,8 +40,7 @@ def test_a_shared_reference_gives_what_a_copy_gives(tmp_path, kind, source):
             kinds = {"copy": CopyReference, "shared": SharedReference}
             assert isinstance(session.reference, kinds[reference])
             before = rollout_of(session)
-            experience, state = experience_of(session)
-            optimize(session, experience, state, StopFlag())
+            optimize(session, *experience_of(session))
             found.append((before, rollout_of(session, start=100)))
     for copied, shared in zip(*found, strict=True):
         assert torch.equal(copied.response_tokens, shared.response_tokens)
@@ -63,8 +59,7 @@ def test_in_bf16_the_reference_is_not_the_policy_s_cached_weights(tmp_path):
         cfg = one_layer(tmp_path, "llama", reference, ppo__optimizer__lr=0.01,
                         hardware__precision="bf16", model__dtype="fp32")
         with session_of(cfg, reward=count_letters) as session:
-            experience, state = experience_of(session)
-            optimize(session, experience, state, StopFlag())
+            optimize(session, *experience_of(session))
             found.append(rollout_of(session, start=100))
     copied, shared = found
     assert torch.equal(copied.response_tokens, shared.response_tokens)
@@ -85,8 +80,7 @@ def test_what_comes_before_the_first_layer_is_frozen_too(tmp_path, kind):
             before = {n: p.clone() for n, p in session.policy.lm.named_parameters()
                       if any(part in n for part in ("embed", "project_in"))}
             assert len(before) > 1
-            experience, state = experience_of(session)
-            optimize(session, experience, state, StopFlag())
+            optimize(session, *experience_of(session))
             after = dict(session.policy.lm.named_parameters())
             assert all(torch.equal(after[name], value) for name, value in before.items())
             found.append(rollout_of(session, start=100).kl)
@@ -103,26 +97,6 @@ def test_it_holds_what_trains_and_nothing_else(tmp_path):
         copied = sum(p.numel() for p in policy.parameters())
         assert reference.split.layer == 1
         assert held < 0.6 * copied
-
-
-def test_the_frozen_layers_run_once_for_policy_and_reference(tmp_path):
-    with session_of(one_layer(tmp_path, ppo__logprobs_from="forward", ppo__chunk_size=16,
-                              ppo__micro_batch_size=16)) as session:
-        stop = StopFlag()
-        chunk, = generate_chunks(session, session.next_prompts(0, 16), 16, ROLLOUT, stop)
-        positions = [0, 0]
-
-        def count(number):
-            def hook(_module, inputs):
-                positions[number] += inputs[0].shape[0] * inputs[0].shape[1]
-            return hook
-
-        for number, layer in enumerate(layer_stack(session.policy.lm)):
-            layer.register_forward_pre_hook(count(number))
-        measure_chunk(session, chunk, stop, forward=True)
-    spans = chunk.prompts.mask.sum(1) + chunk.out.mask.sum(1) - 1
-    assert int(spans.sum()) <= positions[0] <= 16 * int(spans.max())
-    assert positions[1] == 2 * positions[0]  # of the policy, then of the reference
 
 
 def test_auto_shares_where_layers_are_frozen(tmp_path):

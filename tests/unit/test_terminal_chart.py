@@ -24,37 +24,11 @@ def labels_of(lines: list[str]) -> list[str]:
     return [line.split("┤")[0].strip() for line in lines if "┤" in line]
 
 
-def test_a_rising_line_goes_from_the_lower_left_to_the_upper_right_dot():
-    lines = draw([curve([(0, 0.0), (1, 1.0)])], title="t", width=24)
-    rows = plot_of(lines)
-    assert lines[0] == "t"
-    assert [len(rows[0]), len(rows[0].strip())] == [max(map(len, rows)), 1]  # in the last cell
-    assert rows[-1][0] not in " ⠉"
-    starts = [len(row) - len(row.lstrip()) for row in rows]
-    assert starts == sorted(starts, reverse=True)
-    assert labels_of(lines) == ["1", "0.5", "0"]
-    assert [line.split() for line in lines[-2:]] == [["0", "1"], ["step"]]
-
-
-def test_dots_are_joined():
-    lines = draw([curve([(0, 0.0), (10, 5.0), (20, 0.0)])], title="t", width=60)
-    rows = plot_of(lines)
-    width = max(map(len, rows))
-    assert all(any(cell < len(row) and row[cell] != " " for row in rows) for cell in range(width))
-
-
 @pytest.mark.parametrize("points", [[(3, 0.5)], [(1, 2.0), (2, 2.0)], [(0, 0.0), (1, 0.0)],
                                     [(0, -1.7e308), (1, 1.7e308)], [(0, 1e-320), (1, 2e-320)]])
 def test_odd_series_are_drawn(points):
     rows = plot_of(draw([curve(points)], title="t"))
     assert any(0x2800 < ord(cell) <= 0x28FF for row in rows for cell in row)
-
-
-@pytest.mark.parametrize("width", [24, 50, 111])
-def test_lines_stay_within_the_width(width):
-    lines = draw([curve([(step, 1.23456e-7 * step) for step in range(1000)])], title="t",
-                 width=width)
-    assert max(map(len, lines)) == width
 
 
 def test_nothing_to_draw():

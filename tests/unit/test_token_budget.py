@@ -8,7 +8,6 @@ from sessions import fresh_state, optimize, rollout_of, session_of, small_config
 
 from ppocli.estimate.memory import layout_of
 from ppocli.models.passes import rows_by_length
-from ppocli.parallel.stop import StopFlag
 from ppocli.tasks.ppo.experience import to_experience, update_moments
 
 
@@ -44,7 +43,7 @@ def test_every_pass_of_a_step_keeps_to_it(tmp_path):
         state = update_moments(fresh_state(session), rollout, cfg)
         experience = to_experience(rollout, state, cfg)
         scored = len(seen)
-        optimize(session, experience, state, StopFlag())
+        optimize(session, experience, state)
         handle.remove()
         spans = experience.sequences.lengths
     assert int(spans.max()) <= budget

@@ -1,0 +1,73 @@
+"""How the built-in models and prompts are made: by their seeds alone, and as they are shipped."""
+
+import random
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from ppocli.builtin.names import resolve_builtin
+from ppocli.rewards import randomwalks
+from ppocli.rewards.randomwalks import GOAL, MAX_LENGTH, SUCCESSORS
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # tools/ is in no wheel
+
+from tools.assets import build
+from tools.assets.corpus import make_reviews, verdict
+from tools.assets.randomwalks import WalkModelSettings, WalkSettings, build_randomwalks, draw_walks
+from tools.assets.reviews import ReviewsSettings, build_reviews
+from tools.assets.sentiment import SentimentSettings, build_sentiment
+
+
+@pytest.mark.parametrize(("build_it", "settings"), [
+    (build_reviews, ReviewsSettings(reviews=200, vocab_size=400, layers=1, width=16, heads=2,
+                                    epochs=1)),
+    (build_sentiment, SentimentSettings(examples=200, vocab_size=300, layers=1, width=16, heads=2,
+                                        epochs=1)),
+    (build_randomwalks, WalkModelSettings(WalkSettings(walks=60), layers=1, width=24, heads=2,
+                                          epochs=2)),
+])
+def test_builders_are_deterministic_and_leave_the_global_state_alone(tmp_path, build_it, settings):
+    torch.manual_seed(1)
+    before, python = torch.random.get_rng_state(), random.getstate()
+    build_it(tmp_path / "one", settings)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert random.getstate() == python
+    torch.manual_seed(2)
+    build_it(tmp_path / "two", settings)
+    names = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(names)
+    for name in names:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+def test_labels_agree_with_the_sentences():
+    for review in make_reviews(2000, 7):
+        wanted = {"positive": 1.0, "negative": 0.0, "mixed": 0.5}[review.label]
+        assert verdict(review.sentences) == wanted, review.text
+
+
+def test_the_graph_and_the_walks_are_those_of_trlx():
+    graph, walks = draw_walks(WalkSettings())
+    assert graph == SUCCESSORS
+    assert set(randomwalks.SHORTEST) == set(graph)  # every start can earn a reward
+    # first walks that trlX's generator draws for the seed of its recipe, 1000
+    assert walks[:5] == ["sda", "fda", "ebjnbdtkna", "jnbjna", "lbusdtkbui"]
+    assert len(walks) == 1000
+    for walk in walks:
+        assert len(walk) == MAX_LENGTH or walk[-1] == GOAL
+        assert GOAL not in walk[:-1]
+        assert all(after in graph[node] for node, after in pairwise(walk))
+
+
+def test_shipped_prompts_are_what_the_command_writes(tmp_path):
+    assert build.main(["prompts", "--out", str(tmp_path)]) == 0
+    for name in ("reviews-prompts", "reviews-eval-prompts", "randomwalks-prompts"):
+        shipped = resolve_builtin(name)
+        assert (tmp_path / shipped.name).read_bytes() == shipped.read_bytes()
+    prompts = {name: resolve_builtin(name).read_text().splitlines()
+               for name in ("reviews-prompts", "reviews-eval-prompts")}
+    assert [len(lines) for lines in prompts.values()] == [192, 64]
+    assert not set.intersection(*map(set, prompts.values()))
