@@ -55,8 +55,8 @@ def closing_table(before: dict[str, Any] | None, after: dict[str, Any],
     table = Table(title="before and after", show_lines=True, title_justify="left")
     for name in ("", "before", "after"):
         table.add_column(name, overflow="fold")
-    shown = [name for name in ("reward_mean", "kl_mean", "response_tokens_mean", "distinct_2")
-             if name in after]
+    of_ppo = ["reward_mean", "kl_mean", "response_tokens_mean", "distinct_2"]
+    shown = [name for name in of_ppo if name in after]
     shown += [name for name in after if name.startswith("metrics/")]
     shown = shown or list(after)  # a task of the user's own has figures of its own
     for name in shown:
