@@ -127,9 +127,9 @@ MUTANTS = (
     Mutant("generators_taken_at_saving", "ppocli/training/loop.py",
            "RankState(run.generators, state.tensors)",
            "RankState(capture(task.backend.device), state.tensors)",
-           ("tests/faults/test_resume_changes.py::"
-            "test_work_dropped_by_a_stop_is_done_again_with_the_same_random_numbers"
-            "[score.after@8:term]",)),
+           ("tests/faults/test_fault_signals.py::"
+            "test_a_stop_anywhere_saves_says_how_to_go_on_and_goes_on_exactly"
+            "[after scoring-term]",)),
     # sampling
     Mutant("end_is_no_action", "ppocli/sampling/decode_loop.py",
            "self.mask[rows, at] = alive",

@@ -1,39 +1,18 @@
-"""``ppocli watch``: a run seen from another terminal, through what it writes into its folder."""
+"""``ppocli watch``: a run seen from another terminal."""
 
 from __future__ import annotations
 
-import json
-import os
-import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
-from pathlib import Path
-from typing import Annotated, Any
+from contextlib import nullcontext
+from typing import Annotated
 
 import typer
 
 from ppocli.cli import options as opt
 from ppocli.cli.options import AsJson, NoProgress
 from ppocli.cli.output import complain, display_mode, say
-from ppocli.config.resolved import NEXT_CONFIG_FILE, read_config
-from ppocli.config.schema import planned_episodes
-from ppocli.display.console import row_lines
-from ppocli.display.dashboard import Dashboard
-from ppocli.display.live_view import LiveView, Outlet
-from ppocli.errors import CheckpointError, ConfigError, InputError, PpocliError
-from ppocli.parallel.host_memory import resident_mib
-from ppocli.runs.record import is_run, read_run
-from ppocli.runs.target import known_names, list_runs, run_named, written
-from ppocli.storage.run_folder import LOCK, RunFolder, finite_or_null, live_owner, other_host
-from ppocli.storage.run_logs import read_row
-from ppocli.text import did_you_mean, figure
-
-LAST = 5
-"""steps of the past that are shown first"""
-_LOG_LINE = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ (?P<level>\w+) (?P<text>.*)$")
 
 
 def watch(
@@ -56,8 +35,12 @@ def watch(
       ppocli watch runs/NAME --from-start
       ppocli watch --json | jq '.["reward/mean"]'
     """
+    # what reads runs is heavy, and every command loads this module
+    from ppocli.cli.follow import Follower, find_watched
+    from ppocli.display.live_view import LiveView, Outlet
+
     folder, shown = find_watched(given, say)
-    follower = _Follower(folder, shown, from_start, as_json)
+    follower = Follower(folder, shown, from_start, as_json)
     console = Outlet(sys.stdout)
     live = display_mode() == "auto" and not (plain or as_json) and console.can_live
     try:
@@ -67,247 +50,3 @@ def watch(
         complain(follower.ending())
     except KeyboardInterrupt:
         raise SystemExit(128 + signal.SIGINT) from None
-
-
-class _Follower:
-    """What has been seen of a run; prints what is new, and feeds a live view's board."""
-
-    def __init__(self, folder: Path, shown: str, from_start: bool, as_json: bool) -> None:
-        self.board = Dashboard(shown, self._memory)
-        self._run = RunFolder(folder)
-        self._shown = shown
-        self._as_json = as_json
-        self._past: int | None = None if from_start else LAST
-        self._metrics = Tail(self._run.metrics)
-        self._log = Tail(self._run.log)
-        self._rows: list[dict[str, Any]] = []
-        self._log_seen = self._waiting = self._in_warning = False
-        self._written: dict[Path, int] = {}
-        self._total = 0
-
-    def look(self) -> bool:
-        """Show what is new; whether there may be more."""
-        # asked first: a process that is gone by now has written all it ever will
-        alive = self._is_alive()
-        if self._has_changed(self._run.config):
-            with suppress(PpocliError):
-                ppo = read_config(self._run.config).ppo
-                self._total = -(-planned_episodes(ppo) // ppo.num_rollouts)
-        dropped, lines = self._metrics.poll()
-        rows = [row for row in map(row_of_step, lines) if row is not None]
-        if dropped:
-            del self._rows[max(0, len(self._rows) - dropped):]
-            last = self._rows[-1]["step"] if self._rows else 0
-            say(f"the run was resumed at step {last}")
-        self._rows += rows
-        self._feed(rows, again=dropped > 0)
-        self._show_warnings()
-        self._show(rows)
-        if alive and not self._rows and not self._waiting:
-            self._waiting = True
-            say(f"waiting for the first step of {self._shown}")
-        return alive
-
-    def ending(self) -> str:
-        """How the run ended, in words, and what to do next."""
-        path, resume = self._shown, f"resume with: ppocli resume {self._shown}"
-        if not is_run(self._run.path):
-            removed = "" if self._run.path.is_dir() else " and was removed"
-            return f"{path} ended before its first step{removed}"
-        record = read_run(self._run.path)
-        summary = record.summary or {}
-        at = f"at step {record.step} of {self._total}"
-        saved = record.folder.checkpoints.is_dir()
-        if record.status == "running":  # taken up again in this very moment
-            return f"{path} is running again; watch it with: ppocli watch {path}"
-        if record.status == "finished":
-            before, after = ((summary.get(name) or {}).get("reward_mean")
-                             for name in ("eval_before", "eval_after"))
-            change = "" if after is None else \
-                f", reward {'' if before is None else figure(before, 3) + ' -> '}{figure(after, 3)}"
-            return f"{path} finished: {record.step} steps{change}; model: {path}/model"
-        if record.status == "stopped":
-            return f"{path} was stopped {at}; {resume}"
-        if record.status == "failed":
-            error = re.sub(r"\n(?! )", "\n  ", str(summary.get("error", "unknown error")))
-            go_on = f"\n  {resume}" if saved else ""
-            return f"{path} failed {at}: {error}\n  log:   {path}/ppocli.log{go_on}"
-        return f"{path} was interrupted {at}: its process is gone" + (
-            f"; {resume}" if saved else ", and no checkpoint is saved")
-
-    def _memory(self) -> float | None:
-        owner = live_owner(self._run.path)
-        return None if owner is None else resident_mib(owner.pid)
-
-    def _is_alive(self) -> bool:
-        path = self._run.path
-        return (live_owner(path) is not None or other_host(path) is not None or may_begin(path))
-
-    def _has_changed(self, path: Path) -> bool:
-        """Whether a file has been written to since this was last asked."""
-        try:
-            now = path.stat().st_mtime_ns
-        except OSError:
-            return False
-        before, self._written[path] = self._written.get(path), now
-        return now != before
-
-    def _feed(self, rows: Sequence[dict[str, Any]], *, again: bool) -> None:
-        board = self.board
-        if again or board.total != self._total:
-            board.begin(self._total, self._rows)
-        else:
-            for row in rows:
-                board.add_row(row)
-        now = board.clock() - time.time()
-        with suppress(OSError):  # clocks of the run, not of who watches
-            board.begun = now + (self._run.path / LOCK).stat().st_mtime
-            board.step_begun = max(board.begun, now + self._run.metrics.stat().st_mtime)
-        if self._has_changed(self._run.samples) and (found := recent_samples(self._run.samples)):
-            board.show([(str(row.get("prompt", "")), str(row.get("response", "")),
-                         row.get("score")) for row in found], found[0]["step"])
-
-    def _show(self, rows: Sequence[dict[str, Any]]) -> None:
-        if self._past is not None:
-            rows, self._past = rows[-self._past:], None
-        for row in rows:
-            lines = [json.dumps(finite_or_null(row), ensure_ascii=False)] if self._as_json \
-                else row_lines(row, self._total)
-            for line in lines:
-                print(line, flush=True)
-
-    def _show_warnings(self) -> None:
-        """Warnings of the log from now on, which its first reading is not."""
-        _, lines = self._log.poll()
-        fresh, self._log_seen = self._log_seen, True
-        for raw in lines:
-            text = raw.decode("utf-8", errors="replace").rstrip("\n")
-            if match := _LOG_LINE.match(text):
-                self._in_warning = match["level"] in ("WARNING", "ERROR")
-                text = f"{match['level'].lower()}: {match['text']}"
-                if self._in_warning:
-                    self.board.warn(match["text"])
-            if self._in_warning and fresh:
-                complain(text)
-
-
-START_SECONDS = 120.0
-"""how long a run may load before it takes its folder's lock"""
-_TAIL_BYTES = 1 << 18
-
-
-class Tail:
-    """The lines of a file that grows, is cut, or is replaced by a shorter one."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._digests: list[int] = []  # of each line given out
-        self._end = 0  # of the last line given out
-        self._last = b""
-
-    def poll(self) -> tuple[int, list[bytes]]:
-        """How many of the lines given out are gone, and those that are new; only whole lines."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._end - len(self._last))
-                # whether the last line still stands where it stood
-                if file.read(len(self._last)) == self._last:
-                    return 0, self._take(_whole_lines(file.read()))
-                file.seek(0)
-                lines = _whole_lines(file.read())
-        except OSError:  # not there yet, or between two names
-            return 0, []
-        old, self._digests, self._end, self._last = self._digests, [], 0, b""
-        self._take(lines)
-        pairs = enumerate(zip(old, self._digests, strict=False))
-        same = next((at for at, (was, now) in pairs if was != now), min(len(old), len(lines)))
-        return len(old) - same, lines[same:]
-
-    def _take(self, lines: list[bytes]) -> list[bytes]:
-        self._digests += map(hash, lines)
-        self._end += sum(map(len, lines))
-        self._last = lines[-1] if lines else self._last
-        return lines
-
-
-def _whole_lines(raw: bytes) -> list[bytes]:
-    return [line for line in raw.splitlines(keepends=True) if line.endswith(b"\n")]
-
-
-def row_of_step(line: bytes) -> dict[str, Any] | None:
-    """A row with its step; None for a line that is damaged."""
-    row = read_row(line)
-    return row if row is not None and isinstance(row.get("step"), int) else None
-
-
-def recent_samples(path: Path) -> list[dict[str, Any]]:
-    """The first samples of the newest step and kind at the end of samples.jsonl."""
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            file.seek(max(0, size - _TAIL_BYTES))
-            lines = _whole_lines(file.read())[1 if size > _TAIL_BYTES else 0:]
-    except OSError:  # gone by now
-        return []
-    found: list[dict[str, Any]] = []
-    for row in filter(None, map(row_of_step, reversed(lines))):
-        if found and (row["step"], row.get("kind")) != (found[0]["step"], found[0].get("kind")):
-            break
-        found.append(row)
-    return found[::-1]
-
-
-def find_watched(given: str | None, say: Callable[[str], None], runs: Path = Path("runs")
-                 ) -> tuple[Path, str]:
-    """The folder of the run to watch, one that has only just begun too, and how messages call it.
-
-    A folder of runs, such as a sweep's, stands for the one that is running, else its newest.
-
-    Raises:
-        ConfigError: nothing is given and there is no run.
-        InputError: there is no such folder.
-        CheckpointError: the folder is no run's.
-    """
-    if given is None:
-        found = _newest(runs)
-        if found is None:
-            raise ConfigError(f"There is no run in {runs} yet.", where=str(runs.absolute()),
-                              fix="start one: ppocli train +recipe=quickstart")
-        say(f"watching {found}, the newest run")
-        return found.resolve(), str(found)
-    path = run_named(given, runs, os.path.isdir)
-    if not os.path.isdir(path):
-        raise InputError(f"There is no run {given} (looked in {Path.cwd()}).", where="RUN",
-                         fix="name a run's folder: ppocli runs list"
-                         + did_you_mean(given, known_names(runs, _has_begun)))
-    if not _has_begun(path):
-        inside = _newest(path)
-        if inside is None:
-            raise CheckpointError(f"{given} is not a run folder (no config.yaml).", where=str(path),
-                                  fix="name a folder made by ppocli train: ppocli runs list")
-        say(f"watching {inside}, the newest run in it")
-        path = inside
-    return path.resolve(), str(path)
-
-
-def _has_begun(folder: Path) -> bool:
-    return os.path.isfile(RunFolder(folder).config)
-
-
-def may_begin(folder: Path) -> bool:
-    """Whether a process may be loading for this run that has not taken the folder's lock yet."""
-    signs = [folder / NEXT_CONFIG_FILE]
-    if not is_run(folder):
-        signs.append(RunFolder(folder).config)
-    for sign in signs:
-        with suppress(OSError):
-            if time.time() - sign.stat().st_mtime < START_SECONDS:
-                return True
-    return False
-
-
-def _newest(root: Path) -> Path | None:
-    found = list_runs(root, _has_begun)
-    running = [folder for folder in found
-               if live_owner(folder) is not None or may_begin(folder)]
-    return max(running or found, key=written, default=None)

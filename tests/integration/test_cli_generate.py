@@ -132,8 +132,8 @@ def test_standard_input_holds_a_prompt_a_line(world, generate):
     assert empty.err == (
         "Error: There are no prompts: standard input is empty.\n"
         "  where: command line\n"
-        "  fix:   give --prompt TEXT, --prompts-file FILE (json, jsonl, csv, parquet or txt), or a "
-        "line each on standard input\n")
+        "  fix:   give --prompt TEXT, --prompts-file FILE (json, jsonl, csv, parquet or txt), or "
+        "prompts on standard input, one per line\n")
 
 
 def test_metadata_columns_reach_the_reward(world, generate):
@@ -169,7 +169,7 @@ def test_a_chat_template_is_used_on_demand_or_as_in_the_run(here, generate):
     lacking = generate("first", "-p", "x", "--chat")
     assert (lacking.code, lacking.err.splitlines()[0]) == (
         3, "Error: The tokenizer of runs/first, step 4 has no chat template.")
-    assert "--system is a message of a conversation" in generate(
+    assert "--system needs a conversation" in generate(
         "first", "-p", "x", "--system", "y").err
     assert "fix:   --chat" in generate("./talker", "--prompts-file", "talks.jsonl").err
 
@@ -211,7 +211,7 @@ def test_wrong_prompts_are_told(here, generate):
             (("--prompts-file", "nope.txt"), 3, "Prompt file or folder nope.txt does not exist"),
             (("--prompts-file", "nope"), 3, "Prompt file or folder nope does not exist"),
             (("--prompts-file", "odd.csv"), 3, "  where: --column prompt\n  fix:   --column text"),
-            (("-p", "x", "--prompts-file", "odd.csv"), 2, "are both given"),
+            (("-p", "x", "--prompts-file", "odd.csv"), 2, "can't be combined"),
             (("-p", "  "), 2, "The prompt '  ' is empty"),
             (("-p", "the film " * 40), 2, "The prompt has 80 tokens; with 8 new ones"),
             (("hello there",), 2, "prompts need an option: --prompt TEXT"),

@@ -111,7 +111,7 @@ def test_ctrl_c_while_scoring_answers_what_is_under_way(world):
     (["reward.fn=http", "reward.kwargs.url=http://localhost:1/"], {}, 2, "only pass it on"),
     (LENGTH, {"token_env": "NOT_SET_1"}, 2, "NOT_SET_1"),
     (LENGTH, {"host": "192.0.2.7"}, 2, "can't be listened"),
-    (LENGTH, {"host": "no.such.host.invalid"}, 2, "no address of this machine"),
+    (LENGTH, {"host": "no.such.host.invalid"}, 2, "not an address of this machine"),
     (["reward.fn=length", "reward.kwargs.target=x"], {}, 7, "target"),
     (LENGTH, {"tokenizer": "./nowhere"}, 3, "--tokenizer"),
     (["rewards.fn=length"], {}, 2, "unknown key")])

@@ -19,8 +19,9 @@ from helpers import environment, jsonl
 from runs import copied, spawn, wait_for, whole_copy, words
 from terminal import Terminal
 
+from ppocli.cli.follow import Tail
 from ppocli.cli.output import code_of
-from ppocli.cli.watch import Tail, watch
+from ppocli.cli.watch import watch
 
 
 @pytest.fixture

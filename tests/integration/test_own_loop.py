@@ -66,7 +66,7 @@ def sentiment_of(trainer: PPOTrainer, batch, chunk: int = 6) -> list[float]:
 def test_a_loop_gives_the_numbers_of_the_command(by, quick: Path, tmp_path: Path):
     (tmp_path / "reward.yaml").write_bytes((quick / "config.yaml").read_bytes())
     with PPOTrainer([*QUICKSTART, f"output_dir={tmp_path}", "run_name=loop"]) as trainer:
-        session = trainer._run.session
+        session = trainer._run.task.session
         while not trainer.done:
             if by == "ids":  # the same prompts, handed in by the loop
                 start = trainer.steps * 16

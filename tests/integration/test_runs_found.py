@@ -14,13 +14,14 @@ from helpers import environment
 from runs import copied, whole_copy
 
 from ppocli.cli.compare import print_comparison
+from ppocli.cli.follow import find_watched
 from ppocli.cli.output import code_of
 from ppocli.cli.plot import plot_runs
 from ppocli.cli.report import report
 from ppocli.cli.runs import print_runs
 from ppocli.cli.sweep_show import show_sweep
 from ppocli.cli.train import resume_words
-from ppocli.cli.watch import find_watched, watch
+from ppocli.cli.watch import watch
 from ppocli.errors import CheckpointError, InputError
 from ppocli.runs import target
 from ppocli.runs.record import read_run
@@ -99,7 +100,7 @@ LOOK = """
 import sys
 from pathlib import Path
 from ppocli.cli.compare import print_comparison
-from ppocli.cli.watch import find_watched
+from ppocli.cli.follow import find_watched
 from ppocli.cli.runs import print_runs, prune_runs
 from ppocli.cli.sweep_show import show_sweep
 from ppocli.runs.target import find_run

@@ -285,8 +285,6 @@ def test_own_sources(tmp_path):
     own = EvalPromptsConfig(items=["it is", "so good"], limit=1)
     _, evaluation = load_both(PromptsConfig(path=str(train), limit=3, eval=own))
     assert evaluation.texts == ["it is"]
-    with pytest.raises(ConfigError, match=r"prompts\.eval\.path and prompts\.eval\.items"):
-        load_both(PromptsConfig(path=str(train), eval=EvalPromptsConfig(path="x", items=["it"])))
 
 
 def test_another_split_of_the_training_source(tmp_path):

@@ -229,7 +229,8 @@ def test_a_reference_that_takes_none_leaves_all_padded(tmp_path):
 
 def test_a_batch_that_is_packed_moves_as_a_whole():
     batch = lay_out(prompt_and_response(*samples()), pack=True)
-    moved = replace(batch, below=torch.zeros(1, batch.tokens.shape[1], 8)).to(torch.device("meta"))
+    states = torch.zeros(1, batch.tokens.shape[1], 8)
+    moved = replace(batch, frozen_states=states).to(torch.device("meta"))
     tensors = [moved.tokens, moved.predictors, moved.targets, moved.positions, moved.frozen_states,
                moved.packing.to_grid, moved.packing.to_pack, moved.packing.mask()]
     assert all(tensor.is_meta for tensor in tensors)
