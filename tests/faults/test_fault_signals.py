@@ -62,6 +62,7 @@ def test_a_second_stop_leaves_at_once_without_a_half_file(world, reference):
     rows = world / "runs/r/metrics.jsonl"
     wait_for(lambda: rows.exists() and rows.stat().st_size > 0
              and (world / "runs/r/checkpoints/step-000001").exists(), process)
+    time.sleep(0.5)  # the reward is called right after the checkpoint
     os.kill(process.pid, signal.SIGINT)
     time.sleep(0.2)  # of two at once, the system may give the second to another thread
     os.kill(process.pid, signal.SIGTERM)
