@@ -138,6 +138,17 @@ def gradient_of(session: Session, experience: Experience, rows: Any = None) -> d
     return dict(zip(task.terms, sums.over(session.backend.ranks).tolist(), strict=True))
 
 
+def experience_tensors(experience: Experience) -> dict[str, Any]:
+    """Its tensors, those of its samples too, as ``experience/NAME``."""
+    import torch
+
+    found = {field.name: getattr(experience, field.name) for field in fields(experience)}
+    found |= {"responses": experience.sequences.action_tokens,
+              "response_mask": experience.response_mask}
+    return {f"experience/{name}": value.contiguous() for name, value in found.items()
+            if isinstance(value, torch.Tensor)}
+
+
 def gradients(session: Session, experience: Experience, rows: Any = None
               ) -> tuple[dict[str, Any], dict[str, float]]:
     """A copy of the gradients of :func:`gradient_of` by name, and its terms."""

@@ -274,8 +274,8 @@ def _check_kwargs(located: Located, parameters: Sequence[Parameter], kwargs: Map
 
 
 BUILTIN_REWARDS: Mapping[str, str] = MappingProxyType({
-    "classifier": "ppocli.rewards.model_rewards:TextClassifier",
-    "reward_model": "ppocli.rewards.model_rewards:RewardModel",
+    "classifier": "ppocli.rewards.classifier:TextClassifier",
+    "reward_model": "ppocli.rewards.reward_model:RewardModel",
     "http": "ppocli.rewards.remote:HttpReward",
     "length": "ppocli.rewards.rules:Length",
     "keyword": "ppocli.rewards.rules:Keyword",

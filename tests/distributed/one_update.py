@@ -1,13 +1,12 @@
 """One rank of a small job: build a session, roll out, update once, tell what came of it.
 
-    torchrun ... one_update.py CONFIG.json OUT.safetensors [given=FILE] [save=DIR | load=DIR]
+    torchrun ... one_update.py CONFIG.json OUT.safetensors [save=DIR | load=DIR]
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 # the import path has to be set first
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from sessions import (
     count_good,
+    experience_tensors,
     fresh_state,
     load_session,
     optimize,
@@ -31,19 +31,18 @@ from ppocli.parallel.backend import open_ranks
 from ppocli.parallel.stop import StopFlag
 from ppocli.tasks.ppo.evaluate import evaluate
 from ppocli.tasks.ppo.experience import to_experience, update_moments
-from ppocli.tasks.ppo.records import Experience
 from ppocli.tasks.ppo.session import PythonObjects, Session, build_session
 from ppocli.tasks.ppo.task import PPOTask
 from ppocli.training.optimizers import named_trainable
 from ppocli.zero.sharded_weights import gathered, optimizer_slots
 
 
-def update(session: Session, step: int, given: Experience | None = None) -> tuple[Any, Any]:
+def update(session: Session, step: int) -> tuple[Any, Any]:
     """One rollout and its optimize phase."""
     cfg = session.cfg
     rollout = rollout_of(session, step * cfg.ppo.num_rollouts)
     state = update_moments(fresh_state(session), rollout, cfg)
-    experience = given or to_experience(rollout, state, cfg)
+    experience = to_experience(rollout, state, cfg)
     stop = StopFlag()
     stop.ranks = session.backend.ranks
     return experience, optimize(session, experience, state, stop, step=step,
@@ -65,7 +64,7 @@ def tensors_of(session: Session) -> dict[str, torch.Tensor]:
 
 
 def main(config: str, out: str, *words: str) -> None:
-    """``given=FILE``: update on this experience. ``save=DIR``: write a checkpoint after the first
+    """``save=DIR``: write a checkpoint after the first
     step, then make a second one. ``load=DIR``: read that checkpoint and make the second step."""
     options = dict(word.split("=", 1) for word in words)
     cfg = set_keys(TrainConfig(), json.loads(Path(config).read_text()))
@@ -75,10 +74,8 @@ def main(config: str, out: str, *words: str) -> None:
         if "load" in options:
             load_session(session, Path(options["load"]))
         else:
-            given = Experience(**load_file(options["given"])) if "given" in options else None
-            experience, result = update(session, 0, given)
-            found |= {f"experience/{f.name}": value.contiguous() for f in fields(experience)
-                      if isinstance(value := getattr(experience, f.name), torch.Tensor)}
+            experience, result = update(session, 0)
+            found |= experience_tensors(experience)
             found["terms"] = torch.tensor([result.terms[name] for name in sorted(result.terms)])
             found["counts"] = torch.tensor([result.updates, result.skipped, result.nonfinite])
         if "save" in options:
@@ -95,7 +92,7 @@ def main(config: str, out: str, *words: str) -> None:
             save_file(found, out)
         backend.ranks.barrier()
         PPOTask(session).close()
-    session.trained.close()
+        session.trained.close()
 
 
 if __name__ == "__main__":

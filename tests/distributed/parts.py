@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 # the import path has to be set first
 import torch
 from safetensors.torch import save_file
-from sessions import count_good, fresh_state, optimize, rollout_of, set_keys
+from sessions import count_good, experience_tensors, fresh_state, optimize, rollout_of, set_keys
 
 from ppocli.config.schema import TrainConfig
 from ppocli.parallel.backend import Backend, open_ranks
@@ -74,8 +73,7 @@ def run(cfg: TrainConfig, backend: Backend, reward: Any) -> dict[str, torch.Tens
     found["scores"] = torch.tensor(rollout.scores)
     state = update_moments(fresh_state(session), rollout, cfg)
     experience = to_experience(rollout, state, cfg)
-    found |= {f"experience/{f.name}": value.contiguous() for f in fields(experience)
-              if isinstance(value := getattr(experience, f.name), torch.Tensor)}
+    found |= experience_tensors(experience)
     result = optimize(session, experience, state, stop)
     found["counts"] = torch.tensor([result.updates, result.skipped, result.nonfinite])
     found["terms"] = torch.tensor([result.terms[name] for name in sorted(result.terms)])

@@ -26,8 +26,9 @@ from transformers import (
 
 from ppocli.config.schema import RewardConfig
 from ppocli.errors import InputError, RewardError
-from ppocli.rewards.model_rewards import RewardModel, TextClassifier
+from ppocli.rewards.classifier import TextClassifier
 from ppocli.rewards.records import RewardRequest
+from ppocli.rewards.reward_model import RewardModel
 from ppocli.rewards.scoring import build_reward
 
 WORDS = ["good", "bad", "film", "the", "a", "was", "plot", "very", "so", "dull"]

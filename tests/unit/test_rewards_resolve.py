@@ -319,6 +319,15 @@ def test_every_built_in_is_there():
         assert callable(locate_reward(name, key="reward.fn").target)
 
 
+@pytest.mark.parametrize("path", [
+    "ppocli.rewards.classifier:TextClassifier", "ppocli.rewards.reward_model:RewardModel",
+    "ppocli.rewards.remote:HttpReward", "ppocli.rewards.rules:Length",
+    "ppocli.rewards.randomwalks:optimality"])
+def test_import_paths_that_configurations_may_have_saved_keep_their_meaning(path):
+    assert path in BUILTIN_REWARDS.values()
+    assert callable(locate_reward(path, key="reward.fn").target)
+
+
 def test_python_objects_replace_what_the_configuration_names():
     def one(outputs, factor=1):
         return [factor for _ in outputs]
