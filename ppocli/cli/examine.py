@@ -160,6 +160,7 @@ def _examine_config(composed: Composed, config: TrainConfig, found: Examined
     from ppocli.launching.opened_folder import check_deepspeed
     from ppocli.launching.preflight import missing_inputs
     from ppocli.rewards.scoring import check_reward_config
+    from ppocli.user_code import Kind, Wanted, locate
 
     problems = composed.problems()
     found.config = config
@@ -180,12 +181,26 @@ def _examine_config(composed: Composed, config: TrainConfig, found: Examined
         if not wrong & keys:
             with found.taking():
                 check_reward_config(part, columns=columns)
+    for key, path, noun in _own_parts(config):
+        if key not in wrong:
+            with found.taking():
+                locate(Wanted(path, key, Kind(noun, ConfigError)))
     if "tracking.trackers" not in wrong:
         from ppocli.tracking.trackers import check_trackers
 
         with found.taking():
             check_trackers(config.tracking)
     return count, wrong
+
+
+def _own_parts(config: TrainConfig) -> Iterator[tuple[str, str, str]]:
+    """(key, import path, what it names) of a task and a sampler of the user's own."""
+    from ppocli.config.problems import OUR_ENGINES
+
+    if config.task.fn is not None:
+        yield "task.fn", config.task.fn, "function"
+    if config.rollout.engine not in OUR_ENGINES:
+        yield "rollout.engine", config.rollout.engine, "class"
 
 
 def _examine_prompts(prompts: PromptsConfig

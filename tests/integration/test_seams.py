@@ -140,3 +140,15 @@ def test_what_cannot_be_one_is_said_with_its_key(words_, code, said, here):
     assert ended.code == code, ended.err
     assert said in ended.err
     assert "Traceback" not in ended.said
+
+
+@pytest.mark.parametrize(("word", "says"), [
+    ("task.fn=absent.py:Pairs", "no file 'absent.py'"),
+    ("task.fn=pairs_task.py:Paris", "no 'Paris' in 'pairs_task.py'"),
+    ("rollout.engine=slow_sampler.py:Hole", "no 'Hole' in 'slow_sampler.py'")])
+def test_validate_looks_for_a_task_and_a_sampler_of_one_s_own(here, word, says):
+    done = run("validate", *words("sampler", word), cwd=here)
+    assert done.code == 2
+    assert says in done.err
+    assert word.partition("=")[0] in done.err
+    assert run("validate", *words("sampler"), cwd=here).code == 0
