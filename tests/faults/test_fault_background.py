@@ -55,7 +55,8 @@ def test_one_is_written_at_a_time_and_the_next_save_waits(reference, world):
         time.sleep(0.02)
     out, err = process.communicate()
     assert process.returncode == 0, out + err
-    assert (most, ahead) == (1, 2)
+    assert most == 1
+    assert ahead in (1, 2), "where a step takes longer than a save, it is 1"
     assert_equal_runs(reference, folder)
 
 
