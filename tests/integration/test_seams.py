@@ -3,6 +3,7 @@ two ranks under ZeRO 2, memory that runs out, kill -9 and resume."""
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import jsonl, stable_rows
-from runs import WORDS, last_checkpoint, run
+from runs import WORDS, last_checkpoint, run, whole_copy
 from safetensors.torch import load_file
 
 OUTSIDE = Path(__file__).parent.parent / "outside"
@@ -30,21 +31,38 @@ def words(kind: str, *more: str) -> list[str]:
     return list(keys.values())
 
 
+def add_outside_code(folder: Path) -> None:
+    for file in OUTSIDE.glob("*.py"):
+        shutil.copy(file, folder)
+    (folder / "odd.py").write_text("def number(setup):\n    return 3\n")
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS))
+
+
 @pytest.fixture
 def here(world: Path) -> Path:
-    for file in OUTSIDE.glob("*.py"):
-        shutil.copy(file, world)
-    (world / "odd.py").write_text("def number(setup):\n    return 3\n")
-    (world / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS))
+    add_outside_code(world)
     return world
 
 
+@pytest.fixture(scope="module")
+def straight_of(shared_world: Path, tmp_path_factory: pytest.TempPathFactory):
+    """The run of a kind without any trouble, made once."""
+    folder = tmp_path_factory.mktemp("straight") / "world"
+    shutil.copytree(shared_world, folder, ignore=shutil.ignore_patterns("runs", "__pycache__"))
+    add_outside_code(folder)
+
+    @functools.cache
+    def made(kind: str) -> Path:
+        done = run("train", *words(kind, f"run_name={kind}"), cwd=folder)
+        assert done.code == 0, done.err
+        return folder / "runs" / kind
+
+    return made
+
+
 @pytest.fixture
-def straight(here: Path, kind: str) -> Path:
-    """A run without any trouble."""
-    done = run("train", *words(kind, "run_name=straight"), cwd=here)
-    assert done.code == 0, done.err
-    return here / "runs/straight"
+def straight(here: Path, kind: str, straight_of) -> Path:
+    return whole_copy(straight_of(kind), here / "runs/straight")
 
 
 def tensors_of(run_dir: Path) -> dict[str, torch.Tensor]:
@@ -102,8 +120,9 @@ def test_a_sampler_of_ones_own_is_measured_by_forward_passes(kind, straight, her
 
 
 @pytest.mark.parametrize(("kind", "fault"), [
-    ("task", "optimize.minibatch@7:kill9"), ("task", "save.before_rename@2:kill9"),
-    ("sampler", "rollout.token@150:kill9"), ("sampler", "optimize.minibatch@6:kill9")])
+    ("task", "optimize.minibatch@7:kill9"), ("sampler", "rollout.token@150:kill9"),
+    pytest.param("task", "save.before_rename@2:kill9", marks=pytest.mark.slow),
+    pytest.param("sampler", "optimize.minibatch@6:kill9", marks=pytest.mark.slow)])
 def test_kill9_then_resume_equals_the_straight_run(kind, fault, straight, here):
     killed = run("train", *words(kind, "run_name=r"), cwd=here, PPOCLI_FAULTS=fault)
     assert killed.code == -9, killed.err
@@ -115,7 +134,8 @@ def test_kill9_then_resume_equals_the_straight_run(kind, fault, straight, here):
 @pytest.mark.parametrize(("kind", "fault", "said"), [
     ("task", "optimize.forward>2@3+:oom", "optimize of 4 rows at once: out of memory; going on"),
     ("sampler", "rollout.token>2@40+:oom", "rollout of 5 rows at once: out of memory; going on"),
-    ("sampler", "optimize.forward>2@3+:oom", "optimize of 4 rows at once: out of memory; going")])
+    pytest.param("sampler", "optimize.forward>2@3+:oom",
+                 "optimize of 4 rows at once: out of memory; going", marks=pytest.mark.slow)])
 def test_what_does_not_fit_is_made_anew_with_half_the_rows(kind, fault, said, straight, here):
     short = run("train", *words(kind, "run_name=r"), cwd=here, PPOCLI_FAULTS=fault)
     assert short.code == 0, short.err
