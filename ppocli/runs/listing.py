@@ -61,8 +61,8 @@ def run_infos(root: Path) -> list[RunInfo]:
     """The runs below ``root``, those of sweeps too, the one written to last first; ``root`` may be
     a run itself."""
     folders = [root] if is_run(root) else list_runs(root)
-    infos = [_info(folder, root) for folder in folders if not folder.name.startswith(".")]
-    return sorted(infos, key=lambda info: (-info.written, info.name))
+    return sorted((_info(folder, root) for folder in folders),
+                  key=lambda info: (-info.written, info.name))
 
 
 def _info(folder: Path, root: Path) -> RunInfo:
@@ -178,8 +178,6 @@ def plan_pruning(root: Path, *, checkpoints: bool, failed: bool, keep_best: bool
         when = written(folder)
         if older_than is not None and time.time() - when < older_than:
             continue
-        if _is_left_over(folder):
-            continue
         if (host := other_host(folder)) is not None:
             say(f"{folder} is left alone: it may be running on {host} ({LOCK} says so)")
             continue
@@ -219,10 +217,9 @@ def carry_out(removal: Removal) -> None:
         if written(removal.run) != removal.written:
             raise CheckpointError(f"{removal.run} has gone on meanwhile and is left alone.",
                                   where=str(removal.run), fix="look again: ppocli runs list")
-        if removal.kind == "checkpoints":
-            folder = RunFolder(removal.run).checkpoints
-            if any(folder in part.parents for part in removal.parts):
-                note_removed(folder)
+        folder = RunFolder(removal.run).checkpoints
+        if any(folder in part.parents for part in removal.parts):
+            note_removed(folder)
         _delete(removal.parts)
 
 
@@ -252,7 +249,7 @@ def _checkpoints(run: RunRecord, folder: Path, when: float, keep_best: bool) -> 
     except PpocliError:
         return None
     place = folder / "checkpoints"
-    best = _best(run) if keep_best else None
+    best = run.best.get("step") if keep_best else None
     parts: list[Path] = []
     if place.is_dir() and not place.is_symlink():
         parts += [path for step, path in list_steps(place)
@@ -269,11 +266,6 @@ def _checkpoints(run: RunRecord, folder: Path, when: float, keep_best: bool) -> 
     return Removal(folder, "checkpoints", "finished", tuple(parts), size, when)
 
 
-def _best(run: RunRecord) -> int | None:
-    best = (run.summary or {}).get("best")
-    return best.get("step") if isinstance(best, dict) else None
-
-
 def _is_left_over(folder: Path) -> bool:
     return _LEFT.fullmatch(folder.name) is not None
 
@@ -285,5 +277,5 @@ def _left_over(root: Path) -> list[Removal]:
     places = [root, *(entry for entry in subfolders(root)
                       if not entry.is_symlink() and not is_run(entry))]
     return [Removal(path, "run", "left by an earlier prune", (path,), folder_size(path), 0.0)
-            for place in places for path in subfolders(place)
-            if _is_left_over(path) and not path.is_symlink()]
+            for place in places for path in sorted(place.glob(".*"))
+            if _is_left_over(path) and path.is_dir() and not path.is_symlink()]
