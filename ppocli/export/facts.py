@@ -19,7 +19,7 @@ from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.config.schema import TrainConfig
 from ppocli.config.secrets import secret_values, without_secrets
 from ppocli.evaluation.folder import read_json, read_result
-from ppocli.runs.record import RunRecord, read_run
+from ppocli.runs.record import RunRecord, first_of_each_prompt, read_run
 from ppocli.runs.target import Target
 from ppocli.storage.adapter_files import CONFIG, is_adapter
 from ppocli.storage.model_files import quiet_transformers
@@ -128,11 +128,7 @@ def _samples(run: RunRecord, step: int) -> list[SamplePair]:
     """The first responses to different prompts, of step 0 and of ``step``."""
     if step == 0:
         return []
-    old: dict[str, dict[str, Any]] = {}
-    new: dict[str, dict[str, Any]] = {}
-    for rows, number in ((old, 0), (new, step)):
-        for row in run.eval_samples(number):
-            rows.setdefault(str(row.get("prompt")), row)
+    old, new = map(first_of_each_prompt, run.eval_samples(0, step))
     both = [prompt for prompt in old if prompt in new][:_NUM_SAMPLES]
     return [SamplePair(prompt, str(old[prompt].get("response")), str(new[prompt].get("response")),
                        old[prompt].get("score"), new[prompt].get("score")) for prompt in both]

@@ -9,12 +9,13 @@ from typing import Any
 
 from ppocli.config.secrets import looks_secret
 from ppocli.errors import PpocliError
+from ppocli.evaluation.folder import read_result
 from ppocli.storage.atomic import read_json
 from ppocli.storage.environment import ENV_FILE
 from ppocli.storage.manifest import Invalid, check_folder
 from ppocli.storage.retention import list_steps
 from ppocli.storage.run_folder import RunFolder
-from ppocli.text import finite_number, first_line
+from ppocli.text import first_line
 
 _MOST_FACTS = 80
 
@@ -49,59 +50,42 @@ def evaluations_of(run_dir: Path) -> list[EvaluationRow]:
     """Finished evaluations, the newest last; a file that can't be read is left out."""
     found = []
     for path in sorted(run_dir.glob("eval/*/eval.json")):
-        value = read_json(path)
-        if value is not None:
-            found.append((str(_inside(value, "time", "finished") or ""), path.parent.name, value))
-    return [_evaluation(name, value) for _, name, value in sorted(found, key=lambda e: e[:2])]
+        if (told := read_result(path.parent)) is not None:
+            found.append((told["time"]["finished"], _evaluation(path.parent.name, told)))
+    return [row for _, row in sorted(found, key=lambda entry: (entry[0], entry[1].name))]
 
 
-def _evaluation(name: str, value: dict[str, Any]) -> EvaluationRow:
-    samples = _number(value, "samples")
+def _evaluation(name: str, told: dict[str, Any]) -> EvaluationRow:
+    figures, wins = told["figures"], told["win_rate"] or {}
     return EvaluationRow(
-        name, str(_inside(value, "model", "name") or ""), None if samples is None else int(samples),
-        _number(value, "figures", "reward_mean"), _number(value, "stderr", "reward_mean"),
-        _number(value, "figures", "kl_mean"), str(_inside(value, "against", "model", "name") or ""),
-        _number(value, "win_rate", "win_rate"), _number(value, "win_rate", "stderr"))
-
-
-def _inside(value: Any, *names: str) -> Any:
-    """What lies under ``names``, one below the other; None where the way ends."""
-    for name in names:
-        value = value.get(name) if isinstance(value, dict) else None
-    return value
-
-
-def _number(value: dict[str, Any], *names: str) -> float | None:
-    found = _inside(value, *names)
-    return None if isinstance(found, bool) else finite_number(found)
+        name, told["model"]["name"], told["samples"], figures.get("reward_mean"),
+        told["stderr"].get("reward_mean"), figures.get("kl_mean"),
+        told["against"]["model"]["name"] if told["against"] else "",
+        wins.get("win_rate"), wins.get("stderr"))
 
 
 def checkpoints_of(run: RunFolder, best_step: int | None) -> list[Checkpoint]:
     """The step folders of a run, oldest first, by names and sizes alone."""
     found = []
-    folders = list_steps(run.checkpoints)
-    usable = []
-    for step, folder in folders:
+    for step, folder in list_steps(run.checkpoints):
         try:
             size, problem = check_folder(folder, step=step, verify="size").total_bytes, ""
-            usable.append(step)
         except (Invalid, PpocliError) as error:
             size, problem = 0, first_line(error)
         except OSError as error:  # it was being deleted
             size, problem = 0, error.strerror or str(error)
         found.append((step, size, problem))
-    return [Checkpoint(step, size, step == best_step, step == max(usable, default=-1), problem)
+    newest = max((step for step, _, problem in found if not problem), default=None)
+    return [Checkpoint(step, size, step == best_step, step == newest, problem)
             for step, size, problem in found]
 
 
 def environment_of(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str]]:
     """(name, value) of what the run ran on: ``env.json``, and the versions of the summary."""
     found = dict(_facts("", read_json(run_dir / ENV_FILE) or {}))
-    versions = summary.get("versions")
-    for name, version in (versions.items() if isinstance(versions, dict) else ()):
-        known = {name, f"packages {name}"} & set(found)
-        if not known:
-            found[str(name)] = str(version)
+    for name, version in (summary.get("versions") or {}).items():
+        if not {name, f"packages {name}"} & found.keys():
+            found[name] = str(version)
     return list(found.items())[:_MOST_FACTS]
 
 

@@ -9,7 +9,7 @@ import math
 import os
 import re
 import shlex
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import Any
 
@@ -23,8 +23,7 @@ from ppocli.report.extras import (
     environment_of,
     evaluations_of,
 )
-from ppocli.report.samples import Samples, samples_of
-from ppocli.report.text import duration, shown
+from ppocli.report.samples import Samples, samples_of, shown
 from ppocli.runs.record import Change, RunRecord
 from ppocli.storage.run_folder import finite_or_null
 from ppocli.text import finite_number
@@ -152,18 +151,20 @@ def gather(record: RunRecord, *, command: str | None, shown_as: str) -> Report:
     """
     config, summary = record.config, record.summary or {}
     before, after = _evaluations(record)
-    first, last = (None if row is None else int(row["step"]) for row in (before, after))
-    best = _best(config, summary)
+    first, last = before.get("step"), after.get("step")
+    best, error = _best(record), summary.get("error")
+    resumes = record.status not in ("finished", "running") and command is not None
     return Report(
         generator=f"ppocli report {__version__}",
         made=datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
         name=record.name, folder=str(record.folder.path), status=record.status,
-        sentence=_sentence(record), go_on=_go_on(record, command, shown_as),
-        failure=_failure(record, summary),
+        sentence=_sentence(record),
+        go_on=shlex.join(["ppocli", "resume", shown_as]) if resumes else None,
+        failure=shown(str(error)) if record.status == "failed" and error else None,
         step=record.step, total_steps=record.total_steps,
         episodes=record.episodes, updates=record.updates,
         model=_model(config), reward=_reward(config), prompts=_prompts(config),
-        settings=[Setting(key, _yaml(new), _default(old))
+        settings=[Setting(key, _yaml(new), "" if old == "???" else _yaml(old))
                   for key, old, new in config_differences(TrainConfig(), config)],
         all_settings={key: _yaml(value) for key, value in flat(config).items()},
         command=command, modules=_modules(config), changes=record.changes,
@@ -183,10 +184,6 @@ def _yaml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return value if isinstance(value, str) else str(value)
-
-
-def _default(value: Any) -> str:
-    return "" if value == "???" else _yaml(value)
 
 
 def _model(config: TrainConfig) -> str:
@@ -233,45 +230,28 @@ def _sentence(record: RunRecord) -> str:
                            "down."}[record.status]
 
 
-def _go_on(record: RunRecord, command: str | None, shown_as: str) -> str | None:
-    if record.status in ("finished", "running") or command is None:
-        return None
-    return shlex.join(["ppocli", "resume", shown_as])
-
-
-def _failure(record: RunRecord, summary: dict[str, Any]) -> str | None:
-    error = summary.get("error")
-    return shown(str(error)) if record.status == "failed" and error else None
-
-
-def _evaluations(record: RunRecord) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """The rows of the first and of the last evaluation; a lone one before any step is a first."""
+def _evaluations(record: RunRecord) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The rows of the first and of the last evaluation, empty where there is none; a lone one
+    before any step is a first."""
     rows = [row for row in record.rows if row.get("eval/reward_mean") is not None]
     if len(rows) == 1:
-        return (rows[0], None) if rows[0]["step"] == 0 else (None, rows[0])
-    return (rows[0], rows[-1]) if rows else (None, None)
+        return (rows[0], {}) if rows[0]["step"] == 0 else ({}, rows[0])
+    return (rows[0], rows[-1]) if rows else ({}, {})
 
 
-def _outcome(before: dict[str, Any] | None, after: dict[str, Any] | None) -> list[Outcome]:
-    names = [name for name in dict.fromkeys([*(before or {}), *(after or {})])
+def _outcome(before: dict[str, Any], after: dict[str, Any]) -> list[Outcome]:
+    names = [name.removeprefix("eval/") for name in dict.fromkeys([*before, *after])
              if name.startswith("eval/")]
-    rows = []
-    for full in names:
-        name = full.removeprefix("eval/")
-        rows.append(Outcome(name, _NAMES.get(name, name.removeprefix("metrics/")),
-                            finite_number((before or {}).get(full)),
-                            finite_number((after or {}).get(full))))
-    return rows
+    return [Outcome(name, _NAMES.get(name, name.removeprefix("metrics/")),
+                    finite_number(before.get(f"eval/{name}")),
+                    finite_number(after.get(f"eval/{name}"))) for name in names]
 
 
-def _best(config: TrainConfig, summary: dict[str, Any]) -> Best | None:
+def _best(record: RunRecord) -> Best | None:
     """As the summary has it; a run that is still going has none on record."""
-    best = summary.get("best")
-    if not isinstance(best, dict) or not isinstance(best.get("step"), int):
-        return None
-    value = finite_number(best.get("metric"))
-    name = str(best.get("name") or config.checkpoint.metric)
-    return None if value is None else Best(name, best["step"], value)
+    step, value = record.best.get("step"), finite_number(record.best.get("metric"))
+    known = isinstance(step, int) and value is not None
+    return Best(record.config.checkpoint.metric, step, value) if known else None
 
 
 def _complaints(record: RunRecord) -> list[Complaint]:
@@ -284,11 +264,9 @@ def _complaints(record: RunRecord) -> list[Complaint]:
             step = int(match[1]) if match else step
             continue
         kind = re.sub(r"\d+(\.\d+)?", "#", line.text)
-        if kind in found:
-            seen = found[kind]
-            found[kind] = Complaint(seen.level, seen.text, seen.time, seen.step, seen.count + 1)
-        else:
-            found[kind] = Complaint(line.level.lower(), shown(line.text), line.time, step, 1)
+        seen = found.setdefault(
+            kind, Complaint(line.level.lower(), shown(line.text), line.time, step, 0))
+        found[kind] = replace(seen, count=seen.count + 1)
     return list(found.values())
 
 
@@ -319,8 +297,3 @@ def _profile(summary: dict[str, Any]) -> list[Phase]:
         if seconds is not None and share is not None:
             found.append(Phase(name, seconds, share, cpu, speed))
     return found
-
-
-def total_time(report: Report) -> str:
-    """Time of all phases in words; empty where none was measured."""
-    return duration(sum(p.seconds for p in report.phases)) if report.phases else ""

@@ -75,18 +75,17 @@ def _info(folder: Path, root: Path) -> RunInfo:
     except CheckpointError:
         return RunInfo(name, folder, "damaged", pid, 0, None, None, None, None, size, when, "?",
                        "?")
-    rewards, best = run.series("reward/mean"), best_evaluation(run)
+    rewards, (best_step, best) = run.series("reward/mean"), best_evaluation(run)
     return RunInfo(name, folder, run.status, pid, run.step, run.total_steps,
-                   rewards[-1][1] if rewards else None, best[1] if best else None,
-                   best[0] if best else None, size, when, last_part(run.config.model.path),
-                   reward_names(run.config))
+                   rewards[-1][1] if rewards else None, best, best_step, size, when,
+                   last_part(run.config.model.path), reward_names(run.config))
 
 
-def best_evaluation(run: RunRecord) -> tuple[int, float] | None:
+def best_evaluation(run: RunRecord) -> tuple[int, float] | tuple[None, None]:
     """(step, figure) of the evaluation with the largest ``checkpoint.metric``, the first of
-    several; None without evaluations."""
+    several; Nones without evaluations."""
     found = run.series(f"eval/{run.config.checkpoint.metric}")
-    return max(found, key=lambda point: (point[1], -point[0])) if found else None
+    return max(found, key=lambda point: (point[1], -point[0]), default=(None, None))
 
 
 def reward_names(config: TrainConfig) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -120,10 +121,12 @@ class RunRecord:
         """Settings that were changed when the run was resumed."""
         return read_changes(self.folder.path)
 
-    def eval_samples(self, step: int) -> list[dict[str, Any]]:
-        """The evaluation samples of one step, in the order of the prompts."""
-        return [row for row in read_jsonl(self.folder.samples)
-                if row.get("kind") == "eval" and row.get("step") == step]
+    def eval_samples(self, *steps: int | None) -> list[list[dict[str, Any]]]:
+        """The evaluation samples of each step, in the order of the prompts; none of step None."""
+        rows = [row for row in read_jsonl(self.folder.samples)
+                if row.get("kind") == "eval" and row.get("step") in steps]
+        return [[row for row in rows if step is not None and row.get("step") == step]
+                for step in steps]
 
     def log_lines(self) -> list[LogLine]:
         """Everything that was said during the run."""
@@ -134,6 +137,14 @@ class RunRecord:
         _, *parts = _LOG_HEAD.split(text)
         return [LogLine(time, level, said.removesuffix("\n")) for time, level, said in
                 zip(parts[::3], parts[1::3], parts[2::3], strict=True)]
+
+
+def first_of_each_prompt(samples: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Prompt -> its first sample, in the order of the prompts."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in samples:
+        found.setdefault(str(row.get("prompt", "")), row)
+    return found
 
 
 def is_run(folder: Path) -> bool:
