@@ -260,7 +260,7 @@ def test_offline_is_said_at_once_after_the_export_is_complete(here, export):
     (["--repo-id", "me/x"], 2, "--repo-id is about the Hub, and nothing is to be pushed there."),
     (["--public"], 2, "--public is about the Hub"),
     (["--to-hub", "--create-pr", "--revision", "x"], 2, "--create-pr and --revision exclude"),
-    (["--to-hub", "--repo-id", "./x"], 2, "--repo-id ./x is a path."),
+    (["--to-hub", "--repo-id", "./x"], 2, "--repo-id ./x is no name of a repository: it is"),
     (["--max-shard-size", "big"], 2, "--max-shard-size big is no size."),
     (["--best", "--step", "2"], 2, "--best and --step name two checkpoints."),
     (["./nowhere"], 3, "./nowhere does not exist")])
