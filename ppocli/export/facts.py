@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -89,8 +88,7 @@ def _figures(run: RunRecord, step: int) -> dict[str, float]:
     """The evaluation's figures in the row of a step, under the names that summary.json has."""
     row: dict[str, Any] = next((row for row in run.rows if row["step"] == step), {})
     return {name.removeprefix("eval/"): float(value) for name, value in row.items()
-            if name.startswith("eval/") and isinstance(value, (int, float))
-            and math.isfinite(value)}
+            if name.startswith("eval/") and value is not None}
 
 
 def _samples(run: RunRecord, step: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:

@@ -18,10 +18,12 @@ from ppocli.errors import CheckpointError, DiskError, InputError
 from ppocli.export.card import CARD, CURVE, curve, render_again, render_card
 from ppocli.export.facts import Facts, Mask, is_encoder_decoder
 from ppocli.export.weights import (
+    GENERATION,
     INDEX,
     TORCH_DTYPES,
     StoredTensor,
     Verified,
+    base_of,
     compare_weights,
     dtype_of,
     plan_files,
@@ -31,7 +33,7 @@ from ppocli.export.weights import (
     write_weights,
 )
 from ppocli.storage import faults
-from ppocli.storage.adapter_files import BASE, CONFIG, WEIGHTS, is_adapter, named_base
+from ppocli.storage.adapter_files import BASE, CONFIG, WEIGHTS, is_adapter
 from ppocli.storage.atomic import (
     disk_fix,
     disk_sentence,
@@ -40,7 +42,7 @@ from ppocli.storage.atomic import (
     read_json,
     sha256_file,
 )
-from ppocli.storage.model_files import TOKENIZER_FILES, VALUE_HEAD, VALUE_TRUNK, find_model
+from ppocli.storage.model_files import TOKENIZER_FILES, VALUE_HEAD, VALUE_TRUNK
 from ppocli.storage.publishing import publish_folder
 from ppocli.text import format_bytes
 from ppocli.version import __version__
@@ -52,7 +54,6 @@ RECORD = "export.json"
 """what an export is of; also how an export is known from any other folder"""
 TRAINING_CONFIG = "training_config.yaml"
 EVALUATION = "eval.json"
-_GENERATION = "generation_config.json"
 _TOKENIZER = (*TOKENIZER_FILES, "merges.txt", "special_tokens_map.json", "added_tokens.json",
               "chat_template.jinja", "chat_template.json")
 _GENERIC = ("Once upon a time", "The film was")
@@ -133,9 +134,7 @@ def plan_export(name: str, source: Path, target: Path, facts: Facts, *, dtype: s
         InputError: the weights can't be read, or are quantized and ``dtype`` is given; the base of
             an adapter isn't there.
     """
-    stored, dtype = source, (dtype or "fp32") if merge else dtype
-    if merge:
-        stored = Path(find_model(named_base(source)[0], key=str(source), needs="model")[0])
+    stored, dtype = (base_of(source), dtype or "fp32") if merge else (source, dtype)
     if dtype is not None and "quantization_config" in (read_json(source / "config.json") or {}):
         raise InputError(f"{name} is quantized: its weights can't be cast to {dtype}.",
                          where="--dtype", fix="leave --dtype out")
@@ -235,8 +234,8 @@ def _contents(plan: ExportPlan, mask: Mask) -> dict[str, Path | str]:
     found: dict[str, Path | str] = {file.name: file for file in (*_copied(plan), *plan.critic)}
     if not plan.adapter:
         found["config.json"] = _json(_model_config(plan))
-        if _GENERATION not in found:
-            found[_GENERATION] = _derived_generation_config(source)
+        if GENERATION not in found:
+            found[GENERATION] = _derived_generation_config(source)
     tokenizer = read_json(source / "tokenizer_config.json") or {}
     if tokenizer.pop("name_or_path", None) is not None:  # the folder that it was once loaded from
         found["tokenizer_config.json"] = _json(tokenizer)
@@ -271,7 +270,7 @@ def _write_record(plan: ExportPlan, folder: Path, verified: Verified, mask: Mask
 def _copied(plan: ExportPlan) -> list[Path]:
     """Files that are copied as they are: the tokenizer's, how to sample, what PEFT reads of an
     adapter, what an earlier export tells, and code that the model ships with."""
-    names = [*_TOKENIZER, _GENERATION, *((CONFIG, BASE) if plan.adapter else ()),
+    names = [*_TOKENIZER, GENERATION, *((CONFIG, BASE) if plan.adapter else ()),
              *(_TOLD if plan.facts.earlier is not None else ())]
     found = [plan.source / name for name in names if (plan.source / name).is_file()]
     if "auto_map" in (read_json(plan.source / "config.json") or {}):

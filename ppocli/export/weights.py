@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from ppocli.config.schema import ModelConfig
 from ppocli.errors import CheckpointError, InputError, PpocliError
 from ppocli.storage import faults
-from ppocli.storage.adapter_files import BASE, CONFIG, is_adapter, named_base
 from ppocli.storage.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
+from ppocli.storage.adapter_files import is_adapter, named_base
 from ppocli.storage.model_files import SAFETENSORS, find_model
 from ppocli.text import first_line
 
@@ -31,15 +31,20 @@ if TYPE_CHECKING:
     from huggingface_hub import StateDictSplit
 
 INDEX = f"{SAFETENSORS}.index.json"
+GENERATION = "generation_config.json"
 _SHORT_DTYPES = {"F64": "fp64", "F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 """floating types in safetensors files and what users call them; only these are cast"""
 TORCH_DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """what torch and config.json call them"""
 _DIGITS = {"bf16": 8, "fp16": 11}
 """bits of the significand, the hidden one included"""
-_CAST = "export.tensor"
 _MERGED_TOLERANCE = 1e-5
 """how far logits may be from those of base and adapter apart (relative RMS, in fp32)"""
+
+
+def base_of(folder: Path) -> Path:
+    """The folder of an adapter's base; an InputError where it names none, or that isn't there."""
+    return Path(find_model(named_base(folder)[0], key=str(folder), needs="model")[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +122,7 @@ def write_weights(source: Path, tensors: dict[str, StoredTensor], plan: StateDic
         for name, tensor in _read(source, tensors, names):
             check()
             shard[name] = cast = _cast(name, tensor, dtype)
-            if faults.point(_CAST) and cast.is_floating_point() and cast.numel():
+            if faults.point("export.tensor") and cast.is_floating_point() and cast.numel():
                 shard[name] = cast.clone()
                 shard[name].view(-1)[0] = float("nan")
         save_file(shard, folder / file, metadata={"format": "pt"})
@@ -203,6 +208,7 @@ def write_merged(source: Path, folder: Path, prompts: list[str], trust_remote_co
     import torch
 
     from ppocli.models.loading.language_model import load_lm, load_tokenizer
+    from ppocli.training.saved_model import SavedModel
 
     if not torch.cuda.is_available():
         # transformers imports deepspeed when it saves, which would guess and say so on stdout
@@ -210,7 +216,8 @@ def write_merged(source: Path, folder: Path, prompts: list[str], trust_remote_co
     cfg = ModelConfig(path=str(source), trust_remote_code=trust_remote_code)
     loaded = load_lm(cfg)
     assert loaded.adapter is not None
-    ids = prompt_ids(load_tokenizer(cfg), prompts)
+    tokenizer = load_tokenizer(cfg)
+    ids = prompt_ids(tokenizer, prompts)
     expected = logits_of(loaded.lm, ids)
     check()
     lm = loaded.adapter.model.merge_and_unload()
@@ -221,14 +228,9 @@ def write_merged(source: Path, folder: Path, prompts: list[str], trust_remote_co
             f"{_MERGED_TOLERANCE:g}). Nothing was published.",
             fix="write the adapter's own folder: --adapter")
     check()
-    lm.save_pretrained(folder, safe_serialization=True)
-    config = loaded.export_config
-    config.architectures, config.dtype = [type(lm).__name__], "float32"
-    config.save_pretrained(folder)
-    loaded.generation_config.save_pretrained(folder)
-    for file in source.iterdir():
-        if file.is_file() and file.name not in (CONFIG, BASE, ADAPTER_WEIGHTS, "README.md"):
-            shutil.copyfile(file, folder / file.name)
+    SavedModel(lm, loaded.export_config, loaded.generation_config, tokenizer).write(folder)
+    if (source / GENERATION).is_file():  # of the training; what is loaded has that of the base
+        shutil.copyfile(source / GENERATION, folder / GENERATION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +282,8 @@ def verify_model(source: Path, folder: Path, prompts: list[str], *, cast: str | 
     import transformers
 
     hub = {"trust_remote_code": trust_remote_code, "local_files_only": True}
-    tokenizers, found = [], []
+    tokenizers: list[Any] = []
+    found = []
     for place, failure in ((source, InputError), (folder, CheckpointError)):
         check()
         with _loading(place, failure):
@@ -293,12 +296,12 @@ def verify_model(source: Path, folder: Path, prompts: list[str], *, cast: str | 
         del model
         gc.collect()
     check()
-    compare_tokenizers(*tokenizers, prompts)
+    compare_tokenizers(tokenizers[0], tokenizers[1], prompts)
     allowed = 0.0 if cast in (None, "fp32") else tolerance(str(cast), layers)
     worst = largest_difference(*found)
     if not worst <= allowed:
         raise _differs(f"logits are off by {worst:.3g} (relative RMS; allowed: {allowed:.3g})")
-    generation = source / "generation_config.json"
+    generation = source / GENERATION
     if generation.is_file() and generation.read_bytes() != (folder / generation.name).read_bytes():
         raise _differs(f"{generation.name} is another")
     return Verified(num_tensors, len(prompts), worst, allowed, transformers.__version__)
@@ -345,11 +348,10 @@ def _load_policy(folder: Path, hub: dict[str, Any]) -> Any:
     import transformers
 
     adapter = is_adapter(folder)
-    place = Path(find_model(named_base(folder)[0], key=str(folder), needs="model")[0]
-                 ) if adapter else folder
+    place = base_of(folder) if adapter else folder
     config = transformers.AutoConfig.from_pretrained(place, **hub)
-    kind = (transformers.AutoModelForSeq2SeqLM if getattr(config, "is_encoder_decoder", False)
-            else transformers.AutoModelForCausalLM)
+    kind: Any = (transformers.AutoModelForSeq2SeqLM if getattr(config, "is_encoder_decoder", False)
+                 else transformers.AutoModelForCausalLM)
     model, info = kind.from_pretrained(place, output_loading_info=True, dtype="auto", **hub)
     if wrong := [*info["missing_keys"], *map(str, info["mismatched_keys"])]:
         raise ValueError(f"the weights do not fit the model: {min(wrong)}")

@@ -240,17 +240,16 @@ def as_png(series: Sequence[Series], smooth: int = 1) -> bytes:
     drawing = Figure(figsize=(8, 3 * len(groups)), dpi=100, layout="constrained")
     axes = drawing.subplots(len(groups), 1, squeeze=False)[:, 0]
     for axis, (metric, group) in zip(axes, groups, strict=True):
-        handles = [axis.plot([step for step, _ in each.points], [v for _, v in each.points],
-                             marker="." if len(each.points) < 20 else None)[0] for each in group]
+        for each in group:
+            axis.plot([step for step, _ in each.points], [value for _, value in each.points],
+                      marker="." if len(each.points) < 20 else None,
+                      label=f" {each.run}")  # one that begins with "_" would be left out
         heading = axis.set_title(chart_title(metric, group, smooth), loc="left", fontsize=11)
         heading.set_parse_math(False)
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
-        if len(group) > 1:
-            # a label that begins with "_" would be left out
-            legend = axis.legend(handles, [f" {each.run}" for each in group], fontsize=9)
-            for text in legend.get_texts():
-                text.set_parse_math(False)
+        for text in axis.legend(fontsize=9).get_texts() if len(group) > 1 else ():
+            text.set_parse_math(False)
     buffer = io.BytesIO()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # letters of a run's name that the font hasn't got

@@ -5,6 +5,7 @@ Everything is read tolerantly: a running, stopped or failed run gives a report o
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -179,11 +180,7 @@ def gather(record: RunRecord, *, command: str | None, shown_as: str) -> Report:
 
 def _yaml(value: Any) -> str:
     """A value as it would be written in a configuration file, on one line."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return value if isinstance(value, str) else str(value)
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def _model(config: TrainConfig) -> str:
@@ -204,13 +201,10 @@ def _modules(config: TrainConfig) -> list[str]:
     reward = config.reward
     given = [reward.fn, reward.metric_fn,
              *(entry.get("fn") for entry in reward.fns.values() if isinstance(entry, dict))]
-    found = []
-    for name in given:
-        module = (name or "").rpartition(":" if ":" in (name or "") else ".")[0]
-        if module and not module.endswith(".py") \
-                and os.sep not in module and module.partition(".")[0] != "ppocli":
-            found.append(module)
-    return list(dict.fromkeys(found))
+    modules = (name.rpartition(":" if ":" in name else ".")[0] for name in given if name)
+    return [module for module in dict.fromkeys(modules)
+            if module and not module.endswith(".py") and os.sep not in module
+            and module.partition(".")[0] != "ppocli"]
 
 
 def _prompts(config: TrainConfig) -> str:
@@ -250,8 +244,9 @@ def _outcome(before: dict[str, Any], after: dict[str, Any]) -> list[Outcome]:
 def _best(record: RunRecord) -> Best | None:
     """As the summary has it; a run that is still going has none on record."""
     step, value = record.best.get("step"), finite_number(record.best.get("metric"))
-    known = isinstance(step, int) and value is not None
-    return Best(record.config.checkpoint.metric, step, value) if known else None
+    if not isinstance(step, int) or value is None:
+        return None
+    return Best(record.config.checkpoint.metric, step, value)
 
 
 def _complaints(record: RunRecord) -> list[Complaint]:

@@ -33,22 +33,15 @@ def render(report: Report, form: str) -> str:
     environment = Environment(
         loader=PackageLoader("ppocli.report"), autoescape=form == "html", trim_blocks=True,
         lstrip_blocks=True, undefined=StrictUndefined, keep_trailing_newline=True)
-    environment.filters.update(_filters())
+    environment.filters |= {
+        "number": number, "rounded": rounded, "visible": printable, "inline": inline, "code": code,
+        "fenced": fenced, "labelled": labelled, "sparkline": sparkline, "verdict": _verdict,
+        "duration": duration, "bytes": format_bytes,
+        "percent": lambda share: f"{100 * share:.0f} %",
+        "svg": lambda drawn: Markup(drawn.svg())}  # charts escape their own texts
     total = duration(sum(phase.seconds for phase in report.phases)) if report.phases else ""
     return environment.get_template(f"report.{form}.jinja").render(
         report=report, samples=report.samples, shown=SHOWN, total_time=total)
-
-
-def _filters() -> dict[str, Any]:
-    return {
-        "number": number, "rounded": rounded, "visible": printable,
-        "inline": inline, "code": code,
-        "fenced": fenced, "labelled": labelled, "sparkline": sparkline,
-        "duration": duration, "bytes": format_bytes,
-        "percent": lambda share: f"{100 * share:.0f} %",
-        "svg": lambda drawn: Markup(drawn.svg()),  # charts escape their own texts
-        "verdict": _verdict,
-    }
 
 
 def _verdict(figures: tuple[float | None, float | None]) -> str:

@@ -41,21 +41,6 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
-    """How the scores of an evaluation are distributed."""
-
-    name: str
-    count: int
-    lowest: float
-    lower: float
-    median: float
-    upper: float
-    highest: float
-    blocks: str
-    """shares of the scores in equal ranges, which are those of all spreads, as characters"""
-
-
-@dataclass(frozen=True, slots=True)
 class Samples:
     """What samples.jsonl tells of two evaluations."""
 
@@ -74,8 +59,9 @@ class Samples:
         return histogram(self._groups(), title="Distribution of the reward",
                          x_label="score of a response", width=480, height=220)
 
-    def spreads(self) -> list[Spread]:
-        """The same as figures and characters."""
+    def spreads(self) -> list[dict[str, Any]]:
+        """The same as figures and characters; ``blocks`` are shares of the scores in equal ranges,
+        which are those of both."""
         groups = self._groups()
         everything = [score for _, scores in groups for score in scores]
         shares = [_shares(scores, min(everything), max(everything)) for _, scores in groups]
@@ -84,8 +70,9 @@ class Samples:
         for (name, scores), row in zip(groups, shares, strict=True):
             lower, median, upper = statistics.quantiles(  # it takes two values or more
                 scores if len(scores) > 1 else 2 * scores, method="inclusive")
-            found.append(Spread(name, len(scores), min(scores), lower, median, upper, max(scores),
-                                bars(row, top)))
+            found.append({"name": name, "responses": len(scores), "lowest": min(scores),
+                          "lower": lower, "median": median, "upper": upper,
+                          "highest": max(scores), "blocks": bars(row, top)})
         return found
 
     def _groups(self) -> list[tuple[str, list[float]]]:

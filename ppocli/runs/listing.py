@@ -250,19 +250,22 @@ def _checkpoints(run: RunRecord, folder: Path, when: float, keep_best: bool) -> 
     place = folder / "checkpoints"
     best = run.best.get("step") if keep_best else None
     parts: list[Path] = []
-    if place.is_dir() and not place.is_symlink():
+    if _is_own_folder(place):
         parts += [path for step, path in list_steps(place)
                   if step != best and not path.is_symlink()]
         parts += [*leftovers(place), *sorted(place.glob(f"{REPLACED}*"))]
-        parts += [path for path in [place / SUPERSEDED] if path.is_dir() and not path.is_symlink()]
+        parts += filter(_is_own_folder, [place / SUPERSEDED])
         parts += [link for name in POINTERS if (link := place / name).is_symlink()
                   and (name != "best" or best is None)]
-    dump = folder / "nonfinite-dump"
-    parts += [dump] if dump.is_dir() and not dump.is_symlink() else []
+    parts += filter(_is_own_folder, [folder / "nonfinite-dump"])
     if not parts:
         return None
     size = sum(folder_size(part) for part in parts if not part.is_symlink())
     return Removal(folder, "checkpoints", "finished", tuple(parts), size, when)
+
+
+def _is_own_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
 
 
 def _is_left_over(folder: Path) -> bool:
@@ -273,8 +276,8 @@ def _left_over(root: Path) -> list[Removal]:
     """Folders that an earlier call was killed while deleting."""
     if is_run(root):
         return []
-    places = [root, *(entry for entry in subfolders(root)
-                      if not entry.is_symlink() and not is_run(entry))]
+    places = [root, *(entry for entry in filter(_is_own_folder, subfolders(root))
+                      if not is_run(entry))]
     return [Removal(path, "run", "left by an earlier prune", (path,), folder_size(path), 0.0)
             for place in places for path in sorted(place.glob(".*"))
-            if _is_left_over(path) and path.is_dir() and not path.is_symlink()]
+            if _is_left_over(path) and _is_own_folder(path)]
