@@ -11,6 +11,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal
 
 from ppocli.errors import ConfigError, InputError
@@ -265,7 +266,4 @@ def chart_title(metric: str, group: Sequence[Series], smooth: int) -> str:
 
 def by_metric(series: Sequence[Series]) -> list[tuple[str, list[Series]]]:
     """The series of each chart, in order."""
-    groups: dict[str, list[Series]] = {}
-    for each in series:
-        groups.setdefault(each.metric, []).append(each)
-    return list(groups.items())
+    return [(metric, list(group)) for metric, group in groupby(series, lambda each: each.metric)]

@@ -10,26 +10,29 @@ import math
 import os
 import re
 import shlex
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from ppocli.config.resolved import config_differences, flat
 from ppocli.config.schema import TrainConfig
+from ppocli.config.secrets import looks_secret
+from ppocli.errors import PpocliError
+from ppocli.evaluation.folder import read_result
 from ppocli.report.curves import Curve, curves_of
-from ppocli.report.extras import (
-    Checkpoint,
-    EvaluationRow,
-    checkpoints_of,
-    environment_of,
-    evaluations_of,
-)
 from ppocli.report.samples import Samples, samples_of, shown
 from ppocli.runs.record import Change, RunRecord
-from ppocli.storage.run_folder import finite_or_null
-from ppocli.text import finite_number
+from ppocli.storage.atomic import read_json
+from ppocli.storage.environment import ENV_FILE
+from ppocli.storage.manifest import Invalid, check_folder
+from ppocli.storage.retention import list_steps
+from ppocli.storage.run_folder import RunFolder, finite_or_null
+from ppocli.text import finite_number, first_line
 from ppocli.version import __version__
 
+_MOST_FACTS = 80
 _STEP_LINE = re.compile(r"(?:step|eval at step) (\d+)")
 _NAMES = {"reward_mean": "reward", "reward_std": "standard deviation of the reward",
           "kl_mean": "KL to the reference (nats a response)",
@@ -87,6 +90,32 @@ class Best:
     name: str
     step: int
     value: float
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationRow:
+    """One evaluation below ``RUN/eval``; what its file doesn't tell is None."""
+
+    name: str
+    of: str
+    samples: int | None
+    reward_mean: float | None
+    reward_stderr: float | None
+    kl_mean: float | None
+    against: str
+    win_rate: float | None
+    win_stderr: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A step folder; ``problem`` says why it can't be used, if so. Contents aren't hashed."""
+
+    step: int
+    bytes: int
+    best: bool
+    latest: bool
+    problem: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,3 +321,59 @@ def _profile(summary: dict[str, Any]) -> list[Phase]:
         if seconds is not None and share is not None:
             found.append(Phase(name, seconds, share, cpu, speed))
     return found
+
+
+def evaluations_of(run_dir: Path) -> list[EvaluationRow]:
+    """Finished evaluations, the newest last; a file that can't be read is left out."""
+    found = [(told["time"]["finished"], path.parent.name, told)
+             for path in run_dir.glob("eval/*/eval.json")
+             if (told := read_result(path.parent)) is not None]
+    return [_evaluation(name, told) for _, name, told in sorted(found, key=lambda each: each[:2])]
+
+
+def _evaluation(name: str, told: dict[str, Any]) -> EvaluationRow:
+    figures, wins = told["figures"], told["win_rate"] or {}
+    return EvaluationRow(
+        name, told["model"]["name"], told["samples"], figures.get("reward_mean"),
+        told["stderr"].get("reward_mean"), figures.get("kl_mean"),
+        told["against"]["model"]["name"] if told["against"] else "",
+        wins.get("win_rate"), wins.get("stderr"))
+
+
+def checkpoints_of(run: RunFolder, best_step: int | None) -> list[Checkpoint]:
+    """The step folders of a run, oldest first, by names and sizes alone."""
+    found = []
+    for step, folder in list_steps(run.checkpoints):
+        try:
+            size, problem = check_folder(folder, step=step, verify="size").total_bytes, ""
+        except (Invalid, PpocliError) as error:
+            size, problem = 0, first_line(error)
+        except OSError as error:  # it was being deleted
+            size, problem = 0, error.strerror or str(error)
+        found.append((step, size, problem))
+    newest = max((step for step, _, problem in found if not problem), default=None)
+    return [Checkpoint(step, size, step == best_step, step == newest, problem)
+            for step, size, problem in found]
+
+
+def environment_of(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """(name, value) of what the run ran on: ``env.json``, and the versions of the summary."""
+    found = dict(_flat_facts("", read_json(run_dir / ENV_FILE) or {}))
+    for name, version in (summary.get("versions") or {}).items():
+        if not {name, f"packages {name}"} & found.keys():
+            found[name] = str(version)
+    return list(found.items())[:_MOST_FACTS]
+
+
+def _flat_facts(prefix: str, value: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for key, item in value.items():
+        name = f"{prefix} {key}".strip()
+        if looks_secret(str(key)) or item is None or item in ({}, []):
+            continue
+        if isinstance(item, dict):
+            yield from _flat_facts(name, item)
+        elif isinstance(item, list) and all(isinstance(part, dict) for part in item):
+            for number, part in enumerate(item):
+                yield from _flat_facts(f"{name} {number}", part)
+        else:
+            yield name, ", ".join(map(str, item)) if isinstance(item, list) else str(item)

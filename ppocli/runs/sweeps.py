@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,20 +52,6 @@ class SweepRecord:
     grid: bool
     """whether all jobs were known beforehand"""
     jobs: tuple[JobRecord, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class JobState:
-    """A job as it is now: its record, set right by what its run folder says."""
-
-    job: JobRecord
-    run: RunRecord | None
-    status: str
-    """of the record, or ``interrupted`` (ended without a word), or ``gone`` (finished, but its
-    folder was deleted)"""
-    reward_mean: float | None
-    kl_mean: float | None
-    """of the evaluation after training; of the latest one where the job isn't finished"""
 
 
 def write_sweep(sweep: SweepRecord) -> None:
@@ -154,25 +140,27 @@ def _instead(given: str) -> str:
     return f"name one of {', '.join(map(str, known[:-9:-1]))}{hint}"
 
 
-def job_states(sweep: SweepRecord) -> list[JobState]:
-    """What is true of every job now, also of those whose sweep was killed before it could say."""
+def jobs_now(sweep: SweepRecord) -> list[tuple[JobRecord, RunRecord | None]]:
+    """Every job as it is now, and its run: the record, set right by what the run's folder says,
+    also where the sweep was killed before it could say.
+
+    The status may also be ``interrupted`` (ended without a word) or ``gone`` (finished, but its
+    folder was deleted); the figures are of the latest evaluation where the job isn't finished.
+    """
     alive = live_owner(sweep.folder) is not None
-    return [job_state(job, alive) for job in sweep.jobs]
+    return [_job_now(job, alive) for job in sweep.jobs]
 
 
-def job_state(job: JobRecord, sweep_alive: bool) -> JobState:
-    """The state of one job; ``sweep_alive`` tells whether its sweep's process still runs."""
+def _job_now(job: JobRecord, sweep_alive: bool) -> tuple[JobRecord, RunRecord | None]:
     folder = Path(job.folder)
     run = None
     with suppress(CheckpointError):  # a damaged configuration: the record alone has to do
         run = read_run(folder) if job.folder and is_run(folder) else None
-    status = _status(job, run, sweep_alive)
-    reward, kl = job.reward_mean, job.kl_mean
-    if run is not None and status != "failed":
-        rewards, kls = run.series("eval/reward_mean"), run.series("eval/kl_mean")
-        reward = rewards[-1][1] if rewards else reward
-        kl = kls[-1][1] if kls else kl
-    return JobState(job, run, status, reward, kl)
+    now: dict[str, Any] = {"status": _status(job, run, sweep_alive)}
+    if run is not None and now["status"] != "failed":
+        now |= {name: points[-1][1] for name in ("reward_mean", "kl_mean")
+                if (points := run.series(f"eval/{name}"))}
+    return replace(job, **now), run
 
 
 def _status(job: JobRecord, run: RunRecord | None, sweep_alive: bool) -> str:

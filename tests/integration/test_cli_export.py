@@ -163,6 +163,10 @@ def test_nothing_is_overwritten_unasked(finished, export, here):
     assert (again.code, again.err) == (2, (
         f"Error: runs/mine/export/{LAST} holds an export already.\n  where: --output\n"
         "  fix:   add --overwrite, or name another folder: --output DIR\n"))
+    again = export("mine", "--to-hub", "--repo-id", "me/x", "--public", "--revision", "b1", code=2)
+    assert again.err.endswith(
+        f"to push the one that is there: ppocli export runs/mine/export/{LAST} --to-hub "
+        "--repo-id me/x --public --revision b1\n")
     card = folder / "README.md"
     card.write_text(with_user_text(card.read_text(), "My own words."))
     assert export("mine", "--overwrite", "--dtype", "bf16").code == 0
