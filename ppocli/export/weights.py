@@ -143,10 +143,10 @@ def compare_weights(source: Path, tensors: dict[str, StoredTensor], dtype: str |
 
     fix = "export again; if it happens again, the disk or the memory is at fault"
     written = stored_tensors(folder)
-    for name in sorted(tensors.keys() - written.keys()):
-        raise _differs(f"{name} is missing", fix)
-    for name in sorted(written.keys() - tensors.keys()):
-        raise _differs(f"{name} is not in the source", fix)
+    if missing := tensors.keys() - written.keys():
+        raise _differs(f"{min(missing)} is missing", fix)
+    if added := written.keys() - tensors.keys():
+        raise _differs(f"{min(added)} is not in the source", fix)
     pairs = zip(_read(source, tensors, list(tensors)), _read(folder, written, list(tensors)),
                 strict=True)
     for (name, stored), (_, ours) in pairs:
