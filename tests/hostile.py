@@ -39,6 +39,7 @@ def hostile_run(source: Path, target: Path) -> Path:
     (folder / "eval.json").write_text(json.dumps({
         "name": "x", "model": {"name": TEXTS[0]}, "samples": 8,
         "figures": {"reward_mean": 0.5, "kl_mean": 1.25}, "stderr": {"reward_mean": 0.125},
+        "quantiles": {}, "scored": 8, "frontier": None, "base": None, "time": {"finished": "now"},
         "against": {"model": {"name": TEXTS[1]}}, "win_rate": {"win_rate": 0.75, "stderr": 0.1}}))
     (target / "env.json").write_text(json.dumps({
         "platform": TEXTS[2], "cpu": {"model": TEXTS[4], "cores": 2}, "nothing": None,

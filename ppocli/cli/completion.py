@@ -97,7 +97,7 @@ def complete_run(incomplete: str) -> list[str]:
 
 def complete_metrics(incomplete: str) -> list[str]:
     """Names of figures with commas between them: short ones, and those of the newest run."""
-    from ppocli.report.plot import SHORT
+    from ppocli.report.curves import SHORT
     from ppocli.runs.record import read_run
 
     done, comma, last = incomplete.rpartition(",")

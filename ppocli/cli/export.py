@@ -166,7 +166,8 @@ def _dry_run(plan: ExportPlan | Existing, request: ExportRequest, mask: Mask,
                 "dtype": plan.written, "bytes": plan.bytes, "files": plan.files(),
                 "overwrite": folder.exists() and request.overwrite}
         num_files = len(plan.weights.filename_to_tensors)
-        cast = plan.written if plan.cast is None else f"{plan.stored} cast to {plan.cast}"
+        cast = (plan.written if plan.written == plan.stored
+                else f"{plan.stored} cast to {plan.written}")
         lines = [f"would export:  {told['source']} ({shown(plan.source)})",
                  f"would write:   {shown(folder)}" + (" (replaced)" if told["overwrite"] else ""),
                  f"weights:       {len(plan.tensors)} tensors, {cast}, "

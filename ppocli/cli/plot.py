@@ -17,7 +17,7 @@ from ppocli.errors import ConfigError
 from ppocli.text import clean
 
 if TYPE_CHECKING:
-    from ppocli.report.plot import Series
+    from ppocli.report.curves import Series
     from ppocli.runs.record import RunRecord
 
 Style = Literal["dots", "colours", "marks", "ascii"]
@@ -56,7 +56,7 @@ def plot_runs(
       ppocli plot runs/NAME --metric eval,kl,policy/grad_norm --smooth 5
       ppocli plot runs/ONE runs/OTHER --metric reward --out reward.svg
     """
-    from ppocli.report.plot import as_png, as_svg, collect, metric_names
+    from ppocli.report.curves import as_png, as_svg, collect, metric_names
     from ppocli.report.render import write_file
 
     if smooth < 1:
@@ -106,7 +106,7 @@ def _check_out(out: Path, overwrite: bool) -> None:
 def _print_charts(series: Sequence[Series], smooth: int) -> None:
     import shutil
 
-    from ppocli.report.plot import by_metric, chart_title
+    from ppocli.report.curves import by_metric, chart_title
 
     style = chosen_style(len({each.run for each in series}))
     for number, (metric, group) in enumerate(by_metric(series)):

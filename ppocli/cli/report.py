@@ -51,15 +51,15 @@ def report(
                           fix="leave out --output and --format")
     folder = find_run(run, say=say)
     targets = [] if as_json else destinations(folder, output, form)
-    check_replaceable(targets, overwrite)
+    check_replaceable((path for path, _ in targets), overwrite)
     record = read_run(folder)
     gathered = gather(record, command=_command(record.config), shown_as=str(folder))
     if as_json:
         print_json(gathered.as_json())
         return
-    for target in targets:
-        write_file(target.path, render(gathered, target.form), "--output")
-        print(target.path)
+    for path, form_of_file in targets:
+        write_file(path, render(gathered, form_of_file), "--output")
+        print(path)
 
 
 def _command(config: TrainConfig) -> str | None:

@@ -39,7 +39,7 @@ from ppocli.runs.sweeps import (
     JobRecord,
     SweepRecord,
     find_sweep,
-    job_states,
+    jobs_now,
     read_sweep,
     running_job,
     write_sweep,
@@ -241,7 +241,7 @@ def resume_sweep(given: str, words: Sequence[str]) -> None:
                 "a sweep goes on where it is."), where="command line",
                 fix="start another sweep" if key in swept else "leave it out")
     refuse_running(sweep.folder)
-    unfinished = [state for state in job_states(sweep) if state.status != "finished"]
+    unfinished = [job for job, _ in jobs_now(sweep) if job.status != "finished"]
     say(f"{sweep.folder}: {len(unfinished)} of {len(sweep.jobs)} jobs to run")
     if sweep.cwd and Path(sweep.cwd).is_dir():
         os.chdir(sweep.cwd)  # the words may name files from there

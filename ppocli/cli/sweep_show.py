@@ -14,7 +14,8 @@ from ppocli.cli.output import ignore_broken_pipes, print_json, print_table, say,
 from ppocli.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ppocli.runs.sweeps import JobState
+    from ppocli.runs.record import RunRecord
+    from ppocli.runs.sweeps import JobRecord
 
 sweep_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
                         help="Show the results of a sweep (ppocli train -m), or continue one.")
@@ -38,7 +39,7 @@ def show_sweep(given: Annotated[str | None, typer.Argument(
       ppocli sweep show runs/sweep-20260131-120000 --sort kl
       ppocli sweep show --json
     """
-    from ppocli.runs.sweeps import find_sweep, job_states, read_sweep
+    from ppocli.runs.sweeps import find_sweep, jobs_now, read_sweep
 
     if sort not in ("reward", "kl", "job"):
         raise ConfigError(f"--sort {sort}: must be one of reward, kl, job", where="command line")
@@ -46,7 +47,8 @@ def show_sweep(given: Annotated[str | None, typer.Argument(
     if given is None:
         say(f"using {folder} (the newest sweep)")
     sweep = read_sweep(folder)
-    jobs = [_facts(state) for state in sorted(job_states(sweep), key=lambda s: _rank(s, sort))]
+    jobs = [_facts(job, run) for job, run in sorted(jobs_now(sweep),
+                                                    key=lambda now: _rank(now[0], sort))]
     means = marginal_means(jobs)
     if as_json:
         print_json({"sweep": str(sweep.folder), "words": list(sweep.words), "grid": sweep.grid,
@@ -86,19 +88,18 @@ def resume(sweep: Annotated[str, typer.Argument(
     resume_sweep(sweep, overrides or [])
 
 
-def _rank(state: JobState, sort: str) -> tuple[float, int]:
-    figure = {"reward": None if state.reward_mean is None else -state.reward_mean,
-              "kl": state.kl_mean, "job": 0.0}[sort]
-    return (math.inf if figure is None else figure, state.job.number)
+def _rank(job: JobRecord, sort: str) -> tuple[float, int]:
+    figure = {"reward": None if job.reward_mean is None else -job.reward_mean,
+              "kl": job.kl_mean, "job": 0.0}[sort]
+    return (math.inf if figure is None else figure, job.number)
 
 
-def _facts(state: JobState) -> dict[str, Any]:
+def _facts(job: JobRecord, run: RunRecord | None) -> dict[str, Any]:
     from ppocli.runs.sweeps import varied_values
 
-    run, job = state.run, state.job
-    return {"job": job.number, "status": state.status, "varied": varied_values(job),
+    return {"job": job.number, "status": job.status, "varied": varied_values(job),
             "overrides": list(job.overrides), "exit_code": job.exit_code,
-            "reward_mean": state.reward_mean, "kl_mean": state.kl_mean,
+            "reward_mean": job.reward_mean, "kl_mean": job.kl_mean,
             "step": None if run is None else run.step,
             "total_steps": None if run is None else run.total_steps,
             "seconds": job.seconds, "folder": job.folder or None, "error": job.error}

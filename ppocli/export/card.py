@@ -9,15 +9,9 @@ from typing import Any
 
 from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.config.schema import TrainConfig
-from ppocli.export.facts import (
-    Facts,
-    Mask,
-    hub_name,
-    is_encoder_decoder,
-    shown_model,
-    split_card,
-)
+from ppocli.export.facts import Facts, Mask, hub_name, is_encoder_decoder, split_card
 from ppocli.runs.charts import Line, line_chart, stacked
+from ppocli.runs.listing import last_part
 from ppocli.runs.record import RunRecord
 from ppocli.storage.adapter_files import is_adapter
 from ppocli.text import clean, figure
@@ -59,7 +53,8 @@ def render_card(facts: Facts, previous: str | None, mask: Mask, *, dtype: str, l
 
     config, run = facts.config, facts.run
     command = facts.command or ""
-    example = facts.samples[0].prompt if facts.samples else "Once upon a time"
+    example = facts.samples[0][0]["prompt"] if facts.samples else "Once upon a time"
+    base = config.model.path if config else ""
     card = ModelCard.from_template(
         metadata(facts, split_card(previous or "")[0], pair, adapter),
         template_path=str(_FOLDER / "model_card.md.j2"),
@@ -67,7 +62,8 @@ def render_card(facts: Facts, previous: str | None, mask: Mask, *, dtype: str, l
         escaped=escaped, code=_code, figure=figure, figure_rows=figure_rows,
         user_begin=USER_BEGIN, user_end=USER_END,
         user_text=user_text(previous or "") or PLACEHOLDER, version=__version__,
-        facts=facts, run=run, config=config, adapter=adapter, chat=chat, curve=curve,
+        facts=facts, run=run, config=config, base=last_part(base), base_hub_name=hub_name(base),
+        adapter=adapter, chat=chat, curve=curve,
         auto=("AutoPeftModel" if adapter else "AutoModel")
         + ("ForSeq2SeqLM" if pair else "ForCausalLM"),
         dtype=dtype, location=json.dumps(location), value_head=value_head,
@@ -90,7 +86,7 @@ def write_card(folder: Path, cfg: TrainConfig, summary: dict[str, Any]) -> None:
     ModelCard.from_template(
         ModelCardData(**data), template_path=str(_FOLDER / "trained_card.md.j2"),
         title=cfg.run_name or "A policy trained with PPO", version=__version__, summary=summary,
-        base=shown_model(cfg.model.path), reward=reward_names(cfg),
+        base=last_part(cfg.model.path), reward=reward_names(cfg),
         task="PPO" if cfg.task.fn is None else f"`{cfg.task.fn}`",
         figures=figure_rows(summary["eval_before"] or {}, summary["eval_after"] or {}),
     ).save(folder / CARD)
@@ -99,14 +95,11 @@ def write_card(folder: Path, cfg: TrainConfig, summary: dict[str, Any]) -> None:
 def _of_model(pair: bool, adapter: bool, base: str | None) -> dict[str, Any]:
     """Metadata that every card has."""
     data: dict[str, Any] = {"library_name": "peft" if adapter else "transformers",
-                            "tags": ["ppo", "rlhf", "ppocli"], "pipeline_tag": _task(pair)}
+                            "tags": ["ppo", "rlhf", "ppocli"],
+                            "pipeline_tag": "text2text-generation" if pair else "text-generation"}
     if base is not None:
         data |= {"base_model": base, "base_model_relation": "adapter" if adapter else "finetune"}
     return data
-
-
-def _task(pair: bool) -> str:
-    return "text2text-generation" if pair else "text-generation"
 
 
 def metadata(facts: Facts, previous: dict[str, Any], pair: bool, adapter: bool = False) -> Any:
@@ -114,18 +107,17 @@ def metadata(facts: Facts, previous: dict[str, Any], pair: bool, adapter: bool =
     and this training doesn't determine are kept."""
     from huggingface_hub import EvalResult, ModelCardData
 
-    own = _of_model(pair, adapter, facts.base.hub_name if facts.base else None)
-    own |= facts.base.license if facts.base else {}
     config = facts.config
-    if config is not None and (data_set := _hub_data_set(config.prompts.path)) is not None:
+    own = _of_model(pair, adapter, hub_name(config.model.path) if config else None) | facts.license
+    if config is not None and (data_set := hub_name(config.prompts.path)) is not None:
         own["datasets"] = [data_set]
     if config is not None and facts.after:
-        data_set = _hub_data_set(config.prompts.eval.path or config.prompts.path)
+        data_set = hub_name(config.prompts.eval.path or config.prompts.path)
         metrics = {"reward_mean": f"mean reward ({reward_names(config)})",
                    "kl_mean": "KL from the starting model (nats per response)",
                    "response_tokens_mean": "mean response length (tokens)"}
         own |= {"model_name": facts.name, "eval_results": [
-            EvalResult(task_type=_task(pair), dataset_type=data_set or "prompts",
+            EvalResult(task_type=own["pipeline_tag"], dataset_type=data_set or "prompts",
                        dataset_name=_eval_prompts(config), metric_type=name,
                        metric_name=metrics.get(name, name), metric_value=facts.after[name])
             for name, _, _ in figure_rows(facts.before, facts.after)]}
@@ -209,21 +201,17 @@ def reward_names(cfg: TrainConfig) -> str:
     return ", ".join(name.rsplit("/", 1)[-1] if ".py:" in name else name for name in named)
 
 
-def _hub_data_set(path: str | None) -> str | None:
-    return None if path is None or path == PYTHON_OBJECT else hub_name(path)
-
-
 def _prompts(config: TrainConfig) -> str:
     path = config.prompts.path
     if path is not None and path != PYTHON_OBJECT:
-        return shown_model(path)
+        return last_part(path)
     return "given inline" if config.prompts.items or path else "the beginning-of-sequence token"
 
 
 def _eval_prompts(config: TrainConfig) -> str:
     path = config.prompts.eval.path
     if path is not None and path != PYTHON_OBJECT:
-        return shown_model(path)
+        return last_part(path)
     inline = config.prompts.eval.items or path
     return "prompts given inline" if inline else f"prompts of {_prompts(config)}"
 

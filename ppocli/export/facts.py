@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -19,7 +18,7 @@ from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.config.schema import TrainConfig
 from ppocli.config.secrets import secret_values, without_secrets
 from ppocli.evaluation.folder import read_json, read_result
-from ppocli.runs.record import RunRecord, read_run
+from ppocli.runs.record import RunRecord, first_of_each_prompt, read_run
 from ppocli.runs.target import Target
 from ppocli.storage.adapter_files import CONFIG, is_adapter
 from ppocli.storage.model_files import quiet_transformers
@@ -33,40 +32,6 @@ _PLACES = frozenset({"run", "name", "path", "tokenizer_path", "fn", "metric_fn",
 _LOCAL = re.compile(r"(?:[/~]|\.\.?/)(?:.*/)?(?=[^/])", re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True)
-class SamplePair:
-    """A response to the same prompt before training and after."""
-
-    prompt: str
-    before: str
-    after: str
-    score_before: float | None
-    score_after: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class BaseModel:
-    """The model that was fine-tuned."""
-
-    shown: str
-    """its name; of a folder the last part"""
-    hub_name: str | None
-    license: dict[str, str]
-    """``license`` and, for one that is not on the Hub's list, ``license_name`` and
-    ``license_link``; empty when not known"""
-
-
-@dataclass(frozen=True, slots=True)
-class Earlier:
-    """What an export told that is now exported once more, from its folder alone."""
-
-    record: dict[str, Any]
-    """its export.json"""
-    card: str
-    files: tuple[Path, ...]
-    """those beside model, tokenizer and card: they come along as they are"""
-
-
 @dataclass(frozen=True)
 class Facts:
     """All that is known of what is exported. ``run`` is None for a model that came from elsewhere:
@@ -75,19 +40,22 @@ class Facts:
     name: str
     step: int | None = None
     run: RunRecord | None = None
-    base: BaseModel | None = None
+    license: dict[str, str] = field(default_factory=dict)
+    """of the model that was fine-tuned: ``license`` and, for one that is not on the Hub's list,
+    ``license_name`` and ``license_link``; empty when not known"""
     before: dict[str, float] = field(default_factory=dict)
     """figures of the evaluation before training"""
     after: dict[str, float] = field(default_factory=dict)
     """figures of the evaluation of exactly the exported weights"""
     evaluation: dict[str, Any] | None = None
     """the newest eval.json of these weights under the run's own settings"""
-    samples: list[SamplePair] = field(default_factory=list)
+    samples: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    """rows of samples.jsonl: responses to the same prompt before training and after"""
     versions: dict[str, str] = field(default_factory=dict)
     command: str | None = None
     """a command line that trains it again"""
-    earlier: Earlier | None = None
-    """of the export that is exported once more"""
+    earlier: Path | None = None
+    """the export that is exported once more: its folder tells what it was trained with"""
 
     @property
     def config(self) -> TrainConfig | None:
@@ -109,7 +77,7 @@ def gather(target: Target, *, network: bool, command: Callable[[TrainConfig], st
     model = run.config.model
     return Facts(
         name=run.name, step=target.step, run=run,
-        base=describe_base(model.path, model.revision, network=network),
+        license=license_of(model.path, model.revision, network=network),
         before=_figures(run, 0), after=_figures(run, step),
         evaluation=without_folders(own_evaluation(target, run.config)),
         samples=_samples(run, step),
@@ -120,22 +88,15 @@ def _figures(run: RunRecord, step: int) -> dict[str, float]:
     """The evaluation's figures in the row of a step, under the names that summary.json has."""
     row: dict[str, Any] = next((row for row in run.rows if row["step"] == step), {})
     return {name.removeprefix("eval/"): float(value) for name, value in row.items()
-            if name.startswith("eval/") and isinstance(value, (int, float))
-            and math.isfinite(value)}
+            if name.startswith("eval/") and value is not None}
 
 
-def _samples(run: RunRecord, step: int) -> list[SamplePair]:
+def _samples(run: RunRecord, step: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """The first responses to different prompts, of step 0 and of ``step``."""
     if step == 0:
         return []
-    old: dict[str, dict[str, Any]] = {}
-    new: dict[str, dict[str, Any]] = {}
-    for rows, number in ((old, 0), (new, step)):
-        for row in run.eval_samples(number):
-            rows.setdefault(str(row.get("prompt")), row)
-    both = [prompt for prompt in old if prompt in new][:_NUM_SAMPLES]
-    return [SamplePair(prompt, str(old[prompt].get("response")), str(new[prompt].get("response")),
-                       old[prompt].get("score"), new[prompt].get("score")) for prompt in both]
+    old, new = map(first_of_each_prompt, run.eval_samples(0, step))
+    return [(old[prompt], new[prompt]) for prompt in old if prompt in new][:_NUM_SAMPLES]
 
 
 def _versions(run: RunRecord, target: Target) -> dict[str, str]:
@@ -146,14 +107,14 @@ def _versions(run: RunRecord, target: Target) -> dict[str, str]:
     return dict(versions) if isinstance(versions, dict) else {}
 
 
-def describe_base(model: str, revision: str | None, *, network: bool) -> BaseModel:
-    """Describe ``model.path``; its license is what its README.md, else its config.json says.
+def license_of(model: str, revision: str | None, *, network: bool) -> dict[str, str]:
+    """The license of ``model.path``: what its README.md, else its config.json says.
 
     Args:
         network: ask the Hub for the README of a Hub model.
     """
     if model.startswith(BUILTIN_PREFIX):
-        return BaseModel(model, None, {"license": _OWN_LICENSE})
+        return {"license": _OWN_LICENSE}
     name = hub_name(model)
     told: dict[str, Any] = {}
     for file in ("README.md", "config.json"):
@@ -163,7 +124,7 @@ def describe_base(model: str, revision: str | None, *, network: bool) -> BaseMod
             told = (split_card(path.read_text(encoding="utf-8", errors="replace"))[0]
                     if file == "README.md" else read_json(path) or {})
     known = {key: told[key] for key in _LICENSE_KEYS if isinstance(told.get(key), str)}
-    return BaseModel(shown_model(model), name, known if "license" in known else {})
+    return known if "license" in known else {}
 
 
 def _from_hub(name: str, file: str, revision: str | None, *, network: bool) -> Path | None:
@@ -177,18 +138,12 @@ def _from_hub(name: str, file: str, revision: str | None, *, network: bool) -> P
         return None
 
 
-def hub_name(model: str) -> str | None:
-    """The Hub name that ``model.path`` is, or None for folders and built-ins."""
-    if model.startswith((".", "/", "~", BUILTIN_PREFIX)) or Path(model).exists():
+def hub_name(path: str | None) -> str | None:
+    """The Hub name that a path of a run's configuration is; None for folders, which are absolute
+    there, built-ins and Python objects."""
+    if path == PYTHON_OBJECT or (path or "/").startswith((".", "/", "~", BUILTIN_PREFIX)):
         return None
-    return model
-
-
-def shown_model(model: str) -> str:
-    """What a published text calls a model: its name; of a folder on this machine only the last
-    part."""
-    is_name = model.startswith(BUILTIN_PREFIX) or hub_name(model) is not None
-    return model if is_name else Path(model).name or "model"
+    return path
 
 
 def is_encoder_decoder(folder: Path) -> bool:
@@ -239,10 +194,9 @@ def _own_settings(evaluation: dict[str, Any], config: TrainConfig, target: Targe
     try:
         told = evaluation["settings"]
         reward, prompts, model = (dict(told[part]) for part in ("reward", "prompts", "model"))
-        return (isinstance(evaluation["model"], dict) and evaluation["step"] == target.step
+        return (evaluation["step"] == target.step
                 # which object it was is not known
                 and PYTHON_OBJECT not in json.dumps([reward, prompts])
-                and {"fn", "fns", "kwargs"} <= reward.keys()
                 and reward == {name: own["reward"].get(name) for name in reward}
                 and _asked(prompts) == _asked(own["prompts"])
                 and _prompts_digest(target.run_dir) in (None, prompts.get("digest"))
@@ -261,11 +215,8 @@ def _asked(prompts: dict[str, Any]) -> dict[str, Any]:
 def _prompts_digest(run_dir: Path | None) -> str | None:
     """Of the run's evaluation prompts, as a checkpoint tells it; None where none does."""
     assert run_dir is not None
-    for path in sorted(run_dir.glob("checkpoints/step-*/state.json"), reverse=True):
-        digests = (read_json(path) or {}).get("digests")
-        if isinstance(digests, dict) and "evaluation prompts" in digests:
-            return str(digests["evaluation prompts"])
-    return None
+    newest = max(run_dir.glob("checkpoints/step-*/state.json"), default=run_dir)
+    return ((read_json(newest) or {}).get("digests") or {}).get("evaluation prompts")
 
 
 def _loaded(target: Target, config: TrainConfig) -> tuple[str, dict[str, Any]]:

@@ -16,21 +16,24 @@ import yaml
 
 from ppocli.errors import CheckpointError, DiskError, InputError
 from ppocli.export.card import CARD, CURVE, curve, render_again, render_card
-from ppocli.export.facts import Earlier, Facts, Mask, is_encoder_decoder
-from ppocli.export.verify import Verified, verification_prompts, verify_model
+from ppocli.export.facts import Facts, Mask, is_encoder_decoder
 from ppocli.export.weights import (
+    GENERATION,
     INDEX,
     TORCH_DTYPES,
     StoredTensor,
+    Verified,
+    base_of,
     compare_weights,
     dtype_of,
     plan_files,
     stored_tensors,
+    verify_model,
     write_merged,
     write_weights,
 )
 from ppocli.storage import faults
-from ppocli.storage.adapter_files import BASE, CONFIG, WEIGHTS, is_adapter, named_base
+from ppocli.storage.adapter_files import BASE, CONFIG, WEIGHTS, is_adapter
 from ppocli.storage.atomic import (
     disk_fix,
     disk_sentence,
@@ -39,7 +42,7 @@ from ppocli.storage.atomic import (
     read_json,
     sha256_file,
 )
-from ppocli.storage.model_files import TOKENIZER_FILES, VALUE_HEAD, VALUE_TRUNK, find_model
+from ppocli.storage.model_files import TOKENIZER_FILES, VALUE_HEAD, VALUE_TRUNK
 from ppocli.storage.publishing import publish_folder
 from ppocli.text import format_bytes
 from ppocli.version import __version__
@@ -51,11 +54,13 @@ RECORD = "export.json"
 """what an export is of; also how an export is known from any other folder"""
 TRAINING_CONFIG = "training_config.yaml"
 EVALUATION = "eval.json"
-_GENERATION = "generation_config.json"
 _TOKENIZER = (*TOKENIZER_FILES, "merges.txt", "special_tokens_map.json", "added_tokens.json",
               "chat_template.jinja", "chat_template.json")
+_GENERIC = ("Once upon a time", "The film was")
 _OF_TRAINING = ("source", "run", "step", "evaluation", "run_id", "versions")
 """names in the record that are the same for an export of an export"""
+_TOLD = (TRAINING_CONFIG, CURVE, EVALUATION, VALUE_HEAD, VALUE_TRUNK)
+"""files of an export that come along with an export of it"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +76,14 @@ class ExportPlan:
     tensors: dict[str, StoredTensor]
     weights: StateDictSplit
     dtype: str | None
-    """the floating type that is asked for, None: as stored"""
+    """the floating type that weights are converted to, None where they have it already; of what is
+    merged, which has fp32 in between, always a type"""
     max_shard: int
     """bytes of the largest weight file"""
     merge: bool
     """the source is an adapter, to be merged into its base first"""
-    value_head: Path | None
+    critic: list[Path]
+    """the files of the value function that are wanted"""
     repo_id: str | None
     """where it will be pushed, if that is known; the card names it"""
 
@@ -96,23 +103,10 @@ class ExportPlan:
         return self.dtype or self.stored
 
     @property
-    def cast(self) -> str | None:
-        """The type that weights are converted to, None where they already have it."""
-        return None if self.dtype == self.stored else self.dtype
-
-    @property
     def bytes(self) -> int:
         """What the weights will take on the disk."""
         return int(self.weights.metadata["total_size"]) + sum(
             path.stat().st_size for path in self.critic)
-
-    @property
-    def critic(self) -> list[Path]:
-        """The files of the value function that are wanted."""
-        if self.value_head is None:
-            return []
-        trunk = self.value_head.with_name(VALUE_TRUNK)
-        return [self.value_head, *([trunk] if trunk.exists() else [])]
 
     @property
     def trust_remote_code(self) -> bool:
@@ -123,26 +117,16 @@ class ExportPlan:
     @property
     def prompts(self) -> list[str]:
         """What the export is compared with its source on."""
-        return verification_prompts([sample.prompt for sample in self.facts.samples])
+        return verification_prompts([str(after["prompt"]) for _, after in self.facts.samples])
 
     def files(self) -> list[str]:
         """Names of everything that is going to be written."""
-        names = {*self.weights.filename_to_tensors, CARD, RECORD,
-                 *(() if self.adapter else ("config.json", _GENERATION)),
-                 *(path.name for path in (*_copied(self), *self.critic))}
-        if self.weights.is_sharded:
-            names.add(INDEX)
-        if self.facts.run is not None:
-            names |= {TRAINING_CONFIG, CURVE} if curve(self.facts.run) else {TRAINING_CONFIG}
-        if self.facts.evaluation is not None:
-            names.add(EVALUATION)
-        if self.facts.earlier is not None:
-            names |= {file.name for file in self.facts.earlier.files}
-        return sorted(names)
+        return sorted({*self.weights.filename_to_tensors, CARD, RECORD, *_contents(self, Mask({})),
+                       *([INDEX] if self.weights.is_sharded else [])})
 
 
 def plan_export(name: str, source: Path, target: Path, facts: Facts, *, dtype: str | None,
-                max_shard: int, merge: bool, value_head: Path | None, repo_id: str | None
+                max_shard: int, merge: bool, critic: list[Path], repo_id: str | None
                 ) -> ExportPlan:
     """Find out what an export will consist of.
 
@@ -150,18 +134,22 @@ def plan_export(name: str, source: Path, target: Path, facts: Facts, *, dtype: s
         InputError: the weights can't be read, or are quantized and ``dtype`` is given; the base of
             an adapter isn't there.
     """
-    stored, dtype = source, (dtype or "fp32") if merge else dtype
-    if merge:
-        stored = Path(find_model(named_base(source)[0], key=str(source), needs="model")[0])
+    stored, dtype = (base_of(source), dtype or "fp32") if merge else (source, dtype)
     if dtype is not None and "quantization_config" in (read_json(source / "config.json") or {}):
         raise InputError(f"{name} is quantized: its weights can't be cast to {dtype}.",
                          where="--dtype", fix="leave --dtype out")
     tensors = stored_tensors(stored)
+    dtype = None if not merge and dtype == dtype_of(tensors) else dtype
     weights = plan_files(tensors, dtype, max_shard)
     if is_adapter(stored):  # one file, whatever its size: PEFT knows no shards
         weights = plan_files(tensors, None, weights.metadata["total_size"], WEIGHTS)
     return ExportPlan(name, source, target, facts, tensors, weights, dtype, max_shard, merge,
-                      value_head, repo_id)
+                      critic, repo_id)
+
+
+def verification_prompts(texts: list[str]) -> list[str]:
+    """Two prompts: the run's own where there are any."""
+    return list(dict.fromkeys([*filter(str.strip, texts), *_GENERIC]))[:2]
 
 
 def write_export(plan: ExportPlan, mask: Mask, check: Callable[[], None]) -> Verified:
@@ -188,14 +176,12 @@ def write_export(plan: ExportPlan, mask: Mask, check: Callable[[], None]) -> Ver
         write_merged(plan.source, Path(place), plan.prompts, plan.trust_remote_code, check)
         gc.collect()
         return _publish(plan_export(
-            plan.name, Path(place), plan.target, plan.facts, merge=False,
-            dtype=None if plan.dtype == "fp32" else plan.dtype, max_shard=plan.max_shard,
-            value_head=plan.value_head, repo_id=plan.repo_id), mask, check)
+            plan.name, Path(place), plan.target, plan.facts, dtype=plan.dtype, merge=False,
+            max_shard=plan.max_shard, critic=plan.critic, repo_id=plan.repo_id), mask, check)
 
 
 def _publish(plan: ExportPlan, mask: Mask, check: Callable[[], None]) -> Verified:
-    card = plan.target / CARD
-    previous = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else None
+    previous = _read_text(plan.target / CARD) if (plan.target / CARD).is_file() else None
     verified: list[Verified] = []
 
     def write(folder: Path) -> None:
@@ -204,7 +190,7 @@ def _publish(plan: ExportPlan, mask: Mask, check: Callable[[], None]) -> Verifie
         check()
         compare_weights(plan.source, plan.tensors, plan.dtype, folder, check)
         verified.append(verify_model(
-            plan.source, folder, plan.prompts, cast=plan.cast, num_tensors=len(plan.tensors),
+            plan.source, folder, plan.prompts, cast=plan.dtype, num_tensors=len(plan.tensors),
             trust_remote_code=plan.trust_remote_code, check=check))
         _write_record(plan, folder, verified[0], mask)
         check()
@@ -224,32 +210,43 @@ def _publish(plan: ExportPlan, mask: Mask, check: Callable[[], None]) -> Verifie
 def _write_files(plan: ExportPlan, folder: Path, previous: str | None, mask: Mask,
                  check: Callable[[], None]) -> None:
     write_weights(plan.source, plan.tensors, plan.weights, plan.dtype, folder, check)
-    facts, drawn = plan.facts, None
-    told = facts.earlier.files if facts.earlier is not None else ()
-    for file in (*_copied(plan), *plan.critic, *told):
-        shutil.copyfile(file, folder / file.name)
-    if not plan.adapter:
-        _write_json(folder / "config.json", _model_config(plan))
-        if not (folder / _GENERATION).is_file():
-            _derive_generation_config(plan.source, folder)
-    _forget_origin(folder / "tokenizer_config.json")
-    if facts.run is not None:
-        _write_text(folder / TRAINING_CONFIG, yaml.safe_dump(
-            mask.tree(asdict(facts.run.config)), sort_keys=False, allow_unicode=True, width=100))
-        drawn = curve(facts.run)
-    if drawn is not None:
-        _write_text(folder / CURVE, mask(drawn))
-    if facts.evaluation is not None:
-        _write_json(folder / EVALUATION, mask.tree(facts.evaluation))
+    contents, facts = _contents(plan, mask), plan.facts
+    for name, content in contents.items():
+        if isinstance(content, Path):
+            shutil.copyfile(content, folder / name)
+        else:
+            _write_text(folder / name, content)
     location = plan.repo_id or plan.target.name
     if facts.earlier is not None:
-        card = render_again(facts.earlier.card, location, plan.written, previous, mask)
+        card = render_again(_read_text(facts.earlier / CARD), location, plan.written, previous,
+                            mask)
     else:
         card = render_card(facts, previous, mask, dtype=plan.written, location=location,
                            chat=_has_chat_template(folder), pair=is_encoder_decoder(plan.source),
-                           value_head=[path.name for path in plan.critic], curve=drawn is not None,
-                           adapter=plan.adapter)
+                           value_head=[path.name for path in plan.critic],
+                           curve=CURVE in contents, adapter=plan.adapter)
     _write_text(folder / CARD, card)
+
+
+def _contents(plan: ExportPlan, mask: Mask) -> dict[str, Path | str]:
+    """Name -> text, or the file that is copied as it is, of all but weights, card and record."""
+    facts, source = plan.facts, plan.source
+    found: dict[str, Path | str] = {file.name: file for file in (*_copied(plan), *plan.critic)}
+    if not plan.adapter:
+        found["config.json"] = _json(_model_config(plan))
+        if GENERATION not in found:
+            found[GENERATION] = _derived_generation_config(source)
+    tokenizer = read_json(source / "tokenizer_config.json") or {}
+    if tokenizer.pop("name_or_path", None) is not None:  # the folder that it was once loaded from
+        found["tokenizer_config.json"] = _json(tokenizer)
+    if facts.run is not None:
+        found[TRAINING_CONFIG] = yaml.safe_dump(
+            mask.tree(asdict(facts.run.config)), sort_keys=False, allow_unicode=True, width=100)
+        if (drawn := curve(facts.run)) is not None:
+            found[CURVE] = mask(drawn)
+    if facts.evaluation is not None:
+        found[EVALUATION] = _json(mask.tree(facts.evaluation))
+    return found
 
 
 def _write_record(plan: ExportPlan, folder: Path, verified: Verified, mask: Mask) -> None:
@@ -262,17 +259,19 @@ def _write_record(plan: ExportPlan, folder: Path, verified: Verified, mask: Mask
         "evaluation": {"before": facts.before, "after": facts.after} if facts.run else None,
         "run_id": (summary or {}).get("run_id"), "versions": facts.versions}
     if facts.earlier is not None:
-        record |= {name: facts.earlier.record.get(name) for name in _OF_TRAINING}
+        told = read_record(facts.earlier) or {}
+        record |= {name: told.get(name) for name in _OF_TRAINING}
     record = mask.tree(record)
     record["files"] = {file.name: sha256_file(file) for file in sorted(folder.iterdir())
                        if file.name != CARD}
-    _write_json(folder / RECORD, record)
+    _write_text(folder / RECORD, _json(record))
 
 
 def _copied(plan: ExportPlan) -> list[Path]:
     """Files that are copied as they are: the tokenizer's, how to sample, what PEFT reads of an
-    adapter, and code that the model ships with."""
-    names = [*_TOKENIZER, _GENERATION, *((CONFIG, BASE) if plan.adapter else ())]
+    adapter, what an earlier export tells, and code that the model ships with."""
+    names = [*_TOKENIZER, GENERATION, *((CONFIG, BASE) if plan.adapter else ()),
+             *(_TOLD if plan.facts.earlier is not None else ())]
     found = [plan.source / name for name in names if (plan.source / name).is_file()]
     if "auto_map" in (read_json(plan.source / "config.json") or {}):
         found += sorted(plan.source.glob("*.py"))
@@ -283,31 +282,20 @@ def _model_config(plan: ExportPlan) -> dict[str, Any]:
     """The source's config.json, saying the type of the exported weights and no path."""
     config = read_json(plan.source / "config.json") or {}
     config.pop("_name_or_path", None)
-    old = config.pop("torch_dtype", None)
-    if plan.written in TORCH_DTYPES:
-        config["dtype"] = TORCH_DTYPES[plan.written]
-        for part in config.values():  # of a model made of several, e.g. text_config
-            if isinstance(part, dict) and {"dtype", "torch_dtype"} & part.keys():
-                part.pop("torch_dtype", None)
-                part["dtype"] = config["dtype"]
-    elif old is not None:
-        config.setdefault("dtype", old)
+    parts = [part for part in config.values()  # of a model made of several, e.g. text_config
+             if isinstance(part, dict) and {"dtype", "torch_dtype"} & part.keys()]
+    for part in [config, *parts] if plan.written in TORCH_DTYPES else []:
+        part.pop("torch_dtype", None)
+        part["dtype"] = TORCH_DTYPES[plan.written]
     return config
 
 
-def _derive_generation_config(source: Path, folder: Path) -> None:
+def _derived_generation_config(source: Path) -> str:
     """What transformers would take for generation where the source says nothing."""
     from transformers import AutoConfig, GenerationConfig
 
     config = AutoConfig.from_pretrained(str(source), local_files_only=True)
-    GenerationConfig.from_model_config(config).save_pretrained(str(folder))
-
-
-def _forget_origin(path: Path) -> None:
-    """Take the folder that a tokenizer was once loaded from out of its configuration."""
-    config = read_json(path) or {}
-    if config.pop("name_or_path", None) is not None:
-        _write_json(path, config)
+    return str(GenerationConfig.from_model_config(config).to_json_string())
 
 
 def _has_chat_template(folder: Path) -> bool:
@@ -315,8 +303,12 @@ def _has_chat_template(folder: Path) -> bool:
             or bool((read_json(folder / "tokenizer_config.json") or {}).get("chat_template")))
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    _write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+def _json(value: dict[str, Any]) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+def _read_text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
 
 
 def _write_text(path: Path, text: str) -> None:
@@ -336,20 +328,16 @@ def foreign_files(folder: Path) -> list[str]:
     return sorted(name for name in os.listdir(folder) if name not in known)
 
 
-def earlier_export(source: Path, say: Callable[[str], None]) -> Earlier | None:
-    """What the export in ``source`` tells of its training; None for any other folder, and for an
-    export with files that were changed: it tells of other weights."""
-    record, card = read_record(source), source / CARD
-    if record is None or not card.is_file():
+def earlier_export(source: Path, say: Callable[[str], None]) -> dict[str, Any] | None:
+    """The record of the export in ``source``; None for any other folder, and for an export with
+    files that were changed: it tells of other weights."""
+    if read_record(source) is None or not (source / CARD).is_file():
         return None
     try:
-        check_whole(source, links=True)  # a snapshot of a Hub repository is made of them
+        return check_whole(source, links=True)  # a snapshot of a Hub repository is made of them
     except InputError as changed:
         say(f"{changed.what} What it tells of its training is left behind.")
         return None
-    files = tuple(source / name for name in (TRAINING_CONFIG, CURVE, EVALUATION, VALUE_HEAD,
-                                             VALUE_TRUNK) if name in record["files"])
-    return Earlier(record, card.read_text(encoding="utf-8", errors="replace"), files)
 
 
 def check_whole(folder: Path, *, links: bool = False) -> dict[str, Any]:

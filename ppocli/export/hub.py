@@ -107,7 +107,8 @@ class _Session:
         from huggingface_hub.errors import LocalTokenNotFoundError
 
         try:
-            found = self._step("asking the Hub who you are", self.api.whoami)
+            found = self._step("asking the Hub who you are", self.api.whoami,
+                               expected=LocalTokenNotFoundError)
         except LocalTokenNotFoundError:
             raise self._failed("there is no token", fix="log in with hf auth login (or set "
                                f"HF_TOKEN), then: {self.command}") from None
@@ -125,21 +126,19 @@ class _Session:
         self.wanted = replace(self.wanted, repo_id=repo)
         private = self.wanted.private is not False
         try:
-            info = self._step("looking for the repository", lambda: self.api.repo_info(repo))
+            info = self._step("looking for the repository", lambda: self.api.repo_info(repo),
+                              expected=RepositoryNotFoundError)
         except RepositoryNotFoundError:
             self._step("creating the repository", lambda: self.api.create_repo(
                 repo, private=private, exist_ok=True))
             self.say(f"created {repo} ({'private' if private else 'public'})")
             return repo
-        if bool(info.private) != private:
-            raise self._other_visibility(repo, bool(info.private))
-        return repo
-
-    def _other_visibility(self, repo: str, is_private: bool) -> HubError:
-        there, asked = ("private", "public") if is_private else ("public", "private")
+        if bool(info.private) == private:
+            return repo
+        there, asked = ("public", "private") if private else ("private", "public")
         why = f"asked for {asked}" if self.wanted.private is not None else "the default is private"
-        anyway = replace(self.wanted, private=is_private).push_command(self.folder)
-        return self._failed(
+        anyway = replace(self.wanted, private=not private).push_command(self.folder)
+        raise self._failed(
             f"the repository is there already and is {there}, and {why}",
             fix=f"push to the {there} repository: {anyway}; or make it {asked} first at "
             f"{self.endpoint}/{repo}/settings; or take another --repo-id")
@@ -192,32 +191,27 @@ class _Session:
             return str(response.text)
 
         try:
-            return user_text(self._step("reading the README there", fetch))
+            return user_text(self._step("reading the README there", fetch,
+                                        expected=EntryNotFoundError))
         except EntryNotFoundError:
             return None
 
-    def _step(self, doing: str, action: Callable[[], T], waits: tuple[float, ...] = _WAITS) -> T:
+    def _step(self, doing: str, action: Callable[[], T], waits: tuple[float, ...] = _WAITS,
+              expected: type[Exception] | tuple[()] = ()) -> T:
         """Do something on the Hub; dropped connections and failures of the Hub are waited out.
 
         Args:
             waits: seconds before each further try; none for what must not be done twice.
+            expected: an answer of the Hub that the caller knows what to do about.
         """
-        from huggingface_hub.errors import (
-            EntryNotFoundError,
-            LocalTokenNotFoundError,
-            RepositoryNotFoundError,
-        )
-
         started = time.monotonic()
         for wait in (*waits, None):
             try:
                 return action()
-            except (LocalTokenNotFoundError, EntryNotFoundError):
+            except expected:
                 raise
             except Exception as error:
                 status = _status(error)
-                if isinstance(error, RepositoryNotFoundError) and status == 404:
-                    raise
                 late = time.monotonic() - started > _PATIENCE
                 passes = _is_transport(error) if status is None else status in _PASSING
                 if wait is None or late or not passes:

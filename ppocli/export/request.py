@@ -23,16 +23,16 @@ from ppocli.export.folder import (
     plan_export,
     read_record,
 )
-from ppocli.export.weights import parse_size
 from ppocli.runs.record import is_run
 from ppocli.runs.target import Target, find_target
 from ppocli.storage.adapter_files import CONFIG, is_adapter
 from ppocli.storage.atomic import read_json
-from ppocli.storage.model_files import VALUE_HEAD, check_folder
-from ppocli.text import first_line
+from ppocli.storage.model_files import VALUE_HEAD, VALUE_TRUNK, check_folder
+from ppocli.text import first_line, short_path
 
 DEFAULT_SHARD = "5GB"
 _LONGEST_NAME = 96
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py", CARD,
              TRAINING_CONFIG, CURVE]
 """of a Hub repository, what an export reads"""
@@ -104,6 +104,20 @@ class ExportRequest:
         return [option for option, there in given.items() if there]
 
 
+def parse_size(text: str) -> int:
+    """``5GB`` in bytes (decimal units, as disks are sold).
+
+    Raises:
+        ConfigError: it is no positive size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KB|MB|GB|TB)", text.strip(), re.IGNORECASE)
+    size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
+    if size <= 0:
+        raise ConfigError(f"--max-shard-size {text} is no size.", where="--max-shard-size",
+                          fix="a number with KB, MB, GB or TB: --max-shard-size 5GB")
+    return size
+
+
 def check_repo_id(repo_id: str | None) -> None:
     """Refuse what is a path or no name of a repository.
 
@@ -112,17 +126,17 @@ def check_repo_id(repo_id: str | None) -> None:
     """
     if repo_id is None:
         return
-    fix = "--repo-id USER/NAME names a repository on the Hub; --output DIR a folder"
-    if repo_id.startswith((".", "/", "~")) or os.path.lexists(repo_id):
-        raise ConfigError(f"--repo-id {repo_id} is a path.", where="--repo-id", fix=fix)
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
     try:
+        if repo_id.startswith((".", "/", "~")) or os.path.lexists(repo_id):
+            raise HFValidationError("it is a path.")
         validate_repo_id(repo_id)
     except HFValidationError as error:
-        raise ConfigError(f"--repo-id {repo_id} is no name of a repository: "
-                          f"{str(error).splitlines()[0]}", where="--repo-id", fix=fix) from error
+        raise ConfigError(f"--repo-id {repo_id} is no name of a repository: {first_line(error)}",
+                          where="--repo-id", fix="--repo-id USER/NAME names a repository on the "
+                          "Hub; --output DIR a folder") from error
 
 
 def repo_name(name: str) -> str:
@@ -134,10 +148,8 @@ def repo_name(name: str) -> str:
 
 def shown(folder: Path) -> str:
     """A folder as the user would type it."""
-    folder = folder.absolute()
-    below = folder.is_relative_to(Path.cwd())
-    shown = str(folder.relative_to(Path.cwd())) if below else str(folder)
-    return shown if "/" in shown else f"./{shown}"
+    path = short_path(str(folder.absolute()))
+    return path if "/" in path else f"./{path}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,21 +180,20 @@ def resolve(request: ExportRequest, say: Callable[[str], None],
     if existing is not None:
         return existing
     target = find_target(request.run, say=say, step=request.step, best=request.best)
-    value_head = None
+    critic: list[Path] = []
     if request.include_value_head:
-        target, value_head = _with_value_head(target)
+        target, critic = _with_critic(target)
     destination = _destination(request, target)
     source = _local(target.model)
     check_destination(request, destination, source)
     merge = _merges(request, source, target.name, say)
     facts = gather(target, network=not request.dry_run, command=command)
     if facts.run is None and (earlier := earlier_export(source, say)) is not None:
-        step = earlier.record.get("step")
-        facts = replace(facts, name=str(earlier.record.get("run") or facts.name), earlier=earlier,
-                        step=step if isinstance(step, int) else None)
+        facts = replace(facts, name=earlier["run"] or facts.name, step=earlier["step"],
+                        earlier=source)
     return plan_export(target.name, source, destination, facts, dtype=request.dtype,
                        max_shard=parse_size(request.max_shard_size or DEFAULT_SHARD), merge=merge,
-                       value_head=value_head, repo_id=request.repo_id)
+                       critic=critic, repo_id=request.repo_id)
 
 
 def _merges(request: ExportRequest, source: Path, name: str, say: Callable[[str], None]) -> bool:
@@ -225,12 +236,12 @@ def _existing(request: ExportRequest) -> Existing | None:
     return Existing(folder.absolute(), str(record.get("run") or folder.name))
 
 
-def _with_value_head(target: Target) -> tuple[Target, Path]:
-    """The checkpoint of exactly the target's step, and the value head in it; an export may hold
-    one itself."""
-    record = read_record(Path(target.model)) if target.run_dir is None else None
-    if record is not None and VALUE_HEAD in record["files"]:
-        return target, Path(target.model) / VALUE_HEAD
+def _with_critic(target: Target) -> tuple[Target, list[Path]]:
+    """The checkpoint of exactly the target's step, and the files of the value function in it; an
+    export may hold them itself."""
+    if target.run_dir is None and VALUE_HEAD in (read_record(Path(target.model)) or {}).get(
+            "files", ()):
+        return target, _critic(Path(target.model))
     if target.run_dir is None or target.step is None:
         raise InputError(f"{target.name} has no value head: only the checkpoints of a run have "
                          "one.", where="--include-value-head",
@@ -246,11 +257,14 @@ def _with_value_head(target: Target) -> tuple[Target, Path]:
                              fix=error.fix or "leave the option out") from error
         target = replace(found, name=target.name)
     assert target.checkpoint is not None
-    head = target.checkpoint / VALUE_HEAD
-    if not head.is_file():
+    if not (critic := _critic(target.checkpoint)):
         raise InputError(f"{target.name} has no value head: it was trained without a critic.",
                          where="--include-value-head", fix="leave the option out")
-    return target, head
+    return target, critic
+
+
+def _critic(folder: Path) -> list[Path]:
+    return [folder / name for name in (VALUE_HEAD, VALUE_TRUNK) if (folder / name).is_file()]
 
 
 def _destination(request: ExportRequest, target: Target) -> Path:

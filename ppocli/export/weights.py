@@ -1,43 +1,50 @@
-"""Weights from one safetensors folder to another: cast where asked, cut into shards, compared.
+"""Weights from one safetensors folder to another: cast where asked, cut into shards, verified.
 
 Tensors are copied one by one and never go through a model class, so names, shapes and, without a
-cast, bits are the source's; what is in memory at any moment is one shard.
+cast, bits are the source's; what is in memory at any moment is one shard. The result is compared
+tensor by tensor, and as a model that plain transformers reads back from the folder alone.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
-import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppocli.config.schema import ModelConfig
-from ppocli.errors import CheckpointError, ConfigError, InputError
-from ppocli.export.verify import largest_difference, logits_of, prompt_ids
+from ppocli.errors import CheckpointError, InputError, PpocliError
 from ppocli.storage import faults
-from ppocli.storage.adapter_files import BASE, CONFIG, is_adapter
 from ppocli.storage.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
-from ppocli.storage.model_files import SAFETENSORS
+from ppocli.storage.adapter_files import is_adapter, named_base
+from ppocli.storage.model_files import SAFETENSORS, find_model
+from ppocli.text import first_line
 
 if TYPE_CHECKING:
     from huggingface_hub import StateDictSplit
 
 INDEX = f"{SAFETENSORS}.index.json"
-SHORT_DTYPES = {"F64": "fp64", "F32": "fp32", "BF16": "bf16", "F16": "fp16"}
+GENERATION = "generation_config.json"
+_SHORT_DTYPES = {"F64": "fp64", "F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 """floating types in safetensors files and what users call them; only these are cast"""
 TORCH_DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """what torch and config.json call them"""
-_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_CAST = "export.tensor"
+_DIGITS = {"bf16": 8, "fp16": 11}
+"""bits of the significand, the hidden one included"""
 _MERGED_TOLERANCE = 1e-5
 """how far logits may be from those of base and adapter apart (relative RMS, in fp32)"""
+
+
+def base_of(folder: Path) -> Path:
+    """The folder of an adapter's base; an InputError where it names none, or that isn't there."""
+    return Path(find_model(named_base(folder)[0], key=str(folder), needs="model")[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +53,14 @@ class StoredTensor:
 
     file: str
     dtype: str
-    """as safetensors spells it: ``F32``"""
-    shape: tuple[int, ...]
+    """a floating type as users call it, ``fp32``; another as safetensors spells it, ``I64``"""
     num_bytes: int
 
-    def dtype_as(self, dtype: str | None) -> str:
-        """Its type once cast to ``dtype`` (``bf16``; None: as it is), as safetensors spells it."""
-        if dtype is None or self.dtype not in SHORT_DTYPES:
-            return self.dtype
-        return next(stored for stored, short in SHORT_DTYPES.items() if short == dtype)
-
     def bytes_as(self, dtype: str | None) -> int:
-        """Its size once cast to ``dtype``."""
-        kept = dtype is None or self.dtype not in SHORT_DTYPES
-        return self.num_bytes if kept else math.prod(self.shape) * _BYTES[str(dtype)]
+        """Its size once cast to ``dtype`` (``bf16``; None: as it is)."""
+        if dtype is None or self.dtype not in TORCH_DTYPES:
+            return self.num_bytes
+        return self.num_bytes * int(dtype[2:]) // int(self.dtype[2:])
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -84,29 +85,14 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         raise InputError(f"The weights in {folder} can't be read: {error}", where=str(folder),
                          fix="a file is truncated or damaged; copy or download it again"
                          ) from error
-    return {name: StoredTensor(file, tensor.dtype, tuple(tensor.shape),
+    return {name: StoredTensor(file, _SHORT_DTYPES.get(tensor.dtype, tensor.dtype),
                                tensor.data_offsets[1] - tensor.data_offsets[0])
             for file in sorted(found) for name, tensor in found[file].tensors.items()}
 
 
 def dtype_of(tensors: dict[str, StoredTensor]) -> str:
     """The floating type of the weights, as users call it; several are joined: ``bf16+fp32``."""
-    found = {SHORT_DTYPES[t.dtype] for t in tensors.values() if t.dtype in SHORT_DTYPES}
-    return "+".join(sorted(found)) or "?"
-
-
-def parse_size(text: str) -> int:
-    """``5GB`` in bytes (decimal units, as disks are sold).
-
-    Raises:
-        ConfigError: it is no positive size.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KB|MB|GB|TB)", text.strip(), re.IGNORECASE)
-    size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
-    if size <= 0:
-        raise ConfigError(f"--max-shard-size {text} is no size.", where="--max-shard-size",
-                          fix="a number with KB, MB, GB or TB: --max-shard-size 5GB")
-    return size
+    return "+".join(sorted({t.dtype for t in tensors.values()} & TORCH_DTYPES.keys())) or "?"
 
 
 def plan_files(tensors: dict[str, StoredTensor], dtype: str | None, max_shard: int,
@@ -136,7 +122,7 @@ def write_weights(source: Path, tensors: dict[str, StoredTensor], plan: StateDic
         for name, tensor in _read(source, tensors, names):
             check()
             shard[name] = cast = _cast(name, tensor, dtype)
-            if faults.point(_CAST) and cast.is_floating_point() and cast.numel():
+            if faults.point("export.tensor") and cast.is_floating_point() and cast.numel():
                 shard[name] = cast.clone()
                 shard[name].view(-1)[0] = float("nan")
         save_file(shard, folder / file, metadata={"format": "pt"})
@@ -155,27 +141,23 @@ def compare_weights(source: Path, tensors: dict[str, StoredTensor], dtype: str |
     """
     import torch
 
+    fix = "export again; if it happens again, the disk or the memory is at fault"
     written = stored_tensors(folder)
-    for name in tensors:
-        if name not in written:
-            raise _differs(f"{name} is missing")
-    for name in written:
-        if name not in tensors:
-            raise _differs(f"{name} is not in the source")
-    for name, own in written.items():
-        wanted = tensors[name]
-        kind = wanted.dtype_as(dtype)
-        if (own.shape, own.dtype) != (wanted.shape, kind):
-            raise _differs(f"{name} is {own.dtype} {list(own.shape)}, "
-                           f"not {kind} {list(wanted.shape)}")
+    if missing := tensors.keys() - written.keys():
+        raise _differs(f"{min(missing)} is missing", fix)
+    if added := written.keys() - tensors.keys():
+        raise _differs(f"{min(added)} is not in the source", fix)
     pairs = zip(_read(source, tensors, list(tensors)), _read(folder, written, list(tensors)),
                 strict=True)
-    for (name, theirs), (_, ours) in pairs:
+    for (name, stored), (_, ours) in pairs:
         check()
-        flat = (t.contiguous().reshape(-1).view(torch.uint8)
-                for t in (_cast(name, theirs, dtype), ours))
-        if not torch.equal(*flat):
-            raise _differs(f"the values of {name} differ")
+        theirs = _cast(name, stored, dtype)
+        if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
+            raise _differs(f"{name} is {ours.dtype} {list(ours.shape)}, "
+                           f"not {theirs.dtype} {list(theirs.shape)}", fix)
+        if not torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8)
+                             for tensor in (theirs, ours))):
+            raise _differs(f"the values of {name} differ", fix)
 
 
 def _read(folder: Path, tensors: dict[str, StoredTensor], names: list[str]
@@ -206,10 +188,10 @@ def _cast(name: str, tensor: Any, dtype: str | None) -> Any:
     return result
 
 
-def _differs(what: str) -> CheckpointError:
+def _differs(what: str, fix: str = "please report this with the model's config.json"
+             ) -> CheckpointError:
     return CheckpointError(f"The export differs from its source: {what}. Nothing was published.",
-                           fix="export again; if it happens again, the disk or the memory is at "
-                           "fault")
+                           fix=fix)
 
 
 def write_merged(source: Path, folder: Path, prompts: list[str], trust_remote_code: bool,
@@ -226,6 +208,7 @@ def write_merged(source: Path, folder: Path, prompts: list[str], trust_remote_co
     import torch
 
     from ppocli.models.loading.language_model import load_lm, load_tokenizer
+    from ppocli.training.saved_model import SavedModel
 
     if not torch.cuda.is_available():
         # transformers imports deepspeed when it saves, which would guess and say so on stdout
@@ -233,7 +216,8 @@ def write_merged(source: Path, folder: Path, prompts: list[str], trust_remote_co
     cfg = ModelConfig(path=str(source), trust_remote_code=trust_remote_code)
     loaded = load_lm(cfg)
     assert loaded.adapter is not None
-    ids = prompt_ids(load_tokenizer(cfg), prompts)
+    tokenizer = load_tokenizer(cfg)
+    ids = prompt_ids(tokenizer, prompts)
     expected = logits_of(loaded.lm, ids)
     check()
     lm = loaded.adapter.model.merge_and_unload()
@@ -244,11 +228,172 @@ def write_merged(source: Path, folder: Path, prompts: list[str], trust_remote_co
             f"{_MERGED_TOLERANCE:g}). Nothing was published.",
             fix="write the adapter's own folder: --adapter")
     check()
-    lm.save_pretrained(folder, safe_serialization=True)
-    config = loaded.export_config
-    config.architectures, config.dtype = [type(lm).__name__], "float32"
-    config.save_pretrained(folder)
-    loaded.generation_config.save_pretrained(folder)
-    for file in source.iterdir():
-        if file.is_file() and file.name not in (CONFIG, BASE, ADAPTER_WEIGHTS, "README.md"):
-            shutil.copyfile(file, folder / file.name)
+    SavedModel(lm, loaded.export_config, loaded.generation_config, tokenizer).write(folder)
+    if (source / GENERATION).is_file():  # of the training; what is loaded has that of the base
+        shutil.copyfile(source / GENERATION, folder / GENERATION)
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What was compared, and how close it came."""
+
+    tensors: int
+    prompts: int
+    logits: float
+    """relative root-mean-square difference of the logits; 0 where nothing was rounded"""
+    allowed: float
+    transformers: str
+
+    def sentence(self) -> str:
+        """For the user."""
+        logits = "equal" if self.logits == 0 else f"within {self.logits:.1e} (rounding)"
+        return (f"Verified: reloaded with transformers {self.transformers}; {self.tensors} tensors "
+                f"equal, logits on {self.prompts} prompts {logits}, tokenizer equal.")
+
+
+def tolerance(dtype: str, layers: int) -> float:
+    """How much rounding the weights to ``dtype`` may change logits, as relative RMS.
+
+    Rounding to nearest with p significant bits changes a weight by at most u = 2^-p of itself
+    (Higham, Accuracy and Stability of Numerical Algorithms, 2002, theorem 2.2). The 2L + 2
+    matrices on the way through L layers contribute independent errors of that size, which add up
+    as a random walk does; 4 times that leaves room for networks that amplify. A wrong, swapped or
+    transposed weight gives differences of order 1.
+    """
+    return 4 * 2.0 ** -_DIGITS[dtype] * math.sqrt(2 * layers + 2)
+
+
+def verify_model(source: Path, folder: Path, prompts: list[str], *, cast: str | None,
+                 num_tensors: int, trust_remote_code: bool, check: Callable[[], None]) -> Verified:
+    """Reload ``folder`` as any user would and compare it with ``source``.
+
+    One model is in memory at a time.
+
+    Args:
+        prompts: to compare logits and tokenizers on.
+        cast: the type the weights were converted to, None where they were kept as stored.
+        num_tensors: how many were compared before, for the record.
+        check: called between the parts; may raise to stop.
+
+    Raises:
+        CheckpointError: something differs; the message says what.
+        InputError: the source itself can't be loaded.
+    """
+    import transformers
+
+    hub = {"trust_remote_code": trust_remote_code, "local_files_only": True}
+    tokenizers: list[Any] = []
+    found = []
+    for place, failure in ((source, InputError), (folder, CheckpointError)):
+        check()
+        with _loading(place, failure):
+            tokenizers.append(transformers.AutoTokenizer.from_pretrained(place, **hub))
+            model = _load_policy(place, hub)
+        if cast is not None:  # compute in fp32, so that nothing but rounded weights counts
+            model.float()
+        found.append(logits_of(model, prompt_ids(tokenizers[0], prompts)))
+        layers = int(getattr(model.config.get_text_config(), "num_hidden_layers", 1) or 1)
+        del model
+        gc.collect()
+    check()
+    compare_tokenizers(tokenizers[0], tokenizers[1], prompts)
+    allowed = 0.0 if cast in (None, "fp32") else tolerance(str(cast), layers)
+    worst = largest_difference(*found)
+    if not worst <= allowed:
+        raise _differs(f"logits are off by {worst:.3g} (relative RMS; allowed: {allowed:.3g})")
+    generation = source / GENERATION
+    if generation.is_file() and generation.read_bytes() != (folder / generation.name).read_bytes():
+        raise _differs(f"{generation.name} is another")
+    return Verified(num_tensors, len(prompts), worst, allowed, transformers.__version__)
+
+
+def compare_tokenizers(own: Any, ours: Any, prompts: list[str]) -> None:
+    """Ids, special tokens and the chat template must be the same.
+
+    Raises:
+        CheckpointError: they are not.
+    """
+    if (len(own), own.special_tokens_map) != (len(ours), ours.special_tokens_map):
+        raise _differs("the tokenizer has another size or other special tokens")
+    if own.chat_template != ours.chat_template:
+        raise _differs("the chat template is another")
+    special = " ".join(own.all_special_tokens)
+    for text in (*prompts, special, *(f"{prompt}{special}" for prompt in prompts)):
+        for plain in (True, False):
+            a = own(text, add_special_tokens=plain)["input_ids"]
+            b = ours(text, add_special_tokens=plain)["input_ids"]
+            if a != b or own.decode(a) != ours.decode(b):
+                raise _differs(f"the tokenizer gives other ids for {text[:60]!r}")
+
+
+def prompt_ids(tokenizer: Any, prompts: list[str]) -> list[list[int]]:
+    """Token ids of each prompt; of one without any, a single token."""
+    return [list(tokenizer(prompt)["input_ids"]) or [tokenizer.eos_token_id or 0]
+            for prompt in prompts]
+
+
+@contextmanager
+def _loading(folder: Path, failure: type[PpocliError]) -> Iterator[None]:
+    try:
+        yield
+    except PpocliError:
+        raise
+    except Exception as error:  # transformers and PEFT raise many kinds here, all about the folder
+        raise failure(f"transformers can't load {folder}: {first_line(error)}",
+                      where=str(folder)) from error
+
+
+def _load_policy(folder: Path, hub: dict[str, Any]) -> Any:
+    """The model in a folder, or the adapter there on its base, by transformers and PEFT alone."""
+    import transformers
+
+    adapter = is_adapter(folder)
+    place = base_of(folder) if adapter else folder
+    config = transformers.AutoConfig.from_pretrained(place, **hub)
+    kind: Any = (transformers.AutoModelForSeq2SeqLM if getattr(config, "is_encoder_decoder", False)
+                 else transformers.AutoModelForCausalLM)
+    model, info = kind.from_pretrained(place, output_loading_info=True, dtype="auto", **hub)
+    if wrong := [*info["missing_keys"], *map(str, info["mismatched_keys"])]:
+        raise ValueError(f"the weights do not fit the model: {min(wrong)}")
+    if adapter:
+        from peft import PeftModel
+
+        with warnings.catch_warnings():
+            # PEFT asks transformers by names that are going to be dropped
+            warnings.filterwarnings("ignore", category=FutureWarning)
+            model = PeftModel.from_pretrained(model, str(folder))
+    # Tensors may be views of the file, aligned as it happens; kernels round by alignment.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model.eval()
+
+
+def logits_of(model: Any, ids: list[list[int]]) -> list[Any]:
+    """Logits [T, V] of each prompt, fp32, those of virtual tokens left out."""
+    import torch
+
+    found = []
+    with torch.inference_mode():
+        for row in ids:
+            given = {"input_ids": torch.tensor([row])}
+            if getattr(model.config, "is_encoder_decoder", False):
+                # what the decoder says after its start and the same tokens
+                start = int(model.config.decoder_start_token_id or 0)
+                given["decoder_input_ids"] = torch.tensor([[start, *row[:-1]]])
+            found.append(model(**given).logits[0][-len(row):].float().clone())
+    return found
+
+
+def largest_difference(expected: list[Any], found: list[Any]) -> float:
+    """The largest relative root-mean-square difference of two lists of tensors; infinite where
+    shapes differ or one isn't finite."""
+    import torch
+
+    worst = 0.0
+    for a, b in zip(expected, found, strict=True):
+        if a.shape != b.shape:
+            return math.inf
+        if not torch.equal(a, b):
+            gap = float((a - b).double().norm() / a.double().norm().clamp_min(1e-30))
+            worst = max(worst, gap if math.isfinite(gap) else math.inf)
+    return worst

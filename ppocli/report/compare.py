@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ppocli.config.resolved import config_differences, flat
-from ppocli.report.plot import run_labels
+from ppocli.report.curves import run_labels
 from ppocli.runs.listing import best_evaluation
 from ppocli.runs.record import RunRecord
 
-METRICS = ("reward/mean", "objective/kl", "objective/entropy", "rollout/response_tokens_mean",
-           "rollout/finished_share")
-EVALUATION = ("eval/reward_mean", "eval/kl_mean", "eval/response_tokens_mean", "eval/distinct_2")
+_FIGURES = ("reward/mean", "objective/kl", "objective/entropy", "rollout/response_tokens_mean",
+            "rollout/finished_share", "eval/reward_mean", "eval/kl_mean",
+            "eval/response_tokens_mean", "eval/distinct_2")
 # how a reward is called, which doesn't change its scores
 _CALLING = ("reward.timeout", "reward.retries", "reward.metric_fn", "reward.scale")
 
@@ -78,11 +78,10 @@ def compare_runs(runs: Sequence[RunRecord]) -> Comparison:
     episodes = min(_episodes(run.rows) for run in runs)
     compared = []
     for label, run in zip(labels, runs, strict=True):
-        best = best_evaluation(run)
+        best_step, best = best_evaluation(run)
         compared.append(Compared(
             label, str(run.folder.path), run.status, _at(run, episodes),
-            _at(run, _episodes(run.rows)), best[1] if best else None, best[0] if best else None,
-            run.config.checkpoint.metric))
+            _at(run, _episodes(run.rows)), best, best_step, run.config.checkpoint.metric))
     wins = [_wins(runs[0], run, labels[0], label)
             for label, run in zip(labels[1:], runs[1:], strict=True)]
     return Comparison(compared, episodes, _differences(runs), wins)
@@ -95,9 +94,8 @@ def _episodes(rows: Sequence[dict[str, Any]]) -> int:
 def _at(run: RunRecord, episodes: int) -> At:
     rows = [row for row in run.rows if int(row.get("episode") or 0) <= episodes]
     extra = [name for name in run.names if name.startswith("eval/metrics/")]
-    figures = {name: next((row[name] for row in reversed(rows)
-                           if isinstance(row.get(name), (int, float))), None)
-               for name in (*METRICS, *EVALUATION, *extra)}
+    figures = {name: next((row[name] for row in reversed(rows) if row.get(name) is not None), None)
+               for name in (*_FIGURES, *extra)}
     seconds = sum(row.get(name) or 0.0 for row in rows for name in ("time/step", "time/eval"))
     return At(int(rows[-1]["step"]) if rows else 0, _episodes(rows), seconds, figures)
 
@@ -134,4 +132,4 @@ def _wins(base: RunRecord, run: RunRecord, base_name: str, name: str) -> Wins:
 
 def _final_samples(run: RunRecord) -> list[dict[str, Any]]:
     evaluated = run.series("eval/reward_mean")
-    return run.eval_samples(evaluated[-1][0]) if evaluated else []
+    return run.eval_samples(evaluated[-1][0])[0] if evaluated else []

@@ -1,14 +1,23 @@
-"""Which figures of a run are drawn together, thinned to what a picture can show."""
+"""Which figures of runs are drawn: those of a report together, thinned to what a picture can show,
+and those that ``ppocli plot`` is asked for, smoothed, as SVG or PNG.
+
+Drawing in the terminal is :mod:`ppocli.cli.plot`.
+"""
 
 from __future__ import annotations
 
+import io
 import math
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal
 
-from ppocli.runs.charts import Line, line_chart, thin
+from ppocli.errors import ConfigError, InputError
+from ppocli.runs.charts import Line, line_chart, stacked, thin
 from ppocli.runs.record import RunRecord
-from ppocli.text import sparkline
+from ppocli.text import did_you_mean, sparkline
 
 MOST_POINTS = 1000
 _MOST_DOTS = 60
@@ -130,3 +139,131 @@ def _kind(figure: str, count: int, evaluated: bool) -> Literal["line", "thin", "
     if figure.startswith("eval/"):
         return "dots" if count <= _MOST_DOTS else "line"
     return "thin" if evaluated else "line"
+
+
+SHORT = {
+    "reward": "reward/mean", "kl": "objective/kl", "length": "rollout/response_tokens_mean",
+    "entropy": "objective/entropy", "clip": "policy/clipfrac_avg", "lr": "lr",
+    "loss": "loss/total_avg", "eval": "eval/reward_mean"}
+"""short names of the figures that are looked at most"""
+_WIDTH, _HEIGHT = 640, 240
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One figure of one run."""
+
+    run: str
+    """the run's label, different for each run of a chart"""
+    metric: str
+    points: list[tuple[int, float]]
+    """(step, value) of every step that has a finite value"""
+
+
+def metric_names(text: str, runs: Sequence[RunRecord]) -> list[str]:
+    """Full names for ``reward,kl`` or ``policy/grad_norm``, each once.
+
+    Raises:
+        ConfigError: a name that none of the runs has, with what they have.
+        InputError: the runs have no figures at all yet.
+    """
+    known = list(dict.fromkeys(name for run in runs for name in run.names))
+    if not known:
+        going = any(run.status == "running" for run in runs)
+        raise InputError(f"There are no figures in {', '.join(run.name for run in runs)}"
+                         + (" yet." if going else "."), where="metrics.jsonl",
+                         fix="wait for the first step" if going else "it ended without a row: "
+                         "name another run, or go on with this one: "
+                         f"ppocli resume {runs[0].folder.path}")
+    names = []
+    for given in (part.strip() for part in text.split(",")):
+        name = SHORT.get(given, given)
+        if name not in known:
+            short = [key for key, full in SHORT.items() if full in known]
+            raise ConfigError(
+                f"--metric {given}: " + (f"these runs have no {name}" if given in SHORT else
+                                         "there is no such figure in these runs")
+                + did_you_mean(given, [*short, *known]), where="command line",
+                fix=f"choose of: {', '.join(short)}; or by full name: {', '.join(known)}")
+        names.append(name)
+    return list(dict.fromkeys(names))
+
+
+def run_labels(runs: Sequence[RunRecord]) -> list[str]:
+    """A label for each run: its name, with as much of its path as tells it from the others."""
+    for depth in range(1, 16):
+        labels = ["/".join(run.folder.path.parts[-depth:]) for run in runs]
+        if len(set(labels)) == len({run.folder.path for run in runs}):
+            return labels
+    return [str(run.folder.path) for run in runs]
+
+
+def collect(runs: Sequence[RunRecord], metrics: Sequence[str], smooth: int = 1) -> list[Series]:
+    """The series of all charts, metric by metric, in the order of the runs."""
+    labels = run_labels(runs)
+    return [Series(label, metric, smoothed(run.series(metric), smooth))
+            for metric in metrics for label, run in zip(labels, runs, strict=True)]
+
+
+def smoothed(points: Sequence[tuple[int, float]], steps: int) -> list[tuple[int, float]]:
+    """The mean of the values of the last ``steps`` steps at every point; 1 changes nothing."""
+    found = []
+    first = 0
+    for number, (step, _) in enumerate(points):
+        while points[first][0] <= step - steps:
+            first += 1
+        window = [value for _, value in points[first:number + 1]]
+        found.append((step, sum(window) / len(window)))
+    return found
+
+
+def as_svg(series: Sequence[Series], smooth: int = 1) -> str:
+    """One SVG file with a chart for each metric, one below the other."""
+    charts = [line_chart([Line(each.run, thin(each.points)) for each in group],
+                         title=chart_title(metric, group, smooth), x_label="step", y_label="",
+                         width=_WIDTH, height=_HEIGHT) for metric, group in by_metric(series)]
+    return charts[0] if len(charts) == 1 else stacked(charts, _WIDTH, _HEIGHT)
+
+
+def as_png(series: Sequence[Series], smooth: int = 1) -> bytes:
+    """The same as a PNG, drawn by matplotlib.
+
+    Raises:
+        ConfigError: matplotlib isn't installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("Drawing a .png needs matplotlib, which is not installed.",
+                          where="--out", fix="pip install 'ppocli[plot]'; or write a .svg, which "
+                          "needs nothing") from None
+    groups = by_metric(series)
+    drawing = Figure(figsize=(8, 3 * len(groups)), dpi=100, layout="constrained")
+    axes = drawing.subplots(len(groups), 1, squeeze=False)[:, 0]
+    for axis, (metric, group) in zip(axes, groups, strict=True):
+        for each in group:
+            axis.plot([step for step, _ in each.points], [value for _, value in each.points],
+                      marker="." if len(each.points) < 20 else None,
+                      label=f" {each.run}")  # one that begins with "_" would be left out
+        heading = axis.set_title(chart_title(metric, group, smooth), loc="left", fontsize=11)
+        heading.set_parse_math(False)
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
+        for text in axis.legend(fontsize=9).get_texts() if len(group) > 1 else ():
+            text.set_parse_math(False)
+    buffer = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # letters of a run's name that the font hasn't got
+        drawing.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def chart_title(metric: str, group: Sequence[Series], smooth: int) -> str:
+    """What stands above a chart."""
+    of = f" of {group[0].run}" if len(group) == 1 else ""
+    return f"{metric}{of}" + (f", mean of {smooth} steps" if smooth > 1 else "")
+
+
+def by_metric(series: Sequence[Series]) -> list[tuple[str, list[Series]]]:
+    """The series of each chart, in order."""
+    return [(metric, list(group)) for metric, group in groupby(series, lambda each: each.metric)]

@@ -5,31 +5,34 @@ Everything is read tolerantly: a running, stopped or failed run gives a report o
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
 import shlex
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from ppocli.config.resolved import config_differences, flat
 from ppocli.config.schema import TrainConfig
+from ppocli.config.secrets import looks_secret
+from ppocli.errors import PpocliError
+from ppocli.evaluation.folder import read_result
 from ppocli.report.curves import Curve, curves_of
-from ppocli.report.extras import (
-    Checkpoint,
-    EvaluationRow,
-    checkpoints_of,
-    environment_of,
-    evaluations_of,
-)
-from ppocli.report.samples import Samples, samples_of
-from ppocli.report.text import duration, shown
+from ppocli.report.samples import Samples, samples_of, shown
 from ppocli.runs.record import Change, RunRecord
-from ppocli.storage.run_folder import finite_or_null
-from ppocli.text import finite_number
+from ppocli.storage.atomic import read_json
+from ppocli.storage.environment import ENV_FILE
+from ppocli.storage.manifest import Invalid, check_folder
+from ppocli.storage.retention import list_steps
+from ppocli.storage.run_folder import RunFolder, finite_or_null
+from ppocli.text import finite_number, first_line
 from ppocli.version import __version__
 
+_MOST_FACTS = 80
 _STEP_LINE = re.compile(r"(?:step|eval at step) (\d+)")
 _NAMES = {"reward_mean": "reward", "reward_std": "standard deviation of the reward",
           "kl_mean": "KL to the reference (nats a response)",
@@ -87,6 +90,32 @@ class Best:
     name: str
     step: int
     value: float
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationRow:
+    """One evaluation below ``RUN/eval``; what its file doesn't tell is None."""
+
+    name: str
+    of: str
+    samples: int | None
+    reward_mean: float | None
+    reward_stderr: float | None
+    kl_mean: float | None
+    against: str
+    win_rate: float | None
+    win_stderr: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A step folder; ``problem`` says why it can't be used, if so. Contents aren't hashed."""
+
+    step: int
+    bytes: int
+    best: bool
+    latest: bool
+    problem: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,18 +181,20 @@ def gather(record: RunRecord, *, command: str | None, shown_as: str) -> Report:
     """
     config, summary = record.config, record.summary or {}
     before, after = _evaluations(record)
-    first, last = (None if row is None else int(row["step"]) for row in (before, after))
-    best = _best(config, summary)
+    first, last = before.get("step"), after.get("step")
+    best, error = _best(record), summary.get("error")
+    resumes = record.status not in ("finished", "running") and command is not None
     return Report(
         generator=f"ppocli report {__version__}",
         made=datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
         name=record.name, folder=str(record.folder.path), status=record.status,
-        sentence=_sentence(record), go_on=_go_on(record, command, shown_as),
-        failure=_failure(record, summary),
+        sentence=_sentence(record),
+        go_on=shlex.join(["ppocli", "resume", shown_as]) if resumes else None,
+        failure=shown(str(error)) if record.status == "failed" and error else None,
         step=record.step, total_steps=record.total_steps,
         episodes=record.episodes, updates=record.updates,
         model=_model(config), reward=_reward(config), prompts=_prompts(config),
-        settings=[Setting(key, _yaml(new), _default(old))
+        settings=[Setting(key, _yaml(new), "" if old == "???" else _yaml(old))
                   for key, old, new in config_differences(TrainConfig(), config)],
         all_settings={key: _yaml(value) for key, value in flat(config).items()},
         command=command, modules=_modules(config), changes=record.changes,
@@ -178,15 +209,7 @@ def gather(record: RunRecord, *, command: str | None, shown_as: str) -> Report:
 
 def _yaml(value: Any) -> str:
     """A value as it would be written in a configuration file, on one line."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return value if isinstance(value, str) else str(value)
-
-
-def _default(value: Any) -> str:
-    return "" if value == "???" else _yaml(value)
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def _model(config: TrainConfig) -> str:
@@ -207,13 +230,10 @@ def _modules(config: TrainConfig) -> list[str]:
     reward = config.reward
     given = [reward.fn, reward.metric_fn,
              *(entry.get("fn") for entry in reward.fns.values() if isinstance(entry, dict))]
-    found = []
-    for name in given:
-        module = (name or "").rpartition(":" if ":" in (name or "") else ".")[0]
-        if module and not module.endswith(".py") \
-                and os.sep not in module and module.partition(".")[0] != "ppocli":
-            found.append(module)
-    return list(dict.fromkeys(found))
+    modules = (name.rpartition(":" if ":" in name else ".")[0] for name in given if name)
+    return [module for module in dict.fromkeys(modules)
+            if module and not module.endswith(".py") and os.sep not in module
+            and module.partition(".")[0] != "ppocli"]
 
 
 def _prompts(config: TrainConfig) -> str:
@@ -233,45 +253,29 @@ def _sentence(record: RunRecord) -> str:
                            "down."}[record.status]
 
 
-def _go_on(record: RunRecord, command: str | None, shown_as: str) -> str | None:
-    if record.status in ("finished", "running") or command is None:
-        return None
-    return shlex.join(["ppocli", "resume", shown_as])
-
-
-def _failure(record: RunRecord, summary: dict[str, Any]) -> str | None:
-    error = summary.get("error")
-    return shown(str(error)) if record.status == "failed" and error else None
-
-
-def _evaluations(record: RunRecord) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """The rows of the first and of the last evaluation; a lone one before any step is a first."""
+def _evaluations(record: RunRecord) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The rows of the first and of the last evaluation, empty where there is none; a lone one
+    before any step is a first."""
     rows = [row for row in record.rows if row.get("eval/reward_mean") is not None]
     if len(rows) == 1:
-        return (rows[0], None) if rows[0]["step"] == 0 else (None, rows[0])
-    return (rows[0], rows[-1]) if rows else (None, None)
+        return (rows[0], {}) if rows[0]["step"] == 0 else ({}, rows[0])
+    return (rows[0], rows[-1]) if rows else ({}, {})
 
 
-def _outcome(before: dict[str, Any] | None, after: dict[str, Any] | None) -> list[Outcome]:
-    names = [name for name in dict.fromkeys([*(before or {}), *(after or {})])
+def _outcome(before: dict[str, Any], after: dict[str, Any]) -> list[Outcome]:
+    names = [name.removeprefix("eval/") for name in dict.fromkeys([*before, *after])
              if name.startswith("eval/")]
-    rows = []
-    for full in names:
-        name = full.removeprefix("eval/")
-        rows.append(Outcome(name, _NAMES.get(name, name.removeprefix("metrics/")),
-                            finite_number((before or {}).get(full)),
-                            finite_number((after or {}).get(full))))
-    return rows
+    return [Outcome(name, _NAMES.get(name, name.removeprefix("metrics/")),
+                    finite_number(before.get(f"eval/{name}")),
+                    finite_number(after.get(f"eval/{name}"))) for name in names]
 
 
-def _best(config: TrainConfig, summary: dict[str, Any]) -> Best | None:
+def _best(record: RunRecord) -> Best | None:
     """As the summary has it; a run that is still going has none on record."""
-    best = summary.get("best")
-    if not isinstance(best, dict) or not isinstance(best.get("step"), int):
+    step, value = record.best.get("step"), finite_number(record.best.get("metric"))
+    if not isinstance(step, int) or value is None:
         return None
-    value = finite_number(best.get("metric"))
-    name = str(best.get("name") or config.checkpoint.metric)
-    return None if value is None else Best(name, best["step"], value)
+    return Best(record.config.checkpoint.metric, step, value)
 
 
 def _complaints(record: RunRecord) -> list[Complaint]:
@@ -284,11 +288,9 @@ def _complaints(record: RunRecord) -> list[Complaint]:
             step = int(match[1]) if match else step
             continue
         kind = re.sub(r"\d+(\.\d+)?", "#", line.text)
-        if kind in found:
-            seen = found[kind]
-            found[kind] = Complaint(seen.level, seen.text, seen.time, seen.step, seen.count + 1)
-        else:
-            found[kind] = Complaint(line.level.lower(), shown(line.text), line.time, step, 1)
+        seen = found.setdefault(
+            kind, Complaint(line.level.lower(), shown(line.text), line.time, step, 0))
+        found[kind] = replace(seen, count=seen.count + 1)
     return list(found.values())
 
 
@@ -321,6 +323,57 @@ def _profile(summary: dict[str, Any]) -> list[Phase]:
     return found
 
 
-def total_time(report: Report) -> str:
-    """Time of all phases in words; empty where none was measured."""
-    return duration(sum(p.seconds for p in report.phases)) if report.phases else ""
+def evaluations_of(run_dir: Path) -> list[EvaluationRow]:
+    """Finished evaluations, the newest last; a file that can't be read is left out."""
+    found = [(told["time"]["finished"], path.parent.name, told)
+             for path in run_dir.glob("eval/*/eval.json")
+             if (told := read_result(path.parent)) is not None]
+    return [_evaluation(name, told) for _, name, told in sorted(found, key=lambda each: each[:2])]
+
+
+def _evaluation(name: str, told: dict[str, Any]) -> EvaluationRow:
+    figures, wins = told["figures"], told["win_rate"] or {}
+    return EvaluationRow(
+        name, told["model"]["name"], told["samples"], figures.get("reward_mean"),
+        told["stderr"].get("reward_mean"), figures.get("kl_mean"),
+        told["against"]["model"]["name"] if told["against"] else "",
+        wins.get("win_rate"), wins.get("stderr"))
+
+
+def checkpoints_of(run: RunFolder, best_step: int | None) -> list[Checkpoint]:
+    """The step folders of a run, oldest first, by names and sizes alone."""
+    found = []
+    for step, folder in list_steps(run.checkpoints):
+        try:
+            size, problem = check_folder(folder, step=step, verify="size").total_bytes, ""
+        except (Invalid, PpocliError) as error:
+            size, problem = 0, first_line(error)
+        except OSError as error:  # it was being deleted
+            size, problem = 0, error.strerror or str(error)
+        found.append((step, size, problem))
+    newest = max((step for step, _, problem in found if not problem), default=None)
+    return [Checkpoint(step, size, step == best_step, step == newest, problem)
+            for step, size, problem in found]
+
+
+def environment_of(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """(name, value) of what the run ran on: ``env.json``, and the versions of the summary."""
+    found = dict(_flat_facts("", read_json(run_dir / ENV_FILE) or {}))
+    for name, version in (summary.get("versions") or {}).items():
+        if not {name, f"packages {name}"} & found.keys():
+            found[name] = str(version)
+    return list(found.items())[:_MOST_FACTS]
+
+
+def _flat_facts(prefix: str, value: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for key, item in value.items():
+        name = f"{prefix} {key}".strip()
+        if looks_secret(str(key)) or item is None or item in ({}, []):
+            continue
+        if isinstance(item, dict):
+            yield from _flat_facts(name, item)
+        elif isinstance(item, list) and all(isinstance(part, dict) for part in item):
+            for number, part in enumerate(item):
+                yield from _flat_facts(f"{name} {number}", part)
+        else:
+            yield name, ", ".join(map(str, item)) if isinstance(item, list) else str(item)

@@ -3,10 +3,10 @@ written, and what it never replaces."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,14 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from ppocli.errors import ConfigError, DiskError
-from ppocli.report import text
-from ppocli.report.facts import Report, total_time
+from ppocli.report.facts import Report
 from ppocli.report.samples import SHOWN
 from ppocli.storage.atomic import write_atomic
 from ppocli.storage.run_folder import probe_writable
-from ppocli.text import format_bytes, printable, sparkline
+from ppocli.text import figure, format_bytes, printable, sparkline
 
 FORMATS = ("html", "md")
+_MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#|~&$@]|:(?=//)|(?<=\bwww)\.)")
 
 
 def render(report: Report, form: str) -> str:
@@ -33,22 +33,15 @@ def render(report: Report, form: str) -> str:
     environment = Environment(
         loader=PackageLoader("ppocli.report"), autoescape=form == "html", trim_blocks=True,
         lstrip_blocks=True, undefined=StrictUndefined, keep_trailing_newline=True)
-    environment.filters.update(_filters())
-    template = environment.get_template(f"report.{form}.jinja")
-    return template.render(report=report, samples=report.samples, shown=SHOWN,
-                           total_time=total_time(report))
-
-
-def _filters() -> dict[str, Any]:
-    return {
-        "number": text.number, "rounded": text.rounded, "visible": printable,
-        "inline": text.inline, "code": text.code,
-        "fenced": text.fenced, "labelled": text.labelled, "sparkline": sparkline,
-        "duration": text.duration, "bytes": format_bytes,
+    environment.filters |= {
+        "number": number, "rounded": rounded, "visible": printable, "inline": inline, "code": code,
+        "fenced": fenced, "labelled": labelled, "sparkline": sparkline, "verdict": _verdict,
+        "duration": duration, "bytes": format_bytes,
         "percent": lambda share: f"{100 * share:.0f} %",
-        "svg": lambda drawn: Markup(drawn.svg()),  # charts escape their own texts
-        "verdict": _verdict,
-    }
+        "svg": lambda drawn: Markup(drawn.svg())}  # charts escape their own texts
+    total = duration(sum(phase.seconds for phase in report.phases)) if report.phases else ""
+    return environment.get_template(f"report.{form}.jinja").render(
+        report=report, samples=report.samples, shown=SHOWN, total_time=total)
 
 
 def _verdict(figures: tuple[float | None, float | None]) -> str:
@@ -57,7 +50,66 @@ def _verdict(figures: tuple[float | None, float | None]) -> str:
     if before is None or after is None:
         return ""
     change = after - before
-    return ("+" if change >= 0 else "-") + text.rounded(abs(change))
+    return ("+" if change >= 0 else "-") + rounded(abs(change))
+
+
+def inline(value: Any) -> str:
+    """Any text as literal Markdown, on one line and after other words, or in a table's cell."""
+    text = " ".join(printable(str(value)).split())
+    return _MARKDOWN.sub(r"\\\1", text)
+
+
+def code(value: Any) -> str:
+    """Any text as inline code in a Markdown table's cell, on one line."""
+    text = " ".join(printable(str(value)).split()).replace("|", "\\|")
+    ticks = "`" * (_longest_run(text) + 1)
+    pad = " " if "`" in text else ""
+    return f"{ticks}{pad}{text}{pad}{ticks}" if text else ""
+
+
+def fenced(text: str, language: str = "text") -> str:
+    """A Markdown code block that ``text`` can't end: its fence is longer than any in it."""
+    fence = "`" * max(3, _longest_run(text) + 1)
+    return f"{fence}{language}\n{printable(text)}\n{fence}"
+
+
+def _longest_run(text: str) -> int:
+    return max((len(run) for run in re.findall("`+", text)), default=0)
+
+
+def labelled(rows: Sequence[tuple[str, str]]) -> str:
+    """(label, text) as lines in columns; further lines of a text are indented."""
+    width = max(len(label) for label, _ in rows)
+    lines = []
+    for label, text in rows:
+        first, *more = printable(text).split("\n")
+        lines.append(f"{label.ljust(width)} | {first}".rstrip())
+        lines += [f"{' ' * width} | {line}".rstrip() for line in more]
+    return "\n".join(lines)
+
+
+def number(value: float | None) -> str:
+    """A figure in few characters: ``0.466``, ``1,234``, ``9.7e-04``; ``-`` for none."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    if value == int(value) and abs(value) < 1e9:
+        return f"{int(value):,}"
+    if abs(value) >= 1e9 or abs(value) < 1e-3:
+        return f"{value:.1e}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else figure(value, 3)
+
+
+def rounded(value: float | None) -> str:
+    """A figure of size 1 or so with three decimals: of a KL, what rounds to nothing is nothing."""
+    return number(value) if value is None or abs(value) >= 1000 else figure(value, 3)
+
+
+def duration(seconds: float) -> str:
+    """``34 s``, ``12 min``, ``3 h 05 min``."""
+    if seconds < 100:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 NAME = "report"
@@ -66,16 +118,8 @@ _HEAD = 2048
 _SUFFIXES = {".html": "html", ".htm": "html", ".md": "md", ".markdown": "md"}
 
 
-@dataclass(frozen=True, slots=True)
-class Destination:
-    """A file to be written, and in which format."""
-
-    path: Path
-    form: str
-
-
-def destinations(run_dir: Path, output: Path | None, form: str | None) -> list[Destination]:
-    """Where a report is written: in the run's folder, or where the user said.
+def destinations(run_dir: Path, output: Path | None, form: str | None) -> list[tuple[Path, str]]:
+    """Files to be written, in the run's folder or where the user said, each with its format.
 
     Args:
         output: a file, whose suffix tells the format, or an existing folder; None: ``run_dir``.
@@ -87,39 +131,37 @@ def destinations(run_dir: Path, output: Path | None, form: str | None) -> list[D
     if form not in (None, "both", *FORMATS):
         raise ConfigError(f"--format {form} is unknown.", where="--format",
                           fix="one of: html, md, both")
-    folder = run_dir if output is None else output
     if output is None or os.path.isdir(output):
-        wanted = FORMATS if form in (None, "both") else (form,)
-        return [Destination(folder / f"{NAME}.{each}", each) for each in wanted if each]
+        return [((output or run_dir) / f"{NAME}.{each}", each) for each in FORMATS
+                if form in (None, "both", each)]
     told = _SUFFIXES.get(output.suffix.lower())
     if form == "both":
         stem = output.with_suffix("") if told else output
-        return [Destination(stem.with_name(f"{stem.name}.{each}"), each) for each in FORMATS]
+        return [(stem.with_name(f"{stem.name}.{each}"), each) for each in FORMATS]
     if told is None and form is None:
         raise ConfigError(f"{output} doesn't tell the format of the report.", where="--output",
                           fix="end it in .html or .md, or add --format html, md or both")
     if told is not None and form is not None and told != form:
         raise ConfigError(f"{output} ends like another format than --format {form}.",
                           where="--output", fix="leave --format out, or change the ending")
-    return [Destination(output, form or told or "html")]
+    return [(output, form or told or "html")]
 
 
-def check_replaceable(targets: Sequence[Destination], overwrite: bool) -> None:
+def check_replaceable(paths: Iterable[Path], overwrite: bool) -> None:
     """Refuse before anything is written to replace a file that is no report of ours.
 
     Raises:
         ConfigError: there is such a file and ``overwrite`` isn't given, or a folder of that name.
         DiskError: a file there can't be read.
     """
-    for target in targets:
-        if os.path.isdir(target.path):
-            raise ConfigError(f"{target.path} is a folder.", where=str(target.path),
+    for path in paths:
+        if os.path.isdir(path):
+            raise ConfigError(f"{path} is a folder.", where=str(path),
                               fix="name a file: --output FILE")
-        if os.path.exists(target.path) and not overwrite and not _is_ours(target.path):
-            raise ConfigError(f"{target.path} exists and was not written by ppocli report.",
-                              where=str(target.path),
-                              fix="choose another file with --output, or replace it with "
-                              "--overwrite")
+        if os.path.exists(path) and not overwrite and not _is_ours(path):
+            raise ConfigError(f"{path} exists and was not written by ppocli report.",
+                              where=str(path), fix="choose another file with --output, or replace "
+                              "it with --overwrite")
 
 
 def _is_ours(path: Path) -> bool:

@@ -7,14 +7,15 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from ppocli.report.text import bars, shown
 from ppocli.runs.charts import histogram
-from ppocli.runs.record import RunRecord, read_jsonl
-from ppocli.text import finite_number
+from ppocli.runs.record import RunRecord, first_of_each_prompt
+from ppocli.text import BLOCKS, finite_number, printable
 
 SHOWN, HIDDEN = 8, 40
 """pairs of a report that are seen at once, and those behind a fold"""
 _BINS = 20
+LONGEST = 1500
+"""characters of a response that a report shows"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +41,6 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
-    """How the scores of an evaluation are distributed."""
-
-    name: str
-    count: int
-    lowest: float
-    lower: float
-    median: float
-    upper: float
-    highest: float
-    blocks: str
-    """shares of the scores in equal ranges, which are those of all spreads, as characters"""
-
-
-@dataclass(frozen=True, slots=True)
 class Samples:
     """What samples.jsonl tells of two evaluations."""
 
@@ -73,30 +59,25 @@ class Samples:
         return histogram(self._groups(), title="Distribution of the reward",
                          x_label="score of a response", width=480, height=220)
 
-    def spreads(self) -> list[Spread]:
-        """The same as figures and characters."""
+    def spreads(self) -> list[dict[str, Any]]:
+        """The same as figures and characters; ``blocks`` are shares of the scores in equal ranges,
+        which are those of both."""
         groups = self._groups()
         everything = [score for _, scores in groups for score in scores]
         shares = [_shares(scores, min(everything), max(everything)) for _, scores in groups]
         top = max((share for row in shares for share in row), default=1.0)
         found = []
         for (name, scores), row in zip(groups, shares, strict=True):
-            lower, median, upper = _quartiles(scores)
-            found.append(Spread(name, len(scores), min(scores), lower, median, upper, max(scores),
-                                bars(row, top)))
+            lower, median, upper = statistics.quantiles(  # it takes two values or more
+                scores if len(scores) > 1 else 2 * scores, method="inclusive")
+            found.append({"name": name, "responses": len(scores), "lowest": min(scores),
+                          "lower": lower, "median": median, "upper": upper,
+                          "highest": max(scores), "blocks": bars(row, top)})
         return found
 
     def _groups(self) -> list[tuple[str, list[float]]]:
         return [(name, scores) for name, scores in (("before", self.scores_before),
                                                     ("after", self.scores_after)) if scores]
-
-
-def _quartiles(scores: list[float]) -> tuple[float, float, float]:
-    values = sorted(scores)
-    if len(values) > 1:
-        lower, median, upper = statistics.quantiles(values, method="inclusive")
-        return lower, median, upper
-    return values[0], values[0], values[0]
 
 
 def _shares(scores: list[float], low: float, high: float) -> list[float]:
@@ -110,27 +91,14 @@ def _shares(scores: list[float], low: float, high: float) -> list[float]:
 
 
 def samples_of(record: RunRecord, before: int | None, after: int | None) -> Samples:
-    """Samples of the evaluations at two steps; the file is read once."""
-    rows: dict[int, list[dict[str, Any]]] = {}
-    wanted = {step for step in (before, after) if step is not None}
-    for row in read_jsonl(record.folder.samples) if wanted else ():
-        if row.get("kind") == "eval" and row.get("step") in wanted:
-            rows.setdefault(row["step"], []).append(row)
-    old = rows.get(before, []) if before is not None else []
-    new = rows.get(after, []) if after is not None else []
-    first_old, first_new = _first_of_each_prompt(old), _first_of_each_prompt(new)
+    """Samples of the evaluations at two steps."""
+    old, new = record.eval_samples(before, after)
+    first_old, first_new = first_of_each_prompt(old), first_of_each_prompt(new)
     prompts = list(dict.fromkeys([*first_old, *first_new]))
     pairs = [Pair(shown(prompt), _response(first_old.get(prompt)), _response(first_new.get(prompt)),
                   _reference(first_new.get(prompt) or first_old.get(prompt)))
              for prompt in prompts[:SHOWN + HIDDEN]]
     return Samples(pairs, len(prompts), _scores(old), _scores(new), _stderr(old), _stderr(new))
-
-
-def _first_of_each_prompt(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        found.setdefault(str(row.get("prompt", "")), row)
-    return found
 
 
 def _reference(row: dict[str, Any] | None) -> str | None:
@@ -164,3 +132,16 @@ def _stderr(rows: list[dict[str, Any]]) -> float | None:
     if len(means) == 1:
         means = _scores(rows)
     return statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
+
+
+def shown(text: str) -> str:
+    """``text`` made harmless, and its end replaced by a note where it is very long."""
+    if len(text) > LONGEST:
+        return f"{printable(text[:LONGEST])} … ({len(text) - LONGEST:,} more characters)"
+    return printable(text)
+
+
+def bars(shares: list[float], top: float) -> str:
+    """Shares as blocks whose height is a part of ``top``; ``·`` for none."""
+    last = len(BLOCKS) - 1
+    return "".join(BLOCKS[round(share / top * last)] if share else "·" for share in shares)

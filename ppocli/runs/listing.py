@@ -61,8 +61,8 @@ def run_infos(root: Path) -> list[RunInfo]:
     """The runs below ``root``, those of sweeps too, the one written to last first; ``root`` may be
     a run itself."""
     folders = [root] if is_run(root) else list_runs(root)
-    infos = [_info(folder, root) for folder in folders if not folder.name.startswith(".")]
-    return sorted(infos, key=lambda info: (-info.written, info.name))
+    return sorted((_info(folder, root) for folder in folders),
+                  key=lambda info: (-info.written, info.name))
 
 
 def _info(folder: Path, root: Path) -> RunInfo:
@@ -75,18 +75,17 @@ def _info(folder: Path, root: Path) -> RunInfo:
     except CheckpointError:
         return RunInfo(name, folder, "damaged", pid, 0, None, None, None, None, size, when, "?",
                        "?")
-    rewards, best = run.series("reward/mean"), best_evaluation(run)
+    rewards, (best_step, best) = run.series("reward/mean"), best_evaluation(run)
     return RunInfo(name, folder, run.status, pid, run.step, run.total_steps,
-                   rewards[-1][1] if rewards else None, best[1] if best else None,
-                   best[0] if best else None, size, when, last_part(run.config.model.path),
-                   reward_names(run.config))
+                   rewards[-1][1] if rewards else None, best, best_step, size, when,
+                   last_part(run.config.model.path), reward_names(run.config))
 
 
-def best_evaluation(run: RunRecord) -> tuple[int, float] | None:
+def best_evaluation(run: RunRecord) -> tuple[int, float] | tuple[None, None]:
     """(step, figure) of the evaluation with the largest ``checkpoint.metric``, the first of
-    several; None without evaluations."""
+    several; Nones without evaluations."""
     found = run.series(f"eval/{run.config.checkpoint.metric}")
-    return max(found, key=lambda point: (point[1], -point[0])) if found else None
+    return max(found, key=lambda point: (point[1], -point[0]), default=(None, None))
 
 
 def reward_names(config: TrainConfig) -> str:
@@ -178,8 +177,6 @@ def plan_pruning(root: Path, *, checkpoints: bool, failed: bool, keep_best: bool
         when = written(folder)
         if older_than is not None and time.time() - when < older_than:
             continue
-        if _is_left_over(folder):
-            continue
         if (host := other_host(folder)) is not None:
             say(f"{folder} is left alone: it may be running on {host} ({LOCK} says so)")
             continue
@@ -219,10 +216,9 @@ def carry_out(removal: Removal) -> None:
         if written(removal.run) != removal.written:
             raise CheckpointError(f"{removal.run} has gone on meanwhile and is left alone.",
                                   where=str(removal.run), fix="look again: ppocli runs list")
-        if removal.kind == "checkpoints":
-            folder = RunFolder(removal.run).checkpoints
-            if any(folder in part.parents for part in removal.parts):
-                note_removed(folder)
+        folder = RunFolder(removal.run).checkpoints
+        if any(folder in part.parents for part in removal.parts):
+            note_removed(folder)
         _delete(removal.parts)
 
 
@@ -252,26 +248,24 @@ def _checkpoints(run: RunRecord, folder: Path, when: float, keep_best: bool) -> 
     except PpocliError:
         return None
     place = folder / "checkpoints"
-    best = _best(run) if keep_best else None
+    best = run.best.get("step") if keep_best else None
     parts: list[Path] = []
-    if place.is_dir() and not place.is_symlink():
+    if _is_own_folder(place):
         parts += [path for step, path in list_steps(place)
                   if step != best and not path.is_symlink()]
         parts += [*leftovers(place), *sorted(place.glob(f"{REPLACED}*"))]
-        parts += [path for path in [place / SUPERSEDED] if path.is_dir() and not path.is_symlink()]
+        parts += filter(_is_own_folder, [place / SUPERSEDED])
         parts += [link for name in POINTERS if (link := place / name).is_symlink()
                   and (name != "best" or best is None)]
-    dump = folder / "nonfinite-dump"
-    parts += [dump] if dump.is_dir() and not dump.is_symlink() else []
+    parts += filter(_is_own_folder, [folder / "nonfinite-dump"])
     if not parts:
         return None
     size = sum(folder_size(part) for part in parts if not part.is_symlink())
     return Removal(folder, "checkpoints", "finished", tuple(parts), size, when)
 
 
-def _best(run: RunRecord) -> int | None:
-    best = (run.summary or {}).get("best")
-    return best.get("step") if isinstance(best, dict) else None
+def _is_own_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
 
 
 def _is_left_over(folder: Path) -> bool:
@@ -282,8 +276,8 @@ def _left_over(root: Path) -> list[Removal]:
     """Folders that an earlier call was killed while deleting."""
     if is_run(root):
         return []
-    places = [root, *(entry for entry in subfolders(root)
-                      if not entry.is_symlink() and not is_run(entry))]
+    places = [root, *(entry for entry in filter(_is_own_folder, subfolders(root))
+                      if not is_run(entry))]
     return [Removal(path, "run", "left by an earlier prune", (path,), folder_size(path), 0.0)
-            for place in places for path in subfolders(place)
-            if _is_left_over(path) and not path.is_symlink()]
+            for place in places for path in sorted(place.glob(".*"))
+            if _is_left_over(path) and _is_own_folder(path)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +28,7 @@ from ppocli.storage.run_logs import read_jsonl
 RUN_FILE = "run.json"
 """identity of a run, and what its settings were changed to when it was resumed"""
 Status = Literal["running", "finished", "stopped", "failed", "interrupted"]
-_LOG_LINE = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (\w+) (.*)$")
+_LOG_HEAD = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (\w+) ", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,16 @@ class RunRecord:
         """Steps in the whole run."""
         return -(-planned_episodes(self.config.ppo) // self.config.ppo.num_rollouts)
 
+    @property
+    def best(self) -> dict[str, Any]:
+        """``step`` and ``metric`` of the best evaluation, as the summary has them; or nothing."""
+        best = (self.summary or {}).get("best")
+        return best if isinstance(best, dict) else {}
+
     def series(self, name: str) -> list[tuple[int, float]]:
         """(step, value) of a figure at every step that has a finite one."""
         return [(int(row["step"]), float(row[name])) for row in self.rows
-                if isinstance(row.get(name), (int, float)) and math.isfinite(row[name])]
+                if row.get(name) is not None]
 
     @cached_property
     def names(self) -> list[str]:
@@ -110,31 +116,35 @@ class RunRecord:
         return list(dict.fromkeys(name for row in self.rows for name in row
                                   if name not in ("step", "episode", "updates")))
 
-    @cached_property
+    @property
     def changes(self) -> list[Change]:
         """Settings that were changed when the run was resumed."""
         return read_changes(self.folder.path)
 
-    def eval_samples(self, step: int) -> list[dict[str, Any]]:
-        """The evaluation samples of one step, in the order of the prompts."""
-        return [row for row in read_jsonl(self.folder.samples)
-                if row.get("kind") == "eval" and row.get("step") == step]
+    def eval_samples(self, *steps: int | None) -> list[list[dict[str, Any]]]:
+        """The evaluation samples of each step, in the order of the prompts; none of step None."""
+        rows = [row for row in read_jsonl(self.folder.samples)
+                if row.get("kind") == "eval" and row.get("step") in steps]
+        return [[row for row in rows if step is not None and row.get("step") == step]
+                for step in steps]
 
     def log_lines(self) -> list[LogLine]:
         """Everything that was said during the run."""
-        found: list[LogLine] = []
         try:
             text = self.folder.log.read_text(encoding="utf-8", errors="replace")
         except OSError:
-            return found
-        for line in text.splitlines():
-            match = _LOG_LINE.match(line)
-            if match:
-                found.append(LogLine(match[1], match[2], match[3]))
-            elif found:
-                last = found[-1]
-                found[-1] = LogLine(last.time, last.level, f"{last.text}\n{line}")
-        return found
+            return []
+        _, *parts = _LOG_HEAD.split(text)
+        return [LogLine(time, level, said.removesuffix("\n")) for time, level, said in
+                zip(parts[::3], parts[1::3], parts[2::3], strict=True)]
+
+
+def first_of_each_prompt(samples: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Prompt -> its first sample, in the order of the prompts."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in samples:
+        found.setdefault(str(row.get("prompt", "")), row)
+    return found
 
 
 def is_run(folder: Path) -> bool:
@@ -147,9 +157,11 @@ def is_run(folder: Path) -> bool:
 
 
 def subfolders(folder: Path) -> list[Path]:
-    """The folders in ``folder``, by name; none where it can't be read or is gone by now."""
+    """The folders in ``folder``, by name, without hidden ones; none where it can't be read or is
+    gone by now."""
     try:
-        return sorted(entry for entry in folder.iterdir() if os.path.isdir(entry))
+        return sorted(entry for entry in folder.iterdir()
+                      if os.path.isdir(entry) and not entry.name.startswith("."))
     except OSError:
         return []
 
@@ -166,21 +178,16 @@ def read_run(folder: Path) -> RunRecord:
                               "checkpoints/).", where=str(folder),
                               fix="name a folder that ppocli train made: ppocli runs list")
     config = read_config(run.config)
-    rows = _last_of_each_step(read_jsonl(run.metrics))
+    newest = {row["step"]: row for row in map(_sound_row, read_jsonl(run.metrics)) if row}
+    rows = [newest[step] for step in sorted(newest)]
     summary = read_json(run.summary)
     return RunRecord(run, config, rows, summary, _status(run, summary, rows))
 
 
-def _last_of_each_step(rows: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
-    by_step = {row["step"]: row for row in map(_sound_row, rows) if row is not None}
-    return [by_step[step] for step in sorted(by_step)]
-
-
-def _sound_row(row: dict[str, Any]) -> dict[str, Any] | None:
-    """A row of metrics.jsonl without what is no number, which is damage; None without a step."""
-    if not isinstance(row.get("step"), int) or not _is_number(row["step"]):
-        return None
-    return {name: value for name, value in row.items() if value is None or _is_number(value)}
+def _sound_row(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of metrics.jsonl without what is no number, which is damage; empty without a step."""
+    sound = {name: value for name, value in row.items() if value is None or _is_number(value)}
+    return sound if isinstance(sound.get("step"), int) else {}
 
 
 def _is_number(value: Any) -> bool:

@@ -6,15 +6,15 @@ import json
 import os
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ppocli.errors import CheckpointError, ConfigError
 from ppocli.runs.record import RunRecord, is_run, read_run, subfolders
-from ppocli.runs.target import run_named
+from ppocli.runs.target import RUNS, run_named
 from ppocli.storage.atomic import write_json_atomic
-from ppocli.storage.run_folder import LOCK, Owner, finite_or_null, live_owner
+from ppocli.storage.run_folder import Owner, finite_or_null, live_owner
 from ppocli.text import did_you_mean
 
 SWEEP_FILE = "sweep.json"
@@ -54,21 +54,6 @@ class SweepRecord:
     jobs: tuple[JobRecord, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class JobState:
-    """A job as it is now: its record, set right by what its run folder says."""
-
-    job: JobRecord
-    folder: Path
-    run: RunRecord | None
-    status: str
-    """of the record, or ``interrupted`` (ended without a word), or ``gone`` (finished, but its
-    folder was deleted)"""
-    reward_mean: float | None
-    kl_mean: float | None
-    """of the evaluation after training; of the latest one where the job isn't finished"""
-
-
 def write_sweep(sweep: SweepRecord) -> None:
     """Replace ``sweep.json``, atomically.
 
@@ -89,14 +74,9 @@ def read_sweep(folder: Path) -> SweepRecord:
     """Read a sweep's folder; folders of its jobs are given where they lie now.
 
     Raises:
-        CheckpointError: it is no sweep's, or its sweep.json is damaged.
+        CheckpointError: its sweep.json is damaged.
     """
-    path = folder / SWEEP_FILE
-    if not path.is_file():
-        raise CheckpointError(f"{folder} is no sweep (it holds no {SWEEP_FILE}).",
-                              where=str(folder.absolute()),
-                              fix="name a folder that ppocli train -m made")
-    folder = folder.resolve()
+    path, folder = folder / SWEEP_FILE, folder.resolve()
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         home = Path(data.get("dir") or folder)
@@ -118,67 +98,69 @@ def _job(entry: dict[str, Any], home: Path, folder: Path) -> JobRecord:
     return JobRecord(**{**entry, **words, "folder": place})
 
 
-def find_sweep(given: str | None, runs: Path = Path("runs")) -> Path:
-    """The folder of a sweep: a path, a name below ``runs``, or by default the newest there.
+def find_sweep(given: str | None) -> Path:
+    """The folder of a sweep: a path, a name below ``runs/``, or by default the newest there.
 
     Raises:
         ConfigError: nothing was given and there is no sweep.
         CheckpointError: what was given is none.
     """
     if given is not None:
-        path = run_named(given, runs, is_sweep)
+        path = run_named(given, which=is_sweep)
         if not is_sweep(path):
             raise CheckpointError(f"{given} is no sweep (it holds no {SWEEP_FILE}).",
-                                  where=str(path.absolute()), fix=_instead(given, runs))
+                                  where=str(path.absolute()), fix=_instead(given))
         return path
-    found = list_sweeps(runs)
+    found = _list_sweeps()
     if not found:
-        raise ConfigError(f"There is no sweep in {runs} yet.", where=str(runs.absolute()),
+        raise ConfigError(f"There is no sweep in {RUNS} yet.", where=str(RUNS.absolute()),
                           fix="name a sweep's folder; or make one: "
                           "ppocli train -m +recipe=quickstart seed=1,2")
     return found[-1]
 
 
-def list_sweeps(runs: Path) -> list[Path]:
-    """Folders of sweeps below ``runs``, the one written to last at the end."""
+def _list_sweeps() -> list[Path]:
+    """Folders of sweeps below ``runs/``, the one written to last at the end."""
     found = []
-    for folder in subfolders(runs):
+    for folder in subfolders(RUNS):
         with suppress(OSError):  # no sweep, not readable, or gone by now
             found.append(((folder / SWEEP_FILE).stat().st_mtime, folder))
     return [folder for _, folder in sorted(found)]
 
 
-def _instead(given: str, runs: Path) -> str:
+def _instead(given: str) -> str:
     """What somebody may have meant who named something that is no sweep."""
-    place = run_named(given, runs)
+    place = run_named(given)
     if os.path.isdir(place) and is_sweep(place.parent):
         return f"it is a job of a sweep: name {place.parent}"
-    known = list_sweeps(runs)
+    known = _list_sweeps()
     if not known:
-        return f"name a folder that ppocli train -m made; there is none in {runs}"
+        return f"name a folder that ppocli train -m made; there is none in {RUNS}"
     hint = did_you_mean(given, [name for each in known for name in (str(each), each.name)])
     return f"name one of {', '.join(map(str, known[:-9:-1]))}{hint}"
 
 
-def job_states(sweep: SweepRecord) -> list[JobState]:
-    """What is true of every job now, also of those whose sweep was killed before it could say."""
+def jobs_now(sweep: SweepRecord) -> list[tuple[JobRecord, RunRecord | None]]:
+    """Every job as it is now, and its run: the record, set right by what the run's folder says,
+    also where the sweep was killed before it could say.
+
+    The status may also be ``interrupted`` (ended without a word) or ``gone`` (finished, but its
+    folder was deleted); the figures are of the latest evaluation where the job isn't finished.
+    """
     alive = live_owner(sweep.folder) is not None
-    return [job_state(job, alive) for job in sweep.jobs]
+    return [_job_now(job, alive) for job in sweep.jobs]
 
 
-def job_state(job: JobRecord, sweep_alive: bool) -> JobState:
-    """The state of one job; ``sweep_alive`` tells whether its sweep's process still runs."""
+def _job_now(job: JobRecord, sweep_alive: bool) -> tuple[JobRecord, RunRecord | None]:
     folder = Path(job.folder)
     run = None
     with suppress(CheckpointError):  # a damaged configuration: the record alone has to do
         run = read_run(folder) if job.folder and is_run(folder) else None
-    status = _status(job, run, sweep_alive)
-    reward, kl = job.reward_mean, job.kl_mean
-    if run is not None and status != "failed":
-        rewards, kls = run.series("eval/reward_mean"), run.series("eval/kl_mean")
-        reward = rewards[-1][1] if rewards else reward
-        kl = kls[-1][1] if kls else kl
-    return JobState(job, folder, run, status, reward, kl)
+    now: dict[str, Any] = {"status": _status(job, run, sweep_alive)}
+    if run is not None and now["status"] != "failed":
+        now |= {name: points[-1][1] for name in ("reward_mean", "kl_mean")
+                if (points := run.series(f"eval/{name}"))}
+    return replace(job, **now), run
 
 
 def _status(job: JobRecord, run: RunRecord | None, sweep_alive: bool) -> str:
@@ -196,12 +178,8 @@ def _status(job: JobRecord, run: RunRecord | None, sweep_alive: bool) -> str:
 
 def running_job(jobs: Iterable[JobRecord]) -> tuple[JobRecord, Owner] | None:
     """A job whose process still runs, and that process."""
-    for job in jobs:
-        if job.folder and os.path.isfile(Path(job.folder) / LOCK):
-            owner = live_owner(Path(job.folder))
-            if owner is not None:
-                return job, owner
-    return None
+    return next(((job, owner) for job in jobs
+                 if job.folder and (owner := live_owner(Path(job.folder))) is not None), None)
 
 
 def varied_values(job: JobRecord) -> dict[str, str]:

@@ -10,13 +10,16 @@ from pathlib import Path
 
 from ppocli.builtin.names import BUILTIN_PREFIX
 from ppocli.errors import CheckpointError, ConfigError, InputError
-from ppocli.runs.record import is_run, read_run, subfolders, whole
+from ppocli.runs.record import RunRecord, is_run, read_run, subfolders, whole
 from ppocli.storage.checkpoints import find_latest, open_checkpoint, open_step
 from ppocli.storage.manifest import MANIFEST
 from ppocli.storage.model_files import POLICY, check_folder, find_model
 from ppocli.storage.retention import POINTERS, list_steps, removed_at
 from ppocli.storage.run_folder import RunFolder
 from ppocli.text import did_you_mean
+
+RUNS = Path("runs")
+"""where runs lie, seen from the current folder"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +46,19 @@ class Target:
 
 
 def find_target(given: str | None, *, say: Callable[[str], None], step: int | None = None,
-                best: bool = False, checkpoint: bool = False,
-                runs: Path = Path("runs"), asked_by: str = "RUN") -> Target:
+                best: bool = False, checkpoint: bool = False, asked_by: str = "RUN") -> Target:
     """Find out what ``given`` names and check that a policy can be loaded from it.
 
     A folder or anything that begins with ``.``, ``/``, ``~`` or a folder that exists is a path;
-    ``NAME`` and ``SWEEP/JOB`` may be a run below ``runs``; everything else is a Hub name. A run
+    ``NAME`` and ``SWEEP/JOB`` may be a run below ``runs/``; everything else is a Hub name. A run
     stands for its final model, an unfinished one for its newest valid checkpoint. A model folder
     inside a run belongs to that run.
 
     Args:
-        given: as the user typed it; None takes the newest run below ``runs``.
+        given: as the user typed it; None takes the newest run below ``runs/``.
         say: told what was chosen where the user left it open.
         step, best: choose a checkpoint of a run.
         checkpoint: choose a checkpoint even of a finished run (for its value head).
-        runs: where runs lie.
         asked_by: what ``given`` was given by, for messages.
 
     Raises:
@@ -66,25 +67,31 @@ def find_target(given: str | None, *, say: Callable[[str], None], step: int | No
         InputError: no such folder, or no model in it.
     """
     if given is None:
-        run_dir = newest_run(runs)
-        say(f"using {run_dir} (the newest run)")
+        run_dir = newest_run(say)
         return _of_run(run_dir.resolve(), str(run_dir), say, step, best, checkpoint)
     path = Path(given).expanduser()
     if not os.path.lexists(path):
-        path = run_named(given, runs)
+        path = run_named(given)
     if is_run(path):
         return _of_run(path.resolve(), str(path), say, step, best, checkpoint)
     inside = _inside_checkpoint(path)
+    if inside is None and not path.exists() and (
+            given.startswith((".", "/", "~")) or _below_a_folder(given)):
+        raise InputError(f"{given} does not exist (looked in {Path.cwd()}).", where=asked_by,
+                         fix="name a run, a checkpoint, a model folder or a Hub name"
+                         + did_you_mean(given, known_names()))
+    if step is not None or best:
+        raise ConfigError(f"{'--best' if best else '--step'} chooses a checkpoint of a run, and "
+                          f"{given} is no run.", fix="leave it out, or name the run's folder")
     if inside is not None:
-        _refuse_choice(step, best, given)
         found = open_checkpoint(inside)
         run_dir = found.path.parent.parent
         return Target(given, str(found.path / POLICY), run_dir if is_run(run_dir) else None,
                       found.step, found.path)
-    return _of_model(given, path, say, step, best, asked_by)
+    return _of_model(given, path, say, asked_by)
 
 
-def run_named(given: str, runs: Path = Path("runs"),
+def run_named(given: str, runs: Path = RUNS,
               which: Callable[[Path], bool] = is_run) -> Path:
     """The folder that ``given`` names: a path, or else what ``runs list`` calls a run, its place
     below ``runs`` (``NAME``, ``SWEEP/JOB``). Where neither will do, the path."""
@@ -94,53 +101,52 @@ def run_named(given: str, runs: Path = Path("runs"),
     return runs / given if which(runs / given) else path
 
 
-def known_names(runs: Path, which: Callable[[Path], bool] = is_run) -> list[str]:
+def known_names(runs: Path = RUNS, which: Callable[[Path], bool] = is_run) -> list[str]:
     """All that names a run below ``runs``, for hints: its folder, and what ``runs list`` shows."""
     return [name for run in list_runs(runs, which)
             for name in (str(run), run.relative_to(runs).as_posix())]
 
 
-def find_run(given: str | None, *, say: Callable[[str], None] = lambda text: None,
-             runs: Path = Path("runs")) -> Path:
+def find_run(given: str | None, *, say: Callable[[str], None] = lambda text: None) -> Path:
     """The run folder a command that only reads was pointed at, as the user would write it.
 
     Args:
-        given: a run's folder, or its name below ``runs``; its model folder, a checkpoint, or
+        given: a run's folder, or its name below ``runs/``; its model folder, a checkpoint, or
             another part of a run stands for the run. None takes the newest run there.
         say: told which run was taken where the user named none.
-        runs: where runs lie.
 
     Raises:
         ConfigError: nothing was given and there is no run.
         InputError: ``given`` is no run.
     """
     if given is None:
-        newest = newest_run(runs, "a run's folder")
-        say(f"using {newest} (the newest run)")
-        return newest
-    path = run_named(given, runs)
+        return newest_run(say, "a run's folder")
+    path = run_named(given)
     there = os.path.exists(path)
     for folder in (path, *list(path.absolute().parents)[:3]) if there else ():
         if is_run(folder):
             return folder
     what = "is not a run folder" if there else f"does not exist (looked in {Path.cwd()})"
     raise InputError(f"{given} {what}.", where="RUN", fix="name a run's folder: ppocli runs list"
-                     + did_you_mean(given, known_names(runs)))
+                     + did_you_mean(given, known_names()))
 
 
-def newest_run(runs: Path, takes: str = "a run, a checkpoint, a model folder or a Hub name"
-               ) -> Path:
-    """The run below ``runs`` that was written to last; ``takes`` is what else may be named.
+def newest_run(say: Callable[[str], None],
+               takes: str = "a run, a checkpoint, a model folder or a Hub name") -> Path:
+    """The run below ``runs/`` that was written to last, which ``say`` is told; ``takes`` is what
+    may be named instead.
 
     Raises:
         ConfigError: there is none.
     """
-    found = list_runs(runs)
+    found = list_runs(RUNS)
     if not found:
-        raise ConfigError(f"There is no run in {runs} yet.", where=str(runs.absolute()),
+        raise ConfigError(f"There is no run in {RUNS} yet.", where=str(RUNS.absolute()),
                           fix=f"name {takes}; or train one first: "
                           "ppocli train +recipe=quickstart")
-    return max(found, key=written)
+    newest = max(found, key=written)
+    say(f"using {newest} (the newest run)")
+    return newest
 
 
 def list_runs(root: Path, which: Callable[[Path], bool] = is_run) -> list[Path]:
@@ -150,8 +156,8 @@ def list_runs(root: Path, which: Callable[[Path], bool] = is_run) -> list[Path]:
     for folder in subfolders(root):
         if which(folder):
             found.append(folder)
-        elif not folder.name.startswith("."):
-            found += [job for job in subfolders(folder) if which(job)]
+        else:
+            found += filter(which, subfolders(folder))
     return found
 
 
@@ -167,12 +173,12 @@ def written(folder: Path) -> float:
 
 def _of_run(run_dir: Path, shown: str, say: Callable[[str], None], step: int | None, best: bool,
             checkpoint: bool) -> Target:
-    run = RunFolder(run_dir)
     record = read_run(run_dir)
+    run = record.folder
     if best and step is not None:
         raise ConfigError("--best and --step name two checkpoints.", fix="leave one of them out")
     if best:
-        step = _best_step(run, record.summary)
+        step = _best_step(record)
     complete = record.status == "finished" and run.model.is_dir()
     final = whole(record.summary, "steps")
     if complete and step in (None, final) and not checkpoint:
@@ -204,15 +210,14 @@ def _nothing_there(run: RunFolder, shown: str, finished: bool) -> CheckpointErro
                            fix=f"go on with the run: ppocli resume {shown}")
 
 
-def _best_step(run: RunFolder, summary: dict[str, object] | None) -> int:
-    link = run.checkpoints / "best"
-    if link.is_symlink():
-        return open_checkpoint(link).step
-    best = (summary or {}).get("best")
-    steps = [number for number, _ in list_steps(run.checkpoints)]
-    if isinstance(best, dict) and best.get("step") in steps:
-        return int(best["step"])
-    raise CheckpointError(f"{run.path} keeps no best checkpoint.", where=str(run.checkpoints),
+def _best_step(run: RunRecord) -> int:
+    place = run.folder.checkpoints
+    if (place / "best").is_symlink():
+        return open_checkpoint(place / "best").step
+    steps = [number for number, _ in list_steps(place)]
+    if run.best.get("step") in steps:
+        return int(run.best["step"])
+    raise CheckpointError(f"{run.folder.path} keeps no best checkpoint.", where=str(place),
                           fix="choose a step: --step N (there: "
                           f"{', '.join(map(str, steps)) or 'none'}); or train with "
                           "checkpoint.keep_best=true and eval.every_steps=N")
@@ -226,33 +231,19 @@ def _inside_checkpoint(path: Path) -> Path | None:
     return None
 
 
-def _refuse_choice(step: int | None, best: bool, given: str) -> None:
-    if step is not None or best:
-        raise ConfigError(f"{'--best' if best else '--step'} chooses a checkpoint of a run, and "
-                          f"{given} is no run.", fix="leave it out, or name the run's folder")
+def _below_a_folder(given: str) -> bool:
+    """Whether ``given``, which isn't there, begins with a folder that is."""
+    first, slash, _ = given.partition("/")
+    return bool(slash) and (Path(first).is_dir() or (RUNS / first).is_dir())
 
 
-def _below_a_folder(given: str, path: Path) -> bool:
-    first = path.parts[0] if "/" in given else ""
-    return bool(first) and (Path(first).is_dir() or Path("runs", first).is_dir())
-
-
-def _of_model(given: str, path: Path, say: Callable[[str], None], step: int | None,
-              best: bool, asked_by: str) -> Target:
-    looks_like_path = (given.startswith((".", "/", "~")) or path.exists()
-                       or _below_a_folder(given, path))
-    if looks_like_path and not path.exists():
-        raise InputError(f"{given} does not exist (looked in {Path.cwd()}).", where=asked_by,
-                         fix="name a run, a checkpoint, a model folder or a Hub name"
-                         + did_you_mean(given, known_names(Path("runs"))))
-    _refuse_choice(step, best, given)
-    if not looks_like_path or given.startswith(BUILTIN_PREFIX):
+def _of_model(given: str, path: Path, say: Callable[[str], None], asked_by: str) -> Target:
+    if not path.exists() or given.startswith(BUILTIN_PREFIX):
         try:
-            found, _ = find_model(given, key=asked_by, adapters=True)
+            return Target(given, find_model(given, key=asked_by, adapters=True)[0])
         except InputError as error:
-            error.fix = (error.fix or "") + did_you_mean(given, known_names(Path("runs")))
+            error.fix = (error.fix or "") + did_you_mean(given, known_names())
             raise
-        return Target(given, found)
     check_folder(path, key=asked_by, adapters=True)
     folder = path.resolve()
     run_dir = folder.parent

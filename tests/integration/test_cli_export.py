@@ -163,6 +163,10 @@ def test_nothing_is_overwritten_unasked(finished, export, here):
     assert (again.code, again.err) == (2, (
         f"Error: runs/mine/export/{LAST} holds an export already.\n  where: --output\n"
         "  fix:   add --overwrite, or name another folder: --output DIR\n"))
+    again = export("mine", "--to-hub", "--repo-id", "me/x", "--public", "--revision", "b1", code=2)
+    assert again.err.endswith(
+        f"to push the one that is there: ppocli export runs/mine/export/{LAST} --to-hub "
+        "--repo-id me/x --public --revision b1\n")
     card = folder / "README.md"
     card.write_text(with_user_text(card.read_text(), "My own words."))
     assert export("mine", "--overwrite", "--dtype", "bf16").code == 0
@@ -260,7 +264,7 @@ def test_offline_is_said_at_once_after_the_export_is_complete(here, export):
     (["--repo-id", "me/x"], 2, "--repo-id is about the Hub, and nothing is to be pushed there."),
     (["--public"], 2, "--public is about the Hub"),
     (["--to-hub", "--create-pr", "--revision", "x"], 2, "--create-pr and --revision exclude"),
-    (["--to-hub", "--repo-id", "./x"], 2, "--repo-id ./x is a path."),
+    (["--to-hub", "--repo-id", "./x"], 2, "--repo-id ./x is no name of a repository: it is"),
     (["--max-shard-size", "big"], 2, "--max-shard-size big is no size."),
     (["--best", "--step", "2"], 2, "--best and --step name two checkpoints."),
     (["./nowhere"], 3, "./nowhere does not exist")])

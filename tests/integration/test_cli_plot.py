@@ -14,7 +14,7 @@ from runs import whole_copy
 
 from ppocli.cli.output import code_of
 from ppocli.cli.plot import plot_runs
-from ppocli.report.plot import smoothed
+from ppocli.report.curves import smoothed
 
 
 @pytest.fixture

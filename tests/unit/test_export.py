@@ -17,15 +17,16 @@ from ppocli.export.card import (
     user_text,
     with_location,
 )
-from ppocli.export.facts import BaseModel, Facts, Mask, SamplePair, describe_base
-from ppocli.export.request import ExportRequest, check_repo_id, repo_name
-from ppocli.export.verify import compare_tokenizers, tolerance, verification_prompts
+from ppocli.export.facts import Facts, Mask, license_of
+from ppocli.export.folder import verification_prompts
+from ppocli.export.request import ExportRequest, check_repo_id, parse_size, repo_name
 from ppocli.export.weights import (
+    compare_tokenizers,
     compare_weights,
     dtype_of,
-    parse_size,
     plan_files,
     stored_tensors,
+    tolerance,
     write_weights,
 )
 from ppocli.runs.record import RunRecord
@@ -86,9 +87,10 @@ def run_record(tmp_path: Path, **row: float) -> RunRecord:
 
 def facts_of(run: RunRecord) -> Facts:
     return Facts(
-        name="tamed", step=2, run=run, base=BaseModel("org/base", "org/base", {"license": "mit"}),
+        name="tamed", step=2, run=run, license={"license": "mit"},
         before={"reward_mean": 0.1}, after={"reward_mean": 0.9, "metrics/good|bad": 2.0},
-        samples=[SamplePair("<b>hi</b>", "a|b", "[x](y)", None, 0.5)],
+        samples=[({"prompt": "<b>hi</b>", "response": "a|b", "score": None},
+                  {"prompt": "<b>hi</b>", "response": "[x](y)", "score": 0.5})],
         versions={"torch": "2.6.0"}, command="ppocli train model.path=org/base")
 
 
@@ -150,19 +152,15 @@ class TestCard:
 class TestBase:
     def test_license_of_a_folder(self, tmp_path):
         (tmp_path / "config.json").write_text('{"license": "bsd-3-clause"}')
-        assert describe_base(str(tmp_path), None, network=False).license == {
-            "license": "bsd-3-clause"}
+        assert license_of(str(tmp_path), None, network=False) == {"license": "bsd-3-clause"}
         (tmp_path / "README.md").write_text("---\nlicense: other\nlicense_name: mine\n---\n")
-        found = describe_base(str(tmp_path), None, network=False)
-        assert found.license == {"license": "other", "license_name": "mine"}
-        assert (found.shown, found.hub_name) == (tmp_path.name, None)
+        assert license_of(str(tmp_path), None, network=False) == {
+            "license": "other", "license_name": "mine"}
 
     @pytest.mark.parametrize(("path", "found"), [
-        ("./gone", BaseModel("gone", None, {})),
-        ("org/never-cached", BaseModel("org/never-cached", "org/never-cached", {})),
-        ("builtin:reviews", BaseModel("builtin:reviews", None, {"license": "apache-2.0"}))])
+        ("./gone", {}), ("org/never-cached", {}), ("builtin:reviews", {"license": "apache-2.0"})])
     def test_what_is_known_without_files(self, path, found):
-        assert describe_base(path, None, network=False) == found
+        assert license_of(path, None, network=False) == found
 
 
 @pytest.fixture
@@ -202,7 +200,7 @@ class TestWeights:
     @pytest.mark.parametrize(("change", "said"), [
         (lambda t: t.pop("w"), "w is missing"),
         (lambda t: t.update(extra=torch.zeros(1)), "extra is not in the source"),
-        (lambda t: t.update(w=torch.zeros(3, 2)), r"w is F32 \[3, 2\], not F32 \[2, 3\]"),
+        (lambda t: t.update(w=torch.zeros(3, 2)), r"w is torch.float32 \[3, 2\], not "),
         (lambda t: t["w"].view(-1)[5:].fill_(1e-45), "the values of w differ"),
         (lambda t: t["w"].view(-1)[5:].fill_(-0.0), "the values of w differ")])
     def test_every_difference_is_found(self, folders, change, said):

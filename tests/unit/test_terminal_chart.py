@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from ppocli.cli.plot import chosen_style, draw
-from ppocli.report.plot import Series
+from ppocli.report.curves import Series
 
 
 def curve(points: list[tuple[int, float]], run: str = "a") -> Series:
