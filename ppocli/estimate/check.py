@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +19,6 @@ from ppocli.estimate.memory import (
     Disk,
     Layout,
     Line,
-    Passes,
     Sums,
     add_up,
     disk_of,
@@ -26,12 +26,11 @@ from ppocli.estimate.memory import (
     lines_of,
     spared,
 )
-from ppocli.estimate.parts import Models, Part, Unknown, models_of, parts_of, quantized_weights
+from ppocli.estimate.parts import Models, Part, Unknown, count_parameters, models_of, parts_of
 from ppocli.estimate.passes import (
+    MEASURED,
     Sizes,
     decoding_pass,
-    is_measured,
-    may_take_onednn,
     scoring_pass,
     stream_bytes,
     training_pass,
@@ -89,50 +88,59 @@ def estimate(cfg: TrainConfig, models: Models, *, prompt_tokens: int, cuda: bool
     parts, unknown = parts_of(cfg, models, rewards=rewards)
     layout = layout_of(cfg, prompt_tokens=prompt_tokens, ranks=ranks,
                        ranks_on_host=ranks_on_host, cuda=cuda)
-    zero = deepspeed_config(cfg).get("zero_optimization") if cfg.hardware.zero_stage else None
-    lines = lines_of(cfg, parts, layout, _passes(cfg, models, parts, layout, prompt_tokens),
-                     zero if isinstance(zero, dict) else {})
+    stage = cfg.hardware.zero_stage
+    zero = deepspeed_config(cfg)["zero_optimization"] if stage else {}
+    heads = [module for module in (models.lm.get_output_embeddings(), models.value_head) if module]
+    lines = tuple(line for line in (
+        *lines_of(cfg, parts, layout, 4 * sum(count_parameters(m.parameters()) for m in heads), zero),
+        *_passes(cfg, models, parts, layout, prompt_tokens)) if line.device or line.host)
     kinds = [lm.config.model_type for lm in (models.lm, models.value_lm)
-             if lm is not None and not is_measured(lm)]
-    return Estimate(parts, layout, lines, add_up(lines, parts, layout, cfg.hardware.zero_stage),
+             if lm is not None and lm.config.model_type not in MEASURED]
+    return Estimate(parts, layout, lines, add_up(lines, parts, layout, stage),
                     disk_of(cfg, parts), prompt_tokens, cfg.generation.max_new_tokens, unknown,
                     spared(cfg, lines), tuple(dict.fromkeys(kinds)))
 
 
 def _passes(cfg: TrainConfig, models: Models, parts: tuple[Part, ...], layout: Layout,
-            prompt_tokens: int) -> Passes:
+            prompt_tokens: int) -> Iterator[Line]:
+    """What passes take beside weights, in the order in which it is told."""
     lm, new, cuda = models.lm, cfg.generation.max_new_tokens, layout.cuda
-    dtype, head = DTYPES[cfg.hardware.precision], models.lm.get_output_embeddings().weight
+    dtype, checkpoints = DTYPES[cfg.hardware.precision], cfg.model.gradient_checkpointing
     at = Sizes(layout.rows, prompt_tokens, new, dtype.itemsize,
                stream_bytes(lm, cuda=cuda), cuda, cfg.model.attn_implementation)
+    copies = 2 * at.casts * sum(p.cast for p in parts)
+    kept, beside = training_pass(cfg, models, at, copies=copies)
+    # checkpointed layers copy again in the backward pass
+    yield Line("weights in bf16", 0 if checkpoints else copies, phases="update")
+    yield Line("activations", kept, phases="update", estimated=True)
+    yield Line("working memory of updates", beside, phases="update", estimated=True)
+    # oneDNN reads the weights from a copy of its own (ppocli.models.fast.gemm)
+    laid_out = (packed_size(lm, dtype) if not cuda and cfg.hardware.gemm != "default"
+                and whole_while_acting(cfg) else 0)
+    yield Line("weights in bf16 for rollouts", copies if cfg.hardware.zero_stage < 3 else 0,
+               phases="score" if laid_out else "generate score")
+    yield Line("weights laid out for decoding", laid_out, phases="generate")
     longest = max([new, *several(cfg.generation.eval.max_new_tokens)])
-    laid_out = (packed_size(lm, dtype) if may_take_onednn(cfg, cuda) and whole_while_acting(cfg)
-                else 0)
-    # decoding keeps a copy of the head's weight
-    copied = 2 * head.numel() if (at.casts and head.requires_grad and not laid_out
-                                  and cfg.hardware.zero_stage < 3) else 0
-    quantized = quantized_weights(cfg, lm)
-    # a weight in 16 bits while its layer is run
-    largest = 2 * max((p.numel() for p in lm.parameters() if id(p) in quantized), default=0)
-    kept, beside = training_pass(cfg, models, at,
-                                 copies=2 * at.casts * sum(p.cast for p in parts))
-    decoded = replace(at, rows=layout.decoded, new=longest)
-    cache, decoding = decoding_pass(lm, decoded, copied=copied)
+    cache, decoding = decoding_pass(lm, replace(at, rows=layout.decoded, new=longest))
+    yield Line("keys and values (KV cache)", cache, phases="generate", estimated=True)
+    yield Line("working memory of generation", decoding, phases="generate", estimated=True)
     frozen, scored, padded = frozen_states(cfg, models, layout, prompt_tokens)
-    heads = [module for module in (lm.get_output_embeddings(), models.value_head) if module]
-    return Passes(
-        activations=kept, updates=beside + largest, cache=cache, generation=decoding + largest,
-        scoring=scoring_pass(models, replace(at, rows=layout.scored)) + largest,
-        hidden=_hidden(cfg, models, layout, prompt_tokens, kept=scored), laid_out=laid_out,
-        heads=4 * sum(p.numel() for module in heads for p in module.parameters()),
-        frozen=frozen, frozen_scored=scored, frozen_padded=padded)
+    yield Line(FROZEN, frozen, phases="score update" if scored else "update")
+    yield Line(f"{FROZEN}, padded", padded, phases="generate score")
+    yield Line("states kept for the reference",
+               _hidden(cfg, models, layout, prompt_tokens, kept=scored), phases="score",
+               estimated=True)
+    yield Line("working memory of scoring", scoring_pass(models, replace(at, rows=layout.scored)),
+               phases="score", estimated=True)
 
 
 def frozen_states(cfg: TrainConfig, models: Models, layout: Layout, prompt_tokens: int
                   ) -> tuple[int, bool, int]:
     """What is kept of the layers below those that train, of one rollout whose samples are all as
-    long as the longest (:mod:`ppocli.tasks.ppo.rollout`, :mod:`ppocli.tasks.ppo.replay`), as
-    :class:`ppocli.estimate.memory.Passes` has it."""
+    long as the longest (:mod:`ppocli.tasks.ppo.rollout`, :mod:`ppocli.tasks.ppo.replay`): bytes of
+    what enters the lowest that trains; whether they are kept by the end of scoring (updates
+    remember what nobody kept before); and bytes of the same as decoding kept it, padded, until the
+    last sample is scored."""
     lm, room = models.lm, cfg.hardware.frozen_states_mib * 2**20
     samples, words = cfg.ppo.num_rollouts, lm.get_input_embeddings().weight
     try:
@@ -243,7 +251,7 @@ def at_least(found: Estimate, cfg: TrainConfig) -> Estimate:
     layout = found.layout
 
     def least(line: Line) -> Line:
-        rows = (layout.rows if line.update else layout.decoded if line.generate else layout.scored)
+        rows = {"update": layout.rows, "generate": layout.decoded}.get(line.phases, layout.scored)
         share = 0 if found.rough else (1 - ERROR) / (rows if layout.cuda else 1)
         return replace(line, device=int(line.device * share)) if line.estimated else line
 
@@ -302,7 +310,7 @@ def advice(found: Estimate, cfg: TrainConfig) -> list[str]:
          size.get("weights gathered for rollouts", 0) - size.get("weights gathered in a pass", 0),
          "hardware.gather_for_generation=false")]
     if frozen is not None:
-        options.append((frozen.update if in_update else frozen.score, frozen.device,
+        options.append(("update" in frozen.phases if in_update else "score" in frozen.phases, frozen.device,
                         "hardware.frozen_states_mib=0"))
     useful = [(saved, text) for helps, saved, text in options if helps and saved > 0]
     return [text for _, text in sorted(useful, key=lambda option: -option[0])]

@@ -274,15 +274,15 @@ def _trained_parts(cfg: TrainConfig, models: Models) -> Iterator[Part]:
         state = [size for p in trained for size in state_sizes(optimizer, p.shape)]
         copied = [p.numel() * p.element_size() for p in (trained if adapter else parameters)]
         yield Part(
-            kind=kind, name=name, parameters=_count(parameters), trained=_count(trained),
+            kind=kind, name=name, parameters=count_parameters(parameters), trained=count_parameters(trained),
             size=sum(quantized.get(id(p), p.numel() * p.element_size()) for p in parameters),
             state=sum(state), sharded=True, adapter=adapter,
-            cast=_count([p for p in trained if p.dim() == 2 and id(p) not in apart]),
+            cast=count_parameters([p for p in trained if p.dim() == 2 and id(p) not in apart]),
             largest=max((p.numel() for p in trained), default=0),
             pinned=sum(map(pinned_bytes, copied + state)))
 
 
-def _count(parameters: Iterable[nn.Parameter]) -> int:
+def count_parameters(parameters: Iterable[nn.Parameter]) -> int:
     return sum(p.numel() for p in parameters)
 
 
@@ -337,12 +337,12 @@ def _reference_parts(cfg: TrainConfig, lm: Any) -> Iterator[Part]:
     if kind in ("none", "adapter"):
         return
     if kind == "shared":  # fp32 copies of what trains
-        count = _count(p for p in lm.parameters() if p.requires_grad)
+        count = count_parameters(p for p in lm.parameters() if p.requires_grad)
         size, in_parts = 4 * count, cfg.hardware.zero_stage == 3
     else:
         whole = _empty(model, lm.config if wanted.path is None else None, wanted.path,
                        "model.reference.path", "lm")
-        count = _count(whole.parameters())
+        count = count_parameters(whole.parameters())
         size = count * reference_dtype(model, cfg.hardware).itemsize
         in_parts = cfg.hardware.zero_stage == 3 and reference_sharded(cfg)
     place: Place = "offloaded" if wanted.offload else "device" if wanted.device is None else (
@@ -355,7 +355,7 @@ def _reward_parts(cfg: ModelConfig, key: str, kwargs: dict[str, Any]) -> Iterato
     name = str(kwargs["model"])
     config = read_config(name, key=key, revision=kwargs.get("revision"),
                          trust_remote_code=bool(kwargs.get("trust_remote_code")))
-    count = _count(_empty(cfg, config, name, key, "classifier").parameters())
+    count = count_parameters(_empty(cfg, config, name, key, "classifier").parameters())
     yield Part(kind="reward", name=f"reward {name}", parameters=count,
                size=count * DTYPES.get(str(kwargs.get("dtype", "fp32")), torch.float32).itemsize,
                place="host" if str(kwargs.get("device", "auto")) == "cpu" else "device")

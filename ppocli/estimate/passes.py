@@ -62,11 +62,6 @@ class Sizes:
         return self.compute == 2
 
 
-def is_measured(lm: Any) -> bool:
-    """Whether what passes of such a model take has been measured."""
-    return lm.config.model_type in MEASURED
-
-
 def stream_bytes(lm: Any, *, cuda: bool) -> int:
     """Bytes of a number in the residual stream: as embeddings are, unless CUDA's autocast makes
     fp32 of them in a norm right behind."""
@@ -328,20 +323,11 @@ def _beside_updates(cfg: TrainConfig, models: Models, at: Sizes, largest: int, c
     return max(copies + forward, backward)
 
 
-def may_take_onednn(cfg: TrainConfig, cuda: bool) -> bool:
-    """Whether linear layers may multiply through oneDNN (``auto`` measures that first)."""
-    return not cuda and cfg.hardware.gemm != "default"
-
-
 # Without gradients --------------------------------------------------------------------------------
 
-def decoding_pass(lm: Any, at: Sizes, *, copied: int) -> tuple[int, int]:
+def decoding_pass(lm: Any, at: Sizes) -> tuple[int, int]:
     """Bytes of one generate call: keys and values of all samples at their full length, with the
-    states of an encoder, and most that lies there beside them.
-
-    Args:
-        copied: bytes of the output embedding in bf16 that are kept between steps.
-    """
+    states of an encoder, and most that lies there beside them."""
     head = lm.get_output_embeddings().weight
     stack = next(stacks(lm, at))
     pair, cache, encoded = has_encoder(lm), 0, 0
@@ -360,9 +346,8 @@ def decoding_pass(lm: Any, at: Sizes, *, copied: int) -> tuple[int, int]:
     else:
         first = _largest_layer(lm, at, whole=False)
     logits = at.rows * head.shape[0]
-    # fp32 logits, those that are restricted, and two tensors that are drawn from
-    chosen = max(16 * logits, _cast(head, at) + 2 * logits)
-    return cache + encoded, copied + max(first, states * (not pair) + chosen)
+    # a copy of the head, fp32 logits, those that are restricted, and two tensors that are drawn from
+    return cache + encoded, _cast(head, at) + max(first, states * (not pair) + 16 * logits)
 
 
 def scoring_pass(models: Models, at: Sizes) -> int:
