@@ -32,7 +32,6 @@ from ppocli.estimate.passes import (
     Sizes,
     decoding_pass,
     scoring_pass,
-    stream_bytes,
     training_pass,
 )
 from ppocli.models.fast.gemm import packed_size
@@ -107,7 +106,8 @@ def _passes(cfg: TrainConfig, models: Models, parts: tuple[Part, ...], layout: L
     lm, new, cuda = models.lm, cfg.generation.max_new_tokens, layout.cuda
     dtype, checkpoints = DTYPES[cfg.hardware.precision], cfg.model.gradient_checkpointing
     at = Sizes(layout.rows, prompt_tokens, new, dtype.itemsize,
-               stream_bytes(lm, cuda=cuda), cuda, cfg.model.attn_implementation)
+               lm.get_input_embeddings().weight.element_size(), cuda,
+               cfg.model.attn_implementation)
     copies = 2 * at.casts * sum(p.cast for p in parts)
     kept, beside = training_pass(cfg, models, at, copies=copies)
     # checkpointed layers copy again in the backward pass
