@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,26 +15,9 @@ from ppocli.config.deepspeed import deepspeed_config
 from ppocli.config.keys import several
 from ppocli.config.schema import TrainConfig, reference_kind
 from ppocli.errors import OutOfMemoryError, PpocliError
-from ppocli.estimate.memory import (
-    FROZEN,
-    Disk,
-    Layout,
-    Line,
-    Sums,
-    add_up,
-    disk_of,
-    layout_of,
-    lines_of,
-    spared,
-)
-from ppocli.estimate.parts import Models, Part, Unknown, count_parameters, models_of, parts_of
-from ppocli.estimate.passes import (
-    MEASURED,
-    Sizes,
-    decoding_pass,
-    scoring_pass,
-    training_pass,
-)
+from ppocli.estimate import memory, passes
+from ppocli.estimate.memory import FROZEN, Layout, Line
+from ppocli.estimate.parts import Models, Part, count, models_of, parts_of
 from ppocli.models.fast.gemm import packed_size
 from ppocli.models.layer_stack import layer_stack
 from ppocli.models.loading.language_model import DTYPES
@@ -59,12 +43,11 @@ class Estimate:
     parts: tuple[Part, ...]
     layout: Layout
     lines: tuple[Line, ...]
-    sums: Sums
-    disk: Disk
+    sums: memory.Sums
+    disk: memory.Disk
     prompt_tokens: int
-    new_tokens: int
-    unknown: tuple[Unknown, ...]
-    """what is left out"""
+    unknown: dict[str, str]
+    """what is left out, and why"""
     spared: int = 0
     """bytes of ``sums`` that the run does without where they aren't free"""
     rough: tuple[str, ...] = ()
@@ -85,19 +68,20 @@ def estimate(cfg: TrainConfig, models: Models, *, prompt_tokens: int, cuda: bool
         ConfigError: DeepSpeed's file can't be read.
     """
     parts, unknown = parts_of(cfg, models, rewards=rewards)
-    layout = layout_of(cfg, prompt_tokens=prompt_tokens, ranks=ranks,
+    layout = memory.layout_of(cfg, prompt_tokens=prompt_tokens, ranks=ranks,
                        ranks_on_host=ranks_on_host, cuda=cuda)
     stage = cfg.hardware.zero_stage
     zero = deepspeed_config(cfg)["zero_optimization"] if stage else {}
-    heads = [module for module in (models.lm.get_output_embeddings(), models.value_head) if module]
+    ends = [m for m in (models.lm.get_output_embeddings(), models.value_head) if m is not None]
+    heads = 4 * count(p for module in ends for p in module.parameters())
     lines = tuple(line for line in (
-        *lines_of(cfg, parts, layout, 4 * sum(count_parameters(m.parameters()) for m in heads), zero),
+        *memory.lines_of(cfg, parts, layout, heads, zero),
         *_passes(cfg, models, parts, layout, prompt_tokens)) if line.device or line.host)
     kinds = [lm.config.model_type for lm in (models.lm, models.value_lm)
-             if lm is not None and lm.config.model_type not in MEASURED]
-    return Estimate(parts, layout, lines, add_up(lines, parts, layout, stage),
-                    disk_of(cfg, parts), prompt_tokens, cfg.generation.max_new_tokens, unknown,
-                    spared(cfg, lines), tuple(dict.fromkeys(kinds)))
+             if lm is not None and lm.config.model_type not in passes.MEASURED]
+    return Estimate(parts, layout, lines, memory.add_up(lines, parts, layout, stage),
+                    memory.disk_of(cfg, parts), prompt_tokens, unknown,
+                    memory.spared(cfg, lines), tuple(dict.fromkeys(kinds)))
 
 
 def _passes(cfg: TrainConfig, models: Models, parts: tuple[Part, ...], layout: Layout,
@@ -105,11 +89,11 @@ def _passes(cfg: TrainConfig, models: Models, parts: tuple[Part, ...], layout: L
     """What passes take beside weights, in the order in which it is told."""
     lm, new, cuda = models.lm, cfg.generation.max_new_tokens, layout.cuda
     dtype, checkpoints = DTYPES[cfg.hardware.precision], cfg.model.gradient_checkpointing
-    at = Sizes(layout.rows, prompt_tokens, new, dtype.itemsize,
+    at = passes.Sizes(layout.rows, prompt_tokens, new, dtype.itemsize,
                lm.get_input_embeddings().weight.element_size(), cuda,
                cfg.model.attn_implementation)
     copies = 2 * at.casts * sum(p.cast for p in parts)
-    kept, beside = training_pass(cfg, models, at, copies=copies)
+    kept, beside = passes.training_pass(cfg, models, at, copies=copies)
     # checkpointed layers copy again in the backward pass
     yield Line("weights in bf16", 0 if checkpoints else copies, phases="update")
     yield Line("activations", kept, phases="update", estimated=True)
@@ -121,68 +105,57 @@ def _passes(cfg: TrainConfig, models: Models, parts: tuple[Part, ...], layout: L
                phases="score" if laid_out else "generate score")
     yield Line("weights laid out for decoding", laid_out, phases="generate")
     longest = max([new, *several(cfg.generation.eval.max_new_tokens)])
-    cache, decoding = decoding_pass(lm, replace(at, rows=layout.decoded, new=longest))
+    cache, decoding = passes.decoding_pass(lm, replace(at, rows=layout.decoded, new=longest))
     yield Line("keys and values (KV cache)", cache, phases="generate", estimated=True)
     yield Line("working memory of generation", decoding, phases="generate", estimated=True)
-    frozen, scored, padded = frozen_states(cfg, models, layout, prompt_tokens)
-    yield Line(FROZEN, frozen, phases="score update" if scored else "update")
-    yield Line(f"{FROZEN}, padded", padded, phases="generate score")
-    yield Line("states kept for the reference",
-               _hidden(cfg, models, layout, prompt_tokens, kept=scored), phases="score",
+    yield from _kept_states(cfg, models, layout, prompt_tokens)
+    yield Line("working memory of scoring",
+               passes.scoring_pass(models, replace(at, rows=layout.scored)), phases="score",
                estimated=True)
-    yield Line("working memory of scoring", scoring_pass(models, replace(at, rows=layout.scored)),
-               phases="score", estimated=True)
 
 
-def frozen_states(cfg: TrainConfig, models: Models, layout: Layout, prompt_tokens: int
-                  ) -> tuple[int, bool, int]:
-    """What is kept of the layers below those that train, of one rollout whose samples are all as
-    long as the longest (:mod:`ppocli.tasks.ppo.rollout`, :mod:`ppocli.tasks.ppo.replay`): bytes of
-    what enters the lowest that trains; whether they are kept by the end of scoring (updates
-    remember what nobody kept before); and bytes of the same as decoding kept it, padded, until the
-    last sample is scored."""
+def _kept_states(cfg: TrainConfig, models: Models, layout: Layout, prompt_tokens: int
+                 ) -> Iterator[Line]:
+    """What is kept of one rollout whose samples are all as long as the longest: of the layers below
+    those that train (:mod:`ppocli.tasks.ppo.rollout`, :mod:`ppocli.tasks.ppo.replay`), and of a
+    chunk until the reference is run (:func:`ppocli.tasks.ppo.rollout.measure`)."""
     lm, room = models.lm, cfg.hardware.frozen_states_mib * 2**20
-    samples, words = cfg.ppo.num_rollouts, lm.get_input_embeddings().weight
+    words, head = lm.get_input_embeddings().weight, lm.get_output_embeddings().weight
+    samples, new = cfg.ppo.num_rollouts, cfg.generation.max_new_tokens
+    tokens, full = prompt_tokens + new, kl_estimator(cfg.ppo) == "full"
+    shares = reference_kind(cfg.model) == "shared"
+    # whether the policy's own layers run in scoring, after decoding
+    forward = not decoding_scores(cfg) or full or models.branch is not None
+    scored = False
+    if room and layout.ranks == 1 and cfg.hardware.zero_stage < 3 and _splits(cfg, models):
+        padded = 4 * samples * words.shape[-1] * tokens  # that decoding asks for room for
+        # layers add to the states that they are given, so those stay in the embeddings' type
+        whole = samples * head.shape[1] * words.element_size() * (tokens - 1)
+        decodes = decoding_scores(cfg) and cfg.hardware.precision == "fp32" and padded <= room // 2
+        scored = whole <= room and (decodes or forward or shares)
+        # updates remember what nobody kept before
+        yield Line(FROZEN, min(whole, room), phases="score update" if scored else "update")
+        # the same as decoding kept it, until the last sample is scored
+        yield Line(f"{FROZEN}, padded", padded if decodes else 0, phases="generate score")
+    apart = (shares and cfg.model.num_layers_unfrozen >= 0 and not scored and not has_encoder(lm)
+             and forward)
+    yield Line("states kept for the reference", phases="score", estimated=True,
+               device=layout.decoded * (full * new + apart * (tokens - 1)) * head.shape[1]
+               * head.element_size())
+
+
+def _splits(cfg: TrainConfig, models: Models) -> bool:
+    """Whether there are layers below those that train, and nothing else trains there."""
+    lm = models.lm
     try:
         trains = [any(p.requires_grad for p in layer.parameters()) for layer in layer_stack(lm)]
     except ValueError:
-        trains = []
+        return False
     lowest = trains.index(True) if True in trains else 0
     branch = models.branch is not None and (
         len(trains) - cfg.model.value.num_layers_unfrozen < lowest)
-    if (not room or layout.ranks > 1 or cfg.hardware.zero_stage == 3 or not lowest or branch
-            or has_encoder(lm) or num_virtual_tokens(lm) or words.requires_grad):
-        return 0, False, 0
-    tokens = prompt_tokens + cfg.generation.max_new_tokens
-    padded = 4 * samples * words.shape[-1] * tokens  # that decoding asks for room for
-    # layers add to the states that they are given, so those stay in the type of the embeddings
-    whole = samples * lm.get_output_embeddings().weight.shape[1] * words.element_size() * (
-        tokens - 1)
-    decodes = (decoding_scores(cfg) and cfg.hardware.precision == "fp32" and padded <= room // 2)
-    scores = scores_by_forward(cfg, models) or reference_kind(cfg.model) == "shared"
-    return min(whole, room), whole <= room and (decodes or scores), padded if decodes else 0
-
-
-def scores_by_forward(cfg: TrainConfig, models: Models) -> bool:
-    """Whether the policy's own layers run in scoring, after decoding."""
-    return (not decoding_scores(cfg) or kl_estimator(cfg.ppo) == "full"
-            or models.branch is not None)
-
-
-def _hidden(cfg: TrainConfig, models: Models, layout: Layout, prompt_tokens: int, *, kept: bool
-            ) -> int:
-    """Bytes of the policy's states that are kept, for all samples of a chunk, until the reference
-    is run (:func:`ppocli.tasks.ppo.rollout.measure`).
-
-    Args:
-        kept: whether what enters the lowest layer that trains is kept beyond that, and told apart.
-    """
-    head, new = models.lm.get_output_embeddings().weight, cfg.generation.max_new_tokens
-    tokens = new if kl_estimator(cfg.ppo) == "full" else 0
-    shares = reference_kind(cfg.model) == "shared" and cfg.model.num_layers_unfrozen >= 0
-    if (shares and not kept and not has_encoder(models.lm) and scores_by_forward(cfg, models)):
-        tokens += prompt_tokens + new - 1
-    return layout.decoded * tokens * head.shape[1] * head.element_size()
+    return lowest > 0 and not (branch or has_encoder(lm) or num_virtual_tokens(lm)
+                               or lm.get_input_embeddings().weight.requires_grad)
 
 
 # Does it fit? -------------------------------------------------------------------------------------
@@ -217,7 +190,7 @@ def check_memory(cfg: TrainConfig, lm_config: Any, *, prompt_tokens: int, device
         return
     if warn and found.unknown:
         log.info("Of the memory of this run left out: %s", "; ".join(
-            f"{one.name} ({one.why})" for one in found.unknown))
+            f"{name} ({why})" for name, why in found.unknown.items()))
     refuse_or_warn(cfg, found, room, warn=warn)
 
 
@@ -256,7 +229,7 @@ def at_least(found: Estimate, cfg: TrainConfig) -> Estimate:
         return replace(line, device=int(line.device * share)) if line.estimated else line
 
     lines = tuple(map(least, found.lines))
-    return replace(found, lines=lines, sums=add_up(lines, found.parts, layout,
+    return replace(found, lines=lines, sums=memory.add_up(lines, found.parts, layout,
                                                    cfg.hardware.zero_stage))
 
 
@@ -269,34 +242,29 @@ def roughly(found: Estimate) -> str:
 def needs(found: Estimate, room: Room) -> list[tuple[int, int, str]]:
     """(bytes needed, bytes there, of what) of the device and of the host; without what a run does
     without."""
-    sums = found.sums
-    asked = []
-    if room.device is not None:
-        asked.append((sums.device, room.device, f"{room.name} GPU memory" if room.name == GIVEN
-                      else f"memory on {room.name}"))
-    if room.host is not None:
-        many = found.layout.ranks_on_host
-        of = "" if many == 1 else f" for {many} processes"
-        needed = max(sums.host - found.spared, sums.loading)
-        asked.append((needed, room.host, f"{room.name} memory{of}"
-                      if room.name == GIVEN else f"this machine's memory{of}"))
-    return asked
+    sums, many, given = found.sums, found.layout.ranks_on_host, room.name == GIVEN
+    host = f"{room.name} memory" if given else "this machine's memory"
+    asked = [(sums.device, room.device,
+              f"{room.name} GPU memory" if given else f"memory on {room.name}"),
+             (max(sums.host - found.spared, sums.loading), room.host,
+              host if many == 1 else f"{host} for {many} processes")]
+    return [(needed, there, of) for needed, there, of in asked if there is not None]
+
+
 def advice(found: Estimate, cfg: TrainConfig) -> list[str]:
     """Settings that make the fullest moment smaller, what helps most first."""
-    size = {line.name: line.device for line in found.lines}
+    size = Counter({line.name: line.device for line in found.lines})
     layout, sums, zero = found.layout, found.sums, cfg.hardware.zero_stage
     in_update = sums.update >= max(sums.generate, sums.score)
-    kept, state = size.get("activations", 0), size.get("optimizer state", 0)
-    decoding = size.get("keys and values (KV cache)", 0) + size.get(
-        "working memory of generation", 0)
-    fewer, reference = max(layout.decoded // 4, 1), size.get("reference", 0)
-    frozen = next((line for line in found.lines if line.name == FROZEN), None)
+    kept, state, reference = size["activations"], size["optimizer state"], size["reference"]
+    decoding = size["keys and values (KV cache)"] + size["working memory of generation"]
+    fewer = max(layout.decoded // 4, 1)
     options: list[tuple[bool, int, str]] = [
         (in_update, kept - kept // layout.rows, "ppo.micro_batch_size=1"),
         (in_update and not cfg.model.gradient_checkpointing, kept * 3 // 4,
          "model.gradient_checkpointing=true"),
         (not in_update, decoding - decoding * fewer // layout.decoded, f"ppo.chunk_size={fewer}"),
-        (layout.ranks > 1 and zero < 2, state + size.get("gradients", 0), "hardware.zero_stage=2"),
+        (layout.ranks > 1 and zero < 2, state + size["gradients"], "hardware.zero_stage=2"),
         (layout.ranks > 1 and zero == 2, state, "hardware.zero_stage=3"),
         (zero > 0 and layout.cuda and not cfg.hardware.offload_optimizer, state,
          "hardware.offload_optimizer=true"),
@@ -307,10 +275,9 @@ def advice(found: Estimate, cfg: TrainConfig) -> list[str]:
         # it is back on the device while it runs
         (layout.cuda, min(reference, sums.device - sums.score), "model.reference.offload=true"),
         (zero == 3 and whole_while_acting(cfg) and not in_update,
-         size.get("weights gathered for rollouts", 0) - size.get("weights gathered in a pass", 0),
-         "hardware.gather_for_generation=false")]
-    if frozen is not None:
-        options.append(("update" in frozen.phases if in_update else "score" in frozen.phases, frozen.device,
-                        "hardware.frozen_states_mib=0"))
+         size["weights gathered for rollouts"] - size["weights gathered in a pass"],
+         "hardware.gather_for_generation=false"),
+        (any(("update" if in_update else "score") in line.phases for line in found.lines
+             if line.name == FROZEN), size[FROZEN], "hardware.frozen_states_mib=0")]
     useful = [(saved, text) for helps, saved, text in options if helps and saved > 0]
     return [text for _, text in sorted(useful, key=lambda option: -option[0])]

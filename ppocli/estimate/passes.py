@@ -158,14 +158,13 @@ def stacks(lm: Any, at: Sizes, *, whole: bool = True) -> Iterator[Stack]:
 def training_pass(cfg: TrainConfig, models: Models, at: Sizes, *, copies: int
                   ) -> tuple[int, int]:
     """Bytes of one micro-batch: those that lie there between its forward and its backward pass, and
-    most that lies there beside them.
+    most that lies there beside them: chunks of logits, gradients of the output embedding, or a
+    checkpointed layer that is run again.
 
     Args:
         copies: bytes of the weights that autocast copies to bf16.
     """
-    kept = _kept_by_heads(models, at)
-    largest = 0
-    checkpoints = cfg.model.gradient_checkpointing
+    kept, largest, checkpoints = _kept_by_heads(models, at), 0, cfg.model.gradient_checkpointing
     found = [(lm, stack) for lm in (models.lm, models.value_lm) if lm is not None
              for stack in stacks(lm, at)]
     if models.branch is not None:
@@ -181,8 +180,12 @@ def training_pass(cfg: TrainConfig, models: Models, at: Sizes, *, copies: int
         # in an encoder-decoder one goes before or holds the encoder's states
         kept += stream * (len(stack.layers) * checkpoints
                           + bool(stack.trained) * (1 + has_encoder(lm)))
-    # a checkpointed pass gives its copies back at its end
-    return kept, _beside_updates(cfg, models, at, largest, copies if checkpoints else 0)
+    head, logits = models.lm.get_output_embeddings().weight, _logits(models, at)
+    chunk, table = min(logits, CHUNK_BYTES), 4 * head.numel() if head.requires_grad else 0
+    backward = chunk + table * (1 + (logits > CHUNK_BYTES))
+    if checkpoints:  # such a pass gives its copies back at its end
+        return kept, _cast(head, at) + max(copies + 2 * chunk, backward, largest + table)
+    return kept, _cast(head, at) + max(2 * chunk, backward)
 
 
 def _cast(weight: torch.Tensor, at: Sizes) -> int:
@@ -223,18 +226,14 @@ def _kept_by_layer(layer: Layer, lm: Any, at: Sizes, stack: Stack) -> int:
             keys = stack.encoded if kind == "cross" else stack.keys
             kept += at.compute * (2 * stack.queries * block.inner + keys * block.shared)
             kept += _heads(lm) * stack.queries * keys * _probability(lm, at, keys, block)
-        elif block.shared > 0 or "relu" not in _activation(lm):
+        elif block.shared > 0 or "relu" not in str([getattr(lm.config, name, "") for name in (
+                "activation_function", "hidden_act", "dense_act_fn", "hidden_activation")]):
             # what enters the activation, what is gated, and what comes out
             kept += at.compute * stack.queries * (block.inner + block.shared + block.inner * (
                 (block.shared > 0) + block.written_kept))
         else:  # the result of a ReLU will do
             kept += at.compute * stack.queries * block.inner
     return kept
-
-
-def _activation(lm: Any) -> str:
-    names = ("activation_function", "hidden_act", "dense_act_fn", "hidden_activation")
-    return str(next((v for name in names if (v := getattr(lm.config, name, None))), ""))
 
 
 def _probability(lm: Any, at: Sizes, keys: int, block: Block, *, masked: bool = False) -> int:
@@ -256,23 +255,6 @@ def _heads(lm: Any) -> int:
     return int(getattr(lm.config, "num_attention_heads", 1))
 
 
-def _beside_updates(cfg: TrainConfig, models: Models, at: Sizes, largest: int, copies: int
-                    ) -> int:
-    """Most that lies beside what is kept: chunks of logits, gradients of the output embedding, or a
-    checkpointed layer that is run again.
-
-    Args:
-        largest: bytes that one layer keeps.
-        copies: bytes of weights in bf16 that are gone by the backward pass.
-    """
-    head, logits = models.lm.get_output_embeddings().weight, _logits(models, at)
-    chunk, table = min(logits, CHUNK_BYTES), 4 * head.numel() if head.requires_grad else 0
-    backward = chunk + table * (1 + (logits > CHUNK_BYTES))
-    if cfg.model.gradient_checkpointing:
-        backward = max(backward, largest + table)
-    return _cast(head, at) + max(copies + 2 * chunk, backward)
-
-
 # Without gradients --------------------------------------------------------------------------------
 
 def decoding_pass(lm: Any, at: Sizes) -> tuple[int, int]:
@@ -291,7 +273,7 @@ def decoding_pass(lm: Any, at: Sizes) -> tuple[int, int]:
         if "cross" in layer.blocks:
             encoded += at.rows * at.prompt * layer.blocks["cross"].shared * at.compute
     states = at.rows * at.prompt * head.shape[1] * at.stream
-    # a copy of the head, fp32 logits, those that are restricted, and two tensors that are drawn from
+    # a copy of the head, fp32 logits, those that are restricted, and two tensors to draw from
     chosen = _cast(head, at) + 16 * at.rows * head.shape[0]
     if has_encoder(lm):  # which has ended when keys and values grow
         return cache + encoded + states, max(

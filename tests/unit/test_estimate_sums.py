@@ -14,7 +14,6 @@ from ppocli.estimate.check import Estimate, advice, refuse_or_warn
 from ppocli.estimate.memory import (
     Layout,
     Line,
-    Passes,
     add_up,
     disk_of,
     layout_of,
@@ -31,16 +30,25 @@ PARTS = (Part(kind="policy", name="policy", parameters=900, size=3600, trained=7
               sharded=True, largest=50),
          Part(kind="reference", name="reference", parameters=900, size=1800))
 LAYOUT = Layout(ranks=4, ranks_on_host=2, cuda=True, rows=2, decoded=4, scored=4, accumulates=True)
-PASSES = Passes(activations=5000, updates=300, cache=2000, generation=70, scoring=40, hidden=30)
-ROLLOUT = {"keys and values (KV cache)": (2000, 0), "working memory of generation": (70, 0),
-           "states kept for the reference": (30, 0), "working memory of scoring": (40, 0)}
+PASSES = (Line("activations", 5000, phases="update"),
+          Line("working memory of updates", 300, phases="update"),
+          Line("keys and values (KV cache)", 2000, phases="generate"),
+          Line("working memory of generation", 70, phases="generate"),
+          Line("states kept for the reference", 30, phases="score"),
+          Line("working memory of scoring", 40, phases="score"))
+
+
+def told_of(cfg: TrainConfig, parts, layout: Layout, deepspeed=None, *more: Line) -> list[Line]:
+    """Its lines, but for those of nothing."""
+    return [line for line in (*lines_of(cfg, parts, layout, 0, deepspeed or {}), *PASSES, *more)
+            if line.device or line.host]
 
 
 def added(stage: int, layout: Layout = LAYOUT, parts=PARTS, **hardware: object):
     cfg = set_keys(TrainConfig(), {"hardware.zero_stage": stage,
                                    **{f"hardware.{k}": v for k, v in hardware.items()}})
-    lines = lines_of(cfg, parts, layout, PASSES,
-                     {"reduce_bucket_size": 1000, "stage3_max_live_parameters": 300})
+    lines = told_of(cfg, parts, layout,
+                    {"reduce_bucket_size": 1000, "stage3_max_live_parameters": 300})
     return ({line.name: (line.device, line.host) for line in lines},
             add_up(lines, parts, layout, stage))
 
@@ -49,8 +57,7 @@ def test_one_process_holds_everything():
     lines, sums = added(0, replace(LAYOUT, ranks=1, ranks_on_host=1))
     assert lines == {
         "weights": (4000, 0), "reference": (1800, 0), "optimizer state": (6400, 0),
-        "gradients": (3200, 0), "activations": (5000, 0), "working memory of updates": (300, 0),
-        **ROLLOUT}
+        "gradients": (3200, 0), **{line.name: (line.device, 0) for line in PASSES}}
     assert sums.generate == 4000 + 1800 + 6400 + 2000 + 70
     assert sums.score == 4000 + 1800 + 6400 + 30 + 40
     assert sums.update == 4000 + 1800 + 6400 + 3200 + 5000 + 300
@@ -61,13 +68,13 @@ def test_a_copy_of_a_checkpoint_is_weights_and_state_and_can_be_done_without():
     def told(parts=PARTS, background: str = "auto", **layout: object):
         where = replace(LAYOUT, ranks=1, ranks_on_host=1, **layout)
         cfg = set_keys(TrainConfig(), {"checkpoint.background": background})
-        lines = lines_of(cfg, parts, where, PASSES, {})
+        lines = told_of(cfg, parts, where)
         line = next((line for line in lines if line.name == "copy of a checkpoint"), Line("", 0))
         return line, spared(cfg, lines), add_up(lines, parts, where, 0)
 
     line, without, sums = told(cuda=False)
     assert (line.device, line.host, without) == (3200 + 6400, 0, 3200 + 6400)
-    assert (line.generate, line.score, line.update) == (True, True, True)
+    assert line.phases == "generate score update"
     assert sums.host == told(cuda=False, background="never")[2].host + 3200 + 6400
     pinned = (replace(PARTS[0], pinned=16384), replace(PARTS[1], pinned=2048), PARTS[2])
     line, without, sums = told(pinned)
@@ -99,8 +106,8 @@ def test_an_offloaded_reference_is_on_the_device_while_it_runs():
 def test_without_accumulation_activations_make_room_for_gradients():
     alone = replace(LAYOUT, ranks=1, ranks_on_host=1, accumulates=False)
     assert added(0, alone)[1].update == 4000 + 1800 + 6400 + (5000 + 300)
-    lines = lines_of(TrainConfig(), PARTS, alone, replace(PASSES, activations=100,
-                                                         updates=10), {})
+    lines = [replace(line, device=100 if line.name == "activations" else 10)
+             if line in PASSES[:2] else line for line in told_of(TrainConfig(), PARTS, alone)]
     assert add_up(lines, PARTS, alone, 0).update == 4000 + 1800 + 6400 + (3200 + 4 * 200)
 
 
@@ -120,7 +127,7 @@ def test_zero_divides_what_its_stage_says(stage, own):
     assert lines == {
         **{name: (size, 0) for name, size in own.items()}, "reference": (1800, 0),
         "optimizer state": (1600, 0), "DeepSpeed's bucket of gradients": (4000, 0),
-        "activations": (5000, 0), "working memory of updates": (300, 0), **ROLLOUT}
+        **{line.name: (line.device, 0) for line in PASSES}}
     assert sums.loading == (4000 - 400 + 2 * 400 if stage == 3 else 2 * 4000)
 
 
@@ -186,19 +193,20 @@ def found_of(counted: int, estimated: int = 0, *, cuda: bool = True, rough: tupl
              ) -> Estimate:
     """Of a run that holds so many MiB, and so many more by a formula, in updates of two rows."""
     lines = (Line("weights", counted * 2**20), Line(
-        "activations", estimated * 2**20, generate=False, score=False, estimated=True))
+        "activations", estimated * 2**20, phases="update", estimated=True))
     layout = replace(LAYOUT, ranks=1, ranks_on_host=1, cuda=cuda)
     return Estimate(PARTS, layout, lines, add_up(lines, PARTS, layout, 0),
-                    disk_of(TrainConfig(), PARTS), 8, 8, (), rough=rough)
+                    disk_of(TrainConfig(), PARTS), 8, {}, rough=rough)
 
 
 def test_advice_is_what_saves_most_at_the_fullest_moment():
-    lines = (Line("reference", 1800), Line("weights gathered for rollouts", 4000, update=False),
-             Line("weights gathered in a pass", 1200, generate=False, score=False),
-             Line("keys and values (KV cache)", 400, score=False, update=False))
+    lines = (Line("reference", 1800), Line("weights gathered for rollouts", 4000,
+                                           phases="generate score"),
+             Line("weights gathered in a pass", 1200, phases="update"),
+             Line("keys and values (KV cache)", 400, phases="generate"))
     sums = add_up(lines, PARTS, LAYOUT, 3)
     assert (sums.generate, sums.score, sums.update) == (6200, 5800, 3000)
-    found = Estimate(PARTS, LAYOUT, lines, sums, disk_of(TrainConfig(), PARTS), 8, 8, ())
+    found = Estimate(PARTS, LAYOUT, lines, sums, disk_of(TrainConfig(), PARTS), 8, {})
     cfg = set_keys(TrainConfig(), {"hardware.zero_stage": 3, "model.num_layers_unfrozen": 2,
                                    "model.reference.kind": "copy"})
     # 2800; half of 1800; what generation takes more than scoring; three of four samples' 400
@@ -207,23 +215,18 @@ def test_advice_is_what_saves_most_at_the_fullest_moment():
         "ppo.chunk_size=1"]
 
 
-@pytest.mark.parametrize(("frozen", "sums"), [
-    ((500, True, 60), (60, 560, 500)), ((500, True, 0), (0, 500, 500)),
-    ((500, False, 0), (0, 0, 500))])
-def test_states_of_frozen_layers_count_where_they_are(frozen, sums):
+@pytest.mark.parametrize("phases", ["update", "score update"])
+def test_states_of_frozen_layers_can_be_done_without_where_they_are_there(phases):
     alone = replace(LAYOUT, ranks=1, ranks_on_host=1)
-
-    def told(passes):
-        lines = lines_of(TrainConfig(), PARTS, alone, passes, {})
-        found = add_up(lines, PARTS, alone, 0)
-        return lines, found, (found.generate, found.score, found.update)
-
-    lines, found, more = told(replace(
-        PASSES, frozen=frozen[0], frozen_scored=frozen[1], frozen_padded=frozen[2]))
-    assert tuple(a - b for a, b in zip(more, told(PASSES)[2], strict=True)) == sums
-    given = Estimate(PARTS, alone, lines, found, disk_of(TrainConfig(), PARTS), 8, 8, ())
-    assert found.device == found.update
-    assert "hardware.frozen_states_mib=0" in advice(given, TrainConfig())
+    lines = told_of(TrainConfig(), PARTS, alone, None,
+                    Line("states of frozen layers", 500, phases=phases))
+    for activations in (5000, 0):  # updates are the fullest moment, and are not
+        shown = [replace(line, device=activations) if line.name == "activations" else line
+                 for line in lines if activations or line.name != "gradients"]
+        sums = add_up(shown, PARTS, alone, 0)
+        found = Estimate(PARTS, alone, tuple(shown), sums, disk_of(TrainConfig(), PARTS), 8, {})
+        assert ("hardware.frozen_states_mib=0" in advice(found, TrainConfig())) == (
+            sums.device == sums.update or "score" in phases)
 
 
 def test_what_surely_does_not_fit_is_refused_and_what_is_close_is_warned_of(caplog):
