@@ -1,7 +1,5 @@
 """Small real things that many tests need: models, tokenizers, folders, runs of the command."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A disk that is full: what is said, and that nothing older is lost."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Memory that runs out in one process: a pass is made anew with half the rows, numbers stay."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

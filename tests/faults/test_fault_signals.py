@@ -1,7 +1,5 @@
 """Being told to stop: where it happens, what is said, and that the run goes on exactly."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

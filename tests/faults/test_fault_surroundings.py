@@ -1,7 +1,5 @@
 """Terminals that go away, tokens in the environment, sweeps with a job that fails."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

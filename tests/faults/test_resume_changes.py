@@ -1,7 +1,5 @@
 """Resuming after something has changed: what is taken over, what is refused, what is kept."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run that was stopped and went on equals the run that was not, bit for bit."""
 
-from __future__ import annotations
-
 import random
 import time
 

@@ -1,7 +1,5 @@
 """``ppocli doctor`` on machines that are broken for real, one thing at a time."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

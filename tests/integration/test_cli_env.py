@@ -1,7 +1,5 @@
 """``ppocli env``, and what a run keeps of the machine: facts, and nothing that is private."""
 
-from __future__ import annotations
-
 import getpass
 import json
 import os

@@ -1,7 +1,5 @@
 """A training without a critic as users see it: the run, its files, and what can be made of them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

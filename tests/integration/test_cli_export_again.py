@@ -1,7 +1,5 @@
 """``ppocli export`` beside others: evaluations, other exports, the folder of an earlier one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

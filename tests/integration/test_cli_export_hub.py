@@ -1,8 +1,6 @@
 """``ppocli export --to-hub`` against a Hub of our own: what arrives, and what is said when it
 doesn't."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """That it learns: a short run in the quick suite, the whole promise of one seed in the slow one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

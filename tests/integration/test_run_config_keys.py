@@ -1,7 +1,5 @@
 """Every configuration key is read somewhere in the program."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

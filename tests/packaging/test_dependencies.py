@@ -1,7 +1,5 @@
 """What the code imports is declared, and what is declared is imported."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

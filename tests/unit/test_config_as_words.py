@@ -1,7 +1,5 @@
 """A configuration as words composes to itself again."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import replace
 

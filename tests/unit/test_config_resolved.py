@@ -1,7 +1,5 @@
 """``config.yaml``: written, read back, compared."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 
 import pytest

@@ -1,7 +1,5 @@
 """No secret gets into a configuration, and none is shown when refused."""
 
-from __future__ import annotations
-
 import pytest
 from helpers import checked
 

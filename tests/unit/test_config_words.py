@@ -1,7 +1,5 @@
 """Words of the command line: flags told from overrides, text kept text, near names."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Memory told beforehand, against tensors that are there."""
 
-from __future__ import annotations
-
 import gc
 import time
 from contextlib import ExitStack

@@ -5,8 +5,6 @@ Every tensor that a pass of transformers' own code made was counted from its mak
 which was within 10 % of what torch's allocator gave out.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest

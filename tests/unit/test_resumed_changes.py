@@ -1,7 +1,5 @@
 """What run.json notes of settings that were changed on a resume."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The rule rewards that serve as examples."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
