@@ -1,5 +1,6 @@
-"""``ppocli doctor`` on machines that are broken for real, one thing at a time."""
+"""``ppocli doctor`` on machines that are broken for real, one thing at a time; ``ppocli env``."""
 
+import getpass
 import json
 import os
 import socket
@@ -17,6 +18,7 @@ from runs import PLANTED
 
 from ppocli import doctor, doctor_probes
 from ppocli.doctor_probes import Finding, Surroundings, ask, run_checks
+from ppocli.storage.environment import describe, without_credentials
 
 
 @pytest.fixture(scope="session")
@@ -340,3 +342,53 @@ def test_a_hub_out_of_reach_and_an_address_that_is_none(around, monkeypatch):
     assert PLANTED not in str(found)
     monkeypatch.setenv("HF_ENDPOINT", "huggingface.co")
     assert doctor.hub(around).verdict == "fail"
+
+
+def test_env_is_a_block_to_paste(tmp_path):
+    done = ppocli("env", cwd=tmp_path, HF_TOKEN=PLANTED, HF_HOME=f"{Path.home()}/hf",
+                  HF_ENDPOINT="https://me:pw@mirror.example/",
+                  HF_HUB_ETAG_TIMEOUT="7", ACCELERATE_LOG_LEVEL="loud", HF_HUB_CACHE=PLANTED)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert all(line.startswith("- ") for line in lines)
+    facts = dict(line[2:].split(": ", 1) for line in lines)
+    assert {"ppocli", "python", "platform", "cpu", "memory", "torch", "gpus", "transformers",
+            "accelerate", "deepspeed", "hydra-core", "omegaconf", "datasets", "safetensors",
+            "huggingface-hub", "typer", "rich", "extras", "variables"} <= set(facts)
+    assert facts["variables"].split() == [
+        "ACCELERATE_LOG_LEVEL=set", "HF_ENDPOINT=https://mirror.example/", "HF_HOME=~/hf",
+        "HF_HUB_CACHE=set", "HF_HUB_ETAG_TIMEOUT=7", "HF_HUB_OFFLINE=1", "HF_TOKEN=set",
+        *([f"NO_COLOR={os.environ['NO_COLOR']}"] if "NO_COLOR" in os.environ else []),
+        "OMP_NUM_THREADS=1", "TOKENIZERS_PARALLELISM=false",
+        "XDG_CACHE_HOME=" + os.environ["XDG_CACHE_HOME"]]
+    assert PLANTED not in done.stdout
+    assert os.listdir(tmp_path) == []
+
+
+def test_env_without_a_working_torch(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('no libtorch')\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = ppocli("env", "--json", cwd=tmp_path, PYTHONPATH=path, code=0)
+    facts = json.loads(done.stdout)
+    assert facts["torch"] == {"error": "ImportError no libtorch"}
+    assert facts["packages"]["torch"]
+
+
+def test_a_run_keeps_what_it_ran_on(reference):
+    text = (reference / "env.json").read_text()
+    facts = json.loads(text)
+    expected = describe()
+    assert {name: facts[name] for name in ("ppocli", "python", "packages", "nvidia_driver")} == {
+        name: expected[name] for name in ("ppocli", "python", "packages", "nvidia_driver")}
+    assert facts["torch"]["threads"] == 1
+    assert facts["variables"]["HF_HUB_OFFLINE"] == "1"
+    assert facts["variables"]["HF_TOKEN"] == "set"
+    assert facts["started"].endswith("+00:00")
+    for private in (PLANTED, socket.gethostname(), str(Path.home()) + "/"):
+        assert private not in text
+    assert f'"{getpass.getuser()}"' not in text
+
+
+def test_addresses_lose_what_is_secret():
+    assert without_credentials("https://me:pw@host:8080/path?token=x#y") == "https://host:8080/path"
+    assert without_credentials("http://host:notaport") == "not a URL"
