@@ -3,19 +3,14 @@
 The same composition, launch and engine as the command; nothing is implemented twice.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ppocli.errors import ConfigError, InputError, PpocliError
-
-if TYPE_CHECKING:
-    from ppocli.evaluation.player import Player
 
 log = logging.getLogger("ppocli")
 
@@ -31,7 +26,7 @@ class TrainedRun:
     """the contents of summary.json"""
 
     @cached_property
-    def _player(self) -> Player:
+    def _player(self) -> Any:
         from ppocli.config.resolved import read_config
         from ppocli.evaluation.player import load_player, policy_config
 

@@ -1,8 +1,6 @@
 """Checks of a machine and an installation, each with a verdict and a way out. They run before
 anything else works, so none of them needs torch in this process."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -2,8 +2,6 @@
 may crash is asked in a process of its own, ``python -m ppocli.doctor_probes PROBE [ARGUMENT ...]``,
 which prints facts as JSON in its last line."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The estimate of a run, for those who ask; and, before a run loads weights: does it fit?"""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Iterator

@@ -22,8 +22,6 @@ layer after the other (:mod:`ppocli.zero.sharded_weights`), and a reference is i
 (:mod:`ppocli.zero.sharded_reference`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any

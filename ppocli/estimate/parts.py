@@ -2,8 +2,6 @@
 takes: the one list that everything else here is worked out from.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator

@@ -17,8 +17,6 @@ input. Passes without gradients hold one layer's tensors at a time. The tests ho
 what torch's allocator gave out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
