@@ -180,10 +180,10 @@ def training_pass(cfg: TrainConfig, models: Models, at: Sizes, *, copies: int
                           + bool(stack.trained) * (1 + has_encoder(lm)))
     head, logits = models.lm.get_output_embeddings().weight, _logits(models, at)
     chunk, table = min(logits, CHUNK_BYTES), 4 * head.numel() if head.requires_grad else 0
-    backward = chunk + table * (1 + (logits > CHUNK_BYTES))
-    if checkpoints:  # such a pass gives its copies back at its end
-        return kept, _cast(head, at) + max(copies + 2 * chunk, backward, largest + table)
-    return kept, _cast(head, at) + max(2 * chunk, backward)
+    again = logits > KEPT_BYTES  # the backward pass computes them once more
+    forward = chunk * (1 + again) + copies * checkpoints  # which give them back at its end
+    backward = chunk * again + table * (1 + (logits > CHUNK_BYTES))
+    return kept, _cast(head, at) + max(forward, backward, checkpoints * (largest + table))
 
 
 def _cast(weight: torch.Tensor, at: Sizes) -> int:
