@@ -9,11 +9,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from helpers import environment, ppocli
+from hub_double import HubDouble
 from runs import PLANTED
 
 from ppocli import doctor, doctor_probes
@@ -275,60 +275,36 @@ def test_small_and_read_only_disks(options, disk, output, tmp_path):
 
 # The Hub ------------------------------------------------------------------------------------------
 
-class _Hub(BaseHTTPRequestHandler):
-    """What the Hub answers to ``whoami``; ``ANSWER`` of the server's class decides."""
-
-    def do_GET(self) -> None:
-        self.server.seen.append((self.path, self.headers.get("authorization", "")))
-        code, body = self.server.answer
-        self.send_response(code)
-        self.send_header("content-type", "application/json")
-        self.end_headers()
-        self.wfile.write(json.dumps(body).encode())
-
-    def log_message(self, *words: object) -> None:
-        """Nothing on the terminal."""
-
-
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ThreadingHTTPServer]:
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubDouble]:
     """A small Hub of this machine, which the environment names."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
-    server.seen, server.answer = [], (200, {})
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HTTP_PROXY", "http_proxy",
                  "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with HubDouble() as double:
+        monkeypatch.setenv("HF_ENDPOINT", double.url)
+        yield double
 
 
 def test_a_hub_that_answers(around, hub, monkeypatch):
-    assert doctor.hub(around) == Finding(
-        "ok", f"http://127.0.0.1:{hub.server_port} can be reached")
+    assert doctor.hub(around) == Finding("ok", f"{hub.url} can be reached")
     assert doctor.token(around).text.startswith("none")
     monkeypatch.setenv("HF_TOKEN", PLANTED)
-    hub.answer = (200, {"name": "someone", "type": "user",
-                        "auth": {"accessToken": {"role": "write", "displayName": "mine"}}})
     assert doctor.token(around) == Finding("ok", "set (HF_TOKEN), role write")
-    assert hub.seen[-1] == ("/api/whoami-v2", f"Bearer {PLANTED}")
-    hub.answer = (401, {"error": "Invalid credentials in Authorization header"})
+    hub.fail("GET /api/whoami-v2", 401, message="Invalid credentials in Authorization header")
     found = doctor.token(around)
     assert (found.verdict, found.text) == ("warning", "set (HF_TOKEN), but the Hub refuses it")
 
 
-def test_a_token_of_hf_auth_login(around, hub, tmp_path, monkeypatch):
+def test_a_token_of_hf_auth_login(around, hub, tmp_path):
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/token").write_text(PLANTED)
-    hub.answer = (404, {"error": PLANTED})
+    hub.fail("GET /api/whoami-v2", 404, message=PLANTED)
     found = doctor.token(around)
     assert found.verdict == "warning"
     assert found.text.startswith("set (hf auth login), but the Hub didn't say what it may do: ")
+    assert hub.count("GET /api/whoami-v2") > 0
     assert PLANTED not in str(found)
 
 
