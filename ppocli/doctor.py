@@ -122,8 +122,8 @@ def hydra(around: Surroundings) -> Finding:
              "database fails with today's SQLAlchemy; sweeps in memory work",
              f"leave hydra.sweeper.storage unset, or {newer}"),
             (old, "this sweeper wants hydra-core 1.4", "pip install 'hydra-core>=1.4.0rc3,<1.5'")]
-    for found, problem, fix in problems:
-        if found:
+    for applies, problem, fix in problems:
+        if applies:
             return Finding("warning", f"{text}: {problem}", fix)
     return Finding("ok", text + (" (a pre-release)" if core.is_prerelease else ""))
 
