@@ -3,19 +3,14 @@
 The same composition, launch and engine as the command; nothing is implemented twice.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ppocli.errors import ConfigError, InputError, PpocliError
-
-if TYPE_CHECKING:
-    from ppocli.evaluation.player import Player
 
 log = logging.getLogger("ppocli")
 
@@ -31,7 +26,7 @@ class TrainedRun:
     """the contents of summary.json"""
 
     @cached_property
-    def _player(self) -> Player:
+    def _player(self) -> Any:
         from ppocli.config.resolved import read_config
         from ppocli.evaluation.player import load_player, policy_config
 
@@ -106,12 +101,8 @@ def train(overrides: Sequence[str] = (), *,
     handed_in = frozenset(key for key, value in given.items() if value is not None)
     composed = compose(read_words(_texts(overrides, "overrides")))
     if stop_sequences is not None:
-        if isinstance(stop_sequences, str):
-            raise ConfigError("stop_sequences is one text, not several.",
-                              where="ppocli.train(stop_sequences=...)",
-                              fix=f"stop_sequences=[{stop_sequences!r}]")
         composed = replace(composed, config=with_values(composed.config, {
-            "generation.stop_sequences": list(stop_sequences)}))
+            "generation.stop_sequences": _texts(stop_sequences, "stop_sequences")}))
     objects = PythonObjects(
         reward_fn=reward_fn, metric_fn=metric_fn,
         prompts=None if prompts is None else list(prompts),
@@ -177,14 +168,13 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
     from ppocli.training.task import PythonObjects
     from ppocli.user_code import join_working_directory
 
-    items = None if prompts is None or isinstance(prompts, str | Path) else list(prompts)
+    source, items = (prompts, None) if prompts is None or isinstance(prompts, str | Path) else (
+        None, list(prompts))
     request = EvalRequest(
         run=_text(run), words=tuple(_texts(overrides, "overrides")), against=_text(against),
-        reward=reward,
-        prompts=_text(prompts) if isinstance(prompts, str | Path) else None, limit=limit,
-        num_samples=num_samples, seed=seed, step=step, best=best, frontier=frontier,
-        output=_text(output), name=name, overwrite=overwrite, resume=resume,
-        own_reward=reward_fn is not None)
+        reward=reward, prompts=_text(source), limit=limit, num_samples=num_samples, seed=seed,
+        step=step, best=best, frontier=frontier, output=_text(output), name=name,
+        overwrite=overwrite, resume=resume, own_reward=reward_fn is not None)
     request.check()
     target = find_target(request.run, say=log.info, step=step, best=best)
     cfg = target_config(target, request.overrides(target), needs_reward=True,
@@ -213,10 +203,10 @@ def _texts(values: Sequence[str], name: str) -> list[str]:
         raise ConfigError(f"{name} is one text, not a list of them.", where=name,
                           fix=f"{name}=[{values!r}]")
     texts = list(values)
-    wrong = next((value for value in texts if not isinstance(value, str)), None)
-    if wrong is not None or None in texts:
-        raise ConfigError(f"{name} holds {wrong!r}, which is no text.", where=name,
-                          fix="give a list of texts")
+    for value in texts:
+        if not isinstance(value, str):
+            raise ConfigError(f"{name} holds {value!r}, which is no text.", where=name,
+                              fix="give a list of texts")
     return texts
 
 

@@ -1,8 +1,6 @@
 """Checks of a machine and an installation, each with a verdict and a way out. They run before
 anything else works, so none of them needs torch in this process."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re
@@ -21,6 +19,7 @@ from packaging.version import InvalidVersion, Version
 from ppocli.config.hub import hub_reachable, offline_variable
 from ppocli.doctor_probes import TOLERANCE, Check, Finding, Surroundings, ask
 from ppocli.errors import DiskError
+from ppocli.parallel.host_memory import host_room
 from ppocli.storage.atomic import format_bytes, free_bytes
 from ppocli.storage.environment import (
     home_shortened,
@@ -31,6 +30,7 @@ from ppocli.storage.environment import (
     without_credentials,
 )
 from ppocli.storage.run_folder import probe_writable
+from ppocli.text import counted
 
 HYDRA_PLUGINS = ("hydra-optuna-sweeper", "hydra-joblib-launcher", "hydra-submitit-launcher",
                  "hydra-ray-launcher", "hydra-ax-sweeper", "hydra-nevergrad-sweeper")
@@ -72,7 +72,8 @@ def packages(around: Surroundings) -> Finding:
     except metadata.PackageNotFoundError:
         return Finding("warning", "ppocli isn't installed as a package: versions can't be compared",
                        "pip install ppocli, or pip install -e . in a checkout")
-    wrong: list[tuple[bool, Requirement, str]] = []
+    missing: list[tuple[Requirement, str]] = []
+    optional: list[tuple[Requirement, str]] = []  # asked for by extras
     count = 0
     for requirement in declared:
         extra = "extra" in str(requirement.marker or "")
@@ -80,30 +81,24 @@ def packages(around: Surroundings) -> Finding:
             continue
         found = _version(requirement.name)
         count += not extra
-        fits = extra if found is None else requirement.specifier.contains(found, prereleases=True)
-        if not fits:
-            wrong.append((extra, requirement, f"{requirement.name} {found or 'is missing'}"))
-    if wrong:
-        wrong.sort(key=lambda each: each[0])  # what has to be there comes first
-        optional = wrong[0][0]
-        text = ", ".join(f"{what} (wanted: {requirement.specifier})"
-                         for _, requirement, what in wrong)
-        return Finding("warning" if optional else "fail", text, "pip install " + " ".join(
-            f"'{requirement.name}{requirement.specifier}'"
-            for extra, requirement, _ in wrong if extra == optional))
+        if not (extra if found is None else requirement.specifier.contains(found, True)):
+            (optional if extra else missing).append((requirement, (
+                f"{requirement.name} {found or 'is missing'} (wanted: {requirement.specifier})")))
+    if missing or optional:
+        return Finding("fail" if missing else "warning", ", ".join(
+            text for _, text in missing + optional), "pip install " + " ".join(
+            f"'{each.name}{each.specifier}'" for each, _ in missing or optional))
     return Finding("ok", f"{count} dependencies within their bounds")
 
 
 def transformers(around: Surroundings) -> Finding:
     """Versions of transformers that run code from a model's files without being asked to."""
     found = _version("transformers")
-    if found is None:
-        return Finding("fail", "transformers isn't installed", "pip install 'transformers>=5.5.0'")
-    if found < Version("5.5.0"):
-        return Finding("fail", f"{found} can be made to run code by a model's files, also with "
-                       "trust_remote_code=false (CVE-2026-4372, CVE-2026-5241)",
-                       "pip install 'transformers>=5.5.0,<6'")
-    return Finding("ok", str(found))
+    if found is not None and found >= Version("5.5.0"):
+        return Finding("ok", str(found))
+    return Finding("fail", "not installed" if found is None else f"{found} can be made to run code "
+                   "by a model's files, also with trust_remote_code=false (CVE-2026-4372, "
+                   "CVE-2026-5241)", "pip install 'transformers>=5.5.0,<6'")
 
 
 def hydra(around: Surroundings) -> Finding:
@@ -115,21 +110,21 @@ def hydra(around: Surroundings) -> Finding:
     plugins = {name: found for name in HYDRA_PLUGINS if (found := _version(name)) is not None}
     text = ", ".join([f"hydra-core {core}", f"omegaconf {omegaconf}",
                       *(f"{name} {found}" for name, found in plugins.items())])
-    if core < Version("1.4.0rc0") and omegaconf >= Version("2.4"):
-        return Finding("warning", f"{text}: this Hydra was made for omegaconf below 2.4",
-                       "pip install 'omegaconf>=2.3,<2.4'")
+    old, newer = core < Version("1.4.0rc0"), "pip install 'hydra-optuna-sweeper>=1.4.0rc3,<1.5'"
     sweeper = plugins.get("hydra-optuna-sweeper")
-    newer = "pip install 'hydra-optuna-sweeper>=1.4.0rc3,<1.5'"
-    if sweeper is not None and sweeper < Version("1.3"):
-        return Finding("warning", f"{text}: this sweeper is years older than the others; pip goes "
-                       "back to it when another package asks for a newer optuna", newer)
-    if sweeper is not None and sweeper < Version("1.4.0rc0"):
-        return Finding("warning", f"{text}: this sweeper pins optuna below 3, whose storage in a "
-                       "database fails with today's SQLAlchemy; sweeps in memory work",
-                       f"leave hydra.sweeper.storage unset, or {newer}")
-    if sweeper is not None and core < Version("1.4.0rc0"):
-        return Finding("warning", f"{text}: this sweeper wants hydra-core 1.4",
-                       "pip install 'hydra-core>=1.4.0rc3,<1.5'")
+    problems = [(old and omegaconf >= Version("2.4"), "this Hydra was made for omegaconf below 2.4",
+                 "pip install 'omegaconf>=2.3,<2.4'")]
+    if sweeper is not None:
+        problems += [
+            (sweeper < Version("1.3"), "this sweeper is years older than the others; pip goes back "
+             "to it when another package asks for a newer optuna", newer),
+            (sweeper < Version("1.4.0rc0"), "this sweeper pins optuna below 3, whose storage in a "
+             "database fails with today's SQLAlchemy; sweeps in memory work",
+             f"leave hydra.sweeper.storage unset, or {newer}"),
+            (old, "this sweeper wants hydra-core 1.4", "pip install 'hydra-core>=1.4.0rc3,<1.5'")]
+    for applies, problem, fix in problems:
+        if applies:
+            return Finding("warning", f"{text}: {problem}", fix)
     return Finding("ok", text + (" (a pre-release)" if core.is_prerelease else ""))
 
 
@@ -158,8 +153,8 @@ def deepspeed(around: Surroundings) -> Finding:
     if found is None:
         return Finding("warning", "not installed", "pip install 'deepspeed>=0.17,<1'")
     answer = ask("import", "deepspeed", seconds=60)
-    if answer.facts is None:
-        return Finding("fail", f"{found} can't be imported: {answer.error}",
+    if "error" in answer:
+        return Finding("fail", f"{found} can't be imported: {answer['error']}",
                        "pip install --force-reinstall deepspeed, after torch")
     return Finding("ok", found)
 
@@ -167,20 +162,11 @@ def deepspeed(around: Surroundings) -> Finding:
 # The machine --------------------------------------------------------------------------------------
 def memory(around: Surroundings) -> Finding:
     """What may still be taken of the machine's memory, and of the control group's."""
-    try:
-        text = (around.root / "proc/meminfo").read_text()
-    except OSError:
+    room = host_room(around.root)
+    if room is None:
         return Finding("ok", "the system doesn't tell")
-    figures = {name: int(kib) / 2**20
-               for name, kib in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
-    free, total = figures.get("MemAvailable", 0.0), figures.get("MemTotal", 0.0)
-    group, limited = around.root / "sys/fs/cgroup", ""
-    with suppress(OSError, ValueError):  # no control group, or "max"
-        limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
-        if limit / 2**30 < total:
-            free, total, limited = min(free, (limit - used) / 2**30), limit / 2**30, " (container)"
-    text = f"{free:.1f} of {total:.1f} GiB free{limited}"
+    free = room / 2**30
+    text = f"{free:.1f} GiB free"
     if free < MEMORY_FAIL:
         return Finding("fail", text, "end other programs, or give the container more memory")
     if free < MEMORY_LOW:
@@ -210,10 +196,8 @@ def threads(around: Surroundings) -> Finding:
     fix = f"export OMP_NUM_THREADS={cores}, or hardware.num_threads={cores}"
     if given and not re.fullmatch(r"\s*[1-9]\d*(\s*,\s*[1-9]\d*)*\s*", given):
         return Finding("warning", f"OMP_NUM_THREADS={given[:40]!a} is no number of threads", fix)
-    facts = around.torch.facts
-    count = facts["threads"] if facts else int(given.split(",")[0]) if given else cores
-    text = (f"{count} thread{'' if count == 1 else 's'} on {cores} usable "
-            f"core{'' if cores == 1 else 's'}")
+    count = int(around.torch.get("threads") or (given or str(cores)).split(",")[0])
+    text = f"{counted(count, 'thread')} on {counted(cores, 'usable core')}"
     if count > cores:
         return Finding("warning", f"{text}: they wait for each other", fix)
     return Finding("ok", text)
@@ -236,21 +220,18 @@ def disk(around: Surroundings) -> Finding:
 
 def output(around: Surroundings) -> Finding:
     """Write, sync, rename and delete in the output folder, as a run does."""
-    return _writable(around.folder, "choose another folder: output_dir=FOLDER")
-
-
-def _writable(folder: Path, fix: str) -> Finding:
-    new = [part for part in (folder.absolute(), *folder.absolute().parents)
-           if not os.path.lexists(part)]
+    folder = around.folder.absolute()
+    new = [part for part in (folder, *folder.parents) if not os.path.lexists(part)]
     try:
-        probe_writable(folder)
+        probe_writable(around.folder)
     except DiskError as error:
-        return Finding("fail", error.what, fix)
+        return Finding("fail", error.what, "choose another folder: output_dir=FOLDER")
     finally:
         for part in new:  # folders that had to be made for it
             with suppress(OSError):
                 part.rmdir()
-    return Finding("ok", f"{home_shortened(str(folder))}: files can be written, synced and renamed")
+    return Finding("ok", f"{home_shortened(str(around.folder))}: files can be written, synced and "
+                   "renamed")
 
 
 # The Hub ------------------------------------------------------------------------------------------
@@ -279,13 +260,13 @@ def token(around: Surroundings) -> Finding:
     if offline_variable() is not None or not hub_reachable():
         return Finding("ok", f"set ({place}), not tried")
     answer = ask("token", seconds=15)
-    if answer.facts is None:
+    if "error" in answer:
         return Finding("warning", f"set ({place}), but the Hub didn't say what it may do: "
-                       f"{answer.error}", "try again later")
-    if answer.facts.get("refused"):
+                       f"{answer['error']}", "try again later")
+    if answer.get("refused"):
         return Finding("warning", f"set ({place}), but the Hub refuses it",
                        "hf auth login, or unset HF_TOKEN")
-    return Finding("ok", f"set ({place}), role {answer.facts.get('role') or 'unknown'}")
+    return Finding("ok", f"set ({place}), role {answer.get('role') or 'unknown'}")
 
 
 def _token_place() -> str | None:
@@ -302,9 +283,9 @@ def _token_place() -> str | None:
 # torch, and what it computes on -------------------------------------------------------------------
 def torch(around: Surroundings) -> Finding:
     """Whether torch can be imported, and fits the NVIDIA driver, if there is one."""
-    facts, driver = around.torch.facts, nvidia_driver(around.root)
-    if facts is None:
-        return Finding("fail", f"torch can't be imported: {around.torch.error}",
+    facts, driver = around.torch, nvidia_driver(around.root)
+    if "error" in facts:
+        return Finding("fail", f"torch can't be imported: {facts['error']}",
                        f"install it again; {_INSTALL_TORCH}")
     build = f"CUDA {facts['cuda']}" if facts["cuda"] else (
         f"ROCm {facts['hip']}" if facts["hip"] else "CPU only")
@@ -327,11 +308,10 @@ def torch(around: Surroundings) -> Finding:
 
 def devices(around: Surroundings) -> Finding:
     """A matrix product on every visible device against the same product in float64."""
-    facts = around.torch.facts
-    if facts is None:
+    if "error" in around.torch:
         return _NO_TORCH
     texts, wrong = [], []
-    for device in facts["devices"]:
+    for device in around.torch["devices"]:
         name = device["device"]
         if "error" in device:
             wrong.append(f"{name}: {device['error']}")
@@ -350,10 +330,9 @@ def devices(around: Surroundings) -> Finding:
 
 def bf16(around: Surroundings) -> Finding:
     """Whether hardware.precision=bf16 is computed by the device itself."""
-    facts = around.torch.facts
-    if facts is None:
+    if "error" in around.torch:
         return _NO_TORCH
-    gpus = [device for device in facts["devices"] if device["device"] != "cpu"]
+    gpus = [device for device in around.torch["devices"] if device["device"] != "cpu"]
     without = [device["device"] for device in gpus if not device.get("bf16")]
     if without:
         return Finding("warning", f"{', '.join(without)} can't compute in bf16",
@@ -370,18 +349,18 @@ def bf16(around: Surroundings) -> Finding:
 
 def gloo(around: Surroundings) -> Finding:
     """Two processes that add up a number over gloo, as several ranks of a run would."""
-    if around.torch.facts is None:
+    if "error" in around.torch:
         return _NO_TORCH
     with tempfile.TemporaryDirectory(prefix="ppocli-doctor-") as folder, \
             ThreadPoolExecutor(2) as both:
         answers = list(both.map(lambda rank: ask("gloo", f"{folder}/meeting", rank, "2",
                                                  seconds=30), ("0", "1")))
-    errors = [answer.error for answer in answers if answer.facts is None]
+    errors = [answer["error"] for answer in answers if "error" in answer]
     if errors:
         return Finding("fail", f"two processes can't add up a number: {errors[0]}",
                        "runs with one process work; for more check GLOO_SOCKET_IFNAME, firewall "
                        "and the machine's name in /etc/hosts")
-    sums = [answer.facts["sum"] for answer in answers if answer.facts]
+    sums = [answer["sum"] for answer in answers]
     if sums != [3.0, 3.0]:
         return Finding("fail", f"two processes added 1 and 2 and got {sums}", "install torch again")
     return Finding("ok", "two processes added up a number over gloo")

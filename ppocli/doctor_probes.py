@@ -2,8 +2,6 @@
 may crash is asked in a process of its own, ``python -m ppocli.doctor_probes PROBE [ARGUMENT ...]``,
 which prints facts as JSON in its last line."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -22,6 +20,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, Literal
 
+from ppocli.text import error_line, first_line
+
 Verdict = Literal["ok", "warning", "fail"]
 SECONDS: Mapping[str, float] = {
     "output": 20, "token": 20, "torch": 70, "deepspeed": 70, "gloo": 40}
@@ -34,16 +34,8 @@ MEETING = timedelta(seconds=20)
 """how long processes wait for each other"""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Facts, or why there are none."""
-
-    facts: dict[str, Any] | None
-    error: str = ""
-
-
-def ask(probe: str, *arguments: str, seconds: float) -> Answer:
-    """What a probe says within ``seconds``."""
+def ask(probe: str, *arguments: str, seconds: float) -> dict[str, Any]:
+    """The facts that a probe tells within ``seconds``, or why there are none, as ``error``."""
     # -P: nothing of the current folder; behind all else, this very ppocli
     command = [sys.executable, "-P", "-m", "ppocli.doctor_probes", probe, *arguments]
     paths = [os.environ.get("PYTHONPATH"), str(Path(__file__).resolve().parents[1])]
@@ -52,18 +44,18 @@ def ask(probe: str, *arguments: str, seconds: float) -> Answer:
         done = subprocess.run(command, env=environment, text=True, errors="replace", check=False,
                               stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds)
     except subprocess.TimeoutExpired:
-        return Answer(None, f"no answer within {seconds:g} s")
+        return {"error": f"no answer within {seconds:g} s"}
     except OSError as error:
-        return Answer(None, f"no process could be started: {error.strerror or error}")
+        return {"error": f"no process could be started: {error.strerror or error}"}
     for line in reversed(done.stdout.splitlines()):
         with suppress(ValueError):
             facts = json.loads(line)
             if isinstance(facts, dict):
-                return Answer(facts) if "error" not in facts else Answer(None, facts["error"])
+                return facts
     if done.returncode < 0:
-        return Answer(None, f"the process was ended by {signal.Signals(-done.returncode).name}")
+        return {"error": f"the process was ended by {signal.Signals(-done.returncode).name}"}
     said = [line for line in done.stderr.splitlines() if line.strip()]
-    return Answer(None, said[-1].strip() if said else f"exit code {done.returncode}")
+    return {"error": said[-1].strip() if said else f"exit code {done.returncode}"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +76,7 @@ class Surroundings:
     root: Path = Path("/")
 
     @cached_property
-    def torch(self) -> Answer:
+    def torch(self) -> dict[str, Any]:
         """What a process of its own says about torch: a broken one may crash or hang there."""
         return ask("torch", seconds=60)
 
@@ -92,30 +84,22 @@ class Surroundings:
 Check = Callable[[Surroundings], Finding]
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """One line of the doctor's answer."""
-
-    name: str
-    verdict: Verdict
-    text: str
-    fix: str | None
-    seconds: float
-
-
 def run_checks(checks: Sequence[Check], around: Surroundings, *,
-               begin: Callable[[str], None] = lambda name: None) -> Iterator[Result]:
+               begin: Callable[[str], None] = lambda name: None
+               ) -> Iterator[tuple[str, Finding, float]]:
     """Run checks one after another, each within its time (:data:`SECONDS`).
 
     Args:
         begin: told the name of each check before it runs.
+
+    Yields:
+        the name of each, what it came to, and the seconds it took.
     """
     for check in checks:
         begin(check.__name__)
         started = monotonic()
         found = _within(check, around, SECONDS.get(check.__name__, 10.0))
-        yield Result(check.__name__, found.verdict, found.text, found.fix,
-                     round(monotonic() - started, 2))
+        yield check.__name__, found, round(monotonic() - started, 2)
 
 
 def _within(check: Check, around: Surroundings, seconds: float) -> Finding:
@@ -125,7 +109,7 @@ def _within(check: Check, around: Surroundings, seconds: float) -> Finding:
         try:
             answers.put(check(around))
         except Exception as error:  # a machine that breaks a check must not keep the others back
-            answers.put(Finding("fail", f"the check broke: {type(error).__name__}: {error}",
+            answers.put(Finding("fail", f"the check broke: {error_line(error)}",
                                 "report it with the output of: ppocli env"))
 
     # a call into a dead network or file system can't be interrupted, only left behind
@@ -138,10 +122,6 @@ def _within(check: Check, around: Surroundings, seconds: float) -> Finding:
 
 
 # The probes --------------------------------------------------------------------------------------
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
 
 def torch_facts() -> dict[str, Any]:
     """torch, its devices, and a product on each."""
@@ -171,7 +151,7 @@ def _device(name: str) -> dict[str, Any]:
                 facts["bf16"] = torch.cuda.is_bf16_supported(including_emulation=False)
         facts["product_error"] = _product_error(name)
     except Exception as error:  # drivers raise what they like; the text is the finding
-        facts["error"] = _first_line(error)
+        facts["error"] = first_line(error)
     return facts
 
 
@@ -199,7 +179,7 @@ def gloo_facts(meeting: str, rank: str, size: str) -> dict[str, Any]:
         dist.all_reduce(number)
         dist.destroy_process_group()
     except (RuntimeError, ValueError, OSError) as error:
-        return {"error": _first_line(error)}
+        return {"error": first_line(error)}
     return {"sum": float(number)}
 
 
@@ -208,7 +188,7 @@ def import_facts(name: str) -> dict[str, Any]:
     try:
         return {"version": str(getattr(importlib.import_module(name), "__version__", "unknown"))}
     except Exception as error:  # whatever an installation raises is the finding
-        return {"error": " ".join([f"{type(error).__name__}:", *str(error).splitlines()[:1]])}
+        return {"error": error_line(error)}
 
 
 def token_facts() -> dict[str, Any]:

@@ -1,8 +1,6 @@
 """Small texts for people: names that are near, first lines, counts, sizes, figures, and foreign
 text made harmless. Pure functions without a library, for every room."""
 
-from __future__ import annotations
-
 import difflib
 import math
 import os

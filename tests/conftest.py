@@ -1,8 +1,6 @@
 """What holds for every test: offline, one thread, a cache folder of the session's own, and random
 number generators that are put back."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Small real things that many tests need: models, tokenizers, folders, runs of the command."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -51,42 +49,35 @@ def model_config(kind: str = "gpt2", **over):
     """A configuration of two small layers with the vocabulary of :func:`make_tokenizer`."""
     from transformers import CONFIG_MAPPING
 
-    vocabulary = len(SPECIAL) + len(WORDS)
-    ids = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
-    if kind in ("gpt2", "gptj"):
-        shape = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 64,
-                 "vocab_size": vocabulary, **ids}
-        if kind == "gptj":
-            shape |= {"rotary_dim": 8, "tie_word_embeddings": False}
-        return CONFIG_MAPPING[kind](**{**shape, **over})
-    if kind == "t5":
-        return CONFIG_MAPPING[kind](**{
-            "num_layers": 2, "num_decoder_layers": 2, "d_model": 32, "d_kv": 16, "num_heads": 2,
-            "d_ff": 48, "vocab_size": vocabulary, "decoder_start_token_id": 0, **ids, **over})
-    if kind == "bart":
-        return CONFIG_MAPPING[kind](**{
-            "encoder_layers": 2, "decoder_layers": 2, "d_model": 32, "encoder_attention_heads": 2,
-            "decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
-            "vocab_size": vocabulary, "max_position_embeddings": 64, "decoder_start_token_id": 2,
-            "forced_eos_token_id": None, **ids, **over})
-    if kind in ("mamba", "rwkv"):
-        sizes = ({"state_size": 8} if kind == "mamba" else
-                 {"attention_hidden_size": 32, "intermediate_size": 48, "rescale_every": 1})
-        return CONFIG_MAPPING[kind](**{"num_hidden_layers": 2, "hidden_size": 32,
-                                       "vocab_size": vocabulary, **sizes, **ids, **over})
-    if kind == "bloom":
-        return CONFIG_MAPPING[kind](**{"n_layer": 2, "hidden_size": 32, "n_head": 2,
-                                       "vocab_size": vocabulary, **ids, **over})
+    common = {"vocab_size": len(SPECIAL) + len(WORDS), "bos_token_id": 2, "eos_token_id": 1,
+              "pad_token_id": 0}
+    if kind in _SHAPES:
+        return CONFIG_MAPPING[kind](**{**common, **_SHAPES[kind], **over})
     shape = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2,
-             "vocab_size": vocabulary, "max_position_embeddings": 64, **ids}
-    shape["ffn_dim" if kind == "opt" else "intermediate_size"] = 48
-    if kind == "opt":
-        shape["word_embed_proj_dim"] = 32
+             "intermediate_size": 48, "max_position_embeddings": 64}
     if kind in ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "cohere", "granite"):
         shape["num_key_value_heads"] = 1
     if kind in ("gemma", "gemma2", "qwen3"):
         shape["head_dim"] = 16
-    return CONFIG_MAPPING[kind](**{**shape, **over})
+    return CONFIG_MAPPING[kind](**{**common, **shape, **over})
+
+
+_GPT = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 64}
+_SHAPES = {
+    "gpt2": _GPT, "gptj": {**_GPT, "rotary_dim": 8, "tie_word_embeddings": False},
+    "t5": {"num_layers": 2, "num_decoder_layers": 2, "d_model": 32, "d_kv": 16, "num_heads": 2,
+           "d_ff": 48, "decoder_start_token_id": 0},
+    "bart": {"encoder_layers": 2, "decoder_layers": 2, "d_model": 32, "encoder_attention_heads": 2,
+             "decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
+             "max_position_embeddings": 64, "decoder_start_token_id": 2,
+             "forced_eos_token_id": None},
+    "opt": {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "ffn_dim": 48,
+            "max_position_embeddings": 64, "word_embed_proj_dim": 32},
+    "mamba": {"num_hidden_layers": 2, "hidden_size": 32, "state_size": 8},
+    "rwkv": {"num_hidden_layers": 2, "hidden_size": 32, "attention_hidden_size": 32,
+             "intermediate_size": 48, "rescale_every": 1},
+    "bloom": {"n_layer": 2, "hidden_size": 32, "n_head": 2}}
+"""of kinds whose sizes have names of their own"""
 
 
 def save_lm(folder: Path, kind: str = "gpt2", *, seed: int = 0, pad: bool = True, gain: float = 4.0,

@@ -1,7 +1,5 @@
 """Evaluations for tests: a run with two rewards and a metric, the command, and its results."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

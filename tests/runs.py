@@ -1,7 +1,5 @@
 """Whole runs for tests: a small world of files, the command in and out of process, comparisons."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

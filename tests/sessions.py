@@ -1,7 +1,5 @@
 """Real sessions on tiny models, for tests of the engine in this process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -12,6 +10,8 @@ from helpers import mask_of, save_lm, write_prompts
 
 from ppocli.config.schema import TrainConfig
 from ppocli.data.batch import PromptBatch
+from ppocli.estimate.check import Estimate, estimate
+from ppocli.estimate.parts import models_of
 from ppocli.models.layout import Sequences
 from ppocli.parallel.backend import open_ranks
 from ppocli.parallel.stop import StopFlag
@@ -85,15 +85,22 @@ def rollout_of(session: Session, start: int = 0, count: int | None = None):
                            PhaseClock.start(session.backend.device))
 
 
+def estimate_of(cfg: TrainConfig, prompt_tokens: int, config: Any = None, *, cuda: bool = False,
+                ranks: int = 1) -> Estimate:
+    """What is told beforehand of a run on one host, whose longest prompt has so many tokens."""
+    return estimate(cfg, models_of(cfg, config), prompt_tokens=prompt_tokens, cuda=cuda,
+                    ranks=ranks, ranks_on_host=ranks)
+
+
 def fresh_state(session: Session) -> PPOState:
     """PPO's own state before the first step."""
     coef = session.cfg.ppo.init_kl_coef
     return PPOState(kl_coef=coef, init_kl_coef=coef)
 
 
-def experience_of(session: Session) -> tuple[Experience, PPOState]:
-    """What one rollout from the start is learnt from, and PPO's state with its scores."""
-    rollout = rollout_of(session)
+def experience_of(session: Session, start: int = 0) -> tuple[Experience, PPOState]:
+    """What one rollout from episode ``start`` is learnt from, and PPO's state with its scores."""
+    rollout = rollout_of(session, start)
     state = update_moments(fresh_state(session), rollout, session.cfg)
     return to_experience(rollout, state, session.cfg), state
 

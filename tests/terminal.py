@@ -1,7 +1,5 @@
 """A real pseudo terminal with a command in it, and what its screen would show."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

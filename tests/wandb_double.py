@@ -1,7 +1,5 @@
 """A package named wandb that does as it is told: notes its calls, raises, dies or hangs."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -5,8 +5,6 @@ number of tokens or rows of theirs comes near. So the product has no counters, a
 its passes, or enters a model half-way up, makes no difference to what is counted.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -122,7 +122,7 @@ MUTANTS = (
            (f"{TASK}::test_the_best_evaluation_is_the_highest_finite_one",)),
     Mutant("row_stays_pending", "ppocli/training/loop.py",
            "commit(run, replace(run.state, pending=None))", "commit(run, run.state)",
-           ("tests/faults/test_resume_equality.py::"
+           ("tests/faults/test_resume.py::"
             "test_resuming_at_a_step_equals_the_straight_run",)),
     Mutant("generators_taken_at_saving", "ppocli/training/loop.py",
            "RankState(run.generators, state.tensors)",

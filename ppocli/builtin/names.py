@@ -1,7 +1,5 @@
 """Models and prompt files by name: what ``builtin:NAME`` stands for, without a network."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from ppocli.errors import InputError

@@ -7,16 +7,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from ppocli.cli.options import AsJson
 from ppocli.cli.output import complain, print_json, say
 from ppocli.text import counted
-
-if TYPE_CHECKING:
-    from ppocli.doctor_probes import Result
 
 
 def env(as_json: AsJson = False) -> None:
@@ -62,22 +59,22 @@ def doctor(folder: Annotated[Path, typer.Argument(
         if erasable:
             print(f"\r\x1b[Kchecking {name} ...", end="", file=sys.stderr, flush=True)
 
-    results: list[Result] = []
-    for result in run_checks(CHECKS, Surroundings(folder), begin=begin):
+    results: list[dict[str, Any]] = []
+    for name, found, seconds in run_checks(CHECKS, Surroundings(folder), begin=begin):
         if erasable:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-        results.append(result)
-        lines = [f"{result.verdict:<8} {result.name:<{width}}  {result.text}"]
-        if result.fix is not None and result.verdict != "ok":
-            lines.append(f"{'':<8} {'':<{width}}  fix: {result.fix}")
+        results.append({"name": name, **asdict(found), "seconds": seconds})
+        lines = [f"{found.verdict:<8} {name:<{width}}  {found.text}"]
+        if found.fix is not None and found.verdict != "ok":
+            lines.append(f"{'':<8} {'':<{width}}  fix: {found.fix}")
         for line in lines:
             if as_json:
                 say(line)
             else:
                 print(line, flush=True)
     if as_json:
-        print_json([asdict(result) for result in results])
-    failed = [result.name for result in results if result.verdict == "fail"]
+        print_json(results)
+    failed = [result["name"] for result in results if result["verdict"] == "fail"]
     if failed:
         complain(f"{len(failed)} of {len(results)} checks failed: {', '.join(failed)}")
         raise SystemExit(1)

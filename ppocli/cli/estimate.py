@@ -20,6 +20,7 @@ ASSUMED_TOKENS = 512
 """of the longest prompt, if nothing else is known"""
 PLACES = {"device": "", "offloaded": ", in host memory while it isn't used",
           "host": ", in host memory", "elsewhere": ", on a separate device"}
+PHASES = ("generate", "score", "update")
 NOT_NEEDED = frozenset({"reward.fn", "ppo.total_episodes, ppo.num_steps"})
 """keys that a run needs and an estimate does not"""
 
@@ -200,11 +201,11 @@ def _print(found: Estimate, cfg: TrainConfig, source: str) -> None:
         return three_digits(amount / size) if amount and there else "-"
 
     rows = [(f"{unit} per process", "generation", "scoring", "updates", "host")]
-    rows += [(line.name, cell(line.device, line.generate), cell(line.device, line.score),
-              cell(line.device, line.update), cell(line.host)) for line in found.lines]
+    rows += [(line.name, *(cell(line.device, phase in line.phases) for phase in PHASES),
+              cell(line.host)) for line in found.lines]
     rows.append(("most at once", cell(sums.generate), cell(sums.score), cell(sums.update), "-"))
     print_table(rows, right=frozenset({1, 2, 3, 4}))
-    if sums.update < sum(line.device for line in found.lines if line.update):
+    if sums.update < sum(line.device for line in found.lines if "update" in line.phases):
         print("(activations go while gradients come: not all of both is there at once)")
     print()
     many = found.layout.ranks_on_host
@@ -217,8 +218,8 @@ def _print(found: Estimate, cfg: TrainConfig, source: str) -> None:
     disk = found.disk
     print(f"disk: {format_bytes(disk.checkpoint)} per checkpoint, {format_bytes(disk.model)} for "
           f"the model, {format_bytes(disk.run)} at most")
-    for one in found.unknown:
-        print(f"{one.name}: unknown, {one.why}")
+    for name, why in found.unknown.items():
+        print(f"{name}: unknown, {why}")
     if found.rough:
         print(roughly(found))
 
@@ -239,7 +240,7 @@ def _heading(found: Estimate, cfg: TrainConfig, source: str) -> Iterator[str]:
             f"frozen, stored with {each:.3g} bytes each{PLACES[part.place]}")
         yield f"{part.name}: {part.parameters:,} parameters, {trained}"
     yield (f"tokens: prompts of {found.prompt_tokens} ({source}), responses of "
-           f"{found.new_tokens}")
+           f"{cfg.generation.max_new_tokens}")
     yield (f"per rank at once: {layout.decoded} samples in generation, {layout.rows} in a forward "
            "and backward pass")
 
@@ -254,15 +255,15 @@ def _as_json(found: Estimate, cfg: TrainConfig, source: str, room: Room | None, 
         "precision": cfg.hardware.precision, "zero_stage": cfg.hardware.zero_stage,
         "ranks": layout.ranks, "ranks_on_host": layout.ranks_on_host,
         "prompt_tokens": found.prompt_tokens, "prompt_tokens_from": source,
-        "new_tokens": found.new_tokens, "samples_generated": layout.decoded,
+        "new_tokens": cfg.generation.max_new_tokens, "samples_generated": layout.decoded,
         "samples_a_pass": layout.rows,
         "parts": [{"kind": p.kind, "name": p.name, "parameters": p.parameters,
                    "trained": p.trained, "bytes": p.size} for p in found.parts],
-        "unknown": [{"name": one.name, "why": one.why} for one in found.unknown],
+        "unknown": [{"name": name, "why": why} for name, why in found.unknown.items()],
         "not_measured": list(found.rough),
         "lines": [{"name": line.name, "device_bytes": line.device, "host_bytes": line.host,
-                   "in_generation": line.generate, "in_scoring": line.score,
-                   "in_updates": line.update}
+                   "in_generation": "generate" in line.phases,
+                   "in_scoring": "score" in line.phases, "in_updates": "update" in line.phases}
                   for line in found.lines],
         "generation_bytes": sums.generate, "scoring_bytes": sums.score,
         "update_bytes": sums.update, "device_bytes": sums.device,

@@ -1,8 +1,8 @@
 """The estimate of a run, for those who ask; and, before a run loads weights: does it fit?"""
 
-from __future__ import annotations
-
 import logging
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,29 +13,9 @@ from ppocli.config.deepspeed import deepspeed_config
 from ppocli.config.keys import several
 from ppocli.config.schema import TrainConfig, reference_kind
 from ppocli.errors import OutOfMemoryError, PpocliError
-from ppocli.estimate.memory import (
-    FROZEN,
-    Disk,
-    Layout,
-    Line,
-    Passes,
-    Sums,
-    add_up,
-    disk_of,
-    layout_of,
-    lines_of,
-    spared,
-)
-from ppocli.estimate.parts import Models, Part, Unknown, models_of, parts_of, quantized_weights
-from ppocli.estimate.passes import (
-    Sizes,
-    decoding_pass,
-    is_measured,
-    may_take_onednn,
-    scoring_pass,
-    stream_bytes,
-    training_pass,
-)
+from ppocli.estimate import memory, passes
+from ppocli.estimate.memory import FROZEN, Layout, Line
+from ppocli.estimate.parts import Models, Part, count, models_of, parts_of
 from ppocli.models.fast.gemm import packed_size
 from ppocli.models.layer_stack import layer_stack
 from ppocli.models.loading.language_model import DTYPES
@@ -61,12 +41,11 @@ class Estimate:
     parts: tuple[Part, ...]
     layout: Layout
     lines: tuple[Line, ...]
-    sums: Sums
-    disk: Disk
+    sums: memory.Sums
+    disk: memory.Disk
     prompt_tokens: int
-    new_tokens: int
-    unknown: tuple[Unknown, ...]
-    """what is left out"""
+    unknown: dict[str, str]
+    """what is left out, and why"""
     spared: int = 0
     """bytes of ``sums`` that the run does without where they aren't free"""
     rough: tuple[str, ...] = ()
@@ -87,94 +66,94 @@ def estimate(cfg: TrainConfig, models: Models, *, prompt_tokens: int, cuda: bool
         ConfigError: DeepSpeed's file can't be read.
     """
     parts, unknown = parts_of(cfg, models, rewards=rewards)
-    layout = layout_of(cfg, prompt_tokens=prompt_tokens, ranks=ranks,
+    layout = memory.layout_of(cfg, prompt_tokens=prompt_tokens, ranks=ranks,
                        ranks_on_host=ranks_on_host, cuda=cuda)
-    zero = deepspeed_config(cfg).get("zero_optimization") if cfg.hardware.zero_stage else None
-    lines = lines_of(cfg, parts, layout, _passes(cfg, models, parts, layout, prompt_tokens),
-                     zero if isinstance(zero, dict) else {})
+    stage = cfg.hardware.zero_stage
+    zero = deepspeed_config(cfg)["zero_optimization"] if stage else {}
+    ends = [m for m in (models.lm.get_output_embeddings(), models.value_head) if m is not None]
+    heads = 4 * count(p for module in ends for p in module.parameters())
+    lines = tuple(line for line in (
+        *memory.lines_of(cfg, parts, layout, heads, zero),
+        *_passes(cfg, models, parts, layout, prompt_tokens)) if line.device or line.host)
     kinds = [lm.config.model_type for lm in (models.lm, models.value_lm)
-             if lm is not None and not is_measured(lm)]
-    return Estimate(parts, layout, lines, add_up(lines, parts, layout, cfg.hardware.zero_stage),
-                    disk_of(cfg, parts), prompt_tokens, cfg.generation.max_new_tokens, unknown,
-                    spared(cfg, lines), tuple(dict.fromkeys(kinds)))
+             if lm is not None and lm.config.model_type not in passes.MEASURED]
+    return Estimate(parts, layout, lines, memory.add_up(lines, parts, layout, stage),
+                    memory.disk_of(cfg, parts), prompt_tokens, unknown,
+                    memory.spared(cfg, lines), tuple(dict.fromkeys(kinds)))
 
 
 def _passes(cfg: TrainConfig, models: Models, parts: tuple[Part, ...], layout: Layout,
-            prompt_tokens: int) -> Passes:
+            prompt_tokens: int) -> Iterator[Line]:
+    """What passes take beside weights, in the order in which it is told."""
     lm, new, cuda = models.lm, cfg.generation.max_new_tokens, layout.cuda
-    dtype, head = DTYPES[cfg.hardware.precision], models.lm.get_output_embeddings().weight
-    at = Sizes(layout.rows, prompt_tokens, new, dtype.itemsize,
-               stream_bytes(lm, cuda=cuda), cuda, cfg.model.attn_implementation)
+    dtype, checkpoints = DTYPES[cfg.hardware.precision], cfg.model.gradient_checkpointing
+    at = passes.Sizes(layout.rows, prompt_tokens, new, dtype.itemsize,
+               lm.get_input_embeddings().weight.element_size(), cuda,
+               cfg.model.attn_implementation)
+    copies = 2 * at.casts * sum(p.cast for p in parts)
+    kept, beside = passes.training_pass(cfg, models, at, copies=copies)
+    # checkpointed layers copy again in the backward pass
+    yield Line("weights in bf16", 0 if checkpoints else copies, phases="update")
+    yield Line("activations", kept, phases="update", estimated=True)
+    yield Line("working memory of updates", beside, phases="update", estimated=True)
+    # oneDNN reads the weights from a copy of its own (ppocli.models.fast.gemm)
+    laid_out = (packed_size(lm, dtype) if not cuda and cfg.hardware.gemm != "default"
+                and whole_while_acting(cfg) else 0)
+    yield Line("weights in bf16 for rollouts", copies if cfg.hardware.zero_stage < 3 else 0,
+               phases="score" if laid_out else "generate score")
+    yield Line("weights laid out for decoding", laid_out, phases="generate")
     longest = max([new, *several(cfg.generation.eval.max_new_tokens)])
-    laid_out = (packed_size(lm, dtype) if may_take_onednn(cfg, cuda) and whole_while_acting(cfg)
-                else 0)
-    # decoding keeps a copy of the head's weight
-    copied = 2 * head.numel() if (at.casts and head.requires_grad and not laid_out
-                                  and cfg.hardware.zero_stage < 3) else 0
-    quantized = quantized_weights(cfg, lm)
-    # a weight in 16 bits while its layer is run
-    largest = 2 * max((p.numel() for p in lm.parameters() if id(p) in quantized), default=0)
-    kept, beside = training_pass(cfg, models, at,
-                                 copies=2 * at.casts * sum(p.cast for p in parts))
-    decoded = replace(at, rows=layout.decoded, new=longest)
-    cache, decoding = decoding_pass(lm, decoded, copied=copied)
-    frozen, scored, padded = frozen_states(cfg, models, layout, prompt_tokens)
-    heads = [module for module in (lm.get_output_embeddings(), models.value_head) if module]
-    return Passes(
-        activations=kept, updates=beside + largest, cache=cache, generation=decoding + largest,
-        scoring=scoring_pass(models, replace(at, rows=layout.scored)) + largest,
-        hidden=_hidden(cfg, models, layout, prompt_tokens, kept=scored), laid_out=laid_out,
-        heads=4 * sum(p.numel() for module in heads for p in module.parameters()),
-        frozen=frozen, frozen_scored=scored, frozen_padded=padded)
+    cache, decoding = passes.decoding_pass(lm, replace(at, rows=layout.decoded, new=longest))
+    yield Line("keys and values (KV cache)", cache, phases="generate", estimated=True)
+    yield Line("working memory of generation", decoding, phases="generate", estimated=True)
+    yield from _kept_states(cfg, models, layout, prompt_tokens)
+    yield Line("working memory of scoring",
+               passes.scoring_pass(models, replace(at, rows=layout.scored)), phases="score",
+               estimated=True)
 
 
-def frozen_states(cfg: TrainConfig, models: Models, layout: Layout, prompt_tokens: int
-                  ) -> tuple[int, bool, int]:
-    """What is kept of the layers below those that train, of one rollout whose samples are all as
-    long as the longest (:mod:`ppocli.tasks.ppo.rollout`, :mod:`ppocli.tasks.ppo.replay`), as
-    :class:`ppocli.estimate.memory.Passes` has it."""
+def _kept_states(cfg: TrainConfig, models: Models, layout: Layout, prompt_tokens: int
+                 ) -> Iterator[Line]:
+    """What is kept of one rollout whose samples are all as long as the longest: of the layers below
+    those that train (:mod:`ppocli.tasks.ppo.rollout`, :mod:`ppocli.tasks.ppo.replay`), and of a
+    chunk until the reference is run (:func:`ppocli.tasks.ppo.rollout.measure`)."""
     lm, room = models.lm, cfg.hardware.frozen_states_mib * 2**20
-    samples, words = cfg.ppo.num_rollouts, lm.get_input_embeddings().weight
+    words, head = lm.get_input_embeddings().weight, lm.get_output_embeddings().weight
+    samples, new = cfg.ppo.num_rollouts, cfg.generation.max_new_tokens
+    tokens, full = prompt_tokens + new, kl_estimator(cfg.ppo) == "full"
+    shares = reference_kind(cfg.model) == "shared"
+    # whether the policy's own layers run in scoring, after decoding
+    forward = not decoding_scores(cfg) or full or models.branch is not None
+    scored = False
+    if room and layout.ranks == 1 and cfg.hardware.zero_stage < 3 and _splits(cfg, models):
+        padded = 4 * samples * words.shape[-1] * tokens  # that decoding asks for room for
+        # layers add to the states that they are given, so those stay in the embeddings' type
+        whole = samples * head.shape[1] * words.element_size() * (tokens - 1)
+        decodes = decoding_scores(cfg) and cfg.hardware.precision == "fp32" and padded <= room // 2
+        scored = whole <= room and (decodes or forward or shares)
+        # updates remember what nobody kept before
+        yield Line(FROZEN, min(whole, room), phases="score update" if scored else "update")
+        # the same as decoding kept it, until the last sample is scored
+        yield Line(f"{FROZEN}, padded", padded if decodes else 0, phases="generate score")
+    apart = (shares and cfg.model.num_layers_unfrozen >= 0 and not scored and not has_encoder(lm)
+             and forward)
+    yield Line("states kept for the reference", phases="score", estimated=True,
+               device=layout.decoded * (full * new + apart * (tokens - 1)) * head.shape[1]
+               * head.element_size())
+
+
+def _splits(cfg: TrainConfig, models: Models) -> bool:
+    """Whether there are layers below those that train, and nothing else trains there."""
+    lm = models.lm
     try:
         trains = [any(p.requires_grad for p in layer.parameters()) for layer in layer_stack(lm)]
     except ValueError:
-        trains = []
+        return False
     lowest = trains.index(True) if True in trains else 0
     branch = models.branch is not None and (
         len(trains) - cfg.model.value.num_layers_unfrozen < lowest)
-    if (not room or layout.ranks > 1 or cfg.hardware.zero_stage == 3 or not lowest or branch
-            or has_encoder(lm) or num_virtual_tokens(lm) or words.requires_grad):
-        return 0, False, 0
-    tokens = prompt_tokens + cfg.generation.max_new_tokens
-    padded = 4 * samples * words.shape[-1] * tokens  # that decoding asks for room for
-    # layers add to the states that they are given, so those stay in the type of the embeddings
-    whole = samples * lm.get_output_embeddings().weight.shape[1] * words.element_size() * (
-        tokens - 1)
-    decodes = (decoding_scores(cfg) and cfg.hardware.precision == "fp32" and padded <= room // 2)
-    scores = scores_by_forward(cfg, models) or reference_kind(cfg.model) == "shared"
-    return min(whole, room), whole <= room and (decodes or scores), padded if decodes else 0
-
-
-def scores_by_forward(cfg: TrainConfig, models: Models) -> bool:
-    """Whether the policy's own layers run in scoring, after decoding."""
-    return (not decoding_scores(cfg) or kl_estimator(cfg.ppo) == "full"
-            or models.branch is not None)
-
-
-def _hidden(cfg: TrainConfig, models: Models, layout: Layout, prompt_tokens: int, *, kept: bool
-            ) -> int:
-    """Bytes of the policy's states that are kept, for all samples of a chunk, until the reference
-    is run (:func:`ppocli.tasks.ppo.rollout.measure`).
-
-    Args:
-        kept: whether what enters the lowest layer that trains is kept beyond that, and told apart.
-    """
-    head, new = models.lm.get_output_embeddings().weight, cfg.generation.max_new_tokens
-    tokens = new if kl_estimator(cfg.ppo) == "full" else 0
-    shares = reference_kind(cfg.model) == "shared" and cfg.model.num_layers_unfrozen >= 0
-    if (shares and not kept and not has_encoder(models.lm) and scores_by_forward(cfg, models)):
-        tokens += prompt_tokens + new - 1
-    return layout.decoded * tokens * head.shape[1] * head.element_size()
+    return lowest > 0 and not (branch or has_encoder(lm) or num_virtual_tokens(lm)
+                               or lm.get_input_embeddings().weight.requires_grad)
 
 
 # Does it fit? -------------------------------------------------------------------------------------
@@ -209,7 +188,7 @@ def check_memory(cfg: TrainConfig, lm_config: Any, *, prompt_tokens: int, device
         return
     if warn and found.unknown:
         log.info("Of the memory of this run left out: %s", "; ".join(
-            f"{one.name} ({one.why})" for one in found.unknown))
+            f"{name} ({why})" for name, why in found.unknown.items()))
     refuse_or_warn(cfg, found, room, warn=warn)
 
 
@@ -243,12 +222,12 @@ def at_least(found: Estimate, cfg: TrainConfig) -> Estimate:
     layout = found.layout
 
     def least(line: Line) -> Line:
-        rows = (layout.rows if line.update else layout.decoded if line.generate else layout.scored)
+        rows = {"update": layout.rows, "generate": layout.decoded}.get(line.phases, layout.scored)
         share = 0 if found.rough else (1 - ERROR) / (rows if layout.cuda else 1)
         return replace(line, device=int(line.device * share)) if line.estimated else line
 
     lines = tuple(map(least, found.lines))
-    return replace(found, lines=lines, sums=add_up(lines, found.parts, layout,
+    return replace(found, lines=lines, sums=memory.add_up(lines, found.parts, layout,
                                                    cfg.hardware.zero_stage))
 
 
@@ -261,34 +240,29 @@ def roughly(found: Estimate) -> str:
 def needs(found: Estimate, room: Room) -> list[tuple[int, int, str]]:
     """(bytes needed, bytes there, of what) of the device and of the host; without what a run does
     without."""
-    sums = found.sums
-    asked = []
-    if room.device is not None:
-        asked.append((sums.device, room.device, f"{room.name} GPU memory" if room.name == GIVEN
-                      else f"memory on {room.name}"))
-    if room.host is not None:
-        many = found.layout.ranks_on_host
-        of = "" if many == 1 else f" for {many} processes"
-        needed = max(sums.host - found.spared, sums.loading)
-        asked.append((needed, room.host, f"{room.name} memory{of}"
-                      if room.name == GIVEN else f"this machine's memory{of}"))
-    return asked
+    sums, many, given = found.sums, found.layout.ranks_on_host, room.name == GIVEN
+    host = f"{room.name} memory" if given else "this machine's memory"
+    asked = [(sums.device, room.device,
+              f"{room.name} GPU memory" if given else f"memory on {room.name}"),
+             (max(sums.host - found.spared, sums.loading), room.host,
+              host if many == 1 else f"{host} for {many} processes")]
+    return [(needed, there, of) for needed, there, of in asked if there is not None]
+
+
 def advice(found: Estimate, cfg: TrainConfig) -> list[str]:
     """Settings that make the fullest moment smaller, what helps most first."""
-    size = {line.name: line.device for line in found.lines}
+    size = Counter({line.name: line.device for line in found.lines})
     layout, sums, zero = found.layout, found.sums, cfg.hardware.zero_stage
     in_update = sums.update >= max(sums.generate, sums.score)
-    kept, state = size.get("activations", 0), size.get("optimizer state", 0)
-    decoding = size.get("keys and values (KV cache)", 0) + size.get(
-        "working memory of generation", 0)
-    fewer, reference = max(layout.decoded // 4, 1), size.get("reference", 0)
-    frozen = next((line for line in found.lines if line.name == FROZEN), None)
+    kept, state, reference = size["activations"], size["optimizer state"], size["reference"]
+    decoding = size["keys and values (KV cache)"] + size["working memory of generation"]
+    fewer = max(layout.decoded // 4, 1)
     options: list[tuple[bool, int, str]] = [
         (in_update, kept - kept // layout.rows, "ppo.micro_batch_size=1"),
         (in_update and not cfg.model.gradient_checkpointing, kept * 3 // 4,
          "model.gradient_checkpointing=true"),
         (not in_update, decoding - decoding * fewer // layout.decoded, f"ppo.chunk_size={fewer}"),
-        (layout.ranks > 1 and zero < 2, state + size.get("gradients", 0), "hardware.zero_stage=2"),
+        (layout.ranks > 1 and zero < 2, state + size["gradients"], "hardware.zero_stage=2"),
         (layout.ranks > 1 and zero == 2, state, "hardware.zero_stage=3"),
         (zero > 0 and layout.cuda and not cfg.hardware.offload_optimizer, state,
          "hardware.offload_optimizer=true"),
@@ -299,10 +273,9 @@ def advice(found: Estimate, cfg: TrainConfig) -> list[str]:
         # it is back on the device while it runs
         (layout.cuda, min(reference, sums.device - sums.score), "model.reference.offload=true"),
         (zero == 3 and whole_while_acting(cfg) and not in_update,
-         size.get("weights gathered for rollouts", 0) - size.get("weights gathered in a pass", 0),
-         "hardware.gather_for_generation=false")]
-    if frozen is not None:
-        options.append((frozen.update if in_update else frozen.score, frozen.device,
-                        "hardware.frozen_states_mib=0"))
+         size["weights gathered for rollouts"] - size["weights gathered in a pass"],
+         "hardware.gather_for_generation=false"),
+        (any(("update" if in_update else "score") in line.phases for line in found.lines
+             if line.name == FROZEN), size[FROZEN], "hardware.frozen_states_mib=0")]
     useful = [(saved, text) for helps, saved, text in options if helps and saved > 0]
     return [text for _, text in sorted(useful, key=lambda option: -option[0])]

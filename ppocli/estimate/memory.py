@@ -22,8 +22,6 @@ layer after the other (:mod:`ppocli.zero.sharded_weights`), and a reference is i
 (:mod:`ppocli.zero.sharded_reference`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -60,16 +58,13 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One thing that takes memory: bytes on a device and in host memory, both of one rank, and the
-    phases it is there in."""
+    """One thing that takes memory: bytes on a device and in host memory, both of one rank."""
 
     name: str
     device: int
     host: int = 0
-    generate: bool = True
-    score: bool = True
-    """the forward passes over what was generated"""
-    update: bool = True
+    phases: str = "generate score update"
+    """those it is there in; ``score``: the forward passes over what was generated"""
     estimated: bool = False
     """whether it comes from a formula; else tensors have been counted"""
 
@@ -89,35 +84,6 @@ class Sums:
     def device(self) -> int:
         """The fullest moment of a device."""
         return max(self.generate, self.score, self.update)
-
-
-@dataclass(frozen=True, slots=True)
-class Passes:
-    """Bytes that passes take beside weights, of one rank."""
-
-    activations: int
-    """kept from a forward pass to its backward pass"""
-    updates: int
-    """most beside those"""
-    cache: int
-    """keys and values of all samples at their full length"""
-    generation: int
-    """most beside those"""
-    scoring: int = 0
-    """of a forward pass without gradients"""
-    hidden: int = 0
-    """the policy's states of all samples of a chunk, where the reference's pass needs them"""
-    heads: int = 0
-    """the weights of the output embedding and the value head"""
-    laid_out: int = 0
-    """the weights once more, as decoding reads them fastest (:mod:`ppocli.models.fast.gemm`)"""
-    frozen: int = 0
-    """of what enters the lowest layer that trains, of all samples of a rollout; updates remember
-    what nobody kept before (:mod:`ppocli.models.fast.frozen_states`)"""
-    frozen_scored: bool = False
-    """whether it is kept by the end of scoring"""
-    frozen_padded: int = 0
-    """the same once more: as decoding kept it, until the last sample is scored"""
 
 
 def layout_of(cfg: TrainConfig, *, prompt_tokens: int, ranks: int, ranks_on_host: int, cuda: bool
@@ -143,57 +109,22 @@ def layout_of(cfg: TrainConfig, *, prompt_tokens: int, ranks: int, ranks_on_host
                   accumulates=rows < share)
 
 
-def lines_of(cfg: TrainConfig, parts: Iterable[Part], layout: Layout, passes: Passes,
-             deepspeed: dict[str, Any]) -> tuple[Line, ...]:
-    """Everything that takes memory of a rank, in the order in which it is told.
+def lines_of(cfg: TrainConfig, parts: Iterable[Part], layout: Layout, heads: int,
+             deepspeed: dict[str, Any]) -> Iterator[Line]:
+    """What weights and their optimization take of a rank, in the order in which it is told.
 
     Args:
+        heads: bytes of the weights of the output embedding and the value head.
         deepspeed: its ``zero_optimization`` section.
     """
+    stage, ranks, offload = cfg.hardware.zero_stage, layout.ranks, cfg.hardware.offload_optimizer
+    live = int(deepspeed.get("stage3_max_live_parameters", MAX_LIVE))
+    whole = whole_while_acting(cfg)
     parts = tuple(parts)
     own = [p for p in parts if p.sharded]
-    cast = sum(p.cast for p in own) if cfg.hardware.precision == "bf16" else 0
-    lines = [
-        *_weights(cfg, parts, layout, _number(deepspeed, "stage3_max_live_parameters", MAX_LIVE)),
-        *_deepspeed(cfg, own, layout, passes.heads, deepspeed),
-        *_checkpoint_copy(cfg, own, layout),
-        # checkpointed layers copy again in the backward pass
-        _line("weights in bf16", 0 if cfg.model.gradient_checkpointing else 2 * cast, "update"),
-        _line("activations", passes.activations, "update", estimated=True),
-        _line("working memory of updates", passes.updates, "update", estimated=True),
-        _line("weights in bf16 for rollouts", 2 * cast if cfg.hardware.zero_stage < 3 else 0,
-              "score" if passes.laid_out else "generate score"),
-        _line("weights laid out for decoding", passes.laid_out, "generate"),
-        _line("keys and values (KV cache)", passes.cache, "generate", estimated=True),
-        _line("working memory of generation", passes.generation, "generate", estimated=True),
-        _line(FROZEN, passes.frozen, "score update" if passes.frozen_scored else "update"),
-        _line(f"{FROZEN}, padded", passes.frozen_padded, "generate score"),
-        _line("states kept for the reference", passes.hidden, "score", estimated=True),
-        _line("working memory of scoring", passes.scoring, "score", estimated=True)]
-    return tuple(line for line in lines if line.device or line.host)
-
-
-def _line(name: str, size: int, phases: str = "generate score update", *, on_host: bool = False,
-          estimated: bool = False) -> Line:
-    there = {phase: phase in phases.split() for phase in ("generate", "score", "update")}
-    return Line(name, 0 if on_host else size, size if on_host else 0, estimated=estimated, **there)
-
-
-def _share(count: int, ranks: int) -> int:
-    return -(-count // ranks)
-
-
-def _weights(cfg: TrainConfig, parts: tuple[Part, ...], layout: Layout, live: int
-             ) -> Iterator[Line]:
-    """Weights, optimizer state and gradients.
-
-    Args:
-        live: elements that DeepSpeed gathers of a model in parts.
-    """
-    stage, ranks, offload = cfg.hardware.zero_stage, layout.ranks, cfg.hardware.offload_optimizer
-    own = [p for p in parts if p.sharded]
-    trained = 4 * sum(p.trained for p in own)
-    yield _line("weights", _share(sum(p.size for p in own), ranks if stage == 3 else 1),
+    size, trained = sum(p.size for p in own), 4 * sum(p.trained for p in own)
+    state = sum(p.state for p in own)
+    yield _line("weights", _share(size, ranks if stage == 3 else 1),
                 on_host=cfg.hardware.offload_param)
     if stage:
         yield _line("weights DeepSpeed steps on", _share(trained, ranks), on_host=offload)
@@ -202,65 +133,52 @@ def _weights(cfg: TrainConfig, parts: tuple[Part, ...], layout: Layout, live: in
             yield _line(part.name, _share(part.size, ranks if part.in_parts else 1),
                         on_host=part.place != "device" and layout.cuda)
         if part.in_parts:  # what is gathered while it runs
-            whole = reference_kind(cfg.model) == "shared" and whole_while_acting(cfg)
-            each = part.size // max(part.parameters, 1)
-            yield _line("reference while it runs",
-                        part.size if whole else min(part.size, live * each), "score")
+            gathered = part.size if whole and reference_kind(cfg.model) == "shared" else min(
+                part.size, live * (part.size // max(part.parameters, 1)))
+            yield _line("reference while it runs", gathered, "score")
         elif part.place == "offloaded" and layout.cuda:
             yield _line("reference while it runs", part.size, "score")
-    yield _line("optimizer state", _share(sum(p.state for p in own), ranks if stage else 1),
-                on_host=offload)
+    yield _line("optimizer state", _share(state, ranks if stage else 1), on_host=offload)
     # stage 3 keeps the room for them, the others give it back after each update
-    yield _line("gradients", _share(trained, ranks if stage > 1 else 1),
-                "generate score update" if stage == 3 else "update",
+    reduced_in = "generate score update" if stage == 3 else "update"
+    yield _line("gradients", _share(trained, ranks if stage > 1 else 1), reduced_in,
                 on_host=offload and stage > 0)
-
-
-def _deepspeed(cfg: TrainConfig, own: list[Part], layout: Layout, heads: int,
-               deepspeed: dict[str, Any]) -> Iterator[Line]:
-    """What DeepSpeed, or DDP, holds beside."""
-    stage, whole = cfg.hardware.zero_stage, whole_while_acting(cfg)
-    trained = sum(p.trained for p in own)
-    if stage == 0:
-        if layout.ranks > 1:
-            yield _line("DDP's buckets of gradients", 4 * trained)
-        return
-    bucket = _number(deepspeed, "reduce_bucket_size", BUCKET)
-    # a CPU has pages only for what is written
-    reduced = 4 * (bucket if layout.cuda else min(bucket, trained))
-    twice = 2 if stage < 3 and deepspeed.get("overlap_comm") is True else 1
-    yield _line("DeepSpeed's bucket of gradients", twice * reduced,
-                "generate score update" if stage == 3 else "update")
-    if cfg.hardware.offload_optimizer and stage < 3:
+    if stage == 0 and ranks > 1:
+        yield _line("DDP's buckets of gradients", trained)
+    if stage:
+        bucket = 4 * int(deepspeed.get("reduce_bucket_size", BUCKET))
+        twice = 2 if stage < 3 and deepspeed.get("overlap_comm") is True else 1
+        # a CPU has pages only for what is written
+        yield _line("DeepSpeed's bucket of gradients",
+                    twice * (bucket if layout.cuda else min(bucket, trained)), reduced_in)
+    if offload and 0 < stage < 3:
         largest = 4 * max((p.largest for p in own), default=0)
         yield Line("DeepSpeed's buffers of one gradient", largest, largest)
-        yield Line("DeepSpeed's copy of the stepped weights", 0, _share(4 * trained, layout.ranks))
+        yield Line("DeepSpeed's copy of the stepped weights", 0, _share(trained, ranks))
     if stage == 3:
-        size = sum(p.size for p in own)
-        live = 4 * _number(deepspeed, "stage3_max_live_parameters", MAX_LIVE)
-        yield _line("weights gathered in a pass", min(size, live),
+        yield _line("weights gathered in a pass", min(size, 4 * live),
                     "update" if whole else "generate score update")
         yield _line("weights gathered for rollouts", size if whole else heads, "generate score")
+    # what is written while training goes on (ppocli.training.background_saving); where they compute
+    # on the host, weights that don't train are shared with their copy
+    if cfg.checkpoint.background != "never" and ranks == 1 and not stage:
+        yield _line(CHECKPOINT_COPY, sum(p.pinned for p in own) if layout.cuda else trained + state,
+                    on_host=layout.cuda)
 
 
-def _checkpoint_copy(cfg: TrainConfig, own: list[Part], layout: Layout) -> Iterator[Line]:
-    """What is written while training goes on (:mod:`ppocli.training.background_saving`)."""
-    if cfg.checkpoint.background == "never" or layout.ranks > 1 or cfg.hardware.zero_stage:
-        return
-    # where they compute on the host, weights that don't train are shared with their copy
-    yield _line(CHECKPOINT_COPY, sum(p.pinned if layout.cuda else 4 * p.trained + p.state
-                                     for p in own), on_host=layout.cuda)
+def _line(name: str, size: int, phases: str = "generate score update", *, on_host: bool = False
+          ) -> Line:
+    return Line(name, 0 if on_host else size, size if on_host else 0, phases)
+
+
+def _share(count: int, ranks: int) -> int:
+    return -(-count // ranks)
 
 
 def spared(cfg: TrainConfig, lines: Iterable[Line]) -> int:
     """Bytes among the lines that a run does without where they aren't free."""
     return sum(line.device + line.host for line in lines
                if line.name == CHECKPOINT_COPY and cfg.checkpoint.background == "auto")
-
-
-def _number(settings: dict[str, Any], name: str, default: int) -> int:
-    value = settings.get(name, default)
-    return int(value) if isinstance(value, (int, float)) else default
 
 
 def add_up(lines: Iterable[Line], parts: Iterable[Part], layout: Layout, stage: int) -> Sums:
@@ -270,19 +188,18 @@ def add_up(lines: Iterable[Line], parts: Iterable[Part], layout: Layout, stage: 
     (and stage) only the larger of both counts, with the gradient of the largest weight.
     """
     lines = tuple(lines)
-    generate = sum(line.device for line in lines if line.generate)
-    score = sum(line.device for line in lines if line.score)
-    update = sum(line.device for line in lines if line.update)
+    generate, score, update = (sum(line.device for line in lines if phase in line.phases)
+                               for phase in ("generate", "score", "update"))
     if stage == 0 and not layout.accumulates:
-        sizes = {line.name: line.device for line in lines if line.update}
+        sizes = {line.name: line.device for line in lines if "update" in line.phases}
         passing = sum(sizes.get(name, 0) for name in (
             "weights in bf16", "activations", "working memory of updates"))
         gradients = sizes.get("gradients", 0)
         largest = 4 * max(p.largest for p in parts)
         update += max(passing, gradients + largest) - passing - gradients
     host = layout.ranks_on_host * max(
-        sum(line.host for line in lines if line.generate or line.score),
-        sum(line.host for line in lines if line.update))
+        sum(line.host for line in lines if line.phases != "update"),
+        sum(line.host for line in lines if "update" in line.phases))
     device = max(generate, score, update)
     if not layout.cuda:
         host += layout.ranks_on_host * device
@@ -296,9 +213,9 @@ def _loading(parts: Iterable[Part], layout: Layout, stage: int) -> int:
     parts = tuple(parts)
     own = [p for p in parts if p.sharded]
     handed_out = stage == 3 and not any(p.adapter for p in own)
-    copies = 1 if handed_out else layout.ranks_on_host
-    policy = sum(p.size * (copies if p.kind == "policy" else layout.ranks_on_host) for p in own)
-    frozen = sum(p.size * (1 if stage == 3 and p.in_parts else layout.ranks_on_host)
+    ranks = layout.ranks_on_host
+    policy = sum(p.size * (1 if handed_out and p.kind == "policy" else ranks) for p in own)
+    frozen = sum(p.size * (1 if stage == 3 and p.in_parts else ranks)
                  for p in parts if p.kind == "reference")
     if layout.cuda:
         return max(policy, frozen)

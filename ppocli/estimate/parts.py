@@ -2,13 +2,10 @@
 takes: the one list that everything else here is worked out from.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,16 +15,16 @@ from torch import nn
 from ppocli.config.adapters import adapter_kind, adapter_settings
 from ppocli.config.algorithm import estimator_of, reference_sharded, value_optimizer
 from ppocli.config.schema import ModelConfig, OptimizerConfig, TrainConfig, reference_kind
-from ppocli.errors import InputError, PpocliError
+from ppocli.errors import PpocliError
 from ppocli.models.layer_stack import layer_stack, stack_path
 from ppocli.models.loading.adapters import attach, peft_config
 from ppocli.models.loading.language_model import DTYPES, reference_dtype
+from ppocli.models.loading.model_config import attention_wanted, loading
 from ppocli.models.policy import ValueHead, build_value_head, freeze_lower_layers
 from ppocli.models.transformers_internals import conv1d
 from ppocli.models.trunk import RELATIVE_POSITIONS
 from ppocli.models.value_function import ScoreHead
-from ppocli.rewards.resolve import MODEL_REWARDS
-from ppocli.text import first_line
+from ppocli.rewards.resolve import BUILTIN_REWARDS, MODEL_REWARDS
 
 QUANTIZED_BITS = {"8bit": 8, "4bit": 4 + 8 / 64 + 32 / (64 * 256)}
 """of each number: LLM.int8() (arXiv 2208.07339), but for a scale of each row; QLoRA's double
@@ -92,14 +89,6 @@ class Part:
         return (4 * self.trained if self.adapter else self.size) + self.state
 
 
-@dataclass(frozen=True, slots=True)
-class Unknown:
-    """Something of a run whose memory can't be told, and why."""
-
-    name: str
-    why: str
-
-
 # Shapes -------------------------------------------------------------------------------------------
 
 def read_config(name: str, *, key: str, revision: str | None = None, trust_remote_code: bool = False
@@ -116,12 +105,9 @@ def read_config(name: str, *, key: str, revision: str | None = None, trust_remot
     source: str = str(Path(name).expanduser())
     if not (Path(source) / "config.json").is_file():
         source, _ = find_model(name, key=key, revision=revision, needs="model")
-    try:
+    with loading(f"configuration of {name}", key):
         return AutoConfig.from_pretrained(source, revision=revision,
                                           trust_remote_code=trust_remote_code)
-    except Exception as error:  # transformers raises many kinds, all about this file
-        raise InputError(f"The configuration of {name} can't be read: {first_line(error)}",
-                         where=key, fix="check config.json, or give another model") from error
 
 
 def models_of(cfg: TrainConfig, config: Any | None = None) -> Models:
@@ -136,10 +122,10 @@ def models_of(cfg: TrainConfig, config: Any | None = None) -> Models:
         ConfigError: the adapter doesn't fit the model.
     """
     model, kind, value = cfg.model, adapter_kind(cfg.model), cfg.model.value
-    lm = _empty(model, config, None, "model.path", "lm",
-                torch.float32 if kind is None else DTYPES[model.dtype or cfg.hardware.precision])
+    lm = _empty(model, config, None, "model.path", dtype=None if kind is None else DTYPES[
+        model.dtype or cfg.hardware.precision])
     head = branch = value_lm = None
-    try:
+    with loading(f"outline of {model.path}", "model.path"):
         if kind is not None:
             settings = peft_config(kind, adapter_settings(model), revision=model.revision,
                                    tokenizer=model.path, pair=lm.config.is_encoder_decoder)
@@ -153,21 +139,18 @@ def models_of(cfg: TrainConfig, config: Any | None = None) -> Models:
             elif estimator_of(cfg.ppo).needs_critic:
                 head = build_value_head(lm, 0)
                 branch = _branch(lm, value.num_layers_unfrozen) if value.kind == "branch" else None
-    except PpocliError:
-        raise
-    except Exception as error:
-        raise _unlike(model.path, error, "model.path") from error
     return Models(lm, head, branch, value_lm)
 
 
-def _empty(cfg: ModelConfig, config: Any | None, path: str | None, key: str, purpose: str,
-           dtype: torch.dtype = torch.float32) -> Any:
+def _empty(cfg: ModelConfig, config: Any | None, path: str | None, key: str,
+           kind: str | None = None, dtype: torch.dtype | None = None) -> Any:
     """A model on the meta device.
 
     Args:
         path: where it is (default: ``model.path``).
         key: where the path comes from, for messages.
-        purpose: ``lm``, ``trunk`` or ``classifier``.
+        kind: the class of transformers' that makes it (default: of language models).
+        dtype: of its weights (default: fp32).
     """
     import transformers
 
@@ -175,17 +158,12 @@ def _empty(cfg: ModelConfig, config: Any | None, path: str | None, key: str, pur
     if config is None:
         config = read_config(name, key=key, revision=None if path else cfg.revision,
                              trust_remote_code=trust)
-    pair = config.is_encoder_decoder
-    auto: Any = {"lm": (transformers.AutoModelForSeq2SeqLM if pair
-                        else transformers.AutoModelForCausalLM), "trunk": transformers.AutoModel,
-                 "classifier": transformers.AutoModelForSequenceClassification}[purpose]
-    attention = {"attn_implementation": cfg.attn_implementation} if cfg.attn_implementation else {}
-    try:
-        with torch.device("meta"):
-            model = auto.from_config(config, dtype=dtype, trust_remote_code=trust, **attention)
-            model.tie_weights()
-    except Exception as error:
-        raise _unlike(name, error, key) from error
+    auto = getattr(transformers, kind or ("AutoModelForSeq2SeqLM" if config.is_encoder_decoder
+                                          else "AutoModelForCausalLM"))
+    with loading(f"outline of {name}", key), torch.device("meta"):
+        model = auto.from_config(config, dtype=dtype or torch.float32, trust_remote_code=trust,
+                                 **attention_wanted(cfg))
+        model.tie_weights()
     return model
 
 
@@ -195,7 +173,8 @@ def _value_model(cfg: ModelConfig) -> tuple[Any, nn.Module]:
     config = read_config(path or cfg.path, key=key, revision=None if path else cfg.revision,
                          trust_remote_code=cfg.trust_remote_code)
     scores = any("ForSequenceClassification" in a for a in config.architectures or [])
-    whole = _empty(cfg, config, path, key, "classifier" if scores else "trunk")
+    whole = _empty(cfg, config, path, key,
+                   "AutoModelForSequenceClassification" if scores else "AutoModel")
     trunk, score = whole.base_model, getattr(whole, "score", None)
     if scores and config.num_labels == 1 and isinstance(score, nn.Linear):
         return trunk, ScoreHead(score.weight, score.bias)
@@ -217,41 +196,35 @@ def _branch(lm: Any, count: int) -> nn.ModuleList:
     return nn.ModuleList([*list(stack)[-count:], *after]).requires_grad_(True)
 
 
-def _unlike(name: str, error: Exception, key: str) -> InputError:
-    return InputError(f"The model {name} can't be outlined: {first_line(error)}", where=key,
-                      fix="give a model that transformers knows")
-
-
 # Parts --------------------------------------------------------------------------------------------
 
 def parts_of(cfg: TrainConfig, models: Models, *, rewards: bool = True
-             ) -> tuple[tuple[Part, ...], tuple[Unknown, ...]]:
-    """Everything that holds weights in a run of ``cfg``, and what of it can't be told.
+             ) -> tuple[tuple[Part, ...], dict[str, str]]:
+    """Everything that holds weights in a run of ``cfg``, and what of it can't be told, and why.
 
     Args:
         models: of ``cfg``.
         rewards: whether those of the rewards are among them.
     """
-    from ppocli.rewards.resolve import BUILTIN_REWARDS
+    parts, unknown = list(_trained_parts(cfg, models)), {}
 
-    parts, unknown = list(_trained_parts(cfg, models)), []
-    sources: list[tuple[str, Callable[[], Iterable[Part]]]] = [
-        ("reference", partial(_reference_parts, cfg, models.lm))]
+    def add(name: str, find: Callable[..., Iterable[Part]], *arguments: Any) -> None:
+        try:
+            parts.extend(find(*arguments))
+        except PpocliError as error:
+            unknown[name] = error.what
+
+    add("reference", _reference_parts, cfg, models.lm)
     named = [("reward", cfg.reward.fn, cfg.reward.kwargs)] if not cfg.reward.fns else [
         (f"reward.fns.{name}", entry.get("fn"), entry.get("kwargs"))
         for name, entry in cfg.reward.fns.items() if isinstance(entry, dict)]
     for key, fn, kwargs in named if rewards else []:
         if fn in MODEL_REWARDS and isinstance(kwargs, dict) and "model" in kwargs:
-            sources.append((f"reward {kwargs['model']}",
-                            partial(_reward_parts, cfg.model, f"{key}.kwargs.model", kwargs)))
+            add(f"reward {kwargs['model']}", _reward_parts, cfg.model, f"{key}.kwargs.model",
+                kwargs)
         elif fn is not None and fn not in BUILTIN_REWARDS:
-            unknown.append(Unknown(f"reward {fn}", "your function"))
-    for name, find in sources:
-        try:
-            parts += find()
-        except PpocliError as error:
-            unknown.append(Unknown(name, error.what))
-    return tuple(parts), tuple(unknown)
+            unknown[f"reward {fn}"] = "your function"
+    return tuple(parts), unknown
 
 
 def _trained_parts(cfg: TrainConfig, models: Models) -> Iterator[Part]:
@@ -274,15 +247,15 @@ def _trained_parts(cfg: TrainConfig, models: Models) -> Iterator[Part]:
         state = [size for p in trained for size in state_sizes(optimizer, p.shape)]
         copied = [p.numel() * p.element_size() for p in (trained if adapter else parameters)]
         yield Part(
-            kind=kind, name=name, parameters=_count(parameters), trained=_count(trained),
+            kind=kind, name=name, parameters=count(parameters), trained=count(trained),
             size=sum(quantized.get(id(p), p.numel() * p.element_size()) for p in parameters),
             state=sum(state), sharded=True, adapter=adapter,
-            cast=_count([p for p in trained if p.dim() == 2 and id(p) not in apart]),
+            cast=count([p for p in trained if p.dim() == 2 and id(p) not in apart]),
             largest=max((p.numel() for p in trained), default=0),
             pinned=sum(map(pinned_bytes, copied + state)))
 
 
-def _count(parameters: Iterable[nn.Parameter]) -> int:
+def count(parameters: Iterable[nn.Parameter]) -> int:
     return sum(p.numel() for p in parameters)
 
 
@@ -337,17 +310,17 @@ def _reference_parts(cfg: TrainConfig, lm: Any) -> Iterator[Part]:
     if kind in ("none", "adapter"):
         return
     if kind == "shared":  # fp32 copies of what trains
-        count = _count(p for p in lm.parameters() if p.requires_grad)
-        size, in_parts = 4 * count, cfg.hardware.zero_stage == 3
+        number = count(p for p in lm.parameters() if p.requires_grad)
+        size, in_parts = 4 * number, cfg.hardware.zero_stage == 3
     else:
         whole = _empty(model, lm.config if wanted.path is None else None, wanted.path,
-                       "model.reference.path", "lm")
-        count = _count(whole.parameters())
-        size = count * reference_dtype(model, cfg.hardware).itemsize
+                       "model.reference.path")
+        number = count(whole.parameters())
+        size = number * reference_dtype(model, cfg.hardware).itemsize
         in_parts = cfg.hardware.zero_stage == 3 and reference_sharded(cfg)
     place: Place = "offloaded" if wanted.offload else "device" if wanted.device is None else (
         "host" if wanted.device == "cpu" else "elsewhere")
-    yield Part(kind="reference", name="reference", parameters=count, size=size, in_parts=in_parts,
+    yield Part(kind="reference", name="reference", parameters=number, size=size, in_parts=in_parts,
                place=place)
 
 
@@ -355,7 +328,8 @@ def _reward_parts(cfg: ModelConfig, key: str, kwargs: dict[str, Any]) -> Iterato
     name = str(kwargs["model"])
     config = read_config(name, key=key, revision=kwargs.get("revision"),
                          trust_remote_code=bool(kwargs.get("trust_remote_code")))
-    count = _count(_empty(cfg, config, name, key, "classifier").parameters())
-    yield Part(kind="reward", name=f"reward {name}", parameters=count,
-               size=count * DTYPES.get(str(kwargs.get("dtype", "fp32")), torch.float32).itemsize,
+    number = count(_empty(
+        cfg, config, name, key, "AutoModelForSequenceClassification").parameters())
+    yield Part(kind="reward", name=f"reward {name}", parameters=number,
+               size=number * DTYPES.get(str(kwargs.get("dtype", "fp32")), torch.float32).itemsize,
                place="host" if str(kwargs.get("device", "auto")) == "cpu" else "device")

@@ -17,8 +17,6 @@ input. Passes without gradients hold one layer's tensors at a time. The tests ho
 what torch's allocator gave out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,6 +29,7 @@ from ppocli.estimate.parts import Models
 from ppocli.models.fast.attention import SHORT
 from ppocli.models.head import CHUNK_BYTES, KEPT_BYTES
 from ppocli.models.layer_stack import layer_stack
+from ppocli.models.transformers_internals import conv1d
 from ppocli.models.trunk import RELATIVE_POSITIONS, has_encoder
 from ppocli.models.virtual_tokens import num_virtual_tokens, virtual_tokens
 
@@ -62,42 +61,18 @@ class Sizes:
         return self.compute == 2
 
 
-def is_measured(lm: Any) -> bool:
-    """Whether what passes of such a model take has been measured."""
-    return lm.config.model_type in MEASURED
-
-
-def stream_bytes(lm: Any, *, cuda: bool) -> int:
-    """Bytes of a number in the residual stream: as embeddings are, unless CUDA's autocast makes
-    fp32 of them in a norm right behind."""
-    normed = any("embed" in name and "norm" in name for name, _ in lm.named_modules())
-    return 4 if normed and cuda else int(lm.get_input_embeddings().weight.element_size())
-
-
-class Projection(NamedTuple):
-    """A linear layer."""
-
-    inputs: int
-    outputs: int
-    kept: bool
-    """whether its input is needed in the backward pass: its weight trains, or an adapter's does"""
-
-
 class Block(NamedTuple):
     """Attention or an MLP: what reads the residual stream, and what writes to it."""
 
-    readers: list[Projection]
-    writer: Projection
-
-    @property
-    def shared(self) -> int:
-        """Width of keys and values together; of an MLP what is gated."""
-        return sum(p.outputs for p in self.readers) - self.writer.inputs
-
-    @property
-    def grouped(self) -> bool:
-        """Whether several heads share keys."""
-        return self.shared < 2 * self.writer.inputs
+    inputs: list[int]
+    """of each reader whose input is needed in the backward pass: its weight trains, or an
+    adapter's does"""
+    inner: int
+    """width of what the writer reads"""
+    shared: int
+    """width of keys and values together; of an MLP what is gated"""
+    written_kept: bool
+    """whether what the writer reads is needed in the backward pass"""
 
 
 class Layer(NamedTuple):
@@ -107,33 +82,33 @@ class Layer(NamedTuple):
     """``attention``, ``cross`` (to an encoder) and ``mlp``"""
     norms: list[tuple[int, bool, bool]]
     """(width, whether RMSNorm, whether it trains) of each"""
+    width: int
+    """of the residual stream"""
     trains: bool
-
-    @property
-    def width(self) -> int:
-        """Of the residual stream."""
-        return max(width for width, _, _ in self.norms) if self.norms else 0
 
 
 def read_layer(module: nn.Module) -> Layer:
     """The widths of a layer, from the shapes and the names of what it is made of."""
-    from transformers.pytorch_utils import Conv1D
-
-    found: dict[str, list[Projection]] = {}
+    found: dict[str, list[tuple[int, int, bool]]] = {}
     norms = []
     for name, part in module.named_modules():
         kind = "cross" if "enc" in name.lower() else "attention" if "att" in name.lower() else "mlp"
         weight: Any = getattr(part, "weight", None)
         if "lora_A" in name and isinstance(part, nn.Linear):
-            found[kind][-1] = found[kind][-1]._replace(kept=True)
-        elif "lora_" not in name and isinstance(part, (nn.Linear, Conv1D)):
-            inputs, outputs = weight.shape if isinstance(part, Conv1D) else weight.shape[::-1]
-            found.setdefault(kind, []).append(Projection(inputs, outputs, weight.requires_grad))
+            found[kind][-1] = (*found[kind][-1][:2], True)
+        elif "lora_" not in name and isinstance(part, (nn.Linear, conv1d())):
+            inputs, outputs = weight.shape[::-1] if isinstance(part, nn.Linear) else weight.shape
+            found.setdefault(kind, []).append((inputs, outputs, weight.requires_grad))
         elif "norm" in type(part).__name__.lower() and weight is not None:
             rms = getattr(part, "bias", None) is None
             norms.append((weight.numel(), rms, weight.requires_grad))
-    blocks = {kind: Block(linear[:-1], linear[-1]) for kind, linear in found.items()}
-    return Layer(blocks, norms, any(p.requires_grad for p in module.parameters()))
+    blocks = {}
+    for kind, (*readers, (inner, _, kept)) in found.items():
+        shared = sum(outputs for _, outputs, _ in readers) - inner
+        blocks[kind] = Block([inputs for inputs, _, needed in readers if needed], inner, shared,
+                             kept)
+    return Layer(blocks, norms, max((width for width, _, _ in norms), default=0),
+                 any(p.requires_grad for p in module.parameters()))
 
 
 class Stack(NamedTuple):
@@ -158,11 +133,11 @@ def stacks(lm: Any, at: Sizes, *, whole: bool = True) -> Iterator[Stack]:
         whole: over prompt and response; else over the prompt, in generation.
     """
     pair, virtual, before = has_encoder(lm), num_virtual_tokens(lm), virtual_tokens(lm)
-    lists = []
     try:
-        lists.append((list(layer_stack(lm)), at.new if pair else at.prompt))
+        modules = list(layer_stack(lm))
     except ValueError:
-        lists.append(([lm.base_model], at.prompt))
+        modules = [lm.base_model]
+    lists = [(modules, at.new if pair else at.prompt)]
     if pair:
         inside = (m for m in lm.get_encoder().modules() if isinstance(m, nn.ModuleList))
         lists.append((list(next(inside)), at.prompt))
@@ -181,14 +156,13 @@ def stacks(lm: Any, at: Sizes, *, whole: bool = True) -> Iterator[Stack]:
 def training_pass(cfg: TrainConfig, models: Models, at: Sizes, *, copies: int
                   ) -> tuple[int, int]:
     """Bytes of one micro-batch: those that lie there between its forward and its backward pass, and
-    most that lies there beside them.
+    most that lies there beside them: chunks of logits, gradients of the output embedding, or a
+    checkpointed layer that is run again.
 
     Args:
         copies: bytes of the weights that autocast copies to bf16.
     """
-    kept = _kept_by_heads(models, at)
-    largest = 0
-    checkpoints = cfg.model.gradient_checkpointing
+    kept, largest, checkpoints = _kept_by_heads(models, at), 0, cfg.model.gradient_checkpointing
     found = [(lm, stack) for lm in (models.lm, models.value_lm) if lm is not None
              for stack in stacks(lm, at)]
     if models.branch is not None:
@@ -204,8 +178,12 @@ def training_pass(cfg: TrainConfig, models: Models, at: Sizes, *, copies: int
         # in an encoder-decoder one goes before or holds the encoder's states
         kept += stream * (len(stack.layers) * checkpoints
                           + bool(stack.trained) * (1 + has_encoder(lm)))
-    # a checkpointed pass gives its copies back at its end
-    return kept, _beside_updates(cfg, models, at, largest, copies if checkpoints else 0)
+    head, logits = models.lm.get_output_embeddings().weight, _logits(models, at)
+    chunk, table = min(logits, CHUNK_BYTES), 4 * head.numel() if head.requires_grad else 0
+    again = logits > KEPT_BYTES  # the backward pass computes them once more
+    forward = chunk * (1 + again) + copies * checkpoints  # which give them back at its end
+    backward = chunk * again + table * (1 + (logits > CHUNK_BYTES))
+    return kept, _cast(head, at) + max(forward, backward, checkpoints * (largest + table))
 
 
 def _cast(weight: torch.Tensor, at: Sizes) -> int:
@@ -225,9 +203,8 @@ def _kept_by_heads(models: Models, at: Sizes) -> int:
     width = models.lm.get_output_embeddings().weight.shape[1]
     kept = samples * width * at.stream + (logits if logits <= KEPT_BYTES else 0)
     if models.value_head is not None:
-        matrices = [p.shape for p in models.value_head.parameters() if p.dim() == 2]
-        own = at.stream < 4 or len(models.value_modules) > 1
-        kept += 4 * samples * (sum(outputs for outputs, _ in matrices) + own * matrices[0][1])
+        kept += 4 * samples * sum(p.shape[0] for p in models.value_head.parameters()
+                                  if p.dim() == 2)
     return kept
 
 
@@ -237,45 +214,24 @@ def _kept_by_layer(layer: Layer, lm: Any, at: Sizes, stack: Stack) -> int:
     for size, rms, trains in layer.norms:
         # in the middle of attention there is one of queries and one of keys, over each head
         width = size if size == layer.width or attention is None else (
-            attention.writer.inputs // 2 + attention.shared // 4)
+            attention.inner + attention.shared // 2) // 2
         first = 4 if rms or (at.cuda and at.casts) else at.stream
         kept += stack.queries * width * (first + (at.stream if rms and trains else 0))
     for kind, block in layer.blocks.items():
-        inputs = [p.inputs for p in block.readers if p.kept]
-        if kind == "cross":  # the encoder's states are the same for all layers
-            kept += at.compute * stack.queries * max(inputs, default=0)
-            kept += at.casts * at.compute * stack.encoded * sum(inputs[1:])
-        else:
-            kept += at.compute * stack.queries * (
-                sum(inputs) if at.casts else max(inputs, default=0))
-        kept += (_kept_by_mlp(block, lm, at, stack) if kind == "mlp" else
-                 _kept_by_attention(block, lm, at, stack, cross=kind == "cross"))
+        kept += at.compute * stack.queries * (
+            sum(block.inputs) if at.casts else max(block.inputs, default=0))
+        if kind != "mlp":
+            keys = stack.encoded if kind == "cross" else stack.keys
+            kept += at.compute * (2 * stack.queries * block.inner + keys * block.shared)
+            kept += _heads(lm) * stack.queries * keys * _probability(lm, at, keys, block)
+        elif block.shared > 0 or "relu" not in str([getattr(lm.config, name, "") for name in (
+                "activation_function", "hidden_act", "dense_act_fn", "hidden_activation")]):
+            # what enters the activation, what is gated, and what comes out
+            kept += at.compute * stack.queries * (block.inner + block.shared + block.inner * (
+                (block.shared > 0) + block.written_kept))
+        else:  # the result of a ReLU will do
+            kept += at.compute * stack.queries * block.inner
     return kept
-
-
-def _kept_by_mlp(block: Block, lm: Any, at: Sizes, stack: Stack) -> int:
-    inner, gated = block.writer.inputs, block.shared > 0
-    names = ("activation_function", "hidden_act", "dense_act_fn", "hidden_activation")
-    kind = str(next((v for name in names if (v := getattr(lm.config, name, None))), ""))
-    if gated or "relu" not in kind:
-        # what enters the activation, what is gated, and what comes out
-        numbers = inner + block.shared + inner * (gated + block.writer.kept)
-    else:  # its result will do; T5 casts it to the type of the next weight and back
-        numbers = inner * (1 + (at.casts and _relative(lm)))
-    return at.compute * stack.queries * numbers
-
-
-def _kept_by_attention(block: Block, lm: Any, at: Sizes, stack: Stack, *, cross: bool) -> int:
-    width, keys = block.writer.inputs, stack.encoded if cross else stack.keys
-    read = stack.queries * width + keys * block.shared
-    kept = at.compute * (read + stack.queries * width)
-    pairs = _heads(lm) * stack.queries * keys
-    each = _probability(lm, at, keys, block)
-    if _relative(lm) and at.casts and at.stream == 4 and not cross:  # as their positions: in fp32
-        return kept + 4 * pairs + 2 * read
-    if each and at.cuda and not at.casts and block.grouped:  # once for each head
-        kept += 4 * keys * (2 * width - block.shared)
-    return kept + pairs * each
 
 
 def _probability(lm: Any, at: Sizes, keys: int, block: Block, *, masked: bool = False) -> int:
@@ -283,86 +239,44 @@ def _probability(lm: Any, at: Sizes, keys: int, block: Block, *, masked: bool = 
     them anew."""
     if at.attention == "eager" or lm.config.model_type == "bloom":
         return 6 if at.casts else 4
-    if _relative(lm):
-        return at.compute
+    if lm.config.model_type in RELATIVE_POSITIONS:
+        return 4
     ours = not at.cuda and at.attention is None and not has_encoder(lm)
     if ours and keys <= SHORT[torch.bfloat16 if at.casts else torch.float32]:
         return at.compute
     # no fused kernel of CUDA shares keys among heads in fp32
-    return 4 if at.cuda and not at.casts and block.grouped and not masked else 0
+    shares = block.shared < 2 * block.inner
+    return 4 if at.cuda and not at.casts and shares and not masked else 0
 
 
 def _heads(lm: Any) -> int:
     return int(getattr(lm.config, "num_attention_heads", 1))
 
 
-def _relative(lm: Any) -> bool:
-    return lm.config.model_type in RELATIVE_POSITIONS
-
-
-def _rotary(lm: Any) -> bool:
-    """Whether queries and keys are turned by their positions; in bf16 that gives fp32."""
-    return any("rotary" in type(m).__name__.lower() for m in lm.modules())
-
-
-def _beside_updates(cfg: TrainConfig, models: Models, at: Sizes, largest: int, copies: int
-                    ) -> int:
-    """Most that lies beside what is kept: chunks of logits, gradients of the output embedding, or a
-    checkpointed layer that is run again.
-
-    Args:
-        largest: bytes that one layer keeps.
-        copies: bytes of weights in bf16 that are gone by the backward pass.
-    """
-    head, logits = models.lm.get_output_embeddings().weight, _logits(models, at)
-    chunk, several, again = min(logits, CHUNK_BYTES), logits > CHUNK_BYTES, logits > KEPT_BYTES
-    copied = _cast(head, at)
-    forward = copied + chunk * (1 + again + 2 * (cfg.ppo.ent_coef > 0))
-    backward = copied + (chunk // 2 if at.casts else chunk * again)
-    table = 4 * head.numel() if head.requires_grad else 0
-    backward += table * (1 + several) + at.casts * table // 2
-    if cfg.model.gradient_checkpointing:
-        # by then logits are gone, but not the gradient of a table that words are looked up in, too
-        tied = head is models.lm.get_input_embeddings().weight
-        backward = max(backward, largest + table * tied - (0 if again else logits))
-    return max(copies + forward, backward)
-
-
-def may_take_onednn(cfg: TrainConfig, cuda: bool) -> bool:
-    """Whether linear layers may multiply through oneDNN (``auto`` measures that first)."""
-    return not cuda and cfg.hardware.gemm != "default"
-
-
 # Without gradients --------------------------------------------------------------------------------
 
-def decoding_pass(lm: Any, at: Sizes, *, copied: int) -> tuple[int, int]:
+def decoding_pass(lm: Any, at: Sizes) -> tuple[int, int]:
     """Bytes of one generate call: keys and values of all samples at their full length, with the
-    states of an encoder, and most that lies there beside them.
-
-    Args:
-        copied: bytes of the output embedding in bf16 that are kept between steps.
-    """
+    states of an encoder, and most that lies there beside them."""
     head = lm.get_output_embeddings().weight
     stack = next(stacks(lm, at))
-    pair, cache, encoded = has_encoder(lm), 0, 0
+    cache, encoded = 0, 0
     window = getattr(lm.config, "sliding_window", None) or stack.keys
-    # values take the type of keys
-    each = at.stream if _rotary(lm) else at.compute
+    # values take the type of keys, which in bf16 their positions' rotation makes fp32
+    rotary = any("rotary" in type(m).__name__.lower() for m in lm.modules())
     for layer in stack.layers:
         if "attention" in layer.blocks:
-            cache += at.rows * min(stack.keys, window) * layer.blocks["attention"].shared * each
+            cache += at.rows * min(stack.keys, window) * layer.blocks["attention"].shared * (
+                at.stream if rotary else at.compute)
         if "cross" in layer.blocks:
             encoded += at.rows * at.prompt * layer.blocks["cross"].shared * at.compute
     states = at.rows * at.prompt * head.shape[1] * at.stream
-    if pair:  # which has ended when keys and values grow
-        encoded += states
-        first = max(_largest_layer(lm, at, whole=False) - encoded, 2 * states)
-    else:
-        first = _largest_layer(lm, at, whole=False)
-    logits = at.rows * head.shape[0]
-    # fp32 logits, those that are restricted, and two tensors that are drawn from
-    chosen = max(16 * logits, _cast(head, at) + 2 * logits)
-    return cache + encoded, copied + max(first, states * (not pair) + chosen)
+    # a copy of the head, fp32 logits, those that are restricted, and two tensors to draw from
+    chosen = _cast(head, at) + 16 * at.rows * head.shape[0]
+    if has_encoder(lm):  # which has ended when keys and values grow
+        return cache + encoded + states, max(
+            2 * states, chosen, _largest_layer(lm, at, whole=False) - encoded - states)
+    return cache, max(states + chosen, _largest_layer(lm, at, whole=False))
 
 
 def scoring_pass(models: Models, at: Sizes) -> int:
@@ -371,24 +285,22 @@ def scoring_pass(models: Models, at: Sizes) -> int:
     chunk = min(_logits(models, at), CHUNK_BYTES)
     tokens = at.new if has_encoder(models.lm) else at.prompt + at.new - 1
     layers = max(_largest_layer(lm, at) for lm in (models.lm, models.value_lm) if lm is not None)
-    return max(layers, at.rows * tokens * head.shape[1] * at.stream + 2 * chunk + _cast(head, at)
-               + at.casts * chunk // 2)
+    return max(layers, at.rows * tokens * head.shape[1] * at.stream + 2 * chunk + _cast(head, at))
 
 
 def _largest_layer(lm: Any, at: Sizes, *, whole: bool = True) -> int:
     """Most bytes of the tensors of one layer: its residual stream in four places, and either those
-    of the MLP, or of attention with its probabilities twice, where positions are added to them more
-    often."""
-    most, eager = 0, at.attention == "eager" or lm.config.model_type == "bloom"
+    of the MLP, or of attention with its probabilities twice."""
+    most = 0
     for stack in stacks(lm, at, whole=whole):
         for layer in stack.layers:
             inside = [0]
             for kind, block in layer.blocks.items():
-                each = 0 if kind == "mlp" else max(
-                    _probability(lm, at, stack.keys, block, masked=not whole), 4 * _relative(lm))
+                each = 0 if kind == "mlp" else _probability(lm, at, stack.keys, block,
+                                                            masked=not whole)
                 copies = 2 + (block.shared > 0) if kind == "mlp" or each else 0
-                inside.append(copies * block.writer.inputs * at.compute
-                              + (4 if eager else 2) * each * _heads(lm) * stack.keys)
+                inside.append(copies * block.inner * at.compute
+                              + 2 * each * _heads(lm) * stack.keys)
             most = max(most, at.rows * stack.queries * (
                 4 * layer.width * at.stream + max(inside)))
     return most

@@ -4,8 +4,6 @@ Needs playwright and a Chromium that is installed already: ``make test-browser``
 pages are left in pytest's temporary folder, for whoever wants to look.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Start small jobs of several ranks from tests, and read what they left."""
 
-from __future__ import annotations
-
 import json
 import socket
 import time

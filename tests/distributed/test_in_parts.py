@@ -3,8 +3,6 @@
 A job makes several sessions one after another: to start its processes costs more than these.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """Runs whose ranks somebody else starts: torchrun, accelerate, DeepSpeed, and srun, whose variables
 are set here, for there is no Slurm where tests run."""
 
-from __future__ import annotations
-
 import base64
 import json
 import signal

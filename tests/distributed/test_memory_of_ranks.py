@@ -1,8 +1,6 @@
 """Memory runs out on one of several ranks: all go on with half the rows, where they are or from the
 last checkpoint, to what they would have come to; and end with numbers where one row is too much."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

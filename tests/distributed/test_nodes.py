@@ -1,8 +1,6 @@
 """Two machines make one run: on loopback, and in two network namespaces with addresses of their own
 and a slow link between them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

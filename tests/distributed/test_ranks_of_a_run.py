@@ -1,7 +1,5 @@
 """Whole runs of several processes through the command: results, stops, deaths, and what is left."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

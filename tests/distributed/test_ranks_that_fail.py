@@ -1,8 +1,6 @@
 """One of several ranks dies, raises or hangs: the others end in time, one message names rank, phase
 and cause, nothing is left running, and the run goes on later."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

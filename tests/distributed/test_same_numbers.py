@@ -1,7 +1,5 @@
 """1, 2 and 4 ranks, ZeRO 0 to 3, any micro-batch: one and the same update from one rollout."""
 
-from __future__ import annotations
-
 import pytest
 from ranks import assert_same_update, largest_difference, odd_config, run_job, under
 

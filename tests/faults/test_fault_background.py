@@ -1,7 +1,5 @@
 """A checkpoint that is written while training goes on: stops, kills, errors, one at a time."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Damaged, foreign, hostile and missing checkpoints; two processes; changed settings."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """Models, prompts and settings that can't be used: told before anything is written."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket

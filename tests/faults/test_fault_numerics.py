@@ -1,7 +1,5 @@
 """Numbers that go wrong: non-finite updates, odd lengths, clocks that jump, pruning that fails."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import time

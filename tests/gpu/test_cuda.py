@@ -1,13 +1,32 @@
-"""The engine on a CUDA device: the same numbers as on the CPU, in fp32 and bf16."""
+"""The engine on a CUDA device: the same numbers as on the CPU, in fp32 and bf16; its memory against
+what was told beforehand; what is copied from it for a checkpoint."""
 
 import pytest
 import torch
-from sessions import fresh_state, optimize, rollout_of, session_of, small_config
+from checkpoint_samples import tree
+from helpers import save_lm, write_prompts
+from sessions import (
+    estimate_of,
+    experience_of,
+    optimize,
+    rollout_of,
+    save_session,
+    session_of,
+    small_config,
+)
 
 from ppocli.launching.child_process import Start
 from ppocli.launching.worker import run_worker
 from ppocli.storage.run_folder import write_config
-from ppocli.tasks.ppo.experience import to_experience, update_moments
+from ppocli.tasks.ppo.session import saved_model
+from ppocli.tasks.ppo.task import PPOTask
+from ppocli.training.checkpoint_contents import (
+    HostCopies,
+    contents_of,
+    copied_bytes,
+    write_contents,
+)
+from ppocli.training.random_state import capture
 
 pytestmark = pytest.mark.gpu
 
@@ -33,9 +52,7 @@ def test_with_learning_rate_zero_every_ratio_is_one(tmp_path, precision, toleran
     cfg = small_config(tmp_path, hardware__device="cuda", hardware__precision=precision,
                        ppo__optimizer__lr=0.0)
     with session_of(cfg) as session:
-        rollout = rollout_of(session)
-        state = update_moments(fresh_state(session), rollout, cfg)
-        result = optimize(session, to_experience(rollout, state, cfg), state)
+        result = optimize(session, *experience_of(session))
         assert next(session.policy.parameters()).dtype == torch.float32
         assert next(session.policy.parameters()).is_cuda
     assert result.terms["ratio"] == pytest.approx(1.0, abs=tolerance)
@@ -53,3 +70,66 @@ def test_a_run_trains_and_leaves_a_model(tmp_path, precision):
     assert result.summary["status"] == "finished"
     assert result.summary["peak_memory_mib"] > 0
     assert (result.model_dir / "model.safetensors").is_file()
+
+
+SHAPES = {
+    "gpt2": {"n_layer": 12, "n_embd": 768, "n_head": 12, "n_positions": 1024},
+    "llama": {"num_hidden_layers": 16, "hidden_size": 1024, "intermediate_size": 2816,
+              "num_attention_heads": 16, "num_key_value_heads": 4,
+              "max_position_embeddings": 1024},
+}
+
+
+@pytest.mark.parametrize("kind", list(SHAPES))
+@pytest.mark.parametrize("keys", [
+    {}, {"ppo__micro_batch_size": 2}, {"model__gradient_checkpointing": True},
+    {"hardware__precision": "bf16"},
+    {"hardware__precision": "bf16", "model__gradient_checkpointing": True},
+    {"model__num_layers_unfrozen": 4}, {"model__reference__offload": True},
+    {"model__peft": {"type": "lora"}, "hardware__precision": "bf16"}])
+def test_the_peak_is_within_15_percent(tmp_path, kind, keys):
+    save_lm(tmp_path / "lm", kind, gain=1.0, vocab_size=32000, **SHAPES[kind])
+    write_prompts(tmp_path / "prompts.jsonl", ["the film plot actor was is not very"] * 16)
+    cfg = small_config(tmp_path, hardware__device="cuda", ppo__num_rollouts=16,
+                       ppo__mini_batch_size=8, generation__max_new_tokens=200,
+                       generation__min_new_tokens=200, **keys)
+    found = estimate_of(cfg, 8, cuda=True)
+    before = torch.cuda.memory_allocated()
+    with session_of(cfg) as session:
+        learnt_from = experience_of(session)
+        torch.cuda.reset_peak_memory_stats()
+        optimize(session, *learnt_from)
+        update = torch.cuda.max_memory_allocated() - before
+        torch.cuda.reset_peak_memory_stats()
+        rollout_of(session, start=16)  # now with the optimizer's state
+        rollouts = torch.cuda.max_memory_allocated() - before
+    assert found.sums.update == pytest.approx(update, rel=0.15)
+    assert max(found.sums.generate, found.sums.score) == pytest.approx(rollouts, rel=0.15)
+
+
+@pytest.mark.parametrize("unfrozen", [-1, 1])
+def test_a_copy_written_after_more_training_is_the_synchronous_save(tmp_path, unfrozen):
+    cfg = small_config(tmp_path, hardware__device="cuda", model__num_layers_unfrozen=unfrozen)
+    with session_of(cfg) as session:
+        copies, (once, expected, found) = HostCopies(), (
+            tmp_path / name for name in ("once", "expected", "found"))
+        for folder in (once, expected, found):
+            folder.mkdir()
+        optimize(session, *experience_of(session, 0))
+        contents = contents_of(PPOTask(session), capture(session.backend.device), {})
+        size = copied_bytes(contents)
+        saved = saved_model(session)
+        write_contents(saved, copies.copy(saved, contents, tmp_path), once)
+        optimize(session, *experience_of(session, 16))
+        state = capture(session.backend.device)
+        copy = copies.copy(saved_model(session), contents_of(PPOTask(session), state, {}),
+                             tmp_path)
+        assert all(t.is_pinned() for tensors in copy.groups.values() for t in tensors.values())
+        save_session(session, expected)
+        optimize(session, *experience_of(session, 32))
+        write_contents(saved_model(session), copy, found)
+    assert tree(found) == tree(expected) != tree(once)
+    line, = (line for line in estimate_of(cfg, 8, cuda=True).lines
+             if line.name == "copy of a checkpoint")
+    assert line.device == 0
+    assert size == pytest.approx(line.host, rel=0.03)  # counts of steps apart

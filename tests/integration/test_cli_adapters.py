@@ -1,7 +1,5 @@
 """A LoRA policy through the commands: trained, gone on with, judged, asked, exported."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``ppocli chat``: in a real terminal, and line by line in this process."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Words, recipes and config files to a configuration, through Hydra, in this process."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -1,7 +1,6 @@
-"""``ppocli doctor`` on machines that are broken for real, one thing at a time."""
+"""``ppocli doctor`` on machines that are broken for real, one thing at a time; ``ppocli env``."""
 
-from __future__ import annotations
-
+import getpass
 import json
 import os
 import socket
@@ -10,30 +9,31 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from helpers import environment, ppocli
+from hub_double import HubDouble
 from runs import PLANTED
 
 from ppocli import doctor, doctor_probes
-from ppocli.doctor_probes import Answer, Finding, Surroundings, ask, run_checks
+from ppocli.doctor_probes import Finding, Surroundings, ask, run_checks
+from ppocli.storage.environment import describe, without_credentials
 
 
 @pytest.fixture(scope="session")
-def torch_answer() -> Answer:
+def torch_facts() -> dict:
     """What the real torch of this machine says."""
-    answer = ask("torch", seconds=120)
-    assert answer.facts is not None, answer.error
-    return answer
+    facts = ask("torch", seconds=120)
+    assert "error" not in facts, facts
+    return facts
 
 
 @pytest.fixture
-def around(tmp_path: Path, torch_answer: Answer) -> Surroundings:
+def around(tmp_path: Path, torch_facts: dict) -> Surroundings:
     """An empty machine under ``tmp_path/root`` with the real torch."""
     surroundings = Surroundings(tmp_path / "runs", tmp_path / "root")
-    vars(surroundings)["torch"] = torch_answer  # asked once: it takes seconds
+    vars(surroundings)["torch"] = torch_facts  # asked once: it takes seconds
     return surroundings
 
 
@@ -72,9 +72,10 @@ def test_a_check_that_hangs_or_breaks_keeps_no_other_back(around, monkeypatch):
     results = list(run_checks((hang, broken, good), around, begin=begun.append))
     never.set()
     assert begun == ["hang", "broken", "good"]
-    assert [result.verdict for result in results] == ["fail", "fail", "ok"]
-    assert results[0].text == "no answer within 0.2 s"
-    assert results[1].text == "the check broke: OSError: bad machine"
+    assert [name for name, _, _ in results] == begun
+    assert [found.verdict for _, found, _ in results] == ["fail", "fail", "ok"]
+    assert results[0][1].text == "no answer within 0.2 s"
+    assert results[1][1].text == "the check broke: OSError: bad machine"
 
 
 def test_the_whole_doctor_on_this_machine(tmp_path):
@@ -119,32 +120,30 @@ def test_a_failed_check_is_1_and_says_what_to_do(tmp_path):
 def test_an_import_may_crash_or_hang(code, said, tmp_path, monkeypatch):
     (tmp_path / "wild.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    answer = ask("import", "wild", seconds=2)
-    assert (answer.facts, answer.error) == (None, said)
+    assert ask("import", "wild", seconds=2) == {"error": said}
 
 
 # Machine ------------------------------------------------------------------------------------------
 
-def test_memory_is_the_groups_where_it_has_less(around):
-    assert doctor.memory(around).text == "the system doesn't tell"
+def test_memory_is_what_is_left_of_the_tightest_group(around):
     plant(around, "proc/meminfo", "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n")
-    assert doctor.memory(around) == Finding("ok", "8.0 of 16.0 GiB free")
-    plant(around, "sys/fs/cgroup/memory.max", f"{2 * 2**30}\n")
-    plant(around, "sys/fs/cgroup/memory.current", f"{2**30}\n")
-    assert doctor.memory(around).text == "1.0 of 2.0 GiB free (container)"
-    assert doctor.memory(around).verdict == "warning"
+    assert doctor.memory(around) == Finding("ok", "8.0 GiB free")
+    for name, size in (("max", 2 * 2**30), ("current", 2**30), ("stat", "anon 1")):
+        plant(around, f"sys/fs/cgroup/memory.{name}", f"{size}\n")
+    found = doctor.memory(around)
+    assert (found.verdict, found.text) == ("warning", "1.0 GiB free")
     plant(around, "sys/fs/cgroup/memory.current", f"{2 * 2**30 - 1000}\n")
     assert doctor.memory(around).verdict == "fail"
 
 
-def test_threads_beyond_the_cores(around, torch_answer, monkeypatch):
+def test_threads_beyond_the_cores(around, torch_facts, monkeypatch):
     assert doctor.threads(around).verdict == "ok"
     monkeypatch.setenv("OMP_NUM_THREADS", "many")
     found = doctor.threads(around)
     assert (found.verdict, "OMP_NUM_THREADS='many'" in found.text) == ("warning", True)
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     plant(around, "sys/fs/cgroup/cpu.max", "100000 100000")
-    vars(around)["torch"] = Answer({**(torch_answer.facts or {}), "threads": 8})
+    vars(around)["torch"] = {**torch_facts, "threads": 8}
     found = doctor.threads(around)
     assert found.verdict == "warning"
     assert found.text.startswith("8 threads on 1 usable core: ")
@@ -153,34 +152,34 @@ def test_threads_beyond_the_cores(around, torch_answer, monkeypatch):
 
 # torch and devices --------------------------------------------------------------------------------
 
-def test_torch_and_the_driver(around, torch_answer, monkeypatch):
+def test_torch_and_the_driver(around, torch_facts, monkeypatch):
     assert doctor.torch(around).verdict == "ok"
     plant(around, "proc/driver/nvidia/version",
           "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 2024\n")
-    cpu = {**(torch_answer.facts or {}), "cuda": None, "hip": None, "available": False}
-    vars(around)["torch"] = Answer(cpu)
+    cpu = {**torch_facts, "cuda": None, "hip": None, "available": False}
+    vars(around)["torch"] = cpu
     found = doctor.torch(around)
     assert found.verdict == "warning"
     assert "NVIDIA driver 535.183.01: this build of torch can't use the GPU" in found.text
-    vars(around)["torch"] = Answer({**cpu, "cuda": "13.0", "reason": "driver is too old"})
+    vars(around)["torch"] = {**cpu, "cuda": "13.0", "reason": "driver is too old"}
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     found = doctor.torch(around)
     assert (found.verdict, "no usable GPU: driver is too old" in found.text) == ("fail", True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert doctor.torch(around).verdict == "warning"
-    vars(around)["torch"] = Answer({**cpu, "cuda": "13.0", "available": True})
+    vars(around)["torch"] = {**cpu, "cuda": "13.0", "available": True}
     assert doctor.torch(around).verdict == "ok"
 
 
-def test_devices_that_compute_wrongly(around, torch_answer):
+def test_devices_that_compute_wrongly(around, torch_facts):
     assert doctor.devices(around).text.endswith("products are right")
-    cpu = (torch_answer.facts or {})["devices"][0]
+    cpu = torch_facts["devices"][0]
     for wrong, said in (({"product_error": 0.5}, "wrong by 0.5"),
                         ({"product_error": float("nan")}, "wrong by nan"),
                         ({"error": "CUDA error: out of memory"}, "out of memory")):
-        vars(around)["torch"] = Answer({"devices": [cpu, {
+        vars(around)["torch"] = {"devices": [cpu, {
             "device": "cuda:0", "name": "X", "free_gib": 1.0, "total_gib": 2.0, "bf16": False,
-            **wrong}]})
+            **wrong}]}
         found = doctor.devices(around)
         assert (found.verdict, said in found.text) == ("fail", True)
         assert doctor.bf16(around).verdict == "warning"
@@ -276,60 +275,36 @@ def test_small_and_read_only_disks(options, disk, output, tmp_path):
 
 # The Hub ------------------------------------------------------------------------------------------
 
-class _Hub(BaseHTTPRequestHandler):
-    """What the Hub answers to ``whoami``; ``ANSWER`` of the server's class decides."""
-
-    def do_GET(self) -> None:
-        self.server.seen.append((self.path, self.headers.get("authorization", "")))
-        code, body = self.server.answer
-        self.send_response(code)
-        self.send_header("content-type", "application/json")
-        self.end_headers()
-        self.wfile.write(json.dumps(body).encode())
-
-    def log_message(self, *words: object) -> None:
-        """Nothing on the terminal."""
-
-
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ThreadingHTTPServer]:
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubDouble]:
     """A small Hub of this machine, which the environment names."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
-    server.seen, server.answer = [], (200, {})
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HTTP_PROXY", "http_proxy",
                  "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with HubDouble() as double:
+        monkeypatch.setenv("HF_ENDPOINT", double.url)
+        yield double
 
 
 def test_a_hub_that_answers(around, hub, monkeypatch):
-    assert doctor.hub(around) == Finding(
-        "ok", f"http://127.0.0.1:{hub.server_port} can be reached")
+    assert doctor.hub(around) == Finding("ok", f"{hub.url} can be reached")
     assert doctor.token(around).text.startswith("none")
     monkeypatch.setenv("HF_TOKEN", PLANTED)
-    hub.answer = (200, {"name": "someone", "type": "user",
-                        "auth": {"accessToken": {"role": "write", "displayName": "mine"}}})
     assert doctor.token(around) == Finding("ok", "set (HF_TOKEN), role write")
-    assert hub.seen[-1] == ("/api/whoami-v2", f"Bearer {PLANTED}")
-    hub.answer = (401, {"error": "Invalid credentials in Authorization header"})
+    hub.fail("GET /api/whoami-v2", 401, message="Invalid credentials in Authorization header")
     found = doctor.token(around)
     assert (found.verdict, found.text) == ("warning", "set (HF_TOKEN), but the Hub refuses it")
 
 
-def test_a_token_of_hf_auth_login(around, hub, tmp_path, monkeypatch):
+def test_a_token_of_hf_auth_login(around, hub, tmp_path):
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/token").write_text(PLANTED)
-    hub.answer = (404, {"error": PLANTED})
+    hub.fail("GET /api/whoami-v2", 404, message=PLANTED)
     found = doctor.token(around)
     assert found.verdict == "warning"
     assert found.text.startswith("set (hf auth login), but the Hub didn't say what it may do: ")
+    assert hub.count("GET /api/whoami-v2") > 0
     assert PLANTED not in str(found)
 
 
@@ -343,3 +318,53 @@ def test_a_hub_out_of_reach_and_an_address_that_is_none(around, monkeypatch):
     assert PLANTED not in str(found)
     monkeypatch.setenv("HF_ENDPOINT", "huggingface.co")
     assert doctor.hub(around).verdict == "fail"
+
+
+def test_env_is_a_block_to_paste(tmp_path):
+    done = ppocli("env", cwd=tmp_path, HF_TOKEN=PLANTED, HF_HOME=f"{Path.home()}/hf",
+                  HF_ENDPOINT="https://me:pw@mirror.example/",
+                  HF_HUB_ETAG_TIMEOUT="7", ACCELERATE_LOG_LEVEL="loud", HF_HUB_CACHE=PLANTED)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert all(line.startswith("- ") for line in lines)
+    facts = dict(line[2:].split(": ", 1) for line in lines)
+    assert {"ppocli", "python", "platform", "cpu", "memory", "torch", "gpus", "transformers",
+            "accelerate", "deepspeed", "hydra-core", "omegaconf", "datasets", "safetensors",
+            "huggingface-hub", "typer", "rich", "extras", "variables"} <= set(facts)
+    assert facts["variables"].split() == [
+        "ACCELERATE_LOG_LEVEL=set", "HF_ENDPOINT=https://mirror.example/", "HF_HOME=~/hf",
+        "HF_HUB_CACHE=set", "HF_HUB_ETAG_TIMEOUT=7", "HF_HUB_OFFLINE=1", "HF_TOKEN=set",
+        *([f"NO_COLOR={os.environ['NO_COLOR']}"] if "NO_COLOR" in os.environ else []),
+        "OMP_NUM_THREADS=1", "TOKENIZERS_PARALLELISM=false",
+        "XDG_CACHE_HOME=" + os.environ["XDG_CACHE_HOME"]]
+    assert PLANTED not in done.stdout
+    assert os.listdir(tmp_path) == []
+
+
+def test_env_without_a_working_torch(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('no libtorch')\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = ppocli("env", "--json", cwd=tmp_path, PYTHONPATH=path, code=0)
+    facts = json.loads(done.stdout)
+    assert facts["torch"] == {"error": "ImportError no libtorch"}
+    assert facts["packages"]["torch"]
+
+
+def test_a_run_keeps_what_it_ran_on(reference):
+    text = (reference / "env.json").read_text()
+    facts = json.loads(text)
+    expected = describe()
+    assert {name: facts[name] for name in ("ppocli", "python", "packages", "nvidia_driver")} == {
+        name: expected[name] for name in ("ppocli", "python", "packages", "nvidia_driver")}
+    assert facts["torch"]["threads"] == 1
+    assert facts["variables"]["HF_HUB_OFFLINE"] == "1"
+    assert facts["variables"]["HF_TOKEN"] == "set"
+    assert facts["started"].endswith("+00:00")
+    for private in (PLANTED, socket.gethostname(), str(Path.home()) + "/"):
+        assert private not in text
+    assert f'"{getpass.getuser()}"' not in text
+
+
+def test_addresses_lose_what_is_secret():
+    assert without_credentials("https://me:pw@host:8080/path?token=x#y") == "https://host:8080/path"
+    assert without_credentials("http://host:notaport") == "not a URL"

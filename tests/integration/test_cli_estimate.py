@@ -1,7 +1,5 @@
 """``ppocli estimate`` as a user types it, and what a run does that can't fit."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """``ppocli eval`` on a finished run: its figures, its files, other prompts and models."""
 
-from __future__ import annotations
-
 import gc
 import json
 import math

@@ -1,7 +1,5 @@
 """``ppocli eval`` and ``generate`` where something is odd: names, numbers, damage, and objects."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """``ppocli eval`` that is interrupted or begun twice: what is kept, and how it goes on."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """``ppocli export`` on this disk: what comes out, that it is the policy, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

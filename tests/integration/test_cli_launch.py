@@ -1,7 +1,5 @@
 """Run folders and worker processes: who gets which folder, and what a failed start leaves."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Options before the command: quiet, verbose, without colours; and options of ``train``."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

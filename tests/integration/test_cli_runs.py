@@ -1,7 +1,5 @@
 """``ppocli runs list`` and ``prune``: what is told of runs, and what may never be deleted."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

@@ -1,7 +1,5 @@
 """``ppocli serve-reward`` and trainings that ask it, each a process of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

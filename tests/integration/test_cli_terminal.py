@@ -1,7 +1,5 @@
 """``ppocli train`` on real pseudo terminals: the live view, a window that changes, Ctrl-C."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

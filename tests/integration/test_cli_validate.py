@@ -1,7 +1,5 @@
 """``ppocli validate``: all problems at once, nothing written, and a rehearsal that is the run's."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -5,8 +5,6 @@ step 2 and the rows of all its steps: a run with all state there is, a LoRA, a s
 ranks under ZeRO 2. Their last rows are what has to come out.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

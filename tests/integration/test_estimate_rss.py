@@ -6,10 +6,15 @@ import os
 
 import pytest
 from helpers import save_lm, write_prompts
-from sessions import fresh_state, optimize, rollout_of, session_of, small_config
+from sessions import (
+    estimate_of,
+    fresh_state,
+    optimize,
+    rollout_of,
+    session_of,
+    small_config,
+)
 
-from ppocli.estimate.check import estimate
-from ppocli.estimate.parts import models_of
 from ppocli.parallel.host_memory import resident_mib
 from ppocli.tasks.ppo.experience import to_experience, update_moments
 from ppocli.tasks.ppo.session import saved_model
@@ -35,8 +40,7 @@ def test_updates_of_a_real_training_take_what_was_told(tmp_path):
     cfg = small_config(tmp_path, ppo__num_rollouts=8, ppo__mini_batch_size=4, ppo__ppo_epochs=1,
                        generation__max_new_tokens=120, prompts__eval__limit=2,
                        hardware__num_threads=1)
-    found = estimate(cfg, models_of(cfg), prompt_tokens=8, cuda=False, ranks=1,
-                     ranks_on_host=1)
+    found = estimate_of(cfg, 8)
     before = resident_mib(os.getpid())
     with session_of(cfg) as session:
         rollout = rollout_of(session)

@@ -1,7 +1,5 @@
 """A loop of one's own is the same training: same numbers, same checks, same files."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

@@ -1,7 +1,5 @@
 """Training from Python: objects in place of words, and what comes back."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

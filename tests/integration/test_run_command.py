@@ -1,7 +1,5 @@
 """A user's own model, prompts and reward, from a folder of their own, through the command."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

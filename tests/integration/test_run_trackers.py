@@ -1,7 +1,5 @@
 """`ppocli train` with trackers: asked for before anything is loaded, and never waited for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """Tasks and samplers from outside the package, through the ordinary command: training, evaluation,
 two ranks under ZeRO 2, memory that runs out, kill -9 and resume."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil

@@ -3,8 +3,6 @@
 As a user's file: it uses what the seams offer, and is found by ``task.fn=pairs_task.py:Pairs``.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 As a user's file, found by ``rollout.engine=slow_sampler.py:Whole``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """The wheel and the sdist, built for real, and what a user gets who installs the wheel."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,8 +1,6 @@
 """The documentation as a site: it builds without a warning, asks nothing of the network, and leads
 to every page; and the pictures in it are what their script makes."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import subprocess

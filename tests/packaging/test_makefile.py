@@ -4,8 +4,6 @@ The installation itself takes minutes and a network, so a small program stands f
 makes a ``.venv`` whose pip notes its words and fails when it is told to.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """LoRA, prefix and prompt tuning: what PEFT computes and writes, and what holds of every run."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

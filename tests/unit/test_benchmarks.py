@@ -1,7 +1,5 @@
 """The benchmarks' arithmetic, the section that they write, and one run of the smallest kind."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Charts: whole SVG elements whatever the values, round ticks, nothing that leaks or runs."""
 
-from __future__ import annotations
-
 import math
 import re
 from xml.etree import ElementTree

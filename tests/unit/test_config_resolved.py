@@ -1,15 +1,19 @@
-"""``config.yaml``: written, read back, compared."""
+"""A configuration that is written down comes back: as ``config.yaml``, as words, and changed."""
 
-from __future__ import annotations
-
+import json
+import shlex
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import yaml
 from helpers import checked
 
+from ppocli.config.as_words import training_command, words_for
 from ppocli.config.keys import schema_keys
+from ppocli.config.paths import recipe_files
 from ppocli.config.resolved import (
+    NEXT_CONFIG_FILE,
     classify_change,
     config_differences,
     read_config,
@@ -17,6 +21,7 @@ from ppocli.config.resolved import (
 )
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError
+from ppocli.runs.record import Change, accept_settings, read_changes
 from ppocli.storage.run_folder import write_config
 
 
@@ -109,3 +114,100 @@ def test_changes_are_classed():
         assert {name: classify_change(name) for name in names} == dict.fromkeys(names, kind)
     for name in schema_keys():
         assert classify_change(name) in expected
+
+
+BASE = ["model.path=builtin:reviews", "prompts.path=builtin:reviews-prompts", "ppo.num_steps=2"]
+
+
+def configured(words: list[str]) -> TrainConfig:
+    return checked(*words).config
+
+
+@pytest.mark.parametrize("recipe", sorted(recipe_files()))
+def test_a_recipe_comes_back(recipe):
+    config = configured([f"+recipe={recipe}"])
+    assert config_differences(config, configured(words_for(config))) == []
+
+
+@pytest.mark.parametrize("words", [
+    ["reward.fn=length", "reward.kwargs.target=20"],
+    ["reward.fn=a.b:c", "reward.kwargs.text='12'", "reward.kwargs.other='it''s: {odd}, [x]'"],
+    ["reward.fn=a.b:c", "reward.kwargs.deep={a:{b:[1,2.5,null,true,'no']}}"],
+    ["reward.fns.one={fn:length,kwargs:{target:3},weight:0.5}", "reward.fns.two={fn:keyword}"],
+    ["reward.fn=length", "generation.stop_sequences=['\\n\\n','a,b','it=is','\"']",
+     "model.revision=12e4567"],
+    ["reward.fn=length", "prompts.template='Q: {prompt}\\nA:'", "ppo.optimizer.lr=1e-05",
+     "ppo.max_grad_norm=null", "run_name=null", "model.trust_remote_code=false"],
+])
+def test_values_of_every_kind_come_back(words):
+    base = [word for word in BASE if word.partition("=")[0] not in str(words)]
+    config = configured([*base, *words])
+    assert config_differences(config, configured(words_for(config))) == []
+
+
+@pytest.mark.parametrize("text", ["plain", "null", "true", "1e5", "it's", "a\\", "a\\'b",
+                                  "ü [x] {y}", "", " lead", "a=b", "a:b", "$HOME `x` \"q\""])
+def test_texts_come_back(text):
+    config = configured([*BASE, "reward.fn=a.b:c"])
+    config = replace(config, reward=replace(config.reward, kwargs={"value": text, "list": [text]}),
+                     prompts=replace(config.prompts, column=text or "x"))
+    again = configured(words_for(config))
+    assert again.reward.kwargs == config.reward.kwargs
+    assert again.prompts.column == config.prompts.column
+
+
+def test_the_command_survives_a_shell():
+    config = configured([*BASE, "reward.fn=a.b:c", "reward.kwargs.x='it is; rm -rf $HOME'"])
+    typed = shlex.split(training_command(config, "run_name=again").replace("\\\n", " "))
+    assert typed[:2] == ["ppocli", "train"]
+    again = configured(typed[2:])
+    assert again.run_name == "again"
+    assert config_differences(config, again) == []
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    write_config(TrainConfig(), tmp_path / "config.yaml")
+    (tmp_path / "run.json").write_text('{"run_id": "abc"}')
+    return tmp_path
+
+
+def ask(run: Path, vf_coef: float) -> None:
+    config = TrainConfig()
+    config.ppo.vf_coef = vf_coef
+    write_config(config, run / NEXT_CONFIG_FILE)
+
+
+def test_changes_are_noted_beside_the_identity(run):
+    default = f"{TrainConfig().ppo.vf_coef:g}"
+    for value, step in ((0.5, 2), (0.25, 4)):
+        ask(run, value)
+        accept_settings(run, step)
+        assert read_config(run / "config.yaml").ppo.vf_coef == value
+    changes = [Change(2, "ppo.vf_coef", default, "0.5"), Change(4, "ppo.vf_coef", "0.5", "0.25")]
+    assert read_changes(run) == changes
+    assert json.loads((run / "run.json").read_text())["run_id"] == "abc"
+    accept_settings(run, 3)
+    assert [change.step for change in read_changes(run)] == [2, 3], "it went back behind one"
+    accept_settings(run, None)
+    assert read_changes(run) == [], "it has started afresh"
+
+
+def test_an_attempt_that_was_killed_is_noted_once(run):
+    ask(run, 0.5)
+    before = (run / "config.yaml").read_bytes()
+    accept_settings(run, 2)
+    (run / "config.yaml").write_bytes(before)
+    ask(run, 0.5)
+    accept_settings(run, 2)
+    assert len(read_changes(run)) == 1
+
+
+@pytest.mark.parametrize("text", [
+    "", "{", "[]", '{"changes": 1}', '{"changes": [1, {"step": "x"}]}', "[" * 100_000])
+def test_a_file_that_tells_none_has_none(run, text):
+    (run / "run.json").write_text(text)
+    assert read_changes(run) == []
+    ask(run, 0.5)
+    accept_settings(run, 2)
+    assert (run / "run.json").read_text() == text, "what is damaged stays as it is"

@@ -1,7 +1,5 @@
 """DeepSpeed files as people write them, against the settings of a run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

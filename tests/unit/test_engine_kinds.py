@@ -1,8 +1,6 @@
 """What must hold of the engine whichever kind of model it trains: adapters, critics with layers of
 their own, encoder-decoders."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

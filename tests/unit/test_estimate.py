@@ -1,7 +1,5 @@
 """Memory told beforehand, against tensors that are there."""
 
-from __future__ import annotations
-
 import gc
 import time
 from contextlib import ExitStack
@@ -10,6 +8,7 @@ import pytest
 import torch
 from helpers import save_lm, write_prompts
 from sessions import (
+    estimate_of,
     fresh_state,
     optimize,
     prompt_and_response,
@@ -19,7 +18,6 @@ from sessions import (
 )
 from torch.profiler import ProfilerActivity, profile
 
-from ppocli.estimate.check import estimate
 from ppocli.estimate.parts import models_of
 from ppocli.models.fast.gemm import weights_for_decoding
 from ppocli.models.layout import lay_out
@@ -170,14 +168,13 @@ def test_each_kind_of_memory_is_what_the_tensors_of_a_session_take(folders, kind
         state = sum(value.nbytes for slots in session.trained.optimizer.state.values()
                     for value in slots.values() if torch.is_tensor(value) and value.dim())
         reference = reference_of(session)
-    found = estimate(cfg, models_of(cfg), prompt_tokens=PROMPT, cuda=False, ranks=1,
-                     ranks_on_host=1)
+    found = estimate_of(cfg, PROMPT)
     told = {line.name: line.device for line in found.lines}
     assert told["weights"] == weights
     assert told["gradients"] == gradients
     assert told.get("optimizer state", 0) == state
     assert told.get("reference", 0) == reference
-    assert found.unknown == ()
+    assert not found.unknown
     assert told["keys and values (KV cache)"] == cache
     activations = told["activations"] + told.get("weights in bf16", 0)
     assert activations == pytest.approx(kept, rel=0.2)
@@ -199,17 +196,16 @@ def test_the_copy_that_decoding_reads_weights_from_is_told(tmp_path, kind, keys)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             decoding.enter_context(weights_for_decoding(session.backend, lm, in_parts=False))
         made = sum(event.self_cpu_memory_usage for event in profiled.key_averages())
-    lines = {line.name: line for line in estimate(
-        cfg, models_of(cfg), prompt_tokens=PROMPT, cuda=False, ranks=1, ranks_on_host=1).lines}
+    lines = {line.name: line for line in estimate_of(cfg, PROMPT).lines}
     line = lines.get("weights laid out for decoding")
     told = 0 if line is None else line.device
     assert (told > 0) == (cfg.hardware.gemm == "onednn")
     assert told == pytest.approx(made, rel=0.01)
     if line is not None:
-        assert (line.generate, line.score, line.update) == (True, False, False)
+        assert line.phases == "generate"
     copies = lines.get("weights in bf16 for rollouts")
     if copies is not None:  # autocast's, of what decoding doesn't read from the other copy
-        assert copies.generate == (told == 0)
+        assert copies.phases == ("score" if told else "generate score")
 
 
 def test_a_copy_for_decoding_that_is_too_large_is_neither_made_nor_told(folders, monkeypatch):
@@ -221,8 +217,7 @@ def test_a_copy_for_decoding_that_is_too_large_is_neither_made_nor_told(folders,
           weights_for_decoding(session.backend, session.policy.lm, in_parts=False)):
         assert not any(getattr(part, "packed", None) is not None
                        for part in session.policy.lm.modules())
-    found = estimate(cfg, models_of(cfg), prompt_tokens=PROMPT, cuda=False, ranks=1,
-                     ranks_on_host=1)
+    found = estimate_of(cfg, PROMPT)
     assert "weights laid out for decoding" not in {line.name for line in found.lines}
 
 
@@ -286,10 +281,8 @@ def test_states_of_frozen_layers_are_told_as_a_rollout_keeps_them(tmp_path, kind
             optimize(session, experience, fresh_state(session))
             measured.append((peaks["rollout"], peaks["scoring"],
                              storage_of(experience.frozen_states)))
-        found = estimate(cfg, models_of(cfg), prompt_tokens=prompt, cuda=False, ranks=1,
-                         ranks_on_host=1)
-        told = [line for line in found.lines if line.name.startswith("states ")]
-        lines.append([sum(line.device for line in told if getattr(line, phase))
+        told = [line for line in estimate_of(cfg, prompt).lines if line.name.startswith("states ")]
+        lines.append([sum(line.device for line in told if phase in line.phases)
                       for phase in ("generate", "score", "update")])
         own = {line.name: line for line in told if line.name.startswith(FROZEN)}
         assert bool(own) == bool(mib)
@@ -297,12 +290,12 @@ def test_states_of_frozen_layers_are_told_as_a_rollout_keeps_them(tmp_path, kind
             padded, scored, kept = samples
             line = own[FROZEN]
             assert line.device == (2**20 if kept is None else kept * one)
-            assert (line.generate, line.score, line.update) == (False, scored > 0, True)
+            assert line.phases == ("score update" if scored else "update")
             line = own.get(f"{FROZEN}, padded")
             assert (line is not None) == (padded > 0)
             if line is not None:
                 assert line.device == padded * 4 * 128 * (prompt + NEW)
-                assert (line.generate, line.score, line.update) == (True, True, False)
+                assert line.phases == "generate score"
     more, less = measured
     for phase in (0, 1):
         told = lines[0][phase] - lines[1][phase]
@@ -329,8 +322,7 @@ def test_states_of_frozen_layers_are_told_only_where_they_are_kept(folders, kind
     if ranks == 1 and cfg.hardware.zero_stage == 0:
         with session_of(cfg) as session:
             assert bool(session.frozen_states_bytes) == kept
-    found = estimate(cfg, models_of(cfg), prompt_tokens=PROMPT, cuda=True, ranks=ranks,
-                     ranks_on_host=1)
+    found = estimate_of(cfg, PROMPT, cuda=True, ranks=ranks)
     line = next((line for line in found.lines if line.name == FROZEN), None)
     assert (line is not None) == kept
     assert line is None or (line.device > 0 and line.host == 0)

@@ -5,17 +5,13 @@ Every tensor that a pass of transformers' own code made was counted from its mak
 which was within 10 % of what torch's allocator gave out.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 from helpers import model_config
-from sessions import set_keys
+from sessions import estimate_of, set_keys
 
 from ppocli.config.schema import TrainConfig
-from ppocli.estimate.check import estimate
-from ppocli.estimate.parts import models_of
 
 SHAPES = {
     "gpt2": ("gpt2", {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024,
@@ -157,8 +153,7 @@ def estimated(kind: str, setting: str, length: str, device: str):
         "model.path": "x", "ppo.num_rollouts": 64, "ppo.mini_batch_size": 16,
         "generation.max_new_tokens": new, **copy.deepcopy(SETTINGS[setting])})
     ranks = 4 if setting.startswith(("zero", "ddp")) else 1
-    return estimate(cfg, models_of(cfg, model_config(name, **shape)), prompt_tokens=prompt,
-                    cuda=device == "cuda", ranks=ranks, ranks_on_host=ranks)
+    return estimate_of(cfg, prompt, model_config(name, **shape), cuda=device == "cuda", ranks=ranks)
 
 
 @pytest.mark.parametrize("row", MEASURED.split("\n")[2:-1], ids=lambda row: "-".join(
@@ -179,8 +174,7 @@ def test_each_stage_is_within_a_fifth_of_what_was_measured(row):
     ("mixtral", {"num_local_experts": 4, "num_key_value_heads": 1})])
 def test_a_kind_that_was_not_measured_is_told_by_its_shapes(kind, shape):
     cfg = set_keys(TrainConfig(), {"model.path": "x"})
-    found = estimate(cfg, models_of(cfg, model_config(kind, **shape)), prompt_tokens=20, cuda=True,
-                     ranks=1, ranks_on_host=1)
+    found = estimate_of(cfg, 20, model_config(kind, **shape), cuda=True)
     assert found.rough == (kind,)
     lines = {line.name: line.device for line in found.lines}
     assert lines["weights"] == sum(part.size for part in found.parts if part.sharded)

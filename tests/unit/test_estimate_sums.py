@@ -1,28 +1,34 @@
-"""What is added up of an estimate, and judged: against sums made by hand."""
-
-from __future__ import annotations
+"""What an estimate counts, adds up and judges: against numbers made by hand."""
 
 import logging
 from dataclasses import replace
 
 import pytest
-from sessions import set_keys
+import torch
+from helpers import model_config
+from sessions import estimate_of, set_keys
 
-from ppocli.config.schema import TrainConfig
+from ppocli.config.schema import OptimizerConfig, TrainConfig
 from ppocli.errors import OutOfMemoryError
-from ppocli.estimate.check import Estimate, advice, refuse_or_warn
+from ppocli.estimate.check import Estimate, advice, check_memory, refuse_or_warn
 from ppocli.estimate.memory import (
     Layout,
     Line,
-    Passes,
     add_up,
     disk_of,
     layout_of,
     lines_of,
     spared,
 )
-from ppocli.estimate.parts import Part
+from ppocli.estimate.parts import Part, models_of, parts_of, state_sizes
 from ppocli.parallel.host_memory import Room, host_room
+
+
+def config_of(**keys) -> TrainConfig:
+    """Of a model that is nowhere, unless its configuration is given too."""
+    return set_keys(TrainConfig(), {"model.path": "x", **{
+        key.replace("__", "."): value for key, value in keys.items()}})
+
 
 # n = 1000 parameters, t = 800 trained, on w = 4 ranks, two on a host
 PARTS = (Part(kind="policy", name="policy", parameters=900, size=3600, trained=700, state=5600,
@@ -31,16 +37,25 @@ PARTS = (Part(kind="policy", name="policy", parameters=900, size=3600, trained=7
               sharded=True, largest=50),
          Part(kind="reference", name="reference", parameters=900, size=1800))
 LAYOUT = Layout(ranks=4, ranks_on_host=2, cuda=True, rows=2, decoded=4, scored=4, accumulates=True)
-PASSES = Passes(activations=5000, updates=300, cache=2000, generation=70, scoring=40, hidden=30)
-ROLLOUT = {"keys and values (KV cache)": (2000, 0), "working memory of generation": (70, 0),
-           "states kept for the reference": (30, 0), "working memory of scoring": (40, 0)}
+PASSES = (Line("activations", 5000, phases="update"),
+          Line("working memory of updates", 300, phases="update"),
+          Line("keys and values (KV cache)", 2000, phases="generate"),
+          Line("working memory of generation", 70, phases="generate"),
+          Line("states kept for the reference", 30, phases="score"),
+          Line("working memory of scoring", 40, phases="score"))
+
+
+def told_of(cfg: TrainConfig, parts, layout: Layout, deepspeed=None, *more: Line) -> list[Line]:
+    """Its lines, but for those of nothing."""
+    return [line for line in (*lines_of(cfg, parts, layout, 0, deepspeed or {}), *PASSES, *more)
+            if line.device or line.host]
 
 
 def added(stage: int, layout: Layout = LAYOUT, parts=PARTS, **hardware: object):
     cfg = set_keys(TrainConfig(), {"hardware.zero_stage": stage,
                                    **{f"hardware.{k}": v for k, v in hardware.items()}})
-    lines = lines_of(cfg, parts, layout, PASSES,
-                     {"reduce_bucket_size": 1000, "stage3_max_live_parameters": 300})
+    lines = told_of(cfg, parts, layout,
+                    {"reduce_bucket_size": 1000, "stage3_max_live_parameters": 300})
     return ({line.name: (line.device, line.host) for line in lines},
             add_up(lines, parts, layout, stage))
 
@@ -49,8 +64,7 @@ def test_one_process_holds_everything():
     lines, sums = added(0, replace(LAYOUT, ranks=1, ranks_on_host=1))
     assert lines == {
         "weights": (4000, 0), "reference": (1800, 0), "optimizer state": (6400, 0),
-        "gradients": (3200, 0), "activations": (5000, 0), "working memory of updates": (300, 0),
-        **ROLLOUT}
+        "gradients": (3200, 0), **{line.name: (line.device, 0) for line in PASSES}}
     assert sums.generate == 4000 + 1800 + 6400 + 2000 + 70
     assert sums.score == 4000 + 1800 + 6400 + 30 + 40
     assert sums.update == 4000 + 1800 + 6400 + 3200 + 5000 + 300
@@ -61,13 +75,13 @@ def test_a_copy_of_a_checkpoint_is_weights_and_state_and_can_be_done_without():
     def told(parts=PARTS, background: str = "auto", **layout: object):
         where = replace(LAYOUT, ranks=1, ranks_on_host=1, **layout)
         cfg = set_keys(TrainConfig(), {"checkpoint.background": background})
-        lines = lines_of(cfg, parts, where, PASSES, {})
+        lines = told_of(cfg, parts, where)
         line = next((line for line in lines if line.name == "copy of a checkpoint"), Line("", 0))
         return line, spared(cfg, lines), add_up(lines, parts, where, 0)
 
     line, without, sums = told(cuda=False)
     assert (line.device, line.host, without) == (3200 + 6400, 0, 3200 + 6400)
-    assert (line.generate, line.score, line.update) == (True, True, True)
+    assert line.phases == "generate score update"
     assert sums.host == told(cuda=False, background="never")[2].host + 3200 + 6400
     pinned = (replace(PARTS[0], pinned=16384), replace(PARTS[1], pinned=2048), PARTS[2])
     line, without, sums = told(pinned)
@@ -99,8 +113,8 @@ def test_an_offloaded_reference_is_on_the_device_while_it_runs():
 def test_without_accumulation_activations_make_room_for_gradients():
     alone = replace(LAYOUT, ranks=1, ranks_on_host=1, accumulates=False)
     assert added(0, alone)[1].update == 4000 + 1800 + 6400 + (5000 + 300)
-    lines = lines_of(TrainConfig(), PARTS, alone, replace(PASSES, activations=100,
-                                                         updates=10), {})
+    lines = [replace(line, device=100 if line.name == "activations" else 10)
+             if line in PASSES[:2] else line for line in told_of(TrainConfig(), PARTS, alone)]
     assert add_up(lines, PARTS, alone, 0).update == 4000 + 1800 + 6400 + (3200 + 4 * 200)
 
 
@@ -120,7 +134,7 @@ def test_zero_divides_what_its_stage_says(stage, own):
     assert lines == {
         **{name: (size, 0) for name, size in own.items()}, "reference": (1800, 0),
         "optimizer state": (1600, 0), "DeepSpeed's bucket of gradients": (4000, 0),
-        "activations": (5000, 0), "working memory of updates": (300, 0), **ROLLOUT}
+        **{line.name: (line.device, 0) for line in PASSES}}
     assert sums.loading == (4000 - 400 + 2 * 400 if stage == 3 else 2 * 4000)
 
 
@@ -186,19 +200,20 @@ def found_of(counted: int, estimated: int = 0, *, cuda: bool = True, rough: tupl
              ) -> Estimate:
     """Of a run that holds so many MiB, and so many more by a formula, in updates of two rows."""
     lines = (Line("weights", counted * 2**20), Line(
-        "activations", estimated * 2**20, generate=False, score=False, estimated=True))
+        "activations", estimated * 2**20, phases="update", estimated=True))
     layout = replace(LAYOUT, ranks=1, ranks_on_host=1, cuda=cuda)
     return Estimate(PARTS, layout, lines, add_up(lines, PARTS, layout, 0),
-                    disk_of(TrainConfig(), PARTS), 8, 8, (), rough=rough)
+                    disk_of(TrainConfig(), PARTS), 8, {}, rough=rough)
 
 
 def test_advice_is_what_saves_most_at_the_fullest_moment():
-    lines = (Line("reference", 1800), Line("weights gathered for rollouts", 4000, update=False),
-             Line("weights gathered in a pass", 1200, generate=False, score=False),
-             Line("keys and values (KV cache)", 400, score=False, update=False))
+    lines = (Line("reference", 1800), Line("weights gathered for rollouts", 4000,
+                                           phases="generate score"),
+             Line("weights gathered in a pass", 1200, phases="update"),
+             Line("keys and values (KV cache)", 400, phases="generate"))
     sums = add_up(lines, PARTS, LAYOUT, 3)
     assert (sums.generate, sums.score, sums.update) == (6200, 5800, 3000)
-    found = Estimate(PARTS, LAYOUT, lines, sums, disk_of(TrainConfig(), PARTS), 8, 8, ())
+    found = Estimate(PARTS, LAYOUT, lines, sums, disk_of(TrainConfig(), PARTS), 8, {})
     cfg = set_keys(TrainConfig(), {"hardware.zero_stage": 3, "model.num_layers_unfrozen": 2,
                                    "model.reference.kind": "copy"})
     # 2800; half of 1800; what generation takes more than scoring; three of four samples' 400
@@ -207,23 +222,18 @@ def test_advice_is_what_saves_most_at_the_fullest_moment():
         "ppo.chunk_size=1"]
 
 
-@pytest.mark.parametrize(("frozen", "sums"), [
-    ((500, True, 60), (60, 560, 500)), ((500, True, 0), (0, 500, 500)),
-    ((500, False, 0), (0, 0, 500))])
-def test_states_of_frozen_layers_count_where_they_are(frozen, sums):
+@pytest.mark.parametrize("phases", ["update", "score update"])
+def test_states_of_frozen_layers_can_be_done_without_where_they_are_there(phases):
     alone = replace(LAYOUT, ranks=1, ranks_on_host=1)
-
-    def told(passes):
-        lines = lines_of(TrainConfig(), PARTS, alone, passes, {})
-        found = add_up(lines, PARTS, alone, 0)
-        return lines, found, (found.generate, found.score, found.update)
-
-    lines, found, more = told(replace(
-        PASSES, frozen=frozen[0], frozen_scored=frozen[1], frozen_padded=frozen[2]))
-    assert tuple(a - b for a, b in zip(more, told(PASSES)[2], strict=True)) == sums
-    given = Estimate(PARTS, alone, lines, found, disk_of(TrainConfig(), PARTS), 8, 8, ())
-    assert found.device == found.update
-    assert "hardware.frozen_states_mib=0" in advice(given, TrainConfig())
+    lines = told_of(TrainConfig(), PARTS, alone, None,
+                    Line("states of frozen layers", 500, phases=phases))
+    for activations in (5000, 0):  # updates are the fullest moment, and are not
+        shown = [replace(line, device=activations) if line.name == "activations" else line
+                 for line in lines if activations or line.name != "gradients"]
+        sums = add_up(shown, PARTS, alone, 0)
+        found = Estimate(PARTS, alone, tuple(shown), sums, disk_of(TrainConfig(), PARTS), 8, {})
+        assert ("hardware.frozen_states_mib=0" in advice(found, TrainConfig())) == (
+            sums.device == sums.update or "score" in phases)
 
 
 def test_what_surely_does_not_fit_is_refused_and_what_is_close_is_warned_of(caplog):
@@ -266,3 +276,92 @@ def test_only_what_is_certain_refuses(caplog, counted, estimated, more, refused)
     assert "Memory is short" in caplog.text
     assert ("what passes of gemma take has not been measured" in caplog.text) == bool(
         more.get("rough"))
+
+
+# Parts --------------------------------------------------------------------------------------------
+
+def parts_by_kind(cfg: TrainConfig, config) -> dict[str, Part]:
+    parts, unknown = parts_of(cfg, models_of(cfg, config))
+    assert not unknown
+    return {part.kind: part for part in parts}
+
+
+def test_an_adapter_trains_fp32_on_a_base_that_is_not():
+    layers, width = 3, 32
+    config = model_config("llama", num_hidden_layers=layers, hidden_size=width)
+    parts = parts_by_kind(config_of(model__peft={"type": "lora", "r": 4, "target_modules": [
+        "q_proj"]}, hardware__precision="bf16"), config)
+    adapter = layers * 2 * 4 * width  # A and B of each layer's query projection
+    policy = parts["policy"]
+    assert (policy.trained, policy.state, policy.cast) == (adapter, 8 * adapter, adapter)
+    assert policy.size == 2 * (policy.parameters - adapter) + 4 * adapter
+    assert "reference" not in parts  # the adapter switched off
+    disk = disk_of(TrainConfig(), tuple(parts.values()))
+    assert disk.model == 4 * adapter
+
+
+def test_a_quantized_base_takes_less():
+    width, inner, layers, words = 32, 48, 3, 37
+    config = model_config("llama", num_hidden_layers=layers)
+    keys = {"model__peft": {"type": "lora", "r": 4, "target_modules": ["q_proj"]},
+            "hardware__precision": "bf16"}
+    plain = parts_by_kind(config_of(**keys), config)["policy"].size
+    # queries and output, keys and values of one head of two, and the three of the MLP
+    linear = layers * (2 * width**2 + 2 * width * width // 2 + 3 * width * inner)
+    found = parts_by_kind(config_of(**keys, model__quantization="8bit"), config)["policy"].size
+    assert found == plain - 2 * linear + linear
+    assert words * width == config.vocab_size * config.hidden_size
+    found = parts_by_kind(config_of(**keys, model__quantization="4bit"), config)["policy"].size
+    # half a byte, of 64 numbers a scale of a byte, of 64 * 256 one of four
+    assert found == pytest.approx(plain - 2 * linear + linear * (1 / 2 + 1 / 64 + 1 / 4096),
+                                  abs=layers * 7)
+
+
+@pytest.mark.parametrize(("keys", "shape", "size"), [
+    ({"name": "adamw"}, (10, 30), 8 * 300), ({"name": "sgd"}, (10, 30), 0),
+    ({"name": "sgd", "momentum": 0.9}, (10, 30), 4 * 300),
+    ({"name": "adafactor"}, (10, 30), 4 * (10 + 30)), ({"name": "adafactor"}, (30,), 4 * 30),
+    ({"name": "adamw_8bit"}, (100, 30), 8 * 3000),  # too small for 8 bits
+    # 6000 numbers in two times 8 bits; 24 blocks of 256 with a scale each
+    ({"name": "adamw_8bit"}, (200, 30), 2 * 6000 + 2 * 4 * 24)])
+def test_each_optimizer_keeps_what_it_keeps(keys, shape, size):
+    assert sum(state_sizes(OptimizerConfig(**keys), torch.Size(shape))) == size
+
+
+def test_a_classifier_among_the_rewards_is_a_part_and_a_function_is_unknown():
+    cfg = config_of(model__path="builtin:reviews", reward__fns={
+        "mood": {"fn": "classifier", "kwargs": {"model": "builtin:reviews-sentiment"}},
+        "own": {"fn": "my_rewards:score"}, "brief": {"fn": "length"}})
+    parts, unknown = parts_of(cfg, models_of(cfg))
+    assert [(p.name, p.parameters, p.trained) for p in parts if p.kind == "reward"] == [
+        ("reward builtin:reviews-sentiment", 360_002, 0)]
+    assert unknown == {"reward my_rewards:score": "your function"}
+
+
+def checked(cfg: TrainConfig, config, caplog) -> None:
+    """What a run says of its memory before it loads weights."""
+    with caplog.at_level(logging.INFO, "ppocli"):
+        check_memory(cfg, config, prompt_tokens=20, device=torch.device("cpu"), ranks=1,
+                     ranks_on_host=1)
+
+
+def test_what_can_not_be_told_is_said(tmp_path, caplog):
+    config = model_config("gpt2")
+    cfg = config_of(model__reference__path=str(tmp_path / "nowhere"))
+    found = estimate_of(cfg, 20, config)
+    assert list(found.unknown) == ["reference"]
+    assert "nowhere" in found.unknown["reference"]
+    checked(cfg, config, caplog)
+    assert len(caplog.records) == 1
+    assert "left out: reference (" in caplog.text
+    caplog.clear()
+    checked(set_keys(cfg, {"model.peft": {"type": "lora", "target_modules": ["nothing"]}}), config,
+            caplog)
+    assert len(caplog.records) == 1
+    assert "can't be told beforehand: The adapter does not fit" in caplog.text
+
+
+def test_a_small_model_is_not_worth_a_word_and_the_check_can_be_off(caplog):
+    checked(config_of(), model_config("gpt2"), caplog)
+    checked(config_of(hardware__memory_check="off"), None, caplog)
+    assert not caplog.records

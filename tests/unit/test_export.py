@@ -1,7 +1,5 @@
 """Parts of an export: what is masked, how cards are written, how weights are cut and compared."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

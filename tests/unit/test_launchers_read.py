@@ -1,8 +1,6 @@
 """What launchers set in the environment, as their documentation has it, and which network interface
 leads to another machine."""
 
-from __future__ import annotations
-
 import os
 import socket
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The list of ``make mutants`` fits the code: each snippet is there once, and so is each test."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Passes that are made anew with half the rows, and what counts as a lack of memory."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

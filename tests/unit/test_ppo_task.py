@@ -1,8 +1,6 @@
 """What PPO decides around its losses, by hand-worked numbers: when a phase ends, how far the policy
 has moved, which samples come next and in which order they are learnt from."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

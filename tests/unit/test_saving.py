@@ -10,12 +10,17 @@ import pytest
 import torch
 from checkpoint_samples import tree
 from helpers import save_lm
-from sessions import fresh_state, optimize, rollout_of, save_session, session_of, small_config
+from sessions import (
+    estimate_of,
+    experience_of,
+    optimize,
+    save_session,
+    session_of,
+    small_config,
+)
 
 from ppocli.errors import DiskError
-from ppocli.estimate.check import estimate
-from ppocli.estimate.parts import models_of, pinned_bytes
-from ppocli.tasks.ppo.experience import to_experience, update_moments
+from ppocli.estimate.parts import pinned_bytes
 from ppocli.tasks.ppo.session import Session, saved_model
 from ppocli.tasks.ppo.task import PPOTask
 from ppocli.training import background_saving as saving
@@ -34,9 +39,7 @@ pytestmark = pytest.mark.long
 
 
 def train(session: Session, step: int) -> None:
-    rollout = rollout_of(session, start=16 * step)
-    state = update_moments(fresh_state(session), rollout, session.cfg)
-    optimize(session, to_experience(rollout, state, session.cfg), state)
+    optimize(session, *experience_of(session, 16 * step))
 
 
 def written(session: Session, folder: Path) -> dict[str, bytes]:
@@ -73,7 +76,7 @@ def test_a_copy_written_after_more_training_is_the_synchronous_save(kind, keys, 
         write_contents(saved_model(session), copy, tmp_path / "found")
     assert tree(tmp_path / "found") == expected
     assert not list(tmp_path.glob(".tmp*"))
-    told = estimate(cfg, models_of(cfg), prompt_tokens=8, cuda=False, ranks=1, ranks_on_host=1)
+    told = estimate_of(cfg, 8)
     line, = (line for line in told.lines if line.name == "copy of a checkpoint")
     # counts of steps, a buffer of BART's, and the words that virtual tokens are made of, apart
     assert line.device == told.spared <= size

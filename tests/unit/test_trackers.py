@@ -1,7 +1,5 @@
 """Trackers get every figure once, and can fail in any way without a run noticing."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -5,8 +5,6 @@ that makes a step do more fails here, whatever the machine; one that makes it do
 then the number here is the one to change.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any

@@ -1,7 +1,5 @@
 """Small real checkpoints for the tests of saving, loading and killing."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
