@@ -1,6 +1,6 @@
 """Several processes of one run on this machine.
 
-``python -m ppocli.launching.elastic RUN_DIR ...``.
+``python -m ppocli.launching.elastic RUN_DIR HOW``.
 
 torch's elastic agent starts the ranks and ends them all when one fails. Signals go to the ranks,
 which stop together; the agent only waits. What each came to is read from a file of its own.
@@ -45,7 +45,6 @@ from ppocli.parallel.rank_outcomes import (
     read_phase,
     send,
 )
-from ppocli.parallel.stop import stop_when_closed
 from ppocli.storage.run_folder import RunFolder, write_config
 
 _GO_ON = "  fix:   go on from the last checkpoint: ppocli resume RUN\n"
@@ -61,8 +60,6 @@ class Job:
     """exit codes (negative: a signal) of ranks that failed before the agent ended the others"""
     agent_error: str | None = None
     """of torch's agent itself: another node is gone, or never came"""
-    elsewhere: bool = False
-    """whether it was another node that failed first"""
     hung: list[int] = field(default_factory=list)
     """ranks that had to be killed long after another one had failed"""
 
@@ -211,13 +208,12 @@ def _watch(job: Job, mark: Path, folder: Path) -> None:
     before = _content(mark)  # of an earlier start
 
     def watch() -> None:
-        while not (elsewhere := _content(mark) not in ("", before)) and not any(
+        while _content(mark) in ("", before) and not any(
                 0 < outcome.code < 128 for outcome in read_outcomes(folder)):
             sleep(0.2)
         sleep(job.grace)
         spoken = {outcome.rank for outcome in read_outcomes(folder)}
         hung = [rank for rank in job.ranks if rank not in spoken and send(folder, rank, 0)]
-        job.elsewhere = elsewhere
         job.hung.extend(hung)
         for rank in hung:
             send(folder, rank, signal.SIGKILL)
@@ -293,10 +289,7 @@ def _unanswered(job: Job, lost: list[RankOutcome], silent: list[int], phases: di
 
 def main(argv: list[str]) -> int:
     """Start ranks as ``argv`` tells (:class:`Start`); returns the exit code."""
-    start = Start.read(argv)
-    if start.lifeline is not None:
-        stop_when_closed(start.lifeline)
-    return run_ranks(start)
+    return run_ranks(Start.read(argv))
 
 
 if __name__ == "__main__":

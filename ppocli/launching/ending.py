@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ppocli.config.secrets import safe_text
 from ppocli.display.console import closing_table
 from ppocli.errors import DivergedError, OutOfMemoryError, PpocliError, StoppedError
+from ppocli.launching.child_process import RunOutcome
 from ppocli.parallel.launchers import my_rank
-from ppocli.parallel.rank_outcomes import OUTCOMES, read_phase
+from ppocli.parallel.rank_outcomes import my_phase
 from ppocli.parallel.stop import StopRequested
 from ppocli.storage.publishing import publish_folder
 from ppocli.storage.run_folder import write_summary
@@ -23,15 +22,6 @@ from ppocli.training.clock import in_words, of_training, profile
 from ppocli.training.loop import Run, save
 
 log = logging.getLogger("ppocli")
-
-
-@dataclass(frozen=True, slots=True)
-class RunResult:
-    """What a finished run left."""
-
-    run_dir: Path
-    model_dir: Path
-    summary: dict[str, Any]
 
 
 @contextmanager
@@ -104,12 +94,6 @@ def _where(run: Run) -> str:
     return my_phase() or f"step {run.state.step + 1}"
 
 
-def my_phase() -> str:
-    """Where this process is in its run; empty if nobody here has started it, who would keep a file
-    of its phases."""
-    return read_phase(Path(os.environ.get(OUTCOMES, "")), my_rank())
-
-
 def _last_checkpoint(run: Run) -> tuple[str, bool]:
     """Words about the newest checkpoint, and whether there is one."""
     from ppocli.storage.checkpoints import find_latest
@@ -177,7 +161,7 @@ def write_summary_of(run: Run, status: str, error: str | None = None) -> dict[st
     return summary
 
 
-def publish(run: Run) -> RunResult:
+def publish(run: Run) -> RunOutcome:
     """Write ``model/`` and the summary of a finished run, and show what came out."""
     from ppocli.export.card import write_card
     from ppocli.training.checkpoint_io import whole_model
@@ -199,7 +183,7 @@ def publish(run: Run) -> RunResult:
         backend.ranks.first_does(publish)
     if backend.ranks.first:
         _show(run)
-    return RunResult(run.folder.path, run.folder.model, summary)
+    return RunOutcome(run.folder.path, 0, run.folder.model, summary)
 
 
 def _show(run: Run) -> None:

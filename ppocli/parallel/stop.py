@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from time import monotonic, sleep
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from ppocli.parallel.ranks import Ranks
 
@@ -125,7 +125,8 @@ def catch_signals(settle_seconds: float = 0.0) -> Iterator[StopFlag]:
         if flag.requested is not None:
             if monotonic() < settled_at[0]:
                 return
-            _leave_at_once(number)
+            signal.signal(number, signal.SIG_DFL)
+            leave_at_once(128 + number)
         settled_at[0] = monotonic() + settle_seconds
         flag.request(number)
 
@@ -152,10 +153,11 @@ def signal_handlers(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-def _leave_at_once(number: int) -> None:
-    signal.signal(number, signal.SIG_DFL)
+def leave_at_once(code: int) -> NoReturn:
+    """End this process without Python's own clean-up, in which the threads of a process group can
+    abort the interpreter."""
     for stream in (sys.stdout, sys.stderr):
-        # The signal may have come in the middle of a write to this very stream.
+        # a signal may have come in the middle of a write to this very stream
         with suppress(Exception):
             stream.flush()
-    os._exit(128 + number)
+    os._exit(code)
