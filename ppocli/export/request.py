@@ -26,9 +26,8 @@ from ppocli.export.folder import (
 from ppocli.export.weights import parse_size
 from ppocli.runs.record import is_run
 from ppocli.runs.target import Target, find_target
-from ppocli.storage.adapter_files import CONFIG, is_adapter
 from ppocli.storage.atomic import read_json
-from ppocli.storage.model_files import VALUE_HEAD, check_folder
+from ppocli.storage.model_files import ADAPTER_CONFIG, VALUE_HEAD, check_folder, is_adapter
 from ppocli.text import first_line
 
 DEFAULT_SHARD = "5GB"
@@ -198,7 +197,7 @@ def _merges(request: ExportRequest, source: Path, name: str, say: Callable[[str]
             raise ConfigError(f"{name} is no adapter but a whole model.", where=option,
                               fix=f"leave {option} out")
         return False
-    kind = (read_json(source / CONFIG) or {}).get("peft_type")
+    kind = (read_json(source / ADAPTER_CONFIG) or {}).get("peft_type")
     if kind == "LORA" and request.merge is not False:
         return True
     if request.merge:

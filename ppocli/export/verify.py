@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ppocli.errors import CheckpointError, InputError
-from ppocli.storage.adapter_files import is_adapter, named_base
-from ppocli.storage.model_files import find_model
+from ppocli.storage.model_files import find_model, is_adapter, named_base
 
 _DIGITS = {"bf16": 8, "fp16": 11}
 """bits of the significand, the hidden one included"""

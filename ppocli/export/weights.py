@@ -21,9 +21,13 @@ from ppocli.config.schema import ModelConfig
 from ppocli.errors import CheckpointError, ConfigError, InputError
 from ppocli.export.verify import largest_difference, logits_of, prompt_ids
 from ppocli.storage import faults
-from ppocli.storage.adapter_files import BASE, CONFIG, is_adapter
-from ppocli.storage.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
-from ppocli.storage.model_files import SAFETENSORS
+from ppocli.storage.model_files import (
+    ADAPTER_BASE,
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    SAFETENSORS,
+    is_adapter,
+)
 
 if TYPE_CHECKING:
     from huggingface_hub import StateDictSplit
@@ -250,5 +254,6 @@ def write_merged(source: Path, folder: Path, prompts: list[str], trust_remote_co
     config.save_pretrained(folder)
     loaded.generation_config.save_pretrained(folder)
     for file in source.iterdir():
-        if file.is_file() and file.name not in (CONFIG, BASE, ADAPTER_WEIGHTS, "README.md"):
+        if file.is_file() and file.name not in (ADAPTER_CONFIG, ADAPTER_BASE, ADAPTER_WEIGHTS,
+                                                "README.md"):
             shutil.copyfile(file, folder / file.name)

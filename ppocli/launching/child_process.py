@@ -20,7 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ppocli.errors import PpocliError
-from ppocli.parallel.rank_outcomes import RankOutcome
+from ppocli.parallel.launchers import RankOutcome
 from ppocli.parallel.stop import signal_handlers, stop_when_closed
 
 if TYPE_CHECKING:

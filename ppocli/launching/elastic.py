@@ -20,7 +20,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import sleep
-from typing import Any
 
 from ppocli.config.resolved import (
     CONFIG_FILE,
@@ -33,13 +32,13 @@ from ppocli.config.schema import HardwareConfig, TrainConfig
 from ppocli.display.console import note_in_log
 from ppocli.errors import DiskError
 from ppocli.launching.child_process import Start
-from ppocli.parallel.launchers import let_gloo_use
-from ppocli.parallel.rank_outcomes import (
+from ppocli.parallel.launchers import (
     NODE_FAILED,
     OUTCOMES,
     RankOutcome,
     asked_to_stop,
     hand_on,
+    let_gloo_use,
     open_lifelines,
     read_outcomes,
     read_phase,
@@ -73,24 +72,6 @@ class Job:
     def grace(self) -> int:
         """Seconds that ranks have to leave by themselves when another one has failed."""
         return min(self.hardware.timeout_seconds, 20)
-
-
-def _launch_config(cfg: TrainConfig, job: Job) -> Any:
-    from torch.distributed.launcher.api import LaunchConfig
-
-    hardware = cfg.hardware
-    several = hardware.num_nodes > 1
-    return LaunchConfig(
-        min_nodes=hardware.num_nodes, max_nodes=hardware.num_nodes,
-        nproc_per_node=hardware.num_processes, run_id=str(cfg.run_name), role="rank",
-        rdzv_backend="static" if several else "c10d",
-        rdzv_endpoint=hardware.rdzv_endpoint or "localhost:0",
-        rdzv_configs={"rank": job.node_rank, "timeout": hardware.timeout_seconds}
-        if several else {"timeout": hardware.timeout_seconds},
-        max_restarts=0, monitor_interval=0.1,
-        # ours go to the ranks; this one nobody sends, and none at all the agent complains of
-        signals_to_handle="SIGUSR2",
-        shutdown_timeout=job.grace)
 
 
 def run_ranks(start: Start) -> int:
@@ -186,11 +167,22 @@ def _launch(cfg: TrainConfig, job: Job, words: list[str]) -> None:
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
-    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    hardware = cfg.hardware
+    several = hardware.num_nodes > 1
+    config = LaunchConfig(
+        min_nodes=hardware.num_nodes, max_nodes=hardware.num_nodes,
+        nproc_per_node=hardware.num_processes, run_id=str(cfg.run_name), role="rank",
+        rdzv_backend="static" if several else "c10d",
+        rdzv_endpoint=hardware.rdzv_endpoint or "localhost:0",
+        rdzv_configs={"timeout": hardware.timeout_seconds}
+        | ({"rank": job.node_rank} if several else {}),
+        max_restarts=0, monitor_interval=0.1, shutdown_timeout=job.grace,
+        # ours go to the ranks; this one nobody sends, and none at all the agent complains of
+        signals_to_handle="SIGUSR2")
     try:
-        elastic_launch(_launch_config(cfg, job), sys.executable)(
-            "-m", "ppocli.launching.worker", *words)
+        elastic_launch(config, sys.executable)("-m", "ppocli.launching.worker", *words)
     except ChildFailedError as error:
         job.failed.update({rank: failure.exitcode for rank, failure in error.failures.items()})
     except (DistError, RendezvousError, TimeoutError) as error:

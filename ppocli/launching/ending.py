@@ -12,10 +12,9 @@ from ppocli.config.secrets import safe_text
 from ppocli.display.console import closing_table
 from ppocli.errors import DivergedError, OutOfMemoryError, PpocliError, StoppedError
 from ppocli.launching.child_process import RunOutcome
-from ppocli.parallel.launchers import my_rank
-from ppocli.parallel.rank_outcomes import my_phase
+from ppocli.parallel.launchers import my_phase, my_rank
 from ppocli.parallel.stop import StopRequested
-from ppocli.storage.publishing import publish_folder
+from ppocli.storage.atomic import publish_folder
 from ppocli.storage.run_folder import write_summary
 from ppocli.storage.run_logs import read_jsonl
 from ppocli.training.clock import in_words, of_training, profile

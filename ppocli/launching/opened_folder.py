@@ -35,7 +35,7 @@ from ppocli.config.schema import TrainConfig
 from ppocli.data.sources import names_hub_dataset
 from ppocli.errors import CheckpointError, ConfigError, InputError
 from ppocli.launching.child_process import Start
-from ppocli.parallel.rank_outcomes import NODE_FAILED
+from ppocli.parallel.launchers import NODE_FAILED
 from ppocli.rewards.resolve import MODEL_REWARDS
 from ppocli.storage.atomic import disk_errors
 from ppocli.storage.environment import hub_home

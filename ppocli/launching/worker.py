@@ -27,12 +27,12 @@ from ppocli.launching.child_process import RunOutcome, Start, outcome_of
 from ppocli.launching.ending import ending_well, publish
 from ppocli.parallel.backend import Backend, open_ranks
 from ppocli.parallel.host_memory import keep_freed_memory
-from ppocli.parallel.launchers import my_rank
-from ppocli.parallel.rank_outcomes import (
+from ppocli.parallel.launchers import (
     OUTCOMES,
     announce,
     hold_lifeline,
     my_phase,
+    my_rank,
     note_phase,
     write_outcome,
 )
@@ -234,10 +234,9 @@ def _as_rank(start: Start) -> NoReturn:
 
     A stop is no failure to that one, which would end the ranks that are still saving.
     """
-    lifeline = hold_lifeline()
-    if lifeline is not None:
-        # ranks that nobody watches any more have this long to come to a stop together
-        stop_when_closed(lifeline, leave_after=float(config_of(start).hardware.timeout_seconds))
+    # ranks that nobody watches any more have this long to come to a stop together
+    stop_when_closed(hold_lifeline(),
+                     leave_after=float(config_of(start).hardware.timeout_seconds))
     outcome = outcome_of(my_rank(), lambda: run_worker(start, own_process=True,
                                                        started_by=os.getppid()))
     write_outcome(replace(outcome, phase=my_phase() or "unknown phase"))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ppocli.parallel.library_parts import check_parts
+from ppocli.storage.environment import check_parts
 
 _PARTS = (
     "deepspeed:zero.GatheredParameters", "deepspeed:zero.Init", "deepspeed.ops:__compatible_ops__",

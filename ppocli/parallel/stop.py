@@ -34,23 +34,19 @@ class StopRequested(BaseException):
 class StopFlag:
     """Whether, and by which signal, the run was asked to stop."""
 
-    __slots__ = ("_deferred", "_signal", "ranks")
+    __slots__ = ("_deferred", "ranks", "requested")
 
     def __init__(self) -> None:
-        self._signal: int | None = None
+        self.requested: int | None = None
+        """the first signal's number; stays set, also inside :meth:`defer`"""
         self._deferred = 0
         self.ranks = Ranks()
         """the processes that have to stop together; set once they have met"""
 
-    @property
-    def requested(self) -> int | None:
-        """The first signal's number, or ``None``. Stays set, also inside :meth:`defer`."""
-        return self._signal
-
     def request(self, signal_number: int) -> None:
         """Ask for a stop; only the first request counts."""
-        if self._signal is None:
-            self._signal = signal_number
+        if self.requested is None:
+            self.requested = signal_number
 
     def check(self) -> None:
         """Raise :class:`StopRequested` if a stop was requested and isn't deferred.
@@ -58,14 +54,14 @@ class StopFlag:
         With several ranks this does nothing: one that left alone would leave the others waiting in
         a collective. They stop where they :meth:`meet`.
         """
-        if self._signal is not None and not self._deferred and self.ranks.world == 1:
-            raise StopRequested(self._signal)
+        if self.requested is not None and not self._deferred and self.ranks.world == 1:
+            raise StopRequested(self.requested)
 
     def meet(self) -> None:
         """As :meth:`check`, on all ranks together: a signal that one got stops all. To be called
         by every rank in step."""
         if self.ranks.world > 1:
-            found = max(self.ranks.gather(self._signal or 0))
+            found = max(self.ranks.gather(self.requested or 0))
             if found and not self._deferred:
                 self.request(found)
                 raise StopRequested(found)

@@ -14,49 +14,41 @@ import secrets
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ppocli.errors import CheckpointError, DiskError, PpocliError
+from ppocli.errors import CheckpointError, DiskError
 from ppocli.storage import faults
 from ppocli.storage.atomic import (
+    STAGING,
     disk_errors,
-    disk_fix,
     disk_reason,
-    disk_sentence,
-    fsync_dir,
-    fsync_file,
-    fsync_folders,
+    disk_refused,
     make_dirs,
-    rename_durable,
-    sha256_file,
-    share,
+    put_back,
+    put_in_place,
+    sync_tree,
     walk_files,
     write_json_atomic,
 )
 from ppocli.storage.manifest import (
-    MANIFEST,
     STATE,
-    FileEntry,
     Invalid,
     Manifest,
     Verify,
     check_folder,
     name_problem,
     read_object,
-    render,
+    write_manifest,
 )
 from ppocli.storage.retention import (
     POINTERS,
-    REPLACED,
-    STAGING,
     STEP,
-    SUPERSEDED,
     discard,
-    leftovers,
     list_steps,
-    put_back,
+    make_room,
+    sound_steps,
     step_name,
 )
 from ppocli.text import format_bytes
@@ -69,9 +61,6 @@ class FoundCheckpoint:
 
     path: Path
     step: int
-    run_id: str
-    config_digest: str
-    ppocli_version: str
     versions: dict[str, str]
     state: dict[str, Any]
 
@@ -126,8 +115,8 @@ def save_checkpoint(folder: Path, step: int, *, run_id: str, write: Callable[[Pa
             if reason is None or not isinstance(error, Exception):
                 raise
             if last_try:
-                raise _disk_refused(reason, folder, step, staged) from error
-            _make_room(folder)
+                raise _no_room(reason, target, step, staged) from error
+            make_room(folder)
     try:
         check_folder(target, step=step, run_id=run_id, verify="size")
     except Invalid as damage:
@@ -159,52 +148,26 @@ def _stage(staging: Path, target: Path, meta: Manifest, write: Callable[[Path], 
     staging.mkdir()
     faults.point("save.open")
     write(staging)
-    names = walk_files(staging)
-    for name in names:
-        if name == STATE or (problem := name_problem(name)):
-            problem = "is reserved" if name == STATE else problem
+    for name in walk_files(staging):
+        if problem := "is reserved" if name == STATE else name_problem(name):
             raise ValueError(f"a checkpoint can't hold {name!r}: it {problem}")
     write_json_atomic(staging / STATE, state)
-    share(staging, names)
-    files = {}
-    for name in (*names, STATE):
-        faults.point("save.open")
-        path = staging / name
-        fsync_file(path)
-        files[name] = FileEntry(path.stat().st_size, sha256_file(path))
-    fsync_folders(staging)
-    faults.point("save.before_manifest")
-    write_json_atomic(staging / MANIFEST, render(replace(meta, files=files)))
-    faults.point("save.before_rename")
-    if os.path.lexists(target):
-        nonce = staging.name.rpartition("-")[2]
-        rename_durable(target, target.with_name(f"{REPLACED}{target.name}-{nonce}"))
-        faults.point("save.between_renames")
-    os.rename(staging, target)
+    sync_tree(staging)
+    write_manifest(staging, meta)
+    put_in_place(staging, target, "save")
     faults.point("save.after_rename")
-    fsync_dir(target.parent)
 
 
-def _disk_refused(reason: str, folder: Path, step: int, staged: int) -> DiskError:
+def _no_room(reason: str, target: Path, step: int, staged: int) -> DiskError:
     """``Disk full writing step 130 (needs 214 MB, 3 MB free). Kept step 120.``"""
-    kept = _newest_valid(folder)
-    if kept is None:
-        needed, rest = f"more than {format_bytes(staged)}", "No earlier step is on the disk."
-    else:
-        needed = format_bytes(max(staged, kept.total_bytes))
-        rest = f"Kept step {kept.step}."
-    return DiskError(f"{disk_sentence(reason, f'step {step}', folder, needed)} {rest}",
-                     where=str(folder),
-                     fix=f"{disk_fix(reason)}, then: ppocli resume {folder.parent}")
-
-
-def _newest_valid(folder: Path) -> Manifest | None:
-    for step, path in reversed(list_steps(folder)):
-        try:
-            return check_folder(path, step=step, verify="size")
-        except (Invalid, PpocliError):
-            continue
-    return None
+    folder = target.parent
+    needed, rest = f"more than {format_bytes(staged)}", "No earlier step is on the disk."
+    if kept := sound_steps(folder):
+        needed = format_bytes(max(staged, kept[-1].total_bytes))
+        rest = f"Kept step {kept[-1].step}."
+    error = disk_refused(reason, target, needed, doing=f"step {step}")
+    return error.reworded(what=f"{error.what} {rest}", where=str(folder),
+                          fix=f"{error.fix}, then: ppocli resume {folder.parent}")
 
 
 def _bytes_below(folder: Path) -> int:
@@ -212,14 +175,6 @@ def _bytes_below(folder: Path) -> int:
         return sum((folder / name).stat().st_size for name in walk_files(folder))
     except (OSError, ValueError):
         return 0
-
-
-def _make_room(folder: Path) -> None:
-    """Delete what nobody will load: superseded steps and leftovers of broken saves (the run
-    folder's lock is held, so no staging folder is another process's)."""
-    shutil.rmtree(folder / SUPERSEDED, ignore_errors=True)
-    for path in leftovers(folder):
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def find_latest(folder: Path, *, run_id: str | None, verify: Verify = "full") -> Search:
@@ -245,18 +200,15 @@ def find_latest(folder: Path, *, run_id: str | None, verify: Verify = "full") ->
     return Search(None, tuple(skipped))
 
 
-def open_checkpoint(path: Path, *, run_id: str | None = None,
-                    verify: Verify = "full") -> FoundCheckpoint:
+def open_checkpoint(path: Path) -> FoundCheckpoint:
     """Open one checkpoint named by the user, or refuse it.
 
     Args:
         path: a step folder, or the ``latest`` or ``best`` link beside one (the link only tells the
             step; the folder is verified like any other).
-        run_id: the run it must belong to (``None``: any).
-        verify: ``full`` hashes every file, ``size`` compares names and sizes only.
 
     Raises:
-        CheckpointError: it is missing, damaged, of another run, or of a newer ppocli.
+        CheckpointError: it is missing, damaged, or of a newer ppocli.
     """
     folder = path.absolute()
     if folder.name in POINTERS and folder.is_symlink():
@@ -266,7 +218,7 @@ def open_checkpoint(path: Path, *, run_id: str | None = None,
                                   fix="name the step folder itself")
     match = STEP.fullmatch(folder.name)
     try:
-        return _open(folder, int(match[1]) if match else None, run_id, verify)
+        return _open(folder, int(match[1]) if match else None)
     except (Invalid, OSError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         present = ", ".join(step_name(step) for step, _ in list_steps(folder.parent)) or "none"
@@ -274,15 +226,7 @@ def open_checkpoint(path: Path, *, run_id: str | None = None,
                               fix=f"name another checkpoint (there: {present})") from None
 
 
-def open_step(folder: Path, step: int, *, run_id: str | None = None,
-              verify: Verify = "full") -> FoundCheckpoint:
-    """Open the checkpoint of ``step`` in a run's ``checkpoints/``; as :func:`open_checkpoint`."""
-    return open_checkpoint(folder / step_name(step), run_id=run_id, verify=verify)
-
-
-def _open(path: Path, step: int | None, run_id: str | None, verify: Verify) -> FoundCheckpoint:
+def _open(path: Path, step: int | None, run_id: str | None = None, verify: Verify = "full"
+          ) -> FoundCheckpoint:
     manifest = check_folder(path, step=step, run_id=run_id, verify=verify)
-    return FoundCheckpoint(path=path, step=manifest.step, run_id=manifest.run_id,
-                           config_digest=manifest.config_digest,
-                           ppocli_version=manifest.ppocli_version, versions=manifest.versions,
-                           state=read_object(path, STATE))
+    return FoundCheckpoint(path, manifest.step, manifest.versions, read_object(path, STATE))

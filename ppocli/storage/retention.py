@@ -10,41 +10,34 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from dataclasses import dataclass
+import shutil
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
 from ppocli.errors import PpocliError
 from ppocli.storage import faults
 from ppocli.storage.atomic import (
+    STAGING,
     TEMPORARY_PREFIX,
     disk_errors,
     fsync_dir,
     make_dirs,
+    put_back,
     read_json,
     remove_tree,
     rename_durable,
     write_json_atomic,
 )
-from ppocli.storage.manifest import Invalid, check_folder
+from ppocli.storage.manifest import Invalid, Manifest, check_folder
 
 PRUNED = "pruned.json"
 """in a run's ``checkpoints/``: when the user had them deleted"""
 POINTERS = ("latest", "best")
 SUPERSEDED = "superseded"
-STAGING = ".staging-"
-REPLACED = ".replaced-"
 _DISCARDED = ".discarded-"
 STEP = re.compile(r"step-([0-9]+)")
 _SUPERSEDED_STEP = re.compile(r"step-([0-9]+)(-[0-9a-f]+)?")
-
-
-@dataclass(frozen=True, slots=True)
-class Pruned:
-    """Steps deleted (also superseded ones), and what couldn't be deleted and why."""
-
-    removed: tuple[int, ...]
-    warnings: tuple[str, ...]
 
 
 def step_name(step: int) -> str:
@@ -61,7 +54,7 @@ def list_steps(folder: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-def prune(folder: Path, keep_last: int, keep_best_step: int | None) -> Pruned:
+def prune(folder: Path, keep_last: int, keep_best_step: int | None) -> list[str]:
     """Delete old checkpoints; to be called after a save has returned.
 
     The newest ``keep_last`` valid ones stay (at least one), and ``keep_best_step``. A folder that
@@ -73,42 +66,42 @@ def prune(folder: Path, keep_last: int, keep_best_step: int | None) -> Pruned:
         folder: the run's ``checkpoints/``.
         keep_last: how many of the newest stay, >= 1.
         keep_best_step: a step that stays besides (``None``: no such step).
+
+    Returns:
+        what couldn't be deleted, and why.
     """
-    if keep_last < 1:
-        raise ValueError(f"keep_last must be at least 1, not {keep_last}")
     faults.point("prune.before")
-    valid = [step for step, path in list_steps(folder) if _sizes_hold(path, step)]
+    valid = [manifest.step for manifest in sound_steps(folder)]
     if not valid:
-        return Pruned((), ())
+        return []
     kept = {*valid[-keep_last:], keep_best_step}
     oldest_kept = valid[-keep_last:][0]
-    doomed = [(step, path) for step, path in list_steps(folder)
+    doomed = [path for step, path in list_steps(folder)
               if step not in kept and step < oldest_kept]
     past = folder / SUPERSEDED
     if past.is_dir() and not past.is_symlink():
-        doomed += [(int(match[1]), path) for path in sorted(past.iterdir())
+        doomed += [path for path in sorted(past.iterdir())
                    if (match := _SUPERSEDED_STEP.fullmatch(path.name))
                    and int(match[1]) <= valid[-1]]
-    removed: list[int] = []
     warnings: list[str] = []
-    for step, path in doomed:
+    for path in doomed:
         if path.is_symlink():
             warnings.append(f"{path.name} is a link and was left alone")
             continue
         try:
             discard(path)
-            removed.append(step)
         except OSError as error:
             warnings.append(f"{path.name} could not be deleted: {error.strerror or error}")
-    return Pruned(tuple(removed), tuple(warnings))
+    return warnings
 
 
-def _sizes_hold(path: Path, step: int) -> bool:
-    try:
-        check_folder(path, step=step, verify="size")
-    except (Invalid, OSError, PpocliError):
-        return False
-    return True
+def sound_steps(folder: Path) -> list[Manifest]:
+    """The manifests of step folders whose files are there in their sizes, oldest first."""
+    found = []
+    for step, path in list_steps(folder):
+        with suppress(Invalid, OSError, PpocliError):
+            found.append(check_folder(path, step=step, verify="size"))
+    return found
 
 
 def note_removed(folder: Path) -> None:
@@ -145,22 +138,11 @@ def leftovers(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.name.startswith(starts))
 
 
-def put_back(folder: Path) -> list[str]:
-    """Where a step was being replaced: put the old folder back if the new one isn't there, delete
-    it otherwise. Returns the names put back.
-
-    Raises:
-        OSError: something couldn't be renamed or deleted.
-    """
-    restored = []
-    for old in sorted(folder.glob(f"{REPLACED}*")):
-        name = old.name.removeprefix(REPLACED).rpartition("-")[0]
-        if os.path.lexists(folder / name):
-            remove_tree(old)
-        else:
-            rename_durable(old, folder / name)
-            restored.append(name)
-    return restored
+def make_room(folder: Path) -> None:
+    """Delete what nobody will load: superseded steps and leftovers of broken saves (the run
+    folder's lock is held, so no staging folder is another process's)."""
+    for path in (folder / SUPERSEDED, *leftovers(folder)):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def clean_staging(folder: Path) -> list[str]:

@@ -100,12 +100,6 @@ def head_parameters(lm: Any) -> list[Any]:
     return list(lm.get_output_embeddings().parameters())
 
 
-def copied_part(parameter: Any, *, offload: bool) -> torch.Tensor:
-    """A copy of what this rank keeps of a sharded parameter."""
-    part = local_part(parameter).detach().clone()
-    return part.to("cpu") if offload else part
-
-
 def whole_of(part: torch.Tensor, shape: torch.Size, device: torch.device) -> torch.Tensor:
     """The tensor of which every rank has a part, on every rank."""
     world = torch.distributed.get_world_size()

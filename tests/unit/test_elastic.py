@@ -8,7 +8,7 @@ import pytest
 
 from ppocli.config.schema import HardwareConfig
 from ppocli.launching.elastic import Job, conclude
-from ppocli.parallel.rank_outcomes import RankOutcome
+from ppocli.parallel.launchers import RankOutcome
 
 TRACE = "Traceback (most recent call last):\n  ...\n"
 PHASES = {0: "step 3, rollout", 1: "step 3, optimize", 2: "", 3: ""}
