@@ -19,6 +19,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from ppocli.config.resolved import CONFIG_FILE, next_config, read_config
+from ppocli.config.schema import TrainConfig
 from ppocli.errors import PpocliError
 from ppocli.parallel.launchers import RankOutcome
 from ppocli.parallel.stop import signal_handlers, stop_when_closed
@@ -47,6 +49,15 @@ class Start:
         """The words of a command line that say it: the run's folder, and the rest as JSON."""
         how = asdict(self)
         return [str(how.pop("run_dir")), json.dumps(how)]
+
+    def config(self) -> TrainConfig:
+        """The configuration that the run starts or goes on with.
+
+        Raises:
+            CheckpointError: there is none, or it is damaged.
+        """
+        return read_config(next_config(self.run_dir) if self.resume
+                           else self.run_dir / CONFIG_FILE)
 
     @classmethod
     def read(cls, argv: Sequence[str]) -> Start:

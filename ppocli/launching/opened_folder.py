@@ -17,23 +17,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ppocli.config import resolved
 from ppocli.config.algorithm import require_optimizer, value_optimizer
 from ppocli.config.deepspeed import deepspeed_config
 from ppocli.config.hub import hub_reachable, offline_hint
 from ppocli.config.keys import is_import_path
 from ppocli.config.problems import shown
-from ppocli.config.resolved import (
-    CONFIG_FILE,
-    NEXT_CONFIG_FILE,
-    PYTHON_OBJECT,
-    classify_change,
-    config_differences,
-    read_config,
-    with_absolute_paths,
-)
+from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.config.schema import TrainConfig
 from ppocli.data.sources import names_hub_dataset
-from ppocli.errors import CheckpointError, ConfigError, InputError
+from ppocli.errors import CheckpointError, InputError
 from ppocli.launching.child_process import Start
 from ppocli.parallel.launchers import NODE_FAILED
 from ppocli.rewards.resolve import MODEL_REWARDS
@@ -47,7 +40,7 @@ if TYPE_CHECKING:
     from ppocli.training.task import PythonObjects
 
 # a run that left no more than these made nothing worth keeping
-_TRACES = frozenset({CONFIG_FILE, ".lock", "ppocli.log", NODE_FAILED})
+_TRACES = frozenset({resolved.CONFIG_FILE, ".lock", "ppocli.log", NODE_FAILED})
 
 
 @contextmanager
@@ -66,7 +59,7 @@ def open_folder(checked: Checked, objects: PythonObjects | None, say: Callable[[
         DiskError: the folder can't be written.
         InputError: something that the configuration names is missing.
     """
-    config = noting_objects(with_absolute_paths(checked.config, Path.cwd()), objects)
+    config = noting_objects(resolved.with_absolute_paths(checked.config, Path.cwd()), objects)
     asked = checked.resume_from
     run_dir = asked.absolute() if asked else _run_to_go_on_with(config, say)
     opened = (_resumed(run_dir, asked is not None, config, objects, say) if run_dir is not None
@@ -74,7 +67,12 @@ def open_folder(checked: Checked, objects: PythonObjects | None, say: Callable[[
     with opened as start:
         # the libraries alone take seconds to load
         say(f"{start.run_dir}: loading {config.model.path}")
-        yield start
+        try:
+            yield start
+        finally:
+            # still there only if the run did not go on, or its ranks were to start again and did
+            # not: its own configuration stays as it was
+            (start.run_dir / resolved.NEXT_CONFIG_FILE).unlink(missing_ok=True)
 
 
 @contextmanager
@@ -87,17 +85,13 @@ def _resumed(run_dir: Path, by_folder: bool, config: TrainConfig, objects: Pytho
     check_inputs(config)
     check_deepspeed(config)
     for key, line in changes:
-        say(f"changed on resume: {line}" + ("" if classify_change(key) == "harmless" else
+        say(f"changed on resume: {line}" + ("" if resolved.classify_change(key) == "harmless" else
                                            " (from here on the run differs)"))
     probe_writable(run_dir)
     # loading takes seconds, in which nobody else may delete or resume what is here
     with reserved(run_dir):
-        try:
-            write_config(config, run_dir / NEXT_CONFIG_FILE)
-            yield Start(run_dir, resume=True, reserved_by=os.getpid())
-        finally:
-            # still there only if the run did not go on: its own configuration stays as it was
-            (run_dir / NEXT_CONFIG_FILE).unlink(missing_ok=True)
+        write_config(config, run_dir / resolved.NEXT_CONFIG_FILE)
+        yield Start(run_dir, resume=True, reserved_by=os.getpid())
 
 
 @contextmanager
@@ -110,7 +104,7 @@ def _made(name: str, config: TrainConfig, say: Callable[[str], None]) -> Iterato
         run_dir = _fresh_folder(config, name)
         try:
             config = replace(config, run_name=run_dir.name, output_dir=str(run_dir.parent))
-            write_config(config, run_dir / CONFIG_FILE)
+            write_config(config, run_dir / resolved.CONFIG_FILE)
             yield Start(run_dir)
         finally:
             names = {entry.name for entry in run_dir.iterdir()} if run_dir.is_dir() else set()
@@ -154,11 +148,8 @@ def _run_to_go_on_with(config: TrainConfig, say: Callable[[str], None]) -> Path 
     """The folder that ``resume=auto`` finds, or None for a fresh run."""
     if config.resume == "never":
         return None
-    if config.resume != "auto" or config.run_name is None:
-        raise ConfigError(f"resume: {shown(config.resume)} must be never or auto, with run_name",
-                          fix="a run folder goes into resume_from")
-    run_dir = Path(config.output_dir) / config.run_name
-    if (run_dir / CONFIG_FILE).is_file():
+    run_dir = Path(config.output_dir) / str(config.run_name)
+    if (run_dir / resolved.CONFIG_FILE).is_file():
         return run_dir
     say(f"resume=auto: there is no run in {run_dir} yet, starting afresh")
     return None
@@ -215,11 +206,11 @@ def changes_on_resume(run_dir: Path, config: TrainConfig, objects: PythonObjects
     Raises:
         CheckpointError: a changed key forbids to resume, or Python objects are missing.
     """
-    old = read_config(run_dir / CONFIG_FILE)
+    old = resolved.read_config(run_dir / resolved.CONFIG_FILE)
     _ask_for_objects(config, objects, run_dir)
     changes = [(key, f"{key}: {shown(before)} -> {shown(after)}")
-               for key, before, after in config_differences(old, config)]
-    refused = [line for key, line in changes if classify_change(key) == "refused"]
+               for key, before, after in resolved.config_differences(old, config)]
+    refused = [line for key, line in changes if resolved.classify_change(key) == "refused"]
     if refused:
         raise CheckpointError(
             "\n".join(["these settings can't change when a run is resumed:",

@@ -18,24 +18,15 @@ from time import monotonic
 from typing import NoReturn
 
 from ppocli.config.deepspeed import DEEPSPEED_FILE, deepspeed_config
-from ppocli.config.resolved import next_config, read_config
 from ppocli.config.schema import TrainConfig, planned_episodes
 from ppocli.config.secrets import safe_text
 from ppocli.display.console import Display, keep_log, open_display, open_silence
 from ppocli.errors import CheckpointError, InputError, PpocliError
 from ppocli.launching.child_process import RunOutcome, Start, outcome_of
 from ppocli.launching.ending import ending_well, publish
+from ppocli.parallel import launchers
 from ppocli.parallel.backend import Backend, open_ranks
 from ppocli.parallel.host_memory import keep_freed_memory
-from ppocli.parallel.launchers import (
-    OUTCOMES,
-    announce,
-    hold_lifeline,
-    my_phase,
-    my_rank,
-    note_phase,
-    write_outcome,
-)
 from ppocli.parallel.stop import StopFlag, catch_signals, leave_at_once, stop_when_closed
 from ppocli.runs.record import RUN_FILE, accept_settings
 from ppocli.storage.atomic import read_json, sha256_file, write_json_atomic
@@ -73,12 +64,12 @@ def run_worker(start: Start, *, objects: PythonObjects | None = None, joined: bo
     if own_process:
         keep_freed_memory()
     began = Moment.of_process_start() if own_process else Moment.now()
-    folder, cfg = RunFolder(start.run_dir.resolve()), config_of(start)
+    folder, cfg = RunFolder(start.run_dir.resolve()), start.config()
     with _held(start, folder, started_by) as shown, \
             catch_signals(2.0 if joined else 0.0) as stop:
-        if (early := announce()) is not None:
+        if (early := launchers.announce()) is not None:
             stop.request(early)
-        note_phase("meeting the other ranks")
+        launchers.note_phase("meeting the other ranks")
         quiet_transformers()
         with open_ranks(cfg, noted_products(folder) if start.resume else None) as backend:
             ranks = stop.ranks = backend.ranks
@@ -88,7 +79,7 @@ def run_worker(start: Start, *, objects: PythonObjects | None = None, joined: bo
                           began=began) as run:
                 with ending_well(run):
                     run_training(run)
-                    note_phase("writing the model")
+                    launchers.note_phase("writing the model")
                 return publish(run)
 
 
@@ -96,7 +87,7 @@ def run_worker(start: Start, *, objects: PythonObjects | None = None, joined: bo
 def run_for_loop(start: Start, objects: PythonObjects) -> Iterator[Run]:
     """A run that is ready for the next step of a loop that isn't ours, in this process."""
     began = Moment.now()
-    folder, cfg = RunFolder(start.run_dir.resolve()), config_of(start)
+    folder, cfg = RunFolder(start.run_dir.resolve()), start.config()
     quiet_transformers()
     with _held(replace(start, display="quiet"), folder) as shown, \
             open_ranks(cfg, noted_products(folder) if start.resume else None) as backend, \
@@ -110,23 +101,13 @@ def run_for_loop(start: Start, objects: PythonObjects) -> Iterator[Run]:
 @contextmanager
 def _held(start: Start, folder: RunFolder, started_by: int | None = None) -> Iterator[Display]:
     """What a person sees of the run meanwhile. Rank 0 alone holds the folder and speaks."""
-    if my_rank() > 0:
+    if launchers.my_rank() > 0:
         with open_silence() as shown:
             yield shown
     else:
         with lock(folder.path, reserved_by=start.reserved_by), \
                 open_display(folder.log, start.display, started_by) as shown:
             yield shown
-
-
-def config_of(start: Start) -> TrainConfig:
-    """The configuration that a run starts or goes on with.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-    """
-    folder = RunFolder(start.run_dir)
-    return read_config(next_config(folder.path) if start.resume else folder.config)
 
 
 @contextmanager
@@ -148,7 +129,7 @@ def open_run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects | None,
     ranks = backend.ranks
     # rewards draw from these: ranks must not draw alike
     generators.seed(cfg.seed + ranks.rank)
-    note_phase("loading")
+    launchers.note_phase("loading")
     ranks.first_does(lambda: check_trackers(cfg.tracking))
     task = build_task(TaskSetup(cfg, backend, objects or PythonObjects()))
     state = fresh = initial_state(task)
@@ -219,7 +200,7 @@ def _already_finished(cfg: TrainConfig, folder: RunFolder) -> RunOutcome | None:
 def main(argv: list[str]) -> int:
     """Train as ``argv`` tells (:class:`Start`); returns the exit code."""
     start = Start.read(argv)
-    if OUTCOMES in os.environ:
+    if launchers.OUTCOMES in os.environ:
         _as_rank(start)
     try:
         run_worker(start, own_process=True, started_by=os.getppid())
@@ -235,11 +216,11 @@ def _as_rank(start: Start) -> NoReturn:
     A stop is no failure to that one, which would end the ranks that are still saving.
     """
     # ranks that nobody watches any more have this long to come to a stop together
-    stop_when_closed(hold_lifeline(),
-                     leave_after=float(config_of(start).hardware.timeout_seconds))
-    outcome = outcome_of(my_rank(), lambda: run_worker(start, own_process=True,
-                                                       started_by=os.getppid()))
-    write_outcome(replace(outcome, phase=my_phase() or "unknown phase"))
+    stop_when_closed(launchers.hold_lifeline(),
+                     leave_after=float(start.config().hardware.timeout_seconds))
+    outcome = outcome_of(launchers.my_rank(), lambda: run_worker(
+        start, own_process=True, started_by=os.getppid()))
+    launchers.write_outcome(replace(outcome, phase=launchers.my_phase() or "unknown phase"))
     leave_at_once(0 if outcome.code > 128 else outcome.code)
 
 

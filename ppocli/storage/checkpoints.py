@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ppocli.errors import CheckpointError, DiskError
-from ppocli.storage import faults
+from ppocli.storage import faults, retention
 from ppocli.storage.atomic import (
     STAGING,
     disk_errors,
@@ -41,15 +41,6 @@ from ppocli.storage.manifest import (
     name_problem,
     read_object,
     write_manifest,
-)
-from ppocli.storage.retention import (
-    POINTERS,
-    STEP,
-    discard,
-    list_steps,
-    make_room,
-    sound_steps,
-    step_name,
 )
 from ppocli.text import format_bytes
 from ppocli.version import __version__
@@ -97,7 +88,7 @@ def save_checkpoint(folder: Path, step: int, *, run_id: str, write: Callable[[Pa
         ValueError: ``write`` or ``state`` holds something that can't be stored.
     """
     make_dirs(folder)
-    target = folder / step_name(step)
+    target = folder / retention.step_name(step)
     meta = Manifest(run_id=run_id, step=step, config_digest=config_digest,
                     ppocli_version=__version__, versions=dict(versions), files={})
     for last_try in (False, True):
@@ -116,7 +107,7 @@ def save_checkpoint(folder: Path, step: int, *, run_id: str, write: Callable[[Pa
                 raise
             if last_try:
                 raise _no_room(reason, target, step, staged) from error
-            make_room(folder)
+            retention.make_room(folder)
     try:
         check_folder(target, step=step, run_id=run_id, verify="size")
     except Invalid as damage:
@@ -136,7 +127,7 @@ def _already_there(target: Path, meta: Manifest, state: dict[str, Any]) -> bool:
         state_there = read_object(target, STATE)
     except Invalid:
         with disk_errors(target):
-            discard(target)
+            retention.discard(target)
         return False
     same_state = state_there == json.loads(json.dumps(state, allow_nan=False))
     return same_state and there.config_digest == meta.config_digest
@@ -162,7 +153,7 @@ def _no_room(reason: str, target: Path, step: int, staged: int) -> DiskError:
     """``Disk full writing step 130 (needs 214 MB, 3 MB free). Kept step 120.``"""
     folder = target.parent
     needed, rest = f"more than {format_bytes(staged)}", "No earlier step is on the disk."
-    if kept := sound_steps(folder):
+    if kept := retention.sound_steps(folder):
         needed = format_bytes(max(staged, kept[-1].total_bytes))
         rest = f"Kept step {kept[-1].step}."
     error = disk_refused(reason, target, needed, doing=f"step {step}")
@@ -190,7 +181,7 @@ def find_latest(folder: Path, *, run_id: str | None, verify: Verify = "full") ->
             its work.
     """
     skipped: list[str] = []
-    for step, path in reversed(list_steps(folder)):
+    for step, path in reversed(retention.list_steps(folder)):
         try:
             return Search(_open(path, step, run_id, verify), tuple(skipped))
         except Invalid as reason:
@@ -211,17 +202,17 @@ def open_checkpoint(path: Path) -> FoundCheckpoint:
         CheckpointError: it is missing, damaged, or of a newer ppocli.
     """
     folder = path.absolute()
-    if folder.name in POINTERS and folder.is_symlink():
+    if folder.name in retention.POINTERS and folder.is_symlink():
         folder = folder.parent / os.readlink(folder).rstrip("/")
         if folder.parent != path.absolute().parent:
             raise CheckpointError(f"{path} points outside its folder", where=str(path),
                                   fix="name the step folder itself")
-    match = STEP.fullmatch(folder.name)
+    match = retention.STEP.fullmatch(folder.name)
     try:
         return _open(folder, int(match[1]) if match else None)
     except (Invalid, OSError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        present = ", ".join(step_name(step) for step, _ in list_steps(folder.parent)) or "none"
+        present = ", ".join(path.name for _, path in retention.list_steps(folder.parent)) or "none"
         raise CheckpointError(f"{folder.name} can't be used: {reason}", where=str(folder),
                               fix=f"name another checkpoint (there: {present})") from None
 

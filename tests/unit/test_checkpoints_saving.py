@@ -210,7 +210,7 @@ def test_supersede_then_passing_it(tmp_path: Path):
     assert find_latest(tmp_path, run_id=RUN).found.step == 10
     save(tmp_path, 20)
     assert supersede(tmp_path, 10) == [20]  # the same step a second time
-    for step, superseded, kept in ((None, 3, 2), (25, 1, 2), (30, 0, 2)):
+    for step, superseded, kept in ((None, 3, 1), (25, 1, 2), (30, 0, 2)):
         if step is not None:
             save(tmp_path, step)
         assert prune(tmp_path, 2, None) == []
