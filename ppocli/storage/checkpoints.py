@@ -19,19 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ppocli.errors import CheckpointError, DiskError
-from ppocli.storage import faults, retention
-from ppocli.storage.atomic import (
-    STAGING,
-    disk_errors,
-    disk_reason,
-    disk_refused,
-    make_dirs,
-    put_back,
-    put_in_place,
-    sync_tree,
-    walk_files,
-    write_json_atomic,
-)
+from ppocli.storage import atomic, faults, retention
 from ppocli.storage.manifest import (
     STATE,
     Invalid,
@@ -87,22 +75,22 @@ def save_checkpoint(folder: Path, step: int, *, run_id: str, write: Callable[[Pa
         DiskError: the disk refused twice; older checkpoints are untouched, the staging is gone.
         ValueError: ``write`` or ``state`` holds something that can't be stored.
     """
-    make_dirs(folder)
+    atomic.make_dirs(folder)
     target = folder / retention.step_name(step)
     meta = Manifest(run_id=run_id, step=step, config_digest=config_digest,
                     ppocli_version=__version__, versions=dict(versions), files={})
     for last_try in (False, True):
         if _already_there(target, meta, state):
             return target
-        staging = folder / f"{STAGING}{step:06d}-{secrets.token_hex(4)}"
+        staging = folder / f"{atomic.STAGING}{step:06d}-{secrets.token_hex(4)}"
         try:
             _stage(staging, target, meta, write, state)
             break
         except BaseException as error:
-            reason, staged = disk_reason(error, folder), _bytes_below(staging)
+            reason, staged = atomic.disk_reason(error, folder), _bytes_below(staging)
             shutil.rmtree(staging, ignore_errors=True)
             with suppress(OSError):
-                put_back(folder)
+                atomic.put_back(folder)
             if reason is None or not isinstance(error, Exception):
                 raise
             if last_try:
@@ -114,7 +102,7 @@ def save_checkpoint(folder: Path, step: int, *, run_id: str, write: Callable[[Pa
         raise DiskError(f"Step {step} reads back damaged right after writing: {damage}.",
                         where=str(target), fix="check the disk") from None
     with suppress(OSError):  # what stays is deleted at the next start
-        put_back(folder)
+        atomic.put_back(folder)
     return target
 
 
@@ -126,7 +114,7 @@ def _already_there(target: Path, meta: Manifest, state: dict[str, Any]) -> bool:
         there = check_folder(target, step=meta.step, run_id=meta.run_id)
         state_there = read_object(target, STATE)
     except Invalid:
-        with disk_errors(target):
+        with atomic.disk_errors(target):
             retention.discard(target)
         return False
     same_state = state_there == json.loads(json.dumps(state, allow_nan=False))
@@ -139,13 +127,13 @@ def _stage(staging: Path, target: Path, meta: Manifest, write: Callable[[Path], 
     staging.mkdir()
     faults.point("save.open")
     write(staging)
-    for name in walk_files(staging):
+    for name in atomic.walk_files(staging):
         if problem := "is reserved" if name == STATE else name_problem(name):
             raise ValueError(f"a checkpoint can't hold {name!r}: it {problem}")
-    write_json_atomic(staging / STATE, state)
-    sync_tree(staging)
+    atomic.write_json_atomic(staging / STATE, state)
+    atomic.sync_tree(staging)
     write_manifest(staging, meta)
-    put_in_place(staging, target, "save")
+    atomic.put_in_place(staging, target, "save")
     faults.point("save.after_rename")
 
 
@@ -156,14 +144,14 @@ def _no_room(reason: str, target: Path, step: int, staged: int) -> DiskError:
     if kept := retention.sound_steps(folder):
         needed = format_bytes(max(staged, kept[-1].total_bytes))
         rest = f"Kept step {kept[-1].step}."
-    error = disk_refused(reason, target, needed, doing=f"step {step}")
+    error = atomic.disk_refused(reason, target, needed, doing=f"step {step}")
     return error.reworded(what=f"{error.what} {rest}", where=str(folder),
                           fix=f"{error.fix}, then: ppocli resume {folder.parent}")
 
 
 def _bytes_below(folder: Path) -> int:
     try:
-        return sum((folder / name).stat().st_size for name in walk_files(folder))
+        return sum((folder / name).stat().st_size for name in atomic.walk_files(folder))
     except (OSError, ValueError):
         return 0
 

@@ -16,19 +16,7 @@ from datetime import datetime
 from pathlib import Path
 
 from ppocli.errors import PpocliError
-from ppocli.storage import faults
-from ppocli.storage.atomic import (
-    STAGING,
-    TEMPORARY_PREFIX,
-    disk_errors,
-    fsync_dir,
-    make_dirs,
-    put_back,
-    read_json,
-    remove_tree,
-    rename_durable,
-    write_json_atomic,
-)
+from ppocli.storage import atomic, faults
 from ppocli.storage.manifest import Invalid, Manifest, check_folder
 
 PRUNED = "pruned.json"
@@ -110,12 +98,12 @@ def note_removed(folder: Path) -> None:
     Raises:
         DiskError: the disk refuses.
     """
-    write_json_atomic(folder / PRUNED, {"time": f"{datetime.now():%Y-%m-%d %H:%M:%S}"})
+    atomic.write_json_atomic(folder / PRUNED, {"time": f"{datetime.now():%Y-%m-%d %H:%M:%S}"})
 
 
 def removed_at(folder: Path) -> str | None:
     """When the user last had checkpoints of a run deleted, in local time; None for never."""
-    return (read_json(folder / PRUNED) or {}).get("time")
+    return (atomic.read_json(folder / PRUNED) or {}).get("time")
 
 
 def discard(path: Path) -> None:
@@ -126,15 +114,15 @@ def discard(path: Path) -> None:
         OSError: it couldn't be moved or deleted.
     """
     renamed = path.with_name(f"{_DISCARDED}{path.name}-{secrets.token_hex(4)}")
-    rename_durable(path, renamed)
-    remove_tree(renamed)
+    atomic.rename_durable(path, renamed)
+    atomic.remove_tree(renamed)
 
 
 def leftovers(folder: Path) -> list[Path]:
     """What broken saves, deletions and atomic writes left in ``folder``."""
     if not folder.is_dir():
         return []
-    starts = (STAGING, _DISCARDED, TEMPORARY_PREFIX)
+    starts = (atomic.STAGING, _DISCARDED, atomic.TEMPORARY_PREFIX)
     return sorted(path for path in folder.iterdir() if path.name.startswith(starts))
 
 
@@ -155,14 +143,14 @@ def clean_staging(folder: Path) -> list[str]:
     """
     said = []
     try:
-        put_back(folder)
+        atomic.put_back(folder)
     except OSError as error:
         said.append(f"{error.filename} could not be deleted: {error.strerror or error}")
     for path in [*leftovers(folder), *leftovers(folder / SUPERSEDED)]:
-        if path.name.startswith(STAGING):
+        if path.name.startswith(atomic.STAGING):
             said.append(f"skipped {path.name}: incomplete")
         try:
-            remove_tree(path)
+            atomic.remove_tree(path)
         except OSError as error:
             said.append(f"{path.name} could not be deleted: {error.strerror or error}")
     return said
@@ -183,13 +171,13 @@ def supersede(folder: Path, step: int) -> list[int]:
     if not later:
         return []
     past = folder / SUPERSEDED
-    make_dirs(past)
-    with disk_errors(past):
+    atomic.make_dirs(past)
+    with atomic.disk_errors(past):
         for _, path in later:
             target = past / path.name
             if os.path.lexists(target):
                 target = past / f"{path.name}-{secrets.token_hex(4)}"
-            rename_durable(path, target)
+            atomic.rename_durable(path, target)
     return [number for number, _ in later]
 
 
@@ -202,14 +190,14 @@ def update_pointers(folder: Path, *, latest: int, best: int | None) -> list[str]
     warnings = []
     for name, step in zip(POINTERS, (latest, best), strict=True):
         link = folder / name
-        temporary = folder / f"{TEMPORARY_PREFIX}{secrets.token_hex(4)}"
+        temporary = folder / f"{atomic.TEMPORARY_PREFIX}{secrets.token_hex(4)}"
         try:
             if step is None:
                 link.unlink(missing_ok=True)
                 continue
             temporary.symlink_to(step_name(step), target_is_directory=True)
             os.replace(temporary, link)
-            fsync_dir(folder)
+            atomic.fsync_dir(folder)
         except OSError as error:
             temporary.unlink(missing_ok=True)
             warnings.append(f"link {name} could not be written: {error.strerror or error}")

@@ -19,13 +19,7 @@ from ppocli.models.loading.language_model import LoadedLM, reference_dtype
 from ppocli.models.reference import Reference
 from ppocli.parallel.backend import Backend
 from ppocli.parallel.deepspeed_internals import local_part, shard
-from ppocli.zero.sharded_weights import (
-    head_parameters,
-    held,
-    is_sharded,
-    swapped_parts,
-    whole_of,
-)
+from ppocli.zero import sharded_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +111,7 @@ class ShardedCopy:
     @contextmanager
     def view(self, policy_lm: Any) -> Iterator[Any]:
         """As :class:`Reference`."""
-        with held(head_parameters(self.lm)):
+        with sharded_weights.held(sharded_weights.head_parameters(self.lm)):
             yield self.lm
 
 
@@ -134,11 +128,12 @@ class ShardedTrunk:
     def view(self, policy_lm: Any) -> Iterator[Any]:
         """As :class:`Reference`, for a policy whose weights are put together or in parts."""
         own = dict(policy_lm.named_parameters())
-        if is_sharded(policy_lm):
-            with swapped_parts({name: own[name] for name in self.parts}, self.parts):
+        if sharded_weights.is_sharded(policy_lm):
+            trained = {name: own[name] for name in self.parts}
+            with sharded_weights.swapped_parts(trained, self.parts):
                 yield policy_lm
             return
-        whole = {name: whole_of(part, own[name].shape, own[name].device)
+        whole = {name: sharded_weights.whole_of(part, own[name].shape, own[name].device)
                  for name, part in self.parts.items()}
         with swapped_parameters(policy_lm, whole):
             yield policy_lm

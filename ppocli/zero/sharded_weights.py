@@ -175,9 +175,8 @@ def _slots(parameters: dict[str, nn.Parameter], optimizer: Any, stage: int) -> l
     if stage > 0:
         internals.link_state(optimizer, stage)
     inner = optimizer.optimizer if stage > 0 else optimizer
-    names = dict.fromkeys(slot for state in inner.state.values() for slot, value in state.items()
-                          if value is not None)
-    return list(names)
+    return list(dict.fromkeys(slot for state in inner.state.values()
+                              for slot, value in state.items() if value is not None))
 
 
 def _read_slot(parameter: nn.Parameter, slot: str, optimizer: Any, stage: int
