@@ -14,8 +14,8 @@ from ppocli.errors import DivergedError, OutOfMemoryError, PpocliError, StoppedE
 from ppocli.launching.child_process import RunOutcome
 from ppocli.parallel.launchers import my_phase, my_rank
 from ppocli.parallel.stop import StopRequested
-from ppocli.storage.atomic import publish_folder
-from ppocli.storage.run_folder import write_summary
+from ppocli.storage.atomic import publish_folder, write_json_atomic
+from ppocli.storage.run_folder import finite_or_null
 from ppocli.storage.run_logs import read_jsonl
 from ppocli.training.clock import in_words, of_training, profile
 from ppocli.training.loop import Run, save
@@ -154,7 +154,7 @@ def write_summary_of(run: Run, status: str, error: str | None = None) -> dict[st
     if not run.task.backend.ranks.first:
         return summary
     try:
-        write_summary(run.folder, summary)
+        write_json_atomic(run.folder.summary, finite_or_null(summary))
     except PpocliError as disk:
         log.error("%s", disk)
     return summary
@@ -175,7 +175,7 @@ def publish(run: Run) -> RunOutcome:
         publish_folder(write, run.folder.model)
         run.clock.mark("saving")
         summary.update(_summary(run, "finished"))  # with the time that writing took
-        write_summary(run.folder, summary)
+        write_json_atomic(run.folder.summary, finite_or_null(summary))
 
     backend = run.task.backend
     with run.stop.defer(), whole_model(run.task) as weights:

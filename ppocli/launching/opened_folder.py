@@ -6,7 +6,6 @@ The only place that decides where a run lies.
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from ppocli.config.compose import Checked
     from ppocli.training.task import PythonObjects
 
+_OBJECT_KEYS = {"reward_fn": "reward.fn", "metric_fn": "reward.metric_fn",
+                "prompts": "prompts.path", "eval_prompts": "prompts.eval.path"}
+"""the key whose place each Python object takes"""
 # a run that left no more than these made nothing worth keeping
 _TRACES = frozenset({resolved.CONFIG_FILE, ".lock", "ppocli.log", NODE_FAILED})
 
@@ -128,20 +131,14 @@ def check_deepspeed(config: TrainConfig) -> None:
 
 def noting_objects(config: TrainConfig, objects: PythonObjects | None) -> TrainConfig:
     """A copy that notes ``<python object>`` at the keys whose place a Python object takes."""
-    if objects is None:
-        return config
-    reward, prompts = config.reward, config.prompts
-    if objects.reward_fn is not None:
+    noted: dict[str, Any] = {key: PYTHON_OBJECT for name, key in _OBJECT_KEYS.items()
+                             if getattr(objects, name, None) is not None}
+    if "reward.fn" in noted:
         # arguments of the reward that is replaced are not for the function that replaces it
-        own = reward.fn in (None, PYTHON_OBJECT) and not reward.fns
-        reward = replace(reward, fn=PYTHON_OBJECT, fns={}, kwargs=reward.kwargs if own else {})
-    if objects.metric_fn is not None:
-        reward = replace(reward, metric_fn=PYTHON_OBJECT)
-    if objects.prompts is not None:
-        prompts = replace(prompts, path=PYTHON_OBJECT, items=None)
-    if objects.eval_prompts is not None:
-        prompts = replace(prompts, eval=replace(prompts.eval, path=PYTHON_OBJECT, items=None))
-    return replace(config, reward=reward, prompts=prompts)
+        own = config.reward.fn in (None, PYTHON_OBJECT) and not config.reward.fns
+        noted |= {"reward.fns": {}, "reward.kwargs": config.reward.kwargs if own else {}}
+    noted |= {key.replace(".path", ".items"): None for key in noted if key.endswith(".path")}
+    return resolved.with_values(config, noted)
 
 
 def _run_to_go_on_with(config: TrainConfig, say: Callable[[str], None]) -> Path | None:
@@ -191,12 +188,13 @@ def new_folder(base: Path, name: str) -> Path:
         OSError: ``base`` can't be written.
     """
     base.mkdir(parents=True, exist_ok=True)
-    for number in itertools.count(1):
-        folder = base / (name if number == 1 else f"{name}-{number}")
+    folder, number = base / name, 1
+    while True:
         with suppress(FileExistsError):
             folder.mkdir()
             return folder
-    raise AssertionError("unreachable")
+        number += 1
+        folder = base / f"{name}-{number}"
 
 
 def changes_on_resume(run_dir: Path, config: TrainConfig, objects: PythonObjects | None = None
@@ -220,13 +218,9 @@ def changes_on_resume(run_dir: Path, config: TrainConfig, objects: PythonObjects
 
 
 def _ask_for_objects(config: TrainConfig, objects: PythonObjects | None, run_dir: Path) -> None:
-    given = noting_objects(TrainConfig(), objects)
-    wanted = {"reward_fn": (config.reward.fn, given.reward.fn),
-              "metric_fn": (config.reward.metric_fn, given.reward.metric_fn),
-              "prompts": (config.prompts.path, given.prompts.path),
-              "eval_prompts": (config.prompts.eval.path, given.prompts.eval.path)}
-    missing = [name for name, (noted, now) in wanted.items()
-               if noted == PYTHON_OBJECT and now != PYTHON_OBJECT]
+    missing = [name for name, key in _OBJECT_KEYS.items()
+               if attrgetter(key)(config) == PYTHON_OBJECT
+               and getattr(objects, name, None) is None]
     if missing:
         raise CheckpointError(
             f"this run was started from Python with {', '.join(missing)}, which can't be read "

@@ -34,8 +34,6 @@ class StopRequested(BaseException):
 class StopFlag:
     """Whether, and by which signal, the run was asked to stop."""
 
-    __slots__ = ("_deferred", "ranks", "requested")
-
     def __init__(self) -> None:
         self.requested: int | None = None
         """the first signal's number; stays set, also inside :meth:`defer`"""

@@ -18,14 +18,7 @@ from typing import Any
 from ppocli.config.resolved import config_text
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, DiskError
-from ppocli.storage.atomic import (
-    TEMPORARY_PREFIX,
-    disk_errors,
-    make_dirs,
-    read_json,
-    write_atomic,
-    write_json_atomic,
-)
+from ppocli.storage.atomic import TEMPORARY_PREFIX, disk_errors, make_dirs, read_json, write_atomic
 
 LOCK = ".lock"
 _OWNER_WAIT_SECONDS = 2.0  # a process that has just got the lock needs a moment to write its name
@@ -96,15 +89,6 @@ def write_config(config: TrainConfig, path: Path) -> None:
         DiskError: the disk is full, read-only, or refuses.
     """
     write_atomic(path, config_text(config))
-
-
-def write_summary(run: RunFolder, summary: dict[str, Any]) -> None:
-    """Replace ``summary.json``, atomically; NaN and infinities become null.
-
-    Raises:
-        DiskError: the disk is full, read-only, or refuses.
-    """
-    write_json_atomic(run.summary, finite_or_null(summary))
 
 
 @dataclass(frozen=True, slots=True)
