@@ -6,8 +6,6 @@ torch's elastic agent starts the ranks and ends them all when one fails. Signals
 which stop together; the agent only waits. What each came to is read from a file of its own.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import secrets

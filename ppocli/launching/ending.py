@@ -1,7 +1,5 @@
 """How a run ends: finished, stopped or failed; what is saved, written and said of it."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

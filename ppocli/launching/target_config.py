@@ -1,7 +1,5 @@
 """The configuration under which a run, a checkpoint or a bare model is judged or asked."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

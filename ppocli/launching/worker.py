@@ -4,8 +4,6 @@ Reads the resolved ``config.yaml`` (it never composes), builds the session, resu
 trains, and leaves the trained model, a summary and checkpoints behind, whatever ended it.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import secrets

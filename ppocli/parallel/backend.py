@@ -1,7 +1,5 @@
 """The door to devices, precision and other processes: accelerate."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -2,8 +2,6 @@
 where it keeps a rank's part, and the flat tensors that its optimizers step on. Nothing else touches
 them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast

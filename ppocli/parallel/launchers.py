@@ -5,8 +5,6 @@ the files in which they and the process that started them leave word for each ot
 All that is read of launchers' variables is read here. Nothing heavy is imported.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -8,8 +8,6 @@ same wheel, multiplies the same numbers as exactly. torch reaches it for linear 
 torch's private operators.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable

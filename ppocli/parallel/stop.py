@@ -3,8 +3,6 @@
 A handler does nothing but set the flag: no files, no collectives. The second signal leaves at once.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -4,8 +4,6 @@ Everything durable in a run folder goes through here, so that a kill or a power 
 the old content or the new one. Failures of the disk become :class:`DiskError`.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -6,8 +6,6 @@ whose manifest holds. What is inside (safetensors, JSON, a Hugging Face folder) 
 matter, except ``state.json`` and that nothing may be a pickle. ``retention`` deletes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

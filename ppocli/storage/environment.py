@@ -1,8 +1,6 @@
 """What a run ran on: versions, machine, variables. Written to a run's ``env.json``, printed by
 ``ppocli env``. No host name, no user name, no secrets."""
 
-from __future__ import annotations
-
 import os
 import pkgutil
 import platform

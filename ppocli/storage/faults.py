@@ -15,8 +15,6 @@ Actions: ``kill9``, ``term``, ``int`` (signals to this process), ``raise`` (``Ru
 (``torch.OutOfMemoryError``), ``nan`` (``point`` returns true: the caller poisons its tensor).
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

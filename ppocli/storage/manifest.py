@@ -5,8 +5,6 @@ manifest finds damage, also a single flipped bit (neither torch nor safetensors 
 signature, so it says nothing about who wrote the files. Nothing here opens a pickle.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

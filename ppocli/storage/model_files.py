@@ -5,8 +5,6 @@ one that knows no words, and a dead network after most of a minute. So its files
 here, and the Hub is asked only when it can be reached.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

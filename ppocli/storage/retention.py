@@ -5,8 +5,6 @@ an earlier step; ``latest`` and ``best`` are links for people, never trusted for
 start with a dot are unfinished saves and deletions.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

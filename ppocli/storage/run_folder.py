@@ -1,7 +1,5 @@
 """A run's folder: where things lie, and who may write to it."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import math

@@ -3,8 +3,6 @@
 A run that goes on from step k first removes every row past k, so no step appears twice.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence

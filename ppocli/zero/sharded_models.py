@@ -1,8 +1,6 @@
 """Models of which, under ZeRO 3, every rank keeps a part: handed out by rank 0, which alone loads
 them, and kept as a reference."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

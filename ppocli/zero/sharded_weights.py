@@ -1,8 +1,6 @@
 """Weights and optimizer state that DeepSpeed keeps in parts: put together, read and written by
 parameter name, so that a checkpoint is the same whatever the stage and the number of ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
