@@ -124,6 +124,11 @@ def test_one_full_disk_is_retried_after_making_room(tmp_path: Path,
 
 
 def test_a_disk_that_stays_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(faults, "point", faults.Point(faults.parse("save.open:enospc")))
+        with pytest.raises(DiskError, match="No earlier step is on the disk"):
+            save(tmp_path, 1)
+    assert list(tmp_path.iterdir()) == []
     save(tmp_path, 120)
     before = tree(tmp_path)
     monkeypatch.setattr(faults, "point", faults.Point(faults.parse("save.before_manifest:enospc")))
@@ -133,13 +138,6 @@ def test_a_disk_that_stays_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert stop.value.exit_code == 6
     assert "ppocli resume" in stop.value.fix
     assert tree(tmp_path) == before
-
-
-def test_a_full_disk_at_the_first_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(faults, "point", faults.Point(faults.parse("save.open:enospc")))
-    with pytest.raises(DiskError, match="No earlier step is on the disk"):
-        save(tmp_path, 1)
-    assert list(tmp_path.iterdir()) == []
 
 
 LIMITED = """
