@@ -17,17 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ppocli.errors import CheckpointError, DiskError
-from ppocli.storage import atomic, faults, retention
-from ppocli.storage.manifest import (
-    STATE,
-    Invalid,
-    Manifest,
-    Verify,
-    check_folder,
-    name_problem,
-    read_object,
-    write_manifest,
-)
+from ppocli.storage import atomic, faults, manifest, retention
 from ppocli.text import format_bytes
 from ppocli.version import __version__
 
@@ -75,8 +65,8 @@ def save_checkpoint(folder: Path, step: int, *, run_id: str, write: Callable[[Pa
     """
     atomic.make_dirs(folder)
     target = folder / retention.step_name(step)
-    meta = Manifest(run_id=run_id, step=step, config_digest=config_digest,
-                    ppocli_version=__version__, versions=dict(versions), files={})
+    meta = manifest.Manifest(run_id=run_id, step=step, config_digest=config_digest,
+                             ppocli_version=__version__, versions=dict(versions), files={})
     for last_try in (False, True):
         if _already_there(target, meta, state):
             return target
@@ -95,8 +85,8 @@ def save_checkpoint(folder: Path, step: int, *, run_id: str, write: Callable[[Pa
                 raise _no_room(reason, target, step, staged) from error
             retention.make_room(folder)
     try:
-        check_folder(target, step=step, run_id=run_id, verify="size")
-    except Invalid as damage:
+        manifest.check_folder(target, step=step, run_id=run_id, verify="size")
+    except manifest.Invalid as damage:
         raise DiskError(f"Step {step} reads back damaged right after writing: {damage}.",
                         where=str(target), fix="check the disk") from None
     with suppress(OSError):  # what stays is deleted at the next start
@@ -104,14 +94,14 @@ def save_checkpoint(folder: Path, step: int, *, run_id: str, write: Callable[[Pa
     return target
 
 
-def _already_there(target: Path, meta: Manifest, state: dict[str, Any]) -> bool:
+def _already_there(target: Path, meta: manifest.Manifest, state: dict[str, Any]) -> bool:
     """Whether this very checkpoint is there; a folder that isn't valid is deleted."""
     if not os.path.lexists(target):
         return False
     try:
-        there = check_folder(target, step=meta.step, run_id=meta.run_id)
-        state_there = read_object(target, STATE)
-    except Invalid:
+        there = manifest.check_folder(target, step=meta.step, run_id=meta.run_id)
+        state_there = manifest.read_object(target, manifest.STATE)
+    except manifest.Invalid:
         with atomic.disk_errors(target):
             retention.discard(target)
         return False
@@ -119,18 +109,18 @@ def _already_there(target: Path, meta: Manifest, state: dict[str, Any]) -> bool:
     return same_state and there.config_digest == meta.config_digest
 
 
-def _stage(staging: Path, target: Path, meta: Manifest, write: Callable[[Path], None],
+def _stage(staging: Path, target: Path, meta: manifest.Manifest, write: Callable[[Path], None],
            state: dict[str, Any]) -> None:
     """Fill ``staging``, make it durable, and give it its final name."""
     staging.mkdir()
     faults.point("save.open")
     write(staging)
     for name in atomic.walk_files(staging):
-        if problem := "is reserved" if name == STATE else name_problem(name):
+        if problem := "is reserved" if name == manifest.STATE else manifest.name_problem(name):
             raise ValueError(f"a checkpoint can't hold {name!r}: it {problem}")
-    atomic.write_json_atomic(staging / STATE, state)
+    atomic.write_json_atomic(staging / manifest.STATE, state)
     atomic.sync_tree(staging)
-    write_manifest(staging, meta)
+    manifest.write_manifest(staging, meta)
     atomic.put_in_place(staging, target, "save")
     faults.point("save.after_rename")
 
@@ -154,7 +144,7 @@ def _bytes_below(folder: Path) -> int:
         return 0
 
 
-def find_latest(folder: Path, *, run_id: str | None, verify: Verify = "full") -> Search:
+def find_latest(folder: Path, *, run_id: str | None, verify: manifest.Verify = "full") -> Search:
     """The newest checkpoint that holds.
 
     Args:
@@ -170,7 +160,7 @@ def find_latest(folder: Path, *, run_id: str | None, verify: Verify = "full") ->
     for step, path in reversed(retention.list_steps(folder)):
         try:
             return Search(_open(path, step, run_id, verify), tuple(skipped))
-        except Invalid as reason:
+        except manifest.Invalid as reason:
             skipped.append(f"skipped {path.name}: {reason}")
         except OSError as error:
             skipped.append(f"skipped {path.name}: {error.strerror or error}")
@@ -196,14 +186,15 @@ def open_checkpoint(path: Path) -> FoundCheckpoint:
     match = retention.STEP.fullmatch(folder.name)
     try:
         return _open(folder, int(match[1]) if match else None)
-    except (Invalid, OSError) as error:
+    except (manifest.Invalid, OSError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         present = ", ".join(path.name for _, path in retention.list_steps(folder.parent)) or "none"
         raise CheckpointError(f"{folder.name} can't be used: {reason}", where=str(folder),
                               fix=f"name another checkpoint (there: {present})") from None
 
 
-def _open(path: Path, step: int | None, run_id: str | None = None, verify: Verify = "full"
+def _open(path: Path, step: int | None, run_id: str | None = None, verify: manifest.Verify = "full"
           ) -> FoundCheckpoint:
-    manifest = check_folder(path, step=step, run_id=run_id, verify=verify)
-    return FoundCheckpoint(path, manifest.step, manifest.versions, read_object(path, STATE))
+    there = manifest.check_folder(path, step=step, run_id=run_id, verify=verify)
+    state = manifest.read_object(path, manifest.STATE)
+    return FoundCheckpoint(path, there.step, there.versions, state)
