@@ -291,7 +291,7 @@ class PPOTrainer:
             ConfigError: the folder holds something.
             DiskError: the disk is full or refuses.
         """
-        from ppocli.storage.publishing import publish_folder
+        from ppocli.storage.atomic import publish_folder
 
         self._check_open()
         target = Path(folder)

@@ -85,6 +85,6 @@ def inject(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     from ppocli.storage import faults
 
     def arm(text: str) -> None:
-        monkeypatch.setattr(faults, "point", faults.armed(faults.parse(text)))
+        monkeypatch.setattr(faults, "point", faults.Point(faults.parse(text)))
 
     return arm

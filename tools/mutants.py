@@ -148,7 +148,7 @@ MUTANTS = (
            ("tests/unit/test_checkpoints_corruption.py::"
             "test_size_verification_misses_only_what_it_says",)),
     Mutant("renamed_before_synced", "ppocli/storage/checkpoints.py",
-           "    fsync_folders(staging)\n", "",
+           "    atomic.sync_tree(staging)\n", "",
            ("tests/unit/test_checkpoints_power_cut.py::"
             "test_a_power_cut_at_any_point_leaves_a_valid_step",)),
     Mutant("best_is_pruned", "ppocli/storage/retention.py",

@@ -157,8 +157,7 @@ def _examine_config(composed: Composed, config: TrainConfig, found: Examined
                     ) -> tuple[int | None, frozenset[str]]:
     """Settings; then models, DeepSpeed's file, prompts and rewards, apart from keys that are wrong
     already. Returns how many training prompts there are, and the wrong keys."""
-    from ppocli.launching.opened_folder import check_deepspeed
-    from ppocli.launching.preflight import missing_inputs
+    from ppocli.launching.opened_folder import check_deepspeed, missing_inputs
     from ppocli.rewards.scoring import check_reward_config
     from ppocli.user_code import Kind, Wanted, locate
 

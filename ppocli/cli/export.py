@@ -130,7 +130,7 @@ def _write(plan: ExportPlan, request: ExportRequest, mask: Mask, tell: Any) -> d
     from ppocli.cli.output import working
     from ppocli.export.folder import write_export
     from ppocli.export.request import check_destination, shown
-    from ppocli.storage.publishing import repair_published
+    from ppocli.storage.atomic import repair_published
     from ppocli.storage.run_folder import lock_beside
     from ppocli.text import format_bytes
 

@@ -191,8 +191,9 @@ def _take_part(launched: Launched, words_of: Callable[[], Sequence[str]]) -> NoR
     """
     from ppocli.config.words import read_words
     from ppocli.launching.adopted_ranks import open_meeting
-    from ppocli.launching.child_process import leave_at_once, outcome_of
+    from ppocli.launching.child_process import outcome_of
     from ppocli.launching.launch import follow
+    from ppocli.parallel.stop import leave_at_once
 
     ignore_broken_pipes()
     meeting = open_meeting(launched)

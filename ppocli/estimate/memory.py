@@ -19,7 +19,7 @@ py``, ``single_partition_of_fp32_groups``; ``stage3.py``, ``fp32_partitioned_gro
 would be the weights themselves if a device were compared with its name as it means to; 0.19). Under
 stage 3 rollouts gather all weights, or without ``hardware.gather_for_generation`` those of one
 layer after the other (:mod:`ppocli.zero.sharded_weights`), and a reference is in parts too
-(:mod:`ppocli.zero.sharded_reference`).
+(:mod:`ppocli.zero.sharded_models`).
 """
 
 from collections.abc import Iterable, Iterator
@@ -208,7 +208,7 @@ def add_up(lines: Iterable[Line], parts: Iterable[Part], layout: Layout, stage: 
 
 def _loading(parts: Iterable[Part], layout: Layout, stage: int) -> int:
     """Every rank loads the whole policy into host memory and then, to a device, the reference;
-    under ZeRO 3 rank 0 alone does, and hands out parts (:mod:`ppocli.zero.zero3_loading`). An
+    under ZeRO 3 rank 0 alone does, and hands out parts (:mod:`ppocli.zero.sharded_models`). An
     adapter's base is whole on every rank, and so is a value model."""
     parts = tuple(parts)
     own = [p for p in parts if p.sharded]

@@ -13,7 +13,7 @@ from ppocli.export.facts import Facts, Mask, hub_name, is_encoder_decoder, split
 from ppocli.runs.charts import Line, line_chart, stacked
 from ppocli.runs.listing import last_part
 from ppocli.runs.record import RunRecord
-from ppocli.storage.adapter_files import is_adapter
+from ppocli.storage.model_files import is_adapter
 from ppocli.text import clean, figure
 from ppocli.version import __version__
 

@@ -20,8 +20,7 @@ from ppocli.config.secrets import secret_values, without_secrets
 from ppocli.evaluation.folder import read_json, read_result
 from ppocli.runs.record import RunRecord, first_of_each_prompt, read_run
 from ppocli.runs.target import Target
-from ppocli.storage.adapter_files import CONFIG, is_adapter
-from ppocli.storage.model_files import quiet_transformers
+from ppocli.storage.model_files import ADAPTER_CONFIG, is_adapter, quiet_transformers
 
 _NUM_SAMPLES = 4
 _LICENSE_KEYS = ("license", "license_name", "license_link")
@@ -150,7 +149,7 @@ def is_encoder_decoder(folder: Path) -> bool:
     """Whether the model in ``folder``, or the base of the adapter there, has an encoder beside its
     decoder."""
     if is_adapter(folder):
-        return (read_json(folder / CONFIG) or {}).get("task_type") == "SEQ_2_SEQ_LM"
+        return (read_json(folder / ADAPTER_CONFIG) or {}).get("task_type") == "SEQ_2_SEQ_LM"
     return bool((read_json(folder / "config.json") or {}).get("is_encoder_decoder"))
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from ppocli.errors import CheckpointError, DiskError, InputError
+from ppocli.errors import CheckpointError, InputError
 from ppocli.export.card import CARD, CURVE, curve, render_again, render_card
 from ppocli.export.facts import Facts, Mask, is_encoder_decoder
 from ppocli.export.weights import (
@@ -33,17 +33,23 @@ from ppocli.export.weights import (
     write_weights,
 )
 from ppocli.storage import faults
-from ppocli.storage.adapter_files import BASE, CONFIG, WEIGHTS, is_adapter
 from ppocli.storage.atomic import (
-    disk_fix,
-    disk_sentence,
+    disk_refused,
     free_bytes,
     make_dirs,
+    publish_folder,
     read_json,
     sha256_file,
 )
-from ppocli.storage.model_files import TOKENIZER_FILES, VALUE_HEAD, VALUE_TRUNK
-from ppocli.storage.publishing import publish_folder
+from ppocli.storage.model_files import (
+    ADAPTER_BASE,
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    TOKENIZER_FILES,
+    VALUE_HEAD,
+    VALUE_TRUNK,
+    is_adapter,
+)
 from ppocli.text import format_bytes
 from ppocli.version import __version__
 
@@ -142,7 +148,7 @@ def plan_export(name: str, source: Path, target: Path, facts: Facts, *, dtype: s
     dtype = None if not merge and dtype == dtype_of(tensors) else dtype
     weights = plan_files(tensors, dtype, max_shard)
     if is_adapter(stored):  # one file, whatever its size: PEFT knows no shards
-        weights = plan_files(tensors, None, weights.metadata["total_size"], WEIGHTS)
+        weights = plan_files(tensors, None, weights.metadata["total_size"], ADAPTER_WEIGHTS)
     return ExportPlan(name, source, target, facts, tensors, weights, dtype, max_shard, merge,
                       critic, repo_id)
 
@@ -166,9 +172,7 @@ def write_export(plan: ExportPlan, mask: Mask, check: Callable[[], None]) -> Ver
     """
     free = free_bytes(plan.target.parent)
     if free is not None and free < plan.bytes:
-        raise DiskError(disk_sentence("Disk full", str(plan.target), plan.target.parent,
-                                      format_bytes(plan.bytes)),
-                        where=str(plan.target), fix=disk_fix("Disk full"))
+        raise disk_refused("Disk full", plan.target, format_bytes(plan.bytes))
     if not plan.merge:
         return _publish(plan, mask, check)
     make_dirs(plan.target.parent)
@@ -270,7 +274,7 @@ def _write_record(plan: ExportPlan, folder: Path, verified: Verified, mask: Mask
 def _copied(plan: ExportPlan) -> list[Path]:
     """Files that are copied as they are: the tokenizer's, how to sample, what PEFT reads of an
     adapter, what an earlier export tells, and code that the model ships with."""
-    names = [*_TOKENIZER, GENERATION, *((CONFIG, BASE) if plan.adapter else ()),
+    names = [*_TOKENIZER, GENERATION, *((ADAPTER_CONFIG, ADAPTER_BASE) if plan.adapter else ()),
              *(_TOLD if plan.facts.earlier is not None else ())]
     found = [plan.source / name for name in names if (plan.source / name).is_file()]
     if "auto_map" in (read_json(plan.source / "config.json") or {}):

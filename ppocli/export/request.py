@@ -25,9 +25,14 @@ from ppocli.export.folder import (
 )
 from ppocli.runs.record import is_run
 from ppocli.runs.target import Target, find_target
-from ppocli.storage.adapter_files import CONFIG, is_adapter
 from ppocli.storage.atomic import read_json
-from ppocli.storage.model_files import VALUE_HEAD, VALUE_TRUNK, check_folder
+from ppocli.storage.model_files import (
+    ADAPTER_CONFIG,
+    VALUE_HEAD,
+    VALUE_TRUNK,
+    check_folder,
+    is_adapter,
+)
 from ppocli.text import first_line, short_path
 
 DEFAULT_SHARD = "5GB"
@@ -209,7 +214,7 @@ def _merges(request: ExportRequest, source: Path, name: str, say: Callable[[str]
             raise ConfigError(f"{name} is no adapter but a whole model.", where=option,
                               fix=f"leave {option} out")
         return False
-    kind = (read_json(source / CONFIG) or {}).get("peft_type")
+    kind = (read_json(source / ADAPTER_CONFIG) or {}).get("peft_type")
     if kind == "LORA" and request.merge is not False:
         return True
     if request.merge:

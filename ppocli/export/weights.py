@@ -22,9 +22,13 @@ from typing import TYPE_CHECKING, Any
 from ppocli.config.schema import ModelConfig
 from ppocli.errors import CheckpointError, InputError, PpocliError
 from ppocli.storage import faults
-from ppocli.storage.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
-from ppocli.storage.adapter_files import is_adapter, named_base
-from ppocli.storage.model_files import SAFETENSORS, find_model
+from ppocli.storage.model_files import (
+    ADAPTER_WEIGHTS,
+    SAFETENSORS,
+    find_model,
+    is_adapter,
+    named_base,
+)
 from ppocli.text import first_line
 
 if TYPE_CHECKING:

@@ -15,8 +15,9 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ppocli.config.schema import HardwareConfig, TrainConfig
@@ -24,8 +25,7 @@ from ppocli.config.secrets import safe_text
 from ppocli.config.words import COMMAND_LINE
 from ppocli.errors import ConfigError, PpocliError
 from ppocli.launching.child_process import Start
-from ppocli.parallel.launchers import Launched
-from ppocli.parallel.rank_outcomes import RankOutcome
+from ppocli.parallel.launchers import Launched, RankOutcome
 
 if TYPE_CHECKING:
     from ppocli.config.compose import Checked
@@ -38,27 +38,23 @@ _OF_ACCELERATE = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_")
 _GROUP = re.compile(r"(^|/)hardware/[^/]+\.yaml")
 
 
+@dataclass(frozen=True)
 class Meeting:
     """The store at which the ranks of a launcher meet. Opened when it is first used."""
 
-    def __init__(self, launched: Launched, environ: Mapping[str, str]) -> None:
-        self.launched = launched
-        self.environ = environ
-        """what the launcher has told, before :func:`open_meeting` took some of it out"""
-        self._opened: Any = None
+    launched: Launched
+    environ: Mapping[str, str]
+    """what the launcher has told, before :func:`open_meeting` took some of it out"""
 
-    @property
+    @cached_property
     def _store(self) -> Any:
-        if self._opened is None:
-            import torch.distributed as dist
-            from torch.distributed.rendezvous import rendezvous
+        from torch.distributed import PrefixStore
+        from torch.distributed.rendezvous import rendezvous
 
-            # torch's own group finds the same server later
-            wait = timedelta(seconds=HardwareConfig().timeout_seconds)
-            store, _, _ = next(iter(rendezvous("env://", timeout=wait)))
-            again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            self._opened = dist.PrefixStore(f"ppocli-{again}", store)
-        return self._opened
+        # torch's own group finds the same server later
+        wait = timedelta(seconds=HardwareConfig().timeout_seconds)
+        store, _, _ = next(iter(rendezvous("env://", timeout=wait)))
+        return PrefixStore(f"ppocli-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
     def tell(self, start: Start | None) -> None:
         """Rank 0: say what to take part in; None if there is nothing to do."""
@@ -166,7 +162,8 @@ def placed(checked: Checked, launched: Launched, environ: Mapping[str, str]) -> 
     if wrong:
         raise ConfigError(
             "\n".join(f"hardware.{name} is {getattr(hardware, name)}, but {launched.by} has "
-                      f"started {world} processes on {_many(nodes)}, which makes it "
+                      f"started {world} processes on "
+                      f"{'one machine' if nodes == 1 else f'{nodes} machines'}, which makes it "
                       f"{settled[name]}." for name in wrong),
             where=", ".join(f"hardware.{name}" for name in wrong),
             fix=f"leave it out: what {launched.by} has started counts; or start one process, and "
@@ -186,34 +183,27 @@ def _accelerate_device(config: TrainConfig, environ: Mapping[str, str]) -> str:
     Names: ``huggingface/accelerate:src/accelerate/utils/launch.py``.
     """
     hardware = config.hardware
+    on = {name for name, value in environ.items() if value.lower() in ("1", "true", "yes", "y")}
     precision = environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    meant = {"no": "fp32", "fp32": "fp32"}.get(precision, precision)
-    found = []
-    if precision != "no" and meant != hardware.precision:
-        found.append(f"mixed precision {precision}, but hardware.precision is "
-                     f"{hardware.precision} (fp32 or bf16)")
-    if _on(environ, "ACCELERATE_USE_DEEPSPEED") and hardware.zero_stage == 0:
-        found.append("DeepSpeed, but hardware.zero_stage is 0 (hardware=zero2)")
-    for name, what in (("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_MEGATRON_LM", "Megatron")):
-        if _on(environ, name):
-            found.append(f"{what}, which ppocli does not use (hardware=zero3 shards weights)")
-    if environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
-        found.append("a dynamo backend, which ppocli does not use")
-    cpu = _on(environ, "ACCELERATE_USE_CPU")
-    if cpu and hardware.device == "cuda":
-        found.append("the CPU, but hardware.device is cuda")
+    compiler = environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+    cpu = "ACCELERATE_USE_CPU" in on
+    found = [text for wrong, text in (
+        (precision not in ("no", hardware.precision),
+         f"mixed precision {precision}, but hardware.precision is {hardware.precision} "
+         "(fp32 or bf16)"),
+        ("ACCELERATE_USE_DEEPSPEED" in on and hardware.zero_stage == 0,
+         "DeepSpeed, but hardware.zero_stage is 0 (hardware=zero2)"),
+        ("ACCELERATE_USE_FSDP" in on,
+         "FSDP, which ppocli does not use (hardware=zero3 shards weights)"),
+        ("ACCELERATE_USE_MEGATRON_LM" in on,
+         "Megatron, which ppocli does not use (hardware=zero3 shards weights)"),
+        (compiler != "no", "a dynamo backend, which ppocli does not use"),
+        (cpu and hardware.device == "cuda", "the CPU, but hardware.device is cuda"),
+    ) if wrong]
     if found:
         raise ConfigError("\n".join(f"accelerate was told to use {text}." for text in found),
                           where="accelerate launch", fix="make both say the same")
     return "cpu" if cpu else hardware.device
-
-
-def _on(environ: Mapping[str, str], name: str) -> bool:
-    return environ.get(name, "false").lower() in ("1", "true", "yes", "y")
-
-
-def _many(nodes: int) -> str:
-    return "one machine" if nodes == 1 else f"{nodes} machines"
 
 
 def open_meeting(launched: Launched) -> Meeting:

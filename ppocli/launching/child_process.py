@@ -1,4 +1,5 @@
-"""Processes of a run: what one is told when it is started, and how it is waited for.
+"""Processes of a run: what one is told when it is started, how it is waited for, and what came of
+the run.
 
 A child gets our signals, its output goes where ours goes, and it ends when we end.
 """
@@ -6,23 +7,23 @@ A child gets our signals, its output goes where ours goes, and it ends when we e
 from __future__ import annotations
 
 import errno
-import os
+import json
 import signal
 import subprocess
 import sys
 import time
 import traceback
-from argparse import ArgumentParser
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any
 
+from ppocli.config.resolved import CONFIG_FILE, next_config, read_config
+from ppocli.config.schema import TrainConfig
 from ppocli.errors import PpocliError
-from ppocli.parallel.rank_outcomes import RankOutcome
-from ppocli.parallel.stop import signal_handlers
+from ppocli.parallel.launchers import RankOutcome
+from ppocli.parallel.stop import signal_handlers, stop_when_closed
 
 if TYPE_CHECKING:
     from ppocli.display.console import DisplayMode
@@ -45,22 +46,39 @@ class Start:
     """the reading end of a pipe; when its other end closes, the run stops and saves"""
 
     def argv(self) -> list[str]:
-        """The words of a command line that say it."""
-        numbers = {"--reserved-by": self.reserved_by, "--node-rank": self.node_rank,
-                   "--lifeline": self.lifeline}
-        return [str(self.run_dir), f"--display={self.display}", *["--resume"] * self.resume,
-                *(f"{name}={value}" for name, value in numbers.items() if value is not None)]
+        """The words of a command line that say it: the run's folder, and the rest as JSON."""
+        how = asdict(self)
+        return [str(how.pop("run_dir")), json.dumps(how)]
+
+    def config(self) -> TrainConfig:
+        """The configuration that the run starts or goes on with.
+
+        Raises:
+            CheckpointError: there is none, or it is damaged.
+        """
+        return read_config(next_config(self.run_dir) if self.resume
+                           else self.run_dir / CONFIG_FILE)
 
     @classmethod
     def read(cls, argv: Sequence[str]) -> Start:
-        """What such words say."""
-        parser = ArgumentParser(allow_abbrev=False)
-        parser.add_argument("run_dir", type=Path)
-        parser.add_argument("--resume", action="store_true")
-        parser.add_argument("--display", default="auto")
-        for name in ("--reserved-by", "--node-rank", "--lifeline"):
-            parser.add_argument(name, type=int)
-        return cls(**vars(parser.parse_args(argv)))
+        """What such words say; from now on the lifeline, if there is one, is watched."""
+        run_dir, how = argv
+        start = cls(Path(run_dir), **json.loads(how))
+        if start.lifeline is not None:
+            stop_when_closed(start.lifeline)
+        return start
+
+
+@dataclass(frozen=True, slots=True)
+class RunOutcome:
+    """What came of a run. ``model_dir`` and ``summary`` are None where the run didn't get there;
+    ``stopped_by`` is the signal that this process got, and handed on, while it waited."""
+
+    run_dir: Path
+    exit_code: int
+    model_dir: Path | None
+    summary: dict[str, Any] | None
+    stopped_by: int | None = None
 
 
 def outcome_of(rank: int, work: Callable[[], object]) -> RankOutcome:
@@ -83,22 +101,14 @@ def outcome_of(rank: int, work: Callable[[], object]) -> RankOutcome:
     return RankOutcome(rank, code, message, trace, time.time(), lost=lost, retry=retry)
 
 
-def leave_at_once(code: int) -> NoReturn:
-    """End this process: the threads of a process group can abort an interpreter that takes itself
-    down."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
-
-
-def run_process(command: list[str], *, lifeline: bool = False) -> tuple[int, int | None]:
+def run_process(command: list[str], passed: Sequence[int] = ()) -> tuple[int, int | None]:
     """Run a command to its end, its standard output on our standard error.
 
     The child has its own process group, so that a Ctrl-C reaches it once, through us, and it can
-    save before it leaves; a second Ctrl-C is handed on as well. With ``lifeline`` the command gets
-    a last word ``--lifeline=FD``, a pipe that closes when we end, even by ``kill -9``
-    (:class:`Start`).
+    save before it leaves; a second Ctrl-C is handed on as well.
+
+    Args:
+        passed: file descriptors that it inherits.
 
     Returns:
         its exit code (128 + n if signal n killed it), and the first signal that we got meanwhile.
@@ -116,9 +126,9 @@ def run_process(command: list[str], *, lifeline: bool = False) -> tuple[int, int
 
     wanted = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
               if signal.getsignal(number) is not signal.SIG_IGN]
-    with signal_handlers(dict.fromkeys(wanted, hand_on)), _lifeline(lifeline) as (passed, words):
+    with signal_handlers(dict.fromkeys(wanted, hand_on)):
         try:
-            process = subprocess.Popen([*command, *words], process_group=0, pass_fds=passed,
+            process = subprocess.Popen(command, process_group=0, pass_fds=passed,
                                        stdin=subprocess.DEVNULL, stdout=_standard_error())
         except OSError as error:
             if error.errno in (errno.ENOMEM, errno.EAGAIN, errno.ENOENT, errno.EACCES):
@@ -129,21 +139,6 @@ def run_process(command: list[str], *, lifeline: bool = False) -> tuple[int, int
             process.send_signal(received[0])
         code = _wait(process)
     return (code if code >= 0 else 128 - code), (received[0] if received else None)
-
-
-@contextmanager
-def _lifeline(wanted: bool) -> Iterator[tuple[tuple[int, ...], list[str]]]:
-    """The end of a pipe that a child inherits, and the word that tells it. Our end is closed on
-    exec, so that no other child of ours keeps it open."""
-    if not wanted:
-        yield (), []
-        return
-    reading, writing = os.pipe()
-    try:
-        yield (reading,), [f"--lifeline={reading}"]
-    finally:
-        os.close(reading)
-        os.close(writing)
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int:

@@ -1,12 +1,10 @@
 """Several processes of one run on this machine.
 
-``python -m ppocli.launching.elastic RUN_DIR ...``.
+``python -m ppocli.launching.elastic RUN_DIR HOW``.
 
 torch's elastic agent starts the ranks and ends them all when one fails. Signals go to the ranks,
 which stop together; the agent only waits. What each came to is read from a file of its own.
 """
-
-from __future__ import annotations
 
 import logging
 import os
@@ -15,37 +13,18 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import sleep
-from typing import Any
 
-from ppocli.config.resolved import (
-    CONFIG_FILE,
-    NEXT_CONFIG_FILE,
-    next_config,
-    read_config,
-    with_values,
-)
+from ppocli.config.resolved import NEXT_CONFIG_FILE, with_values
 from ppocli.config.schema import HardwareConfig, TrainConfig
 from ppocli.display.console import note_in_log
 from ppocli.errors import DiskError
 from ppocli.launching.child_process import Start
-from ppocli.parallel.launchers import let_gloo_use
-from ppocli.parallel.rank_outcomes import (
-    NODE_FAILED,
-    OUTCOMES,
-    RankOutcome,
-    asked_to_stop,
-    hand_on,
-    open_lifelines,
-    read_outcomes,
-    read_phase,
-    send,
-)
-from ppocli.parallel.stop import stop_when_closed
+from ppocli.parallel import launchers
+from ppocli.parallel.launchers import RankOutcome
 from ppocli.storage.run_folder import RunFolder, write_config
 
 _GO_ON = "  fix:   go on from the last checkpoint: ppocli resume RUN\n"
@@ -61,8 +40,6 @@ class Job:
     """exit codes (negative: a signal) of ranks that failed before the agent ended the others"""
     agent_error: str | None = None
     """of torch's agent itself: another node is gone, or never came"""
-    elsewhere: bool = False
-    """whether it was another node that failed first"""
     hung: list[int] = field(default_factory=list)
     """ranks that had to be killed long after another one had failed"""
 
@@ -78,24 +55,6 @@ class Job:
         return min(self.hardware.timeout_seconds, 20)
 
 
-def _launch_config(cfg: TrainConfig, job: Job) -> Any:
-    from torch.distributed.launcher.api import LaunchConfig
-
-    hardware = cfg.hardware
-    several = hardware.num_nodes > 1
-    return LaunchConfig(
-        min_nodes=hardware.num_nodes, max_nodes=hardware.num_nodes,
-        nproc_per_node=hardware.num_processes, run_id=str(cfg.run_name), role="rank",
-        rdzv_backend="static" if several else "c10d",
-        rdzv_endpoint=hardware.rdzv_endpoint or "localhost:0",
-        rdzv_configs={"rank": job.node_rank, "timeout": hardware.timeout_seconds}
-        if several else {"timeout": hardware.timeout_seconds},
-        max_restarts=0, monitor_interval=0.1,
-        # ours go to the ranks; this one nobody sends, and none at all the agent complains of
-        signals_to_handle="SIGUSR2",
-        shutdown_timeout=job.grace)
-
-
 def run_ranks(start: Start) -> int:
     """Start the ranks, wait for them, say what ended them; returns the exit code.
 
@@ -105,22 +64,23 @@ def run_ranks(start: Start) -> int:
     # what it would say of a failed rank is said here, once
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     run_dir, folders = start.run_dir, list[Path]()
-    with tempfile.TemporaryDirectory(prefix="ppocli-ranks-") as name, _no_settings_left(run_dir):
+    with tempfile.TemporaryDirectory(prefix="ppocli-ranks-") as name:
         while True:
             folder = Path(name) / str(len(folders))
             folder.mkdir()
             folders.append(folder)
             if len(folders) == 1:
                 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                    signal.signal(number, lambda got, _: hand_on(folders[-1], got))
-            elif asked_to_stop(folders[-2]):
+                    signal.signal(number, lambda got, _: launchers.hand_on(folders[-1], got))
+            elif launchers.asked_to_stop(folders[-2]):
                 break
-            cfg = read_config(next_config(run_dir) if start.resume else run_dir / CONFIG_FILE)
+            cfg = start.config()
             job = Job(cfg.hardware, cfg.hardware.node_rank if start.node_rank is None
                       else start.node_rank)
             outcomes = _run_job(cfg, job, start, folder)
             code, said = conclude(job, outcomes,
-                                  {rank: read_phase(folder, rank) for rank in job.ranks})
+                                  {rank: launchers.read_phase(folder, rank)
+                                   for rank in job.ranks})
             told = next((outcome for outcome in outcomes if outcome.code == code), None)
             if told is None or not told.retry or cfg.hardware.num_nodes > 1:
                 break
@@ -131,21 +91,9 @@ def run_ranks(start: Start) -> int:
             start = replace(start, resume=True)
     if cfg.hardware.num_nodes > 1 and code not in (0, 128 + signal.SIGINT, 128 + signal.SIGTERM):
         with suppress(OSError):
-            (run_dir / NODE_FAILED).write_text(f"{secrets.token_hex(4)} {job.node_rank}")
+            (run_dir / launchers.NODE_FAILED).write_text(f"{secrets.token_hex(4)} {job.node_rank}")
     sys.stderr.write(said)
     return code
-
-
-@contextmanager
-def _no_settings_left(run_dir: Path) -> Iterator[None]:
-    """Settings that ranks were to start again with, and never came to take over, go away with a
-    run; those that a resumed one was asked for are whoever's who asked."""
-    there = (run_dir / NEXT_CONFIG_FILE).exists()
-    try:
-        yield
-    finally:
-        if not there:
-            (run_dir / NEXT_CONFIG_FILE).unlink(missing_ok=True)
 
 
 def _settle_smaller(run_dir: Path, cfg: TrainConfig, resumed: bool, told: RankOutcome) -> None:
@@ -168,20 +116,20 @@ def _run_job(cfg: TrainConfig, job: Job, start: Start, folder: Path) -> list[Ran
     Args:
         folder: where they leave it.
     """
-    mark = start.run_dir / NODE_FAILED
+    mark = start.run_dir / launchers.NODE_FAILED
     os.environ.setdefault("OMP_NUM_THREADS", str(cfg.hardware.num_threads or 1))
-    lifelines = open_lifelines(folder)
-    os.environ[OUTCOMES] = str(folder)
+    lifelines = launchers.open_lifelines(folder)
+    os.environ[launchers.OUTCOMES] = str(folder)
     if job.node_rank == 0:
         mark.unlink(missing_ok=True)  # of an earlier start
     _watch(job, mark, folder)
     if cfg.hardware.num_nodes > 1 and cfg.hardware.rdzv_endpoint is not None:
-        let_gloo_use(cfg.hardware.rdzv_endpoint.rpartition(":")[0])
+        launchers.let_gloo_use(cfg.hardware.rdzv_endpoint.rpartition(":")[0])
     _launch(cfg, job, replace(start, node_rank=None, lifeline=None).argv())
     os.close(lifelines)
     for path in folder.glob("pid-*"):  # nobody's any more, and some day someone else's
         path.unlink()
-    return read_outcomes(folder)
+    return launchers.read_outcomes(folder)
 
 
 def _launch(cfg: TrainConfig, job: Job, words: list[str]) -> None:
@@ -189,11 +137,22 @@ def _launch(cfg: TrainConfig, job: Job, words: list[str]) -> None:
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
-    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    hardware = cfg.hardware
+    several = hardware.num_nodes > 1
+    config = LaunchConfig(
+        min_nodes=hardware.num_nodes, max_nodes=hardware.num_nodes,
+        nproc_per_node=hardware.num_processes, run_id=str(cfg.run_name), role="rank",
+        rdzv_backend="static" if several else "c10d",
+        rdzv_endpoint=hardware.rdzv_endpoint or "localhost:0",
+        rdzv_configs={"timeout": hardware.timeout_seconds}
+        | ({"rank": job.node_rank} if several else {}),
+        max_restarts=0, monitor_interval=0.1, shutdown_timeout=job.grace,
+        # ours go to the ranks; this one nobody sends, and none at all the agent complains of
+        signals_to_handle="SIGUSR2")
     try:
-        elastic_launch(_launch_config(cfg, job), sys.executable)(
-            "-m", "ppocli.launching.worker", *words)
+        elastic_launch(config, sys.executable)("-m", "ppocli.launching.worker", *words)
     except ChildFailedError as error:
         job.failed.update({rank: failure.exitcode for rank, failure in error.failures.items()})
     except (DistError, RendezvousError, TimeoutError) as error:
@@ -211,16 +170,15 @@ def _watch(job: Job, mark: Path, folder: Path) -> None:
     before = _content(mark)  # of an earlier start
 
     def watch() -> None:
-        while not (elsewhere := _content(mark) not in ("", before)) and not any(
-                0 < outcome.code < 128 for outcome in read_outcomes(folder)):
+        while _content(mark) in ("", before) and not any(
+                0 < outcome.code < 128 for outcome in launchers.read_outcomes(folder)):
             sleep(0.2)
         sleep(job.grace)
-        spoken = {outcome.rank for outcome in read_outcomes(folder)}
-        hung = [rank for rank in job.ranks if rank not in spoken and send(folder, rank, 0)]
-        job.elsewhere = elsewhere
-        job.hung.extend(hung)
-        for rank in hung:
-            send(folder, rank, signal.SIGKILL)
+        spoken = {outcome.rank for outcome in launchers.read_outcomes(folder)}
+        job.hung.extend(rank for rank in job.ranks
+                        if rank not in spoken and launchers.send(folder, rank, 0))
+        for rank in job.hung:
+            launchers.send(folder, rank, signal.SIGKILL)
 
     threading.Thread(target=watch, name="ppocli-watch", daemon=True).start()
 
@@ -293,10 +251,7 @@ def _unanswered(job: Job, lost: list[RankOutcome], silent: list[int], phases: di
 
 def main(argv: list[str]) -> int:
     """Start ranks as ``argv`` tells (:class:`Start`); returns the exit code."""
-    start = Start.read(argv)
-    if start.lifeline is not None:
-        stop_when_closed(start.lifeline)
-    return run_ranks(start)
+    return run_ranks(Start.read(argv))
 
 
 if __name__ == "__main__":

@@ -1,37 +1,24 @@
 """How a run ends: finished, stopped or failed; what is saved, written and said of it."""
 
-from __future__ import annotations
-
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ppocli.config.secrets import safe_text
 from ppocli.display.console import closing_table
 from ppocli.errors import DivergedError, OutOfMemoryError, PpocliError, StoppedError
-from ppocli.parallel.launchers import my_rank
-from ppocli.parallel.rank_outcomes import OUTCOMES, read_phase
+from ppocli.launching.child_process import RunOutcome
+from ppocli.parallel.launchers import my_phase, my_rank
 from ppocli.parallel.stop import StopRequested
-from ppocli.storage.publishing import publish_folder
-from ppocli.storage.run_folder import write_summary
+from ppocli.storage.atomic import publish_folder, write_json_atomic
+from ppocli.storage.run_folder import finite_or_null
 from ppocli.storage.run_logs import read_jsonl
 from ppocli.training.clock import in_words, of_training, profile
 from ppocli.training.loop import Run, save
 
 log = logging.getLogger("ppocli")
-
-
-@dataclass(frozen=True, slots=True)
-class RunResult:
-    """What a finished run left."""
-
-    run_dir: Path
-    model_dir: Path
-    summary: dict[str, Any]
 
 
 @contextmanager
@@ -104,12 +91,6 @@ def _where(run: Run) -> str:
     return my_phase() or f"step {run.state.step + 1}"
 
 
-def my_phase() -> str:
-    """Where this process is in its run; empty if nobody here has started it, who would keep a file
-    of its phases."""
-    return read_phase(Path(os.environ.get(OUTCOMES, "")), my_rank())
-
-
 def _last_checkpoint(run: Run) -> tuple[str, bool]:
     """Words about the newest checkpoint, and whether there is one."""
     from ppocli.storage.checkpoints import find_latest
@@ -171,13 +152,13 @@ def write_summary_of(run: Run, status: str, error: str | None = None) -> dict[st
     if not run.task.backend.ranks.first:
         return summary
     try:
-        write_summary(run.folder, summary)
+        write_json_atomic(run.folder.summary, finite_or_null(summary))
     except PpocliError as disk:
         log.error("%s", disk)
     return summary
 
 
-def publish(run: Run) -> RunResult:
+def publish(run: Run) -> RunOutcome:
     """Write ``model/`` and the summary of a finished run, and show what came out."""
     from ppocli.export.card import write_card
     from ppocli.training.checkpoint_io import whole_model
@@ -192,14 +173,14 @@ def publish(run: Run) -> RunResult:
         publish_folder(write, run.folder.model)
         run.clock.mark("saving")
         summary.update(_summary(run, "finished"))  # with the time that writing took
-        write_summary(run.folder, summary)
+        write_json_atomic(run.folder.summary, finite_or_null(summary))
 
     backend = run.task.backend
     with run.stop.defer(), whole_model(run.task) as weights:
         backend.ranks.first_does(publish)
     if backend.ranks.first:
         _show(run)
-    return RunResult(run.folder.path, run.folder.model, summary)
+    return RunOutcome(run.folder.path, 0, run.folder.model, summary)
 
 
 def _show(run: Run) -> None:

@@ -2,7 +2,7 @@
 one's own, to a run that is ready for its next step. Read this first.
 
     words ─ read_words ─► Words ─ compose ─► Composed ─ check ─► Checked        ppocli/config
-    Checked ─ open_folder ─► OpenedFolder ─ run_processes ─► RunOutcome         here
+    Checked ─ open_folder ─► Start ─ run_processes ─► RunOutcome                here
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from ppocli.config.resolved import CONFIG_FILE, with_absolute_paths
 from ppocli.config.schema import HardwareConfig
 from ppocli.errors import ConfigError, InputError
-from ppocli.launching.child_process import Start, run_process
+from ppocli.launching.child_process import RunOutcome, Start, run_process
 from ppocli.launching.opened_folder import open_folder
-from ppocli.parallel.launchers import find_launch
+from ppocli.parallel.launchers import find_launch, launched_world
 from ppocli.storage.atomic import read_json
 from ppocli.user_code import join_working_directory
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from ppocli.config.compose import Checked
     from ppocli.display.console import DisplayMode
     from ppocli.launching.adopted_ranks import Meeting
-    from ppocli.launching.opened_folder import OpenedFolder
     from ppocli.training.loop import Run
     from ppocli.training.task import PythonObjects
 
@@ -54,18 +53,6 @@ class Caller:
     """where the ranks that a launcher has started meet, of which this is the first"""
 
 
-@dataclass(frozen=True, slots=True)
-class RunOutcome:
-    """What came of a run. ``model_dir`` and ``summary`` are None where the run didn't get there;
-    ``stopped_by`` is the signal that this process got, and handed on, while it waited."""
-
-    run_dir: Path
-    exit_code: int
-    model_dir: Path | None
-    summary: dict[str, Any] | None
-    stopped_by: int | None = None
-
-
 def launch(checked: Checked, caller: Caller = Caller()) -> RunOutcome:
     """Run one configuration to its end.
 
@@ -77,10 +64,11 @@ def launch(checked: Checked, caller: Caller = Caller()) -> RunOutcome:
     """
     if caller.meeting is None:
         refuse_ranks()
-    if checked.config.hardware.node_rank > 0:
+    hardware = checked.config.hardware
+    if hardware.node_rank > 0:
         return join_node(checked, caller)
-    with open_folder(checked, caller.objects, caller.say) as opened:
-        return run_processes(opened, caller)
+    with open_folder(checked, caller.objects, caller.say) as start:
+        return run_processes(replace(start, display=caller.display), hardware, caller)
 
 
 def needs_launcher(hardware: HardwareConfig) -> bool:
@@ -89,30 +77,28 @@ def needs_launcher(hardware: HardwareConfig) -> bool:
     return hardware.num_processes * hardware.num_nodes > 1 or hardware.zero_stage > 0
 
 
-def run_processes(opened: OpenedFolder, caller: Caller) -> RunOutcome:
+def run_processes(start: Start, hardware: HardwareConfig, caller: Caller) -> RunOutcome:
     """Run what a folder holds to its end. The only place that decides in which processes.
 
     Raises:
         ConfigError: Python objects and several processes.
         PpocliError: whatever ends a run in this process.
     """
-    hardware, meeting = opened.config.hardware, caller.meeting
-    start = Start(opened.run_dir, opened.resume, caller.display, opened.reserved_by)
+    meeting = caller.meeting
     if meeting is not None:
         # one process of the launcher on each node is either a rank, or starts several
         as_nodes = meeting.launched.on_each_node and hardware.num_processes > 1
         meeting.tell(replace(start, reserved_by=None, node_rank=0 if as_nodes else None))
         if not as_nodes:
             return run_here(start, caller, joined=True)
-    module = ("elastic" if needs_launcher(hardware) else
-              "worker" if caller.process == "fresh" else None)
-    if module is None:
-        return run_here(start, caller)
+    if not needs_launcher(hardware):
+        return (_run_module("worker", start) if caller.process == "fresh"
+                else run_here(start, caller))
     if caller.objects is not None:
         raise ConfigError("Python objects can't be handed to several processes.",
                           where="hardware.num_processes, hardware.zero_stage",
                           fix="name the reward by an import path, the prompts by a file")
-    return _run_module(module, start)
+    return _run_module("elastic", start)
 
 
 def join_node(checked: Checked, caller: Caller) -> RunOutcome:
@@ -180,21 +166,25 @@ def run_here(start: Start, caller: Caller, joined: bool = False) -> RunOutcome:
     join_working_directory()
     from ppocli.launching.worker import run_worker
 
-    result = run_worker(start, objects=caller.objects, joined=joined,
-                        own_process=caller.process == "own")
-    return RunOutcome(start.run_dir, 0, result.model_dir, result.summary)
+    return run_worker(start, objects=caller.objects, joined=joined,
+                      own_process=caller.process == "own")
 
 
 def _run_module(name: str, start: Start) -> RunOutcome:
-    """Run a module of ours on a run's folder, in a process of its own."""
-    command = [sys.executable, "-m", f"ppocli.launching.{name}", *start.argv()]
-    code, stopped_by = run_process(command, lifeline=True)
+    """Run a module of ours on a run's folder, in a process of its own that stops when this one
+    ends, even by ``kill -9``: the pipe between them closes then. Our end of it is closed on exec,
+    so that no other child of ours keeps it open."""
+    reading, writing = os.pipe()
+    try:
+        code, stopped_by = run_process(
+            [sys.executable, "-m", f"ppocli.launching.{name}",
+             *replace(start, lifeline=reading).argv()], passed=(reading,))
+    finally:
+        os.close(reading)
+        os.close(writing)
     model = start.run_dir / "model"
     return RunOutcome(start.run_dir, code, model if code == 0 and model.is_dir() else None,
                       read_json(start.run_dir / "summary.json"), stopped_by)
-
-
-log = logging.getLogger("ppocli")
 
 
 class LoopScores:
@@ -224,7 +214,7 @@ def checked_words(overrides: Sequence[str], objects: PythonObjects) -> Checked:
     handed_in = {"reward.fn", *(["prompts.items"] if objects.prompts is not None else [])}
     composed = compose(read_words(list(overrides)))
     checked = check(composed, frozenset(handed_in))
-    if needs_launcher(checked.config.hardware) or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if needs_launcher(checked.config.hardware) or launched_world() > 1:
         raise ConfigError("PPOTrainer works in one process.",
                           where="hardware.num_processes, hardware.zero_stage, WORLD_SIZE",
                           fix="several processes are what ppocli train is for")
@@ -234,28 +224,7 @@ def checked_words(overrides: Sequence[str], objects: PythonObjects) -> Checked:
 @contextmanager
 def opened(checked: Checked, objects: PythonObjects) -> Iterator[Run]:
     """A run that is ready for the next step, its folder held."""
-    from ppocli.display.console import open_display
-    from ppocli.launching.child_process import Start
-    from ppocli.launching.opened_folder import open_folder
-    from ppocli.launching.opening import open_run
-    from ppocli.launching.worker import config_of
-    from ppocli.parallel.backend import open_ranks
-    from ppocli.parallel.stop import StopFlag
-    from ppocli.storage.model_files import quiet_transformers
-    from ppocli.storage.run_folder import RunFolder, lock
-    from ppocli.training.clock import Moment
+    from ppocli.launching.worker import run_for_loop
 
-    began = Moment.now()
-    with ExitStack() as stack:
-        place = stack.enter_context(open_folder(checked, objects, log.info))
-        folder = RunFolder(place.run_dir.resolve())
-        cfg = config_of(Start(folder.path, place.resume))
-        stack.enter_context(lock(folder.path, reserved_by=place.reserved_by))
-        display = stack.enter_context(open_display(folder.log, "quiet"))
-        quiet_transformers()
-        backend = stack.enter_context(open_ranks(cfg))
-        run = stack.enter_context(open_run(cfg, folder, objects, backend, StopFlag(), display,
-                                           resume=place.resume, began=began))
-        run.state = replace(run.state, pending=None)  # an evaluation at the start is the loop's own
-        run.clock.mark("startup")
+    with open_folder(checked, objects, log.info) as start, run_for_loop(start, objects) as run:
         yield run

@@ -1,64 +1,55 @@
-"""A checked configuration to a run folder that holds it: a new one, or one that is gone on with.
+"""A checked configuration to a run folder that holds it: a new one, or one that is gone on with;
+and whether everything is there that it names.
 
 The only place that decides where a run lies.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
+from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ppocli.config import resolved
+from ppocli.config.algorithm import require_optimizer, value_optimizer
 from ppocli.config.deepspeed import deepspeed_config
+from ppocli.config.hub import hub_reachable, offline_hint
+from ppocli.config.keys import is_import_path
 from ppocli.config.problems import shown
-from ppocli.config.resolved import (
-    CONFIG_FILE,
-    NEXT_CONFIG_FILE,
-    PYTHON_OBJECT,
-    classify_change,
-    config_differences,
-    read_config,
-    with_absolute_paths,
-)
+from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.config.schema import TrainConfig
-from ppocli.errors import CheckpointError, ConfigError
-from ppocli.launching.preflight import check_inputs
-from ppocli.parallel.rank_outcomes import NODE_FAILED
+from ppocli.data.sources import names_hub_dataset
+from ppocli.errors import CheckpointError, InputError
+from ppocli.launching.child_process import Start
+from ppocli.parallel.launchers import NODE_FAILED
+from ppocli.rewards.resolve import MODEL_REWARDS
 from ppocli.storage.atomic import disk_errors
+from ppocli.storage.environment import hub_home
+from ppocli.storage.model_files import Needs, find_model
 from ppocli.storage.run_folder import probe_writable, reserved, write_config
 
 if TYPE_CHECKING:
     from ppocli.config.compose import Checked
     from ppocli.training.task import PythonObjects
 
+_OBJECT_KEYS = {"reward_fn": "reward.fn", "metric_fn": "reward.metric_fn",
+                "prompts": "prompts.path", "eval_prompts": "prompts.eval.path"}
+"""the key whose place each Python object takes"""
 # a run that left no more than these made nothing worth keeping
-_TRACES = frozenset({CONFIG_FILE, ".lock", "ppocli.log", NODE_FAILED})
-
-
-@dataclass(frozen=True, slots=True)
-class OpenedFolder:
-    """A run folder with the configuration that the run starts or goes on with."""
-
-    run_dir: Path
-    resume: bool
-    config: TrainConfig
-
-    @property
-    def reserved_by(self) -> int | None:
-        """The process that keeps the folder of a resumed run for the one that trains: this one."""
-        return os.getpid() if self.resume else None
+_TRACES = frozenset({resolved.CONFIG_FILE, ".lock", "ppocli.log", NODE_FAILED})
 
 
 @contextmanager
 def open_folder(checked: Checked, objects: PythonObjects | None, say: Callable[[str], None]
-                ) -> Iterator[OpenedFolder]:
-    """The folder of a run, with its configuration in it.
+                ) -> Iterator[Start]:
+    """The folder of a run, with its configuration in it; what a process that trains is told of it.
 
     Args:
         checked: ``output_dir``, ``run_name`` and ``resume`` decide the folder.
@@ -71,20 +62,25 @@ def open_folder(checked: Checked, objects: PythonObjects | None, say: Callable[[
         DiskError: the folder can't be written.
         InputError: something that the configuration names is missing.
     """
-    config = noting_objects(with_absolute_paths(checked.config, Path.cwd()), objects)
+    config = noting_objects(resolved.with_absolute_paths(checked.config, Path.cwd()), objects)
     asked = checked.resume_from
     run_dir = asked.absolute() if asked else _run_to_go_on_with(config, say)
     opened = (_resumed(run_dir, asked is not None, config, objects, say) if run_dir is not None
               else _made(checked.name, config, say))
-    with opened as folder:
+    with opened as start:
         # the libraries alone take seconds to load
-        say(f"{folder.run_dir}: loading {config.model.path}")
-        yield folder
+        say(f"{start.run_dir}: loading {config.model.path}")
+        try:
+            yield start
+        finally:
+            # still there only if the run did not go on, or its ranks were to start again and did
+            # not: its own configuration stays as it was
+            (start.run_dir / resolved.NEXT_CONFIG_FILE).unlink(missing_ok=True)
 
 
 @contextmanager
 def _resumed(run_dir: Path, by_folder: bool, config: TrainConfig, objects: PythonObjects | None,
-             say: Callable[[str], None]) -> Iterator[OpenedFolder]:
+             say: Callable[[str], None]) -> Iterator[Start]:
     # an explicit folder must hold a checkpoint; "auto" may have been killed before its first
     config = replace(config, run_name=run_dir.name, output_dir=str(run_dir.parent),
                      resume="never" if by_folder else "auto")
@@ -92,21 +88,17 @@ def _resumed(run_dir: Path, by_folder: bool, config: TrainConfig, objects: Pytho
     check_inputs(config)
     check_deepspeed(config)
     for key, line in changes:
-        say(f"changed on resume: {line}" + ("" if classify_change(key) == "harmless" else
+        say(f"changed on resume: {line}" + ("" if resolved.classify_change(key) == "harmless" else
                                            " (from here on the run differs)"))
     probe_writable(run_dir)
     # loading takes seconds, in which nobody else may delete or resume what is here
     with reserved(run_dir):
-        try:
-            write_config(config, run_dir / NEXT_CONFIG_FILE)
-            yield OpenedFolder(run_dir, True, config)
-        finally:
-            # still there only if the run did not go on: its own configuration stays as it was
-            (run_dir / NEXT_CONFIG_FILE).unlink(missing_ok=True)
+        write_config(config, run_dir / resolved.NEXT_CONFIG_FILE)
+        yield Start(run_dir, resume=True, reserved_by=os.getpid())
 
 
 @contextmanager
-def _made(name: str, config: TrainConfig, say: Callable[[str], None]) -> Iterator[OpenedFolder]:
+def _made(name: str, config: TrainConfig, say: Callable[[str], None]) -> Iterator[Start]:
     check_inputs(config)
     check_deepspeed(config)
     base = Path(config.output_dir)
@@ -115,8 +107,8 @@ def _made(name: str, config: TrainConfig, say: Callable[[str], None]) -> Iterato
         run_dir = _fresh_folder(config, name)
         try:
             config = replace(config, run_name=run_dir.name, output_dir=str(run_dir.parent))
-            write_config(config, run_dir / CONFIG_FILE)
-            yield OpenedFolder(run_dir, False, config)
+            write_config(config, run_dir / resolved.CONFIG_FILE)
+            yield Start(run_dir)
         finally:
             names = {entry.name for entry in run_dir.iterdir()} if run_dir.is_dir() else set()
             if names <= _TRACES:  # the run ended before it made anything
@@ -139,31 +131,22 @@ def check_deepspeed(config: TrainConfig) -> None:
 
 def noting_objects(config: TrainConfig, objects: PythonObjects | None) -> TrainConfig:
     """A copy that notes ``<python object>`` at the keys whose place a Python object takes."""
-    if objects is None:
-        return config
-    reward, prompts = config.reward, config.prompts
-    if objects.reward_fn is not None:
+    noted: dict[str, Any] = {key: PYTHON_OBJECT for name, key in _OBJECT_KEYS.items()
+                             if getattr(objects, name, None) is not None}
+    if "reward.fn" in noted:
         # arguments of the reward that is replaced are not for the function that replaces it
-        own = reward.fn in (None, PYTHON_OBJECT) and not reward.fns
-        reward = replace(reward, fn=PYTHON_OBJECT, fns={}, kwargs=reward.kwargs if own else {})
-    if objects.metric_fn is not None:
-        reward = replace(reward, metric_fn=PYTHON_OBJECT)
-    if objects.prompts is not None:
-        prompts = replace(prompts, path=PYTHON_OBJECT, items=None)
-    if objects.eval_prompts is not None:
-        prompts = replace(prompts, eval=replace(prompts.eval, path=PYTHON_OBJECT, items=None))
-    return replace(config, reward=reward, prompts=prompts)
+        own = config.reward.fn in (None, PYTHON_OBJECT) and not config.reward.fns
+        noted |= {"reward.fns": {}, "reward.kwargs": config.reward.kwargs if own else {}}
+    noted |= {key.replace(".path", ".items"): None for key in noted if key.endswith(".path")}
+    return resolved.with_values(config, noted)
 
 
 def _run_to_go_on_with(config: TrainConfig, say: Callable[[str], None]) -> Path | None:
     """The folder that ``resume=auto`` finds, or None for a fresh run."""
     if config.resume == "never":
         return None
-    if config.resume != "auto" or config.run_name is None:
-        raise ConfigError(f"resume: {shown(config.resume)} must be never or auto, with run_name",
-                          fix="a run folder goes into resume_from")
-    run_dir = Path(config.output_dir) / config.run_name
-    if (run_dir / CONFIG_FILE).is_file():
+    run_dir = Path(config.output_dir) / str(config.run_name)
+    if (run_dir / resolved.CONFIG_FILE).is_file():
         return run_dir
     say(f"resume=auto: there is no run in {run_dir} yet, starting afresh")
     return None
@@ -205,12 +188,13 @@ def new_folder(base: Path, name: str) -> Path:
         OSError: ``base`` can't be written.
     """
     base.mkdir(parents=True, exist_ok=True)
-    for number in itertools.count(1):
-        folder = base / (name if number == 1 else f"{name}-{number}")
+    folder, number = base / name, 1
+    while True:
         with suppress(FileExistsError):
             folder.mkdir()
             return folder
-    raise AssertionError("unreachable")
+        number += 1
+        folder = base / f"{name}-{number}"
 
 
 def changes_on_resume(run_dir: Path, config: TrainConfig, objects: PythonObjects | None = None
@@ -220,11 +204,11 @@ def changes_on_resume(run_dir: Path, config: TrainConfig, objects: PythonObjects
     Raises:
         CheckpointError: a changed key forbids to resume, or Python objects are missing.
     """
-    old = read_config(run_dir / CONFIG_FILE)
+    old = resolved.read_config(run_dir / resolved.CONFIG_FILE)
     _ask_for_objects(config, objects, run_dir)
     changes = [(key, f"{key}: {shown(before)} -> {shown(after)}")
-               for key, before, after in config_differences(old, config)]
-    refused = [line for key, line in changes if classify_change(key) == "refused"]
+               for key, before, after in resolved.config_differences(old, config)]
+    refused = [line for key, line in changes if resolved.classify_change(key) == "refused"]
     if refused:
         raise CheckpointError(
             "\n".join(["these settings can't change when a run is resumed:",
@@ -234,16 +218,103 @@ def changes_on_resume(run_dir: Path, config: TrainConfig, objects: PythonObjects
 
 
 def _ask_for_objects(config: TrainConfig, objects: PythonObjects | None, run_dir: Path) -> None:
-    given = noting_objects(TrainConfig(), objects)
-    wanted = {"reward_fn": (config.reward.fn, given.reward.fn),
-              "metric_fn": (config.reward.metric_fn, given.reward.metric_fn),
-              "prompts": (config.prompts.path, given.prompts.path),
-              "eval_prompts": (config.prompts.eval.path, given.prompts.eval.path)}
-    missing = [name for name, (noted, now) in wanted.items()
-               if noted == PYTHON_OBJECT and now != PYTHON_OBJECT]
+    missing = [name for name, key in _OBJECT_KEYS.items()
+               if attrgetter(key)(config) == PYTHON_OBJECT
+               and getattr(objects, name, None) is None]
     if missing:
         raise CheckpointError(
             f"this run was started from Python with {', '.join(missing)}, which can't be read "
             "from its folder", where=str(run_dir),
             fix="resume it from Python: ppocli.train([\"resume=" + str(run_dir) + "\"], "
                 + ", ".join(f"{name}=..." for name in missing) + ")")
+
+
+def check_inputs(cfg: TrainConfig) -> None:
+    """Look for every model, data set and tracker the configuration names, before torch is loaded.
+
+    Loading torch and transformers takes seconds, and a missing model would be noticed one at a
+    time; a user without network should read within a few seconds everything that has to be put in
+    place.
+
+    Raises:
+        InputError: lists all that are missing, each with the key that takes a local folder.
+    """
+    problems = missing_inputs(cfg)
+    if not problems:
+        return
+    if len(problems) == 1:
+        raise problems[0]
+    lines = [f"  {p.where}: {p.what}\n    fix: {p.fix}" for p in problems]
+    raise InputError("\n".join([f"{len(problems)} inputs are missing:", *lines]),
+                     fix="give local folders and files for them, or run once with network")
+
+
+def missing_inputs(cfg: TrainConfig) -> list[InputError]:
+    """Every package, model and data set that isn't there, each with its key in ``where``."""
+    return [*_missing_packages(cfg), *_missing_models(cfg), *_missing_data(cfg)]
+
+
+def _missing_packages(cfg: TrainConfig) -> Iterator[InputError]:
+    try:
+        require_optimizer(cfg.ppo.optimizer)
+        require_optimizer(value_optimizer(cfg.ppo))
+    except InputError as error:
+        yield error
+    for name in cfg.tracking.trackers:
+        if is_import_path(name):
+            continue
+        found = find_spec(name)
+        # a folder of that name, as wandb makes one for its files, is no package of that name
+        if found is None or found.origin is None:
+            yield InputError(f"The tracker {name} is not installed.", where="tracking.trackers",
+                             fix=f'pip install "ppocli[{name}]", or leave it out')
+
+
+def _named_models(cfg: TrainConfig) -> Iterator[tuple[str, str, str | None, Needs]]:
+    """(key, name, revision, needs) of every model."""
+    if cfg.model.tokenizer_path:
+        yield "model.path", cfg.model.path, cfg.model.revision, "model"
+        yield "model.tokenizer_path", cfg.model.tokenizer_path, None, "tokenizer"
+    else:
+        yield "model.path", cfg.model.path, cfg.model.revision, "model and tokenizer"
+    for key, path in (("model.value.path", cfg.model.value.path),
+                      ("model.reference.path", cfg.model.reference.path)):
+        if path is not None:
+            yield key, path, None, "model"
+    rewards: dict[str, tuple[Any, Any]] = {"reward.kwargs": (cfg.reward.fn, cfg.reward.kwargs)}
+    for name, entry in cfg.reward.fns.items():
+        if isinstance(entry, dict):
+            rewards[f"reward.fns.{name}.kwargs"] = (entry.get("fn"), entry.get("kwargs"))
+    for key, (fn, kwargs) in rewards.items():
+        model = kwargs.get("model") if isinstance(kwargs, dict) else None
+        if fn in MODEL_REWARDS and isinstance(model, str):
+            yield f"{key}.model", model, kwargs.get("revision"), "model and tokenizer"
+
+
+def _missing_models(cfg: TrainConfig) -> Iterator[InputError]:
+    for key, name, revision, needs in _named_models(cfg):
+        try:
+            find_model(name, key=key, revision=revision, needs=needs)
+        except InputError as error:
+            named = error.where is not None and error.where.startswith(key)
+            yield error if named else error.reworded(where=key)
+
+
+def _missing_data(cfg: TrainConfig) -> Iterator[InputError]:
+    for key, path in (("prompts.path", cfg.prompts.path),
+                      ("prompts.eval.path", cfg.prompts.eval.path)):
+        if path is None or path.startswith("<") or not names_hub_dataset(path):
+            continue
+        if not hub_reachable() and not _in_cache(path):
+            yield InputError(f"Data set {path!r} is not on this machine and {offline_hint()}.",
+                             where=key, fix=f"give a file or folder: {key}=/path, or run once with "
+                             f"network: hf download --repo-type dataset {path} --local-dir DIR")
+
+
+def _in_cache(name: str) -> bool:
+    """Whether a data set's folder is in either cache that `datasets` may load it from offline."""
+    prepared = Path(os.environ.get("HF_DATASETS_CACHE") or hub_home() / "datasets")
+    raw = Path(os.environ.get("HF_HUB_CACHE") or hub_home() / "hub")
+    folder = name.replace("/", "___")
+    return ((prepared / folder).is_dir() or (prepared / folder.lower()).is_dir()
+            or (raw / f"datasets--{name.replace('/', '--')}").is_dir())

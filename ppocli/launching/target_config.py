@@ -1,7 +1,5 @@
 """The configuration under which a run, a checkpoint or a bare model is judged or asked."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +9,7 @@ from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import ConfigError
 from ppocli.runs.target import Target
-from ppocli.storage.adapter_files import is_adapter, named_base
+from ppocli.storage.model_files import is_adapter, named_base
 
 
 def target_config(target: Target, words: Sequence[str] = (), *, needs_reward: bool,

@@ -1,48 +1,49 @@
-"""The process of a run, or one of several: ``python -m ppocli.launching.worker RUN_DIR ...``.
+"""The process of a run, or one of several: ``python -m ppocli.launching.worker RUN_DIR HOW``.
 
 Reads the resolved ``config.yaml`` (it never composes), builds the session, resumes if asked to,
 trains, and leaves the trained model, a summary and checkpoints behind, whatever ended it.
 """
 
-from __future__ import annotations
-
 import logging
 import os
+import secrets
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
+from time import monotonic
 from typing import NoReturn
 
-from ppocli.config.resolved import next_config, read_config
+from ppocli.config.deepspeed import DEEPSPEED_FILE, deepspeed_config
 from ppocli.config.schema import TrainConfig, planned_episodes
 from ppocli.config.secrets import safe_text
-from ppocli.display.console import Display, open_display, open_silence
-from ppocli.errors import InputError, PpocliError
-from ppocli.launching.child_process import Start, leave_at_once, outcome_of
-from ppocli.launching.ending import RunResult, ending_well, my_phase, publish
-from ppocli.launching.opening import noted_products, open_run
+from ppocli.display.console import Display, keep_log, open_display, open_silence
+from ppocli.errors import CheckpointError, InputError, PpocliError
+from ppocli.launching.child_process import RunOutcome, Start, outcome_of
+from ppocli.launching.ending import ending_well, publish
+from ppocli.parallel import launchers
+from ppocli.parallel.backend import Backend, open_ranks
 from ppocli.parallel.host_memory import keep_freed_memory
-from ppocli.parallel.launchers import my_rank
-from ppocli.parallel.rank_outcomes import (
-    OUTCOMES,
-    announce,
-    hold_lifeline,
-    note_phase,
-    write_outcome,
-)
-from ppocli.parallel.stop import StopFlag, catch_signals, stop_when_closed
-from ppocli.runs.record import accept_settings
-from ppocli.storage.atomic import read_json
-from ppocli.storage.model_files import quiet_transformers
+from ppocli.parallel.stop import StopFlag, catch_signals, leave_at_once, stop_when_closed
+from ppocli.runs.record import RUN_FILE, accept_settings
+from ppocli.storage.atomic import read_json, sha256_file, write_json_atomic
+from ppocli.storage.environment import ENV_FILE, describe
+from ppocli.storage.model_files import check_folder, quiet_transformers
 from ppocli.storage.run_folder import RunFolder, lock
-from ppocli.training.clock import Moment
-from ppocli.training.loop import run_training
-from ppocli.training.task import PythonObjects
+from ppocli.tracking.trackers import check_trackers
+from ppocli.training.clock import Moment, PhaseClock
+from ppocli.training.loop import Run, initial_state, run_training
+from ppocli.training.task import PythonObjects, TaskSetup
 
 log = logging.getLogger("ppocli")
 
+_PRODUCTS = "linear_layers"
+"""key of env.json"""
+
 
 def run_worker(start: Start, *, objects: PythonObjects | None = None, joined: bool = False,
-               own_process: bool = False, started_by: int | None = None) -> RunResult:
+               own_process: bool = False, started_by: int | None = None) -> RunOutcome:
     """Train in this process.
 
     Args:
@@ -61,52 +62,125 @@ def run_worker(start: Start, *, objects: PythonObjects | None = None, joined: bo
     if own_process:
         keep_freed_memory()
     began = Moment.of_process_start() if own_process else Moment.now()
-    folder = RunFolder(start.run_dir.resolve())
-    cfg = config_of(start)
-    settle = 2.0 if joined else 0.0
-    if my_rank() > 0:  # rank 0 alone holds the folder and speaks
-        with open_silence() as shown, catch_signals(settle) as stop:
-            return _run(cfg, folder, PythonObjects(), start.resume, shown, stop, began)
-    with lock(folder.path, reserved_by=start.reserved_by), \
-            open_display(folder.log, start.display, started_by) as shown, \
-            catch_signals(settle) as stop:
-        return _run(cfg, folder, objects or PythonObjects(), start.resume, shown, stop, began)
+    folder, cfg = RunFolder(start.run_dir.resolve()), start.config()
+    with _held(start, folder, started_by) as shown, \
+            catch_signals(2.0 if joined else 0.0) as stop:
+        if (early := launchers.announce()) is not None:
+            stop.request(early)
+        launchers.note_phase("meeting the other ranks")
+        quiet_transformers()
+        with open_ranks(cfg, noted_products(folder) if start.resume else None) as backend:
+            ranks = stop.ranks = backend.ranks
+            if start.resume and (done := ranks.first_does(lambda: _already_finished(cfg, folder))):
+                return done
+            with open_run(cfg, folder, objects, backend, stop, shown, resume=start.resume,
+                          began=began) as run:
+                with ending_well(run):
+                    run_training(run)
+                    launchers.note_phase("writing the model")
+                return publish(run)
 
 
-def config_of(start: Start) -> TrainConfig:
-    """The configuration that a run starts or goes on with.
+@contextmanager
+def run_for_loop(start: Start, objects: PythonObjects) -> Iterator[Run]:
+    """A run that is ready for the next step of a loop that isn't ours, in this process."""
+    began = Moment.now()
+    folder, cfg = RunFolder(start.run_dir.resolve()), start.config()
+    quiet_transformers()
+    with _held(replace(start, display="quiet"), folder) as shown, \
+            open_ranks(cfg, noted_products(folder) if start.resume else None) as backend, \
+            open_run(cfg, folder, objects, backend, StopFlag(), shown, resume=start.resume,
+                     began=began) as run:
+        run.state = replace(run.state, pending=None)  # an evaluation at the start is the loop's own
+        run.clock.mark("startup")
+        yield run
+
+
+@contextmanager
+def _held(start: Start, folder: RunFolder, started_by: int | None = None) -> Iterator[Display]:
+    """What a person sees of the run meanwhile. Rank 0 alone holds the folder and speaks."""
+    if launchers.my_rank() > 0:
+        with open_silence() as shown:
+            yield shown
+    else:
+        with lock(folder.path, reserved_by=start.reserved_by), \
+                open_display(folder.log, start.display, started_by) as shown:
+            yield shown
+
+
+@contextmanager
+def open_run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects | None, backend: Backend,
+             stop: StopFlag, display: Display, *, resume: bool, began: Moment) -> Iterator[Run]:
+    """A run ready for its next step: everything loaded, its files open.
+
+    Args:
+        began: from when on its time is counted.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        PpocliError: something can't be loaded, or the checkpoint does not fit.
     """
-    folder = RunFolder(start.run_dir)
-    return read_config(next_config(folder.path) if start.resume else folder.config)
+    from ppocli.tasks.select import build_task
+    from ppocli.training import random_state as generators
+    from ppocli.training.recorder import open_recorder, silent_recorder, torch_versions
+    from ppocli.training.resume import restore
+
+    ranks = backend.ranks
+    # rewards draw from these: ranks must not draw alike
+    generators.seed(cfg.seed + ranks.rank)
+    launchers.note_phase("loading")
+    ranks.first_does(lambda: check_trackers(cfg.tracking))
+    task = build_task(TaskSetup(cfg, backend, objects or PythonObjects()))
+    state = fresh = initial_state(task)
+    run_id = ranks.first_does(lambda: _run_id(folder))
+    if resume:
+        state = restore(task, folder, run_id, fresh)
+        since = None if state is fresh else state.step
+        ranks.first_does(lambda: accept_settings(folder.path, since))
+    if ranks.first:
+        keep_log()
+        write_json_atomic(folder.path / ENV_FILE, {
+            "started": datetime.now(UTC).isoformat(timespec="seconds"), **describe(),
+            _PRODUCTS: "oneDNN" if backend.onednn else "torch"})
+        if cfg.hardware.zero_stage > 0:
+            write_json_atomic(folder.path / DEEPSPEED_FILE, deepspeed_config(cfg, ranks.world))
+    digest = sha256_file(folder.config)
+    with open_recorder(folder, cfg.tracking) if ranks.first else silent_recorder() as recorder:
+        run = Run(task, folder, run_id, digest, torch_versions(), stop, recorder, display,
+                  state, generators.capture(backend.device), saved_at=monotonic(),
+                  clock=PhaseClock(backend.device, began, display.marked))
+        try:
+            yield run
+        finally:
+            try:
+                run.saving.settle()
+            finally:
+                task.close()
+                task.trained.close()
 
 
-def _run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects, resume: bool,
-         display: Display, stop: StopFlag, began: Moment) -> RunResult:
-    from ppocli.parallel.backend import open_ranks
-
-    if (early := announce()) is not None:
-        stop.request(early)
-    note_phase("meeting the other ranks")
-    quiet_transformers()
-    with open_ranks(cfg, noted_products(folder) if resume else None) as backend:
-        ranks = stop.ranks = backend.ranks
-        if resume and (done := ranks.first_does(lambda: _already_finished(cfg, folder))):
-            return done
-        with open_run(cfg, folder, objects, backend, stop, display, resume=resume,
-                      began=began) as run:
-            with ending_well(run):
-                run_training(run)
-                note_phase("writing the model")
-            return publish(run)
+def noted_products(folder: RunFolder) -> bool | None:
+    """Whether linear layers of a run that goes on multiplied through oneDNN; None where nothing
+    says so."""
+    noted = (read_json(folder.path / ENV_FILE) or {}).get(_PRODUCTS)
+    return None if noted is None else noted == "oneDNN"
 
 
-def _already_finished(cfg: TrainConfig, folder: RunFolder) -> RunResult | None:
+def _run_id(folder: RunFolder) -> str:
+    """The run's identity, made at its first start; checkpoints of other runs are refused."""
+    path = folder.path / RUN_FILE
+    if path.is_file():
+        run_id = (read_json(path) or {}).get("run_id")
+        if run_id is None:
+            raise CheckpointError(f"{path} is damaged.", where=str(path),
+                                  fix="restore it from a copy, or start a new run")
+        return str(run_id)
+    run_id = secrets.token_hex(8)
+    write_json_atomic(path, {"run_id": run_id})
+    return run_id
+
+
+def _already_finished(cfg: TrainConfig, folder: RunFolder) -> RunOutcome | None:
     """The result of a run that has drawn all its episodes and left a whole model; else None."""
-    from ppocli.storage.model_files import check_folder
-
     summary = read_json(folder.summary) or {}
     try:
         complete = (summary["status"] == "finished"
@@ -118,15 +192,13 @@ def _already_finished(cfg: TrainConfig, folder: RunFolder) -> RunResult | None:
         return None
     accept_settings(folder.path, int(summary["steps"]))
     log.info("already finished (%d/%d steps): %s", summary["steps"], summary["steps"], folder.model)
-    return RunResult(folder.path, folder.model, summary)
+    return RunOutcome(folder.path, 0, folder.model, summary)
 
 
 def main(argv: list[str]) -> int:
     """Train as ``argv`` tells (:class:`Start`); returns the exit code."""
     start = Start.read(argv)
-    if start.lifeline is not None:
-        stop_when_closed(start.lifeline)
-    if OUTCOMES in os.environ:
+    if launchers.OUTCOMES in os.environ:
         _as_rank(start)
     try:
         run_worker(start, own_process=True, started_by=os.getppid())
@@ -141,13 +213,12 @@ def _as_rank(start: Start) -> NoReturn:
 
     A stop is no failure to that one, which would end the ranks that are still saving.
     """
-    lifeline = hold_lifeline()
-    if lifeline is not None:
-        # ranks that nobody watches any more have this long to come to a stop together
-        stop_when_closed(lifeline, leave_after=float(config_of(start).hardware.timeout_seconds))
-    outcome = outcome_of(my_rank(), lambda: run_worker(start, own_process=True,
-                                                       started_by=os.getppid()))
-    write_outcome(replace(outcome, phase=my_phase() or "unknown phase"))
+    # ranks that nobody watches any more have this long to come to a stop together
+    stop_when_closed(launchers.hold_lifeline(),
+                     leave_after=float(start.config().hardware.timeout_seconds))
+    outcome = outcome_of(launchers.my_rank(), lambda: run_worker(
+        start, own_process=True, started_by=os.getppid()))
+    launchers.write_outcome(replace(outcome, phase=launchers.my_phase() or "unknown phase"))
     leave_at_once(0 if outcome.code > 128 else outcome.code)
 
 

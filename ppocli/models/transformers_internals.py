@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ppocli.parallel.library_parts import check_parts
+from ppocli.storage.environment import check_parts
 
 _PARTS = (
     "transformers:AttentionInterface.register", "transformers:AttentionMaskInterface.register",

@@ -1,7 +1,5 @@
 """The door to devices, precision and other processes: accelerate."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -133,21 +131,16 @@ def _mixed(hardware: HardwareConfig) -> str:
 
 def _accelerator(cfg: TrainConfig, use_cuda: bool) -> Any:
     """accelerate's object for several ranks: DDP, or with DeepSpeed behind it."""
-    from accelerate import Accelerator
-    from accelerate.utils import (
-        DeepSpeedPlugin,
-        DistributedDataParallelKwargs,
-        InitProcessGroupKwargs,
-    )
+    from accelerate import Accelerator, utils
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     from ppocli.config.deepspeed import deepspeed_config
 
     timeout = timedelta(seconds=cfg.hardware.timeout_seconds)
-    group = InitProcessGroupKwargs(backend="nccl" if use_cuda else "gloo", timeout=timeout)
+    group = utils.InitProcessGroupKwargs(backend="nccl" if use_cuda else "gloo", timeout=timeout)
     if cfg.hardware.zero_stage == 0:
         # critic warm-up leaves the trunk without gradients
-        ddp = DistributedDataParallelKwargs(
+        ddp = utils.DistributedDataParallelKwargs(
             find_unused_parameters=cfg.ppo.critic_warmup_steps > 0)
         return Accelerator(cpu=not use_cuda, mixed_precision=_mixed(cfg.hardware),
                            kwargs_handlers=[group, ddp])
@@ -158,7 +151,7 @@ def _accelerator(cfg: TrainConfig, use_cuda: bool) -> Any:
         deepspeed_internals.skip_compiled_kernel()
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     # with cpu=True accelerate would take plain DDP; weights stay fp32, DeepSpeed autocasts
-    plugin = DeepSpeedPlugin(hf_ds_config=deepspeed_config(cfg, launched_world()))
+    plugin = utils.DeepSpeedPlugin(hf_ds_config=deepspeed_config(cfg, launched_world()))
     accelerator = Accelerator(deepspeed_plugin=plugin, mixed_precision="no",
                               kwargs_handlers=[group])
     # accelerate has told transformers to shard under ZeRO 3 whatever is loaded from now on. Here

@@ -2,16 +2,14 @@
 where it keeps a rank's part, and the flat tensors that its optimizers step on. Nothing else touches
 them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from ppocli.parallel.library_parts import check_parts
+from ppocli.storage.environment import check_parts
 
 _PARTS = (
     "deepspeed:zero.GatheredParameters", "deepspeed:zero.Init", "deepspeed.ops:__compatible_ops__",
@@ -50,14 +48,12 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 def whole_shape(tensor: torch.Tensor) -> torch.Size:
     """The shape a tensor has when it isn't sharded."""
-    shape: torch.Size = getattr(tensor, "ds_shape", tensor.shape)
-    return shape
+    return cast(torch.Size, getattr(tensor, "ds_shape", tensor.shape))
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank keeps of a tensor: of one that isn't sharded, all of it."""
-    part: torch.Tensor = getattr(tensor, "ds_tensor", tensor)
-    return part
+    return cast(torch.Tensor, getattr(tensor, "ds_tensor", tensor))
 
 
 def is_whole(parameter: Any) -> bool:
@@ -136,9 +132,8 @@ def set_whole(parameter: Any, whole: torch.Tensor, slot: str | None, stage: int)
 
 def flat_tensors(optimizer: Any, stage: int) -> list[torch.Tensor]:
     """What the optimizer inside DeepSpeed's steps on, and keeps its state for."""
-    flats: list[torch.Tensor] = (optimizer.fp32_partitioned_groups_flat if stage == 3
-                                 else optimizer.single_partition_of_fp32_groups)
-    return flats
+    return cast(list[torch.Tensor], optimizer.fp32_partitioned_groups_flat if stage == 3
+                else optimizer.single_partition_of_fp32_groups)
 
 
 def link_state(optimizer: Any, stage: int) -> None:

@@ -1,19 +1,26 @@
 """What a launcher says of this process: torchrun, accelerate, DeepSpeed, srun or our own have
-started it as one of several; and over which network interface those meet that we start ourselves.
+started it as one of several; over which network interface those meet that we start ourselves, and
+the files in which they and the process that started them leave word for each other.
 
 All that is read of launchers' variables is read here. Nothing heavy is imported.
 """
 
-from __future__ import annotations
-
+import json
 import os
 import re
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
+from ppocli.config.secrets import safe_text
 from ppocli.errors import ConfigError
 
+OUTCOMES = "PPOCLI_OUTCOMES"
+"""environment variable: the folder in which each rank says what it came to"""
+NODE_FAILED = ".node-failed"
+"""a file in the run folder, which all nodes share: one of them has failed"""
+_LIFELINE = "lifeline"
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # numbers that Slurm gives to what is no step of srun: the batch script, an interactive shell
 _NO_STEP = 0xFFFFFFF0
@@ -181,3 +188,120 @@ def let_gloo_use(host: str) -> None:
     name = interface_towards(host)
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+# Ranks that our own launcher has started ----------------------------------------------------------
+
+@dataclass(frozen=True, slots=True)
+class RankOutcome:
+    """What a rank came to. Written by the worker, read by the process that started it."""
+
+    rank: int
+    code: int
+    """the exit code the command should end with"""
+    message: str
+    """of the error, empty if there was none"""
+    trace: str
+    """of an exception that nobody expected"""
+    at: float
+    """seconds since the epoch, to tell which came first"""
+    phase: str = ""
+    """where it was, as ``step 3, optimize``"""
+    lost: bool = False
+    """whether all it has to say is that another rank is gone or doesn't answer"""
+    retry: dict[str, int] = field(default_factory=dict)
+    """settings with which all ranks can start again: memory ran out"""
+
+
+def _folder() -> Path | None:
+    """Where this process leaves word for the one that started it as a rank; None if none has."""
+    folder = os.environ.get(OUTCOMES)
+    return Path(folder) if folder else None
+
+
+def announce() -> int | None:
+    """Tell the process that started this rank its pid; returns the number of a signal that came
+    before that."""
+    folder = _folder()
+    if folder is None:
+        return None
+    (folder / f"pid-{my_rank()}").write_text(str(os.getpid()), encoding="utf-8")
+    try:
+        return int((folder / "signal").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def open_lifelines(folder: Path) -> int:
+    """Something that each rank can hold, and that breaks when this process ends, however it does.
+
+    Returns:
+        a file descriptor that has to stay open.
+    """
+    os.mkfifo(folder / _LIFELINE)
+    return os.open(folder / _LIFELINE, os.O_RDWR | os.O_CLOEXEC)
+
+
+def hold_lifeline() -> int:
+    """What breaks when the process that started this rank ends, for ``stop_when_closed``."""
+    return os.open(Path(os.environ[OUTCOMES]) / _LIFELINE, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def note_phase(phase: str) -> None:
+    """Leave word of where this rank is, should it say nothing any more."""
+    if (folder := _folder()) is not None:
+        (folder / f"phase-{my_rank()}").write_text(phase, encoding="utf-8")
+
+
+def read_phase(folder: Path, rank: int) -> str:
+    """Where a rank was last; empty if that isn't known."""
+    try:
+        return (folder / f"phase-{rank}").read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return ""
+
+
+def my_phase() -> str:
+    """Where this process is in its run; empty if nobody here has started it, who would keep a file
+    of its phases."""
+    folder = _folder()
+    return "" if folder is None else read_phase(folder, my_rank())
+
+
+def hand_on(folder: Path, number: int) -> None:
+    """Send a signal to all ranks that have announced themselves, and leave it for the others."""
+    (folder / "signal").write_text(str(number), encoding="utf-8")
+    for path in folder.glob("pid-*"):
+        send(folder, int(path.name.removeprefix("pid-")), number)
+
+
+def asked_to_stop(folder: Path) -> bool:
+    """Whether a signal has come for the ranks."""
+    return (folder / "signal").exists()
+
+
+def send(folder: Path, rank: int, number: int) -> bool:
+    """Send a signal to one rank; false if it isn't there."""
+    try:
+        os.kill(int((folder / f"pid-{rank}").read_text(encoding="utf-8")), number)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def write_outcome(outcome: RankOutcome) -> None:
+    """Leave a rank's outcome for the process that started it."""
+    path = Path(os.environ[OUTCOMES]) / f"rank-{outcome.rank}.json"
+    told = replace(outcome, message=safe_text(outcome.message), trace=safe_text(outcome.trace))
+    path.write_text(json.dumps(asdict(told)), encoding="utf-8")
+
+
+def read_outcomes(folder: Path) -> list[RankOutcome]:
+    """What the ranks left, the earliest first."""
+    found = []
+    for path in folder.glob("rank-*.json"):
+        try:
+            found.append(RankOutcome(**json.loads(path.read_text(encoding="utf-8"))))
+        except (OSError, ValueError, TypeError):
+            continue
+    return sorted(found, key=lambda outcome: outcome.at)

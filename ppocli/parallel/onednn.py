@@ -8,8 +8,6 @@ same wheel, multiplies the same numbers as exactly. torch reaches it for linear 
 torch's private operators.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable
@@ -107,17 +105,14 @@ def probe() -> str | None:
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(rows, 256, generator=generator) for rows in (48, 512))
     try:
-        found = product(x, weight), linear(x, packed(weight), None), _transposed(x, weight)
+        # the last one from operands in other memory orders, as gradients need them
+        found = (product(x, weight), linear(x, packed(weight), None),
+                 product(x.t().contiguous().t(), weight.t().contiguous().t()))
     except (AttributeError, RuntimeError, TypeError) as error:
         return f"its operator fails here ({str(error).splitlines()[0]})"
     exact = x.double() @ weight.double().t()
     off = max(float((one - exact).norm() / exact.norm()) for one in found)
     return None if off < EXACT else f"its fp32 products are off by {off:.1e}"
-
-
-def _transposed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The same product from operands in other memory orders, as gradients need them."""
-    return product(x.t().contiguous().t(), weight.t().contiguous().t())
 
 
 @cache

@@ -86,7 +86,7 @@ class Ranks:
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
-        return max(self.gather(int(flag))) > 0
+        return any(self.gather(flag))
 
     def first_does(self, work: Callable[[], T]) -> T:
         """What ``work`` returns on rank 0, which alone runs it.
@@ -96,17 +96,15 @@ class Ranks:
         """
         if self.world == 1:
             return work()
-        if not self.first:
-            told: Any = self.broadcast(None)
-            if told[1] is not None:
-                raise told[1]
-            return told[0]
-        try:
-            result = work()
-        except PpocliError as error:
-            self.broadcast((None, error))
-            raise
-        self.broadcast((result, None))
+        done: Any = None
+        if self.first:
+            try:
+                done = work(), None
+            except PpocliError as error:
+                done = None, error
+        result, failed = self.broadcast(done)
+        if failed is not None:
+            raise failed
         return result
 
     def all_do(self, work: Callable[[], T], phase: str) -> T:
@@ -140,13 +138,6 @@ class Ranks:
             raise min(errors, key=lambda error: isinstance(error, OutOfMemoryError))
         return result
 
-    def barrier(self) -> None:
-        """Wait for all."""
-        if self.world > 1:
-            import torch
-
-            torch.distributed.barrier(group=self.host_group)
-
     def share(self, rows: Sequence[int]) -> tuple[list[int], int]:
         """This rank's part of ``rows``, the same number on every rank.
 
@@ -160,8 +151,7 @@ class Ranks:
             return list(rows), len(rows)
         mine = list(rows[self.rank::self.world])
         size = -(-len(rows) // self.world)
-        own = len(mine)
-        return mine + list(rows[-1:]) * (size - own), own
+        return mine + list(rows[-1:]) * (size - len(mine)), len(mine)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

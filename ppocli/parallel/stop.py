@@ -3,8 +3,6 @@
 A handler does nothing but set the flag: no files, no collectives. The second signal leaves at once.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -13,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from time import monotonic, sleep
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from ppocli.parallel.ranks import Ranks
 
@@ -34,23 +32,17 @@ class StopRequested(BaseException):
 class StopFlag:
     """Whether, and by which signal, the run was asked to stop."""
 
-    __slots__ = ("_deferred", "_signal", "ranks")
-
     def __init__(self) -> None:
-        self._signal: int | None = None
+        self.requested: int | None = None
+        """the first signal's number; stays set, also inside :meth:`defer`"""
         self._deferred = 0
         self.ranks = Ranks()
         """the processes that have to stop together; set once they have met"""
 
-    @property
-    def requested(self) -> int | None:
-        """The first signal's number, or ``None``. Stays set, also inside :meth:`defer`."""
-        return self._signal
-
     def request(self, signal_number: int) -> None:
         """Ask for a stop; only the first request counts."""
-        if self._signal is None:
-            self._signal = signal_number
+        if self.requested is None:
+            self.requested = signal_number
 
     def check(self) -> None:
         """Raise :class:`StopRequested` if a stop was requested and isn't deferred.
@@ -58,14 +50,14 @@ class StopFlag:
         With several ranks this does nothing: one that left alone would leave the others waiting in
         a collective. They stop where they :meth:`meet`.
         """
-        if self._signal is not None and not self._deferred and self.ranks.world == 1:
-            raise StopRequested(self._signal)
+        if self.requested is not None and not self._deferred and self.ranks.world == 1:
+            raise StopRequested(self.requested)
 
     def meet(self) -> None:
         """As :meth:`check`, on all ranks together: a signal that one got stops all. To be called
         by every rank in step."""
         if self.ranks.world > 1:
-            found = max(self.ranks.gather(self._signal or 0))
+            found = max(self.ranks.gather(self.requested or 0))
             if found and not self._deferred:
                 self.request(found)
                 raise StopRequested(found)
@@ -125,7 +117,8 @@ def catch_signals(settle_seconds: float = 0.0) -> Iterator[StopFlag]:
         if flag.requested is not None:
             if monotonic() < settled_at[0]:
                 return
-            _leave_at_once(number)
+            signal.signal(number, signal.SIG_DFL)
+            leave_at_once(128 + number)
         settled_at[0] = monotonic() + settle_seconds
         flag.request(number)
 
@@ -152,10 +145,11 @@ def signal_handlers(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-def _leave_at_once(number: int) -> None:
-    signal.signal(number, signal.SIG_DFL)
+def leave_at_once(code: int) -> NoReturn:
+    """End this process without Python's own clean-up, in which the threads of a process group can
+    abort the interpreter."""
     for stream in (sys.stdout, sys.stderr):
-        # The signal may have come in the middle of a write to this very stream.
+        # a signal may have come in the middle of a write to this very stream
         with suppress(Exception):
             stream.flush()
-    os._exit(128 + number)
+    os._exit(code)

@@ -17,11 +17,10 @@ from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, ConfigError, PpocliError
 from ppocli.runs.record import RunRecord, is_run, read_run, subfolders
 from ppocli.runs.target import list_runs, written
-from ppocli.storage.atomic import disk_errors
+from ppocli.storage.atomic import REPLACED, disk_errors
 from ppocli.storage.model_files import check_folder
 from ppocli.storage.retention import (
     POINTERS,
-    REPLACED,
     SUPERSEDED,
     discard,
     leftovers,

@@ -11,10 +11,10 @@ from pathlib import Path
 from ppocli.builtin.names import BUILTIN_PREFIX
 from ppocli.errors import CheckpointError, ConfigError, InputError
 from ppocli.runs.record import RunRecord, is_run, read_run, subfolders, whole
-from ppocli.storage.checkpoints import find_latest, open_checkpoint, open_step
+from ppocli.storage.checkpoints import find_latest, open_checkpoint
 from ppocli.storage.manifest import MANIFEST
 from ppocli.storage.model_files import POLICY, check_folder, find_model
-from ppocli.storage.retention import POINTERS, list_steps, removed_at
+from ppocli.storage.retention import POINTERS, list_steps, removed_at, step_name
 from ppocli.storage.run_folder import RunFolder
 from ppocli.text import did_you_mean
 
@@ -185,7 +185,7 @@ def _of_run(run_dir: Path, shown: str, say: Callable[[str], None], step: int | N
         check_folder(run.model, key="RUN", adapters=True)
         return Target(f"{shown}, step {final}", str(run.model), run_dir, final)
     if step is not None:
-        found = open_step(run.checkpoints, step)
+        found = open_checkpoint(run.checkpoints / step_name(step))
     else:
         search = find_latest(run.checkpoints, run_id=None)
         for line in search.skipped:

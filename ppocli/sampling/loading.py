@@ -15,7 +15,7 @@ from ppocli.models.loading.language_model import DTYPES, LoadedLM, load_lm
 from ppocli.models.loading.model_config import check_room
 from ppocli.models.trunk import has_encoder
 from ppocli.sampling.decoding import check_steps, find_decoding, say_decoding
-from ppocli.storage.adapter_files import is_adapter
+from ppocli.storage.model_files import is_adapter
 
 
 def load_decodable(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32,

@@ -1,10 +1,8 @@
-"""Files that are whole or absent: write, fsync, rename, fsync the folder.
+"""Files and folders that are whole or absent: write, fsync, rename, fsync the folder.
 
 Everything durable in a run folder goes through here, so that a kill or a power cut leaves either
 the old content or the new one. Failures of the disk become :class:`DiskError`.
 """
-
-from __future__ import annotations
 
 import errno
 import hashlib
@@ -14,38 +12,35 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ppocli.errors import DiskError, PpocliError
+from ppocli.storage import faults
 from ppocli.text import format_bytes
 
 TEMPORARY_PREFIX = ".tmp-"
+STAGING = ".staging-"
+"""begins the name of a folder that is being written"""
+REPLACED = ".replaced-"
+"""begins the name of a folder in whose place another one is being put"""
 _NEARLY_FULL = 1 << 20  # bytes free below which an unexplained write error is the disk's
 
-_REASONS = {
-    errno.ENOSPC: "Disk full",
-    errno.EDQUOT: "Disk quota exceeded",
-    errno.EROFS: "Read-only disk",
-    errno.EACCES: "No permission",
-    errno.EPERM: "No permission",
-    errno.EFBIG: "File size limit reached",
-    errno.EIO: "Disk failure (input/output error)",
-    errno.ENOTDIR: "Not a folder",
-    errno.ENAMETOOLONG: "Path too long",
+_REFUSALS = {
+    "Disk full": ([errno.ENOSPC], "free some space"),
+    "Disk quota exceeded": ([errno.EDQUOT], "free some space or raise the quota"),
+    "Read-only disk": ([errno.EROFS], "choose a writable output_dir"),
+    "No permission": ([errno.EACCES, errno.EPERM],
+                      "make the folder writable, or choose another output_dir"),
+    "File size limit reached": ([errno.EFBIG], "raise the limit (ulimit -f)"),
+    "Disk failure (input/output error)": ([errno.EIO], "check the disk"),
+    "Not a folder": ([errno.ENOTDIR], "choose an output_dir that isn't below a file"),
+    "Path too long": ([errno.ENAMETOOLONG], "choose a shorter output_dir or run_name"),
 }
-_FIXES = {
-    "Disk full": "free some space",
-    "Disk quota exceeded": "free some space or raise the quota",
-    "Read-only disk": "choose a writable output_dir",
-    "No permission": "make the folder writable, or choose another output_dir",
-    "File size limit reached": "raise the limit (ulimit -f)",
-    "Disk failure (input/output error)": "check the disk",
-    "Not a folder": "choose an output_dir that isn't below a file",
-    "Path too long": "choose a shorter output_dir or run_name",
-}
+"""why a disk refuses: the system's numbers for it, and what a user does about it"""
+_REASONS = {number: reason for reason, (numbers, _) in _REFUSALS.items() for number in numbers}
 
 
 def disk_reason(error: BaseException, folder: Path | None = None) -> str | None:
@@ -91,17 +86,21 @@ def free_bytes(path: Path) -> int | None:
     return None
 
 
-def disk_sentence(reason: str, doing: str, folder: Path, needed: str | None) -> str:
-    """``Disk full writing step 130 (needs 214 MB, 3 MB free).``"""
-    free = free_bytes(folder)
+def disk_refused(reason: str, path: Path, needed: str | None = None, *, doing: str | None = None
+                 ) -> DiskError:
+    """The error of a :func:`disk_reason`: ``Disk full writing step 130 (needs 214 MB, 3 MB free).``
+
+    Args:
+        path: what was written.
+        needed: how much that takes, where known.
+        doing: words for ``path``.
+    """
+    free = free_bytes(path.parent)
     facts = [f"needs {needed}"] if needed else []
     facts += [f"{format_bytes(free)} free"] if free is not None else []
-    return f"{reason} writing {doing}" + (f" ({', '.join(facts)})." if facts else ".")
-
-
-def disk_fix(reason: str) -> str:
-    """What a user does about a :func:`disk_reason`."""
-    return _FIXES[reason]
+    return DiskError(f"{reason} writing {doing or path}"
+                     + (f" ({', '.join(facts)})." if facts else "."),
+                     where=str(path), fix=_REFUSALS[reason][1])
 
 
 @contextmanager
@@ -118,18 +117,8 @@ def disk_errors(path: Path, needed: int | None = None) -> Iterator[None]:
         reason = disk_reason(error)
         if reason is None:
             raise
-        size = None if needed is None else format_bytes(needed)
-        raise DiskError(disk_sentence(reason, str(path), path.parent, size), where=str(path),
-                        fix=disk_fix(reason)) from error
-
-
-def fsync_file(path: Path) -> None:
-    """Force the content of a file to the disk, whoever wrote it."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        raise disk_refused(reason, path,
+                           None if needed is None else format_bytes(needed)) from error
 
 
 def fsync_dir(path: Path) -> None:
@@ -258,19 +247,27 @@ def walk_files(folder: Path) -> list[str]:
     return sorted(names)
 
 
-def share(folder: Path, names: list[str]) -> None:
-    """Give files of a new ``folder`` the permissions that the umask gives new files, as it gave the
-    folder its own: safetensors leaves what it writes readable by its owner alone."""
+def sync_tree(folder: Path) -> None:
+    """Force a new folder to the disk with all that is below it, whoever wrote it.
+
+    Its files get the permissions that the umask gives new files, as it gave the folder its own:
+    safetensors leaves what it writes readable by its owner alone.
+
+    Raises:
+        ValueError: as :func:`walk_files`.
+    """
     wanted = stat.S_IMODE(folder.stat().st_mode) & 0o666
-    for name in names:
-        mode = stat.S_IMODE((folder / name).stat().st_mode)
+    for name in walk_files(folder):
+        path = folder / name
+        mode = stat.S_IMODE(path.stat().st_mode)
         if mode | wanted != mode:
             with suppress(OSError):  # some file systems have no permissions to set
-                (folder / name).chmod(mode | wanted)
-
-
-def fsync_folders(folder: Path) -> None:
-    """Sync ``folder`` and every folder below it, deepest first (the files are the caller's)."""
+                path.chmod(mode | wanted)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
     for base, _, _ in os.walk(folder, topdown=False, followlinks=False):
         fsync_dir(Path(base))
 
@@ -285,3 +282,89 @@ def remove_tree(path: Path) -> None:
         path.unlink()
     else:
         shutil.rmtree(path)
+
+
+def publish_folder(write: Callable[[Path], None], target: Path) -> None:
+    """Make ``target`` a folder with what ``write`` puts into the empty folder it is given.
+
+    Readers see the old folder or the whole new one; in the instant between two renames, neither,
+    and :func:`repair_published` (called here first, and by whoever opens the run) ends that. A link
+    at ``target`` is replaced; what it points to is left alone.
+
+    Raises:
+        DiskError: the disk refused; the old ``target`` is still there.
+        ValueError: ``write`` left a link or something that is no plain file.
+    """
+    make_dirs(target.parent)
+    repair_published(target)
+    staging = target.with_name(f"{STAGING}{target.name}-{secrets.token_hex(4)}")
+    try:
+        staging.mkdir()
+        write(staging)
+        sync_tree(staging)
+        put_in_place(staging, target, "export")
+    except BaseException as error:
+        reason = disk_reason(error, target.parent)
+        shutil.rmtree(staging, ignore_errors=True)
+        if not os.path.lexists(target):
+            put_back(target.parent, target.name)
+        if reason is None or not isinstance(error, Exception):
+            raise
+        raise disk_refused(reason, target) from error
+    with disk_errors(target):
+        put_back(target.parent, target.name)
+
+
+def put_in_place(staging: Path, target: Path, phase: str) -> None:
+    """Rename a folder to ``target``, what is there to a name that :func:`put_back` knows.
+
+    Args:
+        phase: begins the names of the places where a fault may be injected.
+    """
+    faults.point(f"{phase}.before_rename")
+    if os.path.lexists(target):
+        nonce = staging.name.rpartition("-")[2]
+        rename_durable(target, target.with_name(f"{REPLACED}{target.name}-{nonce}"))
+        faults.point(f"{phase}.between_renames")
+    rename_durable(staging, target)
+
+
+def put_back(folder: Path, name: str | None = None) -> None:
+    """Where a folder was being replaced: put the old one back if the new one isn't there, delete
+    it otherwise.
+
+    Args:
+        folder: in which it lies.
+        name: its name; None: whichever.
+
+    Raises:
+        OSError: something couldn't be renamed or deleted.
+    """
+    for old in _temporaries(folder, REPLACED, name):
+        target = folder / old.name.removeprefix(REPLACED).rpartition("-")[0]
+        if os.path.lexists(target):
+            remove_tree(old)
+        else:
+            rename_durable(old, target)
+
+
+def repair_published(target: Path) -> list[str]:
+    """Undo a :func:`publish_folder` that was killed: put the old folder back where the new one
+    isn't there yet, and delete the leftovers. The lock of the run folder, or of ``target``,
+    must be held.
+
+    Returns:
+        One line for each unfinished folder: ``skipped .staging-model-1f2e3d4c: incomplete``.
+    """
+    unfinished = _temporaries(target.parent, STAGING, target.name)
+    with disk_errors(target):
+        put_back(target.parent, target.name)
+        for staging in unfinished:
+            remove_tree(staging)
+    return [f"skipped {staging.name}: incomplete" for staging in unfinished]
+
+
+def _temporaries(folder: Path, prefix: str, name: str | None) -> list[Path]:
+    """What lies there under a temporary name of ``name``, not of a neighbour ``name-2``."""
+    wanted = re.compile(f"{re.escape(prefix)}{'.+' if name is None else re.escape(name)}-[0-9a-f]+")
+    return sorted(path for path in folder.glob(f"{prefix}*") if wanted.fullmatch(path.name))

@@ -6,59 +6,18 @@ whose manifest holds. What is inside (safetensors, JSON, a Hugging Face folder) 
 matter, except ``state.json`` and that nothing may be a pickle. ``retention`` deletes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ppocli.errors import CheckpointError, DiskError, PpocliError
-from ppocli.storage import faults
-from ppocli.storage.atomic import (
-    disk_errors,
-    disk_fix,
-    disk_reason,
-    disk_sentence,
-    fsync_dir,
-    fsync_file,
-    fsync_folders,
-    make_dirs,
-    rename_durable,
-    sha256_file,
-    share,
-    walk_files,
-    write_json_atomic,
-)
-from ppocli.storage.manifest import (
-    MANIFEST,
-    STATE,
-    FileEntry,
-    Invalid,
-    Manifest,
-    Verify,
-    check_folder,
-    name_problem,
-    read_object,
-    render,
-)
-from ppocli.storage.retention import (
-    POINTERS,
-    REPLACED,
-    STAGING,
-    STEP,
-    SUPERSEDED,
-    discard,
-    leftovers,
-    list_steps,
-    put_back,
-    step_name,
-)
+from ppocli.errors import CheckpointError, DiskError
+from ppocli.storage import atomic, faults, manifest, retention
 from ppocli.text import format_bytes
 from ppocli.version import __version__
 
@@ -69,9 +28,6 @@ class FoundCheckpoint:
 
     path: Path
     step: int
-    run_id: str
-    config_digest: str
-    ppocli_version: str
     versions: dict[str, str]
     state: dict[str, Any]
 
@@ -107,122 +63,88 @@ def save_checkpoint(folder: Path, step: int, *, run_id: str, write: Callable[[Pa
         DiskError: the disk refused twice; older checkpoints are untouched, the staging is gone.
         ValueError: ``write`` or ``state`` holds something that can't be stored.
     """
-    make_dirs(folder)
-    target = folder / step_name(step)
-    meta = Manifest(run_id=run_id, step=step, config_digest=config_digest,
-                    ppocli_version=__version__, versions=dict(versions), files={})
+    atomic.make_dirs(folder)
+    target = folder / retention.step_name(step)
+    meta = manifest.Manifest(run_id=run_id, step=step, config_digest=config_digest,
+                             ppocli_version=__version__, versions=dict(versions), files={})
     for last_try in (False, True):
         if _already_there(target, meta, state):
             return target
-        staging = folder / f"{STAGING}{step:06d}-{secrets.token_hex(4)}"
+        staging = folder / f"{atomic.STAGING}{step:06d}-{secrets.token_hex(4)}"
         try:
             _stage(staging, target, meta, write, state)
             break
         except BaseException as error:
-            reason, staged = disk_reason(error, folder), _bytes_below(staging)
+            reason, staged = atomic.disk_reason(error, folder), _bytes_below(staging)
             shutil.rmtree(staging, ignore_errors=True)
             with suppress(OSError):
-                put_back(folder)
+                atomic.put_back(folder)
             if reason is None or not isinstance(error, Exception):
                 raise
             if last_try:
-                raise _disk_refused(reason, folder, step, staged) from error
-            _make_room(folder)
+                raise _no_room(reason, target, step, staged) from error
+            retention.make_room(folder)
     try:
-        check_folder(target, step=step, run_id=run_id, verify="size")
-    except Invalid as damage:
+        manifest.check_folder(target, step=step, run_id=run_id, verify="size")
+    except manifest.Invalid as damage:
         raise DiskError(f"Step {step} reads back damaged right after writing: {damage}.",
                         where=str(target), fix="check the disk") from None
     with suppress(OSError):  # what stays is deleted at the next start
-        put_back(folder)
+        atomic.put_back(folder)
     return target
 
 
-def _already_there(target: Path, meta: Manifest, state: dict[str, Any]) -> bool:
+def _already_there(target: Path, meta: manifest.Manifest, state: dict[str, Any]) -> bool:
     """Whether this very checkpoint is there; a folder that isn't valid is deleted."""
     if not os.path.lexists(target):
         return False
     try:
-        there = check_folder(target, step=meta.step, run_id=meta.run_id)
-        state_there = read_object(target, STATE)
-    except Invalid:
-        with disk_errors(target):
-            discard(target)
+        there = manifest.check_folder(target, step=meta.step, run_id=meta.run_id)
+        state_there = manifest.read_object(target, manifest.STATE)
+    except manifest.Invalid:
+        with atomic.disk_errors(target):
+            retention.discard(target)
         return False
     same_state = state_there == json.loads(json.dumps(state, allow_nan=False))
     return same_state and there.config_digest == meta.config_digest
 
 
-def _stage(staging: Path, target: Path, meta: Manifest, write: Callable[[Path], None],
+def _stage(staging: Path, target: Path, meta: manifest.Manifest, write: Callable[[Path], None],
            state: dict[str, Any]) -> None:
     """Fill ``staging``, make it durable, and give it its final name."""
     staging.mkdir()
     faults.point("save.open")
     write(staging)
-    names = walk_files(staging)
-    for name in names:
-        if name == STATE or (problem := name_problem(name)):
-            problem = "is reserved" if name == STATE else problem
+    for name in atomic.walk_files(staging):
+        if problem := "is reserved" if name == manifest.STATE else manifest.name_problem(name):
             raise ValueError(f"a checkpoint can't hold {name!r}: it {problem}")
-    write_json_atomic(staging / STATE, state)
-    share(staging, names)
-    files = {}
-    for name in (*names, STATE):
-        faults.point("save.open")
-        path = staging / name
-        fsync_file(path)
-        files[name] = FileEntry(path.stat().st_size, sha256_file(path))
-    fsync_folders(staging)
-    faults.point("save.before_manifest")
-    write_json_atomic(staging / MANIFEST, render(replace(meta, files=files)))
-    faults.point("save.before_rename")
-    if os.path.lexists(target):
-        nonce = staging.name.rpartition("-")[2]
-        rename_durable(target, target.with_name(f"{REPLACED}{target.name}-{nonce}"))
-        faults.point("save.between_renames")
-    os.rename(staging, target)
+    atomic.write_json_atomic(staging / manifest.STATE, state)
+    atomic.sync_tree(staging)
+    manifest.write_manifest(staging, meta)
+    atomic.put_in_place(staging, target, "save")
     faults.point("save.after_rename")
-    fsync_dir(target.parent)
 
 
-def _disk_refused(reason: str, folder: Path, step: int, staged: int) -> DiskError:
+def _no_room(reason: str, target: Path, step: int, staged: int) -> DiskError:
     """``Disk full writing step 130 (needs 214 MB, 3 MB free). Kept step 120.``"""
-    kept = _newest_valid(folder)
-    if kept is None:
-        needed, rest = f"more than {format_bytes(staged)}", "No earlier step is on the disk."
-    else:
-        needed = format_bytes(max(staged, kept.total_bytes))
-        rest = f"Kept step {kept.step}."
-    return DiskError(f"{disk_sentence(reason, f'step {step}', folder, needed)} {rest}",
-                     where=str(folder),
-                     fix=f"{disk_fix(reason)}, then: ppocli resume {folder.parent}")
-
-
-def _newest_valid(folder: Path) -> Manifest | None:
-    for step, path in reversed(list_steps(folder)):
-        try:
-            return check_folder(path, step=step, verify="size")
-        except (Invalid, PpocliError):
-            continue
-    return None
+    folder = target.parent
+    needed, rest = f"more than {format_bytes(staged)}", "No earlier step is on the disk."
+    if kept := retention.sound_steps(folder):
+        needed = format_bytes(max(staged, kept[-1].total_bytes))
+        rest = f"Kept step {kept[-1].step}."
+    error = atomic.disk_refused(reason, target, needed, doing=f"step {step}")
+    return error.reworded(what=f"{error.what} {rest}", where=str(folder),
+                          fix=f"{error.fix}, then: ppocli resume {folder.parent}")
 
 
 def _bytes_below(folder: Path) -> int:
     try:
-        return sum((folder / name).stat().st_size for name in walk_files(folder))
+        return sum((folder / name).stat().st_size for name in atomic.walk_files(folder))
     except (OSError, ValueError):
         return 0
 
 
-def _make_room(folder: Path) -> None:
-    """Delete what nobody will load: superseded steps and leftovers of broken saves (the run
-    folder's lock is held, so no staging folder is another process's)."""
-    shutil.rmtree(folder / SUPERSEDED, ignore_errors=True)
-    for path in leftovers(folder):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def find_latest(folder: Path, *, run_id: str | None, verify: Verify = "full") -> Search:
+def find_latest(folder: Path, *, run_id: str | None, verify: manifest.Verify = "full") -> Search:
     """The newest checkpoint that holds.
 
     Args:
@@ -235,54 +157,44 @@ def find_latest(folder: Path, *, run_id: str | None, verify: Verify = "full") ->
             its work.
     """
     skipped: list[str] = []
-    for step, path in reversed(list_steps(folder)):
+    for step, path in reversed(retention.list_steps(folder)):
         try:
             return Search(_open(path, step, run_id, verify), tuple(skipped))
-        except Invalid as reason:
+        except manifest.Invalid as reason:
             skipped.append(f"skipped {path.name}: {reason}")
         except OSError as error:
             skipped.append(f"skipped {path.name}: {error.strerror or error}")
     return Search(None, tuple(skipped))
 
 
-def open_checkpoint(path: Path, *, run_id: str | None = None,
-                    verify: Verify = "full") -> FoundCheckpoint:
+def open_checkpoint(path: Path) -> FoundCheckpoint:
     """Open one checkpoint named by the user, or refuse it.
 
     Args:
         path: a step folder, or the ``latest`` or ``best`` link beside one (the link only tells the
             step; the folder is verified like any other).
-        run_id: the run it must belong to (``None``: any).
-        verify: ``full`` hashes every file, ``size`` compares names and sizes only.
 
     Raises:
-        CheckpointError: it is missing, damaged, of another run, or of a newer ppocli.
+        CheckpointError: it is missing, damaged, or of a newer ppocli.
     """
     folder = path.absolute()
-    if folder.name in POINTERS and folder.is_symlink():
+    if folder.name in retention.POINTERS and folder.is_symlink():
         folder = folder.parent / os.readlink(folder).rstrip("/")
         if folder.parent != path.absolute().parent:
             raise CheckpointError(f"{path} points outside its folder", where=str(path),
                                   fix="name the step folder itself")
-    match = STEP.fullmatch(folder.name)
+    match = retention.STEP.fullmatch(folder.name)
     try:
-        return _open(folder, int(match[1]) if match else None, run_id, verify)
-    except (Invalid, OSError) as error:
+        return _open(folder, int(match[1]) if match else None)
+    except (manifest.Invalid, OSError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        present = ", ".join(step_name(step) for step, _ in list_steps(folder.parent)) or "none"
+        present = ", ".join(path.name for _, path in retention.list_steps(folder.parent)) or "none"
         raise CheckpointError(f"{folder.name} can't be used: {reason}", where=str(folder),
                               fix=f"name another checkpoint (there: {present})") from None
 
 
-def open_step(folder: Path, step: int, *, run_id: str | None = None,
-              verify: Verify = "full") -> FoundCheckpoint:
-    """Open the checkpoint of ``step`` in a run's ``checkpoints/``; as :func:`open_checkpoint`."""
-    return open_checkpoint(folder / step_name(step), run_id=run_id, verify=verify)
-
-
-def _open(path: Path, step: int | None, run_id: str | None, verify: Verify) -> FoundCheckpoint:
-    manifest = check_folder(path, step=step, run_id=run_id, verify=verify)
-    return FoundCheckpoint(path=path, step=manifest.step, run_id=manifest.run_id,
-                           config_digest=manifest.config_digest,
-                           ppocli_version=manifest.ppocli_version, versions=manifest.versions,
-                           state=read_object(path, STATE))
+def _open(path: Path, step: int | None, run_id: str | None = None, verify: manifest.Verify = "full"
+          ) -> FoundCheckpoint:
+    there = manifest.check_folder(path, step=step, run_id=run_id, verify=verify)
+    state = manifest.read_object(path, manifest.STATE)
+    return FoundCheckpoint(path, there.step, there.versions, state)

@@ -1,12 +1,11 @@
 """What a run ran on: versions, machine, variables. Written to a run's ``env.json``, printed by
 ``ppocli env``. No host name, no user name, no secrets."""
 
-from __future__ import annotations
-
 import os
+import pkgutil
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -40,13 +39,15 @@ def describe(*, places: bool = False) -> dict[str, Any]:
         places: also show the values of variables that hold paths or the Hub's address. Otherwise
             only flags and numbers are shown, and everything else is "set".
     """
+    import psutil
+
     cores = os.cpu_count()
     return {
         "ppocli": __version__,
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
         "platform": platform.platform(),
         "cpu": {"model": _cpu_model(), "cores": cores, "usable_cores": usable_cores()},
-        "memory_gib": _memory_gib(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "nvidia_driver": nvidia_driver(),
         "torch": _torch(),
         "packages": {name: installed_version(name) for name in PACKAGES}
@@ -62,6 +63,25 @@ def installed_version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+def check_parts(library: str, parts: Iterable[str]) -> None:
+    """Refuse a library that has been changed inside, before a run starts on it.
+
+    Args:
+        parts: ``module:name.name`` each.
+
+    Raises:
+        ConfigError: one of them is missing.
+    """
+    for part in parts:
+        try:
+            pkgutil.resolve_name(part)
+        except (ImportError, AttributeError):
+            raise ConfigError(
+                f"{library} {installed_version(library)} does not fit this ppocli: it has no "
+                f"{part.replace(':', '.')}.", where=f"the installed {library}",
+                fix=f"install a version of {library} that this ppocli was tested with") from None
 
 
 def present_extras() -> Iterator[str]:
@@ -153,13 +173,6 @@ def _cpu_model() -> str | None:
         return platform.processor() or None
     found = re.search(r"^(?:model name|Model)\s*:\s*(.+)$", text, re.MULTILINE)
     return found[1].strip() if found else platform.machine()
-
-
-def _memory_gib() -> float | None:
-    try:
-        return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
-    except (ValueError, OSError):
-        return None
 
 
 def _torch() -> dict[str, Any]:

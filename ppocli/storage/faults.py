@@ -15,8 +15,6 @@ Actions: ``kill9``, ``term``, ``int`` (signals to this process), ``raise`` (``Ru
 (``torch.OutOfMemoryError``), ``nan`` (``point`` returns true: the caller poisons its tensor).
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re
@@ -24,7 +22,6 @@ import signal
 import time
 from collections import Counter
 from dataclasses import dataclass
-from typing import Protocol
 
 from ppocli.errors import ConfigError
 
@@ -34,12 +31,6 @@ _ENTRY = re.compile(r"(?P<point>[a-z_.]+)(>(?P<rows>[0-9]+))?(@(?P<nth>[1-9][0-9
                     r"(#(?P<rank>[0-9]+))?"
                     r":(?P<action>[a-z0-9]+)(=(?P<seconds>[0-9]+(\.[0-9]+)?))?")
 _SIGNALS = {"kill9": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT}
-
-
-class Point(Protocol):
-    """A place that is passed, by name, and how many rows a pass there has."""
-
-    def __call__(self, name: str, rows: int = 0) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,29 +70,26 @@ def parse(text: str) -> tuple[Fault, ...]:
     return tuple(faults)
 
 
-def armed(faults: tuple[Fault, ...], rank: int = 0) -> Point:
-    """A ``point`` function that counts passes and fires those of ``faults`` that concern
+class Point:
+    """A function that counts passes, by name, and fires those of ``faults`` that concern
     ``rank``."""
-    faults = tuple(fault for fault in faults if fault.rank in (None, rank))
-    passes: Counter[str] = Counter()
 
-    def point(name: str, rows: int = 0) -> bool:
+    def __init__(self, faults: tuple[Fault, ...], rank: int = 0) -> None:
+        self._faults = [fault for fault in faults if fault.rank in (None, rank)]
+        self._passes: Counter[str] = Counter()
+
+    def __call__(self, name: str, rows: int = 0) -> bool:
         """Fire what is planned for this pass of ``name``, which has so many rows; true asks the
         caller to make a NaN."""
-        passes[name] += 1
+        if not self._faults:
+            return False
+        self._passes[name] += 1
         poison = False
-        for fault in faults:
-            if (fault.point == name and fault.first <= passes[name] <= fault.last
+        for fault in self._faults:
+            if (fault.point == name and fault.first <= self._passes[name] <= fault.last
                     and rows > fault.rows):
                 poison |= _fire(fault)
         return poison
-
-    return point
-
-
-def disarmed(name: str, rows: int = 0) -> bool:
-    """``point`` without ``PPOCLI_FAULTS``: nothing happens."""
-    return False
 
 
 def _fire(fault: Fault) -> bool:
@@ -121,5 +109,4 @@ def _fire(fault: Fault) -> bool:
 
 
 _planned = parse(os.environ.get(VARIABLE, ""))
-point: Point = (
-    armed(_planned, int(os.environ.get("RANK", "0"))) if _planned else disarmed)
+point = Point(_planned, int(os.environ.get("RANK", "0")) if _planned else 0)

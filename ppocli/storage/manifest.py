@@ -5,8 +5,6 @@ manifest finds damage, also a single flipped bit (neither torch nor safetensors 
 signature, so it says nothing about who wrote the files. Nothing here opens a pickle.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -16,7 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ppocli.errors import CheckpointError
-from ppocli.storage.atomic import sha256_file, walk_files
+from ppocli.storage import faults
+from ppocli.storage.atomic import sha256_file, walk_files, write_json_atomic
 from ppocli.version import __version__
 
 SCHEMA = 1
@@ -72,8 +71,18 @@ def name_problem(name: str) -> str | None:
     return None
 
 
-def render(manifest: Manifest) -> dict[str, Any]:
-    """The JSON object of a manifest, with a digest over all its other fields."""
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write ``MANIFEST.json`` of the files that are in ``folder``, with a digest over all its other
+    fields.
+
+    Args:
+        manifest: of no files yet.
+    """
+    files = {}
+    for name in walk_files(folder):
+        faults.point("save.open")
+        path = folder / name
+        files[name] = {"size": path.stat().st_size, "sha256": sha256_file(path)}
     body: dict[str, Any] = {
         "schema": SCHEMA,
         "ppocli": manifest.ppocli_version,
@@ -81,10 +90,10 @@ def render(manifest: Manifest) -> dict[str, Any]:
         "step": manifest.step,
         "config_digest": manifest.config_digest,
         "versions": manifest.versions,
-        "files": {name: {"size": entry.size, "sha256": entry.sha256}
-                  for name, entry in sorted(manifest.files.items())},
+        "files": files,
     }
-    return body | {"digest": _digest(body)}
+    faults.point("save.before_manifest")
+    write_json_atomic(folder / MANIFEST, body | {"digest": _digest(body)})
 
 
 def _digest(body: dict[str, Any]) -> str:

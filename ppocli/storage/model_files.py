@@ -1,27 +1,31 @@
-"""Where a model lies, checked before transformers sees it.
+"""Where a model or an adapter lies, checked before transformers sees it.
 
 transformers answers a missing folder with a lecture on repository names, a missing tokenizer with
 one that knows no words, and a dead network after most of a minute. So its files are looked at
 here, and the Hub is asked only when it can be reached.
 """
 
-from __future__ import annotations
-
 import json
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from ppocli.builtin.names import BUILTIN_PREFIX, resolve_builtin
 from ppocli.errors import InputError, PpocliError
-from ppocli.storage.adapter_files import CONFIG, is_adapter
-from ppocli.storage.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
+
+T = TypeVar("T")
 
 Needs = Literal["model and tokenizer", "model", "tokenizer"]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json",
                    "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 SAFETENSORS = "model.safetensors"
 WEIGHTS = (SAFETENSORS, "pytorch_model.bin")
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_BASE = "base_model.json"
+"""which model an adapter belongs to, beside the files that PEFT knows"""
 POLICY = "policy"
 """folder of a checkpoint that holds the policy as a plain Hugging Face folder"""
 VALUE_HEAD = "value_head.safetensors"
@@ -103,9 +107,9 @@ def check_folder(folder: Path, *, key: str, needs: Needs = "model and tokenizer"
     if needs != "tokenizer" and not adapter and not (folder / "config.json").is_file():
         raise InputError(f"There is no config.json in {folder}.", where=key,
                          fix="give a folder written by save_pretrained()")
-    for name in ("config.json", CONFIG, "tokenizer_config.json", "tokenizer.json"):
+    for name in ("config.json", ADAPTER_CONFIG, "tokenizer_config.json", "tokenizer.json"):
         if (folder / name).is_file():
-            _check_json(folder / name, key)
+            _checked_json(folder / name, key)
     if needs != "tokenizer":
         _check_weights(folder, key, (ADAPTER_WEIGHTS,) if adapter else WEIGHTS)
     if needs != "model" and not any((folder / name).is_file() for name in TOKENIZER_FILES):
@@ -115,7 +119,7 @@ def check_folder(folder: Path, *, key: str, needs: Needs = "model and tokenizer"
                                  f"tokenizer.save_pretrained({str(folder)!r})")
 
 
-def _check_json(path: Path, key: str) -> None:
+def _checked_json(path: Path, key: str) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -124,6 +128,7 @@ def _check_json(path: Path, key: str) -> None:
     if not isinstance(content, dict):
         raise InputError(f"{path} holds a JSON {type(content).__name__}, not an object.",
                          where=key, fix="copy or download the file again")
+    return content
 
 
 def _check_weights(folder: Path, key: str, names: tuple[str, ...]) -> None:
@@ -133,9 +138,7 @@ def _check_weights(folder: Path, key: str, names: tuple[str, ...]) -> None:
             return
         index = folder / f"{name}.index.json"
         if index.is_file():
-            _check_json(index, key)
-            shards = json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values()
-            for shard in sorted(set(shards)):
+            for shard in sorted(set(_checked_json(index, key).get("weight_map", {}).values())):
                 if not (folder / shard).is_file():
                     raise InputError(f"{folder / shard} is missing; {index.name} lists it.",
                                      where=key, fix="copy or download the file again")
@@ -185,3 +188,47 @@ def _from_hub(name: str, revision: str | None, key: str, needs: Needs) -> tuple[
             fix=(f"give a folder: {key}=/path" if _is_setting(key) else _folder_fix(key))
             + f", or run once with network: hf download {name}",
         ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class BaseIdentity:
+    """The frozen model under an adapter."""
+
+    path: str
+    """as it was configured: a folder, a Hub name or a built-in"""
+    revision: str | None
+    storage: str
+    """the type its weights were held in; the digest is of these"""
+    digest: str
+
+
+def is_adapter(folder: str | Path) -> bool:
+    """Whether a folder holds an adapter instead of a model."""
+    folder = Path(folder)
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def named_base(folder: Path) -> tuple[str, str | None, BaseIdentity | None]:
+    """Path and revision of the base that an adapter's folder names, and all that is known of it.
+
+    Raises:
+        InputError: it names none.
+    """
+    if (folder / ADAPTER_BASE).is_file():
+        known = _read(folder / ADAPTER_BASE, lambda fields: BaseIdentity(**fields))
+        return known.path, known.revision, known
+    path, revision = _read(folder / ADAPTER_CONFIG, lambda fields: (
+        fields.get("base_model_name_or_path"), fields.get("revision")))
+    if not isinstance(path, str) or not path:
+        raise InputError(f"The adapter in {folder} does not name its base.",
+                         where=str(folder / ADAPTER_CONFIG),
+                         fix='give "base_model_name_or_path" there a folder or a Hub name')
+    return path, revision, None
+
+
+def _read(path: Path, taken: Callable[[Any], T]) -> T:
+    try:
+        return taken(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise InputError(f"{path} can't be read: {error}", where=str(path),
+                         fix="copy the folder again") from error

@@ -5,46 +5,25 @@ an earlier step; ``latest`` and ``best`` are links for people, never trusted for
 start with a dot are unfinished saves and deletions.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import secrets
-from dataclasses import dataclass
+import shutil
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
 from ppocli.errors import PpocliError
-from ppocli.storage import faults
-from ppocli.storage.atomic import (
-    TEMPORARY_PREFIX,
-    disk_errors,
-    fsync_dir,
-    make_dirs,
-    read_json,
-    remove_tree,
-    rename_durable,
-    write_json_atomic,
-)
-from ppocli.storage.manifest import Invalid, check_folder
+from ppocli.storage import atomic, faults
+from ppocli.storage.manifest import Invalid, Manifest, check_folder
 
 PRUNED = "pruned.json"
 """in a run's ``checkpoints/``: when the user had them deleted"""
 POINTERS = ("latest", "best")
 SUPERSEDED = "superseded"
-STAGING = ".staging-"
-REPLACED = ".replaced-"
 _DISCARDED = ".discarded-"
 STEP = re.compile(r"step-([0-9]+)")
 _SUPERSEDED_STEP = re.compile(r"step-([0-9]+)(-[0-9a-f]+)?")
-
-
-@dataclass(frozen=True, slots=True)
-class Pruned:
-    """Steps deleted (also superseded ones), and what couldn't be deleted and why."""
-
-    removed: tuple[int, ...]
-    warnings: tuple[str, ...]
 
 
 def step_name(step: int) -> str:
@@ -61,7 +40,7 @@ def list_steps(folder: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-def prune(folder: Path, keep_last: int, keep_best_step: int | None) -> Pruned:
+def prune(folder: Path, keep_last: int, keep_best_step: int | None) -> list[str]:
     """Delete old checkpoints; to be called after a save has returned.
 
     The newest ``keep_last`` valid ones stay (at least one), and ``keep_best_step``. A folder that
@@ -73,42 +52,42 @@ def prune(folder: Path, keep_last: int, keep_best_step: int | None) -> Pruned:
         folder: the run's ``checkpoints/``.
         keep_last: how many of the newest stay, >= 1.
         keep_best_step: a step that stays besides (``None``: no such step).
+
+    Returns:
+        what couldn't be deleted, and why.
     """
-    if keep_last < 1:
-        raise ValueError(f"keep_last must be at least 1, not {keep_last}")
     faults.point("prune.before")
-    valid = [step for step, path in list_steps(folder) if _sizes_hold(path, step)]
+    valid = [manifest.step for manifest in sound_steps(folder)]
     if not valid:
-        return Pruned((), ())
+        return []
     kept = {*valid[-keep_last:], keep_best_step}
     oldest_kept = valid[-keep_last:][0]
-    doomed = [(step, path) for step, path in list_steps(folder)
+    doomed = [path for step, path in list_steps(folder)
               if step not in kept and step < oldest_kept]
     past = folder / SUPERSEDED
     if past.is_dir() and not past.is_symlink():
-        doomed += [(int(match[1]), path) for path in sorted(past.iterdir())
+        doomed += [path for path in sorted(past.iterdir())
                    if (match := _SUPERSEDED_STEP.fullmatch(path.name))
                    and int(match[1]) <= valid[-1]]
-    removed: list[int] = []
     warnings: list[str] = []
-    for step, path in doomed:
+    for path in doomed:
         if path.is_symlink():
             warnings.append(f"{path.name} is a link and was left alone")
             continue
         try:
             discard(path)
-            removed.append(step)
         except OSError as error:
             warnings.append(f"{path.name} could not be deleted: {error.strerror or error}")
-    return Pruned(tuple(removed), tuple(warnings))
+    return warnings
 
 
-def _sizes_hold(path: Path, step: int) -> bool:
-    try:
-        check_folder(path, step=step, verify="size")
-    except (Invalid, OSError, PpocliError):
-        return False
-    return True
+def sound_steps(folder: Path) -> list[Manifest]:
+    """The manifests of step folders whose files are there in their sizes, oldest first."""
+    found = []
+    for step, path in list_steps(folder):
+        with suppress(Invalid, OSError, PpocliError):
+            found.append(check_folder(path, step=step, verify="size"))
+    return found
 
 
 def note_removed(folder: Path) -> None:
@@ -117,12 +96,12 @@ def note_removed(folder: Path) -> None:
     Raises:
         DiskError: the disk refuses.
     """
-    write_json_atomic(folder / PRUNED, {"time": f"{datetime.now():%Y-%m-%d %H:%M:%S}"})
+    atomic.write_json_atomic(folder / PRUNED, {"time": f"{datetime.now():%Y-%m-%d %H:%M:%S}"})
 
 
 def removed_at(folder: Path) -> str | None:
     """When the user last had checkpoints of a run deleted, in local time; None for never."""
-    return (read_json(folder / PRUNED) or {}).get("time")
+    return (atomic.read_json(folder / PRUNED) or {}).get("time")
 
 
 def discard(path: Path) -> None:
@@ -133,34 +112,23 @@ def discard(path: Path) -> None:
         OSError: it couldn't be moved or deleted.
     """
     renamed = path.with_name(f"{_DISCARDED}{path.name}-{secrets.token_hex(4)}")
-    rename_durable(path, renamed)
-    remove_tree(renamed)
+    atomic.rename_durable(path, renamed)
+    atomic.remove_tree(renamed)
 
 
 def leftovers(folder: Path) -> list[Path]:
     """What broken saves, deletions and atomic writes left in ``folder``."""
     if not folder.is_dir():
         return []
-    starts = (STAGING, _DISCARDED, TEMPORARY_PREFIX)
+    starts = (atomic.STAGING, _DISCARDED, atomic.TEMPORARY_PREFIX)
     return sorted(path for path in folder.iterdir() if path.name.startswith(starts))
 
 
-def put_back(folder: Path) -> list[str]:
-    """Where a step was being replaced: put the old folder back if the new one isn't there, delete
-    it otherwise. Returns the names put back.
-
-    Raises:
-        OSError: something couldn't be renamed or deleted.
-    """
-    restored = []
-    for old in sorted(folder.glob(f"{REPLACED}*")):
-        name = old.name.removeprefix(REPLACED).rpartition("-")[0]
-        if os.path.lexists(folder / name):
-            remove_tree(old)
-        else:
-            rename_durable(old, folder / name)
-            restored.append(name)
-    return restored
+def make_room(folder: Path) -> None:
+    """Delete what nobody will load: superseded steps and leftovers of broken saves (the run
+    folder's lock is held, so no staging folder is another process's)."""
+    for path in (folder / SUPERSEDED, *leftovers(folder)):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def clean_staging(folder: Path) -> list[str]:
@@ -173,14 +141,14 @@ def clean_staging(folder: Path) -> list[str]:
     """
     said = []
     try:
-        put_back(folder)
+        atomic.put_back(folder)
     except OSError as error:
         said.append(f"{error.filename} could not be deleted: {error.strerror or error}")
     for path in [*leftovers(folder), *leftovers(folder / SUPERSEDED)]:
-        if path.name.startswith(STAGING):
+        if path.name.startswith(atomic.STAGING):
             said.append(f"skipped {path.name}: incomplete")
         try:
-            remove_tree(path)
+            atomic.remove_tree(path)
         except OSError as error:
             said.append(f"{path.name} could not be deleted: {error.strerror or error}")
     return said
@@ -201,13 +169,13 @@ def supersede(folder: Path, step: int) -> list[int]:
     if not later:
         return []
     past = folder / SUPERSEDED
-    make_dirs(past)
-    with disk_errors(past):
+    atomic.make_dirs(past)
+    with atomic.disk_errors(past):
         for _, path in later:
             target = past / path.name
             if os.path.lexists(target):
                 target = past / f"{path.name}-{secrets.token_hex(4)}"
-            rename_durable(path, target)
+            atomic.rename_durable(path, target)
     return [number for number, _ in later]
 
 
@@ -220,14 +188,14 @@ def update_pointers(folder: Path, *, latest: int, best: int | None) -> list[str]
     warnings = []
     for name, step in zip(POINTERS, (latest, best), strict=True):
         link = folder / name
-        temporary = folder / f"{TEMPORARY_PREFIX}{secrets.token_hex(4)}"
+        temporary = folder / f"{atomic.TEMPORARY_PREFIX}{secrets.token_hex(4)}"
         try:
             if step is None:
                 link.unlink(missing_ok=True)
                 continue
             temporary.symlink_to(step_name(step), target_is_directory=True)
             os.replace(temporary, link)
-            fsync_dir(folder)
+            atomic.fsync_dir(folder)
         except OSError as error:
             temporary.unlink(missing_ok=True)
             warnings.append(f"link {name} could not be written: {error.strerror or error}")

@@ -1,7 +1,5 @@
 """A run's folder: where things lie, and who may write to it."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import math
@@ -18,69 +16,35 @@ from typing import Any
 from ppocli.config.resolved import config_text
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, DiskError
-from ppocli.storage.atomic import (
-    TEMPORARY_PREFIX,
-    disk_errors,
-    make_dirs,
-    read_json,
-    write_atomic,
-    write_json_atomic,
-)
+from ppocli.storage.atomic import TEMPORARY_PREFIX, disk_errors, make_dirs, read_json, write_atomic
 
 LOCK = ".lock"
 _OWNER_WAIT_SECONDS = 2.0  # a process that has just got the lock needs a moment to write its name
 
 
-@dataclass(frozen=True, slots=True)
 class RunFolder:
     """Where the parts of a run lie. Nothing is created by naming it."""
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        """The resolved configuration."""
-        return self.path / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object a step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def samples(self) -> Path:
-        """One JSON object a logged response."""
-        return self.path / "samples.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        """What came out, one JSON object."""
-        return self.path / "summary.json"
-
-    @property
-    def events(self) -> Path:
-        """TensorBoard's event files."""
-        return self.path / "events"
-
-    @property
-    def log(self) -> Path:
-        """Everything that was said."""
-        return self.path / "ppocli.log"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Step folders."""
-        return self.path / "checkpoints"
-
-    @property
-    def nonfinite_dump(self) -> Path:
-        """Rollouts on which the policy stopped being finite, one folder a step."""
-        return self.path / "nonfinite-dump"
-
-    @property
-    def model(self) -> Path:
-        """The trained policy, a plain Hugging Face folder."""
-        return self.path / "model"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        """the resolved configuration"""
+        self.metrics = path / "metrics.jsonl"
+        """one JSON object a step"""
+        self.samples = path / "samples.jsonl"
+        """one JSON object a logged response"""
+        self.summary = path / "summary.json"
+        """what came out, one JSON object"""
+        self.events = path / "events"
+        """TensorBoard's event files"""
+        self.log = path / "ppocli.log"
+        """everything that was said"""
+        self.checkpoints = path / "checkpoints"
+        """step folders"""
+        self.nonfinite_dump = path / "nonfinite-dump"
+        """rollouts on which the policy stopped being finite, one folder a step"""
+        self.model = path / "model"
+        """the trained policy, a plain Hugging Face folder"""
 
 
 def probe_writable(folder: Path) -> None:
@@ -125,15 +89,6 @@ def write_config(config: TrainConfig, path: Path) -> None:
     write_atomic(path, config_text(config))
 
 
-def write_summary(run: RunFolder, summary: dict[str, Any]) -> None:
-    """Replace ``summary.json``, atomically; NaN and infinities become null.
-
-    Raises:
-        DiskError: the disk is full, read-only, or refuses.
-    """
-    write_json_atomic(run.summary, finite_or_null(summary))
-
-
 @dataclass(frozen=True, slots=True)
 class Owner:
     """Who writes in a run folder. ``started`` is the process's start in clock ticks since boot
@@ -162,7 +117,7 @@ def lock(run_dir: Path, *, reserved_by: int | None = None) -> Iterator[None]:
         CheckpointError: a live process, this one included, works in the folder; names pid and host.
         DiskError: the folder can't be written.
     """
-    descriptor = _claim(run_dir, reserved_by)
+    descriptor = _take(run_dir / LOCK, run_dir, reserved_by=reserved_by)
     try:
         yield
     finally:
@@ -181,7 +136,7 @@ def reserved(run_dir: Path) -> Iterator[None]:
     Raises:
         CheckpointError, DiskError: as :func:`lock`.
     """
-    os.close(_claim(run_dir, None))
+    os.close(_take(run_dir / LOCK, run_dir))
     try:
         yield
     finally:
@@ -204,12 +159,11 @@ def lock_beside(target: Path, fix: str) -> Iterator[None]:
     Raises:
         CheckpointError, DiskError: as :func:`lock`.
     """
-    make_dirs(target.parent)
     path = target.with_name(f"{LOCK}-{target.name}")
-    descriptor = _take(path, target, None, fix)
+    descriptor = _take(path, target, fix)
     while not _is_at(path, descriptor):  # deleted by the last holder while we opened it
         os.close(descriptor)
-        descriptor = _take(path, target, None, fix)
+        descriptor = _take(path, target, fix)
     try:
         yield
     finally:
@@ -225,13 +179,10 @@ def _is_at(path: Path, descriptor: int) -> bool:
         return False
 
 
-def _claim(run_dir: Path, reserved_by: int | None) -> int:
-    make_dirs(run_dir)
-    return _take(run_dir / LOCK, run_dir, reserved_by, "choose another run_name")
-
-
-def _take(path: Path, held: Path, reserved_by: int | None, fix: str) -> int:
+def _take(path: Path, held: Path, fix: str = "choose another run_name",
+          reserved_by: int | None = None) -> int:
     """Take the lock and write this process's name; the descriptor that holds it."""
+    make_dirs(path.parent)
     with disk_errors(path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
@@ -330,10 +281,6 @@ def _is_alive(owner: Owner) -> bool:
         return False
     if owner.started is not None:
         return _start_ticks(owner.pid) == owner.started
-    try:
-        os.kill(owner.pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    import psutil
+
+    return psutil.pid_exists(owner.pid)

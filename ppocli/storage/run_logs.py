@@ -3,15 +3,13 @@
 A run that goes on from step k first removes every row past k, so no step appears twice.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 from ppocli.storage.atomic import disk_errors, fsync_dir, make_dirs, open_atomic
 from ppocli.storage.run_folder import finite_or_null
@@ -128,39 +126,22 @@ def truncate_jsonl(path: Path, last_step: int,
     if not path.exists():
         return 0
     with path.open("rb") as file:
-        dropped = sum(1 for line, last in _lines(file) if _is_past(line, last, last_step, also))
-        if not dropped:
-            return 0
-        file.seek(0)
-        with open_atomic(path) as kept:
-            for line, last in _lines(file):
-                if not _is_past(line, last, last_step, also):
-                    kept.write(line)
+        size = os.fstat(file.fileno()).st_size
+
+        def goes(line: bytes) -> bool:
+            row = read_row(line)
+            if row is None or not line.endswith(b"\n"):
+                return file.tell() == size  # torn or damaged, and the last
+            step = row.get("step")
+            return ((isinstance(step, (int, float)) and step > last_step)
+                    or (also is not None and also(row)))
+
+        dropped = sum(map(goes, file))
+        if dropped:
+            file.seek(0)
+            with open_atomic(path) as kept:
+                kept.writelines(line for line in file if not goes(line))
     return dropped
-
-
-def _lines(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
-    """Lines with their newlines, and whether each is the last."""
-    previous = None
-    for line in file:
-        if previous is not None:
-            yield previous, False
-        previous = line
-    if previous is not None:
-        yield previous, True
-
-
-def _is_past(line: bytes, last: bool, last_step: int,
-             also: Callable[[dict[str, Any]], bool] | None) -> bool:
-    row = read_row(line)
-    if row is None:
-        return last
-    if last and not line.endswith(b"\n"):
-        return True
-    if also is not None and also(row):
-        return True
-    step = row.get("step")
-    return isinstance(step, (int, float)) and step > last_step
 
 
 def truncate_events(events_dir: Path, last_step: int) -> int:

@@ -18,10 +18,10 @@ from typing import Any
 from ppocli.display.console import Display
 from ppocli.errors import ConfigError, DiskError, DivergedError
 from ppocli.parallel.backend import made_on
-from ppocli.parallel.rank_outcomes import note_phase
+from ppocli.parallel.launchers import note_phase
 from ppocli.parallel.stop import StopFlag
+from ppocli.storage.atomic import publish_folder
 from ppocli.storage.checkpoints import save_checkpoint
-from ppocli.storage.publishing import publish_folder
 from ppocli.storage.retention import prune, update_pointers
 from ppocli.storage.run_folder import RunFolder, finite_or_null
 from ppocli.training.background_saving import Saving
@@ -286,8 +286,7 @@ def _tidy(run: Run, saved: TrainState) -> None:
     if not run.first:
         return
     best = saved.best.step if saved.best and cfg.keep_best else None
-    pruned = prune(run.folder.checkpoints, cfg.keep_last, best)
-    complaints = list(pruned.warnings)
+    complaints = prune(run.folder.checkpoints, cfg.keep_last, best)
     complaints += update_pointers(run.folder.checkpoints, latest=saved.step, best=best)
     for complaint in complaints:
         log.warning(complaint)

@@ -10,8 +10,8 @@ from typing import Any
 
 from ppocli.errors import CheckpointError
 from ppocli.parallel.backend import made_on
+from ppocli.storage.atomic import repair_published
 from ppocli.storage.checkpoints import FoundCheckpoint, find_latest
-from ppocli.storage.publishing import repair_published
 from ppocli.storage.retention import clean_staging, removed_at, supersede
 from ppocli.storage.run_folder import RunFolder
 from ppocli.storage.run_logs import truncate_events, truncate_jsonl

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from ppocli.models.loading.adapters import Adapter, adapter_tensors, describe_adapter
 from ppocli.models.virtual_tokens import virtual_tokens
-from ppocli.storage.adapter_files import WEIGHTS
+from ppocli.storage.model_files import ADAPTER_WEIGHTS
 
 Tensors = dict[str, torch.Tensor]
 PROMPT_ENCODER = "prompt_encoder"
@@ -60,7 +60,7 @@ class SavedModel:
             self.lm.save_pretrained(folder, safe_serialization=True,
                                     state_dict=None if weights is None else dict(weights))
         else:
-            save_file(self.tensors() if weights is None else weights, folder / WEIGHTS,
+            save_file(self.tensors() if weights is None else weights, folder / ADAPTER_WEIGHTS,
                       metadata={"format": "pt"})
 
     def describe(self, folder: Path) -> None:

@@ -5,8 +5,6 @@ rounding: random numbers of a sample are a function of its place in the run, and
 gradient is summed over its micro-batches.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 from collections.abc import Callable, Mapping

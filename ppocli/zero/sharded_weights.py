@@ -1,8 +1,6 @@
 """Weights and optimizer state that DeepSpeed keeps in parts: put together, read and written by
 parameter name, so that a checkpoint is the same whatever the stage and the number of ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,18 +12,7 @@ from torch import nn
 from ppocli.models.layer_stack import forget_casts
 from ppocli.models.module_views import without_hooks
 from ppocli.models.policy import Policy
-from ppocli.parallel.deepspeed_internals import (
-    OneParameter,
-    flat_tensors,
-    is_whole,
-    link_state,
-    local_part,
-    marked_in_use,
-    put_back,
-    set_whole,
-    whole_shape,
-)
-from ppocli.parallel.deepspeed_internals import is_sharded as is_sharded_tensor
+from ppocli.parallel import deepspeed_internals as internals
 from ppocli.parallel.ranks import Ranks
 
 
@@ -42,14 +29,14 @@ def gathered(module: nn.Module, stage: int, *, modify: bool = False) -> Iterator
     from deepspeed import zero
 
     parameters = list(module.parameters())
-    put_back(parameters)
+    internals.put_back(parameters)
     with zero.GatheredParameters(parameters, modifier_rank=0 if modify else None):
         yield
 
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether a module's passes gather its weights, so that all ranks make them in step."""
-    return any(map(is_sharded_tensor, module.parameters()))
+    return any(map(internals.is_sharded, module.parameters()))
 
 
 @contextmanager
@@ -58,8 +45,8 @@ def held(parameters: list[Any]) -> Iterator[None]:
     pass of a layer that uses them, where DeepSpeed would release them."""
     from deepspeed import zero
 
-    put_back(parameters)
-    with zero.GatheredParameters(parameters), marked_in_use(parameters):
+    internals.put_back(parameters)
+    with zero.GatheredParameters(parameters), internals.marked_in_use(parameters):
         yield
 
 
@@ -69,10 +56,10 @@ def one_gathered(tensor: torch.Tensor, *, modify: bool = False) -> Any:
     Args:
         modify: as of :func:`gathered`.
     """
-    if not is_sharded_tensor(tensor):
+    if not internals.is_sharded(tensor):
         return nullcontext()
-    put_back([tensor])
-    if is_whole(tensor):  # held
+    internals.put_back([tensor])
+    if internals.is_whole(tensor):  # held
         return nullcontext()
     from deepspeed import zero
 
@@ -100,12 +87,6 @@ def head_parameters(lm: Any) -> list[Any]:
     return list(lm.get_output_embeddings().parameters())
 
 
-def copied_part(parameter: Any, *, offload: bool) -> torch.Tensor:
-    """A copy of what this rank keeps of a sharded parameter."""
-    part = local_part(parameter).detach().clone()
-    return part.to("cpu") if offload else part
-
-
 def whole_of(part: torch.Tensor, shape: torch.Size, device: torch.device) -> torch.Tensor:
     """The tensor of which every rank has a part, on every rank."""
     world = torch.distributed.get_world_size()
@@ -118,23 +99,23 @@ def whole_of(part: torch.Tensor, shape: torch.Size, device: torch.device) -> tor
 def swapped_parts(parameters: dict[str, Any], parts: dict[str, torch.Tensor]) -> Iterator[None]:
     """Forward passes meanwhile gather ``parts`` in place of what the ranks keep of the sharded
     parameters of these names."""
-    put_back(parameters.values())
-    kept = {name: local_part(parameters[name]).data for name in parts}
-    kept_whole = {name: p.data for name, p in parameters.items() if is_whole(p)}
+    internals.put_back(parameters.values())
+    kept = {name: internals.local_part(parameters[name]).data for name in parts}
+    kept_whole = {name: p.data for name, p in parameters.items() if internals.is_whole(p)}
     try:
         for name, part in parts.items():
             parameter = parameters[name]
-            own = local_part(parameter)
+            own = internals.local_part(parameter)
             own.data = part.to(own.device)
             if name in kept_whole:
-                parameter.data = whole_of(part, whole_shape(parameter), parameter.device)
+                parameter.data = whole_of(part, internals.whole_shape(parameter), parameter.device)
         forget_casts()
         yield
     finally:
         forget_casts()
-        put_back(parameters.values())
+        internals.put_back(parameters.values())
         for name, part in kept.items():
-            local_part(parameters[name]).data = part
+            internals.local_part(parameters[name]).data = part
         for name, whole in kept_whole.items():
             parameters[name].data = whole
 
@@ -146,9 +127,9 @@ def adopt_weights(policy: nn.Module, optimizer: Any, stage: int) -> None:
         return
     for parameter in policy.parameters():
         if parameter.requires_grad:
-            with gathered(OneParameter(parameter), stage):
+            with gathered(internals.OneParameter(parameter), stage):
                 whole = parameter.detach().clone()
-            set_whole(parameter, whole, None, stage)
+            internals.set_whole(parameter, whole, None, stage)
 
 
 @contextmanager
@@ -190,11 +171,10 @@ def optimizer_slots(parameters: dict[str, nn.Parameter], optimizer: Any, stage: 
 def _slots(parameters: dict[str, nn.Parameter], optimizer: Any, stage: int) -> list[str]:
     """Names of what the optimizer keeps for a parameter; none before its first step."""
     if stage > 0:
-        link_state(optimizer, stage)
+        internals.link_state(optimizer, stage)
     inner = optimizer.optimizer if stage > 0 else optimizer
-    names = dict.fromkeys(slot for state in inner.state.values() for slot, value in state.items()
-                          if value is not None)
-    return list(names)
+    return list(dict.fromkeys(slot for state in inner.state.values()
+                              for slot, value in state.items() if value is not None))
 
 
 def _read_slot(parameter: nn.Parameter, slot: str, optimizer: Any, stage: int
@@ -208,7 +188,7 @@ def _read_slot(parameter: nn.Parameter, slot: str, optimizer: Any, stage: int
         return torch.as_tensor(kept[0])
     from deepspeed.utils import safe_get_full_optimizer_state
 
-    return safe_get_full_optimizer_state(parameter, slot).reshape(whole_shape(parameter))
+    return safe_get_full_optimizer_state(parameter, slot).reshape(internals.whole_shape(parameter))
 
 
 def fill_optimizer(parameters: dict[str, nn.Parameter], optimizer: Any, stage: int,
@@ -227,12 +207,12 @@ def fill_optimizer(parameters: dict[str, nn.Parameter], optimizer: Any, stage: i
     if not saved:
         return
     _make_state(optimizer, stage, next(iter(saved.values())))
-    link_state(optimizer, stage)
+    internals.link_state(optimizer, stage)
     for name, slots in saved.items():
         for slot, read in slots.items():
             value = read()
             if value.dim() > 0:
-                set_whole(parameters[name], value, slot, stage)
+                internals.set_whole(parameters[name], value, slot, stage)
 
 
 def slot_fits(slot: str, shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
@@ -259,7 +239,7 @@ def _placed(value: torch.Tensor, slot: str, optimizer: Any, parameter: nn.Parame
 
 def _make_state(optimizer: Any, stage: int, slots: dict[str, Callable[[], torch.Tensor]]) -> None:
     """Zeroed state for DeepSpeed's flat partitions, as the optimizer's first step would make it."""
-    for flat in flat_tensors(optimizer, stage):
+    for flat in internals.flat_tensors(optimizer, stage):
         state: dict[str, torch.Tensor] = {}
         for slot, read in slots.items():
             value = read()

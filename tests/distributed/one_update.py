@@ -90,7 +90,7 @@ def main(config: str, out: str, *words: str) -> None:
         found["eval"] = torch.tensor([figures[name] for name in sorted(figures)])
         if backend.ranks.first:
             save_file(found, out)
-        backend.ranks.barrier()
+        backend.ranks.gather(None)  # wait for all
         PPOTask(session).close()
         session.trained.close()
 

@@ -107,7 +107,7 @@ def main(config: str, out: str) -> None:
             gc.collect()
         if backend.ranks.first:
             save_file({name: tensor.contiguous() for name, tensor in found.items()}, out)
-        backend.ranks.barrier()
+        backend.ranks.gather(None)  # wait for all
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ def test_one_full_disk_is_retried_after_making_room(tmp_path: Path,
     for step in (1, 2, 3):
         save(tmp_path, step)
     supersede(tmp_path, 2)
-    monkeypatch.setattr(faults, "point", faults.armed(faults.parse("save.open@2:enospc")))
+    monkeypatch.setattr(faults, "point", faults.Point(faults.parse("save.open@2:enospc")))
     save(tmp_path, 3)
     assert find_latest(tmp_path, run_id=RUN).found.step == 3
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000001", "step-000002",
@@ -124,22 +124,20 @@ def test_one_full_disk_is_retried_after_making_room(tmp_path: Path,
 
 
 def test_a_disk_that_stays_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(faults, "point", faults.Point(faults.parse("save.open:enospc")))
+        with pytest.raises(DiskError, match="No earlier step is on the disk"):
+            save(tmp_path, 1)
+    assert list(tmp_path.iterdir()) == []
     save(tmp_path, 120)
     before = tree(tmp_path)
-    monkeypatch.setattr(faults, "point", faults.armed(faults.parse("save.before_manifest:enospc")))
+    monkeypatch.setattr(faults, "point", faults.Point(faults.parse("save.before_manifest:enospc")))
     with pytest.raises(DiskError, match=r"^Disk full writing step 130 \(needs \d+ \w+, "
                                         r"[\d.]+ \w+ free\)\. Kept step 120\.") as stop:
         save(tmp_path, 130)
     assert stop.value.exit_code == 6
     assert "ppocli resume" in stop.value.fix
     assert tree(tmp_path) == before
-
-
-def test_a_full_disk_at_the_first_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(faults, "point", faults.armed(faults.parse("save.open:enospc")))
-    with pytest.raises(DiskError, match="No earlier step is on the disk"):
-        save(tmp_path, 1)
-    assert list(tmp_path.iterdir()) == []
 
 
 LIMITED = """

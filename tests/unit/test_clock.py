@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -138,7 +139,6 @@ def _stopping(limit: int):
 def test_the_phases_of_a_run_add_up_to_its_wall_time_also_when_stopped_and_resumed(
         tmp_path, monkeypatch):
     from ppocli.errors import StoppedError
-    from ppocli.launching.child_process import Start
     from ppocli.launching.opened_folder import open_folder
     from ppocli.launching.worker import run_worker
     from ppocli.training.task import PythonObjects
@@ -151,12 +151,11 @@ def test_the_phases_of_a_run_add_up_to_its_wall_time_also_when_stopped_and_resum
         given = [w for w in words(*more) if not w.startswith("reward.fn=")]
         objects = PythonObjects(reward_fn=_stopping(stop_at))
         with open_folder(checked(*given, handed_in=frozenset({"reward.fn"})), objects,
-                         lambda text: None) as opened:
+                         lambda text: None) as start:
             began = time.time()
             with pytest.raises(StoppedError) if stop_at else nullcontext():
-                run_worker(Start(opened.run_dir, opened.resume, "quiet", opened.reserved_by),
-                           objects=objects)
-        return (opened.run_dir / "summary.json").stat().st_mtime - began
+                run_worker(replace(start, display="quiet"), objects=objects)
+        return (start.run_dir / "summary.json").stat().st_mtime - began
 
     def told() -> dict:
         return json.loads((world / "runs/r/summary.json").read_text())

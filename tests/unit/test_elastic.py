@@ -8,7 +8,7 @@ import pytest
 
 from ppocli.config.schema import HardwareConfig
 from ppocli.launching.elastic import Job, conclude
-from ppocli.parallel.rank_outcomes import RankOutcome
+from ppocli.parallel.launchers import RankOutcome
 
 TRACE = "Traceback (most recent call last):\n  ...\n"
 PHASES = {0: "step 3, rollout", 1: "step 3, optimize", 2: "", 3: ""}
@@ -23,11 +23,6 @@ def lost(rank: int, at: float = 5.0) -> RankOutcome:
                        lost=True)
 
 
-def test_all_is_well():
-    assert conclude(job(), [RankOutcome(0, 0, "", "", 1.0), RankOutcome(1, 0, "", "", 1.0)],
-                    PHASES) == (0, "")
-
-
 def test_what_a_rank_expected_is_told_as_it_is_and_the_earliest_first():
     outcomes = [lost(0, 1.0), RankOutcome(1, 7, "rank 1, reward: no", "", 2.0),
                 RankOutcome(0, 8, "too late", "", 3.0)]
@@ -35,9 +30,11 @@ def test_what_a_rank_expected_is_told_as_it_is_and_the_earliest_first():
         7, "Error: rank 1, reward: no\n")
 
 
-def test_a_stop_is_no_error():
-    outcomes = [RankOutcome(rank, 143, "stopped by SIGTERM", "", 2.0) for rank in (0, 1)]
-    assert conclude(job(), outcomes, PHASES) == (143, "Stopped: stopped by SIGTERM\n")
+@pytest.mark.parametrize(("code", "message", "said"), [
+    (0, "", ""), (143, "stopped by SIGTERM", "Stopped: stopped by SIGTERM\n")])
+def test_an_end_without_an_error(code, message, said):
+    outcomes = [RankOutcome(rank, code, message, "", 2.0) for rank in (0, 1)]
+    assert conclude(job(), outcomes, PHASES) == (code, said)
 
 
 @pytest.mark.parametrize("failed", [{1: -9}, {0: 1, 1: -9}])

@@ -3,7 +3,7 @@ import pytest
 from checkpoint_samples import start_python
 
 from ppocli.errors import ConfigError
-from ppocli.storage.faults import Fault, armed, parse
+from ppocli.storage.faults import Fault, Point, parse
 
 
 def test_off_by_default_and_then_a_single_empty_call():
@@ -14,10 +14,10 @@ calls = []
 sys.setprofile(lambda frame, event, argument: calls.append((event, frame.f_code.co_name)))
 faults.point("save.before_rename")
 sys.setprofile(None)
-print(faults.point is faults.disarmed, calls[:2], len(calls), "torch" in sys.modules)
+print(calls[:2], len(calls), "torch" in sys.modules)
 """
     out, err = start_python(code).communicate(timeout=60)
-    assert out == "True [('call', 'disarmed'), ('return', 'disarmed')] 3 False\n", err
+    assert out == "[('call', '__call__'), ('return', '__call__')] 3 False\n", err
 
 
 def test_parse():
@@ -29,7 +29,7 @@ def test_parse():
 
 
 def test_rows_decide_where_a_fault_asks_for_more_than_some():
-    point = armed(parse("a>2:nan"))
+    point = Point(parse("a>2:nan"))
     assert [point("a", rows) for rows in (1, 2, 3)] == [False, False, True]
     assert not point("a")
 
@@ -43,7 +43,7 @@ def test_what_is_no_fault_is_refused(text: str):
 
 
 def test_passes_are_counted_per_point():
-    point = armed(parse("a@2:nan,b@2+:nan,c:raise,d:enospc"))
+    point = Point(parse("a@2:nan,b@2+:nan,c:raise,d:enospc"))
     assert [point("a") for _ in range(4)] == [False, True, False, False]
     assert [point("b") for _ in range(4)] == [False, True, True, True]
     assert point("other") is False
@@ -55,5 +55,5 @@ def test_passes_are_counted_per_point():
 
 
 def test_a_fault_of_one_rank_happens_in_no_other():
-    assert [armed(parse("a#1:nan,b#0:nan"), rank)(name) for rank in (0, 1) for name in "ab"] == [
+    assert [Point(parse("a#1:nan,b#0:nan"), rank)(name) for rank in (0, 1) for name in "ab"] == [
         False, True, True, False]

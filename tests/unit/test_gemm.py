@@ -12,7 +12,7 @@ from torch import nn
 
 from ppocli.config.schema import HardwareConfig
 from ppocli.errors import ConfigError
-from ppocli.launching.opening import noted_products
+from ppocli.launching.worker import noted_products
 from ppocli.models.fast import gemm
 from ppocli.parallel import onednn
 

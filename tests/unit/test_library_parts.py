@@ -14,7 +14,7 @@ from ppocli.errors import ConfigError
 from ppocli.models import transformers_internals
 from ppocli.models.loading import peft_internals
 from ppocli.parallel import deepspeed_internals, onednn
-from ppocli.parallel.library_parts import check_parts
+from ppocli.storage.environment import check_parts
 
 # PEFT asks transformers by a name that is going to be dropped
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is dep:FutureWarning")

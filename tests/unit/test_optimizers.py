@@ -21,7 +21,7 @@ from sessions import (
 from ppocli.config import algorithm
 from ppocli.config.schema import OptimizerConfig, PPOConfig
 from ppocli.errors import CheckpointError, InputError
-from ppocli.launching.preflight import missing_inputs
+from ppocli.launching.opened_folder import missing_inputs
 from ppocli.tasks.ppo.experience import to_experience
 from ppocli.training.optimizers import build_optimizer
 from ppocli.zero.sharded_weights import slot_fits

@@ -9,7 +9,7 @@ from checkpoint_samples import save, start_python, tree, write_files
 
 from ppocli.errors import DiskError
 from ppocli.storage import faults
-from ppocli.storage.publishing import publish_folder, repair_published
+from ppocli.storage.atomic import publish_folder, repair_published
 
 
 def write_model(text: str):
@@ -79,7 +79,7 @@ def test_a_disk_that_refuses_between_the_renames(tmp_path: Path, monkeypatch: py
     target = tmp_path / "model"
     publish_folder(write_model("one"), target)
     plan = faults.parse("export.between_renames:enospc")
-    monkeypatch.setattr(faults, "point", faults.armed(plan))
+    monkeypatch.setattr(faults, "point", faults.Point(plan))
     with pytest.raises(DiskError, match="Disk full"):
         publish_folder(write_model("two"), target)
     assert tree(target)["config.json"] == b"one"
@@ -98,7 +98,7 @@ def test_publishing_over_a_link_leaves_its_target_alone(tmp_path: Path):
 PUBLISH = """
 import sys
 from pathlib import Path
-from ppocli.storage.publishing import publish_folder
+from ppocli.storage.atomic import publish_folder
 def write(staging):
     (staging / "config.json").write_text("two")
 publish_folder(write, Path(sys.argv[1]))

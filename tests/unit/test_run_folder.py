@@ -46,11 +46,13 @@ def test_a_live_process_is_named_and_its_death_frees_the_folder(tmp_path: Path):
     assert (run / ".lock").read_bytes() == b""
 
 
-def test_the_same_process_cannot_hold_it_twice(tmp_path: Path):
+def test_the_same_process_cannot_hold_it_twice_and_gives_it_back_after_an_exception(tmp_path: Path):
     with lock(tmp_path):
         with pytest.raises(CheckpointError, match=f"process {os.getpid()} on"), lock(tmp_path):
             pass
         assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+    with pytest.raises(ValueError, match="x"), lock(tmp_path):
+        raise ValueError("x")
     with lock(tmp_path):
         pass
 
@@ -67,13 +69,6 @@ def test_a_reserved_folder_waits_for_its_worker_alone(tmp_path: Path):
     with reserved(tmp_path):  # whose worker never comes that far
         pass
     assert (tmp_path / ".lock").read_bytes() == b""
-
-
-def test_it_is_given_back_after_an_exception(tmp_path: Path):
-    with pytest.raises(ValueError, match="x"), lock(tmp_path):
-        raise ValueError("x")
-    with lock(tmp_path):
-        pass
 
 
 def dead_pid() -> int:

@@ -120,19 +120,6 @@ def test_defer_holds_back_and_does_not_forget():
             stop.check()
         stop.check()
         assert stop.requested == signal.SIGINT
-    with pytest.raises(StopRequested, match="SIGINT"):
+    with pytest.raises(StopRequested, match="SIGINT") as caught:
         stop.check()
-
-
-def test_surviving_any_exception_does_not_survive_a_stop():
-    stop = StopFlag()
-    stop.request(signal.SIGINT)
-
-    def tracker_that_may_fail() -> None:
-        try:
-            stop.check()
-        except Exception:
-            pytest.fail("swallowed")
-
-    with pytest.raises(StopRequested):
-        tracker_that_may_fail()
+    assert not isinstance(caught.value, Exception)  # which surviving any exception would swallow

@@ -20,7 +20,7 @@ from ppocli.errors import CheckpointError, ConfigError, InputError
 from ppocli.models.digest import tensors_digest
 from ppocli.models.loading import peft_internals
 from ppocli.models.virtual_tokens import VirtualTokens, add_virtual_tokens, switch_virtual_tokens
-from ppocli.storage.adapter_files import BASE, WEIGHTS, BaseIdentity
+from ppocli.storage.model_files import ADAPTER_BASE, ADAPTER_WEIGHTS, BaseIdentity
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,8 @@ def describe_adapter(adapter: Adapter, folder: Path) -> None:
     config = copy.deepcopy(adapter.model.active_peft_config)
     config.inference_mode = True
     config.save_pretrained(str(folder))
-    (folder / BASE).write_text(json.dumps(asdict(adapter.base), indent=2) + "\n", encoding="utf-8")
+    (folder / ADAPTER_BASE).write_text(json.dumps(asdict(adapter.base), indent=2) + "\n",
+                                       encoding="utf-8")
 
 
 def fill_adapter(adapter: Adapter, tensors: dict[str, torch.Tensor], where: str) -> None:
@@ -186,7 +187,7 @@ def load_adapter(lm: Any, folder: Path, base: BaseIdentity) -> Adapter:
 
     try:
         config = peft.PeftConfig.from_pretrained(str(folder))
-        tensors = load_file(folder / WEIGHTS)
+        tensors = load_file(folder / ADAPTER_WEIGHTS)
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
         raise InputError(f"The adapter in {folder} can't be loaded: {error}", where=str(folder),
                          fix="copy the folder again") from error

@@ -21,8 +21,13 @@ from ppocli.models.loading.adapters import Adapter, identify, load_adapter
 from ppocli.models.loading.model_config import attention_wanted, loading, quantized
 from ppocli.models.trunk import decoder_start, has_encoder, response_hidden
 from ppocli.parallel.deepspeed_internals import whole_shape
-from ppocli.storage.adapter_files import BASE, CONFIG, is_adapter, named_base
-from ppocli.storage.model_files import find_model
+from ppocli.storage.model_files import (
+    ADAPTER_BASE,
+    ADAPTER_CONFIG,
+    find_model,
+    is_adapter,
+    named_base,
+)
 from ppocli.text import first_line
 
 log = logging.getLogger("ppocli")
@@ -207,7 +212,7 @@ def _load_on_base(cfg: ModelConfig, folder: Path, dtype: torch.dtype) -> LoadedL
         loaded = load_lm(replace(cfg, path=path, revision=revision), dtype=dtype)
     except InputError as error:
         raise InputError(f"The base of the adapter in {folder} can't be loaded: {error.what}",
-                         where=str(folder / (BASE if known else CONFIG)),
+                         where=str(folder / (ADAPTER_BASE if known else ADAPTER_CONFIG)),
                          fix=f"name the base there as it is called now; {error.fix}") from error
     if loaded.adapter is not None:
         raise InputError(f"The base of the adapter in {folder} is an adapter itself: {path}.",
@@ -215,7 +220,7 @@ def _load_on_base(cfg: ModelConfig, folder: Path, dtype: torch.dtype) -> LoadedL
     base = identify(loaded.lm, path, revision)
     if known is not None and known.storage == base.storage and known.digest != base.digest:
         raise CheckpointError(f"{path} is not the model that the adapter in {folder} was trained "
-                              "on: its weights have changed.", where=str(folder / BASE),
+                              "on: its weights have changed.", where=str(folder / ADAPTER_BASE),
                               fix="put the model back, or name it there as it is called now")
     adapter = load_adapter(loaded.lm, folder, base)
     return replace(loaded, adapter=adapter)

@@ -11,7 +11,7 @@ import torch
 
 from ppocli.models.module_views import with_modules, without_hooks
 from ppocli.models.transformers_internals import conv1d
-from ppocli.parallel.library_parts import check_parts
+from ppocli.storage.environment import check_parts
 
 _PARTS = (
     "peft.tuners.tuners_utils:BaseTunerLayer.enable_adapters",

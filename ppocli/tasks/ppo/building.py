@@ -29,9 +29,8 @@ from ppocli.parallel.backend import Backend
 from ppocli.parallel.deepspeed_internals import whole_shape
 from ppocli.sampling.loading import load_decodable, load_policy
 from ppocli.text import first_line
-from ppocli.zero.sharded_reference import sharded_copy, share_sharded_trunk
+from ppocli.zero.sharded_models import load_in_parts, sharded_copy, share_sharded_trunk
 from ppocli.zero.sharded_weights import gathered
-from ppocli.zero.zero3_loading import load_in_parts
 
 
 def copy_reference(cfg: TrainConfig, backend: Backend, tokenizer: Any, policy: Any

@@ -47,7 +47,7 @@ from ppocli.training.task import (
     UpdateGroup,
     Verdict,
 )
-from ppocli.zero.sharded_reference import close_reference
+from ppocli.zero.sharded_models import close_reference
 
 log = logging.getLogger("ppocli")
 

@@ -1,0 +1,170 @@
+"""Models of which, under ZeRO 3, every rank keeps a part: handed out by rank 0, which alone loads
+them, and kept as a reference."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ppocli.config.deepspeed import deepspeed_config
+from ppocli.config.schema import TrainConfig
+from ppocli.models.decoding_method import Decoding, decoding_of, set_decoding
+from ppocli.models.layer_stack import SplitPoint, swapped_parameters, trained_split
+from ppocli.models.loading.language_model import LoadedLM, reference_dtype
+from ppocli.models.reference import Reference
+from ppocli.parallel.backend import Backend
+from ppocli.parallel.deepspeed_internals import local_part, shard
+from ppocli.zero import sharded_weights
+
+
+@dataclass(frozen=True, slots=True)
+class _Inventory:
+    """What a rank that hasn't loaded a model has to know of it."""
+
+    parameters: list[tuple[str, torch.Size, torch.dtype]]
+    """name, shape, type; tied ones once"""
+    buffers: dict[str, torch.Tensor]
+    generation_config: Any
+    decoding: Decoding
+
+
+def load_in_parts(cfg: TrainConfig, backend: Backend, load: Callable[[], LoadedLM],
+                  empty: Callable[[], LoadedLM], *, offload: bool) -> LoadedLM:
+    """The model that ``load`` gives, its parameters sharded over all ranks. All call it in step.
+
+    Rank 0 alone reads the files and checks what came of them, on whole weights; then each tensor
+    goes to all ranks, which keep a part each. So a job holds one whole model, in the host memory of
+    rank 0, and that only until it has been handed out.
+
+    Args:
+        load: gives the model in host memory.
+        empty: gives the same modules without weights (:func:`ppocli.models.loading.language_model.
+            empty_lm`); called on the other ranks.
+        offload: whether the parts lie in host memory.
+
+    Raises:
+        PpocliError: whatever ``load`` raised, on all ranks.
+    """
+    ranks = backend.ranks
+    loaded: LoadedLM | None = None
+
+    def take_stock() -> _Inventory:
+        nonlocal loaded
+        loaded = load()
+        return _Inventory([(name, p.shape, p.dtype) for name, p in loaded.lm.named_parameters()],
+                          dict(loaded.lm.named_buffers()), loaded.generation_config,
+                          decoding_of(loaded.lm))
+
+    inventory = ranks.first_does(take_stock)
+    mine = ranks.all_do(lambda: empty() if loaded is None else loaded, "loading")
+    if loaded is None:
+        mine = replace(mine, generation_config=inventory.generation_config)
+        set_decoding(mine.lm, inventory.decoding)
+    if [name for name, _ in mine.lm.named_parameters()] != [
+            name for name, *_ in inventory.parameters]:
+        raise RuntimeError("ranks have made different models of the same configuration")
+    for name, value in inventory.buffers.items():  # small, and whole on every rank
+        owner, _, key = name.rpartition(".")
+        mine.lm.get_submodule(owner)._buffers[key] = value.to(backend.device)
+    shard((_in_memory(mine.lm, *one) for one in inventory.parameters),
+          parts_config(cfg, offload=offload))
+    return mine
+
+
+def parts_config(cfg: TrainConfig, *, offload: bool) -> dict[str, Any]:
+    """The run's DeepSpeed configuration as far as it says how parameters are kept."""
+    zero = {name: value for name, value in deepspeed_config(cfg)["zero_optimization"].items()
+            if value != "auto" and name not in ("offload_param", "offload_optimizer")}
+    if offload:
+        zero["offload_param"] = {"device": "cpu"}
+    return {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+
+
+def _in_memory(lm: nn.Module, name: str, shape: torch.Size, dtype: torch.dtype) -> nn.Parameter:
+    """The parameter of that name, with room for its values, wherever it is used."""
+    there = lm.get_parameter(name)
+    if not there.is_meta:
+        return there
+    parameter = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=there.requires_grad)
+    for module in lm.modules():
+        for key, one in module._parameters.items():
+            if one is there:
+                module._parameters[key] = parameter
+    return parameter
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedCopy:
+    """A model of its own, of which each rank keeps a part. Its passes gather it layer by layer, so
+    all ranks make them in step."""
+
+    lm: Any
+    engine: Any
+    """DeepSpeed's, over the model's trunk"""
+    split: SplitPoint | None = None
+
+    @contextmanager
+    def view(self, policy_lm: Any) -> Iterator[Any]:
+        """As :class:`Reference`."""
+        with sharded_weights.held(sharded_weights.head_parameters(self.lm)):
+            yield self.lm
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedTrunk:
+    """The policy's own frozen trunk and, of the tensors that train, each rank's part as it was."""
+
+    parts: dict[str, torch.Tensor]
+    """by their names in the causal LM"""
+    split: SplitPoint | None
+    """as of :class:`ppocli.models.reference.SharedReference`"""
+
+    @contextmanager
+    def view(self, policy_lm: Any) -> Iterator[Any]:
+        """As :class:`Reference`, for a policy whose weights are put together or in parts."""
+        own = dict(policy_lm.named_parameters())
+        if sharded_weights.is_sharded(policy_lm):
+            trained = {name: own[name] for name in self.parts}
+            with sharded_weights.swapped_parts(trained, self.parts):
+                yield policy_lm
+            return
+        whole = {name: sharded_weights.whole_of(part, own[name].shape, own[name].device)
+                 for name, part in self.parts.items()}
+        with swapped_parameters(policy_lm, whole):
+            yield policy_lm
+
+
+def sharded_copy(cfg: TrainConfig, lm: Any) -> ShardedCopy:
+    """A reference from a model that is sharded already, by DeepSpeed's engine for inference as
+    TRL's ``prepare_deepspeed`` uses it."""
+    import deepspeed
+
+    settings = parts_config(cfg, offload=cfg.model.reference.offload)
+    stored = reference_dtype(cfg.model, cfg.hardware)
+    settings["bf16"] = {"enabled": stored == torch.bfloat16}
+    # around the trunk: that is what passes go through, and its start tells DeepSpeed of a new one
+    engine, *_ = deepspeed.initialize(model=lm.base_model, config=settings)
+    lm.eval()
+    return ShardedCopy(lm, engine)
+
+
+def share_sharded_trunk(lm: Any, *, offload: bool) -> ShardedTrunk:
+    """As :func:`ppocli.models.reference.share_trunk`, of a sharded policy that is prepared for
+    training and hasn't been trained yet.
+
+    Raises:
+        ValueError: as there.
+    """
+    split = trained_split(lm)
+    own = {name: local_part(p).detach() for name, p in lm.named_parameters() if p.requires_grad}
+    return ShardedTrunk({name: part.to("cpu" if offload else part.device, copy=True)
+                         for name, part in own.items()}, split)
+
+
+def close_reference(reference: Reference | None) -> None:
+    """Tear down what DeepSpeed has built around it."""
+    if isinstance(reference, ShardedCopy):
+        reference.engine.destroy()
