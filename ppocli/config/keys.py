@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,6 +19,9 @@ _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
           Any: "any value"}
 _PLURALS = {int: "whole numbers", float: "numbers", bool: "true/false values", str: "texts",
             Any: "values"}
+
+Rules = Iterator[tuple[object, str, str]]
+"""rules between keys: whether one is broken, the keys in it (``a, b``), and what is wrong then"""
 
 
 @dataclass(frozen=True, slots=True)
