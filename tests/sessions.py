@@ -11,7 +11,7 @@ from typing import Any
 from helpers import mask_of, save_lm, write_prompts
 
 from ppocli.config.schema import TrainConfig
-from ppocli.data.batch import PromptBatch
+from ppocli.data.prompt_set import PromptBatch
 from ppocli.models.layout import Sequences
 from ppocli.parallel.backend import open_ranks
 from ppocli.parallel.stop import StopFlag

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ppocli.config.compose import Composed
     from ppocli.config.sweep import SweepJob
     from ppocli.config.words import Words
-    from ppocli.data.spec import PromptSpec
+    from ppocli.data.sources import PromptSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ def _examine_prompts(prompts: PromptsConfig
     """How many training prompts there are and the metadata columns that rewards will get, None
     where that isn't known without the Hub; and what is wrong."""
     from ppocli.data.render import metadata
-    from ppocli.data.spec import evaluation_spec, training_spec
+    from ppocli.data.sources import evaluation_spec, training_spec
 
     problems: list[PpocliError] = []
     count: int | None = None
@@ -236,8 +236,8 @@ def _rows(spec: PromptSpec) -> list[Any] | None:
         return []
     if spec.path is not None and names_hub_dataset(spec.path):
         return None
-    rows, _ = take_rows(open_rows(spec, []), spec,
-                        most=spec.limit if spec.key == "prompts" else None)
+    rows = take_rows(open_rows(spec, []), spec, [],
+                     most=spec.limit if spec.key == "prompts" else None)
     if not spec.chat:  # a chat template is the tokenizer's, which isn't loaded here
         prompt_texts(rows, spec, None)  # type: ignore[arg-type]
     return rows

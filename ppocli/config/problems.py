@@ -239,7 +239,12 @@ def _fns_entry(entry: Any) -> Iterator[str]:
 
 
 def _prompts(config: TrainConfig, handed_in: frozenset[str]) -> Rules:
+    inherited = config.prompts
     for prefix, prompts in (("prompts", config.prompts), ("prompts.eval", config.prompts.eval)):
+        chat = inherited.chat if prompts.chat is None else prompts.chat
+        yield ((prompts.chat or prompts.length_sampler) and chat
+               and (prompts.length_sampler or inherited.length_sampler),
+               f"{prefix}.length_sampler", "would cut off the end of the chat template")
         yield (prompts.path is not None and prompts.items is not None,
                f"{prefix}.path, {prefix}.items", "give a source or inline prompts, not both")
         yield prompts.items == [], f"{prefix}.items", "must hold at least one prompt"

@@ -1,8 +1,7 @@
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppocli.data.batch import prompt_indices
+from ppocli.data.prompt_set import prompt_indices
 
 sizes = st.integers(1, 40)
 seeds = st.integers(0, 2**40)
@@ -38,9 +37,3 @@ def test_seeds_and_epochs_differ():
     orders = [epoch(number, seed) for number in range(3) for seed in range(3)]
     assert all(a != b for i, a in enumerate(orders) for b in orders[:i])
     assert all(order != list(range(50)) for order in orders)
-
-
-@pytest.mark.parametrize(("start", "count", "n"), [(-1, 1, 3), (0, -1, 3), (0, 1, 0)])
-def test_impossible_positions(start, count, n):
-    with pytest.raises(ValueError, match="no such positions"):
-        prompt_indices(start, count, n=n, seed=0, shuffle=True)
