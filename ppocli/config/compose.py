@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
+from ppocli.builtin.names import config_groups
 from ppocli.config.hydra_bridge import config_loader, config_name, hydra_for, run_hydra
 from ppocli.config.keys import schema_keys, schema_sections
 from ppocli.config.layers import Entry, layered_entries, merge_entries
-from ppocli.config.paths import config_groups
 from ppocli.config.problems import Problem, find_problems, raise_problems
 from ppocli.config.resolved import CONFIG_FILE, read_config, schema_node, typed
 from ppocli.config.schema import TrainConfig
 from ppocli.config.secrets import refuse_secrets
-from ppocli.config.words import COMMAND_LINE, Setting, Words
+from ppocli.config.words import COMMAND_LINE, Words
 from ppocli.errors import CheckpointError, ConfigError
 from ppocli.text import did_you_mean
 
@@ -95,8 +95,7 @@ def compose(words: Words) -> Composed:
     if words.only_prints:
         raise ConfigError("These words only print a configuration.", fix="leave out --cfg, --info")
     run = _resumed_run(words)
-    words = words if run is None else _with_base(words)
-    with hydra_for(words, schema_node(), run):
+    with hydra_for(words, schema_node()):
         return compose_here(words, run)
 
 
@@ -116,7 +115,7 @@ def check(composed: Composed, handed_in: frozenset[str] = frozenset()) -> Checke
 
 def compose_here(words: Words, run: Path | None = None) -> Composed:
     """As :func:`compose`, inside of :func:`hydra_for`, for words that are one run's."""
-    merged = merge_entries(_entries(words))
+    merged = merge_entries(_entries(words, run))
     return Composed(typed(merged.node), merged.problems, merged.sources, words.value("recipe"), run)
 
 
@@ -127,12 +126,11 @@ def print_composition(words: Words) -> None:
         ConfigError: something is wrong with the words or the files.
     """
     run = _resumed_run(words)
-    words = words if run is None else _with_base(words)
-    with hydra_for(words, schema_node(), run):
+    with hydra_for(words, schema_node()):
         if words.flag("--hydra-help") is not None or words.flag("--shell-completion") is not None:
             run_hydra(words)
             return
-        entries = _entries(words)
+        entries = _entries(words, run)
         merged = merge_entries(entries, hydra_resolves=True)
         package = words.flag("--package") or "_global_"
         names = [*schema_keys(), *schema_sections()]
@@ -153,12 +151,13 @@ def print_composition(words: Words) -> None:
                          else f"{part}\n")
 
 
-def _entries(words: Words) -> list[Entry]:
-    with config_loader(words) as loader:
-        if any(setting.key.startswith("hydra.") for setting in words.settings):
-            # only Hydra can tell whether its own keys are right
-            loader.load_configuration(config_name(words), words.overrides, RunMode.RUN)
-        entries = layered_entries(loader, words)
+def _entries(words: Words, run: Path | None) -> list[Entry]:
+    words = words if run is None else words.without("resume")
+    loader = config_loader(words)
+    if any(setting.key.startswith("hydra.") for setting in words.settings):
+        # only Hydra can tell whether its own keys are right
+        loader.load_configuration(config_name(words), words.overrides, RunMode.RUN)
+    entries = layered_entries(loader, words, None if run is None else run / CONFIG_FILE)
     refuse_secrets((entry.key, entry.value, entry.source) for entry in entries)
     return entries
 
@@ -181,9 +180,3 @@ def _resumed_run(words: Words) -> Path | None:
                           "config.yaml is the base", where=COMMAND_LINE,
                           fix="override single keys instead, e.g. ppo.total_episodes=4000")
     return run
-
-
-def _with_base(words: Words) -> Words:
-    """The words of a resumed run, whose own configuration is chosen as a config group."""
-    kept = words.without("resume")
-    return replace(kept, settings=(Setting("+", "run", "config"), *kept.settings))

@@ -7,7 +7,7 @@ and the checks that need more than one key.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any
@@ -40,13 +40,16 @@ class Problem:
 
 def raise_problems(problems: list[Problem], fix: str | None = None) -> None:
     """Raise one ConfigError that lists every problem; do nothing if there is none."""
-    if not problems:
-        return
-    lines = list(dict.fromkeys(str(problem) for problem in problems))
-    if len(lines) == 1:
-        raise ConfigError(lines[0], fix=fix)
-    raise ConfigError("\n".join([f"{len(lines)} problems in the configuration:",
-                                 *(f"  {line}" for line in lines)]), fix=fix)
+    if problems:
+        raise ConfigError(listed(dict.fromkeys(str(problem) for problem in problems)), fix=fix)
+
+
+def listed(problems: Iterable[str], before: str = "", place: str = "in the configuration") -> str:
+    """One problem, ``before`` it where it is, or several on lines of their own."""
+    first, *more = problems
+    if not more:
+        return before + first
+    return "\n".join([f"{1 + len(more)} problems {place}:", *(f"  {p}" for p in (first, *more))])
 
 
 def shown(value: Any) -> str:

@@ -54,23 +54,15 @@ def typed(node: DictConfig) -> TrainConfig:
     Raises:
         OmegaConfBaseException: an interpolation can't be resolved.
     """
-    return typing.cast(TrainConfig, _instance(TrainConfig, node))
+    values = OmegaConf.to_container(node, resolve=True, throw_on_missing=False)
+    return typing.cast(TrainConfig, _instance(TrainConfig, values))
 
 
-def _instance(schema: type, node: DictConfig) -> Any:
-    hints = typing.get_type_hints(schema)
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(schema):
-        hint = hints[field.name]
-        if OmegaConf.is_missing(node, field.name):
-            values[field.name] = "???"
-        elif dataclasses.is_dataclass(hint):
-            values[field.name] = _instance(typing.cast(type, hint), node[field.name])
-        else:
-            value = node[field.name]
-            values[field.name] = (OmegaConf.to_container(value, resolve=True)
-                                  if OmegaConf.is_config(value) else value)
-    return schema(**values)
+def _instance(hint: Any, value: Any) -> Any:
+    if not dataclasses.is_dataclass(hint):
+        return value
+    hints = typing.get_type_hints(hint)
+    return hint(**{name: _instance(hints[name], item) for name, item in value.items()})
 
 
 def config_text(config: TrainConfig) -> str:

@@ -15,7 +15,6 @@ from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from ppocli.config.as_words import quoted
 from ppocli.config.compose import Composed, compose_here
 from ppocli.config.hydra_bridge import as_config_errors, config_loader, hydra_for, run_hydra
 from ppocli.config.keys import free_mapping_of, key_for
@@ -23,7 +22,7 @@ from ppocli.config.layers import Entry, merge_entries, override_entries
 from ppocli.config.problems import raise_problems, range_problems
 from ppocli.config.resolved import schema_node, typed
 from ppocli.config.secrets import refuse_secrets
-from ppocli.config.words import COMMAND_LINE, Words
+from ppocli.config.words import COMMAND_LINE, Words, quoted
 from ppocli.errors import ConfigError
 from ppocli.text import did_you_mean
 
@@ -67,8 +66,7 @@ def run_sweep_jobs(words: Words, run_job: Callable[[SweepJob], float | None],
     # untyped, so that a job with a wrong value is that job's failure and not the sweep's
     untyped = OmegaConf.create(OmegaConf.to_container(schema_node()))
     with hydra_for(words, cast(DictConfig, untyped)):
-        with config_loader(words) as loader:
-            swept = _sweep_words(loader, words.overrides)
+        swept = _sweep_words(config_loader(words), words.overrides)
         refuse_secrets((entry.key, entry.value, entry.source) for entry in swept.shared)
         merged = merge_entries(swept.shared, hydra_resolves=True)
         raise_problems([*merged.problems, *(

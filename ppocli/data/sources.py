@@ -277,7 +277,7 @@ def _hub_rows(spec: PromptSpec, path: str) -> Iterator[Row]:
                 where=where,
                 fix=f"give a local file or folder: {spec.path_key}=/path, "
                     f"or run once with network: hf download --repo-type dataset {path} "
-                    f"--local-dir {path.split('/')[-1]}") from error
+                    f"--local-dir {Path(path).name}") from error
         raise InputError(f"Data set '{path}' cannot be loaded: {first_line(error)}",
                          where=f"{where} {spec.key}.name={spec.name or 'null'} "
                                f"{spec.key}.split={spec.split}",

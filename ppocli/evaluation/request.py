@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppocli.config.as_words import literal
 from ppocli.config.resolved import read_config
 from ppocli.config.schema import (
     EvalGenerationConfig,
@@ -17,6 +16,7 @@ from ppocli.config.schema import (
     RewardConfig,
     TrainConfig,
 )
+from ppocli.config.words import literal
 from ppocli.errors import ConfigError
 from ppocli.runs.target import Target, find_target
 

@@ -10,8 +10,7 @@ from ppocli.config.keys import schema_keys
 
 PACKAGE = Path(ppocli.__file__).parent
 # these handle every key alike, so that naming one there doesn't mean that it has an effect
-GENERIC = {"config/schema.py", "config/schema_model.py", "config/schema_ppo.py",
-           "config/keys.py"}
+GENERIC = {"config/schema.py", "config/schema_ppo.py", "config/keys.py"}
 SHOWING = ("cli/", "doctor", "export/", "report/")
 """rooms and files that print what was set; that alone is no use of a key"""
 

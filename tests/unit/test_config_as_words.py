@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from helpers import checked
 
-from ppocli.config.as_words import training_command, words_for
-from ppocli.config.paths import recipe_files
+from ppocli.builtin.names import recipe_files
 from ppocli.config.resolved import config_differences
+from ppocli.config.words import training_command, words_for
 
 BASE = ["model.path=builtin:reviews", "prompts.path=builtin:reviews-prompts", "ppo.num_steps=2"]
 

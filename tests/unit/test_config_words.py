@@ -8,9 +8,8 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from ppocli.config.as_words import literal, quoted, unquoted
 from ppocli.config.keys import key_for, schema_keys, schema_sections
-from ppocli.config.words import read_setting, read_words
+from ppocli.config.words import literal, quoted, read_setting, read_words, unquoted
 from ppocli.errors import ConfigError
 from ppocli.text import did_you_mean, nearest
 
