@@ -17,8 +17,7 @@ from ppocli.errors import CheckpointError, ConfigError, DiskError, InputError, P
 from ppocli.text import counted
 
 if TYPE_CHECKING:
-    from ppocli.config.compose import Composed
-    from ppocli.config.sweep import SweepJob
+    from ppocli.config.compose import Composed, SweepJob
     from ppocli.config.words import Words
     from ppocli.data.sources import PromptSpec
 
@@ -109,7 +108,7 @@ def _examine_run(composed: Composed, found: Examined) -> None:
 
 def _examine_sweep(words: Words, found: Examined) -> None:
     """Every job; what is wrong with several jobs alike is told once."""
-    from ppocli.config.sweep import run_sweep_jobs
+    from ppocli.config.compose import run_sweep_jobs
 
     unusual = [setting.key for setting in words.settings
                if setting.key in ("hydra/sweeper", "hydra/launcher") and setting.value != "basic"]

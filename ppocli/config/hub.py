@@ -81,10 +81,15 @@ def _proxy_for(endpoint: str) -> str | None:
 @functools.cache
 def _probe(endpoint: str, proxy: str | None, timeout: float) -> bool:
     def ask() -> None:
-        if proxy is None or urlsplit(proxy).scheme.startswith("socks"):
-            answers.put(_connects(proxy or endpoint, timeout))
-        else:
-            answers.put(_answers_through(proxy, endpoint, timeout))
+        from http.client import HTTPException
+
+        try:
+            if proxy is None or urlsplit(proxy).scheme.startswith("socks"):
+                answers.put(_connects(proxy or endpoint, timeout))
+            else:
+                answers.put(_answers_through(proxy, endpoint, timeout))
+        except (OSError, HTTPException, ValueError):
+            answers.put(False)
 
     # Name resolution ignores socket timeouts and can take half a minute: only a thread bounds it.
     answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
@@ -96,18 +101,14 @@ def _probe(endpoint: str, proxy: str | None, timeout: float) -> bool:
 
 
 def _connects(url: str, timeout: float) -> bool:
-    try:
-        parts = urlsplit(url)
-        port = parts.port or _DEFAULT_PORTS.get(parts.scheme, 443)
-        with socket.create_connection((parts.hostname or "", port), timeout=timeout):
-            return True
-    except (OSError, ValueError):
-        return False
+    parts = urlsplit(url)
+    port = parts.port or _DEFAULT_PORTS.get(parts.scheme, 443)
+    with socket.create_connection((parts.hostname or "", port), timeout=timeout):
+        return True
 
 
 def _answers_through(proxy: str, endpoint: str, timeout: float) -> bool:
     import ssl
-    from http.client import HTTPException
     from urllib.error import HTTPError, URLError
     from urllib.request import ProxyHandler, Request, build_opener
 
@@ -120,5 +121,3 @@ def _answers_through(proxy: str, endpoint: str, timeout: float) -> bool:
     except URLError as error:
         # The tunnel stands; certificates are judged later by the client that downloads.
         return isinstance(error.reason, ssl.SSLError)
-    except (OSError, HTTPException, ValueError):
-        return False

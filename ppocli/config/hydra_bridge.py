@@ -38,10 +38,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ppocli.builtin.names import config_groups, shipped
-from ppocli.config.keys import schema_keys
 from ppocli.config.words import COMMAND_LINE, Words
 from ppocli.errors import ConfigError
-from ppocli.text import did_you_mean, short_path
+from ppocli.text import did_you_mean, first_line, short_path
 
 VERSION = "1.3"
 """whose behaviour is asked of Hydra"""
@@ -221,18 +220,24 @@ def _missing(error: MissingConfigException) -> ConfigError:
         return ConfigError(str(error).splitlines()[0] or f"config {path!r} was not found",
                            fix="see what is there: ppocli train --info searchpath")
     options = list(error.options)
-    kind = ("unknown recipe" if group == "recipe"
-            else f"unknown option of the config group {group}:")
     inside = re.match(r"In '([^']+)'", str(error))
     outer = inside[1] if inside and "/" in inside[1] else None
-    where = f"the defaults list of {outer}" if outer else "command line"
+    where = f"the defaults list of {outer}" if outer else COMMAND_LINE
     if group in config_groups() and (":" in name or "." in name):
         fix = f"for a folder or a Hub name write {group}.path={name}"
     elif group == "recipe" and name.endswith((".yaml", ".yml")):
         fix = "give the recipe's name without .yaml; its folder with --config-dir"
     else:
-        fix = "choose one of: " + ", ".join(options)
-    return ConfigError(f"{kind} {name}{did_you_mean(name, options)}", where=where, fix=fix)
+        fix = None
+    return unknown_option(group, name, options, where, fix)
+
+
+def unknown_option(group: str, name: str, options: list[str], where: str = COMMAND_LINE,
+                   fix: str | None = None) -> ConfigError:
+    """There is no such recipe, or option of a config group."""
+    kind = "recipe" if group == "recipe" else f"option of the config group {group}:"
+    return ConfigError(f"unknown {kind} {name}{did_you_mean(name, options)}", where=where,
+                       fix=fix or "choose one of: " + ", ".join(options))
 
 
 def _unparsed(error: OverrideParseException) -> ConfigError:
@@ -241,28 +246,23 @@ def _unparsed(error: OverrideParseException) -> ConfigError:
     lines = [line for line in error.message.splitlines()[1:] if "See https" not in line]
     detail = reason or (lines[0].strip() if lines else "")
     return ConfigError(f"{word!r} can't be read as key=value" + (f": {detail}" if detail else ""),
-                       where="command line",
+                       where=COMMAND_LINE,
                        fix="quote a value with special characters twice: "
                            "'key=\"some (text), more\"'; a list is key=[a,b]")
 
 
 def _general(chain: list[BaseException]) -> ConfigError:
-    error = chain[0]
-    text = str(error)
+    text = str(chain[0])
     match = re.search(r"Could not override '([^'@]+)", text)
     if match:
-        groups = [*config_groups(), "recipe"]
         return ConfigError(f"there is no config group {match[1]}"
-                           + did_you_mean(match[1], groups),
+                           + did_you_mean(match[1], [*config_groups(), "recipe"]),
                            fix="config groups: " + ", ".join(config_groups()))
     match = re.search(r"Multiple values for ([\w/]+)", text)
     if match:
-        return ConfigError(f"{match[1]} was given more than once", where="command line",
+        return ConfigError(f"{match[1]} was given more than once", where=COMMAND_LINE,
                            fix=f"give one {match[1]}")
-    lines = [line.strip() for cause in chain if str(cause)
-             for line in str(cause).splitlines()[:1]]
     name = next((str(key) for cause in chain
                  if (key := getattr(cause, "full_key", None))), None)
-    hint = did_you_mean(name, list(schema_keys())) if name and name not in schema_keys() else ""
-    return ConfigError(": ".join(dict.fromkeys(lines)) + hint or type(error).__name__, where=name,
+    return ConfigError(": ".join(dict.fromkeys(map(first_line, chain))), where=name,
                        fix="see the composed configuration: ppocli train --cfg job ...")

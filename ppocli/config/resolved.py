@@ -223,10 +223,6 @@ _REFUSED = frozenset({
     "model.value.kind", "model.value.path", "model.value.num_layers_unfrozen", "hardware.precision",
     "ppo.optimizer.name", "ppo.value_optimizer.name", "ppo.advantage", "ppo.n", "reward.scale",
     "ppo.kl_controller",
-    "prompts.path", "prompts.name", "prompts.split", "prompts.column", "prompts.columns",
-    "prompts.items", "prompts.limit", "prompts.first_words", "prompts.length_sampler",
-    "prompts.template", "prompts.chat", "prompts.max_length", "prompts.truncation_side",
-    "prompts.shuffle",
 })
 
 
@@ -240,7 +236,7 @@ def classify_change(key: str) -> ChangeKind:
     """
     if key in _PLACE or key in _HARMLESS or key.startswith(_HARMLESS_SECTIONS):
         return "harmless"
-    if key in _REFUSED or key.startswith("prompts.eval."):
+    if key in _REFUSED or key.startswith("prompts."):
         return "refused"
     return "accepted"
 

@@ -72,10 +72,7 @@ def refuse_secrets(entries: Iterable[tuple[str, object, str]]) -> None:
         ConfigError: names the key and the source; the value is never shown.
     """
     for name, value, source in entries:
-        if looks_secret(name):
-            raise ConfigError(f"{name} looks like a secret and was refused (value not shown)",
-                              where=source, fix=_REMEDY)
-        for part, text in _texts(name, value):
+        for part, text in ((name, ""), *_texts(name, value)):
             if looks_secret(part):
                 raise ConfigError(f"{part} looks like a secret and was refused (value not shown)",
                                   where=source, fix=_REMEDY)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ppocli.builtin.names import config_groups
-from ppocli.config.keys import free_mapping_of, key_for, schema_keys
+from ppocli.config.keys import key_for, schema_keys
 from ppocli.config.resolved import config_differences
 from ppocli.config.schema import TrainConfig
 from ppocli.config.secrets import refuse_secrets
@@ -113,19 +113,16 @@ class Words:
         return parts
 
 
-def read_words(words: Sequence[str], environment_dirs: str | None = None) -> Words:
+def read_words(words: Sequence[str]) -> Words:
     """Tell flags from settings and check the flags.
 
     Args:
         words: the command line after the command's name, in any order.
-        environment_dirs: folders joined as in ``PATH`` (default: ``PPOCLI_CONFIG_DIR``).
 
     Raises:
         ConfigError: an unknown flag, one without its value, flags that exclude each other, a word
             that is no setting, or a secret.
     """
-    if environment_dirs is None:
-        environment_dirs = os.environ.get("PPOCLI_CONFIG_DIR", "")
     settings: list[Setting] = []
     flags: list[tuple[str, str | None]] = []
     rest = list(words)
@@ -151,8 +148,9 @@ def read_words(words: Sequence[str], environment_dirs: str | None = None) -> Wor
     given = [value for flag, value in flags if flag == "--config-dir" and value]
     return Words(tuple(settings), tuple(flags),
                  tuple(_config_dir(folder, "--config-dir") for folder in given)
-                 + tuple(_config_dir(folder, "PPOCLI_CONFIG_DIR")
-                         for folder in environment_dirs.split(":") if folder), tuple(words))
+                 + tuple(_config_dir(folder, "PPOCLI_CONFIG_DIR") for folder
+                         in os.environ.get("PPOCLI_CONFIG_DIR", "").split(":") if folder),
+                 tuple(words))
 
 
 def _looks_like_setting(word: str) -> bool:
@@ -278,15 +276,8 @@ def training_command(config: TrainConfig, *more: str) -> str:
 
 
 def _word(name: str, value: Any) -> str:
-    if isinstance(value, str) and not _free(name):
-        return f"{name}={value}" if _safe(value) else f"{name}={quoted(value)}"
-    return f"{name}={_literal(value)}"
-
-
-def _free(name: str) -> bool:
-    """Whether any type fits there, so that only the spelling tells a text from a number."""
-    key = key_for(name)
-    return key is None or free_mapping_of(name) is not None
+    plain = isinstance(value, str) and _safe(value)
+    return f"{name}={value if plain else _literal(value)}"
 
 
 def _safe(value: str) -> bool:
