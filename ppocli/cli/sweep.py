@@ -18,9 +18,9 @@ from typing import Any
 
 from ppocli.cli.output import complain, display_mode, print_table, say, shown_figure, split_words
 from ppocli.config.compose import Grid, SweepJob, check, run_sweep_jobs
-from ppocli.config.resolved import config_differences, with_absolute_paths, with_values
+from ppocli.config.resolved import config_differences, quoted, with_absolute_paths, with_values
 from ppocli.config.secrets import safe_text
-from ppocli.config.words import Words, quoted, read_setting, read_words
+from ppocli.config.words import Words, read_setting, read_words
 from ppocli.errors import (
     CheckpointError,
     ConfigError,

@@ -35,10 +35,10 @@ from ppocli.config.hydra_bridge import (
 from ppocli.config.keys import free_mapping_of, key_for, schema_keys, schema_sections
 from ppocli.config.layers import Entry, layered_entries, merge_entries, override_entries
 from ppocli.config.problems import Problem, find_problems, raise_problems, range_problems
-from ppocli.config.resolved import CONFIG_FILE, read_config, schema_node, typed
+from ppocli.config.resolved import CONFIG_FILE, quoted, read_config, schema_node, typed
 from ppocli.config.schema import TrainConfig
 from ppocli.config.secrets import refuse_secrets
-from ppocli.config.words import COMMAND_LINE, Words, quoted
+from ppocli.config.words import COMMAND_LINE, Words
 from ppocli.errors import CheckpointError, ConfigError
 from ppocli.text import did_you_mean
 

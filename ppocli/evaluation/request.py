@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppocli.config.resolved import read_config
+from ppocli.config.resolved import literal, read_config
 from ppocli.config.schema import (
     EvalGenerationConfig,
     EvalPromptsConfig,
@@ -16,7 +16,6 @@ from ppocli.config.schema import (
     RewardConfig,
     TrainConfig,
 )
-from ppocli.config.words import literal
 from ppocli.errors import ConfigError
 from ppocli.runs.target import Target, find_target
 

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ppocli.config.resolved import PYTHON_OBJECT
+from ppocli.config.resolved import PYTHON_OBJECT, literal, quoted
 from ppocli.config.schema import TrainConfig
-from ppocli.config.words import literal, quoted
 from ppocli.errors import ConfigError
 from ppocli.runs.target import Target
 from ppocli.storage.adapter_files import is_adapter, named_base

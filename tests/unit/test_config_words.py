@@ -14,16 +14,15 @@ from omegaconf import OmegaConf
 
 from ppocli.builtin.names import recipe_files
 from ppocli.config.keys import key_for, schema_keys, schema_sections
-from ppocli.config.resolved import config_differences
-from ppocli.config.words import (
+from ppocli.config.resolved import (
+    config_differences,
     literal,
     quoted,
-    read_setting,
-    read_words,
     training_command,
     unquoted,
     words_for,
 )
+from ppocli.config.words import read_setting, read_words
 from ppocli.errors import ConfigError
 from ppocli.text import did_you_mean, nearest
 
