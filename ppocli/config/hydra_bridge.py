@@ -264,5 +264,6 @@ def _general(chain: list[BaseException]) -> ConfigError:
                            fix=f"give one {match[1]}")
     name = next((str(key) for cause in chain
                  if (key := getattr(cause, "full_key", None))), None)
-    return ConfigError(": ".join(dict.fromkeys(map(first_line, chain))), where=name,
+    lines = dict.fromkeys(first_line(cause) for cause in chain if str(cause))
+    return ConfigError(": ".join(lines) or type(chain[0]).__name__, where=name,
                        fix="see the composed configuration: ppocli train --cfg job ...")

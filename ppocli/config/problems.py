@@ -250,7 +250,8 @@ def _prompts(config: TrainConfig, handed_in: frozenset[str]) -> Rules:
                f"{prefix}.length_sampler", "would cut off the end of the chat template")
         yield (prompts.path is not None and prompts.items is not None,
                f"{prefix}.path, {prefix}.items", "give a source or inline prompts, not both")
-        yield prompts.items == [], f"{prefix}.items", "must hold at least one prompt"
+        yield (prompts.items is not None and not prompts.items, f"{prefix}.items",
+               "must hold at least one prompt")
         yield (not _is_range(prompts.length_sampler), f"{prefix}.length_sampler",
                f"{shown(prompts.length_sampler)} must be [min, max] with min at most max")
         yield (prompts.template is not None and "{" not in prompts.template, f"{prefix}.template",

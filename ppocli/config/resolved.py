@@ -64,7 +64,8 @@ def _instance(hint: Any, value: Any) -> Any:
     if not dataclasses.is_dataclass(hint):
         return value
     hints = typing.get_type_hints(hint)
-    return hint(**{name: _instance(hints[name], item) for name, item in value.items()})
+    values = {name: _instance(hints[name], item) for name, item in value.items()}
+    return typing.cast(type, hint)(**values)
 
 
 def config_text(config: TrainConfig) -> str:
