@@ -13,8 +13,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from ppocli.builtin.names import shipped
 from ppocli.config.keys import Key, schema_keys
-from ppocli.config.paths import shipped
 from ppocli.config.schema import TrainConfig
 
 HEAD = """\

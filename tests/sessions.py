@@ -9,7 +9,7 @@ from typing import Any
 from helpers import mask_of, save_lm, write_prompts
 
 from ppocli.config.schema import TrainConfig
-from ppocli.data.batch import PromptBatch
+from ppocli.data.prompt_set import PromptBatch
 from ppocli.estimate.check import Estimate, estimate
 from ppocli.estimate.parts import models_of
 from ppocli.models.layout import Sequences

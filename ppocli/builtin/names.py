@@ -1,4 +1,4 @@
-"""Models and prompt files by name: what ``builtin:NAME`` stands for, without a network."""
+"""What comes with ppocli: models and prompt files (``builtin:NAME``), config groups, recipes."""
 
 from pathlib import Path
 
@@ -45,3 +45,35 @@ def resolve_builtin(name: str) -> Path:
         raise InputError(f"the files of {BUILTIN_PREFIX}{bare} are missing from this installation",
                          where=str(path), fix="install ppocli again")
     return path
+
+
+def shipped(name: str) -> Path:
+    """The absolute path of a shipped folder: ``conf`` or ``recipes``.
+
+    In a wheel they lie inside the package, in a checkout (or an editable installation) beside it.
+
+    Raises:
+        FileNotFoundError: the installation is broken; neither place has the folder.
+    """
+    package = Path(__file__).resolve().parent.parent
+    for candidate in (package / name, package.parent / name):
+        if candidate.is_dir():
+            return candidate
+    raise FileNotFoundError(f"the {name}/ folder of ppocli is in neither {package} nor "
+                            f"{package.parent}: the installation is incomplete")
+
+
+def config_groups() -> dict[str, list[str]]:
+    """The shipped config groups and their options, e.g. ``{"model": ["randomwalks", ...]}``."""
+    return {folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
+            for folder in sorted(shipped("conf").iterdir()) if folder.is_dir()}
+
+
+def recipe_files() -> dict[str, Path]:
+    """Recipe names and files: those of ``./recipes`` in the current folder, then the shipped."""
+    found: dict[str, Path] = {}
+    for folder in (Path.cwd() / "recipes", shipped("recipes")):
+        if folder.is_dir():
+            for file in sorted(folder.glob("*.yaml")):
+                found.setdefault(file.stem, file)
+    return found

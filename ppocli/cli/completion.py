@@ -14,8 +14,8 @@ from typing import Annotated
 
 import typer
 
+from ppocli.builtin.names import config_groups, recipe_files
 from ppocli.cli.output import say
-from ppocli.config.paths import config_groups, recipe_files
 from ppocli.errors import ConfigError, DiskError, PpocliError
 
 HYDRA_FLAGS = {

@@ -17,10 +17,9 @@ from ppocli.errors import CheckpointError, ConfigError, DiskError, InputError, P
 from ppocli.text import counted
 
 if TYPE_CHECKING:
-    from ppocli.config.compose import Composed
-    from ppocli.config.sweep import SweepJob
+    from ppocli.config.compose import Composed, SweepJob
     from ppocli.config.words import Words
-    from ppocli.data.spec import PromptSpec
+    from ppocli.data.sources import PromptSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +108,7 @@ def _examine_run(composed: Composed, found: Examined) -> None:
 
 def _examine_sweep(words: Words, found: Examined) -> None:
     """Every job; what is wrong with several jobs alike is told once."""
-    from ppocli.config.sweep import run_sweep_jobs
+    from ppocli.config.compose import run_sweep_jobs
 
     unusual = [setting.key for setting in words.settings
                if setting.key in ("hydra/sweeper", "hydra/launcher") and setting.value != "basic"]
@@ -207,7 +206,7 @@ def _examine_prompts(prompts: PromptsConfig
     """How many training prompts there are and the metadata columns that rewards will get, None
     where that isn't known without the Hub; and what is wrong."""
     from ppocli.data.render import metadata
-    from ppocli.data.spec import evaluation_spec, training_spec
+    from ppocli.data.sources import evaluation_spec, training_spec
 
     problems: list[PpocliError] = []
     count: int | None = None
@@ -235,8 +234,8 @@ def _rows(spec: PromptSpec) -> list[Any] | None:
         return []
     if spec.path is not None and names_hub_dataset(spec.path):
         return None
-    rows, _ = take_rows(open_rows(spec, []), spec,
-                        most=spec.limit if spec.key == "prompts" else None)
+    rows = take_rows(open_rows(spec, []), spec, [],
+                     most=spec.limit if spec.key == "prompts" else None)
     if not spec.chat:  # a chat template is the tokenizer's, which isn't loaded here
         prompt_texts(rows, spec, None)  # type: ignore[arg-type]
     return rows

@@ -94,7 +94,7 @@ def export(request: ExportRequest, as_json: bool) -> None:
     """
     import json
 
-    from ppocli.config.as_words import training_command
+    from ppocli.config.resolved import training_command
     from ppocli.export.facts import Mask
     from ppocli.export.hub import push
     from ppocli.export.request import Existing, repo_name, resolve, shown

@@ -176,23 +176,20 @@ def read_prompts(file: str | None, column: str, lines: list[str] | None, *, chat
     """
     from ppocli.config.schema import PromptsConfig
     from ppocli.data.render import metadata, take_rows
-    from ppocli.data.sources import open_rows
-    from ppocli.data.spec import training_spec
+    from ppocli.data.sources import open_rows, training_spec
 
     notes: list[str] = []
     cfg = PromptsConfig(column=column, chat=chat, items=lines,
                         path=None if lines is not None else _as_path(file or ""))
     try:
         spec = training_spec(cfg, None)
-        rows, blank_rows = take_rows(open_rows(spec, notes), spec, most=None)
+        rows = take_rows(open_rows(spec, notes), spec, notes)
         columns = metadata(rows, spec)
     except PpocliError as error:
         for key, option in _OPTIONS:
             error.where = error.where and error.where.replace(key, option)
             error.fix = error.fix and error.fix.replace(key, option)
         raise
-    if blank_rows:
-        notes.append(f"{blank_rows} blank prompt{'s were' if blank_rows > 1 else ' was'} dropped")
     for note in notes:
         say(note)
     return [row.values[column] for row in rows], columns

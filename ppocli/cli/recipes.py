@@ -7,11 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from ppocli.builtin.names import BUILTIN_PREFIX
+from ppocli.builtin.names import BUILTIN_PREFIX, recipe_files
 from ppocli.cli.completion import complete_recipe
 from ppocli.cli.options import WORDS, AsJson, Command, Overrides
 from ppocli.cli.output import print_json, print_table, say
-from ppocli.config.paths import recipe_files
 from ppocli.errors import ConfigError, DiskError
 from ppocli.text import did_you_mean
 

@@ -64,8 +64,7 @@ def report(
 
 def _command(config: TrainConfig) -> str | None:
     """The command that trains so again; None for a run of Python objects."""
-    from ppocli.config.as_words import training_command
-    from ppocli.config.resolved import PYTHON_OBJECT, flat
+    from ppocli.config.resolved import PYTHON_OBJECT, flat, training_command
 
     if PYTHON_OBJECT in flat(config).values():
         return None

@@ -17,11 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from ppocli.cli.output import complain, display_mode, print_table, say, shown_figure, split_words
-from ppocli.config.as_words import quoted
-from ppocli.config.compose import check
-from ppocli.config.resolved import config_differences, with_absolute_paths, with_values
+from ppocli.config.compose import Grid, SweepJob, check, run_sweep_jobs
+from ppocli.config.resolved import config_differences, quoted, with_absolute_paths, with_values
 from ppocli.config.secrets import safe_text
-from ppocli.config.sweep import Grid, SweepJob, run_sweep_jobs
 from ppocli.config.words import Words, read_setting, read_words
 from ppocli.errors import (
     CheckpointError,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from ppocli.builtin.names import config_groups, recipe_files
 from ppocli.cli.completion import complete_run
 from ppocli.cli.options import NoProgress, Overrides
 from ppocli.cli.output import (
@@ -22,7 +23,6 @@ from ppocli.cli.output import (
     say,
     set_manner,
 )
-from ppocli.config.paths import config_groups, recipe_files
 from ppocli.errors import ConfigError
 from ppocli.parallel.launchers import Launched, find_launch
 

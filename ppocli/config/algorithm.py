@@ -4,12 +4,11 @@ which of the algorithm's contradict each other."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import fields, replace
 from importlib.util import find_spec
 from typing import Any
 
-from ppocli.config.keys import schema_keys
+from ppocli.config.keys import Rules, schema_keys
 from ppocli.config.schema import (
     OptimizerConfig,
     PPOConfig,
@@ -20,8 +19,6 @@ from ppocli.config.schema import (
 )
 from ppocli.errors import InputError
 from ppocli.ppo.advantages import ESTIMATORS, Estimator
-
-Found = Iterator[tuple[tuple[str, ...], str]]
 
 OPTIMIZER_KEYS = {
     "adamw": ("betas", "eps"), "adamw_8bit": ("betas", "eps"), "adam": ("betas", "eps"),
@@ -78,8 +75,8 @@ def whole_while_acting(cfg: TrainConfig) -> bool:
     return cfg.hardware.zero_stage < 3 or cfg.hardware.gather_for_generation
 
 
-def algorithm_problems(config: TrainConfig, handed_in: frozenset[str]) -> Found:
-    """Contradictions among the keys of the algorithm, as (keys, text)."""
+def algorithm_rules(config: TrainConfig) -> Rules:
+    """Rules between the keys of the algorithm."""
     if config.ppo.advantage in ESTIMATORS:
         yield from _kl(config)
         yield from _critic(config)
@@ -87,99 +84,84 @@ def algorithm_problems(config: TrainConfig, handed_in: frozenset[str]) -> Found:
     yield from _optimizer(config)
 
 
-def _kl(config: TrainConfig) -> Found:
-    ppo = config.ppo
-    if ppo.kl_controller == "adaptive" and config.model.reference.kind == "none":
-        yield (("ppo.kl_controller", "model.reference.kind"),
-               "the adaptive controller steers the KL to a reference, and there is none")
-    if config.model.reference.kind == "none" and ppo.init_kl_coef > 0:
-        yield (("model.reference.kind", "ppo.init_kl_coef"),
-               f"a KL penalty of {ppo.init_kl_coef:g} needs a reference: set ppo.init_kl_coef=0 "
-               "or model.reference.kind=copy")
-    if ppo.kl_controller == "adaptive" and ppo.init_kl_coef == 0:
-        yield (("ppo.kl_controller", "ppo.init_kl_coef"),
-               "the adaptive controller multiplies the coefficient and can never leave 0: start "
-               "above 0 or use ppo.kl_controller=fixed")
-    if kl_in(ppo) == "loss" and ppo.kl_estimator == "full":
-        yield (("ppo.kl_in", "ppo.kl_estimator"),
-               "the full KL can only be charged in the reward: use k3 or k2 in the loss, or "
-               "ppo.kl_in=reward")
+def _kl(config: TrainConfig) -> Rules:
+    ppo, without_reference = config.ppo, config.model.reference.kind == "none"
+    adaptive = ppo.kl_controller == "adaptive"
+    yield (adaptive and without_reference, "ppo.kl_controller, model.reference.kind",
+           "the adaptive controller steers the KL to a reference, and there is none")
+    yield (without_reference and ppo.init_kl_coef > 0, "model.reference.kind, ppo.init_kl_coef",
+           f"a KL penalty of {ppo.init_kl_coef:g} needs a reference: set ppo.init_kl_coef=0 or "
+           "model.reference.kind=copy")
+    yield (adaptive and ppo.init_kl_coef == 0, "ppo.kl_controller, ppo.init_kl_coef",
+           "the adaptive controller multiplies the coefficient and can never leave 0: start above "
+           "0 or use ppo.kl_controller=fixed")
+    yield (kl_in(ppo) == "loss" and ppo.kl_estimator == "full", "ppo.kl_in, ppo.kl_estimator",
+           "the full KL can only be charged in the reward: use k3 or k2 in the loss, or "
+           "ppo.kl_in=reward")
 
 
-def _critic(config: TrainConfig) -> Found:
+def _critic(config: TrainConfig) -> Rules:
     ppo = config.ppo
     if estimator_of(ppo).needs_critic:
         return
-    if ppo.critic_warmup_steps > 0:
-        yield (("ppo.critic_warmup_steps", "ppo.advantage"),
-               f"{ppo.advantage} has no critic to warm up: set ppo.critic_warmup_steps=0")
-    if config.model.value.kind != "head":
-        yield (("model.value.kind", "ppo.advantage"),
-               f"{ppo.advantage} has no value function to build: leave model.value.kind at head")
-    if ppo.optimizer.value_lr is not None:
-        yield (("ppo.optimizer.value_lr", "ppo.advantage"),
-               f"{ppo.advantage} has no value head to learn: set ppo.optimizer.value_lr=null")
+    yield (ppo.critic_warmup_steps > 0, "ppo.critic_warmup_steps, ppo.advantage",
+           f"{ppo.advantage} has no critic to warm up: set ppo.critic_warmup_steps=0")
+    yield (config.model.value.kind != "head", "model.value.kind, ppo.advantage",
+           f"{ppo.advantage} has no value function to build: leave model.value.kind at head")
+    yield (ppo.optimizer.value_lr is not None, "ppo.optimizer.value_lr, ppo.advantage",
+           f"{ppo.advantage} has no value head to learn: set ppo.optimizer.value_lr=null")
     for node in ("value_optimizer", "value_scheduler"):
         for name in _given(getattr(ppo, node)):
-            yield ((f"ppo.{node}.{name}", "ppo.advantage"),
+            yield (True, f"ppo.{node}.{name}, ppo.advantage",
                    f"{ppo.advantage} has no value function to train: set ppo.{node}.{name}=null")
 
 
-def _groups(config: TrainConfig) -> Found:
+def _groups(config: TrainConfig) -> Rules:
     ppo = config.ppo
     grouped = estimator_of(ppo).needs_groups
-    if grouped and ppo.n < 2:
-        yield (("ppo.advantage", "ppo.n"),
-               f"{ppo.advantage} compares samples of the same prompt: set ppo.n to 2 or more")
-    if grouped and not config.generation.do_sample:
-        yield (("ppo.advantage", "generation.do_sample"),
-               f"{ppo.advantage} compares samples of the same prompt, and without sampling they "
-               "are all alike")
-    if grouped and ppo.whiten_rewards:
-        yield (("ppo.advantage", "ppo.whiten_rewards"),
-               f"{ppo.advantage} normalises the rewards of whole responses itself: set "
-               "ppo.whiten_rewards=false")
-    if not ppo.group_std and ppo.advantage != "grpo":
-        yield (("ppo.group_std", "ppo.advantage"),
-               f"group_std belongs to grpo; {ppo.advantage} does not divide by a deviation")
-    if ppo.n < 1:
-        return
-    if ppo.num_rollouts % ppo.n:
-        yield (("ppo.num_rollouts", "ppo.n"),
+    yield (grouped and ppo.n < 2, "ppo.advantage, ppo.n",
+           f"{ppo.advantage} compares samples of the same prompt: set ppo.n to 2 or more")
+    yield (grouped and not config.generation.do_sample, "ppo.advantage, generation.do_sample",
+           f"{ppo.advantage} compares samples of the same prompt, and without sampling they are "
+           "all alike")
+    yield (grouped and ppo.whiten_rewards, "ppo.advantage, ppo.whiten_rewards",
+           f"{ppo.advantage} normalises the rewards of whole responses itself: set "
+           "ppo.whiten_rewards=false")
+    yield (not ppo.group_std and ppo.advantage != "grpo", "ppo.group_std, ppo.advantage",
+           f"group_std belongs to grpo; {ppo.advantage} does not divide by a deviation")
+    if ppo.n >= 1:
+        odd = ppo.num_rollouts % ppo.n
+        yield (odd, "ppo.num_rollouts, ppo.n",
                f"num_rollouts {ppo.num_rollouts} must be a multiple of n {ppo.n}")
-    elif planned_episodes(ppo) % ppo.n:
-        yield (("ppo.total_episodes", "ppo.n"),
+        yield (not odd and planned_episodes(ppo) % ppo.n, "ppo.total_episodes, ppo.n",
                f"total_episodes {ppo.total_episodes} must be a multiple of n {ppo.n}")
 
 
-def value_function_problems(config: TrainConfig, handed_in: frozenset[str]) -> Found:
+def value_function_rules(config: TrainConfig) -> Rules:
+    """Rules between the keys of the value function and the reference."""
     value, reference = config.model.value, config.model.reference
-    if value.path is not None and value.kind != "model":
-        yield (("model.value.path", "model.value.kind"),
-               f"a value function of kind {value.kind} is made from the policy: set "
-               "model.value.kind=model, or leave the path out")
-    if value.kind == "branch" and value.num_layers_unfrozen < 1:
-        yield (("model.value.num_layers_unfrozen", "model.value.kind"),
-               "a branch needs layers of its own: set model.value.num_layers_unfrozen=2, say")
-    if value.kind == "head" and value.num_layers_unfrozen >= 0:
-        yield (("model.value.num_layers_unfrozen", "model.value.kind"),
-               "a head has no layers of its own: set model.value.kind=branch or =model")
-    elsewhere = reference.device is not None
-    if elsewhere and not re.fullmatch(r"cpu|cuda(:\d+)?", reference.device or ""):
-        yield (("model.reference.device",),
+    yield (value.path is not None and value.kind != "model", "model.value.path, model.value.kind",
+           f"a value function of kind {value.kind} is made from the policy: set "
+           "model.value.kind=model, or leave the path out")
+    layers = "model.value.num_layers_unfrozen, model.value.kind"
+    yield (value.kind == "branch" and value.num_layers_unfrozen < 1, layers,
+           "a branch needs layers of its own: set model.value.num_layers_unfrozen=2, say")
+    yield (value.kind == "head" and value.num_layers_unfrozen >= 0, layers,
+           "a head has no layers of its own: set model.value.kind=branch or =model")
+    if reference.device is not None:
+        kind = reference_kind(config.model)
+        yield (not re.fullmatch(r"cpu|cuda(:\d+)?", reference.device), "model.reference.device",
                f"{reference.device} must be cpu, cuda or cuda:N")
-    if elsewhere and reference_kind(config.model) != "copy":
-        yield (("model.reference.device", "model.reference.kind"),
-               f"a reference of kind {reference_kind(config.model)} lies with the policy: set "
-               "model.reference.kind=copy, or leave the device out")
-    if elsewhere and kl_estimator(config.ppo) == "full":
-        yield (("model.reference.device", "ppo.kl_estimator"),
+        yield (kind != "copy", "model.reference.device, model.reference.kind",
+               f"a reference of kind {kind} lies with the policy: set model.reference.kind=copy, "
+               "or leave the device out")
+        yield (kl_estimator(config.ppo) == "full", "model.reference.device, ppo.kl_estimator",
                "the full KL compares whole distributions, which must lie on one device: leave the "
                "device out, or use ppo.kl_estimator=k1")
-    if reference.path is not None and reference.kind not in ("auto", "copy"):
-        yield (("model.reference.path", "model.reference.kind"),
-               f"a reference of kind {reference.kind} is made from the policy: set "
-               "model.reference.kind=copy, or leave the path out")
+    yield (reference.path is not None and reference.kind not in ("auto", "copy"),
+           "model.reference.path, model.reference.kind",
+           f"a reference of kind {reference.kind} is made from the policy: set "
+           "model.reference.kind=copy, or leave the path out")
 
 
 def require_optimizer(optimizer: OptimizerConfig) -> None:
@@ -210,29 +192,23 @@ def _given(section: Any) -> dict[str, Any]:
             if (value := getattr(section, f.name)) is not None}
 
 
-def _optimizer(config: TrainConfig) -> Found:
-    ppo, zero = config.ppo, config.hardware.zero_stage > 0
-    for node, optimizer in (("optimizer", ppo.optimizer),
-                            ("value_optimizer", value_optimizer(ppo))):
+def _optimizer(config: TrainConfig) -> Rules:
+    ppo, zero, critic = config.ppo, config.hardware.zero_stage > 0, value_optimizer(config.ppo).name
+    for node, kind in (("optimizer", ppo.optimizer.name), ("value_optimizer", critic)):
         section = getattr(ppo, node)
-        if section.betas is not None and len(section.betas) != 2:
-            yield ((f"ppo.{node}.betas",),
-                   f"{section.betas} must be two numbers, e.g. [0.9,0.999]")
-        for name in sorted({key for keys in OPTIMIZER_KEYS.values() for key in keys}):
+        yield (section.betas is not None and len(section.betas) != 2, f"ppo.{node}.betas",
+               f"{section.betas} must be two numbers, e.g. [0.9,0.999]")
+        for name in ("betas", "eps", "momentum"):
             default = schema_keys()[f"ppo.{node}.{name}"].default
-            used = OPTIMIZER_KEYS.get(optimizer.name)
-            if used is not None and name not in used and getattr(section, name) != default:
-                critic = value_optimizer(ppo).name
-                elsewhere = (f" (for the value function's {critic}: ppo.value_optimizer.{name})"
-                             if node == "optimizer" and name in OPTIMIZER_KEYS.get(critic, ())
-                             else "")
-                yield ((f"ppo.{node}.{name}", f"ppo.{node}.name"),
-                       f"{optimizer.name} has no {name}: leave it at {default}{elsewhere}")
-        if section.name in UNSHARDED_OPTIMIZERS and zero:
-            yield ((f"ppo.{node}.name", "hardware.zero_stage"),
-                   f"{section.name} needs whole weights, and ZeRO shards its state: use "
-                   f"ppo.{node}.name=adamw or hardware.zero_stage=0")
-    if zero and value_optimizer(ppo).name != ppo.optimizer.name:
-        yield (("ppo.value_optimizer.name", "hardware.zero_stage"),
-               "DeepSpeed drives one optimizer: leave ppo.value_optimizer.name at null, or use "
-               "hardware.zero_stage=0")
+            elsewhere = (f" (for the value function's {critic}: ppo.value_optimizer.{name})"
+                         if node == "optimizer" and name in OPTIMIZER_KEYS.get(critic, ()) else "")
+            yield (name not in OPTIMIZER_KEYS.get(kind, (name,))
+                   and getattr(section, name) != default, f"ppo.{node}.{name}, ppo.{node}.name",
+                   f"{kind} has no {name}: leave it at {default}{elsewhere}")
+        yield (zero and section.name in UNSHARDED_OPTIMIZERS,
+               f"ppo.{node}.name, hardware.zero_stage",
+               f"{section.name} needs whole weights, and ZeRO shards its state: use "
+               f"ppo.{node}.name=adamw or hardware.zero_stage=0")
+    yield (zero and critic != ppo.optimizer.name, "ppo.value_optimizer.name, hardware.zero_stage",
+           "DeepSpeed drives one optimizer: leave ppo.value_optimizer.name at null, or use "
+           "hardware.zero_stage=0")

@@ -1,4 +1,5 @@
-"""From words to a checked configuration: ``check(compose(read_words(...)))``.
+"""From words to a checked configuration, ``check(compose(read_words(...)))``, or to those of the
+jobs of a sweep (``ppocli train -m``), which Hydra's sweeper chooses.
 
 Hydra says which config files the words choose and in which order; their settings, and those of the
 command line, are then merged one by one (:mod:`ppocli.config.layers`), so that everything wrong is
@@ -7,23 +8,37 @@ told at once and with its source, and so that no secret is ever printed or writt
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import cast
 
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-from ppocli.config.hydra_bridge import config_loader, config_name, hydra_for, run_hydra
-from ppocli.config.keys import schema_keys, schema_sections
-from ppocli.config.layers import Entry, layered_entries, merge_entries
-from ppocli.config.paths import config_groups
-from ppocli.config.problems import Problem, find_problems, raise_problems
-from ppocli.config.resolved import CONFIG_FILE, read_config, schema_node, typed
+from ppocli.builtin.names import config_groups
+from ppocli.config.hydra_bridge import (
+    as_config_errors,
+    config_loader,
+    config_name,
+    hydra_for,
+    run_hydra,
+    unknown_option,
+)
+from ppocli.config.keys import free_mapping_of, key_for, schema_keys, schema_sections
+from ppocli.config.layers import Entry, layered_entries, merge_entries, override_entries
+from ppocli.config.problems import Problem, find_problems, raise_problems, range_problems
+from ppocli.config.resolved import CONFIG_FILE, quoted, read_config, schema_node, typed
 from ppocli.config.schema import TrainConfig
 from ppocli.config.secrets import refuse_secrets
-from ppocli.config.words import COMMAND_LINE, Setting, Words
+from ppocli.config.words import COMMAND_LINE, Words
 from ppocli.errors import CheckpointError, ConfigError
 from ppocli.text import did_you_mean
 
@@ -95,8 +110,7 @@ def compose(words: Words) -> Composed:
     if words.only_prints:
         raise ConfigError("These words only print a configuration.", fix="leave out --cfg, --info")
     run = _resumed_run(words)
-    words = words if run is None else _with_base(words)
-    with hydra_for(words, schema_node(), run):
+    with hydra_for(words, schema_node()):
         return compose_here(words, run)
 
 
@@ -116,7 +130,7 @@ def check(composed: Composed, handed_in: frozenset[str] = frozenset()) -> Checke
 
 def compose_here(words: Words, run: Path | None = None) -> Composed:
     """As :func:`compose`, inside of :func:`hydra_for`, for words that are one run's."""
-    merged = merge_entries(_entries(words))
+    merged = merge_entries(_entries(words, run))
     return Composed(typed(merged.node), merged.problems, merged.sources, words.value("recipe"), run)
 
 
@@ -127,12 +141,11 @@ def print_composition(words: Words) -> None:
         ConfigError: something is wrong with the words or the files.
     """
     run = _resumed_run(words)
-    words = words if run is None else _with_base(words)
-    with hydra_for(words, schema_node(), run):
+    with hydra_for(words, schema_node()):
         if words.flag("--hydra-help") is not None or words.flag("--shell-completion") is not None:
             run_hydra(words)
             return
-        entries = _entries(words)
+        entries = _entries(words, run)
         merged = merge_entries(entries, hydra_resolves=True)
         package = words.flag("--package") or "_global_"
         names = [*schema_keys(), *schema_sections()]
@@ -153,12 +166,13 @@ def print_composition(words: Words) -> None:
                          else f"{part}\n")
 
 
-def _entries(words: Words) -> list[Entry]:
-    with config_loader(words) as loader:
-        if any(setting.key.startswith("hydra.") for setting in words.settings):
-            # only Hydra can tell whether its own keys are right
-            loader.load_configuration(config_name(words), words.overrides, RunMode.RUN)
-        entries = layered_entries(loader, words)
+def _entries(words: Words, run: Path | None) -> list[Entry]:
+    words = words if run is None else words.without("resume")
+    loader = config_loader(words)
+    if any(setting.key.startswith("hydra.") for setting in words.settings):
+        # only Hydra can tell whether its own keys are right
+        loader.load_configuration(config_name(words), words.overrides, RunMode.RUN)
+    entries = layered_entries(loader, words, None if run is None else run / CONFIG_FILE)
     refuse_secrets((entry.key, entry.value, entry.source) for entry in entries)
     return entries
 
@@ -183,7 +197,122 @@ def _resumed_run(words: Words) -> Path | None:
     return run
 
 
-def _with_base(words: Words) -> Words:
-    """The words of a resumed run, whose own configuration is chosen as a config group."""
-    kept = words.without("resume")
-    return replace(kept, settings=(Setting("+", "run", "config"), *kept.settings))
+# The jobs of a sweep ------------------------------------------------------------------------------
+
+@dataclass(frozen=True, slots=True)
+class SweepJob:
+    """One job of a sweep: its number, how many there are (None: unknown), all its words, those
+    that differ between jobs, its folder, and what its words compose to (raises ConfigError)."""
+
+    number: int
+    total: int | None
+    words: tuple[str, ...]
+    varied: tuple[str, ...]
+    folder: Path
+    compose: Callable[[], Composed]
+
+
+Grid = tuple[tuple[str, ...], ...]
+"""the words that differ between jobs, job by job"""
+
+
+def run_sweep_jobs(words: Words, run_job: Callable[[SweepJob], float | None],
+                   begin: Callable[[Grid | None], Path]) -> None:
+    """Let Hydra's sweeper run ``run_job`` for each job.
+
+    What is wrong with all jobs alike is told before any of them starts; ``SweepJob.compose``
+    tells what is wrong with one. ``run_job`` returns what an optimising sweeper maximises.
+
+    Args:
+        begin: gets the jobs that are planned, None where the sweeper chooses them as it goes, and
+            returns the sweep's folder.
+
+    Raises:
+        ConfigError: wrong words, or words that contradict a sweep.
+    """
+    if words.value("resume") not in (None, "auto", "never"):
+        raise ConfigError("resume=FOLDER goes on with one run and can't be swept",
+                          where=COMMAND_LINE,
+                          fix="to go on with a sweep: the same words, hydra.sweep.dir=FOLDER "
+                              "resume=auto")
+    # untyped, so that a job with a wrong value is that job's failure and not the sweep's
+    untyped = OmegaConf.create(OmegaConf.to_container(schema_node()))
+    with hydra_for(words, cast(DictConfig, untyped)):
+        swept = _sweep_words(config_loader(words), words.overrides)
+        refuse_secrets((entry.key, entry.value, entry.source) for entry in swept.shared)
+        merged = merge_entries(swept.shared, hydra_resolves=True)
+        raise_problems([*merged.problems, *(
+            problem for problem in range_problems(typed(merged.node), merged.sources)
+            if problem.key in merged.sources)])
+        folder = quoted(str(begin(swept.grid)))
+        run_hydra(words.without("hydra.sweep.dir").adding(f"hydra.sweep.dir={folder}"),
+                  lambda config: run_job(_sweep_job(words, swept)))
+
+
+def _sweep_job(words: Words, swept: _Swept) -> SweepJob:
+    """The job that Hydra runs now."""
+    settings = HydraConfig.get()
+    task = tuple(settings.overrides.task)
+    search = [word for word in settings.overrides.hydra if word.startswith("hydra.searchpath")]
+    folder = Path(settings.runtime.output_dir)
+    own = Words((), words.flags, words.config_dirs).adding(
+        *search, *task, f"run_name={quoted(folder.name)}")  # its folder says where it runs
+
+    @cache
+    def composed() -> Composed:
+        with as_config_errors():
+            return compose_here(own)
+
+    varied = tuple(word for word in task if word.lstrip("+~").partition("=")[0] in swept.varied)
+    total = None if swept.grid is None else len(swept.grid)
+    return SweepJob(int(settings.job.num), total, task, varied, folder, composed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Swept:
+    """What all jobs of a sweep share on the command line, the keys that differ between them, and
+    the words that set these, job by job (None: the sweep isn't a grid)."""
+
+    shared: list[Entry]
+    varied: frozenset[str]
+    grid: Grid | None
+
+
+def _sweep_words(loader: ConfigLoader, overrides: list[str]) -> _Swept:
+    """Tell what is swept.
+
+    Config groups and recipes must exist in all the swept spellings; the swept values themselves
+    are checked in their jobs.
+    """
+    entries: list[Entry] = []
+    # Hydra's own sweeper: the product of all values, the last key changing fastest
+    axes: dict[str, list[str]] = {}
+    varied: set[str] = set()
+    is_grid = True
+    for override in OverridesParser.create(config_loader=loader).parse_overrides(overrides):
+        name = override.key_or_group
+        is_grid &= name != "hydra/sweeper" and not name.startswith("hydra.sweeper")
+        if name == "hydra" or name.startswith("hydra."):
+            continue
+        swept = override.is_sweep_override()
+        discrete = swept and override.is_discrete_sweep()
+        values = list(override.sweep_string_iterator()) if discrete else []
+        if swept:
+            varied.add(name)
+            is_grid &= discrete
+            key = override.get_key_element()
+            axes[key] = [f"{key}={value}" for value in values]
+        options = loader.get_group_options(name, results_filter=ObjectType.CONFIG)
+        if options:
+            for value in values if swept else [override.get_value_element_as_str()]:
+                option = value.strip("'\"")
+                if option not in (*options, "null") and not option.startswith("["):
+                    raise unknown_option(name, option, options)
+        elif override.is_delete() and free_mapping_of(name):
+            continue  # it may be there in each job
+        elif not swept:
+            entries += override_entries(override)
+        elif key_for(name) is None:
+            entries.append(Entry(name, None, COMMAND_LINE))
+    grid = tuple(itertools.product(*axes.values())) if is_grid else None
+    return _Swept(entries, frozenset(varied), grid)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ppocli.config.problems import shown
+from ppocli.config.problems import listed, shown
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import ConfigError
 from ppocli.text import cut, did_you_mean
@@ -56,6 +56,9 @@ KNOWN_ZERO = frozenset({
 _FOREIGN = ("amp", "autotuning", "compression_training", "curriculum_learning", "data_efficiency",
             "elasticity", "hybrid_engine", "pipeline", "progressive_layer_drop",
             "sparse_attention", "tensor_parallel", "weight_quantization")
+_GIVEN_UP = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param",
+             "cpu_offload_use_pin_memory": "offload_optimizer.pin_memory"}
+"""what DeepSpeed's keys of ZeRO are called now"""
 # which of our keys decides
 _DECIDED_BY = {
     "train_batch_size": "it is ppo.micro_batch_size times the number of ranks",
@@ -93,10 +96,8 @@ def deepspeed_config(cfg: TrainConfig, world: int | None = None) -> dict[str, An
     found = list(dict.fromkeys([*_unknown(theirs), *_unusable(theirs, cfg),
                                 *_differences(theirs, own, "")]))
     if found:
-        raise ConfigError(
-            f"{file}: {found[0]}" if len(found) == 1 else "\n".join(
-                [f"{len(found)} problems in {file}:", *(f"  {text}" for text in found)]),
-            where=KEY, fix="correct the file; what it leaves out, or calls \"auto\", is filled in")
+        raise ConfigError(listed(found, f"{file}: ", f"in {file}"), where=KEY, fix="correct the "
+                          "file; what it leaves out, or calls \"auto\", is filled in")
     return _merged(theirs, own)
 
 
@@ -104,17 +105,14 @@ def _own(cfg: TrainConfig, world: int) -> dict[str, Any]:
     """What the settings come to."""
     hardware = cfg.hardware
     micro = cfg.ppo.micro_batch_size or cfg.ppo.mini_batch_size
-    zero: dict[str, Any] = {"stage": hardware.zero_stage}
-    if hardware.offload_optimizer:
-        zero["offload_optimizer"] = {"device": "cpu"}
-    if hardware.offload_param:
-        zero["offload_param"] = {"device": "cpu"}
+    offloaded = [name for name in ("offload_optimizer", "offload_param") if getattr(hardware, name)]
     return {
         "train_batch_size": micro * world,
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": cfg.ppo.max_grad_norm or 0.0,
-        "zero_optimization": zero,
+        "zero_optimization": {"stage": hardware.zero_stage,
+                              **{name: {"device": "cpu"} for name in offloaded}},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
@@ -130,12 +128,11 @@ def _own(cfg: TrainConfig, world: int) -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(value, dict):
+            raise ValueError("it holds no JSON object")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} can't be read as JSON: {error}", where=KEY,
                           fix="give a DeepSpeed configuration file") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds no JSON object.", where=KEY,
-                          fix="give a DeepSpeed configuration file")
     return value
 
 
@@ -144,15 +141,17 @@ def _without_auto(values: Mapping[str, Any]) -> dict[str, Any]:
             for name, value in values.items() if value != "auto"}
 
 
-def _unknown(theirs: Mapping[str, Any]) -> Iterator[str]:
+def _zero(theirs: Mapping[str, Any]) -> dict[str, Any]:
     zero = theirs.get("zero_optimization")
-    for prefix, names, known in (("", theirs, KNOWN), (
-            "zero_optimization.", zero if isinstance(zero, dict) else {}, KNOWN_ZERO)):
+    return zero if isinstance(zero, dict) else {}
+
+
+def _unknown(theirs: Mapping[str, Any]) -> Iterator[str]:
+    for prefix, names, known in (("", theirs, KNOWN),
+                                 ("zero_optimization.", _zero(theirs), KNOWN_ZERO)):
         for name in names:
-            old = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param",
-                   "cpu_offload_use_pin_memory": "offload_optimizer.pin_memory"}.get(name)
-            if prefix and old:
-                yield f"{prefix}{name}: DeepSpeed has given it up for {prefix}{old}"
+            if prefix and name in _GIVEN_UP:
+                yield f"{prefix}{name}: DeepSpeed has given it up for {prefix}{_GIVEN_UP[name]}"
             elif name not in known:
                 yield (f"{prefix}{name}: DeepSpeed has no such key"
                        + did_you_mean(name, sorted(known)))
@@ -169,22 +168,17 @@ def _unusable(theirs: Mapping[str, Any], cfg: TrainConfig) -> Iterator[str]:
             yield f"{name}: ppocli does not work with it; remove the section"
     if theirs.get("sequence_parallel_size", 1) != 1:
         yield "sequence_parallel_size: ppocli does not work with it; remove it"
-    zero = theirs.get("zero_optimization")
-    zero = zero if isinstance(zero, dict) else {}
     for name in ("offload_optimizer", "offload_param"):
-        section = zero.get(name)
-        if section is None:
-            continue
+        section, wanted = _zero(theirs).get(name), getattr(cfg.hardware, name)
         if not isinstance(section, dict):
-            yield f"zero_optimization.{name} is {shown(section)}, not an object"
-            continue
-        device = section.get("device", "cpu" if getattr(cfg.hardware, name) else "none")
-        if device == "nvme":
+            if section is not None:
+                yield f"zero_optimization.{name} is {shown(section)}, not an object"
+        elif section.get("device") == "nvme":
             yield (f"zero_optimization.{name}.device is nvme, but ppocli offloads to host memory "
                    f"only: cpu, with hardware.{name}=true")
-        elif device != "none" and not getattr(cfg.hardware, name):
-            yield (f"zero_optimization.{name}.device is {shown(device)}, but hardware.{name} is "
-                   f"false: set hardware.{name}=true")
+        elif section.get("device", "none") != "none" and not wanted:
+            yield (f"zero_optimization.{name}.device is {shown(section['device'])}, but "
+                   f"hardware.{name} is false: set hardware.{name}=true")
 
 
 def _differences(theirs: Mapping[str, Any], own: Mapping[str, Any], prefix: str) -> Iterator[str]:

@@ -13,7 +13,6 @@ import queue
 import socket
 import sys
 import threading
-from collections.abc import Callable
 from urllib.parse import urlsplit
 
 _TRUE = frozenset({"1", "ON", "YES", "TRUE"})  # what huggingface_hub takes for true
@@ -81,36 +80,35 @@ def _proxy_for(endpoint: str) -> str | None:
 
 @functools.cache
 def _probe(endpoint: str, proxy: str | None, timeout: float) -> bool:
-    if proxy is None:
-        return _within(timeout, lambda: _connects(endpoint, timeout))
-    if urlsplit(proxy).scheme.startswith("socks"):
-        return _within(timeout, lambda: _connects(proxy, timeout))
-    return _within(timeout, lambda: _answers_through(proxy, endpoint, timeout))
+    def ask() -> None:
+        from http.client import HTTPException
 
+        try:
+            if proxy is None or urlsplit(proxy).scheme.startswith("socks"):
+                answers.put(_connects(proxy or endpoint, timeout))
+            else:
+                answers.put(_answers_through(proxy, endpoint, timeout))
+        except (OSError, HTTPException, ValueError):
+            answers.put(False)
 
-def _within(seconds: float, check: Callable[[], bool]) -> bool:
     # Name resolution ignores socket timeouts and can take half a minute: only a thread bounds it.
     answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
-    threading.Thread(target=lambda: answers.put(check()), name="hub-probe", daemon=True).start()
+    threading.Thread(target=ask, name="hub-probe", daemon=True).start()
     try:
-        return answers.get(timeout=seconds)
+        return answers.get(timeout=timeout)
     except queue.Empty:
         return False
 
 
 def _connects(url: str, timeout: float) -> bool:
-    try:
-        parts = urlsplit(url)
-        port = parts.port or _DEFAULT_PORTS.get(parts.scheme, 443)
-        with socket.create_connection((parts.hostname or "", port), timeout=timeout):
-            return True
-    except (OSError, ValueError):
-        return False
+    parts = urlsplit(url)
+    port = parts.port or _DEFAULT_PORTS.get(parts.scheme, 443)
+    with socket.create_connection((parts.hostname or "", port), timeout=timeout):
+        return True
 
 
 def _answers_through(proxy: str, endpoint: str, timeout: float) -> bool:
     import ssl
-    from http.client import HTTPException
     from urllib.error import HTTPError, URLError
     from urllib.request import ProxyHandler, Request, build_opener
 
@@ -123,5 +121,3 @@ def _answers_through(proxy: str, endpoint: str, timeout: float) -> bool:
     except URLError as error:
         # The tunnel stands; certificates are judged later by the client that downloads.
         return isinstance(error.reason, ssl.SSLError)
-    except (OSError, HTTPException, ValueError):
-        return False

@@ -2,8 +2,7 @@
 as one short ``ConfigError``.
 
 Hydra names a config group after its folder, so the top-level ``recipes/`` would be ``+recipes=``.
-A source that lists the files of a folder as the options of one group gives ``+recipe=``; another
-one makes the ``config.yaml`` of a resumed run loadable as ``+run=config``.
+A source that lists the files of a folder as the options of one group gives ``+recipe=``.
 """
 
 from __future__ import annotations
@@ -19,98 +18,75 @@ from pathlib import Path
 
 import hydra
 import yaml
+from hydra import version
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.utils import create_config_search_path
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
+from hydra.core.utils import setup_globals
 from hydra.errors import (
     HydraException,
     MissingConfigException,
     OverrideParseException,
 )
-from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
+from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ppocli.config.keys import schema_keys
-from ppocli.config.paths import config_groups, shipped
+from ppocli.builtin.names import config_groups, shipped
 from ppocli.config.words import COMMAND_LINE, Words
 from ppocli.errors import ConfigError
-from ppocli.text import did_you_mean, short_path
+from ppocli.text import did_you_mean, first_line, short_path
 
+VERSION = "1.3"
+"""whose behaviour is asked of Hydra"""
 SCHEMA = "ppocli_schema"
 """the schema's name in the defaults list"""
 
-# Hydra builds its plugins without arguments; these two carry what one composition looks at.
+# Hydra builds its plugins without arguments; this carries where one composition looks
 _config_dirs: ContextVar[tuple[Path, ...]] = ContextVar("ppocli_config_dirs", default=())
-_resumed_run: ContextVar[Path | None] = ContextVar("ppocli_resumed_run", default=None)
 
 
 class RecipeSource(ConfigSource):
     """The YAML files of one folder as the options of the group ``recipe``."""
 
-    group = "recipe"
-
     @staticmethod
     def scheme() -> str:
         return "recipes"
 
-    def _names(self) -> list[str]:
-        return sorted(file.stem for file in Path(self.path).glob("*.yaml"))
-
-    def _name(self, config_path: str) -> str | None:
-        group, _, name = config_path.rpartition("/")
-        return name.removesuffix(".yaml") if group == self.group else None
+    def _file(self, config_path: str) -> Path:
+        return Path(self.path) / f"{Path(config_path).name.removesuffix('.yaml')}.yaml"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        file = Path(self.path) / f"{self._name(config_path)}.yaml"
-        if not file.is_file():
-            raise ConfigLoadError(f"Config not found : {file}")
-        with file.open(encoding="utf-8") as stream:
-            config = OmegaConf.load(stream)
-        return ConfigResult(config=config, path=f"{self.scheme()}://{self.path}",
-                            provider=self.provider, header={"package": "_global_"})
+        return ConfigResult(config=OmegaConf.load(self._file(config_path)),
+                            path=f"{self.scheme()}://{self.path}", provider=self.provider,
+                            header={"package": "_global_"})
 
     def available(self) -> bool:
         return Path(self.path).is_dir()
 
     def is_group(self, config_path: str) -> bool:
-        return config_path in ("", self.group)
+        return config_path in ("", "recipe")
 
     def is_config(self, config_path: str) -> bool:
-        return self._name(config_path) in self._names()
+        return config_path.startswith("recipe/") and self._file(config_path).is_file()
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         if config_path == "":
-            return [] if results_filter == ObjectType.CONFIG else [self.group]
-        if config_path == self.group and results_filter != ObjectType.GROUP:
-            return self._names()
+            return [] if results_filter == ObjectType.CONFIG else ["recipe"]
+        if config_path == "recipe" and results_filter != ObjectType.GROUP:
+            return sorted(file.stem for file in Path(self.path).glob("*.yaml"))
         return []
-
-
-class RunSource(RecipeSource):
-    """The ``config.yaml`` of the run that is resumed, as ``+run=config``."""
-
-    group = "run"
-
-    @staticmethod
-    def scheme() -> str:
-        return "run"
-
-    def _names(self) -> list[str]:
-        return ["config"] if (Path(self.path) / "config.yaml").is_file() else []
 
 
 class PpocliSearchPath(SearchPathPlugin):
     """Puts the recipe folders, ``PPOCLI_CONFIG_DIR`` and ``--config-dir`` on the search path."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        run = _resumed_run.get()
-        if run is not None:
-            search_path.append("resumed-run", f"run://{run}")
         main = SearchPathQuery(provider="main")
         for folder in _config_dirs.get():
             # before conf/, so that a user's group option wins over a shipped one of that name
@@ -125,34 +101,26 @@ class PpocliSearchPath(SearchPathPlugin):
 
 
 @contextmanager
-def hydra_for(words: Words, schema: DictConfig, resumed_run: Path | None = None) -> Iterator[None]:
-    """Let compositions inside the block see the schema, the words' config folders and the
-    ``config.yaml`` of ``resumed_run``; what goes wrong in them is raised as ConfigError."""
-    dirs, run = _config_dirs.set(words.config_dirs), _resumed_run.set(resumed_run)
+def hydra_for(words: Words, schema: DictConfig) -> Iterator[None]:
+    """Let compositions inside the block see the schema and the words' config folders; what goes
+    wrong in them is raised as ConfigError."""
+    dirs = _config_dirs.set(words.config_dirs)
     try:
         with as_config_errors():
-            for plugin in (RecipeSource, RunSource, PpocliSearchPath):
+            for plugin in (RecipeSource, PpocliSearchPath):
                 Plugins.instance().register(plugin)  # once more does no harm
             ConfigStore.instance().store(name=SCHEMA, node=schema, provider="ppocli")
             yield
     finally:
         _config_dirs.reset(dirs)
-        _resumed_run.reset(run)
 
 
-@contextmanager
-def config_loader(words: Words) -> Iterator[ConfigLoader]:
+def config_loader(words: Words) -> ConfigLoader:
     """Hydra's loader of config files, to be used inside :func:`hydra_for`."""
-    # a job of a sweep runs inside Hydra, which allows one instance at a time
-    outer = GlobalHydra.instance().hydra
-    GlobalHydra.instance().clear()
-    try:
-        with hydra.initialize_config_dir(_config_path(words), version_base="1.3"):
-            yield GlobalHydra.instance().config_loader()
-    finally:
-        GlobalHydra.instance().clear()
-        if outer is not None:
-            GlobalHydra.instance().initialize(outer)
+    # without Hydra's global instance: there is one already where a job of a sweep is composed
+    version.setbase(VERSION)
+    setup_globals()
+    return ConfigLoaderImpl(create_config_search_path(_config_path(words)))
 
 
 def config_name(words: Words) -> str:
@@ -166,13 +134,10 @@ def run_hydra(words: Words, job: Callable[[DictConfig], object] = lambda config:
     Raises:
         ConfigError: Hydra refused the words, and has said why.
     """
-    def task(config: DictConfig) -> object:
-        return job(config)
-
     with _process_state(["ppocli train", *words.argv()]):
         try:
-            hydra.main(version_base="1.3", config_path=_config_path(words),
-                       config_name=config_name(words))(task)()
+            hydra.main(version_base=VERSION, config_path=_config_path(words),
+                       config_name=config_name(words))(job)()
         except SystemExit as leaving:
             if leaving.code not in (0, None):
                 raise ConfigError("Hydra refused the command line (see above)",
@@ -255,18 +220,24 @@ def _missing(error: MissingConfigException) -> ConfigError:
         return ConfigError(str(error).splitlines()[0] or f"config {path!r} was not found",
                            fix="see what is there: ppocli train --info searchpath")
     options = list(error.options)
-    kind = ("unknown recipe" if group == "recipe"
-            else f"unknown option of the config group {group}:")
     inside = re.match(r"In '([^']+)'", str(error))
     outer = inside[1] if inside and "/" in inside[1] else None
-    where = f"the defaults list of {outer}" if outer else "command line"
+    where = f"the defaults list of {outer}" if outer else COMMAND_LINE
     if group in config_groups() and (":" in name or "." in name):
         fix = f"for a folder or a Hub name write {group}.path={name}"
     elif group == "recipe" and name.endswith((".yaml", ".yml")):
         fix = "give the recipe's name without .yaml; its folder with --config-dir"
     else:
-        fix = "choose one of: " + ", ".join(options)
-    return ConfigError(f"{kind} {name}{did_you_mean(name, options)}", where=where, fix=fix)
+        fix = None
+    return unknown_option(group, name, options, where, fix)
+
+
+def unknown_option(group: str, name: str, options: list[str], where: str = COMMAND_LINE,
+                   fix: str | None = None) -> ConfigError:
+    """There is no such recipe, or option of a config group."""
+    kind = "recipe" if group == "recipe" else f"option of the config group {group}:"
+    return ConfigError(f"unknown {kind} {name}{did_you_mean(name, options)}", where=where,
+                       fix=fix or "choose one of: " + ", ".join(options))
 
 
 def _unparsed(error: OverrideParseException) -> ConfigError:
@@ -275,28 +246,24 @@ def _unparsed(error: OverrideParseException) -> ConfigError:
     lines = [line for line in error.message.splitlines()[1:] if "See https" not in line]
     detail = reason or (lines[0].strip() if lines else "")
     return ConfigError(f"{word!r} can't be read as key=value" + (f": {detail}" if detail else ""),
-                       where="command line",
+                       where=COMMAND_LINE,
                        fix="quote a value with special characters twice: "
                            "'key=\"some (text), more\"'; a list is key=[a,b]")
 
 
 def _general(chain: list[BaseException]) -> ConfigError:
-    error = chain[0]
-    text = str(error)
+    text = str(chain[0])
     match = re.search(r"Could not override '([^'@]+)", text)
     if match:
-        groups = [*config_groups(), "recipe"]
         return ConfigError(f"there is no config group {match[1]}"
-                           + did_you_mean(match[1], groups),
+                           + did_you_mean(match[1], [*config_groups(), "recipe"]),
                            fix="config groups: " + ", ".join(config_groups()))
     match = re.search(r"Multiple values for ([\w/]+)", text)
     if match:
-        return ConfigError(f"{match[1]} was given more than once", where="command line",
+        return ConfigError(f"{match[1]} was given more than once", where=COMMAND_LINE,
                            fix=f"give one {match[1]}")
-    lines = [line.strip() for cause in chain if str(cause)
-             for line in str(cause).splitlines()[:1]]
     name = next((str(key) for cause in chain
                  if (key := getattr(cause, "full_key", None))), None)
-    hint = did_you_mean(name, list(schema_keys())) if name and name not in schema_keys() else ""
-    return ConfigError(": ".join(dict.fromkeys(lines)) + hint or type(error).__name__, where=name,
+    lines = dict.fromkeys(first_line(cause) for cause in chain if str(cause))
+    return ConfigError(": ".join(lines) or type(chain[0]).__name__, where=name,
                        fix="see the composed configuration: ppocli train --cfg job ...")

@@ -8,17 +8,20 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from ppocli.config.schema import TrainConfig
 
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
-          Any: "any value"}
-_PLURALS = {int: "whole numbers", float: "numbers", bool: "true/false values", str: "texts",
-            Any: "values"}
+_WORDS = {int: ("a whole number", "whole numbers"), float: ("a number", "numbers"),
+          bool: ("true or false", "true/false values"), str: ("text", "texts"),
+          Any: ("any value", "values")}
+"""what one is called, and several"""
+
+Rules = Iterator[tuple[object, str, str]]
+"""rules between keys: whether one is broken, the keys in it (``a, b``), and what is wrong then"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +38,9 @@ class Key:
     @property
     def expected(self) -> str:
         """What the key takes, in words: ``a number or null``."""
-        if self.kind == "list":
-            text = f"a list of {_PLURALS[self.item]}"
-        elif self.kind == "mapping":
-            text = "a mapping"
-        elif self.kind == "sweep":
-            text = f"{_WORDS[self.item]}, a list of {_PLURALS[self.item]}"
-            return f"{text}, or null"
-        else:
-            text = _WORDS[self.item]
+        one, many = _WORDS.get(self.item, ("a mapping", ""))
+        text = {"list": f"a list of {many}", "sweep": f"{one}, a list of {many},"}.get(
+            self.kind, one)
         return f"{text} or null" if self.optional else text
 
     @property

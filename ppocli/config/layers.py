@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,9 @@ from hydra.types import RunMode
 from omegaconf import BooleanNode, DictConfig, FloatNode, IntegerNode, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ppocli.builtin.names import config_groups
 from ppocli.config.hydra_bridge import SCHEMA, config_name
 from ppocli.config.keys import Key, free_mapping_of, key_for, schema_keys, schema_sections
-from ppocli.config.paths import config_groups
 from ppocli.config.problems import Problem, shown
 from ppocli.config.resolved import leaves, schema_node
 from ppocli.config.words import COMMAND_LINE, Words
@@ -50,8 +52,11 @@ class Merged:
     problems: tuple[Problem, ...] = ()
 
 
-def layered_entries(loader: ConfigLoader, words: Words) -> list[Entry]:
+def layered_entries(loader: ConfigLoader, words: Words, base: Path | None) -> list[Entry]:
     """All entries in the order in which they are merged: config files first, words last.
+
+    Args:
+        base: the configuration of a run that is resumed, above the other files.
 
     Raises:
         HydraException, yaml.YAMLError: a group option is unknown or a file can't be read.
@@ -70,32 +75,31 @@ def layered_entries(loader: ConfigLoader, words: Words) -> list[Entry]:
     except ValueError as error:  # Hydra's word for a malformed defaults list or group choice
         raise ConfigError(first_line(error), where="the choice of config groups",
                           fix="a group takes the name of one of its options, or null") from error
-    repository = loader.repository  # type: ignore[attr-defined]
     entries: list[Entry] = []
     for default in defaults.defaults:
         path = default.config_path
-        if path is None or path.startswith("hydra/") or path in ("hydra/config", SCHEMA):
+        if path is None or path.startswith("hydra/") or path == SCHEMA:
             continue
-        loaded = repository.load_config(path)
-        if loaded is None or loaded.path is None or loaded.path.startswith("structured:"):
-            continue
-        if not isinstance(loaded.config, DictConfig):
-            raise ConfigError(f"{path} holds no mapping of keys to values", where=loaded.path)
-        file = _file(loaded.path, path)
+        loaded = loader.repository.load_config(path)  # type: ignore[attr-defined]
+        assert loaded is not None, path  # the defaults list has found it
         values = OmegaConf.to_container(loaded.config, resolve=False)
-        assert isinstance(values, dict)
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path} holds no mapping of keys to values", where=loaded.path)
         if default.primary:
             values.pop("hydra", None)
-        package = default.package or ""
-        package = "" if package == "_global_" else package
-        lines = _line_numbers(file)
-        for key, value in leaves(f"{package}." if package else "", values):
-            below = key[len(package) + 1:] if package else key
-            line = lines.get(below)
-            shown_file = short_path(str(file))
-            entries.append(Entry(key, value, f"{shown_file}:{line}" if line else shown_file))
+        package = "" if default.package in (None, "", "_global_") else f"{default.package}."
+        entries += _file_entries(_file(loaded.path, path), package, values)
+    if base is not None:
+        entries += _file_entries(base, "", OmegaConf.to_container(OmegaConf.load(base)))
     return entries + [entry for override in defaults.config_overrides
                       for entry in override_entries(override)]
+
+
+def _file_entries(file: Path, package: str, values: Any) -> Iterator[Entry]:
+    lines, shown_file = _line_numbers(file), short_path(str(file))
+    for key, value in leaves(package, values):
+        line = lines.get(key.removeprefix(package))
+        yield Entry(key, value, f"{shown_file}:{line}" if line else shown_file)
 
 
 def override_entries(override: Override) -> list[Entry]:
@@ -114,7 +118,7 @@ def override_entries(override: Override) -> list[Entry]:
 def _file(path: str, config_path: str) -> Path:
     scheme, _, folder = path.partition("://")
     name = config_path.removesuffix(".yaml") + ".yaml"
-    return Path(folder) / (name.rpartition("/")[2] if scheme in ("recipes", "run") else name)
+    return Path(folder) / (Path(name).name if scheme == "recipes" else name)
 
 
 def _line_numbers(file: Path) -> dict[str, int]:
@@ -233,9 +237,7 @@ def _unresolvable(node: DictConfig, sources: Mapping[str, str], hydra_resolves: 
     """Interpolations that lead nowhere."""
     unresolved: Any = OmegaConf.to_container(node, resolve=False)
     for name, key in schema_keys().items():
-        raw = unresolved
-        for part in name.split("."):
-            raw = raw[part]
+        raw = reduce(getitem, name.split("."), unresolved)
         if "${" not in str(raw):
             continue
         parent, _, leaf = name.rpartition(".")

@@ -7,21 +7,16 @@ and the checks that need more than one key.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any
 
 from omegaconf import MISSING
 
-from ppocli.config.adapters import adapter_problems
-from ppocli.config.algorithm import algorithm_problems, value_function_problems
-from ppocli.config.keys import (
-    Key,
-    free_mapping_of,
-    is_import_path,
-    schema_keys,
-    several,
-)
+from ppocli.config.adapters import adapter_rules
+from ppocli.config.algorithm import algorithm_rules, value_function_rules
+from ppocli.config.keys import Key, Rules, free_mapping_of, is_import_path, schema_keys, several
 from ppocli.config.schema import TrainConfig, reference_kind
 from ppocli.errors import ConfigError
 from ppocli.text import cut, did_you_mean
@@ -45,13 +40,16 @@ class Problem:
 
 def raise_problems(problems: list[Problem], fix: str | None = None) -> None:
     """Raise one ConfigError that lists every problem; do nothing if there is none."""
-    if not problems:
-        return
-    lines = list(dict.fromkeys(str(problem) for problem in problems))
-    if len(lines) == 1:
-        raise ConfigError(lines[0], fix=fix)
-    raise ConfigError("\n".join([f"{len(lines)} problems in the configuration:",
-                                 *(f"  {line}" for line in lines)]), fix=fix)
+    if problems:
+        raise ConfigError(listed(dict.fromkeys(str(problem) for problem in problems)), fix=fix)
+
+
+def listed(problems: Iterable[str], before: str = "", place: str = "in the configuration") -> str:
+    """One problem, ``before`` it where it is, or several on lines of their own."""
+    first, *more = problems
+    if not more:
+        return before + first
+    return "\n".join([f"{1 + len(more)} problems {place}:", *(f"  {p}" for p in (first, *more))])
 
 
 def shown(value: Any) -> str:
@@ -61,14 +59,6 @@ def shown(value: Any) -> str:
         text = f"{value:g}"
     text = text or ("null" if value is None else repr(value) if value == "" else str(value))
     return cut(text, 80)
-
-
-def value_of(config: TrainConfig, name: str) -> Any:
-    """The value at a dotted key of the schema."""
-    value: Any = config
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
 
 
 OUR_ENGINES = ("decode", "transformers")
@@ -90,26 +80,37 @@ def find_problems(config: TrainConfig, sources: Mapping[str, str] | None = None,
     sources = sources or {}
     found = range_problems(config, sources)
     bad = {problem.key for problem in found}
-    own = () if config.task.fn is not None else (
-        _reward, _prompts, _generation, value_function_problems)
-    for check in (_length, _sizes, *own, _seams, algorithm_problems, adapter_problems, _hardware,
-                  _run):
-        for names, text in check(config, handed_in):
-            # a value that is wrong in itself is not also reported as a contradiction
-            if not bad.intersection(names):
-                origins = [sources.get(name) or sources.get(free_mapping_of(name) or "")
-                           for name in names]
-                given = dict.fromkeys(origin for origin in origins if origin)
-                found.append(Problem(", ".join(names), text,
-                                     " and ".join(given) or DEFAULT_SOURCE))
+    for broken, keys, text in _rules(config, handed_in):
+        names = keys.split(", ")
+        # a value that is wrong in itself is not also reported as a contradiction
+        if broken and not bad.intersection(names):
+            origins = [sources.get(name) or sources.get(free_mapping_of(name) or "")
+                       for name in names]
+            given = dict.fromkeys(origin for origin in origins if origin)
+            found.append(Problem(keys, text, " and ".join(given) or DEFAULT_SOURCE))
     return found
+
+
+def _rules(config: TrainConfig, handed_in: frozenset[str]) -> Rules:
+    yield from _sizes(config)
+    if config.task.fn is None:
+        yield from _reward(config, handed_in)
+    yield from _prompts(config, handed_in)
+    if config.task.fn is None:
+        yield from _generation(config)
+        yield from value_function_rules(config)
+    yield from _seams(config)
+    yield from algorithm_rules(config)
+    yield from adapter_rules(config)
+    yield from _hardware(config, handed_in)
+    yield from _run(config)
 
 
 def range_problems(config: TrainConfig, sources: Mapping[str, str]) -> list[Problem]:
     """Missing values, and those outside what the schema allows, each key for itself."""
     return [Problem(name, text, sources.get(name, DEFAULT_SOURCE))
             for name, key in schema_keys().items()
-            for text in _range_problems(key, value_of(config, name))]
+            for text in _range_problems(key, attrgetter(name)(config))]
 
 
 def _range_problems(key: Key, value: Any) -> Iterator[str]:
@@ -145,104 +146,81 @@ def _allowed(metadata: Mapping[str, Any], item: Any) -> bool:
                if metadata[bound] is not None)
 
 
-RESERVED_REWARDS = ("mean", "std", "invalid")
-
-Found = Iterator[tuple[tuple[str, ...], str]]
-
-
-def _length(config: TrainConfig, handed_in: frozenset[str]) -> Found:
-    keys = ("ppo.total_episodes", "ppo.num_steps")
-    if config.ppo.total_episodes is None and config.ppo.num_steps is None:
-        yield keys, "say how long to train: give one of them"
-    if config.ppo.total_episodes is not None and config.ppo.num_steps is not None:
-        yield keys, (f"{config.ppo.total_episodes} episodes and {config.ppo.num_steps} steps "
-                     "contradict each other: give one and set the other to null")
-
-
-def _sizes(config: TrainConfig, handed_in: frozenset[str]) -> Found:
+def _sizes(config: TrainConfig) -> Rules:
     ppo = config.ppo
-    if ppo.mini_batch_size > ppo.num_rollouts:
-        yield (("ppo.mini_batch_size", "ppo.num_rollouts"),
-               f"mini_batch_size {ppo.mini_batch_size} must be at most num_rollouts "
-               f"{ppo.num_rollouts}")
-    if ppo.micro_batch_size is not None and ppo.micro_batch_size > ppo.mini_batch_size:
-        yield (("ppo.micro_batch_size", "ppo.mini_batch_size"),
-               f"micro_batch_size {ppo.micro_batch_size} must be at most mini_batch_size "
-               f"{ppo.mini_batch_size}")
+    length = "ppo.total_episodes, ppo.num_steps"
+    yield (ppo.total_episodes is None and ppo.num_steps is None, length,
+           "say how long to train: give one of them")
+    yield (ppo.total_episodes is not None and ppo.num_steps is not None, length,
+           f"{ppo.total_episodes} episodes and {ppo.num_steps} steps contradict each other: give "
+           "one and set the other to null")
+    for name, most in (("mini_batch_size", "num_rollouts"),
+                       ("micro_batch_size", "mini_batch_size")):
+        size, limit = getattr(ppo, name), getattr(ppo, most)
+        yield (size is not None and size > limit, f"ppo.{name}, ppo.{most}",
+               f"{name} {size} must be at most {most} {limit}")
 
 
-def _seams(config: TrainConfig, handed_in: frozenset[str]) -> Found:
+def _seams(config: TrainConfig) -> Rules:
     """Code of the user's own in place of ours, and arguments for it."""
-    task, rollout = config.task, config.rollout
-    if task.kwargs and task.fn is None:
-        yield ("task.kwargs",), "these belong to task.fn, which is not given"
-    if rollout.engine in OUR_ENGINES and rollout.kwargs:
-        yield (("rollout.kwargs", "rollout.engine"),
-               f"{rollout.engine} takes no arguments: they are for a sampler of your own")
-    if rollout.engine not in OUR_ENGINES and not {":", "."} & set(rollout.engine):
-        yield (("rollout.engine",), f"{shown(rollout.engine)} must be one of "
-               f"{', '.join(OUR_ENGINES)}, or the import path of a sampler of your own "
-               f"(my_sampler.py:Sampler){did_you_mean(rollout.engine, OUR_ENGINES)}")
+    engine = config.rollout.engine
+    yield (config.task.kwargs and config.task.fn is None, "task.kwargs",
+           "these belong to task.fn, which is not given")
+    yield (engine in OUR_ENGINES and config.rollout.kwargs, "rollout.kwargs, rollout.engine",
+           f"{engine} takes no arguments: they are for a sampler of your own")
+    yield (engine not in OUR_ENGINES and not is_import_path(engine), "rollout.engine",
+           f"{shown(engine)} must be one of {', '.join(OUR_ENGINES)}, or the import path of a "
+           f"sampler of your own (my_sampler.py:Sampler){did_you_mean(engine, OUR_ENGINES)}")
 
 
-def _reward(config: TrainConfig, handed_in: frozenset[str]) -> Found:
+def _reward(config: TrainConfig, handed_in: frozenset[str]) -> Rules:
     reward = config.reward
-    given = "reward.fn" in handed_in
-    if reward.fn is not None and reward.fns and not given:
-        yield ("reward.fn", "reward.fns"), "give one function or several, not both"
-    elif reward.fn is None and not reward.fns and not given:
-        yield (("reward.fn",), "missing; give an import path (reward.fn=my_rewards:score), a "
-               "built-in's name, or a config group (reward=...)")
-    if reward.fn == "":
-        yield ("reward.fn",), "must not be empty"
-    if reward.kwargs and reward.fn is None and not given:
-        yield (("reward.kwargs",), "these belong to reward.fn, which is not given; with "
-               "reward.fns each entry has its own kwargs")
+    if "reward.fn" not in handed_in:
+        yield (reward.fn is not None and reward.fns, "reward.fn, reward.fns",
+               "give one function or several, not both")
+        yield (reward.fn is None and not reward.fns, "reward.fn", "missing; give an import path "
+               "(reward.fn=my_rewards:score), a built-in's name, or a config group (reward=...)")
+        yield (reward.fn is None and reward.kwargs, "reward.kwargs", "these belong to reward.fn, "
+               "which is not given; with reward.fns each entry has its own kwargs")
+    yield reward.fn == "", "reward.fn", "must not be empty"
     for name, entry in reward.fns.items():
-        if name in RESERVED_REWARDS:
-            yield ((f"reward.fns.{name}",), f"reward/{name} is a figure of all rewards together; "
-                   "give this one another name")
+        yield (name in ("mean", "std", "invalid"), f"reward.fns.{name}",
+               f"reward/{name} is a figure of all rewards together; give this one another name")
         for text in _fns_entry(entry):
-            yield (f"reward.fns.{name}",), text
-    yield from _scaling(config)
-    yield from _penalties(config)
+            yield True, f"reward.fns.{name}", text
+    yield from _shaping(config)
     metric = config.checkpoint.metric
-    if metric.startswith("metrics/"):
-        if reward.metric_fn is None and "reward.metric_fn" not in handed_in:
-            yield (("checkpoint.metric", "reward.metric_fn"),
-                   f"{metric} comes from reward.metric_fn, which is not given")
-    elif metric != "reward_mean":
-        yield ("checkpoint.metric",), f"{shown(metric)} must be reward_mean or metrics/NAME"
+    of_function = metric.startswith("metrics/")
+    yield (of_function and reward.metric_fn is None and "reward.metric_fn" not in handed_in,
+           "checkpoint.metric, reward.metric_fn",
+           f"{metric} comes from reward.metric_fn, which is not given")
+    yield (not of_function and metric != "reward_mean", "checkpoint.metric",
+           f"{shown(metric)} must be reward_mean or metrics/NAME")
 
 
-def _scaling(config: TrainConfig) -> Found:
-    reward = config.reward
-    for name, scale in (("ref_mean", "ref"), ("ref_std", "ref"), ("center", "running")):
-        if getattr(reward, name) not in (None, False) and reward.scale != scale:
-            yield ((f"reward.{name}", "reward.scale"),
-                   f"{name} is used with reward.scale={scale} only, not {reward.scale}")
-    if reward.clip_first and reward.clip is None:
-        yield ("reward.clip_first", "reward.clip"), "there is nothing to clip to: set reward.clip"
-
-
-def _penalties(config: TrainConfig) -> Found:
+def _shaping(config: TrainConfig) -> Rules:
+    """What is made of a score, and what comes off it."""
     reward, longest = config.reward, config.generation.max_new_tokens
+    for name, scale in (("ref_mean", "ref"), ("ref_std", "ref"), ("center", "running")):
+        yield (getattr(reward, name) not in (None, False) and reward.scale != scale,
+               f"reward.{name}, reward.scale",
+               f"{name} is used with reward.scale={scale} only, not {reward.scale}")
+    yield (reward.clip_first and reward.clip is None, "reward.clip_first, reward.clip",
+           "there is nothing to clip to: set reward.clip")
     for name, needs in (("min_response_length", "min_response_penalty"),
                         ("min_response_penalty", "min_response_length"),
                         ("overlong_penalty", "overlong_buffer")):
-        if getattr(reward, name) is not None and getattr(reward, needs) is None:
-            yield (f"reward.{name}", f"reward.{needs}"), f"{name} needs {needs}, which is not given"
+        yield (getattr(reward, name) is not None and getattr(reward, needs) is None,
+               f"reward.{name}, reward.{needs}", f"{name} needs {needs}, which is not given")
     for name in ("min_response_length", "overlong_buffer"):
-        if (getattr(reward, name) or 0) > longest:
-            yield ((f"reward.{name}", "generation.max_new_tokens"),
-                   f"{name} {getattr(reward, name)} must be at most max_new_tokens {longest}")
-    if (reward.penalty_mode == "replace" and reward.missing_eos_penalty is None
-            and reward.min_response_penalty is None):
-        yield (("reward.penalty_mode",), "replace is used with missing_eos_penalty or "
-               "min_response_penalty, and neither is given")
-    if config.tracking.rollout_tokens and not config.tracking.log_rollouts:
-        yield (("tracking.rollout_tokens", "tracking.log_rollouts"),
-               "rollout_tokens adds to what log_rollouts=true writes")
+        yield ((getattr(reward, name) or 0) > longest, f"reward.{name}, generation.max_new_tokens",
+               f"{name} {getattr(reward, name)} must be at most max_new_tokens {longest}")
+    yield (reward.penalty_mode == "replace" and reward.missing_eos_penalty is None
+           and reward.min_response_penalty is None, "reward.penalty_mode", "replace is used with "
+           "missing_eos_penalty or min_response_penalty, and neither is given")
+    yield (config.tracking.rollout_tokens and not config.tracking.log_rollouts,
+           "tracking.rollout_tokens, tracking.log_rollouts",
+           "rollout_tokens adds to what log_rollouts=true writes")
 
 
 def _fns_entry(entry: Any) -> Iterator[str]:
@@ -263,121 +241,112 @@ def _fns_entry(entry: Any) -> Iterator[str]:
         yield f"weight {shown(weight)} must be a finite number"
 
 
-def _prompts(config: TrainConfig, handed_in: frozenset[str]) -> Found:
+def _prompts(config: TrainConfig, handed_in: frozenset[str]) -> Rules:
+    inherited = config.prompts
     for prefix, prompts in (("prompts", config.prompts), ("prompts.eval", config.prompts.eval)):
-        items = f"{prefix}.items"
-        if prompts.path is not None and prompts.items is not None:
-            yield (f"{prefix}.path", items), "give a source or inline prompts, not both"
-        if prompts.items is not None and not prompts.items:
-            yield (items,), "must hold at least one prompt"
-        sampler = prompts.length_sampler
-        if sampler is not None and (len(sampler) != 2 or sampler[0] > sampler[1]):
-            yield ((f"{prefix}.length_sampler",),
-                   f"{shown(sampler)} must be [min, max] with min at most max")
-        if prompts.template is not None and "{" not in prompts.template:
-            yield ((f"{prefix}.template",),
-                   f"{shown(prompts.template)} has no placeholder such as {{prompt}}")
+        chat = inherited.chat if prompts.chat is None else prompts.chat
+        yield ((prompts.chat or prompts.length_sampler) and chat
+               and (prompts.length_sampler or inherited.length_sampler),
+               f"{prefix}.length_sampler", "would cut off the end of the chat template")
+        yield (prompts.path is not None and prompts.items is not None,
+               f"{prefix}.path, {prefix}.items", "give a source or inline prompts, not both")
+        yield (prompts.items is not None and not prompts.items, f"{prefix}.items",
+               "must hold at least one prompt")
+        yield (not _is_range(prompts.length_sampler), f"{prefix}.length_sampler",
+               f"{shown(prompts.length_sampler)} must be [min, max] with min at most max")
+        yield (prompts.template is not None and "{" not in prompts.template, f"{prefix}.template",
+               f"{shown(prompts.template)} has no placeholder such as {{prompt}}")
     prompts = config.prompts
     if prompts.path is None and prompts.items is None and "prompts.items" not in handed_in:
         for name in ("template", "first_words", "length_sampler"):
-            if getattr(prompts, name) is not None:
-                yield ((f"prompts.{name}",), "there are no prompts to apply it to: give "
-                       "prompts.path or prompts.items")
+            yield (getattr(prompts, name) is not None, f"prompts.{name}",
+                   "there are no prompts to apply it to: give prompts.path or prompts.items")
 
 
-def _generation(config: TrainConfig, handed_in: frozenset[str]) -> Found:
+def _is_range(bounds: list[int] | None) -> bool:
+    return bounds is None or (len(bounds) == 2 and bounds[0] <= bounds[1])
+
+
+def _generation(config: TrainConfig) -> Rules:
     train, evaluation = config.generation, config.generation.eval
-    if train.min_new_tokens > train.max_new_tokens:
-        yield (("generation.min_new_tokens", "generation.max_new_tokens"),
-               f"min_new_tokens {train.min_new_tokens} must be at most max_new_tokens "
-               f"{train.max_new_tokens}")
-    elif evaluation.min_new_tokens is not None or evaluation.max_new_tokens is not None:
-        low = max(several(evaluation.min_new_tokens), default=train.min_new_tokens)
-        high = min(several(evaluation.max_new_tokens), default=train.max_new_tokens)
-        if low > high:
-            yield (("generation.eval.min_new_tokens", "generation.eval.max_new_tokens"),
-                   f"at evaluation min_new_tokens {low} must be at most max_new_tokens {high}")
+    shortest, longest = train.min_new_tokens, train.max_new_tokens
+    yield (shortest > longest, "generation.min_new_tokens, generation.max_new_tokens",
+           f"min_new_tokens {shortest} must be at most max_new_tokens {longest}")
+    low = max(several(evaluation.min_new_tokens), default=shortest)
+    high = min(several(evaluation.max_new_tokens), default=longest)
+    yield (shortest <= longest and low > high,
+           "generation.eval.min_new_tokens, generation.eval.max_new_tokens",
+           f"at evaluation min_new_tokens {low} must be at most max_new_tokens {high}")
     lists = [f"generation.eval.{field.name}" for field in fields(evaluation)
              if isinstance(getattr(evaluation, field.name), list)]
-    if len(lists) > 1:
-        yield tuple(lists), "only one of the keys of generation.eval may be a list"
+    yield (len(lists) > 1, ", ".join(lists),
+           "only one of the keys of generation.eval may be a list")
     sampler = train.length_sampler
-    if sampler is not None:
-        if len(sampler) != 2 or sampler[0] > sampler[1]:
-            yield (("generation.length_sampler",),
-                   f"{shown(sampler)} must be [min, max] with min at most max")
-        elif sampler[1] > train.max_new_tokens or sampler[0] < train.min_new_tokens:
-            yield (("generation.length_sampler", "generation.max_new_tokens",
-                    "generation.min_new_tokens"),
-                   f"{shown(sampler)} must lie between min_new_tokens {train.min_new_tokens} and "
-                   f"max_new_tokens {train.max_new_tokens}")
-    if config.eval.ref_responses and config.model.reference.kind == "none":
-        yield (("eval.ref_responses", "model.reference.kind"),
-               "there is no reference whose responses could be shown")
-    if "" in train.stop_sequences:
-        yield ("generation.stop_sequences",), "must not hold an empty text"
+    yield (not _is_range(sampler), "generation.length_sampler",
+           f"{shown(sampler)} must be [min, max] with min at most max")
+    yield (sampler and _is_range(sampler) and (sampler[1] > longest or sampler[0] < shortest),
+           "generation.length_sampler, generation.max_new_tokens, generation.min_new_tokens",
+           f"{shown(sampler)} must lie between min_new_tokens {shortest} and max_new_tokens "
+           f"{longest}")
+    yield (config.eval.ref_responses and config.model.reference.kind == "none",
+           "eval.ref_responses, model.reference.kind",
+           "there is no reference whose responses could be shown")
+    yield ("" in train.stop_sequences, "generation.stop_sequences", "must not hold an empty text")
 
 
-def _hardware(config: TrainConfig, handed_in: frozenset[str]) -> Found:
-    hardware = config.hardware
+def _hardware(config: TrainConfig, handed_in: frozenset[str]) -> Rules:
+    hardware, stage, nodes = config.hardware, config.hardware.zero_stage, config.hardware.num_nodes
     for name, lowest in (("offload_optimizer", 1), ("offload_param", 3)):
-        if getattr(hardware, name) and hardware.zero_stage < lowest:
-            yield ((f"hardware.{name}", "hardware.zero_stage"),
-                   f"{name} needs zero_stage {lowest} or more, not {hardware.zero_stage}")
-    if not hardware.gather_for_generation and hardware.zero_stage < 3:
-        yield (("hardware.gather_for_generation", "hardware.zero_stage"),
-               f"with zero_stage {hardware.zero_stage} weights are whole at all times")
+        yield (getattr(hardware, name) and stage < lowest,
+               f"hardware.{name}, hardware.zero_stage",
+               f"{name} needs zero_stage {lowest} or more, not {stage}")
+    yield (not hardware.gather_for_generation and stage < 3,
+           "hardware.gather_for_generation, hardware.zero_stage",
+           f"with zero_stage {stage} weights are whole at all times")
     shard = config.model.reference.shard
-    if shard and hardware.zero_stage < 3:
-        yield (("model.reference.shard", "hardware.zero_stage"),
-               f"a reference in parts needs zero_stage 3, not {hardware.zero_stage}")
-    if shard and config.model.reference.device is not None:
-        yield (("model.reference.shard", "model.reference.device"),
-               "a reference on a device of its own is whole there: set one of the two")
-    if shard is False and hardware.zero_stage == 3 and reference_kind(config.model) == "shared":
-        yield (("model.reference.shard", "model.reference.kind"),
-               "a reference that shares the policy's layers is in parts as they are: leave shard "
-               "open or set kind=copy")
-    if hardware.deepspeed_config is not None and hardware.zero_stage == 0:
-        yield (("hardware.deepspeed_config", "hardware.zero_stage"),
-               "DeepSpeed is used with zero_stage 1 to 3 only")
-    if hardware.num_nodes > 1 and hardware.rdzv_endpoint is None \
-            and "hardware.rdzv_endpoint" not in handed_in:
-        yield (("hardware.num_nodes", "hardware.rdzv_endpoint"),
-               f"{hardware.num_nodes} nodes need a place to meet: "
-               "hardware.rdzv_endpoint=HOST-OF-NODE-0:29500")
-    if hardware.node_rank >= hardware.num_nodes:
-        yield (("hardware.node_rank", "hardware.num_nodes"),
-               f"node_rank {hardware.node_rank} must be below num_nodes {hardware.num_nodes}")
-    if config.checkpoint.background == "always" and (
-            hardware.zero_stage > 0 or hardware.num_processes * hardware.num_nodes > 1):
-        yield (("checkpoint.background", "hardware.num_processes", "hardware.zero_stage"),
-               "several processes, or ZeRO, stop while a checkpoint is written: set "
-               "checkpoint.background=auto")
-    if hardware.num_nodes > 1 and config.run_name is None and "run_name" not in handed_in:
-        yield (("hardware.num_nodes", "run_name"), "all nodes write into one run folder: give it a "
-               "name with run_name=NAME")
+    yield (shard and stage < 3, "model.reference.shard, hardware.zero_stage",
+           f"a reference in parts needs zero_stage 3, not {stage}")
+    yield (shard and config.model.reference.device is not None,
+           "model.reference.shard, model.reference.device",
+           "a reference on a device of its own is whole there: set one of the two")
+    yield (shard is False and stage == 3 and reference_kind(config.model) == "shared",
+           "model.reference.shard, model.reference.kind",
+           "a reference that shares the policy's layers is in parts as they are: leave shard open "
+           "or set kind=copy")
+    yield (hardware.deepspeed_config is not None and stage == 0,
+           "hardware.deepspeed_config, hardware.zero_stage",
+           "DeepSpeed is used with zero_stage 1 to 3 only")
+    yield (nodes > 1 and hardware.rdzv_endpoint is None
+           and "hardware.rdzv_endpoint" not in handed_in,
+           "hardware.num_nodes, hardware.rdzv_endpoint",
+           f"{nodes} nodes need a place to meet: hardware.rdzv_endpoint=HOST-OF-NODE-0:29500")
+    yield (hardware.node_rank >= nodes, "hardware.node_rank, hardware.num_nodes",
+           f"node_rank {hardware.node_rank} must be below num_nodes {nodes}")
+    yield (config.checkpoint.background == "always"
+           and (stage > 0 or hardware.num_processes * nodes > 1),
+           "checkpoint.background, hardware.num_processes, hardware.zero_stage",
+           "several processes, or ZeRO, stop while a checkpoint is written: set "
+           "checkpoint.background=auto")
+    yield (nodes > 1 and config.run_name is None and "run_name" not in handed_in,
+           "hardware.num_nodes, run_name",
+           "all nodes write into one run folder: give it a name with run_name=NAME")
 
 
-def _run(config: TrainConfig, handed_in: frozenset[str]) -> Found:
-    name = config.run_name
-    if name is not None and (name in ("", ".", "..") or "/" in name or "\0" in name):
-        yield (("run_name",), f"{shown(name)} must be a plain folder name; the folder above it is "
-               "output_dir")
-    if config.output_dir == "":
-        yield ("output_dir",), "must not be empty (for the current folder: output_dir=.)"
-    if config.resume == "auto" and name is None:
-        yield ("resume", "run_name"), "resume=auto needs run_name, the name of the run folder"
-    trackers = config.tracking.trackers
-    if len(set(trackers)) < len(trackers):
-        yield ("tracking.trackers",), f"{shown(trackers)} must name each tracker once"
-    if config.tracking.project == "":
-        yield ("tracking.project",), "must not be empty (for the default: null)"
-    elif config.tracking.project is not None and not {"wandb", "trackio"}.intersection(trackers):
-        yield (("tracking.project", "tracking.trackers"), f"{shown(config.tracking.project)} is a "
-               "project of wandb or trackio, and neither is among the trackers")
-    if config.resume == "":
-        yield ("resume",), "must be never, auto or a run folder"
-    elif config.resume not in ("never", "auto"):
-        yield (("resume",), f"{shown(config.resume)}: a run folder goes on the command line only: "
-               f"resume={config.resume}")
+def _run(config: TrainConfig) -> Rules:
+    name, resume, tracking = config.run_name, config.resume, config.tracking
+    yield (name is not None and (name in ("", ".", "..") or "/" in name or "\0" in name),
+           "run_name",
+           f"{shown(name)} must be a plain folder name; the folder above it is output_dir")
+    yield (config.output_dir == "", "output_dir",
+           "must not be empty (for the current folder: output_dir=.)")
+    yield (resume == "auto" and name is None, "resume, run_name",
+           "resume=auto needs run_name, the name of the run folder")
+    yield (len(set(tracking.trackers)) < len(tracking.trackers), "tracking.trackers",
+           f"{shown(tracking.trackers)} must name each tracker once")
+    yield tracking.project == "", "tracking.project", "must not be empty (for the default: null)"
+    yield (tracking.project and not {"wandb", "trackio"}.intersection(tracking.trackers),
+           "tracking.project, tracking.trackers", f"{shown(tracking.project)} is a project of "
+           "wandb or trackio, and neither is among the trackers")
+    yield resume == "", "resume", "must be never, auto or a run folder"
+    yield (resume not in ("", "never", "auto"), "resume",
+           f"{shown(resume)}: a run folder goes on the command line only: resume={resume}")

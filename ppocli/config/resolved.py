@@ -1,5 +1,5 @@
-"""The resolved ``config.yaml`` of a run: written once, read by workers and by ``resume``; and what
-may change in it when the run is resumed."""
+"""The resolved ``config.yaml`` of a run: written once, read by workers and by ``resume``; what may
+change in it when the run is resumed; and words with which it can be started again by hand."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import functools
 import io
 import operator
 import os
+import re
+import shlex
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -54,23 +56,16 @@ def typed(node: DictConfig) -> TrainConfig:
     Raises:
         OmegaConfBaseException: an interpolation can't be resolved.
     """
-    return typing.cast(TrainConfig, _instance(TrainConfig, node))
+    values = OmegaConf.to_container(node, resolve=True, throw_on_missing=False)
+    return typing.cast(TrainConfig, _instance(TrainConfig, values))
 
 
-def _instance(schema: type, node: DictConfig) -> Any:
-    hints = typing.get_type_hints(schema)
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(schema):
-        hint = hints[field.name]
-        if OmegaConf.is_missing(node, field.name):
-            values[field.name] = "???"
-        elif dataclasses.is_dataclass(hint):
-            values[field.name] = _instance(typing.cast(type, hint), node[field.name])
-        else:
-            value = node[field.name]
-            values[field.name] = (OmegaConf.to_container(value, resolve=True)
-                                  if OmegaConf.is_config(value) else value)
-    return schema(**values)
+def _instance(hint: Any, value: Any) -> Any:
+    if not dataclasses.is_dataclass(hint):
+        return value
+    hints = typing.get_type_hints(hint)
+    values = {name: _instance(hints[name], item) for name, item in value.items()}
+    return typing.cast(type, hint)(**values)
 
 
 def config_text(config: TrainConfig) -> str:
@@ -211,6 +206,9 @@ def accept_config(run_dir: Path) -> None:
         os.replace(path, run_dir / CONFIG_FILE)
 
 
+_PLAIN_TEXT = re.compile(r"([A-Za-z_]|\.{0,2}/)[\w./:@+-]*", re.ASCII)
+_YAML_WORDS = frozenset({"null", "true", "false", "inf", "nan", "none", "yes", "no", "on", "off"})
+
 # where the run lies and how it was started: not part of what it computes
 _PLACE = frozenset({"run_name", "output_dir", "resume"})
 
@@ -231,10 +229,6 @@ _REFUSED = frozenset({
     "model.value.kind", "model.value.path", "model.value.num_layers_unfrozen", "hardware.precision",
     "ppo.optimizer.name", "ppo.value_optimizer.name", "ppo.advantage", "ppo.n", "reward.scale",
     "ppo.kl_controller",
-    "prompts.path", "prompts.name", "prompts.split", "prompts.column", "prompts.columns",
-    "prompts.items", "prompts.limit", "prompts.first_words", "prompts.length_sampler",
-    "prompts.template", "prompts.chat", "prompts.max_length", "prompts.truncation_side",
-    "prompts.shuffle",
 })
 
 
@@ -248,7 +242,7 @@ def classify_change(key: str) -> ChangeKind:
     """
     if key in _PLACE or key in _HARMLESS or key.startswith(_HARMLESS_SECTIONS):
         return "harmless"
-    if key in _REFUSED or key.startswith("prompts.eval."):
+    if key in _REFUSED or key.startswith("prompts."):
         return "refused"
     return "accepted"
 
@@ -267,3 +261,69 @@ def config_differences(old: TrainConfig, new: TrainConfig) -> list[tuple[str, An
 def _is_empty_mapping(key: str, before: dict[str, Any], after: dict[str, Any]) -> bool:
     """An empty free mapping on one side only says that its keys, listed apart, came or went."""
     return free_mapping_of(key + ".x") == key and (key not in before or key not in after)
+
+
+# As words, in Hydra's grammar but without Hydra ---------------------------------------------------
+
+def quoted(text: str) -> str:
+    """``text`` as a quoted string of Hydra's override grammar."""
+    # backslashes are escapes only where they stand before the closing or an inner quote
+    escaped = re.sub(r"(\\*)'", lambda m: m[1] * 2 + r"\'", text)
+    return "'" + re.sub(r"(\\+)\Z", lambda m: m[1] * 2, escaped) + "'"
+
+
+def literal(text: str) -> str:
+    """:func:`quoted`, and ``${`` in it is text too, not an interpolation."""
+    return quoted(re.sub(r"(\\*)\$\{", lambda m: m[1] * 2 + r"\${", text))
+
+
+def unquoted(text: str) -> str:
+    """``text`` without the one pair of quotes around it and their escapes, if it has them."""
+    if len(text) < 2 or text[0] != text[-1] or text[0] not in "'\"":
+        return text
+    return re.sub(rf"(\\+)(?={text[0]}|\Z)", lambda m: "\\" * (len(m[1]) // 2), text[1:-1])
+
+
+def words_for(config: TrainConfig) -> list[str]:
+    """The settings that differ from the defaults, as words of ``ppocli train``.
+
+    ``run_name``, ``output_dir`` and ``resume``, which say where a run lies, are left out.
+    Composing the words gives ``config`` back.
+    """
+    return [_word(name, new) for name, _, new in config_differences(TrainConfig(), config)]
+
+
+def training_command(config: TrainConfig, *more: str) -> str:
+    """A command line for a POSIX shell that trains with ``config``; ``more`` words follow it."""
+    words = [shlex.quote(word) for word in (*words_for(config), *more)]
+    return " \\\n    ".join(["ppocli train", *words])
+
+
+def _word(name: str, value: Any) -> str:
+    plain = isinstance(value, str) and _safe(value)
+    return f"{name}={value if plain else _literal(value)}"
+
+
+def _safe(value: str) -> bool:
+    return bool(_PLAIN_TEXT.fullmatch(value)) and value.lower() not in _YAML_WORDS
+
+
+def _literal(value: Any) -> str:
+    """A value in Hydra's override grammar."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(_literal(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{_key(key)}:{_literal(item)}" for key, item in value.items()) + "}"
+    text = str(value)
+    return text if _safe(text) and ":" not in text else quoted(text)
+
+
+def _key(key: Any) -> str:
+    text = str(key)
+    return text if re.fullmatch(r"[A-Za-z_]\w*", text) else quoted(text)

@@ -20,8 +20,6 @@ _SECRET_VALUE = re.compile(
     r"github_pat_[A-Za-z0-9_]{20,}|AKIA[0-9A-Z]{16}|xox[abprs]-[A-Za-z0-9-]{10,})")
 _URL_PASSWORD = re.compile(r"(\b[a-z][a-z0-9+.-]*://[^/\s:@]+:)[^@/\s]+@", re.IGNORECASE)
 _ENVIRONMENT = re.compile(r"\$\{\s*(oc\.env|env|oc\.decode)\s*:", re.IGNORECASE)
-CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""controls, line separators, changes of writing direction, lone surrogates"""
 MASK = "***"
 _SHORTEST = 8
 """a shorter value of a variable named like a secret would blot out ordinary words"""
@@ -74,10 +72,7 @@ def refuse_secrets(entries: Iterable[tuple[str, object, str]]) -> None:
         ConfigError: names the key and the source; the value is never shown.
     """
     for name, value, source in entries:
-        if looks_secret(name):
-            raise ConfigError(f"{name} looks like a secret and was refused (value not shown)",
-                              where=source, fix=_REMEDY)
-        for part, text in _texts(name, value):
+        for part, text in ((name, ""), *_texts(name, value)):
             if looks_secret(part):
                 raise ConfigError(f"{part} looks like a secret and was refused (value not shown)",
                                   where=source, fix=_REMEDY)

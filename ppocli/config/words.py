@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ppocli.config.as_words import quoted, unquoted
+from ppocli.builtin.names import config_groups
 from ppocli.config.keys import key_for, schema_keys
-from ppocli.config.paths import config_groups
+from ppocli.config.resolved import quoted, unquoted
 from ppocli.config.secrets import refuse_secrets
 from ppocli.errors import ConfigError
 from ppocli.text import did_you_mean, nearest
@@ -107,19 +107,16 @@ class Words:
         return parts
 
 
-def read_words(words: Sequence[str], environment_dirs: str | None = None) -> Words:
+def read_words(words: Sequence[str]) -> Words:
     """Tell flags from settings and check the flags.
 
     Args:
         words: the command line after the command's name, in any order.
-        environment_dirs: folders joined as in ``PATH`` (default: ``PPOCLI_CONFIG_DIR``).
 
     Raises:
         ConfigError: an unknown flag, one without its value, flags that exclude each other, a word
             that is no setting, or a secret.
     """
-    if environment_dirs is None:
-        environment_dirs = os.environ.get("PPOCLI_CONFIG_DIR", "")
     settings: list[Setting] = []
     flags: list[tuple[str, str | None]] = []
     rest = list(words)
@@ -145,8 +142,9 @@ def read_words(words: Sequence[str], environment_dirs: str | None = None) -> Wor
     given = [value for flag, value in flags if flag == "--config-dir" and value]
     return Words(tuple(settings), tuple(flags),
                  tuple(_config_dir(folder, "--config-dir") for folder in given)
-                 + tuple(_config_dir(folder, "PPOCLI_CONFIG_DIR")
-                         for folder in environment_dirs.split(":") if folder), tuple(words))
+                 + tuple(_config_dir(folder, "PPOCLI_CONFIG_DIR") for folder
+                         in os.environ.get("PPOCLI_CONFIG_DIR", "").split(":") if folder),
+                 tuple(words))
 
 
 def _looks_like_setting(word: str) -> bool:

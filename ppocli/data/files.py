@@ -18,13 +18,11 @@ from ppocli.text import first_line
 
 MAX_LINE_BYTES = 16 * 2**20
 MAX_JSON_BYTES = 2**30
-SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
-SUFFIX_WORDS = ".json, .jsonl, .csv, .parquet or .txt"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One raw row. Made by the readers, read by :mod:`ppocli.data.tokenise`."""
+    """One raw row. Made by the readers, read by :mod:`ppocli.data.render`."""
 
     place: str
     """where it came from, as in ``line 3 of prompts.jsonl``"""
@@ -43,9 +41,7 @@ def read_file(path: Path, column: str) -> Iterator[Row]:
     Raises:
         InputError: unknown suffix, unreadable, not UTF-8, or malformed.
     """
-    readers = {".json": _read_json, ".jsonl": _read_jsonl, ".csv": _read_csv, ".txt": _read_txt,
-               ".parquet": _read_parquet}
-    reader = readers.get(path.suffix.lower())
+    reader = _READERS.get(path.suffix.lower())
     if reader is None:
         kind = f"the suffix {path.suffix!r}" if path.suffix else "no suffix"
         raise InputError(f"Prompt file {path.name} has {kind}; prompts are read from "
@@ -99,12 +95,16 @@ def _read_txt(path: Path, column: str) -> Iterator[Row]:
         yield Row(f"line {number} of {path.name}", {column: text})
 
 
-def _parse_json(text: str) -> Any:
-    """``json.loads`` whose every failure is a ValueError."""
+def _parsed(path: Path, text: str, line: int, fix: str | None = None) -> Any:
+    """The JSON that begins in that line."""
     try:
         return json.loads(text)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
+    except json.JSONDecodeError as error:
+        _malformed(path, f"Line {line + error.lineno - 1}",
+                   f"is not valid JSON: {error.msg} (character {error.colno})", fix)
+    except (ValueError, RecursionError) as error:
+        problem = "nested too deeply" if isinstance(error, RecursionError) else error
+        _malformed(path, f"Line {line}", f"is not valid JSON: {problem}", fix)
 
 
 def _json_row(path: Path, place: str, value: Any, column: str) -> Row:
@@ -118,17 +118,10 @@ def _json_row(path: Path, place: str, value: Any, column: str) -> Row:
 
 def _read_jsonl(path: Path, column: str) -> Iterator[Row]:
     for number, line in _lines(path):
-        if not line.strip():
-            continue
-        try:
-            value = _parse_json(line)
-        except json.JSONDecodeError as error:
-            _malformed(path, f"Line {number}",
-                       f"is not valid JSON: {error.msg} (character {error.pos + 1})",
-                       f'each line is one object, like {{"{column}": "..."}}')
-        except ValueError as error:
-            _malformed(path, f"Line {number}", f"is not valid JSON: {error}")
-        yield _json_row(path, f"line {number}", value, column)
+        if line.strip():
+            value = _parsed(path, line.rstrip(), number,
+                            f'each line is one object, like {{"{column}": "..."}}')
+            yield _json_row(path, f"line {number}", value, column)
 
 
 def _read_json(path: Path, column: str) -> Iterator[Row]:
@@ -139,15 +132,12 @@ def _read_json(path: Path, column: str) -> Iterator[Row]:
     if not text.strip():
         return
     try:
-        content = _parse_json(text)
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data":  # JSON lines under the wrong suffix are common
-            yield from _read_jsonl(path, column)
-            return
-        _malformed(path, f"Line {error.lineno}",
-                   f"is not valid JSON: {error.msg} (character {error.colno})")
-    except ValueError as error:
-        raise InputError(f"{path.name} is not valid JSON: {error}.", where=str(path)) from error
+        content = _parsed(path, text, 1)
+    except InputError as error:
+        if ": Extra data (" not in error.what:
+            raise
+        yield from _read_jsonl(path, column)  # JSON lines under the wrong suffix are common
+        return
     rows = [content] if isinstance(content, dict) else content
     if not isinstance(rows, list):
         raise InputError(f"{path.name} holds a JSON {type(content).__name__}, not a list of rows.",
@@ -188,14 +178,19 @@ def _read_parquet(path: Path, column: str) -> Iterator[Row]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    number = 0
     try:
         with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                for values in batch.to_pylist():
-                    number += 1
-                    yield Row(f"row {number} of {path.name}", values)
+            batches = file.iter_batches(batch_size=1024)
+            rows = (values for batch in batches for values in batch.to_pylist())
+            for number, values in enumerate(rows, start=1):
+                yield Row(f"row {number} of {path.name}", values)
     except (pa.ArrowException, UnicodeDecodeError) as error:
         reason = first_line(error).rstrip(".")
         raise InputError(f"{path.name} is not a readable parquet file: {reason}.",
                          where=str(path)) from error
+
+
+_READERS = {".json": _read_json, ".jsonl": _read_jsonl, ".csv": _read_csv,
+            ".parquet": _read_parquet, ".txt": _read_txt}
+SUFFIXES = tuple(_READERS)
+SUFFIX_WORDS = ", ".join(SUFFIXES[:-1]) + f" or {SUFFIXES[-1]}"

@@ -1,29 +1,67 @@
-"""The prompts of a run: loaded once, tokenised once, handed out in left-padded batches."""
+"""The prompts of a run: loaded once, tokenised once, handed out in left-padded batches. Which of
+them a step uses is a pure function, so that a position is all a resume needs."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date, datetime, time
+from datetime import date, time
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from ppocli.config.schema import PromptsConfig
-from ppocli.data.batch import PromptBatch
 from ppocli.data.files import Row
-from ppocli.data.render import column_names, metadata, prompt_texts, take_rows
-from ppocli.data.sources import open_rows
-from ppocli.data.spec import PromptSpec, evaluation_spec, training_spec
-from ppocli.data.tokenise import bos_alone, encode
+from ppocli.data.render import column_names, encode, metadata, note_count, prompt_texts, take_rows
+from ppocli.data.sources import PromptSpec, evaluation_spec, open_rows, training_spec
 from ppocli.errors import InputError
-from ppocli.text import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class PromptBatch:
+    """B prompts, left-padded to Q tokens. Made by :meth:`PromptSet.batch`,
+    read by the rollout."""
+
+    tokens: torch.Tensor
+    """[B, Q] int64 token ids; padding carries the pad id."""
+    mask: torch.Tensor
+    """[B, Q] bool, true on prompt tokens. Every row has at least one."""
+    texts: list[str]
+    """[B] the prompts as the reward sees them."""
+    columns: dict[str, list[Any]]
+    """metadata by column name, each of length B"""
+    indices: list[int]
+    """[B] position of each prompt in its prompt set"""
+    episodes: list[int]
+    """[B] number of the sample within the run; sampling noise is a function of it"""
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def first(self, count: int) -> PromptBatch:
+        """The first ``count`` rows, padding and all, which may be none."""
+        return self._taken(range(count), 0)
+
+    def rows(self, places: Sequence[int]) -> PromptBatch:
+        """The rows at ``places``, with the padding that none of them needs cut off."""
+        longest = int(self.mask[list(places)].sum(1).max())
+        return self._taken(places, self.tokens.shape[1] - max(longest, 1))
+
+    def _taken(self, places: Sequence[int], skip: int) -> PromptBatch:
+        index = torch.tensor(list(places), dtype=torch.int64)
+        return PromptBatch(
+            tokens=self.tokens[index, skip:], mask=self.mask[index, skip:],
+            texts=[self.texts[i] for i in places],
+            columns={name: [values[i] for i in places] for name, values in self.columns.items()},
+            indices=[self.indices[i] for i in places],
+            episodes=[self.episodes[i] for i in places])
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +91,6 @@ class PromptSet:
             episodes: [B] numbers of the samples within the run.
             pad_id: id in padded places; those are masked, so any valid id will do.
         """
-        if len(indices) != len(episodes):
-            raise ValueError(f"{len(indices)} indices but {len(episodes)} episodes")
         rows = [self.token_ids[i] for i in indices]
         width = max((len(row) for row in rows), default=0)
         tokens = torch.tensor([[pad_id] * (width - len(row)) + row for row in rows],
@@ -87,7 +123,7 @@ def load_prompts(cfg: PromptsConfig, tokenizer: PreTrainedTokenizerBase, *, seed
 
     Rows are read from ``cfg.path`` or ``cfg.items``; without either, the set is one prompt, the BOS
     token alone with the text "". Blank prompts are dropped, duplicates kept, long ones cut; the
-    notes count them. ``cfg.shuffle`` is left to :mod:`ppocli.data.batch`.
+    notes count them. ``cfg.shuffle`` is left to :func:`prompt_indices`.
 
     Args:
         seed: of the length sampler.
@@ -104,8 +140,7 @@ def load_prompts(cfg: PromptsConfig, tokenizer: PreTrainedTokenizerBase, *, seed
     if not spec.has_source:
         return _bos_set(tokenizer, 1)
     notes: list[str] = []
-    rows, blank = take_rows(open_rows(spec, notes), spec, most=spec.limit)
-    notes.extend(_blank_note(blank))
+    rows = take_rows(open_rows(spec, notes), spec, notes, most=spec.limit)
     return _build(rows, spec, tokenizer, seed=seed, max_prompt_tokens=max_prompt_tokens,
                   notes=notes, eval_rows=tuple(_spread(rows, cfg.eval.limit)), whole=whole)
 
@@ -134,10 +169,31 @@ def load_eval_prompts(cfg: PromptsConfig, tokenizer: PreTrainedTokenizerBase, *,
         return _bos_set(tokenizer, cfg.eval.limit)
     source = open_rows(spec, notes) if spec.has_source else training.eval_rows
     # the whole source is read: its first rows are often of one kind (imdb is sorted by label)
-    rows, blank = take_rows(source, spec, most=None)
-    notes.extend(_blank_note(blank))
+    rows = take_rows(source, spec, notes)
     return _build(_spread(rows, cfg.eval.limit), spec, tokenizer, seed=seed,
                   max_prompt_tokens=max_prompt_tokens, notes=notes, whole=whole)
+
+
+def prompt_indices(start: int, count: int, *, n: int, seed: int, shuffle: bool) -> list[int]:
+    """Which prompts stand at positions ``start`` to ``start + count - 1`` of the endless order.
+
+    Position p belongs to epoch ``p // n``. Each epoch goes through all n prompts once, in their own
+    order, or, shuffled, in a permutation that depends on (seed, epoch) alone.
+
+    Args:
+        start: first position, at least 0: how many prompts were used before.
+        count: how many; may span several epochs.
+        n: size of the prompt set, at least 1.
+        seed: at least 0.
+        shuffle: draw a new order for each epoch.
+    """
+    indices: list[int] = []
+    end = start + count
+    for epoch in range(start // n, -(-end // n)):
+        random = np.random.default_rng(np.random.SeedSequence([seed, epoch]))
+        order = random.permutation(n) if shuffle else np.arange(n)
+        indices += order[max(start - epoch * n, 0):end - epoch * n].tolist()
+    return indices
 
 
 def _build(rows: list[Row], spec: PromptSpec, tokenizer: PreTrainedTokenizerBase, *, seed: int,
@@ -150,11 +206,11 @@ def _build(rows: list[Row], spec: PromptSpec, tokenizer: PreTrainedTokenizerBase
         raise InputError(f"The tokenizer makes no token of any of the {len(rows)} prompts.",
                          where=f"{spec.key}.column={spec.column}",
                          fix="is it the tokenizer of this model? (model.tokenizer_path)")
-    notes = [*notes, *_counted(len(rows) - len(encoded.kept), "had no token: dropped"),
-             *_counted(encoded.cut, f"longer than {encoded.longest} tokens: cut on the "
-                                    f"{spec.truncation_side}", verb=True),
-             *_counted(len(encoded.kept) - len({tuple(ids) for ids in encoded.token_ids}),
-                       "the same as an earlier one: kept", verb=True)]
+    same = len(encoded.kept) - len({tuple(ids) for ids in encoded.token_ids})
+    note_count(notes, len(rows) - len(encoded.kept), "had no token: dropped")
+    note_count(notes, encoded.cut, f"{{was}} longer than {encoded.longest} tokens: cut on the "
+                                   f"{spec.truncation_side}")
+    note_count(notes, same, "{was} the same as an earlier one: kept")
     return PromptSet(
         token_ids=encoded.token_ids, texts=encoded.texts,
         columns={name: [cells[i] for i in encoded.kept] for name, cells in columns.items()},
@@ -162,7 +218,13 @@ def _build(rows: list[Row], spec: PromptSpec, tokenizer: PreTrainedTokenizerBase
 
 
 def _bos_set(tokenizer: PreTrainedTokenizerBase, n: int) -> PromptSet:
-    token, name = bos_alone(tokenizer)
+    """The id that starts a text, n times: BOS, or EOS where a tokenizer has no BOS."""
+    name = "BOS" if tokenizer.bos_token_id is not None else "EOS"
+    token = tokenizer.bos_token_id if name == "BOS" else tokenizer.eos_token_id
+    if token is None:
+        raise InputError("There are no prompts, and the tokenizer has neither a BOS nor an EOS "
+                         "token to start from.", where="prompts.path=null",
+                         fix="prompts.path=FILE or prompts.items=[...]")
     return PromptSet(token_ids=[[token]] * n, texts=[""] * n, columns={},
                      notes=[f"no prompts were given: every response starts from {name} alone"])
 
@@ -175,14 +237,9 @@ def _spread(rows: list[Row], most: int) -> list[Row]:
     return [Row(row.place, {name: row.values.get(name) for name in names}) for row in picked]
 
 
-def _blank_note(blank: int) -> Iterable[str]:
-    return _counted(blank, "blank: dropped", verb=True)
-
-
-def _counted(count: int, what: str, *, verb: bool = False) -> Iterable[str]:
-    if count:
-        was = (" was" if count == 1 else " were") if verb else ""
-        yield f"{counted(count, 'prompt')}{was} {what}"
+_TEXTS: tuple[tuple[Any, Callable[[Any], str]], ...] = (
+    (bytes, bytes.hex), ((date, time), lambda value: value.isoformat()), (Decimal, str))
+"""cells that JSON can't hold, and how they are written"""
 
 
 def _canonical_json(value: Any) -> bytes:
@@ -200,12 +257,5 @@ def _canonical(value: Any) -> Any:
         return ["map", *sorted(pairs, key=lambda pair: pair[0])]
     if hasattr(value, "tolist"):  # numpy and torch
         return _canonical(value.tolist())
-    if isinstance(value, bytes):
-        text = value.hex()
-    elif isinstance(value, datetime | date | time):
-        text = value.isoformat()
-    elif isinstance(value, Decimal):
-        text = str(value)
-    else:
-        text = ""
-    return [type(value).__qualname__, text]
+    write = next((write for kinds, write in _TEXTS if isinstance(value, kinds)), lambda value: "")
+    return [type(value).__qualname__, write(value)]

@@ -1,28 +1,33 @@
-"""From a raw row to the text of its prompt: first words, template, chat template."""
+"""From raw rows to the texts of their prompts (first words, template, chat template), and on to
+token ids, cut to the lengths that were asked for."""
 
 from __future__ import annotations
 
 import string
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ppocli.data.files import Row
-from ppocli.data.spec import PromptSpec
+from ppocli.data.sources import PromptSpec
 from ppocli.errors import ConfigError, InputError
-from ppocli.text import cut, nearest, suggestion
+from ppocli.text import counted, cut, nearest, suggestion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Piece = tuple[str, str | None]
 """literal text, then the name of the placeholder that follows it (None at the end)"""
+_CHUNK = 4096
+"""texts tokenised at once: the tokens of all uncut texts may be many times those that are kept"""
 
 
-def take_rows(rows: Iterable[Row], spec: PromptSpec, *,
-              most: int | None) -> tuple[list[Row], int]:
-    """The first ``most`` rows that hold a prompt (None: all), and the number of blank ones passed.
-
-    A cell without any visible character, or null, is blank.
+def take_rows(rows: Iterable[Row], spec: PromptSpec, notes: list[str], *,
+              most: int | None = None) -> list[Row]:
+    """The first ``most`` rows that hold a prompt (None: all). A cell without any visible character,
+    or null, is blank; how many of those were passed is said in ``notes``.
 
     Raises:
         InputError: no row at all, only blank ones, no such column, or a cell that is no prompt.
@@ -41,7 +46,15 @@ def take_rows(rows: Iterable[Row], spec: PromptSpec, *,
         what = f"All prompts are blank ({blank} of {blank})." if blank else (
             "The prompt set is empty.")
         raise InputError(what, where=source, fix="give at least one prompt")
-    return kept, blank
+    note_count(notes, blank, "{was} blank: dropped")
+    return kept
+
+
+def note_count(notes: list[str], count: int, what: str) -> None:
+    """Add to ``notes`` what holds of so many prompts, unless of none."""
+    if count:
+        was = "was" if count == 1 else "were"
+        notes.append(f"{counted(count, 'prompt')} {what.format(was=was)}")
 
 
 def _is_blank(row: Row, spec: PromptSpec) -> bool:
@@ -94,10 +107,8 @@ def metadata(rows: Sequence[Row], spec: PromptSpec) -> dict[str, list[Any]]:
         InputError: a column of ``spec.columns`` is in no row.
     """
     present = column_names(rows)
-    if spec.columns is None:
-        wanted = [name for name in present if name != spec.column]
-    else:
-        wanted = list(spec.columns)
+    wanted = ([name for name in present if name != spec.column] if spec.columns is None
+              else spec.columns)
     for name in wanted:
         if name not in present:
             raise InputError(f"There is no metadata column {name!r} in the prompts; their columns "
@@ -126,17 +137,16 @@ def prompt_texts(rows: Sequence[Row], spec: PromptSpec,
     texts = []
     for row in rows:
         cell = row.values[spec.column]
-        if not isinstance(cell, str):
-            cell = _render_chat(_only_messages(cell, row, spec), row, spec, tokenizer)
-            texts.append(_encodable(cell, row, spec))
-            continue
-        if spec.first_words is not None:
-            cell = " ".join(cell.split()[:spec.first_words])
-        if pieces is not None:
-            cell = _fill(pieces, cell, row, spec)
-        if spec.chat:
-            messages = [{"role": "user", "content": cell}]
-            cell = _render_chat(messages, row, spec, tokenizer)
+        if isinstance(cell, str):
+            if spec.first_words is not None:
+                cell = " ".join(cell.split()[:spec.first_words])
+            if pieces is not None:
+                cell = _fill(pieces, cell, row, spec)
+            if spec.chat:
+                cell = _render_chat([{"role": "user", "content": cell}], row, spec, tokenizer)
+        else:
+            _refuse_text_settings(row, spec)
+            cell = _render_chat(cell, row, spec, tokenizer)
         texts.append(_encodable(cell, row, spec))
     return texts
 
@@ -152,13 +162,12 @@ def _encodable(text: str, row: Row, spec: PromptSpec) -> str:
     return text
 
 
-def _only_messages(cell: list[dict[str, Any]], row: Row, spec: PromptSpec) -> list[dict[str, Any]]:
+def _refuse_text_settings(row: Row, spec: PromptSpec) -> None:
     for name, value in (("first_words", spec.first_words), ("template", spec.template)):
         if value is not None:
             raise InputError(f"{spec.key}.{name} works on texts, but {row.place} holds chat "
                              "messages.", where=f"{spec.key}.{name}={value}",
                              fix=f"{spec.key}.{name}=null")
-    return cell
 
 
 def _render_chat(messages: list[dict[str, Any]], row: Row, spec: PromptSpec,
@@ -203,16 +212,130 @@ def _parse_template(spec: PromptSpec, names: list[str]) -> list[Piece]:
 def _fill(pieces: list[Piece], prompt: str, row: Row, spec: PromptSpec) -> str:
     parts = []
     for literal, name in pieces:
-        parts.append(literal)
-        if name is None:
-            continue
-        if name in ("prompt", spec.column):
-            parts.append(prompt)
-            continue
-        value = row.values.get(name)
+        value = ("" if name is None else prompt if name in ("prompt", spec.column)
+                 else row.values.get(name))
         if value is None:
             raise InputError(f"The template needs column {name!r}, which is empty in {row.place}.",
                              where=f"{spec.key}.template",
                              fix=f"fill it in, or leave {{{name}}} out of the template")
-        parts.append(str(value))
+        parts += [literal, str(value)]
     return "".join(parts)
+
+
+# Tokens -------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """n prompts as tokens. Made by :func:`encode`, read by :mod:`ppocli.data.prompt_set`."""
+
+    token_ids: list[list[int]]
+    """n lists, none empty"""
+    texts: list[str]
+    """n texts; of a prompt that was cut, what its tokens still say"""
+    kept: list[int]
+    """which of the given texts these are: those without any token were dropped"""
+    cut: int
+    """how many were longer than ``longest`` and were cut to it"""
+    longest: int
+    """tokens a prompt may have"""
+
+
+def encode(texts: list[str], spec: PromptSpec, tokenizer: PreTrainedTokenizerBase, *, seed: int,
+           max_prompt_tokens: int, whole: bool = False) -> Encoded:
+    """Tokenise, draw lengths, cut.
+
+    Text is given the tokens that the tokenizer puts in front of a text (BOS), and none behind it,
+    so that the response continues the prompt; the prompts of an encoder are whole texts and get
+    those behind it (EOS) too. Chat text is taken as its template wrote it. Lengths
+    count all tokens; what stands in front survives a cut on the left. A length sampler keeps the
+    first tokens, as TRL's ``LengthSampler`` examples do; ``truncation_side`` is for the rest.
+
+    Args:
+        texts: rendered prompts.
+        seed: of the length sampler; the length of the i-th prompt is a function of (seed, i).
+        max_prompt_tokens: what fits the model beside the response.
+        whole: whether prompts are read by an encoder.
+
+    Raises:
+        ConfigError: the response leaves no room for a prompt.
+        InputError: the tokenizer fails on a text.
+    """
+    if max_prompt_tokens < 1:
+        raise ConfigError("generation.max_new_tokens leaves no position of the model for a prompt.",
+                          where="generation.max_new_tokens", fix="lower it")
+    longest = min(spec.max_length or max_prompt_tokens, max_prompt_tokens)
+    front, behind = ([], []) if spec.chat else _tokens_around(tokenizer)
+    behind = behind if whole else []
+    room = max(longest - len(behind), 1)
+    lengths = None
+    if spec.length_sampler is not None:
+        shortest, most = spec.length_sampler
+        lengths = np.random.default_rng(seed).integers(shortest, most + 1, size=len(texts)).tolist()
+    token_ids: list[list[int]] = []
+    kept_texts: list[str] = []
+    kept: list[int] = []
+    cut = 0
+    for i, body in enumerate(_token_ids(texts, tokenizer)):
+        if not body:
+            continue
+        ids = front + body
+        fixed = len(front) or int(ids[0] == tokenizer.bos_token_id)
+        uncut = len(ids)
+        if lengths is not None:
+            ids = ids[:lengths[len(kept)]]
+        if len(ids) > room:
+            cut += 1
+            ids = _cut(ids, room, fixed, spec.truncation_side)
+        kept.append(i)
+        token_ids.append(ids + behind)
+        kept_texts.append(texts[i] if len(ids) == uncut else str(tokenizer.decode(
+            ids[len(front):], skip_special_tokens=False, clean_up_tokenization_spaces=False)))
+    return Encoded(token_ids=token_ids, texts=kept_texts, kept=kept, cut=cut, longest=longest)
+
+
+def _tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """The ids that the tokenizer puts in front of every text by itself, most often BOS or none, and
+    those behind it, most often EOS or none."""
+    text = "a"
+    try:
+        bare = _bare_ids([text], tokenizer)[0]
+        full = list(tokenizer(text)["input_ids"])
+    except Exception:  # closed vocabularies, such as one of digits alone
+        bare, full = [], list(tokenizer("")["input_ids"])
+    for start in range(len(full) - len(bare) + 1):
+        if bare and full[start:start + len(bare)] == bare:
+            return full[:start], full[start + len(bare):]
+    if full and full[0] == tokenizer.bos_token_id:  # no vocabulary for the probe
+        return full[:1], full[1:]
+    return [], full
+
+
+def _token_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase, size: int = _CHUNK
+               ) -> Iterator[list[int]]:
+    for start in range(0, len(texts), size):
+        chunk = texts[start:start + size]
+        try:
+            ids = _bare_ids(chunk, tokenizer)
+        except Exception as error:  # what tokenizers raises, say where it has no unknown token
+            if len(chunk) > 1:  # one by one, to find the text
+                ids = list(_token_ids(chunk, tokenizer, 1))
+            else:
+                raise InputError(f"The tokenizer cannot encode {chunk[0][:80]!r}: {error}",
+                                 where="model.tokenizer_path",
+                                 fix="is it the tokenizer of this model, and has it an unknown "
+                                     "token?") from error
+        yield from ids
+
+
+def _bare_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    # verbose=False: the warning about long texts is premature, they are cut later
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, return_attention_mask=False,
+                                     verbose=False)["input_ids"]
+    return ids
+
+
+def _cut(ids: list[int], longest: int, fixed: int, side: str) -> list[int]:
+    """``longest`` ids; on the left, the first ``fixed`` (BOS) stay."""
+    if side == "right" or longest <= fixed:
+        return ids[:longest]
+    return ids[:fixed] + ids[len(ids) - (longest - fixed):]

@@ -1,19 +1,22 @@
-"""Raw prompt rows from where they lie: files, folders, saved data sets, the Hub, inline lists."""
+"""What a set of prompts is made from: the keys of ``prompts``, or of ``prompts.eval`` with what it
+inherits, and the raw rows that they name: files, folders, saved data sets, the Hub, inline lists.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ppocli.builtin.names import BUILTIN_PREFIX, resolve_builtin
 from ppocli.config.hub import go_offline, hub_reachable, offline_hint
+from ppocli.config.schema import PromptsConfig
 from ppocli.data.files import SUFFIX_WORDS, SUFFIXES, Row, read_file
-from ppocli.data.spec import PromptSpec
-from ppocli.errors import InputError
-from ppocli.text import cut, nearest
+from ppocli.errors import ConfigError, InputError
+from ppocli.text import first_line, nearest
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -21,6 +24,85 @@ if TYPE_CHECKING:
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 _SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev", "eval")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}.*$")  # train-00000-of-00002.parquet
+_INHERITED = ("name", "split", "column", "columns", "first_words", "length_sampler", "template",
+              "chat", "max_length", "truncation_side")
+"""what ``prompts.eval`` takes from ``prompts`` where its own key is null, as it stands there"""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSpec:
+    """Checked settings of one prompt set. Made here, read by the other modules of the room."""
+
+    key: str
+    """``prompts`` or ``prompts.eval``: how errors name the settings"""
+    path: str | None
+    path_key: str
+    """the key that gave ``path``, which an evaluation set may have inherited"""
+    name: str | None
+    split: str
+    split_asked: bool
+    """whether the split was set for this very source, so that ignoring it is worth a note"""
+    items: list[Any] | None
+    column: str
+    columns: list[str] | None
+    limit: int | None
+    first_words: int | None
+    length_sampler: list[int] | None
+    template: str | None
+    chat: bool
+    max_length: int | None
+    truncation_side: str
+
+    @property
+    def has_source(self) -> bool:
+        """False if the prompts are the BOS token alone."""
+        return self.path is not None or self.items is not None
+
+
+def training_spec(cfg: PromptsConfig, items: list[Any] | None) -> PromptSpec:
+    """The training prompts; ``items``, given from Python, replace ``prompts.path``.
+
+    Raises:
+        ConfigError: one text in place of a list.
+    """
+    if items is None:
+        items = cfg.items
+    return PromptSpec(
+        key="prompts", path=None if items is not None else cfg.path, path_key="prompts.path",
+        split_asked=cfg.split != "train", items=_as_list(items), limit=cfg.limit,
+        **{name: getattr(cfg, name) for name in _INHERITED})
+
+
+def evaluation_spec(cfg: PromptsConfig, items: list[Any] | None) -> PromptSpec:
+    """The evaluation prompts. Keys of ``prompts.eval`` that are null take those of ``prompts``.
+
+    The result has a source only if one was given for evaluation: ``items``, ``prompts.eval.items``,
+    ``prompts.eval.path``, or another ``split`` or ``name`` of ``prompts.path``.
+
+    Raises:
+        ConfigError: as :func:`training_spec`.
+    """
+    own = cfg.eval
+    if items is None:
+        items = own.items
+    path = own.path
+    if path is None and items is None and (own.split is not None or own.name is not None):
+        path = cfg.path
+    return PromptSpec(
+        key="prompts.eval", path=path,
+        path_key="prompts.path" if own.path is None else "prompts.eval.path",
+        split_asked=own.split is not None, items=_as_list(items), limit=own.limit,
+        **{name: getattr(cfg if getattr(own, name) is None else own, name)
+           for name in _INHERITED})
+
+
+def _as_list(items: Any) -> list[Any] | None:
+    if items is None:
+        return None
+    if isinstance(items, str | bytes | Mapping):
+        raise ConfigError(f"Inline prompts must be a list, not one {type(items).__name__}.",
+                          where="prompts.items", fix="put it in a list: [...]")
+    return list(items)
 
 
 def open_rows(spec: PromptSpec, notes: list[str]) -> Iterator[Row]:
@@ -44,24 +126,19 @@ def open_rows(spec: PromptSpec, notes: list[str]) -> Iterator[Row]:
         raise InputError("The path of the prompts is empty.", where=f"{spec.path_key}=''",
                          fix=f"{spec.path_key}=FILE, or {spec.path_key}=null for the BOS token "
                              "alone")
-    if spec.path.startswith(BUILTIN_PREFIX):
-        return _local_rows(resolve_builtin(spec.path), spec, notes)
-    path = Path(spec.path).expanduser()
-    if _means_path(spec.path, path):
-        if not path.exists():
-            _missing(path, spec)
-        return _local_rows(path, spec, notes)
-    return _hub_rows(spec)
+    if names_hub_dataset(spec.path):
+        return _hub_rows(spec, spec.path)
+    path = (resolve_builtin(spec.path) if spec.path.startswith(BUILTIN_PREFIX)
+            else Path(spec.path).expanduser())
+    if not path.exists():
+        _missing(path, spec)
+    return _local_rows(path, spec, notes)
 
 
 def names_hub_dataset(path: str) -> bool:
     """Whether ``prompts.path`` names a Hub data set: no builtin, and nothing that means a file."""
-    return not path.startswith(BUILTIN_PREFIX) and not _means_path(path, Path(path).expanduser())
-
-
-def _means_path(value: str, path: Path) -> bool:
-    return (value.startswith((".", "/", "~")) or path.suffix.lower() in SUFFIXES
-            or _REPO_ID.fullmatch(value) is None or path.exists())
+    return (_REPO_ID.fullmatch(path) is not None and Path(path).suffix.lower() not in SUFFIXES
+            and not Path(path).exists())
 
 
 def _missing(path: Path, spec: PromptSpec) -> NoReturn:
@@ -81,14 +158,11 @@ def _missing(path: Path, spec: PromptSpec) -> NoReturn:
 
 def _inline_rows(spec: PromptSpec, items: Sequence[Any]) -> Iterator[Row]:
     for number, item in enumerate(items, start=1):
-        place = f"item {number} of {spec.key}.items"
-        if isinstance(item, Mapping):
-            values = {str(name): value for name, value in item.items()}
-            if spec.column not in values and "prompt" in values:
-                values[spec.column] = values.pop("prompt")
-            yield Row(place, values)
-        else:
-            yield Row(place, {spec.column: item})
+        values = ({str(name): value for name, value in item.items()}
+                  if isinstance(item, Mapping) else {spec.column: item})
+        if spec.column not in values and "prompt" in values:
+            values[spec.column] = values.pop("prompt")
+        yield Row(f"item {number} of {spec.key}.items", values)
 
 
 # Files and folders --------------------------------------------------------------------------------
@@ -112,7 +186,7 @@ def _note_ignored(path: Path, spec: PromptSpec, notes: list[str], *, name: bool 
 
 
 def _folder_rows(folder: Path, spec: PromptSpec, notes: list[str]) -> Iterator[Row]:
-    root = folder / spec.name if spec.name is not None else folder
+    root = folder / (spec.name or "")
     if not root.is_dir():
         root = folder
         _note_ignored(folder, spec, notes, name=True)
@@ -124,16 +198,14 @@ def _folder_rows(folder: Path, spec: PromptSpec, notes: list[str]) -> Iterator[R
                          where=f"{spec.path_key}={spec.path}",
                          fix=f"it should hold {SUFFIX_WORDS} files, or what "
                              "`datasets.save_to_disk` writes")
-    splits: dict[str, list[Path]] = {}
+    splits: dict[str | None, list[Path]] = {}
     for file in files:
-        split = _split_of(file.relative_to(root))
-        if split is not None:
-            splits.setdefault(split, []).append(file)
+        splits.setdefault(_split_of(file.relative_to(root)), []).append(file)
+    strays = splits.pop(None, [])
     if splits:
-        strays = set(files).difference(*splits.values())
         notes.extend(f"{file.relative_to(root)} belongs to no split of {folder.name}: left out"
-                     for file in sorted(strays))
-        files = [file for name in _wanted_splits(spec, list(splits)) for file in splits[name]]
+                     for file in strays)
+        files = [file for name in _wanted_splits(spec, splits) for file in splits[name]]
     else:
         _note_ignored(folder, spec, notes, split=True)
     return (row for file in files for row in read_file(file, spec.column))
@@ -148,7 +220,8 @@ def _split_of(file: Path) -> str | None:
     return stem if _SHARD.search(file.stem) else None
 
 
-def _wanted_splits(spec: PromptSpec, present: list[str]) -> list[str]:
+def _wanted_splits(spec: PromptSpec, splits: Iterable[Any]) -> list[str]:
+    present = [str(name) for name in splits]
     wanted = [name.strip() for name in spec.split.split("+")]
     for name in wanted:
         if name not in present:
@@ -167,11 +240,11 @@ def _saved_rows(folder: Path, spec: PromptSpec, notes: list[str]) -> Iterator[Ro
     try:
         saved = datasets.load_from_disk(str(folder))
     except Exception as error:  # a damaged folder raises whatever arrow or json raise
-        raise InputError(f"The data set saved in {folder} cannot be loaded: {_one_line(error)}",
+        raise InputError(f"The data set saved in {folder} cannot be loaded: {first_line(error)}",
                          where=f"{spec.path_key}={spec.path}") from error
     _note_ignored(folder, spec, notes, name=True)
     if isinstance(saved, datasets.DatasetDict):
-        parts = [saved[name] for name in _wanted_splits(spec, list(saved))]
+        parts = [saved[name] for name in _wanted_splits(spec, saved)]
         return (row for part in parts for row in _dataset_rows(part, folder.name))
     _note_ignored(folder, spec, notes, split=spec.split != str(saved.split))
     return _dataset_rows(saved, folder.name)
@@ -179,16 +252,14 @@ def _saved_rows(folder: Path, spec: PromptSpec, notes: list[str]) -> Iterator[Ro
 
 def _dataset_rows(dataset: Dataset, name: str) -> Iterator[Row]:
     split = f" ({dataset.split})" if dataset.split else ""
-    number = 0
-    for batch in dataset.with_format(None).iter(batch_size=1024):
-        names = list(batch)
-        for cells in zip(*batch.values(), strict=True):
-            number += 1
-            yield Row(f"row {number} of {name}{split}", dict(zip(names, cells, strict=True)))
+    batches = dataset.with_format(None).iter(batch_size=1024)
+    rows = (cells for batch in batches for cells in zip(*batch.values(), strict=True))
+    for number, cells in enumerate(rows, start=1):
+        yield Row(f"row {number} of {name}{split}",
+                  dict(zip(dataset.column_names, cells, strict=True)))
 
 
-def _hub_rows(spec: PromptSpec) -> Iterator[Row]:
-    assert spec.path is not None
+def _hub_rows(spec: PromptSpec, path: str) -> Iterator[Row]:
     offline = None if hub_reachable() else offline_hint()
     if offline:
         go_offline()
@@ -198,23 +269,19 @@ def _hub_rows(spec: PromptSpec) -> Iterator[Row]:
         offline = "HF_DATASETS_OFFLINE forbids downloading"
     where = f"{spec.path_key}={spec.path}"
     try:
-        loaded = datasets.load_dataset(spec.path, name=spec.name, split=spec.split)
+        loaded = datasets.load_dataset(path, name=spec.name, split=spec.split)
     except Exception as error:  # remote content: the library lets through errors of many libraries
         if offline and isinstance(error, ConnectionError | FileNotFoundError):
             raise InputError(
-                f"Data set '{spec.path}' is not on this machine and {offline}.",
+                f"Data set '{path}' is not on this machine and {offline}.",
                 where=where,
                 fix=f"give a local file or folder: {spec.path_key}=/path, "
-                    f"or run once with network: hf download --repo-type dataset {spec.path} "
-                    f"--local-dir {spec.path.split('/')[-1]}") from error
-        raise InputError(f"Data set '{spec.path}' cannot be loaded: {_one_line(error)}",
+                    f"or run once with network: hf download --repo-type dataset {path} "
+                    f"--local-dir {Path(path).name}") from error
+        raise InputError(f"Data set '{path}' cannot be loaded: {first_line(error)}",
                          where=f"{where} {spec.key}.name={spec.name or 'null'} "
                                f"{spec.key}.split={spec.split}",
                          fix=f"check the name, {spec.key}.name and {spec.key}.split"
                              + ("" if offline else "; a private data set needs `hf auth login`")
                          ) from error
-    return _dataset_rows(loaded, spec.path)
-
-
-def _one_line(error: Exception) -> str:
-    return cut(" ".join(str(error).split()) or type(error).__name__, 400)
+    return _dataset_rows(loaded, path)

@@ -24,7 +24,7 @@ from ppocli.config.schema import (
 )
 from ppocli.data.files import Row
 from ppocli.data.render import prompt_texts
-from ppocli.data.spec import training_spec
+from ppocli.data.sources import training_spec
 from ppocli.errors import ConfigError, InputError, OutOfMemoryError
 from ppocli.models.loading.language_model import (
     LoadedLM,

@@ -8,8 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppocli.config.as_words import literal
-from ppocli.config.resolved import read_config
+from ppocli.config.resolved import literal, read_config
 from ppocli.config.schema import (
     EvalGenerationConfig,
     EvalPromptsConfig,

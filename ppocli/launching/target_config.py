@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ppocli.config.as_words import literal, quoted
-from ppocli.config.resolved import PYTHON_OBJECT
+from ppocli.config.resolved import PYTHON_OBJECT, literal, quoted
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import ConfigError
 from ppocli.runs.target import Target

@@ -15,7 +15,7 @@ import torch
 
 from ppocli.config.algorithm import exact_when_decoded, whole_while_acting
 from ppocli.config.schema import RolloutConfig, TrainConfig
-from ppocli.data.batch import PromptBatch
+from ppocli.data.prompt_set import PromptBatch
 from ppocli.errors import ConfigError
 from ppocli.models.decoding_method import Decoding, decoding_of
 from ppocli.models.fast.gemm import weights_for_decoding

@@ -117,7 +117,7 @@ def test_prompts_of_a_file(world, generate, name, content):
     (world / name).write_text(content)
     ended = generate("./lm", "--prompts-file", name, "--json", *SHORT)
     assert [row["prompt"] for row in rows(ended)] == ["the film", "i saw"]
-    assert ("1 blank prompt was dropped" in ended.err) == (name == "p.txt")
+    assert ("1 prompt was blank: dropped" in ended.err) == (name == "p.txt")
 
 
 def test_standard_input_holds_a_prompt_a_line(world, generate):

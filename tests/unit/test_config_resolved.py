@@ -1,7 +1,6 @@
-"""A configuration that is written down comes back: as ``config.yaml``, as words, and changed."""
+"""A configuration that is written down as ``config.yaml`` comes back, and changed."""
 
 import json
-import shlex
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -9,9 +8,7 @@ import pytest
 import yaml
 from helpers import checked
 
-from ppocli.config.as_words import training_command, words_for
 from ppocli.config.keys import schema_keys
-from ppocli.config.paths import recipe_files
 from ppocli.config.resolved import (
     NEXT_CONFIG_FILE,
     classify_change,
@@ -114,55 +111,6 @@ def test_changes_are_classed():
         assert {name: classify_change(name) for name in names} == dict.fromkeys(names, kind)
     for name in schema_keys():
         assert classify_change(name) in expected
-
-
-BASE = ["model.path=builtin:reviews", "prompts.path=builtin:reviews-prompts", "ppo.num_steps=2"]
-
-
-def configured(words: list[str]) -> TrainConfig:
-    return checked(*words).config
-
-
-@pytest.mark.parametrize("recipe", sorted(recipe_files()))
-def test_a_recipe_comes_back(recipe):
-    config = configured([f"+recipe={recipe}"])
-    assert config_differences(config, configured(words_for(config))) == []
-
-
-@pytest.mark.parametrize("words", [
-    ["reward.fn=length", "reward.kwargs.target=20"],
-    ["reward.fn=a.b:c", "reward.kwargs.text='12'", "reward.kwargs.other='it''s: {odd}, [x]'"],
-    ["reward.fn=a.b:c", "reward.kwargs.deep={a:{b:[1,2.5,null,true,'no']}}"],
-    ["reward.fns.one={fn:length,kwargs:{target:3},weight:0.5}", "reward.fns.two={fn:keyword}"],
-    ["reward.fn=length", "generation.stop_sequences=['\\n\\n','a,b','it=is','\"']",
-     "model.revision=12e4567"],
-    ["reward.fn=length", "prompts.template='Q: {prompt}\\nA:'", "ppo.optimizer.lr=1e-05",
-     "ppo.max_grad_norm=null", "run_name=null", "model.trust_remote_code=false"],
-])
-def test_values_of_every_kind_come_back(words):
-    base = [word for word in BASE if word.partition("=")[0] not in str(words)]
-    config = configured([*base, *words])
-    assert config_differences(config, configured(words_for(config))) == []
-
-
-@pytest.mark.parametrize("text", ["plain", "null", "true", "1e5", "it's", "a\\", "a\\'b",
-                                  "ü [x] {y}", "", " lead", "a=b", "a:b", "$HOME `x` \"q\""])
-def test_texts_come_back(text):
-    config = configured([*BASE, "reward.fn=a.b:c"])
-    config = replace(config, reward=replace(config.reward, kwargs={"value": text, "list": [text]}),
-                     prompts=replace(config.prompts, column=text or "x"))
-    again = configured(words_for(config))
-    assert again.reward.kwargs == config.reward.kwargs
-    assert again.prompts.column == config.prompts.column
-
-
-def test_the_command_survives_a_shell():
-    config = configured([*BASE, "reward.fn=a.b:c", "reward.kwargs.x='it is; rm -rf $HOME'"])
-    typed = shlex.split(training_command(config, "run_name=again").replace("\\\n", " "))
-    assert typed[:2] == ["ppocli", "train"]
-    again = configured(typed[2:])
-    assert again.run_name == "again"
-    assert config_differences(config, again) == []
 
 
 @pytest.fixture

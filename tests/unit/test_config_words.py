@@ -1,15 +1,26 @@
-"""Words of the command line: flags told from overrides, text kept text, near names, no secrets."""
+"""Words of the command line: flags told from overrides, text kept text, near names, no secrets; and
+a configuration as words, which composes to itself again."""
 
 import itertools
+import shlex
+from dataclasses import replace
 
 import pytest
 from helpers import checked
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from ppocli.config.as_words import literal, quoted, unquoted
+from ppocli.builtin.names import recipe_files
 from ppocli.config.compose import print_composition
 from ppocli.config.keys import key_for, schema_keys, schema_sections
+from ppocli.config.resolved import (
+    config_differences,
+    literal,
+    quoted,
+    training_command,
+    unquoted,
+    words_for,
+)
 from ppocli.config.secrets import looks_secret
 from ppocli.config.words import read_setting, read_words
 from ppocli.errors import ConfigError
@@ -52,10 +63,11 @@ def test_info_takes_its_part_only_when_it_is_one():
     assert (read.flag("--info"), read.overrides) == ("", ["seed=1"])
 
 
-def test_config_dirs_come_from_the_flag_then_the_environment(tmp_path):
+def test_config_dirs_come_from_the_flag_then_the_environment(tmp_path, monkeypatch):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    read = read_words(["-cd", str(tmp_path / "a")], str(tmp_path / "b"))
+    monkeypatch.setenv("PPOCLI_CONFIG_DIR", str(tmp_path / "b"))
+    read = read_words(["-cd", str(tmp_path / "a")])
     assert read.config_dirs == (tmp_path / "a", tmp_path / "b")
     assert read.argv() == []
 
@@ -176,3 +188,53 @@ def test_keys_of_the_schema_and_common_arguments_are_no_secrets():
     for name in ("reward.kwargs.keyword", "reward.kwargs.max_tokens", "reward.kwargs.key",
                  "reward.kwargs.tokenizer", "reward.kwargs.author", "reward.kwargs.stop_token_id"):
         assert not looks_secret(name), name
+
+
+# Configurations as words --------------------------------------------------------------------------
+
+BASE = ["model.path=builtin:reviews", "prompts.path=builtin:reviews-prompts", "ppo.num_steps=2"]
+
+
+def comes_back(*words):
+    config = checked(*words).config
+    assert config_differences(config, checked(*words_for(config)).config) == []
+
+
+@pytest.mark.parametrize("recipe", sorted(recipe_files()))
+def test_a_recipe_comes_back(recipe):
+    comes_back(f"+recipe={recipe}")
+
+
+@pytest.mark.parametrize("words", [
+    ["reward.fn=length", "reward.kwargs.target=20"],
+    ["reward.fn=a.b:c", "reward.kwargs.text='12'", "reward.kwargs.other='it''s: {odd}, [x]'"],
+    ["reward.fn=a.b:c", "reward.kwargs.deep={a:{b:[1,2.5,null,true,'no']}}"],
+    ["reward.fns.one={fn:length,kwargs:{target:3},weight:0.5}", "reward.fns.two={fn:keyword}"],
+    ["reward.fn=length", "generation.stop_sequences=['\\n\\n','a,b','it=is','\"']",
+     "model.revision=12e4567"],
+    ["reward.fn=length", "prompts.template='Q: {prompt}\\nA:'", "ppo.optimizer.lr=1e-05",
+     "ppo.max_grad_norm=null", "run_name=null", "model.trust_remote_code=false"],
+])
+def test_values_of_every_kind_come_back(words):
+    base = [word for word in BASE if word.partition("=")[0] not in str(words)]
+    comes_back(*base, *words)
+
+
+@pytest.mark.parametrize("text", ["plain", "null", "true", "1e5", "it's", "a\\", "a\\'b",
+                                  "ü [x] {y}", "", " lead", "a=b", "a:b", "$HOME `x` \"q\""])
+def test_texts_come_back(text):
+    config = checked(*BASE, "reward.fn=a.b:c").config
+    config = replace(config, reward=replace(config.reward, kwargs={"value": text, "list": [text]}),
+                     prompts=replace(config.prompts, column=text or "x"))
+    again = checked(*words_for(config)).config
+    assert again.reward.kwargs == config.reward.kwargs
+    assert again.prompts.column == config.prompts.column
+
+
+def test_the_command_survives_a_shell():
+    config = checked(*BASE, "reward.fn=a.b:c", "reward.kwargs.x='it is; rm -rf $HOME'").config
+    typed = shlex.split(training_command(config, "run_name=again").replace("\\\n", " "))
+    assert typed[:2] == ["ppocli", "train"]
+    again = checked(*typed[2:]).config
+    assert again.run_name == "again"
+    assert config_differences(config, again) == []

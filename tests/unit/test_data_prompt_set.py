@@ -1,4 +1,4 @@
-"""From rows to tokens: rendering, lengths, batches, evaluation prompts, digest."""
+"""From rows to tokens: rendering, lengths, batches, order, evaluation prompts, digest."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import normalizers
 
 from ppocli.config.schema import EvalPromptsConfig, PromptsConfig
-from ppocli.data.prompt_set import PromptSet, load_eval_prompts, load_prompts
+from ppocli.data.prompt_set import PromptSet, load_eval_prompts, load_prompts, prompt_indices
 from ppocli.errors import ConfigError, InputError
 
 LONG = "the film was very very good and i was not so"  # 11 words
@@ -108,8 +108,6 @@ def test_chat_that_cannot_work():
         load(messages, chatting, chat=True, first_words=2)
     with pytest.raises(InputError, match=r"holds \[\] \(list\), not a text"):
         load([[]], chatting, chat=True)
-    with pytest.raises(ConfigError, match=r"would cut off the end of the chat template"):
-        load(["it is"], chatting, chat=True, length_sampler=[1, 2])
 
 
 # Tokens and lengths -------------------------------------------------------------------------------
@@ -173,12 +171,6 @@ def test_length_sampler_follows_the_seed():
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-@pytest.mark.parametrize("bounds", [[3], [5, 2], [0, 4], [1, 2, 3]])
-def test_bad_length_sampler(bounds):
-    with pytest.raises(ConfigError, match=r"is not \[min, max\] with 1 <= min <= max"):
-        load([LONG], length_sampler=bounds)
-
-
 def test_texts_follow_a_cut_inside_a_character():
     prompts = load(["naïve"], utf8_bytes(), max_length=3, truncation_side="right")
     assert prompts.texts == ["na�"]
@@ -227,8 +219,6 @@ def test_batches_are_left_padded():
     assert batch.columns == {"n": [2, 3, 2]}
     assert (batch.indices, batch.episodes) == ([1, 2, 1], [7, 8, 9])
     assert prompts.batch([1], [0], pad_id=1).tokens.tolist() == [ids("so")]
-    with pytest.raises(ValueError, match="2 indices but 1 episodes"):
-        prompts.batch([0, 1], [0], pad_id=1)
 
 
 @given(lengths=st.lists(st.integers(1, 11), min_size=1, max_size=9), pad=st.integers(0, 5))
@@ -240,6 +230,44 @@ def test_a_batch_holds_exactly_the_tokens_of_its_prompts(lengths, pad):
         assert row[mask].tolist() == expected
         assert (row[~mask] == pad).all()
         assert mask.int().diff().min().item() >= 0 if len(mask) > 1 else mask.all()
+
+
+# Order --------------------------------------------------------------------------------------------
+
+sizes = st.integers(1, 40)
+seeds = st.integers(0, 2**40)
+positions = st.integers(0, 500)
+
+
+@given(n=sizes, seed=seeds, epoch=st.integers(0, 50))
+def test_each_epoch_is_a_permutation(n, seed, epoch):
+    order = prompt_indices(epoch * n, n, n=n, seed=seed, shuffle=True)
+    assert sorted(order) == list(range(n))
+
+
+@given(n=sizes, seed=seeds, start=positions, first=st.integers(0, 90), second=st.integers(0, 90),
+       shuffle=st.booleans())
+def test_a_cursor_resumes_the_order(*, n, seed, start, first, second, shuffle):
+    whole = prompt_indices(start, first + second, n=n, seed=seed, shuffle=shuffle)
+    head = prompt_indices(start, first, n=n, seed=seed, shuffle=shuffle)
+    tail = prompt_indices(start + first, second, n=n, seed=seed, shuffle=shuffle)
+    assert head + tail == whole
+    assert all(type(index) is int for index in whole)
+
+
+@given(n=sizes, seed=seeds, start=positions, count=st.integers(0, 90))
+def test_without_shuffling_prompts_come_in_their_own_order(n, seed, start, count):
+    order = prompt_indices(start, count, n=n, seed=seed, shuffle=False)
+    assert order == [position % n for position in range(start, start + count)]
+
+
+def test_seeds_and_epochs_differ():
+    def epoch(number: int, seed: int) -> list[int]:
+        return prompt_indices(number * 50, 50, n=50, seed=seed, shuffle=True)
+
+    orders = [epoch(number, seed) for number in range(3) for seed in range(3)]
+    assert all(a != b for i, a in enumerate(orders) for b in orders[:i])
+    assert all(order != list(range(50)) for order in orders)
 
 
 # Evaluation prompts -------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ def test_files_that_agree(tmp_path, file):
     (MADE_BY_IT, {}, ["optimizer: ppocli makes its own", "scheduler: ppocli makes its own"]),
     ({"train_batch_size": 1, "gradient_clipping": 9, "stage": 2}, {},
      ["3 problems in", "stage: DeepSpeed has no such key", "train_batch_size is 1", "is 9"]),
-    ("[1]", {}, ["no JSON object"]), ("{", {}, ["can't be read as JSON"])])
+    ("[1]", {}, ["it holds no JSON object"]), ("{", {}, ["can't be read as JSON"])])
 def test_files_that_contradict_the_settings(tmp_path, file, hardware, texts):
     with pytest.raises(ConfigError) as raised:
         given(tmp_path, file, **hardware)

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from ppocli.data.batch import PromptBatch
-from ppocli.data.prompt_set import PromptSet, load_prompts
+from ppocli.data.prompt_set import PromptBatch, PromptSet, load_prompts
 from ppocli.errors import ConfigError
 from ppocli.models.loading.model_config import max_positions
 from ppocli.models.trunk import has_encoder

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ppocli.data.batch import PromptBatch
+from ppocli.data.prompt_set import PromptBatch
 from ppocli.models.layout import Sequences
 from ppocli.ppo.moments import RunningMoments
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from ppocli.data.batch import PromptBatch
+from ppocli.data.prompt_set import PromptBatch
 from ppocli.parallel.ranks import Ranks
 from ppocli.rewards.records import RewardRequest, RewardScores
 from ppocli.sampling.samples import Samples

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from ppocli.config.algorithm import kl_estimator
-from ppocli.data.batch import PromptBatch
+from ppocli.data.prompt_set import PromptBatch
 from ppocli.errors import DivergedError
 from ppocli.models.fast.frozen_states import joined_rows
 from ppocli.models.head import HeadWeights

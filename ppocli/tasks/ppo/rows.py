@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ppocli.data.batch import PromptBatch
+from ppocli.data.prompt_set import PromptBatch
 from ppocli.models.layout import Sequences, joined_right
 from ppocli.tasks.ppo.records import Rollout
 

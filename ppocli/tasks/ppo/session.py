@@ -19,9 +19,14 @@ from ppocli.config.schema import (
     GenerationConfig,
     TrainConfig,
 )
-from ppocli.data.batch import PromptBatch, prompt_indices
-from ppocli.data.prompt_set import PromptSet, load_eval_prompts, load_prompts
-from ppocli.data.spec import evaluation_spec
+from ppocli.data.prompt_set import (
+    PromptBatch,
+    PromptSet,
+    load_eval_prompts,
+    load_prompts,
+    prompt_indices,
+)
+from ppocli.data.sources import evaluation_spec
 from ppocli.errors import ConfigError
 from ppocli.estimate.check import check_memory
 from ppocli.models.fast.frozen_states import frozen_split
