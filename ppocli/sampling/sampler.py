@@ -136,9 +136,8 @@ class DecodeSampler:
                               "can't put weights together layer by layer.",
                               where="hardware.gather_for_generation",
                               fix="set hardware.gather_for_generation=true")
-        limits = None
-        if spec.length_range is not None:
-            limits = lengths(seed, prompts.episodes, *spec.length_range)
+        limits = None if spec.length_range is None else (
+            lengths(seed, prompts.episodes, *spec.length_range))
 
         def poll() -> None:
             faults.point("rollout.token", at_once)
@@ -176,7 +175,6 @@ class TransformersSampler(DecodeSampler):
 
 ENGINES: dict[str, Callable[[SamplerSetup], Sampler]] = {
     "decode": DecodeSampler, "transformers": TransformersSampler}
-SAMPLER = Kind("class", ConfigError)
 
 
 def build_sampler(cfg: RolloutConfig, setup: SamplerSetup) -> Sampler:
@@ -187,9 +185,8 @@ def build_sampler(cfg: RolloutConfig, setup: SamplerSetup) -> Sampler:
     """
     if cfg.engine in ENGINES:
         return ENGINES[cfg.engine](setup)
-    found: Sampler = build(Wanted(cfg.engine, "rollout.engine", SAMPLER), setup,
-                           key="rollout.kwargs", kwargs=cfg.kwargs)
-    return found
+    return build(Wanted(cfg.engine, "rollout.engine", Kind("class", ConfigError)), setup,
+                 key="rollout.kwargs", kwargs=cfg.kwargs)
 
 
 def _stepped(parts: Iterator[Generation], context: Callable[[], AbstractContextManager[Any]]
@@ -239,7 +236,7 @@ def sample_chunks(sampler: Sampler, passes: PassRows, prompts: PromptBatch, spec
     done = 0
     while done < len(prompts):
         rest = prompts if done == 0 else prompts.rows(range(done, len(prompts)))
-        rows, failed = passes.limit(phase, asked), False
+        rows = passes.limit(phase, asked)
         made = sampler.sample(rest, spec, stream, speaker, stop, at_once=rows, chunk=chunk)
         try:
             for samples in made:
@@ -248,7 +245,8 @@ def sample_chunks(sampler: Sampler, passes: PassRows, prompts: PromptBatch, spec
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            failed = True
-        if failed:  # out of the handler, or the exception would keep the tensors of the pass
-            del made
-            passes.shrink(phase, rows, tokens)
+        else:
+            continue
+        # out of the handler, or the exception would keep the tensors of the pass
+        del made
+        passes.shrink(phase, rows, tokens)

@@ -17,8 +17,7 @@ from ppocli.models.loading.language_model import load_lm
 from ppocli.models.policy import build_value_head
 from ppocli.models.trunk import response_hidden
 from ppocli.ppo.noise import uniform
-from ppocli.sampling.decoding import try_decoding
-from ppocli.sampling.loading import load_decodable, load_judged, load_policy
+from ppocli.sampling.decoding import load_decodable, load_judged, load_policy, try_decoding
 from ppocli.sampling.token_choice import SamplingSpec
 
 pytestmark = pytest.mark.long

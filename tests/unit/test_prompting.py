@@ -13,7 +13,7 @@ from ppocli.evaluation.player import (
     policy_config,
 )
 from ppocli.sampling.prompting import TextStream, answer_prompts, prompt_ids
-from ppocli.sampling.response_text import decode_responses
+from ppocli.sampling.samples import decode_responses
 from ppocli.sampling.token_choice import SamplingSpec
 
 PROMPTS = ["the film", "i saw", "this plot was", "it"]

@@ -27,7 +27,7 @@ from ppocli.models.reference import AdapterReference, CopyReference, Reference, 
 from ppocli.models.value_function import ValueBranch
 from ppocli.parallel.backend import Backend
 from ppocli.parallel.deepspeed_internals import whole_shape
-from ppocli.sampling.loading import load_decodable, load_policy
+from ppocli.sampling.decoding import load_decodable, load_policy
 from ppocli.text import first_line
 from ppocli.zero.sharded_reference import sharded_copy, share_sharded_trunk
 from ppocli.zero.sharded_weights import gathered
@@ -123,7 +123,7 @@ def load_start(cfg: TrainConfig, backend: Backend) -> LoadedLM:
     be attached to it.
 
     Raises:
-        PpocliError: as :func:`ppocli.sampling.loading.load_policy`.
+        PpocliError: as :func:`ppocli.sampling.decoding.load_policy`.
     """
     whole = partial(load_policy, cfg.model, cfg.hardware, cfg.seed)
     if backend.zero_stage < 3 or adapter_kind(cfg.model) is not None:

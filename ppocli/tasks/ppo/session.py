@@ -41,7 +41,7 @@ from ppocli.models.trunk import has_encoder
 from ppocli.models.virtual_tokens import num_virtual_tokens
 from ppocli.parallel.backend import Backend
 from ppocli.parallel.launchers import launched_here
-from ppocli.sampling.loading import load_judged
+from ppocli.sampling.decoding import load_judged
 from ppocli.sampling.sampler import DecodeSampler, Sampler, SamplerSetup, build_sampler
 from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
 from ppocli.tasks.ppo.building import (
