@@ -21,11 +21,11 @@ from ppocli.config.schema import ModelConfig, OptimizerConfig, TrainConfig, refe
 from ppocli.errors import InputError, PpocliError
 from ppocli.models.layer_stack import layer_stack, stack_path
 from ppocli.models.loading.adapters import attach, peft_config
-from ppocli.models.loading.language_model import DTYPES, reference_dtype
-from ppocli.models.policy import ValueHead, build_value_head, freeze_lower_layers
+from ppocli.models.loading.language_model import DTYPES
+from ppocli.models.loading.reference_and_value import reference_dtype
+from ppocli.models.policy import ScoreHead, ValueHead, build_value_head, freeze_lower_layers
 from ppocli.models.transformers_internals import conv1d
 from ppocli.models.trunk import RELATIVE_POSITIONS
-from ppocli.models.value_function import ScoreHead
 from ppocli.rewards.resolve import MODEL_REWARDS
 from ppocli.text import first_line
 
@@ -190,7 +190,7 @@ def _empty(cfg: ModelConfig, config: Any | None, path: str | None, key: str, pur
 
 
 def _value_model(cfg: ModelConfig) -> tuple[Any, nn.Module]:
-    """As :func:`ppocli.models.loading.value_model.load_value_model`."""
+    """As :func:`ppocli.models.loading.reference_and_value.load_value_model`."""
     path, key = cfg.value.path, "model.value.path" if cfg.value.path else "model.path"
     config = read_config(path or cfg.path, key=key, revision=None if path else cfg.revision,
                          trust_remote_code=cfg.trust_remote_code)
@@ -198,13 +198,13 @@ def _value_model(cfg: ModelConfig) -> tuple[Any, nn.Module]:
     whole = _empty(cfg, config, path, key, "classifier" if scores else "trunk")
     trunk, score = whole.base_model, getattr(whole, "score", None)
     if scores and config.num_labels == 1 and isinstance(score, nn.Linear):
-        return trunk, ScoreHead(score.weight, score.bias)
+        return trunk, ScoreHead(score)
     width = getattr(config, "hidden_size", trunk.get_input_embeddings().weight.shape[1])
     return trunk, ValueHead(width, torch.Generator())
 
 
 def _branch(lm: Any, count: int) -> nn.ModuleList:
-    """As :class:`ppocli.models.value_function.ValueBranch`: copies of the top layers and of what
+    """As :class:`ppocli.models.policy.ValueBranch`: copies of the top layers and of what
     follows them, which is what freezing the layers below leaves to train."""
     if lm.config.is_encoder_decoder or not 0 < count < len(layer_stack(lm)):
         raise ValueError(f"no branch of {count} layers fits it")

@@ -39,19 +39,19 @@ def without_hooks(module: nn.Module,
     Args:
         parameters: to take instead of those with these ids.
     """
-    return _without_hooks(module, parameters, {})
+    made: dict[int, nn.Module] = {}
 
+    def view_of(part: nn.Module) -> nn.Module:
+        if id(part) not in made:
+            view = made[id(part)] = type(part).__new__(type(part))
+            nn.Module.__init__(view)
+            vars(view).update({name: value for name, value in vars(part).items()
+                               if name not in vars(view)}, _buffers=part._buffers,
+                              training=part.training)
+            view._parameters = {name: None if own is None else parameters.get(id(own), own)
+                                for name, own in part._parameters.items()}
+            view._modules = {name: None if child is None else view_of(child)
+                             for name, child in part._modules.items()}
+        return made[id(part)]
 
-def _without_hooks(module: nn.Module, parameters: Mapping[int, nn.Parameter],
-                   made: dict[int, nn.Module]) -> nn.Module:
-    if id(module) not in made:
-        view = made[id(module)] = type(module).__new__(type(module))
-        nn.Module.__init__(view)
-        vars(view).update({name: value for name, value in vars(module).items()
-                           if name not in vars(view)}, _buffers=module._buffers,
-                          training=module.training)
-        view._parameters = {name: None if own is None else parameters.get(id(own), own)
-                            for name, own in module._parameters.items()}
-        view._modules = {name: None if child is None else _without_hooks(child, parameters, made)
-                         for name, child in module._modules.items()}
-    return made[id(module)]
+    return view_of(module)

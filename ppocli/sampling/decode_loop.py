@@ -14,7 +14,7 @@ from ppocli.models import transformers_internals
 from ppocli.models.head import LogitMap
 from ppocli.models.layer_stack import inputs_at
 from ppocli.models.layout import right_padded
-from ppocli.models.virtual_tokens import virtual_tokens
+from ppocli.models.trunk import virtual_tokens
 from ppocli.sampling.decoder import Decoder, Drawn
 from ppocli.sampling.samples import Generation
 

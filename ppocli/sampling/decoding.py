@@ -13,14 +13,19 @@ import torch
 from ppocli.config.adapters import adapter_kind, adapter_settings
 from ppocli.config.schema import HardwareConfig, ModelConfig
 from ppocli.errors import ConfigError, InputError
-from ppocli.models.decoding_method import Decoding, decoding_of, set_decoding
 from ppocli.models.head import HeadWeights, token_logprobs
 from ppocli.models.layout import Sequences, lay_out
 from ppocli.models.loading.adapters import Adapter, attach, identify, peft_config
 from ppocli.models.loading.language_model import DTYPES, LoadedLM, load_lm
 from ppocli.models.loading.model_config import max_positions
-from ppocli.models.trunk import has_encoder, response_hidden
-from ppocli.models.virtual_tokens import num_virtual_tokens
+from ppocli.models.trunk import (
+    Decoding,
+    decoding_of,
+    has_encoder,
+    num_virtual_tokens,
+    response_hidden,
+    set_decoding,
+)
 from ppocli.sampling.decode_loop import decode_in_steps
 from ppocli.sampling.decoder import Decoder
 from ppocli.sampling.samples import Generation

@@ -17,12 +17,11 @@ from ppocli.config.algorithm import exact_when_decoded, whole_while_acting
 from ppocli.config.schema import RolloutConfig, TrainConfig
 from ppocli.data.batch import PromptBatch
 from ppocli.errors import ConfigError
-from ppocli.models.decoding_method import Decoding, decoding_of
 from ppocli.models.fast.gemm import weights_for_decoding
 from ppocli.models.layer_stack import SplitPoint
 from ppocli.models.loading.language_model import LoadedLM
 from ppocli.models.policy import Policy
-from ppocli.models.virtual_tokens import num_virtual_tokens
+from ppocli.models.trunk import Decoding, decoding_of, num_virtual_tokens
 from ppocli.parallel.backend import Backend
 from ppocli.parallel.ranks import is_out_of_memory
 from ppocli.parallel.stop import StopFlag

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ppocli.config.schema import TrainConfig
-from ppocli.models.layer_stack import SplitPoint, swapped_parameters, trained_split
-from ppocli.models.loading.language_model import reference_dtype
+from ppocli.models.layer_stack import SplitPoint, swapped_tensors, trained_split
+from ppocli.models.loading.reference_and_value import reference_dtype
 from ppocli.models.reference import Reference
 from ppocli.zero.sharded_weights import (
     copied_part,
@@ -60,7 +60,7 @@ class ShardedTrunk:
             return
         whole = {name: whole_of(part, own[name].shape, own[name].device)
                  for name, part in self.parts.items()}
-        with swapped_parameters(policy_lm, whole):
+        with swapped_tensors(policy_lm, whole):
             yield policy_lm
 
 

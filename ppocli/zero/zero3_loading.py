@@ -12,8 +12,8 @@ from torch import nn
 
 from ppocli.config.deepspeed import deepspeed_config
 from ppocli.config.schema import TrainConfig
-from ppocli.models.decoding_method import Decoding, decoding_of, set_decoding
 from ppocli.models.loading.language_model import LoadedLM
+from ppocli.models.trunk import Decoding, decoding_of, set_decoding
 from ppocli.parallel.backend import Backend
 from ppocli.parallel.deepspeed_internals import shard
 

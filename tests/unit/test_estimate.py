@@ -23,7 +23,7 @@ from ppocli.estimate.check import estimate
 from ppocli.estimate.parts import models_of
 from ppocli.models.fast.gemm import weights_for_decoding
 from ppocli.models.layout import lay_out
-from ppocli.models.virtual_tokens import virtual_tokens
+from ppocli.models.trunk import virtual_tokens
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import ROLLOUT
 from ppocli.tasks.ppo.experience import to_experience

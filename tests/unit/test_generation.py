@@ -226,7 +226,7 @@ def test_chunked_head_equals_log_softmax_with_gradients(monkeypatch, rows):
         (coefficients[0] * logprobs + coefficients[1] * entropies).sum().backward()
         return [hidden.grad.clone(), layer.weight.grad.clone(), layer.bias.grad.clone()]
 
-    got = token_logprobs(hidden, HeadWeights.of_layer(layer), targets, temperature=0.7,
+    got = token_logprobs(hidden, HeadWeights(layer.weight, layer.bias), targets, temperature=0.7,
                          want_entropy=True)
     log_p = torch.log_softmax(layer(hidden).float() / 0.7, -1)
     wanted = (log_p[torch.arange(13), targets], -(log_p.exp() * log_p).sum(-1))

@@ -9,9 +9,8 @@ import torch
 
 from ppocli.models.layer_stack import SplitPoint, trained_split
 from ppocli.models.layout import SequenceBatch
-from ppocli.models.policy import Policy
-from ppocli.models.value_function import ValueBranch
-from ppocli.models.virtual_tokens import num_virtual_tokens
+from ppocli.models.policy import Policy, ValueBranch
+from ppocli.models.trunk import num_virtual_tokens
 
 
 def frozen_split(policy: Policy) -> SplitPoint | None:

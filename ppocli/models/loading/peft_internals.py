@@ -96,12 +96,4 @@ def saved_tensors(peft_model: Any) -> dict[str, torch.Tensor]:
         # PEFT runs what makes the tokens, on rank 0 alone, where hooks would wait for the others
         peft_model = with_modules(peft_model, {
             "prompt_encoder": without_hooks(peft_model.prompt_encoder)})
-    found: dict[str, torch.Tensor] = get_peft_model_state_dict(peft_model,
-                                                               save_embedding_layers=False)
-    return found
-
-
-def forget_prompt_values(peft_model: Any) -> None:
-    """Keep shapes only of the numbers of virtual tokens, which PEFT keeps where no module is."""
-    peft_model.prompt_tokens = {name: torch.empty(value.shape, dtype=value.dtype)
-                                for name, value in peft_model.prompt_tokens.items()}
+    return get_peft_model_state_dict(peft_model, save_embedding_layers=False)
