@@ -21,8 +21,7 @@ from ppocli.config.schema import ModelConfig, OptimizerConfig, TrainConfig, refe
 from ppocli.errors import InputError, PpocliError
 from ppocli.models.layer_stack import layer_stack, stack_path
 from ppocli.models.loading.adapters import attach, peft_config
-from ppocli.models.loading.language_model import DTYPES
-from ppocli.models.loading.reference_and_value import reference_dtype
+from ppocli.models.loading.language_model import DTYPES, frozen_dtype
 from ppocli.models.policy import ScoreHead, ValueHead, build_value_head, freeze_lower_layers
 from ppocli.models.transformers_internals import conv1d
 from ppocli.models.trunk import RELATIVE_POSITIONS
@@ -137,7 +136,7 @@ def models_of(cfg: TrainConfig, config: Any | None = None) -> Models:
     """
     model, kind, value = cfg.model, adapter_kind(cfg.model), cfg.model.value
     lm = _empty(model, config, None, "model.path", "lm",
-                torch.float32 if kind is None else DTYPES[model.dtype or cfg.hardware.precision])
+                torch.float32 if kind is None else frozen_dtype(model, cfg.hardware))
     head = branch = value_lm = None
     try:
         if kind is not None:
@@ -343,7 +342,7 @@ def _reference_parts(cfg: TrainConfig, lm: Any) -> Iterator[Part]:
         whole = _empty(model, lm.config if wanted.path is None else None, wanted.path,
                        "model.reference.path", "lm")
         count = _count(whole.parameters())
-        size = count * reference_dtype(model, cfg.hardware).itemsize
+        size = count * frozen_dtype(model, cfg.hardware).itemsize
         in_parts = cfg.hardware.zero_stage == 3 and reference_sharded(cfg)
     place: Place = "offloaded" if wanted.offload else "device" if wanted.device is None else (
         "host" if wanted.device == "cpu" else "elsewhere")

@@ -13,22 +13,17 @@ from torch import nn
 
 def with_modules(lm: Any, modules: Mapping[str, nn.Module]) -> Any:
     """A model over the same parameters that has other modules under these names."""
-    copied: dict[str, Any] = {"": _shallow(lm)}
+    made = copy.copy(lm)
+    made._modules = dict(lm._modules)
+    inside: dict[str, dict[str, nn.Module]] = {}
     for name, module in modules.items():
-        owner, *path, key = "", *name.split(".")
-        for part in path:
-            inside = f"{owner}.{part}" if owner else part
-            if inside not in copied:
-                copied[inside] = _shallow(copied[owner]._modules[part])
-                copied[owner]._modules[part] = copied[inside]
-            owner = inside
-        copied[owner]._modules[key] = module
-    return copied[""]
-
-
-def _shallow(module: nn.Module) -> nn.Module:
-    made = copy.copy(module)
-    made._modules = dict(module._modules)
+        child, _, rest = name.partition(".")
+        if rest:
+            inside.setdefault(child, {})[rest] = module
+        else:
+            made._modules[child] = module
+    for child, others in inside.items():
+        made._modules[child] = with_modules(made._modules[child], others)
     return made
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from ppocli.models.layer_stack import SplitPoint, swapped_tensors, trained_split
-from ppocli.models.loading.adapters import adapter_off
+from ppocli.models.loading import peft_internals
 
 
 class Reference(Protocol):
@@ -77,9 +77,20 @@ class AdapterReference:
 
     split: SplitPoint | None = None
 
-    def view(self, policy_lm: Any) -> AbstractContextManager[Any]:
+    @contextmanager
+    def view(self, policy_lm: Any) -> Iterator[Any]:
         """As :class:`Reference`."""
-        return adapter_off(policy_lm)
+        _switch_adapter(policy_lm, False)
+        try:
+            yield policy_lm
+        finally:
+            _switch_adapter(policy_lm, True)
+
+
+def _switch_adapter(lm: Any, enabled: bool) -> None:
+    if hasattr(lm, "virtual_tokens"):
+        lm.virtual_tokens.enabled = enabled
+    peft_internals.enable_layers(lm, enabled)
 
 
 @torch.no_grad()

@@ -95,21 +95,10 @@ class VirtualTokens(nn.Module):
         return torch.cat([own.to(embeddings.dtype), embeddings], dim=1)
 
 
-def add_virtual_tokens(lm: Any, tokens: VirtualTokens) -> None:
-    """Make them a part of a causal LM: moved, trained and sharded with it."""
-    lm.add_module("virtual_tokens", tokens)
-
-
 def virtual_tokens(lm: Any) -> VirtualTokens | None:
     """The virtual tokens of a causal LM that are switched on; None without any."""
     found = getattr(lm, "virtual_tokens", None)
     return found if found is not None and found.enabled else None
-
-
-def switch_virtual_tokens(lm: Any, enabled: bool) -> None:
-    """Leave the virtual tokens of a causal LM out, or take them in again."""
-    if hasattr(lm, "virtual_tokens"):
-        lm.virtual_tokens.enabled = enabled
 
 
 def num_virtual_tokens(lm: Any) -> int:

@@ -66,8 +66,7 @@ class LiveRows:
         """Go on without the rows that have ended; one of them stays where all have, since others
         may go on and a pass needs a row."""
         keep = (~self.done).nonzero().squeeze(-1)
-        if len(keep) == 0:
-            keep = torch.zeros(1, dtype=torch.long, device=self.done.device)
+        keep = keep if len(keep) else torch.zeros(1, dtype=torch.long, device=keep.device)
         self.cache.batch_select_indices(keep)
         for name in ("rows", "at", "inputs", "positions", "done", "attention", "encoded",
                      "encoder_mask"):
@@ -83,9 +82,8 @@ class LiveRows:
         first = self.attention
         if first is not None:  # what no row that is left looks at
             skip = int(first.any(0).long().argmax())
-            if skip:
-                self.attention, width = first[:, skip:], width - skip
-                transformers_internals.drop_first_tokens(self.cache, skip)
+            self.attention, width = first[:, skip:], width - skip
+            transformers_internals.drop_first_tokens(self.cache, skip)
         most = max(width, widest)
         if width != widest or self.attention is not None or others.attention is not None:
             self.attention = torch.cat([_padded_mask(one, most + 1) for one in (self, others)])

@@ -16,7 +16,7 @@ from ppocli.errors import ConfigError, InputError
 from ppocli.models.head import HeadWeights, token_logprobs
 from ppocli.models.layout import Sequences, lay_out
 from ppocli.models.loading.adapters import Adapter, attach, identify, peft_config
-from ppocli.models.loading.language_model import DTYPES, LoadedLM, load_lm
+from ppocli.models.loading.language_model import LoadedLM, frozen_dtype, load_lm
 from ppocli.models.loading.model_config import max_positions
 from ppocli.models.trunk import (
     Decoding,
@@ -64,13 +64,6 @@ def decode(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: torch.Ten
                                   cached=method is Decoding.LIBRARY)
 
 
-def generate(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor,
-             uniform: Any, *, limits: Any = None, at_once: int | None = None) -> Generation:
-    """As :func:`decode`, all responses together."""
-    found, = decode(decoder, prompt_tokens, prompt_mask, uniform, limits=limits, at_once=at_once)
-    return found
-
-
 def load_decodable(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32,
                    key: str = "model.path") -> LoadedLM:
     """As :func:`load_lm`, with the way of decoding found that suits the model.
@@ -91,7 +84,7 @@ def load_policy(cfg: ModelConfig, hardware: HardwareConfig, seed: int) -> Loaded
         ConfigError: the adapter doesn't fit the model.
     """
     kind = adapter_kind(cfg)
-    dtype = torch.float32 if kind is None else DTYPES[cfg.dtype or hardware.precision]
+    dtype = torch.float32 if kind is None else frozen_dtype(cfg, hardware)
     loaded = load_decodable(cfg, dtype=dtype)
     say_decoding(loaded.lm)
     if loaded.adapter is not None:
@@ -110,7 +103,7 @@ def load_policy(cfg: ModelConfig, hardware: HardwareConfig, seed: int) -> Loaded
 def load_judged(cfg: ModelConfig, hardware: HardwareConfig) -> LoadedLM:
     """A policy to be judged; the base of an adapter in the type that a training holds it in."""
     frozen = is_adapter(cfg.path) and cfg.quantization is None
-    loaded = load_decodable(cfg, dtype=DTYPES[cfg.dtype or hardware.precision] if frozen
+    loaded = load_decodable(cfg, dtype=frozen_dtype(cfg, hardware) if frozen
                             else torch.float32)
     say_decoding(loaded.lm)
     return loaded
@@ -211,8 +204,8 @@ def _off(lm: Any, start: int | None) -> tuple[float, float]:
     project = (project / project.norm()).to(device)
     noise = torch.linspace(0.05, 0.95, mask.shape[0] * half, dtype=torch.float64).view(-1, half)
     decoder = Decoder(lm, spec, start=start, value_head=lambda hidden: hidden.float() @ project)
-    out = generate(decoder, tokens.masked_fill(~mask, 0), mask, noise, at_once=3,
-                   limits=[1, half, half, half])
+    out, = decode(decoder, tokens.masked_fill(~mask, 0), mask, noise, at_once=3,
+                  limits=[1, half, half, half])
     batch = lay_out(Sequences.of_responses(tokens, mask, out.tokens, out.mask, start)).to(device)
     states = response_hidden(lm, batch)
     logprobs, _ = token_logprobs(states, HeadWeights.of(lm), batch.targets, temperature=1.0,

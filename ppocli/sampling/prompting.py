@@ -13,7 +13,7 @@ from ppocli.models.loading.model_config import max_positions
 from ppocli.models.trunk import has_encoder
 from ppocli.ppo.noise import USER, uniform
 from ppocli.sampling.decoder import Decoder
-from ppocli.sampling.decoding import generate
+from ppocli.sampling.decoding import decode
 from ppocli.sampling.samples import decode_responses
 from ppocli.sampling.token_choice import SamplingSpec
 
@@ -145,8 +145,6 @@ def answer_prompts(lm: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], sp
         DivergedError: the model's probabilities are not finite.
     """
     total = len(prompts) * num_samples
-    if show is not None and total != 1:
-        raise ValueError(f"{total} responses can't be shown as they come")
     for done in range(0, total, batch):
         places = [divmod(n, num_samples) for n in range(done, min(done + batch, total))]
         rows = [list(prompts[i]) for i, _ in places]
@@ -162,8 +160,8 @@ def answer_prompts(lm: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], sp
             if show is not None and (piece := stream.push(tokens[0][mask[0]].tolist())):
                 show(piece)
 
-        out = generate(Decoder(lm, spec, tokenizer, start, poll=poll, watch=watch), tokens, mask,
-                       noise)
+        out, = decode(Decoder(lm, spec, tokenizer, start, poll=poll, watch=watch), tokens, mask,
+                      noise)
         if not bool(torch.isfinite(out.logprobs).all()):
             raise DivergedError("The model's token probabilities are not finite.",
                                 fix="its weights are damaged, or diverged in training: choose "

@@ -7,7 +7,7 @@ A task asks for samples and doesn't know how they are made: by our decode loop, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,9 +17,9 @@ from ppocli.config.algorithm import exact_when_decoded, whole_while_acting
 from ppocli.config.schema import RolloutConfig, TrainConfig
 from ppocli.data.batch import PromptBatch
 from ppocli.errors import ConfigError
-from ppocli.models.fast.gemm import weights_for_decoding
+from ppocli.models.fast.gemm import packed_weights
 from ppocli.models.layer_stack import SplitPoint
-from ppocli.models.loading.language_model import LoadedLM
+from ppocli.models.loading.language_model import DTYPES, LoadedLM
 from ppocli.models.policy import Policy
 from ppocli.models.trunk import Decoding, decoding_of, num_virtual_tokens
 from ppocli.parallel.backend import Backend
@@ -146,7 +146,7 @@ class DecodeSampler:
                           poll, all_alive=backend.ranks.most if in_parts else int)
         noise = uniform(seed, stream, prompts.episodes, spec.max_new_tokens)
         done = 0
-        with weights_for_decoding(backend, lm, in_parts=in_parts):
+        with nullcontext() if in_parts else packed_weights(lm, DTYPES[backend.precision]):
             for out in _stepped(decode(decoder, prompts.tokens, prompts.mask, noise, limits=limits,
                                        at_once=at_once, chunk=chunk, method=method),
                                 backend.autocast):

@@ -11,7 +11,7 @@ import torch
 
 from ppocli.config.schema import TrainConfig
 from ppocli.models.layer_stack import SplitPoint, swapped_tensors, trained_split
-from ppocli.models.loading.reference_and_value import reference_dtype
+from ppocli.models.loading.language_model import frozen_dtype
 from ppocli.models.reference import Reference
 from ppocli.zero.sharded_weights import (
     copied_part,
@@ -70,7 +70,7 @@ def sharded_copy(cfg: TrainConfig, lm: Any) -> ShardedCopy:
     import deepspeed
 
     settings = parts_config(cfg, offload=cfg.model.reference.offload)
-    stored = reference_dtype(cfg.model, cfg.hardware)
+    stored = frozen_dtype(cfg.model, cfg.hardware)
     settings["bf16"] = {"enabled": stored == torch.bfloat16}
     # around the trunk: that is what passes go through, and its start tells DeepSpeed of a new one
     engine, *_ = deepspeed.initialize(model=lm.base_model, config=settings)

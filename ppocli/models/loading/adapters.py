@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 
 from ppocli.errors import CheckpointError, ConfigError, InputError
 from ppocli.models.loading import peft_internals
-from ppocli.models.trunk import VirtualTokens, add_virtual_tokens, switch_virtual_tokens
+from ppocli.models.trunk import VirtualTokens
 from ppocli.storage.adapter_files import BASE, WEIGHTS, BaseIdentity
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -113,40 +113,23 @@ def attach(lm: Any, config: Any, *, seed: int) -> Any:
             torch.manual_seed(seed)
             model = peft_internals.wrap(lm, config)
             if config.is_prompt_learning:
-                add_virtual_tokens(lm, VirtualTokens(
-                    model, in_cache=config.peft_type.value == "PREFIX_TUNING"))
+                # moved, trained and sharded with the model
+                lm.virtual_tokens = VirtualTokens(
+                    model, in_cache=config.peft_type.value == "PREFIX_TUNING")
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"The adapter does not fit {type(lm).__name__}: {error}",
                           where="model.peft", fix="for LoRA name the layers: "
                           "model.peft.target_modules=[NAME,...]") from error
-    _refuse_changed_head(lm)
-    for parameter in lm.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
-    return model
-
-
-def _refuse_changed_head(lm: Any) -> None:
-    """Logits are computed from the output embedding's own weights, only where they are needed."""
-    if any(peft_internals.belongs_to_adapter(name) or peft_internals.is_wrapped(name)
+    # logits are computed from the output embedding's own weights, only where they are needed
+    if any(peft_internals.belongs_to_adapter(name) or peft_internals.bare_name(name) != name
            for name, _ in lm.get_output_embeddings().named_parameters()):
         raise ConfigError("The adapter covers the output embedding, which ppocli can't train so.",
                           where="model.peft.target_modules, model.peft.modules_to_save",
                           fix="leave it out, and the input embedding that is tied to it")
-
-
-@contextmanager
-def adapter_off(lm: Any) -> Iterator[Any]:
-    """The causal LM as it is without its adapter, for passes without gradients."""
-    def switch(enabled: bool) -> None:
-        switch_virtual_tokens(lm, enabled)
-        peft_internals.enable_layers(lm, enabled)
-
-    switch(False)
-    try:
-        yield lm
-    finally:
-        switch(True)
+    for parameter in lm.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return model
 
 
 def adapter_tensors(adapter: Adapter) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ppocli.config.schema import ModelConfig
+from ppocli.config.schema import HardwareConfig, ModelConfig
 from ppocli.errors import CheckpointError, InputError
 from ppocli.models import transformers_internals
 from ppocli.models.fast.attention import use_kernels
@@ -30,6 +30,11 @@ from ppocli.text import first_line
 log = logging.getLogger("ppocli")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def frozen_dtype(cfg: ModelConfig, hardware: HardwareConfig) -> torch.dtype:
+    """The storage type of what never trains: the base under an adapter, a reference of its own."""
+    return DTYPES[cfg.dtype or hardware.precision]
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,17 +237,15 @@ def _check_logits(lm: Any, name: str, key: str) -> None:
     # not 0, which often pads: its embedding, and what comes of it, may be 0
     probe = 1 + torch.arange(2, device=lm.device)[None]
     head = lm.get_output_embeddings()
-    if head is not None and (lm.base_model is not lm or has_encoder(lm)):
+    pair = has_encoder(lm)
+    if head is not None and (lm.base_model is not lm or pair):
         both = torch.arange(2, device=lm.device)
-        given: dict[str, Any] = {"input_ids": probe}
-        batch = SequenceBatch(probe, both, both)
-        if has_encoder(lm):
-            given["decoder_input_ids"] = probe
-            batch = SequenceBatch(probe, both, both, probe, torch.ones_like(probe))
+        batch = SequenceBatch(probe, both, both, *((probe, torch.ones_like(probe)) if pair else ()))
+        given = {"decoder_input_ids": probe} if pair else {}
         # some keep their states in fp32 beside weights in bf16
         hidden = response_hidden(lm, batch).to(head.weight.dtype)
         ours = LogitMap.of(lm)(head(hidden)).float()[None]
-        theirs = lm(use_cache=False, **given).logits.float()
+        theirs = lm(input_ids=probe, use_cache=False, **given).logits.float()
         # in 16 bits the model rounds each step of what it does with its logits
         off = 1e-3 if head.weight.dtype == torch.float32 else 2e-2 * float(theirs.abs().max())
         if ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-3, atol=off):

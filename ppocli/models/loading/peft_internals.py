@@ -55,11 +55,6 @@ def belongs_to_adapter(name: str) -> bool:
     return any(part.startswith("lora_") or part in _OWN_PARTS for part in name.split("."))
 
 
-def is_wrapped(name: str) -> bool:
-    """Whether a weight of this name is one of the base's that an adapter stands around."""
-    return any(part in _WRAPPING_PARTS for part in name.split("."))
-
-
 def bare_name(name: str) -> str:
     """The name that a weight of the base has without the adapter."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPING_PARTS)

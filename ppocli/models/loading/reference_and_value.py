@@ -12,7 +12,7 @@ import torch
 
 from ppocli.config.schema import HardwareConfig, ModelConfig
 from ppocli.errors import InputError
-from ppocli.models.loading.language_model import DTYPES, LoadedLM, load_weights, make_ready
+from ppocli.models.loading.language_model import LoadedLM, frozen_dtype, load_weights, make_ready
 from ppocli.models.loading.model_config import max_positions
 from ppocli.models.policy import ScoreHead, ValueHead, ValueModel
 from ppocli.models.trunk import has_encoder
@@ -20,11 +20,6 @@ from ppocli.parallel.deepspeed_internals import whole_shape
 from ppocli.storage.model_files import find_model
 
 log = logging.getLogger("ppocli")
-
-
-def reference_dtype(cfg: ModelConfig, hardware: HardwareConfig) -> torch.dtype:
-    """The storage type of a reference that is a model of its own."""
-    return DTYPES[cfg.dtype or hardware.precision]
 
 
 def load_reference(load: Callable[..., LoadedLM], cfg: ModelConfig, hardware: HardwareConfig
@@ -35,7 +30,7 @@ def load_reference(load: Callable[..., LoadedLM], cfg: ModelConfig, hardware: Ha
     Args:
         load: as :func:`ppocli.models.loading.language_model.load_lm`.
     """
-    key, dtype, cfg = "model.path", reference_dtype(cfg, hardware), replace(cfg, quantization=None)
+    key, dtype, cfg = "model.path", frozen_dtype(cfg, hardware), replace(cfg, quantization=None)
     if cfg.reference.path is not None:
         key, cfg = "model.reference.path", replace(cfg, path=cfg.reference.path, revision=None)
     reference = load(cfg, dtype=dtype, key=key)
@@ -145,11 +140,10 @@ def _vocabulary(name: str, key: str, trust_remote_code: bool) -> dict[str, int] 
 
     try:
         source, _ = find_model(name, key=key, revision=None, needs="tokenizer")
-        found = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(
+            source, trust_remote_code=trust_remote_code).get_vocab() or None
     except Exception:  # weights alone are enough: ids are checked by their range
         return None
-    vocabulary: dict[str, int] = found.get_vocab()
-    return vocabulary or None
 
 
 def check_reach(other: Any, *, prompt: int, response: int, name: str, key: str) -> None:
