@@ -113,7 +113,7 @@ def route_linears(module: nn.Module) -> None:
 
 
 def _routed_copy(layer: Any) -> nn.Module:
-    plain = type(layer)
+    plain: Any = type(layer)
     with torch.device("meta"):
         routed = _routed_kind(plain)(*((layer.in_features, layer.out_features)
                                        if plain is nn.Linear else (layer.nf, layer.nx)))
