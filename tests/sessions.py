@@ -12,7 +12,7 @@ from ppocli.config.schema import TrainConfig
 from ppocli.data.prompt_set import PromptBatch
 from ppocli.estimate.check import Estimate, estimate
 from ppocli.estimate.parts import models_of
-from ppocli.models.layout import Sequences
+from ppocli.models.layout import Sequences, joined_right
 from ppocli.parallel.backend import open_ranks
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import ROLLOUT
@@ -168,12 +168,14 @@ def generate(lm: Any, tokens: Any, mask: Any, spec: SamplingSpec, noise: Any, *,
              limits: Any = None, at_once: int | None = None, chunk: int | None = None,
              ready: Any = lambda _: None, **how: Any) -> Generation:
     """Responses in the way that suits the model, each chunk shown to ``ready`` when it is there."""
-    parts = []
+    parts: list[Generation] = []
     for part in decode(Decoder(lm, spec, **how), tokens, mask, noise, limits=limits,
                        at_once=at_once, chunk=chunk):
         ready(part)
         parts.append(part)
-    return parts[0] if len(parts) == 1 else Generation.joined(parts)
+    return parts[0] if len(parts) == 1 else Generation(*(
+        joined_right([getattr(part, name) for part in parts])
+        for name in ("tokens", "mask", "logprobs", "values", "finished")))
 
 
 def save_session(session: Session, folder: Path) -> None:

@@ -131,12 +131,12 @@ MUTANTS = (
             "test_a_stop_anywhere_saves_says_how_to_go_on_and_goes_on_exactly"
             "[after scoring-term]",)),
     # sampling
-    Mutant("end_is_no_action", "ppocli/sampling/decode_loop.py",
+    Mutant("end_is_no_action", "ppocli/sampling/decoder.py",
            "self.mask[rows, at] = alive",
            "self.mask[rows, at] = alive & ~torch.isin(chosen, self.stops)",
            (f"{GENERATION}::test_responses_end_with_any_stop_id_and_hold_nothing_after_it",)),
     Mutant("shortest_one_too_short", "ppocli/sampling/token_choice.py",
-           "elif position < spec.min_new_tokens:", "elif position + 1 < spec.min_new_tokens:",
+           "(position < spec.min_new_tokens)", "(position + 1 < spec.min_new_tokens)",
            (f"{GENERATION}::test_an_end_may_be_chosen_once_that_many_tokens_are_there",)),
     Mutant("noise_of_the_row", "ppocli/sampling/sampler.py",
            "uniform(seed, stream, prompts.episodes, spec.max_new_tokens)",

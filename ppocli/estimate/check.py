@@ -19,8 +19,7 @@ from ppocli.estimate.parts import Models, Part, count, models_of, parts_of
 from ppocli.models.fast.gemm import packed_size
 from ppocli.models.layer_stack import layer_stack
 from ppocli.models.loading.language_model import DTYPES
-from ppocli.models.trunk import has_encoder
-from ppocli.models.virtual_tokens import num_virtual_tokens
+from ppocli.models.trunk import has_encoder, num_virtual_tokens
 from ppocli.parallel.host_memory import GIVEN, Room, room_here
 from ppocli.text import first_line, format_memory
 

@@ -18,12 +18,11 @@ from ppocli.config.schema import ModelConfig, OptimizerConfig, TrainConfig, refe
 from ppocli.errors import PpocliError
 from ppocli.models.layer_stack import layer_stack, stack_path
 from ppocli.models.loading.adapters import attach, peft_config
-from ppocli.models.loading.language_model import DTYPES, reference_dtype
+from ppocli.models.loading.language_model import DTYPES, frozen_dtype
 from ppocli.models.loading.model_config import attention_wanted, loading
-from ppocli.models.policy import ValueHead, build_value_head, freeze_lower_layers
+from ppocli.models.policy import ScoreHead, ValueHead, build_value_head, freeze_lower_layers
 from ppocli.models.transformers_internals import conv1d
 from ppocli.models.trunk import RELATIVE_POSITIONS
-from ppocli.models.value_function import ScoreHead
 from ppocli.rewards.resolve import BUILTIN_REWARDS, MODEL_REWARDS
 
 QUANTIZED_BITS = {"8bit": 8, "4bit": 4 + 8 / 64 + 32 / (64 * 256)}
@@ -168,7 +167,7 @@ def _empty(cfg: ModelConfig, config: Any | None, path: str | None, key: str,
 
 
 def _value_model(cfg: ModelConfig) -> tuple[Any, nn.Module]:
-    """As :func:`ppocli.models.loading.value_model.load_value_model`."""
+    """As :func:`ppocli.models.loading.reference_and_value.load_value_model`."""
     path, key = cfg.value.path, "model.value.path" if cfg.value.path else "model.path"
     config = read_config(path or cfg.path, key=key, revision=None if path else cfg.revision,
                          trust_remote_code=cfg.trust_remote_code)
@@ -177,13 +176,13 @@ def _value_model(cfg: ModelConfig) -> tuple[Any, nn.Module]:
                    "AutoModelForSequenceClassification" if scores else "AutoModel")
     trunk, score = whole.base_model, getattr(whole, "score", None)
     if scores and config.num_labels == 1 and isinstance(score, nn.Linear):
-        return trunk, ScoreHead(score.weight, score.bias)
+        return trunk, ScoreHead(score)
     width = getattr(config, "hidden_size", trunk.get_input_embeddings().weight.shape[1])
     return trunk, ValueHead(width, torch.Generator())
 
 
 def _branch(lm: Any, count: int) -> nn.ModuleList:
-    """As :class:`ppocli.models.value_function.ValueBranch`: copies of the top layers and of what
+    """As :class:`ppocli.models.policy.ValueBranch`: copies of the top layers and of what
     follows them, which is what freezing the layers below leaves to train."""
     if lm.config.is_encoder_decoder or not 0 < count < len(layer_stack(lm)):
         raise ValueError(f"no branch of {count} layers fits it")
@@ -316,7 +315,7 @@ def _reference_parts(cfg: TrainConfig, lm: Any) -> Iterator[Part]:
         whole = _empty(model, lm.config if wanted.path is None else None, wanted.path,
                        "model.reference.path")
         number = count(whole.parameters())
-        size = number * reference_dtype(model, cfg.hardware).itemsize
+        size = number * frozen_dtype(model, cfg.hardware).itemsize
         in_parts = cfg.hardware.zero_stage == 3 and reference_sharded(cfg)
     place: Place = "offloaded" if wanted.offload else "device" if wanted.device is None else (
         "host" if wanted.device == "cpu" else "elsewhere")

@@ -30,8 +30,7 @@ from ppocli.models.fast.attention import SHORT
 from ppocli.models.head import CHUNK_BYTES, KEPT_BYTES
 from ppocli.models.layer_stack import layer_stack
 from ppocli.models.transformers_internals import conv1d
-from ppocli.models.trunk import RELATIVE_POSITIONS, has_encoder
-from ppocli.models.virtual_tokens import num_virtual_tokens, virtual_tokens
+from ppocli.models.trunk import RELATIVE_POSITIONS, has_encoder, num_virtual_tokens, virtual_tokens
 
 MEASURED = frozenset({"gpt2", "llama", "mistral", "qwen2", "qwen3", "gpt_neox", "opt", "bloom",
                       "bart", "t5"})

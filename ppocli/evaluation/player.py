@@ -34,8 +34,7 @@ from ppocli.models.loading.language_model import (
 from ppocli.parallel.backend import Backend
 from ppocli.rewards.records import RewardRequest
 from ppocli.rewards.scoring import Reward, build_reward
-from ppocli.sampling.decoding import say_decoding
-from ppocli.sampling.loading import load_decodable
+from ppocli.sampling.decoding import load_decodable, say_decoding
 from ppocli.sampling.prompting import BATCH, Answer, answer_prompts, check_lengths, prompt_ids
 from ppocli.sampling.token_choice import SAMPLING_KEYS
 from ppocli.tasks.ppo.session import sampling_specs

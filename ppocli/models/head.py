@@ -61,38 +61,26 @@ class HeadWeights(NamedTuple):
 
     weight: torch.Tensor
     bias: torch.Tensor | None
-    logit_map: LogitMap
-    product: Product
+    logit_map: LogitMap = LogitMap()
+    product: Product = torch.nn.functional.linear
 
     @staticmethod
     def of(lm: Any) -> HeadWeights:
         """Of a language model."""
-        return HeadWeights.of_layer(lm.get_output_embeddings(), LogitMap.of(lm))
-
-    @staticmethod
-    def of_layer(layer: Any, logit_map: LogitMap = LogitMap()) -> HeadWeights:
-        """Of a linear layer."""
-        return HeadWeights(layer.weight, getattr(layer, "bias", None), logit_map, product_of(layer))
+        layer = lm.get_output_embeddings()
+        return HeadWeights(layer.weight, getattr(layer, "bias", None), LogitMap.of(lm),
+                           product_of(layer))
 
     def as_now(self) -> HeadWeights:
         """The same without gradients; stays when the layer's own tensors are swapped."""
         return self._replace(weight=self.weight.detach(),
                              bias=None if self.bias is None else self.bias.detach())
 
-    def log_probabilities(self, hidden: torch.Tensor, temperature: float) -> torch.Tensor:
-        """[N, V] fp32 of [N, D] states."""
-        logits = _logits(self, hidden, temperature)
-        return torch.log_softmax(logits, -1)
-
 
 CHUNK_BYTES = 64 * 2**20
 """most memory that the fp32 logits of one chunk may take"""
 KEPT_BYTES = 256 * 2**20
 """most memory that all fp32 logits of a pass may take until its backward pass"""
-
-
-def _chunk_rows(vocabulary: int) -> int:
-    return max(CHUNK_BYTES // (4 * vocabulary), 1)
 
 
 def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
@@ -182,7 +170,7 @@ def _in_type(head: HeadWeights, weight: torch.Tensor, bias: torch.Tensor | None,
 
 
 def _chunks(count: int, vocabulary: int) -> Iterator[slice]:
-    rows = _chunk_rows(vocabulary)
+    rows = max(CHUNK_BYTES // (4 * vocabulary), 1)
     for start in range(0, count, rows):
         yield slice(start, start + rows)
 
@@ -240,11 +228,9 @@ def full_kl(hidden: torch.Tensor, head: HeadWeights, ref_hidden: torch.Tensor,
 
     ``sum_v p_v (log p_v - log q_v)``, chunk by chunk (TRL 0.11's ``kl_penalty=full``).
     """
-    rows = _chunk_rows(head.weight.shape[0])
     out = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-    for start in range(0, len(hidden), rows):
-        part = slice(start, start + rows)
-        log_p = head.log_probabilities(hidden[part], temperature)
-        log_q = ref_head.log_probabilities(ref_hidden[part], temperature)
+    for part in _chunks(len(hidden), head.weight.shape[0]):
+        log_p = torch.log_softmax(_logits(head, hidden[part], temperature), -1)
+        log_q = torch.log_softmax(_logits(ref_head, ref_hidden[part], temperature), -1)
         out[part] = (log_p.exp() * (log_p - log_q)).sum(-1)
     return out

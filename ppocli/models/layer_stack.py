@@ -4,7 +4,7 @@ before it make of a batch can serve several passes through those after it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,13 +41,9 @@ def stack_path(lm: Any) -> str:
 
 
 @torch.no_grad()
-def trial_pass(lm: Any, *hooks: Any) -> Any:
-    """What the trunk returns for three tokens; removes the handles ``hooks`` at the end."""
-    try:
-        return lm.base_model(**_trial_words(lm, lm.base_model.device))
-    finally:
-        for hook in hooks:
-            hook.remove()
+def _trial_pass(lm: Any) -> Any:
+    """What the trunk returns for three tokens."""
+    return lm.base_model(**_trial_words(lm, lm.base_model.device))
 
 
 def _trial_words(lm: Any, device: torch.device) -> dict[str, Any]:
@@ -59,7 +55,7 @@ def _trial_words(lm: Any, device: torch.device) -> dict[str, Any]:
 
 @torch.no_grad()
 def _trial_of_shapes(lm: Any) -> None:
-    """As :func:`trial_pass` where weights are in parts, or not there yet: the model's code runs on
+    """As :func:`_trial_pass` where weights are in parts, or not there yet: the model's code runs on
     tensors that have shapes only."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.func import functional_call
@@ -69,14 +65,6 @@ def _trial_of_shapes(lm: Any) -> None:
         shapes = {name: torch.empty(whole_shape(tensor), dtype=tensor.dtype) for name, tensor in
                   (*trunk.named_parameters(), *trunk.named_buffers())}
         functional_call(trunk, shapes, kwargs=_trial_words(lm, torch.device("cpu")))
-
-
-def layers_return_tuples(lm: Any) -> bool:
-    """Whether the layers return tuples instead of tensors: transformers' differ in that."""
-    kinds: list[bool] = []
-    trial_pass(lm, layer_stack(lm)[0].register_forward_hook(
-        lambda _module, _inputs, out: kinds.append(isinstance(out, tuple))))
-    return kinds[0]
 
 
 class _PassesOn(nn.Module):
@@ -109,10 +97,6 @@ class SplitPoint:
     as_tuple: bool
     """whether the model's layers return tuples"""
 
-    def inputs(self, lm: Any) -> AbstractContextManager[list[torch.Tensor]]:
-        """Collects what enters the layer, [b, T, D] for each forward pass meanwhile."""
-        return _inputs_of(layer_stack(lm)[self.layer])
-
     def resumed(self, lm: Any, states: torch.Tensor, others: Mapping[str, nn.Module] | None = None
                 ) -> Any:
         """A model over the same parameters whose passes start at the layer, with ``states``
@@ -127,23 +111,29 @@ class SplitPoint:
         return with_modules(lm, {**before, **(others or {})})
 
 
-def inputs_at(split: SplitPoint | None, lm: Any) -> AbstractContextManager[list[torch.Tensor]]:
-    """As :meth:`SplitPoint.inputs`; collects nothing without a split."""
-    return nullcontext([]) if split is None else split.inputs(lm)
+def split_at(lm: Any, layer: int) -> SplitPoint:
+    """The split at a layer above the first. Whether layers return tuples is found out by a pass."""
+    kinds: list[bool] = []
+    with layer_stack(lm)[0].register_forward_hook(
+            lambda _module, _inputs, out: kinds.append(isinstance(out, tuple))):
+        _trial_pass(lm)
+    return SplitPoint(layer, kinds[0])
 
 
 @contextmanager
-def _inputs_of(layer: nn.Module) -> Iterator[list[torch.Tensor]]:
+def inputs_at(split: SplitPoint | None, lm: Any) -> Iterator[list[torch.Tensor]]:
+    """Collects what enters the layer, [b, T, D] for each forward pass meanwhile; nothing without a
+    split."""
     found: list[torch.Tensor] = []
+    if split is None:
+        yield found
+        return
 
     def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         found.append(args[0] if args else kwargs["hidden_states"])
 
-    handle = layer.register_forward_pre_hook(take, with_kwargs=True)
-    try:
+    with layer_stack(lm)[split.layer].register_forward_pre_hook(take, with_kwargs=True):
         yield found
-    finally:
-        handle.remove()
 
 
 def trained_split(lm: Any) -> SplitPoint | None:
@@ -160,24 +150,28 @@ def trained_split(lm: Any) -> SplitPoint | None:
     if getattr(lm.config, "is_encoder_decoder", False) or not any(trains) or trains[0]:
         return None
     first = trains.index(True)
-    if any(p.requires_grad for p in parameters_before(lm, 0)):
+    if any(p.requires_grad for p in _parameters_before(lm, 0)):
         return None
-    return _checked(lm, SplitPoint(first, layers_return_tuples(lm)))
+    return _checked(lm, split_at(lm, first))
 
 
-def parameters_before(lm: Any, layer: int, *, trial: Callable[[Any], Any] = trial_pass
-                      ) -> list[nn.Parameter]:
-    """All that a pass uses before layer ``layer`` begins, found by running one: embeddings, norms
-    and projections of theirs, an encoder, the layers before."""
-    started: list[nn.Module] = []
-    hooks = [module.register_forward_pre_hook(lambda module, _: started.append(module))
-             for module in lm.base_model.modules()]
-    try:
+def modules_run(lm: Any, trial: Callable[[Any], Any] = _trial_pass) -> list[nn.Module]:
+    """What a pass of the trunk runs, in the order in which it begins."""
+    order: list[nn.Module] = []
+    with ExitStack() as hooks:
+        for module in lm.base_model.modules():
+            hooks.enter_context(module.register_forward_pre_hook(
+                lambda module, _: order.append(module)))
         trial(lm)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    before = started[:started.index(layer_stack(lm)[layer])]
+    return order
+
+
+def _parameters_before(lm: Any, layer: int, trial: Callable[[Any], Any] = _trial_pass
+                       ) -> list[nn.Parameter]:
+    """All that a pass uses before layer ``layer`` begins: embeddings, norms and projections of
+    theirs, an encoder, the layers before."""
+    order = modules_run(lm, trial)
+    before = order[:order.index(layer_stack(lm)[layer])]
     return [p for module in before for p in module.parameters(recurse=False)]
 
 
@@ -185,17 +179,17 @@ def freeze_before(lm: Any, layer: int) -> None:
     """Freeze all that a pass uses before layer ``layer`` begins. Weights may be in parts, if none
     has been prepared for training yet, or not be there."""
     there = all(p.shape == whole_shape(p) and not p.is_meta for p in lm.parameters())
-    for parameter in parameters_before(lm, layer, trial=trial_pass if there else _trial_of_shapes):
+    for parameter in _parameters_before(lm, layer, _trial_pass if there else _trial_of_shapes):
         parameter.requires_grad_(False)
 
 
 @torch.no_grad()
 def _checked(lm: Any, split: SplitPoint) -> SplitPoint:
     """The split, if a pass resumed there gives what a whole pass gives."""
-    with split.inputs(lm) as states:
-        whole = trial_pass(lm).last_hidden_state
+    with inputs_at(split, lm) as states:
+        whole = _trial_pass(lm).last_hidden_state
     try:
-        resumed = trial_pass(split.resumed(lm, states[-1])).last_hidden_state
+        resumed = _trial_pass(split.resumed(lm, states[-1])).last_hidden_state
     except (TypeError, AttributeError, IndexError, RuntimeError) as error:
         raise ValueError(f"{type(lm).__name__} can't be entered at layer {split.layer} ({error})"
                          ) from error
@@ -205,10 +199,11 @@ def _checked(lm: Any, split: SplitPoint) -> SplitPoint:
 
 
 @contextmanager
-def swapped_parameters(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Forward passes meanwhile use ``tensors`` in place of the parameters of these names. Gradients
-    must not flow through such a pass, nor be pending from one before."""
-    own = dict(module.named_parameters())
+def swapped_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Forward passes meanwhile use ``tensors`` in place of the parameters and buffers of these
+    names. Gradients must not flow through such a pass, nor be pending from one before."""
+    own: dict[str, torch.Tensor] = {**dict(module.named_parameters()),
+                                    **dict(module.named_buffers())}
     kept = {name: own[name].data for name in tensors}
     try:
         for name, tensor in tensors.items():

@@ -90,13 +90,10 @@ class Sequences:
             return Sequences(tokens, 1 + said, (1 + places) * response_mask, response_mask,
                              encoder_tokens, encoder_mask)
         before = prompt_mask.sum(1)
-        lengths = before + said
-        both = torch.cat([prompt_tokens, response_tokens], dim=1)
-        columns = torch.arange(int(lengths.max()))[None, :]
-        shifted = columns + (prompt_tokens.shape[1] - before)[:, None]
-        tokens = both.gather(1, shifted.clamp(max=both.shape[1] - 1))
-        return Sequences(tokens.masked_fill(columns >= lengths[:, None], 0), lengths,
-                         (before[:, None] + places) * response_mask, response_mask)
+        tokens, _ = right_padded(torch.cat([prompt_tokens, response_tokens], dim=1),
+                                 torch.cat([prompt_mask, response_mask], dim=1))
+        return Sequences(tokens, before + said, (before[:, None] + places) * response_mask,
+                         response_mask)
 
 
 def joined_right(parts: list[Any]) -> Any:
@@ -138,11 +135,12 @@ class SequenceBatch:
 
 
 def right_padded(tokens: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Left-padded [b, Q] tokens and mask with the padding, less what no row needs, on the right."""
+    """[b, Q] tokens and mask, padded on any side, with the padding, less what no row needs, on the
+    right."""
     lengths = mask.sum(dim=1)
     width = max(int(lengths.max()), 1)
     places = torch.arange(width, device=tokens.device)[None, :]
-    columns = places + (tokens.shape[1] - lengths)[:, None]
+    columns = places + mask.long().argmax(dim=1)[:, None]
     there = places < lengths[:, None]
     return tokens.gather(1, columns.clamp(max=tokens.shape[1] - 1)).masked_fill(~there, 0), there
 
@@ -161,14 +159,13 @@ def lay_out(samples: Sequences, *, pack: bool = False) -> SequenceBatch:
     action = samples.actions[row, position]
     targets, before = samples.tokens[row, action], action - 1
     tokens = samples.tokens[:, :width]
+    encoder: tuple[Any, ...] = ()
     if samples.encoder_tokens is not None and samples.encoder_mask is not None:
         read = max(int(samples.encoder_mask.sum(1).max()), 1)
-        return SequenceBatch(tokens.masked_fill(~there, 0), row * width + before, targets,
-                             samples.encoder_tokens[:, :read],
-                             samples.encoder_mask[:, :read].long())
-    if pack and 1.0 - int(lengths.sum()) / there.numel() > PACK_ABOVE:
+        encoder = samples.encoder_tokens[:, :read], samples.encoder_mask[:, :read].long()
+    elif pack and 1.0 - int(lengths.sum()) / there.numel() > PACK_ABOVE:
         starts, packing = lengths.cumsum(0) - lengths, packing_of_lengths(lengths)
         return SequenceBatch(
             packing.packed(tokens[there]), starts[row] + before, targets,
             positions=packing.packed(places.expand(len(tokens), -1)[there]), packing=packing)
-    return SequenceBatch(tokens.masked_fill(~there, 0), row * width + before, targets)
+    return SequenceBatch(tokens.masked_fill(~there, 0), row * width + before, targets, *encoder)

@@ -13,22 +13,17 @@ from torch import nn
 
 def with_modules(lm: Any, modules: Mapping[str, nn.Module]) -> Any:
     """A model over the same parameters that has other modules under these names."""
-    copied: dict[str, Any] = {"": _shallow(lm)}
+    made = copy.copy(lm)
+    made._modules = dict(lm._modules)
+    inside: dict[str, dict[str, nn.Module]] = {}
     for name, module in modules.items():
-        owner, *path, key = "", *name.split(".")
-        for part in path:
-            inside = f"{owner}.{part}" if owner else part
-            if inside not in copied:
-                copied[inside] = _shallow(copied[owner]._modules[part])
-                copied[owner]._modules[part] = copied[inside]
-            owner = inside
-        copied[owner]._modules[key] = module
-    return copied[""]
-
-
-def _shallow(module: nn.Module) -> nn.Module:
-    made = copy.copy(module)
-    made._modules = dict(module._modules)
+        child, _, rest = name.partition(".")
+        if rest:
+            inside.setdefault(child, {})[rest] = module
+        else:
+            made._modules[child] = module
+    for child, others in inside.items():
+        made._modules[child] = with_modules(made._modules[child], others)
     return made
 
 
@@ -39,19 +34,19 @@ def without_hooks(module: nn.Module,
     Args:
         parameters: to take instead of those with these ids.
     """
-    return _without_hooks(module, parameters, {})
+    made: dict[int, nn.Module] = {}
 
+    def view_of(part: nn.Module) -> nn.Module:
+        if id(part) not in made:
+            view = made[id(part)] = type(part).__new__(type(part))
+            nn.Module.__init__(view)
+            vars(view).update({name: value for name, value in vars(part).items()
+                               if name not in vars(view)}, _buffers=part._buffers,
+                              training=part.training)
+            view._parameters = {name: None if own is None else parameters.get(id(own), own)
+                                for name, own in part._parameters.items()}
+            view._modules = {name: None if child is None else view_of(child)
+                             for name, child in part._modules.items()}
+        return made[id(part)]
 
-def _without_hooks(module: nn.Module, parameters: Mapping[int, nn.Parameter],
-                   made: dict[int, nn.Module]) -> nn.Module:
-    if id(module) not in made:
-        view = made[id(module)] = type(module).__new__(type(module))
-        nn.Module.__init__(view)
-        vars(view).update({name: value for name, value in vars(module).items()
-                           if name not in vars(view)}, _buffers=module._buffers,
-                          training=module.training)
-        view._parameters = {name: None if own is None else parameters.get(id(own), own)
-                            for name, own in module._parameters.items()}
-        view._modules = {name: None if child is None else _without_hooks(child, parameters, made)
-                         for name, child in module._modules.items()}
-    return made[id(module)]
+    return view_of(module)

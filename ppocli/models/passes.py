@@ -155,7 +155,7 @@ def states_of_samples(passes: Sequence[RowBatch], states: Sequence[torch.Tensor 
     found: list[torch.Tensor | None] = [None] * count
     there = [(one, one_states) for one, one_states in zip(passes, states, strict=True)
              if one_states is not None]
-    if sum(one_states.numel() * one_states.element_size() for _, one_states in there) > most:
+    if sum(one_states.nbytes for _, one_states in there) > most:
         return found
     for one, one_states in there:
         for i, row in zip(one.rows, split_rows(one_states, one.batch, one.lengths), strict=True):

@@ -1,7 +1,10 @@
-"""The policy: a causal language model and, unless the advantages need none, its value function."""
+"""The policy: a causal language model and, unless the advantages need none, its value function,
+which may have layers of its own: a branch that leaves the policy's trunk near its top, or a whole
+second model."""
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any, NamedTuple
 
@@ -9,13 +12,21 @@ import torch
 from torch import nn
 
 from ppocli.models.head import HeadWeights, token_logprobs
-from ppocli.models.layer_stack import SplitPoint, freeze_before, inputs_at, layer_stack
+from ppocli.models.layer_stack import (
+    SplitPoint,
+    freeze_before,
+    inputs_at,
+    layer_stack,
+    modules_run,
+    split_at,
+    stack_path,
+)
 from ppocli.models.layout import SequenceBatch
-from ppocli.models.trunk import response_hidden
-from ppocli.models.value_function import ScoreHead, ValueModel, ValueTrunk
+from ppocli.models.trunk import has_encoder, response_hidden
 from ppocli.parallel.deepspeed_internals import whole_shape
 
 log = logging.getLogger("ppocli")
+
 
 class PolicyOutput(NamedTuple):
     """What a forward pass says of N response tokens; fp32, each [N]."""
@@ -57,6 +68,78 @@ def build_value_head(lm: Any, seed: int) -> ValueHead:
     return ValueHead(width, torch.Generator().manual_seed(seed))
 
 
+class ScoreHead(nn.Module):
+    """The linear layer of a reward model as a value head, so that values start as its scores."""
+
+    def __init__(self, score: nn.Linear) -> None:
+        super().__init__()
+        self.outer = score
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., D] hidden states -> [...] values, fp32 whatever the compute type."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self.outer(hidden.float()).squeeze(-1)
+
+
+class ValueBranch(nn.Module):
+    """Own copies of the policy's top layers and of what follows them, fed by the layer below (trlX
+    ``num_value_layers_unfrozen``). Gradients flow on into those of the policy's layers that train.
+
+    Args:
+        lm: the policy's model; the copies start as its layers are.
+        num_layers: how many.
+
+    Raises:
+        ValueError: the model has no plain stack of layers, or no layer would be left below.
+    """
+
+    def __init__(self, lm: Any, num_layers: int) -> None:
+        super().__init__()
+        if has_encoder(lm):
+            raise ValueError("a branch can't leave the decoder of an encoder-decoder")
+        stack = layer_stack(lm)
+        if not 0 < num_layers < len(stack):
+            raise ValueError(f"a branch of {num_layers} layers does not fit a stack of "
+                             f"{len(stack)}: it needs one below it")
+        self.start = len(stack) - num_layers
+        self.split = split_at(lm, self.start)
+        self.layers = nn.ModuleList(copy.deepcopy(layer) for layer in list(stack)[self.start:])
+        owner, order = lm.get_submodule(stack_path(lm).rpartition(".")[0]), modules_run(lm)
+        after = order[order.index(stack[-1]) + 1:]
+        self.tail = nn.ModuleDict({name: copy.deepcopy(module)
+                                   for name, module in owner.named_children()
+                                   if module in after and any(True for _ in module.parameters())})
+        self.requires_grad_(True)
+
+    def forward(self, lm: Any, batch: SequenceBatch, shared: list[torch.Tensor]) -> torch.Tensor:
+        """[N, D] states that a value head reads, at the positions that predict the response tokens.
+
+        Args:
+            lm: the policy's model.
+            shared: what entered the layer of :attr:`split` in its pass over this batch.
+        """
+        path = stack_path(lm)
+        own: dict[str, nn.Module] = {f"{path}.{self.start + i}": layer
+                                     for i, layer in enumerate(self.layers)}
+        beside = path.rpartition(".")[0]
+        own |= {f"{beside}.{name}".strip("."): module for name, module in self.tail.items()}
+        return response_hidden(self.split.resumed(lm, shared[-1], own), batch)
+
+
+class ValueModel(nn.Module):
+    """A trunk of its own, which sees the same tokens as the policy's."""
+
+    split = None
+
+    def __init__(self, lm: Any) -> None:
+        super().__init__()
+        self.lm = lm
+
+    def forward(self, lm: Any, batch: SequenceBatch, shared: list[torch.Tensor]) -> torch.Tensor:
+        """As of :class:`ValueBranch`."""
+        return response_hidden(self.lm, batch)
+
+
 class Policy(nn.Module):
     """A causal LM and its value function; one ``forward`` serves scoring and training.
 
@@ -66,16 +149,16 @@ class Policy(nn.Module):
     Args:
         lm: a transformers causal LM whose logits are ``output_embeddings(trunk(x))``.
         value_head: from hidden states to values; None where nothing asks for values.
-        value_trunk: makes the hidden states for ``value_head``, [N, D] from (lm, batch); None takes
-            those of the policy's own trunk. A module and a :class:`ValueTrunk`.
+        value_trunk: makes the hidden states for ``value_head``; None takes those of the policy's
+            own trunk.
     """
 
     def __init__(self, lm: Any, value_head: ValueHead | ScoreHead | None,
-                 value_trunk: Any = None) -> None:
+                 value_trunk: ValueBranch | ValueModel | None = None) -> None:
         super().__init__()
         self.lm = lm
         self.value_head = value_head
-        self.value_trunk: ValueTrunk | None = value_trunk
+        self.value_trunk = value_trunk
         self.split: SplitPoint | None = None
 
     @property

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
-from ppocli.models.layer_stack import SplitPoint, swapped_parameters, trained_split
-from ppocli.models.loading.adapters import adapter_off
+from ppocli.models.layer_stack import SplitPoint, swapped_tensors, trained_split
+from ppocli.models.loading import peft_internals
 
 
 class Reference(Protocol):
@@ -47,23 +47,10 @@ class CopyReference:
         if not self.offload:
             yield self.lm
             return
-        there = {name: p.data.to(self.device, non_blocking=True)
-                 for name, p in self.lm.named_parameters()}
-        with swapped_parameters(self.lm, there), _moved_buffers(self.lm, self.device):
+        there = {name: tensor.data.to(self.device, non_blocking=True) for name, tensor in
+                 (*self.lm.named_parameters(), *self.lm.named_buffers())}
+        with swapped_tensors(self.lm, there):
             yield self.lm
-
-
-@contextmanager
-def _moved_buffers(lm: Any, device: torch.device) -> Iterator[None]:
-    kept = dict(lm.named_buffers())
-    owners = {name: lm.get_submodule(name.rpartition(".")[0]) for name in kept}
-    try:
-        for name, buffer in kept.items():
-            owners[name]._buffers[name.rpartition(".")[2]] = buffer.to(device)
-        yield
-    finally:
-        for name, buffer in kept.items():
-            owners[name]._buffers[name.rpartition(".")[2]] = buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +67,7 @@ class SharedReference:
         """As :class:`Reference`."""
         device = next(policy_lm.parameters()).device
         here = {name: tensor.to(device) for name, tensor in self.frozen.items()}
-        with swapped_parameters(policy_lm, here):
+        with swapped_tensors(policy_lm, here):
             yield policy_lm
 
 
@@ -90,9 +77,20 @@ class AdapterReference:
 
     split: SplitPoint | None = None
 
-    def view(self, policy_lm: Any) -> AbstractContextManager[Any]:
+    @contextmanager
+    def view(self, policy_lm: Any) -> Iterator[Any]:
         """As :class:`Reference`."""
-        return adapter_off(policy_lm)
+        _switch_adapter(policy_lm, False)
+        try:
+            yield policy_lm
+        finally:
+            _switch_adapter(policy_lm, True)
+
+
+def _switch_adapter(lm: Any, enabled: bool) -> None:
+    if hasattr(lm, "virtual_tokens"):
+        lm.virtual_tokens.enabled = enabled
+    peft_internals.enable_layers(lm, enabled)
 
 
 @torch.no_grad()

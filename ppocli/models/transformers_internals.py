@@ -53,8 +53,7 @@ def fuse_activations(lm: torch.nn.Module) -> None:
 
 def attention_of(lm: Any) -> str | None:
     """The registered name of the attention that a model computes with."""
-    name: str | None = getattr(lm.config, "_attn_implementation", None)
-    return name
+    return getattr(lm.config, "_attn_implementation", None)
 
 
 def replace_sdpa(lm: Any, name: str, attention: Callable[..., Any]) -> None:
@@ -72,20 +71,11 @@ def replace_sdpa(lm: Any, name: str, attention: Callable[..., Any]) -> None:
     lm.set_attn_implementation(name)
 
 
-def restore_sdpa(module: torch.nn.Module, name: str) -> None:
-    """Make every model inside ``module`` that has taken this attention take "sdpa" again."""
-    for part in module.modules():
-        config: Any = getattr(part, "config", None)
-        if getattr(config, "_attn_implementation", None) == name:
-            config._attn_implementation = "sdpa"
-
-
 def sdpa_attention(*args: Any, **words: Any) -> torch.Tensor:
     """transformers' own attention function for "sdpa", [B, T, H, D]."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    out: torch.Tensor = sdpa_attention_forward(*args, **words)[0]
-    return out
+    return sdpa_attention_forward(*args, **words)[0]
 
 
 # The cache of keys and values ---------------------------------------------------------------------
@@ -101,8 +91,7 @@ def caches_all_keys(lm: Any) -> bool:
 
 def cached_tokens(cache: Any) -> int:
     """Tokens of a row whose keys and values are kept, padding included."""
-    count: int = cache.layers[0].keys.shape[2]
-    return count
+    return cache.layers[0].keys.shape[2]
 
 
 def drop_first_tokens(cache: Any, count: int) -> None:

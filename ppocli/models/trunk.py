@@ -1,16 +1,18 @@
-"""A model's trunk over prompts and responses that are laid out for it."""
+"""What there is to know of a language model: its kind, how it is decoded, the virtual tokens before
+its prompts, and the pass of its trunk over samples that are laid out for it."""
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any
 
 import torch
+from torch import nn
 
 from ppocli.models.layout import SequenceBatch
-from ppocli.models.virtual_tokens import trunk_states
+from ppocli.models.loading import peft_internals
 
 RELATIVE_POSITIONS = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
-_SCALES_STATES = RELATIVE_POSITIONS
 
 
 def has_encoder(lm: Any) -> bool:
@@ -33,10 +35,94 @@ def state_scale(lm: Any) -> float:
     arXiv 1910.10683, from the Mesh TensorFlow implementation).
     """
     config = lm.config
-    if config.model_type not in _SCALES_STATES:
+    if config.model_type not in RELATIVE_POSITIONS:
         return 1.0
     scales = getattr(config, "scale_decoder_outputs", config.tie_word_embeddings)
     return float(config.d_model) ** -0.5 if scales else 1.0
+
+
+class Decoding(Enum):
+    """Ways of decoding, the fastest first."""
+
+    STEPS = "steps"
+    """ppocli's own loop feeds each token with the keys and values of those before it"""
+    LIBRARY = "library"
+    """transformers' ``generate``, which knows what else a model keeps from token to token"""
+    UNCACHED = "uncached"
+    """the same, each token by a pass over all before it"""
+
+
+def decoding_of(lm: Any) -> Decoding:
+    """How a model decodes; by steps where nobody has said otherwise."""
+    return getattr(lm, "ppocli_decoding", Decoding.STEPS)
+
+
+def set_decoding(lm: Any, decoding: Decoding) -> None:
+    """Make a model decode so from now on."""
+    lm.ppocli_decoding = decoding
+
+
+class VirtualTokens(nn.Module):
+    """Trained virtual tokens before every prompt of a causal LM, of which they become a part: keys
+    and values in the cache (prefix tuning, Li and Liang 2021) or embeddings in front of the words'
+    (prompt tuning, Lester et al. 2021).
+
+    As in PEFT (``peft/peft_model.py``, ``PeftModelForCausalLM.forward``) they take the first
+    positions, so that a prompt's first token has the position ``count``.
+
+    Args:
+        peft_model: PEFT's model around the causal LM; it makes the tokens out of what trains.
+        in_cache: prefix tuning, whose tokens are keys and values; else embeddings.
+    """
+
+    _peft_model: Any
+
+    def __init__(self, peft_model: Any, *, in_cache: bool) -> None:
+        super().__init__()
+        self.prompt_encoder = peft_model.prompt_encoder
+        object.__setattr__(self, "_peft_model", peft_model)  # no submodule: it holds the whole LM
+        self.in_cache = in_cache
+        self.count: int = peft_model.active_peft_config.num_virtual_tokens
+        self.enabled = True
+
+    def cache(self, rows: int) -> Any:
+        """A new cache that holds the keys and values of the virtual tokens for ``rows`` rows."""
+        return peft_internals.prompt(self._peft_model, self.prompt_encoder, rows)
+
+    def in_front(self, embeddings: torch.Tensor) -> torch.Tensor:
+        """[b, T, D] embeddings of words, with the virtual ones before them: [b, count + T, D]."""
+        own = peft_internals.prompt(self._peft_model, self.prompt_encoder, len(embeddings))
+        return torch.cat([own.to(embeddings.dtype), embeddings], dim=1)
+
+
+def virtual_tokens(lm: Any) -> VirtualTokens | None:
+    """The virtual tokens of a causal LM that are switched on; None without any."""
+    found = getattr(lm, "virtual_tokens", None)
+    return found if found is not None and found.enabled else None
+
+
+def num_virtual_tokens(lm: Any) -> int:
+    """How many positions of a causal LM virtual tokens take, switched on or not; also of a model
+    that isn't loaded yet (:class:`ppocli.models.loading.model_config.ModelFacts`)."""
+    if hasattr(lm, "virtual_tokens"):
+        return lm.virtual_tokens.count
+    return getattr(lm, "num_virtual_tokens", 0)
+
+
+def trunk_states(lm: Any, batch: SequenceBatch) -> torch.Tensor:
+    """[b, T, D] final hidden states of the trunk for the tokens of a batch without an encoder."""
+    tokens, virtual = batch.tokens, virtual_tokens(lm)
+    if virtual is None:
+        packed: dict[str, Any] = {}
+        if batch.packing is not None:
+            packed = {"position_ids": batch.positions, "attention_mask": batch.packing.mask()}
+        return lm.base_model(input_ids=tokens, use_cache=False, **packed).last_hidden_state
+    if virtual.in_cache:
+        return lm.base_model(input_ids=tokens, past_key_values=virtual.cache(len(tokens)),
+                             use_cache=True).last_hidden_state
+    embeddings = virtual.in_front(lm.get_input_embeddings()(tokens))
+    states = lm.base_model(inputs_embeds=embeddings, use_cache=False).last_hidden_state
+    return states[:, virtual.count:]
 
 
 def response_hidden(lm: Any, batch: SequenceBatch) -> torch.Tensor:

@@ -1,104 +1,201 @@
 """Decoding token by token with kept keys and values: prompts to sampled responses, with logprobs
-and values from the same pass."""
+and values from the same pass. Rows are dropped when they end, and others take their places."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ppocli.models import transformers_internals
 from ppocli.models.head import LogitMap
 from ppocli.models.layer_stack import inputs_at
-from ppocli.sampling.decoder import Decoder, ends_with_stop, stop_window
-from ppocli.sampling.live_rows import LiveRows, Trunk, can_take_in, first_rows
+from ppocli.models.layout import right_padded
+from ppocli.models.trunk import virtual_tokens
+from ppocli.sampling.decoder import Decoder, Drawn
 from ppocli.sampling.samples import Generation
-from ppocli.sampling.token_choice import choose
 
 SHRINK_AT = 0.75
 """rows that have ended are dropped, and others take their places, once at most this share of all is
 still alive"""
 
 
-class _Drawn:
-    """What has been drawn so far of N responses, and how the next tokens are."""
+@dataclass(slots=True)
+class LiveRows:
+    """b rows of a batch of N. Those that end are dropped, so they stop costing."""
 
-    def __init__(self, decoder: Decoder, uniform: Any, limits: Any, prompt_tokens: int) -> None:
-        lm, self.decoder = decoder.lm, decoder
+    rows: torch.Tensor
+    """[b] their places in the whole batch"""
+    at: torch.Tensor
+    """[b] response tokens that are there; counted on after the end"""
+    youngest: int
+    """the least of ``at``, where the device need not be asked for it"""
+    oldest: int
+    """the most of ``at``"""
+    inputs: torch.Tensor
+    """[b, q] tokens to feed next"""
+    attention: torch.Tensor | None
+    """[b, past + q] bool; None when no row has padding"""
+    positions: torch.Tensor
+    """[b, q]"""
+    done: torch.Tensor
+    """[b] bool"""
+    cache: Any
+    """transformers' own"""
+    encoded: torch.Tensor | None = None
+    """[b, Q, D] what an encoder made of the prompts"""
+    encoder_mask: torch.Tensor | None = None
+    """[b, Q]"""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def advance(self, tokens: torch.Tensor) -> None:
+        """Feed these tokens, [b], next."""
+        self.inputs = tokens[:, None]
+        self.positions = self.positions[:, -1:] + 1
+        self.at = self.at + 1
+        self.youngest, self.oldest = self.youngest + 1, self.oldest + 1
+        if self.attention is not None:
+            self.attention = torch.nn.functional.pad(self.attention, (0, 1), value=True)
+
+    def drop_done(self) -> None:
+        """Go on without the rows that have ended; one of them stays where all have, since others
+        may go on and a pass needs a row."""
+        keep = (~self.done).nonzero().squeeze(-1)
+        keep = keep if len(keep) else torch.zeros(1, dtype=torch.long, device=keep.device)
+        self.cache.batch_select_indices(keep)
+        for name in ("rows", "at", "inputs", "positions", "done", "attention", "encoded",
+                     "encoder_mask"):
+            value = getattr(self, name)
+            if value is not None:
+                setattr(self, name, value[keep])
+        if self.youngest < self.oldest:
+            self.youngest, self.oldest = int(self.at.min()), int(self.at.max())
+
+    def take_in(self, others: LiveRows) -> None:
+        """Go on with these rows and others, each of which has a token to feed."""
+        width, widest = (transformers_internals.cached_tokens(one.cache) for one in (self, others))
+        first = self.attention
+        if first is not None:  # what no row that is left looks at
+            skip = int(first.any(0).long().argmax())
+            self.attention, width = first[:, skip:], width - skip
+            transformers_internals.drop_first_tokens(self.cache, skip)
+        most = max(width, widest)
+        if width != widest or self.attention is not None or others.attention is not None:
+            self.attention = torch.cat([_padded_mask(one, most + 1) for one in (self, others)])
+        transformers_internals.append_rows(self.cache, others.cache, most)
+        for name in ("rows", "at", "inputs", "positions", "done"):
+            setattr(self, name, torch.cat([getattr(self, name), getattr(others, name)]))
+        self.youngest = min(self.youngest, others.youngest)
+        self.oldest = max(self.oldest, others.oldest)
+
+
+def _padded_mask(live: LiveRows, width: int) -> torch.Tensor:
+    """The attention over so many columns, the row's own on the right."""
+    own, mask = transformers_internals.cached_tokens(live.cache) + 1, live.attention
+    if mask is None:
+        mask = torch.ones(len(live), own, dtype=torch.bool, device=live.rows.device)
+    return torch.nn.functional.pad(mask, (width - own, 0), value=False)
+
+
+class _Stepped(Drawn):
+    """Responses that are drawn by feeding live rows to a model."""
+
+    def __init__(self, decoder: Decoder, prompt_tokens: int, uniform: Any, limits: Any) -> None:
+        super().__init__(decoder, prompt_tokens, uniform, limits)
+        lm = decoder.lm
+        self.head, self.logit_map = lm.get_output_embeddings(), LogitMap.of(lm)
+        self.virtual = virtual_tokens(lm)
+        self._takes_positions = "position_ids" in inspect.signature(
+            lm.base_model.forward).parameters
+
+    def first_rows(self, rows: range, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor
+                   ) -> LiveRows:
+        """Rows whose prompts are to be fed.
+
+        Args:
+            prompt_tokens, prompt_mask: [N, Q] of all, padded on the left.
+        """
+        start, lm = self.decoder.start, self.decoder.lm
         device = lm.base_model.device
-        noise = torch.as_tensor(uniform, dtype=torch.float64).to(device)
-        count, steps = noise.shape
-        # rows go on after their end until they are dropped: what is drawn then goes to the column
-        # after the last, at the latest
-        self.noise = torch.nn.functional.pad(noise, (0, 1), value=0.5)
-        self.tokens = torch.zeros(count, steps + 1, dtype=torch.long, device=device)
-        self.mask = torch.zeros(count, steps + 1, dtype=torch.bool, device=device)
-        self.logprobs = torch.zeros(count, steps + 1, device=device)
-        self.values = torch.zeros(count, steps + 1, device=device)
-        self.finished = torch.zeros(count, dtype=torch.bool, device=device)
-        self.limits = torch.full((count,), steps, device=device) if limits is None else \
-            torch.as_tensor(limits, dtype=torch.long).to(device)
-        self.frozen_states: torch.Tensor | None = None
-        self.steps, self.prompt_tokens = steps, prompt_tokens
-        self.trunk, self.head = Trunk(lm), lm.get_output_embeddings()
-        self.logit_map = LogitMap.of(lm)
-        self.stops = torch.tensor(decoder.spec.stop_ids, dtype=torch.long, device=device)
+        there = prompt_mask[rows.start:rows.stop]
+        skip = there.shape[1] - max(int(there.sum(1).max()), 1)
+        there = there[:, skip:]
+        tokens = prompt_tokens[rows.start:rows.stop, skip:].to(device)
+        mask, count = there.to(device), len(there)
+        own: dict[str, Any] = {
+            "rows": torch.arange(rows.start, rows.stop, device=device),
+            "at": torch.zeros(count, dtype=torch.long, device=device), "youngest": 0, "oldest": 0,
+            "done": torch.zeros(count, dtype=torch.bool, device=device),
+            "cache": self._empty_cache(count)}
+        if start is not None:
+            tokens, mask = right_padded(tokens, mask)
+            encoded = lm.get_encoder()(input_ids=tokens, attention_mask=mask.long())
+            return LiveRows(
+                **own, attention=None, inputs=torch.full((count, 1), start, device=device),
+                positions=torch.zeros(count, 1, dtype=torch.long, device=device),
+                encoded=encoded.last_hidden_state, encoder_mask=mask.long())
+        before = 0 if self.virtual is None else self.virtual.count
+        seen = torch.nn.functional.pad(mask, (before, 0), value=True)
+        return LiveRows(**own, inputs=tokens, attention=None if bool(there.all()) else seen,
+                        positions=(mask.long().cumsum(1) - 1).clamp(min=0) + before)
+
+    def _empty_cache(self, rows: int) -> Any:
+        """transformers' cache of keys and values; it may begin with those of virtual tokens."""
+        from transformers import DynamicCache, EncoderDecoderCache
+
+        if self.decoder.start is not None:
+            return EncoderDecoderCache(DynamicCache(), DynamicCache())
+        if self.virtual is not None and self.virtual.in_cache:
+            return self.virtual.cache(rows)
+        return DynamicCache(config=self.decoder.lm.config)
 
     def token(self, live: LiveRows) -> None:
         """Feed the live rows and draw one more token of each."""
-        spec, value_head = self.decoder.spec, self.decoder.value_head
+        self.decoder.poll()
         with inputs_at(self.decoder.split, self.decoder.lm) as entering:
-            hidden = self.trunk.step(live)
+            hidden = self._hidden(live)
+        at = live.at.clamp(max=self.steps)
         if entering:
-            self._keep_frozen_states(live, entering[-1])
-        logits = self.logit_map(self.head(hidden))
-        rows, at = live.rows, live.at.clamp(max=self.steps)
-        mixed = live.youngest < min(live.oldest, spec.min_new_tokens)
-        chosen, lp = choose(logits, self.noise[rows, at], spec, at if mixed else live.youngest,
-                            self.stops)
-        alive = ~live.done
-        self.tokens[rows, at] = torch.where(alive, chosen, 0)
-        self.mask[rows, at] = alive
-        self.logprobs[rows, at] = torch.where(alive, lp, 0.0)
-        if value_head is not None:
-            self.values[rows, at] = torch.where(alive, value_head(hidden), 0.0)
-        ended = torch.isin(chosen, self.stops)
-        if spec.stop_sequences and live.oldest + 1 >= spec.min_new_tokens:
-            ended |= self._ends_with_stop(rows, at) & (at + 1 >= spec.min_new_tokens)
-        self.finished[rows] |= alive & ended
-        live.done = live.done | ended | (self.limits[rows] <= at + 1)
+            self._keep_frozen_states(live, at, entering[-1])
+        chosen, live.done = self.add(live.rows, at, live.done, self.logit_map(self.head(hidden)),
+                                     hidden)
         live.advance(chosen)
+        self.show(live.oldest)
 
-    def _ends_with_stop(self, rows: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        spec = self.decoder.spec
-        back = torch.arange(stop_window(spec) - 1, -1, -1, device=at.device)
-        newest = self.tokens[rows[:, None], (at[:, None] - back).clamp(min=0)]
-        return ends_with_stop(self.decoder.tokenizer, spec, newest, (at + 1).tolist())
+    def _hidden(self, live: LiveRows) -> torch.Tensor:
+        """[b, D] the trunk's output at the newest position of every live row."""
+        lm = self.decoder.lm
+        arguments: dict[str, Any] = {"input_ids": live.inputs, "past_key_values": live.cache,
+                                     "use_cache": True}
+        if live.encoded is not None:
+            out = lm.get_decoder()(encoder_hidden_states=live.encoded,
+                                   encoder_attention_mask=live.encoder_mask, **arguments)
+            return out.last_hidden_state[:, -1]
+        positions, virtual = live.positions, self.virtual
+        if virtual is not None and not virtual.in_cache and live.oldest == 0:
+            del arguments["input_ids"]
+            arguments["inputs_embeds"] = virtual.in_front(lm.get_input_embeddings()(live.inputs))
+            first = torch.arange(virtual.count, device=positions.device)
+            positions = torch.cat([first.expand(len(positions), -1), positions], dim=1)
+        if live.attention is not None:
+            arguments["attention_mask"] = live.attention.long()
+        if self._takes_positions:
+            arguments["position_ids"] = positions
+        return lm.base_model(**arguments).last_hidden_state[:, -1]
 
-    def _keep_frozen_states(self, live: LiveRows, states: torch.Tensor) -> None:
+    def _keep_frozen_states(self, live: LiveRows, at: torch.Tensor, states: torch.Tensor) -> None:
         """Keep what entered a layer in one step: [b, Q, D] of prompts, later [b, 1, D]."""
-        depth = states.shape[-1]
         if self.frozen_states is None:
-            self.frozen_states = states.new_zeros(len(self.tokens),
-                                                  self.prompt_tokens + self.steps, depth)
-        if live.oldest == 0:
-            width = live.inputs.shape[1]
-            self.frozen_states[live.rows, self.prompt_tokens - width:self.prompt_tokens] = \
-                states[:, -width:]
-        else:
-            at = live.at.clamp(max=self.steps)
-            self.frozen_states[live.rows, self.prompt_tokens - 1 + at] = states[:, 0]
-
-    def found(self, first: int, end: int) -> Generation:
-        """The responses in these places, all of which have ended."""
-        rows = slice(first, end)
-        width = max(int(self.mask[rows, :self.steps].sum(1).max()), 1)
-        return Generation(
-            self.tokens[rows, :width].cpu(), self.mask[rows, :width].cpu(),
-            self.logprobs[rows, :width].cpu(), self.values[rows, :width].cpu(),
-            self.finished[rows].cpu(),
-            None if self.frozen_states is None else
-            self.frozen_states[rows, :self.prompt_tokens + width - 1])
+            self.frozen_states = states.new_zeros(
+                len(self.tokens), self.prompt_tokens + self.steps, states.shape[-1])
+        width = live.inputs.shape[1]
+        places = self.prompt_tokens - width + at[:, None] + torch.arange(width, device=at.device)
+        self.frozen_states[live.rows[:, None], places] = states[:, -width:]
 
 
 @torch.no_grad()
@@ -108,35 +205,32 @@ def decode_in_steps(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: 
     """As :func:`ppocli.sampling.decoding.decode`, by our own loop.
 
     Rows that have ended are dropped, and the next prompts take their places where the model can do
-    that (:func:`ppocli.sampling.live_rows.can_take_in`); else they wait for the last of them.
+    that; else they wait for the last of them.
     """
     lm, count = decoder.lm, len(prompt_tokens)
-    drawn = _Drawn(decoder, uniform, limits, prompt_tokens.shape[1])
-    refills = at_once < count and decoder.all_alive is int and can_take_in(lm, decoder.start)
+    drawn = _Stepped(decoder, prompt_tokens.shape[1], uniform, limits)
+    # keys and values of rows under way are moved to the right then, behind padding: not with an
+    # encoder, nor where a layer keeps something else
+    refills = (at_once < count and decoder.all_alive is int and decoder.start is None
+               and transformers_internals.caches_all_keys(lm))
     # asking the device whether rows are done costs a synchronisation; on a CPU it is free
     check_every = 1 if lm.base_model.device.type == "cpu" else 8
     live: LiveRows | None = None
     taken = passes = handed = 0
 
-    def token(rows: LiveRows) -> None:
-        decoder.poll()
-        drawn.token(rows)
-        shown = min(max(rows.oldest, 0 if live is None else live.oldest), drawn.steps)
-        decoder.watch(drawn.tokens[:, :shown], drawn.mask[:, :shown])
-
     while live is not None or taken < count:
         if live is None or (refills and taken < count and len(live) < at_once):
             free = at_once if live is None else at_once - len(live)
-            fresh = first_rows(lm, range(taken, min(taken + free, count)), prompt_tokens,
-                               prompt_mask, decoder.start, drawn.trunk.virtual)
+            fresh = drawn.first_rows(range(taken, min(taken + free, count)), prompt_tokens,
+                                     prompt_mask)
             taken += len(fresh)
-            token(fresh)
+            drawn.token(fresh)
             if live is None:
                 live = fresh
             else:
                 live.take_in(fresh)
         else:
-            token(live)
+            drawn.token(live)
         passes += 1
         if passes % check_every and live.youngest < drawn.steps:
             continue
@@ -150,5 +244,5 @@ def decode_in_steps(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: 
                 live.drop_done()
         while handed < count and min(handed + chunk, count) <= ended:
             end = min(handed + chunk, count)
-            yield drawn.found(handed, end)
+            yield drawn.found(slice(handed, end))
             handed = end

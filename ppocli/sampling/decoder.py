@@ -1,4 +1,5 @@
-"""What a decode loop is told: the model, how tokens are chosen, and who watches."""
+"""What the decode loops have in common: what they are told (the model, how tokens are chosen, who
+watches), and the responses that they fill in."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from typing import Any
 import torch
 
 from ppocli.models.layer_stack import SplitPoint
-from ppocli.sampling.token_choice import SamplingSpec
+from ppocli.sampling.samples import Generation
+from ppocli.sampling.token_choice import SamplingSpec, choose
 
 Watch = Callable[[torch.Tensor, torch.Tensor], None]
 """is shown tokens and mask [B, t] of the responses so far, on the model's device"""
@@ -44,25 +46,91 @@ class Decoder:
     same number of rows at once and never refill"""
 
 
-def stop_window(spec: SamplingSpec) -> int:
-    """How many of the newest tokens can hold a stop sequence: a token holds at least one byte, and
-    a few more are for context."""
-    return max(len(stop.encode()) for stop in spec.stop_sequences) + 4
+class Drawn:
+    """What has been drawn so far of the responses to N prompts, on the model's device.
 
-
-def ends_with_stop(tokenizer: Any, spec: SamplingSpec, tokens: torch.Tensor,
-                   counts: list[int] | None = None) -> torch.Tensor:
-    """[b] bool: a stop sequence is complete within the newest tokens of each row [b, t].
-
-    Looked for in decoded text, since a tokenizer may cut the same text in several ways.
+    Rows that have ended may be fed on: what is drawn for them then is left out.
 
     Args:
-        counts: how many tokens of a row, at its end, belong to it (default: all).
+        prompt_tokens: of each prompt, padding included.
+        uniform: [N, R] array in (0, 1), as :func:`ppocli.sampling.decoding.decode`.
+        limits: [N] most tokens of each response, or None.
     """
-    window = stop_window(spec)
-    newest = tokens[:, -window:].tolist()
-    if counts is not None:
-        newest = [ids[-min(window, count):] for ids, count in zip(newest, counts, strict=True)]
-    texts = tokenizer.batch_decode(newest, skip_special_tokens=True)
-    found = [any(stop in text for stop in spec.stop_sequences) for text in texts]
-    return torch.tensor(found, device=tokens.device)
+
+    frozen_states: torch.Tensor | None = None
+    """[N, Q + R, D] what entered the layer of :attr:`Decoder.split`"""
+
+    def __init__(self, decoder: Decoder, prompt_tokens: int, uniform: Any, limits: Any) -> None:
+        self.decoder, self.prompt_tokens = decoder, prompt_tokens
+        device = decoder.lm.base_model.device
+        noise = torch.as_tensor(uniform, dtype=torch.float64).to(device)
+        count, self.steps = noise.shape
+        # what is drawn behind the end of a row goes to the column after the last, at the latest
+        self.noise = torch.nn.functional.pad(noise, (0, 1), value=0.5)
+        self.tokens = torch.zeros(count, self.steps + 1, dtype=torch.long, device=device)
+        self.mask = torch.zeros(count, self.steps + 1, dtype=torch.bool, device=device)
+        self.logprobs = torch.zeros(count, self.steps + 1, device=device)
+        self.values = torch.zeros(count, self.steps + 1, device=device)
+        self.finished = torch.zeros(count, dtype=torch.bool, device=device)
+        self.limits = torch.full((count,), self.steps, device=device) if limits is None else \
+            torch.as_tensor(limits, dtype=torch.long).to(device)
+        self.shown = 0
+        self.stops = torch.tensor(decoder.spec.stop_ids, dtype=torch.long, device=device)
+
+    def add(self, rows: torch.Tensor, at: torch.Tensor, done: torch.Tensor, logits: torch.Tensor,
+            hidden: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw one more token of some rows.
+
+        Args:
+            rows: [b] their places among all.
+            at: [b] how many tokens each has.
+            done: [b] bool, true where the response has ended before.
+            logits: [b, V].
+            hidden: [b, D] the states before the token; not needed without a value head.
+
+        Returns:
+            The tokens [b], and bool [b] that is true where the response has ended now.
+        """
+        spec, value_head, alive = self.decoder.spec, self.decoder.value_head, ~done
+        chosen, logprobs = choose(logits, self.noise[rows, at], spec, at, self.stops)
+        self.tokens[rows, at] = torch.where(alive, chosen, 0)
+        self.mask[rows, at] = alive
+        self.logprobs[rows, at] = torch.where(alive, logprobs, 0.0)
+        if value_head is not None:
+            self.values[rows, at] = torch.where(alive, value_head(hidden), 0.0)
+        ended = torch.isin(chosen, self.stops)
+        if spec.stop_sequences:
+            ended |= self._ends_with_stop(rows, at) & (at + 1 >= spec.min_new_tokens)
+        self.finished[rows] |= alive & ended
+        return chosen, done | ended | (self.limits[rows] <= at + 1)
+
+    def _ends_with_stop(self, rows: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        """[b] bool: a stop sequence is complete within the newest tokens of each row.
+
+        Looked for in decoded text, since a tokenizer may cut the same text in several ways.
+        """
+        stops = self.decoder.spec.stop_sequences
+        # a token holds at least one byte, and a few more are for context
+        window = max(len(stop.encode()) for stop in stops) + 4
+        places = at[:, None] - torch.arange(window - 1, -1, -1, device=at.device)
+        newest = self.tokens[rows[:, None], places.clamp(min=0)].tolist()
+        texts = self.decoder.tokenizer.batch_decode(
+            [ids[-min(window, last + 1):] for ids, last in zip(newest, at.tolist(), strict=True)],
+            skip_special_tokens=True)
+        found = [any(stop in text for stop in stops) for text in texts]
+        return torch.tensor(found, device=at.device)
+
+    def show(self, most: int) -> None:
+        """Let it be watched once the longest response has had ``most`` tokens."""
+        self.shown = max(self.shown, min(most, self.steps))
+        self.decoder.watch(self.tokens[:, :self.shown], self.mask[:, :self.shown])
+
+    def found(self, rows: slice) -> Generation:
+        """The responses in these places, all of which have ended."""
+        width = max(int(self.mask[rows, :self.steps].sum(1).max()), 1)
+        return Generation(
+            self.tokens[rows, :width].cpu(), self.mask[rows, :width].cpu(),
+            self.logprobs[rows, :width].cpu(), self.values[rows, :width].cpu(),
+            self.finished[rows].cpu(),
+            None if self.frozen_states is None else
+            self.frozen_states[rows, :self.prompt_tokens + width - 1])

@@ -1,26 +1,38 @@
-"""How a model is decoded: by our own loop, or by transformers' if ours gives wrong results. Which
-of them is right for a model is determined by a test."""
+"""Models to sample from: loading them, and how each is decoded, by our own loop or, if that gives
+wrong results, by transformers'. Which of them is right for a model is determined by a test."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from ppocli.config.adapters import adapter_kind, adapter_settings
+from ppocli.config.schema import HardwareConfig, ModelConfig
 from ppocli.errors import ConfigError, InputError
-from ppocli.models.decoding_method import Decoding, costs_of, decoding_of, set_decoding
 from ppocli.models.head import HeadWeights, token_logprobs
 from ppocli.models.layout import Sequences, lay_out
-from ppocli.models.loading.model_config import first_line, max_positions
-from ppocli.models.trunk import response_hidden
-from ppocli.models.virtual_tokens import num_virtual_tokens
+from ppocli.models.loading.adapters import Adapter, attach, identify, peft_config
+from ppocli.models.loading.language_model import LoadedLM, frozen_dtype, load_lm
+from ppocli.models.loading.model_config import max_positions
+from ppocli.models.trunk import (
+    Decoding,
+    decoding_of,
+    has_encoder,
+    num_virtual_tokens,
+    response_hidden,
+    set_decoding,
+)
 from ppocli.sampling.decode_loop import decode_in_steps
 from ppocli.sampling.decoder import Decoder
 from ppocli.sampling.samples import Generation
 from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.sampling.transformers_generate import decode_by_transformers
+from ppocli.storage.model_files import is_adapter
+from ppocli.text import first_line
 
 log = logging.getLogger("ppocli")
 
@@ -52,11 +64,49 @@ def decode(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: torch.Ten
                                   cached=method is Decoding.LIBRARY)
 
 
-def generate(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor,
-             uniform: Any, *, limits: Any = None, at_once: int | None = None) -> Generation:
-    """As :func:`decode`, all responses together."""
-    found, = decode(decoder, prompt_tokens, prompt_mask, uniform, limits=limits, at_once=at_once)
-    return found
+def load_decodable(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32,
+                   key: str = "model.path") -> LoadedLM:
+    """As :func:`load_lm`, with the way of decoding found that suits the model.
+
+    Raises:
+        InputError: as there; or the model can't be decoded rightly.
+    """
+    loaded = load_lm(cfg, dtype=dtype, key=key)
+    find_decoding(loaded.lm, loaded.decoder_start, cfg.path, key)
+    return loaded
+
+
+def load_policy(cfg: ModelConfig, hardware: HardwareConfig, seed: int) -> LoadedLM:
+    """The model that a training starts from, with a new adapter on it where one is asked for.
+
+    Raises:
+        InputError: as :func:`load_decodable`; or ``model.path`` is an adapter itself.
+        ConfigError: the adapter doesn't fit the model.
+    """
+    kind = adapter_kind(cfg)
+    dtype = torch.float32 if kind is None else frozen_dtype(cfg, hardware)
+    loaded = load_decodable(cfg, dtype=dtype)
+    say_decoding(loaded.lm)
+    if loaded.adapter is not None:
+        raise InputError(f"{cfg.path} holds only an adapter.", where="model.path",
+                         fix=f"merge it into its base first: ppocli export {cfg.path} --merge "
+                         "-o FOLDER, then model.path=FOLDER")
+    if kind is None:
+        return loaded
+    base = identify(loaded.lm, cfg.path, cfg.revision)
+    config = peft_config(kind, adapter_settings(cfg), pair=has_encoder(loaded.lm),
+                         revision=cfg.revision, tokenizer=loaded.lm.config.name_or_path)
+    check_steps(loaded.lm, virtual=kind != "lora")
+    return replace(loaded, adapter=Adapter(attach(loaded.lm, config, seed=seed), base))
+
+
+def load_judged(cfg: ModelConfig, hardware: HardwareConfig) -> LoadedLM:
+    """A policy to be judged; the base of an adapter in the type that a training holds it in."""
+    frozen = is_adapter(cfg.path) and cfg.quantization is None
+    loaded = load_decodable(cfg, dtype=frozen_dtype(cfg, hardware) if frozen
+                            else torch.float32)
+    say_decoding(loaded.lm)
+    return loaded
 
 
 def find_decoding(lm: Any, start: int | None, name: str, key: str) -> None:
@@ -96,9 +146,12 @@ def check_steps(lm: Any, *, virtual: bool) -> None:
 
 def say_decoding(lm: Any) -> None:
     """Log, for a model that our loop can't decode, what this costs."""
-    costs = costs_of(lm)
-    if costs is not None:
-        log.info("%s", costs)
+    if decoding_of(lm) is not Decoding.STEPS:
+        every = ("" if decoding_of(lm) is Decoding.LIBRARY else
+                 ", and it reads all tokens so far anew for each new one")
+        log.info("ppocli's own loop can't step %s: responses are decoded by transformers' generate,"
+                 " prompts of one length at a time, and those that have ended cost as much as the "
+                 "others until the last has%s. Nothing else changes.", type(lm).__name__, every)
 
 
 CLOSE = 1e-3
@@ -151,8 +204,8 @@ def _off(lm: Any, start: int | None) -> tuple[float, float]:
     project = (project / project.norm()).to(device)
     noise = torch.linspace(0.05, 0.95, mask.shape[0] * half, dtype=torch.float64).view(-1, half)
     decoder = Decoder(lm, spec, start=start, value_head=lambda hidden: hidden.float() @ project)
-    out = generate(decoder, tokens.masked_fill(~mask, 0), mask, noise, at_once=3,
-                   limits=[1, half, half, half])
+    out, = decode(decoder, tokens.masked_fill(~mask, 0), mask, noise, at_once=3,
+                  limits=[1, half, half, half])
     batch = lay_out(Sequences.of_responses(tokens, mask, out.tokens, out.mask, start)).to(device)
     states = response_hidden(lm, batch)
     logprobs, _ = token_logprobs(states, HeadWeights.of(lm), batch.targets, temperature=1.0,

@@ -12,9 +12,9 @@ from ppocli.errors import ConfigError, DivergedError
 from ppocli.models.loading.model_config import max_positions
 from ppocli.models.trunk import has_encoder
 from ppocli.ppo.noise import USER, uniform
-from ppocli.sampling.decoder import Decoder, Watch
-from ppocli.sampling.decoding import generate
-from ppocli.sampling.response_text import decode_responses, response_ids
+from ppocli.sampling.decoder import Decoder
+from ppocli.sampling.decoding import decode
+from ppocli.sampling.samples import decode_responses
 from ppocli.sampling.token_choice import SamplingSpec
 
 BATCH = 64
@@ -145,8 +145,6 @@ def answer_prompts(lm: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], sp
         DivergedError: the model's probabilities are not finite.
     """
     total = len(prompts) * num_samples
-    if show is not None and total != 1:
-        raise ValueError(f"{total} responses can't be shown as they come")
     for done in range(0, total, batch):
         places = [divmod(n, num_samples) for n in range(done, min(done + batch, total))]
         rows = [list(prompts[i]) for i, _ in places]
@@ -157,26 +155,19 @@ def answer_prompts(lm: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], sp
                         spec.max_new_tokens)
         before = [[]] * len(rows) if start is not None else rows
         stream = TextStream(tokenizer, before[0], spec.stop_sequences)
-        out = generate(Decoder(lm, spec, tokenizer, start, poll=poll,
-                               watch=_watcher(stream, show)), tokens, mask, noise)
+
+        def watch(tokens: torch.Tensor, mask: torch.Tensor, stream: TextStream = stream) -> None:
+            if show is not None and (piece := stream.push(tokens[0][mask[0]].tolist())):
+                show(piece)
+
+        out, = decode(Decoder(lm, spec, tokenizer, start, poll=poll, watch=watch), tokens, mask,
+                      noise)
         if not bool(torch.isfinite(out.logprobs).all()):
             raise DivergedError("The model's token probabilities are not finite.",
                                 fix="its weights are damaged, or diverged in training: choose "
                                 "another checkpoint")
-        sampled = response_ids(out.tokens, out.mask)
-        texts = decode_responses(tokenizer, before, sampled, spec.stop_sequences)
+        texts = decode_responses(tokenizer, before, out.ids, spec.stop_sequences)
         if show is not None:
             show(stream.close(texts[0]))
         yield [Answer(i, k, text, ids, ended) for (i, k), text, ids, ended in
-               zip(places, texts, sampled, out.finished.tolist(), strict=True)]
-
-
-def _watcher(stream: TextStream, show: Callable[[str], None] | None) -> Watch:
-    def watch(tokens: torch.Tensor, mask: torch.Tensor) -> None:
-        if show is None:
-            return
-        piece = stream.push(tokens[0][mask[0]].tolist())
-        if piece:
-            show(piece)
-
-    return watch
+               zip(places, texts, out.ids, out.finished.tolist(), strict=True)]

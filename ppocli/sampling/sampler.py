@@ -7,7 +7,7 @@ A task asks for samples and doesn't know how they are made: by our decode loop, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,12 +17,11 @@ from ppocli.config.algorithm import exact_when_decoded, whole_while_acting
 from ppocli.config.schema import RolloutConfig, TrainConfig
 from ppocli.data.prompt_set import PromptBatch
 from ppocli.errors import ConfigError
-from ppocli.models.decoding_method import Decoding, decoding_of
-from ppocli.models.fast.gemm import weights_for_decoding
+from ppocli.models.fast.gemm import packed_weights
 from ppocli.models.layer_stack import SplitPoint
-from ppocli.models.loading.language_model import LoadedLM
+from ppocli.models.loading.language_model import DTYPES, LoadedLM
 from ppocli.models.policy import Policy
-from ppocli.models.virtual_tokens import num_virtual_tokens
+from ppocli.models.trunk import Decoding, decoding_of, num_virtual_tokens
 from ppocli.parallel.backend import Backend
 from ppocli.parallel.ranks import is_out_of_memory
 from ppocli.parallel.stop import StopFlag
@@ -136,9 +135,8 @@ class DecodeSampler:
                               "can't put weights together layer by layer.",
                               where="hardware.gather_for_generation",
                               fix="set hardware.gather_for_generation=true")
-        limits = None
-        if spec.length_range is not None:
-            limits = lengths(seed, prompts.episodes, *spec.length_range)
+        limits = None if spec.length_range is None else (
+            lengths(seed, prompts.episodes, *spec.length_range))
 
         def poll() -> None:
             faults.point("rollout.token", at_once)
@@ -148,7 +146,7 @@ class DecodeSampler:
                           poll, all_alive=backend.ranks.most if in_parts else int)
         noise = uniform(seed, stream, prompts.episodes, spec.max_new_tokens)
         done = 0
-        with weights_for_decoding(backend, lm, in_parts=in_parts):
+        with nullcontext() if in_parts else packed_weights(lm, DTYPES[backend.precision]):
             for out in _stepped(decode(decoder, prompts.tokens, prompts.mask, noise, limits=limits,
                                        at_once=at_once, chunk=chunk, method=method),
                                 backend.autocast):
@@ -176,7 +174,6 @@ class TransformersSampler(DecodeSampler):
 
 ENGINES: dict[str, Callable[[SamplerSetup], Sampler]] = {
     "decode": DecodeSampler, "transformers": TransformersSampler}
-SAMPLER = Kind("class", ConfigError)
 
 
 def build_sampler(cfg: RolloutConfig, setup: SamplerSetup) -> Sampler:
@@ -187,9 +184,8 @@ def build_sampler(cfg: RolloutConfig, setup: SamplerSetup) -> Sampler:
     """
     if cfg.engine in ENGINES:
         return ENGINES[cfg.engine](setup)
-    found: Sampler = build(Wanted(cfg.engine, "rollout.engine", SAMPLER), setup,
-                           key="rollout.kwargs", kwargs=cfg.kwargs)
-    return found
+    return build(Wanted(cfg.engine, "rollout.engine", Kind("class", ConfigError)), setup,
+                 key="rollout.kwargs", kwargs=cfg.kwargs)
 
 
 def _stepped(parts: Iterator[Generation], context: Callable[[], AbstractContextManager[Any]]
@@ -239,7 +235,7 @@ def sample_chunks(sampler: Sampler, passes: PassRows, prompts: PromptBatch, spec
     done = 0
     while done < len(prompts):
         rest = prompts if done == 0 else prompts.rows(range(done, len(prompts)))
-        rows, failed = passes.limit(phase, asked), False
+        rows = passes.limit(phase, asked)
         made = sampler.sample(rest, spec, stream, speaker, stop, at_once=rows, chunk=chunk)
         try:
             for samples in made:
@@ -248,7 +244,8 @@ def sample_chunks(sampler: Sampler, passes: PassRows, prompts: PromptBatch, spec
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            failed = True
-        if failed:  # out of the handler, or the exception would keep the tensors of the pass
-            del made
-            passes.shrink(phase, rows, tokens)
+        else:
+            continue
+        # out of the handler, or the exception would keep the tensors of the pass
+        del made
+        passes.shrink(phase, rows, tokens)

@@ -1,10 +1,10 @@
-"""The results of sampling: responses, as decode loops return them, and samples, as everything else
-reads them."""
+"""The results of sampling: responses, as decode loops return them, samples, as everything else
+reads them, and the texts that rewards see."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,11 +33,10 @@ class Generation:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    @staticmethod
-    def joined(parts: Sequence[Generation]) -> Generation:
-        """All responses of several batches, padded to the longest; without states of layers."""
-        return Generation(*(joined_right([getattr(part, name) for part in parts]) for name in (
-            "tokens", "mask", "logprobs", "values", "finished")))
+    @property
+    def ids(self) -> list[list[int]]:
+        """[B] lists of the sampled ids."""
+        return response_ids(self.tokens, self.mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +66,10 @@ class Samples:
     @property
     def action_ids(self) -> list[list[int]]:
         """[B] lists of the ids that the policy chose."""
-        tokens = self.sequences.action_tokens.tolist()
-        return [row[:n] for row, n in zip(tokens, self.mask.sum(1).tolist(), strict=True)]
+        return response_ids(self.sequences.action_tokens, self.mask)
 
     def first(self, count: int) -> Samples:
         """The first ``count`` samples."""
-        if count == len(self):
-            return self
         some = slice(count)
         return Samples(self.sequences.rows(some), self.logprobs[some], self.values[some],
                        self.finished[some],
@@ -82,8 +78,6 @@ class Samples:
     @staticmethod
     def joined(parts: Sequence[Samples]) -> Samples:
         """The samples of several, padded to the widest; without states of layers."""
-        if len(parts) == 1:
-            return replace(parts[0], frozen_states=None)
         found: dict[str, Any] = {name: joined_right([getattr(part, name) for part in parts])
                                  for name in ("logprobs", "values", "finished")}
         return Samples(Sequences.joined([part.sequences for part in parts]), **found)
@@ -105,3 +99,33 @@ def single_turn(prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, out: Gen
         frozen_states = [states[start:start + length - 1] for states, start, length in zip(
             out.frozen_states, starts.tolist(), sequences.lengths.tolist(), strict=True)]
     return Samples(sequences, out.logprobs, out.values, out.finished, frozen_states)
+
+
+def response_ids(tokens: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
+    """[B] lists from right-padded [B, R] tensors."""
+    return [row[:n] for row, n in zip(tokens.tolist(), mask.sum(1).tolist(), strict=True)]
+
+
+def decode_responses(tokenizer: Any, prompt_ids: Sequence[Sequence[int]],
+                     responses: Sequence[Sequence[int]],
+                     stop_sequences: Sequence[str] = ()) -> list[str]:
+    """The responses as text: without special tokens, trimmed at the first stop sequence.
+
+    A response is decoded behind its prompt and the prompt's text is taken off again: tokenizers
+    that mark words by a leading space would lose that space on a response decoded alone.
+    """
+    if not responses:
+        return []
+    together = tokenizer.batch_decode([list(p) + list(r) for p, r in
+                                       zip(prompt_ids, responses, strict=True)],
+                                      skip_special_tokens=True)
+    prompts = tokenizer.batch_decode([list(p) for p in prompt_ids], skip_special_tokens=True)
+    texts = []
+    for whole, prompt, ids in zip(together, prompts, responses, strict=True):
+        if whole.startswith(prompt):
+            text = whole[len(prompt):]
+        else:
+            text = tokenizer.decode(list(ids), skip_special_tokens=True)
+        cuts = [at for stop in stop_sequences if (at := text.find(stop)) >= 0]
+        texts.append(text[:min(cuts)] if cuts else text)
+    return texts

@@ -68,13 +68,11 @@ def inverse_transform(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tens
     return (block * BLOCK + offset).squeeze(-1).clamp_(max=vocabulary - 1)
 
 
-def _restrict(logits: torch.Tensor, spec: SamplingSpec, position: int | torch.Tensor,
+def _restrict(logits: torch.Tensor, spec: SamplingSpec, position: torch.Tensor,
               stops: torch.Tensor) -> torch.Tensor:
-    if isinstance(position, torch.Tensor):
+    if spec.min_new_tokens:
         early = (position < spec.min_new_tokens)[:, None]
         logits = torch.where(early, logits.index_fill(1, stops, float("-inf")), logits)
-    elif position < spec.min_new_tokens:
-        logits = logits.index_fill(1, stops, float("-inf"))
     if 0 < spec.top_k < logits.shape[-1]:
         kth = logits.topk(spec.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < kth, float("-inf"))
@@ -112,14 +110,13 @@ def _kept(logits: torch.Tensor, ordered: torch.Tensor, order: torch.Tensor, top_
 
 
 def choose(logits: torch.Tensor, uniform: torch.Tensor, spec: SamplingSpec,
-           position: int | torch.Tensor, stops: torch.Tensor
-           ) -> tuple[torch.Tensor, torch.Tensor]:
+           position: torch.Tensor, stops: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Next tokens and their logprobs under softmax(logits / temperature), before any restriction.
 
     Args:
         logits: [b, V] raw logits.
         uniform: [b] in (0, 1).
-        position: number of response tokens already there, of all rows or [b] of each.
+        position: [b] number of response tokens already there.
         stops: ``spec.stop_ids`` on the logits' device.
 
     Returns:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from ppocli.models.loading.adapters import Adapter, adapter_tensors, describe_adapter
-from ppocli.models.virtual_tokens import virtual_tokens
+from ppocli.models.trunk import virtual_tokens
 from ppocli.storage.model_files import ADAPTER_WEIGHTS
 
 Tensors = dict[str, torch.Tensor]

@@ -11,10 +11,10 @@ from torch import nn
 
 from ppocli.config.deepspeed import deepspeed_config
 from ppocli.config.schema import TrainConfig
-from ppocli.models.decoding_method import Decoding, decoding_of, set_decoding
-from ppocli.models.layer_stack import SplitPoint, swapped_parameters, trained_split
-from ppocli.models.loading.language_model import LoadedLM, reference_dtype
+from ppocli.models.layer_stack import SplitPoint, swapped_tensors, trained_split
+from ppocli.models.loading.language_model import LoadedLM, frozen_dtype
 from ppocli.models.reference import Reference
+from ppocli.models.trunk import Decoding, decoding_of, set_decoding
 from ppocli.parallel.backend import Backend
 from ppocli.parallel.deepspeed_internals import local_part, shard
 from ppocli.zero import sharded_weights
@@ -133,7 +133,7 @@ class ShardedTrunk:
             return
         whole = {name: sharded_weights.whole_of(part, own[name].shape, own[name].device)
                  for name, part in self.parts.items()}
-        with swapped_parameters(policy_lm, whole):
+        with swapped_tensors(policy_lm, whole):
             yield policy_lm
 
 
@@ -143,7 +143,7 @@ def sharded_copy(cfg: TrainConfig, lm: Any) -> ShardedCopy:
     import deepspeed
 
     settings = parts_config(cfg, offload=cfg.model.reference.offload)
-    stored = reference_dtype(cfg.model, cfg.hardware)
+    stored = frozen_dtype(cfg.model, cfg.hardware)
     settings["bf16"] = {"enabled": stored == torch.bfloat16}
     # around the trunk: that is what passes go through, and its start tells DeepSpeed of a new one
     engine, *_ = deepspeed.initialize(model=lm.base_model, config=settings)

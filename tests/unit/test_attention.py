@@ -9,7 +9,7 @@ from sessions import session_of, small_config
 
 from ppocli.config.schema import ModelConfig
 from ppocli.models.fast import attention as ours
-from ppocli.models.fast.kernels import takes_packed
+from ppocli.models.fast.attention import takes_packed
 from ppocli.models.loading.language_model import load_lm
 from ppocli.models.transformers_internals import replace_sdpa
 

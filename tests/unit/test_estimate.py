@@ -19,9 +19,10 @@ from sessions import (
 from torch.profiler import ProfilerActivity, profile
 
 from ppocli.estimate.parts import models_of
-from ppocli.models.fast.gemm import weights_for_decoding
+from ppocli.models.fast.gemm import packed_weights
 from ppocli.models.layout import lay_out
-from ppocli.models.virtual_tokens import virtual_tokens
+from ppocli.models.loading.language_model import DTYPES
+from ppocli.models.trunk import virtual_tokens
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import ROLLOUT
 from ppocli.tasks.ppo.experience import to_experience
@@ -194,7 +195,7 @@ def test_the_copy_that_decoding_reads_weights_from_is_told(tmp_path, kind, keys)
     with session_of(cfg) as session, ExitStack() as decoding:
         lm = session.policy.lm
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            decoding.enter_context(weights_for_decoding(session.backend, lm, in_parts=False))
+            decoding.enter_context(packed_weights(lm, DTYPES[session.backend.precision]))
         made = sum(event.self_cpu_memory_usage for event in profiled.key_averages())
     lines = {line.name: line for line in estimate_of(cfg, PROMPT).lines}
     line = lines.get("weights laid out for decoding")
@@ -214,7 +215,7 @@ def test_a_copy_for_decoding_that_is_too_large_is_neither_made_nor_told(folders,
     monkeypatch.setattr("ppocli.models.fast.gemm.PACKED_BYTES",
                         4 * sum(p.numel() for p in layers) // 2)
     with (session_of(cfg) as session,
-          weights_for_decoding(session.backend, session.policy.lm, in_parts=False)):
+          packed_weights(session.policy.lm, DTYPES[session.backend.precision])):
         assert not any(getattr(part, "packed", None) is not None
                        for part in session.policy.lm.modules())
     found = estimate_of(cfg, PROMPT)

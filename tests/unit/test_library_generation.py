@@ -10,15 +10,13 @@ from sessions import generate, prompt_and_response, rollout_of, session_of, smal
 
 from ppocli.config.schema import HardwareConfig, ModelConfig
 from ppocli.errors import ConfigError, InputError
-from ppocli.models.decoding_method import Decoding, decoding_of, set_decoding
 from ppocli.models.head import HeadWeights, token_logprobs
 from ppocli.models.layout import lay_out
 from ppocli.models.loading.language_model import load_lm
 from ppocli.models.policy import build_value_head
-from ppocli.models.trunk import response_hidden
+from ppocli.models.trunk import Decoding, decoding_of, response_hidden, set_decoding
 from ppocli.ppo.noise import uniform
-from ppocli.sampling.decoding import try_decoding
-from ppocli.sampling.loading import load_decodable, load_judged, load_policy
+from ppocli.sampling.decoding import load_decodable, load_judged, load_policy, try_decoding
 from ppocli.sampling.token_choice import SamplingSpec
 
 pytestmark = pytest.mark.long

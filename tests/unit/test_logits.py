@@ -41,7 +41,7 @@ def test_gradients_are_those_of_autograd(monkeypatch, logit_map, kept):
     torch.manual_seed(0)
     layer, hidden = torch.nn.Linear(6, 11), torch.randn(8, 6, requires_grad=True)
     targets, weights = torch.randint(0, 11, (8,)), torch.randn(8)
-    head = HeadWeights.of_layer(layer, logit_map)
+    head = HeadWeights(layer.weight, layer.bias, logit_map)
     found = token_logprobs(hidden, head, targets, temperature=0.7, want_entropy=True)
     scaled = layer(hidden) * logit_map.scale
     logits = (scaled if logit_map.cap is None else
@@ -54,8 +54,8 @@ def test_gradients_are_those_of_autograd(monkeypatch, logit_map, kept):
         grads.append(torch.autograd.grad((logprobs * weights).sum() + 0.3 * entropy.sum(), inputs))
     for ours, theirs in zip([*found, *grads[0]], [*wanted, *grads[1]], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    own = full_kl(hidden.detach(), head.as_now(), hidden.detach(), HeadWeights.of_layer(layer),
-                  temperature=0.7)
+    other = HeadWeights(layer.weight, layer.bias)
+    own = full_kl(hidden.detach(), head.as_now(), hidden.detach(), other, temperature=0.7)
     plain = torch.log_softmax(layer(hidden) / 0.7, -1)
     torch.testing.assert_close(own, (log_p.exp() * (log_p - plain)).sum(-1).detach(), rtol=1e-4,
                                atol=1e-5)

@@ -9,7 +9,7 @@ from helpers import save_lm
 from sessions import prompt_and_response, rollout_of, session_of, small_config
 
 from ppocli.config.schema import ModelConfig
-from ppocli.models.fast.kernels import takes_packed
+from ppocli.models.fast.attention import takes_packed
 from ppocli.models.fast.packing import MULTIPLE, gathered, packing_of_lengths, spread
 from ppocli.models.layout import PACK_ABOVE, lay_out
 from ppocli.models.loading.language_model import load_lm

@@ -6,8 +6,8 @@ from helpers import make_tokenizer, model_config, save_lm
 from sessions import generate, rollout_of, session_of, small_config
 
 from ppocli.models.policy import build_value_head
+from ppocli.models.transformers_internals import caches_all_keys
 from ppocli.ppo.noise import uniform
-from ppocli.sampling.live_rows import can_take_in
 from ppocli.sampling.token_choice import SamplingSpec
 
 COUNT, NEW = 23, 20
@@ -134,7 +134,7 @@ def test_columns_that_nobody_looks_at_are_dropped():
     ("mistral", {"sliding_window": 4}), ("gemma2", {"num_key_value_heads": 1, "head_dim": 16})])
 def test_models_that_forget_keys_draw_one_batch_after_the_other(kind, keys):
     lm = model_of(kind, **keys)
-    assert not can_take_in(lm, None)
+    assert not caches_all_keys(lm)
     whole, _ = drawn(lm, COUNT)
     some, rows = drawn(lm, 6)
     assert_same(whole, some)

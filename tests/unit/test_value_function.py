@@ -17,7 +17,7 @@ from ppocli.config.problems import find_problems
 from ppocli.errors import ConfigError, InputError
 from ppocli.models.layer_stack import layer_stack
 from ppocli.models.layout import lay_out
-from ppocli.models.value_function import ScoreHead, ValueBranch, ValueModel
+from ppocli.models.policy import ScoreHead, ValueBranch, ValueModel
 
 pytestmark = pytest.mark.long
 

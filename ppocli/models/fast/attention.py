@@ -1,5 +1,6 @@
-"""Attention of the models that are trained: transformers' own ("sdpa"), and beside it packed rows,
-and on a CPU plain products for short sequences.
+"""Faster ways of computing what a model of transformers computes, which change its numbers by
+rounding only. Attention: transformers' own ("sdpa"), and beside it packed rows, and on a CPU plain
+products for short sequences.
 
 torch's kernel for CPUs works through long sequences without keeping [T, T] probabilities; for short
 ones, and in bf16, two products and a softmax that keeps them are faster (benchmarks/RESULTS.md).
@@ -7,16 +8,26 @@ ones, and in bf16, two products and a softmax that keeps them are faster (benchm
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 
 from ppocli.models.fast.packing import gathered, packing_of, spread
-from ppocli.models.transformers_internals import sdpa_attention
+from ppocli.models.layout import Sequences, lay_out
+from ppocli.models.transformers_internals import (
+    attention_of,
+    fuse_activations,
+    replace_sdpa,
+    sdpa_attention,
+)
+from ppocli.models.trunk import has_encoder, num_virtual_tokens, trunk_states
 
 NAME = "ppocli"
 SHORT = {torch.float32: 128, torch.bfloat16: 256}
 """most keys for which plain products are taken on a CPU"""
+CLOSE = {torch.float32: 1e-3, torch.bfloat16: 1e-1}
+"""most difference of packed and padded states, in standard deviations"""
 _BEYOND = ("position_bias", "cache", "softcap", "s_aux")
 """arguments that only transformers' own functions understand"""
 
@@ -100,3 +111,38 @@ def _bias(mask: torch.Tensor | None, causal: bool, query: torch.Tensor, groups: 
         mask = mask.to(dtype).clamp(min=hidden)
     mask = mask.expand(rows, groups, queries, keys).reshape(rows * groups, queries, keys)
     return mask.repeat(1, share, 1) if share > 1 else mask
+
+
+def use_kernels(lm: Any) -> None:
+    """Make a model that has just been loaded take this project's attention, and activations in one
+    pass where it would make them out of several."""
+    if not has_encoder(lm):
+        replace_sdpa(lm, NAME, attention)
+    fuse_activations(lm)
+
+
+@torch.no_grad()
+def takes_packed(lm: Any) -> bool:
+    """Whether a model gives packed rows the states that it gives padded ones; found out by trying.
+
+    Not with an encoder, virtual tokens, windows of attention, an attention of its own, or states
+    that run on from token to token.
+    """
+    if (has_encoder(lm) or num_virtual_tokens(lm)
+            or attention_of(lm) != NAME
+            or getattr(lm.config, "sliding_window", None) is not None
+            or "position_ids" not in inspect.signature(lm.base_model.forward).parameters):
+        return False
+    device = lm.get_input_embeddings().weight.device
+    lengths, none = torch.tensor([3, 5, 2]), torch.zeros(3, 1, dtype=torch.bool)
+    there = torch.arange(5)[None, :] < lengths[:, None]
+    samples = Sequences(torch.arange(15).reshape(3, 5) % 11, 1 + lengths, none.long(), none)
+    try:
+        whole = trunk_states(lm, lay_out(samples).to(device))[there.to(device)]
+        found = trunk_states(lm, lay_out(samples, pack=True).to(device))[0, :len(whole)]
+    except (TypeError, ValueError, AttributeError, IndexError, RuntimeError):
+        return False
+    if whole.shape != found.shape:
+        return False
+    off = (whole.float() - found.float()).abs().max() / whole.float().std().clamp(min=1e-6)
+    return bool(off < CLOSE.get(whole.dtype, 0.0))

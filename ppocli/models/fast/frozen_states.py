@@ -3,15 +3,12 @@ next rollout, so they are run once for all passes over it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import torch
 
 from ppocli.models.layer_stack import SplitPoint, trained_split
 from ppocli.models.layout import SequenceBatch
-from ppocli.models.policy import Policy
-from ppocli.models.value_function import ValueBranch
-from ppocli.models.virtual_tokens import num_virtual_tokens
+from ppocli.models.policy import Policy, ValueBranch
+from ppocli.models.trunk import num_virtual_tokens
 
 
 def frozen_split(policy: Policy) -> SplitPoint | None:
@@ -49,34 +46,23 @@ def joined_rows(rows: list[torch.Tensor], batch: SequenceBatch) -> torch.Tensor:
     return (torch.nn.functional.pad(flat, (0, 0, 0, missing)) if missing else flat)[None]
 
 
-@dataclass(slots=True)
-class FrozenStatesCache:
-    """What enters the first layer that trains, of the samples of one rollout."""
+def known_states(kept: list[torch.Tensor | None], chosen: list[int], batch: SequenceBatch
+                 ) -> torch.Tensor | None:
+    """What enters the first layer that trains, of some samples of a rollout, laid out as their
+    ``batch`` is; None unless that of all of them is known.
 
-    most: int
-    """bytes that may be kept; what goes beyond is computed again each time"""
-    rows: list[torch.Tensor | None]
-    """[n, D] of each sample, without gradient; None where it is not known"""
-    held: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.held = sum(_size(row) for row in self.rows if row is not None)
-
-    def of(self, chosen: list[int], batch: SequenceBatch) -> torch.Tensor | None:
-        """Of these samples, laid out as their ``batch`` is; None unless all are known."""
-        rows = [row for i in chosen if (row := self.rows[i]) is not None]
-        return joined_rows(rows, batch) if len(rows) == len(chosen) else None
-
-    def keep(self, chosen: list[int], lengths: list[int], batch: SequenceBatch,
-             states: torch.Tensor) -> None:
-        """Keep what entered the split for these samples, if there is room."""
-        if self.held + _size(states) > self.most:
-            return
-        for i, row in zip(chosen, split_rows(states.detach(), batch, lengths), strict=True):
-            if self.rows[i] is None:
-                self.rows[i] = row
-                self.held += _size(row)
+    Args:
+        kept: [n, D] of each sample of the rollout, without gradient; None where it isn't known.
+    """
+    rows = [row for i in chosen if (row := kept[i]) is not None]
+    return joined_rows(rows, batch) if len(rows) == len(chosen) else None
 
 
-def _size(states: torch.Tensor) -> int:
-    return states.numel() * states.element_size()
+def keep_states(kept: list[torch.Tensor | None], most: int, chosen: list[int], lengths: list[int],
+                batch: SequenceBatch, states: torch.Tensor) -> None:
+    """Keep what entered that layer for some samples, unless all would take more than ``most``
+    bytes: what goes beyond is computed again each time."""
+    if sum(row.nbytes for row in (*kept, states) if row is not None) > most:
+        return
+    for i, row in zip(chosen, split_rows(states.detach(), batch, lengths), strict=True):
+        kept[i] = row if kept[i] is None else kept[i]

@@ -4,7 +4,7 @@ weights laid out in its own order for decoding."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch.autograd.function import once_differentiable
 
 from ppocli.models.transformers_internals import conv1d
 from ppocli.parallel import onednn
-from ppocli.parallel.backend import Backend
 from ppocli.parallel.onednn import Product
 
 PACKED_BYTES = 2 * 2**30
@@ -61,21 +60,22 @@ def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, *, in_order: bool) -> 
     return onednn.product(x.t(), grad.t()).t()
 
 
-class _Routed:
+class _Routed(nn.Module):
     """What linear layers have in common that multiply through oneDNN."""
 
     weight: Any
     bias: Any
     packed: torch.Tensor | None = None
     """the weight in oneDNN's own order, for passes without gradients"""
+    transposed = False
+    """whether the weight is stored as [inputs, outputs]"""
 
     def rows(self) -> torch.Tensor:
         """The weight as [outputs, inputs]."""
-        stored: torch.Tensor = self.weight
-        return stored
+        return self.weight.t() if self.transposed else self.weight
 
-    def routed(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The layer's output, or None where this route has nothing to offer."""
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As the plain layer's, which computes what this route has nothing to offer for."""
         if self.packed is not None:
             dtype = self.packed.dtype
             bias = None if self.bias is None else self.bias.to(dtype)
@@ -83,7 +83,7 @@ class _Routed:
             return _over_rows(lambda rows: onednn.linear(rows, packed, bias), x.to(dtype))
         if (x.dtype != torch.float32 or self.weight.dtype != torch.float32 or not x.numel()
                 or x.device.type != "cpu" or torch.is_autocast_enabled("cpu")):
-            return None
+            return super().forward(x)
         return _over_rows(
             lambda rows: _OneDnnLinear.apply(rows, self.rows(), self.bias), x)
 
@@ -93,33 +93,12 @@ def _over_rows(product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor)
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
-class RoutedLinear(_Routed, nn.Linear):
-    """``nn.Linear`` through oneDNN."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As ``nn.Linear``."""
-        out = self.routed(x)
-        return nn.Linear.forward(self, x) if out is None else out
-
-
 @cache
-def _routed_conv1d() -> Any:
-    """GPT-2's linear layer, whose weight is stored transposed, through oneDNN."""
-    plain: Any = conv1d()
-
-    class RoutedConv1D(_Routed, plain):
-        """transformers' ``Conv1D`` through oneDNN."""
-
-        def rows(self) -> torch.Tensor:
-            """As of :class:`_Routed`."""
-            return super().rows().t()
-
-        def forward(self, x: torch.Tensor) -> Any:
-            """As ``Conv1D``."""
-            out = self.routed(x)
-            return plain.forward(self, x) if out is None else out
-
-    return RoutedConv1D
+def _routed_kind(plain: Any) -> Any:
+    """The layers through oneDNN for ``nn.Linear``, or for GPT-2's ``Conv1D``, whose weight is
+    stored transposed."""
+    return type(f"Routed{plain.__name__}", (_Routed, plain),
+                {"transposed": plain is not nn.Linear})
 
 
 def route_linears(module: nn.Module) -> None:
@@ -134,9 +113,10 @@ def route_linears(module: nn.Module) -> None:
 
 
 def _routed_copy(layer: Any) -> nn.Module:
+    plain: Any = type(layer)
     with torch.device("meta"):
-        routed = (RoutedLinear(layer.in_features, layer.out_features, layer.bias is not None)
-                  if type(layer) is nn.Linear else _routed_conv1d()(layer.nf, layer.nx))
+        routed = _routed_kind(plain)(*((layer.in_features, layer.out_features)
+                                       if plain is nn.Linear else (layer.nf, layer.nx)))
     routed.weight, routed.bias = layer.weight, layer.bias
     return routed.train(layer.training)
 
@@ -173,24 +153,11 @@ def _size(layers: list[Any], dtype: torch.dtype) -> int:
     return size if size <= PACKED_BYTES else 0
 
 
-def weights_for_decoding(backend: Backend, lm: nn.Module, *, in_parts: bool
-                         ) -> AbstractContextManager[None]:
-    """Context in which a model decodes: its weights laid out for products of few rows, unless that
-    takes too much.
-
-    Args:
-        in_parts: whether the model's weights are sharded.
-    """
-    if not backend.onednn or in_parts:
-        return nullcontext()
-    return packed_weights(lm, torch.bfloat16 if backend.precision == "bf16" else torch.float32)
-
-
 @contextmanager
 def packed_weights(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Passes without gradients meanwhile take weights from a copy in oneDNN's own order, which
-    products of few rows gain most from. It holds the weights a second time; of a model where that
-    would be more than ``PACKED_BYTES`` none is made.
+    """Passes without gradients meanwhile take routed weights from a copy in oneDNN's own order,
+    which products of few rows, as in decoding, gain most from. It holds the weights a second time;
+    of a model where that would be more than ``PACKED_BYTES`` none is made.
 
     Args:
         dtype: that is computed in.

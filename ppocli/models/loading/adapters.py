@@ -7,9 +7,10 @@ it. PEFT's model around it is kept for what PEFT knows best, the format of its f
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ from typing import Any
 import torch
 
 from ppocli.errors import CheckpointError, ConfigError, InputError
-from ppocli.models.digest import tensors_digest
 from ppocli.models.loading import peft_internals
-from ppocli.models.virtual_tokens import VirtualTokens, add_virtual_tokens, switch_virtual_tokens
+from ppocli.models.trunk import VirtualTokens
 from ppocli.storage.model_files import ADAPTER_BASE, ADAPTER_WEIGHTS, BaseIdentity
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +33,32 @@ class Adapter:
     """PEFT's model around the causal LM"""
     base: BaseIdentity
 
-    @property
-    def kind(self) -> str:
-        """``LORA``, ``PREFIX_TUNING`` or ``PROMPT_TUNING``."""
-        return str(self.model.active_peft_config.peft_type.value)
-
 
 def base_tensors(lm: Any) -> dict[str, torch.Tensor]:
     """The weights and buffers of a causal LM without its adapter, by the names of a bare one."""
     return {peft_internals.bare_name(name): tensor
             for name, tensor in lm.state_dict(keep_vars=True).items()
             if not peft_internals.belongs_to_adapter(name)}
+
+
+def tensors_digest(tensors: Mapping[str, torch.Tensor],
+                   whole: Callable[[torch.Tensor], AbstractContextManager[Any]] = nullcontext
+                   ) -> str:
+    """SHA-256 over each tensor's name, shape, type and the sum of its bytes as integers.
+
+    A sum of integers does not depend on the order of summation, so the digest is the same for any
+    number of threads and on any device; it notices another model, not a malicious one.
+
+    Args:
+        whole: context in which a tensor that lies in parts on several ranks is whole.
+    """
+    parts = []
+    for name, tensor in tensors.items():
+        with whole(tensor):
+            bits = tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()])
+            total = int(bits.sum(dtype=torch.int64))
+            parts.append((name, list(tensor.shape), str(tensor.dtype), total))
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def identify(lm: Any, path: str, revision: str | None) -> BaseIdentity:
@@ -94,48 +111,25 @@ def attach(lm: Any, config: Any, *, seed: int) -> Any:
     try:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            model = _wrap(lm, config)
+            model = peft_internals.wrap(lm, config)
+            if config.is_prompt_learning:
+                # moved, trained and sharded with the model
+                lm.virtual_tokens = VirtualTokens(
+                    model, in_cache=config.peft_type.value == "PREFIX_TUNING")
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"The adapter does not fit {type(lm).__name__}: {error}",
                           where="model.peft", fix="for LoRA name the layers: "
                           "model.peft.target_modules=[NAME,...]") from error
-    _refuse_changed_head(lm)
-    for parameter in lm.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
-    return model
-
-
-def _wrap(lm: Any, config: Any) -> Any:
-    model = peft_internals.wrap(lm, config)
-    if config.is_prompt_learning:
-        in_cache = config.peft_type.value == "PREFIX_TUNING"
-        add_virtual_tokens(lm, VirtualTokens(model, in_cache=in_cache))
-    return model
-
-
-def _refuse_changed_head(lm: Any) -> None:
-    """Logits are computed from the output embedding's own weights, only where they are needed."""
-    if any(peft_internals.belongs_to_adapter(name) or peft_internals.is_wrapped(name)
+    # logits are computed from the output embedding's own weights, only where they are needed
+    if any(peft_internals.belongs_to_adapter(name) or peft_internals.bare_name(name) != name
            for name, _ in lm.get_output_embeddings().named_parameters()):
         raise ConfigError("The adapter covers the output embedding, which ppocli can't train so.",
                           where="model.peft.target_modules, model.peft.modules_to_save",
                           fix="leave it out, and the input embedding that is tied to it")
-
-
-@contextmanager
-def adapter_off(lm: Any) -> Iterator[Any]:
-    """The causal LM as it is without its adapter, for passes without gradients."""
-    _switch(lm, False)
-    try:
-        yield lm
-    finally:
-        _switch(lm, True)
-
-
-def _switch(lm: Any, enabled: bool) -> None:
-    switch_virtual_tokens(lm, enabled)
-    peft_internals.enable_layers(lm, enabled)
+    for parameter in lm.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return model
 
 
 def adapter_tensors(adapter: Adapter) -> dict[str, torch.Tensor]:

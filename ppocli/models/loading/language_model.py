@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 from ppocli.config.schema import HardwareConfig, ModelConfig
 from ppocli.errors import CheckpointError, InputError
 from ppocli.models import transformers_internals
-from ppocli.models.fast.kernels import use_kernels
+from ppocli.models.fast.attention import use_kernels
 from ppocli.models.head import LogitMap
 from ppocli.models.layout import SequenceBatch
 from ppocli.models.loading.adapters import Adapter, identify, load_adapter
@@ -33,6 +35,11 @@ from ppocli.text import first_line
 log = logging.getLogger("ppocli")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def frozen_dtype(cfg: ModelConfig, hardware: HardwareConfig) -> torch.dtype:
+    """The storage type of what never trains: the base under an adapter, a reference of its own."""
+    return DTYPES[cfg.dtype or hardware.precision]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +105,6 @@ def without_dropout(config: Any) -> Any:
     return quiet
 
 
-def silence_dropout(module: torch.nn.Module) -> None:
-    """What a nested configuration may have turned on all the same."""
-    for part in module.modules():
-        if isinstance(part, torch.nn.Dropout):
-            part.p = 0.0
-
-
 def load_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32,
             key: str = "model.path") -> LoadedLM:
     """Load ``cfg.path`` with every weight found in its files.
@@ -117,49 +117,63 @@ def load_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32,
             encoder-decoder, weights missing, or an architecture whose logits are not a plain linear
             map of its trunk.
     """
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
 
     source, is_folder = find_model(cfg.path, key=key, revision=cfg.revision, needs="model",
                                    adapters=True)
     if is_folder and is_adapter(source):
         return _load_on_base(cfg, Path(source), dtype)
-    hub = {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code}
-    with loading(f"model {cfg.path}", key):
-        config = AutoConfig.from_pretrained(source, **hub)
-        loaded: Any = _kind_of(cfg, config, key).from_pretrained(
-            source, config=without_dropout(config), dtype=dtype, output_loading_info=True,
-            **hub, **attention_wanted(cfg), **quantized(cfg))
-        lm, info = loaded
-    check_complete(info, type(lm).__name__, cfg.path, key)
+    lm, config = load_weights(cfg, source, partial(_class_of, cfg, key), name=cfg.path, key=key,
+                              revision=cfg.revision, dtype=dtype, **quantized(cfg))
     made = _ready(cfg, lm, config, copy.deepcopy(lm.generation_config) or GenerationConfig())
     _check_logits(lm, cfg.path, key)
     return made
 
 
-def check_complete(info: dict[str, Any], kind: str, name: str, key: str) -> None:
-    """Refuse a checkpoint without all weights of the model.
+def load_weights(cfg: ModelConfig, source: str, class_of: Callable[[Any], Any], *, name: str,
+                 key: str, revision: str | None, dtype: torch.dtype, what: str = "model",
+                 **how: Any) -> tuple[Any, Any]:
+    """A model with every weight found in its files, and its configuration as it came.
 
     Args:
-        info: what transformers says of the loading.
-        kind, name: of the model.
-        key: that names it.
+        class_of: transformers' class for a configuration.
+        name, key: of the model and of what names it, for messages.
+        what: is loaded, for messages.
+
+    Raises:
+        InputError: files are broken, or lack weights.
     """
+    from transformers import AutoConfig
+
+    hub = {"revision": revision, "trust_remote_code": cfg.trust_remote_code}
+    with loading(f"{what} {name}", key):
+        config = AutoConfig.from_pretrained(source, **hub)
+        model, info = class_of(config).from_pretrained(
+            source, config=without_dropout(config), dtype=dtype, output_loading_info=True,
+            **hub, **attention_wanted(cfg), **how)
     missing = sorted(info["missing_keys"]) + sorted(str(m) for m in info["mismatched_keys"])
     if missing:
-        raise InputError(f"{name} lacks {len(missing)} weights that {kind} needs (the first: "
-                         f"{missing[0]}); they would be random.", where=key,
+        raise InputError(f"{name} lacks {len(missing)} weights that {type(model).__name__} needs "
+                         f"(the first: {missing[0]}); they would be random.", where=key,
                          fix="give a complete checkpoint")
+    return model, config
+
+
+def make_ready(cfg: ModelConfig, model: Any) -> None:
+    """A model that has just been made computes as the engine wants it to."""
+    transformers_internals.probe()
+    if cfg.attn_implementation is None:
+        use_kernels(model)
+    # the ids are checked by us; transformers' own padding check would synchronise at every call
+    model.config.pad_token_id = None
+    for part in model.eval().modules():
+        if isinstance(part, torch.nn.Dropout):  # a nested configuration may have turned it on
+            part.p = 0.0
 
 
 def _ready(cfg: ModelConfig, lm: Any, config: Any, generation_config: Any) -> LoadedLM:
-    transformers_internals.probe()
     start = decoder_start(lm)
-    if cfg.attn_implementation is None:
-        use_kernels(lm)
-    # the ids are checked by us; transformers' own padding check would synchronise at every call
-    lm.config.pad_token_id = None
-    lm.eval()
-    silence_dropout(lm)
+    make_ready(cfg, lm)
     return LoadedLM(lm, config, generation_config, start)
 
 
@@ -179,30 +193,25 @@ def empty_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, key: str =
     with loading(f"model {cfg.path}", key):
         config = AutoConfig.from_pretrained(source, revision=cfg.revision, trust_remote_code=trust)
         with init_empty_weights(include_buffers=False):
-            lm = _kind_of(cfg, config, key).from_config(
+            lm = _class_of(cfg, key, config).from_config(
                 without_dropout(config), dtype=dtype, trust_remote_code=trust,
                 **attention_wanted(cfg))
     lm.tie_weights()  # which making it without weights has undone
     return _ready(cfg, lm, config, GenerationConfig())
 
 
-def _kind_of(cfg: ModelConfig, config: Any, key: str) -> Any:
-    """transformers' class for an encoder-decoder, or for a causal language model."""
+def _class_of(cfg: ModelConfig, key: str, config: Any) -> Any:
+    """transformers' class for an encoder-decoder, or for a causal language model: whichever
+    ``model.arch`` says or, on auto, the configuration."""
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-    return AutoModelForSeq2SeqLM if _check_arch(cfg, config, key) else AutoModelForCausalLM
-
-
-def _check_arch(cfg: ModelConfig, config: Any, key: str) -> bool:
-    """Whether the model is an encoder-decoder, as ``model.arch`` says or its configuration."""
     pair = bool(getattr(config, "is_encoder_decoder", False))
-    wanted = {"auto": pair, "causal": False, "seq2seq": True}[cfg.arch]
-    if wanted != pair:
+    if {"auto": pair, "causal": False, "seq2seq": True}[cfg.arch] != pair:
         what = "an encoder-decoder" if pair else "a causal language model"
         raise InputError(f"{cfg.path} is {what} ({config.model_type}), not {cfg.arch}.",
                          where="model.arch" if key == "model.path" else key,
                          fix="set model.arch=auto, or give another model")
-    return pair
+    return AutoModelForSeq2SeqLM if pair else AutoModelForCausalLM
 
 
 def _load_on_base(cfg: ModelConfig, folder: Path, dtype: torch.dtype) -> LoadedLM:
@@ -233,17 +242,15 @@ def _check_logits(lm: Any, name: str, key: str) -> None:
     # not 0, which often pads: its embedding, and what comes of it, may be 0
     probe = 1 + torch.arange(2, device=lm.device)[None]
     head = lm.get_output_embeddings()
-    if head is not None and (lm.base_model is not lm or has_encoder(lm)):
+    pair = has_encoder(lm)
+    if head is not None and (lm.base_model is not lm or pair):
         both = torch.arange(2, device=lm.device)
-        given: dict[str, Any] = {"input_ids": probe}
-        batch = SequenceBatch(probe, both, both)
-        if has_encoder(lm):
-            given["decoder_input_ids"] = probe
-            batch = SequenceBatch(probe, both, both, probe, torch.ones_like(probe))
+        batch = SequenceBatch(probe, both, both, *((probe, torch.ones_like(probe)) if pair else ()))
+        given = {"decoder_input_ids": probe} if pair else {}
         # some keep their states in fp32 beside weights in bf16
         hidden = response_hidden(lm, batch).to(head.weight.dtype)
         ours = LogitMap.of(lm)(head(hidden)).float()[None]
-        theirs = lm(use_cache=False, **given).logits.float()
+        theirs = lm(input_ids=probe, use_cache=False, **given).logits.float()
         # in 16 bits the model rounds each step of what it does with its logits
         off = 1e-3 if head.weight.dtype == torch.float32 else 2e-2 * float(theirs.abs().max())
         if ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-3, atol=off):
@@ -253,67 +260,28 @@ def _check_logits(lm: Any, name: str, key: str) -> None:
                      fix="use a language model of another architecture")
 
 
-def check_vocabulary(tokenizer: Any, lm: Any, cfg: ModelConfig, *, key: str | None = None) -> None:
+def check_vocabulary(tokenizer: Any, lm: Any, cfg: ModelConfig) -> None:
     """Refuse a tokenizer that can produce ids the model has no embedding for."""
     highest = max(tokenizer.get_vocab().values(), default=-1)
     rows = whole_shape(lm.get_input_embeddings().weight)[0]
     if highest >= rows:
         raise InputError(f"The tokenizer of {cfg.tokenizer_path or cfg.path} has ids up to "
                          f"{highest}, the model {cfg.path} embeds only {rows}.",
-                         where=key or ("model.tokenizer_path" if cfg.tokenizer_path
-                                       else "model.path"),
+                         where="model.tokenizer_path" if cfg.tokenizer_path else "model.path",
                          fix="use the tokenizer the model was trained with")
 
 
 def stop_rules(tokenizer: Any, loaded: LoadedLM, extra_ids: list[int], sequences: list[str]
                ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The ids and the texts that end a response.
+    """The ids that end a response (the tokenizer's EOS, the model's, of which there may be several,
+    and extra ones), and the texts that do.
 
     A stop sequence that is one token of its own (``<|im_end|>``) becomes an id: such tokens are
     left out of decoded text, where it would never be found.
     """
-    own = tokenizer.get_added_vocab()
-    ids = [own[s] for s in sequences if s in own]
-    return (stop_token_ids(tokenizer, loaded, [*extra_ids, *ids]),
-            tuple(s for s in sequences if s not in own))
-
-
-def stop_token_ids(tokenizer: Any, loaded: LoadedLM, extra: list[int]) -> tuple[int, ...]:
-    """All ids that end a response: the tokenizer's EOS, the model's (maybe several), extra."""
-    ids = set(extra)
-    if tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
-    declared = loaded.generation_config.eos_token_id
-    ids.update(declared if isinstance(declared, list) else [] if declared is None else [declared])
+    own, declared = tokenizer.get_added_vocab(), loaded.generation_config.eos_token_id
+    ids = {*extra_ids, *(own[s] for s in sequences if s in own), tokenizer.eos_token_id,
+           *(declared if isinstance(declared, list) else [declared])} - {None}
     vocabulary = whole_shape(loaded.lm.get_output_embeddings().weight)[0]
-    return tuple(sorted(i for i in ids if 0 <= i < vocabulary))
-
-
-def load_reference(cfg: ModelConfig, hardware: HardwareConfig, load: Any = load_lm) -> LoadedLM:
-    """The frozen reference (default: the model that the policy starts from) in its storage type;
-    eval mode, no gradients."""
-    return _frozen(load, cfg, hardware)
-
-
-def empty_reference(cfg: ModelConfig, hardware: HardwareConfig) -> LoadedLM:
-    """As :func:`load_reference`, before it has read any weights (:func:`empty_lm`)."""
-    return _frozen(empty_lm, cfg, hardware)
-
-
-def reference_dtype(cfg: ModelConfig, hardware: HardwareConfig) -> torch.dtype:
-    """The storage type of a reference that is a model of its own."""
-    return DTYPES[cfg.dtype or hardware.precision]
-
-
-def _frozen(load: Any, cfg: ModelConfig, hardware: HardwareConfig) -> LoadedLM:
-    key, dtype, cfg = "model.path", reference_dtype(cfg, hardware), replace(cfg, quantization=None)
-    if cfg.reference.path is not None:
-        key, cfg = "model.reference.path", replace(cfg, path=cfg.reference.path, revision=None)
-    reference: LoadedLM = load(cfg, dtype=dtype, key=key)
-    reference.lm.requires_grad_(False)
-    return reference
-
-
-def is_on_base(path: str) -> bool:
-    """Whether a path is a folder that holds an adapter only."""
-    return Path(path).is_dir() and is_adapter(path)
+    return (tuple(sorted(i for i in ids if 0 <= i < vocabulary)),
+            tuple(s for s in sequences if s not in own))

@@ -12,8 +12,7 @@ import torch
 from ppocli.config.adapters import adapter_kind
 from ppocli.config.schema import ModelConfig
 from ppocli.errors import ConfigError, InputError, PpocliError
-from ppocli.models.trunk import RELATIVE_POSITIONS
-from ppocli.models.virtual_tokens import num_virtual_tokens
+from ppocli.models.trunk import RELATIVE_POSITIONS, num_virtual_tokens
 from ppocli.storage.model_files import find_model
 from ppocli.text import first_line
 
@@ -88,7 +87,11 @@ def read_lm(cfg: ModelConfig) -> ModelFacts:
         config = AutoConfig.from_pretrained(source, revision=cfg.revision,
                                             trust_remote_code=cfg.trust_remote_code)
     found = model_facts(cfg, config)
-    check_room(found)
+    positions, own = _positions(found), found.num_virtual_tokens
+    if positions is not None and own >= positions:
+        raise ConfigError(f"{own} virtual tokens leave no room: the model has {positions} "
+                          "positions.", where="model.peft.num_virtual_tokens",
+                          fix=f"set it far below {positions}")
     return found
 
 
@@ -96,19 +99,6 @@ def model_facts(cfg: ModelConfig, config: Any) -> ModelFacts:
     """What ``model.path`` will be, with the virtual tokens of ``model.peft``."""
     virtual = adapter_kind(cfg) in ("prefix", "prompt")
     return ModelFacts(config, int((cfg.peft or {})["num_virtual_tokens"]) if virtual else 0)
-
-
-def check_room(lm: Any) -> None:
-    """Raise where virtual tokens leave no position to words.
-
-    Raises:
-        ConfigError: so it is.
-    """
-    positions, own = _positions(lm), num_virtual_tokens(lm)
-    if positions is not None and own >= positions:
-        raise ConfigError(f"{own} virtual tokens leave no room: the model has {positions} "
-                          "positions.", where="model.peft.num_virtual_tokens",
-                          fix=f"set it far below {positions}")
 
 
 def max_positions(lm: Any) -> int | None:

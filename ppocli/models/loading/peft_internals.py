@@ -55,11 +55,6 @@ def belongs_to_adapter(name: str) -> bool:
     return any(part.startswith("lora_") or part in _OWN_PARTS for part in name.split("."))
 
 
-def is_wrapped(name: str) -> bool:
-    """Whether a weight of this name is one of the base's that an adapter stands around."""
-    return any(part in _WRAPPING_PARTS for part in name.split("."))
-
-
 def bare_name(name: str) -> str:
     """The name that a weight of the base has without the adapter."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPING_PARTS)
@@ -96,12 +91,4 @@ def saved_tensors(peft_model: Any) -> dict[str, torch.Tensor]:
         # PEFT runs what makes the tokens, on rank 0 alone, where hooks would wait for the others
         peft_model = with_modules(peft_model, {
             "prompt_encoder": without_hooks(peft_model.prompt_encoder)})
-    found: dict[str, torch.Tensor] = get_peft_model_state_dict(peft_model,
-                                                               save_embedding_layers=False)
-    return found
-
-
-def forget_prompt_values(peft_model: Any) -> None:
-    """Keep shapes only of the numbers of virtual tokens, which PEFT keeps where no module is."""
-    peft_model.prompt_tokens = {name: torch.empty(value.shape, dtype=value.dtype)
-                                for name, value in peft_model.prompt_tokens.items()}
+    return get_peft_model_state_dict(peft_model, save_embedding_layers=False)

@@ -13,21 +13,18 @@ from ppocli.config.algorithm import estimator_of, kl_estimator, reference_sharde
 from ppocli.config.schema import TrainConfig, reference_kind
 from ppocli.errors import ConfigError, InputError
 from ppocli.models.fast.gemm import route_linears
-from ppocli.models.loading.compatibility import check_same_tokens
-from ppocli.models.loading.language_model import (
-    LoadedLM,
-    empty_lm,
-    empty_reference,
-    is_on_base,
+from ppocli.models.loading.language_model import LoadedLM, empty_lm
+from ppocli.models.loading.reference_and_value import (
+    check_same_tokens,
     load_reference,
+    load_value_model,
 )
-from ppocli.models.loading.value_model import load_value_model
-from ppocli.models.policy import Policy, build_value_head, freeze_lower_layers
+from ppocli.models.policy import Policy, ValueBranch, build_value_head, freeze_lower_layers
 from ppocli.models.reference import AdapterReference, CopyReference, Reference, share_trunk
-from ppocli.models.value_function import ValueBranch
 from ppocli.parallel.backend import Backend
 from ppocli.parallel.deepspeed_internals import whole_shape
-from ppocli.sampling.loading import load_decodable, load_policy
+from ppocli.sampling.decoding import load_decodable, load_policy
+from ppocli.storage.model_files import is_adapter
 from ppocli.text import first_line
 from ppocli.zero.sharded_models import load_in_parts, sharded_copy, share_sharded_trunk
 from ppocli.zero.sharded_weights import gathered
@@ -45,10 +42,10 @@ def copy_reference(cfg: TrainConfig, backend: Backend, tokenizer: Any, policy: A
     wanted = cfg.model.reference
     offload = wanted.offload
     in_parts = (backend.zero_stage == 3 and reference_sharded(cfg)
-                and not is_on_base(wanted.path or cfg.model.path))
-    load = partial(load_reference, cfg.model, cfg.hardware, load_decodable)
-    lm = (load_in_parts(cfg, backend, load, partial(empty_reference, cfg.model, cfg.hardware),
-                        offload=offload) if in_parts else load()).lm
+                and not is_adapter(wanted.path or cfg.model.path))
+    load, empty = (partial(load_reference, how, cfg.model, cfg.hardware)
+                   for how in (load_decodable, empty_lm))
+    lm = (load_in_parts(cfg, backend, load, empty, offload=offload) if in_parts else load()).lm
     device = backend.device if wanted.device is None else torch.device(wanted.device)
     if cfg.model.reference.path is not None:
         check_same_tokens(tokenizer, policy, lm, name=cfg.model.reference.path,
@@ -122,7 +119,7 @@ def load_start(cfg: TrainConfig, backend: Backend) -> LoadedLM:
     be attached to it.
 
     Raises:
-        PpocliError: as :func:`ppocli.sampling.loading.load_policy`.
+        PpocliError: as :func:`ppocli.sampling.decoding.load_policy`.
     """
     whole = partial(load_policy, cfg.model, cfg.hardware, cfg.seed)
     if backend.zero_stage < 3 or adapter_kind(cfg.model) is not None:

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from ppocli.config.schema import TrainConfig
-from ppocli.models.digest import tensors_digest
-from ppocli.models.loading.adapters import base_tensors
+from ppocli.models.loading.adapters import base_tensors, tensors_digest
 from ppocli.tasks.ppo.session import EvalSession, Session
 from ppocli.zero.sharded_weights import one_gathered
 
@@ -21,7 +20,7 @@ def _sha256(value: Any) -> str:
 
 
 def weights_digest(module: torch.nn.Module) -> str:
-    """Of all weights and buffers of a module; see :func:`ppocli.models.digest.tensors_digest`."""
+    """Of all weights and buffers of a module; see :func:`tensors_digest`."""
     return tensors_digest(module.state_dict())
 
 

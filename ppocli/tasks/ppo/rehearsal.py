@@ -18,7 +18,7 @@ from ppocli.parallel.backend import Backend, open_backend
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import ROLLOUT
 from ppocli.rewards.records import RewardRequest
-from ppocli.sampling.response_text import response_ids
+from ppocli.sampling.samples import response_ids
 from ppocli.tasks.ppo.experience import to_experience, update_moments
 from ppocli.tasks.ppo.figures import rollout_samples
 from ppocli.tasks.ppo.records import PPOState, Rollout

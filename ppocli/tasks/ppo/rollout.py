@@ -34,9 +34,8 @@ from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.kl import kl_per_token
 from ppocli.ppo.noise import ROLLOUT
 from ppocli.rewards.records import RewardScores
-from ppocli.sampling.response_text import decode_responses
 from ppocli.sampling.sampler import Speaker, sample_chunks
-from ppocli.sampling.samples import Samples
+from ppocli.sampling.samples import Samples, decode_responses
 from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.storage import faults
 from ppocli.tasks.ppo.background_reward import begin

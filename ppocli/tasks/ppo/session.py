@@ -29,10 +29,9 @@ from ppocli.data.prompt_set import (
 from ppocli.data.sources import evaluation_spec
 from ppocli.errors import ConfigError
 from ppocli.estimate.check import check_memory
+from ppocli.models.fast.attention import takes_packed
 from ppocli.models.fast.frozen_states import frozen_split
 from ppocli.models.fast.gemm import route_linears
-from ppocli.models.fast.kernels import takes_packed
-from ppocli.models.loading.compatibility import check_reach
 from ppocli.models.loading.language_model import (
     LoadedLM,
     check_vocabulary,
@@ -40,13 +39,13 @@ from ppocli.models.loading.language_model import (
     stop_rules,
 )
 from ppocli.models.loading.model_config import max_positions, read_lm
+from ppocli.models.loading.reference_and_value import check_reach
 from ppocli.models.policy import Policy
 from ppocli.models.reference import Reference
-from ppocli.models.trunk import has_encoder
-from ppocli.models.virtual_tokens import num_virtual_tokens
+from ppocli.models.trunk import has_encoder, num_virtual_tokens
 from ppocli.parallel.backend import Backend
 from ppocli.parallel.launchers import launched_here
-from ppocli.sampling.loading import load_judged
+from ppocli.sampling.decoding import load_judged
 from ppocli.sampling.sampler import DecodeSampler, Sampler, SamplerSetup, build_sampler
 from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
 from ppocli.tasks.ppo.building import (

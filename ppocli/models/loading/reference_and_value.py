@@ -1,0 +1,163 @@
+"""Models that stand beside the policy, a reference and a value function that is a model of its own:
+from names or folders to models, which must read the policy's tokens as the policy does."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ppocli.config.schema import HardwareConfig, ModelConfig
+from ppocli.errors import InputError
+from ppocli.models.loading.language_model import LoadedLM, frozen_dtype, load_weights, make_ready
+from ppocli.models.loading.model_config import max_positions
+from ppocli.models.policy import ScoreHead, ValueHead, ValueModel
+from ppocli.models.trunk import has_encoder
+from ppocli.parallel.deepspeed_internals import whole_shape
+from ppocli.storage.model_files import find_model
+
+log = logging.getLogger("ppocli")
+
+
+def load_reference(load: Callable[..., LoadedLM], cfg: ModelConfig, hardware: HardwareConfig
+                   ) -> LoadedLM:
+    """The frozen reference (default: the model that the policy starts from) in its storage type;
+    eval mode, no gradients.
+
+    Args:
+        load: as :func:`ppocli.models.loading.language_model.load_lm`.
+    """
+    key, dtype, cfg = "model.path", frozen_dtype(cfg, hardware), replace(cfg, quantization=None)
+    if cfg.reference.path is not None:
+        key, cfg = "model.reference.path", replace(cfg, path=cfg.reference.path, revision=None)
+    reference = load(cfg, dtype=dtype, key=key)
+    reference.lm.requires_grad_(False)
+    return reference
+
+
+def load_value_model(cfg: ModelConfig, tokenizer: Any, policy: Any, seed: int
+                     ) -> tuple[ValueModel, ValueHead | ScoreHead]:
+    """The trunk of ``model.value.path`` (default: the policy's own start) and a head on it.
+
+    A reward model's score layer becomes the head, so that values start as its scores (as TRL's
+    ``value_model``); any other trunk gets a fresh head that starts at 0.
+
+    Args:
+        tokenizer: the policy's, whose tokens the value model sees.
+        policy: the policy's model.
+        seed: of a fresh head.
+
+    Raises:
+        InputError: the model is missing, broken, of another kind or vocabulary, or sees later
+            tokens.
+    """
+    key = "model.value.path" if cfg.value.path else "model.path"
+    name = cfg.value.path or cfg.path
+    revision = None if cfg.value.path else cfg.revision
+    source, _ = find_model(name, key=key, revision=revision, needs="model")
+    model, config = load_weights(cfg, source, _class_of_value, name=name, key=key,
+                                 revision=revision, dtype=torch.float32, what="value model")
+    make_ready(cfg, model)
+    trunk, score = model.base_model, getattr(model, "score", None)
+    if getattr(trunk, "pooler", None) is not None:
+        trunk.pooler = None  # it reads one token's state for classifiers; no value comes from it
+    check_same_tokens(tokenizer, policy, trunk, name=name, key=key,
+                      trust_remote_code=cfg.trust_remote_code)
+    if not has_encoder(trunk):  # a decoder beside an encoder is causal
+        _check_causal(trunk, name, key)
+    if trunk is not model and config.num_labels == 1 and isinstance(score, torch.nn.Linear):
+        log.info("values start as the scores of %s", name)
+        return ValueModel(trunk), ScoreHead(score)
+    if trunk is not model:
+        log.info("%s has %d labels and no single score: its values start anew, at 0", name,
+                 config.num_labels)
+    width = getattr(trunk.config, "hidden_size", trunk.get_input_embeddings().weight.shape[1])
+    return ValueModel(trunk), ValueHead(width, torch.Generator().manual_seed(seed))
+
+
+def _class_of_value(config: Any) -> Any:
+    """transformers' class for a reward model, or for a bare trunk."""
+    from transformers import AutoModel, AutoModelForSequenceClassification
+
+    scores = any("ForSequenceClassification" in name for name in config.architectures or [])
+    return AutoModelForSequenceClassification if scores else AutoModel
+
+
+@torch.no_grad()
+def _check_causal(trunk: Any, name: str, key: str) -> None:
+    """The value of a state must not depend on tokens that come after it."""
+    probe = torch.tensor([[0, 1, 0], [0, 1, 1]], device=trunk.device)
+    states = trunk(input_ids=probe, use_cache=False).last_hidden_state
+    if not torch.allclose(states[0, :2], states[1, :2], rtol=1e-4, atol=1e-4):
+        raise InputError(f"{name} is not causal: what it says of a token depends on later ones.",
+                         where=key, fix="take a value model built on a causal language model")
+
+
+def check_same_tokens(tokenizer: Any, policy: Any, other: Any, *, name: str, key: str,
+                      trust_remote_code: bool = False) -> None:
+    """Refuse a model that takes prompts otherwise than the policy, or knows other tokens.
+
+    Args:
+        tokenizer: the policy's.
+        policy, other: models; of ``other`` a trunk will do.
+        name: where ``other`` comes from.
+        key: that names it.
+
+    Raises:
+        InputError: one has an encoder and the other hasn't, or an id means another token.
+    """
+    if has_encoder(policy) != has_encoder(other):
+        kinds = ("an encoder-decoder", "a causal model")
+        theirs, ours = kinds if has_encoder(other) else reversed(kinds)
+        raise InputError(f"{name} is {theirs}, the policy {ours}.", where=key,
+                         fix=f"give {ours} of the policy's vocabulary")
+    own = tokenizer.get_vocab()
+    highest = max(own.values(), default=-1)
+    rows = whole_shape(other.get_input_embeddings().weight)[0]
+    if highest >= rows:
+        raise InputError(f"The policy's tokenizer has ids up to {highest}, {name} embeds only "
+                         f"{rows}.", where=key,
+                         fix="give a model of the policy's own family and vocabulary")
+    theirs_by_token = _vocabulary(name, key, trust_remote_code)
+    if theirs_by_token is None:
+        return
+    odd = next((token for token, i in sorted(own.items(), key=lambda item: item[1])
+                if theirs_by_token.get(token, i) != i), None)
+    missing = sum(token not in theirs_by_token for token in own)
+    if odd is not None or missing > len(own) // 2:
+        what = (f"{odd!r} is {own[odd]} for the policy and {theirs_by_token[odd]} for {name}"
+                if odd is not None else f"{name} lacks {missing} of the policy's {len(own)} tokens")
+        raise InputError(f"The tokenizers differ: {what}.", where=key,
+                         fix="give a model with the policy's own tokenizer")
+
+
+def _vocabulary(name: str, key: str, trust_remote_code: bool) -> dict[str, int] | None:
+    """Token -> id of the tokenizer beside a model; None where there is none to compare with."""
+    from transformers import AutoTokenizer
+
+    try:
+        source, _ = find_model(name, key=key, revision=None, needs="tokenizer")
+        return AutoTokenizer.from_pretrained(
+            source, trust_remote_code=trust_remote_code).get_vocab() or None
+    except Exception:  # weights alone are enough: ids are checked by their range
+        return None
+
+
+def check_reach(other: Any, *, prompt: int, response: int, name: str, key: str) -> None:
+    """Refuse a model with fewer positions than the longest sample needs.
+
+    Args:
+        prompt, response: most tokens of either.
+
+    Raises:
+        InputError: the sample is longer.
+    """
+    limit = max_positions(other)
+    needed = max(prompt, response) if has_encoder(other) else prompt + response
+    if limit is not None and needed > limit:
+        raise InputError(f"{name} has {limit} positions, samples take up to {needed}.", where=key,
+                         fix="lower prompts.max_length or generation.max_new_tokens, or give a "
+                         "model that reaches as far as the policy")
