@@ -142,7 +142,9 @@ class PPOTrainer:
             ConfigError: unusable prompts.
             DivergedError: the policy's probabilities are no longer finite.
         """
-        from ppocli.tasks.ppo.own_samples import prompts_of, sampled
+        from ppocli.ppo.noise import ROLLOUT
+        from ppocli.tasks.ppo.own_samples import prompts_of
+        from ppocli.tasks.ppo.rollout import generate_chunks
 
         self._check_open()
         session, clock = self._session, self._run.clock
@@ -152,7 +154,7 @@ class PPOTrainer:
             batch = session.next_prompts(self._drawn, count)
         else:
             batch = prompts_of(session, prompts, self._drawn)
-        chunks = sampled(session, batch, self._run.stop)
+        chunks = list(generate_chunks(session, batch, len(batch), ROLLOUT, self._run.stop))
         self._drawn += len(batch)
         clock.mark("rollout")
 
@@ -231,7 +233,7 @@ class PPOTrainer:
         return dict(figures)
 
     def _check_size(self, chunks: Sequence[Chunk]) -> None:
-        count, left, n = sum(one.own for one in chunks), self._left(), self._session.cfg.ppo.n
+        count, left, n = sum(map(len, chunks)), self._left(), self._session.cfg.ppo.n
         if count > left:
             raise ConfigError(f"{count} samples, but only {left} of the "
                               f"{self._task.total_samples()} that are planned are left: "

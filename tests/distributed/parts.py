@@ -24,7 +24,6 @@ from sessions import count_good, experience_tensors, fresh_state, optimize, roll
 from ppocli.config.schema import TrainConfig
 from ppocli.parallel.backend import Backend, open_ranks
 from ppocli.parallel.stop import StopFlag
-from ppocli.tasks.ppo.digests import reference_digest
 from ppocli.tasks.ppo.evaluate import evaluate
 from ppocli.tasks.ppo.experience import to_experience, update_moments
 from ppocli.tasks.ppo.session import PythonObjects, Session, build_session
@@ -62,7 +61,7 @@ def run(cfg: TrainConfig, backend: Backend, reward: Any) -> dict[str, torch.Tens
     stop = StopFlag()
     stop.ranks = backend.ranks
     found: dict[str, torch.Tensor] = {}
-    digest = reference_digest(session)
+    digest = session.reference_digest()
     if digest is not None:
         found["digest"] = torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8)
     sizes = [elements(session.policy), held_by_reference(session)]

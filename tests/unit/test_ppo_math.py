@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from ppocli.config.schema import SchedulerConfig
 from ppocli.ppo.kl import adapt_kl_coef, kl_per_token
-from ppocli.ppo.masking import masked_mean, whiten
-from ppocli.ppo.moments import RunningMoments, moments_of, scale_scores
 from ppocli.ppo.noise import EVALUATION, ROLLOUT, uniform
-from ppocli.ppo.schedule import lr_factor
+from ppocli.ppo.shaping import RunningMoments, masked_mean, moments_of, scale_scores, whiten
+from ppocli.training.optimizers import lr_factor
 
 # --- whitening -------------------------------------------------------------------------------
 
@@ -122,8 +122,7 @@ def test_noise_is_uniform_and_uncorrelated():
 
 def test_schedule_values():
     def at(update, name, warmup=0, ratio=0.0):
-        return lr_factor(update, name=name, total_updates=10, warmup_updates=warmup,
-                         min_lr_ratio=ratio)
+        return lr_factor(SchedulerConfig(name, warmup, ratio), update, total_updates=10)
 
     assert [at(u, "constant", 3) for u in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert at(0, "linear") == 1.0

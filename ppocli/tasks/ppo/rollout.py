@@ -12,7 +12,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
 
 import torch
 
@@ -39,14 +38,10 @@ from ppocli.sampling.sampler import Speaker, sample_chunks
 from ppocli.sampling.samples import Samples
 from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.storage import faults
-from ppocli.tasks.ppo.background_reward import begin
 from ppocli.tasks.ppo.records import Rollout
-from ppocli.tasks.ppo.rewards_over_ranks import Question, ask, dealt_scores, score
-from ppocli.tasks.ppo.rows import in_order, merge_rollouts
+from ppocli.tasks.ppo.reward_calls import Question, ask, begin, score, some_scores
 from ppocli.tasks.ppo.session import EvalSession, Session
 from ppocli.training.clock import PhaseClock
-
-T = TypeVar("T")
 
 
 def collect_rollout(session: Session, prompts: PromptBatch, stream: int, stop: StopFlag,
@@ -60,12 +55,12 @@ def collect_rollout(session: Session, prompts: PromptBatch, stream: int, stop: S
     with session.acting() as acting:
         parts = list(_collect_chunks(acting, prompts.rows(rows), own, stream, stop, clock))
     mine = [part for part in parts if part is not None]
-    found = session.backend.ranks.gather(merge_rollouts(mine) if mine else None)
-    whole = merge_rollouts([part for part in found if part is not None])
+    found = session.backend.ranks.gather(Rollout.joined(mine) if mine else None)
+    whole = Rollout.joined([part for part in found if part is not None])
     if len(found) == 1:
         return whole
     clock.mark("gather")
-    return in_order(whole)
+    return whole.in_order()
 
 
 def _collect_chunks(session: Session, prompts: PromptBatch, own: int, stream: int, stop: StopFlag,
@@ -82,10 +77,11 @@ def _collect_chunks(session: Session, prompts: PromptBatch, own: int, stream: in
         beside = ranks.broadcast(beside)
     asked: list[tuple[Chunk, Question, Callable[[], RewardScores]]] = []
     for chunk in generate_chunks(session, prompts, own, stream, stop):
-        question = ask(session, chunk.kept, chunk.mine, chunk.responses, at_first)
+        question = ask(session, chunk.prompts, chunk.mine, chunk.responses, at_first)
         work: Callable[[], RewardScores] = partial(score, session, question)
-        if beside and (question.places is None or ranks.first):
-            work = begin(partial(_after, asked[-1][2] if asked else None, work), device, stop.check)
+        if beside and (ranks.first or not question.together):
+            before = asked[-1][2] if asked else None
+            work = begin(partial(_score_after, before, session, question), device, stop.check)
         asked.append((chunk, question, work))
     forward = not session.from_decode
     for chunk, question, work in asked:
@@ -93,7 +89,7 @@ def _collect_chunks(session: Session, prompts: PromptBatch, own: int, stream: in
         measured = measure_chunk(session, chunk, stop, forward=forward) if beside else None
         if measured is not None:
             clock.mark("scoring")
-        scores = question.answer(work, dealt_scores, "reward")
+        scores = question.answer(work, some_scores, "reward")
         stop.meet()
         clock.mark("reward")
         if measured is None:
@@ -102,32 +98,33 @@ def _collect_chunks(session: Session, prompts: PromptBatch, own: int, stream: in
         yield rollout_of(session, chunk, scores, measured)
 
 
-def _after(before: Callable[[], Any] | None, work: Callable[[], T]) -> T:
-    """What ``work`` returns, begun once that before it has ended; not at all if that has failed."""
+def _score_after(before: Callable[[], RewardScores] | None, session: Session, question: Question
+                 ) -> RewardScores:
+    """Ask once the question before has its answer; not at all if that has failed."""
     if before is not None:
         before()
-    return work()
+    return score(session, question)
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One generated chunk; its rows after the first ``own`` only keep the ranks in step."""
+    """One generated chunk."""
 
-    prompts: PromptBatch
     out: Samples
-    own: int
-    kept: PromptBatch
-    """the own rows of ``prompts``"""
+    """its samples, the last of which may only keep the ranks in step"""
+    prompts: PromptBatch
+    """of this rank's own samples, as all below"""
     mine: Samples
-    """the own rows of ``out``"""
     responses: list[str]
+
+    def __len__(self) -> int:
+        return len(self.responses)
 
 
 def chunk_of(session: EvalSession, prompts: PromptBatch, out: Samples, own: int) -> Chunk:
-    """A chunk with its responses as text."""
-    kept = prompts if own == len(prompts) else prompts.first(own)
-    mine = out.first(own)
-    return Chunk(prompts, out, own, kept, mine, response_texts(session, kept, mine))
+    """A chunk with the texts of its responses, the first ``own`` of which are this rank's."""
+    prompts, mine = prompts if own == len(prompts) else prompts.first(own), out.first(own)
+    return Chunk(out, prompts, mine, response_texts(session, prompts, mine))
 
 
 def generate_chunks(session: Session, prompts: PromptBatch, own: int, stream: int, stop: StopFlag
@@ -284,18 +281,18 @@ def measure_chunk(session: Session, chunk: Chunk, stop: StopFlag, *, forward: bo
     return measure(session, chunk.out, phase="scoring", want_policy=forward,
                    want_values=want_values, stop=stop, estimator=kl_estimator(session.cfg.ppo),
                    temperature=session.sampling.temperature,
-                   most_frozen_bytes=session.frozen_states_bytes * len(chunk.prompts)
+                   most_frozen_bytes=session.frozen_states_bytes * len(chunk.out)
                    // session.cfg.ppo.num_rollouts)
 
 
 def rollout_of(session: Session, chunk: Chunk, scores: RewardScores, measured: Measured
                ) -> Rollout | None:
     """The own rows of a scored and measured chunk; None where it has none."""
-    own, mine = chunk.own, chunk.mine
+    own, mine = len(chunk), chunk.mine
     if own == 0:
         return None
     return Rollout(
-        prompts=chunk.kept, sequences=mine.sequences,
+        prompts=chunk.prompts, sequences=mine.sequences,
         logprobs=mine.logprobs if measured.logprobs is None else measured.logprobs[:own],
         ref_logprobs=measured.ref_logprobs[:own],
         values=mine.values if measured.values is None else measured.values[:own],

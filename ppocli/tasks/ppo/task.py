@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,16 @@ import torch
 from safetensors.torch import save_file
 
 from ppocli.config.algorithm import kl_estimator, kl_in, value_scheduler
-from ppocli.config.schema import PPOConfig, SchedulerConfig
+from ppocli.config.schema import PPOConfig
+from ppocli.models.fast.frozen_states import FrozenStatesCache
+from ppocli.models.layer_stack import inputs_at
+from ppocli.models.layout import lay_out
+from ppocli.models.policy import PolicyOutput
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.losses import LossOptions, PPOLoss, ppo_loss, token_weights
 from ppocli.ppo.noise import ROLLOUT
-from ppocli.ppo.schedule import lr_factor
 from ppocli.rewards.check import check_invalid_share
 from ppocli.storage.run_logs import JsonlWriter
-from ppocli.tasks.ppo.digests import judge_digest, session_digests
 from ppocli.tasks.ppo.evaluate import evaluate, reference_responses
 from ppocli.tasks.ppo.experience import next_kl_coef, sequence_kl, to_experience, update_moments
 from ppocli.tasks.ppo.figures import (
@@ -28,13 +32,13 @@ from ppocli.tasks.ppo.figures import (
     penalty_figures,
     rollout_figures,
     rollout_samples,
+    watch,
 )
-from ppocli.tasks.ppo.health import watch
 from ppocli.tasks.ppo.records import Experience, PPOState, Rollout
-from ppocli.tasks.ppo.replay import remembering, replay
 from ppocli.tasks.ppo.rollout import collect_rollout
 from ppocli.tasks.ppo.session import Session, build_session, saved_model
 from ppocli.training.clock import PhaseClock
+from ppocli.training.optimizers import lr_factor
 from ppocli.training.state import TrainState
 from ppocli.training.task import (
     Evaluation,
@@ -178,15 +182,28 @@ class PPOTask(Task):
 
     def adopt(self, saved: TrainState, fresh: TrainState) -> TrainState:
         """As :class:`Task`: another ``ppo.init_kl_coef`` starts the coefficient anew."""
-        return adopt_coefficient(saved, fresh)
+        own, new = PPOState.from_json(saved.task), PPOState.from_json(fresh.task)
+        if own.init_kl_coef == new.init_kl_coef:
+            return saved
+        log.info("the KL coefficient starts anew from ppo.init_kl_coef=%g (it was %g)",
+                 new.init_kl_coef, own.kl_coef)
+        own = replace(own, kl_coef=new.init_kl_coef, init_kl_coef=new.init_kl_coef)
+        return replace(saved, task=own.to_json())
 
     def digests(self) -> dict[str, str]:
         """As :class:`Task`: of the prompts and of the reference's weights."""
-        return session_digests(self.session)
+        session, reference = self.session, self.session.reference_digest()
+        return {"prompts": session.prompts.digest(),
+                "evaluation prompts": session.eval_prompts.digest(),
+                **({} if reference is None else {"reference model": reference})}
 
     def judged_by(self) -> str:
-        """As :class:`Task`."""
-        return judge_digest(self.cfg)
+        """As :class:`Task`: under another digest, figures are not comparable with the best so far.
+        """
+        cfg = self.cfg
+        judge = [asdict(cfg.reward), asdict(cfg.generation), cfg.checkpoint.metric,
+                 cfg.prompts.eval.repeat]
+        return hashlib.sha256(json.dumps(judge, sort_keys=True, default=str).encode()).hexdigest()
 
     def modules(self) -> dict[str, torch.nn.Module]:
         """As :class:`Task`: what the value function is made of; empty without one."""
@@ -196,21 +213,13 @@ class PPOTask(Task):
 
     def rate_factors(self, state: TrainState, update: int) -> dict[str, float]:
         """As :class:`Task`: ``ppo.scheduler``, and ``ppo.value_scheduler`` for the critic."""
-        total = self.total_updates(state)
-
-        def factor(schedule: SchedulerConfig) -> float:
-            return lr_factor(update, name=schedule.name, total_updates=total,
-                             warmup_updates=schedule.warmup_updates,
-                             min_lr_ratio=schedule.min_lr_ratio)
-
-        return {"policy": factor(self.cfg.ppo.scheduler),
-                "value": factor(value_scheduler(self.cfg.ppo))}
+        ppo, total = self.cfg.ppo, self.total_updates(state)
+        return {"policy": lr_factor(ppo.scheduler, update, total),
+                "value": lr_factor(value_scheduler(ppo), update, total)}
 
     def preview(self, batch: Rollout) -> list[tuple[str, str, float | None]]:
         """As :class:`Task`."""
-        return [(batch.prompts.texts[i], batch.responses[i],
-                 batch.scores[i] if bool(batch.valid[i]) else None)
-                for i in range(min(4, len(batch)))]
+        return list(zip(batch.prompts.texts, batch.responses, batch.shown_scores, strict=True))[:4]
 
     def sample_rows(self, batch: Rollout, step: int) -> list[dict[str, Any]]:
         """As :class:`Task`."""
@@ -287,13 +296,30 @@ def loss_options(ppo: PPOConfig, kl_coef: float) -> LossOptions:
         kl_coef=kl_coef, kl_estimator=kl_estimator(ppo))
 
 
-def adopt_coefficient(saved: TrainState, fresh: TrainState) -> TrainState:
-    """The saved state, with a KL coefficient that starts anew where ``ppo.init_kl_coef`` has
-    changed."""
-    own, new = PPOState.from_json(saved.task), PPOState.from_json(fresh.task)
-    if own.init_kl_coef == new.init_kl_coef:
-        return saved
-    log.info("the KL coefficient starts anew from ppo.init_kl_coef=%g (it was %g)",
-             new.init_kl_coef, own.kl_coef)
-    own = replace(own, kl_coef=new.init_kl_coef, init_kl_coef=new.init_kl_coef)
-    return replace(saved, task=own.to_json())
+def remembering(session: Session, experience: Experience) -> Experience:
+    """The same, with room for what the layers below the lowest that trains make of each sample."""
+    if session.frozen_states_bytes and not experience.frozen_states:
+        return replace(experience, frozen_states=[None] * len(experience))
+    return experience
+
+
+def replay(session: Session, experience: Experience, rows: torch.Tensor, *, value_only: bool
+           ) -> tuple[PolicyOutput, int]:
+    """What the policy says of some rows of ``experience``, and how many tokens were computed.
+
+    Frozen lower layers run only for samples of which nothing is remembered; what comes out of them
+    is remembered then.
+    """
+    samples, places, split = experience.sequences.rows(rows), rows.tolist(), session.policy.split
+    batch, cache = lay_out(samples, pack=session.packs).to(session.backend.device), None
+    if split is not None and experience.frozen_states:
+        cache = FrozenStatesCache(session.frozen_states_bytes, experience.frozen_states)
+        batch = replace(batch, frozen_states=cache.of(places, batch))
+    remembers = cache is not None and batch.frozen_states is None
+    with inputs_at(split if remembers else None, session.policy.lm) as found:
+        out = session.trained.engine(batch, temperature=session.sampling.temperature,
+                                     want_entropy=session.cfg.ppo.ent_coef > 0,
+                                     value_only=value_only)
+    if cache is not None and found:
+        cache.keep(places, (samples.lengths - 1).tolist(), batch, found[-1])
+    return out, batch.tokens.numel()
