@@ -26,10 +26,10 @@ from ppocli.tasks.ppo.rollout import collect_rollout
 from ppocli.tasks.ppo.session import Session, build_session
 from ppocli.tasks.ppo.task import PPOTask, plan_updates, update_of
 from ppocli.training import optimize as phase
-from ppocli.training import random_state
-from ppocli.training.checkpoint_io import RankState, read_checkpoint, write_checkpoint
+from ppocli.training.checkpoint_writing import write_checkpoint
 from ppocli.training.clock import PhaseClock
-from ppocli.training.state import TrainState
+from ppocli.training.resume import read_checkpoint
+from ppocli.training.state import Generators, TrainState
 from ppocli.training.task import OptimizeResult, PythonObjects
 
 
@@ -169,10 +169,14 @@ def generate(lm: Any, tokens: Any, mask: Any, spec: SamplingSpec, noise: Any, *,
     return parts[0] if len(parts) == 1 else Generation.joined(parts)
 
 
+def state_now(session: Session) -> TrainState:
+    """The loop's state before the first step, with the global random generators as they are."""
+    return TrainState(digests={}, judged_by="", generators=Generators.now(session.backend.device))
+
+
 def save_session(session: Session, folder: Path) -> None:
     """A checkpoint of the session in a folder that is there, written by all ranks in step."""
-    state = RankState(random_state.capture(session.backend.device), {})
-    write_checkpoint(PPOTask(session), folder, state)
+    write_checkpoint(PPOTask(session), folder, state_now(session))
 
 
 def load_session(session: Session, folder: Path) -> None:

@@ -125,8 +125,9 @@ MUTANTS = (
            ("tests/faults/test_resume_equality.py::"
             "test_resuming_at_a_step_equals_the_straight_run",)),
     Mutant("generators_taken_at_saving", "ppocli/training/loop.py",
-           "RankState(run.generators, state.tensors)",
-           "RankState(capture(task.backend.device), state.tensors)",
+           "task, state = run.task, run.state\n",
+           "task = run.task\n    "
+           "state = replace(run.state, generators=Generators.now(task.backend.device))\n",
            ("tests/faults/test_fault_signals.py::"
             "test_a_stop_anywhere_saves_says_how_to_go_on_and_goes_on_exactly"
             "[after scoring-term]",)),

@@ -44,7 +44,7 @@ from ppocli.tasks.ppo.session import (
     sampling_sweep,
 )
 from ppocli.text import counted, first_line
-from ppocli.training import random_state as generators
+from ppocli.training.state import seed_generators
 
 log = logging.getLogger("ppocli")
 Watch = Callable[[str, int, int], None]
@@ -289,7 +289,7 @@ def _sample(work: _Work, part: Part, in_all: int, writer: JsonlWriter) -> None:
     told = part.role != "policy" or "base" not in work.rows
     while len(rows) < total:
         # rewards that draw random numbers draw the same ones when a chunk is done again
-        generators.seed((session.cfg.seed * 1_000_003 + len(rows)) % 2**63)
+        seed_generators((session.cfg.seed * 1_000_003 + len(rows)) % 2**63)
         begun = monotonic()
         new = _rows(part.role, next(chunks), len(session.eval_prompts))
         writer.append(new)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import UTC, datetime
 from time import monotonic
+from typing import Any
 
 from ppocli.config.deepspeed import DEEPSPEED_FILE, deepspeed_config
 from ppocli.config.schema import TrainConfig
@@ -21,7 +23,8 @@ from ppocli.storage.environment import ENV_FILE, describe
 from ppocli.storage.run_folder import RunFolder
 from ppocli.tracking.trackers import check_trackers
 from ppocli.training.clock import Moment, PhaseClock
-from ppocli.training.loop import Run, initial_state
+from ppocli.training.loop import Run, initial_state, open_recorder
+from ppocli.training.state import Generators, seed_generators, torch_versions
 from ppocli.training.task import PythonObjects, TaskSetup
 
 _PRODUCTS = "linear_layers"
@@ -40,13 +43,11 @@ def open_run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects, backen
         PpocliError: something can't be loaded, or the checkpoint does not fit.
     """
     from ppocli.tasks.select import build_task
-    from ppocli.training import random_state as generators
-    from ppocli.training.recorder import open_recorder, silent_recorder, torch_versions
     from ppocli.training.resume import restore
 
     ranks = backend.ranks
     # rewards draw from these: ranks must not draw alike
-    generators.seed(cfg.seed + ranks.rank)
+    seed_generators(cfg.seed + ranks.rank)
     note_phase("loading")
     ranks.first_does(lambda: check_trackers(cfg.tracking))
     task = build_task(TaskSetup(cfg, backend, objects))
@@ -64,9 +65,11 @@ def open_run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects, backen
         if cfg.hardware.zero_stage > 0:
             write_json_atomic(folder.path / DEEPSPEED_FILE, deepspeed_config(cfg, ranks.world))
     digest = sha256_file(folder.config)
-    with open_recorder(folder, cfg.tracking) if ranks.first else silent_recorder() as recorder:
+    recording: Any = open_recorder(folder, cfg.tracking) if ranks.first else nullcontext()
+    with recording as recorder:
+        state = replace(state, generators=Generators.now(backend.device))
         run = Run(task, folder, run_id, digest, torch_versions(), stop, recorder, display,
-                  state, generators.capture(backend.device), saved_at=monotonic(),
+                  state, saved_at=monotonic(),
                   clock=PhaseClock(backend.device, began, display.marked))
         try:
             yield run

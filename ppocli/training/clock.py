@@ -61,6 +61,16 @@ class Spent:
         return Spent(*({name: value for name, value in found.items() if name not in outside}
                        for found in (self.seconds, self.cpu_seconds)))
 
+    def figures(self, tokens: Mapping[str, int]) -> dict[str, float]:
+        """Wall time, CPU time and throughput of each phase, and the sums of times. Tokens of phases
+        that took no time here (responses that came from elsewhere) are left out."""
+        figures: dict[str, float] = {}
+        for kind, seconds in (("time", self.seconds), ("cpu", self.cpu_seconds)):
+            figures |= {f"{kind}/{name}": value for name, value in seconds.items()}
+            figures[f"{kind}/step"] = sum(seconds.values())
+        return figures | {f"tokens_per_second/{name}": count / max(self.seconds[name], 1e-9)
+                          for name, count in tokens.items() if name in self.seconds}
+
 
 def _silent(name: str) -> None:
     pass

@@ -51,7 +51,7 @@ def optimize(task: Task, plan: Plan, state: TrainState, stop: StopFlag,
             progress.stopped = True
             break
         progress.add(terms, task.maxima)
-    task.trained.updates.clear()
+    task.trained.clear()
     module.eval()
     return OptimizeResult(
         progress.updates, progress.skipped, progress.nonfinite, progress.stopped, progress.lr,
@@ -61,12 +61,12 @@ def optimize(task: Task, plan: Plan, state: TrainState, stop: StopFlag,
 def probe_gradient(task: Task, plan: Plan, group: UpdateGroup) -> dict[str, float]:
     """The loss terms and gradient norm of the update that ``group`` would be. No weight moves and
     the gradient is dropped."""
-    module, updates = task.trained.module, task.trained.updates
-    module.train(task.cfg.model.gradient_checkpointing)
+    trained = task.trained
+    trained.module.train(task.cfg.model.gradient_checkpointing)
     _, sums = _gradient(task, plan, group, poisoned=False)
-    norm = updates.norm()
-    updates.clear()
-    module.eval()
+    norm = trained.norm()
+    trained.clear()
+    trained.module.eval()
     return _figures(task, sums, norm)
 
 
@@ -159,7 +159,6 @@ def _figures(task: Task, sums: _Sums, norm: torch.Tensor) -> dict[str, float]:
 def _update(task: Task, plan: Plan, group: UpdateGroup, state: TrainState, progress: _Progress
             ) -> tuple[Verdict, dict[str, float]]:
     """Gradient, guards, and (unless a guard objects) one optimizer step."""
-    updates = task.trained.updates
     factors = task.rate_factors(state, state.updates + progress.updates)
     poisoned = faults.point("optimize.minibatch")
     early, sums = _gradient(task, plan, group, poisoned=poisoned)
@@ -173,7 +172,7 @@ def _update(task: Task, plan: Plan, group: UpdateGroup, state: TrainState, progr
         verdict = early if refused else task.judge(terms)
         return verdict is Verdict.STEP
 
-    lr = updates.settle(factors, accept)
+    lr = task.trained.settle(factors, accept)
     progress.lr = progress.lr if lr is None else lr
     progress.count(task, verdict, terms, state.step + 1)
     return verdict, terms
@@ -188,13 +187,13 @@ def _gradient(task: Task, plan: Plan, group: UpdateGroup, *, poisoned: bool
         OutOfMemoryError: there is no room for one row; of several ranks ``alone`` on this one.
     """
     def work() -> tuple[Verdict, _Sums]:
-        task.trained.updates.clear()
+        task.trained.clear()
         sums = _Sums(task)
         return _backward(task, plan, group, sums, poisoned=poisoned), sums
 
     asked = min(task.rows_per_pass, math.ceil(len(group.rows) / task.backend.ranks.world))
     longest, passes = int(group.tokens.max()), task.passes
-    if task.trained.updates.can_repeat:
+    if task.trained.can_repeat:
         return passes.retry("optimize", asked, longest, work)
     return passes.once("optimize", passes.limit("optimize", asked), longest, work)
 
@@ -207,25 +206,25 @@ def _backward(task: Task, plan: Plan, group: UpdateGroup, sums: _Sums, *, poison
         the verdict on its loss terms where it had to be found before the last backward pass; else
         :attr:`Verdict.STEP`.
     """
-    ranks, updates = task.backend.ranks, task.trained.updates
+    ranks, trained = task.backend.ranks, task.trained
     parts = _micro_batches(task, group)
-    if ranks.world == 1 and not updates.decides_first:
+    if ranks.world == 1 and not trained.decides_first:
         parts = [part for part in parts if int(group.counts[part].sum())]
     verdict = Verdict.STEP
     for number, part in enumerate(parts, 1):
         last = number == len(parts)
         # a rank without rows left goes through one of its neighbours' with weight 0
         some = part if len(part) else torch.argmax(group.counts).reshape(1)
-        with updates.accumulating(last=last):
+        with trained.accumulating(last=last):
             faults.point("optimize.forward", len(part))
             found = task.loss(plan.atoms, group.rows[some],
                               group.weights[some] * float(len(part) > 0), group)
             if len(part):
                 sums.add(found)
-            if last and updates.decides_first:
+            if last and trained.decides_first:
                 verdict = task.judge(dict(zip(task.terms, sums.over(ranks).tolist(), strict=True)))
             faults.point("optimize.backward", len(part))
-            updates.backward(found.total, accepted=verdict is Verdict.STEP and not poisoned)
+            trained.backward(found.total, accepted=verdict is Verdict.STEP and not poisoned)
     return verdict
 
 

@@ -1,20 +1,23 @@
 """What is copied from a GPU for a checkpoint: pinned, whole, and as told."""
 
 import pytest
-from sessions import fresh_state, optimize, rollout_of, save_session, session_of, small_config
+from sessions import (
+    fresh_state,
+    optimize,
+    rollout_of,
+    save_session,
+    session_of,
+    small_config,
+    state_now,
+)
 
 from ppocli.estimate.check import estimate
 from ppocli.estimate.parts import models_of
 from ppocli.tasks.ppo.experience import to_experience, update_moments
 from ppocli.tasks.ppo.session import saved_model
 from ppocli.tasks.ppo.task import PPOTask
-from ppocli.training.checkpoint_contents import (
-    HostCopies,
-    contents_of,
-    copied_bytes,
-    write_contents,
-)
-from ppocli.training.random_state import capture
+from ppocli.training.background_saving import HostCopies, copied_bytes
+from ppocli.training.checkpoint_writing import contents_of, write_contents
 
 pytestmark = pytest.mark.gpu
 
@@ -38,14 +41,13 @@ def test_a_copy_written_after_more_training_is_the_synchronous_save(tmp_path, un
         for folder in (once, expected, found):
             folder.mkdir()
         train(0)
-        contents = contents_of(PPOTask(session), capture(session.backend.device), {})
+        contents = contents_of(PPOTask(session), state_now(session))
         size = copied_bytes(contents)
         saved = saved_model(session)
         write_contents(saved, copies.copy(saved, contents, tmp_path), once)
         train(16)
-        state = capture(session.backend.device)
-        copy = copies.copy(saved_model(session), contents_of(PPOTask(session), state, {}),
-                             tmp_path)
+        copy = copies.copy(saved_model(session), contents_of(PPOTask(session), state_now(session)),
+                           tmp_path)
         assert all(t.is_pinned() for tensors in copy.groups.values() for t in tensors.values())
         save_session(session, expected)
         train(32)

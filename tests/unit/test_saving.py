@@ -10,7 +10,15 @@ import pytest
 import torch
 from checkpoint_samples import tree
 from helpers import save_lm
-from sessions import fresh_state, optimize, rollout_of, save_session, session_of, small_config
+from sessions import (
+    fresh_state,
+    optimize,
+    rollout_of,
+    save_session,
+    session_of,
+    small_config,
+    state_now,
+)
 
 from ppocli.errors import DiskError
 from ppocli.estimate.check import estimate
@@ -19,16 +27,8 @@ from ppocli.tasks.ppo.experience import to_experience, update_moments
 from ppocli.tasks.ppo.session import Session, saved_model
 from ppocli.tasks.ppo.task import PPOTask
 from ppocli.training import background_saving as saving
-from ppocli.training import random_state as generators
-from ppocli.training.background_saving import Saving
-from ppocli.training.checkpoint_contents import (
-    HostCopies,
-    contents_of,
-    copied_bytes,
-    save_tensors,
-    write_contents,
-)
-from ppocli.training.checkpoint_io import RankState
+from ppocli.training.background_saving import HostCopies, Saving, copied_bytes
+from ppocli.training.checkpoint_writing import contents_of, save_tensors, write_contents
 
 pytestmark = pytest.mark.long
 
@@ -63,7 +63,7 @@ def test_a_copy_written_after_more_training_is_the_synchronous_save(kind, keys, 
     cfg = small_config(tmp_path, hardware__num_threads=1, **keys)
     with session_of(cfg) as session:
         train(session, 0)
-        contents = contents_of(PPOTask(session), generators.capture(session.backend.device), {})
+        contents = contents_of(PPOTask(session), state_now(session))
         size = copied_bytes(contents)
         copy = HostCopies().copy(saved_model(session), contents, tmp_path)
         expected = written(session, tmp_path / "expected")
@@ -83,14 +83,14 @@ def test_a_copy_written_after_more_training_is_the_synchronous_save(kind, keys, 
 def test_the_memory_of_a_copy_is_taken_once(tmp_path):
     with session_of(small_config(tmp_path)) as session:
         train(session, 0)
-        copies, state = HostCopies(), generators.capture(session.backend.device)
+        copies, state = HostCopies(), state_now(session)
         assert not copies.held
-        first = copies.copy(saved_model(session), contents_of(PPOTask(session), state, {}),
+        first = copies.copy(saved_model(session), contents_of(PPOTask(session), state),
                              tmp_path)
         places = {name: tensor.data_ptr() for name, tensor in first.slots.items()}
         before = first.slots["value_head.outer.weight/exp_avg"].clone()
         train(session, 1)
-        second = copies.copy(saved_model(session), contents_of(PPOTask(session), state, {}),
+        second = copies.copy(saved_model(session), contents_of(PPOTask(session), state),
                              tmp_path)
     assert {name: tensor.data_ptr() for name, tensor in second.slots.items()} == places
     assert not torch.equal(second.slots["value_head.outer.weight/exp_avg"], before)
@@ -126,8 +126,7 @@ def test_pinned_memory_is_a_power_of_two():
 
 def copy_of(session: Session, folder: Path, found: Saving | None = None, wanted: str = ""):
     session.cfg.checkpoint.background = wanted or session.cfg.checkpoint.background
-    state = generators.capture(session.backend.device)
-    return (found or Saving()).copy(PPOTask(session), RankState(state, {}), folder / "checkpoints")
+    return (found or Saving()).copy(PPOTask(session), state_now(session), folder / "checkpoints")
 
 
 def test_a_copy_is_made_where_there_is_room(tmp_path, monkeypatch, caplog):
@@ -165,9 +164,9 @@ def test_without_memory_for_a_copy_training_stops_and_the_log_says_so_once(
 
 def test_small_files_that_can_not_be_put_down_leave_it_to_the_synchronous_save(tmp_path):
     with session_of(small_config(tmp_path, checkpoint__background="always")) as session:
-        state = generators.capture(session.backend.device)
+        state = state_now(session)
         with pytest.raises(OSError, match="no such place"):
-            HostCopies().copy(saved_model(session), contents_of(PPOTask(session), state, {}),
+            HostCopies().copy(saved_model(session), contents_of(PPOTask(session), state),
                               tmp_path / "no such place")
         (tmp_path / "checkpoints").write_text("a file")
         assert copy_of(session, tmp_path) is None

@@ -25,10 +25,10 @@ from ppocli.tasks.ppo.records import PPOState, Rollout
 from ppocli.tasks.ppo.rollout import collect_rollout
 from ppocli.tasks.ppo.session import Session, build_session
 from ppocli.tasks.ppo.task import PPOTask, plan_updates, update_of
-from ppocli.training import random_state as generators
 from ppocli.training.clock import PhaseClock
 from ppocli.training.optimize import probe_gradient
 from ppocli.training.optimizers import named_trainable
+from ppocli.training.state import seed_generators
 from ppocli.training.task import PythonObjects
 
 SAMPLES = 2
@@ -77,7 +77,7 @@ def rehearse(cfg: TrainConfig, stop: StopFlag, *, samples: int = SAMPLES) -> Reh
         StopRequested: between two tokens or phases.
     """
     with open_backend(cfg.hardware) as backend:
-        generators.seed(cfg.seed)
+        seed_generators(cfg.seed)
         clock = PhaseClock.start(backend.device)
         try:
             session = build_session(cfg, backend, PythonObjects())
