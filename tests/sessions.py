@@ -82,7 +82,7 @@ def rollout_of(session: Session, start: int = 0, count: int | None = None):
     """One rollout from episode ``start``."""
     count = count or session.cfg.ppo.num_rollouts
     return collect_rollout(session, session.next_prompts(start, count), ROLLOUT, StopFlag(),
-                           PhaseClock.start(session.backend.device))
+                           PhaseClock(session.backend.device))
 
 
 def fresh_state(session: Session) -> PPOState:
@@ -91,11 +91,11 @@ def fresh_state(session: Session) -> PPOState:
     return PPOState(kl_coef=coef, init_kl_coef=coef)
 
 
-def experience_of(session: Session) -> tuple[Experience, PPOState]:
-    """What one rollout from the start is learnt from, and PPO's state with its scores."""
+def experience_of(session: Session) -> Experience:
+    """What one rollout from the start is learnt from."""
     rollout = rollout_of(session)
     state = update_moments(fresh_state(session), rollout, session.cfg)
-    return to_experience(rollout, state, session.cfg), state
+    return to_experience(rollout, state, session.cfg)
 
 
 def hand_rollout(scores: list[float], lengths: list[int], finished: list[bool],
@@ -117,11 +117,10 @@ def hand_rollout(scores: list[float], lengths: list[int], finished: list[bool],
                    ["r"] * count, parts or {"score": scores})
 
 
-def optimize(session: Session, experience: Experience, own: PPOState,
-             stop: StopFlag | None = None, *,
+def optimize(session: Session, experience: Experience, stop: StopFlag | None = None, *,
              step: int = 0, updates: int = 0) -> OptimizeResult:
     """The optimize phase on an experience, after so many steps and updates."""
-    plan = plan_updates(session, experience, own, step)
+    plan = plan_updates(session, experience, step)
     state = TrainState(digests={}, judged_by="", step=step, updates=updates)
     return phase.optimize(PPOTask(session), plan, state, stop or StopFlag())
 
@@ -132,10 +131,9 @@ def gradient_of(session: Session, experience: Experience, rows: Any = None) -> d
 
     rows = torch.arange(len(experience)) if rows is None else rows
     session.trained.optimizer.zero_grad(set_to_none=True)
-    task, plan = PPOTask(session), plan_updates(session, experience, fresh_state(session), 0)
-    sums = phase._Sums(task)
-    phase._backward(task, plan, update_of(session, experience, rows), sums, poisoned=False)
-    return dict(zip(task.terms, sums.over(session.backend.ranks).tolist(), strict=True))
+    task, plan = PPOTask(session), plan_updates(session, experience, 0)
+    found = phase._backward(task, plan, update_of(session, experience, rows), poisoned=False)
+    return dict(zip(task.terms, found.terms.tolist(), strict=True))
 
 
 def experience_tensors(experience: Experience) -> dict[str, Any]:

@@ -131,7 +131,7 @@ def _passes(cfg: TrainConfig, models: Models, parts: tuple[Part, ...], layout: L
 def frozen_states(cfg: TrainConfig, models: Models, layout: Layout, prompt_tokens: int
                   ) -> tuple[int, bool, int]:
     """What is kept of the layers below those that train, of one rollout whose samples are all as
-    long as the longest (:mod:`ppocli.tasks.ppo.rollout`, :mod:`ppocli.tasks.ppo.replay`), as
+    long as the longest (:mod:`ppocli.tasks.ppo.rollout`, :func:`ppocli.tasks.ppo.task.replay`), as
     :class:`ppocli.estimate.memory.Passes` has it."""
     lm, room = models.lm, cfg.hardware.frozen_states_mib * 2**20
     samples, words = cfg.ppo.num_rollouts, lm.get_input_embeddings().weight

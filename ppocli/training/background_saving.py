@@ -26,9 +26,8 @@ from ppocli.estimate.parts import pinned_bytes
 from ppocli.parallel.host_memory import host_room, resident_mib
 from ppocli.parallel.ranks import is_out_of_memory
 from ppocli.storage.atomic import TEMPORARY_PREFIX, make_dirs, walk_files
-from ppocli.storage.model_files import POLICY
 from ppocli.text import format_memory
-from ppocli.training.checkpoint_writing import OPTIMIZER, Contents, contents_of
+from ppocli.training.checkpoint_writing import Contents, contents_of
 from ppocli.training.saved_model import SavedModel, Tensors
 from ppocli.training.state import TrainState
 from ppocli.training.task import Task
@@ -44,7 +43,7 @@ class HostCopies:
 
     def __init__(self) -> None:
         self.held: dict[tuple[str, str], torch.Tensor] = {}
-        """by group and name of the tensor"""
+        """by file and name"""
 
     def copy(self, saved: SavedModel, contents: Contents, scratch: Path) -> Contents:
         """The contents as they are now, of which nothing changes any more until the next call.
@@ -59,29 +58,28 @@ class HostCopies:
         with TemporaryDirectory(dir=scratch, prefix=TEMPORARY_PREFIX) as place:
             saved.describe(Path(place))
             described = {name: Path(place, name).read_bytes() for name in walk_files(Path(place))}
-        groups = {group: self._copied(group, tensors, contents.frozen)
-                  for group, tensors in contents.groups.items()}
+        files = {file: self._copied(file, tensors, contents.fixed)
+                 for file, tensors in contents.files.items()}
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        return replace(contents, policy=groups.pop(POLICY), slots=groups.pop(OPTIMIZER),
-                       modules=groups, described=described)
+        return replace(contents, files=files, described=described)
 
-    def _copied(self, group: str, tensors: Tensors, frozen: frozenset[int]) -> Tensors:
+    def _copied(self, file: str, tensors: Tensors, fixed: frozenset[int]) -> Tensors:
         """Copies, of what is tied one, as transformers expects of tied weights."""
         found: Tensors = {}
         made: dict[tuple[Any, ...], torch.Tensor] = {}
         for name, tensor in tensors.items():
             if (same := _identity(tensor)) not in made:
-                made[same] = self._copy_of((group, name), tensor, tensor.data_ptr() in frozen)
+                made[same] = self._copy_of((file, name), tensor, tensor.data_ptr() in fixed)
             found[name] = made[same]
         return found
 
-    def _copy_of(self, key: tuple[str, str], tensor: torch.Tensor, frozen: bool) -> torch.Tensor:
-        if frozen and not tensor.is_cuda:
+    def _copy_of(self, key: tuple[str, str], tensor: torch.Tensor, fixed: bool) -> torch.Tensor:
+        if fixed and not tensor.is_cuda:
             return tensor
         held = self.held.get(key)
         if held is not None and held.shape == tensor.shape and held.dtype == tensor.dtype:
-            return held if frozen else held.copy_(tensor, non_blocking=True)
+            return held if fixed else held.copy_(tensor, non_blocking=True)
         held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         self.held[key] = held
         return held.copy_(tensor, non_blocking=True)
@@ -95,9 +93,9 @@ def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
 def copied_bytes(contents: Contents) -> int:
     """Host memory that :class:`HostCopies` takes for them."""
     return sum(pinned_bytes(tensor.nbytes) if tensor.is_cuda else tensor.nbytes
-               for tensors in contents.groups.values()
+               for tensors in contents.files.values()
                for tensor in {_identity(one): one for one in tensors.values()}.values()
-               if tensor.is_cuda or tensor.data_ptr() not in contents.frozen)
+               if tensor.is_cuda or tensor.data_ptr() not in contents.fixed)
 
 
 class Saving:

@@ -35,25 +35,16 @@ TASK_STATE = "task_state.safetensors"
 class Contents:
     """Tensors by name, and what else goes with them."""
 
-    policy: Tensors
-    """the state dict of the policy's model, or its adapter's tensors as PEFT names them"""
-    modules: dict[str, Tensors]
-    """file name -> state dict of what else is trained"""
-    slots: Tensors
-    """optimizer state by ``NAME/slot``"""
+    files: dict[str, Tensors]
+    """by file: optimizer state by ``NAME/slot``, state dicts of what trains beside the model, the
+    task's own tensors; for the folder of the policy its model's state dict, or its adapter's
+    tensors as PEFT names them"""
     generators: Generators
-    task: Tensors
-    """the task's own; never changed in place"""
-    frozen: frozenset[int]
-    """addresses of weights that don't train: a copy can share them"""
+    fixed: frozenset[int]
+    """addresses of tensors that never change, such as weights that don't train: a copy can share
+    them"""
     described: dict[str, bytes] | None = None
-    """the small files of ``policy/`` by name; None: as the model is described when it is
-    written"""
-
-    @property
-    def groups(self) -> dict[str, Tensors]:
-        """All tensors, by what they belong to."""
-        return {POLICY: self.policy, OPTIMIZER: self.slots, **self.modules}
+    """the small files of the policy by name; None: as the model is described when it is written"""
 
 
 def contents_of(task: Task, state: TrainState) -> Contents:
@@ -63,13 +54,12 @@ def contents_of(task: Task, state: TrainState) -> Contents:
         task: of one process that shards nothing.
         state: that was committed, whose tensors and generators belong to them.
     """
-    trained = task.trained
-    return Contents(
-        policy=task.saved.tensors(),
-        modules={name: module.state_dict() for name, module in module_files(task).items()},
-        slots=optimizer_slots(named_trainable(trained.module), trained.optimizer, 0, Ranks()),
-        generators=state.generators, task=dict(state.tensors),
-        frozen=frozenset(p.data_ptr() for p in trained.module.parameters() if not p.requires_grad))
+    module, own = task.trained.module, _task_files(state)
+    slots = optimizer_slots(named_trainable(module), task.trained.optimizer, 0, Ranks())
+    fixed = [p for p in module.parameters() if not p.requires_grad] + list(state.tensors.values())
+    return Contents({POLICY: task.saved.tensors(), OPTIMIZER: slots, **own, **{
+        name: one.state_dict() for name, one in module_files(task).items()}},
+        state.generators, frozenset(tensor.data_ptr() for tensor in fixed))
 
 
 def module_files(task: Task) -> dict[str, torch.nn.Module]:
@@ -78,30 +68,28 @@ def module_files(task: Task) -> dict[str, torch.nn.Module]:
             {**task.modules(), **task.saved.prompt_encoders()}.items()}
 
 
+def _task_files(state: TrainState) -> dict[str, Tensors]:
+    """The task's own tensors; no file without any."""
+    return {TASK_STATE: dict(state.tensors)} if state.tensors else {}
+
+
 def write_contents(saved: SavedModel, contents: Contents, folder: Path) -> None:
     """Put all of it into ``folder``; safetensors and JSON only.
 
     Of ``saved`` what never changes is read: of a copy this can be done while it trains.
     """
-    saved.write_weights(folder / POLICY, contents.policy)
+    for name, tensors in contents.files.items():
+        if name == POLICY:
+            saved.write_weights(folder / name, tensors)
+        else:
+            save_tensors(tensors, folder / name)
     if contents.described is None:
         saved.describe(folder / POLICY)
-    else:
-        for name, raw in contents.described.items():
-            path = folder / POLICY / name
-            path.parent.mkdir(exist_ok=True)
-            path.write_bytes(raw)
-    for name, tensors in contents.modules.items():
-        save_tensors(tensors, folder / name)
-    save_tensors(contents.slots, folder / OPTIMIZER)
-    write_task_state(contents.task, folder)
+    for name, raw in (contents.described or {}).items():
+        path = folder / POLICY / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(raw)
     contents.generators.write(folder)
-
-
-def write_task_state(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """The task's own tensors; no file without any."""
-    if tensors:
-        save_tensors(tensors, folder / TASK_STATE)
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
@@ -175,7 +163,8 @@ def write_checkpoint(task: Task, folder: Path, state: TrainState) -> None:
         for name, module in module_files(task).items():
             part = _within(Path(name).stem, whole)
             save_tensors(module.state_dict() if part is None else part, folder / name)
-        write_task_state(state.tensors, folder)
+        for name, tensors in _task_files(state).items():
+            save_tensors(tensors, folder / name)
 
     with whole_weights(task) as whole:
         if ranks.first:
@@ -209,11 +198,14 @@ def save_together(task: Task, state: TrainState,
             write_checkpoint(task, folder, state)
         except Exception as error:
             problem = error
-        found = ranks.gather(None if problem is None else _told(problem))
+        # its number and text, as those of an OSError
+        found = ranks.gather(None if problem is None else (
+            getattr(problem, "errno", None) or errno.EIO, str(problem)))
         if problem is not None:
             raise problem
-        if (other := next((told for told in found if told is not None), None)) is not None:
-            raise OSError(*other)
+        for told in found:
+            if told is not None:
+                raise OSError(*told)
 
     def command(folder: Path) -> None:
         ranks.broadcast(str(folder))
@@ -235,12 +227,6 @@ def save_together(task: Task, state: TrainState,
             fill(Path(message))
     if message is not None:
         raise message
-
-
-def _told(problem: Exception) -> tuple[int, str]:
-    """A rank's failure to write as the number and text of an ``OSError``."""
-    number = problem.errno if isinstance(problem, OSError) and problem.errno else errno.EIO
-    return number, str(problem)
 
 
 def _part(name: str, ranks: Ranks) -> str:

@@ -72,10 +72,6 @@ class Spent:
                           for name, count in tokens.items() if name in self.seconds}
 
 
-def _silent(name: str) -> None:
-    pass
-
-
 @dataclass(slots=True)
 class PhaseClock:
     """Adds up wall and CPU time by phase; on a GPU it waits for the device at each mark.
@@ -84,16 +80,11 @@ class PhaseClock:
     """
 
     device: torch.device
-    last: Moment
-    tell: Callable[[str], None] = _silent
+    last: Moment = field(default_factory=Moment.now)
+    tell: Callable[[str], None] = lambda name: None
     """hears of each mark"""
     seconds: dict[str, float] = field(default_factory=dict)
     cpu_seconds: dict[str, float] = field(default_factory=dict)
-
-    @staticmethod
-    def start(device: torch.device) -> PhaseClock:
-        """A clock that runs from now."""
-        return PhaseClock(device, Moment.now())
 
     def mark(self, name: str) -> None:
         """Book the time since the last mark to ``name``."""

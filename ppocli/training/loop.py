@@ -97,11 +97,6 @@ class Run:
     saving: Saving = field(default_factory=Saving)
     """the checkpoint that is being written while training goes on"""
 
-    @property
-    def first(self) -> bool:
-        """Whether this is rank 0, which alone writes and speaks."""
-        return self.task.backend.ranks.first
-
 
 def initial_state(task: Task) -> TrainState:
     """The state before the first step; the evaluation at the start, if any, is pending."""
@@ -189,7 +184,7 @@ def commit(run: Run, state: TrainState) -> None:
 def _dump(run: Run, batch: Any, plan: Plan, step: int) -> str | None:
     """Save the data on which the run diverged, for finding the cause; returns the folder."""
     target = run.folder.nonfinite_dump / f"step-{step:06d}"
-    if not run.first:
+    if not run.task.backend.ranks.first:
         return str(target)
     try:
         publish_folder(lambda folder: run.task.write_dump(folder, batch, plan, step),
@@ -304,7 +299,7 @@ def save(run: Run, *, going_on: bool = False) -> None:
 
 def _tidy(run: Run, saved: TrainState) -> None:
     """What follows a checkpoint that is on the disk: older ones are pruned, then links moved."""
-    if not run.first:
+    if not run.task.backend.ranks.first:
         return
     folder, cfg = run.folder.checkpoints, run.task.cfg.checkpoint
     best = saved.best.step if saved.best and cfg.keep_best else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Set
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -23,10 +24,10 @@ from ppocli.storage.publishing import repair_published
 from ppocli.storage.retention import clean_staging, removed_at, supersede
 from ppocli.storage.run_folder import RunFolder
 from ppocli.storage.run_logs import truncate_events, truncate_jsonl
-from ppocli.training.checkpoint_writing import OPTIMIZER, POLICY, TASK_STATE
+from ppocli.training.checkpoint_writing import OPTIMIZER, POLICY, TASK_STATE, module_files
 from ppocli.training.loop import EVAL_ROW, SWEEP_ROW
 from ppocli.training.optimizers import named_trainable
-from ppocli.training.saved_model import PROMPT_ENCODER, Tensors
+from ppocli.training.saved_model import Tensors
 from ppocli.training.state import Generators, TrainState, seed_generators
 from ppocli.training.task import Task
 from ppocli.zero.sharded_weights import (
@@ -145,7 +146,7 @@ def _set_aside_finished(folder: RunFolder) -> None:
 
 
 def _load_module(module: torch.nn.Module, tensors: dict[str, torch.Tensor], what: str,
-                 allowed_missing: set[str]) -> None:
+                 allowed_missing: Set[str] = frozenset()) -> None:
     own = module.state_dict(keep_vars=True)
     wrong = [f"{name}: {tuple(tensors[name].shape)} saved, {tuple(whole_shape(own[name]))} here"
              for name in tensors if name in own and tensors[name].shape != whole_shape(own[name])]
@@ -163,10 +164,9 @@ def _load_module(module: torch.nn.Module, tensors: dict[str, torch.Tensor], what
 
 
 def _load_modules(task: Task, folder: Path) -> None:
-    wanted = {f"{name}.safetensors": module for name, module in task.modules().items()}
-    beside = {OPTIMIZER, TASK_STATE, "rng.safetensors", f"{PROMPT_ENCODER}.safetensors"}
-    there = {path.name for path in folder.glob("*.safetensors")
-             if path.name not in beside and not path.name.startswith(("optimizer-", "rng-"))}
+    wanted = module_files(task)
+    there = {path.name for path in folder.glob("*.safetensors") if path.name != TASK_STATE
+             and not path.name.startswith(("optimizer.", "optimizer-", "rng.", "rng-"))}
     if there != set(wanted):
         raise CheckpointError(
             "What trains beside the model (a value function, say) is of another kind in the "
@@ -174,7 +174,7 @@ def _load_modules(task: Task, folder: Path) -> None:
             f"{', '.join(sorted(wanted)) or 'none'}", where="model.value, ppo.advantage",
             fix="resume with what the run was started with")
     for name, module in wanted.items():
-        _load_module(module, load_file(folder / name), Path(name).stem.replace("_", " "), set())
+        _load_module(module, load_file(folder / name), Path(name).stem.replace("_", " "))
 
 
 def _tied_names(lm: Any, saved: set[str]) -> set[str]:
@@ -183,13 +183,6 @@ def _tied_names(lm: Any, saved: set[str]) -> set[str]:
     for name, tensor in lm.state_dict(keep_vars=True).items():
         seen.setdefault(id(tensor), []).append(name)
     return {name for names in seen.values() if saved & set(names) for name in names}
-
-
-def _read_shards(folder: Path) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        tensors.update(load_file(path))
-    return tensors
 
 
 def _restore_optimizer(task: Task, folder: Path) -> None:
@@ -231,13 +224,12 @@ def read_checkpoint(task: Task, folder: Path) -> Tensors:
     """
     stage, ranks, saved = task.backend.zero_stage, task.backend.ranks, task.saved
     module = task.trained.module
-    weights = _read_shards(folder / POLICY)
+    weights: Tensors = {}
+    for path in sorted((folder / POLICY).glob("*.safetensors")):
+        weights |= load_file(path)
     if saved.adapter is None:
         _load_module(saved.lm, weights, "policy", _tied_names(saved.lm, set(weights)))
-    elif encoders := saved.prompt_encoders():
-        for name, encoder in encoders.items():
-            _load_module(encoder, load_file(folder / f"{name}.safetensors"), "adapter", set())
-    else:
+    elif not saved.prompt_encoders():
         with gathered(module, stage, modify=True):
             fill_adapter(saved.adapter, weights, str(folder / POLICY))
     del weights

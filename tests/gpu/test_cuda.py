@@ -35,7 +35,7 @@ def test_with_learning_rate_zero_every_ratio_is_one(tmp_path, precision, toleran
     with session_of(cfg) as session:
         rollout = rollout_of(session)
         state = update_moments(fresh_state(session), rollout, cfg)
-        result = optimize(session, to_experience(rollout, state, cfg), state)
+        result = optimize(session, to_experience(rollout, state, cfg))
         assert next(session.policy.parameters()).dtype == torch.float32
         assert next(session.policy.parameters()).is_cuda
     assert result.terms["ratio"] == pytest.approx(1.0, abs=tolerance)

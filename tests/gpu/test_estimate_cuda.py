@@ -37,7 +37,7 @@ def test_the_peak_is_within_15_percent(tmp_path, kind, keys):
         rollout = rollout_of(session)
         state = update_moments(fresh_state(session), rollout, cfg)
         torch.cuda.reset_peak_memory_stats()
-        optimize(session, to_experience(rollout, state, cfg), state)
+        optimize(session, to_experience(rollout, state, cfg))
         update = torch.cuda.max_memory_allocated() - before
         torch.cuda.reset_peak_memory_stats()
         rollout_of(session, start=16)  # now with the optimizer's state

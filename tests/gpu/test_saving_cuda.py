@@ -34,7 +34,7 @@ def test_a_copy_written_after_more_training_is_the_synchronous_save(tmp_path, un
         def train(start: int) -> None:
             rollout = rollout_of(session, start=start)
             state = update_moments(fresh_state(session), rollout, cfg)
-            optimize(session, to_experience(rollout, state, cfg), state)
+            optimize(session, to_experience(rollout, state, cfg))
 
         copies, (once, expected, found) = HostCopies(), (
             tmp_path / name for name in ("once", "expected", "found"))
@@ -48,7 +48,7 @@ def test_a_copy_written_after_more_training_is_the_synchronous_save(tmp_path, un
         train(16)
         copy = copies.copy(saved_model(session), contents_of(PPOTask(session), state_now(session)),
                            tmp_path)
-        assert all(t.is_pinned() for tensors in copy.groups.values() for t in tensors.values())
+        assert all(t.is_pinned() for tensors in copy.files.values() for t in tensors.values())
         save_session(session, expected)
         train(32)
         write_contents(saved_model(session), copy, found)

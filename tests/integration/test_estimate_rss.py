@@ -49,7 +49,7 @@ def test_updates_of_a_real_training_take_what_was_told(tmp_path):
                             contents_of(PPOTask(session), state_now(session)), tmp_path)
             with open(PEAK, "w", encoding="utf-8") as forget:
                 forget.write("5")
-            optimize(session, to_experience(rollout, state, cfg), state)
+            optimize(session, to_experience(rollout, state, cfg))
             grown.append(peak_mib() - before)
     told = found.sums.update / 2**20
     assert told == pytest.approx(grown[1], rel=0.15)

@@ -60,7 +60,7 @@ def test_only_the_decoder_s_top_trains_if_wanted(tmp_path, kind):
         trained = {n for n, p in session.policy.lm.named_parameters() if p.requires_grad}
         assert trained
         assert not any(".encoder." in name or "shared" in name for name in trained)
-        optimize(session, *experience_of(session))
+        optimize(session, experience_of(session))
         later = rollout_of(session, start=100)
     lm = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "lm").eval()
     response = later.response_tokens[0][later.response_mask[0]]

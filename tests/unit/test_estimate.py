@@ -283,7 +283,7 @@ def test_states_of_frozen_layers_are_told_as_a_rollout_keeps_them(tmp_path, kind
         with session_of(cfg) as session:
             peaks = peaks_of_a_rollout(session)
             experience = to_experience(rollout_of(session), fresh_state(session), cfg)
-            optimize(session, experience, fresh_state(session))
+            optimize(session, experience)
             measured.append((peaks["rollout"], peaks["scoring"],
                              storage_of(experience.frozen_states)))
         found = estimate(cfg, models_of(cfg), prompt_tokens=prompt, cuda=False, ranks=1,

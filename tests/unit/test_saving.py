@@ -28,7 +28,13 @@ from ppocli.tasks.ppo.session import Session, saved_model
 from ppocli.tasks.ppo.task import PPOTask
 from ppocli.training import background_saving as saving
 from ppocli.training.background_saving import HostCopies, Saving, copied_bytes
-from ppocli.training.checkpoint_writing import contents_of, save_tensors, write_contents
+from ppocli.training.checkpoint_writing import (
+    OPTIMIZER,
+    POLICY,
+    contents_of,
+    save_tensors,
+    write_contents,
+)
 
 pytestmark = pytest.mark.long
 
@@ -36,7 +42,7 @@ pytestmark = pytest.mark.long
 def train(session: Session, step: int) -> None:
     rollout = rollout_of(session, start=16 * step)
     state = update_moments(fresh_state(session), rollout, session.cfg)
-    optimize(session, to_experience(rollout, state, session.cfg), state)
+    optimize(session, to_experience(rollout, state, session.cfg))
 
 
 def written(session: Session, folder: Path) -> dict[str, bytes]:
@@ -87,15 +93,16 @@ def test_the_memory_of_a_copy_is_taken_once(tmp_path):
         assert not copies.held
         first = copies.copy(saved_model(session), contents_of(PPOTask(session), state),
                              tmp_path)
-        places = {name: tensor.data_ptr() for name, tensor in first.slots.items()}
-        before = first.slots["value_head.outer.weight/exp_avg"].clone()
+        places = {name: tensor.data_ptr() for name, tensor in first.files[OPTIMIZER].items()}
+        before = first.files[OPTIMIZER]["value_head.outer.weight/exp_avg"].clone()
         train(session, 1)
         second = copies.copy(saved_model(session), contents_of(PPOTask(session), state),
                              tmp_path)
-    assert {name: tensor.data_ptr() for name, tensor in second.slots.items()} == places
-    assert not torch.equal(second.slots["value_head.outer.weight/exp_avg"], before)
+    assert {name: tensor.data_ptr() for name, tensor in second.files[OPTIMIZER].items()} == places
+    assert not torch.equal(second.files[OPTIMIZER]["value_head.outer.weight/exp_avg"], before)
     # the head is tied to the embedding: one copy of both, as transformers wants it
-    tied = [second.policy[f"{name}.weight"].data_ptr() for name in ("lm_head", "transformer.wte")]
+    tied = [second.files[POLICY][f"{name}.weight"].data_ptr()
+            for name in ("lm_head", "transformer.wte")]
     assert tied[0] == tied[1]
 
 
@@ -107,7 +114,7 @@ def test_weights_that_do_not_train_are_shared(tmp_path):
         live = session.policy.lm.state_dict()
     assert len(set(trains.values())) == 2
     for name, yes in trains.items():
-        assert (copy.policy[name].data_ptr() != live[name].data_ptr()) == yes, name
+        assert (copy.files[POLICY][name].data_ptr() != live[name].data_ptr()) == yes, name
 
 
 def test_tensors_in_the_same_memory_are_written_one_by_one(tmp_path):

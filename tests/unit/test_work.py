@@ -159,7 +159,7 @@ def counted_step(session: Session, kind: str, case: Case) -> Step:
         rollout = collect_rollout(session, prompts, ROLLOUT, stop, clock)
         experience = to_experience(rollout, state, session.cfg)
         clock.mark("other")
-        result = optimize(session, experience, state, stop)
+        result = optimize(session, experience, stop)
         clock.mark("optimize")
     return Step(kind, case, work, rollout, result, len(session.trained.optimizer.param_groups))
 
@@ -297,8 +297,8 @@ def test_logits_of_all_tokens_never_exist_at_once(tmp_path, kind, monkeypatch):
         state, stop = fresh_state(session), StopFlag()
         rollout = rollout_of(session)
         experience = to_experience(rollout, state, session.cfg)
-        optimize(session, experience, state, stop)  # the optimizer's state is made
-        updating = peak_of(lambda: optimize(session, experience, state, stop))
+        optimize(session, experience, stop)  # the optimizer's state is made
+        updating = peak_of(lambda: optimize(session, experience, stop))
         chunk, = generate_chunks(session, session.next_prompts(0, 16), 16, ROLLOUT, stop)
         scoring = peak_of(lambda: measure_chunk(session, chunk, stop, forward=True))
         gradients = sum(4 * p.numel() for p in session.policy.parameters())

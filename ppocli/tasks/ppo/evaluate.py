@@ -91,7 +91,10 @@ def _one_share(session: EvalSession, batch: PromptBatch, own: int, stop: StopFla
     kl = measured.kl.sum(1).tolist()[:own] if session.reference is not None else [None] * own
     shown = [score if valid else None
              for score, valid in zip(scores.scores, scores.valid, strict=True)]
-    samples = sample_rows(batch.texts, responses, shown, kl, out.mask, out.finished, scores.parts)
+    samples = sample_rows(
+        {"prompt": batch.texts, "response": responses, "score": shown, "kl": kl,
+         "response_tokens": out.mask.sum(1).tolist(), "finished": out.finished.tolist()},
+        {"rewards": scores.parts if len(scores.parts) > 1 else {}})
     return EvalChunk(start, samples, metrics, dict(scores.parts))
 
 
@@ -117,18 +120,15 @@ def evaluate(session: EvalSession, stop: StopFlag) -> Evaluation:
     Raises:
         RewardError, DivergedError, StopRequested.
     """
-    found = _evaluate_once(session, stop)
-    swept: dict[str, dict[str, float]] = {}
-    samples: dict[str, list[dict[str, Any]]] = {}
-    tokens = found.tokens
-    for name, spec in sampling_sweep(session.cfg.generation, session.eval_sampling).items():
-        if not swept:
-            swept[name] = found.figures
-            continue
-        other = _evaluate_once(replace(session, eval_sampling=spec), stop)
-        swept[name], samples[name] = other.figures, other.samples
-        tokens += other.tokens
-    return replace(found, tokens=tokens, swept=swept, swept_samples=samples)
+    specs = sampling_sweep(session.cfg.generation, session.eval_sampling)
+    if not specs:
+        return _evaluate_once(session, stop)
+    found = {name: _evaluate_once(replace(session, eval_sampling=spec), stop)
+             for name, spec in specs.items()}
+    first, *others = found
+    return replace(found[first], tokens=sum(one.tokens for one in found.values()),
+                   swept={name: one.figures for name, one in found.items()},
+                   swept_samples={name: found[name].samples for name in others})
 
 
 def _evaluate_once(session: EvalSession, stop: StopFlag) -> Evaluation:

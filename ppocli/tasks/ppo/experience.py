@@ -132,8 +132,7 @@ def sequence_kl(rollout: Rollout) -> float:
     """Sampled KL (k1) summed over each response, mean over samples; nats. NaN without reference."""
     if not rollout.has_reference:
         return math.nan
-    k1 = (rollout.logprobs - rollout.ref_logprobs) * rollout.response_mask
-    return float(k1.double().sum(1).mean())
+    return float(rollout.k1.double().sum(1).mean())
 
 
 def next_kl_coef(state: PPOState, rollout: Rollout, cfg: TrainConfig) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ppocli.config.algorithm import kl_in
 from ppocli.config.schema import PPOConfig, TrainConfig
 from ppocli.tasks.ppo.experience import penalties_of, sequence_kl
 from ppocli.tasks.ppo.records import Experience, PPOState, Rollout
@@ -46,6 +47,13 @@ def mean_std(values: Sequence[float]) -> tuple[float, float]:
     """Mean and biased standard deviation; NaN without any."""
     middle = mean(values)
     return middle, math.sqrt(mean([(value - middle) ** 2 for value in values]))
+
+
+def step_figures(rollout: Rollout, kl_coef: float, result: OptimizeResult, experience: Experience,
+                 cfg: TrainConfig) -> dict[str, float]:
+    """All figures of a step; ``kl_coef`` is the coefficient that its rewards were charged with."""
+    return {**rollout_figures(rollout, kl_coef, in_reward=kl_in(cfg.ppo) == "reward"),
+            **penalty_figures(rollout, cfg), **optimize_figures(result, experience, cfg.ppo)}
 
 
 def rollout_figures(rollout: Rollout, kl_coef: float, *, in_reward: bool = True
@@ -125,40 +133,28 @@ def optimize_figures(result: OptimizeResult, experience: Experience, ppo: PPOCon
     return figures
 
 
-def sample_rows(prompts: Sequence[str], responses: Sequence[str],
-                scores: Sequence[float | None], kl: Sequence[float | None], mask: torch.Tensor,
-                finished: torch.Tensor, parts: Mapping[str, Sequence[float | None]]
-                ) -> list[dict[str, Any]]:
-    """One row per sample for samples.jsonl.
-
-    Args:
-        mask, finished: [B, R] and [B], as of :class:`Rollout`.
-        parts: scores of each reward by name, told where there are several.
-    """
-    names = ("prompt", "response", "score", "kl", "response_tokens", "finished")
-    rows = [dict(zip(names, row, strict=True)) for row in zip(
-        prompts, responses, scores, kl, mask.sum(1).tolist(), finished.tolist(), strict=True)]
-    return _with_columns(rows, "rewards", parts if len(parts) > 1 else {})
-
-
-def _with_columns(rows: list[dict[str, Any]], name: str,
-                  columns: Mapping[str, Sequence[float | None]]) -> list[dict[str, Any]]:
-    if columns:
-        for i, row in enumerate(rows):
-            row[name] = {part: values[i] for part, values in columns.items()}
+def sample_rows(columns: Mapping[str, Sequence[Any]],
+                parts: Mapping[str, Mapping[str, Sequence[float | None]]]) -> list[dict[str, Any]]:
+    """Columns as one row per sample for samples.jsonl, and what consists of several as a mapping in
+    each row, left out where it consists of nothing."""
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    for name, values in parts.items():
+        for i, row in enumerate(rows if values else ()):
+            row[name] = {part: numbers[i] for part, numbers in values.items()}
     return rows
 
 
 def rollout_samples(rollout: Rollout, step: int, cfg: TrainConfig) -> list[dict[str, Any]]:
     """The samples of a step as rows of samples.jsonl."""
-    kl: list[float | None] = [None] * len(rollout)
-    if rollout.has_reference:
-        kl = ((rollout.logprobs - rollout.ref_logprobs) * rollout.response_mask).sum(1).tolist()
-    rows = [{"step": step, "kind": "rollout", "episode": episode, **row} for episode, row in zip(
-        rollout.prompts.episodes, sample_rows(
-            rollout.prompts.texts, rollout.responses, rollout.shown_scores, kl,
-            rollout.response_mask, rollout.finished, rollout.parts), strict=True)]
-    rows = _with_columns(rows, "penalties", penalties_of(rollout, cfg))
+    count, mask = len(rollout), rollout.response_mask
+    rows = sample_rows(
+        {"step": [step] * count, "kind": ["rollout"] * count, "episode": rollout.prompts.episodes,
+         "prompt": rollout.prompts.texts, "response": rollout.responses,
+         "score": rollout.shown_scores,
+         "kl": rollout.k1.sum(1).tolist() if rollout.has_reference else [None] * count,
+         "response_tokens": mask.sum(1).tolist(), "finished": rollout.finished.tolist()},
+        {"rewards": rollout.parts if len(rollout.parts) > 1 else {},
+         "penalties": penalties_of(rollout, cfg)})
     if cfg.tracking.rollout_tokens:
         for i, row in enumerate(rows):
             row.update(_token_lists(rollout, i))

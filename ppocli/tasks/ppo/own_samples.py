@@ -166,8 +166,7 @@ def scored(session: Session, chunks: Sequence[Chunk], first: int, stop: StopFlag
     for chunk in chunks:
         measured = measure_chunk(session, chunk, stop, forward=forward or not session.from_decode)
         some = slice(start, start + len(chunk))
-        part = rollout_of(session, chunk, some_scores(scores, some), measured)
-        parts += [part] if part is not None else []
+        parts.append(rollout_of(session, chunk, some_scores(scores, some), measured))
         start = some.stop
     whole = Rollout.joined(parts)
     clock.mark("scoring")

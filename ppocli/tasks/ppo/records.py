@@ -64,6 +64,11 @@ class Rollout:
         return self.sequences.action_tokens
 
     @property
+    def k1(self) -> torch.Tensor:
+        """[B, R] the plainest estimate of the KL, in nats; only with a reference."""
+        return (self.logprobs - self.ref_logprobs) * self.response_mask
+
+    @property
     def shown_scores(self) -> list[float | None]:
         """[B] the scores, None where a sample has none."""
         return [score if valid else None
@@ -108,9 +113,10 @@ def _joined(values: list[Any]) -> Any:
     """One field of several rollouts; of what isn't one per sample, the first."""
     first = values[0]
     if isinstance(first, PromptBatch):
-        return PromptBatch(
-            *(_joined_left([getattr(one, name) for one in values]) for name in ("tokens", "mask")),
-            *(_joined([getattr(one, f.name) for one in values]) for f in fields(PromptBatch)[2:]))
+        left: Any = [_joined_left([getattr(one, name) for one in values])
+                     for name in ("tokens", "mask")]
+        return PromptBatch(*left, *(_joined([getattr(one, f.name) for one in values])
+                                    for f in fields(PromptBatch)[2:]))
     if isinstance(first, Sequences):
         return Sequences.joined(values)
     if isinstance(first, dict):

@@ -52,13 +52,18 @@ class Question:
         return dealt(self.ranks.first_does(work), slice(self.ranks.rank, None, self.ranks.world))
 
 
+def request_of(session: EvalSession, prompts: PromptBatch, responses: list[str],
+               response_ids: list[list[int]]) -> RewardRequest:
+    """Samples as a reward or a metric gets them."""
+    return RewardRequest(prompts=prompts.texts, responses=responses, response_ids=response_ids,
+                         columns=prompts.columns, tokenizer=session.tokenizer)
+
+
 def ask(session: EvalSession, prompts: PromptBatch, out: Samples, responses: list[str],
         together: bool) -> Question:
     """One chunk's question; special tokens are left out and stop sequences trimmed. All ranks call
     this in step, each with its share; ``together`` brings the shares to rank 0."""
-    request = RewardRequest(prompts=prompts.texts, responses=responses,
-                            response_ids=out.action_ids,
-                            columns=prompts.columns, tokenizer=session.tokenizer)
+    request = request_of(session, prompts, responses, out.action_ids)
     ranks = session.backend.ranks
     together = together and ranks.world > 1
     if together:

@@ -53,8 +53,7 @@ def collect_rollout(session: Session, prompts: PromptBatch, stream: int, stop: S
     """
     rows, own = session.backend.ranks.share(range(len(prompts)))
     with session.acting() as acting:
-        parts = list(_collect_chunks(acting, prompts.rows(rows), own, stream, stop, clock))
-    mine = [part for part in parts if part is not None]
+        mine = list(_collect_chunks(acting, prompts.rows(rows), own, stream, stop, clock))
     found = session.backend.ranks.gather(Rollout.joined(mine) if mine else None)
     whole = Rollout.joined([part for part in found if part is not None])
     if len(found) == 1:
@@ -64,8 +63,8 @@ def collect_rollout(session: Session, prompts: PromptBatch, stream: int, stop: S
 
 
 def _collect_chunks(session: Session, prompts: PromptBatch, own: int, stream: int, stop: StopFlag,
-                    clock: PhaseClock) -> Iterator[Rollout | None]:
-    """A rollout for each chunk, the first ``own`` of whose rows are this rank's.
+                    clock: PhaseClock) -> Iterator[Rollout]:
+    """A rollout for each chunk that has some of the first ``own`` rows, which are this rank's.
 
     A reward that waits for others (``reward.overlap``) scores a chunk while the next one is
     generated. It is asked for one chunk at a time and in their order, either way.
@@ -95,7 +94,8 @@ def _collect_chunks(session: Session, prompts: PromptBatch, own: int, stream: in
         if measured is None:
             measured = measure_chunk(session, chunk, stop, forward=forward)
             clock.mark("scoring")
-        yield rollout_of(session, chunk, scores, measured)
+        if len(chunk):
+            yield rollout_of(session, chunk, scores, measured)
 
 
 def _score_after(before: Callable[[], RewardScores] | None, session: Session, question: Question
@@ -285,12 +285,9 @@ def measure_chunk(session: Session, chunk: Chunk, stop: StopFlag, *, forward: bo
                    // session.cfg.ppo.num_rollouts)
 
 
-def rollout_of(session: Session, chunk: Chunk, scores: RewardScores, measured: Measured
-               ) -> Rollout | None:
-    """The own rows of a scored and measured chunk; None where it has none."""
+def rollout_of(session: Session, chunk: Chunk, scores: RewardScores, measured: Measured) -> Rollout:
+    """The own rows of a scored and measured chunk."""
     own, mine = len(chunk), chunk.mine
-    if own == 0:
-        return None
     return Rollout(
         prompts=chunk.prompts, sequences=mine.sequences,
         logprobs=mine.logprobs if measured.logprobs is None else measured.logprobs[:own],

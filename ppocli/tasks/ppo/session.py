@@ -38,12 +38,7 @@ from ppocli.parallel.launchers import launched_here
 from ppocli.sampling.loading import load_judged
 from ppocli.sampling.sampler import DecodeSampler, Sampler, SamplerSetup, build_sampler
 from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
-from ppocli.tasks.ppo.building import (
-    build_policy,
-    build_reference,
-    judging_reference,
-    load_start,
-)
+from ppocli.tasks.ppo import building
 from ppocli.training.optimizers import build_optimizer
 from ppocli.training.saved_model import SavedModel
 from ppocli.training.task import PASSES, PythonObjects
@@ -181,15 +176,12 @@ def max_prompt_tokens(cfg: TrainConfig, lm: Any) -> int:
         return 2**31
     longest = max([cfg.generation.max_new_tokens, *several(cfg.generation.eval.max_new_tokens)])
     if longest >= limit:
+        count = num_virtual_tokens(lm)
+        beside = f" beside its {count} virtual tokens" if count else ""
         raise ConfigError(f"{longest} new tokens leave no room for a prompt: the model has "
-                          f"{limit} positions{_beside(lm)}.", where="generation.max_new_tokens",
+                          f"{limit} positions{beside}.", where="generation.max_new_tokens",
                           fix=f"set generation.max_new_tokens below {limit}")
     return limit if has_encoder(lm) else limit - longest
-
-
-def _beside(lm: Any) -> str:
-    count = num_virtual_tokens(lm)
-    return f" beside its {count} virtual tokens" if count else ""
 
 
 def _warn_about_samples(cfg: TrainConfig, spec: SamplingSpec, sampler: Sampler, prompts: int
@@ -290,12 +282,12 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
     prompts, eval_prompts = _load_prompt_sets(cfg, tokenizer, unloaded, objects, reward, metric)
     token_ids = [*prompts.token_ids, *eval_prompts.token_ids]
     _check_memory(cfg, backend, unloaded.config, token_ids)
-    loaded = load_start(cfg, backend)
+    loaded = building.load_start(cfg, backend)
     check_vocabulary(tokenizer, loaded.lm, cfg.model)
     sampling, eval_sampling = sampling_specs(cfg.generation, tokenizer, loaded)
-    policy = build_policy(cfg, backend, loaded, tokenizer)
+    policy = building.build_policy(cfg, backend, loaded, tokenizer)
     trained = prepare(backend, policy, build_optimizer(policy, cfg.ppo), cfg.ppo.max_grad_norm)
-    reference = build_reference(cfg, backend, policy.lm, tokenizer)
+    reference = building.build_reference(cfg, backend, policy.lm, tokenizer)
     if backend.ranks.world == 1 and backend.zero_stage < 3:  # else samples change ranks
         policy.split = frozen_split(policy)
     _check_reach(cfg, policy, reference, token_ids)
@@ -351,8 +343,8 @@ def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObject
     wrapped.eval()
     if backend.onednn:
         route_linears(wrapped)
-    reference = judging_reference(cfg, backend, tokenizer, loaded,
-                                  None if judges is None else (judges.reference,))
+    reference = building.judging_reference(
+        cfg, backend, tokenizer, loaded, None if judges is None else (judges.reference,))
     sampling, eval_sampling = sampling_specs(cfg.generation, tokenizer, loaded)
     return EvalSession(cfg=cfg, backend=backend, tokenizer=tokenizer, loaded=loaded, policy=wrapped,
                        reference=reference, eval_prompts=eval_prompts, reward=reward, metric=metric,

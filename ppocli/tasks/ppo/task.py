@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import math
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from ppocli.config.algorithm import kl_estimator, kl_in, value_scheduler
+from ppocli.config.algorithm import kl_estimator, value_scheduler
 from ppocli.config.schema import PPOConfig
 from ppocli.models.fast.frozen_states import FrozenStatesCache
 from ppocli.models.layer_stack import inputs_at
@@ -27,13 +27,7 @@ from ppocli.rewards.check import check_invalid_share
 from ppocli.storage.run_logs import JsonlWriter
 from ppocli.tasks.ppo.evaluate import evaluate, reference_responses
 from ppocli.tasks.ppo.experience import next_kl_coef, sequence_kl, to_experience, update_moments
-from ppocli.tasks.ppo.figures import (
-    optimize_figures,
-    penalty_figures,
-    rollout_figures,
-    rollout_samples,
-    watch,
-)
+from ppocli.tasks.ppo.figures import rollout_samples, step_figures, watch
 from ppocli.tasks.ppo.records import Experience, PPOState, Rollout
 from ppocli.tasks.ppo.rollout import collect_rollout
 from ppocli.tasks.ppo.session import Session, build_session, saved_model
@@ -59,15 +53,6 @@ EARLY_STOP = 1.5
 """times ``ppo.target_kl``: from there on the rest of a phase is left out"""
 CRITIC = "critic"
 """the part of an update that trains the value function alone"""
-
-
-@dataclass(frozen=True, slots=True)
-class Atoms:
-    """A scored rollout as updates read it."""
-
-    experience: Experience
-    state: PPOState
-    """with the rollout's scores in its moments"""
 
 
 class PPOTask(Task):
@@ -113,28 +98,24 @@ class PPOTask(Task):
         """
         check_invalid_share(int((~batch.valid).sum()), len(batch))
         own = update_moments(PPOState.from_json(state.task), batch, self.cfg)
-        return plan_updates(self.session, to_experience(batch, own, self.cfg), own, state.step)
+        return plan_updates(self.session, to_experience(batch, own, self.cfg), state.step)
 
-    def loss(self, atoms: Atoms, rows: torch.Tensor, weights: torch.Tensor, group: UpdateGroup
-             ) -> LossTerms:
+    def loss(self, atoms: Experience, rows: torch.Tensor, weights: torch.Tensor,
+             group: UpdateGroup) -> LossTerms:
         """As :class:`Task`; :func:`ppocli.ppo.losses.ppo_loss` of the policy of this moment."""
-        experience, device = atoms.experience, self.backend.device
-        mask = experience.response_mask[rows]
-        out, tokens = replay(self.session, experience, rows, value_only=group.part == CRITIC)
+        mask, device = atoms.response_mask[rows], self.backend.device
+        out, tokens = replay(self.session, atoms, rows, value_only=group.part == CRITIC)
         row, column = mask.nonzero(as_tuple=True)
         place = (rows[row] * mask.shape[1] + column).to(device)
 
-        def flat(x: torch.Tensor) -> torch.Tensor:
-            return x.reshape(-1).index_select(0, place)
-
-        def given(x: torch.Tensor | None) -> torch.Tensor | None:
-            return None if x is None else flat(x)
+        def flat(x: Any) -> Any:
+            return None if x is None else x.reshape(-1).index_select(0, place)
 
         found = ppo_loss(
-            loss_options(self.cfg.ppo, experience.kl_coef), logprobs=out.logprobs,
-            values=out.values, entropy=out.entropy, old_logprobs=flat(experience.logprobs),
-            advantages=flat(experience.advantages), old_values=given(experience.values),
-            returns=given(experience.returns), ref_logprobs=given(experience.ref_logprobs),
+            loss_options(self.cfg.ppo, atoms.kl_coef), logprobs=out.logprobs,
+            values=out.values, entropy=out.entropy, old_logprobs=flat(atoms.logprobs),
+            advantages=flat(atoms.advantages), old_values=flat(atoms.values),
+            returns=flat(atoms.returns), ref_logprobs=flat(atoms.ref_logprobs),
             weights=weights.repeat_interleave(mask.sum(1)).to(device),
             total_tokens=int(group.counts.sum()))
         return LossTerms(found.total, torch.stack(
@@ -160,12 +141,11 @@ class PPOTask(Task):
                ) -> Finished:
         """As :class:`Task`: the KL coefficient follows its controller, signs of a run going wrong
         are counted."""
-        cfg, before, atoms = self.cfg, PPOState.from_json(state.task), plan.atoms
-        after = replace(atoms.state, kl_coef=next_kl_coef(atoms.state, batch, cfg))
+        cfg, before = self.cfg, PPOState.from_json(state.task)
+        after = replace(update_moments(before, batch, cfg),
+                        kl_coef=next_kl_coef(before, batch, cfg))
         after, warnings = watch(self.session, batch, after, sequence_kl(batch))
-        row = {**rollout_figures(batch, before.kl_coef, in_reward=kl_in(cfg.ppo) == "reward"),
-               **penalty_figures(batch, cfg),
-               **optimize_figures(result, atoms.experience, cfg.ppo)}
+        row = step_figures(batch, before.kl_coef, result, plan.atoms, cfg)
         return Finished(row, after.to_json(), tokens={"rollout": int(batch.response_mask.sum())},
                         warnings=warnings)
 
@@ -231,7 +211,7 @@ class PPOTask(Task):
 
     def write_dump(self, folder: Path, batch: Rollout, plan: Plan, step: int) -> None:
         """As :class:`Task`: the rollout's tensors, and one JSON line per sample."""
-        experience: Experience = plan.atoms.experience
+        experience: Experience = plan.atoms
         found = {f.name: getattr(part, f.name) for part in (experience, experience.sequences)
                  for f in fields(part)}
         save_file({name: value.cpu().contiguous() for name, value in found.items()
@@ -254,7 +234,7 @@ def build_ppo(setup: TaskSetup) -> PPOTask:
     return PPOTask(build_session(setup.cfg, setup.backend, setup.objects))
 
 
-def plan_updates(session: Session, experience: Experience, own: PPOState, step: int) -> Plan:
+def plan_updates(session: Session, experience: Experience, step: int) -> Plan:
     """``ppo_epochs`` passes over the experience, each in another order that (seed, step, epoch)
     alone decide; the last minibatch of a pass may be smaller.
 
@@ -267,7 +247,7 @@ def plan_updates(session: Session, experience: Experience, own: PPOState, step: 
         order = np.random.default_rng([session.cfg.seed, step, epoch]).permutation(len(experience))
         groups += [update_of(session, experience, rows, epoch, part)
                    for rows in torch.from_numpy(order).split(ppo.mini_batch_size)]
-    return Plan(Atoms(remembering(session, _on_device(session, experience)), own), groups)
+    return Plan(_on_device(session, experience), groups)
 
 
 def update_of(session: Session, experience: Experience, rows: torch.Tensor, epoch: int = 0,
@@ -281,11 +261,15 @@ def update_of(session: Session, experience: Experience, rows: torch.Tensor, epoc
 
 
 def _on_device(session: Session, experience: Experience) -> Experience:
-    """The figures that losses are made of on the device, once for all updates. Tokens and masks
-    stay on the CPU, where batches are laid out without waiting for the device."""
+    """The figures that losses are made of on the device, once for all updates, and room for what
+    the layers below the lowest that trains make of each sample. Tokens and masks stay on the CPU,
+    where batches are laid out without waiting for the device."""
     names = ("logprobs", "values", "advantages", "returns", "ref_logprobs")
-    return replace(experience, **{name: tensor.to(session.backend.device) for name in names
-                                  if (tensor := getattr(experience, name)) is not None})
+    there: dict[str, Any] = {name: tensor.to(session.backend.device) for name in names
+                             if (tensor := getattr(experience, name)) is not None}
+    if session.frozen_states_bytes and not experience.frozen_states:
+        there["frozen_states"] = [None] * len(experience)
+    return replace(experience, **there)
 
 
 def loss_options(ppo: PPOConfig, kl_coef: float) -> LossOptions:
@@ -294,13 +278,6 @@ def loss_options(ppo: PPOConfig, kl_coef: float) -> LossOptions:
         cliprange=ppo.cliprange, cliprange_high=ppo.cliprange_high, dual_clip=ppo.dual_clip,
         cliprange_value=ppo.cliprange_value, vf_coef=ppo.vf_coef, ent_coef=ppo.ent_coef,
         kl_coef=kl_coef, kl_estimator=kl_estimator(ppo))
-
-
-def remembering(session: Session, experience: Experience) -> Experience:
-    """The same, with room for what the layers below the lowest that trains make of each sample."""
-    if session.frozen_states_bytes and not experience.frozen_states:
-        return replace(experience, frozen_states=[None] * len(experience))
-    return experience
 
 
 def replay(session: Session, experience: Experience, rows: torch.Tensor, *, value_only: bool
