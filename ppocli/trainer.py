@@ -137,7 +137,6 @@ class PPOTrainer:
             ConfigError: unusable prompts.
             DivergedError: the policy's probabilities are no longer finite.
         """
-        from ppocli.ppo.noise import ROLLOUT
         from ppocli.sampling.samples import Samples
         from ppocli.tasks.ppo.own_samples import prompts_of
         from ppocli.tasks.ppo.rollout import generate_chunks
@@ -150,7 +149,7 @@ class PPOTrainer:
             batch = session.next_prompts(self._drawn, count)
         else:
             batch = prompts_of(session, prompts, self._drawn)
-        chunks = list(generate_chunks(session, batch, len(batch), ROLLOUT, self._run.stop))
+        chunks = list(generate_chunks(session, batch, len(batch), self._run.stop))
         self._drawn += len(batch)
         clock.mark("rollout")
 

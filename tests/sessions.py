@@ -15,7 +15,6 @@ from ppocli.data.batch import PromptBatch
 from ppocli.models.layout import Sequences
 from ppocli.parallel.backend import open_ranks
 from ppocli.parallel.stop import StopFlag
-from ppocli.ppo.noise import ROLLOUT
 from ppocli.sampling.decoder import Decoder
 from ppocli.sampling.decoding import decode
 from ppocli.sampling.samples import Generation
@@ -81,7 +80,7 @@ def session_of(cfg: TrainConfig, reward: Any = count_good) -> Iterator[Session]:
 def rollout_of(session: Session, start: int = 0, count: int | None = None):
     """One rollout from episode ``start``."""
     count = count or session.cfg.ppo.num_rollouts
-    return collect_rollout(session, session.next_prompts(start, count), ROLLOUT, StopFlag(),
+    return collect_rollout(session, session.next_prompts(start, count), StopFlag(),
                            PhaseClock(session.backend.device))
 
 

@@ -25,7 +25,6 @@ from ppocli.models.fast.gemm import weights_for_decoding
 from ppocli.models.layout import lay_out
 from ppocli.models.virtual_tokens import virtual_tokens
 from ppocli.parallel.stop import StopFlag
-from ppocli.ppo.noise import ROLLOUT
 from ppocli.tasks.ppo.experience import to_experience
 from ppocli.tasks.ppo.rollout import collect_rollout
 from ppocli.training.clock import Moment, PhaseClock
@@ -235,7 +234,7 @@ def peaks_of_a_rollout(session) -> dict[str, int]:
     rollout_of(session)  # what is made once is made
     prompts = session.next_prompts(0, session.cfg.ppo.num_rollouts)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        collect_rollout(session, prompts, ROLLOUT, StopFlag(), clock)
+        collect_rollout(session, prompts, StopFlag(), clock)
     events = [event for event in profiled.profiler.kineto_results.events()
               if event.name() == "[memory]"]
     now, found = 0, dict.fromkeys((name for _, name in marks), 0)

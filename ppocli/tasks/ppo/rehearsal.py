@@ -16,7 +16,6 @@ from ppocli.config.schema import TrainConfig
 from ppocli.errors import DivergedError, OutOfMemoryError
 from ppocli.parallel.backend import Backend, open_backend
 from ppocli.parallel.stop import StopFlag
-from ppocli.ppo.noise import ROLLOUT
 from ppocli.sampling.response_text import response_ids
 from ppocli.tasks.ppo.experience import to_experience, update_moments
 from ppocli.tasks.ppo.figures import rollout_samples
@@ -32,6 +31,7 @@ from ppocli.training.state import seed_generators
 from ppocli.training.task import PythonObjects
 
 SAMPLES = 2
+"""how many of the first step's samples are drawn"""
 KL_TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
 """nats per token by which rounding may part a policy from its copy"""
 
@@ -66,11 +66,8 @@ class Rehearsal:
         return self.kl_per_token is None or abs(self.kl_per_token) <= KL_TOLERANCE[self.precision]
 
 
-def rehearse(cfg: TrainConfig, stop: StopFlag, *, samples: int = SAMPLES) -> Rehearsal:
+def rehearse(cfg: TrainConfig, stop: StopFlag) -> Rehearsal:
     """Load everything that a run loads and take its first samples through all phases.
-
-    Args:
-        samples: how many of the first step's samples are drawn.
 
     Raises:
         PpocliError: whatever would end the run at its first step, with the same exit code.
@@ -83,18 +80,17 @@ def rehearse(cfg: TrainConfig, stop: StopFlag, *, samples: int = SAMPLES) -> Reh
             session = build_session(cfg, backend, PythonObjects())
             clock.mark("load")
             stop.check()
-            return _rehearse(session, backend, clock, stop, samples)
+            return _rehearse(session, backend, clock, stop)
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(
-                f"Out of memory with {samples} samples.", where="hardware, model.path",
+                f"Out of memory with {SAMPLES} samples.", where="hardware, model.path",
                 fix="set model.gradient_checkpointing=true, generation.max_new_tokens or "
                     "prompts.max_length lower, or take a smaller model") from error
 
 
-def _rehearse(session: Session, backend: Backend, clock: PhaseClock, stop: StopFlag, samples: int
-              ) -> Rehearsal:
-    prompts = session.next_prompts(0, samples)
-    rollout = collect_rollout(session, prompts, ROLLOUT, stop, clock)
+def _rehearse(session: Session, backend: Backend, clock: PhaseClock, stop: StopFlag) -> Rehearsal:
+    prompts = session.next_prompts(0, SAMPLES)
+    rollout = collect_rollout(session, prompts, stop, clock)
     metrics: dict[str, list[float]] = {}
     if session.metric is not None:
         metrics = session.metric.compute(request_of(

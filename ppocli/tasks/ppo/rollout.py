@@ -44,8 +44,8 @@ from ppocli.tasks.ppo.session import EvalSession, Session
 from ppocli.training.clock import PhaseClock
 
 
-def collect_rollout(session: Session, prompts: PromptBatch, stream: int, stop: StopFlag,
-                    clock: PhaseClock) -> Rollout:
+def collect_rollout(session: Session, prompts: PromptBatch, stop: StopFlag, clock: PhaseClock
+                    ) -> Rollout:
     """Generate, score and measure all prompts, ``chunk_size`` at a time on every rank.
 
     Each rank takes its share; the result, the same on all ranks, is the whole rollout in the order
@@ -53,7 +53,7 @@ def collect_rollout(session: Session, prompts: PromptBatch, stream: int, stop: S
     """
     rows, own = session.backend.ranks.share(range(len(prompts)))
     with session.acting() as acting:
-        mine = list(_collect_chunks(acting, prompts.rows(rows), own, stream, stop, clock))
+        mine = list(_collect_chunks(acting, prompts.rows(rows), own, stop, clock))
     found = session.backend.ranks.gather(Rollout.joined(mine) if mine else None)
     whole = Rollout.joined([part for part in found if part is not None])
     if len(found) == 1:
@@ -62,7 +62,7 @@ def collect_rollout(session: Session, prompts: PromptBatch, stream: int, stop: S
     return whole.in_order()
 
 
-def _collect_chunks(session: Session, prompts: PromptBatch, own: int, stream: int, stop: StopFlag,
+def _collect_chunks(session: Session, prompts: PromptBatch, own: int, stop: StopFlag,
                     clock: PhaseClock) -> Iterator[Rollout]:
     """A rollout for each chunk that has some of the first ``own`` rows, which are this rank's.
 
@@ -75,7 +75,7 @@ def _collect_chunks(session: Session, prompts: PromptBatch, own: int, stream: in
     if at_first:  # rank 0 alone has built the reward
         beside = ranks.broadcast(beside)
     asked: list[tuple[Chunk, Question, Callable[[], RewardScores]]] = []
-    for chunk in generate_chunks(session, prompts, own, stream, stop):
+    for chunk in generate_chunks(session, prompts, own, stop):
         question = ask(session, chunk.prompts, chunk.mine, chunk.responses, at_first)
         work: Callable[[], RewardScores] = partial(score, session, question)
         if beside and (ranks.first or not question.together):
@@ -123,18 +123,18 @@ class Chunk:
 
 def chunk_of(session: EvalSession, prompts: PromptBatch, out: Samples, own: int) -> Chunk:
     """A chunk with the texts of its responses, the first ``own`` of which are this rank's."""
-    prompts, mine = prompts if own == len(prompts) else prompts.first(own), out.first(own)
+    prompts, mine = prompts.first(own), out.first(own)
     return Chunk(out, prompts, mine, response_texts(session, prompts, mine))
 
 
-def generate_chunks(session: Session, prompts: PromptBatch, own: int, stream: int, stop: StopFlag
+def generate_chunks(session: Session, prompts: PromptBatch, own: int, stop: StopFlag
                     ) -> Iterator[Chunk]:
     """Sample one response to each prompt, the first ``own`` of them for this rank: each chunk as
     soon as it is there, in their order. All ranks call it in step."""
     start = 0
     if len(prompts) == 0:
         return
-    with closing(sample_policy(session, prompts, session.sampling, stream, stop)) as parts:
+    with closing(sample_policy(session, prompts, session.sampling, ROLLOUT, stop)) as parts:
         for out in parts:
             some = prompts.rows(range(start, start + len(out)))
             yield chunk_of(session, some, out, min(max(own - start, 0), len(some)))

@@ -22,7 +22,6 @@ from ppocli.models.layout import lay_out
 from ppocli.models.policy import PolicyOutput
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.losses import LossOptions, PPOLoss, ppo_loss, token_weights
-from ppocli.ppo.noise import ROLLOUT
 from ppocli.rewards.check import check_invalid_share
 from ppocli.storage.run_logs import JsonlWriter
 from ppocli.tasks.ppo.evaluate import evaluate, reference_responses
@@ -85,7 +84,7 @@ class PPOTask(Task):
         """As :class:`Task`: sample, score, measure."""
         prompts = self.session.next_prompts(state.episodes, self._count(state))
         clock.mark("other")
-        return collect_rollout(self.session, prompts, ROLLOUT, stop, clock)
+        return collect_rollout(self.session, prompts, stop, clock)
 
     def plan(self, state: TrainState, batch: Rollout) -> Plan:
         """As :class:`Task`: advantages, then ``ppo_epochs`` of reshuffled minibatches.
