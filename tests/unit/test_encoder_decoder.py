@@ -4,14 +4,7 @@ import pytest
 import torch
 from helpers import PAIRS, make_tokenizer, ppocli, save_lm
 from runs import assert_equal_runs, copied, resumed
-from sessions import (
-    count_letters,
-    experience_of,
-    optimize,
-    rollout_of,
-    session_of,
-    small_config,
-)
+from sessions import count_letters, experience_of, optimize, rollout_of, session_of, small_config
 from transformers import AutoModelForSeq2SeqLM
 
 from ppocli.config.schema import PromptsConfig

@@ -110,7 +110,7 @@ def test_a_critic_s_branch_below_the_split_keeps_it_running(tmp_path):
     over = {"model__value__kind": "branch", "model__value__num_layers_unfrozen": 1}
     with session_of(top_layer(tmp_path, **over), reward=count_letters) as session:
         assert session.policy.split is not None, "the branch leaves at the split"
-        experience, _state = experience_of(session)
+        experience = experience_of(session)
         optimize(session, experience)
 
 
