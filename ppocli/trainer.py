@@ -71,18 +71,13 @@ class PPOTrainer:
         self._scores = LoopScores()
         objects = PythonObjects(reward_fn=self._scores,
                                 prompts=None if prompts is None else list(prompts))
-        stack = ExitStack()
-        try:
+        with ExitStack() as stack:
             self._run = stack.enter_context(opened(checked_words(overrides, objects), objects))
             assert isinstance(self._run.task, PPOTask)
-            self._task = self._run.task
-            self._session = self._task.session
-        except BaseException:
-            stack.close()
-            raise
-        self._stack = stack
+            self._task, self._session = self._run.task, self._run.task.session
+            self._stack = stack.pop_all()
         # whoever forgets to close it holds the folder until the end of Python at most
-        self._closing = weakref.finalize(self, stack.close)
+        self._closing = weakref.finalize(self, self._stack.close)
         self._drawn = self._run.state.episodes
         self._logged = self._run.state.step
         self._ended = False
@@ -142,7 +137,9 @@ class PPOTrainer:
             ConfigError: unusable prompts.
             DivergedError: the policy's probabilities are no longer finite.
         """
-        from ppocli.tasks.ppo.own_samples import prompts_of, sampled
+        from ppocli.sampling.samples import Samples
+        from ppocli.tasks.ppo.own_samples import prompts_of
+        from ppocli.tasks.ppo.rollout import generate_chunks
 
         self._check_open()
         session, clock = self._session, self._run.clock
@@ -152,21 +149,19 @@ class PPOTrainer:
             batch = session.next_prompts(self._drawn, count)
         else:
             batch = prompts_of(session, prompts, self._drawn)
-        chunks = sampled(session, batch, self._run.stop)
+        chunks = list(generate_chunks(session, batch, len(batch), self._run.stop))
         self._drawn += len(batch)
         clock.mark("rollout")
 
-        def rows(values: str) -> list[list[float]]:
-            return [row[mask].tolist() for one in chunks for row, mask in
-                    zip(getattr(one.out, values), one.out.mask, strict=True)]
+        def rows(values: Any, mask: Any) -> list[list[Any]]:
+            return [row[kept].tolist() for row, kept in zip(values, mask, strict=True)]
 
+        out = Samples.joined([one.out for one in chunks])
         return Batch(
             batch.texts, [text for one in chunks for text in one.responses],
-            [ids[mask].tolist() for ids, mask in zip(batch.tokens, batch.mask, strict=True)],
-            [ids for one in chunks for ids in one.out.action_ids],
-            rows("logprobs"), rows("values"),
-            [done for one in chunks for done in one.out.finished.tolist()], batch.columns,
-            tuple(chunks), self.steps)
+            rows(batch.tokens, batch.mask), out.action_ids, rows(out.logprobs, out.mask),
+            rows(out.values, out.mask), out.finished.tolist(), batch.columns, tuple(chunks),
+            self.steps)
 
     def step(self, queries: Batch | Sequence[Any], responses: Any = None, scores: Any = None
              ) -> dict[str, Any]:
@@ -189,7 +184,7 @@ class PPOTrainer:
             DivergedError: the policy stopped being finite.
         """
         from ppocli.tasks.ppo.own_samples import given, prompts_of, scored
-        from ppocli.training.loop import learn
+        from ppocli.training.loop import commit, learn
 
         self._check_open()
         session, state, clock = self._session, self._run.state, self._run.clock
@@ -219,19 +214,13 @@ class PPOTrainer:
         finally:
             self._scores.given = None
         learn(self._run, rollout)
-        return self._settled()
-
-    def _settled(self) -> dict[str, Any]:
-        """The figures of the step that was just made; nothing of it is pending any more."""
-        from ppocli.training.loop import commit
-
-        run, figures = self._run, self._run.state.pending or {}
-        commit(run, replace(run.state, pending=None))
-        self._drawn = max(self._drawn, run.state.episodes)
+        figures = self._run.state.pending or {}
+        commit(self._run, replace(self._run.state, pending=None))  # the row is the caller's
+        self._drawn = max(self._drawn, self._run.state.episodes)
         return dict(figures)
 
     def _check_size(self, chunks: Sequence[Chunk]) -> None:
-        count, left, n = sum(one.own for one in chunks), self._left(), self._session.cfg.ppo.n
+        count, left, n = sum(map(len, chunks)), self._left(), self._session.cfg.ppo.n
         if count > left:
             raise ConfigError(f"{count} samples, but only {left} of the "
                               f"{self._task.total_samples()} that are planned are left: "

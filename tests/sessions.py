@@ -15,7 +15,6 @@ from ppocli.estimate.parts import models_of
 from ppocli.models.layout import Sequences, joined_right
 from ppocli.parallel.backend import open_ranks
 from ppocli.parallel.stop import StopFlag
-from ppocli.ppo.noise import ROLLOUT
 from ppocli.sampling.decoder import Decoder
 from ppocli.sampling.decoding import decode
 from ppocli.sampling.samples import Generation
@@ -26,10 +25,10 @@ from ppocli.tasks.ppo.rollout import collect_rollout
 from ppocli.tasks.ppo.session import Session, build_session
 from ppocli.tasks.ppo.task import PPOTask, plan_updates, update_of
 from ppocli.training import optimize as phase
-from ppocli.training import random_state
-from ppocli.training.checkpoint_io import RankState, read_checkpoint, write_checkpoint
+from ppocli.training.checkpoint_writing import write_checkpoint
 from ppocli.training.clock import PhaseClock
-from ppocli.training.state import TrainState
+from ppocli.training.resume import read_checkpoint
+from ppocli.training.state import Generators, TrainState
 from ppocli.training.task import OptimizeResult, PythonObjects
 
 
@@ -81,8 +80,8 @@ def session_of(cfg: TrainConfig, reward: Any = count_good) -> Iterator[Session]:
 def rollout_of(session: Session, start: int = 0, count: int | None = None):
     """One rollout from episode ``start``."""
     count = count or session.cfg.ppo.num_rollouts
-    return collect_rollout(session, session.next_prompts(start, count), ROLLOUT, StopFlag(),
-                           PhaseClock.start(session.backend.device))
+    return collect_rollout(session, session.next_prompts(start, count), StopFlag(),
+                           PhaseClock(session.backend.device))
 
 
 def estimate_of(cfg: TrainConfig, prompt_tokens: int, config: Any = None, *, cuda: bool = False,
@@ -98,11 +97,11 @@ def fresh_state(session: Session) -> PPOState:
     return PPOState(kl_coef=coef, init_kl_coef=coef)
 
 
-def experience_of(session: Session, start: int = 0) -> tuple[Experience, PPOState]:
-    """What one rollout from episode ``start`` is learnt from, and PPO's state with its scores."""
+def experience_of(session: Session, start: int = 0) -> Experience:
+    """What one rollout from episode ``start`` is learnt from."""
     rollout = rollout_of(session, start)
     state = update_moments(fresh_state(session), rollout, session.cfg)
-    return to_experience(rollout, state, session.cfg), state
+    return to_experience(rollout, state, session.cfg)
 
 
 def hand_rollout(scores: list[float], lengths: list[int], finished: list[bool],
@@ -124,11 +123,10 @@ def hand_rollout(scores: list[float], lengths: list[int], finished: list[bool],
                    ["r"] * count, parts or {"score": scores})
 
 
-def optimize(session: Session, experience: Experience, own: PPOState,
-             stop: StopFlag | None = None, *,
+def optimize(session: Session, experience: Experience, stop: StopFlag | None = None, *,
              step: int = 0, updates: int = 0) -> OptimizeResult:
     """The optimize phase on an experience, after so many steps and updates."""
-    plan = plan_updates(session, experience, own, step)
+    plan = plan_updates(session, experience, step)
     state = TrainState(digests={}, judged_by="", step=step, updates=updates)
     return phase.optimize(PPOTask(session), plan, state, stop or StopFlag())
 
@@ -139,10 +137,9 @@ def gradient_of(session: Session, experience: Experience, rows: Any = None) -> d
 
     rows = torch.arange(len(experience)) if rows is None else rows
     session.trained.optimizer.zero_grad(set_to_none=True)
-    task, plan = PPOTask(session), plan_updates(session, experience, fresh_state(session), 0)
-    sums = phase._Sums(task)
-    phase._backward(task, plan, update_of(session, experience, rows), sums, poisoned=False)
-    return dict(zip(task.terms, sums.over(session.backend.ranks).tolist(), strict=True))
+    task, plan = PPOTask(session), plan_updates(session, experience, 0)
+    found = phase._backward(task, plan, update_of(session, experience, rows), poisoned=False)
+    return dict(zip(task.terms, found.terms.tolist(), strict=True))
 
 
 def experience_tensors(experience: Experience) -> dict[str, Any]:
@@ -178,10 +175,14 @@ def generate(lm: Any, tokens: Any, mask: Any, spec: SamplingSpec, noise: Any, *,
         for name in ("tokens", "mask", "logprobs", "values", "finished")))
 
 
+def state_now(session: Session) -> TrainState:
+    """The loop's state before the first step, with the global random generators as they are."""
+    return TrainState(digests={}, judged_by="", generators=Generators.now(session.backend.device))
+
+
 def save_session(session: Session, folder: Path) -> None:
     """A checkpoint of the session in a folder that is there, written by all ranks in step."""
-    state = RankState(random_state.capture(session.backend.device), {})
-    write_checkpoint(PPOTask(session), folder, state)
+    write_checkpoint(PPOTask(session), folder, state_now(session))
 
 
 def load_session(session: Session, folder: Path) -> None:

@@ -50,7 +50,7 @@ MUTANTS = (
     Mutant("gae_without_lambda", "ppocli/ppo/advantages.py",
            "given.gamma * given.lam * running", "given.gamma * running",
            (f"{ADVANTAGES}::test_gae_by_hand",)),
-    Mutant("whiten_unbiased", "ppocli/ppo/masking.py",
+    Mutant("whiten_unbiased", "ppocli/ppo/shaping.py",
            "torch.rsqrt(var + 1e-8)", "torch.rsqrt(var * mask.sum() / (mask.sum() - 1) + 1e-8)",
            (f"{MATH}::test_whiten_by_hand",)),
     Mutant("advantages_not_centred", "ppocli/tasks/ppo/experience.py",
@@ -79,10 +79,10 @@ MUTANTS = (
            "1.0 / (lengths.clamp(min=1).float() * max(total_samples, 1))",
            "ones / max(total_samples, 1)",
            (f"{LOSSES}::test_loss_equals_the_naive_reference_however_it_is_cut",)),
-    Mutant("warm_up_from_zero", "ppocli/ppo/schedule.py",
-           "(update + 1) / (warmup_updates + 1)", "update / (warmup_updates + 1)",
+    Mutant("warm_up_from_zero", "ppocli/training/optimizers.py",
+           "(update + 1) / (warmup + 1)", "update / (warmup + 1)",
            (f"{MATH}::test_schedule_values",)),
-    Mutant("moments_without_distance", "ppocli/ppo/moments.py",
+    Mutant("moments_without_distance", "ppocli/ppo/shaping.py",
            "self.m2 + other.m2 + delta * delta * self.count * other.count / count",
            "self.m2 + other.m2",
            (f"{MATH}::test_moments_merge_to_the_moments_of_all",)),
@@ -125,8 +125,9 @@ MUTANTS = (
            ("tests/faults/test_resume.py::"
             "test_resuming_at_a_step_equals_the_straight_run",)),
     Mutant("generators_taken_at_saving", "ppocli/training/loop.py",
-           "RankState(run.generators, state.tensors)",
-           "RankState(capture(task.backend.device), state.tensors)",
+           "task, state = run.task, run.state\n",
+           "task = run.task\n    "
+           "state = replace(run.state, generators=Generators.now(task.backend.device))\n",
            ("tests/faults/test_fault_signals.py::"
             "test_a_stop_anywhere_saves_says_how_to_go_on_and_goes_on_exactly"
             "[after scoring-term]",)),

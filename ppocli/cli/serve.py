@@ -98,9 +98,9 @@ def _token(name: str | None) -> str | None:
 def _service(cfg: TrainConfig, token: str | None, tokenizer: str | None, max_body: int) -> Service:
     from ppocli.rewards.scoring import build_reward
     from ppocli.rewards.serving import Service
-    from ppocli.training import random_state as generators
+    from ppocli.training.state import seed_generators
 
-    generators.seed(cfg.seed)
+    seed_generators(cfg.seed)
     reward = build_reward(cfg.reward)
     for path in reward.code_files:
         say(f"running code from {path}")

@@ -235,7 +235,7 @@ class Disk:
 
 def disk_of(cfg: TrainConfig, parts: Iterable[Part]) -> Disk:
     """fp32 weights, or an adapter's alone, with the optimizer's state in a checkpoint
-    (:mod:`ppocli.training.checkpoint_io`); logs and samples apart."""
+    (:mod:`ppocli.training.checkpoint_writing`); logs and samples apart."""
     own = [p for p in parts if p.sharded]
     model = sum(p.saved - p.state for p in own if p.kind == "policy")
     checkpoint = sum(p.saved for p in own)

@@ -18,7 +18,7 @@ from ppocli.evaluation.folder import Row
 from ppocli.runs.target import Target
 from ppocli.tasks.ppo.evaluate import distinct, evaluation_figures
 from ppocli.tasks.ppo.session import EvalSession
-from ppocli.training.recorder import torch_versions
+from ppocli.training.state import torch_versions
 
 SCHEMA = 1
 """of eval.json; raised when a name in it comes to mean something else"""

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
+from ppocli.models.digest import tensors_digest
 from ppocli.runs.target import Target
 from ppocli.storage.atomic import sha256_file
-from ppocli.tasks.ppo.digests import reference_digest, weights_digest
 from ppocli.tasks.ppo.session import EvalSession
 from ppocli.training.task import PythonObjects
 
@@ -55,11 +55,11 @@ def identity_of(session: EvalSession, targets: Sequence[Target], frontier: bool,
         "code": {path: _sha256(path) for path in dict.fromkeys(judges)},
         "judges": judge_digests(session, objects),
         "model": asdict(cfg.model),
-        "base_digest": reference_digest(session),
+        "base_digest": session.reference_digest(),
         "chunk_size": session.chunk_size, "forward_rows": session.forward_rows,
         "logprobs_from": cfg.ppo.logprobs_from,
         "device": session.backend.device.type, "precision": session.backend.precision,
-        "models": {"policy": weights_digest(session.policy.lm)},
+        "models": {"policy": tensors_digest(session.policy.lm.state_dict())},
     }
 
 
@@ -110,7 +110,7 @@ def _described(value: Any, seen: set[int], depth: int, *, plain: bool) -> Any:
         return _described(part, seen, depth + 1, plain=plain)
 
     if isinstance(value, torch.nn.Module):
-        return [type(value).__qualname__, weights_digest(value)]
+        return [type(value).__qualname__, tensors_digest(value.state_dict())]
     if isinstance(value, set | frozenset):
         return sorted(json.dumps(inner(cell)) for cell in value)
     parts = _parts(value)
@@ -181,7 +181,7 @@ def _names(slots: Any) -> list[str]:
 def _weights(value: Any, above: list[int]) -> list[str]:
     """Digests of the models that ``value`` is or refers to."""
     if isinstance(value, torch.nn.Module):
-        return [weights_digest(value)]
+        return [tensors_digest(value.state_dict())]
     if isinstance(value, (*_PLAIN, type)) or id(value) in above or len(above) > _NEAR:
         return []
     above = [*above, id(value)]

@@ -27,6 +27,7 @@ from ppocli.evaluation.folder import (
 from ppocli.evaluation.identity import identity_of
 from ppocli.evaluation.player import own_sampling
 from ppocli.evaluation.request import EvalRequest, base_target
+from ppocli.models.digest import tensors_digest
 from ppocli.models.loading.language_model import load_tokenizer
 from ppocli.parallel.backend import Backend, open_backend
 from ppocli.parallel.stop import StopFlag, StopRequested
@@ -35,7 +36,6 @@ from ppocli.storage.atomic import read_json, write_atomic, write_json_atomic
 from ppocli.storage.model_files import quiet_transformers
 from ppocli.storage.run_folder import finite_or_null
 from ppocli.storage.run_logs import JsonlWriter
-from ppocli.tasks.ppo.digests import weights_digest
 from ppocli.tasks.ppo.evaluate import EvalChunk, evaluate_chunks, evaluation_size
 from ppocli.tasks.ppo.session import (
     EvalSession,
@@ -44,7 +44,7 @@ from ppocli.tasks.ppo.session import (
     sampling_sweep,
 )
 from ppocli.text import counted, first_line
-from ppocli.training import random_state as generators
+from ppocli.training.state import seed_generators
 
 log = logging.getLogger("ppocli")
 Watch = Callable[[str, int, int], None]
@@ -252,7 +252,7 @@ def _next_model(work: _Work, part: Part, texts: list[str]) -> None:
     work.session = judges = replace(work.session, **stripped)
     work.session = _session(judges.cfg, judges.backend, work.objects, part, judges, work.say)
     _check_texts(texts, list(work.session.eval_prompts.texts), part)
-    _note_models(work, {part.role: weights_digest(work.session.policy.lm)})
+    _note_models(work, {part.role: tensors_digest(work.session.policy.lm.state_dict())})
 
 
 def _note_models(work: _Work, models: dict[str, str]) -> None:
@@ -289,7 +289,7 @@ def _sample(work: _Work, part: Part, in_all: int, writer: JsonlWriter) -> None:
     told = part.role != "policy" or "base" not in work.rows
     while len(rows) < total:
         # rewards that draw random numbers draw the same ones when a chunk is done again
-        generators.seed((session.cfg.seed * 1_000_003 + len(rows)) % 2**63)
+        seed_generators((session.cfg.seed * 1_000_003 + len(rows)) % 2**63)
         begun = monotonic()
         new = _rows(part.role, next(chunks), len(session.eval_prompts))
         writer.append(new)

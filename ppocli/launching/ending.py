@@ -161,7 +161,7 @@ def write_summary_of(run: Run, status: str, error: str | None = None) -> dict[st
 def publish(run: Run) -> RunOutcome:
     """Write ``model/`` and the summary of a finished run, and show what came out."""
     from ppocli.export.card import write_card
-    from ppocli.training.checkpoint_io import whole_model
+    from ppocli.training.checkpoint_writing import whole_model
 
     summary = _summary(run, "finished")
 

@@ -9,11 +9,11 @@ import os
 import secrets
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from time import monotonic
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ppocli.config.deepspeed import DEEPSPEED_FILE, deepspeed_config
 from ppocli.config.schema import TrainConfig, planned_episodes
@@ -33,7 +33,8 @@ from ppocli.storage.model_files import check_folder, quiet_transformers
 from ppocli.storage.run_folder import RunFolder, lock
 from ppocli.tracking.trackers import check_trackers
 from ppocli.training.clock import Moment, PhaseClock
-from ppocli.training.loop import Run, initial_state, run_training
+from ppocli.training.loop import Run, initial_state, open_recorder, run_training
+from ppocli.training.state import Generators, seed_generators, torch_versions
 from ppocli.training.task import PythonObjects, TaskSetup
 
 log = logging.getLogger("ppocli")
@@ -120,13 +121,11 @@ def open_run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects | None,
         PpocliError: something can't be loaded, or the checkpoint does not fit.
     """
     from ppocli.tasks.select import build_task
-    from ppocli.training import random_state as generators
-    from ppocli.training.recorder import open_recorder, silent_recorder, torch_versions
     from ppocli.training.resume import restore
 
     ranks = backend.ranks
     # rewards draw from these: ranks must not draw alike
-    generators.seed(cfg.seed + ranks.rank)
+    seed_generators(cfg.seed + ranks.rank)
     launchers.note_phase("loading")
     ranks.first_does(lambda: check_trackers(cfg.tracking))
     task = build_task(TaskSetup(cfg, backend, objects or PythonObjects()))
@@ -144,9 +143,11 @@ def open_run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects | None,
         if cfg.hardware.zero_stage > 0:
             write_json_atomic(folder.path / DEEPSPEED_FILE, deepspeed_config(cfg, ranks.world))
     digest = sha256_file(folder.config)
-    with open_recorder(folder, cfg.tracking) if ranks.first else silent_recorder() as recorder:
+    recording: Any = open_recorder(folder, cfg.tracking) if ranks.first else nullcontext()
+    with recording as recorder:
+        state = replace(state, generators=Generators.now(backend.device))
         run = Run(task, folder, run_id, digest, torch_versions(), stop, recorder, display,
-                  state, generators.capture(backend.device), saved_at=monotonic(),
+                  state, saved_at=monotonic(),
                   clock=PhaseClock(backend.device, began, display.marked))
         try:
             yield run

@@ -12,22 +12,90 @@ import os
 import signal
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Thread
+from typing import Any
+
+import torch
 
 from ppocli.errors import PpocliError
 from ppocli.estimate.check import CLOSE
+from ppocli.estimate.parts import pinned_bytes
 from ppocli.parallel.host_memory import host_room, resident_mib
 from ppocli.parallel.ranks import is_out_of_memory
-from ppocli.storage.atomic import make_dirs
+from ppocli.storage.atomic import TEMPORARY_PREFIX, make_dirs, walk_files
 from ppocli.text import format_memory
-from ppocli.training.checkpoint_contents import Contents, HostCopies, contents_of, copied_bytes
-from ppocli.training.checkpoint_io import RankState
+from ppocli.training.checkpoint_writing import Contents, contents_of
+from ppocli.training.saved_model import SavedModel, Tensors
+from ppocli.training.state import TrainState
 from ppocli.training.task import Task
 
 log = logging.getLogger("ppocli")
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """left to the main thread, whose waiting they interrupt"""
+
+
+class HostCopies:
+    """Host memory that tensors are copied to, kept for the next copy: to get and touch it takes
+    longer than to fill it. Copies of tensors on a GPU are in pinned memory."""
+
+    def __init__(self) -> None:
+        self.held: dict[tuple[str, str], torch.Tensor] = {}
+        """by file and name"""
+
+    def copy(self, saved: SavedModel, contents: Contents, scratch: Path) -> Contents:
+        """The contents as they are now, of which nothing changes any more until the next call.
+
+        Args:
+            scratch: a folder in which small files can be put for a moment.
+
+        Raises:
+            OSError: they can't.
+            RuntimeError: there is no memory.
+        """
+        with TemporaryDirectory(dir=scratch, prefix=TEMPORARY_PREFIX) as place:
+            saved.describe(Path(place))
+            described = {name: Path(place, name).read_bytes() for name in walk_files(Path(place))}
+        files = {file: self._copied(file, tensors, contents.fixed)
+                 for file, tensors in contents.files.items()}
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return replace(contents, files=files, described=described)
+
+    def _copied(self, file: str, tensors: Tensors, fixed: frozenset[int]) -> Tensors:
+        """Copies, of what is tied one, as transformers expects of tied weights."""
+        found: Tensors = {}
+        made: dict[tuple[Any, ...], torch.Tensor] = {}
+        for name, tensor in tensors.items():
+            if (same := _identity(tensor)) not in made:
+                made[same] = self._copy_of((file, name), tensor, tensor.data_ptr() in fixed)
+            found[name] = made[same]
+        return found
+
+    def _copy_of(self, key: tuple[str, str], tensor: torch.Tensor, fixed: bool) -> torch.Tensor:
+        if fixed and not tensor.is_cuda:
+            return tensor
+        held = self.held.get(key)
+        if held is not None and held.shape == tensor.shape and held.dtype == tensor.dtype:
+            return held if fixed else held.copy_(tensor, non_blocking=True)
+        held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        self.held[key] = held
+        return held.copy_(tensor, non_blocking=True)
+
+
+def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """The same of two tensors that are one."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def copied_bytes(contents: Contents) -> int:
+    """Host memory that :class:`HostCopies` takes for them."""
+    return sum(pinned_bytes(tensor.nbytes) if tensor.is_cuda else tensor.nbytes
+               for tensors in contents.files.values()
+               for tensor in {_identity(one): one for one in tensors.values()}.values()
+               if tensor.is_cuda or tensor.data_ptr() not in contents.fixed)
 
 
 class Saving:
@@ -81,12 +149,12 @@ class Saving:
         except PpocliError as error:
             log.error("%s", error)
 
-    def copy(self, task: Task, own: RankState, folder: Path) -> Contents | None:
+    def copy(self, task: Task, state: TrainState, folder: Path) -> Contents | None:
         """A copy of what a checkpoint holds, to be written while the session trains; None where
         training has to stop for the writing. What was copied before must be written.
 
         Args:
-            own: as of :func:`write_checkpoint`.
+            state: as of :func:`write_checkpoint`.
             folder: the run's ``checkpoints/``.
 
         Raises:
@@ -95,7 +163,7 @@ class Saving:
         wanted, backend = task.cfg.checkpoint.background, task.backend
         if wanted == "never" or backend.ranks.world > 1 or backend.zero_stage > 0:
             return None
-        contents = contents_of(task, own.generators, own.tensors)
+        contents = contents_of(task, state)
         if wanted == "auto" and not self._copies.held and not self._fits(copied_bytes(contents)):
             return None
         try:
@@ -106,7 +174,7 @@ class Saving:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            self._copies.release()
+            self._copies.held.clear()
             self._tell("there was no memory for it")
             return None
 

@@ -61,9 +61,15 @@ class Spent:
         return Spent(*({name: value for name, value in found.items() if name not in outside}
                        for found in (self.seconds, self.cpu_seconds)))
 
-
-def _silent(name: str) -> None:
-    pass
+    def figures(self, tokens: Mapping[str, int]) -> dict[str, float]:
+        """Wall time, CPU time and throughput of each phase, and the sums of times. Tokens of phases
+        that took no time here (responses that came from elsewhere) are left out."""
+        figures: dict[str, float] = {}
+        for kind, seconds in (("time", self.seconds), ("cpu", self.cpu_seconds)):
+            figures |= {f"{kind}/{name}": value for name, value in seconds.items()}
+            figures[f"{kind}/step"] = sum(seconds.values())
+        return figures | {f"tokens_per_second/{name}": count / max(self.seconds[name], 1e-9)
+                          for name, count in tokens.items() if name in self.seconds}
 
 
 @dataclass(slots=True)
@@ -74,16 +80,11 @@ class PhaseClock:
     """
 
     device: torch.device
-    last: Moment
-    tell: Callable[[str], None] = _silent
+    last: Moment = field(default_factory=Moment.now)
+    tell: Callable[[str], None] = lambda name: None
     """hears of each mark"""
     seconds: dict[str, float] = field(default_factory=dict)
     cpu_seconds: dict[str, float] = field(default_factory=dict)
-
-    @staticmethod
-    def start(device: torch.device) -> PhaseClock:
-        """A clock that runs from now."""
-        return PhaseClock(device, Moment.now())
 
     def mark(self, name: str) -> None:
         """Book the time since the last mark to ``name``."""

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from ppocli.config.schema import TrackingConfig
 from ppocli.display.console import Display
 from ppocli.errors import ConfigError, DiskError, DivergedError
 from ppocli.parallel.backend import made_on
@@ -24,17 +27,51 @@ from ppocli.storage.atomic import publish_folder
 from ppocli.storage.checkpoints import save_checkpoint
 from ppocli.storage.retention import prune, update_pointers
 from ppocli.storage.run_folder import RunFolder, finite_or_null
+from ppocli.storage.run_logs import JsonlWriter
+from ppocli.tracking.trackers import Tracker, open_trackers
 from ppocli.training.background_saving import Saving
-from ppocli.training.checkpoint_contents import write_contents
-from ppocli.training.checkpoint_io import RankState, save_together
+from ppocli.training.checkpoint_writing import save_together, write_contents
 from ppocli.training.clock import PhaseClock
 from ppocli.training.optimize import optimize
-from ppocli.training.random_state import Generators, capture
-from ppocli.training.recorder import Recorder, speed_figures, state_figures
-from ppocli.training.state import Best, TrainState
+from ppocli.training.state import Best, Generators, TrainState
 from ppocli.training.task import Evaluation, Plan, Task
 
 log = logging.getLogger("ppocli")
+EVAL_ROW, SWEEP_ROW = "eval", "eval_sweep"
+"""``kind`` of rows of samples.jsonl that an evaluation writes"""
+
+
+@dataclass(frozen=True, slots=True)
+class Recorder:
+    """Open metrics.jsonl and samples.jsonl of a run, and its trackers."""
+
+    metrics: JsonlWriter
+    samples: JsonlWriter
+    trackers: Sequence[Tracker]
+
+    def row(self, row: dict[str, Any]) -> None:
+        """Append one step's figures to metrics.jsonl and hand them to the trackers."""
+        self.metrics.append([row])
+        for tracker in self.trackers:
+            tracker.row(row)
+
+    def evaluated(self, step: int, found: Evaluation) -> None:
+        """Append an evaluation's samples to samples.jsonl, and hand those of the first value of a
+        list in ``generation.eval`` to the trackers."""
+        self.samples.append([{"step": step, "kind": EVAL_ROW, **row} for row in found.samples])
+        for tracker in self.trackers:
+            tracker.samples(step, found.samples)
+        if found.swept_samples:
+            self.samples.append([{"step": step, "kind": SWEEP_ROW, "sampling": name, **row}
+                                 for name, rows in found.swept_samples.items() for row in rows])
+
+
+@contextmanager
+def open_recorder(folder: RunFolder, tracking: TrackingConfig) -> Iterator[Recorder]:
+    """The recorder of a run; closes its files."""
+    with JsonlWriter(folder.metrics) as metrics, JsonlWriter(folder.samples) as samples, \
+            open_trackers(tracking, folder) as trackers:
+        yield Recorder(metrics, samples, trackers)
 
 
 @dataclass(slots=True)
@@ -48,10 +85,9 @@ class Run:
     versions: dict[str, str]
     stop: StopFlag
     recorder: Recorder
+    """of rank 0, which alone writes; None on the others"""
     display: Display
     state: TrainState
-    generators: Generators
-    """of user code, when ``state`` was committed"""
     saved_at: float
     """monotonic time of the last checkpoint"""
     clock: PhaseClock
@@ -61,11 +97,6 @@ class Run:
     saving: Saving = field(default_factory=Saving)
     """the checkpoint that is being written while training goes on"""
 
-    @property
-    def first(self) -> bool:
-        """Whether this is rank 0, which alone writes and speaks."""
-        return self.task.backend.ranks.first
-
 
 def initial_state(task: Task) -> TrainState:
     """The state before the first step; the evaluation at the start, if any, is pending."""
@@ -73,7 +104,7 @@ def initial_state(task: Task) -> TrainState:
     state = TrainState(digests=task.digests(), judged_by=task.judged_by(), task=own,
                        tensors=tensors)
     if task.cfg.eval.at_start:
-        state = replace(state, pending=state_figures(state))
+        state = replace(state, pending=state.counters())
     return state
 
 
@@ -117,8 +148,9 @@ def learn(run: Run, batch: Any) -> None:
     run.intact = False
     note_phase(f"step {step}, optimize")
     try:
-        result = optimize(task, plan, state, run.stop,
-                          lambda done, total: _tell_updates(run, plan, done, total))
+        result = optimize(task, plan, state, run.stop, lambda done, total: run.display.phase(
+            "optimize", ("epoch", plan.groups[done].epoch + 1, plan.groups[-1].epoch + 1),
+            ("update", done + 1, total)))
         if not task.trained.is_finite():
             raise DivergedError(f"The policy's weights became non-finite in step {step}.",
                                 fix="lower ppo.optimizer.lr or raise ppo.init_kl_coef")
@@ -133,32 +165,26 @@ def learn(run: Run, batch: Any) -> None:
                     updates=state.updates + result.updates, nonfinite=result.nonfinite,
                     task=found.state, tensors=found.tensors)
     tokens = {**found.tokens, "optimize": result.tokens}
-    row = {**state_figures(after), **found.row, **task.passes.figures()}
+    row = {**after.counters(), **found.row, **task.passes.figures()}
     if task.cfg.tracking.log_rollouts:
         rows = task.sample_rows(batch, step)
         task.backend.ranks.first_does(lambda: run.recorder.samples.append(rows))
     run.clock.mark("other")
     spent = run.clock.take()
-    row |= speed_figures(spent.in_step(), tokens, task.backend.peak_memory_mib())
+    row |= spent.in_step().figures(tokens) | {"memory/peak_mib": task.backend.peak_memory_mib()}
     commit(run, replace(after.book(spent, tokens), pending=row))
     run.intact = True
 
 
-def _tell_updates(run: Run, plan: Plan, done: int, total: int) -> None:
-    run.display.phase("optimize", ("epoch", plan.groups[done].epoch + 1,
-                                   plan.groups[-1].epoch + 1), ("update", done + 1, total))
-
-
 def commit(run: Run, state: TrainState) -> None:
     """Commit a state: a stop saves it, and work after it is repeated on resume."""
-    run.state = state
-    run.generators = capture(run.task.backend.device)
+    run.state = replace(state, generators=Generators.now(run.task.backend.device))
 
 
 def _dump(run: Run, batch: Any, plan: Plan, step: int) -> str | None:
     """Save the data on which the run diverged, for finding the cause; returns the folder."""
     target = run.folder.nonfinite_dump / f"step-{step:06d}"
-    if not run.first:
+    if not run.task.backend.ranks.first:
         return str(target)
     try:
         publish_folder(lambda folder: run.task.write_dump(folder, batch, plan, step),
@@ -210,7 +236,7 @@ def _evaluate(run: Run, row: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     run.clock.mark("eval")
     spent = run.clock.take()
     state = run.state.book(spent, {"eval": found.tokens})
-    task.backend.ranks.first_does(lambda: _record(run, step, found))
+    task.backend.ranks.first_does(lambda: run.recorder.evaluated(step, found))
     if step == 0:
         state = replace(state, eval_before=found.figures)
     metric = task.cfg.checkpoint.metric
@@ -236,12 +262,6 @@ def _better(figure: float | None, best: Best | None) -> bool:
             and (best is None or figure > best.metric))
 
 
-def _record(run: Run, step: int, found: Evaluation) -> None:
-    run.recorder.evaluated(step, found.samples)
-    if found.swept_samples:
-        run.recorder.swept(step, found.swept_samples)
-
-
 def save(run: Run, *, going_on: bool = False) -> None:
     """Save the committed state as a checkpoint, then prune. A failed prune is a warning.
 
@@ -258,22 +278,19 @@ def save(run: Run, *, going_on: bool = False) -> None:
     note_phase(f"saving step {state.step}")
     run.display.phase("saving")
     saved = finite_or_null(state.to_json())
-    own = RankState(run.generators, state.tensors)
 
     def put(write: Callable[[Path], None]) -> None:
         save_checkpoint(run.folder.checkpoints, state.step, run_id=run.run_id, write=write,
                         state=saved, config_digest=run.config_digest,
                         versions=run.versions | made_on(task.backend))
 
-    contents = run.saving.copy(task, own, run.folder.checkpoints) if going_on else None
-    if contents is None:
-        save_together(task, own, put)
+    copied = run.saving.copy(task, state, run.folder.checkpoints) if going_on else None
+    if copied is None:
+        save_together(task, state, put)
         _tidy(run, state)
     else:
-        copied = contents
-
         def write() -> None:
-            put(lambda folder: write_contents(task.saved, copied, folder))
+            put(partial(write_contents, task.saved, copied))
             _tidy(run, state)
 
         run.saving.begin(write)
@@ -282,11 +299,11 @@ def save(run: Run, *, going_on: bool = False) -> None:
 
 def _tidy(run: Run, saved: TrainState) -> None:
     """What follows a checkpoint that is on the disk: older ones are pruned, then links moved."""
-    cfg = run.task.cfg.checkpoint
-    if not run.first:
+    if not run.task.backend.ranks.first:
         return
+    folder, cfg = run.folder.checkpoints, run.task.cfg.checkpoint
     best = saved.best.step if saved.best and cfg.keep_best else None
-    complaints = prune(run.folder.checkpoints, cfg.keep_last, best)
-    complaints += update_pointers(run.folder.checkpoints, latest=saved.step, best=best)
+    complaints = prune(folder, cfg.keep_last, best)
+    complaints += update_pointers(folder, latest=saved.step, best=best)
     for complaint in complaints:
         log.warning(complaint)

@@ -13,11 +13,10 @@ import torch
 
 from ppocli.errors import DivergedError
 from ppocli.models.passes import in_groups
-from ppocli.parallel.ranks import Ranks
 from ppocli.parallel.stop import StopFlag
 from ppocli.storage import faults
 from ppocli.training.state import TrainState
-from ppocli.training.task import LossTerms, OptimizeResult, Plan, Task, UpdateGroup, Verdict
+from ppocli.training.task import OptimizeResult, Plan, Task, UpdateGroup, Verdict
 
 log = logging.getLogger("ppocli")
 
@@ -51,7 +50,7 @@ def optimize(task: Task, plan: Plan, state: TrainState, stop: StopFlag,
             progress.stopped = True
             break
         progress.add(terms, task.maxima)
-    task.trained.updates.clear()
+    task.trained.clear()
     module.eval()
     return OptimizeResult(
         progress.updates, progress.skipped, progress.nonfinite, progress.stopped, progress.lr,
@@ -61,13 +60,12 @@ def optimize(task: Task, plan: Plan, state: TrainState, stop: StopFlag,
 def probe_gradient(task: Task, plan: Plan, group: UpdateGroup) -> dict[str, float]:
     """The loss terms and gradient norm of the update that ``group`` would be. No weight moves and
     the gradient is dropped."""
-    module, updates = task.trained.module, task.trained.updates
-    module.train(task.cfg.model.gradient_checkpointing)
-    _, sums = _gradient(task, plan, group, poisoned=False)
-    norm = updates.norm()
-    updates.clear()
-    module.eval()
-    return _figures(task, sums, norm)
+    trained = task.trained
+    trained.module.train(task.cfg.model.gradient_checkpointing)
+    terms = _figures(task, _gradient(task, plan, group, poisoned=False), trained.norm())
+    trained.clear()
+    trained.module.eval()
+    return terms
 
 
 @dataclass(slots=True)
@@ -120,113 +118,100 @@ class _Progress:
                 for name, value in (self.sums or {}).items()}
 
 
-class _Sums:
-    """Terms of an update's loss, summed over micro-batches: those of this rank, or of all."""
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What the micro-batches of an update have said."""
 
-    def __init__(self, task: Task) -> None:
-        self.largest = torch.tensor([name in task.maxima for name in task.terms])
-        self.terms: torch.Tensor | None = None
-        self.tokens = 0
-        self._whole: torch.Tensor | None = None
-
-    def add(self, found: LossTerms) -> None:
-        """Add a micro-batch."""
-        self.tokens += found.tokens
-        if self.terms is None:
-            self.terms, self.largest = found.terms, self.largest.to(found.terms.device)
-        else:
-            self.terms = torch.where(self.largest, torch.maximum(self.terms, found.terms),
-                                     self.terms + found.terms)
-
-    def over(self, ranks: Ranks) -> torch.Tensor:
-        """[len(Task.terms)] of the whole update; with one rank still on its device."""
-        own = torch.zeros(len(self.largest)) if self.terms is None else self.terms
-        if ranks.world == 1:
-            return own
-        if self._whole is None:
-            largest = self.largest.cpu()
-            self._whole = torch.where(largest, ranks.max(own), ranks.sum(own))
-        return self._whole
+    verdict: Verdict
+    """:attr:`Verdict.STEP` unless it had to be found before the last backward pass"""
+    terms: torch.Tensor
+    """[len(Task.terms)] of the whole update; with one rank still on its device"""
+    tokens: int
+    """computed on this rank"""
 
 
-def _figures(task: Task, sums: _Sums, norm: torch.Tensor) -> dict[str, float]:
+def _whole(task: Task, said: list[torch.Tensor]) -> torch.Tensor:
+    """Terms of the whole update, from those of this rank's micro-batches and of other ranks."""
+    ranks, own = task.backend.ranks, said[0] if said else torch.zeros(len(task.terms))
+    largest = torch.tensor([name in task.maxima for name in task.terms], device=own.device)
+    for more in said[1:]:
+        own = torch.where(largest, torch.maximum(own, more), own + more)
+    if ranks.world == 1:
+        return own
+    return torch.where(largest.cpu(), ranks.max(own), ranks.sum(own))
+
+
+def _figures(task: Task, found: _Found, norm: torch.Tensor) -> dict[str, float]:
     """One synchronisation per update: the guards must decide before the weights change."""
-    found = sums.over(task.backend.ranks)
-    figures = torch.cat([found, norm.reshape(1).to(found)]).tolist()
+    figures = torch.cat([found.terms, norm.reshape(1).to(found.terms)]).tolist()
     return dict(zip((*task.terms, "grad_norm"), figures, strict=True))
 
 
 def _update(task: Task, plan: Plan, group: UpdateGroup, state: TrainState, progress: _Progress
             ) -> tuple[Verdict, dict[str, float]]:
     """Gradient, guards, and (unless a guard objects) one optimizer step."""
-    updates = task.trained.updates
     factors = task.rate_factors(state, state.updates + progress.updates)
     poisoned = faults.point("optimize.minibatch")
-    early, sums = _gradient(task, plan, group, poisoned=poisoned)
-    progress.tokens += sums.tokens
-    verdict, terms = early, dict[str, float]()
+    found = _gradient(task, plan, group, poisoned=poisoned)
+    progress.tokens += found.tokens
+    verdict, terms = found.verdict, dict[str, float]()
 
     def accept(norm: torch.Tensor) -> bool:
         nonlocal verdict, terms
-        refused = early is not Verdict.STEP  # its gradient was made one that DeepSpeed refuses
-        terms = _figures(task, sums, torch.zeros(()) if refused else norm)
-        verdict = early if refused else task.judge(terms)
+        refused = verdict is not Verdict.STEP  # its gradient was made one that DeepSpeed refuses
+        terms = _figures(task, found, torch.zeros(()) if refused else norm)
+        verdict = verdict if refused else task.judge(terms)
         return verdict is Verdict.STEP
 
-    lr = updates.settle(factors, accept)
+    lr = task.trained.settle(factors, accept)
     progress.lr = progress.lr if lr is None else lr
     progress.count(task, verdict, terms, state.step + 1)
     return verdict, terms
 
 
-def _gradient(task: Task, plan: Plan, group: UpdateGroup, *, poisoned: bool
-              ) -> tuple[Verdict, _Sums]:
-    """The gradient of one update in place of any before, and what :func:`_backward` says of it;
-    made anew in smaller passes where memory doesn't suffice.
+def _gradient(task: Task, plan: Plan, group: UpdateGroup, *, poisoned: bool) -> _Found:
+    """The gradient of one update in place of any before; made anew in smaller passes where memory
+    doesn't suffice.
 
     Raises:
         OutOfMemoryError: there is no room for one row; of several ranks ``alone`` on this one.
     """
-    def work() -> tuple[Verdict, _Sums]:
-        task.trained.updates.clear()
-        sums = _Sums(task)
-        return _backward(task, plan, group, sums, poisoned=poisoned), sums
+    def work() -> _Found:
+        task.trained.clear()
+        return _backward(task, plan, group, poisoned=poisoned)
 
     asked = min(task.rows_per_pass, math.ceil(len(group.rows) / task.backend.ranks.world))
     longest, passes = int(group.tokens.max()), task.passes
-    if task.trained.updates.can_repeat:
+    if task.trained.can_repeat:
         return passes.retry("optimize", asked, longest, work)
     return passes.once("optimize", passes.limit("optimize", asked), longest, work)
 
 
-def _backward(task: Task, plan: Plan, group: UpdateGroup, sums: _Sums, *, poisoned: bool
-              ) -> Verdict:
-    """Accumulate the gradient of one update.
-
-    Returns:
-        the verdict on its loss terms where it had to be found before the last backward pass; else
-        :attr:`Verdict.STEP`.
-    """
-    ranks, updates = task.backend.ranks, task.trained.updates
+def _backward(task: Task, plan: Plan, group: UpdateGroup, *, poisoned: bool) -> _Found:
+    """Accumulate the gradient of one update."""
+    ranks, trained = task.backend.ranks, task.trained
     parts = _micro_batches(task, group)
-    if ranks.world == 1 and not updates.decides_first:
+    if ranks.world == 1 and not trained.decides_first:
         parts = [part for part in parts if int(group.counts[part].sum())]
-    verdict = Verdict.STEP
+    verdict, tokens, said = Verdict.STEP, 0, list[torch.Tensor]()
+    terms: torch.Tensor | None = None
     for number, part in enumerate(parts, 1):
         last = number == len(parts)
         # a rank without rows left goes through one of its neighbours' with weight 0
         some = part if len(part) else torch.argmax(group.counts).reshape(1)
-        with updates.accumulating(last=last):
+        with trained.accumulating(last=last):
             faults.point("optimize.forward", len(part))
             found = task.loss(plan.atoms, group.rows[some],
                               group.weights[some] * float(len(part) > 0), group)
             if len(part):
-                sums.add(found)
-            if last and updates.decides_first:
-                verdict = task.judge(dict(zip(task.terms, sums.over(ranks).tolist(), strict=True)))
+                tokens += found.tokens
+                said.append(found.terms)
+            if last and trained.decides_first:
+                terms = _whole(task, said)
+                verdict = task.judge(dict(zip(task.terms, terms.tolist(), strict=True)))
             faults.point("optimize.backward", len(part))
-            updates.backward(found.total, accepted=verdict is Verdict.STEP and not poisoned)
-    return verdict
+            trained.backward(found.total, accepted=verdict is Verdict.STEP and not poisoned)
+    return _Found(verdict, _whole(task, said) if terms is None else terms, tokens)
 
 
 def _micro_batches(task: Task, group: UpdateGroup) -> list[torch.Tensor]:

@@ -1,7 +1,9 @@
-"""The optimizers over what trains: the policy, and apart from it the value function."""
+"""The optimizers over what trains, the policy and apart from it the value function, and their
+learning rates."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import torch
 
 from ppocli.config.algorithm import require_optimizer, value_optimizer
-from ppocli.config.schema import OptimizerConfig, PPOConfig
+from ppocli.config.schema import OptimizerConfig, PPOConfig, SchedulerConfig
 from ppocli.models.policy import Policy
 
 ROLES = ("policy", "value")
@@ -101,6 +103,28 @@ class JointOptimizer(torch.optim.Optimizer):
             part.state = defaultdict(dict)
             part.load_state_dict(state)
         self._link()
+
+
+def lr_factor(schedule: SchedulerConfig, update: int, total_updates: int) -> float:
+    """Factor on the learning rate for the ``update``-th optimizer update (counted from 0): a pure
+    function of that number, so that resuming can't get it wrong.
+
+    Linear warm-up over ``warmup_updates`` (the first update already moves), then ``constant``,
+    ``linear`` or ``cosine`` decay to ``min_lr_ratio`` at ``total_updates``.
+    """
+    warmup, lowest = schedule.warmup_updates, schedule.min_lr_ratio
+    if update < warmup:
+        return (update + 1) / (warmup + 1)
+    if schedule.name == "constant":
+        return 1.0
+    progress = min((update - warmup) / max(total_updates - warmup, 1), 1.0)
+    if schedule.name == "linear":
+        shape = 1.0 - progress
+    elif schedule.name == "cosine":
+        shape = 0.5 * (1.0 + math.cos(math.pi * progress))
+    else:
+        raise ValueError(f"unknown schedule {schedule.name!r}")
+    return lowest + (1.0 - lowest) * shape
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, factors: Mapping[str, float]) -> float:

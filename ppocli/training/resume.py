@@ -1,24 +1,41 @@
-"""Resuming a run: the newest valid checkpoint, and files cut back to it."""
+"""Resuming a run: the newest valid checkpoint is loaded, and files are cut back to it."""
 
 from __future__ import annotations
 
-import json
 import logging
+from collections.abc import Set
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
 from ppocli.errors import CheckpointError
+from ppocli.models.loading.adapters import fill_adapter
 from ppocli.parallel.backend import made_on
-from ppocli.storage.atomic import repair_published
+from ppocli.parallel.deepspeed_internals import whole_shape
+from ppocli.storage.atomic import read_json, repair_published
 from ppocli.storage.checkpoints import FoundCheckpoint, find_latest
 from ppocli.storage.retention import clean_staging, removed_at, supersede
 from ppocli.storage.run_folder import RunFolder
 from ppocli.storage.run_logs import truncate_events, truncate_jsonl
-from ppocli.training.checkpoint_io import read_checkpoint
-from ppocli.training.recorder import EVAL_ROW, SWEEP_ROW
-from ppocli.training.state import TrainState
+from ppocli.training.checkpoint_writing import OPTIMIZER, POLICY, TASK_STATE, module_files
+from ppocli.training.loop import EVAL_ROW, SWEEP_ROW
+from ppocli.training.optimizers import named_trainable
+from ppocli.training.saved_model import Tensors
+from ppocli.training.state import Generators, TrainState, seed_generators
 from ppocli.training.task import Task
+from ppocli.zero.sharded_weights import (
+    adopt_weights,
+    fill_optimizer,
+    gathered,
+    one_gathered,
+    slot_fits,
+)
 
 log = logging.getLogger("ppocli")
 
@@ -114,19 +131,10 @@ def _forget_after(folder: RunFolder, step: int, *, reopen: int | None) -> None:
     truncate_events(folder.events, last_row)
 
 
-def read_summary(folder: RunFolder) -> dict[str, Any] | None:
-    """The contents of summary.json; None where there is none that can be read."""
-    try:
-        summary = json.loads(folder.summary.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return summary if isinstance(summary, dict) else None
-
-
 def _set_aside_finished(folder: RunFolder) -> None:
     """A run that goes on is not finished any more: its summary goes, its model is kept under the
     number of its last step."""
-    summary = read_summary(folder)
+    summary = read_json(folder.summary)
     folder.summary.unlink(missing_ok=True)
     if folder.model.is_dir():
         step = summary.get("steps") if summary else None
@@ -134,3 +142,105 @@ def _set_aside_finished(folder: RunFolder) -> None:
         if not target.exists():
             folder.model.rename(target)
             log.info("the model of the finished run is now %s", target)
+
+
+def _load_module(module: torch.nn.Module, tensors: dict[str, torch.Tensor], what: str,
+                 allowed_missing: Set[str] = frozenset()) -> None:
+    own = module.state_dict(keep_vars=True)
+    wrong = [f"{name}: {tuple(tensors[name].shape)} saved, {tuple(whole_shape(own[name]))} here"
+             for name in tensors if name in own and tensors[name].shape != whole_shape(own[name])]
+    missing = [f"{name} is not saved" for name in own
+               if name not in tensors and name not in allowed_missing]
+    extra = [f"{name} is not in the model" for name in tensors if name not in own]
+    if problems := wrong + missing + extra:
+        raise CheckpointError(f"The {what} of the checkpoint does not fit the model: "
+                              f"{'; '.join(problems[:3])}", where="model.path",
+                              fix="resume with the model the run was started with")
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            with one_gathered(own[name], modify=True):
+                own[name].copy_(tensor)
+
+
+def _load_modules(task: Task, folder: Path) -> None:
+    wanted = module_files(task)
+    there = {path.name for path in folder.glob("*.safetensors") if path.name != TASK_STATE
+             and not path.name.startswith(("optimizer.", "optimizer-", "rng.", "rng-"))}
+    if there != set(wanted):
+        raise CheckpointError(
+            "What trains beside the model (a value function, say) is of another kind in the "
+            f"checkpoint: it has {', '.join(sorted(there)) or 'none'}, the run needs "
+            f"{', '.join(sorted(wanted)) or 'none'}", where="model.value, ppo.advantage",
+            fix="resume with what the run was started with")
+    for name, module in wanted.items():
+        _load_module(module, load_file(folder / name), Path(name).stem.replace("_", " "))
+
+
+def _tied_names(lm: Any, saved: set[str]) -> set[str]:
+    """Names of state-dict entries that share memory with an entry that is saved."""
+    seen: dict[int, list[str]] = {}
+    for name, tensor in lm.state_dict(keep_vars=True).items():
+        seen.setdefault(id(tensor), []).append(name)
+    return {name for names in seen.values() if saved & set(names) for name in names}
+
+
+def _restore_optimizer(task: Task, folder: Path) -> None:
+    """Fill the optimizer's state by name; every parameter must find what it had."""
+    parameters = named_trainable(task.trained.module)
+    with ExitStack() as files:
+        found: dict[str, dict[str, Any]] = {}
+        for path in sorted(folder.glob(f"{Path(OPTIMIZER).stem}*.safetensors")):
+            file = files.enter_context(safe_open(path, framework="pt"))
+            for key in file.keys():  # noqa: SIM118 - no dict
+                name, slot = key.rsplit("/", 1)
+                found.setdefault(name, {})[slot] = (file, key)
+        extra = sorted(set(found) - set(parameters))
+        # parameters that never had a gradient (critic warm-up) have no state; else all have it
+        wrong = [n for n, slots in found.items() if n in parameters and any(
+            not slot_fits(slot, tuple(file.get_slice(key).get_shape()),
+                          tuple(whole_shape(parameters[n])))
+            for slot, (file, key) in slots.items())]
+        if extra or wrong:
+            raise CheckpointError(
+                "The optimizer state of the checkpoint does not fit: "
+                f"{', '.join((extra + wrong)[:3])}",
+                where="model.num_layers_unfrozen, ppo.optimizer",
+                fix="resume with the model and optimizer the run was started with")
+        fill_optimizer(parameters, task.trained.optimizer, task.backend.zero_stage, {
+            name: {slot: partial(file.get_tensor, key)
+                   for slot, (file, key) in slots.items()} for name, slots in found.items()})
+
+
+def read_checkpoint(task: Task, folder: Path) -> Tensors:
+    """Load weights, modules, optimizer and generators from a verified checkpoint folder. All ranks
+    call it in step.
+
+    Returns:
+        the task's own tensors.
+
+    Raises:
+        CheckpointError: a tensor is missing, superfluous or of another shape.
+    """
+    stage, ranks, saved = task.backend.zero_stage, task.backend.ranks, task.saved
+    module = task.trained.module
+    weights: Tensors = {}
+    for path in sorted((folder / POLICY).glob("*.safetensors")):
+        weights |= load_file(path)
+    if saved.adapter is None:
+        _load_module(saved.lm, weights, "policy", _tied_names(saved.lm, set(weights)))
+    elif not saved.prompt_encoders():
+        with gathered(module, stage, modify=True):
+            fill_adapter(saved.adapter, weights, str(folder / POLICY))
+    del weights
+    _load_modules(task, folder)
+    adopt_weights(module, task.trained.optimizer, stage)
+    _restore_optimizer(task, folder)
+    own = Generators.read(folder, ranks.rank)
+    if own is None:
+        log.info("the checkpoint has no random generators of rank %d: those of rewards start anew",
+                 ranks.rank)
+        seed_generators(task.cfg.seed + ranks.rank)
+    else:
+        own.restore(task.backend.device)
+    path = folder / TASK_STATE
+    return load_file(path) if path.is_file() else {}

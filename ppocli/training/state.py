@@ -1,16 +1,86 @@
-"""The state between two steps, which only the loop commits, and always as a whole."""
+"""The state between two steps, which only the loop commits, and always as a whole.
+
+With it goes the state of the global random generators, which belong to the user's reward function:
+ppocli's own randomness is counter-based and needs none. It is taken whenever a training state is
+committed, so that work dropped by a stop can be done again with the same numbers.
+"""
 
 from __future__ import annotations
 
+import json
+import platform
+import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
 from ppocli.training.clock import Spent
 
 N = TypeVar("N", int, float)
+
+
+@dataclass(frozen=True, slots=True)
+class Generators:
+    """The states of torch's, Python's and numpy's global generators."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """``torch`` and, on a GPU, ``cuda``: uint8"""
+    numbers: dict[str, Any] = field(default_factory=dict)
+    """``python`` and ``numpy``: JSON types"""
+
+    @staticmethod
+    def now(device: torch.device) -> Generators:
+        """Their states at this moment."""
+        tensors = {"torch": torch.get_rng_state()}
+        if device.type == "cuda":
+            tensors["cuda"] = torch.cuda.get_rng_state(device)
+        layout, numbers, gauss = random.getstate()
+        kind, keys, position, has_gauss, cached = np.random.get_state()
+        return Generators(tensors, {
+            "python": [layout, list(numbers), gauss],
+            "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached]})
+
+    def restore(self, device: torch.device) -> None:
+        """Put the states back."""
+        torch.set_rng_state(self.tensors["torch"])
+        if "cuda" in self.tensors and device.type == "cuda":
+            torch.cuda.set_rng_state(self.tensors["cuda"], device)
+        layout, numbers, gauss = self.numbers["python"]
+        random.setstate((layout, tuple(numbers), gauss))
+        kind, keys, position, has_gauss, cached = self.numbers["numpy"]
+        np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+
+    def write(self, folder: Path, rank: int = 0) -> None:
+        """Save as safetensors and JSON, those of other ranks than 0 beside them."""
+        tensors, numbers = _generator_files(folder, rank)
+        save_file(self.tensors, tensors)
+        numbers.write_text(json.dumps(self.numbers))
+
+    @staticmethod
+    def read(folder: Path, rank: int = 0) -> Generators | None:
+        """What :meth:`write` saved; None where this rank saved none."""
+        tensors, numbers = _generator_files(folder, rank)
+        if rank > 0 and not tensors.is_file():
+            return None
+        return Generators(load_file(tensors), json.loads(numbers.read_text()))
+
+
+def _generator_files(folder: Path, rank: int) -> tuple[Path, Path]:
+    stem = "rng" if rank == 0 else f"rng-rank-{rank:05d}"
+    return folder / f"{stem}.safetensors", folder / f"{stem}.json"
+
+
+def seed_generators(number: int) -> None:
+    """Seed all global generators."""
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.manual_seed(number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +124,23 @@ class TrainState:
     """the task's own numbers, as plain JSON"""
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """the task's own tensors by name, on the CPU; never changed in place"""
+    generators: Generators = field(default_factory=Generators)
+    """those of this rank when the state was committed"""
+
+    def counters(self) -> dict[str, Any]:
+        """What a row of metrics.jsonl starts with."""
+        return {"step": self.step, "episode": self.episodes, "updates": self.updates}
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types; without the tensors."""
-        return {name: value for name, value in asdict(replace(self, tensors={})).items()
-                if name != "tensors"}
+        """Plain JSON types; without the tensors and generators."""
+        found = asdict(replace(self, tensors={}, generators=Generators()))
+        del found["tensors"], found["generators"]
+        return found
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> TrainState:
-        """The state that :meth:`to_json` wrote, without tensors. Numbers of PPO that earlier
-        versions kept among the loop's are found too."""
+        """The state that :meth:`to_json` wrote. Numbers of PPO that earlier versions kept among the
+        loop's are found too."""
         known = {f.name for f in fields(TrainState)}
         own = {name: value for name, value in data.items() if name in known}
         own["task"] = {**{name: value for name, value in data.items() if name not in known},
@@ -81,3 +158,10 @@ class TrainState:
 def _added(sums: Mapping[str, N], more: Mapping[str, N]) -> dict[str, N]:
     return {**sums, **{name: sums[name] + value if name in sums else value
                        for name, value in more.items()}}
+
+
+def torch_versions() -> dict[str, str]:
+    """Versions of what the numbers depend on."""
+    names = ("ppocli", "torch", "transformers", "accelerate", "safetensors", "hydra-core")
+    found = {name: version(name) for name in names}
+    return {"python": platform.python_version(), **found, "torch": torch.__version__}

@@ -21,8 +21,8 @@ import torch
 from ppocli.config.schema import TrainConfig, planned_episodes
 from ppocli.parallel.backend import Backend
 from ppocli.parallel.stop import StopFlag
-from ppocli.ppo.schedule import lr_factor
 from ppocli.training.clock import PhaseClock
+from ppocli.training.optimizers import lr_factor
 from ppocli.training.saved_model import SavedModel
 from ppocli.training.state import TrainState
 from ppocli.training.updates import Trained
@@ -265,10 +265,7 @@ class Task(ABC):
         Args:
             update: number of the update in the whole run.
         """
-        schedule = self.cfg.ppo.scheduler
-        factor = lr_factor(update, name=schedule.name, total_updates=self.total_updates(state),
-                           warmup_updates=schedule.warmup_updates,
-                           min_lr_ratio=schedule.min_lr_ratio)
+        factor = lr_factor(self.cfg.ppo.scheduler, update, self.total_updates(state))
         return {group["role"]: factor for group in self.trained.optimizer.param_groups}
 
     def chunks(self, state: TrainState) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -18,31 +18,56 @@ from ppocli.parallel.deepspeed_internals import local_part
 from ppocli.training.optimizers import set_learning_rate
 
 
-class Updates(Protocol):
-    """What the optimize phase does to the policy's weights."""
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What trains, and how: in one process, or in several that hold everything and average
+    gradients (DDP). The parameters and the optimizer's state change; nothing else does."""
+
+    module: Any
+    """the bare module; parameters that require gradients train"""
+    engine: Any
+    """what accelerate or DeepSpeed wraps it in: forward passes that are to be differentiated"""
+    optimizer: Any
+    """each of its groups has a ``base_lr`` and a ``role``"""
+    backend: Backend
+    max_norm: float | None
+    """gradient norm to clip at"""
 
     @property
     def decides_first(self) -> bool:
         """Whether an update must be accepted or refused before its last backward pass: DeepSpeed
         has reduced, and in part sharded, the gradients as soon as that has run."""
+        return self.backend.zero_stage > 0
 
     @property
     def can_repeat(self) -> bool:
         """Whether this process can make an update's gradient anew when memory runs out in the
         middle of it: no other one waits for a part of it, and nothing of it is kept elsewhere."""
+        return self.backend.ranks.world == 1 and self.backend.zero_stage == 0
 
     def clear(self) -> None:
         """Forget all gradients."""
+        self.optimizer.zero_grad(set_to_none=True)
 
     def accumulating(self, *, last: bool) -> Any:
         """Context of one micro-batch; gradients are reduced over ranks in the last one."""
+        return nullcontext() if last else self.backend.accelerator.no_sync(self.engine)
 
     def backward(self, loss: torch.Tensor, *, accepted: bool = True) -> None:
         """Add the gradient of a loss that is normalised over all ranks. A last loss that is not
         ``accepted`` makes the update one that is skipped."""
+        world = self.backend.ranks.world
+        scaled = loss * world if world > 1 else loss
+        self.backend.accelerator.backward(scaled if accepted else scaled * float("nan"))
 
     def norm(self) -> torch.Tensor:
         """The gradient norm over all ranks before clipping; clips."""
+        parameters = [p for p in self.module.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+        if self.max_norm is None or (norm.device.type == "cpu" and norm <= self.max_norm):
+            return norm  # on a GPU the question would wait for it
+        torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm)
+        return norm
 
     def settle(self, factors: Mapping[str, float], accept: Callable[[torch.Tensor], bool]
                ) -> float | None:
@@ -56,132 +81,14 @@ class Updates(Protocol):
         Returns:
             the first group's rate; None where the update was not made.
         """
-
-
-@dataclass(frozen=True, slots=True)
-class PlainUpdates:
-    """One process, or several that hold everything and average gradients (DDP)."""
-
-    backend: Backend
-    module: torch.nn.Module
-    engine: Any
-    optimizer: Any
-    max_norm: float | None
-
-    @property
-    def decides_first(self) -> bool:
-        """As :class:`Updates`."""
-        return False
-
-    @property
-    def can_repeat(self) -> bool:
-        """As :class:`Updates`."""
-        return self.backend.ranks.world == 1
-
-    def clear(self) -> None:
-        """As :class:`Updates`."""
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def accumulating(self, *, last: bool) -> Any:
-        """As :class:`Updates`."""
-        return nullcontext() if last else self.backend.accelerator.no_sync(self.engine)
-
-    def backward(self, loss: torch.Tensor, *, accepted: bool = True) -> None:
-        """As :class:`Updates`."""
-        world = self.backend.ranks.world
-        scaled = loss * world if world > 1 else loss
-        self.backend.accelerator.backward(scaled if accepted else scaled * float("nan"))
-
-    def norm(self) -> torch.Tensor:
-        """As :class:`Updates`."""
-        parameters = [p for p in self.module.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        if self.max_norm is None or (norm.device.type == "cpu" and norm <= self.max_norm):
-            return norm  # on a GPU the question would wait for it
-        torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm)
-        return norm
-
-    def settle(self, factors: Mapping[str, float], accept: Callable[[torch.Tensor], bool]
-               ) -> float | None:
-        """As :class:`Updates`."""
         if not accept(self.norm()):
             return None
         lr = set_learning_rate(self.optimizer, factors)
         self.optimizer.step()
         return lr
 
-
-class ZeroUpdates:
-    """DeepSpeed ZeRO 1 to 3. Its accumulation boundary is set explicitly for each micro-batch.
-
-    DeepSpeed leaves weights and optimizer state alone when a gradient is not finite, on all ranks
-    and under every stage, and cleans its buffers up; an update that is refused for other reasons
-    gets such a gradient.
-    """
-
-    @property
-    def decides_first(self) -> bool:
-        """As :class:`Updates`."""
-        return True
-
-    @property
-    def can_repeat(self) -> bool:
-        """As :class:`Updates`."""
-        return False
-
-    def __init__(self, backend: Backend, engine: Any) -> None:
-        self.backend = backend
-        self.engine = engine
-        self.optimizer = engine.optimizer
-
-    def clear(self) -> None:
-        """As :class:`Updates`; DeepSpeed clears after each update itself."""
-
-    @contextmanager
-    def _micro_batch(self, last: bool) -> Iterator[None]:
-        self.engine.set_gradient_accumulation_boundary(last)
-        yield
-        if not last:
-            self.engine.step()  # counts the micro-batch; nothing is applied
-
-    def accumulating(self, *, last: bool) -> Any:
-        """As :class:`Updates`."""
-        return self._micro_batch(last)
-
-    def backward(self, loss: torch.Tensor, *, accepted: bool = True) -> None:
-        """As :class:`Updates`."""
-        scaled = loss * self.backend.ranks.world
-        self.engine.backward(scaled if accepted else scaled * float("nan"))
-
-    def norm(self) -> torch.Tensor:
-        """As :class:`Updates`; known to DeepSpeed only once it has tried the step."""
-        return torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32).detach()
-
-    def settle(self, factors: Mapping[str, float], accept: Callable[[torch.Tensor], bool]
-               ) -> float | None:
-        """As :class:`Updates`; a gradient that is not finite changes nothing."""
-        lr = set_learning_rate(self.optimizer, factors)
-        self.engine.step()
-        return lr if accept(self.norm()) else None
-
-
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """What trains, and how. The parameters and the optimizer's state change; nothing else does."""
-
-    module: Any
-    """the bare module; parameters that require gradients train"""
-    engine: Any
-    """what accelerate or DeepSpeed wraps it in: forward passes that are to be differentiated"""
-    optimizer: Any
-    """each of its groups has a ``base_lr`` and a ``role``"""
-    updates: Updates
-    backend: Backend
-
     def close(self) -> None:
-        """Tear DeepSpeed's engine down: one that is left to the interpreter's exit can abort it."""
-        if self.backend.zero_stage > 0:
-            self.engine.destroy()
+        """Tear down what would outlive the run."""
 
     def is_finite(self) -> bool:
         """Whether every trainable weight is finite; asked before anything is saved."""
@@ -190,6 +97,46 @@ class Trained:
                  for p in self.module.parameters() if p.requires_grad]
         finite = bool(torch.stack(flags).all()) if flags else True
         return not self.backend.ranks.any(not finite)
+
+
+class ZeroTrained(Trained):
+    """DeepSpeed ZeRO 1 to 3. Its accumulation boundary is set explicitly for each micro-batch.
+
+    DeepSpeed leaves weights and optimizer state alone when a gradient is not finite, on all ranks
+    and under every stage, and cleans its buffers up; an update that is refused for other reasons
+    gets such a gradient.
+    """
+
+    def clear(self) -> None:
+        """As :class:`Trained`; DeepSpeed clears after each update itself."""
+
+    @contextmanager
+    def accumulating(self, *, last: bool) -> Iterator[None]:
+        """As :class:`Trained`."""
+        self.engine.set_gradient_accumulation_boundary(last)
+        yield
+        if not last:
+            self.engine.step()  # counts the micro-batch; nothing is applied
+
+    def backward(self, loss: torch.Tensor, *, accepted: bool = True) -> None:
+        """As :class:`Trained`."""
+        scaled = loss * self.backend.ranks.world
+        self.engine.backward(scaled if accepted else scaled * float("nan"))
+
+    def norm(self) -> torch.Tensor:
+        """As :class:`Trained`; known to DeepSpeed only once it has tried the step."""
+        return torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32).detach()
+
+    def settle(self, factors: Mapping[str, float], accept: Callable[[torch.Tensor], bool]
+               ) -> float | None:
+        """As :class:`Trained`; a gradient that is not finite changes nothing."""
+        lr = set_learning_rate(self.optimizer, factors)
+        self.engine.step()
+        return lr if accept(self.norm()) else None
+
+    def close(self) -> None:
+        """As :class:`Trained`: an engine that is left to the interpreter's exit can abort it."""
+        self.engine.destroy()
 
 
 def prepare(backend: Backend, module: torch.nn.Module, optimizer: torch.optim.Optimizer,
@@ -203,6 +150,5 @@ def prepare(backend: Backend, module: torch.nn.Module, optimizer: torch.optim.Op
     engine, prepared = backend.accelerator.prepare(module, optimizer)
     module.eval()
     if backend.zero_stage > 0:
-        return Trained(module, engine, engine.optimizer, ZeroUpdates(backend, engine), backend)
-    updates = PlainUpdates(backend, module, engine, prepared, max_norm)
-    return Trained(module, engine, prepared, updates, backend)
+        return ZeroTrained(module, engine, engine.optimizer, backend, max_norm)
+    return Trained(module, engine, prepared, backend, max_norm)

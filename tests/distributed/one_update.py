@@ -45,7 +45,7 @@ def update(session: Session, step: int) -> tuple[Any, Any]:
     experience = to_experience(rollout, state, cfg)
     stop = StopFlag()
     stop.ranks = session.backend.ranks
-    return experience, optimize(session, experience, state, stop, step=step,
+    return experience, optimize(session, experience, stop, step=step,
                                updates=step * 4)
 
 

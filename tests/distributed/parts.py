@@ -24,7 +24,6 @@ from sessions import count_good, experience_tensors, fresh_state, optimize, roll
 from ppocli.config.schema import TrainConfig
 from ppocli.parallel.backend import Backend, open_ranks
 from ppocli.parallel.stop import StopFlag
-from ppocli.tasks.ppo.digests import reference_digest
 from ppocli.tasks.ppo.evaluate import evaluate
 from ppocli.tasks.ppo.experience import to_experience, update_moments
 from ppocli.tasks.ppo.session import PythonObjects, Session, build_session
@@ -62,7 +61,7 @@ def run(cfg: TrainConfig, backend: Backend, reward: Any) -> dict[str, torch.Tens
     stop = StopFlag()
     stop.ranks = backend.ranks
     found: dict[str, torch.Tensor] = {}
-    digest = reference_digest(session)
+    digest = session.reference_digest()
     if digest is not None:
         found["digest"] = torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8)
     sizes = [elements(session.policy), held_by_reference(session)]
@@ -74,7 +73,7 @@ def run(cfg: TrainConfig, backend: Backend, reward: Any) -> dict[str, torch.Tens
     state = update_moments(fresh_state(session), rollout, cfg)
     experience = to_experience(rollout, state, cfg)
     found |= experience_tensors(experience)
-    result = optimize(session, experience, state, stop)
+    result = optimize(session, experience, stop)
     found["counts"] = torch.tensor([result.updates, result.skipped, result.nonfinite])
     found["terms"] = torch.tensor([result.terms[name] for name in sorted(result.terms)])
     with gathered(session.policy, backend.zero_stage):
@@ -85,7 +84,7 @@ def run(cfg: TrainConfig, backend: Backend, reward: Any) -> dict[str, torch.Tens
     found["later/kl"], found["later/logprobs"] = later.kl.clone(), later.logprobs.clone()
     figures = evaluate(session, stop).figures
     found["eval"] = torch.tensor([figures[name] for name in sorted(figures)])
-    after = optimize(session, to_experience(later, state, cfg), state, stop, step=1)
+    after = optimize(session, to_experience(later, state, cfg), stop, step=1)
     found["counts"] += torch.tensor([after.updates, after.skipped, after.nonfinite])
     sizes.append(state_elements(session))
     found["sizes"] = torch.tensor(backend.ranks.gather(sizes))

@@ -10,7 +10,7 @@ from runs import run, words
 from sessions import small_config
 
 from ppocli.rewards.records import RewardRequest
-from ppocli.tasks.ppo.rewards_over_ranks import joined, woven_places
+from ppocli.tasks.ppo.reward_calls import joined, woven
 
 STATEFUL = '''\
 import json
@@ -66,8 +66,7 @@ def test_shares_are_joined_in_the_order_they_were_dealt():
     assert list(whole.responses) == [f"r{i}" for i in range(7)]
     assert list(whole.response_ids) == [[i] for i in range(7)]
     assert (whole.columns, whole.tokenizer) == ({"n": list(range(7))}, "t")
-    assert woven_places([3, 2, 2]) == [[0, 3, 6], [1, 4], [2, 5]]
-    assert woven_places([1, 0]) == [[0], []]
+    assert woven([[0], []]) == [0]
 
 
 def test_a_stateful_reward_sees_whole_chunks_on_one_rank(world):

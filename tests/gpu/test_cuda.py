@@ -13,6 +13,7 @@ from sessions import (
     save_session,
     session_of,
     small_config,
+    state_now,
 )
 
 from ppocli.launching.child_process import Start
@@ -20,13 +21,8 @@ from ppocli.launching.worker import run_worker
 from ppocli.storage.run_folder import write_config
 from ppocli.tasks.ppo.session import saved_model
 from ppocli.tasks.ppo.task import PPOTask
-from ppocli.training.checkpoint_contents import (
-    HostCopies,
-    contents_of,
-    copied_bytes,
-    write_contents,
-)
-from ppocli.training.random_state import capture
+from ppocli.training.background_saving import HostCopies, copied_bytes
+from ppocli.training.checkpoint_writing import contents_of, write_contents
 
 pytestmark = pytest.mark.gpu
 
@@ -52,7 +48,7 @@ def test_with_learning_rate_zero_every_ratio_is_one(tmp_path, precision, toleran
     cfg = small_config(tmp_path, hardware__device="cuda", hardware__precision=precision,
                        ppo__optimizer__lr=0.0)
     with session_of(cfg) as session:
-        result = optimize(session, *experience_of(session))
+        result = optimize(session, experience_of(session))
         assert next(session.policy.parameters()).dtype == torch.float32
         assert next(session.policy.parameters()).is_cuda
     assert result.terms["ratio"] == pytest.approx(1.0, abs=tolerance)
@@ -115,18 +111,17 @@ def test_a_copy_written_after_more_training_is_the_synchronous_save(tmp_path, un
             tmp_path / name for name in ("once", "expected", "found"))
         for folder in (once, expected, found):
             folder.mkdir()
-        optimize(session, *experience_of(session, 0))
-        contents = contents_of(PPOTask(session), capture(session.backend.device), {})
+        optimize(session, experience_of(session, 0))
+        contents = contents_of(PPOTask(session), state_now(session))
         size = copied_bytes(contents)
         saved = saved_model(session)
         write_contents(saved, copies.copy(saved, contents, tmp_path), once)
-        optimize(session, *experience_of(session, 16))
-        state = capture(session.backend.device)
-        copy = copies.copy(saved_model(session), contents_of(PPOTask(session), state, {}),
-                             tmp_path)
-        assert all(t.is_pinned() for tensors in copy.groups.values() for t in tensors.values())
+        optimize(session, experience_of(session, 16))
+        copy = copies.copy(saved_model(session), contents_of(PPOTask(session), state_now(session)),
+                           tmp_path)
+        assert all(t.is_pinned() for tensors in copy.files.values() for t in tensors.values())
         save_session(session, expected)
-        optimize(session, *experience_of(session, 32))
+        optimize(session, experience_of(session, 32))
         write_contents(saved_model(session), copy, found)
     assert tree(found) == tree(expected) != tree(once)
     line, = (line for line in estimate_of(cfg, 8, cuda=True).lines

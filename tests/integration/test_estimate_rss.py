@@ -13,14 +13,15 @@ from sessions import (
     rollout_of,
     session_of,
     small_config,
+    state_now,
 )
 
 from ppocli.parallel.host_memory import resident_mib
 from ppocli.tasks.ppo.experience import to_experience, update_moments
 from ppocli.tasks.ppo.session import saved_model
 from ppocli.tasks.ppo.task import PPOTask
-from ppocli.training.checkpoint_contents import HostCopies, contents_of
-from ppocli.training.random_state import capture
+from ppocli.training.background_saving import HostCopies
+from ppocli.training.checkpoint_writing import contents_of
 
 PEAK = "/proc/self/clear_refs"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.skipif(
@@ -50,11 +51,10 @@ def test_updates_of_a_real_training_take_what_was_told(tmp_path):
         for copies in (None, HostCopies()):
             if copies is not None:  # of a checkpoint that is written during the updates
                 copies.copy(saved_model(session),
-                            contents_of(PPOTask(session), capture(session.backend.device), {}),
-                            tmp_path)
+                            contents_of(PPOTask(session), state_now(session)), tmp_path)
             with open(PEAK, "w", encoding="utf-8") as forget:
                 forget.write("5")
-            optimize(session, to_experience(rollout, state, cfg), state)
+            optimize(session, to_experience(rollout, state, cfg))
             grown.append(peak_mib() - before)
     told = found.sums.update / 2**20
     assert told == pytest.approx(grown[1], rel=0.15)

@@ -283,7 +283,7 @@ def test_figures_are_called_by_their_names():
 
 
 def test_warnings_are_quoted_as_they_are_said():
-    from ppocli.tasks.ppo.health import ADVICE
+    from ppocli.tasks.ppo.figures import ADVICE
 
     quoted = text_of("docs/curves.md")
     for name, advice in ADVICE.items():

@@ -47,7 +47,7 @@ def config_of(tmp_path, kind="lora", shape="gpt2", fields=None, **over) -> Train
 
 def trained(session) -> None:
     """One rollout and its updates."""
-    optimize(session, *experience_of(session))
+    optimize(session, experience_of(session))
 
 
 def plain_peft(tmp_path, folder):

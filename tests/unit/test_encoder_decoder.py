@@ -4,14 +4,7 @@ import pytest
 import torch
 from helpers import PAIRS, make_tokenizer, ppocli, save_lm
 from runs import assert_equal_runs, copied, resumed
-from sessions import (
-    count_letters,
-    experience_of,
-    optimize,
-    rollout_of,
-    session_of,
-    small_config,
-)
+from sessions import count_letters, experience_of, optimize, rollout_of, session_of, small_config
 from transformers import AutoModelForSeq2SeqLM
 
 from ppocli.config.schema import PromptsConfig
@@ -60,7 +53,7 @@ def test_only_the_decoder_s_top_trains_if_wanted(tmp_path, kind):
         trained = {n for n, p in session.policy.lm.named_parameters() if p.requires_grad}
         assert trained
         assert not any(".encoder." in name or "shared" in name for name in trained)
-        optimize(session, *experience_of(session))
+        optimize(session, experience_of(session))
         later = rollout_of(session, start=100)
     lm = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "lm").eval()
     response = later.response_tokens[0][later.response_mask[0]]

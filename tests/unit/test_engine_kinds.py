@@ -61,7 +61,7 @@ def wake_the_value_head(session) -> None:
 def test_with_learning_rate_zero_every_ratio_is_one_and_no_value_moves(tmp_path, kind):
     with session_of(config(tmp_path, kind, ppo__optimizer__lr=0.0), reward=count_letters
                     ) as session:
-        result = optimize(session, *experience_of(session))
+        result = optimize(session, experience_of(session))
     assert result.terms["ratio"] == pytest.approx(1.0, abs=1e-5)
     assert result.terms["max_log_ratio"] <= 1e-5
     assert result.terms["value_clipfrac"] == 0
@@ -91,7 +91,7 @@ def test_micro_batches_and_checkpointed_layers_change_no_gradient(tmp_path, kind
         cfg = config(tmp_path, kind, ppo__mini_batch_size=16, **more)
         with session_of(cfg, reward=count_letters) as session:
             wake_the_value_head(session)
-            experience, _ = experience_of(session)
+            experience = experience_of(session)
             session.policy.train(cfg.model.gradient_checkpointing)
             found.append(gradients(session, experience)[0])
     whole, other = found
@@ -105,7 +105,7 @@ def test_micro_batches_and_checkpointed_layers_change_no_gradient(tmp_path, kind
 @pytest.mark.parametrize("kind", ["lora", "dora", "prompt", *PREFIXES])
 def test_a_checkpoint_goes_on_bit_for_bit(tmp_path, kind):
     def train(session) -> None:
-        optimize(session, *experience_of(session))
+        optimize(session, experience_of(session))
 
     cfg = config(tmp_path, kind, ppo__optimizer__lr=0.01)
     with session_of(cfg) as session:

@@ -24,7 +24,6 @@ from ppocli.models.layout import lay_out
 from ppocli.models.loading.language_model import DTYPES
 from ppocli.models.trunk import virtual_tokens
 from ppocli.parallel.stop import StopFlag
-from ppocli.ppo.noise import ROLLOUT
 from ppocli.tasks.ppo.experience import to_experience
 from ppocli.tasks.ppo.rollout import collect_rollout
 from ppocli.training.clock import Moment, PhaseClock
@@ -231,7 +230,7 @@ def peaks_of_a_rollout(session) -> dict[str, int]:
     rollout_of(session)  # what is made once is made
     prompts = session.next_prompts(0, session.cfg.ppo.num_rollouts)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        collect_rollout(session, prompts, ROLLOUT, StopFlag(), clock)
+        collect_rollout(session, prompts, StopFlag(), clock)
     events = [event for event in profiled.profiler.kineto_results.events()
               if event.name() == "[memory]"]
     now, found = 0, dict.fromkeys((name for _, name in marks), 0)
@@ -279,7 +278,7 @@ def test_states_of_frozen_layers_are_told_as_a_rollout_keeps_them(tmp_path, kind
         with session_of(cfg) as session:
             peaks = peaks_of_a_rollout(session)
             experience = to_experience(rollout_of(session), fresh_state(session), cfg)
-            optimize(session, experience, fresh_state(session))
+            optimize(session, experience)
             measured.append((peaks["rollout"], peaks["scoring"],
                              storage_of(experience.frozen_states)))
         told = [line for line in estimate_of(cfg, prompt).lines if line.name.startswith("states ")]

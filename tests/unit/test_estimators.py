@@ -35,7 +35,7 @@ def config(folder, advantage, **keys):
 def test_with_learning_rate_zero_every_ratio_is_one(tmp_path, advantage):
     cfg = config(tmp_path, advantage, ppo__optimizer__lr=0.0, ppo__chunk_size=5)
     with session_of(cfg) as session:
-        result = optimize(session, *experience_of(session))
+        result = optimize(session, experience_of(session))
     assert result.updates == 4 * 2
     assert result.terms["ratio"] == pytest.approx(1.0, abs=1e-5)
     assert result.terms["max_log_ratio"] <= 1e-5
@@ -52,8 +52,8 @@ def test_the_gradient_does_not_depend_on_the_micro_batch(tmp_path, advantage, kl
                      ppo__cliprange_high=0.3, ppo__logprobs_from="decode",
                      ppo__loss_aggregation="seq-mean-token-sum-norm")
         with session_of(cfg) as session:
-            experience, state = experience_of(session)
-            optimize(session, experience, state)  # away from the reference
+            experience = experience_of(session)
+            optimize(session, experience)  # away from the reference
             found.append((*gradients(session, experience), session))
     (whole, terms, session), (grads, other, _) = found
     assert max(g.abs().max() for g in whole.values()) > 1e-4
@@ -70,7 +70,7 @@ def test_a_rollout_and_its_advantages_do_not_depend_on_how_it_is_cut(tmp_path, a
     found = []
     for chunk in (None, 3):
         with session_of(config(tmp_path, advantage, ppo__chunk_size=chunk)) as session:
-            found.append(experience_of(session)[0])
+            found.append(experience_of(session))
     assert torch.equal(*(part.sequences.action_tokens for part in found))
     torch.testing.assert_close(found[0].advantages, found[1].advantages, rtol=0, atol=1e-4)
 
@@ -109,7 +109,7 @@ def test_a_group_without_its_invalid_samples_is_the_group(tmp_path, advantage):
     scores = [1.0, 2.0, 6.0, None, None, None, None, 3.0, *[0.5] * 8]
     cfg = config(tmp_path, advantage, reward__on_invalid="skip", ppo__init_kl_coef=0.0)
     with session_of(cfg, reward=lambda outputs, **_: scores[:len(outputs)]) as session:
-        experience, _ = experience_of(session)
+        experience = experience_of(session)
     found = experience.advantages[:, 0].tolist()
     # three are left of the first prompt: mean 3, deviation sqrt(7); baselines 4, 3.5 and 1.5
     expected = [-3.0, -1.5, 4.5] if advantage == "rloo" else [x / math.sqrt(7) for x in (-2, -1, 3)]
@@ -121,8 +121,8 @@ def test_a_group_without_its_invalid_samples_is_the_group(tmp_path, advantage):
 @pytest.mark.parametrize("source", ["decode", "forward"])
 def test_without_a_critic_nothing_of_one_is_built_or_computed(tmp_path, advantage, source):
     with session_of(config(tmp_path, advantage, ppo__logprobs_from=source)) as session:
-        experience, state = experience_of(session)
-        result = optimize(session, experience, state)
+        experience = experience_of(session)
+        result = optimize(session, experience)
         figures = optimize_figures(result, experience, session.cfg.ppo)
         assert session.policy.value_head is None
         assert len(session.trained.optimizer.param_groups) == 1
@@ -146,7 +146,7 @@ def test_a_checkpoint_without_a_critic_resumes_bit_for_bit(tmp_path, advantage):
                     load_session(session, tmp_path / "saved")
                 state = fresh_state(session)
                 rollout = rollout_of(session, start=16 * step)
-                optimize(session, to_experience(rollout, state, cfg), state, step=step,
+                optimize(session, to_experience(rollout, state, cfg), step=step,
                          updates=8 * step)
                 if not load and step == 0:
                     (tmp_path / "saved").mkdir()
@@ -178,7 +178,7 @@ def test_a_few_updates_raise_the_reward(tmp_path, advantage):
             rollout = rollout_of(session, start=64 * step)
             means.append(sum(rollout.scores) / 64)
             state = update_moments(state, rollout, cfg)
-            optimize(session, to_experience(rollout, state, cfg), state)
+            optimize(session, to_experience(rollout, state, cfg))
     assert means[-1] > means[0] + 0.8
 
 
@@ -190,10 +190,10 @@ def test_a_kl_in_the_loss_holds_the_policy_back(tmp_path, estimator, caplog):
         cfg = small_config(tmp_path, ppo__kl_in="loss", ppo__kl_estimator=estimator,
                            ppo__init_kl_coef=coef, ppo__optimizer__lr=3e-3, ppo__vf_coef=0.0)
         with session_of(cfg) as session:
-            experience, state = experience_of(session)
+            experience = experience_of(session)
             assert (experience.ref_logprobs is None) == (coef == 0.0)
             before = weights_of(session)
-            optimize(session, experience, state)
+            optimize(session, experience)
             grads = gradients(session, experience)[1]
             moved[coef] = grads["approx_kl_squared"]
             assert any(not torch.equal(t, before[n])

@@ -7,7 +7,6 @@ from helpers import save_lm
 from sessions import (
     count_letters,
     experience_of,
-    fresh_state,
     optimize,
     rollout_of,
     session_of,
@@ -34,11 +33,11 @@ def top_layer(tmp_path, kind="gpt2", **over):
 def trained(cfg):
     """Weights after one rollout and its updates, and how often the lowest layer ran in these."""
     with session_of(cfg, reward=count_letters) as session:
-        experience, state = experience_of(session)
+        experience = experience_of(session)
         runs = []
         layer_stack(session.policy.lm)[0].register_forward_pre_hook(
             lambda _, inputs, runs=runs: runs.append(inputs[0].shape[:2].numel()))
-        result = optimize(session, experience, state)
+        result = optimize(session, experience)
         assert result.updates
         return weights_of(session), runs, session.frozen_states_bytes
 
@@ -111,8 +110,8 @@ def test_a_critic_s_branch_below_the_split_keeps_it_running(tmp_path):
     over = {"model__value__kind": "branch", "model__value__num_layers_unfrozen": 1}
     with session_of(top_layer(tmp_path, **over), reward=count_letters) as session:
         assert session.policy.split is not None, "the branch leaves at the split"
-        experience, _state = experience_of(session)
-        optimize(session, experience, fresh_state(session))
+        experience = experience_of(session)
+        optimize(session, experience)
 
 
 def test_samples_without_a_score_take_their_states_with_them(tmp_path):
@@ -123,7 +122,7 @@ def test_samples_without_a_score_take_their_states_with_them(tmp_path):
 
     with session_of(cfg, reward=some) as session:
         rollout = rollout_of(session)
-        experience, _ = experience_of(session)
+        experience = experience_of(session)
         spans = experience.sequences.lengths - 1
         assert len(experience.frozen_states) == len(experience) < len(rollout)
         assert [len(state) for state in experience.frozen_states] == spans.tolist()

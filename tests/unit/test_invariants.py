@@ -34,10 +34,10 @@ def test_with_learning_rate_zero_every_ratio_is_one(tmp_path, kind):
     save_lm(tmp_path / "lm", kind)
     cfg = small_config(tmp_path, ppo__optimizer__lr=0.0, ppo__chunk_size=5)
     with session_of(cfg) as session:
-        experience, state = experience_of(session)
+        experience = experience_of(session)
         lengths = experience.response_mask.sum(1)
         assert lengths.min() < lengths.max()
-        result = optimize(session, experience, state)
+        result = optimize(session, experience)
     assert result.updates == 4 * 2
     assert result.terms["ratio"] == pytest.approx(1.0, abs=1e-5)
     assert result.terms["max_log_ratio"] <= 1e-5
@@ -55,7 +55,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batch(tmp_path, aggregation):
                            ppo__loss_aggregation=aggregation, ppo__ent_coef=0.01,
                            ppo__logprobs_from="decode")
         with session_of(cfg) as session:
-            experience, _ = experience_of(session)
+            experience = experience_of(session)
             found.append(gradients(session, experience))
     (whole, terms), *others = found
     assert max(g.abs().max() for g in whole.values()) > 1e-3
@@ -73,11 +73,11 @@ def test_number_of_updates(tmp_path, rollouts, size, epochs, expected, micro):
     cfg = small_config(tmp_path, ppo__num_rollouts=rollouts, ppo__mini_batch_size=size,
                        ppo__ppo_epochs=epochs, ppo__micro_batch_size=micro)
     with session_of(cfg) as session:
-        experience, state = experience_of(session)
+        experience = experience_of(session)
         steps = []
         original = session.trained.optimizer.step
         session.trained.optimizer.step = lambda *a, **k: (steps.append(1), original(*a, **k))
-        assert optimize(session, experience, state).updates == expected
+        assert optimize(session, experience).updates == expected
         assert len(steps) == expected
         assert PPOTask(session).total_updates(TrainState({}, "")) == 2 * expected
 
@@ -90,7 +90,7 @@ def test_pad_equal_to_eos_and_apart_give_the_same_loss(tmp_path):
         save_lm(folder / "lm", pad=pad)
         with session_of(small_config(folder)) as session:
             assert (session.tokenizer.pad_token_id == session.tokenizer.eos_token_id) is not pad
-            experience, _ = experience_of(session)
+            experience = experience_of(session)
             assert experience.response_mask.sum(1).min() < experience.response_mask.sum(1).max()
             found.append((experience, gradients(session, experience)[1]))
     assert found[0][1] == pytest.approx(found[1][1])
@@ -129,7 +129,7 @@ def test_equal_scores_are_not_blown_up_by_scaling(tmp_path):
     for scale in ("running", "ref"):
         cfg = small_config(tmp_path, reward__scale=scale, ppo__num_rollouts=12)
         with session_of(cfg, reward=lambda outputs, **_: [0.1] * len(outputs)) as session:
-            experience, _ = experience_of(session)
+            experience = experience_of(session)
         assert experience.returns.abs().max() < 1.0
 
 
@@ -237,22 +237,22 @@ def test_responses_that_end_at_once_are_defined(tmp_path):
         bias[session.tokenizer.eos_token_id] = 1e4
         session.policy.lm.lm_head.bias = torch.nn.Parameter(bias, requires_grad=False)
         session.reference.lm.lm_head.bias = session.policy.lm.lm_head.bias
-        experience, state = experience_of(session)
+        experience = experience_of(session)
         assert experience.response_mask.sum(1).tolist() == [1] * 16
-        result = optimize(session, experience, state)
+        result = optimize(session, experience)
     assert all(math.isfinite(v) for v in result.terms.values())
 
 
 def test_a_ratio_beyond_the_threshold_touches_nothing(tmp_path):
     cfg = small_config(tmp_path, ppo__ratio_threshold=1.5)
     with session_of(cfg) as session:
-        experience, state = experience_of(session)
-        optimize(session, experience, state)
+        experience = experience_of(session)
+        optimize(session, experience)
         experience.logprobs.sub_(2.0)  # every ratio is now about e^2
         before = weights_of(session)
         slots = [{k: v.clone() for k, v in s.items()}
                  for s in session.trained.optimizer.state.values()]
-        result = optimize(session, experience, state)
+        result = optimize(session, experience)
         assert (result.updates, result.skipped) == (0, 8)
         for name, tensor in session.policy.state_dict().items():
             assert torch.equal(tensor, before[name]), name
@@ -263,7 +263,7 @@ def test_a_ratio_beyond_the_threshold_touches_nothing(tmp_path):
 def test_target_kl_ends_the_epochs_before_the_update(tmp_path):
     cfg = small_config(tmp_path, ppo__target_kl=0.01, ppo__optimizer__lr=0.05)
     with session_of(cfg) as session:
-        result = optimize(session, *experience_of(session))
+        result = optimize(session, experience_of(session))
     assert result.early_stopped
     assert 1 <= result.updates < 8
 
@@ -271,18 +271,17 @@ def test_target_kl_ends_the_epochs_before_the_update(tmp_path):
 def test_a_nonfinite_gradient_touches_nothing_and_ends_the_run_when_it_lasts(tmp_path):
     cfg = small_config(tmp_path, ppo__max_nonfinite=3)
     with session_of(cfg) as session:
-        experience, state = experience_of(session)
+        experience = experience_of(session)
         experience.advantages[3, 0] = float("nan")
         before = weights_of(session)
         with pytest.raises(DivergedError, match="3 updates in a row"):
             optimize(session, type(experience)(
                 **{n: getattr(experience, n) for n in experience.__slots__}
-                | {"advantages": torch.full_like(experience.advantages, float("inf"))}),
-                state)
+                | {"advantages": torch.full_like(experience.advantages, float("inf"))}))
         for name, tensor in session.policy.state_dict().items():
             assert torch.equal(tensor, before[name]), name
         # one bad row spoils only the minibatches it is in: never three in a row here
-        result = optimize(session, experience, state)
+        result = optimize(session, experience)
     assert result.skipped == 4
     assert result.updates == 4
 
@@ -290,9 +289,9 @@ def test_a_nonfinite_gradient_touches_nothing_and_ends_the_run_when_it_lasts(tmp
 def test_critic_warm_up_moves_the_value_head_only(tmp_path):
     cfg = small_config(tmp_path, ppo__critic_warmup_steps=1)
     with session_of(cfg) as session:
-        experience, state = experience_of(session)
+        experience = experience_of(session)
         before = weights_of(session)
-        optimize(session, experience, state)
+        optimize(session, experience)
         moved = {n for n, t in session.policy.state_dict().items() if not torch.equal(t, before[n])}
     assert moved
     assert all(name.startswith("value_head.") for name in moved)
@@ -303,7 +302,7 @@ def test_gradient_checkpointing_gives_the_same_gradient(tmp_path):
     for checkpointing in (False, True):
         cfg = small_config(tmp_path, model__gradient_checkpointing=checkpointing)
         with session_of(cfg) as session:
-            experience, _ = experience_of(session)
+            experience = experience_of(session)
             session.policy.train(checkpointing)
             found.append(gradients(session, experience)[0])
     for name, grad in found[0].items():
@@ -314,7 +313,7 @@ def test_dropout_of_the_model_is_off(tmp_path):
     save_lm(tmp_path / "lm", attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5)
     cfg = small_config(tmp_path, model__gradient_checkpointing=True, ppo__optimizer__lr=0.0)
     with session_of(cfg) as session:
-        result = optimize(session, *experience_of(session))
+        result = optimize(session, experience_of(session))
         assert session.loaded.export_config.attn_pdrop == 0.5
     assert result.terms["max_log_ratio"] <= 1e-5
 
@@ -323,9 +322,9 @@ def test_dropout_of_the_model_is_off(tmp_path):
 def test_frozen_layers_stay_and_the_rest_moves(tmp_path, kind):
     save_lm(tmp_path / "lm", kind)
     with session_of(small_config(tmp_path, model__num_layers_unfrozen=1)) as session:
-        experience, state = experience_of(session)
+        experience = experience_of(session)
         before = weights_of(session)
-        optimize(session, experience, state)
+        optimize(session, experience)
         moved = {n for n, t in session.policy.state_dict().items() if not torch.equal(t, before[n])}
     assert any(".1." in name for name in moved)
     assert not any(".0." in name or "wte" in name or "wpe" in name or "embed_in" in name
@@ -338,8 +337,8 @@ def test_bf16_keeps_fp32_weights_and_a_ratio_near_one(tmp_path, source):
                        ppo__logprobs_from=source)
     with session_of(cfg) as session:
         assert session.from_decode == (source == "decode")
-        experience, state = experience_of(session)
-        result = optimize(session, experience, state)
+        experience = experience_of(session)
+        result = optimize(session, experience)
         assert all(p.dtype == torch.float32 for p in session.policy.parameters())
         assert next(session.reference.lm.parameters()).dtype == torch.bfloat16
     assert result.terms["ratio"] == pytest.approx(1.0, abs=0.02)
@@ -355,7 +354,7 @@ def test_auto_takes_logprobs_from_decoding_in_fp32_only(tmp_path):
 def test_full_kl_is_the_divergence_of_the_whole_distributions(tmp_path):
     cfg = small_config(tmp_path, ppo__kl_estimator="full", ppo__optimizer__lr=0.01)
     with session_of(cfg) as session:
-        optimize(session, *experience_of(session))
+        optimize(session, experience_of(session))
         rollout = rollout_of(session, start=100)
         with torch.no_grad():
             for i in range(4):

@@ -12,7 +12,7 @@ import torch
 from helpers import mask_of
 
 from ppocli.ppo.advantages import ESTIMATORS, Samples, gae, grpo, reinforce_pp, rloo, token_rewards
-from ppocli.ppo.masking import whiten
+from ppocli.ppo.shaping import whiten
 
 
 def double(rows):

@@ -99,9 +99,6 @@ def test_kl_as_a_loss_by_hand(name, value, slope):
     assert logprobs.grad.item() == pytest.approx(0.2 * slope)
 
 
-# --- entropy ---------------------------------------------------------------------------------
-
-
 # --- the whole update ------------------------------------------------------------------------
 
 

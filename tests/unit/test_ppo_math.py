@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from ppocli.config.schema import SchedulerConfig
 from ppocli.ppo.kl import adapt_kl_coef, kl_per_token
-from ppocli.ppo.masking import masked_mean, whiten
-from ppocli.ppo.moments import RunningMoments, moments_of, scale_scores
 from ppocli.ppo.noise import EVALUATION, ROLLOUT, uniform
-from ppocli.ppo.schedule import lr_factor
+from ppocli.ppo.shaping import RunningMoments, masked_mean, moments_of, scale_scores, whiten
+from ppocli.training.optimizers import lr_factor
 
 # --- whitening -------------------------------------------------------------------------------
 
@@ -37,18 +37,14 @@ def test_whitening_without_spread_or_entries_is_finite():
 # --- KL --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "expected"), [
-    ("k1", 0.5), ("abs", 0.5), ("k2", 0.125), ("k3", math.exp(-0.5) - 1 + 0.5)])
-def test_kl_estimators_by_hand(name, expected):
-    lp, ref = torch.tensor([-1.0]), torch.tensor([-1.5])
-    torch.testing.assert_close(kl_per_token(lp, ref, name), torch.tensor([expected]))
-
-
-def test_kl_estimators_when_the_reference_likes_the_token_more():
-    lp, ref = torch.tensor([-1.5]), torch.tensor([-1.0])
-    assert kl_per_token(lp, ref, "k1").item() == pytest.approx(-0.5)
-    assert kl_per_token(lp, ref, "abs").item() == pytest.approx(0.5)
-    assert kl_per_token(lp, ref, "k3").item() == pytest.approx(math.exp(0.5) - 1.5, rel=1e-5)
+@pytest.mark.parametrize(("name", "expected", "turned"), [
+    ("k1", 0.5, -0.5), ("abs", 0.5, 0.5), ("k2", 0.125, 0.125),
+    ("k3", math.exp(-0.5) - 1 + 0.5, math.exp(0.5) - 1.5)])
+def test_kl_estimators_by_hand(name, expected, turned):
+    """``turned`` where the reference likes the token more."""
+    one, other = torch.tensor([-1.0]), torch.tensor([-1.5])
+    torch.testing.assert_close(kl_per_token(one, other, name), torch.tensor([expected]))
+    torch.testing.assert_close(kl_per_token(other, one, name), torch.tensor([turned]))
 
 
 def test_k1_and_k3_estimate_the_same_divergence():
@@ -64,23 +60,15 @@ def test_unknown_estimator_is_refused():
         kl_per_token(torch.zeros(1), torch.zeros(1), "k9")
 
 
-def test_controller_numbers():
-    # kl 30 at target 6 is clipped to +0.2; n 256 of horizon 10000
-    assert adapt_kl_coef(0.2, 30.0, target=6, horizon=10000, num_samples=256) == pytest.approx(
-        0.201024)
-    assert adapt_kl_coef(0.2, 6.6, target=6, horizon=10000, num_samples=100) == pytest.approx(
-        0.2 * (1 + 0.1 * 0.01))
-    assert adapt_kl_coef(0.2, 0.0, target=6, horizon=10000, num_samples=100) == pytest.approx(
-        0.2 * (1 - 0.2 * 0.01))
-
-
-def test_a_rollout_beyond_the_horizon_cannot_make_the_penalty_a_reward():
-    assert adapt_kl_coef(0.1, 0.0, target=6, horizon=1, num_samples=500) == pytest.approx(0.08)
-    assert adapt_kl_coef(0.1, 99.0, target=6, horizon=1, num_samples=500) == pytest.approx(0.12)
-
-
-def test_a_negative_kl_never_moves_the_coefficient():
-    assert adapt_kl_coef(0.2, -3.0, target=6, horizon=100, num_samples=100) == 0.2
+@pytest.mark.parametrize(("coef", "kl", "horizon", "samples", "expected"), [
+    (0.2, 30.0, 10000, 256, 0.201024),  # clipped to +0.2; n 256 of horizon 10000
+    (0.2, 6.6, 10000, 100, 0.2 * (1 + 0.1 * 0.01)), (0.2, 0.0, 10000, 100, 0.2 * (1 - 0.2 * 0.01)),
+    # a rollout beyond the horizon can't make the penalty a reward
+    (0.1, 0.0, 1, 500, 0.08), (0.1, 99.0, 1, 500, 0.12),
+    (0.2, -3.0, 100, 100, 0.2)])  # a negative KL never moves the coefficient
+def test_controller_numbers(coef, kl, horizon, samples, expected):
+    assert adapt_kl_coef(coef, kl, target=6, horizon=horizon, num_samples=samples) == \
+        pytest.approx(expected)
 
 
 # --- moments, noise, schedule ----------------------------------------------------------------
@@ -122,8 +110,7 @@ def test_noise_is_uniform_and_uncorrelated():
 
 def test_schedule_values():
     def at(update, name, warmup=0, ratio=0.0):
-        return lr_factor(update, name=name, total_updates=10, warmup_updates=warmup,
-                         min_lr_ratio=ratio)
+        return lr_factor(SchedulerConfig(name, warmup, ratio), update, total_updates=10)
 
     assert [at(u, "constant", 3) for u in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert at(0, "linear") == 1.0

@@ -6,14 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from sessions import (
-    experience_of,
-    fresh_state,
-    hand_rollout,
-    rollout_of,
-    session_of,
-    small_config,
-)
+from sessions import experience_of, hand_rollout, rollout_of, session_of, small_config
 
 from ppocli.config.schema import TrainConfig
 from ppocli.parallel.stop import StopFlag
@@ -83,7 +76,7 @@ def test_whitened_advantages_have_no_mean():
 
 def test_a_step_collects_from_where_the_one_before_ended(tmp_path):
     with session_of(small_config(tmp_path)) as session:
-        clock = PhaseClock.start(session.backend.device)
+        clock = PhaseClock(session.backend.device)
         state = TrainState({}, "", step=1, episodes=16)
         rollout = PPOTask(session).collect(state, StopFlag(), clock)
     assert rollout.prompts.episodes == list(range(16, 32))
@@ -99,8 +92,8 @@ def test_a_sample_depends_on_its_episode_not_on_its_row(tmp_path):
 def test_each_pass_over_the_samples_has_an_order_of_its_own(tmp_path):
     """That of numpy's generator for (seed, step, epoch), dealt into minibatches of 8."""
     with session_of(small_config(tmp_path, seed=3, ppo__ppo_epochs=2)) as session:
-        experience, _ = experience_of(session)
-        plan = plan_updates(session, experience, fresh_state(session), 5)
+        experience = experience_of(session)
+        plan = plan_updates(session, experience, 5)
     assert [group.epoch for group in plan.groups] == [0, 0, 1, 1]
     for epoch in (0, 1):
         order = np.random.default_rng([3, 5, epoch]).permutation(16).tolist()

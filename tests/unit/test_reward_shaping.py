@@ -11,8 +11,7 @@ from sessions import hand_rollout as rollout_of
 
 from ppocli.config.problems import find_problems
 from ppocli.config.schema import RewardConfig, TrainConfig
-from ppocli.ppo.moments import RunningMoments
-from ppocli.ppo.shaping import overlong_penalties
+from ppocli.ppo.shaping import RunningMoments, overlong_penalties
 from ppocli.tasks.ppo.experience import shaped_scores, to_experience, update_moments
 from ppocli.tasks.ppo.figures import penalty_figures, rollout_samples
 from ppocli.tasks.ppo.records import PPOState, Rollout

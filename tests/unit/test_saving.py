@@ -17,6 +17,7 @@ from sessions import (
     save_session,
     session_of,
     small_config,
+    state_now,
 )
 
 from ppocli.errors import DiskError
@@ -24,22 +25,20 @@ from ppocli.estimate.parts import pinned_bytes
 from ppocli.tasks.ppo.session import Session, saved_model
 from ppocli.tasks.ppo.task import PPOTask
 from ppocli.training import background_saving as saving
-from ppocli.training import random_state as generators
-from ppocli.training.background_saving import Saving
-from ppocli.training.checkpoint_contents import (
-    HostCopies,
+from ppocli.training.background_saving import HostCopies, Saving, copied_bytes
+from ppocli.training.checkpoint_writing import (
+    OPTIMIZER,
+    POLICY,
     contents_of,
-    copied_bytes,
     save_tensors,
     write_contents,
 )
-from ppocli.training.checkpoint_io import RankState
 
 pytestmark = pytest.mark.long
 
 
 def train(session: Session, step: int) -> None:
-    optimize(session, *experience_of(session, 16 * step))
+    optimize(session, experience_of(session, 16 * step))
 
 
 def written(session: Session, folder: Path) -> dict[str, bytes]:
@@ -66,7 +65,7 @@ def test_a_copy_written_after_more_training_is_the_synchronous_save(kind, keys, 
     cfg = small_config(tmp_path, hardware__num_threads=1, **keys)
     with session_of(cfg) as session:
         train(session, 0)
-        contents = contents_of(PPOTask(session), generators.capture(session.backend.device), {})
+        contents = contents_of(PPOTask(session), state_now(session))
         size = copied_bytes(contents)
         copy = HostCopies().copy(saved_model(session), contents, tmp_path)
         expected = written(session, tmp_path / "expected")
@@ -86,19 +85,20 @@ def test_a_copy_written_after_more_training_is_the_synchronous_save(kind, keys, 
 def test_the_memory_of_a_copy_is_taken_once(tmp_path):
     with session_of(small_config(tmp_path)) as session:
         train(session, 0)
-        copies, state = HostCopies(), generators.capture(session.backend.device)
+        copies, state = HostCopies(), state_now(session)
         assert not copies.held
-        first = copies.copy(saved_model(session), contents_of(PPOTask(session), state, {}),
+        first = copies.copy(saved_model(session), contents_of(PPOTask(session), state),
                              tmp_path)
-        places = {name: tensor.data_ptr() for name, tensor in first.slots.items()}
-        before = first.slots["value_head.outer.weight/exp_avg"].clone()
+        places = {name: tensor.data_ptr() for name, tensor in first.files[OPTIMIZER].items()}
+        before = first.files[OPTIMIZER]["value_head.outer.weight/exp_avg"].clone()
         train(session, 1)
-        second = copies.copy(saved_model(session), contents_of(PPOTask(session), state, {}),
+        second = copies.copy(saved_model(session), contents_of(PPOTask(session), state),
                              tmp_path)
-    assert {name: tensor.data_ptr() for name, tensor in second.slots.items()} == places
-    assert not torch.equal(second.slots["value_head.outer.weight/exp_avg"], before)
+    assert {name: tensor.data_ptr() for name, tensor in second.files[OPTIMIZER].items()} == places
+    assert not torch.equal(second.files[OPTIMIZER]["value_head.outer.weight/exp_avg"], before)
     # the head is tied to the embedding: one copy of both, as transformers wants it
-    tied = [second.policy[f"{name}.weight"].data_ptr() for name in ("lm_head", "transformer.wte")]
+    tied = [second.files[POLICY][f"{name}.weight"].data_ptr()
+            for name in ("lm_head", "transformer.wte")]
     assert tied[0] == tied[1]
 
 
@@ -110,7 +110,7 @@ def test_weights_that_do_not_train_are_shared(tmp_path):
         live = session.policy.lm.state_dict()
     assert len(set(trains.values())) == 2
     for name, yes in trains.items():
-        assert (copy.policy[name].data_ptr() != live[name].data_ptr()) == yes, name
+        assert (copy.files[POLICY][name].data_ptr() != live[name].data_ptr()) == yes, name
 
 
 def test_tensors_in_the_same_memory_are_written_one_by_one(tmp_path):
@@ -129,8 +129,7 @@ def test_pinned_memory_is_a_power_of_two():
 
 def copy_of(session: Session, folder: Path, found: Saving | None = None, wanted: str = ""):
     session.cfg.checkpoint.background = wanted or session.cfg.checkpoint.background
-    state = generators.capture(session.backend.device)
-    return (found or Saving()).copy(PPOTask(session), RankState(state, {}), folder / "checkpoints")
+    return (found or Saving()).copy(PPOTask(session), state_now(session), folder / "checkpoints")
 
 
 def test_a_copy_is_made_where_there_is_room(tmp_path, monkeypatch, caplog):
@@ -168,9 +167,9 @@ def test_without_memory_for_a_copy_training_stops_and_the_log_says_so_once(
 
 def test_small_files_that_can_not_be_put_down_leave_it_to_the_synchronous_save(tmp_path):
     with session_of(small_config(tmp_path, checkpoint__background="always")) as session:
-        state = generators.capture(session.backend.device)
+        state = state_now(session)
         with pytest.raises(OSError, match="no such place"):
-            HostCopies().copy(saved_model(session), contents_of(PPOTask(session), state, {}),
+            HostCopies().copy(saved_model(session), contents_of(PPOTask(session), state),
                               tmp_path / "no such place")
         (tmp_path / "checkpoints").write_text("a file")
         assert copy_of(session, tmp_path) is None

@@ -40,7 +40,7 @@ def test_a_shared_reference_gives_what_a_copy_gives(tmp_path, kind, source):
             kinds = {"copy": CopyReference, "shared": SharedReference}
             assert isinstance(session.reference, kinds[reference])
             before = rollout_of(session)
-            optimize(session, *experience_of(session))
+            optimize(session, experience_of(session))
             found.append((before, rollout_of(session, start=100)))
     for copied, shared in zip(*found, strict=True):
         assert torch.equal(copied.response_tokens, shared.response_tokens)
@@ -59,7 +59,7 @@ def test_in_bf16_the_reference_is_not_the_policy_s_cached_weights(tmp_path):
         cfg = one_layer(tmp_path, "llama", reference, ppo__optimizer__lr=0.01,
                         hardware__precision="bf16", model__dtype="fp32")
         with session_of(cfg, reward=count_letters) as session:
-            optimize(session, *experience_of(session))
+            optimize(session, experience_of(session))
             found.append(rollout_of(session, start=100))
     copied, shared = found
     assert torch.equal(copied.response_tokens, shared.response_tokens)
@@ -80,7 +80,7 @@ def test_what_comes_before_the_first_layer_is_frozen_too(tmp_path, kind):
             before = {n: p.clone() for n, p in session.policy.lm.named_parameters()
                       if any(part in n for part in ("embed", "project_in"))}
             assert len(before) > 1
-            optimize(session, *experience_of(session))
+            optimize(session, experience_of(session))
             after = dict(session.policy.lm.named_parameters())
             assert all(torch.equal(after[name], value) for name, value in before.items())
             found.append(rollout_of(session, start=100).kl)

@@ -43,7 +43,7 @@ def test_every_pass_of_a_step_keeps_to_it(tmp_path):
         state = update_moments(fresh_state(session), rollout, cfg)
         experience = to_experience(rollout, state, cfg)
         scored = len(seen)
-        optimize(session, experience, state)
+        optimize(session, experience)
         handle.remove()
         spans = experience.sequences.lengths
     assert int(spans.max()) <= budget

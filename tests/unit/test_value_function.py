@@ -50,8 +50,8 @@ def test_the_value_loss_trains_the_critic_s_own_layers(tmp_path, critic):
         own = dict(session.policy.value_trunk.named_parameters())
         assert all(p.requires_grad for p in own.values())
         before = {name: p.detach().clone() for name, p in own.items()}
-        result = optimize(session, *experience_of(session))
-        later, _ = experience_of(session)
+        result = optimize(session, experience_of(session))
+        later = experience_of(session)
     moved = {name for name, p in own.items() if not torch.equal(p, before[name])}
     # a head that starts at 0 hands nothing down in the first update only
     assert len(moved) > 0.9 * len(own) - 1
@@ -62,13 +62,13 @@ def test_the_value_loss_trains_the_critic_s_own_layers(tmp_path, critic):
 def test_a_model_of_its_own_leaves_the_policy_without_a_value_gradient(tmp_path):
     cfg = with_critic(tmp_path, "model", ppo__vf_coef=0.0)
     with session_of(cfg, reward=count_letters) as session:
-        experience, _ = experience_of(session)
+        experience = experience_of(session)
         without = gradients(session, experience)[0]
     cfg = with_critic(tmp_path, "model", ppo__vf_coef=1.0)
     with session_of(cfg, reward=count_letters) as session:
         with torch.no_grad():
             session.policy.value_head.outer.weight.fill_(0.05)
-        again, _ = experience_of(session)
+        again = experience_of(session)
         again = type(again)(**{**{n: getattr(again, n) for n in again.__dataclass_fields__},
                                "advantages": experience.advantages})
         with_value = gradients(session, again)[0]
@@ -82,7 +82,7 @@ def test_critic_warm_up_trains_a_critic_of_its_own_and_nothing_else(tmp_path):
         cfg = with_critic(tmp_path, critic, ppo__critic_warmup_steps=1, ppo__vf_coef=1.0)
         with session_of(cfg, reward=count_letters) as session:
             before = {n: p.detach().clone() for n, p in session.policy.named_parameters()}
-            optimize(session, *experience_of(session))
+            optimize(session, experience_of(session))
             moved = {n for n, p in session.policy.named_parameters()
                      if not torch.equal(p, before[n])}
         assert moved
@@ -227,9 +227,9 @@ def test_the_critic_s_own_optimizer_and_schedule(tmp_path):
         ppo__ppo_epochs=1, ppo__mini_batch_size=16, ppo__max_grad_norm=None)
     with session_of(cfg, reward=count_letters) as session:
         before = {n: p.detach().clone() for n, p in session.policy.named_parameters()}
-        experience, state = experience_of(session)
+        experience = experience_of(session)
         grads = gradients(session, experience)[0]
-        optimize(session, experience, state)
+        optimize(session, experience)
         for name, parameter in session.policy.named_parameters():
             if name.startswith("value_"):
                 # the first of four warm-up updates runs at a fifth of the rate

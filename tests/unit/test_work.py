@@ -18,7 +18,6 @@ from torch.profiler import ProfilerActivity, profile
 from work import HIDDEN, INNER, LAYERS, VOCABULARY, Work, save_work_lm
 
 from ppocli.parallel.stop import StopFlag
-from ppocli.ppo.noise import ROLLOUT
 from ppocli.sampling.decode_loop import SHRINK_AT
 from ppocli.tasks.ppo.evaluate import evaluate, evaluation_size
 from ppocli.tasks.ppo.experience import to_experience
@@ -154,10 +153,10 @@ def counted_step(session: Session, kind: str, case: Case) -> Step:
     clock, state, stop = prepared(session, work), fresh_state(session), StopFlag()
     with work:
         prompts = session.next_prompts(0, SAMPLES)
-        rollout = collect_rollout(session, prompts, ROLLOUT, stop, clock)
+        rollout = collect_rollout(session, prompts, stop, clock)
         experience = to_experience(rollout, state, session.cfg)
         clock.mark("other")
-        result = optimize(session, experience, state, stop)
+        result = optimize(session, experience, stop)
         clock.mark("optimize")
     return Step(kind, case, work, rollout, result, len(session.trained.optimizer.param_groups))
 
@@ -295,9 +294,9 @@ def test_logits_of_all_tokens_never_exist_at_once(tmp_path, kind, monkeypatch):
         state, stop = fresh_state(session), StopFlag()
         rollout = rollout_of(session)
         experience = to_experience(rollout, state, session.cfg)
-        optimize(session, experience, state, stop)  # the optimizer's state is made
-        updating = peak_of(lambda: optimize(session, experience, state, stop))
-        chunk, = generate_chunks(session, session.next_prompts(0, 16), 16, ROLLOUT, stop)
+        optimize(session, experience, stop)  # the optimizer's state is made
+        updating = peak_of(lambda: optimize(session, experience, stop))
+        chunk, = generate_chunks(session, session.next_prompts(0, 16), 16, stop)
         scoring = peak_of(lambda: measure_chunk(session, chunk, stop, forward=True))
         gradients = sum(4 * p.numel() for p in session.policy.parameters())
     logits = 4 * vocabulary * 8 * 20  # of the response tokens of one pass

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ppocli.data.batch import PromptBatch
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import EVALUATION
 from ppocli.sampling.sampler import Speaker, sample_chunks
 from ppocli.sampling.samples import Samples
-from ppocli.tasks.ppo.rewards_over_ranks import judge
+from ppocli.tasks.ppo.figures import mean, mean_std, sample_rows
+from ppocli.tasks.ppo.reward_calls import judge, woven
 from ppocli.tasks.ppo.rollout import measure, response_texts, sample_policy
 from ppocli.tasks.ppo.session import EvalSession, sampling_sweep
 from ppocli.training.task import Evaluation
@@ -22,10 +23,6 @@ def distinct(texts: list[str], n: int) -> float:
     grams = [tuple(words[i:i + n]) for words in (t.split() for t in texts)
              for i in range(len(words) - n + 1)]
     return len(set(grams)) / len(grams) if grams else 0.0
-
-
-def _mean(values: list[float]) -> float:
-    return math.fsum(values) / len(values) if values else math.nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,59 +58,54 @@ def evaluate_chunks(session: EvalSession, stop: StopFlag, *, skip: int = 0) -> I
     Raises:
         RewardError, DivergedError, StopRequested.
     """
-    chunk = session.chunk_size * session.backend.ranks.world
-    total = evaluation_size(session)
-    for start in range(skip, total, chunk):
+    for batch, own in _shares(session, stop, skip):
+        yield _joined(session.backend.ranks.gather(_one_share(session, batch, own, stop)))
+
+
+def _shares(session: EvalSession, stop: StopFlag, skip: int = 0
+            ) -> Iterator[tuple[PromptBatch, int]]:
+    """This rank's prompts of each generate call, those after the first so many of which only keep
+    the ranks in step."""
+    ranks, prompts, total = session.backend.ranks, session.eval_prompts, evaluation_size(session)
+    for start in range(skip, total, session.chunk_size * ranks.world):
         stop.meet()
-        episodes = list(range(start, min(start + chunk, total)))
-        mine, own = session.backend.ranks.share(episodes)
-        found = session.backend.ranks.gather(_one_share(session, mine, own, stop))
-        yield _joined(start, len(episodes), found)
+        mine, own = ranks.share(range(total)[start:start + session.chunk_size * ranks.world])
+        yield prompts.batch([episode % len(prompts) for episode in mine], mine,
+                            session.tokenizer.pad_token_id), own
 
 
-def _one_share(session: EvalSession, episodes: list[int], own: int, stop: StopFlag) -> EvalChunk:
-    """This rank's samples; those after the first ``own`` only keep the ranks in step."""
+def _one_share(session: EvalSession, batch: PromptBatch, own: int, stop: StopFlag) -> EvalChunk:
+    """This rank's samples, the first ``own`` of the batch's."""
     # in fp32 the decoding pass has computed the policy's logprobs already
     decoded = session.from_decode and session.eval_sampling.temperature == 1.0
-    prompts = session.eval_prompts
-    index = [episode % len(prompts) for episode in episodes]
-    batch = prompts.batch(index, episodes, session.tokenizer.pad_token_id)
+    start = batch.episodes[0]
     out = Samples.joined(list(sample_policy(session, batch, session.eval_sampling, EVALUATION,
                                             stop)))
     measured = measure(session, out, phase="scoring of the evaluation", want_policy=not decoded,
                        want_values=False, estimator="k1", temperature=1.0, stop=stop)
-    if own < len(episodes):
+    if own < len(batch):
         batch, out = batch.first(own), out.first(own)
     responses = response_texts(session, batch, out)
     scores, metrics = judge(session, batch, out, responses, "reward at evaluation")
     stop.meet()
-    kl = measured.kl.sum(1)
-    samples: list[dict[str, Any]] = [{
-        "prompt": batch.texts[i], "response": responses[i],
-        "score": scores.scores[i] if scores.valid[i] else None,
-        "kl": float(kl[i]) if session.reference is not None else None,
-        "response_tokens": int(out.mask[i].sum()), "finished": bool(out.finished[i])}
-        for i in range(own)]
-    if len(scores.parts) > 1:
-        for i, sample in enumerate(samples):
-            sample["rewards"] = {name: values[i] for name, values in scores.parts.items()}
-    return EvalChunk(episodes[0], samples, metrics, dict(scores.parts))
+    kl = measured.kl.sum(1).tolist()[:own] if session.reference is not None else [None] * own
+    shown = [score if valid else None
+             for score, valid in zip(scores.scores, scores.valid, strict=True)]
+    samples = sample_rows(
+        {"prompt": batch.texts, "response": responses, "score": shown, "kl": kl,
+         "response_tokens": out.mask.sum(1).tolist(), "finished": out.finished.tolist()},
+        {"rewards": scores.parts if len(scores.parts) > 1 else {}})
+    return EvalChunk(start, samples, metrics, dict(scores.parts))
 
 
-def _joined(start: int, count: int, shares: list[EvalChunk]) -> EvalChunk:
-    """The ranks' shares, dealt in turn, as one chunk in the order of its samples."""
-    if len(shares) == 1:
-        return shares[0]
-
-    def woven(lists: list[list[Any]]) -> list[Any]:
-        return [lists[i % len(lists)][i // len(lists)] for i in range(count)]
-
-    filled = [share for share in shares if share.samples]
+def _joined(shares: list[EvalChunk]) -> EvalChunk:
+    """The ranks' shares as one chunk, in the order of its samples. The first has some always, the
+    others perhaps none, and then no metrics."""
+    first = shares[0]
     return EvalChunk(
-        start, woven([share.samples for share in shares]),
-        {name: woven([share.metrics.get(name, []) for share in shares])
-         for name in filled[0].metrics},
-        {name: woven([share.parts[name] for share in shares]) for name in filled[0].parts})
+        first.start, woven([share.samples for share in shares]),
+        {name: woven([share.metrics.get(name, []) for share in shares]) for name in first.metrics},
+        {name: woven([share.parts.get(name, []) for share in shares]) for name in first.parts})
 
 
 def evaluate(session: EvalSession, stop: StopFlag) -> Evaluation:
@@ -128,18 +120,15 @@ def evaluate(session: EvalSession, stop: StopFlag) -> Evaluation:
     Raises:
         RewardError, DivergedError, StopRequested.
     """
-    found = _evaluate_once(session, stop)
-    swept: dict[str, dict[str, float]] = {}
-    samples: dict[str, list[dict[str, Any]]] = {}
-    tokens = found.tokens
-    for name, spec in sampling_sweep(session.cfg.generation, session.eval_sampling).items():
-        if not swept:
-            swept[name] = found.figures
-            continue
-        other = _evaluate_once(replace(session, eval_sampling=spec), stop)
-        swept[name], samples[name] = other.figures, other.samples
-        tokens += other.tokens
-    return replace(found, tokens=tokens, swept=swept, swept_samples=samples)
+    specs = sampling_sweep(session.cfg.generation, session.eval_sampling)
+    if not specs:
+        return _evaluate_once(session, stop)
+    found = {name: _evaluate_once(replace(session, eval_sampling=spec), stop)
+             for name, spec in specs.items()}
+    first, *others = found
+    return replace(found[first], tokens=sum(one.tokens for one in found.values()),
+                   swept={name: one.figures for name, one in found.items()},
+                   swept_samples={name: found[name].samples for name in others})
 
 
 def _evaluate_once(session: EvalSession, stop: StopFlag) -> Evaluation:
@@ -166,21 +155,14 @@ def reference_responses(session: EvalSession, stop: StopFlag) -> list[str]:
     """
     if session.reference is None:
         return []
-    ranks, prompts = session.backend.ranks, session.eval_prompts
-    total, chunk = evaluation_size(session), session.chunk_size * ranks.world
     texts: list[str] = []
     with session.acting() as acting, session.reference.view(acting.policy.lm) as lm:
-        for start in range(0, total, chunk):
-            stop.meet()
-            episodes = list(range(start, min(start + chunk, total)))
-            mine, own = ranks.share(episodes)
-            batch = prompts.batch([episode % len(prompts) for episode in mine], mine,
-                                  session.tokenizer.pad_token_id)
+        for batch, own in _shares(session, stop):
             out = Samples.joined(list(sample_chunks(
                 session.sampler, session.passes, batch, session.eval_sampling, EVALUATION,
                 Speaker(lm), stop, phase="evaluation", chunk=session.chunk_size)))
-            shares = ranks.gather(response_texts(session, batch, out)[:own])
-            texts += [shares[i % len(shares)][i // len(shares)] for i in range(len(episodes))]
+            texts += woven(session.backend.ranks.gather(
+                response_texts(session, batch, out)[:own]))
     return texts
 
 
@@ -188,17 +170,15 @@ def evaluation_figures(samples: list[dict[str, Any]], metrics: dict[str, list[fl
                        parts: dict[str, list[float]]) -> dict[str, float]:
     """The figures of an evaluation from all its samples, as summary.json and metrics.jsonl have
     them."""
-    scores = [s["score"] for s in samples if s["score"] is not None]
-    mean = _mean(scores)
+    score, std = mean_std([s["score"] for s in samples if s["score"] is not None])
     figures = {
-        "reward_mean": mean,
-        "reward_std": math.sqrt(_mean([(s - mean) ** 2 for s in scores])) if scores else math.nan,
-        "kl_mean": _mean([s["kl"] for s in samples if s["kl"] is not None]),
-        "response_tokens_mean": _mean([s["response_tokens"] for s in samples]),
-        "finished_share": _mean([float(s["finished"]) for s in samples]),
+        "reward_mean": score, "reward_std": std,
+        "kl_mean": mean([s["kl"] for s in samples if s["kl"] is not None]),
+        "response_tokens_mean": mean([s["response_tokens"] for s in samples]),
+        "finished_share": mean([float(s["finished"]) for s in samples]),
         "distinct_2": distinct([s["response"] for s in samples], 2),
     }
-    if len(parts) > 1:
-        figures.update({f"reward/{name}": _mean(values) for name, values in parts.items()})
-    figures.update({f"metrics/{name}": _mean(values) for name, values in metrics.items()})
+    rewards = parts if len(parts) > 1 else {}
+    for kind, columns in (("reward", rewards), ("metrics", metrics)):
+        figures |= {f"{kind}/{name}": mean(values) for name, values in columns.items()}
     return figures

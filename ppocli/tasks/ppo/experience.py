@@ -11,17 +11,21 @@ from ppocli.config.algorithm import estimator_of, kl_in, whitens_advantages
 from ppocli.config.schema import TrainConfig
 from ppocli.ppo.advantages import Samples, token_rewards
 from ppocli.ppo.kl import adapt_kl_coef
-from ppocli.ppo.masking import whiten
-from ppocli.ppo.moments import clipped, moments_of, scale_scores
-from ppocli.ppo.shaping import overlong_penalties, penalised
+from ppocli.ppo.shaping import (
+    clipped,
+    moments_of,
+    overlong_penalties,
+    penalised,
+    scale_scores,
+    whiten,
+)
 from ppocli.tasks.ppo.records import Experience, PPOState, Rollout
 
 
 def update_moments(state: PPOState, rollout: Rollout, cfg: TrainConfig) -> PPOState:
     """The state with this rollout's raw scores in its running moments, and with the reference
     deviation of the first rollout where ``reward.ref_std`` gives none."""
-    scores = [s for s, ok in zip(rollout.scores, rollout.valid.tolist(), strict=True) if ok]
-    found = moments_of(scores)
+    found = moments_of(rollout.valid_scores)
     ref_std = cfg.reward.ref_std
     if cfg.reward.scale == "ref" and ref_std is None:
         ref_std = found.std if state.ref_std is None else state.ref_std
@@ -128,8 +132,7 @@ def sequence_kl(rollout: Rollout) -> float:
     """Sampled KL (k1) summed over each response, mean over samples; nats. NaN without reference."""
     if not rollout.has_reference:
         return math.nan
-    k1 = (rollout.logprobs - rollout.ref_logprobs) * rollout.response_mask
-    return float(k1.double().sum(1).mean())
+    return float(rollout.k1.double().sum(1).mean())
 
 
 def next_kl_coef(state: PPOState, rollout: Rollout, cfg: TrainConfig) -> float:

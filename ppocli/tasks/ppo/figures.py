@@ -1,23 +1,59 @@
-"""What a PPO step is told to have done: figures by name, and its samples as rows."""
+"""What is told of a PPO step: figures by name, samples as rows, and signs of a run going wrong,
+each with its probable cause and what to do."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from ppocli.config.algorithm import kl_in
 from ppocli.config.schema import PPOConfig, TrainConfig
 from ppocli.tasks.ppo.experience import penalties_of, sequence_kl
-from ppocli.tasks.ppo.records import Experience, Rollout
+from ppocli.tasks.ppo.records import Experience, PPOState, Rollout
+from ppocli.tasks.ppo.session import Session
 from ppocli.training.task import OptimizeResult
 
+PATIENCE = 3
+"""steps in a row before a sign is spoken of"""
 
-def _mean_std(values: list[float]) -> tuple[float, float]:
-    if not values:
-        return math.nan, math.nan
-    mean = math.fsum(values) / len(values)
-    return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / len(values))
+ADVICE = {
+    "negative_kl": "The KL to the reference is negative ({kl:.2f} nats per sample): the tokens are "
+                   "not drawn from the policy's own distribution{why}, or the model computes "
+                   "differently in rollout and scoring.",
+    "no_spread": "All rewards of a rollout are equal ({reward:g}) for {n} steps: there is nothing "
+                 "to learn from. Check that the reward reads the response, that its label or "
+                 "pattern occurs, and that prompts vary.",
+    "full_length": "Every response ran to the full {tokens} tokens for {n} steps: the policy never "
+                   "ends one. Raise generation.max_new_tokens, set reward.missing_eos_penalty, or "
+                   "give generation.stop_sequences.",
+    "empty": "Every response is empty for {n} steps: the policy ends at once. Raise "
+             "generation.min_new_tokens, or check that the reward does not favour empty text.",
+    "kl_runaway": "The KL to the reference is {kl:.0f} nats per sample: "
+                  "the policy is leaving the language it started from. Raise "
+                  "ppo.init_kl_coef or lower ppo.optimizer.lr.",
+}
+
+
+def mean(values: Sequence[float]) -> float:
+    """Their mean; NaN without any."""
+    return math.fsum(values) / len(values) if values else math.nan
+
+
+def mean_std(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and biased standard deviation; NaN without any."""
+    middle = mean(values)
+    return middle, math.sqrt(mean([(value - middle) ** 2 for value in values]))
+
+
+def step_figures(rollout: Rollout, kl_coef: float, result: OptimizeResult, experience: Experience,
+                 cfg: TrainConfig) -> dict[str, float]:
+    """All figures of a step; ``kl_coef`` is the coefficient that its rewards were charged with."""
+    return {**rollout_figures(rollout, kl_coef, in_reward=kl_in(cfg.ppo) == "reward"),
+            **penalty_figures(rollout, cfg), **optimize_figures(result, experience, cfg.ppo)}
 
 
 def rollout_figures(rollout: Rollout, kl_coef: float, *, in_reward: bool = True
@@ -29,14 +65,13 @@ def rollout_figures(rollout: Rollout, kl_coef: float, *, in_reward: bool = True
     """
     mask = rollout.response_mask
     lengths = mask.sum(1).double()
-    scores = [s for s, ok in zip(rollout.scores, rollout.valid.tolist(), strict=True) if ok]
-    mean, std = _mean_std(scores)
+    score, std = mean_std(rollout.valid_scores)
     kl = sequence_kl(rollout)
     penalty = kl_coef * float((rollout.kl * mask).double().sum(1).mean()) if in_reward else 0.0
     figures = {
-        "reward/mean": mean, "reward/std": std,
+        "reward/mean": score, "reward/std": std,
         "reward/invalid": float((~rollout.valid).sum()),
-        "objective/scores": mean, "objective/rlhf_reward": mean - penalty,
+        "objective/scores": score, "objective/rlhf_reward": score - penalty,
         "objective/non_score_reward": -penalty, "objective/kl": kl,
         "objective/kl_per_token": kl * len(rollout) / max(float(lengths.sum()), 1.0),
         "objective/kl_coef": kl_coef,
@@ -48,7 +83,7 @@ def rollout_figures(rollout: Rollout, kl_coef: float, *, in_reward: bool = True
     }
     if len(rollout.parts) > 1:
         for name, part in rollout.parts.items():
-            figures[f"reward/{name}"] = _mean_std([v for v in part if v is not None])[0]
+            figures[f"reward/{name}"] = mean([v for v in part if v is not None])
     return figures
 
 
@@ -67,7 +102,7 @@ def _critic_figures(terms: dict[str, float], returns: torch.Tensor) -> dict[str,
 
 def penalty_figures(rollout: Rollout, cfg: TrainConfig) -> dict[str, float]:
     """Mean amount of each penalty over all samples, 0 where it does not apply."""
-    return {f"reward/penalty/{name}": _mean_std([amount or 0.0 for amount in amounts])[0]
+    return {f"reward/penalty/{name}": mean([amount or 0.0 for amount in amounts])
             for name, amounts in penalties_of(rollout, cfg).items()}
 
 
@@ -98,22 +133,28 @@ def optimize_figures(result: OptimizeResult, experience: Experience, ppo: PPOCon
     return figures
 
 
+def sample_rows(columns: Mapping[str, Sequence[Any]],
+                parts: Mapping[str, Mapping[str, Sequence[float | None]]]) -> list[dict[str, Any]]:
+    """Columns as one row per sample for samples.jsonl, and what consists of several as a mapping in
+    each row, left out where it consists of nothing."""
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    for name, values in parts.items():
+        for i, row in enumerate(rows if values else ()):
+            row[name] = {part: numbers[i] for part, numbers in values.items()}
+    return rows
+
+
 def rollout_samples(rollout: Rollout, step: int, cfg: TrainConfig) -> list[dict[str, Any]]:
-    """One row a sample for samples.jsonl."""
-    kl: list[float | None] = [None] * len(rollout)
-    if rollout.has_reference:
-        kl = ((rollout.logprobs - rollout.ref_logprobs) * rollout.response_mask).sum(1).tolist()
-    lengths = rollout.response_mask.sum(1).tolist()
-    rows = [{"step": step, "kind": "rollout", "episode": rollout.prompts.episodes[i],
-             "prompt": rollout.prompts.texts[i], "response": rollout.responses[i],
-             "score": rollout.scores[i] if bool(rollout.valid[i]) else None, "kl": kl[i],
-             "response_tokens": lengths[i], "finished": bool(rollout.finished[i])}
-            for i in range(len(rollout))]
-    for name, columns in (("rewards", rollout.parts if len(rollout.parts) > 1 else {}),
-                          ("penalties", penalties_of(rollout, cfg))):
-        if columns:
-            for i, row in enumerate(rows):
-                row[name] = {part: values[i] for part, values in columns.items()}
+    """The samples of a step as rows of samples.jsonl."""
+    count, mask = len(rollout), rollout.response_mask
+    rows = sample_rows(
+        {"step": [step] * count, "kind": ["rollout"] * count, "episode": rollout.prompts.episodes,
+         "prompt": rollout.prompts.texts, "response": rollout.responses,
+         "score": rollout.shown_scores,
+         "kl": rollout.k1.sum(1).tolist() if rollout.has_reference else [None] * count,
+         "response_tokens": mask.sum(1).tolist(), "finished": rollout.finished.tolist()},
+        {"rewards": rollout.parts if len(rollout.parts) > 1 else {},
+         "penalties": penalties_of(rollout, cfg)})
     if cfg.tracking.rollout_tokens:
         for i, row in enumerate(rows):
             row.update(_token_lists(rollout, i))
@@ -132,3 +173,38 @@ def _token_lists(rollout: Rollout, i: int) -> dict[str, Any]:
     if rollout.dense is not None:
         found["token_rewards"] = rollout.dense[i][mask].tolist()
     return found
+
+
+def _signs(session: Session, rollout: Rollout, kl: float) -> dict[str, bool]:
+    scores = rollout.valid_scores
+    lengths = rollout.response_mask.sum(1)
+    can_end = bool(session.sampling.stop_ids or session.sampling.stop_sequences)
+    return {
+        "negative_kl": kl < -0.5,
+        "no_spread": len(scores) > 1 and max(scores) == min(scores),
+        "full_length": (can_end and session.sampling.max_new_tokens > 1
+                        and not bool(rollout.finished.any())
+                        and int(lengths.min()) == session.sampling.max_new_tokens),
+        "empty": all(not r.strip() for r in rollout.responses),
+        "kl_runaway": kl > 50.0,
+    }
+
+
+def watch(session: Session, rollout: Rollout, state: PPOState, kl: float
+          ) -> tuple[PPOState, list[str]]:
+    """Count unhealthy signs; speak once each time one has lasted ``PATIENCE`` steps.
+
+    Returns:
+        the state with its counters, and the sentences to show.
+    """
+    health = dict(state.health)
+    messages = []
+    for name, present in _signs(session, rollout, kl).items():
+        health[name] = health.get(name, 0) + 1 if present else 0
+        if health[name] == PATIENCE:
+            why = "" if session.sampling.is_policy_distribution else \
+                " (top-k, top-p, min_new_tokens or greedy sampling)"
+            messages.append(ADVICE[name].format(
+                kl=kl, n=PATIENCE, tokens=session.sampling.max_new_tokens, why=why,
+                reward=rollout.scores[0] if rollout.scores else 0.0))
+    return replace(state, health=health), messages

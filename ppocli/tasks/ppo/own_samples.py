@@ -17,18 +17,11 @@ from ppocli.errors import ConfigError
 from ppocli.models.loading.model_config import max_positions
 from ppocli.models.trunk import has_encoder
 from ppocli.parallel.stop import StopFlag
-from ppocli.ppo.noise import ROLLOUT
-from ppocli.rewards.records import RewardRequest, RewardScores
+from ppocli.rewards.records import RewardRequest
 from ppocli.sampling.samples import Generation, Samples, single_turn
 from ppocli.tasks.ppo.records import Rollout
-from ppocli.tasks.ppo.rollout import (
-    Chunk,
-    chunk_of,
-    generate_chunks,
-    measure_chunk,
-    rollout_of,
-)
-from ppocli.tasks.ppo.rows import merge_rollouts
+from ppocli.tasks.ppo.reward_calls import some_scores
+from ppocli.tasks.ppo.rollout import Chunk, chunk_of, measure_chunk, rollout_of
 from ppocli.tasks.ppo.session import Session, max_prompt_tokens
 from ppocli.training.clock import PhaseClock
 
@@ -94,20 +87,6 @@ def token_ids(session: Session, given: Any, where: str) -> list[int]:
     return ids
 
 
-def sampled(session: Session, prompts: PromptBatch, stop: StopFlag) -> list[Chunk]:
-    """One response to each prompt, ``chunk_size`` at a time.
-
-    Raises:
-        DivergedError: the policy's probabilities are no longer finite.
-    """
-    return list(generate_chunks(session, prompts, len(prompts), ROLLOUT, stop))
-
-
-def _parts(session: Session, prompts: PromptBatch) -> list[PromptBatch]:
-    return [prompts.rows(range(start, min(start + session.chunk_size, len(prompts))))
-            for start in range(0, len(prompts), session.chunk_size)]
-
-
 def given(session: Session, prompts: PromptBatch, responses: Sequence[Any]) -> list[Chunk]:
     """Responses that come from elsewhere, for :func:`scored` with ``forward``.
 
@@ -133,11 +112,12 @@ def given(session: Session, prompts: PromptBatch, responses: Sequence[Any]) -> l
             raise ConfigError(f"A query of {length} tokens and a response of {len(row)} are more "
                               f"than the {limit} that the model takes.", where=f"responses[{i}]",
                               fix="cut one of them")
-    chunks, start = [], 0
-    for part in _parts(session, prompts):
-        out = _samples(session, part, rows[start:start + len(part)])
-        chunks.append(chunk_of(session, part, out, len(part)))
-        start += len(part)
+    chunks = []
+    for start in range(0, len(prompts), session.chunk_size):
+        some = range(len(prompts))[start:start + session.chunk_size]
+        part = prompts.rows(some)
+        chunks.append(chunk_of(session, part, _samples(session, part, rows[start:some.stop]),
+                               len(part)))
     return chunks
 
 
@@ -184,16 +164,10 @@ def scored(session: Session, chunks: Sequence[Chunk], first: int, stop: StopFlag
     parts, start = [], 0
     for chunk in chunks:
         measured = measure_chunk(session, chunk, stop, forward=forward or not session.from_decode)
-        part = rollout_of(session, chunk, _rows(scores, start, chunk.own), measured)
-        parts += [part] if part is not None else []
-        start += chunk.own
-    whole = merge_rollouts(parts)
+        some = slice(start, start + len(chunk))
+        parts.append(rollout_of(session, chunk, some_scores(scores, some), measured))
+        start = some.stop
+    whole = Rollout.joined(parts)
     clock.mark("scoring")
     return replace(whole, prompts=replace(
         whole.prompts, episodes=list(range(first, first + len(whole)))))
-
-
-def _rows(scores: RewardScores, start: int, count: int) -> RewardScores:
-    rows = slice(start, start + count)
-    return RewardScores(scores.scores[rows], None if scores.dense is None else scores.dense[rows],
-                        scores.valid[rows], {n: p[rows] for n, p in scores.parts.items()})

@@ -3,15 +3,16 @@ steps."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import chain
 from typing import Any
 
 import torch
 
 from ppocli.data.prompt_set import PromptBatch
-from ppocli.models.layout import Sequences
-from ppocli.ppo.moments import RunningMoments
+from ppocli.models.layout import Sequences, joined_right
+from ppocli.ppo.shaping import RunningMoments
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,73 @@ class Rollout:
     def response_tokens(self) -> torch.Tensor:
         """[B, R] int64 ids of the actions."""
         return self.sequences.action_tokens
+
+    @property
+    def k1(self) -> torch.Tensor:
+        """[B, R] the plainest estimate of the KL, in nats; only with a reference."""
+        return (self.logprobs - self.ref_logprobs) * self.response_mask
+
+    @property
+    def shown_scores(self) -> list[float | None]:
+        """[B] the scores, None where a sample has none."""
+        return [score if valid else None
+                for score, valid in zip(self.scores, self.valid.tolist(), strict=True)]
+
+    @property
+    def valid_scores(self) -> list[float]:
+        """The scores of the samples that have one."""
+        return [score for score in self.shown_scores if score is not None]
+
+    @staticmethod
+    def joined(parts: Sequence[Rollout]) -> Rollout:
+        """The samples of several, padded to the widest."""
+        if len(parts) == 1:
+            return parts[0]
+        if any(part.dense is not None for part in parts):
+            parts = [part if part.dense is not None else
+                     replace(part, dense=torch.zeros(part.logprobs.shape)) for part in parts]
+        return Rollout(*(_joined([getattr(part, f.name) for part in parts])
+                         for f in fields(Rollout)))
+
+    def in_order(self) -> Rollout:
+        """The samples in the order of their episodes."""
+        order = sorted(range(len(self)), key=lambda i: self.prompts.episodes[i])
+        index = torch.tensor(order)
+
+        def moved(value: Any) -> Any:
+            if isinstance(value, PromptBatch):
+                return value.rows(order)
+            if isinstance(value, Sequences):
+                return value.rows(index)
+            if isinstance(value, dict):
+                return {name: moved(part) for name, part in value.items()}
+            if isinstance(value, list):
+                return [value[i] for i in order]
+            return value[index] if isinstance(value, torch.Tensor) else value
+
+        return Rollout(*(moved(getattr(self, f.name)) for f in fields(Rollout)))
+
+
+def _joined(values: list[Any]) -> Any:
+    """One field of several rollouts; of what isn't one per sample, the first."""
+    first = values[0]
+    if isinstance(first, PromptBatch):
+        left: Any = [_joined_left([getattr(one, name) for one in values])
+                     for name in ("tokens", "mask")]
+        return PromptBatch(*left, *(_joined([getattr(one, f.name) for one in values])
+                                    for f in fields(PromptBatch)[2:]))
+    if isinstance(first, Sequences):
+        return Sequences.joined(values)
+    if isinstance(first, dict):
+        return {name: _joined([value[name] for value in values]) for name in first}
+    if isinstance(first, list):
+        return list(chain.from_iterable(values))
+    return joined_right(values) if isinstance(first, torch.Tensor) else first
+
+
+def _joined_left(tensors: list[torch.Tensor]) -> torch.Tensor:
+    width = max(t.shape[1] for t in tensors)
+    return torch.cat([torch.nn.functional.pad(t, (width - t.shape[1], 0)) for t in tensors])
 
 
 @dataclass(frozen=True, slots=True)

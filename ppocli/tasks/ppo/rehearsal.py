@@ -16,22 +16,22 @@ from ppocli.config.schema import TrainConfig
 from ppocli.errors import DivergedError, OutOfMemoryError
 from ppocli.parallel.backend import Backend, open_backend
 from ppocli.parallel.stop import StopFlag
-from ppocli.ppo.noise import ROLLOUT
-from ppocli.rewards.records import RewardRequest
 from ppocli.sampling.samples import response_ids
 from ppocli.tasks.ppo.experience import to_experience, update_moments
 from ppocli.tasks.ppo.figures import rollout_samples
 from ppocli.tasks.ppo.records import PPOState, Rollout
+from ppocli.tasks.ppo.reward_calls import request_of
 from ppocli.tasks.ppo.rollout import collect_rollout
 from ppocli.tasks.ppo.session import Session, build_session
 from ppocli.tasks.ppo.task import PPOTask, plan_updates, update_of
-from ppocli.training import random_state as generators
 from ppocli.training.clock import PhaseClock
 from ppocli.training.optimize import probe_gradient
 from ppocli.training.optimizers import named_trainable
+from ppocli.training.state import seed_generators
 from ppocli.training.task import PythonObjects
 
 SAMPLES = 2
+"""how many of the first step's samples are drawn"""
 KL_TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
 """nats per token by which rounding may part a policy from its copy"""
 
@@ -66,41 +66,41 @@ class Rehearsal:
         return self.kl_per_token is None or abs(self.kl_per_token) <= KL_TOLERANCE[self.precision]
 
 
-def rehearse(cfg: TrainConfig, stop: StopFlag, *, samples: int = SAMPLES) -> Rehearsal:
+def rehearse(cfg: TrainConfig, stop: StopFlag) -> Rehearsal:
     """Load everything that a run loads and take its first samples through all phases.
-
-    Args:
-        samples: how many of the first step's samples are drawn.
 
     Raises:
         PpocliError: whatever would end the run at its first step, with the same exit code.
         StopRequested: between two tokens or phases.
     """
     with open_backend(cfg.hardware) as backend:
-        generators.seed(cfg.seed)
-        clock = PhaseClock.start(backend.device)
+        seed_generators(cfg.seed)
+        clock = PhaseClock(backend.device)
         try:
             session = build_session(cfg, backend, PythonObjects())
             clock.mark("load")
             stop.check()
-            return _rehearse(session, backend, clock, stop, samples)
+            return _rehearse(session, backend, clock, stop)
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(
-                f"Out of memory with {samples} samples.", where="hardware, model.path",
+                f"Out of memory with {SAMPLES} samples.", where="hardware, model.path",
                 fix="set model.gradient_checkpointing=true, generation.max_new_tokens or "
                     "prompts.max_length lower, or take a smaller model") from error
 
 
-def _rehearse(session: Session, backend: Backend, clock: PhaseClock, stop: StopFlag, samples: int
-              ) -> Rehearsal:
-    prompts = session.next_prompts(0, samples)
-    rollout = collect_rollout(session, prompts, ROLLOUT, stop, clock)
+def _rehearse(session: Session, backend: Backend, clock: PhaseClock, stop: StopFlag) -> Rehearsal:
+    prompts = session.next_prompts(0, SAMPLES)
+    rollout = collect_rollout(session, prompts, stop, clock)
     metrics: dict[str, list[float]] = {}
     if session.metric is not None:
-        metrics = session.metric.compute(_request(session, rollout))
+        metrics = session.metric.compute(request_of(
+            session, prompts, rollout.responses,
+            response_ids(rollout.response_tokens, rollout.response_mask)))
         clock.mark("metric")
     terms = _gradient(PPOTask(session), rollout)
     clock.mark("optimize")
+    tokens = int(rollout.response_mask.sum()) if rollout.has_reference else 0
+    kl = float(rollout.k1.double().sum()) / tokens if tokens else None
     ids = prompts.tokens[0][prompts.mask[0]].tolist()
     return Rehearsal(
         device=str(backend.device), precision=backend.precision,
@@ -110,23 +110,8 @@ def _rehearse(session: Session, backend: Backend, clock: PhaseClock, stop: StopF
         samples=[{name: row[name] for name in ("prompt", "response", "score", "kl",
                                                "response_tokens", "finished")}
                  for row in rollout_samples(rollout, 0, session.cfg)],
-        parts=dict(rollout.parts), metrics=metrics, kl_per_token=_kl_per_token(rollout),
-        terms=terms, seconds=dict(clock.seconds), peak_memory_mib=backend.peak_memory_mib())
-
-
-def _request(session: Session, rollout: Rollout) -> RewardRequest:
-    return RewardRequest(
-        prompts=rollout.prompts.texts, responses=rollout.responses,
-        response_ids=response_ids(rollout.response_tokens, rollout.response_mask),
-        columns=rollout.prompts.columns, tokenizer=session.tokenizer)
-
-
-def _kl_per_token(rollout: Rollout) -> float | None:
-    tokens = int(rollout.response_mask.sum())
-    if not rollout.has_reference or tokens == 0:
-        return None
-    k1 = (rollout.logprobs - rollout.ref_logprobs) * rollout.response_mask
-    return float(k1.double().sum()) / tokens
+        parts=dict(rollout.parts), metrics=metrics, kl_per_token=kl, terms=terms,
+        seconds=dict(clock.seconds), peak_memory_mib=backend.peak_memory_mib())
 
 
 def _gradient(task: PPOTask, rollout: Rollout) -> dict[str, float] | None:
@@ -134,8 +119,8 @@ def _gradient(task: PPOTask, rollout: Rollout) -> dict[str, float] | None:
         return None
     state = PPOState.from_json(task.initial()[0])
     own = update_moments(state, rollout, task.cfg)
-    plan = plan_updates(task.session, to_experience(rollout, own, task.cfg), own, 0)
-    whole = update_of(task.session, plan.atoms.experience, torch.arange(len(rollout)))
+    plan = plan_updates(task.session, to_experience(rollout, own, task.cfg), 0)
+    whole = update_of(task.session, plan.atoms, torch.arange(len(rollout)))
     terms = probe_gradient(task, plan, whole)
     wrong = [name for name, value in terms.items() if not math.isfinite(value)]
     if wrong:

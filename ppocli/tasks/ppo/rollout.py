@@ -12,7 +12,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
 
 import torch
 
@@ -38,18 +37,14 @@ from ppocli.sampling.sampler import Speaker, sample_chunks
 from ppocli.sampling.samples import Samples, decode_responses
 from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.storage import faults
-from ppocli.tasks.ppo.background_reward import begin
 from ppocli.tasks.ppo.records import Rollout
-from ppocli.tasks.ppo.rewards_over_ranks import Question, ask, dealt_scores, score
-from ppocli.tasks.ppo.rows import in_order, merge_rollouts
+from ppocli.tasks.ppo.reward_calls import Question, ask, begin, score, some_scores
 from ppocli.tasks.ppo.session import EvalSession, Session
 from ppocli.training.clock import PhaseClock
 
-T = TypeVar("T")
 
-
-def collect_rollout(session: Session, prompts: PromptBatch, stream: int, stop: StopFlag,
-                    clock: PhaseClock) -> Rollout:
+def collect_rollout(session: Session, prompts: PromptBatch, stop: StopFlag, clock: PhaseClock
+                    ) -> Rollout:
     """Generate, score and measure all prompts, ``chunk_size`` at a time on every rank.
 
     Each rank takes its share; the result, the same on all ranks, is the whole rollout in the order
@@ -57,19 +52,18 @@ def collect_rollout(session: Session, prompts: PromptBatch, stream: int, stop: S
     """
     rows, own = session.backend.ranks.share(range(len(prompts)))
     with session.acting() as acting:
-        parts = list(_collect_chunks(acting, prompts.rows(rows), own, stream, stop, clock))
-    mine = [part for part in parts if part is not None]
-    found = session.backend.ranks.gather(merge_rollouts(mine) if mine else None)
-    whole = merge_rollouts([part for part in found if part is not None])
+        mine = list(_collect_chunks(acting, prompts.rows(rows), own, stop, clock))
+    found = session.backend.ranks.gather(Rollout.joined(mine) if mine else None)
+    whole = Rollout.joined([part for part in found if part is not None])
     if len(found) == 1:
         return whole
     clock.mark("gather")
-    return in_order(whole)
+    return whole.in_order()
 
 
-def _collect_chunks(session: Session, prompts: PromptBatch, own: int, stream: int, stop: StopFlag,
-                    clock: PhaseClock) -> Iterator[Rollout | None]:
-    """A rollout for each chunk, the first ``own`` of whose rows are this rank's.
+def _collect_chunks(session: Session, prompts: PromptBatch, own: int, stop: StopFlag,
+                    clock: PhaseClock) -> Iterator[Rollout]:
+    """A rollout for each chunk that has some of the first ``own`` rows, which are this rank's.
 
     A reward that waits for others (``reward.overlap``) scores a chunk while the next one is
     generated. It is asked for one chunk at a time and in their order, either way.
@@ -80,11 +74,12 @@ def _collect_chunks(session: Session, prompts: PromptBatch, own: int, stream: in
     if at_first:  # rank 0 alone has built the reward
         beside = ranks.broadcast(beside)
     asked: list[tuple[Chunk, Question, Callable[[], RewardScores]]] = []
-    for chunk in generate_chunks(session, prompts, own, stream, stop):
-        question = ask(session, chunk.kept, chunk.mine, chunk.responses, at_first)
+    for chunk in generate_chunks(session, prompts, own, stop):
+        question = ask(session, chunk.prompts, chunk.mine, chunk.responses, at_first)
         work: Callable[[], RewardScores] = partial(score, session, question)
-        if beside and (question.places is None or ranks.first):
-            work = begin(partial(_after, asked[-1][2] if asked else None, work), device, stop.check)
+        if beside and (ranks.first or not question.together):
+            before = asked[-1][2] if asked else None
+            work = begin(partial(_score_after, before, session, question), device, stop.check)
         asked.append((chunk, question, work))
     forward = not session.from_decode
     for chunk, question, work in asked:
@@ -92,51 +87,53 @@ def _collect_chunks(session: Session, prompts: PromptBatch, own: int, stream: in
         measured = measure_chunk(session, chunk, stop, forward=forward) if beside else None
         if measured is not None:
             clock.mark("scoring")
-        scores = question.answer(work, dealt_scores, "reward")
+        scores = question.answer(work, some_scores, "reward")
         stop.meet()
         clock.mark("reward")
         if measured is None:
             measured = measure_chunk(session, chunk, stop, forward=forward)
             clock.mark("scoring")
-        yield rollout_of(session, chunk, scores, measured)
+        if len(chunk):
+            yield rollout_of(session, chunk, scores, measured)
 
 
-def _after(before: Callable[[], Any] | None, work: Callable[[], T]) -> T:
-    """What ``work`` returns, begun once that before it has ended; not at all if that has failed."""
+def _score_after(before: Callable[[], RewardScores] | None, session: Session, question: Question
+                 ) -> RewardScores:
+    """Ask once the question before has its answer; not at all if that has failed."""
     if before is not None:
         before()
-    return work()
+    return score(session, question)
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One generated chunk; its rows after the first ``own`` only keep the ranks in step."""
+    """One generated chunk."""
 
-    prompts: PromptBatch
     out: Samples
-    own: int
-    kept: PromptBatch
-    """the own rows of ``prompts``"""
+    """its samples, the last of which may only keep the ranks in step"""
+    prompts: PromptBatch
+    """of this rank's own samples, as all below"""
     mine: Samples
-    """the own rows of ``out``"""
     responses: list[str]
+
+    def __len__(self) -> int:
+        return len(self.responses)
 
 
 def chunk_of(session: EvalSession, prompts: PromptBatch, out: Samples, own: int) -> Chunk:
-    """A chunk with its responses as text."""
-    kept = prompts if own == len(prompts) else prompts.first(own)
-    mine = out.first(own)
-    return Chunk(prompts, out, own, kept, mine, response_texts(session, kept, mine))
+    """A chunk with the texts of its responses, the first ``own`` of which are this rank's."""
+    prompts, mine = prompts.first(own), out.first(own)
+    return Chunk(out, prompts, mine, response_texts(session, prompts, mine))
 
 
-def generate_chunks(session: Session, prompts: PromptBatch, own: int, stream: int, stop: StopFlag
+def generate_chunks(session: Session, prompts: PromptBatch, own: int, stop: StopFlag
                     ) -> Iterator[Chunk]:
     """Sample one response to each prompt, the first ``own`` of them for this rank: each chunk as
     soon as it is there, in their order. All ranks call it in step."""
     start = 0
     if len(prompts) == 0:
         return
-    with closing(sample_policy(session, prompts, session.sampling, stream, stop)) as parts:
+    with closing(sample_policy(session, prompts, session.sampling, ROLLOUT, stop)) as parts:
         for out in parts:
             some = prompts.rows(range(start, start + len(out)))
             yield chunk_of(session, some, out, min(max(own - start, 0), len(some)))
@@ -283,18 +280,15 @@ def measure_chunk(session: Session, chunk: Chunk, stop: StopFlag, *, forward: bo
     return measure(session, chunk.out, phase="scoring", want_policy=forward,
                    want_values=want_values, stop=stop, estimator=kl_estimator(session.cfg.ppo),
                    temperature=session.sampling.temperature,
-                   most_frozen_bytes=session.frozen_states_bytes * len(chunk.prompts)
+                   most_frozen_bytes=session.frozen_states_bytes * len(chunk.out)
                    // session.cfg.ppo.num_rollouts)
 
 
-def rollout_of(session: Session, chunk: Chunk, scores: RewardScores, measured: Measured
-               ) -> Rollout | None:
-    """The own rows of a scored and measured chunk; None where it has none."""
-    own, mine = chunk.own, chunk.mine
-    if own == 0:
-        return None
+def rollout_of(session: Session, chunk: Chunk, scores: RewardScores, measured: Measured) -> Rollout:
+    """The own rows of a scored and measured chunk."""
+    own, mine = len(chunk), chunk.mine
     return Rollout(
-        prompts=chunk.kept, sequences=mine.sequences,
+        prompts=chunk.prompts, sequences=mine.sequences,
         logprobs=mine.logprobs if measured.logprobs is None else measured.logprobs[:own],
         ref_logprobs=measured.ref_logprobs[:own],
         values=mine.values if measured.values is None else measured.values[:own],

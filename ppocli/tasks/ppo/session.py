@@ -8,17 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from ppocli.config.algorithm import (
-    decoding_scores,
-    kl_estimator,
-    kl_in,
-    reference_sharded,
-)
+from ppocli.config.algorithm import decoding_scores, kl_estimator, kl_in, reference_sharded
 from ppocli.config.keys import several
-from ppocli.config.schema import (
-    GenerationConfig,
-    TrainConfig,
-)
+from ppocli.config.schema import GenerationConfig, TrainConfig
 from ppocli.data.prompt_set import (
     PromptBatch,
     PromptSet,
@@ -32,6 +24,7 @@ from ppocli.estimate.check import check_memory
 from ppocli.models.fast.attention import takes_packed
 from ppocli.models.fast.frozen_states import frozen_split
 from ppocli.models.fast.gemm import route_linears
+from ppocli.models.loading.adapters import base_tensors, tensors_digest
 from ppocli.models.loading.language_model import (
     LoadedLM,
     check_vocabulary,
@@ -48,18 +41,13 @@ from ppocli.parallel.launchers import launched_here
 from ppocli.sampling.decoding import load_judged
 from ppocli.sampling.sampler import DecodeSampler, Sampler, SamplerSetup, build_sampler
 from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
-from ppocli.tasks.ppo.building import (
-    build_policy,
-    build_reference,
-    judging_reference,
-    load_start,
-)
+from ppocli.tasks.ppo import building
 from ppocli.training.optimizers import build_optimizer
 from ppocli.training.saved_model import SavedModel
 from ppocli.training.task import PASSES, PythonObjects
 from ppocli.training.updates import Trained, prepare
 from ppocli.zero.oom_retry import PassRows
-from ppocli.zero.sharded_weights import is_sharded
+from ppocli.zero.sharded_weights import is_sharded, one_gathered
 
 log = logging.getLogger("ppocli")
 
@@ -123,6 +111,13 @@ class EvalSession:
         """Samples of one generate call."""
         return self.cfg.ppo.chunk_size or min(self.cfg.ppo.num_rollouts, 128)
 
+    def reference_digest(self) -> str | None:
+        """Digest of the reference's weights; None without one. All ranks call it in step."""
+        if self.reference is None:
+            return None
+        with self.acting() as acting, self.reference.view(acting.policy.lm) as view:
+            return tensors_digest(base_tensors(view), one_gathered)
+
 
 @dataclass(frozen=True)
 class Session(EvalSession):
@@ -184,15 +179,12 @@ def max_prompt_tokens(cfg: TrainConfig, lm: Any) -> int:
         return 2**31
     longest = max([cfg.generation.max_new_tokens, *several(cfg.generation.eval.max_new_tokens)])
     if longest >= limit:
+        count = num_virtual_tokens(lm)
+        beside = f" beside its {count} virtual tokens" if count else ""
         raise ConfigError(f"{longest} new tokens leave no room for a prompt: the model has "
-                          f"{limit} positions{_beside(lm)}.", where="generation.max_new_tokens",
+                          f"{limit} positions{beside}.", where="generation.max_new_tokens",
                           fix=f"set generation.max_new_tokens below {limit}")
     return limit if has_encoder(lm) else limit - longest
-
-
-def _beside(lm: Any) -> str:
-    count = num_virtual_tokens(lm)
-    return f" beside its {count} virtual tokens" if count else ""
 
 
 def _warn_about_samples(cfg: TrainConfig, spec: SamplingSpec, sampler: Sampler, prompts: int
@@ -225,41 +217,31 @@ def _build_judges(cfg: TrainConfig, objects: PythonObjects, first: bool) -> tupl
 
 
 def _load_prompt_sets(cfg: TrainConfig, tokenizer: Any, lm: Any, objects: PythonObjects,
-                      reward: Any, metric: Any) -> tuple[PromptSet, PromptSet]:
-    """Training and evaluation prompts, checked against what reward and metric ask for."""
-    limit = max_prompt_tokens(cfg, lm)
-    prompts = load_prompts(cfg.prompts, tokenizer, seed=cfg.seed, max_prompt_tokens=limit,
-                           items=objects.prompts, whole=has_encoder(lm))
+                      reward: Any, metric: Any, *, training: bool = True
+                      ) -> tuple[PromptSet, PromptSet]:
+    """Training and evaluation prompts, checked against what reward and metric ask for. Without
+    ``training`` the former are read only where the latter are taken from them."""
+    limit, whole, prompts = max_prompt_tokens(cfg, lm), has_encoder(lm), PromptSet([], [], {}, [])
+    if training or not evaluation_spec(cfg.prompts, objects.eval_prompts).has_source:
+        prompts = load_prompts(cfg.prompts, tokenizer, seed=cfg.seed, max_prompt_tokens=limit,
+                               items=objects.prompts, whole=whole)
     eval_prompts = load_eval_prompts(cfg.prompts, tokenizer, seed=cfg.seed, max_prompt_tokens=limit,
-                                     items=objects.eval_prompts, training=prompts,
-                                     whole=has_encoder(lm))
-    for columns in (prompts.columns, eval_prompts.columns):
-        reward.check_columns(list(columns))
+                                     items=objects.eval_prompts, training=prompts, whole=whole)
+    for found in (prompts, eval_prompts):
+        if len(found):
+            reward.check_columns(list(found.columns))
     if metric is not None:
         metric.check_columns(list(eval_prompts.columns))
+    for name, found in (("prompts", prompts), ("evaluation prompts", eval_prompts)):
+        for note in found.notes if training or found is eval_prompts else ():
+            log.info("%s: %s", name, note)
     return prompts, eval_prompts
 
 
-def _load_eval_prompts(cfg: TrainConfig, tokenizer: Any, lm: Any, objects: PythonObjects,
-                       reward: Any, metric: Any) -> PromptSet:
-    """The evaluation prompts alone: training prompts are read only where they are these."""
-    if not evaluation_spec(cfg.prompts, objects.eval_prompts).has_source:
-        return _load_prompt_sets(cfg, tokenizer, lm, objects, reward, metric)[1]
-    found = load_eval_prompts(cfg.prompts, tokenizer, seed=cfg.seed,
-                              max_prompt_tokens=max_prompt_tokens(cfg, lm),
-                              items=objects.eval_prompts, training=PromptSet([], [], {}, []),
-                              whole=has_encoder(lm))
-    for judge in (reward, metric):
-        if judge is not None:
-            judge.check_columns(list(found.columns))
-    return found
-
-
 def _check_memory(cfg: TrainConfig, backend: Backend, lm_config: Any,
-                  prompts: tuple[PromptSet, ...]) -> None:
+                  prompts: list[list[int]]) -> None:
     """Refuse a run that can't fit, before any rank loads weights."""
-    ranks, hardware = backend.ranks, cfg.hardware
-    longest = max(len(ids) for given in prompts for ids in given.token_ids)
+    ranks, hardware, longest = backend.ranks, cfg.hardware, max(map(len, prompts))
     # a rehearsal is one process; what it asks is whether the run fits
     planned = hardware.num_processes * hardware.num_nodes if ranks.world == 1 else ranks.world
     on_host = launched_here(hardware.num_processes)
@@ -291,36 +273,6 @@ def _take_packed(policy: Policy, reference: Reference | None) -> bool:
         return takes_packed(view) and found
 
 
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """Parts that can be built and checked before any weights are loaded."""
-
-    reward: Any
-    metric: Any
-    tokenizer: Any
-    lm_config: Any
-    """of the model that training starts from"""
-    prompts: PromptSet
-    eval_prompts: PromptSet
-
-
-def read_inputs(cfg: TrainConfig, backend: Backend, objects: PythonObjects) -> Inputs:
-    """Reward, tokenizer and prompts, checked against each other.
-
-    Raises:
-        RewardError, InputError, ConfigError: each naming the key and the fix.
-    """
-    reward, metric = _build_judges(cfg, objects, backend.ranks.first)
-    tokenizer = load_tokenizer(cfg.model)
-    unloaded = read_lm(cfg.model)
-    prompts, eval_prompts = _load_prompt_sets(cfg, tokenizer, unloaded, objects, reward, metric)
-    for note in prompts.notes:
-        log.info("prompts: %s", note)
-    for note in eval_prompts.notes:
-        log.info("evaluation prompts: %s", note)
-    return Inputs(reward, metric, tokenizer, unloaded.config, prompts, eval_prompts)
-
-
 def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) -> Session:
     """Build every part, the cheap checks first, then the models: the policy as it starts, prepared
     for training, and the reference, which may share the prepared policy's weights.
@@ -328,25 +280,27 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
     Raises:
         RewardError, InputError, ConfigError: each naming the key and the fix.
     """
-    inputs = read_inputs(cfg, backend, objects)
-    _check_memory(cfg, backend, inputs.lm_config, (inputs.prompts, inputs.eval_prompts))
-    loaded, tokenizer = load_start(cfg, backend), inputs.tokenizer
+    reward, metric = _build_judges(cfg, objects, backend.ranks.first)
+    tokenizer, unloaded = load_tokenizer(cfg.model), read_lm(cfg.model)
+    prompts, eval_prompts = _load_prompt_sets(cfg, tokenizer, unloaded, objects, reward, metric)
+    token_ids = [*prompts.token_ids, *eval_prompts.token_ids]
+    _check_memory(cfg, backend, unloaded.config, token_ids)
+    loaded = building.load_start(cfg, backend)
     check_vocabulary(tokenizer, loaded.lm, cfg.model)
     sampling, eval_sampling = sampling_specs(cfg.generation, tokenizer, loaded)
-    policy = build_policy(cfg, backend, loaded, tokenizer)
+    policy = building.build_policy(cfg, backend, loaded, tokenizer)
     trained = prepare(backend, policy, build_optimizer(policy, cfg.ppo), cfg.ppo.max_grad_norm)
-    reference = build_reference(cfg, backend, policy.lm, tokenizer)
+    reference = building.build_reference(cfg, backend, policy.lm, tokenizer)
     if backend.ranks.world == 1 and backend.zero_stage < 3:  # else samples change ranks
         policy.split = frozen_split(policy)
-    _check_reach(cfg, policy, reference, [*inputs.prompts.token_ids,
-                                          *inputs.eval_prompts.token_ids])
+    _check_reach(cfg, policy, reference, token_ids)
     sampler = build_sampler(cfg.rollout, SamplerSetup(cfg, backend, tokenizer, loaded))
-    _warn_about_samples(cfg, sampling, sampler, len(inputs.prompts))
+    _warn_about_samples(cfg, sampling, sampler, len(prompts))
     return Session(cfg=cfg, backend=backend, tokenizer=tokenizer, loaded=loaded, policy=policy,
-                   reference=reference, eval_prompts=inputs.eval_prompts, reward=inputs.reward,
-                   metric=inputs.metric, sampling=sampling, eval_sampling=eval_sampling,
-                   sampler=sampler, passes=PassRows(backend, PASSES), trained=trained,
-                   prompts=inputs.prompts, packs=_take_packed(policy, reference))
+                   reference=reference, eval_prompts=eval_prompts, reward=reward, metric=metric,
+                   sampling=sampling, eval_sampling=eval_sampling, sampler=sampler,
+                   passes=PassRows(backend, PASSES), trained=trained, prompts=prompts,
+                   packs=_take_packed(policy, reference))
 
 
 def saved_model(session: EvalSession) -> SavedModel:
@@ -386,15 +340,14 @@ def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObject
     tokenizer = load_tokenizer(own)
     loaded = load_judged(own, cfg.hardware)
     check_vocabulary(tokenizer, loaded.lm, own)
-    eval_prompts = _load_eval_prompts(cfg, tokenizer, loaded.lm, objects, reward, metric)
-    for note in eval_prompts.notes:
-        log.info("evaluation prompts: %s", note)
+    _, eval_prompts = _load_prompt_sets(cfg, tokenizer, loaded.lm, objects, reward, metric,
+                                        training=False)
     wrapped = Policy(loaded.lm, None).to(backend.device)
     wrapped.eval()
     if backend.onednn:
         route_linears(wrapped)
-    reference = judging_reference(cfg, backend, tokenizer, loaded,
-                                  None if judges is None else (judges.reference,))
+    reference = building.judging_reference(
+        cfg, backend, tokenizer, loaded, None if judges is None else (judges.reference,))
     sampling, eval_sampling = sampling_specs(cfg.generation, tokenizer, loaded)
     return EvalSession(cfg=cfg, backend=backend, tokenizer=tokenizer, loaded=loaded, policy=wrapped,
                        reference=reference, eval_prompts=eval_prompts, reward=reward, metric=metric,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +14,24 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from ppocli.config.algorithm import kl_estimator, kl_in, value_scheduler
-from ppocli.config.schema import PPOConfig, SchedulerConfig
+from ppocli.config.algorithm import kl_estimator, value_scheduler
+from ppocli.config.schema import PPOConfig
+from ppocli.models.fast.frozen_states import FrozenStatesCache
+from ppocli.models.layer_stack import inputs_at
+from ppocli.models.layout import lay_out
+from ppocli.models.policy import PolicyOutput
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.losses import LossOptions, PPOLoss, ppo_loss, token_weights
-from ppocli.ppo.noise import ROLLOUT
-from ppocli.ppo.schedule import lr_factor
 from ppocli.rewards.check import check_invalid_share
 from ppocli.storage.run_logs import JsonlWriter
-from ppocli.tasks.ppo.digests import judge_digest, session_digests
 from ppocli.tasks.ppo.evaluate import evaluate, reference_responses
 from ppocli.tasks.ppo.experience import next_kl_coef, sequence_kl, to_experience, update_moments
-from ppocli.tasks.ppo.figures import (
-    optimize_figures,
-    penalty_figures,
-    rollout_figures,
-    rollout_samples,
-)
-from ppocli.tasks.ppo.health import watch
+from ppocli.tasks.ppo.figures import rollout_samples, step_figures, watch
 from ppocli.tasks.ppo.records import Experience, PPOState, Rollout
-from ppocli.tasks.ppo.replay import remembering, replay
 from ppocli.tasks.ppo.rollout import collect_rollout
 from ppocli.tasks.ppo.session import Session, build_session, saved_model
 from ppocli.training.clock import PhaseClock
+from ppocli.training.optimizers import lr_factor
 from ppocli.training.state import TrainState
 from ppocli.training.task import (
     Evaluation,
@@ -55,15 +52,6 @@ EARLY_STOP = 1.5
 """times ``ppo.target_kl``: from there on the rest of a phase is left out"""
 CRITIC = "critic"
 """the part of an update that trains the value function alone"""
-
-
-@dataclass(frozen=True, slots=True)
-class Atoms:
-    """A scored rollout as updates read it."""
-
-    experience: Experience
-    state: PPOState
-    """with the rollout's scores in its moments"""
 
 
 class PPOTask(Task):
@@ -96,7 +84,7 @@ class PPOTask(Task):
         """As :class:`Task`: sample, score, measure."""
         prompts = self.session.next_prompts(state.episodes, self._count(state))
         clock.mark("other")
-        return collect_rollout(self.session, prompts, ROLLOUT, stop, clock)
+        return collect_rollout(self.session, prompts, stop, clock)
 
     def plan(self, state: TrainState, batch: Rollout) -> Plan:
         """As :class:`Task`: advantages, then ``ppo_epochs`` of reshuffled minibatches.
@@ -109,28 +97,24 @@ class PPOTask(Task):
         """
         check_invalid_share(int((~batch.valid).sum()), len(batch))
         own = update_moments(PPOState.from_json(state.task), batch, self.cfg)
-        return plan_updates(self.session, to_experience(batch, own, self.cfg), own, state.step)
+        return plan_updates(self.session, to_experience(batch, own, self.cfg), state.step)
 
-    def loss(self, atoms: Atoms, rows: torch.Tensor, weights: torch.Tensor, group: UpdateGroup
-             ) -> LossTerms:
+    def loss(self, atoms: Experience, rows: torch.Tensor, weights: torch.Tensor,
+             group: UpdateGroup) -> LossTerms:
         """As :class:`Task`; :func:`ppocli.ppo.losses.ppo_loss` of the policy of this moment."""
-        experience, device = atoms.experience, self.backend.device
-        mask = experience.response_mask[rows]
-        out, tokens = replay(self.session, experience, rows, value_only=group.part == CRITIC)
+        mask, device = atoms.response_mask[rows], self.backend.device
+        out, tokens = replay(self.session, atoms, rows, value_only=group.part == CRITIC)
         row, column = mask.nonzero(as_tuple=True)
         place = (rows[row] * mask.shape[1] + column).to(device)
 
-        def flat(x: torch.Tensor) -> torch.Tensor:
-            return x.reshape(-1).index_select(0, place)
-
-        def given(x: torch.Tensor | None) -> torch.Tensor | None:
-            return None if x is None else flat(x)
+        def flat(x: Any) -> Any:
+            return None if x is None else x.reshape(-1).index_select(0, place)
 
         found = ppo_loss(
-            loss_options(self.cfg.ppo, experience.kl_coef), logprobs=out.logprobs,
-            values=out.values, entropy=out.entropy, old_logprobs=flat(experience.logprobs),
-            advantages=flat(experience.advantages), old_values=given(experience.values),
-            returns=given(experience.returns), ref_logprobs=given(experience.ref_logprobs),
+            loss_options(self.cfg.ppo, atoms.kl_coef), logprobs=out.logprobs,
+            values=out.values, entropy=out.entropy, old_logprobs=flat(atoms.logprobs),
+            advantages=flat(atoms.advantages), old_values=flat(atoms.values),
+            returns=flat(atoms.returns), ref_logprobs=flat(atoms.ref_logprobs),
             weights=weights.repeat_interleave(mask.sum(1)).to(device),
             total_tokens=int(group.counts.sum()))
         return LossTerms(found.total, torch.stack(
@@ -156,12 +140,11 @@ class PPOTask(Task):
                ) -> Finished:
         """As :class:`Task`: the KL coefficient follows its controller, signs of a run going wrong
         are counted."""
-        cfg, before, atoms = self.cfg, PPOState.from_json(state.task), plan.atoms
-        after = replace(atoms.state, kl_coef=next_kl_coef(atoms.state, batch, cfg))
+        cfg, before = self.cfg, PPOState.from_json(state.task)
+        after = replace(update_moments(before, batch, cfg),
+                        kl_coef=next_kl_coef(before, batch, cfg))
         after, warnings = watch(self.session, batch, after, sequence_kl(batch))
-        row = {**rollout_figures(batch, before.kl_coef, in_reward=kl_in(cfg.ppo) == "reward"),
-               **penalty_figures(batch, cfg),
-               **optimize_figures(result, atoms.experience, cfg.ppo)}
+        row = step_figures(batch, before.kl_coef, result, plan.atoms, cfg)
         return Finished(row, after.to_json(), tokens={"rollout": int(batch.response_mask.sum())},
                         warnings=warnings)
 
@@ -178,15 +161,28 @@ class PPOTask(Task):
 
     def adopt(self, saved: TrainState, fresh: TrainState) -> TrainState:
         """As :class:`Task`: another ``ppo.init_kl_coef`` starts the coefficient anew."""
-        return adopt_coefficient(saved, fresh)
+        own, new = PPOState.from_json(saved.task), PPOState.from_json(fresh.task)
+        if own.init_kl_coef == new.init_kl_coef:
+            return saved
+        log.info("the KL coefficient starts anew from ppo.init_kl_coef=%g (it was %g)",
+                 new.init_kl_coef, own.kl_coef)
+        own = replace(own, kl_coef=new.init_kl_coef, init_kl_coef=new.init_kl_coef)
+        return replace(saved, task=own.to_json())
 
     def digests(self) -> dict[str, str]:
         """As :class:`Task`: of the prompts and of the reference's weights."""
-        return session_digests(self.session)
+        session, reference = self.session, self.session.reference_digest()
+        return {"prompts": session.prompts.digest(),
+                "evaluation prompts": session.eval_prompts.digest(),
+                **({} if reference is None else {"reference model": reference})}
 
     def judged_by(self) -> str:
-        """As :class:`Task`."""
-        return judge_digest(self.cfg)
+        """As :class:`Task`: under another digest, figures are not comparable with the best so far.
+        """
+        cfg = self.cfg
+        judge = [asdict(cfg.reward), asdict(cfg.generation), cfg.checkpoint.metric,
+                 cfg.prompts.eval.repeat]
+        return hashlib.sha256(json.dumps(judge, sort_keys=True, default=str).encode()).hexdigest()
 
     def modules(self) -> dict[str, torch.nn.Module]:
         """As :class:`Task`: what the value function is made of; empty without one."""
@@ -196,21 +192,13 @@ class PPOTask(Task):
 
     def rate_factors(self, state: TrainState, update: int) -> dict[str, float]:
         """As :class:`Task`: ``ppo.scheduler``, and ``ppo.value_scheduler`` for the critic."""
-        total = self.total_updates(state)
-
-        def factor(schedule: SchedulerConfig) -> float:
-            return lr_factor(update, name=schedule.name, total_updates=total,
-                             warmup_updates=schedule.warmup_updates,
-                             min_lr_ratio=schedule.min_lr_ratio)
-
-        return {"policy": factor(self.cfg.ppo.scheduler),
-                "value": factor(value_scheduler(self.cfg.ppo))}
+        ppo, total = self.cfg.ppo, self.total_updates(state)
+        return {"policy": lr_factor(ppo.scheduler, update, total),
+                "value": lr_factor(value_scheduler(ppo), update, total)}
 
     def preview(self, batch: Rollout) -> list[tuple[str, str, float | None]]:
         """As :class:`Task`."""
-        return [(batch.prompts.texts[i], batch.responses[i],
-                 batch.scores[i] if bool(batch.valid[i]) else None)
-                for i in range(min(4, len(batch)))]
+        return list(zip(batch.prompts.texts, batch.responses, batch.shown_scores, strict=True))[:4]
 
     def sample_rows(self, batch: Rollout, step: int) -> list[dict[str, Any]]:
         """As :class:`Task`."""
@@ -222,7 +210,7 @@ class PPOTask(Task):
 
     def write_dump(self, folder: Path, batch: Rollout, plan: Plan, step: int) -> None:
         """As :class:`Task`: the rollout's tensors, and one JSON line per sample."""
-        experience: Experience = plan.atoms.experience
+        experience: Experience = plan.atoms
         found = {f.name: getattr(part, f.name) for part in (experience, experience.sequences)
                  for f in fields(part)}
         save_file({name: value.cpu().contiguous() for name, value in found.items()
@@ -245,7 +233,7 @@ def build_ppo(setup: TaskSetup) -> PPOTask:
     return PPOTask(build_session(setup.cfg, setup.backend, setup.objects))
 
 
-def plan_updates(session: Session, experience: Experience, own: PPOState, step: int) -> Plan:
+def plan_updates(session: Session, experience: Experience, step: int) -> Plan:
     """``ppo_epochs`` passes over the experience, each in another order that (seed, step, epoch)
     alone decide; the last minibatch of a pass may be smaller.
 
@@ -258,7 +246,7 @@ def plan_updates(session: Session, experience: Experience, own: PPOState, step: 
         order = np.random.default_rng([session.cfg.seed, step, epoch]).permutation(len(experience))
         groups += [update_of(session, experience, rows, epoch, part)
                    for rows in torch.from_numpy(order).split(ppo.mini_batch_size)]
-    return Plan(Atoms(remembering(session, _on_device(session, experience)), own), groups)
+    return Plan(_on_device(session, experience), groups)
 
 
 def update_of(session: Session, experience: Experience, rows: torch.Tensor, epoch: int = 0,
@@ -272,11 +260,15 @@ def update_of(session: Session, experience: Experience, rows: torch.Tensor, epoc
 
 
 def _on_device(session: Session, experience: Experience) -> Experience:
-    """The figures that losses are made of on the device, once for all updates. Tokens and masks
-    stay on the CPU, where batches are laid out without waiting for the device."""
+    """The figures that losses are made of on the device, once for all updates, and room for what
+    the layers below the lowest that trains make of each sample. Tokens and masks stay on the CPU,
+    where batches are laid out without waiting for the device."""
     names = ("logprobs", "values", "advantages", "returns", "ref_logprobs")
-    return replace(experience, **{name: tensor.to(session.backend.device) for name in names
-                                  if (tensor := getattr(experience, name)) is not None})
+    there: dict[str, Any] = {name: tensor.to(session.backend.device) for name in names
+                             if (tensor := getattr(experience, name)) is not None}
+    if session.frozen_states_bytes and not experience.frozen_states:
+        there["frozen_states"] = [None] * len(experience)
+    return replace(experience, **there)
 
 
 def loss_options(ppo: PPOConfig, kl_coef: float) -> LossOptions:
@@ -287,13 +279,23 @@ def loss_options(ppo: PPOConfig, kl_coef: float) -> LossOptions:
         kl_coef=kl_coef, kl_estimator=kl_estimator(ppo))
 
 
-def adopt_coefficient(saved: TrainState, fresh: TrainState) -> TrainState:
-    """The saved state, with a KL coefficient that starts anew where ``ppo.init_kl_coef`` has
-    changed."""
-    own, new = PPOState.from_json(saved.task), PPOState.from_json(fresh.task)
-    if own.init_kl_coef == new.init_kl_coef:
-        return saved
-    log.info("the KL coefficient starts anew from ppo.init_kl_coef=%g (it was %g)",
-             new.init_kl_coef, own.kl_coef)
-    own = replace(own, kl_coef=new.init_kl_coef, init_kl_coef=new.init_kl_coef)
-    return replace(saved, task=own.to_json())
+def replay(session: Session, experience: Experience, rows: torch.Tensor, *, value_only: bool
+           ) -> tuple[PolicyOutput, int]:
+    """What the policy says of some rows of ``experience``, and how many tokens were computed.
+
+    Frozen lower layers run only for samples of which nothing is remembered; what comes out of them
+    is remembered then.
+    """
+    samples, places, split = experience.sequences.rows(rows), rows.tolist(), session.policy.split
+    batch, cache = lay_out(samples, pack=session.packs).to(session.backend.device), None
+    if split is not None and experience.frozen_states:
+        cache = FrozenStatesCache(session.frozen_states_bytes, experience.frozen_states)
+        batch = replace(batch, frozen_states=cache.of(places, batch))
+    remembers = cache is not None and batch.frozen_states is None
+    with inputs_at(split if remembers else None, session.policy.lm) as found:
+        out = session.trained.engine(batch, temperature=session.sampling.temperature,
+                                     want_entropy=session.cfg.ppo.ent_coef > 0,
+                                     value_only=value_only)
+    if cache is not None and found:
+        cache.keep(places, (samples.lengths - 1).tolist(), batch, found[-1])
+    return out, batch.tokens.numel()

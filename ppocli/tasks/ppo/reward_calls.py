@@ -1,0 +1,155 @@
+"""What asks the reward and the metric: on each rank for its own samples, or on rank 0 for those of
+all; and beside the main thread, where a reward that waits for others need not keep generation
+waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from dataclasses import dataclass, replace
+from threading import Thread
+from typing import Any, TypeVar
+
+import torch
+
+from ppocli.data.batch import PromptBatch
+from ppocli.parallel.ranks import Ranks
+from ppocli.rewards.records import RewardRequest, RewardScores
+from ppocli.sampling.samples import Samples
+from ppocli.storage import faults
+from ppocli.tasks.ppo.session import EvalSession
+
+T = TypeVar("T")
+Metrics = dict[str, list[float]]
+LOOK = 0.2
+"""seconds between two looks at whether the run is to stop"""
+
+
+def woven(shares: Sequence[Sequence[T]]) -> list[T]:
+    """What the ranks have of things that were dealt to them in turn
+    (:meth:`~ppocli.parallel.ranks.Ranks.share`), in the order from before."""
+    return [shares[i % len(shares)][i // len(shares)] for i in range(sum(map(len, shares)))]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a chunk asks of the reward or the metric, on this rank. Made by :func:`ask`."""
+
+    ranks: Ranks
+    request: RewardRequest
+    """of this rank's samples; of all on the rank that is asked for all"""
+    together: bool
+    """whether rank 0 is asked for the samples of all; else each rank asks for its own"""
+
+    def answer(self, work: Callable[[], T], dealt: Callable[[T, slice], T], phase: str) -> T:
+        """What ``work`` makes of the request, for this rank's samples. All ranks call it in step.
+
+        Raises:
+            PpocliError: on all ranks, what ``work`` raised on any.
+        """
+        if not self.together:
+            return self.ranks.all_do(work, phase)
+        return dealt(self.ranks.first_does(work), slice(self.ranks.rank, None, self.ranks.world))
+
+
+def request_of(session: EvalSession, prompts: PromptBatch, responses: list[str],
+               response_ids: list[list[int]]) -> RewardRequest:
+    """Samples as a reward or a metric gets them."""
+    return RewardRequest(prompts=prompts.texts, responses=responses, response_ids=response_ids,
+                         columns=prompts.columns, tokenizer=session.tokenizer)
+
+
+def ask(session: EvalSession, prompts: PromptBatch, out: Samples, responses: list[str],
+        together: bool) -> Question:
+    """One chunk's question; special tokens are left out and stop sequences trimmed. All ranks call
+    this in step, each with its share; ``together`` brings the shares to rank 0."""
+    request = request_of(session, prompts, responses, out.action_ids)
+    ranks = session.backend.ranks
+    together = together and ranks.world > 1
+    if together:
+        # a tokenizer is large, and rank 0 has its own
+        shares = ranks.gather(replace(request, tokenizer=None))
+        request = joined(shares, session.tokenizer) if ranks.first else request
+    return Question(ranks, request, together)
+
+
+def score(session: EvalSession, question: Question) -> RewardScores:
+    """Hand the question to the reward. Nothing here talks to other ranks.
+
+    Raises:
+        RewardError: the reward failed.
+    """
+    faults.point("score.before")
+    scores = session.reward.score(question.request)
+    faults.point("score.after")
+    return scores
+
+
+def judge(session: EvalSession, prompts: PromptBatch, out: Samples, responses: list[str],
+          phase: str) -> tuple[RewardScores, Metrics]:
+    """The scores of this rank's samples, and each metric by sample. All ranks call it in step.
+
+    Raises:
+        RewardError: on all ranks, what went wrong on any.
+    """
+    metric = session.metric
+    question = ask(session, prompts, out, responses, session.reward.needs_all_samples)
+    scores = question.answer(lambda: score(session, question), some_scores, phase)
+    if metric is None:
+        return scores, {}
+    if metric.needs_all_samples != session.reward.needs_all_samples:
+        question = ask(session, prompts, out, responses, metric.needs_all_samples)
+    return scores, question.answer(lambda: metric.compute(question.request), _some_metrics, phase)
+
+
+def joined(shares: Sequence[RewardRequest], tokenizer: Any) -> RewardRequest:
+    """The shares of all ranks as one request, in the order of the prompts."""
+    return RewardRequest(
+        prompts=woven([share.prompts for share in shares]),
+        responses=woven([share.responses for share in shares]),
+        response_ids=woven([share.response_ids for share in shares]),
+        columns={name: woven([share.columns[name] for share in shares])
+                 for name in shares[0].columns}, tokenizer=tokenizer)
+
+
+def some_scores(scores: RewardScores, rows: slice) -> RewardScores:
+    """The scores of some samples."""
+    return RewardScores(scores.scores[rows], None if scores.dense is None else scores.dense[rows],
+                        scores.valid[rows], _some_metrics(scores.parts, rows))
+
+
+def _some_metrics(metrics: dict[str, list[T]], rows: slice) -> dict[str, list[T]]:
+    return {name: values[rows] for name, values in metrics.items()}
+
+
+def begin(work: Callable[[], T], device: torch.device, poll: Callable[[], None]
+          ) -> Callable[[], T]:
+    """Start ``work`` in a thread; the function returned waits for it.
+
+    Nothing in it may talk to other ranks: collectives belong to the main thread. The thread is a
+    daemon: work that hangs must not keep a process that wants to end.
+
+    Args:
+        device: where the run computes; CUDA's current device is a thread's own.
+        poll: called while waiting; what it raises ends the waiting, not the work.
+
+    Returns:
+        a function that returns what ``work`` returned, or raises what it raised.
+    """
+    outcome: futures.Future[T] = futures.Future()
+
+    def body() -> None:
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    def wait() -> T:
+        while not futures.wait([outcome], LOOK).done:
+            poll()
+        return outcome.result()
+
+    Thread(target=body, name="reward", daemon=True).start()
+    return wait

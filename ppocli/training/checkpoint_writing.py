@@ -1,0 +1,236 @@
+"""What a checkpoint holds, gathered from a task and written: by one process, or by all ranks into
+one folder.
+
+One process writes the tensors that train and copies of them with the same function, so that the
+files are the same.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from ppocli.errors import PpocliError
+from ppocli.parallel.ranks import Ranks
+from ppocli.storage.model_files import POLICY
+from ppocli.training.optimizers import named_trainable
+from ppocli.training.saved_model import SavedModel, Tensors
+from ppocli.training.state import Generators, TrainState
+from ppocli.training.task import Task
+from ppocli.zero.sharded_weights import gathered, host_weights, optimizer_slots
+
+OPTIMIZER = "optimizer.safetensors"
+TASK_STATE = "task_state.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """Tensors by name, and what else goes with them."""
+
+    files: dict[str, Tensors]
+    """by file: optimizer state by ``NAME/slot``, state dicts of what trains beside the model, the
+    task's own tensors; for the folder of the policy its model's state dict, or its adapter's
+    tensors as PEFT names them"""
+    generators: Generators
+    fixed: frozenset[int]
+    """addresses of tensors that never change, such as weights that don't train: a copy can share
+    them"""
+    described: dict[str, bytes] | None = None
+    """the small files of the policy by name; None: as the model is described when it is written"""
+
+
+def contents_of(task: Task, state: TrainState) -> Contents:
+    """The tensors that train, as they are: what is made of them must be done before they change.
+
+    Args:
+        task: of one process that shards nothing.
+        state: that was committed, whose tensors and generators belong to them.
+    """
+    module, own = task.trained.module, _task_files(state)
+    slots = optimizer_slots(named_trainable(module), task.trained.optimizer, 0, Ranks())
+    fixed = [p for p in module.parameters() if not p.requires_grad] + list(state.tensors.values())
+    return Contents({POLICY: task.saved.tensors(), OPTIMIZER: slots, **own, **{
+        name: one.state_dict() for name, one in module_files(task).items()}},
+        state.generators, frozenset(tensor.data_ptr() for tensor in fixed))
+
+
+def module_files(task: Task) -> dict[str, torch.nn.Module]:
+    """File name -> what trains beside the model itself."""
+    return {f"{name}.safetensors": module for name, module in
+            {**task.modules(), **task.saved.prompt_encoders()}.items()}
+
+
+def _task_files(state: TrainState) -> dict[str, Tensors]:
+    """The task's own tensors; no file without any."""
+    return {TASK_STATE: dict(state.tensors)} if state.tensors else {}
+
+
+def write_contents(saved: SavedModel, contents: Contents, folder: Path) -> None:
+    """Put all of it into ``folder``; safetensors and JSON only.
+
+    Of ``saved`` what never changes is read: of a copy this can be done while it trains.
+    """
+    for name, tensors in contents.files.items():
+        if name == POLICY:
+            saved.write_weights(folder / name, tensors)
+        else:
+            save_tensors(tensors, folder / name)
+    if contents.described is None:
+        saved.describe(folder / POLICY)
+    for name, raw in (contents.described or {}).items():
+        path = folder / POLICY / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(raw)
+    contents.generators.write(folder)
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write tensors of any device; those that share memory are written once each."""
+    plain: Tensors = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        own = tensor.detach().cpu().contiguous()
+        if own.untyped_storage().data_ptr() in seen:
+            own = own.clone()
+        seen.add(own.untyped_storage().data_ptr())
+        plain[name] = own
+    save_file(plain, path)
+
+
+@contextmanager
+def whole_model(task: Task) -> Iterator[Tensors | None]:
+    """What ``task.saved.write`` needs on rank 0, which alone may call it: the model's weights, or
+    None where its modules hold them. All ranks enter and leave in step.
+
+    An adapter's own files are made from its modules: those are put together on every rank.
+    """
+    with whole_weights(task) as weights:
+        yield _within("lm", weights)
+
+
+@contextmanager
+def whole_weights(task: Task) -> Iterator[Tensors | None]:
+    """As :func:`whole_model`, of all that trains, by the names in ``trained.module``."""
+    stage, first = task.backend.zero_stage, task.backend.ranks.first
+    if task.saved.adapter is None:
+        yield host_weights(task.trained.module, stage, keep=first)
+        return
+    with gathered(task.trained.module, stage):
+        yield None
+
+
+def _within(prefix: str, weights: Tensors | None) -> Tensors | None:
+    """The weights of the module of that name, by their names in it."""
+    if weights is None:
+        return None
+    start = f"{prefix}."
+    return {name.removeprefix(start): tensor for name, tensor in weights.items()
+            if name.startswith(start)}
+
+
+def write_checkpoint(task: Task, folder: Path, state: TrainState) -> None:
+    """Put everything that ``read_checkpoint`` needs into ``folder``; safetensors and JSON only.
+
+    All ranks call it in step and write into the same folder: rank 0 the weights, each rank its
+    share of the optimizer state and its own generators. Whole tensors are written whatever the
+    ZeRO stage, so that any number of ranks, under any stage, can read them.
+    """
+    ranks, stage, trained = task.backend.ranks, task.backend.zero_stage, task.trained
+    if ranks.world == 1 and stage == 0:
+        write_contents(task.saved, contents_of(task, state), folder)
+        return
+    problem: Exception | None = None
+
+    def attempt(work: Callable[[], None]) -> None:
+        """A disk that refuses one rank must not leave the others waiting in a collective."""
+        nonlocal problem
+        if problem is None:
+            try:
+                work()
+            except Exception as error:
+                problem = error
+
+    def weights(whole: Tensors | None) -> None:
+        task.saved.write(folder / POLICY, _within("lm", whole))
+        for name, module in module_files(task).items():
+            part = _within(Path(name).stem, whole)
+            save_tensors(module.state_dict() if part is None else part, folder / name)
+        for name, tensors in _task_files(state).items():
+            save_tensors(tensors, folder / name)
+
+    with whole_weights(task) as whole:
+        if ranks.first:
+            attempt(partial(weights, whole))
+    del whole  # the optimizer's state needs the room
+    slots = optimizer_slots(named_trainable(trained.module), trained.optimizer, stage, ranks)
+    attempt(lambda: save_tensors(slots, folder / _part(OPTIMIZER, ranks)))
+    attempt(lambda: state.generators.write(folder, ranks.rank))
+    if problem is not None:
+        raise problem
+
+
+def save_together(task: Task, state: TrainState,
+                  put: Callable[[Callable[[Path], None]], None]) -> None:
+    """Let rank 0 save a checkpoint into which all ranks write. All ranks call it in step.
+
+    Args:
+        put: called on rank 0 with a function that fills a folder, as often as it calls that.
+
+    Raises:
+        PpocliError: whatever ``put`` raised, on all ranks.
+    """
+    ranks = task.backend.ranks
+    if ranks.world == 1:
+        put(lambda folder: write_checkpoint(task, folder, state))
+        return
+
+    def fill(folder: Path) -> None:
+        problem: Exception | None = None
+        try:
+            write_checkpoint(task, folder, state)
+        except Exception as error:
+            problem = error
+        # its number and text, as those of an OSError
+        found = ranks.gather(None if problem is None else (
+            getattr(problem, "errno", None) or errno.EIO, str(problem)))
+        if problem is not None:
+            raise problem
+        for told in found:
+            if told is not None:
+                raise OSError(*told)
+
+    def command(folder: Path) -> None:
+        ranks.broadcast(str(folder))
+        fill(folder)
+
+    if ranks.first:
+        ended: PpocliError | None = None
+        try:
+            put(command)
+        except PpocliError as error:
+            ended = error
+        ranks.broadcast(ended)
+        if ended is not None:
+            raise ended
+        return
+    message: Any
+    while isinstance(message := ranks.broadcast(None), str):
+        with suppress(Exception):  # rank 0 has heard of it and decides
+            fill(Path(message))
+    if message is not None:
+        raise message
+
+
+def _part(name: str, ranks: Ranks) -> str:
+    if ranks.world == 1:
+        return name
+    stem, dot, suffix = name.partition(".")
+    return f"{stem}-{ranks.rank + 1:05d}-of-{ranks.world:05d}{dot}{suffix}"
