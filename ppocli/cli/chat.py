@@ -9,12 +9,14 @@ from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from ppocli.cli import options as opt
 from ppocli.cli.generate import printable
 from ppocli.cli.options import Overrides, Run
 from ppocli.cli.output import complain, say, working
 from ppocli.errors import ConfigError, PpocliError, StoppedError
-from ppocli.text import first_line
+from ppocli.text import clean, figure, first_line
 
 if TYPE_CHECKING:
     from ppocli.cli.sampling_request import ChosenModels, SamplingRequest
@@ -34,7 +36,7 @@ HELP = """\
 
 
 def chat(
-        run: Run = None, overrides: Overrides = None,
+        ctx: typer.Context, run: Run = None, overrides: Overrides = None,
         max_new_tokens: opt.MaxNew = None, min_new_tokens: opt.MinNew = None,
         temperature: opt.Temperature = None, top_k: opt.TopK = None, top_p: opt.TopP = None,
         greedy: opt.Greedy = False, stop: opt.Stop = None, seed: opt.Seed = 0,
@@ -55,11 +57,7 @@ def chat(
     from ppocli.cli.sampling_request import find_models, loaded, sampling_request
     from ppocli.parallel.stop import signal_handlers
 
-    request = sampling_request(
-        run, overrides, step=step, best=best, against=against, score=score, reward=reward,
-        seed=seed, system=system, greedy=greedy, stop=stop, sampling={
-            "max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens,
-            "temperature": temperature, "top_k": top_k, "top_p": top_p})
+    request = sampling_request(ctx)
     if not sys.stdin.isatty():
         raise ConfigError("ppocli chat needs a terminal, and standard input isn't one.",
                           where="standard input",
@@ -144,8 +142,6 @@ class Chat:
 
     def greet(self) -> None:
         """Say with whom one chats and how."""
-        from ppocli.text import clean
-
         players = [conversation.player for conversation in self._conversations]
         say(f"chatting with {' and '.join(clean(player.name) for player in players)}: "
             f"{self._sampling()}")
@@ -220,8 +216,6 @@ class Chat:
 
     def _answer(self, text: str) -> None:
         """Each model's answer; Ctrl-C ends that answer, and what there is of it counts."""
-        from ppocli.text import clean
-
         number, self._asked = self._asked, self._asked + 1
         for conversation in self._conversations:
             rendered, tokens = conversation.ask(text, self._generation)
@@ -238,7 +232,6 @@ class Chat:
                pieces: list[str]) -> None:
         from ppocli.evaluation.player import scores_of
         from ppocli.parallel.stop import StopRequested, catch_signals
-        from ppocli.text import figure
 
         def show(piece: str) -> None:
             pieces.append(piece)

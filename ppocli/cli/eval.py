@@ -8,17 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from ppocli.cli import options as opt
-from ppocli.cli.options import AsJson, Run, complete_setting
+from ppocli.cli.options import AsJson, Run, complete_setting, request_of
 from ppocli.cli.output import aligned, display_mode, say, shown_figure, split_words, working
 from ppocli.errors import ConfigError, ThresholdError
-
-if TYPE_CHECKING:
-    from ppocli.evaluation.request import EvalRequest
+from ppocli.text import clean, cut
 
 EVERY = 10.0
 """seconds between lines of progress where there is no terminal"""
@@ -29,18 +27,15 @@ SHOWN = 3
 
 
 def evaluate(
-        run: Run = None,
+        ctx: typer.Context, run: Run = None,
         overrides: Annotated[list[str] | None, typer.Argument(
-            metavar="[KEY=VALUE]...", autocompletion=complete_setting, show_default=False,
+            metavar="[KEY=VALUE]...", autocompletion=complete_setting,
             help="Settings that override those of the run.")] = None,
-        against: Annotated[str | None, typer.Option(
-            metavar="BASE", help="Compare with this run, checkpoint or model; base: the model the "
-            "run started from.")] = None,
+        against: opt.Against = None,
         prompts: Annotated[str | None, typer.Option(
             metavar="SPEC", help="Prompts to evaluate on: a file, a folder or a Hub data set."
             )] = None,
-        reward: Annotated[str | None, typer.Option(
-            metavar="IMPORT", help="Score with this instead of the run's rewards.")] = None,
+        reward: opt.Reward = None,
         limit: Annotated[int | None, typer.Option(
             metavar="N", help="At most this many prompts, spread over their source.")] = None,
         num_samples: Annotated[int | None, typer.Option(
@@ -80,15 +75,15 @@ def evaluate(
       ppocli eval ./model --prompts prompts.jsonl --reward my_rewards:score
       ppocli eval runs/NAME --min-reward 0.8 --json
     """
-    request = request_of(
-        run, overrides, against=against, prompts=prompts, reward=reward, limit=limit,
-        num_samples=num_samples, seed=seed, frontier=frontier, step=step, best=best,
-        output=output, name=name, overwrite=overwrite, resume=resume,
-        printing=printing_of(min_reward, show, as_json))
     from ppocli.config.resolved import with_absolute_paths
+    from ppocli.evaluation.request import EvalRequest
     from ppocli.launching.target_config import target_config
     from ppocli.runs.target import find_target
 
+    run, words = split_words(run, overrides)
+    request = request_of(EvalRequest, ctx, run=run, words=tuple(words),
+                         printing=printing_of(min_reward, show, as_json))
+    request.check()
     target = find_target(request.run, say=say, step=request.step, best=request.best)
     cfg = target_config(target, request.overrides(target), needs_reward=True, needs_prompts=True)
     cfg = with_absolute_paths(cfg, Path.cwd())
@@ -102,9 +97,8 @@ def evaluate(
     if as_json:
         print(done.folder.result.read_text(encoding="utf-8"), flush=True)
     else:
-        print("\n".join(lines_of(done.report)), flush=True)
-        for line in _sample_lines(done.folder.samples, show):
-            print(line, flush=True)
+        lines = [*lines_of(done.report), *_sample_lines(done.folder.samples, show)]
+        print("\n".join(lines), flush=True)
     if done.folder.picture.is_file():
         say(f"picture  {done.folder.picture}")
     say(f"samples  {done.folder.samples}")
@@ -114,20 +108,6 @@ def evaluate(
         reached, asked = told_apart(mean, min_reward)
         raise ThresholdError(f"The mean reward is {reached}, below the {asked} asked for.",
                              where=str(done.folder.result))
-
-
-def request_of(run: str | None, words: list[str] | None, **flags: Any) -> EvalRequest:
-    """The request of a command line; ``flags`` are fields of :class:`EvalRequest`.
-
-    Raises:
-        ConfigError: a word that is none, or flags that contradict each other.
-    """
-    from ppocli.evaluation.request import EvalRequest
-
-    run, rest = split_words(run, words)
-    request = EvalRequest(run=run, words=tuple(rest), **flags)
-    request.check()
-    return request
 
 
 def printing_of(min_reward: float | None, show: int, as_json: bool) -> tuple[str, ...]:
@@ -164,7 +144,7 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
     bar = progress.Progress(
         progress.TextColumn("{task.description}"), progress.BarColumn(),
         progress.MofNCompleteColumn(), progress.TimeElapsedColumn(), progress.TextColumn("left"),
-        progress.TimeRemainingColumn(), console=Console(file=sys.stderr), transient=True)
+        progress.TimeRemainingColumn(), console=Console(stderr=True), transient=True)
     with bar:
         task = bar.add_task("loading", total=None)
 
@@ -194,9 +174,8 @@ class _Lines:
 
 def lines_of(report: dict[str, Any]) -> list[str]:
     """The contents of eval.json as a person reads them."""
-    models = {"policy": {**report, "name": report["model"]["name"]}}
-    if report["against"] is not None:
-        models["against"] = {**report["against"], "name": report["against"]["model"]["name"]}
+    models = {role: {**found, "name": found["model"]["name"]} for role, found in (
+        ("policy", report), ("against", report["against"])) if found is not None}
     frontier = report["frontier"]
     if frontier is not None:
         models["base"] = {**frontier["base"], "name": f"{report['base']['path']}, "
@@ -210,8 +189,9 @@ def lines_of(report: dict[str, Any]) -> list[str]:
                       for q in report["quantiles"]]
         # distinct-n falls with the number of texts: only equal numbers can stand side by side
         table.append([_NAMES.get(name, name.removeprefix("metrics/")),
-                      *("-" if name in _BY_COUNT and model["samples"] != report["samples"] else
-                        _with_error(model["figures"].get(name), model["stderr"].get(name))
+                      *(_with_error(model["figures"].get(name), model["stderr"].get(name))
+                        if model["samples"] == report["samples"]
+                        or not name.startswith("distinct_") else "-"
                         for model in models.values())])
     lines += ["", *aligned(table)]
     unscored = {role: model["samples"] - model["scored"] for role, model in models.items()}
@@ -225,8 +205,6 @@ def lines_of(report: dict[str, Any]) -> list[str]:
 _NAMES = {"reward_mean": "reward", "reward_std": "reward std", "kl_mean": "KL to the base",
           "response_tokens_mean": "response tokens", "finished_share": "finished",
           "distinct_1": "distinct-1", "distinct_2": "distinct-2", "distinct_3": "distinct-3"}
-
-_BY_COUNT = ("distinct_1", "distinct_2", "distinct_3")
 
 
 def _with_error(value: float | None, error: float | None) -> str:
@@ -244,12 +222,10 @@ def _win_line(found: dict[str, Any]) -> str:
 
 def _frontier_lines(report: dict[str, Any]) -> list[str]:
     frontier = report["frontier"]
+    points = {f"best of {point['n']}": point for point in frontier["points"]}
     table = [["", "KL", "reward"]]
-    table += [[f"best of {point['n']}", shown_figure(point["kl"]),
-               _with_error(point["reward"], point["stderr"])] for point in frontier["points"]]
-    policy = frontier["policy"]
-    table.append(["policy", shown_figure(policy["kl"]),
-                  _with_error(policy["reward"], policy["stderr"])])
+    table += [[name, shown_figure(point["kl"]), _with_error(point["reward"], point["stderr"])]
+              for name, point in {**points, "policy": frontier["policy"]}.items()]
     return [*aligned(table), _verdict(frontier, report["generation"])]
 
 
@@ -300,6 +276,4 @@ def _sample_lines(path: Path, count: int) -> Iterator[str]:
 
 
 def _short(text: str) -> str:
-    from ppocli.text import clean, cut
-
     return cut(clean(text), LONGEST)

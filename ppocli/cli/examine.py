@@ -286,27 +286,16 @@ def _taken(config: TrainConfig, folder: Path, resume_from: Path | None, *, settl
 
 
 def _unwritable(folder: Path) -> Iterator[PpocliError]:
-    """Whether ``folder``, or the nearest folder above it that exists, takes a file. The file has no
-    name, or loses it at once where a file system has no such files."""
-    from ppocli.storage.atomic import disk_errors
+    """Whether ``folder``, or the nearest folder above it that exists, takes a file."""
+    from ppocli.storage.run_folder import probe_writable
 
-    fix = "choose another output_dir or run_name"
     place = next(part for part in (folder.absolute(), *folder.absolute().parents)
                  if os.path.lexists(part))
-    if not place.is_dir():
-        yield DiskError(f"{folder} can't be a folder: {place} is a file.", where=str(folder),
-                        fix=fix)
-        return
     try:
-        with disk_errors(folder), tempfile.TemporaryFile(dir=place) as probe:
-            probe.write(bytes(4096))
-            probe.flush()
-            os.fsync(probe.fileno())
+        probe_writable(place)
     except DiskError as error:
-        yield error
-    except OSError as error:
-        yield DiskError(f"{folder} can't be written: {error.strerror or error}.",
-                        where=str(folder), fix=fix)
+        what = error.what.replace(str(place), str(folder), 1)
+        yield error.reworded(what=what, where=str(folder))
 
 
 # Telling ------------------------------------------------------------------------------------------
@@ -320,11 +309,14 @@ def _config_error(problem: Problem, fix: str | None) -> ConfigError:
 
 
 def _plan(config: TrainConfig, prompts: int | None, folder: Path) -> Plan:
-    reward = config.reward
-    functions = [(str(entry["fn"]), entry.get("kwargs") or {}) for entry in reward.fns.values()
-                 ] or [(str(reward.fn), reward.kwargs)]
-    rewards = [f"{fn} {kwargs['model']}" if "model" in kwargs else fn for fn, kwargs in functions]
     samples = planned_episodes(config.ppo)
-    return Plan(config.model.path, rewards, prompts, -(-samples // config.ppo.num_rollouts),
-                samples, config.ppo.num_rollouts, config.hardware.device,
-                config.hardware.precision, str(folder))
+    return Plan(config.model.path, reward_labels(config.reward), prompts,
+                -(-samples // config.ppo.num_rollouts), samples, config.ppo.num_rollouts,
+                config.hardware.device, config.hardware.precision, str(folder))
+
+
+def reward_labels(reward: RewardConfig) -> list[str]:
+    """What scores the responses, each with its model where it has one."""
+    functions = [(entry["fn"], entry.get("kwargs") or {}) for entry in reward.fns.values()] or [
+        (reward.fn or "?", reward.kwargs)]
+    return [f"{fn} {kwargs['model']}" if "model" in kwargs else str(fn) for fn, kwargs in functions]

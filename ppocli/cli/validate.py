@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ppocli.cli.options import AsJson, Overrides
-from ppocli.cli.output import ending, print_json, say
+from ppocli.cli.output import print_json, say, working
 from ppocli.errors import PpocliError
+from ppocli.text import clean, figure
 
 if TYPE_CHECKING:
-    from ppocli.cli.examine import Examined
-    from ppocli.config.schema import TrainConfig
+    from ppocli.cli.examine import Plan
     from ppocli.tasks.ppo.rehearsal import Rehearsal
 
 
@@ -37,7 +37,7 @@ def validate(overrides: Overrides = None,
       ppocli validate --deep +recipe=quickstart
       ppocli validate -m +recipe=quickstart seed=1,2
     """
-    ending(lambda: validate_words(overrides or [], deep=deep, as_json=as_json))
+    validate_words(overrides or [], deep=deep, as_json=as_json)
 
 
 ORDER = (2, 3, 7, 6, 5)
@@ -62,17 +62,27 @@ def validate_words(words: Sequence[str], *, deep: bool = False, as_json: bool = 
     found = examine(words)
     rehearsal = None
     if deep and not found.problems and found.config is not None:
+        say(f"loading {found.config.model.path}")
         try:
-            rehearsal = _rehearse(found.config)
+            with working() as stop:
+                from ppocli.tasks.ppo.rehearsal import rehearse
+
+                rehearsal = rehearse(found.config, stop)
         except PpocliError as error:
             found.add([error])
+    problems = sorted(found.problems, key=lambda error: ORDER.index(error.exit_code)
+                      if error.exit_code in ORDER else len(ORDER))
     if as_json:
-        print_json(_as_json(found, rehearsal))
-        if found.problems:
-            raise SystemExit(_ranked(found)[0].exit_code)
+        print_json(_as_json(problems, found.plans, rehearsal))
+        if problems:
+            raise SystemExit(problems[0].exit_code)
         return
-    if found.problems:
-        raise _one_error(_ranked(found))
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        raise PpocliError("\n".join([f"{len(problems)} problems:", *(
+            "  " + str(error).replace("\n", "\n  ") for error in problems)]),
+            exit_code=problems[0].exit_code)
     if len(found.plans) == 1:
         print(f"valid: {found.plans[0]}")
     else:
@@ -81,49 +91,23 @@ def validate_words(words: Sequence[str], *, deep: bool = False, as_json: bool = 
         print("\n".join(_told(rehearsal)))
 
 
-def _ranked(found: Examined) -> list[PpocliError]:
-    return sorted(found.problems, key=lambda error: ORDER.index(error.exit_code)
-                  if error.exit_code in ORDER else len(ORDER))
-
-
-def _one_error(problems: list[PpocliError]) -> PpocliError:
-    """One error that lists all, with the exit code of the first."""
-    if len(problems) == 1:
-        return problems[0]
-    return PpocliError("\n".join([f"{len(problems)} problems:", *(
-        "  " + str(error).replace("\n", "\n  ") for error in problems)]),
-        exit_code=problems[0].exit_code)
-
-
-def _as_json(found: Examined, rehearsal: Rehearsal | None) -> dict[str, Any]:
+def _as_json(problems: Sequence[PpocliError], plans: Sequence[Plan], rehearsal: Rehearsal | None
+             ) -> dict[str, Any]:
     from ppocli.config.secrets import safe_text
 
-    problems = _ranked(found)
     answer: dict[str, Any] = {
         "valid": not problems, "exit_code": problems[0].exit_code if problems else 0,
         "problems": [{"exit_code": error.exit_code,
                       **{part: text and safe_text(text) for part, text in (
                           ("what", error.what), ("where", error.where), ("fix", error.fix))}}
                      for error in problems],
-        "runs": [asdict(plan) for plan in found.plans]}
+        "runs": [asdict(plan) for plan in plans]}
     if rehearsal is not None:
         answer["rehearsal"] = {**asdict(rehearsal), "agrees": rehearsal.agrees}
     return answer
 
 
-def _rehearse(config: TrainConfig) -> Rehearsal:
-    from ppocli.cli.output import working
-
-    say(f"loading {config.model.path}")
-    with working() as stop:
-        from ppocli.tasks.ppo.rehearsal import rehearse
-
-        return rehearse(config, stop)
-
-
 def _told(found: Rehearsal) -> Iterator[str]:
-    from ppocli.text import clean, figure
-
     yield (f"loaded: {found.parameters:,} parameters, {found.trainable:,} trained, "
            f"{found.prompts} prompts, on {found.device} {found.precision}")
     yield f"first prompt as the model gets it ({found.prompt_tokens} tokens):"

@@ -67,7 +67,7 @@ def open_run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects, backen
     with open_recorder(folder, cfg.tracking) if ranks.first else silent_recorder() as recorder:
         run = Run(task, folder, run_id, digest, torch_versions(), stop, recorder, display,
                   state, generators.capture(backend.device), saved_at=monotonic(),
-                  clock=PhaseClock(backend.device, began, display.marked))
+                  clock=PhaseClock(backend.device, began, display.board.marked))
         try:
             yield run
         finally:

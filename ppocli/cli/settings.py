@@ -1,17 +1,124 @@
-"""``ppocli schema``: every setting, for people and as a JSON Schema for editors."""
+"""``ppocli recipes`` and ``ppocli schema``: what can be set, and settings of whole runs."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+import json
+import textwrap
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from ppocli.cli.completion import complete_key
-from ppocli.cli.output import print_json
-from ppocli.errors import ConfigError
+from ppocli.builtin.names import BUILTIN_PREFIX
+from ppocli.cli.options import AsJson, Command
+from ppocli.cli.output import print_json, print_table, say
+from ppocli.config.paths import recipe_files
+from ppocli.errors import ConfigError, DiskError
+from ppocli.text import did_you_mean
 
 if TYPE_CHECKING:
     from ppocli.config.keys import Key
+
+recipes_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
+                          help="List, show and copy recipes.")
+Name = Annotated[str, typer.Argument(autocompletion=lambda: list(recipe_files()))]
+
+
+@recipes_app.command("list", cls=Command)
+def print_recipes(as_json: AsJson = False) -> None:
+    """List the recipes: those in ./recipes of the current folder, then the included ones."""
+    found = [_facts(name, file) for name, file in recipe_files().items()]
+    if as_json:
+        print_json(found)
+        return
+    print_table([("name", "model", "reward", "prompts", "network", "purpose"), *(
+        (each["name"], each["model"], each["reward"], each["prompts"],
+         "yes" if each["needs_network"] else "no", each["purpose"]) for each in found)])
+
+
+def _facts(name: str, file: Path) -> dict[str, Any]:
+    """What the list says of a recipe; of one that doesn't compose, why."""
+    from ppocli.cli.examine import reward_labels
+    from ppocli.config.compose import compose
+    from ppocli.config.words import read_words
+
+    facts = {"name": name, "model": "?", "reward": "?", "prompts": "?", "needs_network": False,
+             "purpose": _purpose(file), "file": str(file)}
+    try:
+        config = compose(read_words([f"+recipe={name}"])).values()
+    except ConfigError as error:
+        return {**facts, "purpose": f"broken: {error.what.splitlines()[0]}"}
+    rewards = reward_labels(config.reward)
+    model = "?" if config.model.path == "???" else config.model.path
+    prompts = config.prompts.path or ("inline" if config.prompts.items else "BOS")
+    used = [model, prompts, *(label.partition(" ")[2] for label in rewards)]
+    return {**facts, "model": model, "prompts": prompts, "reward": " + ".join(rewards),
+            "needs_network": any(map(_on_hub, used))}
+
+
+def _on_hub(value: str) -> bool:
+    return (value not in ("", "?", "inline", "BOS") and not value.startswith(BUILTIN_PREFIX)
+            and not value.startswith((".", "/", "~")) and not Path(value).exists())
+
+
+def _purpose(file: Path) -> str:
+    """The first sentence of the header comment."""
+    lines = [line.lstrip("# ").strip() for line in file.read_text(encoding="utf-8").splitlines()
+             if line.startswith("#") and not line.startswith("# @")]
+    return lines[0] if lines else ""
+
+
+@recipes_app.command("show", cls=Command)
+def print_recipe(name: Name) -> None:
+    """Print a recipe as YAML."""
+    print(recipe_file(name).read_text(encoding="utf-8"), end="")
+
+
+@recipes_app.command("copy", cls=Command)
+def copy_recipe(name: Name,
+                destination: Annotated[Path | None, typer.Argument(
+                    metavar="[DEST]", help="File or folder (default: ./recipes).")] = None,
+                force: Annotated[bool, typer.Option(
+                    "--force", help="Overwrite an existing file.")] = False) -> None:
+    """Copy a recipe in order to change it."""
+    source = recipe_file(name)
+    target = destination if destination is not None else Path("recipes")
+    if target.is_dir() or target.suffix not in (".yaml", ".yml"):
+        target = target / f"{name}.yaml"
+    if target.suffix == ".yml":
+        raise ConfigError(f"{target}: recipes end in .yaml", fix=f"{target.with_suffix('.yaml')}")
+    same = target.exists() and target.samefile(source)
+    if same or (target.exists() and not force):
+        raise ConfigError(f"{target} exists already" + (" and is that recipe" if same else ""),
+                          fix="give another name, e.g. " + str(target.with_name("mine.yaml"))
+                          + ("" if same else ", or overwrite it with --force"))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(source.read_bytes())
+    except OSError as error:
+        raise DiskError(f"{target} can't be written: {error.strerror}", where=str(target),
+                        fix="choose another folder") from error
+    print(target)
+    folder = target.parent.resolve()
+    option = "" if folder == Path.cwd() / "recipes" else f"--config-dir {target.parent} "
+    say(f"Change it, then run: ppocli train {option}+recipe={target.stem}")
+
+
+def recipe_file(name: str) -> Path:
+    """The file of a recipe.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    files = recipe_files()
+    if name not in files:
+        raise ConfigError(f"unknown recipe {name}{did_you_mean(name, list(files))}",
+                          fix="choose one of: " + ", ".join(files))
+    return files[name]
+
+
+# The schema ---------------------------------------------------------------------------------------
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _TYPES: dict[Any, str] = {int: "integer", float: "number", bool: "boolean", str: "string"}
@@ -19,9 +126,16 @@ _BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "ex
 _INTERPOLATION = {"$ref": "#/$defs/interpolation"}
 
 
+def complete_key(incomplete: str) -> list[str]:
+    """Keys and sections of the configuration."""
+    from ppocli.config.keys import schema_keys, schema_sections
+
+    return [*schema_sections(), *schema_keys()]
+
+
 def print_schema(
         name: Annotated[str | None, typer.Argument(
-            metavar="[KEY]", autocompletion=complete_key, show_default=False,
+            metavar="[KEY]", autocompletion=complete_key,
             help="A key or a section: ppo.vf_coef, ppo (default: all).")] = None,
         as_json: Annotated[bool, typer.Option(
             "--json", help="Print a JSON Schema, for editors and other programs.")] = False
@@ -48,7 +162,6 @@ def chosen_keys(name: str | None) -> list[Key]:
         ConfigError: there is no such key or section.
     """
     from ppocli.config.keys import schema_keys, schema_sections
-    from ppocli.text import did_you_mean
 
     keys = schema_keys()
     if name is None:
@@ -62,9 +175,6 @@ def chosen_keys(name: str | None) -> list[Key]:
 
 
 def _shown(key: Key) -> str:
-    import json
-    import textwrap
-
     from omegaconf import MISSING
 
     default = "must be given" if key.default == MISSING else (
@@ -108,17 +218,14 @@ def json_schema(name: str | None = None) -> dict[str, Any]:
 
 def _section(section: type, prefix: str = "") -> dict[str, Any]:
     """The object of a dataclass of the schema, whose keys begin with ``prefix``."""
-    import dataclasses
-    import typing
-
     from ppocli.config.keys import schema_keys
 
     properties: dict[str, Any] = {}
-    for field in dataclasses.fields(section):
+    for field in fields(section):
         name = prefix + field.name
         properties[field.name] = _value(schema_keys()[name]) if name in schema_keys() else {
             "description": field.metadata["doc"],
-            **_section(typing.get_type_hints(section)[field.name], name + ".")}
+            **_section(get_type_hints(section)[field.name], name + ".")}
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
