@@ -9,10 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ppocli.cli.chat import chat
 from ppocli.cli.eval import evaluate
 from ppocli.cli.export import export_command
-from ppocli.cli.generate import generate
+from ppocli.cli.generate import chat, generate
 from ppocli.cli.machine import doctor, env, print_estimate
 from ppocli.cli.options import WORDS, Command, HydraCommand
 from ppocli.cli.output import code_of, leave, say, set_manner, survive_any_terminal

@@ -105,8 +105,7 @@ def evaluate(
     say(f"results  {done.folder.result}")
     mean = done.report["figures"]["reward_mean"]
     if min_reward is not None and not (mean is not None and mean >= min_reward):
-        reached, asked = told_apart(mean, min_reward)
-        raise ThresholdError(f"The mean reward is {reached}, below the {asked} asked for.",
+        raise ThresholdError(f"The mean reward is {mean}, below the {min_reward} asked for.",
                              where=str(done.folder.result))
 
 
@@ -121,15 +120,6 @@ def printing_of(min_reward: float | None, show: int, as_json: bool) -> tuple[str
                           fix="give a number, e.g. --min-reward 0.8")
     return (*(("--min-reward", repr(min_reward)) if min_reward is not None else ()),
             *(("--show", str(show)) if show != SHOWN else ()), *(("--json",) if as_json else ()))
-
-
-def told_apart(mean: float | None, asked: float) -> tuple[str, str]:
-    """Two figures of which the first is less, with as many digits as it takes to see that."""
-    for digits in range(4, 18):
-        shown, other = shown_figure(mean, digits), f"{asked:.{max(digits, 6)}g}"
-        if mean is None or float(shown) < float(other):
-            break
-    return shown, other
 
 
 @contextmanager

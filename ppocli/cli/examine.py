@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ppocli.cli.settings import reward_labels
+from ppocli.config.compose import Composed, compose
 from ppocli.config.keys import schema_keys
-from ppocli.config.problems import DEFAULT_SOURCE, Problem
+from ppocli.config.problems import DEFAULT_SOURCE, OUR_ENGINES, Problem
+from ppocli.config.resolved import CONFIG_FILE, with_absolute_paths
 from ppocli.config.schema import PromptsConfig, RewardConfig, TrainConfig, planned_episodes
-from ppocli.errors import CheckpointError, ConfigError, DiskError, InputError, PpocliError
+from ppocli.config.sweep import SweepJob, run_sweep_jobs
+from ppocli.config.words import Words, read_words
+from ppocli.data.render import metadata, prompt_texts, take_rows
+from ppocli.data.sources import names_hub_dataset, open_rows
+from ppocli.data.spec import PromptSpec, evaluation_spec, training_spec
+from ppocli.errors import CheckpointError, ConfigError, DiskError, PpocliError
+from ppocli.launching.opened_folder import changes_on_resume, check_deepspeed, refuse_taken
+from ppocli.launching.preflight import missing_inputs
+from ppocli.rewards.scoring import check_reward_config
+from ppocli.storage.checkpoints import find_latest
+from ppocli.storage.run_folder import RunFolder, probe_writable
 from ppocli.text import counted
-
-if TYPE_CHECKING:
-    from ppocli.config.compose import Composed
-    from ppocli.config.sweep import SweepJob
-    from ppocli.config.words import Words
-    from ppocli.data.spec import PromptSpec
+from ppocli.tracking.trackers import check_trackers
+from ppocli.user_code import Kind, Wanted, locate
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +74,15 @@ class Examined:
         except PpocliError as error:
             self.add([error])
 
-    def add(self, problems: Iterator[PpocliError] | list[PpocliError]) -> None:
+    def add(self, problems: Iterable[PpocliError]) -> None:
         """Add problems that are not among those found."""
-        told = {str(error) for error in self.problems}
         for error in problems:
-            if str(error) not in told:
+            if str(error) not in map(str, self.problems):
                 self.problems.append(error)
-                told.add(str(error))
 
 
 def examine(words: Sequence[str]) -> Examined:
     """Everything that is wrong with the words of ``ppocli train``. Nothing is written."""
-    from ppocli.config.compose import compose
-    from ppocli.config.words import read_words
-
     found = Examined()
     with found.taking():
         read = read_words(words)
@@ -109,8 +113,6 @@ def _examine_run(composed: Composed, found: Examined) -> None:
 
 def _examine_sweep(words: Words, found: Examined) -> None:
     """Every job; what is wrong with several jobs alike is told once."""
-    from ppocli.config.sweep import run_sweep_jobs
-
     unusual = [setting.key for setting in words.settings
                if setting.key in ("hydra/sweeper", "hydra/launcher") and setting.value != "basic"]
     if unusual:
@@ -157,81 +159,54 @@ def _examine_config(composed: Composed, config: TrainConfig, found: Examined
                     ) -> tuple[int | None, frozenset[str]]:
     """Settings; then models, DeepSpeed's file, prompts and rewards, apart from keys that are wrong
     already. Returns how many training prompts there are, and the wrong keys."""
-    from ppocli.launching.opened_folder import check_deepspeed
-    from ppocli.launching.preflight import missing_inputs
-    from ppocli.rewards.scoring import check_reward_config
-    from ppocli.user_code import Kind, Wanted, locate
-
     problems = composed.problems()
     found.config = config
     found.add([_config_error(problem, composed.hint) for problem in problems])
     wrong = frozenset(key for problem in problems for key in problem.key.split(", "))
     if not wrong & {"model.path", "model.tokenizer_path"}:
-        found.add(list(missing_inputs(config)))
+        found.add(missing_inputs(config))
     if not any(key.startswith("hardware") for key in wrong):
         with found.taking():
             check_deepspeed(config)
     count, columns = None, None
     if not any(key.startswith("prompts") for key in wrong):
-        count, columns, unusable = _examine_prompts(config.prompts)
-        found.add(unusable)
+        count, columns = _examine_prompts(config.prompts, found)
     for part in _reward_parts(config.reward):
         keys = {"reward.fn", "reward.fns", "reward.kwargs",
                 *(f"reward.fns.{name}" for name in part.fns)}
         if not wrong & keys:
             with found.taking():
                 check_reward_config(part, columns=columns)
-    for key, path, noun in _own_parts(config):
-        if key not in wrong:
+    for key, path, noun in (("task.fn", config.task.fn, "function"),
+                            ("rollout.engine", config.rollout.engine, "class")):
+        if path is not None and path not in OUR_ENGINES and key not in wrong:
             with found.taking():
                 locate(Wanted(path, key, Kind(noun, ConfigError)))
     if "tracking.trackers" not in wrong:
-        from ppocli.tracking.trackers import check_trackers
-
         with found.taking():
             check_trackers(config.tracking)
     return count, wrong
 
 
-def _own_parts(config: TrainConfig) -> Iterator[tuple[str, str, str]]:
-    """(key, import path, what it names) of a task and a sampler of the user's own."""
-    from ppocli.config.problems import OUR_ENGINES
-
-    if config.task.fn is not None:
-        yield "task.fn", config.task.fn, "function"
-    if config.rollout.engine not in OUR_ENGINES:
-        yield "rollout.engine", config.rollout.engine, "class"
-
-
-def _examine_prompts(prompts: PromptsConfig
-                     ) -> tuple[int | None, list[str] | None, list[PpocliError]]:
+def _examine_prompts(prompts: PromptsConfig, found: Examined
+                     ) -> tuple[int | None, list[str] | None]:
     """How many training prompts there are and the metadata columns that rewards will get, None
-    where that isn't known without the Hub; and what is wrong."""
-    from ppocli.data.render import metadata
-    from ppocli.data.spec import evaluation_spec, training_spec
-
-    problems: list[PpocliError] = []
+    where that isn't known without the Hub."""
     count: int | None = None
     columns: list[str] | None = None
     for spec_of in (training_spec, evaluation_spec):
-        try:
+        with found.taking():
             spec = spec_of(prompts, None)
             rows = _rows(spec)
-            found = list(metadata(rows, spec)) if rows else []
-            if spec_of is training_spec and not spec.has_source:
-                count, columns = 1, []  # the BOS token alone
-            elif spec_of is training_spec and rows is not None:
-                count, columns = len(rows), found
-        except (InputError, ConfigError) as error:
-            problems.append(error)
-    return count, columns, problems
+            names = list(metadata(rows, spec)) if rows else []
+            if spec_of is training_spec and rows is not None:
+                count = len(rows) if spec.has_source else 1  # the BOS token alone
+                columns = names
+    return count, columns
 
 
 def _rows(spec: PromptSpec) -> list[Any] | None:
     """The rows of a source on this machine; None for a data set of the Hub."""
-    from ppocli.data.render import prompt_texts, take_rows
-    from ppocli.data.sources import names_hub_dataset, open_rows
-
     if not spec.has_source:
         return []
     if spec.path is not None and names_hub_dataset(spec.path):
@@ -263,11 +238,6 @@ def _taken(config: TrainConfig, folder: Path, resume_from: Path | None, *, settl
     Args:
         settled: the configuration has no problems, so that it can be compared with the run's own.
     """
-    from ppocli.config.resolved import CONFIG_FILE, with_absolute_paths
-    from ppocli.launching.opened_folder import changes_on_resume, refuse_taken
-    from ppocli.storage.checkpoints import find_latest
-    from ppocli.storage.run_folder import RunFolder
-
     goes_on = resume_from is not None or (
         config.resume == "auto" and (folder / CONFIG_FILE).is_file())
     try:
@@ -287,15 +257,13 @@ def _taken(config: TrainConfig, folder: Path, resume_from: Path | None, *, settl
 
 def _unwritable(folder: Path) -> Iterator[PpocliError]:
     """Whether ``folder``, or the nearest folder above it that exists, takes a file."""
-    from ppocli.storage.run_folder import probe_writable
-
     place = next(part for part in (folder.absolute(), *folder.absolute().parents)
                  if os.path.lexists(part))
     try:
         probe_writable(place)
     except DiskError as error:
-        what = error.what.replace(str(place), str(folder), 1)
-        yield error.reworded(what=what, where=str(folder))
+        yield error.reworded(what=error.what.replace(str(place), str(folder), 1),
+                             where=str(folder))
 
 
 # Telling ------------------------------------------------------------------------------------------
@@ -313,10 +281,3 @@ def _plan(config: TrainConfig, prompts: int | None, folder: Path) -> Plan:
     return Plan(config.model.path, reward_labels(config.reward), prompts,
                 -(-samples // config.ppo.num_rollouts), samples, config.ppo.num_rollouts,
                 config.hardware.device, config.hardware.precision, str(folder))
-
-
-def reward_labels(reward: RewardConfig) -> list[str]:
-    """What scores the responses, each with its model where it has one."""
-    functions = [(entry["fn"], entry.get("kwargs") or {}) for entry in reward.fns.values()] or [
-        (reward.fn or "?", reward.kwargs)]
-    return [f"{fn} {kwargs['model']}" if "model" in kwargs else str(fn) for fn, kwargs in functions]

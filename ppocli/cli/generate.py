@@ -1,4 +1,4 @@
-"""``ppocli generate``: prompts to sampled responses on standard output."""
+"""``ppocli generate``, prompts to sampled responses on standard output; and ``ppocli chat``."""
 
 from __future__ import annotations
 
@@ -104,6 +104,37 @@ def generate(
 
 def _show(piece: str) -> None:
     print(printable(piece), end="", flush=True)
+
+
+def chat(
+        ctx: typer.Context, run: Run = None, overrides: Overrides = None,
+        max_new_tokens: opt.MaxNew = None, min_new_tokens: opt.MinNew = None,
+        temperature: opt.Temperature = None, top_k: opt.TopK = None, top_p: opt.TopP = None,
+        greedy: opt.Greedy = False, stop: opt.Stop = None, seed: opt.Seed = 0,
+        system: opt.System = None, step: opt.Step = None, best: opt.Best = False,
+        score: opt.Score = False, reward: opt.Reward = None, against: opt.Against = None) -> None:
+    """Chat with a run, a checkpoint or a model in the terminal.
+
+    Answers appear as they are sampled. With a chat template the conversation is kept; without one
+    each text is a separate prompt. /help lists the commands; /quit or Ctrl-D leaves, Ctrl-C stops
+    an answer.
+
+    \b
+    Examples:
+      ppocli chat
+      ppocli chat runs/NAME --score
+      ppocli chat runs/NAME --against base --temperature 0.7
+    """
+    from ppocli.cli.sampling_request import sampling_request
+
+    request = sampling_request(ctx)
+    if not sys.stdin.isatty():
+        raise ConfigError("ppocli chat needs a terminal, and standard input isn't one.",
+                          where="standard input",
+                          fix="ppocli generate takes prompts from a pipe or a file")
+    from ppocli.cli.chat import converse
+
+    converse(request)
 
 
 # Prompts ------------------------------------------------------------------------------------------

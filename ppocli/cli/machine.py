@@ -1,10 +1,10 @@
-"""``ppocli estimate``, ``env`` and ``doctor``: what a run needs, and whether this machine will do."""
+"""``ppocli estimate``, ``env`` and ``doctor``: what a run needs, what this machine has."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +14,7 @@ import typer
 from ppocli.cli.options import AsJson, Overrides
 from ppocli.cli.output import complain, print_json, print_table, say
 from ppocli.errors import ConfigError, InputError, OutOfMemoryError
-from ppocli.text import counted, format_bytes, format_memory, three_digits
+from ppocli.text import format_bytes, format_memory, three_digits
 
 if TYPE_CHECKING:
     from ppocli.config.schema import TrainConfig
@@ -285,7 +285,7 @@ def env(as_json: AsJson = False) -> None:
     if as_json:
         print_json(facts)
     else:
-        print("\n".join(f"- {name}: {value}" for name, value in _env_lines(facts)))
+        print("\n".join(_env_lines(facts)))
 
 
 def doctor(folder: Annotated[Path, typer.Argument(
@@ -334,26 +334,12 @@ def doctor(folder: Annotated[Path, typer.Argument(
         raise SystemExit(1)
 
 
-def _env_lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    cpu, torch = facts["cpu"], facts["torch"]
-    yield "ppocli", facts["ppocli"]
-    yield "python", facts["python"]
-    yield "platform", facts["platform"]
-    yield "cpu", f"{cpu['model']}, {cpu['cores']} cores ({cpu['usable_cores']} usable)"
-    yield "memory", f"{facts['memory_gib']} GiB"
-    if "error" in torch:
-        yield "torch", f"can't be imported: {torch['error']}"
-    else:
-        build = f"CUDA {torch['cuda']}" if torch["cuda"] else (
-            f"ROCm {torch['hip']}" if torch["hip"] else "CPU only")
-        yield "torch", f"{torch['version']} ({build}), {counted(torch['threads'], 'thread')}"
-        gpus = [f"{gpu['name']} ({gpu['memory_gib']} GiB, capability {gpu['capability']})"
-                for gpu in torch["gpus"]]
-        yield "gpus", "; ".join(gpus) or "none"
-    yield "nvidia driver", facts["nvidia_driver"] or "none"
-    for name, version in facts["packages"].items():
-        if name != "torch" or "error" in torch:
-            yield name, version or "not installed"
-    yield "extras", ", ".join(facts["extras"]) or "none"
-    yield "variables", " ".join(f"{name}={value}" for name, value in facts["variables"].items()
-                                ) or "none"
+def _env_lines(facts: Mapping[Any, Any], section: str = "") -> Iterator[str]:
+    for name, value in facts.items():
+        if isinstance(value, dict) and value:
+            yield from _env_lines(value, f"{section}{name}.")
+        elif name == "gpus" and value:
+            yield from _env_lines(dict(enumerate(value)), f"{section}{name}.")
+        else:
+            shown = ", ".join(map(str, value)) if isinstance(value, list) else value
+            yield f"- {section}{name}: {shown or 'none'}"

@@ -15,20 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ppocli.cli.options import AsJson, Command, NoProgress, RunFolder, complete_run
-from ppocli.cli.output import (
-    aligned,
-    complain,
-    display_mode,
-    print_json,
-    print_table,
-    say,
-    shown_figure,
-)
+from ppocli.cli.output import complain, display_mode, print_json, print_table, say, shown_figure
 from ppocli.errors import ConfigError, DiskError, InputError, PpocliError
 from ppocli.text import clean, figure, format_bytes
 
 if TYPE_CHECKING:
-    from ppocli.report.compare import At, Comparison, Wins
+    from ppocli.report.compare import At, Comparison
     from ppocli.runs.listing import Removal, RunInfo
     from ppocli.runs.record import RunRecord
 
@@ -140,7 +132,7 @@ def compare(
                           where="command line", fix="ppocli compare runs/ONE runs/OTHER")
     found = compare_runs(runs)
     if not as_json:
-        print("\n".join(_comparison(found)), flush=True)
+        _print_comparison(found)
         return
     names = [run.name for run in found.runs]
     print_json({"episodes": found.episodes, "runs": [asdict(run) for run in found.runs],
@@ -158,7 +150,7 @@ def read_runs(given: Sequence[str]) -> list[RunRecord]:
     return list(runs.values())
 
 
-def _comparison(found: Comparison) -> list[str]:
+def _print_comparison(found: Comparison) -> None:
     from ppocli.config.problems import shown
 
     runs = found.runs
@@ -175,7 +167,12 @@ def _comparison(found: Comparison) -> list[str]:
              ["", *blank], ["settings that differ", *blank]]
     rows += [[f"  {key}", *(shown(value) for value in values)]
              for key, values in found.differences] or [["  none", *blank]]
-    return [*aligned(rows), "", *map(_wins_line, found.wins)]
+    print_table(rows)
+    print()
+    for wins in found.wins:
+        rate = f"none, {wins.reason}" if wins.rate is None else (
+            f"{100 * wins.rate:.1f} % on {wins.prompts} shared prompts, ties half")
+        print(f"win rate of {wins.run} over {wins.against}: {rate}")
 
 
 def _section(heading: str, moments: Sequence[At]) -> list[list[str]]:
@@ -188,12 +185,6 @@ def _section(heading: str, moments: Sequence[At]) -> list[list[str]]:
             *([f"  {name}", *(shown_figure(at.figures.get(name)) for at in moments)]
               for name in names),
             ["  seconds", *(f"{at.seconds:.0f}" for at in moments)]]
-
-
-def _wins_line(wins: Wins) -> str:
-    found = f"none, {wins.reason}" if wins.rate is None else (
-        f"{100 * wins.rate:.1f} % on {wins.prompts} shared prompts, ties half")
-    return f"win rate of {wins.run} over {wins.against}: {found}"
 
 
 # runs list and runs prune -------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from ppocli.text import did_you_mean
 
 if TYPE_CHECKING:
     from ppocli.config.keys import Key
+    from ppocli.config.schema import RewardConfig
 
 recipes_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
                           help="List, show and copy recipes.")
@@ -39,7 +40,6 @@ def print_recipes(as_json: AsJson = False) -> None:
 
 def _facts(name: str, file: Path) -> dict[str, Any]:
     """What the list says of a recipe; of one that doesn't compose, why."""
-    from ppocli.cli.examine import reward_labels
     from ppocli.config.compose import compose
     from ppocli.config.words import read_words
 
@@ -55,6 +55,13 @@ def _facts(name: str, file: Path) -> dict[str, Any]:
     used = [model, prompts, *(label.partition(" ")[2] for label in rewards)]
     return {**facts, "model": model, "prompts": prompts, "reward": " + ".join(rewards),
             "needs_network": any(map(_on_hub, used))}
+
+
+def reward_labels(reward: RewardConfig) -> list[str]:
+    """What scores the responses, each with its model where it has one."""
+    functions = [(entry["fn"], entry.get("kwargs") or {}) for entry in reward.fns.values()] or [
+        (reward.fn or "?", reward.kwargs)]
+    return [f"{fn} {kwargs['model']}" if "model" in kwargs else str(fn) for fn, kwargs in functions]
 
 
 def _on_hub(value: str) -> bool:

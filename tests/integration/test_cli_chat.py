@@ -145,8 +145,7 @@ def test_the_oldest_turns_are_dropped_and_it_is_said_once(talker, chosen, capsys
     assert capsys.readouterr().err.count("its oldest turns are left out") == 1
     with pytest.raises(ConfigError, match="exceed the model's 64 positions"):
         talk.ask("the film " * 40, generation)
-    talk.reset()
-    assert talk.ask("it", generation)[0] == "we be warm . you it . i "
+    assert Conversation(talker, "be warm").ask("it", generation)[0] == "we be warm . you it . i "
 
 
 def test_wrong_lines_are_told_and_the_chat_goes_on(chosen, talker, capsys):
