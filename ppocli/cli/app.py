@@ -13,14 +13,13 @@ from ppocli.cli.eval import evaluate
 from ppocli.cli.export import export_command
 from ppocli.cli.generate import chat, generate
 from ppocli.cli.machine import doctor, env, print_estimate
-from ppocli.cli.options import WORDS, Command, HydraCommand
+from ppocli.cli.options import WORDS, Command, HydraCommand, flag, option
 from ppocli.cli.output import code_of, leave, say, set_manner, survive_any_terminal
 from ppocli.cli.plot import plot_runs
 from ppocli.cli.runs import compare, report, runs_app, watch
 from ppocli.cli.serve import serve_reward
-from ppocli.cli.settings import print_schema, recipes_app
+from ppocli.cli.settings import print_schema, recipes_app, validate
 from ppocli.cli.train import resume, sweep_app, train, train_help
-from ppocli.cli.validate import validate
 from ppocli.errors import ConfigError, DiskError
 from ppocli.text import did_you_mean
 from ppocli.version import __version__
@@ -49,18 +48,13 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-        quiet: Annotated[bool, typer.Option(
-            "--quiet", "-q", help="Results, warnings and errors only.")] = False,
-        verbose: Annotated[bool, typer.Option(
-            "--verbose", "-v", help="Errors with their tracebacks.")] = False,
-        no_color: Annotated[bool, typer.Option(
-            "--no-color", help="No colours (as with NO_COLOR=1).")] = False,
-        version: Annotated[bool, typer.Option(
-            "--version", callback=_version, is_eager=True,
-            help="Print the version and exit.")] = False,
-        local_rank: Annotated[int | None, typer.Option(
-            "--local_rank", "--local-rank", hidden=True,
-            help="What DeepSpeed's launcher adds; LOCAL_RANK says the same.")] = None) -> None:
+        quiet: bool = flag("Results, warnings and errors only.", "--quiet", "-q"),
+        verbose: bool = flag("Errors with their tracebacks.", "--verbose", "-v"),
+        no_color: bool = flag("No colours (as with NO_COLOR=1).", "--no-color"),
+        version: bool = flag(
+            "Print the version and exit.", "--version", callback=_version, is_eager=True),
+        local_rank: int | None = option("N", "What DeepSpeed's launcher adds; LOCAL_RANK says the "
+            "same.", "--local_rank", "--local-rank", hidden=True)) -> None:
     """Options before the command."""
     set_manner(quiet=quiet, verbose=verbose, no_color=no_color)
 
@@ -69,8 +63,7 @@ def completion(
         shell: Annotated[str | None, typer.Argument(
             metavar="[SHELL]", autocompletion=lambda: SHELLS,
             help="bash, zsh or fish (default: the current shell).")] = None,
-        install: Annotated[bool, typer.Option(
-            "--install", help="Install it where the shell finds it.")] = False) -> None:
+        install: bool = flag("Install it where the shell finds it.", "--install")) -> None:
     """Print the script that completes ppocli's commands, keys and runs after TAB.
 
     \b

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from ppocli.cli import options as opt
-from ppocli.cli.options import AsJson, Run, complete_setting, request_of
+from ppocli.cli.options import AsJson, Run, complete_setting, flag, option, request_of
 from ppocli.cli.output import aligned, display_mode, say, shown_figure, split_words, working
 from ppocli.errors import ConfigError, ThresholdError
 from ppocli.text import clean, cut
@@ -32,33 +32,24 @@ def evaluate(
             metavar="[KEY=VALUE]...", autocompletion=complete_setting,
             help="Settings that override those of the run.")] = None,
         against: opt.Against = None,
-        prompts: Annotated[str | None, typer.Option(
-            metavar="SPEC", help="Prompts to evaluate on: a file, a folder or a Hub data set."
-            )] = None,
+        prompts: str | None = option(
+            "SPEC", "Prompts to evaluate on: a file, a folder or a Hub data set."),
         reward: opt.Reward = None,
-        limit: Annotated[int | None, typer.Option(
-            metavar="N", help="At most this many prompts, spread over their source.")] = None,
-        num_samples: Annotated[int | None, typer.Option(
-            metavar="K", help="Responses to each prompt.")] = None,
-        seed: Annotated[int | None, typer.Option(
-            metavar="S", help="Seed of the sampling (default: the run's).")] = None,
-        frontier: Annotated[bool, typer.Option(
-            "--frontier", help="Compare the policy with best-of-n of the base at the same KL."
-            )] = False,
-        min_reward: Annotated[float | None, typer.Option(
-            metavar="X", help="Exit with code 10 if the mean reward is below this.")] = None,
+        limit: int | None = option("N", "At most this many prompts, spread over their source."),
+        num_samples: int | None = option("K", "Responses to each prompt."),
+        seed: int | None = option("S", "Seed of the sampling (default: the run's)."),
+        frontier: bool = flag(
+            "Compare the policy with best-of-n of the base at the same KL.", "--frontier"),
+        min_reward: float | None = option(
+            "X", "Exit with code 10 if the mean reward is below this."),
         step: opt.Step = None, best: opt.Best = False,
-        output: Annotated[str | None, typer.Option(
-            metavar="DIR", help="Write the folder NAME here (default: RUN/eval, or ./eval)."
-            )] = None,
-        name: Annotated[str | None, typer.Option(
-            metavar="NAME", help="Name of the results folder (default: e.g. step-000024).")] = None,
-        overwrite: Annotated[bool, typer.Option(
-            "--overwrite", help="Replace existing results of that name.")] = False,
-        resume: Annotated[bool, typer.Option(
-            "--resume", help="Continue an interrupted evaluation.")] = False,
-        show: Annotated[int, typer.Option(
-            metavar="N", min=0, help="Print this many samples.")] = SHOWN,
+        output: str | None = option(
+            "DIR", "Write the folder NAME here (default: RUN/eval, or ./eval)."),
+        name: str | None = option(
+            "NAME", "Name of the results folder (default: e.g. step-000024)."),
+        overwrite: bool = flag("Replace existing results of that name.", "--overwrite"),
+        resume: bool = flag("Continue an interrupted evaluation.", "--resume"),
+        show: int = option("N", "Print this many samples.", default=SHOWN, min=0),
         as_json: AsJson = False) -> None:
     """Score a policy's responses to fixed prompts, and compare policies.
 

@@ -6,11 +6,11 @@ import json
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from ppocli.cli.options import AsJson, Best, Run, Step, request_of
+from ppocli.cli.options import AsJson, Best, Run, Step, flag, option, request_of
 from ppocli.cli.output import say, working
 from ppocli.text import counted, format_bytes
 
@@ -22,36 +22,29 @@ if TYPE_CHECKING:
 
 def export_command(
         ctx: typer.Context, run: Run = None,
-        output: Annotated[Path | None, typer.Option(
-            "--output", "-o", metavar="DIR",
-            help="Folder to write (default: RUN/export/NAME, e.g. step-000024).")] = None,
+        output: Path | None = option("DIR", "Folder to write (default: RUN/export/NAME, e.g. "
+            "step-000024).", "--output", "-o"),
         best: Best = False, step: Step = None,
-        dtype: Annotated[Literal["fp32", "bf16", "fp16"] | None, typer.Option(
-            help="Store the weights in this type (default: unchanged).")] = None,
-        max_shard_size: Annotated[str | None, typer.Option(
-            metavar="SIZE", help="Largest weight file (default: 5GB).")] = None,
-        include_value_head: Annotated[bool, typer.Option(
-            "--include-value-head", help="Add the critic as value_head.safetensors.")] = False,
-        merge: Annotated[bool | None, typer.Option(
-            "--merge/--adapter", help="For a LoRA policy: a whole model with the adapter merged in "
-            "(default), or the adapter's own folder.")] = None,
-        overwrite: Annotated[bool, typer.Option(
-            "--overwrite", help="Replace an existing export; your text in its README.md is "
-            "kept.")] = False,
-        dry_run: Annotated[bool, typer.Option(
-            "--dry-run", help="Print what would be done; write nothing, send no requests.")
-            ] = False,
+        dtype: Literal["fp32", "bf16", "fp16"] | None = option(
+            "fp32|bf16|fp16", "Store the weights in this type (default: unchanged)."),
+        max_shard_size: str | None = option("SIZE", "Largest weight file (default: 5GB)."),
+        include_value_head: bool = flag(
+            "Add the critic as value_head.safetensors.", "--include-value-head"),
+        merge: bool | None = option(None, "For a LoRA policy: a whole model with the adapter "
+            "merged in (default), or the adapter's own folder.", "--merge/--adapter"),
+        overwrite: bool = flag(
+            "Replace an existing export; your text in its README.md is kept.", "--overwrite"),
+        dry_run: bool = flag(
+            "Print what would be done; write nothing, send no requests.", "--dry-run"),
         as_json: AsJson = False,
-        to_hub: Annotated[bool, typer.Option(
-            "--to-hub", help="Push the folder to the Hub once it is verified.")] = False,
-        repo_id: Annotated[str | None, typer.Option(
-            metavar="USER/NAME", help="Repository (default: your user / the run's name).")] = None,
-        private: Annotated[bool | None, typer.Option(
-            "--private/--public", help="Visibility of the repository (default: private).")] = None,
-        create_pr: Annotated[bool, typer.Option(
-            "--create-pr", help="Push as a pull request.")] = False,
-        revision: Annotated[str | None, typer.Option(
-            metavar="BRANCH", help="Push to this branch, created if missing.")] = None) -> None:
+        to_hub: bool = flag("Push the folder to the Hub once it is verified.", "--to-hub"),
+        repo_id: str | None = option(
+            "USER/NAME", "Repository (default: your user / the run's name)."),
+        private: bool | None = option(
+            None, "Visibility of the repository (default: private).", "--private/--public"),
+        create_pr: bool = flag("Push as a pull request.", "--create-pr"),
+        revision: str | None = option("BRANCH", "Push to this branch, created if missing.")
+        ) -> None:
     """Export a policy as a verified Hugging Face folder with a model card; optionally push it.
 
     The folder is reloaded with transformers and compared with its source before it gets its final

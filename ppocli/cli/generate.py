@@ -8,13 +8,13 @@ import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from ppocli.builtin.names import BUILTIN_PREFIX
 from ppocli.cli import options as opt
-from ppocli.cli.options import AsJson, Overrides, Run
+from ppocli.cli.options import AsJson, Overrides, Run, option
 from ppocli.cli.output import complain, say, working
 from ppocli.errors import ConfigError, InputError, PpocliError
 from ppocli.text import CONTROL, clean, cut, figure
@@ -28,29 +28,23 @@ _OPTIONS = (("prompts.path=", "--prompts-file "), ("prompts.column=", "--column 
             ("prompts.chat=true", "--chat"), ("prompts.items", "standard input"))
 LONGEST_HEADING = 100
 
-Prompt = Annotated[list[str] | None, typer.Option(
-    "--prompt", "-p", metavar="TEXT", help="A prompt (repeatable).")]
-PromptsFile = Annotated[str | None, typer.Option(
-    metavar="FILE",
-    help="Prompts: txt (one per line), json, jsonl, csv or parquet; - is standard input.")]
-Column = Annotated[str, typer.Option(metavar="NAME", help="Column of the file with the prompts.")]
-NumSamples = Annotated[int, typer.Option(
-    "--num-samples", "-n", metavar="K", min=1, help="Responses to each prompt.")]
-AsChat = Annotated[bool | None, typer.Option(
-    "--chat/--no-chat", help="Render prompts with the chat template, or use them as they are "
-    "(default: as in the run).")]
-BatchSize = Annotated[int, typer.Option(metavar="N", min=1, help="Samples decoded together.")]
-
-
 def generate(
-        ctx: typer.Context, run: Run = None, overrides: Overrides = None, prompt: Prompt = None,
-        prompts_file: PromptsFile = None, column: Column = "prompt", num_samples: NumSamples = 1,
+        ctx: typer.Context, run: Run = None, overrides: Overrides = None,
+        prompt: list[str] | None = option("TEXT", "A prompt (repeatable).", "--prompt", "-p"),
+        prompts_file: str | None = option(
+            "FILE", "Prompts: txt (one per line), json, jsonl, csv or parquet; -: standard input."),
+        column: str = option("NAME", "Column of the file with the prompts.", default="prompt"),
+        num_samples: int = option(
+            "K", "Responses to each prompt.", "--num-samples", "-n", default=1, min=1),
         max_new_tokens: opt.MaxNew = None, min_new_tokens: opt.MinNew = None,
         temperature: opt.Temperature = None, top_k: opt.TopK = None, top_p: opt.TopP = None,
         greedy: opt.Greedy = False, stop: opt.Stop = None, seed: opt.Seed = 0,
-        chat: AsChat = None, system: opt.System = None, step: opt.Step = None,
-        best: opt.Best = False, score: opt.Score = False, reward: opt.Reward = None,
-        against: opt.Against = None, batch_size: BatchSize = 64, as_json: AsJson = False) -> None:
+        chat: bool | None = option(None, "Render prompts with the chat template, or use them as "
+            "they are (default: as in the run).", "--chat/--no-chat"),
+        system: opt.System = None, step: opt.Step = None, best: opt.Best = False,
+        score: opt.Score = False, reward: opt.Reward = None, against: opt.Against = None,
+        batch_size: int = option("N", "Samples decoded together.", default=64, min=1),
+        as_json: AsJson = False) -> None:
     """Sample responses from a run, a checkpoint or a model.
 
     Prompts come from --prompt, --prompts-file or standard input. Sampling follows the run's

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ppocli.cli.options import AsJson, Overrides
+from ppocli.cli.options import AsJson, Overrides, flag, option
 from ppocli.cli.output import complain, print_json, print_table, say
 from ppocli.errors import ConfigError, InputError, OutOfMemoryError
 from ppocli.text import format_bytes, format_memory, three_digits
@@ -32,13 +32,10 @@ NOT_NEEDED = frozenset({"reward.fn", "ppo.total_episodes, ppo.num_steps"})
 
 def print_estimate(
         overrides: Overrides = None,
-        prompt_tokens: Annotated[int | None, typer.Option(
-            min=1, help="Tokens of the longest prompt (default: of the prompts themselves, if they "
-            "and the tokenizer are on this machine).")] = None,
-        available: Annotated[bool, typer.Option(
-            "--available", help="Compare with the free memory of this machine.")] = False,
-        memory: Annotated[float | None, typer.Option(
-            metavar="GIB", min=0.001, help="Compare with a device of this many GiB.")] = None,
+        prompt_tokens: int | None = option("N", "Tokens of the longest prompt (default: of the "
+            "prompts themselves, if they and the tokenizer are on this machine).", min=1),
+        available: bool = flag("Compare with the free memory of this machine.", "--available"),
+        memory: float | None = option("GIB", "Compare with a device of this many GiB.", min=0.001),
         as_json: AsJson = False) -> None:
     """Estimate the memory and disk space of a run without loading anything.
 

@@ -8,7 +8,6 @@ hands on the last piece alone: :func:`complete_word` puts the words together aga
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,6 @@ from typer.core import TyperCommand
 
 from ppocli.cli.output import ending
 from ppocli.config.paths import config_groups, recipe_files
-from ppocli.errors import PpocliError
 
 WORDS = {"ignore_unknown_options": True, "allow_extra_args": True}
 """context settings of commands that take words with leading dashes for Hydra"""
@@ -63,6 +61,16 @@ def request_of(record: Callable[..., Record], ctx: typer.Context, **others: Any)
     unless it is among the ``others``."""
     given = {name: ctx.params[name] for name in signature(record).parameters if name in ctx.params}
     return record(**{**given, **others})
+
+
+def option(metavar: str | None, text: str, *names: str, default: Any = None, **more: Any) -> Any:
+    """An option with a value, ``--like-its-parameter`` unless there are other ``names``."""
+    return typer.Option(default, *names, metavar=metavar, help=text, **more)
+
+
+def flag(text: str, *names: str, **more: Any) -> Any:
+    """An option without a value, off unless it is given."""
+    return typer.Option(False, *names, help=text, **more)
 
 
 # What is offered ----------------------------------------------------------------------------------
@@ -121,18 +129,6 @@ def complete_run(incomplete: str) -> list[str]:
     found = sorted(list_runs(Path("runs")), key=written, reverse=True)
     paths = [str(folder) for folder in found if str(folder).startswith(incomplete)]
     return paths or [folder.name for folder in found if folder.name.startswith(incomplete)]
-
-
-def complete_metrics(incomplete: str) -> list[str]:
-    """Names of figures with commas between them: short ones, and those of the newest run."""
-    from ppocli.report.plot import SHORT
-    from ppocli.runs.record import read_run
-
-    done, comma, last = incomplete.rpartition(",")
-    names = list(SHORT)
-    with suppress(PpocliError, OSError):  # no run yet, or a damaged one
-        names += [name for run in complete_run("")[:1] for name in read_run(Path(run)).names]
-    return [f"{done}{comma}{name}" for name in dict.fromkeys(names) if name.startswith(last)]
 
 
 def _joined(words: Sequence[str], incomplete: str) -> tuple[list[str], str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ppocli.cli.options import AsJson, complete_metrics, complete_run
+from ppocli.cli.options import AsJson, complete_run, flag, option
 from ppocli.cli.output import say
 from ppocli.cli.runs import read_runs
 from ppocli.errors import ConfigError
@@ -35,17 +35,12 @@ def plot_runs(
         given: Annotated[list[str] | None, typer.Argument(
             metavar="[RUN]...", autocompletion=complete_run, help="Folders or names of runs, drawn "
             "over one another (default: the newest run below runs/).")] = None,
-        metric: Annotated[str, typer.Option(
-            "--metric", "-m", metavar="NAME,...", autocompletion=complete_metrics,
-            help="Metrics by their names in metrics.jsonl, or reward, kl, length, entropy, clip, "
-            "lr, loss, eval.")] = "reward,kl",
-        smooth: Annotated[int, typer.Option(
-            metavar="N", help="Show the mean of the last N steps.")] = 1,
-        out: Annotated[Path | None, typer.Option(
-            "--out", "-o", metavar="FILE", help="Write a picture, .svg or .png (pip install "
-            "'ppocli[plot]'), instead of drawing in the terminal.")] = None,
-        overwrite: Annotated[bool, typer.Option(
-            "--overwrite", help="Replace FILE if it exists.")] = False,
+        metric: str = option("NAME,...", "Metrics by their names in metrics.jsonl, or reward, kl, "
+            "length, entropy, clip, lr, loss, eval.", "--metric", "-m", default="reward,kl"),
+        smooth: int = option("N", "Show the mean of the last N steps.", default=1),
+        out: Path | None = option("FILE", "Write a picture, .svg or .png (pip install "
+            "'ppocli[plot]'), instead of drawing in the terminal.", "--out", "-o"),
+        overwrite: bool = flag("Replace FILE if it exists.", "--overwrite"),
         as_json: AsJson = False) -> None:
     """Plot metrics of runs in the terminal or to a file.
 

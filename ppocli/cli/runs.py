@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ppocli.cli.options import AsJson, Command, NoProgress, RunFolder, complete_run
+from ppocli.cli.options import AsJson, Command, NoProgress, RunFolder, complete_run, flag, option
 from ppocli.cli.output import complain, display_mode, print_json, print_table, say, shown_figure
 from ppocli.errors import ConfigError, DiskError, InputError, PpocliError
 from ppocli.text import clean, figure, format_bytes
@@ -27,12 +27,10 @@ if TYPE_CHECKING:
 
 def watch(
         given: RunFolder = None,
-        from_start: Annotated[bool, typer.Option(
-            "--from-start", help="Show every step, not only the last 5 and the following ones.")
-            ] = False,
-        interval: Annotated[float, typer.Option(
-            metavar="SECONDS", min=0.1, max=3600.0,
-            help="Seconds between two reads of the folder.")] = 1.0,
+        from_start: bool = flag(
+            "Show every step, not only the last 5 and the following ones.", "--from-start"),
+        interval: float = option("SECONDS", "Seconds between two reads of the folder.",
+            default=1.0, min=0.1, max=3600.0),
         plain: NoProgress = False, as_json: AsJson = False) -> None:
     """Follow a run from another terminal until it ends, and say how it ended.
 
@@ -63,14 +61,12 @@ def watch(
 
 def report(
         run: RunFolder = None,
-        output: Annotated[Path | None, typer.Option(
-            "--output", "-o", metavar="FILE", help="Where to write it; .html or .md sets the "
-            "format (default: report.html and report.md in the run's folder).")] = None,
-        form: Annotated[str | None, typer.Option(
-            "--format", metavar="html|md|both", autocompletion=lambda: ["html", "md", "both"],
-            help="What to write (default: by the ending of --output, otherwise both).")] = None,
-        overwrite: Annotated[bool, typer.Option(
-            "--overwrite", help="Also replace files that aren't reports.")] = False,
+        output: Path | None = option("FILE", "Where to write it; .html or .md sets the format "
+            "(default: report.html and report.md in the run's folder).", "--output", "-o"),
+        form: str | None = option("html|md|both", "What to write (default: by the ending of "
+            "--output, otherwise both).", "--format",
+            autocompletion=lambda: ["html", "md", "both"]),
+        overwrite: bool = flag("Also replace files that aren't reports.", "--overwrite"),
         as_json: AsJson = False) -> None:
     """Write a report of a run: settings, curves, samples before and after, warnings.
 
@@ -247,20 +243,15 @@ def _facts(info: RunInfo) -> dict[str, Any]:
 @runs_app.command("prune", cls=Command)
 def prune_runs(
         folder: Folder = None,
-        checkpoints: Annotated[bool, typer.Option(
-            "--checkpoints", help="Delete the checkpoints of finished runs. Their model, "
-            "summary, metrics and samples stay; they can't be resumed any more. This is "
-            "the default.")] = False,
-        failed: Annotated[bool, typer.Option(
-            "--failed", help="Delete runs that ended before they saved a checkpoint.")] = False,
-        keep_best: Annotated[bool, typer.Option(
-            "--keep-best", help="Keep the checkpoint of the best evaluation.")] = False,
-        older_than: Annotated[str | None, typer.Option(
-            metavar="AGE", help="Only runs last written longer ago than this, e.g. 7d or 12h.")
-            ] = None,
-        dry_run: Annotated[bool, typer.Option(
-            "--dry-run", help="List what would be deleted, and its size.")] = False,
-        yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
+        checkpoints: bool = flag("Delete the checkpoints of finished runs. Their model, summary, "
+            "metrics and samples stay; they can't be resumed any more. This is the default.",
+            "--checkpoints"),
+        failed: bool = flag("Delete runs that ended before they saved a checkpoint.", "--failed"),
+        keep_best: bool = flag("Keep the checkpoint of the best evaluation.", "--keep-best"),
+        older_than: str | None = option(
+            "AGE", "Only runs last written longer ago than this, e.g. 7d or 12h."),
+        dry_run: bool = flag("List what would be deleted, and its size.", "--dry-run"),
+        yes: bool = flag("Don't ask.", "--yes", "-y"),
         as_json: AsJson = False) -> None:
     """Delete what finished and failed runs no longer need. Running runs are never touched.
 

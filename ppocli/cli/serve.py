@@ -6,11 +6,9 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from ppocli.cli.options import Overrides
+from ppocli.cli.options import Overrides, option
 from ppocli.cli.output import complain, say, working
 from ppocli.errors import ConfigError, InputError, StoppedError
 
@@ -21,17 +19,14 @@ if TYPE_CHECKING:
 
 def serve_reward(
         overrides: Overrides = None,
-        host: Annotated[str, typer.Option(
-            help="The address to listen on; 0.0.0.0 lets other machines connect.")
-            ] = "127.0.0.1",
-        port: Annotated[int, typer.Option(
-            min=0, max=65535, help="The port; 0 takes a free one.")] = 8123,
-        token_env: Annotated[str | None, typer.Option(
-            metavar="NAME", help="Require the token in this environment variable.")] = None,
-        tokenizer: Annotated[str | None, typer.Option(
-            metavar="FOLDER", help="The policy's tokenizer, for rewards that need it.")] = None,
-        max_body_mib: Annotated[int, typer.Option(
-            min=1, help="Size of the largest request, in MiB.")] = 64) -> None:
+        host: str = option("HOST", "The address to listen on; 0.0.0.0 lets other machines connect.",
+            default="127.0.0.1"),
+        port: int = option("PORT", "The port; 0 takes a free one.", default=8123, min=0, max=65535),
+        token_env: str | None = option("NAME", "Require the token in this environment variable."),
+        tokenizer: str | None = option(
+            "FOLDER", "The policy's tokenizer, for rewards that need it."),
+        max_body_mib: int = option(
+            "MIB", "Size of the largest request, in MiB.", default=64, min=1)) -> None:
     """Serve a reward function or reward model over HTTP to training runs.
 
     Takes the settings of ppocli train, serves the reward they describe and ignores the rest. Prints

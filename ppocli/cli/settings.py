@@ -1,4 +1,4 @@
-"""``ppocli recipes`` and ``ppocli schema``: what can be set, and settings of whole runs."""
+"""``ppocli recipes``, ``validate`` and ``schema``: settings of whole runs, and what can be set."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from ppocli.builtin.names import BUILTIN_PREFIX
-from ppocli.cli.options import AsJson, Command
+from ppocli.cli.options import AsJson, Command, Overrides, flag
 from ppocli.cli.output import print_json, print_table, say
 from ppocli.config.paths import recipe_files
 from ppocli.errors import ConfigError, DiskError
@@ -86,8 +86,7 @@ def print_recipe(name: Name) -> None:
 def copy_recipe(name: Name,
                 destination: Annotated[Path | None, typer.Argument(
                     metavar="[DEST]", help="File or folder (default: ./recipes).")] = None,
-                force: Annotated[bool, typer.Option(
-                    "--force", help="Overwrite an existing file.")] = False) -> None:
+                force: bool = flag("Overwrite an existing file.", "--force")) -> None:
     """Copy a recipe in order to change it."""
     source = recipe_file(name)
     target = destination if destination is not None else Path("recipes")
@@ -125,6 +124,29 @@ def recipe_file(name: str) -> Path:
     return files[name]
 
 
+def validate(overrides: Overrides = None,
+             deep: bool = flag(
+                 "Also load everything and rehearse a step with two samples.", "--deep"),
+             as_json: AsJson = False) -> None:
+    """Report everything that is wrong with a run, or with all jobs of a sweep, before it starts.
+
+    Checks settings, models, prompts, rewards and the output folder, and reports every problem with
+    its origin and its fix. Nothing is written. Exit code 0: valid; 2 settings, 3 model or data,
+    7 reward, 6 disk, 5 run folder (for several kinds, the first in this order).
+
+    \b
+    Examples:
+      ppocli validate +recipe=quickstart
+      ppocli validate model.path=./lm prompts.path=prompts.jsonl reward.fn=my_rewards:score \\
+          ppo.total_episodes=2000
+      ppocli validate --deep +recipe=quickstart
+      ppocli validate -m +recipe=quickstart seed=1,2
+    """
+    from ppocli.cli.examine import validate_words
+
+    validate_words(overrides or [], deep=deep, as_json=as_json)
+
+
 # The schema ---------------------------------------------------------------------------------------
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -144,8 +166,7 @@ def print_schema(
         name: Annotated[str | None, typer.Argument(
             metavar="[KEY]", autocompletion=complete_key,
             help="A key or a section: ppo.vf_coef, ppo (default: all).")] = None,
-        as_json: Annotated[bool, typer.Option(
-            "--json", help="Print a JSON Schema, for editors and other programs.")] = False
+        as_json: bool = flag("Print a JSON Schema, for editors and other programs.", "--json")
         ) -> None:
     """Print every setting with its type, default, allowed values and meaning.
 

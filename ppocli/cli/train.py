@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
-from ppocli.cli.options import WORDS, AsJson, Command, NoProgress, Overrides, complete_run
+from ppocli.cli.options import WORDS, AsJson, Command, NoProgress, Overrides, complete_run, option
 from ppocli.cli.output import (
     display_mode,
     ignore_broken_pipes,
@@ -114,7 +114,7 @@ def run_words(words: Sequence[str], *, dry_run: bool = False) -> None:
         PpocliError: whatever keeps the run from its end.
     """
     if dry_run:
-        from ppocli.cli.validate import validate_words
+        from ppocli.cli.examine import validate_words
 
         validate_words(words, deep=True)
         return
@@ -215,9 +215,8 @@ sweep_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
 def show_sweep(given: Annotated[str | None, typer.Argument(
                    metavar="[SWEEP]",
                    help="A sweep's folder or name (default: the newest below runs/).")] = None,
-               sort: Annotated[Literal["reward", "kl", "job"], typer.Option(
-                   metavar="ORDER", help="reward (best first), kl (lowest first) or job.")
-                   ] = "reward",
+               sort: Literal["reward", "kl", "job"] = option(
+                   "ORDER", "reward (best first), kl (lowest first) or job.", default="reward"),
                as_json: AsJson = False) -> None:
     """Print the jobs of a sweep: status, reward and KL after training, and the swept values.
 

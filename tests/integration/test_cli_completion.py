@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from helpers import environment, ppocli
 
-from ppocli.cli.options import complete_metrics, complete_word
+from ppocli.cli.options import complete_word
 
 
 @pytest.fixture
@@ -107,10 +107,6 @@ def test_long_help_is_no_further_offer(runs):
                   _TYPER_COMPLETE_ARGS="ppocli train model.reference.k",
                   _TYPER_COMPLETE_FISH_ACTION="get-args")
     assert [line.split("\t")[0] for line in done.stdout.splitlines()] == ["model.reference.kind="]
-
-
-def test_figures_are_offered(runs):
-    assert complete_metrics("reward,l") == ["reward,length", "reward,lr", "reward,loss"]
 
 
 @pytest.mark.parametrize(("line", "expected"), [
