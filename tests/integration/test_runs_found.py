@@ -95,9 +95,8 @@ def test_a_run_whose_checkpoints_were_pruned_says_so(here):
 LOOK = """
 import sys
 from pathlib import Path
-from ppocli.cli.runs import compare
 from ppocli.cli.follow import find_watched
-from ppocli.cli.runs import print_runs, prune_runs
+from ppocli.cli.runs import compare, print_runs, prune_runs
 from ppocli.cli.train import show_sweep
 from ppocli.runs.target import find_run
 try:
