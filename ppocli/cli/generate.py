@@ -28,6 +28,7 @@ _OPTIONS = (("prompts.path=", "--prompts-file "), ("prompts.column=", "--column 
             ("prompts.chat=true", "--chat"), ("prompts.items", "standard input"))
 LONGEST_HEADING = 100
 
+
 def generate(
         ctx: typer.Context, run: Run = None, overrides: Overrides = None,
         prompt: list[str] | None = option("TEXT", "A prompt (repeatable).", "--prompt", "-p"),
