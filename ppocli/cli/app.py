@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ppocli.cli.chat import chat
-from ppocli.cli.compare import print_comparison
-from ppocli.cli.completion import completion
-from ppocli.cli.doctor import doctor, env
-from ppocli.cli.estimate import print_estimate
 from ppocli.cli.eval import evaluate
 from ppocli.cli.export import export_command
-from ppocli.cli.generate import generate
-from ppocli.cli.options import WORDS, Command, HydraCommand
-from ppocli.cli.output import code_of, ending, leave, set_manner, survive_any_terminal
+from ppocli.cli.generate import chat, generate
+from ppocli.cli.machine import doctor, env, print_estimate
+from ppocli.cli.options import WORDS, Command, HydraCommand, flag, option
+from ppocli.cli.output import code_of, leave, say, set_manner, survive_any_terminal
 from ppocli.cli.plot import plot_runs
-from ppocli.cli.recipes import recipes_app
-from ppocli.cli.report import report
-from ppocli.cli.runs import runs_app
-from ppocli.cli.schema import print_schema
+from ppocli.cli.runs import compare, report, runs_app, watch
 from ppocli.cli.serve import serve_reward
-from ppocli.cli.sweep_show import sweep_app
-from ppocli.cli.train import resume, train, train_help
-from ppocli.cli.validate import validate
-from ppocli.cli.watch import watch
+from ppocli.cli.settings import print_schema, recipes_app, validate
+from ppocli.cli.train import resume, sweep_app, train, train_help
+from ppocli.errors import ConfigError, DiskError
+from ppocli.text import did_you_mean
 from ppocli.version import __version__
 
 _COMPLETING = "_PPOCLI_COMPLETE"
+SHELLS = ("bash", "zsh", "fish")
+# bash keeps a colon before the cursor; a value follows KEY= at once
+_BASH_HOOK = """\
+    [[ ${COMP_WORDS[COMP_CWORD]} == : ]] && COMPREPLY=("${COMPREPLY[@]#:}")
+    [[ ${#COMPREPLY[@]} == 1 && ${COMPREPLY[0]} == *= ]] && compopt -o nospace
+    return 0
+"""
 
 app = typer.Typer(
     name="ppocli", no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
@@ -44,38 +46,75 @@ def _version(wanted: bool) -> None:
         raise typer.Exit()
 
 
-def _show_completion(wanted: bool) -> None:
-    if wanted:
-        ending(lambda: completion(None))
-
-
-def _install_completion(wanted: bool) -> None:
-    if wanted:
-        ending(lambda: completion(None, install=True))
-
-
 @app.callback()
 def _options(
-        quiet: Annotated[bool, typer.Option(
-            "--quiet", "-q", help="Results, warnings and errors only.")] = False,
-        verbose: Annotated[bool, typer.Option(
-            "--verbose", "-v", help="Errors with their tracebacks.")] = False,
-        no_color: Annotated[bool, typer.Option(
-            "--no-color", help="No colours (as with NO_COLOR=1).")] = False,
-        version: Annotated[bool, typer.Option(
-            "--version", callback=_version, is_eager=True,
-            help="Print the version and exit.")] = False,
-        install_completion: Annotated[bool, typer.Option(
-            "--install-completion", callback=_install_completion, is_eager=True,
-            help="Install completion for this shell (see: ppocli completion).")] = False,
-        show_completion: Annotated[bool, typer.Option(
-            "--show-completion", callback=_show_completion, is_eager=True,
-            help="Print the completion script of this shell.")] = False,
-        local_rank: Annotated[int | None, typer.Option(
-            "--local_rank", "--local-rank", hidden=True,
-            help="What DeepSpeed's launcher adds; LOCAL_RANK says the same.")] = None) -> None:
+        quiet: bool = flag("Results, warnings and errors only.", "--quiet", "-q"),
+        verbose: bool = flag("Errors with their tracebacks.", "--verbose", "-v"),
+        no_color: bool = flag("No colours (as with NO_COLOR=1).", "--no-color"),
+        version: bool = flag(
+            "Print the version and exit.", "--version", callback=_version, is_eager=True),
+        local_rank: int | None = option("N", "What DeepSpeed's launcher adds; LOCAL_RANK says the "
+            "same.", "--local_rank", "--local-rank", hidden=True)) -> None:
     """Options before the command."""
     set_manner(quiet=quiet, verbose=verbose, no_color=no_color)
+
+
+def completion(
+        shell: Annotated[str | None, typer.Argument(
+            metavar="[SHELL]", autocompletion=lambda: SHELLS,
+            help="bash, zsh or fish (default: the current shell).")] = None,
+        install: bool = flag("Install it where the shell finds it.", "--install")) -> None:
+    """Print the script that completes ppocli's commands, keys and runs after TAB.
+
+    \b
+    Examples:
+      ppocli completion --install
+      source <(ppocli completion bash)
+      ppocli completion zsh > ~/.zfunc/_ppocli
+    """
+    from typer.completion import get_completion_script
+    from typer.completion import install as install_script
+
+    name = find_shell(shell)
+    typers = {"prog_name": "ppocli", "complete_var": _COMPLETING, "shell": name}
+    script = get_completion_script(**typers)
+    if name == "bash":
+        script = script.replace("    return 0\n", _BASH_HOOK).replace(
+            "complete -o default", "complete -o default -o nosort")
+    if not install:
+        print(script)
+        return
+    try:
+        path = install_script(**typers)[1]
+        path.write_text(script + "\n", encoding="utf-8")
+    except OSError as error:
+        raise DiskError(f"the completion can't be installed: {error}", where=str(Path.home()),
+                        fix=f"ppocli completion {name} > FILE, and have the shell read it"
+                        ) from error
+    say(f"completion for {name} takes effect in new shells; the script:")
+    print(path)
+
+
+def find_shell(given: str | None = None) -> str:
+    """The shell that is named, else the one that ppocli runs in, else that of ``$SHELL``.
+
+    Raises:
+        ConfigError: it isn't one that we know.
+    """
+    import shellingham
+
+    found = given
+    if found is None:
+        with suppress(shellingham.ShellDetectionFailure, OSError):
+            found = str(shellingham.detect_shell()[0])
+        if found not in SHELLS:  # there is none, or a plain sh, as of a script
+            found = Path(os.environ.get("SHELL", "")).name
+    if found not in SHELLS:
+        what = f"there is no completion for {found!r}{did_you_mean(found, SHELLS)}" if found \
+            else "the shell could not be determined"
+        raise ConfigError(what, where="SHELL",
+                          fix="name one of bash, zsh, fish: ppocli completion bash")
+    return found
 
 
 _HYDRA: dict[str, Any] = {"cls": HydraCommand, "context_settings": WORDS}
@@ -89,7 +128,7 @@ app.command(cls=Command)(chat)
 app.command("export", cls=Command)(export_command)
 app.command(cls=Command)(report)
 app.command("plot", cls=Command)(plot_runs)
-app.command("compare", cls=Command)(print_comparison)
+app.command(cls=Command)(compare)
 app.add_typer(runs_app, name="runs")
 app.add_typer(sweep_app, name="sweep")
 app.add_typer(recipes_app, name="recipes")

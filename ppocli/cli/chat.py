@@ -1,26 +1,32 @@
-"""``ppocli chat``: a conversation with one or two models in a terminal."""
+"""A conversation with one or two models in a terminal: ``ppocli chat``."""
 
 from __future__ import annotations
 
+import json
 import signal
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import chain
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ppocli.cli import options as opt
 from ppocli.cli.generate import printable
-from ppocli.cli.options import Overrides, Run
 from ppocli.cli.output import complain, say, working
+from ppocli.cli.sampling_request import (
+    MAX_SEED,
+    ChosenModels,
+    SamplingRequest,
+    find_models,
+    loaded,
+    say_idle,
+)
+from ppocli.config.schema import GenerationConfig
 from ppocli.errors import ConfigError, PpocliError, StoppedError
-from ppocli.text import first_line
-
-if TYPE_CHECKING:
-    from ppocli.cli.sampling_request import ChosenModels, SamplingRequest
-    from ppocli.config.schema import GenerationConfig
-    from ppocli.evaluation.player import Player
-    from ppocli.rewards.scoring import Reward as RewardModel
+from ppocli.evaluation.player import CHANGEABLE, Player, changed_sampling, scores_of
+from ppocli.parallel.stop import StopRequested, catch_signals, signal_handlers
+from ppocli.rewards.scoring import Reward
+from ppocli.sampling.token_choice import SAMPLING_KEYS
+from ppocli.text import clean, figure
 
 PROMPT = "> "
 HELP = """\
@@ -33,40 +39,16 @@ HELP = """\
 //text           a text that begins with a slash"""
 
 
-def chat(
-        run: Run = None, overrides: Overrides = None,
-        max_new_tokens: opt.MaxNew = None, min_new_tokens: opt.MinNew = None,
-        temperature: opt.Temperature = None, top_k: opt.TopK = None, top_p: opt.TopP = None,
-        greedy: opt.Greedy = False, stop: opt.Stop = None, seed: opt.Seed = 0,
-        system: opt.System = None, step: opt.Step = None, best: opt.Best = False,
-        score: opt.Score = False, reward: opt.Reward = None, against: opt.Against = None) -> None:
-    """Chat with a run, a checkpoint or a model in the terminal.
+def converse(request: SamplingRequest) -> None:
+    """Chat until the user leaves.
 
-    Answers appear as they are sampled. With a chat template the conversation is kept; without one
-    each text is a separate prompt. /help lists the commands; /quit or Ctrl-D leaves, Ctrl-C stops
-    an answer.
-
-    \b
-    Examples:
-      ppocli chat
-      ppocli chat runs/NAME --score
-      ppocli chat runs/NAME --against base --temperature 0.7
+    Raises:
+        PpocliError: a model or the reward can't be loaded.
+        StoppedError: left by Ctrl-C.
     """
-    from ppocli.cli.sampling_request import find_models, loaded, sampling_request
-    from ppocli.parallel.stop import signal_handlers
-
-    request = sampling_request(
-        run, overrides, step=step, best=best, against=against, score=score, reward=reward,
-        seed=seed, system=system, greedy=greedy, stop=stop, sampling={
-            "max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens,
-            "temperature": temperature, "top_k": top_k, "top_p": top_p})
-    if not sys.stdin.isatty():
-        raise ConfigError("ppocli chat needs a terminal, and standard input isn't one.",
-                          where="standard input",
-                          fix="ppocli generate takes prompts from a pipe or a file")
     chosen = find_models(request)
     with working(), loaded(request, chosen) as (players, generation, judge):
-        if system is not None and not players[0].has_chat_template:
+        if request.system is not None and not players[0].has_chat_template:
             raise ConfigError(f"The tokenizer of {players[0].name} has no chat template for a "
                               "system message.", where="--system", fix="leave it out")
         talk = Chat(request, chosen, players, generation, judge)
@@ -74,7 +56,7 @@ def chat(
         with signal_handlers({signal.SIGINT: signal.default_int_handler, signal.SIGTERM: _leave,
                               signal.SIGHUP: _leave}):
             talk.greet()
-            _converse(talk)
+            _take_lines(talk)
 
 
 class Conversation:
@@ -82,9 +64,9 @@ class Conversation:
 
     def __init__(self, player: Player, system: str | None = None) -> None:
         self.player = player
-        self.system = system
-        self.turns: list[tuple[str, str]] = []
-        """(user, assistant), the oldest first; always empty without a chat template"""
+        self._opening = [] if system is None else [{"role": "system", "content": system}]
+        self.turns: list[list[dict[str, str]]] = []
+        """messages of user and assistant, the oldest first; always empty without a chat template"""
         self.dropped = 0
         """turns that no longer fit the model"""
 
@@ -99,8 +81,8 @@ class Conversation:
         """
         chat = self.player.has_chat_template
         while True:
-            prompt: Any = self._messages(text) if chat else text
-            rendered = self.player.render([prompt], chat=chat)
+            messages = [*self._opening, *chain(*self.turns), {"role": "user", "content": text}]
+            rendered = self.player.render([messages if chat else text], chat=chat)
             try:
                 return rendered[0], self.player.tokens(rendered, generation, chat=chat)[0]
             except ConfigError:
@@ -115,41 +97,32 @@ class Conversation:
     def keep(self, text: str, answer: str) -> None:
         """Remember a turn, where there is a template to tell turns apart."""
         if self.player.has_chat_template:
-            self.turns.append((text, answer))
-
-    def reset(self) -> None:
-        """Forget everything but the system message."""
-        self.turns.clear()
-        self.dropped = 0
-
-    def _messages(self, text: str) -> list[dict[str, str]]:
-        messages = [] if self.system is None else [{"role": "system", "content": self.system}]
-        for user, assistant in self.turns:
-            messages += [{"role": "user", "content": user},
-                         {"role": "assistant", "content": assistant}]
-        return [*messages, {"role": "user", "content": text}]
+            self.turns.append([{"role": "user", "content": text},
+                               {"role": "assistant", "content": answer}])
 
 
 class Chat:
     """The state between two lines of the user."""
 
     def __init__(self, request: SamplingRequest, chosen: ChosenModels, players: Sequence[Player],
-                 generation: GenerationConfig, reward: RewardModel | None) -> None:
+                 generation: GenerationConfig, reward: Reward | None) -> None:
         self._cfg = chosen.cfg
         self._generation = generation
         self._reward = reward
         self._seed = request.seed
+        self._players = players
+        self._system = request.system
+        self._forget()
+
+    def _forget(self) -> None:
         self._asked = 0
-        self._conversations = [Conversation(player, request.system) for player in players]
+        self._conversations = [Conversation(player, self._system) for player in self._players]
 
     def greet(self) -> None:
         """Say with whom one chats and how."""
-        from ppocli.text import clean
-
-        players = [conversation.player for conversation in self._conversations]
-        say(f"chatting with {' and '.join(clean(player.name) for player in players)}: "
-            f"{self._sampling()}")
-        for player in players:
+        names = " and ".join(clean(player.name) for player in self._players)
+        say(f"chatting with {names}: {self._sampling()}")
+        for player in self._players:
             if not player.has_chat_template:
                 say(f"{clean(player.name)} has no chat template: each text is a prompt of its own, "
                     "and the answer continues it")
@@ -173,19 +146,15 @@ class Chat:
         return True
 
     def _obey(self, words: list[str]) -> bool:
-        name, values = words[0], words[1:]
+        name, *values = words
         if name in ("/quit", "/exit"):
             return False
         if name == "/help":
             complain(HELP)
         elif name == "/reset":
-            self._asked = 0
-            for conversation in self._conversations:
-                conversation.reset()
+            self._forget()
             complain("forgotten")
         elif name == "/seed":
-            from ppocli.cli.sampling_request import MAX_SEED
-
             if len(values) != 1 or not values[0].isdecimal() or int(values[0]) >= MAX_SEED:
                 raise ConfigError(f"/seed {' '.join(values)}: it takes a number from 0.",
                                   fix="/seed 1")
@@ -198,30 +167,23 @@ class Chat:
         return True
 
     def _set(self, values: list[str]) -> None:
-        from ppocli.cli.sampling_request import say_idle
-        from ppocli.evaluation.player import CHANGEABLE, changed_sampling
-
         pairs = [word.partition("=") for word in values]
         wrong = [name for name, equals, _ in pairs if not equals]
         if wrong:
             raise ConfigError(f"/set {wrong[0]}: it takes NAME=VALUE.", fix="/set temperature=0.7")
         changes = {name: getattr(self._generation, name) for name in CHANGEABLE}
-        changes.update(_typed(self._generation, {name: value for name, _, value in pairs}))
+        changes |= {name: _value(text) for name, _, text in pairs}
         self._generation = changed_sampling(self._cfg, changes)
         say_idle(self._generation, [name for name, _, _ in pairs])
         complain(self._sampling())
 
     def _sampling(self) -> str:
-        from ppocli.sampling.token_choice import SAMPLING_KEYS
-
         shown = {name: getattr(self._generation, name) for name in SAMPLING_KEYS}
         return ", ".join([f"{name}={value}" for name, value in shown.items()]
                          + [f"seed={self._seed}"])
 
     def _answer(self, text: str) -> None:
         """Each model's answer; Ctrl-C ends that answer, and what there is of it counts."""
-        from ppocli.text import clean
-
         number, self._asked = self._asked, self._asked + 1
         for conversation in self._conversations:
             rendered, tokens = conversation.ask(text, self._generation)
@@ -236,10 +198,6 @@ class Chat:
 
     def _speak(self, player: Player, rendered: str, tokens: list[int], number: int,
                pieces: list[str]) -> None:
-        from ppocli.evaluation.player import scores_of
-        from ppocli.parallel.stop import StopRequested, catch_signals
-        from ppocli.text import figure
-
         def show(piece: str) -> None:
             pieces.append(piece)
             print(printable(piece), end="", flush=True)
@@ -263,35 +221,17 @@ class Chat:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    from ppocli.parallel.stop import StopRequested
-
     raise StopRequested(signal.SIGTERM)
 
 
-def _typed(generation: GenerationConfig, texts: dict[str, str]) -> dict[str, Any]:
-    """Texts as values of the types that the settings have.
-
-    Raises:
-        ConfigError: a value of another type.
-    """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    from ppocli.sampling.token_choice import SAMPLING_KEYS
-
-    node = OmegaConf.structured(generation)
-    for name, text in texts.items():
-        if name not in SAMPLING_KEYS:
-            raise ConfigError(f"{name!r} is not a sampling setting.",
-                              fix=f"one of {', '.join(SAMPLING_KEYS)}")
-        try:
-            OmegaConf.update(node, name, text)
-        except OmegaConfBaseException as error:
-            raise ConfigError(f"/set {name}={text}: {first_line(error.msg or error)}") from error
-    return {name: node[name] for name in texts}
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
-def _converse(talk: Chat) -> None:
+def _take_lines(talk: Chat) -> None:
     # line editing and history for input(), where Python was built with it
     with suppress(ImportError):
         import readline  # noqa: F401

@@ -8,17 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from ppocli.cli import options as opt
-from ppocli.cli.options import AsJson, Run, complete_setting
+from ppocli.cli.options import AsJson, Run, complete_setting, flag, option, request_of
 from ppocli.cli.output import aligned, display_mode, say, shown_figure, split_words, working
 from ppocli.errors import ConfigError, ThresholdError
-
-if TYPE_CHECKING:
-    from ppocli.evaluation.request import EvalRequest
+from ppocli.text import clean, cut
 
 EVERY = 10.0
 """seconds between lines of progress where there is no terminal"""
@@ -29,41 +27,29 @@ SHOWN = 3
 
 
 def evaluate(
-        run: Run = None,
+        ctx: typer.Context, run: Run = None,
         overrides: Annotated[list[str] | None, typer.Argument(
-            metavar="[KEY=VALUE]...", autocompletion=complete_setting, show_default=False,
+            metavar="[KEY=VALUE]...", autocompletion=complete_setting,
             help="Settings that override those of the run.")] = None,
-        against: Annotated[str | None, typer.Option(
-            metavar="BASE", help="Compare with this run, checkpoint or model; base: the model the "
-            "run started from.")] = None,
-        prompts: Annotated[str | None, typer.Option(
-            metavar="SPEC", help="Prompts to evaluate on: a file, a folder or a Hub data set."
-            )] = None,
-        reward: Annotated[str | None, typer.Option(
-            metavar="IMPORT", help="Score with this instead of the run's rewards.")] = None,
-        limit: Annotated[int | None, typer.Option(
-            metavar="N", help="At most this many prompts, spread over their source.")] = None,
-        num_samples: Annotated[int | None, typer.Option(
-            metavar="K", help="Responses to each prompt.")] = None,
-        seed: Annotated[int | None, typer.Option(
-            metavar="S", help="Seed of the sampling (default: the run's).")] = None,
-        frontier: Annotated[bool, typer.Option(
-            "--frontier", help="Compare the policy with best-of-n of the base at the same KL."
-            )] = False,
-        min_reward: Annotated[float | None, typer.Option(
-            metavar="X", help="Exit with code 10 if the mean reward is below this.")] = None,
+        against: opt.Against = None,
+        prompts: str | None = option(
+            "SPEC", "Prompts to evaluate on: a file, a folder or a Hub data set."),
+        reward: opt.Reward = None,
+        limit: int | None = option("N", "At most this many prompts, spread over their source."),
+        num_samples: int | None = option("K", "Responses to each prompt."),
+        seed: int | None = option("S", "Seed of the sampling (default: the run's)."),
+        frontier: bool = flag(
+            "Compare the policy with best-of-n of the base at the same KL.", "--frontier"),
+        min_reward: float | None = option(
+            "X", "Exit with code 10 if the mean reward is below this."),
         step: opt.Step = None, best: opt.Best = False,
-        output: Annotated[str | None, typer.Option(
-            metavar="DIR", help="Write the folder NAME here (default: RUN/eval, or ./eval)."
-            )] = None,
-        name: Annotated[str | None, typer.Option(
-            metavar="NAME", help="Name of the results folder (default: e.g. step-000024).")] = None,
-        overwrite: Annotated[bool, typer.Option(
-            "--overwrite", help="Replace existing results of that name.")] = False,
-        resume: Annotated[bool, typer.Option(
-            "--resume", help="Continue an interrupted evaluation.")] = False,
-        show: Annotated[int, typer.Option(
-            metavar="N", min=0, help="Print this many samples.")] = SHOWN,
+        output: str | None = option(
+            "DIR", "Write the folder NAME here (default: RUN/eval, or ./eval)."),
+        name: str | None = option(
+            "NAME", "Name of the results folder (default: e.g. step-000024)."),
+        overwrite: bool = flag("Replace existing results of that name.", "--overwrite"),
+        resume: bool = flag("Continue an interrupted evaluation.", "--resume"),
+        show: int = option("N", "Print this many samples.", default=SHOWN, min=0),
         as_json: AsJson = False) -> None:
     """Score a policy's responses to fixed prompts, and compare policies.
 
@@ -80,15 +66,15 @@ def evaluate(
       ppocli eval ./model --prompts prompts.jsonl --reward my_rewards:score
       ppocli eval runs/NAME --min-reward 0.8 --json
     """
-    request = request_of(
-        run, overrides, against=against, prompts=prompts, reward=reward, limit=limit,
-        num_samples=num_samples, seed=seed, frontier=frontier, step=step, best=best,
-        output=output, name=name, overwrite=overwrite, resume=resume,
-        printing=printing_of(min_reward, show, as_json))
     from ppocli.config.resolved import with_absolute_paths
+    from ppocli.evaluation.request import EvalRequest
     from ppocli.launching.target_config import target_config
     from ppocli.runs.target import find_target
 
+    run, words = split_words(run, overrides)
+    request = request_of(EvalRequest, ctx, run=run, words=tuple(words),
+                         printing=printing_of(min_reward, show, as_json))
+    request.check()
     target = find_target(request.run, say=say, step=request.step, best=request.best)
     cfg = target_config(target, request.overrides(target), needs_reward=True, needs_prompts=True)
     cfg = with_absolute_paths(cfg, Path.cwd())
@@ -102,32 +88,16 @@ def evaluate(
     if as_json:
         print(done.folder.result.read_text(encoding="utf-8"), flush=True)
     else:
-        print("\n".join(lines_of(done.report)), flush=True)
-        for line in _sample_lines(done.folder.samples, show):
-            print(line, flush=True)
+        lines = [*lines_of(done.report), *_sample_lines(done.folder.samples, show)]
+        print("\n".join(lines), flush=True)
     if done.folder.picture.is_file():
         say(f"picture  {done.folder.picture}")
     say(f"samples  {done.folder.samples}")
     say(f"results  {done.folder.result}")
     mean = done.report["figures"]["reward_mean"]
     if min_reward is not None and not (mean is not None and mean >= min_reward):
-        reached, asked = told_apart(mean, min_reward)
-        raise ThresholdError(f"The mean reward is {reached}, below the {asked} asked for.",
+        raise ThresholdError(f"The mean reward is {mean}, below the {min_reward} asked for.",
                              where=str(done.folder.result))
-
-
-def request_of(run: str | None, words: list[str] | None, **flags: Any) -> EvalRequest:
-    """The request of a command line; ``flags`` are fields of :class:`EvalRequest`.
-
-    Raises:
-        ConfigError: a word that is none, or flags that contradict each other.
-    """
-    from ppocli.evaluation.request import EvalRequest
-
-    run, rest = split_words(run, words)
-    request = EvalRequest(run=run, words=tuple(rest), **flags)
-    request.check()
-    return request
 
 
 def printing_of(min_reward: float | None, show: int, as_json: bool) -> tuple[str, ...]:
@@ -143,15 +113,6 @@ def printing_of(min_reward: float | None, show: int, as_json: bool) -> tuple[str
             *(("--show", str(show)) if show != SHOWN else ()), *(("--json",) if as_json else ()))
 
 
-def told_apart(mean: float | None, asked: float) -> tuple[str, str]:
-    """Two figures of which the first is less, with as many digits as it takes to see that."""
-    for digits in range(4, 18):
-        shown, other = shown_figure(mean, digits), f"{asked:.{max(digits, 6)}g}"
-        if mean is None or float(shown) < float(other):
-            break
-    return shown, other
-
-
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
     """A bar on a terminal; elsewhere a line every ten seconds."""
@@ -164,7 +125,7 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
     bar = progress.Progress(
         progress.TextColumn("{task.description}"), progress.BarColumn(),
         progress.MofNCompleteColumn(), progress.TimeElapsedColumn(), progress.TextColumn("left"),
-        progress.TimeRemainingColumn(), console=Console(file=sys.stderr), transient=True)
+        progress.TimeRemainingColumn(), console=Console(stderr=True), transient=True)
     with bar:
         task = bar.add_task("loading", total=None)
 
@@ -194,9 +155,8 @@ class _Lines:
 
 def lines_of(report: dict[str, Any]) -> list[str]:
     """The contents of eval.json as a person reads them."""
-    models = {"policy": {**report, "name": report["model"]["name"]}}
-    if report["against"] is not None:
-        models["against"] = {**report["against"], "name": report["against"]["model"]["name"]}
+    models = {role: {**found, "name": found["model"]["name"]} for role, found in (
+        ("policy", report), ("against", report["against"])) if found is not None}
     frontier = report["frontier"]
     if frontier is not None:
         models["base"] = {**frontier["base"], "name": f"{report['base']['path']}, "
@@ -210,8 +170,9 @@ def lines_of(report: dict[str, Any]) -> list[str]:
                       for q in report["quantiles"]]
         # distinct-n falls with the number of texts: only equal numbers can stand side by side
         table.append([_NAMES.get(name, name.removeprefix("metrics/")),
-                      *("-" if name in _BY_COUNT and model["samples"] != report["samples"] else
-                        _with_error(model["figures"].get(name), model["stderr"].get(name))
+                      *(_with_error(model["figures"].get(name), model["stderr"].get(name))
+                        if model["samples"] == report["samples"]
+                        or not name.startswith("distinct_") else "-"
                         for model in models.values())])
     lines += ["", *aligned(table)]
     unscored = {role: model["samples"] - model["scored"] for role, model in models.items()}
@@ -225,8 +186,6 @@ def lines_of(report: dict[str, Any]) -> list[str]:
 _NAMES = {"reward_mean": "reward", "reward_std": "reward std", "kl_mean": "KL to the base",
           "response_tokens_mean": "response tokens", "finished_share": "finished",
           "distinct_1": "distinct-1", "distinct_2": "distinct-2", "distinct_3": "distinct-3"}
-
-_BY_COUNT = ("distinct_1", "distinct_2", "distinct_3")
 
 
 def _with_error(value: float | None, error: float | None) -> str:
@@ -244,12 +203,10 @@ def _win_line(found: dict[str, Any]) -> str:
 
 def _frontier_lines(report: dict[str, Any]) -> list[str]:
     frontier = report["frontier"]
+    points = {f"best of {point['n']}": point for point in frontier["points"]}
     table = [["", "KL", "reward"]]
-    table += [[f"best of {point['n']}", shown_figure(point["kl"]),
-               _with_error(point["reward"], point["stderr"])] for point in frontier["points"]]
-    policy = frontier["policy"]
-    table.append(["policy", shown_figure(policy["kl"]),
-                  _with_error(policy["reward"], policy["stderr"])])
+    table += [[name, shown_figure(point["kl"]), _with_error(point["reward"], point["stderr"])]
+              for name, point in {**points, "policy": frontier["policy"]}.items()]
     return [*aligned(table), _verdict(frontier, report["generation"])]
 
 
@@ -300,6 +257,4 @@ def _sample_lines(path: Path, count: int) -> Iterator[str]:
 
 
 def _short(text: str) -> str:
-    from ppocli.text import clean, cut
-
     return cut(clean(text), LONGEST)

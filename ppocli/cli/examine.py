@@ -1,25 +1,52 @@
-"""What is wrong with a run or a sweep, and what it would do: found without loading a model."""
+"""What is wrong with a run or a sweep, and what it would do: what ``ppocli validate`` finds without
+loading a model, and how it tells that."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ppocli.cli.output import print_json, say, working
+from ppocli.cli.settings import reward_labels
+from ppocli.config.compose import Composed, SweepJob, compose, run_sweep_jobs
 from ppocli.config.keys import schema_keys
-from ppocli.config.problems import DEFAULT_SOURCE, Problem
+from ppocli.config.problems import DEFAULT_SOURCE, OUR_ENGINES, Problem
+from ppocli.config.resolved import CONFIG_FILE, with_absolute_paths
 from ppocli.config.schema import PromptsConfig, RewardConfig, TrainConfig, planned_episodes
-from ppocli.errors import CheckpointError, ConfigError, DiskError, InputError, PpocliError
-from ppocli.text import counted
+from ppocli.config.secrets import safe_text
+from ppocli.config.words import Words, read_words
+from ppocli.data.render import metadata, prompt_texts, take_rows
+from ppocli.data.sources import (
+    PromptSpec,
+    evaluation_spec,
+    names_hub_dataset,
+    open_rows,
+    training_spec,
+)
+from ppocli.errors import CheckpointError, ConfigError, DiskError, PpocliError
+from ppocli.launching.opened_folder import (
+    changes_on_resume,
+    check_deepspeed,
+    missing_inputs,
+    refuse_taken,
+)
+from ppocli.rewards.scoring import check_reward_config
+from ppocli.storage.checkpoints import find_latest
+from ppocli.storage.run_folder import RunFolder, probe_writable
+from ppocli.text import clean, counted, figure
+from ppocli.tracking.trackers import check_trackers
+from ppocli.user_code import Kind, Wanted, locate
 
 if TYPE_CHECKING:
-    from ppocli.config.compose import Composed, SweepJob
-    from ppocli.config.words import Words
-    from ppocli.data.sources import PromptSpec
+    from ppocli.tasks.ppo.rehearsal import Rehearsal
+
+ORDER = (2, 3, 7, 6, 5)
+"""exit codes, the one that decides first; others come last"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,20 +91,15 @@ class Examined:
         except PpocliError as error:
             self.add([error])
 
-    def add(self, problems: Iterator[PpocliError] | list[PpocliError]) -> None:
+    def add(self, problems: Iterable[PpocliError]) -> None:
         """Add problems that are not among those found."""
-        told = {str(error) for error in self.problems}
         for error in problems:
-            if str(error) not in told:
+            if str(error) not in map(str, self.problems):
                 self.problems.append(error)
-                told.add(str(error))
 
 
 def examine(words: Sequence[str]) -> Examined:
     """Everything that is wrong with the words of ``ppocli train``. Nothing is written."""
-    from ppocli.config.compose import compose
-    from ppocli.config.words import read_words
-
     found = Examined()
     with found.taking():
         read = read_words(words)
@@ -108,8 +130,6 @@ def _examine_run(composed: Composed, found: Examined) -> None:
 
 def _examine_sweep(words: Words, found: Examined) -> None:
     """Every job; what is wrong with several jobs alike is told once."""
-    from ppocli.config.compose import run_sweep_jobs
-
     unusual = [setting.key for setting in words.settings
                if setting.key in ("hydra/sweeper", "hydra/launcher") and setting.value != "basic"]
     if unusual:
@@ -156,80 +176,54 @@ def _examine_config(composed: Composed, config: TrainConfig, found: Examined
                     ) -> tuple[int | None, frozenset[str]]:
     """Settings; then models, DeepSpeed's file, prompts and rewards, apart from keys that are wrong
     already. Returns how many training prompts there are, and the wrong keys."""
-    from ppocli.launching.opened_folder import check_deepspeed, missing_inputs
-    from ppocli.rewards.scoring import check_reward_config
-    from ppocli.user_code import Kind, Wanted, locate
-
     problems = composed.problems()
     found.config = config
     found.add([_config_error(problem, composed.hint) for problem in problems])
     wrong = frozenset(key for problem in problems for key in problem.key.split(", "))
     if not wrong & {"model.path", "model.tokenizer_path"}:
-        found.add(list(missing_inputs(config)))
+        found.add(missing_inputs(config))
     if not any(key.startswith("hardware") for key in wrong):
         with found.taking():
             check_deepspeed(config)
     count, columns = None, None
     if not any(key.startswith("prompts") for key in wrong):
-        count, columns, unusable = _examine_prompts(config.prompts)
-        found.add(unusable)
+        count, columns = _examine_prompts(config.prompts, found)
     for part in _reward_parts(config.reward):
         keys = {"reward.fn", "reward.fns", "reward.kwargs",
                 *(f"reward.fns.{name}" for name in part.fns)}
         if not wrong & keys:
             with found.taking():
                 check_reward_config(part, columns=columns)
-    for key, path, noun in _own_parts(config):
-        if key not in wrong:
+    for key, path, noun in (("task.fn", config.task.fn, "function"),
+                            ("rollout.engine", config.rollout.engine, "class")):
+        if path is not None and path not in OUR_ENGINES and key not in wrong:
             with found.taking():
                 locate(Wanted(path, key, Kind(noun, ConfigError)))
     if "tracking.trackers" not in wrong:
-        from ppocli.tracking.trackers import check_trackers
-
         with found.taking():
             check_trackers(config.tracking)
     return count, wrong
 
 
-def _own_parts(config: TrainConfig) -> Iterator[tuple[str, str, str]]:
-    """(key, import path, what it names) of a task and a sampler of the user's own."""
-    from ppocli.config.problems import OUR_ENGINES
-
-    if config.task.fn is not None:
-        yield "task.fn", config.task.fn, "function"
-    if config.rollout.engine not in OUR_ENGINES:
-        yield "rollout.engine", config.rollout.engine, "class"
-
-
-def _examine_prompts(prompts: PromptsConfig
-                     ) -> tuple[int | None, list[str] | None, list[PpocliError]]:
+def _examine_prompts(prompts: PromptsConfig, found: Examined
+                     ) -> tuple[int | None, list[str] | None]:
     """How many training prompts there are and the metadata columns that rewards will get, None
-    where that isn't known without the Hub; and what is wrong."""
-    from ppocli.data.render import metadata
-    from ppocli.data.sources import evaluation_spec, training_spec
-
-    problems: list[PpocliError] = []
+    where that isn't known without the Hub."""
     count: int | None = None
     columns: list[str] | None = None
     for spec_of in (training_spec, evaluation_spec):
-        try:
+        with found.taking():
             spec = spec_of(prompts, None)
             rows = _rows(spec)
-            found = list(metadata(rows, spec)) if rows else []
-            if spec_of is training_spec and not spec.has_source:
-                count, columns = 1, []  # the BOS token alone
-            elif spec_of is training_spec and rows is not None:
-                count, columns = len(rows), found
-        except (InputError, ConfigError) as error:
-            problems.append(error)
-    return count, columns, problems
+            names = list(metadata(rows, spec)) if rows else []
+            if spec_of is training_spec and rows is not None:
+                count = len(rows) if spec.has_source else 1  # the BOS token alone
+                columns = names
+    return count, columns
 
 
 def _rows(spec: PromptSpec) -> list[Any] | None:
     """The rows of a source on this machine; None for a data set of the Hub."""
-    from ppocli.data.render import prompt_texts, take_rows
-    from ppocli.data.sources import names_hub_dataset, open_rows
-
     if not spec.has_source:
         return []
     if spec.path is not None and names_hub_dataset(spec.path):
@@ -261,11 +255,6 @@ def _taken(config: TrainConfig, folder: Path, resume_from: Path | None, *, settl
     Args:
         settled: the configuration has no problems, so that it can be compared with the run's own.
     """
-    from ppocli.config.resolved import CONFIG_FILE, with_absolute_paths
-    from ppocli.launching.opened_folder import changes_on_resume, refuse_taken
-    from ppocli.storage.checkpoints import find_latest
-    from ppocli.storage.run_folder import RunFolder
-
     goes_on = resume_from is not None or (
         config.resume == "auto" and (folder / CONFIG_FILE).is_file())
     try:
@@ -284,27 +273,14 @@ def _taken(config: TrainConfig, folder: Path, resume_from: Path | None, *, settl
 
 
 def _unwritable(folder: Path) -> Iterator[PpocliError]:
-    """Whether ``folder``, or the nearest folder above it that exists, takes a file. The file has no
-    name, or loses it at once where a file system has no such files."""
-    from ppocli.storage.atomic import disk_errors
-
-    fix = "choose another output_dir or run_name"
+    """Whether ``folder``, or the nearest folder above it that exists, takes a file."""
     place = next(part for part in (folder.absolute(), *folder.absolute().parents)
                  if os.path.lexists(part))
-    if not place.is_dir():
-        yield DiskError(f"{folder} can't be a folder: {place} is a file.", where=str(folder),
-                        fix=fix)
-        return
     try:
-        with disk_errors(folder), tempfile.TemporaryFile(dir=place) as probe:
-            probe.write(bytes(4096))
-            probe.flush()
-            os.fsync(probe.fileno())
+        probe_writable(place)
     except DiskError as error:
-        yield error
-    except OSError as error:
-        yield DiskError(f"{folder} can't be written: {error.strerror or error}.",
-                        where=str(folder), fix=fix)
+        yield error.reworded(what=error.what.replace(str(place), str(folder), 1),
+                             where=str(folder))
 
 
 # Telling ------------------------------------------------------------------------------------------
@@ -318,11 +294,96 @@ def _config_error(problem: Problem, fix: str | None) -> ConfigError:
 
 
 def _plan(config: TrainConfig, prompts: int | None, folder: Path) -> Plan:
-    reward = config.reward
-    functions = [(str(entry["fn"]), entry.get("kwargs") or {}) for entry in reward.fns.values()
-                 ] or [(str(reward.fn), reward.kwargs)]
-    rewards = [f"{fn} {kwargs['model']}" if "model" in kwargs else fn for fn, kwargs in functions]
     samples = planned_episodes(config.ppo)
-    return Plan(config.model.path, rewards, prompts, -(-samples // config.ppo.num_rollouts),
-                samples, config.ppo.num_rollouts, config.hardware.device,
-                config.hardware.precision, str(folder))
+    return Plan(config.model.path, reward_labels(config.reward), prompts,
+                -(-samples // config.ppo.num_rollouts), samples, config.ppo.num_rollouts,
+                config.hardware.device, config.hardware.precision, str(folder))
+
+
+def validate_words(words: Sequence[str], *, deep: bool = False, as_json: bool = False) -> None:
+    """Check everything that can be checked about a run or a sweep; nothing is written.
+
+    Args:
+        words: as for ``ppocli train``.
+        deep: where nothing is wrong, also load everything and take two samples through a training
+            step, without an update (of a sweep: its first job).
+        as_json: print one JSON object instead of text.
+
+    Raises:
+        PpocliError: what is wrong, all of it in one message.
+        StoppedError: a signal ended the rehearsal.
+    """
+    found = examine(words)
+    rehearsal = None
+    if deep and not found.problems and found.config is not None:
+        say(f"loading {found.config.model.path}")
+        try:
+            with working() as stop:
+                from ppocli.tasks.ppo.rehearsal import rehearse
+
+                rehearsal = rehearse(found.config, stop)
+        except PpocliError as error:
+            found.add([error])
+    problems = sorted(found.problems, key=lambda error: ORDER.index(error.exit_code)
+                      if error.exit_code in ORDER else len(ORDER))
+    if as_json:
+        print_json(_as_json(problems, found.plans, rehearsal))
+        if problems:
+            raise SystemExit(problems[0].exit_code)
+        return
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        raise PpocliError("\n".join([f"{len(problems)} problems:", *(
+            "  " + str(error).replace("\n", "\n  ") for error in problems)]),
+            exit_code=problems[0].exit_code)
+    if len(found.plans) == 1:
+        print(f"valid: {found.plans[0]}")
+    else:
+        print("\n  ".join([f"valid: a sweep of {len(found.plans)} jobs", *map(str, found.plans)]))
+    if rehearsal is not None:
+        print("\n".join(_told(rehearsal)))
+
+
+def _as_json(problems: Sequence[PpocliError], plans: Sequence[Plan], rehearsal: Rehearsal | None
+             ) -> dict[str, Any]:
+    answer: dict[str, Any] = {
+        "valid": not problems, "exit_code": problems[0].exit_code if problems else 0,
+        "problems": [{"exit_code": error.exit_code,
+                      **{part: text and safe_text(text) for part, text in (
+                          ("what", error.what), ("where", error.where), ("fix", error.fix))}}
+                     for error in problems],
+        "runs": [asdict(plan) for plan in plans]}
+    if rehearsal is not None:
+        answer["rehearsal"] = {**asdict(rehearsal), "agrees": rehearsal.agrees}
+    return answer
+
+
+def _told(found: Rehearsal) -> Iterator[str]:
+    yield (f"loaded: {found.parameters:,} parameters, {found.trainable:,} trained, "
+           f"{found.prompts} prompts, on {found.device} {found.precision}")
+    yield f"first prompt as the model gets it ({found.prompt_tokens} tokens):"
+    yield f"  {clean(found.prompt)}"
+    for number, sample in enumerate(found.samples, start=1):
+        score = "none" if sample["score"] is None else f"{sample['score']:.4g}"
+        ended = "ended" if sample["finished"] else "did not end"
+        yield (f"sample {number}: score {score}, kl {figure(sample['kl'], 4)}, "
+               f"{sample['response_tokens']} tokens, {ended}")
+        yield f"  {clean(sample['prompt'])} → {clean(sample['response'])}"
+    for kind, columns in (("reward", found.parts if len(found.parts) > 1 else {}),
+                          ("metric", found.metrics)):
+        for name, values in columns.items():
+            yield f"{kind} {name}: " + ", ".join(
+                "none" if value is None else f"{value:.4g}" for value in values)
+    if found.kl_per_token is not None:
+        verdict = "as it must be before training" if found.agrees else (
+            "WRONG: before training it must be 0; do model.dtype and hardware.precision differ?")
+        yield f"KL to the reference: {figure(found.kl_per_token, 6)} nats per token, {verdict}"
+    if found.terms is None:
+        yield "gradient: not tried, no sample has a score"
+    else:
+        yield (f"gradient: policy loss {figure(found.terms['policy'], 4)}, value loss "
+               f"{figure(found.terms['value'], 4)}, norm {figure(found.terms['grad_norm'], 4)}")
+    yield "seconds: " + ", ".join(f"{name} {seconds:.1f}"
+                                  for name, seconds in found.seconds.items())
+    yield f"peak memory: {found.peak_memory_mib:.0f} MiB with {len(found.samples)} samples"

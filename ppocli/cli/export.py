@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from ppocli.cli.options import AsJson, Run
-from ppocli.cli.output import ending, say
+from ppocli.cli.options import AsJson, Best, Run, Step, flag, option, request_of
+from ppocli.cli.output import say, working
+from ppocli.text import counted, format_bytes
 
 if TYPE_CHECKING:
     from ppocli.export.facts import Mask
@@ -17,47 +21,30 @@ if TYPE_CHECKING:
 
 
 def export_command(
-    run: Run = None,
-    output: Annotated[Path | None, typer.Option(
-        "--output", "-o", metavar="DIR", show_default=False,
-        help="Folder to write (default: RUN/export/NAME, e.g. step-000024).")] = None,
-    best: Annotated[bool, typer.Option(
-        "--best", help="The checkpoint with the best evaluation.")] = False,
-    step: Annotated[int | None, typer.Option(
-        "--step", metavar="N", min=0, show_default=False,
-        help="The checkpoint of step N (default: the final model, else the newest).")] = None,
-    dtype: Annotated[Literal["fp32", "bf16", "fp16"] | None, typer.Option(
-        "--dtype", show_default=False,
-        help="Store the weights in this type (default: unchanged).")] = None,
-    max_shard_size: Annotated[str | None, typer.Option(
-        "--max-shard-size", metavar="SIZE", show_default=False,
-        help="Largest weight file (default: 5GB).")] = None,
-    include_value_head: Annotated[bool, typer.Option(
-        "--include-value-head", help="Add the critic as value_head.safetensors.")] = False,
-    merge: Annotated[bool | None, typer.Option(
-        "--merge/--adapter", show_default=False,
-        help="For a LoRA policy: a whole model with the adapter merged in (default), or the "
-        "adapter's own folder.")] = None,
-    overwrite: Annotated[bool, typer.Option(
-        "--overwrite", help="Replace an existing export; your text in its README.md is "
-        "kept.")] = False,
-    dry_run: Annotated[bool, typer.Option(
-        "--dry-run", help="Print what would be done; write nothing, send no requests.")] = False,
-    as_json: AsJson = False,
-    to_hub: Annotated[bool, typer.Option(
-        "--to-hub", help="Push the folder to the Hub once it is verified.")] = False,
-    repo_id: Annotated[str | None, typer.Option(
-        "--repo-id", metavar="USER/NAME", show_default=False,
-        help="Repository (default: your user / the run's name).")] = None,
-    private: Annotated[bool | None, typer.Option(
-        "--private/--public", show_default=False,
-        help="Visibility of the repository (default: private).")] = None,
-    create_pr: Annotated[bool, typer.Option(
-        "--create-pr", help="Push as a pull request.")] = False,
-    revision: Annotated[str | None, typer.Option(
-        "--revision", metavar="BRANCH", show_default=False,
-        help="Push to this branch, created if missing.")] = None,
-) -> None:
+        ctx: typer.Context, run: Run = None,
+        output: Path | None = option("DIR", "Folder to write (default: RUN/export/NAME, e.g. "
+            "step-000024).", "--output", "-o"),
+        best: Best = False, step: Step = None,
+        dtype: Literal["fp32", "bf16", "fp16"] | None = option(
+            "fp32|bf16|fp16", "Store the weights in this type (default: unchanged)."),
+        max_shard_size: str | None = option("SIZE", "Largest weight file (default: 5GB)."),
+        include_value_head: bool = flag(
+            "Add the critic as value_head.safetensors.", "--include-value-head"),
+        merge: bool | None = option(None, "For a LoRA policy: a whole model with the adapter "
+            "merged in (default), or the adapter's own folder.", "--merge/--adapter"),
+        overwrite: bool = flag(
+            "Replace an existing export; your text in its README.md is kept.", "--overwrite"),
+        dry_run: bool = flag(
+            "Print what would be done; write nothing, send no requests.", "--dry-run"),
+        as_json: AsJson = False,
+        to_hub: bool = flag("Push the folder to the Hub once it is verified.", "--to-hub"),
+        repo_id: str | None = option(
+            "USER/NAME", "Repository (default: your user / the run's name)."),
+        private: bool | None = option(
+            None, "Visibility of the repository (default: private).", "--private/--public"),
+        create_pr: bool = flag("Push as a pull request.", "--create-pr"),
+        revision: str | None = option("BRANCH", "Push to this branch, created if missing.")
+        ) -> None:
     """Export a policy as a verified Hugging Face folder with a model card; optionally push it.
 
     The folder is reloaded with transformers and compared with its source before it gets its final
@@ -72,17 +59,9 @@ def export_command(
       ppocli export runs/NAME --to-hub --repo-id USER/NAME --dry-run
       ppocli export runs/NAME --to-hub --public
     """
+    from ppocli.export.request import ExportRequest
 
-    def run_it() -> None:
-        from ppocli.export.request import ExportRequest
-
-        export(ExportRequest(
-            run=run, output=output, best=best, step=step, dtype=dtype,
-            max_shard_size=max_shard_size, include_value_head=include_value_head,
-            merge=merge, overwrite=overwrite, dry_run=dry_run, to_hub=to_hub, repo_id=repo_id,
-            private=private, create_pr=create_pr, revision=revision), as_json)
-
-    ending(run_it)
+    export(request_of(ExportRequest, ctx, output=output), as_json)
 
 
 def export(request: ExportRequest, as_json: bool) -> None:
@@ -92,8 +71,6 @@ def export(request: ExportRequest, as_json: bool) -> None:
     Raises:
         PpocliError: whatever keeps the export from its end.
     """
-    import json
-
     from ppocli.config.resolved import training_command
     from ppocli.export.facts import Mask
     from ppocli.export.hub import push
@@ -105,15 +82,17 @@ def export(request: ExportRequest, as_json: bool) -> None:
         say(mask(text))
 
     plan = resolve(request, tell, training_command)
+    if isinstance(plan, Existing):
+        folder, name = plan.folder, plan.run_name
+    else:
+        folder, name = plan.target, plan.facts.name
     if request.dry_run:
-        _dry_run(plan, request, mask, as_json)
+        _dry_run(plan, request, folder, repo_name(name), mask, as_json)
         return
     done: dict[str, Any] = {}
     if isinstance(plan, Existing):
-        folder, name = plan.folder, plan.run_name
         tell(f"{shown(folder)} is as it was exported and verified")
     else:
-        folder, name = plan.target, plan.facts.name
         done = _write(plan, request, mask, tell)
     if request.to_hub:
         done["url"] = push(folder, request, repo_name(name), mask, tell)
@@ -124,15 +103,10 @@ def export(request: ExportRequest, as_json: bool) -> None:
 
 
 def _write(plan: ExportPlan, request: ExportRequest, mask: Mask, tell: Any) -> dict[str, Any]:
-    import os
-    from dataclasses import asdict
-
-    from ppocli.cli.output import working
     from ppocli.export.folder import write_export
     from ppocli.export.request import check_destination, shown
     from ppocli.storage.atomic import repair_published
     from ppocli.storage.run_folder import lock_beside
-    from ppocli.text import format_bytes
 
     tell(f"exporting {plan.name} as {plan.written} ({format_bytes(plan.bytes)}) to "
          f"{shown(plan.target)}")
@@ -147,49 +121,36 @@ def _write(plan: ExportPlan, request: ExportRequest, mask: Mask, tell: Any) -> d
             "verified": asdict(verified)}
 
 
-def _dry_run(plan: ExportPlan | Existing, request: ExportRequest, mask: Mask,
-             as_json: bool) -> None:
+def _dry_run(plan: ExportPlan | Existing, request: ExportRequest, folder: Path, name: str,
+             mask: Mask, as_json: bool) -> None:
     """Say everything that would be done; nothing is written and nobody is asked."""
-    import json
-
     from ppocli.export.request import Existing, shown
-    from ppocli.text import format_bytes
 
-    name = plan.run_name if isinstance(plan, Existing) else plan.facts.name
-    folder = plan.folder if isinstance(plan, Existing) else plan.target
-    hub = _hub_plan(request, name) if request.to_hub else None
+    told: dict[str, Any] = {"dry_run": True, "folder": str(folder)}
     if isinstance(plan, Existing):
         lines = [f"would write:   nothing; {shown(folder)} is there, as it was exported"]
-        told: dict[str, Any] = {}
     else:
-        told = {"source": mask(plan.name), "step": plan.facts.step, "stored": plan.stored,
-                "dtype": plan.written, "bytes": plan.bytes, "files": plan.files(),
-                "overwrite": folder.exists() and request.overwrite}
-        num_files = len(plan.weights.filename_to_tensors)
+        replaced = folder.exists() and request.overwrite
+        told |= {"source": mask(plan.name), "step": plan.facts.step, "stored": plan.stored,
+                 "dtype": plan.written, "bytes": plan.bytes, "files": plan.files(),
+                 "overwrite": replaced}
         cast = (plan.written if plan.written == plan.stored
                 else f"{plan.stored} cast to {plan.written}")
         lines = [f"would export:  {told['source']} ({shown(plan.source)})",
-                 f"would write:   {shown(folder)}" + (" (replaced)" if told["overwrite"] else ""),
-                 f"weights:       {len(plan.tensors)} tensors, {cast}, "
-                 f"{format_bytes(plan.bytes)} in {num_files} file"
-                 + "s" * (num_files > 1),
+                 f"would write:   {shown(folder)}" + (" (replaced)" if replaced else ""),
+                 f"weights:       {len(plan.tensors)} tensors, {cast}, {format_bytes(plan.bytes)} "
+                 f"in {counted(len(plan.weights.filename_to_tensors), 'file')}",
                  f"files:         {', '.join(told['files'])}",
                  "would verify:  reload with transformers; tensors, logits on 2 prompts, tokenizer"]
-    if hub is not None:
+    if request.to_hub:
+        hub = {"repo": request.repo_id or f"USER/{name}, where USER is your token's user",
+               "visibility": "public" if request.private is False else "private",
+               "how": f"to the branch {request.revision}, created if missing" if request.revision
+               else "as a pull request" if request.create_pr else "to the main branch"}
+        told["hub"] = hub
         lines += [f"would push to: {hub['repo']} ({hub['visibility']})",
                   f"               {hub['how']}; your text in a README.md there is kept"]
     if as_json:
-        print(json.dumps(mask.tree({"dry_run": True, "folder": str(folder), **told,
-                                    **({"hub": hub} if hub else {})}), indent=2))
+        print(json.dumps(mask.tree(told), indent=2))
     else:
         print("\n".join(mask(line) for line in [*lines, "Nothing was written (--dry-run)."]))
-
-
-def _hub_plan(request: ExportRequest, run_name: str) -> dict[str, str]:
-    from ppocli.export.request import repo_name
-
-    repo = request.repo_id or f"USER/{repo_name(run_name)}, where USER is your token's user"
-    how = (f"to the branch {request.revision}, created if missing" if request.revision
-           else "as a pull request" if request.create_pr else "to the main branch")
-    return {"repo": repo, "visibility": "public" if request.private is False else "private",
-            "how": how}

@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,9 @@ class Follower:
                 ppo = read_config(self._run.config).ppo
                 self._total = -(-planned_episodes(ppo) // ppo.num_rollouts)
         dropped, lines = self._metrics.poll()
-        rows = [row for row in map(row_of_step, lines) if row is not None]
+        rows = list(filter(None, map(row_of_step, lines)))
         if dropped:
-            del self._rows[max(0, len(self._rows) - dropped):]
+            del self._rows[-dropped:]
             last = self._rows[-1]["step"] if self._rows else 0
             say(f"the run was resumed at step {last}")
         self._rows += rows
@@ -146,7 +147,7 @@ class Follower:
                 self._in_warning = match["level"] in ("WARNING", "ERROR")
                 text = f"{match['level'].lower()}: {match['text']}"
                 if self._in_warning:
-                    self.board.warn(match["text"])
+                    self.board.warnings.append(match["text"])
             if self._in_warning and fresh:
                 complain(text)
 
@@ -161,33 +162,30 @@ class Tail:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._digests: list[int] = []  # of each line given out
-        self._end = 0  # of the last line given out
-        self._last = b""
+        self._lines: list[bytes] = []
+        """those given out that still stand there"""
 
     def poll(self) -> tuple[int, list[bytes]]:
         """How many of the lines given out are gone, and those that are new; only whole lines."""
+        kept = self._lines
+        last = b"".join(kept[-1:])
         try:
             with self._path.open("rb") as file:
-                file.seek(self._end - len(self._last))
+                file.seek(sum(map(len, kept[:-1])))
                 # whether the last line still stands where it stood
-                if file.read(len(self._last)) == self._last:
-                    return 0, self._take(_whole_lines(file.read()))
-                file.seek(0)
+                if file.read(len(last)) != last:
+                    kept = []
+                    file.seek(0)
                 lines = _whole_lines(file.read())
         except OSError:  # not there yet, or between two names
             return 0, []
-        old, self._digests, self._end, self._last = self._digests, [], 0, b""
-        self._take(lines)
-        pairs = enumerate(zip(old, self._digests, strict=False))
-        same = next((at for at, (was, now) in pairs if was != now), min(len(old), len(lines)))
-        return len(old) - same, lines[same:]
-
-    def _take(self, lines: list[bytes]) -> list[bytes]:
-        self._digests += map(hash, lines)
-        self._end += sum(map(len, lines))
-        self._last = lines[-1] if lines else self._last
-        return lines
+        if not kept:
+            pairs = zip(self._lines, lines, strict=False)
+            kept = [was for was, now in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+            lines = lines[len(kept):]
+        gone = len(self._lines) - len(kept)
+        self._lines = [*kept, *lines]
+        return gone, lines
 
 
 def _whole_lines(raw: bytes) -> list[bytes]:

@@ -1,24 +1,25 @@
-"""``ppocli generate``: prompts to sampled responses on standard output."""
+"""``ppocli generate``, prompts to sampled responses on standard output; and ``ppocli chat``."""
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from ppocli.builtin.names import BUILTIN_PREFIX
 from ppocli.cli import options as opt
-from ppocli.cli.options import AsJson, Overrides, Run
+from ppocli.cli.options import AsJson, Overrides, Run, option
 from ppocli.cli.output import complain, say, working
 from ppocli.errors import ConfigError, InputError, PpocliError
+from ppocli.text import CONTROL, clean, cut, figure
 
 if TYPE_CHECKING:
-    from ppocli.evaluation.player import Player
-    from ppocli.rewards.scoring import Reward as RewardModel
     from ppocli.sampling.prompting import Answer
 
 HOW = ("give --prompt TEXT, --prompts-file FILE (json, jsonl, csv, parquet or txt), or prompts on "
@@ -27,33 +28,24 @@ _OPTIONS = (("prompts.path=", "--prompts-file "), ("prompts.column=", "--column 
             ("prompts.chat=true", "--chat"), ("prompts.items", "standard input"))
 LONGEST_HEADING = 100
 
-Prompt = Annotated[list[str] | None, typer.Option("--prompt", "-p", metavar="TEXT",
-                                                  show_default=False,
-                                                  help="A prompt (repeatable).")]
-PromptsFile = Annotated[str | None, typer.Option(
-    "--prompts-file", metavar="FILE", show_default=False,
-    help="Prompts: txt (one per line), json, jsonl, csv or parquet; - is standard input.")]
-Column = Annotated[str, typer.Option("--column", metavar="NAME",
-                                     help="Column of the file with the prompts.")]
-NumSamples = Annotated[int, typer.Option("--num-samples", "-n", metavar="K", min=1,
-                                         help="Responses to each prompt.")]
-AsChat = Annotated[bool | None, typer.Option(
-    "--chat/--no-chat", show_default=False,
-    help="Render prompts with the chat template, or use them as they are (default: as in the "
-         "run).")]
-BatchSize = Annotated[int, typer.Option("--batch-size", metavar="N", min=1,
-                                        help="Samples decoded together.")]
-
 
 def generate(
-        run: Run = None, overrides: Overrides = None, prompt: Prompt = None,
-        prompts_file: PromptsFile = None, column: Column = "prompt", num_samples: NumSamples = 1,
+        ctx: typer.Context, run: Run = None, overrides: Overrides = None,
+        prompt: list[str] | None = option("TEXT", "A prompt (repeatable).", "--prompt", "-p"),
+        prompts_file: str | None = option(
+            "FILE", "Prompts: txt (one per line), json, jsonl, csv or parquet; -: standard input."),
+        column: str = option("NAME", "Column of the file with the prompts.", default="prompt"),
+        num_samples: int = option(
+            "K", "Responses to each prompt.", "--num-samples", "-n", default=1, min=1),
         max_new_tokens: opt.MaxNew = None, min_new_tokens: opt.MinNew = None,
         temperature: opt.Temperature = None, top_k: opt.TopK = None, top_p: opt.TopP = None,
         greedy: opt.Greedy = False, stop: opt.Stop = None, seed: opt.Seed = 0,
-        chat: AsChat = None, system: opt.System = None, step: opt.Step = None,
-        best: opt.Best = False, score: opt.Score = False, reward: opt.Reward = None,
-        against: opt.Against = None, batch_size: BatchSize = 64, as_json: AsJson = False) -> None:
+        chat: bool | None = option(None, "Render prompts with the chat template, or use them as "
+            "they are (default: as in the run).", "--chat/--no-chat"),
+        system: opt.System = None, step: opt.Step = None, best: opt.Best = False,
+        score: opt.Score = False, reward: opt.Reward = None, against: opt.Against = None,
+        batch_size: int = option("N", "Samples decoded together.", default=64, min=1),
+        as_json: AsJson = False) -> None:
     """Sample responses from a run, a checkpoint or a model.
 
     Prompts come from --prompt, --prompts-file or standard input. Sampling follows the run's
@@ -69,11 +61,7 @@ def generate(
     """
     from ppocli.cli.sampling_request import find_models, loaded, sampling_request
 
-    request = sampling_request(
-        run, overrides, step=step, best=best, against=against, score=score, reward=reward,
-        seed=seed, system=system, greedy=greedy, stop=stop, sampling={
-            "max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens,
-            "temperature": temperature, "top_k": top_k, "top_p": top_p})
+    request = sampling_request(ctx)
     lines = given_lines(prompt, prompts_file)
     chosen = find_models(request)
     chat = chosen.cfg.prompts.chat if chat is None else chat
@@ -82,46 +70,66 @@ def generate(
                           where="--system", fix="add --chat")
     if chosen.cfg.prompts.template is not None and not chat:
         say("prompts.template of the run is not applied: prompts are used as they are")
-    cells, columns = (_checked(prompt), {}) if prompt else read_prompts(
+    cells, columns = (prompt, {}) if prompt else read_prompts(
         prompts_file, column, lines, chat=chat)
     with working() as stopping, loaded(request, chosen, list(columns)) as (
             players, generation, judge):
+        from ppocli.evaluation.player import scores_of
+
         messages = with_system(cells, system)
         texts = [player.render(messages, chat=chat) for player in players]
         tokens = [player.tokens(rendered, generation, chat=chat)
                   for player, rendered in zip(players, texts, strict=True)]
-        printer = ResponsePrinter(
-            [cell if isinstance(cell, str) else text
-             for cell, text in zip(cells, texts[0], strict=True)],
-            [player.name for player in players], num_samples, as_json=as_json,
-            scored=judge is not None)
-        batches = [player.answers(
-            ids, generation, seed=seed, num_samples=num_samples, batch=batch_size,
-            poll=stopping.check, show=_show if printer.streams else None)
-            for player, ids in zip(players, tokens, strict=True)]
-        _write(printer, batches, players, texts, judge, columns, stopping.check)
-
-
-def _write(printer: ResponsePrinter, batches: list[Any], players: list[Player],
-           texts: list[list[str]], reward: RewardModel | None,
-           columns: Mapping[str, Sequence[Any]], check: Callable[[], None]) -> None:
-    """Print each batch as soon as all models have answered it."""
-    from ppocli.evaluation.player import scores_of
-
-    try:
-        for answers in zip(*batches, strict=True):
-            scores = None
-            if reward is not None:
-                scores = [scores_of(reward, player, rendered, batch, columns)
-                          for player, rendered, batch in zip(players, texts, answers, strict=True)]
-            printer.write(answers, scores)
-            check()
-    finally:
-        printer.close()
+        shown = [cell if isinstance(cell, str) else text
+                 for cell, text in zip(cells, texts[0], strict=True)]
+        with closing(ResponsePrinter(shown, [player.name for player in players], num_samples,
+                                     as_json=as_json, scored=judge is not None)) as printer:
+            batches = [player.answers(
+                ids, generation, seed=seed, num_samples=num_samples, batch=batch_size,
+                poll=stopping.check, show=_show if printer.streams else None)
+                for player, ids in zip(players, tokens, strict=True)]
+            # each batch is printed as soon as all models have answered it
+            for answers in zip(*batches, strict=True):
+                printer.write(answers, [
+                    [None] * len(batch) if judge is None else
+                    scores_of(judge, player, rendered, batch, columns)
+                    for player, rendered, batch in zip(players, texts, answers, strict=True)])
+                stopping.check()
 
 
 def _show(piece: str) -> None:
     print(printable(piece), end="", flush=True)
+
+
+def chat(
+        ctx: typer.Context, run: Run = None, overrides: Overrides = None,
+        max_new_tokens: opt.MaxNew = None, min_new_tokens: opt.MinNew = None,
+        temperature: opt.Temperature = None, top_k: opt.TopK = None, top_p: opt.TopP = None,
+        greedy: opt.Greedy = False, stop: opt.Stop = None, seed: opt.Seed = 0,
+        system: opt.System = None, step: opt.Step = None, best: opt.Best = False,
+        score: opt.Score = False, reward: opt.Reward = None, against: opt.Against = None) -> None:
+    """Chat with a run, a checkpoint or a model in the terminal.
+
+    Answers appear as they are sampled. With a chat template the conversation is kept; without one
+    each text is a separate prompt. /help lists the commands; /quit or Ctrl-D leaves, Ctrl-C stops
+    an answer.
+
+    \b
+    Examples:
+      ppocli chat
+      ppocli chat runs/NAME --score
+      ppocli chat runs/NAME --against base --temperature 0.7
+    """
+    from ppocli.cli.sampling_request import sampling_request
+
+    request = sampling_request(ctx)
+    if not sys.stdin.isatty():
+        raise ConfigError("ppocli chat needs a terminal, and standard input isn't one.",
+                          where="standard input",
+                          fix="ppocli generate takes prompts from a pipe or a file")
+    from ppocli.cli.chat import converse
+
+    converse(request)
 
 
 # Prompts ------------------------------------------------------------------------------------------
@@ -130,12 +138,16 @@ def given_lines(prompts: Sequence[str] | None, file: str | None) -> list[str] | 
     """The prompts on standard input, one per line; None if they come from elsewhere.
 
     Raises:
-        ConfigError: nothing says what the prompts are, or two things do.
+        ConfigError: nothing says what the prompts are, or two things do; or one is empty.
         InputError: standard input is not UTF-8.
     """
     if prompts and file is not None:
         raise ConfigError("--prompt and --prompts-file can't be combined.", where="command line",
                           fix="give one of them")
+    blank = [text for text in prompts or () if not text.strip()]
+    if blank:
+        raise ConfigError(f"The prompt {blank[0]!r} is empty.", where="--prompt",
+                          fix="give some text")
     if prompts or file not in (None, "-"):
         return None
     if sys.stdin.isatty() and file is None:
@@ -152,14 +164,6 @@ def given_lines(prompts: Sequence[str] | None, file: str | None) -> list[str] | 
         raise ConfigError("There are no prompts: standard input is empty.", where="command line",
                           fix=HOW)
     return lines[:-1] if lines[-1] == "" else lines
-
-
-def _checked(prompts: Sequence[str]) -> list[str]:
-    blank = [text for text in prompts if not text.strip()]
-    if blank:
-        raise ConfigError(f"The prompt {blank[0]!r} is empty.", where="--prompt",
-                          fix="give some text")
-    return list(prompts)
 
 
 def read_prompts(file: str | None, column: str, lines: list[str] | None, *, chat: bool
@@ -179,8 +183,10 @@ def read_prompts(file: str | None, column: str, lines: list[str] | None, *, chat
     from ppocli.data.sources import open_rows, training_spec
 
     notes: list[str] = []
-    cfg = PromptsConfig(column=column, chat=chat, items=lines,
-                        path=None if lines is not None else _as_path(file or ""))
+    path = None if lines is not None else file
+    if path and not path.startswith((BUILTIN_PREFIX, "~", "/")):
+        path = f"./{path}"  # a file, never a data set on the Hub
+    cfg = PromptsConfig(column=column, chat=chat, items=lines, path=path)
     try:
         spec = training_spec(cfg, None)
         rows = take_rows(open_rows(spec, notes), spec, notes)
@@ -193,13 +199,6 @@ def read_prompts(file: str | None, column: str, lines: list[str] | None, *, chat
     for note in notes:
         say(note)
     return [row.values[column] for row in rows], columns
-
-
-def _as_path(given: str) -> str:
-    """A name that means a file here, never a data set on the Hub."""
-    if given.startswith((BUILTIN_PREFIX, "~")) or Path(given).is_absolute():
-        return given
-    return f"./{given}"
 
 
 def with_system(cells: Sequence[Any], system: str | None) -> list[Any]:
@@ -221,8 +220,6 @@ def with_system(cells: Sequence[Any], system: str | None) -> list[Any]:
 def printable(text: str) -> str:
     """Model text for standard output: on a terminal without control characters, which may be
     escape sequences; elsewhere as it is."""
-    from ppocli.text import CONTROL
-
     return CONTROL.sub("?", text) if sys.stdout.isatty() else text
 
 
@@ -250,20 +247,13 @@ class ResponsePrinter:
         self._open_line = self.streams
 
     def write(self, answers: Sequence[Sequence[Answer]],
-              scores: Sequence[Sequence[float | None]] | None) -> None:
-        """Print a batch.
-
-        Args:
-            answers: a list for each model, of the same samples.
-            scores: likewise, or None if nothing is scored.
+              scores: Sequence[Sequence[float | None]]) -> None:
+        """Print a batch: a list of answers for each model, of the same samples, and their scores.
         """
-        from ppocli.text import figure
-
-        for place, row in enumerate(zip(*answers, strict=True)):
-            judged = [None] * len(row) if scores is None else [of[place] for of in scores]
-            for model, score in enumerate(judged):
+        for row, judged in zip(zip(*answers, strict=True), zip(*scores, strict=True), strict=True):
+            for told, score in zip(self._scores, judged, strict=True):
                 if score is not None:
-                    self._scores[model].append(score)
+                    told.append(score)
             if self._json:
                 self._objects(row, judged)
             elif self._bare:
@@ -274,8 +264,6 @@ class ResponsePrinter:
 
     def close(self) -> None:
         """End an unfinished line; tell the mean scores of several samples."""
-        from ppocli.text import figure
-
         if self._open_line:
             print(flush=True)
             self._open_line = False
@@ -285,8 +273,6 @@ class ResponsePrinter:
                 complain(f"mean score of {name}: {figure(mean, 3)} ({len(scores)} scored)")
 
     def _objects(self, row: Sequence[Answer], scores: Sequence[float | None]) -> None:
-        import json
-
         for name, answer, score in zip(self._names, row, scores, strict=True):
             print(json.dumps({
                 "prompt": self._prompts[answer.prompt], "sample": answer.sample,
@@ -301,8 +287,6 @@ class ResponsePrinter:
             complain(f"score {score}")
 
     def _block(self, row: Sequence[Answer], scores: Sequence[str]) -> None:
-        from ppocli.text import clean, cut
-
         answer = row[0]
         if answer.prompt != self._heading:
             if self._heading is not None and len(row) == 1:
@@ -325,17 +309,12 @@ class ResponsePrinter:
 
 def side_by_side(names: Sequence[str], texts: Sequence[str]) -> str:
     """Columns of equal width under their names, as wide together as the terminal."""
-    import shutil
-
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    from ppocli.text import clean
-
-    encoding = (sys.stdout.encoding or "utf-8").lower()
-    table = Table(box=box.SQUARE if encoding.startswith("utf") else box.ASCII, expand=True)
+    table = Table(box=box.SQUARE, expand=True)  # rich takes another where it can't be printed
     for name in names:
         table.add_column(Text(clean(name)), ratio=1, overflow="fold")
     table.add_row(*map(Text, texts))

@@ -1,18 +1,37 @@
-"""Arguments, options and classes that several commands share. Only Typer is imported here."""
+"""Arguments, options and classes that several commands share, and what the shell offers after TAB.
+No Hydra, no torch.
+
+Typer has the scripts and speaks with the shells. bash breaks words at ``=`` and ``:``, and Typer
+hands on the last piece alone: :func:`complete_word` puts the words together again.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from inspect import signature
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperCommand
 
-from ppocli.cli.completion import HYDRA_FLAGS, complete_run, complete_setting, complete_target
+from ppocli.builtin.names import config_groups, recipe_files
 from ppocli.cli.output import ending
 
 WORDS = {"ignore_unknown_options": True, "allow_extra_args": True}
 """context settings of commands that take words with leading dashes for Hydra"""
+HYDRA_FLAGS = {
+    "-m": "run every combination of KEY=A,B", "--multirun": "run every combination of KEY=A,B",
+    "--cfg": "print the composed configuration", "--resolve": "with --cfg: resolve references",
+    "--package": "with --cfg: a part of it", "--info": "where configuration comes from",
+    "--config-dir": "a folder with your own recipes or config groups",
+    "--config-name": "another primary config", "--hydra-help": "Hydra's own help"}
+_CFG = ("job", "hydra", "all", "deepspeed")
+_FLAG_VALUES = {"--cfg": _CFG, "-c": _CFG,
+                "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")}
+
+Record = TypeVar("Record")
 
 
 class Command(TyperCommand):
@@ -37,53 +56,166 @@ class HydraCommand(Command):
                   if incomplete.startswith("-") and name.startswith(incomplete))]
 
 
-Overrides = Annotated[list[str] | None, typer.Argument(
-    metavar="[WORDS]...", autocompletion=complete_setting, show_default=False,
-    help="Settings KEY=VALUE, +recipe=NAME, and Hydra's options.")]
+def request_of(record: Callable[..., Record], ctx: typer.Context, **others: Any) -> Record:
+    """What a command was asked for, as a dataclass: each field is the option of the same name,
+    unless it is among the ``others``."""
+    given = {name: ctx.params[name] for name in signature(record).parameters if name in ctx.params}
+    return record(**{**given, **others})
 
+
+def option(metavar: str | None, text: str, *names: str, default: Any = None, **more: Any) -> Any:
+    """An option with a value, ``--like-its-parameter`` unless there are other ``names``."""
+    return typer.Option(default, *names, metavar=metavar, help=text, **more)
+
+
+def flag(text: str, *names: str, **more: Any) -> Any:
+    """An option without a value, off unless it is given."""
+    return typer.Option(False, *names, help=text, **more)
+
+
+# What is offered ----------------------------------------------------------------------------------
+
+def complete_setting(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    """Settings KEY=VALUE and recipes, with what keys mean for shells that show it."""
+    from ppocli.config.keys import schema_keys
+
+    before = [ctx.params.get("run"), *(ctx.params.get("overrides") or ())]
+    keys = schema_keys()
+    offers = complete_word([word for word in before if word], incomplete)
+    if not getattr(ctx.command, "takes_recipes", False):
+        offers = [offer for offer in offers if not offer.startswith(("+", "recipe="))]
+    return [(offer, key.metadata["doc"] if offer.endswith("=") and (key := keys.get(offer[:-1]))
+             else "") for offer in offers]
+
+
+def complete_target(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    """Runs; and settings, where RUN may be left out before them."""
+    found = [(run, "") for run in complete_run(incomplete)]
+    takes_settings = any(param.name == "overrides" for param in ctx.command.params)
+    return complete_setting(ctx, incomplete) if not found and incomplete and takes_settings \
+        else found
+
+
+def complete_word(words: Sequence[str], incomplete: str) -> list[str]:
+    """Completions of the last word of ``ppocli train``.
+
+    Args:
+        words: those before it; bash may have broken them at ``=`` and ``:``.
+        incomplete: its beginning; where bash has broken it, only what follows the break.
+    """
+    from ppocli.config.keys import schema_keys
+
+    whole, kept = _joined(words, incomplete)
+    previous = whole[-1] if whole else ""
+    if not kept and previous in _FLAG_VALUES:
+        return [value for value in _FLAG_VALUES[previous] if value.startswith(incomplete)]
+    # bash may stand right behind KEY=, and Typer has dropped the =
+    if not kept and not incomplete and "=" not in previous and (offers := _values(previous, "")):
+        return offers
+    word = kept + incomplete
+    key, equals, value = word.partition("=")
+    if equals:
+        offers = [f"{key}={option}" for option in _values(key, value)]
+    else:
+        names = ("+recipe", "recipe", *config_groups(), *schema_keys())
+        offers = sorted(f"{name}=" for name in names if f"{name}=".startswith(word))
+    return [offer[len(kept):] for offer in offers]
+
+
+def complete_run(incomplete: str) -> list[str]:
+    """Run folders below ``runs`` that begin so, or their names, the newest first."""
+    from ppocli.runs.target import list_runs, written
+
+    found = sorted(list_runs(Path("runs")), key=written, reverse=True)
+    paths = [str(folder) for folder in found if str(folder).startswith(incomplete)]
+    return paths or [folder.name for folder in found if folder.name.startswith(incomplete)]
+
+
+def _joined(words: Sequence[str], incomplete: str) -> tuple[list[str], str]:
+    """Words as they were typed, and the beginning of the last one that bash has broken off."""
+    whole: list[str] = []
+    for word in (*words, incomplete):
+        is_break = word != "" and not word.strip("=:")
+        if whole and (is_break or whole[-1].endswith(("=", ":"))):
+            whole[-1] += word
+        else:
+            whole.append(word)
+    return whole[:-1], whole[-1].removesuffix(incomplete)
+
+
+def _values(key: str, value: str) -> list[str]:
+    from ppocli.config.keys import schema_keys
+
+    done, comma, last = value.rpartition(",")  # a sweep: a,b,...
+    name = key.lstrip("+")
+    schema_key = schema_keys().get(name)
+    if name == "recipe":
+        options = list(recipe_files())
+    elif name in config_groups():
+        options = config_groups()[name]
+    elif name == "resume":
+        options = ["never", "auto", *complete_run("")]
+    elif name in ("model.path", "prompts.path", "prompts.eval.path"):
+        from ppocli.builtin.names import BUILTIN_PREFIX, list_builtins
+
+        options = [BUILTIN_PREFIX + found for found, about in list_builtins().items()
+                   if not about.startswith("classifier")
+                   and found.endswith("prompts") == name.startswith("prompts.")]
+    elif name == "reward.fn":
+        from ppocli.rewards.resolve import BUILTIN_REWARDS
+
+        options = list(BUILTIN_REWARDS)
+    else:
+        choices = schema_key.metadata["choices"] if schema_key else None
+        options = list(choices or (("true", "false") if schema_key and schema_key.item is bool
+                                   else ()))
+        if schema_key and schema_key.kind == "list":
+            options = [f"[{option}]" for option in options]
+    return [f"{done}{comma}{option}" for option in options if option.startswith(last)]
+
+
+# Arguments and options ----------------------------------------------------------------------------
+
+Overrides = Annotated[list[str] | None, typer.Argument(
+    metavar="[WORDS]...", autocompletion=complete_setting,
+    help="Settings KEY=VALUE, +recipe=NAME, and Hydra's options.")]
 Run = Annotated[str | None, typer.Argument(
-    metavar="[RUN]", autocompletion=complete_target, show_default=False,
+    metavar="[RUN]", autocompletion=complete_target,
     help="A run's folder or name, a checkpoint, a model folder, or a Hub name "
          "(default: the newest run below runs/).")]
-
 RunFolder = Annotated[str | None, typer.Argument(
-    metavar="[RUN]", autocompletion=complete_run, show_default=False,
+    metavar="[RUN]", autocompletion=complete_run,
     help="A run's folder or name (default: the newest run below runs/).")]
-
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
-
 NoProgress = Annotated[bool, typer.Option(
     "--no-progress", help="Print plain lines without the live view, also on a terminal.")]
 
-
-# Of generate and chat -----------------------------------------------------------------------------
-
-Step = Annotated[int | None, typer.Option("--step", metavar="N", show_default=False,
-                                          help="The checkpoint of this step of the run.")]
+# of commands that take a policy
+Step = Annotated[int | None, typer.Option(
+    metavar="N", min=0, help="The checkpoint of this step of the run (default: the final model, "
+    "else the newest).")]
 Best = Annotated[bool, typer.Option("--best", help="The run's best checkpoint by evaluation.")]
-Score = Annotated[bool, typer.Option("--score", help="Score each response with the run's reward.")]
 Reward = Annotated[str | None, typer.Option(
-    "--reward", metavar="IMPORT", show_default=False,
-    help="Score with another reward: module:function, file.py:function or a built-in; its "
-         "arguments follow as words, reward.kwargs.NAME=VALUE.")]
+    metavar="IMPORT", help="Score with another reward: module:function, file.py:function or a "
+    "built-in; its arguments follow as words, reward.kwargs.NAME=VALUE.")]
 Against = Annotated[str | None, typer.Option(
-    "--against", metavar="RUN|base", show_default=False,
-    help="Give the same prompts to a second model; base is the one that the run started from.")]
-Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0,
-                                   help="Equal seeds give equal responses.")]
-System = Annotated[str | None, typer.Option("--system", metavar="TEXT", show_default=False,
-                                            help="A system message before each conversation.")]
-MaxNew = Annotated[int | None, typer.Option("--max-new-tokens", metavar="N", show_default=False,
-                                            help="Maximum length of a response in tokens.")]
-MinNew = Annotated[int | None, typer.Option("--min-new-tokens", metavar="N", show_default=False,
-                                            help="Minimum length of a response in tokens.")]
-Temperature = Annotated[float | None, typer.Option("--temperature", metavar="T",
-                                                   show_default=False,
-                                                   help="Softmax temperature.")]
-TopK = Annotated[int | None, typer.Option("--top-k", metavar="K", show_default=False,
-                                          help="Sample among the K most likely tokens (0: all).")]
-TopP = Annotated[float | None, typer.Option("--top-p", metavar="P", show_default=False,
-                                            help="Nucleus sampling (1: all).")]
+    metavar="RUN|base", help="Give the same prompts to a second model; base is the one that the "
+    "run started from.")]
+
+# of generate and chat
+Score = Annotated[bool, typer.Option("--score", help="Score each response with the run's reward.")]
+Seed = Annotated[int, typer.Option(
+    metavar="N", min=0, help="Equal seeds give equal responses.")]
+System = Annotated[str | None, typer.Option(
+    metavar="TEXT", help="A system message before each conversation.")]
+MaxNew = Annotated[int | None, typer.Option(
+    metavar="N", help="Maximum length of a response in tokens.")]
+MinNew = Annotated[int | None, typer.Option(
+    metavar="N", help="Minimum length of a response in tokens.")]
+Temperature = Annotated[float | None, typer.Option(metavar="T", help="Softmax temperature.")]
+TopK = Annotated[int | None, typer.Option(
+    metavar="K", help="Sample among the K most likely tokens (0: all).")]
+TopP = Annotated[float | None, typer.Option(metavar="P", help="Nucleus sampling (1: all).")]
 Greedy = Annotated[bool, typer.Option("--greedy", help="Always take the most likely token.")]
-Stop = Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", show_default=False,
-                                                help="A text that ends a response (repeatable).")]
+Stop = Annotated[list[str] | None, typer.Option(
+    metavar="TEXT", help="A text that ends a response (repeatable).")]

@@ -148,22 +148,16 @@ def code_of(run: Callable[[], object]) -> int:
         return 128 + signal.SIGINT
     except BrokenPipeError:
         return BROKEN_PIPE
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            complain(f"Error: the disk is full: {error}")
-            return DiskError.exit_code
-        return _bug()
     except SystemExit as leaving:
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-    except Exception:
-        return _bug()
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            complain(f"Error: the disk is full: {error}")
+            return DiskError.exit_code
+        complain(traceback.format_exc().rstrip())
+        complain("This is a bug in ppocli; please report it with the lines above.")
+        return 1
     return 0
-
-
-def _bug() -> int:
-    complain(traceback.format_exc().rstrip())
-    complain("This is a bug in ppocli; please report it with the lines above.")
-    return 1
 
 
 def leave(code: int) -> NoReturn:
@@ -181,20 +175,6 @@ def leave(code: int) -> NoReturn:
 
 
 _WORD = re.compile(r"[+~]{0,2}[A-Za-z_][\w.@/]*=")
-
-
-def refuse_several(what: str) -> None:
-    """Keep to one process what several would only do several times over; rank 0 says so.
-
-    Raises:
-        ConfigError: a launcher has started this process among others.
-    """
-    launched = find_launch(os.environ)
-    if launched is None or launched.world == 1:
-        return
-    if not launched.first:
-        raise SystemExit(ConfigError.exit_code)
-    raise one_process_error(what, launched)
 
 
 def one_process_error(what: str, launched: Launched) -> ConfigError:
@@ -218,7 +198,11 @@ def working(fix: str | None = None) -> Iterator[StopFlag]:
     """
     import logging
 
-    refuse_several("This command")
+    launched = find_launch(os.environ)
+    if launched is not None and launched.world > 1:
+        if not launched.first:  # rank 0 says so
+            raise SystemExit(ConfigError.exit_code)
+        raise one_process_error("This command", launched)
 
     class Notes(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,15 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ppocli.cli.completion import complete_metrics, complete_run
-from ppocli.cli.options import AsJson
+from ppocli.cli.options import AsJson, complete_run, flag, option
 from ppocli.cli.output import say
+from ppocli.cli.runs import read_runs
 from ppocli.errors import ConfigError
 from ppocli.text import clean
 
 if TYPE_CHECKING:
     from ppocli.report.curves import Series
-    from ppocli.runs.record import RunRecord
 
 Style = Literal["dots", "colours", "marks", "ascii"]
 """``dots``: braille, for one curve. ``colours``: braille, each curve in a colour of its own.
@@ -32,21 +33,14 @@ _FRAME = "┤│└─┬"
 
 def plot_runs(
         given: Annotated[list[str] | None, typer.Argument(
-            metavar="[RUN]...", autocompletion=complete_run, show_default=False,
-            help="Folders or names of runs, drawn over one another (default: the newest run "
-            "below runs/).")] = None,
-        metric: Annotated[str, typer.Option(
-            "--metric", "-m", metavar="NAME,...", autocompletion=complete_metrics,
-            help="Metrics by their names in metrics.jsonl, or reward, kl, length, entropy, clip, "
-            "lr, loss, eval.")] = "reward,kl",
-        smooth: Annotated[int, typer.Option(
-            "--smooth", metavar="N", help="Show the mean of the last N steps.")] = 1,
-        out: Annotated[Path | None, typer.Option(
-            "--out", "-o", metavar="FILE", show_default=False,
-            help="Write a picture, .svg or .png (pip install 'ppocli[plot]'), instead of drawing "
-            "in the terminal.")] = None,
-        overwrite: Annotated[bool, typer.Option(
-            "--overwrite", help="Replace FILE if it exists.")] = False,
+            metavar="[RUN]...", autocompletion=complete_run, help="Folders or names of runs, drawn "
+            "over one another (default: the newest run below runs/).")] = None,
+        metric: str = option("NAME,...", "Metrics by their names in metrics.jsonl, or reward, kl, "
+            "length, entropy, clip, lr, loss, eval.", "--metric", "-m", default="reward,kl"),
+        smooth: int = option("N", "Show the mean of the last N steps.", default=1),
+        out: Path | None = option("FILE", "Write a picture, .svg or .png (pip install "
+            "'ppocli[plot]'), instead of drawing in the terminal.", "--out", "-o"),
+        overwrite: bool = flag("Replace FILE if it exists.", "--overwrite"),
         as_json: AsJson = False) -> None:
     """Plot metrics of runs in the terminal or to a file.
 
@@ -58,54 +52,40 @@ def plot_runs(
     """
     from ppocli.report.curves import as_png, as_svg, collect, metric_names
     from ppocli.report.render import write_file
+    from ppocli.runs.target import find_run
 
     if smooth < 1:
         raise ConfigError(f"--smooth {smooth}: must be at least 1", where="command line")
     if out is not None:
         _check_out(out, overwrite)
-    runs = _read(given or [])
+    runs = read_runs(given or [str(find_run(None, say=say))])
     series = collect(runs, metric_names(metric, runs), smooth)
     if out is not None:
-        picture = as_svg(series, smooth) if out.suffix.lower() == ".svg" else \
-            as_png(series, smooth)
-        write_file(out, picture, "--out")
+        as_picture = as_svg if out.suffix.lower() == ".svg" else as_png
+        write_file(out, as_picture(series, smooth), "--out")
     if as_json:
-        import json
-
         print(json.dumps({"smooth": smooth, "series": [
             {"run": each.run, "metric": each.metric,
              "steps": [step for step, _ in each.points],
              "values": [value for _, value in each.points]} for each in series]},
-            indent=None, ensure_ascii=False))
+            ensure_ascii=False))
     elif out is not None:
         print(out)
     else:
         _print_charts(series, smooth)
 
 
-def _read(given: Sequence[str]) -> list[RunRecord]:
-    from ppocli.runs.record import read_run
-    from ppocli.runs.target import find_run
-
-    if not given:
-        return [read_run(find_run(None, say=say))]
-    runs = {run.folder.path: run for run in (read_run(find_run(each)) for each in given)}
-    return list(runs.values())
-
-
 def _check_out(out: Path, overwrite: bool) -> None:
     if out.suffix.lower() not in (".svg", ".png"):
         raise ConfigError(f"--out {out}: must end in .svg or .png", where="command line",
                           fix=f"e.g. --out {out.with_suffix('.svg')}")
-    if os.path.isdir(out) or (os.path.lexists(out) and not overwrite):
+    folder = os.path.isdir(out)
+    if folder or (os.path.lexists(out) and not overwrite):
         raise ConfigError(f"{out} exists already; nothing is overwritten.", where="--out",
-                          fix="choose another name"
-                          + ("" if os.path.isdir(out) else ", or add --overwrite"))
+                          fix="choose another name" + ("" if folder else ", or add --overwrite"))
 
 
 def _print_charts(series: Sequence[Series], smooth: int) -> None:
-    import shutil
-
     from ppocli.report.curves import by_metric, chart_title
 
     style = chosen_style(len({each.run for each in series}))

@@ -1,25 +1,194 @@
-"""``ppocli runs list`` and ``ppocli runs prune``."""
+"""``ppocli watch``, ``report``, ``compare``, ``runs list`` and ``runs prune``: runs by their
+folders."""
 
 from __future__ import annotations
 
+import signal
 import sys
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ppocli.cli.options import AsJson, Command
-from ppocli.cli.output import print_json, print_table, say
+from ppocli.cli.options import AsJson, Command, NoProgress, RunFolder, complete_run, flag, option
+from ppocli.cli.output import complain, display_mode, print_json, print_table, say, shown_figure
 from ppocli.errors import ConfigError, DiskError, InputError, PpocliError
+from ppocli.text import clean, figure, format_bytes
 
 if TYPE_CHECKING:
+    from ppocli.report.compare import At, Comparison
     from ppocli.runs.listing import Removal, RunInfo
+    from ppocli.runs.record import RunRecord
+
+
+def watch(
+        given: RunFolder = None,
+        from_start: bool = flag(
+            "Show every step, not only the last 5 and the following ones.", "--from-start"),
+        interval: float = option("SECONDS", "Seconds between two reads of the folder.",
+            default=1.0, min=0.1, max=3600.0),
+        plain: NoProgress = False, as_json: AsJson = False) -> None:
+    """Follow a run from another terminal until it ends, and say how it ended.
+
+    On a terminal, this is the live view of ppocli train; in a pipe, its lines. With --json, it
+    prints rows of metrics.jsonl. Ctrl-C doesn't affect the run.
+
+    \b
+    Examples:
+      ppocli watch
+      ppocli watch runs/NAME --from-start
+      ppocli watch --json | jq '.["reward/mean"]'
+    """
+    from ppocli.cli.follow import Follower, find_watched
+    from ppocli.display.live_view import LiveView, Outlet
+
+    folder, shown = find_watched(given, say)
+    follower = Follower(folder, shown, from_start, as_json)
+    console = Outlet(sys.stdout)
+    live = display_mode() == "auto" and not (plain or as_json) and console.can_live
+    try:
+        with LiveView(console, follower.board.lines) if live else nullcontext():
+            while follower.look():
+                time.sleep(interval)
+        complain(follower.ending())
+    except KeyboardInterrupt:
+        raise SystemExit(128 + signal.SIGINT) from None
+
+
+def report(
+        run: RunFolder = None,
+        output: Path | None = option("FILE", "Where to write it; .html or .md sets the format "
+            "(default: report.html and report.md in the run's folder).", "--output", "-o"),
+        form: str | None = option("html|md|both", "What to write (default: by the ending of "
+            "--output, otherwise both).", "--format",
+            autocompletion=lambda: ["html", "md", "both"]),
+        overwrite: bool = flag("Also replace files that aren't reports.", "--overwrite"),
+        as_json: AsJson = False) -> None:
+    """Write a report of a run: settings, curves, samples before and after, warnings.
+
+    The page is self-contained: no script, no network. Unfinished and failed runs work too. An
+    earlier report is replaced; any other file only with --overwrite.
+
+    \b
+    Examples:
+      ppocli report
+      ppocli report runs/NAME
+      ppocli report runs/NAME -o talk/reviews.html
+      ppocli report runs/NAME --format md
+      ppocli report runs/NAME --json | jq .outcome
+    """
+    from ppocli.config.resolved import PYTHON_OBJECT, flat, training_command
+    from ppocli.report.facts import gather
+    from ppocli.report.render import check_replaceable, destinations, render, write_file
+    from ppocli.runs.record import read_run
+    from ppocli.runs.target import find_run
+
+    if as_json and (output is not None or form is not None):
+        raise ConfigError("--json prints the report's data and writes no file.", where="--json",
+                          fix="leave out --output and --format")
+    folder = find_run(run, say=say)
+    targets = [] if as_json else destinations(folder, output, form)
+    check_replaceable((path for path, _ in targets), overwrite)
+    record = read_run(folder)
+    # no command trains again with Python objects
+    command = None if PYTHON_OBJECT in flat(record.config).values() else \
+        training_command(record.config)
+    gathered = gather(record, command=command, shown_as=str(folder))
+    if as_json:
+        print_json(gathered.as_json())
+    for path, form_of_file in targets:
+        write_file(path, render(gathered, form_of_file), "--output")
+        print(path)
+
+
+# compare ------------------------------------------------------------------------------------------
+
+def compare(
+        given: Annotated[list[str], typer.Argument(
+            metavar="RUN RUN...", autocompletion=complete_run,
+            help="Folders or names of runs; the others are compared with the first.")],
+        as_json: AsJson = False) -> None:
+    """Compare runs: figures after the same number of samples, settings, win rates.
+
+    \b
+    Examples:
+      ppocli compare runs/ONE runs/OTHER
+      ppocli compare runs/sweep-20260131-120000/0 runs/sweep-20260131-120000/1 --json
+    """
+    from ppocli.report.compare import compare_runs
+
+    runs = read_runs(given)
+    if len(runs) < 2:
+        raise ConfigError("Comparing needs two or more different runs.",
+                          where="command line", fix="ppocli compare runs/ONE runs/OTHER")
+    found = compare_runs(runs)
+    if not as_json:
+        _print_comparison(found)
+        return
+    names = [run.name for run in found.runs]
+    print_json({"episodes": found.episodes, "runs": [asdict(run) for run in found.runs],
+                "config_differences": {key: dict(zip(names, values, strict=True))
+                                       for key, values in found.differences},
+                "win_rates": [asdict(wins) for wins in found.wins]})
+
+
+def read_runs(given: Sequence[str]) -> list[RunRecord]:
+    """The runs of these folders or names, each of them once."""
+    from ppocli.runs.record import read_run
+    from ppocli.runs.target import find_run
+
+    runs = {run.folder.path: run for run in (read_run(find_run(each)) for each in given)}
+    return list(runs.values())
+
+
+def _print_comparison(found: Comparison) -> None:
+    from ppocli.config.problems import shown
+
+    runs = found.runs
+    blank = [""] * len(runs)
+    rows = [["", *(run.name for run in runs)], ["status", *(run.status for run in runs)]]
+    at_end = all(run.equal.episodes == run.end.episodes for run in runs)
+    heading = f"after {found.episodes} episodes" + (", the end of all" if at_end else "")
+    rows += _section(heading, [run.equal for run in runs])
+    if not at_end:
+        rows += _section("at the end", [run.end for run in runs])
+    rows += [["", *blank],
+             ["best evaluation", *(f"{shown_figure(run.best)} at step {run.best_step}"
+                                   if run.best is not None else "-" for run in runs)],
+             ["", *blank], ["settings that differ", *blank]]
+    rows += [[f"  {key}", *(shown(value) for value in values)]
+             for key, values in found.differences] or [["  none", *blank]]
+    print_table(rows)
+    print()
+    for wins in found.wins:
+        rate = f"none, {wins.reason}" if wins.rate is None else (
+            f"{100 * wins.rate:.1f} % on {wins.prompts} shared prompts, ties half")
+        print(f"win rate of {wins.run} over {wins.against}: {rate}")
+
+
+def _section(heading: str, moments: Sequence[At]) -> list[list[str]]:
+    """Rows of one moment of every run; figures that no run has are left out."""
+    names = [name for name in dict.fromkeys(name for at in moments for name in at.figures)
+             if any(at.figures.get(name) is not None for at in moments)]
+    return [[""] * (len(moments) + 1), [heading, *[""] * len(moments)],
+            ["  step", *(str(at.step) for at in moments)],
+            ["  episodes", *(str(at.episodes) for at in moments)],
+            *([f"  {name}", *(shown_figure(at.figures.get(name)) for at in moments)]
+              for name in names),
+            ["  seconds", *(f"{at.seconds:.0f}" for at in moments)]]
+
+
+# runs list and runs prune -------------------------------------------------------------------------
 
 runs_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
                        help="List runs, and delete what is no longer needed.")
 
 Folder = Annotated[Path | None, typer.Argument(
-    metavar="[DIR]", show_default=False, help="Folder that contains runs (default: runs).")]
+    metavar="[DIR]", help="Folder that contains runs (default: runs).")]
 
 
 @runs_app.command("list", cls=Command)
@@ -34,8 +203,6 @@ def print_runs(folder: Folder = None, as_json: AsJson = False) -> None:
       ppocli runs list --json
     """
     from ppocli.runs.listing import age, run_infos
-    from ppocli.storage.atomic import format_bytes
-    from ppocli.text import figure
 
     root = _root(folder)
     found = run_infos(root)
@@ -75,20 +242,15 @@ def _facts(info: RunInfo) -> dict[str, Any]:
 @runs_app.command("prune", cls=Command)
 def prune_runs(
         folder: Folder = None,
-        checkpoints: Annotated[bool, typer.Option(
-            "--checkpoints", help="Delete the checkpoints of finished runs. Their model, "
-            "summary, metrics and samples stay; they can't be resumed any more. This is "
-            "the default.")] = False,
-        failed: Annotated[bool, typer.Option(
-            "--failed", help="Delete runs that ended before they saved a checkpoint.")] = False,
-        keep_best: Annotated[bool, typer.Option(
-            "--keep-best", help="Keep the checkpoint of the best evaluation.")] = False,
-        older_than: Annotated[str | None, typer.Option(
-            "--older-than", metavar="AGE", show_default=False,
-            help="Only runs last written longer ago than this, e.g. 7d or 12h.")] = None,
-        dry_run: Annotated[bool, typer.Option(
-            "--dry-run", help="List what would be deleted, and its size.")] = False,
-        yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
+        checkpoints: bool = flag("Delete the checkpoints of finished runs. Their model, summary, "
+            "metrics and samples stay; they can't be resumed any more. This is the default.",
+            "--checkpoints"),
+        failed: bool = flag("Delete runs that ended before they saved a checkpoint.", "--failed"),
+        keep_best: bool = flag("Keep the checkpoint of the best evaluation.", "--keep-best"),
+        older_than: str | None = option(
+            "AGE", "Only runs last written longer ago than this, e.g. 7d or 12h."),
+        dry_run: bool = flag("List what would be deleted, and its size.", "--dry-run"),
+        yes: bool = flag("Don't ask.", "--yes", "-y"),
         as_json: AsJson = False) -> None:
     """Delete what finished and failed runs no longer need. Running runs are never touched.
 
@@ -99,7 +261,6 @@ def prune_runs(
       ppocli runs prune --failed --yes
     """
     from ppocli.runs.listing import parse_age, plan_pruning
-    from ppocli.storage.atomic import format_bytes
 
     root = _root(folder)
     plan = plan_pruning(root, checkpoints=checkpoints or not failed, failed=failed,
@@ -111,7 +272,11 @@ def prune_runs(
         say(f"There is nothing to delete in {root}.")
         return
     if not as_json:
-        _print_plan(plan, root)
+        rows = [(removal.run.name if removal.run == root else
+                 removal.run.relative_to(root).as_posix(),
+                 removal.why, _shown_parts(removal), format_bytes(removal.size))
+                for removal in plan]
+        print_table([("run", "because", "delete", "size"), *rows], right=frozenset({3}))
     total = format_bytes(sum(removal.size for removal in plan))
     if dry_run:
         say(f"{total} could be given back; nothing was deleted.")
@@ -119,6 +284,8 @@ def prune_runs(
         say("Nothing was deleted.")
         return
     deleted, problems = (plan, []) if dry_run else _delete(plan)
+    for other in problems[1:]:  # the first one ends the command
+        say(f"Error: {clean(other.what)}")
     if as_json:
         print_json([{"run": str(removal.run.absolute()), "kind": removal.kind,
                      "because": removal.why,
@@ -129,17 +296,6 @@ def prune_runs(
         say(f"{format_bytes(sum(removal.size for removal in deleted))} given back.")
     if problems:
         raise problems[0]
-
-
-def _print_plan(plan: list[Removal], root: Path) -> None:
-    from ppocli.storage.atomic import format_bytes
-
-    rows = [("run", "because", "delete", "size")]
-    for removal in plan:
-        name = removal.run.name if removal.run == root else \
-            removal.run.relative_to(root).as_posix()
-        rows.append((name, removal.why, _shown_parts(removal), format_bytes(removal.size)))
-    print_table(rows, right=frozenset({3}))
 
 
 def _shown_parts(removal: Removal) -> str:
@@ -160,14 +316,12 @@ def _confirmed(total: str) -> bool:
                           where="command line",
                           fix="look at the list (--dry-run prints it alone), then add --yes")
     sys.stdout.flush()
-    sys.stderr.write(f"Delete this ({total})? [y/N] ")
-    sys.stderr.flush()
+    print(f"Delete this ({total})? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def _delete(plan: list[Removal]) -> tuple[list[Removal], list[PpocliError]]:
     from ppocli.runs.listing import carry_out
-    from ppocli.text import clean
 
     deleted: list[Removal] = []
     problems: list[PpocliError] = []
@@ -181,6 +335,4 @@ def _delete(plan: list[Removal]) -> tuple[list[Removal], list[PpocliError]]:
             problems.append(DiskError(
                 f"{removal.run} could not be deleted: {error.strerror or error}.",
                 where=str(error.filename or removal.run), fix="look at its permissions"))
-    for other in problems[1:]:  # the first one ends the command
-        say(f"Error: {clean(other.what)}")
     return deleted, problems

@@ -7,6 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import typer
+
+from ppocli.cli.options import request_of
 from ppocli.cli.output import say, split_words
 from ppocli.config.resolved import CONFIG_FILE, read_config
 from ppocli.config.schema import GenerationConfig, ModelConfig, TrainConfig
@@ -59,36 +62,33 @@ class ChosenModels:
     """each policy, and the configuration of the model that it is or was trained from"""
 
 
-def sampling_request(run: str | None, words: Sequence[str] | None, *, greedy: bool,
-                     stop: Sequence[str] | None, sampling: Mapping[str, Any], **options: Any
-                     ) -> SamplingRequest:
-    """Tell RUN from the words behind it, and check the options by themselves.
-
-    Args:
-        sampling: settings by name; None: not given. Those that shape a distribution ask for one.
-        options: other fields of :class:`SamplingRequest`.
+def sampling_request(ctx: typer.Context) -> SamplingRequest:
+    """What the command line of ``generate`` or ``chat`` asks for: RUN told from the words behind
+    it, and the options checked by themselves.
 
     Raises:
         ConfigError: something among the words is no KEY=VALUE, or wrong options.
     """
+    given = ctx.params
     try:
-        found, rest = split_words(run, words)
+        run, words = split_words(given["run"], given["overrides"])
     except ConfigError as error:
         error.fix = "prompts need an option: --prompt TEXT"
         raise
-    if options["seed"] >= MAX_SEED:
-        raise ConfigError(f"--seed {options['seed']} is too large.", where="--seed",
+    if given["seed"] >= MAX_SEED:
+        raise ConfigError(f"--seed {given['seed']} is too large.", where="--seed",
                           fix="a number below 2**63")
-    flags = {name: value for name, value in sampling.items() if value is not None}
-    shaping = sorted(flags.keys() & set(SHAPING))
-    if shaping and greedy:
+    flags = {name: given[name] for name in (*SHAPING, "max_new_tokens", "min_new_tokens")
+             if given[name] is not None}
+    shaping = [name for name in SHAPING if name in flags]
+    if shaping and given["greedy"]:
         raise ConfigError(f"--greedy takes the most likely token; {_option(shaping[0])} would "
                           "change nothing.", where="command line", fix="give one of them")
-    if shaping or greedy:
-        flags["do_sample"] = not greedy
-    if stop:
-        flags["stop_sequences"] = stop
-    return SamplingRequest(found, tuple(rest), flags=flags, **options)
+    if shaping or given["greedy"]:
+        flags["do_sample"] = not given["greedy"]
+    if given["stop"]:
+        flags["stop_sequences"] = list(given["stop"])
+    return request_of(SamplingRequest, ctx, run=run, words=tuple(words), flags=flags)
 
 
 def find_models(request: SamplingRequest) -> ChosenModels:

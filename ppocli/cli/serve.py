@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from ppocli.cli.options import Overrides
+from ppocli.cli.options import Overrides, option
 from ppocli.cli.output import complain, say, working
 from ppocli.errors import ConfigError, InputError, StoppedError
 
@@ -20,20 +19,14 @@ if TYPE_CHECKING:
 
 def serve_reward(
         overrides: Overrides = None,
-        host: Annotated[str, typer.Option(
-            help="The address to listen on; 0.0.0.0 lets other machines connect.")
-            ] = "127.0.0.1",
-        port: Annotated[int, typer.Option(
-            min=0, max=65535, help="The port; 0 takes a free one.")] = 8123,
-        token_env: Annotated[str | None, typer.Option(
-            "--token-env", metavar="NAME", show_default=False,
-            help="Require the token in this environment variable.")] = None,
-        tokenizer: Annotated[str | None, typer.Option(
-            metavar="FOLDER", show_default=False,
-            help="The policy's tokenizer, for rewards that need it.")] = None,
-        max_body_mib: Annotated[int, typer.Option(
-            "--max-body-mib", min=1, help="Size of the largest request, in MiB.")] = 64
-        ) -> None:
+        host: str = option("HOST", "The address to listen on; 0.0.0.0 lets other machines connect.",
+            default="127.0.0.1"),
+        port: int = option("PORT", "The port; 0 takes a free one.", default=8123, min=0, max=65535),
+        token_env: str | None = option("NAME", "Require the token in this environment variable."),
+        tokenizer: str | None = option(
+            "FOLDER", "The policy's tokenizer, for rewards that need it."),
+        max_body_mib: int = option(
+            "MIB", "Size of the largest request, in MiB.", default=64, min=1)) -> None:
     """Serve a reward function or reward model over HTTP to training runs.
 
     Takes the settings of ppocli train, serves the reward they describe and ignores the rest. Prints
@@ -50,7 +43,10 @@ def serve_reward(
           reward.kwargs.url=http://127.0.0.1:8123/score
     """
     cfg = _reward_config(overrides or [])
-    token = _token(token_env)
+    token = None if token_env is None else os.environ.get(token_env)
+    if token_env is not None and not token:
+        raise ConfigError(f"The environment has no variable {token_env!r}, or it is empty.",
+                          where="--token-env", fix=f"export {token_env}=...")
     server = None
     try:
         with working() as stop:
@@ -85,16 +81,6 @@ def _reward_config(words: Sequence[str]) -> TrainConfig:
     return cfg
 
 
-def _token(name: str | None) -> str | None:
-    if name is None:
-        return None
-    token = os.environ.get(name)
-    if not token:
-        raise ConfigError(f"The environment has no variable {name!r}, or it is empty.",
-                          where="--token-env", fix=f"export {name}=...")
-    return token
-
-
 def _service(cfg: TrainConfig, token: str | None, tokenizer: str | None, max_body: int) -> Service:
     from ppocli.rewards.scoring import build_reward
     from ppocli.rewards.serving import Service
@@ -104,28 +90,24 @@ def _service(cfg: TrainConfig, token: str | None, tokenizer: str | None, max_bod
     reward = build_reward(cfg.reward)
     for path in reward.code_files:
         say(f"running code from {path}")
+    service = Service(replace(reward, skip_invalid=True), max_body, token)
     if tokenizer is None:
         for part in reward.parts:
             if any(p.name == "tokenizer" for p in part.bound.parameters):
                 say(f"{part.bound.label} asks for a tokenizer and gets None; to hand it one: "
                     "--tokenizer FOLDER")
-    return Service(replace(reward, skip_invalid=True), max_body, token,
-                   None if tokenizer is None else _load_tokenizer(cfg, tokenizer))
-
-
-def _load_tokenizer(cfg: TrainConfig, name: str) -> Any:
+        return service
     from ppocli.models.loading.language_model import load_tokenizer
 
     try:
-        return load_tokenizer(replace(cfg.model, path=name, tokenizer_path=None, revision=None))
+        model = replace(cfg.model, path=tokenizer, tokenizer_path=None, revision=None)
+        return replace(service, tokenizer=load_tokenizer(model))
     except InputError as error:
         error.where = "--tokenizer"
         raise
 
 
 def _listen(host: str, port: int, service: Service, poll: Any) -> RewardServer:
-    import socket
-
     from ppocli.rewards.serving import RewardServer
 
     try:
@@ -140,8 +122,6 @@ def _listen(host: str, port: int, service: Service, poll: Any) -> RewardServer:
 
 def _introduce(server: RewardServer, host: str, token_env: str | None) -> None:
     """Where it listens (on standard output, for scripts) and what to say in training."""
-    import socket
-
     from ppocli.rewards.remote import is_loopback
     from ppocli.rewards.serving import HEALTH, SCORE
 
@@ -150,10 +130,9 @@ def _introduce(server: RewardServer, host: str, token_env: str | None) -> None:
     name = socket.gethostname() if open_to_all else f"[{host}]" if ":" in host else host
     address = f"http://{name}:{port}"
     if not is_loopback(host):
-        guarded = "whoever has the token" if token_env else "anyone who"
-        complain(f"warning: {host} can be reached from other machines: {guarded} can "
-                 "have samples scored here" + ("" if token_env else "; --token-env NAME asks for "
-                                               "a token"))
+        complain(f"warning: {host} can be reached from other machines: " + (
+            "whoever has the token can have samples scored here" if token_env else
+            "anyone can have samples scored here; --token-env NAME asks for a token"))
     token = f" reward.kwargs.token_env={token_env}" if token_env else ""
     say(f"serving {', '.join(part.bound.label for part in server.service.reward.parts)}; "
         f"{address}{HEALTH} says how it is; Ctrl-C ends it")

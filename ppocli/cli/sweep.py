@@ -31,6 +31,7 @@ from ppocli.errors import (
 )
 from ppocli.launching.launch import Caller, launch
 from ppocli.launching.opened_folder import new_folder
+from ppocli.parallel.stop import StopRequested
 from ppocli.runs.record import is_run, read_run
 from ppocli.runs.sweeps import (
     SWEEP_FILE,
@@ -44,15 +45,7 @@ from ppocli.runs.sweeps import (
 )
 from ppocli.storage.model_files import check_folder
 from ppocli.storage.run_folder import LOCK, live_owner, lock
-from ppocli.text import short_path
-
-
-class _SweepStopped(BaseException):
-    """Ends Hydra's sweeper, which goes on after an ``Exception`` of a job."""
-
-    def __init__(self, signal_number: int) -> None:
-        super().__init__(signal_number)
-        self.signal_number = signal_number
+from ppocli.text import finite_number, short_path
 
 
 class _Book:
@@ -183,13 +176,14 @@ def run_sweep(words: Words, going_on: SweepRecord | None = None) -> None:
         book.note(record)
         say(f"job {job.number}: {_result(record)}")
         if stopped_by is not None:
-            raise _SweepStopped(stopped_by)
+            # Hydra's sweeper goes on after an Exception of a job
+            raise StopRequested(stopped_by)
         return record.reward_mean
 
     try:
         run_sweep_jobs(words, run_job, book.open)
-    except (_SweepStopped, KeyboardInterrupt) as stop:
-        number = stop.signal_number if isinstance(stop, _SweepStopped) else signal.SIGINT
+    except (StopRequested, KeyboardInterrupt) as stop:
+        number = stop.signal_number if isinstance(stop, StopRequested) else signal.SIGINT
         _print_table(book.ended)
         raise StoppedError(
             f"the sweep was stopped by {signal.Signals(number).name} after {len(book.ended)} jobs; "
@@ -208,7 +202,7 @@ def run_sweep(words: Words, going_on: SweepRecord | None = None) -> None:
                              if book.grid else ""))
 
 
-def resume_sweep(given: str, words: Sequence[str]) -> None:
+def go_on(given: str, words: Sequence[str]) -> None:
     """``ppocli sweep resume``: run the jobs of a grid that aren't finished, in the same folders.
 
     Args:
@@ -223,8 +217,7 @@ def resume_sweep(given: str, words: Sequence[str]) -> None:
     folder, words = split_words(given, words)
     if folder is None:
         raise ConfigError(f"{given} is a setting, not a sweep.", where="command line",
-                          fix="name the sweep's folder first: ppocli sweep resume FOLDER "
-                          f"{given}")
+                          fix=f"name the sweep's folder first: ppocli sweep resume FOLDER {given}")
     sweep = read_sweep(find_sweep(folder))
     if not sweep.grid:
         raise ConfigError(f"{sweep.folder} is no grid: its sweeper chose the jobs as it went, and "
@@ -254,18 +247,15 @@ def refuse_running(folder: Path) -> None:
     Raises:
         CheckpointError: names the process.
     """
-    owner = live_owner(folder)
+    owner, what, place = live_owner(folder), f"The sweep in {folder}", folder
+    found = running_job(read_sweep(folder).jobs) if (folder / SWEEP_FILE).is_file() else None
+    if owner is None and found is not None:
+        job, owner = found
+        what, place = f"Job {job.number} of the sweep in {folder}", Path(job.folder)
     if owner is not None:
         raise CheckpointError(
-            f"The sweep in {folder} is still running: process {owner.pid} on {owner.host}.",
-            where=str(folder / LOCK), fix=f"wait for it to end, or stop it: kill {owner.pid}")
-    found = running_job(read_sweep(folder).jobs) if (folder / SWEEP_FILE).is_file() else None
-    if found is not None:
-        job, owner = found
-        raise CheckpointError(
-            f"Job {job.number} of the sweep in {folder} is still running: process {owner.pid} on "
-            f"{owner.host}.", where=str(Path(job.folder) / LOCK),
-            fix=f"wait for it to end, or stop it: kill {owner.pid}")
+            f"{what} is still running: process {owner.pid} on {owner.host}.",
+            where=str(place / LOCK), fix=f"wait for it to end, or stop it: kill {owner.pid}")
 
 
 def _without_place(words: Sequence[str]) -> tuple[str, ...]:
@@ -304,7 +294,7 @@ def _record(job: SweepJob, status: str, code: int, summary: dict[str, Any] | Non
             error: str | None = None) -> JobRecord:
     after = (summary or {}).get("eval_after") or {}
     return JobRecord(job.number, job.words, job.varied, status, code,
-                     _number(after.get("reward_mean")), _number(after.get("kl_mean")),
+                     finite_number(after.get("reward_mean")), finite_number(after.get("kl_mean")),
                      round(seconds, 1), str(job.folder), error or (summary or {}).get("error"))
 
 
@@ -325,10 +315,6 @@ def _run_job(job: SweepJob) -> tuple[JobRecord, int | None]:
             job.folder.rmdir()  # Hydra made it; nothing came into it
     status = "finished" if code == 0 else "stopped" if stopped_by is not None else "failed"
     return _record(job, status, code, summary, time.monotonic() - started, error), stopped_by
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) else None
 
 
 def _result(record: JobRecord) -> str:

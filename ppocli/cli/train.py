@@ -1,27 +1,29 @@
-"""``ppocli train`` and ``ppocli resume``: words to a run."""
+"""``ppocli train``, ``resume`` and ``sweep``: words to runs, and what came of several."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from os.path import isdir
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
 from ppocli.builtin.names import config_groups, recipe_files
-from ppocli.cli.completion import complete_run
-from ppocli.cli.options import NoProgress, Overrides
+from ppocli.cli.options import WORDS, AsJson, Command, NoProgress, Overrides, complete_run, option
 from ppocli.cli.output import (
     display_mode,
-    ending,
     ignore_broken_pipes,
     one_process_error,
+    print_json,
+    print_table,
     say,
     set_manner,
+    shown_figure,
 )
 from ppocli.errors import ConfigError
 from ppocli.parallel.launchers import Launched, find_launch
@@ -29,6 +31,8 @@ from ppocli.parallel.launchers import Launched, find_launch
 if TYPE_CHECKING:
     from ppocli.config.words import Words
     from ppocli.launching.adopted_ranks import Meeting
+    from ppocli.runs.record import RunRecord
+    from ppocli.runs.sweeps import JobRecord
 
 _COMMON_KEYS = """\
   model.path=FOLDER|HUB-NAME       reward.fn=module:function    ppo.total_episodes=2000
@@ -81,7 +85,7 @@ DryRun = Annotated[bool, typer.Option(
 def train(overrides: Overrides = None, no_progress: NoProgress = False, dry_run: DryRun = False
           ) -> None:
     set_manner(plain=no_progress)
-    ending(lambda: run_words(overrides or [], dry_run=dry_run))
+    run_words(overrides or [], dry_run=dry_run)
 
 
 def resume(run: Annotated[str, typer.Argument(metavar="RUN", autocompletion=complete_run,
@@ -98,13 +102,11 @@ def resume(run: Annotated[str, typer.Argument(metavar="RUN", autocompletion=comp
       ppocli resume runs/NAME ppo.total_episodes=4000
     """
     set_manner(plain=no_progress)
-    ending(lambda: run_words(overrides or [], dry_run=dry_run, resumed=run))
+    run_words(resume_words(run, overrides or []), dry_run=dry_run)
 
 
-def run_words(words: Sequence[str], *, dry_run: bool = False, resumed: str | None = None) -> None:
+def run_words(words: Sequence[str], *, dry_run: bool = False) -> None:
     """Train with the words of the command line, sweep with ``-m``, or let Hydra print.
-
-    With ``resumed``, a run's folder or name, go on with that run.
 
     The last line on standard output is the path of the trained model's folder. With ``dry_run``
     everything is loaded and tried, but nothing is trained or written.
@@ -112,20 +114,17 @@ def run_words(words: Sequence[str], *, dry_run: bool = False, resumed: str | Non
     Raises:
         PpocliError: whatever keeps the run from its end.
     """
-    def own_words() -> Sequence[str]:
-        return words if resumed is None else resume_words(resumed, words)
-
     if dry_run:
-        from ppocli.cli.validate import validate_words
+        from ppocli.cli.examine import validate_words
 
-        validate_words(own_words(), deep=True)
+        validate_words(words, deep=True)
         return
     from ppocli.config.words import read_words
 
     launched = find_launch(os.environ)
     if launched is not None:
-        _take_part(launched, own_words)
-    read = read_words(own_words())
+        _take_part(launched, words)
+    read = read_words(words)
     if read.is_sweep:
         from ppocli.cli.sweep import run_sweep
 
@@ -183,12 +182,8 @@ def _train(words: Words, meeting: Meeting | None = None) -> None:
             print(outcome.model_dir, flush=True)
 
 
-def _take_part(launched: Launched, words_of: Callable[[], Sequence[str]]) -> NoReturn:
-    """Train as one of the launcher's ranks, and leave the process.
-
-    Args:
-        words_of: the words of ``ppocli train``, asked for by rank 0 alone.
-    """
+def _take_part(launched: Launched, typed: Sequence[str]) -> NoReturn:
+    """Train as one of the launcher's ranks, and leave the process; rank 0 alone reads the words."""
     from ppocli.config.words import read_words
     from ppocli.launching.adopted_ranks import open_meeting
     from ppocli.launching.child_process import outcome_of
@@ -202,7 +197,7 @@ def _take_part(launched: Launched, words_of: Callable[[], Sequence[str]]) -> NoR
         if not launched.first:
             follow(meeting)
             return
-        words = read_words(words_of())
+        words = read_words(typed)
         if words.is_sweep:
             raise one_process_error("A sweep", launched)
         _train(words, meeting)
@@ -210,3 +205,135 @@ def _take_part(launched: Launched, words_of: Callable[[], Sequence[str]]) -> NoR
             meeting.tell(None)
 
     leave_at_once(meeting.conclude(outcome_of(launched.rank, work)))
+
+
+# Sweeps -------------------------------------------------------------------------------------------
+
+sweep_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
+                        help="Show the results of a sweep (ppocli train -m), or continue one.")
+
+
+@sweep_app.command("show", cls=Command)
+def show_sweep(given: Annotated[str | None, typer.Argument(
+                   metavar="[SWEEP]",
+                   help="A sweep's folder or name (default: the newest below runs/).")] = None,
+               sort: Literal["reward", "kl", "job"] = option(
+                   "ORDER", "reward (best first), kl (lowest first) or job.", default="reward"),
+               as_json: AsJson = False) -> None:
+    """Print the jobs of a sweep: status, reward and KL after training, and the swept values.
+
+    For sweeps over several keys, a second table shows the mean figures of every value.
+
+    \b
+    Examples:
+      ppocli sweep show
+      ppocli sweep show runs/sweep-20260131-120000 --sort kl
+      ppocli sweep show --json
+    """
+    from ppocli.runs.sweeps import find_sweep, jobs_now, read_sweep
+
+    folder = find_sweep(given)
+    if given is None:
+        say(f"using {folder} (the newest sweep)")
+    sweep = read_sweep(folder)
+    jobs = [_facts(job, run) for job, run in sorted(jobs_now(sweep),
+                                                    key=lambda now: _rank(now[0], sort))]
+    means = marginal_means(jobs)
+    if as_json:
+        print_json({"sweep": str(sweep.folder), "words": list(sweep.words), "grid": sweep.grid,
+                    "jobs": jobs, "marginal_means": means})
+        return
+    _print_jobs(jobs, sweep.folder)
+    if means:
+        print()
+        print_table([("value", "jobs", "reward", "KL"), *(
+            (f"{row['key']}={row['value']}", str(row["jobs"]), shown_figure(row["reward_mean"]),
+             shown_figure(row["kl_mean"])) for row in means)], right=frozenset({1, 2, 3}))
+    statuses = [job["status"] for job in jobs]
+    unfinished = [status for status in statuses if status not in ("finished", "running")]
+    if unfinished and sweep.grid and "running" not in statuses:
+        say(f"{len(unfinished)} of {len(jobs)} jobs are not finished; go on with: "
+            f"ppocli sweep resume {folder}")
+
+
+@sweep_app.command("resume", cls=Command, context_settings=WORDS)
+def resume_sweep(sweep: Annotated[str, typer.Argument(
+                     metavar="SWEEP", help="The sweep's folder or name.")],
+                 overrides: Overrides = None) -> None:
+    """Run the unfinished jobs of a sweep in the same folders.
+
+    A job continues from its newest checkpoint, or starts if it has none. Finished jobs are kept.
+    Settings such as reward.timeout=60 apply to the jobs that run. Only grids can be continued:
+    other sweepers choose their jobs as they go.
+
+    \b
+    Examples:
+      ppocli sweep resume runs/sweep-20260131-120000
+      ppocli sweep resume runs/sweep-20260131-120000 ppo.micro_batch_size=4
+    """
+    from ppocli.cli.sweep import go_on
+
+    ignore_broken_pipes()
+    go_on(sweep, overrides or [])
+
+
+def _rank(job: JobRecord, sort: str) -> tuple[float, int]:
+    figure = {"reward": None if job.reward_mean is None else -job.reward_mean,
+              "kl": job.kl_mean, "job": 0.0}[sort]
+    return (math.inf if figure is None else figure, job.number)
+
+
+def _facts(job: JobRecord, run: RunRecord | None) -> dict[str, Any]:
+    from ppocli.runs.sweeps import varied_values
+
+    return {"job": job.number, "status": job.status, "varied": varied_values(job),
+            "overrides": list(job.overrides), "exit_code": job.exit_code,
+            "reward_mean": job.reward_mean, "kl_mean": job.kl_mean,
+            "step": None if run is None else run.step,
+            "total_steps": None if run is None else run.total_steps,
+            "seconds": job.seconds, "folder": job.folder or None, "error": job.error}
+
+
+def marginal_means(jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Mean figures of the finished jobs that share one value of one swept key.
+
+    Nothing for a sweep over a single key, where every job is its own value.
+
+    Returns:
+        ``{"key", "value", "jobs", "reward_mean", "kl_mean"}`` for each value, in order of the jobs.
+    """
+    in_order = sorted(jobs, key=lambda job: job["job"])
+    keys = list(dict.fromkeys(key for job in in_order for key in job["varied"]))
+    rows = []
+    for key, value in dict.fromkeys((key, job["varied"][key]) for key in keys for job in in_order
+                                    if key in job["varied"]):
+        there = [job for job in jobs if job["status"] == "finished"
+                 and job["varied"].get(key) == value]
+        rows.append({"key": key, "value": value, "jobs": len(there),
+                     **{name: _mean([job[name] for job in there])
+                        for name in ("reward_mean", "kl_mean")}})
+    return rows if len(keys) > 1 else []
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return sum(there) / len(there) if there else None
+
+
+def _print_jobs(jobs: Sequence[dict[str, Any]], sweep: Path) -> None:
+    keys = list(dict.fromkeys(key for job in jobs for key in job["varied"]))
+    rows = [("job", "status", "step", "reward", "KL", "seconds", *keys, "folder")]
+    rows += [(str(job["job"]), job["status"],
+              "-" if job["step"] is None else f"{job['step']}/{job['total_steps']}",
+              shown_figure(job["reward_mean"]), shown_figure(job["kl_mean"]),
+              f"{job['seconds']:.0f}" if job["seconds"] else "-",
+              *(job["varied"].get(key, "-") for key in keys), _place(job["folder"], sweep))
+             for job in jobs]
+    print_table(rows, right=frozenset({3, 4, 5}))
+
+
+def _place(folder: str | None, sweep: Path) -> str:
+    path = Path(folder or "")
+    if folder is None or not path.exists():
+        return "-"
+    return str(path.relative_to(sweep)) if path.is_relative_to(sweep) else folder

@@ -64,11 +64,10 @@ class Display(logging.Handler):
                  started_by: int | None = None) -> None:
         super().__init__()
         self.board = Dashboard(folder.name)
-        """what the live view shows"""
+        """what the live view shows; the training tells it phases and samples"""
         self._metrics = RunFolder(folder).metrics
         self._mode = mode
         self._out, self._err = Outlet(out), Outlet(err)
-        self._warnings = self._err
         self._started_by = started_by
         self._view: LiveView | None = None
 
@@ -84,18 +83,18 @@ class Display(logging.Handler):
         self.board.begin(total, (row for row in read_jsonl(self._metrics)
                                  if isinstance(row.get("step"), int) and row["step"] <= done))
         self._view = LiveView(self._out, self.board.lines, self._started_by)
-        if is_terminal(self._err.file):
-            self._warnings = self._out
         self._view.start()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a message of the log."""
         text = safe_text(record.getMessage())
         if record.levelno >= logging.WARNING:
-            self.board.warn(text)
+            self.board.warnings.append(text)
             # what ends the run is said once, by whoever started it
             if not getattr(record, "ends_run", False):
-                self._warnings.print(Text(f"{record.levelname.lower()}: {text}"), soft_wrap=True)
+                above = self._view is not None and is_terminal(self._err.file)
+                (self._out if above else self._err).print(
+                    Text(f"{record.levelname.lower()}: {text}"), soft_wrap=True)
         elif self._mode != "quiet":
             self._out.print(Text(text), soft_wrap=True)
 
@@ -105,18 +104,6 @@ class Display(logging.Handler):
         for line in row_lines(row, total):
             log.info(line)
 
-    def phase(self, name: str, *parts: tuple[str, int, int]) -> None:
-        """The run enters a phase, or gets further in it: (word, number, of how many)."""
-        self.board.enter(name, *parts)
-
-    def marked(self, name: str) -> None:
-        """A phase of one chunk of the rollout has ended."""
-        self.board.marked(name)
-
-    def samples(self, samples: list[tuple[str, str, float | None]], step: int) -> None:
-        """Show (prompt, response, score) of the step in progress."""
-        self.board.show(samples, step)
-
     def table(self, table: Table) -> None:
         """Print a Rich table."""
         if self._mode != "quiet":
@@ -125,12 +112,11 @@ class Display(logging.Handler):
     def close(self) -> None:
         """Take the live view away, for what is printed next."""
         super().close()
-        if self._view is not None:
-            self._view.stop()
-            self._warnings = self._err
-            if self._view.trouble is not None:
-                log.warning("the live view ended early: %r", self._view.trouble)
+        if (view := self._view) is not None:
+            view.stop()
             self._view = None
+            if view.trouble is not None:
+                log.warning("the live view ended early: %r", view.trouble)
 
 
 @contextmanager

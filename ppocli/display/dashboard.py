@@ -21,7 +21,7 @@ RECENT = 8
 SAMPLES = 4
 """samples that the view has room for"""
 _WIDE = 60
-"""columns from which words are written in full, and above which curves grow no longer"""
+"""columns above which curves grow no longer"""
 _TO_ASCII = str.maketrans("─━│…⏎" + BLOCKS, "-#|~/" + "_.-=+*#@")
 _PHASES = ("rollout", "reward", "scoring", "optimize")
 _NEXT = {"rollout": "reward", "reward": "scoring", "scoring": "rollout"}
@@ -61,10 +61,8 @@ class Dashboard:
     """of the last ``RECENT`` steps, evaluations included"""
     phase: Phase | None = None
     samples: tuple[Sample, ...] = ()
-    samples_step: int | None = None
-    warnings: int = 0
-    warning: str = ""
-    """the newest one"""
+    samples_step: int = 0
+    warnings: list[str] = field(default_factory=list)
     begun: float = 0.0
     """when this start of the run began"""
     step_begun: float = 0.0
@@ -112,11 +110,6 @@ class Dashboard:
         """Take samples of a step in place of the earlier ones."""
         self.samples, self.samples_step = tuple(samples[:SAMPLES]), step
 
-    def warn(self, text: str) -> None:
-        """Count a warning and show the newest."""
-        self.warnings += 1
-        self.warning = text
-
     @property
     def done(self) -> int:
         """Steps done."""
@@ -134,14 +127,13 @@ class Dashboard:
         """At most ``height`` lines of at most ``width`` cells."""
         found = [self._title(width), self._progress(width), self._now()]
         if self.rewards:
-            found += [*self._curves(width), *self._speed(width), self._times(width)]
-        if self.warnings:
-            more = f"{self.warnings} warnings, the last: " if self.warnings > 1 else "warning: "
-            found.append(Text(more + _one_line(self.warning), style="bold yellow"))
+            found += [*self._curves(width), *self._speed(width), self._times()]
+        if count := len(self.warnings):
+            more = f"{count} warnings, the last: " if count > 1 else "warning: "
+            found.append(Text(more + _one_line(self.warnings[-1]), style="bold yellow"))
         if self.samples:
-            step = "" if self.samples_step is None else f" of step {self.samples_step}"
-            found.append(Text(f"samples{step}", style="dim"))
-            found += [_sample_line(sample, width) for sample in self.samples]
+            found += [Text(f"samples of step {self.samples_step}", style="dim"),
+                      *(_sample_line(sample, width) for sample in self.samples)]
         for line in found:
             line.no_wrap = True
             line.truncate(width, overflow="ellipsis")
@@ -157,11 +149,10 @@ class Dashboard:
         share = self.done / self.total if self.total else 0.0
         head = f"step {self.done}/{self.total}  {share:4.0%} "
         left = self.left()
-        remaining = "" if left is None else f"{duration(left)} left"
-        passed = f"{duration(self.clock() - self.begun)} so far"
-        tail = f" {remaining}, {passed}" if remaining else f" {passed}"
+        times = [] if left is None else [f"{duration(left)} left"]
+        tail = " " + ", ".join([*times, f"{duration(self.clock() - self.begun)} so far"])
         if width - len(head) - len(tail) < 5:
-            tail = f" {remaining}"
+            tail = " " + "".join(times)
         room = max(0, min(width - len(head) - len(tail), _WIDE))
         filled = round(share * room)
         return Text.assemble((head, "bold"), ("━" * filled, "green"),
@@ -180,7 +171,7 @@ class Dashboard:
         tails = [f"  {figure(_last(self.rewards), 3)}", f"  {figure(_last(self.divergences), 2)}"]
         if self.evaluation is not None:
             step, value = self.evaluation
-            tails[0] += f"  eval {figure(value, 3)}" + (f" (step {step})" if width >= _WIDE else "")
+            tails[0] += f"  eval {figure(value, 3)} (step {step})"
         room = min(width - 8 - max(map(len, tails)), _WIDE)
         yield Text.assemble("reward  ", (sparkline(self.rewards, room), "green"), tails[0])
         yield Text.assemble("KL      ", (sparkline(self.divergences, room), "yellow"), tails[1])
@@ -188,7 +179,7 @@ class Dashboard:
     def _speed(self, width: int) -> list[Text]:
         speeds = "  ".join(f"{name} {_count(value)}" for name in ("rollout", "optimize")
                            if (value := self._figure(f"tokens_per_second/{name}")) is not None)
-        text = f"speed   {speeds} tokens/s" if width >= _WIDE else f"tok/s   {speeds}"
+        text = f"speed   {speeds} tokens/s"
         now, peak = self.memory(), self._figure("memory/peak_mib")
         if peak is not None and now is not None:
             peak = max(peak, now)  # the row's is of the end of a step, and the next one goes on
@@ -199,12 +190,12 @@ class Dashboard:
         both = f"{text}   memory  {amounts}"
         return [Text(both)] if len(both) <= width else [Text(text), Text(f"memory  {amounts}")]
 
-    def _times(self, width: int) -> Text:
+    def _times(self) -> Text:
         total = self._figure("time/step") or 0.0
-        digits = 2 if total < 10 and width >= _WIDE else 1
-        parts = [f"{name if width >= _WIDE else name[:2]} {value:.{digits}f}" for name in _PHASES
+        digits = 2 if total < 10 else 1
+        parts = [f"{name} {value:.{digits}f}" for name in _PHASES
                  if (value := self._figure(f"time/{name}")) is not None]
-        return Text(f"seconds {f'{total:.{digits}f}: ' if width >= _WIDE else ''}{' '.join(parts)}")
+        return Text(f"seconds {total:.{digits}f}: {' '.join(parts)}")
 
     def _figure(self, name: str) -> float | None:
         return finite_number(self.row.get(name))

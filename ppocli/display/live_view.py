@@ -23,6 +23,8 @@ from rich.text import Text
 
 _PAUSE = 0.5
 """seconds between two drawings, which take a few milliseconds each: less than 1 % of a core"""
+_PLAIN_WIDTH = 110
+"""columns where there is no terminal"""
 
 
 class Outlet(Console):
@@ -31,15 +33,14 @@ class Outlet(Console):
 
     Args:
         stream: where to print to.
-        plain_width: columns where that is no terminal.
     """
 
-    def __init__(self, stream: Any, *, plain_width: int = 110) -> None:
+    def __init__(self, stream: Any) -> None:
         self._printing = RLock()
         with suppress(AttributeError, OSError, ValueError):  # what is no file, or a closed one
             stream.reconfigure(errors="backslashreplace")
         super().__init__(file=stream, highlight=False, markup=False, safe_box=True,
-                         width=None if is_terminal(stream) else plain_width)
+                         width=None if is_terminal(stream) else _PLAIN_WIDTH)
 
     def __enter__(self) -> Outlet:
         """Print as a whole: what is erased and drawn belongs together."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ppocli.models.digest import tensors_digest
+from ppocli.models.loading.adapters import tensors_digest
 from ppocli.runs.target import Target
 from ppocli.storage.atomic import sha256_file
 from ppocli.tasks.ppo.session import EvalSession

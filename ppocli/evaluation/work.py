@@ -27,7 +27,7 @@ from ppocli.evaluation.folder import (
 from ppocli.evaluation.identity import identity_of
 from ppocli.evaluation.player import own_sampling
 from ppocli.evaluation.request import EvalRequest, base_target
-from ppocli.models.digest import tensors_digest
+from ppocli.models.loading.adapters import tensors_digest
 from ppocli.models.loading.language_model import load_tokenizer
 from ppocli.parallel.backend import Backend, open_backend
 from ppocli.parallel.stop import StopFlag, StopRequested

@@ -220,7 +220,7 @@ def _prompts_digest(run_dir: Path | None) -> str | None:
 
 def _loaded(target: Target, config: TrainConfig) -> tuple[str, dict[str, Any]]:
     """Digest of the weights and the run's sampling at evaluation, as an evaluation tells them."""
-    from ppocli.models.digest import tensors_digest
+    from ppocli.models.loading.adapters import tensors_digest
     from ppocli.models.loading.language_model import load_lm, load_tokenizer
     from ppocli.tasks.ppo.session import sampling_specs
 

@@ -148,7 +148,7 @@ def open_run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects | None,
         state = replace(state, generators=Generators.now(backend.device))
         run = Run(task, folder, run_id, digest, torch_versions(), stop, recorder, display,
                   state, saved_at=monotonic(),
-                  clock=PhaseClock(backend.device, began, display.marked))
+                  clock=PhaseClock(backend.device, began, display.board.marked))
         try:
             yield run
         finally:

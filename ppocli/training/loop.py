@@ -130,7 +130,7 @@ def train_step(run: Run) -> None:
     """One batch and its optimize phase; commits the new state."""
     run.clock.mark("between")
     note_phase(f"step {run.state.step + 1}, rollout")
-    run.display.phase("rollout", ("chunk", 1, run.task.chunks(run.state)))
+    run.display.board.enter("rollout", ("chunk", 1, run.task.chunks(run.state)))
     learn(run, run.task.collect(run.state, run.stop, run.clock))
 
 
@@ -142,13 +142,13 @@ def learn(run: Run, batch: Any) -> None:
         DivergedError: what is trained stopped being finite.
     """
     task, state, step = run.task, run.state, run.state.step + 1
-    run.display.samples(task.preview(batch), step)
+    run.display.board.show(task.preview(batch), step)
     plan = task.plan(state, batch)
     run.clock.mark("other")
     run.intact = False
     note_phase(f"step {step}, optimize")
     try:
-        result = optimize(task, plan, state, run.stop, lambda done, total: run.display.phase(
+        result = optimize(task, plan, state, run.stop, lambda done, total: run.display.board.enter(
             "optimize", ("epoch", plan.groups[done].epoch + 1, plan.groups[-1].epoch + 1),
             ("update", done + 1, total)))
         if not task.trained.is_finite():
@@ -231,7 +231,7 @@ def _evaluate(run: Run, row: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """The row with evaluation figures, and whether this is a best to keep. Commits the state."""
     task, step = run.task, run.state.step
     note_phase(f"evaluation after step {step}")
-    run.display.phase("evaluation")
+    run.display.board.enter("evaluation")
     found = task.evaluate(run.stop)
     run.clock.mark("eval")
     spent = run.clock.take()
@@ -276,7 +276,7 @@ def save(run: Run, *, going_on: bool = False) -> None:
     run.saving.wait()
     task, state = run.task, run.state
     note_phase(f"saving step {state.step}")
-    run.display.phase("saving")
+    run.display.board.enter("saving")
     saved = finite_or_null(state.to_json())
 
     def put(write: Callable[[Path], None]) -> None:

@@ -10,8 +10,7 @@ import pytest
 from runs import PLANTED, assert_equal_runs, resumed, spawn, wait_for, words
 
 from ppocli.cli.output import code_of
-from ppocli.cli.report import report
-from ppocli.cli.watch import watch
+from ppocli.cli.runs import report, watch
 
 MODULE = '''\
 import time

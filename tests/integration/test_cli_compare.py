@@ -11,8 +11,8 @@ import pytest
 from helpers import jsonl, ppocli
 from runs import whole_copy
 
-from ppocli.cli.compare import print_comparison
 from ppocli.cli.output import code_of
+from ppocli.cli.runs import compare
 from ppocli.config.resolved import read_config
 from ppocli.storage.run_folder import write_config
 
@@ -41,7 +41,7 @@ def change_config(run: Path, **sections: dict) -> None:
 
 def compared(capsys, *given: str) -> dict:
     capsys.readouterr()
-    assert code_of(lambda: print_comparison(given, True)) == 0
+    assert code_of(lambda: compare(given, True)) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -121,12 +121,12 @@ def test_a_run_that_has_just_begun(runs, capsys):
     found = compared(capsys, "a", "b")
     assert found["episodes"] == 0
     assert found["runs"][1]["end"]["figures"]["reward/mean"] is None
-    assert code_of(lambda: print_comparison(["a", "b"], False)) == 0
+    assert code_of(lambda: compare(["a", "b"], False)) == 0
 
 
 @pytest.mark.parametrize("given", [["a"], ["a", "runs/a"]])
 def test_two_are_needed(runs, capsys, given):
-    assert code_of(lambda: print_comparison(given, False)) == 2
+    assert code_of(lambda: compare(given, False)) == 2
     assert capsys.readouterr().err == (
         "Error: Comparing needs two or more different runs.\n  where: command line\n"
         "  fix:   ppocli compare runs/ONE runs/OTHER\n")

@@ -148,7 +148,7 @@ def test_a_reward_below_the_threshold_is_exit_10_after_all_is_written(place, eva
     assert report == result(place / RUN / "eval" / NAME)
     mean = report["figures"]["reward_mean"]
     assert done.err.endswith(
-        f"Error: The mean reward is {mean:.4g}, below the 99 asked for.\n"
+        f"Error: The mean reward is {mean}, below the 99.0 asked for.\n"
         f"  where: {place / RUN / 'eval' / NAME / 'eval.json'}\n")
 
 

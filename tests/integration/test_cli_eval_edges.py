@@ -1,7 +1,6 @@
 """``ppocli eval`` and ``generate`` where something is odd: names, numbers, damage, and objects."""
 
 import json
-import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,6 @@ from helpers import save_lm, write_prompts
 from runs import Ended, app_in_process, whole_copy
 
 import ppocli
-from ppocli.cli.eval import told_apart
 from ppocli.errors import CheckpointError, ConfigError
 
 RUN = "runs/first"
@@ -127,13 +125,6 @@ def test_a_run_is_asked_as_its_model_was_loaded(here):
 def test_a_threshold_is_a_finite_number(here, typed, value):
     done = typed("eval", RUN, f"--min-reward={value}")
     assert (done.code, "is no finite number" in done.err) == (2, True)
-
-
-@pytest.mark.parametrize(("mean", "asked", "shown"), [
-    (0.95206, 0.9521, ("0.95206", "0.9521")), (0.5, 99.0, ("0.5", "99")), (None, 1.0, ("-", "1")),
-    (math.nextafter(1.0, 0.0), 1.0, ("0.9999999999999999", "1"))])
-def test_a_figure_below_the_threshold_reads_as_less(mean, asked, shown):
-    assert told_apart(mean, asked) == shown
 
 
 def test_samples_reach_the_terminal_without_control_characters(tmp_path):

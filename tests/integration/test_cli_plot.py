@@ -175,13 +175,12 @@ def test_parts_of_a_run_stand_for_it_and_equal_names_are_told_apart(runs, capsys
 
 
 def test_what_only_reads_loads_no_torch(runs):
-    code = ("import sys; from ppocli.cli import plot, compare, report, runs, sweep_show\n"
-            "from ppocli.cli.watch import watch\n"
-            "watch('one', interval=1, from_start=True, plain=True, as_json=False)\n"
-            "report.report('one', None, None, False, False)\n"
+    code = ("import sys; from ppocli.cli import plot, runs\n"
+            "runs.watch('one', interval=1, from_start=True, plain=True, as_json=False)\n"
+            "runs.report('one', None, None, False, False)\n"
             "plot.plot_runs(['one'], metric='lr', smooth=1, out=None, overwrite=False, "
             "as_json=True)\n"
-            "compare.print_comparison(['one', 'other'], True)\nruns.print_runs(None, True)\n"
+            "runs.compare(['one', 'other'], True)\nruns.print_runs(None, True)\n"
             "print({'torch', 'transformers', 'matplotlib'} & set(sys.modules), file=sys.stderr)")
     done = subprocess.run([sys.executable, "-c", code], cwd=runs, env=environment(), text=True,
                           capture_output=True, check=False)

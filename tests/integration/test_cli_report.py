@@ -14,7 +14,7 @@ from hostile import hostile_run
 from runs import PLANTED, whole_copy
 
 from ppocli.cli.output import code_of
-from ppocli.cli.report import report
+from ppocli.cli.runs import report
 
 
 class Page(HTMLParser):

@@ -21,7 +21,7 @@ from terminal import Terminal
 
 from ppocli.cli.follow import Tail
 from ppocli.cli.output import code_of
-from ppocli.cli.watch import watch
+from ppocli.cli.runs import watch
 
 
 @pytest.fixture

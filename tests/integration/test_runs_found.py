@@ -13,15 +13,11 @@ import pytest
 from helpers import environment
 from runs import copied, whole_copy
 
-from ppocli.cli.compare import print_comparison
 from ppocli.cli.follow import find_watched
 from ppocli.cli.output import code_of
 from ppocli.cli.plot import plot_runs
-from ppocli.cli.report import report
-from ppocli.cli.runs import print_runs
-from ppocli.cli.sweep_show import show_sweep
-from ppocli.cli.train import resume_words
-from ppocli.cli.watch import watch
+from ppocli.cli.runs import compare, print_runs, report, watch
+from ppocli.cli.train import resume_words, show_sweep
 from ppocli.errors import CheckpointError, InputError
 from ppocli.runs import target
 from ppocli.runs.record import read_run
@@ -99,10 +95,9 @@ def test_a_run_whose_checkpoints_were_pruned_says_so(here):
 LOOK = """
 import sys
 from pathlib import Path
-from ppocli.cli.compare import print_comparison
 from ppocli.cli.follow import find_watched
-from ppocli.cli.runs import print_runs, prune_runs
-from ppocli.cli.sweep_show import show_sweep
+from ppocli.cli.runs import compare, print_runs, prune_runs
+from ppocli.cli.train import show_sweep
 from ppocli.runs.target import find_run
 try:
     list(Path("runs/shut").iterdir())
@@ -115,7 +110,7 @@ prune_runs(None, checkpoints=True, failed=True, keep_best=False, older_than=None
 show_sweep(None, "reward", False)
 find_watched(None, print)
 find_run(None, say=print)
-print_comparison(["done", "kl/0"], False)
+compare(["done", "kl/0"], False)
 """
 
 
@@ -153,7 +148,7 @@ def test_a_damaged_summary_and_damaged_rows_spoil_no_list(here, capsys):
     assert (record.status, record.step, record.episodes) == ("interrupted", 4, 0)
     assert record.series("val/ratio")[-1][0] == 3
     for command in (lambda: print_runs(None, False),
-                    lambda: print_comparison(["done", "kl/0"], True),
+                    lambda: compare(["done", "kl/0"], True),
                     lambda: report("done", None, None, False, False),
                     lambda: target.find_target("done", say=print),
                     lambda: watch("done", interval=0.1, from_start=False, plain=True,

@@ -11,8 +11,8 @@ from helpers import jsonl, stable_rows
 from runs import make_world, resumed, whole_copy, words
 
 from ppocli.cli.output import code_of
-from ppocli.cli.report import report
-from ppocli.cli.schema import json_schema
+from ppocli.cli.runs import report
+from ppocli.cli.settings import json_schema
 from ppocli.cli.train import run_words
 from ppocli.config.layers import Entry, merge_entries
 from ppocli.config.problems import find_problems

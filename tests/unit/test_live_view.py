@@ -66,8 +66,8 @@ def test_every_figure_is_in_its_line(board, now):
                  "  none  i saw │ it ⏎ again"):
         assert part in text, (part, text)
     assert "warning" not in text
-    board.warn("KL is high")
-    board.warn("KL is higher\nstill")
+    board.warnings.append("KL is high")
+    board.warnings.append("KL is higher\nstill")
     assert "2 warnings, the last: KL is higher ⏎ still" in "\n".join(shown(board, 100))
 
 
@@ -80,7 +80,7 @@ def test_no_memory_is_above_its_peak(board):
 @pytest.mark.parametrize("ascii_only", [False, True])
 def test_lines_fit_any_width_and_height(board, width, ascii_only):
     board.enter("optimize", ("epoch", 1, 4), ("update", 3, 64))
-    board.warn("a warning " * 30)
+    board.warnings.append("a warning " * 30)
     lines = board.lines(width, 40, ascii_only=ascii_only)
     assert max(line.cell_len for line in lines) <= width
     assert all("\n" not in line.plain for line in lines)
@@ -330,8 +330,8 @@ def on_terminal(monkeypatch):
 def show_a_step(tmp_path, mode: str) -> None:
     with open_display(tmp_path / "ppocli.log", mode) as display:
         display.start(0, 3, lambda: 100.0)
-        display.phase("rollout", ("chunk", 1, 2))
-        display.samples([("p", "r", 1.0)], 1)
+        display.board.enter("rollout", ("chunk", 1, 2))
+        display.board.show([("p", "r", 1.0)], 1)
         display.step(row(1), 3)
         logging.getLogger("ppocli").warning("careful")
 

@@ -11,7 +11,7 @@ from omegaconf import MISSING, OmegaConf
 
 from ppocli.builtin.names import shipped
 from ppocli.cli.output import code_of
-from ppocli.cli.schema import json_schema, print_schema
+from ppocli.cli.settings import json_schema, print_schema
 from ppocli.config.keys import schema_keys, schema_sections
 from ppocli.config.layers import Entry, merge_entries
 from ppocli.config.problems import range_problems

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ppocli.data.batch import PromptBatch
+from ppocli.data.prompt_set import PromptBatch
 from ppocli.parallel.ranks import Ranks
 from ppocli.rewards.records import RewardRequest, RewardScores
 from ppocli.sampling.samples import Samples

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from ppocli.config.algorithm import kl_estimator, value_scheduler
 from ppocli.config.schema import PPOConfig
-from ppocli.models.fast.frozen_states import FrozenStatesCache
+from ppocli.models.fast.frozen_states import keep_states, known_states
 from ppocli.models.layer_stack import inputs_at
 from ppocli.models.layout import lay_out
 from ppocli.models.policy import PolicyOutput
@@ -287,15 +287,16 @@ def replay(session: Session, experience: Experience, rows: torch.Tensor, *, valu
     is remembered then.
     """
     samples, places, split = experience.sequences.rows(rows), rows.tolist(), session.policy.split
-    batch, cache = lay_out(samples, pack=session.packs).to(session.backend.device), None
+    batch, kept = lay_out(samples, pack=session.packs).to(session.backend.device), None
     if split is not None and experience.frozen_states:
-        cache = FrozenStatesCache(session.frozen_states_bytes, experience.frozen_states)
-        batch = replace(batch, frozen_states=cache.of(places, batch))
-    remembers = cache is not None and batch.frozen_states is None
+        kept = experience.frozen_states
+        batch = replace(batch, frozen_states=known_states(kept, places, batch))
+    remembers = kept is not None and batch.frozen_states is None
     with inputs_at(split if remembers else None, session.policy.lm) as found:
         out = session.trained.engine(batch, temperature=session.sampling.temperature,
                                      want_entropy=session.cfg.ppo.ent_coef > 0,
                                      value_only=value_only)
-    if cache is not None and found:
-        cache.keep(places, (samples.lengths - 1).tolist(), batch, found[-1])
+    if kept is not None and found:
+        keep_states(kept, session.frozen_states_bytes, places, (samples.lengths - 1).tolist(),
+                    batch, found[-1])
     return out, batch.tokens.numel()

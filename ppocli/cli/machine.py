@@ -1,15 +1,20 @@
-"""``ppocli estimate``: memory and disk of a run, told before it starts."""
+"""``ppocli estimate``, ``env`` and ``doctor``: what a run needs, what this machine has."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ppocli.cli.options import AsJson, Overrides
-from ppocli.cli.output import print_json, print_table
+from ppocli.cli.options import AsJson, Overrides, flag, option
+from ppocli.cli.output import complain, print_json, print_table, say
 from ppocli.errors import ConfigError, InputError, OutOfMemoryError
+from ppocli.text import format_bytes, format_memory, three_digits
 
 if TYPE_CHECKING:
     from ppocli.config.schema import TrainConfig
@@ -27,15 +32,10 @@ NOT_NEEDED = frozenset({"reward.fn", "ppo.total_episodes, ppo.num_steps"})
 
 def print_estimate(
         overrides: Overrides = None,
-        prompt_tokens: Annotated[int | None, typer.Option(
-            "--prompt-tokens", min=1, show_default=False,
-            help="Tokens of the longest prompt (default: of the prompts themselves, if they "
-            "and the tokenizer are on this machine).")] = None,
-        available: Annotated[bool, typer.Option(
-            "--available", help="Compare with the free memory of this machine.")] = False,
-        memory: Annotated[float | None, typer.Option(
-            "--memory", metavar="GIB", min=0.001, show_default=False,
-            help="Compare with a device of this many GiB.")] = None,
+        prompt_tokens: int | None = option("N", "Tokens of the longest prompt (default: of the "
+            "prompts themselves, if they and the tokenizer are on this machine).", min=1),
+        available: bool = flag("Compare with the free memory of this machine.", "--available"),
+        memory: float | None = option("GIB", "Compare with a device of this many GiB.", min=0.001),
         as_json: AsJson = False) -> None:
     """Estimate the memory and disk space of a run without loading anything.
 
@@ -55,7 +55,7 @@ def print_estimate(
     if available and memory is not None:
         raise ConfigError("--available and --memory can't be combined.", fix="give one of them")
     cfg = _composed(overrides or [])
-    from ppocli.estimate.check import estimate
+    from ppocli.estimate.check import advice, estimate, needs
     from ppocli.estimate.parts import models_of, read_config
     from ppocli.storage.model_files import quiet_transformers
 
@@ -68,22 +68,28 @@ def print_estimate(
     found = estimate(cfg, models_of(cfg, config), prompt_tokens=tokens, cuda=cuda,
                      ranks=hardware.num_processes * hardware.num_nodes,
                      ranks_on_host=hardware.num_processes)
-    room = _room(available, memory, cuda)
-    verdict, fits = (None, True) if room is None else _verdict(found, room, cfg)
+    compared = needs(found, _room(memory, cuda)) if available or memory is not None else None
+    if compared == []:
+        raise InputError("This system doesn't tell how much memory is free.", where="--available",
+                         fix="give it: --memory GIB")
+    helps = advice(found, cfg)
     if as_json:
-        print_json(_as_json(found, cfg, source, room, fits))
+        print_json(_as_json(found, cfg, source, helps, compared))
     else:
         _print(found, cfg, source)
-        if verdict is not None and fits:
+    if compared is None:
+        return
+    needed, there, place = max(compared, key=lambda one: one[0] / max(one[1], 1))
+    verdict = (f"{format_memory(needed)} of {format_memory(there)} of {place} "
+               f"({needed / max(there, 1):.0%})")
+    if needed <= there:
+        if not as_json:
             print(f"fits: {verdict}")
-    if not fits:
-        from ppocli.estimate.check import advice
-
-        helps = ", ".join(advice(found, cfg))
-        if as_json:
-            raise SystemExit(OutOfMemoryError.exit_code)
-        raise OutOfMemoryError(f"It doesn't fit: {verdict}.",
-                               fix=f"those that save most first: {helps}" if helps else None)
+    elif as_json:
+        raise SystemExit(OutOfMemoryError.exit_code)
+    else:
+        raise OutOfMemoryError(f"It doesn't fit: {verdict}.", fix=f"those that save most first: "
+                               f"{', '.join(helps)}" if helps else None)
 
 
 def _composed(words: Sequence[str]) -> TrainConfig:
@@ -154,9 +160,8 @@ def _longest_prompt(cfg: TrainConfig, room: int, *, whole: bool) -> int | None:
     return max(len(ids) for found in (training, judged) for ids in found.token_ids)
 
 
-def _room(available: bool, memory: float | None, cuda: bool) -> Room | None:
-    if not available and memory is None:
-        return None
+def _room(memory: float | None, cuda: bool) -> Room:
+    """The memory to compare with: so many GiB, or what is free here."""
     from ppocli.parallel.host_memory import GIVEN, Room, room_here
 
     if memory is not None:
@@ -170,26 +175,10 @@ def _room(available: bool, memory: float | None, cuda: bool) -> Room | None:
     return room_here(cuda=cuda)
 
 
-def _verdict(found: Estimate, room: Room, cfg: TrainConfig) -> tuple[str, bool]:
-    """Words about the tightest of device and host, and whether all fits."""
-    from ppocli.estimate.check import needs
-    from ppocli.text import format_memory
-
-    asked = needs(found, room)
-    if not asked:
-        raise InputError("This system doesn't tell how much memory is free.", where="--available",
-                         fix="give it: --memory GIB")
-    needed, there, place = max(asked, key=lambda one: one[0] / max(one[1], 1))
-    share = needed / max(there, 1)
-    return (f"{format_memory(needed)} of {format_memory(there)} of {place} ({share:.0%})",
-            needed <= there)
-
-
 # Telling ------------------------------------------------------------------------------------------
 
 def _print(found: Estimate, cfg: TrainConfig, source: str) -> None:
     from ppocli.estimate.check import roughly
-    from ppocli.text import format_bytes, format_memory, three_digits
 
     for line in _heading(found, cfg, source):
         print(line)
@@ -245,10 +234,8 @@ def _heading(found: Estimate, cfg: TrainConfig, source: str) -> Iterator[str]:
            "and backward pass")
 
 
-def _as_json(found: Estimate, cfg: TrainConfig, source: str, room: Room | None, fits: bool
-             ) -> dict[str, Any]:
-    from ppocli.estimate.check import advice, needs
-
+def _as_json(found: Estimate, cfg: TrainConfig, source: str, helps: list[str],
+             compared: list[tuple[int, int, str]] | None) -> dict[str, Any]:
     layout, sums, disk = found.layout, found.sums, found.disk
     answer: dict[str, Any] = {
         "model": cfg.model.path, "device": "cuda" if layout.cuda else "cpu",
@@ -269,9 +256,87 @@ def _as_json(found: Estimate, cfg: TrainConfig, source: str, room: Room | None, 
         "update_bytes": sums.update, "device_bytes": sums.device,
         "host_bytes": sums.host, "loading_bytes": sums.loading, "spared_bytes": found.spared,
         "checkpoint_bytes": disk.checkpoint, "model_bytes": disk.model, "disk_bytes": disk.run,
-        "advice": advice(found, cfg)}
-    if room is not None:
-        answer["fits"] = fits
+        "advice": helps}
+    if compared is not None:
+        answer["fits"] = all(needed <= there for needed, there, _ in compared)
         answer["compared"] = [{"needed_bytes": needed, "available_bytes": there, "of": place}
-                              for needed, there, place in needs(found, room)]
+                              for needed, there, place in compared]
     return answer
+
+
+# This machine -------------------------------------------------------------------------------------
+
+def env(as_json: AsJson = False) -> None:
+    """Print versions, hardware and variables, for pasting into an issue.
+
+    Tokens are never shown, only whether they are set.
+
+    \b
+    Examples:
+      ppocli env
+      ppocli env --json
+    """
+    from ppocli.storage.environment import describe
+
+    facts = describe(places=True)
+    if as_json:
+        print_json(facts)
+    else:
+        print("\n".join(_env_lines(facts)))
+
+
+def doctor(folder: Annotated[Path, typer.Argument(
+               metavar="[DIR]", help="The folder that contains, or will contain, the run folders.")
+               ] = Path("runs"),
+           as_json: AsJson = False) -> None:
+    """Check this machine and the installation; each check says how to fix what it finds.
+
+    Exit code 0: nothing failed (warnings don't count), 1: a check failed.
+
+    \b
+    Examples:
+      ppocli doctor
+      ppocli doctor /scratch/runs
+      ppocli doctor --json
+    """
+    from ppocli.doctor import CHECKS
+    from ppocli.doctor_probes import Surroundings, run_checks
+
+    width = max(len(check.__name__) for check in CHECKS)
+    erasable = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+    def begin(name: str) -> None:
+        """Show what is checked; nothing for an empty name."""
+        if erasable:
+            print("\r\x1b[K" + (name and f"checking {name} ..."), end="", file=sys.stderr,
+                  flush=True)
+
+    results: list[dict[str, Any]] = []
+    for name, found, seconds in run_checks(CHECKS, Surroundings(folder), begin=begin):
+        begin("")
+        results.append({"name": name, **asdict(found), "seconds": seconds})
+        lines = [f"{found.verdict:<8} {name:<{width}}  {found.text}"]
+        if found.fix is not None and found.verdict != "ok":
+            lines.append(f"{'':<8} {'':<{width}}  fix: {found.fix}")
+        for line in lines:
+            if as_json:
+                say(line)
+            else:
+                print(line, flush=True)
+    if as_json:
+        print_json(results)
+    failed = [result["name"] for result in results if result["verdict"] == "fail"]
+    if failed:
+        complain(f"{len(failed)} of {len(results)} checks failed: {', '.join(failed)}")
+        raise SystemExit(1)
+
+
+def _env_lines(facts: Mapping[Any, Any], section: str = "") -> Iterator[str]:
+    for name, value in facts.items():
+        if isinstance(value, dict) and value:
+            yield from _env_lines(value, f"{section}{name}.")
+        elif name == "gpus" and value:
+            yield from _env_lines(dict(enumerate(value)), f"{section}{name}.")
+        else:
+            shown = ", ".join(map(str, value)) if isinstance(value, list) else value
+            yield f"- {section}{name}: {shown or 'none'}"
