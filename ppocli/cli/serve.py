@@ -15,7 +15,8 @@ from ppocli.errors import ConfigError, InputError, StoppedError
 
 if TYPE_CHECKING:
     from ppocli.config.schema import TrainConfig
-    from ppocli.rewards.serving import RewardServer, Service
+    from ppocli.rewards.scoring import Reward
+    from ppocli.rewards.serving import RewardServer
 
 
 def serve_reward(
@@ -54,8 +55,10 @@ def serve_reward(
     server = None
     try:
         with working() as stop:
-            service = _service(cfg, token, tokenizer, max_body_mib * 2**20)
-            server = _listen(host, port, service, stop.check)
+            reward = _reward(cfg, tokenizer is not None)
+            server = _listen(
+                host, port, reward, max_body=max_body_mib * 2**20, token=token, poll=stop.check,
+                tokenizer=None if tokenizer is None else _load_tokenizer(cfg, tokenizer))
             _introduce(server, host, token_env)
             with server:
                 try:
@@ -95,22 +98,19 @@ def _token(name: str | None) -> str | None:
     return token
 
 
-def _service(cfg: TrainConfig, token: str | None, tokenizer: str | None, max_body: int) -> Service:
+def _reward(cfg: TrainConfig, hands_tokenizer: bool) -> Reward:
     from ppocli.rewards.scoring import build_reward
-    from ppocli.rewards.serving import Service
     from ppocli.training import random_state as generators
 
     generators.seed(cfg.seed)
-    reward = build_reward(cfg.reward)
+    reward = build_reward(replace(cfg.reward, on_invalid="skip"))
     for path in reward.code_files:
         say(f"running code from {path}")
-    if tokenizer is None:
-        for part in reward.parts:
-            if any(p.name == "tokenizer" for p in part.bound.parameters):
-                say(f"{part.bound.label} asks for a tokenizer and gets None; to hand it one: "
-                    "--tokenizer FOLDER")
-    return Service(replace(reward, skip_invalid=True), max_body, token,
-                   None if tokenizer is None else _load_tokenizer(cfg, tokenizer))
+    for part in () if hands_tokenizer else reward.parts:
+        if any(p.name == "tokenizer" for p in part.bound.parameters):
+            say(f"{part.bound.label} asks for a tokenizer and gets None; to hand it one: "
+                "--tokenizer FOLDER")
+    return reward
 
 
 def _load_tokenizer(cfg: TrainConfig, name: str) -> Any:
@@ -123,13 +123,13 @@ def _load_tokenizer(cfg: TrainConfig, name: str) -> Any:
         raise
 
 
-def _listen(host: str, port: int, service: Service, poll: Any) -> RewardServer:
+def _listen(host: str, port: int, reward: Reward, **settings: Any) -> RewardServer:
     import socket
 
     from ppocli.rewards.serving import RewardServer
 
     try:
-        return RewardServer(host, port, service, poll)
+        return RewardServer(host, port, reward, **settings)
     except socket.gaierror as error:
         raise ConfigError(f"{host!r} is not an address of this machine: {error.strerror}",
                           where="--host", fix="--host 127.0.0.1, or 0.0.0.0 for all") from error
@@ -155,7 +155,7 @@ def _introduce(server: RewardServer, host: str, token_env: str | None) -> None:
                  "have samples scored here" + ("" if token_env else "; --token-env NAME asks for "
                                                "a token"))
     token = f" reward.kwargs.token_env={token_env}" if token_env else ""
-    say(f"serving {', '.join(part.bound.label for part in server.service.reward.parts)}; "
+    say(f"serving {', '.join(part.bound.label for part in server.reward.parts)}; "
         f"{address}{HEALTH} says how it is; Ctrl-C ends it")
     for path in server.rewards:
         what = "" if path == SCORE else f" ({path.removeprefix(SCORE + '/')} alone)"

@@ -43,7 +43,7 @@ def identity_of(session: EvalSession, targets: Sequence[Target], frontier: bool,
         objects: what took the place of reward and metric.
     """
     cfg = session.cfg
-    judges = [*session.reward.code_files, *(session.metric.code_files if session.metric else [])]
+    files = [file for judge in _judges(session) for file in judge.code_files]
     return {
         "seed": cfg.seed,
         "targets": [target.model for target in targets],
@@ -52,7 +52,7 @@ def identity_of(session: EvalSession, targets: Sequence[Target], frontier: bool,
         "prompts": {**asdict(cfg.prompts), "digest": session.eval_prompts.digest(),
                     "count": len(session.eval_prompts)},
         "reward": {key: value for key, value in asdict(cfg.reward).items() if key in _REWARD_KEYS},
-        "code": {path: _sha256(path) for path in dict.fromkeys(judges)},
+        "code": {path: _sha256(path) for path in dict.fromkeys(files)},
         "judges": judge_digests(session, objects),
         "model": asdict(cfg.model),
         "base_digest": reference_digest(session),
@@ -79,14 +79,14 @@ def judge_digests(session: EvalSession, objects: PythonObjects) -> dict[str, str
     found = {name: _digest(_described(value, set(), 0, plain=True))
              for name in ("reward_fn", "metric_fn")
              if (value := getattr(objects, name)) is not None}
-    parts = {part.name: part.bound.call for part in session.reward.parts}
-    if session.metric is not None:
-        parts["metric_fn"] = session.metric.bound.call
-    for name, call in parts.items():
-        weights = sorted(_weights(call, []))
-        if weights:
-            found[f"weights of {name}"] = _digest(weights)
+    for part in (part for judge in _judges(session) for part in judge.parts):
+        if weights := sorted(_weights(part.bound.call, [])):
+            found[f"weights of {part.name}"] = _digest(weights)
     return found
+
+
+def _judges(session: EvalSession) -> list[Any]:
+    return [judge for judge in (session.reward, session.metric) if judge is not None]
 
 
 def _digest(value: Any) -> str:

@@ -92,7 +92,7 @@ def test_trlx_signature_unchanged(write):
         ''')
     assert score("trlx_style:reward_fn") == [0.25, 0.75]
     assert score("trlx_style:delta") == [2.0, 6.0]
-    metric = build_metric("trlx_style:metric_fn")
+    metric = build_metric(RewardConfig(metric_fn="trlx_style:metric_fn"))
     assert metric is not None
     assert metric.compute(REQUEST) == {"length": [3.0, 9.0], "label": [0.25, 0.75]}
 
@@ -345,8 +345,8 @@ def test_python_objects_replace_what_the_configuration_names():
     with pytest.raises(RewardError, match="was a Python object"):
         build_reward(RewardConfig(fn="<python object>"))
     with pytest.raises(RewardError, match="pass metric_fn="):
-        build_metric("<python object>")
+        build_metric(RewardConfig(metric_fn="<python object>"))
 
 
 def test_no_metric_is_none():
-    assert build_metric(None) is None
+    assert build_metric(RewardConfig()) is None

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ppocli.config.schema import RewardConfig
 from ppocli.errors import RewardError
-from ppocli.rewards.check import check_invalid_share
+from ppocli.rewards.calls import check_invalid_share
 from ppocli.rewards.records import RewardRequest, RewardScores
 from ppocli.rewards.scoring import build_metric, build_reward
 
@@ -52,7 +52,6 @@ BAD_RETURNS = {
     "complex tensor": (NO_ARRAY, "returned complex"),
     "meta tensor": (torch.ones(N, device="meta"), "can't be read"),
     "object": ([object(), 1.0, 1.0], "returned object"),
-    "coroutine": (_score, "declare the function `async def`"),
     "coroutines inside": (lambda: [_score() for _ in range(N)], "coroutines in it"),
     "column": (torch.ones(N, 1),
                "a list of 1 numbers, but the response has 2 tokens, for sample 0"),
@@ -213,7 +212,7 @@ def metric_of(value: object) -> dict[str, list[float]]:
     def user_metric(outputs):
         return value
 
-    metric = build_metric(None, user_metric)
+    metric = build_metric(RewardConfig(), user_metric)
     assert metric is not None
     return metric.compute(request_of(N))
 

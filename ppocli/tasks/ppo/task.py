@@ -18,7 +18,7 @@ from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.losses import LossOptions, PPOLoss, ppo_loss, token_weights
 from ppocli.ppo.noise import ROLLOUT
 from ppocli.ppo.schedule import lr_factor
-from ppocli.rewards.check import check_invalid_share
+from ppocli.rewards.calls import check_invalid_share
 from ppocli.storage.run_logs import JsonlWriter
 from ppocli.tasks.ppo.digests import judge_digest, session_digests
 from ppocli.tasks.ppo.evaluate import evaluate, reference_responses
