@@ -168,6 +168,7 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
         PpocliError: whatever kept the evaluation from its end; samples scored so far are kept.
     """
     from ppocli.config.resolved import with_absolute_paths, with_values
+    from ppocli.evaluation.folder import SAMPLES
     from ppocli.evaluation.request import EvalRequest
     from ppocli.evaluation.work import run_evaluation
     from ppocli.launching.opened_folder import noting_objects
@@ -195,10 +196,9 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
     cfg = noting_objects(with_absolute_paths(cfg, Path.cwd()), objects)
     join_working_directory()
     with catch_signals() as stop:
-        done = run_evaluation(request, target, cfg, objects, stop=stop, say=log.info,
-                              watch=lambda role, there, total: None)
-    report = done.report
-    return EvalResult(done.folder.path, done.folder.samples, report["figures"], report["stderr"],
+        folder, report = run_evaluation(request, target, cfg, objects, stop=stop, say=log.info,
+                                        watch=lambda role, there, total: None)
+    return EvalResult(folder, folder / SAMPLES, report["figures"], report["stderr"],
                       report["against"] and report["against"]["figures"], report["win_rate"],
                       report)
 

@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +20,18 @@ from ppocli.errors import CheckpointError, DiskError
 from ppocli.storage.atomic import disk_errors, make_dirs, read_json
 from ppocli.storage.run_folder import LOCK, lock, probe_writable
 from ppocli.storage.run_logs import read_row
+from ppocli.text import cut
 
 EVAL = "eval"
 """folder of a run that holds its evaluations"""
+SETTINGS = "settings.json"
+"""what the samples are made from: a resumed evaluation must agree with it"""
+SAMPLES = "samples.jsonl"
+"""one JSON object a sample"""
+RESULT = "eval.json"
+"""what came out, one JSON object; there only if the evaluation is finished"""
+PICTURE = "frontier.svg"
+"""the frontier, if it was asked for"""
 Row = dict[str, Any]
 """a row of samples.jsonl"""
 _REPORT = {"model", "figures", "stderr", "quantiles", "samples", "scored", "against", "win_rate",
@@ -30,42 +39,15 @@ _REPORT = {"model", "figures", "stderr", "quantiles", "samples", "scored", "agai
 """what readers of eval.json count on"""
 
 
-@dataclass(frozen=True, slots=True)
-class EvalFolder:
-    """Where the parts of an evaluation lie. Nothing is created by naming it."""
-
-    path: Path
-
-    @property
-    def settings(self) -> Path:
-        """What the samples are made from: a resumed evaluation must agree with it."""
-        return self.path / "settings.json"
-
-    @property
-    def samples(self) -> Path:
-        """One JSON object a sample."""
-        return self.path / "samples.jsonl"
-
-    @property
-    def result(self) -> Path:
-        """What came out, one JSON object; there only if the evaluation is finished."""
-        return self.path / "eval.json"
-
-    @property
-    def picture(self) -> Path:
-        """The frontier, if it was asked for."""
-        return self.path / "frontier.svg"
-
-    @property
-    def finished(self) -> bool:
-        """Whether the evaluation went through."""
-        return self.result.is_file()
+def is_finished(folder: Path) -> bool:
+    """Whether the evaluation in a folder went through."""
+    return (folder / RESULT).is_file()
 
 
 def read_result(folder: Path) -> dict[str, Any] | None:
     """The contents of a finished evaluation's eval.json; None if there is none, or a damaged one.
     """
-    report = read_json(EvalFolder(folder).result)
+    report = read_json(folder / RESULT)
     return report if report is not None and report.keys() >= _REPORT else None
 
 
@@ -91,29 +73,33 @@ class Place:
         Raises:
             CheckpointError: nothing is overwritten unless asked for, and only an evaluation.
         """
-        folder = EvalFolder(self.default)
-        if self.overwrite and os.path.lexists(folder.path) and any(_foreign(folder)):
-            raise CheckpointError(f"{folder.path} holds what is no evaluation "
-                                  f"({next(_foreign(folder))}); it is not overwritten.",
-                                  where=str(folder.path), fix="choose another --name or --output")
-        if self.name is None or self.overwrite or self.resume:
+        folder = self.default
+        if not os.path.lexists(folder):
             return
-        if os.path.lexists(folder.path):
-            what = "a finished" if folder.finished else "an unfinished"
-            raise CheckpointError(f"{folder.path} holds {what} evaluation already.",
+        if self.overwrite:
+            known = {SETTINGS, SAMPLES, RESULT, PICTURE, LOCK}
+            foreign = (sorted({path.name for path in folder.iterdir()} - known) if folder.is_dir()
+                       else ["a file"])
+            if foreign:
+                raise CheckpointError(
+                    f"{folder} holds what is no evaluation ({foreign[0]}); it is not overwritten.",
+                    where=str(folder), fix="choose another --name or --output")
+        elif self.name is not None and not self.resume:
+            what = "a finished" if is_finished(folder) else "an unfinished"
+            raise CheckpointError(f"{folder} holds {what} evaluation already.",
                                   where=f"--name {self.name}",
                                   fix="--resume goes on with it, --overwrite starts it again; or "
                                       "choose another --name")
 
-    def numbered(self) -> list[EvalFolder]:
+    def numbered(self) -> list[Path]:
         """Folders there are under the default name, by number."""
         pattern = re.compile(re.escape(self.label) + r"(?:-([0-9]+))?")
-        names = [(int(match[1] or 1), path) for path in self.root.glob("*") if path.is_dir()
-                 and (match := pattern.fullmatch(path.name)) and match[1] not in ("0", "1")]
-        return [EvalFolder(path) for _, path in sorted(names)]
+        names = [(int(match[1] or 1), path) for path in self.root.glob("*")
+                 if (match := pattern.fullmatch(path.name)) and match[1] not in ("0", "1")]
+        return [path for _, path in sorted(names)]
 
 
-def choose(place: Place, identity: dict[str, Any], say: Callable[[str], None]) -> EvalFolder:
+def choose(place: Place, identity: dict[str, Any], say: Callable[[str], None]) -> Path:
     """The folder to work in: that of an evaluation to go on with, or a new one, made.
 
     Raises:
@@ -121,59 +107,59 @@ def choose(place: Place, identity: dict[str, Any], say: Callable[[str], None]) -
         DiskError: the folder can't be made.
     """
     if place.resume:
-        candidates = [EvalFolder(place.default)] if place.name else place.numbered()
-        candidates = [folder for folder in candidates if folder.path.is_dir()]
-        same = [folder for folder in candidates if not differences(folder, identity)]
-        unfinished = [folder for folder in candidates if not folder.finished]
-        for folder in (*reversed([f for f in same if not f.finished]), *reversed(same)):
-            return folder
+        candidates = [place.default] if place.name else place.numbered()
+        candidates = [folder for folder in candidates if folder.is_dir()]
+        unfinished = [folder for folder in candidates if not is_finished(folder)]
+        for folder in (*reversed(unfinished), *reversed(candidates)):
+            if not differences(folder, identity):
+                return folder
         if unfinished or (candidates and place.name):
-            raise _other_settings((unfinished or candidates)[-1], identity)
+            check_same((unfinished or candidates)[-1], identity)
         say(f"there is no evaluation to go on with in {place.root}: starting afresh")
     with _naming_output():
         probe_writable(place.root)
         if place.overwrite:
             make_dirs(place.default)
-            return EvalFolder(place.default)
+            return place.default
         for number in itertools.count(1):
             path = place.default if number == 1 else place.root / f"{place.default.name}-{number}"
             with disk_errors(path):
                 try:
                     path.mkdir()
                 except FileExistsError:
-                    if not EvalFolder(path).finished and path.is_dir():
+                    if not is_finished(path) and path.is_dir():
                         say(f"{path} holds an unfinished evaluation; to go on with it: the same "
                             f"command with --resume --name {path.name}")
                     continue
-            return EvalFolder(path)
+            return path
     raise AssertionError("unreachable")
 
 
 @contextmanager
-def working_in(folder: EvalFolder, place: Place) -> Iterator[None]:
+def working_in(folder: Path, place: Place) -> Iterator[None]:
     """Hold the folder for this process; a folder in which nothing came to be is removed again.
 
     Raises:
         CheckpointError: another process works there.
     """
     try:
-        with _naming_output(), lock(folder.path):
+        with _naming_output(), lock(folder):
             if place.overwrite:
-                for path in (folder.result, folder.settings, folder.samples, folder.picture):
-                    with disk_errors(path):
-                        path.unlink(missing_ok=True)
+                for name in (RESULT, SETTINGS, SAMPLES, PICTURE):
+                    with disk_errors(folder / name):
+                        (folder / name).unlink(missing_ok=True)
             try:
                 yield
             finally:
-                if not folder.finished and _is_empty(folder.samples):
-                    for path in (folder.samples, folder.settings):
-                        path.unlink(missing_ok=True)
+                if not is_finished(folder) and _is_empty(folder / SAMPLES):
+                    for name in (SAMPLES, SETTINGS):
+                        (folder / name).unlink(missing_ok=True)
     finally:
-        names = {entry.name for entry in folder.path.iterdir()} if folder.path.is_dir() else {""}
+        names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else {""}
         if names <= {LOCK}:
             with suppress(OSError):
-                (folder.path / LOCK).unlink(missing_ok=True)
-                folder.path.rmdir()
+                (folder / LOCK).unlink(missing_ok=True)
+                folder.rmdir()
                 if place.root.name == EVAL:
                     place.root.rmdir()
 
@@ -192,28 +178,20 @@ def _naming_output() -> Iterator[None]:
         raise
 
 
-def _foreign(folder: EvalFolder) -> Iterator[str]:
-    known = {path.name for path in (folder.settings, folder.samples, folder.result, folder.picture)}
-    if not folder.path.is_dir():
-        yield "a file"
-        return
-    yield from sorted({entry.name for entry in folder.path.iterdir()} - known - {LOCK})
-
-
 def _is_empty(path: Path) -> bool:
     return not path.is_file() or path.stat().st_size == 0
 
 
-def differences(folder: EvalFolder, identity: dict[str, Any]) -> list[str]:
+def differences(folder: Path, identity: dict[str, Any]) -> list[str]:
     """Lines on what differs between the settings a folder was begun with and ``identity``.
 
     Models are compared where both name their weights: those that weren't reached yet have none.
     """
-    if _is_empty(folder.samples) and not folder.finished:
+    if _is_empty(folder / SAMPLES) and not is_finished(folder):
         return []
-    old = read_json(folder.settings)
+    old = read_json(folder / SETTINGS)
     if old is None:
-        return [f"{folder.settings} is missing or damaged"]
+        return [f"{folder / SETTINGS} is missing or damaged"]
     before, now = _flat(old.get("identity", {})), _flat(identity)
     names = list(dict.fromkeys([*before, *now]))
     return [f"{name}: {_shown(before.get(name))} -> {_shown(now.get(name))}" for name in names
@@ -221,24 +199,20 @@ def differences(folder: EvalFolder, identity: dict[str, Any]) -> list[str]:
             and not (name.partition(".")[0] == "models" and not (name in before and name in now))]
 
 
-def _other_settings(folder: EvalFolder, identity: dict[str, Any]) -> CheckpointError:
-    lines = differences(folder, identity)
-    more = [f"  and {len(lines) - 8} more"] if len(lines) > 8 else []
-    return CheckpointError(
-        "\n".join([f"{folder.path} was begun under other settings:",
-                   *(f"  {line}" for line in lines[:8]), *more]), where=str(folder.settings),
-        fix="give the settings it was begun with; or start again: --overwrite in place of "
-            "--resume; or choose another --name")
-
-
-def check_same(folder: EvalFolder, identity: dict[str, Any]) -> None:
+def check_same(folder: Path, identity: dict[str, Any]) -> None:
     """Refuse to go on with samples of something else.
 
     Raises:
         CheckpointError: names what differs.
     """
-    if differences(folder, identity):
-        raise _other_settings(folder, identity)
+    lines = differences(folder, identity)
+    if lines:
+        more = [f"  and {len(lines) - 8} more"] if len(lines) > 8 else []
+        raise CheckpointError(
+            "\n".join([f"{folder} was begun under other settings:",
+                       *(f"  {line}" for line in lines[:8]), *more]), where=str(folder / SETTINGS),
+            fix="give the settings it was begun with; or start again: --overwrite in place of "
+                "--resume; or choose another --name")
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:
@@ -249,46 +223,38 @@ def _flat(value: Any, name: str = "") -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    text = "none" if value is None else value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 80 else f"{text[:60]}..."
+    return cut("none" if value is None else value if isinstance(value, str)
+               else json.dumps(value), 80)
 
 
-def take_up(folder: EvalFolder, parts: Sequence[tuple[str, int]], chunk: int
-            ) -> dict[str, list[Row]]:
+def take_up(folder: Path, sizes: Mapping[str, int], chunk: int) -> dict[str, list[Row]]:
     """Rows there already, by model; what follows the last whole chunk is cut off the file.
 
     Args:
-        parts: the models in the order they are evaluated in, and how many samples each has.
+        sizes: how many samples each model has, in the order they are evaluated in.
         chunk: samples of one generate call.
 
     Raises:
         DiskError: the file can't be cut.
     """
-    found: dict[str, list[Row]] = {role: [] for role, _ in parts}
-    if not folder.samples.is_file():
+    found: dict[str, list[Row]] = {role: [] for role in sizes}
+    path = folder / SAMPLES
+    if not path.is_file():
         return found
     end = place = 0
     pending: list[Row] = []
-    expected = [(role, number, total) for role, total in parts for number in range(total)]
-    with disk_errors(folder.samples), folder.samples.open("rb") as lines:
-        for line, (role, number, total) in zip(lines, expected, strict=False):
-            row = _row(line, role, number)
-            if row is None:
+    expected = [(role, number) for role, total in sizes.items() for number in range(total)]
+    with disk_errors(path), path.open("rb") as lines:
+        for line, (role, number) in zip(lines, expected, strict=False):
+            row = read_row(line) if line.endswith(b"\n") else None
+            if row is None or (row.get("model"), row.get("number")) != (role, number):
                 break
             place += len(line)
             pending.append(row)
-            if (number + 1) % chunk == 0 or number + 1 == total:
+            if (number + 1) % chunk == 0 or number + 1 == sizes[role]:
                 found[role] += pending
                 pending, end = [], place
-    with disk_errors(folder.samples):
-        if folder.samples.stat().st_size > end:
-            os.truncate(folder.samples, end)
+    with disk_errors(path):
+        if path.stat().st_size > end:
+            os.truncate(path, end)
     return found
-
-
-def _row(line: bytes, role: str, number: int) -> Row | None:
-    """The row of a whole line, if it is the ``number``-th of this model."""
-    row = read_row(line)
-    if row is None or not line.endswith(b"\n"):
-        return None
-    return row if (row.get("model"), row.get("number")) == (role, number) else None
