@@ -168,8 +168,7 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
         PpocliError: whatever kept the evaluation from its end; samples scored so far are kept.
     """
     from ppocli.config.resolved import with_absolute_paths, with_values
-    from ppocli.evaluation.folder import SAMPLES
-    from ppocli.evaluation.request import EvalRequest
+    from ppocli.evaluation.request import SAMPLES, EvalRequest
     from ppocli.evaluation.work import run_evaluation
     from ppocli.launching.opened_folder import noting_objects
     from ppocli.launching.target_config import target_config

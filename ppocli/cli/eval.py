@@ -93,7 +93,7 @@ def evaluate(
     cfg = target_config(target, request.overrides(target), needs_reward=True, needs_prompts=True)
     cfg = with_absolute_paths(cfg, Path.cwd())
     with working() as stop:
-        from ppocli.evaluation.folder import PICTURE, RESULT, SAMPLES
+        from ppocli.evaluation.request import PICTURE, RESULT, SAMPLES
         from ppocli.evaluation.work import run_evaluation
         from ppocli.training.task import PythonObjects
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ppocli.evaluation.folder import Row
+from ppocli.evaluation.request import Row
 from ppocli.runs.target import Target
 from ppocli.tasks.ppo.evaluate import distinct, evaluation_figures
 from ppocli.tasks.ppo.session import EvalSession

@@ -14,12 +14,11 @@ import torch
 
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, ConfigError, OutOfMemoryError, PpocliError, StoppedError
-from ppocli.evaluation import folder as files
+from ppocli.evaluation import request as files
 from ppocli.evaluation.figures import BASE_SAMPLES, frontier_of, frontier_svg, report_of
-from ppocli.evaluation.folder import EVAL, PICTURE, RESULT, SAMPLES, SETTINGS, Place, Row
-from ppocli.evaluation.identity import identity_of
+from ppocli.evaluation.identity import check_same, choose, identity_of
 from ppocli.evaluation.player import own_sampling
-from ppocli.evaluation.request import EvalRequest, base_target
+from ppocli.evaluation.request import EvalRequest, Row, base_target
 from ppocli.models.loading.language_model import load_tokenizer
 from ppocli.parallel.backend import Backend, open_backend
 from ppocli.parallel.stop import StopFlag, StopRequested
@@ -87,9 +86,9 @@ def run_evaluation(request: EvalRequest, target: Target, cfg: TrainConfig, objec
     quiet_transformers()
     # below the run, or below the current folder for a bare model
     root = Path(request.output).expanduser().absolute() if request.output else (
-        target.run_dir or Path.cwd()) / EVAL
-    place = Place(root, target.label, request.name, request.overwrite, request.resume)
-    place.refuse_taken()
+        target.run_dir or Path.cwd()) / files.EVAL
+    default = root / (request.name or target.label)
+    files.refuse_taken(default, request)
     cfg = _without_own_reference(cfg, target, say)
     targets = _targets(request, target, cfg, say)
     try:
@@ -101,16 +100,16 @@ def run_evaluation(request: EvalRequest, target: Target, cfg: TrainConfig, objec
             if target.run_dir is None:
                 _say_declared(session, request, say)
             identity = identity_of(session, list(targets.values()), request.frontier, objects)
-            folder = files.choose(place, identity, say)
+            folder = choose(default, request, identity, say)
             if request.resume and files.is_finished(folder):
                 report = files.read_result(folder)
                 if report is not None:
-                    say(f"finished already: {folder / RESULT}")
+                    say(f"finished already: {folder / files.RESULT}")
                     return folder, report
-                say(f"{folder / RESULT} is damaged: it is made again from the samples")
+                say(f"{folder / files.RESULT} is damaged: it is made again from the samples")
             work = _Work(request, session, targets, objects, stop, say, watch, folder, identity)
             del session  # else its model would stay in memory beside the next one
-            with files.working_in(folder, place):
+            with files.working_in(folder, request.overwrite):
                 return folder, _evaluate(work)
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(
@@ -192,38 +191,50 @@ def _evaluate(work: _Work) -> dict[str, Any]:
         work.say(f"--frontier costs {sizes['base'] - len(work.rows['base'])} more responses "
                  f"({BASE_SAMPLES} of {work.targets['base'].name} to each prompt) and as many "
                  "rewards")
-    old = (read_json(work.folder / SETTINGS) or {}) if work.kept else {}
+    old = (read_json(work.folder / files.SETTINGS) or {}) if work.kept else {}
     work.started = str(old.get("started") or datetime.now(UTC).isoformat(timespec="seconds"))
     _note_models(work, {**old.get("identity", {}).get("models", {}), **work.identity["models"]})
     try:
-        with JsonlWriter(work.folder / SAMPLES) as writer:
+        with JsonlWriter(work.folder / files.SAMPLES) as writer:
             for role, target in work.targets.items():
                 if role != "policy":
                     _next_model(work, role, target, texts)
                 _sample(work, role, total, writer)
-    except StopRequested as stopped:
-        if not work.kept:
+    except (StopRequested, PpocliError) as error:
+        if not work.kept or isinstance(error, CheckpointError):
             raise
-        raise StoppedError(
-            f"stopped by {stopped}; {work.kept} samples are kept in {work.folder / SAMPLES}",
-            signal_number=stopped.signal_number, fix=f"go on with: {_command(work)}") from None
-    except CheckpointError:
-        raise
-    except PpocliError:
-        if work.kept:
-            log.warning("%d samples are kept in %s; to go on: %s", work.kept,
-                        work.folder / SAMPLES, _command(work))
+        if work.objects == PythonObjects():
+            command = work.request.command(work.targets["policy"], work.folder.name)
+        else:  # no command line can name them
+            command = f"call ppocli.evaluate again, with name={work.folder.name!r}, resume=True"
+        kept = f"{work.kept} samples are kept in {work.folder / files.SAMPLES}"
+        if isinstance(error, StopRequested):
+            raise StoppedError(f"stopped by {error}; {kept}", signal_number=error.signal_number,
+                               fix=f"go on with: {command}") from None
+        log.warning("%s; to go on: %s", kept, command)
         raise
     return _finish(work)
 
 
 def _next_model(work: _Work, role: str, target: Target, texts: list[str]) -> None:
-    """Let go of the model before, then load this one beside the same judges and reference."""
+    """Let go of the model before, then load this one beside the same judges and reference.
+
+    Raises:
+        ConfigError: its tokenizer can't hold all of the prompts, whose ``texts`` the policy got.
+    """
     stripped: Any = {"policy": None, "loaded": None}
     work.session = judges = replace(work.session, **stripped)
     work.session = _session(judges.cfg, judges.backend, work.objects, role, target, judges,
                             work.say)
-    _check_texts(texts, list(work.session.eval_prompts.texts), target)
+    others = list(work.session.eval_prompts.texts)
+    if len(texts) != len(others):
+        raise ConfigError(f"The tokenizer of {target.name} makes {len(others)} prompts of what "
+                          f"are {len(texts)} for the policy.", where="--against",
+                          fix="leave out --against, or give prompts that both can hold")
+    changed = sum(text != other for text, other in zip(texts, others, strict=True))
+    if changed:
+        log.warning("%d of %d prompts are not the same text for %s, whose tokenizer is another",
+                    changed, len(texts), target.name)
     _note_models(work, {role: weights_digest(work.session.policy.lm)})
 
 
@@ -231,25 +242,9 @@ def _note_models(work: _Work, models: dict[str, str]) -> None:
     """Write what the samples are of, with the weights of models that are reached now; refuse
     others than before."""
     work.identity = {**work.identity, "models": {**work.identity["models"], **models}}
-    files.check_same(work.folder, work.identity)
-    write_json_atomic(work.folder / SETTINGS, {"schema": 1, "started": work.started,
+    check_same(work.folder, work.identity)
+    write_json_atomic(work.folder / files.SETTINGS, {"schema": 1, "started": work.started,
                                              "identity": finite_or_null(work.identity)})
-
-
-def _check_texts(policy: list[str], other: list[str], target: Target) -> None:
-    """The same prompts, as far as another tokenizer can hold them.
-
-    Raises:
-        ConfigError: some of them are lost.
-    """
-    if len(policy) != len(other):
-        raise ConfigError(f"The tokenizer of {target.name} makes {len(other)} prompts of what "
-                          f"are {len(policy)} for the policy.", where="--against",
-                          fix="leave out --against, or give prompts that both can hold")
-    changed = sum(a != b for a, b in zip(policy, other, strict=True))
-    if changed:
-        log.warning("%d of %d prompts are not the same text for %s, whose tokenizer is another",
-                    changed, len(policy), target.name)
 
 
 def _sample(work: _Work, role: str, in_all: int, writer: JsonlWriter) -> None:
@@ -283,12 +278,6 @@ def _rows(role: str, chunk: EvalChunk, prompts: int) -> list[Row]:
             for i, sample in enumerate(chunk.samples) for number in [chunk.start + i]]
 
 
-def _command(work: _Work) -> str:
-    if work.objects != PythonObjects():  # no command line can name them
-        return f"call ppocli.evaluate again, with name={work.folder.name!r}, resume=True"
-    return work.request.command(work.targets["policy"], work.folder.name)
-
-
 def _finish(work: _Work) -> dict[str, Any]:
     """eval.json, and the frontier's picture before it."""
     session, found = work.session, None
@@ -301,6 +290,6 @@ def _finish(work: _Work) -> dict[str, Any]:
         started=work.started, seconds=monotonic() - work.clock))
     with work.stop.defer():
         if found is not None:
-            write_atomic(work.folder / PICTURE, frontier_svg(found))
-        write_json_atomic(work.folder / RESULT, report)
+            write_atomic(work.folder / files.PICTURE, frontier_svg(found))
+        write_json_atomic(work.folder / files.RESULT, report)
     return report

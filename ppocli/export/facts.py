@@ -18,10 +18,11 @@ from ppocli.config.hub import hub_reachable
 from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.config.schema import TrainConfig
 from ppocli.config.secrets import secret_values, without_secrets
-from ppocli.evaluation.folder import read_json, read_result
+from ppocli.evaluation.request import read_result
 from ppocli.runs.record import RunRecord, read_run
 from ppocli.runs.target import Target
 from ppocli.storage.adapter_files import CONFIG, is_adapter
+from ppocli.storage.atomic import read_json
 from ppocli.storage.model_files import quiet_transformers
 
 _NUM_SAMPLES = 4

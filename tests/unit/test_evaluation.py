@@ -24,9 +24,8 @@ from ppocli.evaluation.figures import (
     frontier_of,
     frontier_svg,
 )
-from ppocli.evaluation.folder import Place, choose, take_up
-from ppocli.evaluation.identity import _described, _digest, _weights
-from ppocli.evaluation.request import EvalRequest
+from ppocli.evaluation.identity import _described, _digest, _weights, choose
+from ppocli.evaluation.request import EvalRequest, refuse_taken, take_up
 from ppocli.runs.target import Target
 
 SCORES = [0.3, -1.0, 2.5, 2.5, 0.0, 7.0]
@@ -170,11 +169,6 @@ def test_a_models_last_chunk_may_be_shorter(tmp_path):
     assert (folder / "samples.jsonl").read_bytes() == b"".join(lines)
 
 
-def place(root: Path, **over) -> Place:
-    return Place(**{"root": root, "label": "step-000004", "name": None, "overwrite": False,
-                    "resume": False, **over})
-
-
 def finished(folder: Path, identity=None):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "settings.json").write_text(json.dumps({"identity": identity or {}}))
@@ -185,34 +179,34 @@ def finished(folder: Path, identity=None):
 
 def test_results_never_land_where_some_are(tmp_path):
     said = []
-    finished(tmp_path / "step-000004")
-    assert choose(place(tmp_path), {}, said.append).name == "step-000004-2"
-    assert choose(place(tmp_path), {}, said.append).name == "step-000004-3"
+    default = finished(tmp_path / "step-000004")
+    assert choose(default, EvalRequest(), {}, said.append).name == "step-000004-2"
+    assert choose(default, EvalRequest(), {}, said.append).name == "step-000004-3"
     assert said == [f"{tmp_path / 'step-000004-2'} holds an unfinished evaluation; to go on with "
                     "it: the same command with --resume --name step-000004-2"]
 
 
 def test_resuming_takes_the_unfinished_one_of_the_same_settings(tmp_path):
     mine, other = {"seed": 1, "models": {}}, {"seed": 2, "models": {"policy": "x"}}
-    finished(tmp_path / "step-000004", mine)
+    default = finished(tmp_path / "step-000004", mine)
     begun = finished(tmp_path / "step-000004-2", other)
     (begun / "eval.json").unlink()
-    resuming = place(tmp_path, resume=True)
-    assert choose(resuming, mine, print).name == "step-000004"
-    assert choose(resuming, other, print).name == "step-000004-2"
-    assert choose(resuming, {**other, "models": {}}, print).name == "step-000004-2"
+    resuming = EvalRequest(resume=True)
+    assert choose(default, resuming, mine, print) == default
+    assert choose(default, resuming, other, print) == begun
+    assert choose(default, resuming, {**other, "models": {}}, print) == begun
     with pytest.raises(CheckpointError, match="seed: 2 -> 3"):
-        choose(resuming, {"seed": 3, "models": {}}, print)
+        choose(default, resuming, {"seed": 3, "models": {}}, print)
     (begun / "settings.json").unlink()
     with pytest.raises(CheckpointError, match=r"settings\.json is missing or damaged"):
-        choose(place(tmp_path, resume=True, name="step-000004-2"), other, print)
+        choose(begun, EvalRequest(resume=True, name=begun.name), other, print)
 
 
 def test_only_evaluations_are_overwritten(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.tex").write_text("x")
     with pytest.raises(CheckpointError, match=r"holds what is no evaluation \(thesis.tex\)"):
-        place(tmp_path, name="mine", overwrite=True).refuse_taken()
+        refuse_taken(tmp_path / "mine", EvalRequest(name="mine", overwrite=True))
 
 
 MODEL = Target("./lm", "/somewhere/lm")
