@@ -144,9 +144,9 @@ def check_same(folder: Path, identity: dict[str, Any]) -> None:
         more = [f"  and {len(lines) - 8} more"] if len(lines) > 8 else []
         raise CheckpointError(
             "\n".join([f"{folder} was begun under other settings:",
-                       *(f"  {line}" for line in lines[:8]), *more]), where=str(folder / files.SETTINGS),
-            fix="give the settings it was begun with; or start again: --overwrite in place of "
-                "--resume; or choose another --name")
+                       *(f"  {line}" for line in lines[:8]), *more]),
+            where=str(folder / files.SETTINGS), fix="give the settings it was begun "
+            "with; or start again: --overwrite in place of --resume; or choose another --name")
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:
