@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ppocli.config.resolved import with_values
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, ConfigError, OutOfMemoryError, PpocliError, StoppedError
 from ppocli.evaluation import request as files
@@ -127,8 +128,7 @@ def _without_own_reference(cfg: TrainConfig, target: Target, say: Callable[[str]
         say("the run has no reference, so there is no KL; to measure it: model.reference.kind=copy")
     elif target.run_dir is None and cfg.model.path == target.model:
         say("no KL: the base of this model is not known; to name it: model.path=FOLDER")
-        none = replace(cfg.model.reference, kind="none")
-        return replace(cfg, model=replace(cfg.model, reference=none))
+        return with_values(cfg, {"model.reference.kind": "none"})
     return cfg
 
 
@@ -164,8 +164,7 @@ def _session(cfg: TrainConfig, backend: Backend, objects: PythonObjects, role: s
              judges: EvalSession | None, say: Callable[[str], None]) -> EvalSession:
     """What judges one model; ``judges`` lends reward, metric and reference."""
     if role == "base":
-        cfg = replace(cfg, prompts=replace(cfg.prompts, eval=replace(
-            cfg.prompts.eval, repeat=BASE_SAMPLES)))
+        cfg = with_values(cfg, {"prompts.eval.repeat": BASE_SAMPLES})
     session = build_eval_session(cfg, backend, objects, policy=target.model, judges=judges)
     if role == "base":
         return replace(session, reference=None)  # its KL to itself would only cost time

@@ -126,12 +126,14 @@ class _BadValue(Exception):
     """Why a value can't be used; becomes a RewardError that names the function."""
 
 
-def check_scores(returned: Any, bound: BoundCallable, request: RewardRequest) -> list[Score]:
-    """The scores in ``returned``, one per sample, as Python floats or lists of floats.
+def scores_from(bound: BoundCallable, request: RewardRequest, cfg: RewardConfig) -> list[Score]:
+    """The scores that a function gives, one per sample, as Python floats or lists of floats.
 
     Raises:
-        RewardError: wrong count, type, shape or a number that float32 can't hold.
+        RewardError: as :func:`call_with_request`; or wrong count, type, shape or a number that
+            float32 can't hold.
     """
+    returned = call_with_request(bound, request, cfg)
     scores: list[Score] = []
     dense: bool | None = None
     for index, value in enumerate(_items(returned, len(request), bound, " returned", EXPECTED)):
@@ -152,13 +154,15 @@ def check_scores(returned: Any, bound: BoundCallable, request: RewardRequest) ->
     return scores
 
 
-def check_metrics(returned: Any, bound: BoundCallable,
-                  request: RewardRequest) -> dict[str, list[float]]:
-    """The metrics in ``returned``: name -> one finite number a sample.
+def metrics_from(bound: BoundCallable, request: RewardRequest, cfg: RewardConfig
+                 ) -> dict[str, list[float]]:
+    """The metrics that a function gives: name -> one finite number a sample.
 
     Raises:
-        RewardError: not a dict of lists of that many finite numbers.
+        RewardError: as :func:`call_with_request`; or not a dict of lists of that many finite
+            numbers.
     """
+    returned = call_with_request(bound, request, cfg)
     if not isinstance(returned, Mapping):
         raise RewardError(f"{bound.label} returned {_kind(returned)}, not a dict of lists.",
                           where=bound.located.key, fix=EXPECTED_METRICS)

@@ -10,14 +10,7 @@ from typing import Any, Self
 from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.config.schema import RewardConfig
 from ppocli.errors import ConfigError, RewardError
-from ppocli.rewards.calls import (
-    MAX_FLOAT32,
-    call_with_request,
-    check_metrics,
-    check_scores,
-    invalid_error,
-    is_nan,
-)
+from ppocli.rewards.calls import MAX_FLOAT32, invalid_error, is_nan, metrics_from, scores_from
 from ppocli.rewards.records import RewardRequest, RewardScores, Score
 from ppocli.rewards.resolve import BoundCallable, bind
 from ppocli.user_code import shorten
@@ -96,8 +89,7 @@ class Reward(Judge):
         """
         if not len(request):
             return RewardScores([], None, [], {part.name: [] for part in self.parts})
-        answers = [check_scores(call_with_request(part.bound, request, self.cfg), part.bound,
-                                request) for part in self.parts]
+        answers = [scores_from(part.bound, request, self.cfg) for part in self.parts]
         rows = list(zip(*answers, strict=True))
         valid = [self._is_valid(request, index, row) for index, row in enumerate(rows)]
         totals = [self._total(row, request, index) if valid[index] else 0.0
@@ -159,10 +151,7 @@ class Metric(Judge):
         Raises:
             RewardError: the function raised, took too long, or returned something else.
         """
-        if not len(request):
-            return {}
-        bound = self.parts[0].bound
-        return check_metrics(call_with_request(bound, request, self.cfg), bound, request)
+        return metrics_from(self.parts[0].bound, request, self.cfg) if len(request) else {}
 
 
 def build_reward(cfg: RewardConfig, *,
