@@ -261,7 +261,7 @@ def _named(code: CodeType) -> list[str]:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    state = object.__getstate__(value)  # where there are slots, a pair: __dict__ and those
+    state: Any = object.__getstate__(value)  # where there are slots, a pair: __dict__ and those
     parts = reversed(state) if isinstance(state, tuple) else [state]
     return {name: cell for part in parts for name, cell in (part or {}).items()}
 

@@ -67,7 +67,7 @@ class BoundCallable:
         if not inspect.isclass(self.call):
             return self
         try:
-            call = self.call(**self.init_kwargs)
+            call: Any = self.call(**self.init_kwargs)
         except PpocliError as error:
             name_own_key(error, located.key)
             raise

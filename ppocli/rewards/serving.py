@@ -14,7 +14,7 @@ import socket
 import socketserver
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from time import monotonic
@@ -22,7 +22,7 @@ from typing import Any
 
 from ppocli.config.secrets import hide_secrets
 from ppocli.errors import PpocliError
-from ppocli.rewards.records import WireError, decode_request, encode_scores
+from ppocli.rewards.records import Score, WireError, decode_request, encode_scores
 from ppocli.rewards.scoring import Reward
 from ppocli.version import __version__
 
@@ -108,8 +108,9 @@ class RewardServer(ThreadingHTTPServer):
             raise Refused(status, error.args[0]) from None
         finally:
             self._places.release()
-        return encode_scores([score if valid else None for score, valid in zip(
-            found.dense or found.scores, found.valid, strict=True)])
+        scores: Sequence[Score] = found.dense or found.scores
+        return encode_scores([score if valid else None
+                              for score, valid in zip(scores, found.valid, strict=True)])
 
     def finish(self) -> bool:
         """Wait a while for the requests under way; whether all were answered."""
