@@ -81,6 +81,7 @@ def test_bad_returns_are_refused_with_the_function_and_the_sample(case):
 GOOD_RETURNS = {
     "floats": [1.0, 0.0, 2.0],
     "ints": [1, 0, 2],
+    "bools": [True, np.bool_(False), 2],
     "tuple": (1, 0, 2),
     "numpy": np.array([1, 0, 2], dtype=np.float16),
     "object array": np.array([1, 0.0, np.int8(2)], dtype=object),
@@ -101,10 +102,6 @@ def test_good_returns_are_converted(case):
     assert all(type(score) is float for score in result.scores)
     assert result.dense is None
     assert result.valid == [True] * 3
-
-
-def test_bools_count_as_numbers():
-    assert scores_of([True, np.bool_(False), True]).scores == [1.0, 0.0, 1.0]
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1,
