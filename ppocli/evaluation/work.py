@@ -242,8 +242,8 @@ def _note_models(work: _Work, models: dict[str, str]) -> None:
     others than before."""
     work.identity = {**work.identity, "models": {**work.identity["models"], **models}}
     check_same(work.folder, work.identity)
-    write_json_atomic(work.folder / files.SETTINGS, {"schema": 1, "started": work.started,
-                                             "identity": finite_or_null(work.identity)})
+    write_json_atomic(work.folder / files.SETTINGS, {
+        "schema": 1, "started": work.started, "identity": finite_or_null(work.identity)})
 
 
 def _sample(work: _Work, role: str, in_all: int, writer: JsonlWriter) -> None:

@@ -115,13 +115,13 @@ class BoundCallable:
                               for other in sources if other not in named})
             elif parameter.kind is Parameter.VAR_POSITIONAL:
                 continue
+            elif name not in sources and parameter.default is Parameter.empty:
+                raise self._unbound(name, list(request.columns))
             elif parameter.kind is Parameter.POSITIONAL_ONLY:
                 positional.append(self._value(name, request) if name in sources
                                   else parameter.default)
             elif name in sources:
                 named[name] = self._value(name, request)
-            elif parameter.default is Parameter.empty:
-                raise self._unbound(name, list(request.columns))
         return positional, named
 
     def _value(self, name: str, request: RewardRequest) -> Any:

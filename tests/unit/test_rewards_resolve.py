@@ -274,8 +274,9 @@ def test_a_required_parameter_without_a_source(write):
     reward.check_columns(["labels"])
     with pytest.raises(RewardError, match="'labels'"):
         build_reward(RewardConfig(fn="my_rewards:score"), columns=["label"])
-    with pytest.raises(RewardError, match="'labels'"):
-        reward.score(REQUEST)
+    for built in (reward, build_reward(RewardConfig(), reward_fn=lambda labels, /: labels)):
+        with pytest.raises(RewardError, match="'labels'"):
+            built.score(REQUEST)
 
 
 def test_a_column_with_a_known_name_is_hidden_and_said(caplog):
