@@ -159,7 +159,7 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
         PpocliError: whatever kept the evaluation from its end; samples scored so far are kept.
     """
     from ppocli.config.resolved import with_absolute_paths, with_values
-    from ppocli.evaluation.request import EvalRequest
+    from ppocli.evaluation.request import SAMPLES, EvalRequest
     from ppocli.evaluation.work import run_evaluation
     from ppocli.launching.opened_folder import noting_objects
     from ppocli.launching.target_config import target_config
@@ -185,10 +185,9 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
     cfg = noting_objects(with_absolute_paths(cfg, Path.cwd()), objects)
     join_working_directory()
     with catch_signals() as stop:
-        done = run_evaluation(request, target, cfg, objects, stop=stop, say=log.info,
-                              watch=lambda role, there, total: None)
-    report = done.report
-    return EvalResult(done.folder.path, done.folder.samples, report["figures"], report["stderr"],
+        folder, report = run_evaluation(request, target, cfg, objects, stop=stop, say=log.info,
+                                        watch=lambda role, there, total: None)
+    return EvalResult(folder, folder / SAMPLES, report["figures"], report["stderr"],
                       report["against"] and report["against"]["figures"], report["win_rate"],
                       report)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
 import importlib.util
 import inspect
 import os
@@ -85,12 +84,6 @@ class Located:
             return self.spec
         return f"{self.spec} ({short_path(self.file)}:{self.line})"
 
-    @property
-    def needs_all_samples(self) -> bool:
-        """Whether the function or class has a true attribute of that name: with several ranks it
-        wants one call on one of them, with the samples of all."""
-        return bool(getattr(self.target, "needs_all_samples", False))
-
 
 def locate(wanted: Wanted) -> Located:
     """Import what is wanted: ``pkg.module:function``, ``pkg.module.function``,
@@ -150,9 +143,21 @@ def from_object(target: Any, wanted: Wanted) -> Located:
         raise wanted.refused(
             f"{wanted.spec!r} is of type {type(target).__name__}, which can't be called.",
             fix="name a function, a class or a callable object")
-    _refuse_standard_library(target, wanted)
-    file, line = code_home(target)
-    return Located(wanted.spec, wanted.key, target, file, line)
+    code = target
+    while isinstance(code, functools.partial):
+        code = code.func
+    code = inspect.unwrap(code)
+    if not (inspect.isroutine(code) or inspect.isclass(code)):
+        code = type(code)
+    module_name = getattr(code, "__module__", None)
+    if module_name is None:  # methods of built-in types carry no module
+        module_name = type(getattr(code, "__self__", code)).__module__
+    _refuse_standard_library(module_name, wanted)
+    try:
+        return Located(wanted.spec, wanted.key, target, inspect.getsourcefile(code),
+                       inspect.getsourcelines(code)[1])
+    except (TypeError, OSError):
+        return Located(wanted.spec, wanted.key, target, None, None)
 
 
 def join_working_directory() -> None:
@@ -162,28 +167,13 @@ def join_working_directory() -> None:
         sys.path.insert(0, here)
 
 
-def _is_standard(module_name: str | None) -> bool:
-    return (module_name or "").partition(".")[0] in sys.stdlib_module_names
-
-
-def _refuse_standard_library(target: Any, wanted: Wanted) -> None:
-    while isinstance(target, functools.partial):
-        target = target.func
-    if not inspect.isroutine(target):
-        target = inspect.unwrap(target)
-    owner = target if inspect.isroutine(target) or inspect.isclass(target) else type(target)
-    module_name = getattr(owner, "__module__", None)
-    if module_name is None:  # methods of built-in types carry no module
-        module_name = type(getattr(owner, "__self__", owner)).__module__
-    if _is_standard(module_name):
-        raise _standard_library_error(wanted, f"it is part of Python's {module_name!r}")
-
-
-def _standard_library_error(wanted: Wanted, why: str) -> PpocliError:
-    return wanted.refused(
-        f"{wanted.spec!r} is refused: {why}, and a configuration may not run the standard library.",
-        fix=f"name a {wanted.kind.noun} of your own; a module of yours that carries the name of a "
-            "standard one needs another name")
+def _refuse_standard_library(module_name: str, wanted: Wanted) -> None:
+    if module_name.partition(".")[0] in sys.stdlib_module_names:
+        raise wanted.refused(
+            f"{wanted.spec!r} is refused: it is part of Python's {module_name!r}, and a "
+            "configuration may not run the standard library.",
+            fix=f"name a {wanted.kind.noun} of your own; a module of yours that carries the name "
+                "of a standard one needs another name")
 
 
 @contextmanager
@@ -203,12 +193,11 @@ def _import_errors(wanted: Wanted, source: str) -> Iterator[None]:
 
 
 def _load_module(name: str, wanted: Wanted) -> ModuleType:
-    if not name or name.startswith(".") or not all(p.isidentifier() for p in name.split(".")):
+    if not all(part.isidentifier() for part in name.split(".")):
         raise wanted.refused(
             f"{wanted.spec!r} is not an import path: {name!r} can't be a module's name.",
             fix=f"one of these forms: {wanted.forms}")
-    if _is_standard(name):
-        raise _standard_library_error(wanted, f"{name!r} belongs to Python itself")
+    _refuse_standard_library(name, wanted)
     importlib.invalidate_caches()
     with _import_errors(wanted, name):
         try:
@@ -253,38 +242,33 @@ def _split_dotted(path: str, wanted: Wanted) -> tuple[ModuleType, str]:
     """The longest importable module at the start of ``a.b.c.d``, and the attribute path left."""
     parts = path.split(".")
     module = _load_module(parts[0], wanted)
-    for position in range(1, len(parts)):
-        part, is_last = parts[position], position == len(parts) - 1
-        found = getattr(module, part, None)
-        if found is not None and not isinstance(found, ModuleType):
-            return module, ".".join(parts[position:])
+    for position, part in enumerate(parts[1:], start=1):
+        found, left = getattr(module, part, None), parts[position:]
         name = ".".join(parts[:position + 1])
-        if found is None and not _submodule_exists(module, name):
-            if is_last:
-                return module, part
-            raise _no_module(name, wanted, package=module)
-        module = _load_module(name, wanted)
+        if isinstance(found, ModuleType) or (
+                found is None and hasattr(module, "__path__") and importlib.util.find_spec(name)):
+            module = _load_module(name, wanted)
+        elif found is None and len(left) > 1:
+            raise _no_module(name, wanted)
+        else:
+            return module, ".".join(left)
     raise _no_function(wanted)
 
 
-def _submodule_exists(package: ModuleType, name: str) -> bool:
-    if not hasattr(package, "__path__"):
-        return False
-    return importlib.util.find_spec(name) is not None
-
-
-def _no_module(name: str, wanted: Wanted, package: ModuleType | None = None) -> PpocliError:
+def _no_module(name: str, wanted: Wanted) -> PpocliError:
     """The error for a module (or short name) that isn't there, with the nearest that is."""
     parent, _, leaf = name.rpartition(".")
-    package = package or sys.modules.get(parent)
     spec, built_in = wanted.spec, wanted.kind.short_names
-    if parent and package is not None:
-        candidates = [m.name for m in pkgutil.iter_modules(getattr(package, "__path__", []))]
+    if parent in sys.modules:
+        folders = getattr(sys.modules[parent], "__path__", [])
+        candidates = [module.name for module in pkgutil.iter_modules(folders)]
         what = f"There is no module {leaf!r} in {parent!r}."
     else:
         leaf = name.partition(".")[0]
-        candidates = _local_modules()
-        what = f"There is no module {leaf!r} in {os.getcwd()} or among the installed packages."
+        here = Path.cwd()
+        candidates = [file.stem for file in here.glob("*.py")]
+        candidates += [file.parent.name for file in here.glob("*/*.py")]
+        what = f"There is no module {leaf!r} in {here} or among the installed packages."
         if ":" not in spec and "." not in spec:
             candidates += built_in
             what = f"{spec!r} is neither a built-in reward nor an import path."
@@ -302,27 +286,16 @@ def _no_function(wanted: Wanted) -> PpocliError:
                           fix=f"{wanted.key}={module}:{noun.upper()}")
 
 
-def _local_modules() -> list[str]:
-    here = os.getcwd()
-    names = [module.name for module in pkgutil.iter_modules([here])]
-    with os.scandir(here) as entries:
-        folders = [entry for entry in entries if entry.is_dir() and entry.name.isidentifier()]
-    return names + [folder.name for folder in folders if any(Path(folder.path).glob("*.py"))]
-
-
 def _attribute(module: ModuleType, attribute: str, wanted: Wanted) -> Any:
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
             names = [name for name in dir(found)
                      if not name.startswith("_") and callable(getattr(found, name, None))]
-            home = getattr(module, "__file__", None)
-            owner = f"{module.__name__!r} ({short_path(home)})" if home else f"{module.__name__!r}"
-            if home and module.__name__.startswith("_ppocli_user_"):
-                owner = f"{short_path(home)!r}"
+            home = short_path(getattr(module, "__file__", None) or module.__name__)
             hint = suggestion(part, names) or (
                 f"It has: {', '.join(sorted(names)[:10])}." if names else "It has no functions.")
-            raise wanted.refused(f"There is no {part!r} in {owner}. {hint}",
+            raise wanted.refused(f"There is no {part!r} in {home!r}. {hint}",
                                  where=f"{wanted.key}={wanted.spec}",
                                  fix=f"name a {wanted.kind.noun} that the module has")
         found = getattr(found, part)
@@ -340,17 +313,6 @@ def shorten(text: str) -> str:
     return repr(text)
 
 
-def code_home(target: Any) -> tuple[str | None, int | None]:
-    """File and first line of a function, class or callable object; ``None`` where unknown."""
-    target = inspect.unwrap(getattr(target, "func", target))
-    if not (inspect.isroutine(target) or inspect.isclass(target)):
-        target = type(target)
-    try:
-        return inspect.getsourcefile(target), inspect.getsourcelines(target)[1]
-    except (TypeError, OSError):
-        return None, None
-
-
 def raised_at(error: BaseException, file: str | None = None) -> str | None:
     """``FILE:LINE`` where ``error`` was raised.
 
@@ -362,6 +324,7 @@ def raised_at(error: BaseException, file: str | None = None) -> str | None:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__)
               if not frame.filename.startswith("<frozen importlib")]
     own = [frame for frame in frames if file is not None and frame.filename == file]
-    for frame in reversed(own or frames):
-        return f"{short_path(frame.filename)}:{frame.lineno}"
-    return None
+    if not frames:
+        return None
+    frame = (own or frames)[-1]
+    return f"{short_path(frame.filename)}:{frame.lineno}"

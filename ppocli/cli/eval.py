@@ -79,25 +79,26 @@ def evaluate(
     cfg = target_config(target, request.overrides(target), needs_reward=True, needs_prompts=True)
     cfg = with_absolute_paths(cfg, Path.cwd())
     with working() as stop:
+        from ppocli.evaluation.request import PICTURE, RESULT, SAMPLES
         from ppocli.evaluation.work import run_evaluation
         from ppocli.training.task import PythonObjects
 
         with _progress() as watch:
-            done = run_evaluation(request, target, cfg, PythonObjects(), stop=stop, say=say,
-                                  watch=watch)
+            folder, report = run_evaluation(request, target, cfg, PythonObjects(), stop=stop,
+                                            say=say, watch=watch)
     if as_json:
-        print(done.folder.result.read_text(encoding="utf-8"), flush=True)
+        print((folder / RESULT).read_text(encoding="utf-8"), flush=True)
     else:
-        lines = [*lines_of(done.report), *_sample_lines(done.folder.samples, show)]
+        lines = [*lines_of(report), *_sample_lines(folder / SAMPLES, show)]
         print("\n".join(lines), flush=True)
-    if done.folder.picture.is_file():
-        say(f"picture  {done.folder.picture}")
-    say(f"samples  {done.folder.samples}")
-    say(f"results  {done.folder.result}")
-    mean = done.report["figures"]["reward_mean"]
+    if (folder / PICTURE).is_file():
+        say(f"picture  {folder / PICTURE}")
+    say(f"samples  {folder / SAMPLES}")
+    say(f"results  {folder / RESULT}")
+    mean = report["figures"]["reward_mean"]
     if min_reward is not None and not (mean is not None and mean >= min_reward):
         raise ThresholdError(f"The mean reward is {mean}, below the {min_reward} asked for.",
-                             where=str(done.folder.result))
+                             where=str(folder / RESULT))
 
 
 def printing_of(min_reward: float | None, show: int, as_json: bool) -> tuple[str, ...]:

@@ -14,7 +14,8 @@ from ppocli.errors import ConfigError, InputError, StoppedError
 
 if TYPE_CHECKING:
     from ppocli.config.schema import TrainConfig
-    from ppocli.rewards.serving import RewardServer, Service
+    from ppocli.rewards.scoring import Reward
+    from ppocli.rewards.serving import RewardServer
 
 
 def serve_reward(
@@ -50,8 +51,10 @@ def serve_reward(
     server = None
     try:
         with working() as stop:
-            service = _service(cfg, token, tokenizer, max_body_mib * 2**20)
-            server = _listen(host, port, service, stop.check)
+            reward = _reward(cfg, tokenizer is not None)
+            server = _listen(
+                host, port, reward, max_body=max_body_mib * 2**20, token=token, poll=stop.check,
+                tokenizer=None if tokenizer is None else _load_tokenizer(cfg, tokenizer))
             _introduce(server, host, token_env)
             with server:
                 try:
@@ -81,37 +84,36 @@ def _reward_config(words: Sequence[str]) -> TrainConfig:
     return cfg
 
 
-def _service(cfg: TrainConfig, token: str | None, tokenizer: str | None, max_body: int) -> Service:
+def _reward(cfg: TrainConfig, hands_tokenizer: bool) -> Reward:
     from ppocli.rewards.scoring import build_reward
-    from ppocli.rewards.serving import Service
     from ppocli.training.state import seed_generators
 
     seed_generators(cfg.seed)
-    reward = build_reward(cfg.reward)
+    reward = build_reward(replace(cfg.reward, on_invalid="skip"))
     for path in reward.code_files:
         say(f"running code from {path}")
-    service = Service(replace(reward, skip_invalid=True), max_body, token)
-    if tokenizer is None:
-        for part in reward.parts:
-            if any(p.name == "tokenizer" for p in part.bound.parameters):
-                say(f"{part.bound.label} asks for a tokenizer and gets None; to hand it one: "
-                    "--tokenizer FOLDER")
-        return service
+    for part in () if hands_tokenizer else reward.parts:
+        if any(p.name == "tokenizer" for p in part.bound.parameters):
+            say(f"{part.bound.label} asks for a tokenizer and gets None; to hand it one: "
+                "--tokenizer FOLDER")
+    return reward
+
+
+def _load_tokenizer(cfg: TrainConfig, name: str) -> Any:
     from ppocli.models.loading.language_model import load_tokenizer
 
     try:
-        model = replace(cfg.model, path=tokenizer, tokenizer_path=None, revision=None)
-        return replace(service, tokenizer=load_tokenizer(model))
+        return load_tokenizer(replace(cfg.model, path=name, tokenizer_path=None, revision=None))
     except InputError as error:
         error.where = "--tokenizer"
         raise
 
 
-def _listen(host: str, port: int, service: Service, poll: Any) -> RewardServer:
+def _listen(host: str, port: int, reward: Reward, **settings: Any) -> RewardServer:
     from ppocli.rewards.serving import RewardServer
 
     try:
-        return RewardServer(host, port, service, poll)
+        return RewardServer(host, port, reward, **settings)
     except socket.gaierror as error:
         raise ConfigError(f"{host!r} is not an address of this machine: {error.strerror}",
                           where="--host", fix="--host 127.0.0.1, or 0.0.0.0 for all") from error
@@ -134,7 +136,7 @@ def _introduce(server: RewardServer, host: str, token_env: str | None) -> None:
             "whoever has the token can have samples scored here" if token_env else
             "anyone can have samples scored here; --token-env NAME asks for a token"))
     token = f" reward.kwargs.token_env={token_env}" if token_env else ""
-    say(f"serving {', '.join(part.bound.label for part in server.service.reward.parts)}; "
+    say(f"serving {', '.join(part.bound.label for part in server.reward.parts)}; "
         f"{address}{HEALTH} says how it is; Ctrl-C ends it")
     for path in server.rewards:
         what = "" if path == SCORE else f" ({path.removeprefix(SCORE + '/')} alone)"

@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
-from ppocli.evaluation.folder import Row
+from ppocli.evaluation.request import Row
 from ppocli.runs.target import Target
 from ppocli.tasks.ppo.evaluate import distinct, evaluation_figures
 from ppocli.tasks.ppo.session import EvalSession
@@ -23,32 +22,26 @@ from ppocli.training.state import torch_versions
 SCHEMA = 1
 """of eval.json; raised when a name in it comes to mean something else"""
 QUANTILES = (5, 25, 50, 75, 95)
-SAMPLES = 16
+BASE_SAMPLES = 16
 """samples of the base for each prompt of a frontier"""
 BEST_OF = (1, 2, 4, 8, 16)
-Verdict = Literal["above", "level", "below", "beyond", "not comparable"]
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """What the samples of one model came to; NaN where there is nothing to take a mean of."""
+def figures_of(rows: Sequence[Row]) -> dict[str, Any]:
+    """What the samples of one model came to; NaN where there is nothing to take a mean of.
 
-    figures: dict[str, float]
-    """as a run's ``eval_after`` has them, and ``distinct_1`` and ``distinct_3``"""
-    stderr: dict[str, float]
-    """standard errors of those figures that are means over samples"""
-    quantiles: dict[str, float]
-    """``p5`` to ``p95`` of the scores"""
-    samples: int
-    scored: int
-    """samples with a valid score"""
-
-
-def figures_of(rows: Sequence[Row]) -> Figures:
-    """The figures of one model's samples."""
+    Returns:
+        figures as a run's ``eval_after`` has them, and ``distinct_1`` and ``distinct_3``; stderr of
+        those that are means over samples; quantiles of the scores, ``p5`` to ``p95``; samples, and
+        how many are scored.
+    """
     columns: dict[str, list[tuple[float, int]]] = {}
     for row in rows:
-        for name, value in _means(row).items():
+        means = {"reward_mean": row["score"], "kl_mean": row["kl"],
+                 "response_tokens_mean": row["response_tokens"], "finished_share": row["finished"],
+                 **{f"reward/{name}": value for name, value in row["rewards"].items()},
+                 **{f"metrics/{name}": value for name, value in row["metrics"].items()}}
+        for name, value in means.items():
             known = [] if value is None else [(float(value), row["prompt_index"])]
             columns.setdefault(name, []).extend(known)
 
@@ -65,20 +58,12 @@ def figures_of(rows: Sequence[Row]) -> Figures:
         else:
             figures[name] = value
     scores = [row["score"] for row in rows if row["score"] is not None]
-    errors = {name: clustered_stderr(columns[name]) for name in figures
-              if columns.get(name) or name == "reward_mean"}
-    found = np.quantile(scores, [q / 100 for q in QUANTILES]) if scores else [math.nan] * 5
-    return Figures(figures, errors, {f"p{q}": float(v) for q, v in zip(QUANTILES, found,
-                                                                       strict=True)},
-                   len(rows), len(scores))
-
-
-def _means(row: Row) -> dict[str, Any]:
-    """One sample's share of each figure that is a mean."""
-    return {"reward_mean": row["score"], "kl_mean": row["kl"],
-            "response_tokens_mean": row["response_tokens"], "finished_share": row["finished"],
-            **{f"reward/{name}": value for name, value in row["rewards"].items()},
-            **{f"metrics/{name}": value for name, value in row["metrics"].items()}}
+    return {"figures": figures,
+            "stderr": {name: clustered_stderr(columns[name]) for name in figures
+                       if columns.get(name) or name == "reward_mean"},
+            "quantiles": {f"p{q}": float(np.quantile(scores, q / 100)) if scores else math.nan
+                          for q in QUANTILES},
+            "samples": len(rows), "scored": len(scores)}
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -153,49 +138,27 @@ def best_of_n_kl(n: int) -> float:
     return math.log(n) - (n - 1) / n
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
-    """Best-of-n of the base."""
-
-    n: int
-    kl: float
-    """upper bound, nats"""
-    reward: float
-    stderr: float
-    prompts: int
-    """prompts with at least n scored samples"""
-
-
-@dataclass(frozen=True, slots=True)
-class Frontier:
+def frontier_of(base: Sequence[Row], policy: Sequence[Row], *, plain_sampling: bool
+                ) -> dict[str, Any]:
     """What the base reaches by drawing n samples and keeping the best, and where the policy stands.
 
     Best-of-n needs no training, so it says what a KL is worth: a policy has earned its KL if it
     scores above best-of-n at the same KL.
-    """
-
-    samples_each: int
-    points: list[Point]
-    policy: dict[str, float]
-    """kl, reward, stderr"""
-    verdict: Verdict
-    best_of_n_at_policy_kl: float
-    """interpolated; NaN beyond the last point"""
-    difference: float
-    """policy less best-of-n at its KL, mean over prompts"""
-    difference_stderr: float
-
-
-def frontier_of(base: Sequence[Row], policy: Sequence[Row], *, plain_sampling: bool) -> Frontier:
-    """The frontier from rows of the base (``SAMPLES`` a prompt) and of the policy.
 
     Args:
+        base: ``BASE_SAMPLES`` rows a prompt.
         plain_sampling: responses were drawn at temperature 1 without top-k, top-p or a minimum
             length; elsewise the policy's KL is not of the distribution that best-of-n starts from.
+
+    Returns:
+        points of best-of-n; the policy's kl (nats), reward and stderr; a verdict: above, level,
+        below, beyond (the last point) or not comparable; best_of_n_at_policy_kl, interpolated; and
+        the difference of the policy to it, a mean over prompts, with difference_stderr. NaN beyond
+        the last point.
     """
     scores, own = _by_prompt(base), _by_prompt(policy)
     found, last = figures_of(policy), best_of_n_kl(BEST_OF[-1])
-    kl = found.figures["kl_mean"]
+    kl = found["figures"]["kl_mean"]
     comparable = plain_sampling and math.isfinite(kl)
     best: list[float] = []
     differences: list[tuple[float, int]] = []
@@ -204,22 +167,23 @@ def frontier_of(base: Sequence[Row], policy: Sequence[Row], *, plain_sampling: b
             best.append(_interpolated(scores[prompt], kl))
             differences.append((fmean(own[prompt]) - best[-1], prompt))
     difference, spread = _mean([gap for gap, _ in differences]), clustered_stderr(differences)
-    verdict: Verdict = "beyond" if comparable and kl > last else "not comparable"
+    verdict = "beyond" if comparable and kl > last else "not comparable"
     if differences:
         clear = abs(difference) > 2 * spread  # never with a single prompt, whose spread is NaN
         verdict = "level" if not clear else "above" if difference > 0 else "below"
-    return Frontier(
-        SAMPLES, [_point(scores, n) for n in BEST_OF],
-        {"kl": kl, "reward": found.figures["reward_mean"], "stderr": found.stderr["reward_mean"]},
-        verdict, _mean(best), difference, spread)
+    return {"samples_each": BASE_SAMPLES, "points": [_point(scores, n) for n in BEST_OF],
+            "policy": {"kl": kl, "reward": found["figures"]["reward_mean"],
+                       "stderr": found["stderr"]["reward_mean"]},
+            "verdict": verdict, "best_of_n_at_policy_kl": _mean(best),
+            "difference": difference, "difference_stderr": spread}
 
 
-def frontier_svg(frontier: Frontier) -> str:
+def frontier_svg(frontier: dict[str, Any]) -> str:
     """The frontier and the policy as an SVG picture."""
     from ppocli.runs.charts import Line, line_chart
 
-    lines = [Line("best-of-n of the base", [(p.kl, p.reward) for p in frontier.points])]
-    place = (frontier.policy["kl"], frontier.policy["reward"])
+    lines = [Line("best-of-n of the base", [(p["kl"], p["reward"]) for p in frontier["points"]])]
+    place = (frontier["policy"]["kl"], frontier["policy"]["reward"])
     if all(map(math.isfinite, place)):
         lines.append(Line("policy", [place], kind="dots"))
     return line_chart(lines, title="reward by KL to the base", x_label="KL (nats)",
@@ -234,10 +198,12 @@ def _by_prompt(rows: Sequence[Row]) -> dict[int, list[float]]:
     return found
 
 
-def _point(scores: dict[int, list[float]], n: int) -> Point:
+def _point(scores: dict[int, list[float]], n: int) -> dict[str, float]:
+    """Best-of-n of the base over the prompts with at least n scored samples; its kl is an upper
+    bound."""
     values = [(best_of_n(each, n), prompt) for prompt, each in scores.items() if len(each) >= n]
-    return Point(n, best_of_n_kl(n), _mean([value for value, _ in values]),
-                 clustered_stderr(values), len(values))
+    return {"n": n, "kl": best_of_n_kl(n), "reward": _mean([value for value, _ in values]),
+            "stderr": clustered_stderr(values), "prompts": len(values)}
 
 
 def _interpolated(scores: Sequence[float], kl: float) -> float:
@@ -251,7 +217,7 @@ def _interpolated(scores: Sequence[float], kl: float) -> float:
 
 
 def report_of(identity: dict[str, Any], targets: dict[str, Target], rows: dict[str, list[Row]],
-              frontier: Frontier | None, *, session: EvalSession, name: str, started: str,
+              frontier: dict[str, Any] | None, *, session: EvalSession, name: str, started: str,
               seconds: float) -> dict[str, Any]:
     """The contents of eval.json, from the rows of samples.jsonl; docs/eval.md explains each name.
 
@@ -267,7 +233,7 @@ def report_of(identity: dict[str, Any], targets: dict[str, Target], rows: dict[s
     def model(role: str) -> dict[str, Any]:
         target = targets[role]
         return {"model": {"name": target.name, "path": target.model, "step": target.step,
-                          "digest": identity["models"][role]}, **asdict(figures_of(rows[role]))}
+                          "digest": identity["models"][role]}, **figures_of(rows[role])}
 
     return {
         "schema": SCHEMA,
@@ -277,8 +243,7 @@ def report_of(identity: dict[str, Any], targets: dict[str, Target], rows: dict[s
         **model("policy"),
         "against": model("against") if "against" in targets else None,
         "win_rate": compare(rows["policy"], rows["against"]) if "against" in targets else None,
-        "frontier": None if frontier is None else {
-            **asdict(frontier), "base": asdict(figures_of(rows["base"]))},
+        "frontier": None if frontier is None else {**frontier, "base": figures_of(rows["base"])},
         "base": None if digest is None else {"path": session.cfg.model.path, "digest": digest},
         "prompts": {"digest": identity["prompts"]["digest"], "count": count,
                     "samples_each": len(rows["policy"]) // count},

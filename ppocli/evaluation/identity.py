@@ -1,4 +1,5 @@
-"""All that makes the samples of an evaluation: settings, and digests of weights and of code.
+"""All that makes the samples of an evaluation: settings, and digests of weights and of code; and
+the folder whose samples are made the same way, if one is to go on.
 
 Python objects that judge samples are told apart by their code, models by their weights.
 """
@@ -8,9 +9,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import itertools
 import json
+import re
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
@@ -18,10 +21,15 @@ from typing import Any
 
 import torch
 
+from ppocli.errors import CheckpointError
+from ppocli.evaluation import request as files
+from ppocli.evaluation.request import EvalRequest
 from ppocli.models.loading.adapters import tensors_digest
 from ppocli.runs.target import Target
-from ppocli.storage.atomic import sha256_file
+from ppocli.storage.atomic import disk_errors, make_dirs, read_json, sha256_file
+from ppocli.storage.run_folder import probe_writable
 from ppocli.tasks.ppo.session import EvalSession
+from ppocli.text import cut
 from ppocli.training.task import PythonObjects
 
 _REWARD_KEYS = ("fn", "kwargs", "fns", "metric_fn", "on_invalid")
@@ -43,7 +51,7 @@ def identity_of(session: EvalSession, targets: Sequence[Target], frontier: bool,
         objects: what took the place of reward and metric.
     """
     cfg = session.cfg
-    judges = [*session.reward.code_files, *(session.metric.code_files if session.metric else [])]
+    code = [file for judge in _judges(session) for file in judge.code_files]
     return {
         "seed": cfg.seed,
         "targets": [target.model for target in targets],
@@ -52,7 +60,9 @@ def identity_of(session: EvalSession, targets: Sequence[Target], frontier: bool,
         "prompts": {**asdict(cfg.prompts), "digest": session.eval_prompts.digest(),
                     "count": len(session.eval_prompts)},
         "reward": {key: value for key, value in asdict(cfg.reward).items() if key in _REWARD_KEYS},
-        "code": {path: _sha256(path) for path in dict.fromkeys(judges)},
+        # code that was typed in has no file
+        "code": {path: sha256_file(Path(path)) if Path(path).is_file() else None
+                 for path in dict.fromkeys(code)},
         "judges": judge_digests(session, objects),
         "model": asdict(cfg.model),
         "base_digest": session.reference_digest(),
@@ -63,10 +73,92 @@ def identity_of(session: EvalSession, targets: Sequence[Target], frontier: bool,
     }
 
 
-def _sha256(path: str) -> str | None:
-    """Of a file of code; None for code that was typed in and has no file."""
-    file = Path(path)
-    return sha256_file(file) if file.is_file() else None
+def choose(default: Path, request: EvalRequest, identity: dict[str, Any],
+           say: Callable[[str], None]) -> Path:
+    """The folder to work in: that of an evaluation to go on with, or a new one, made.
+
+    Args:
+        default: the folder under its own name, without a number.
+
+    Raises:
+        CheckpointError: the evaluation to go on with was begun under other settings.
+        DiskError: the folder can't be made.
+    """
+    if request.resume:
+        pattern = re.compile(re.escape(default.name) + r"(?:-([1-9][0-9]+|[2-9]))?")
+        numbers = {path: int(match[1] or 1) for path in default.parent.glob("*")
+                   if path.is_dir() and (match := pattern.fullmatch(path.name))}
+        candidates = [path for path in sorted(numbers, key=numbers.__getitem__)
+                      if path == default or not request.name]
+        unfinished = [folder for folder in candidates if not files.is_finished(folder)]
+        for folder in (*reversed(unfinished), *reversed(candidates)):
+            if not differences(folder, identity):
+                return folder
+        if unfinished or (candidates and request.name):
+            check_same((unfinished or candidates)[-1], identity)
+        say(f"there is no evaluation to go on with in {default.parent}: starting afresh")
+    with files.naming_output():
+        probe_writable(default.parent)
+        if request.overwrite:
+            make_dirs(default)
+            return default
+        for number in itertools.count(1):
+            path = default if number == 1 else default.with_name(f"{default.name}-{number}")
+            with disk_errors(path):
+                try:
+                    path.mkdir()
+                except FileExistsError:
+                    if not files.is_finished(path) and path.is_dir():
+                        say(f"{path} holds an unfinished evaluation; to go on with it: the same "
+                            f"command with --resume --name {path.name}")
+                    continue
+            return path
+    raise AssertionError("unreachable")
+
+
+def differences(folder: Path, identity: dict[str, Any]) -> list[str]:
+    """Lines on what differs between the settings a folder was begun with and ``identity``.
+
+    Models are compared where both name their weights: those that weren't reached yet have none.
+    """
+    if files.is_empty(folder / files.SAMPLES) and not files.is_finished(folder):
+        return []
+    old = read_json(folder / files.SETTINGS)
+    if old is None:
+        return [f"{folder / files.SETTINGS} is missing or damaged"]
+    before, now = _flat(old.get("identity", {})), _flat(identity)
+    names = list(dict.fromkeys([*before, *now]))
+    return [f"{name}: {_shown(before.get(name))} -> {_shown(now.get(name))}" for name in names
+            if before.get(name) != now.get(name)
+            and not (name.partition(".")[0] == "models" and not (name in before and name in now))]
+
+
+def check_same(folder: Path, identity: dict[str, Any]) -> None:
+    """Refuse to go on with samples of something else.
+
+    Raises:
+        CheckpointError: names what differs.
+    """
+    lines = differences(folder, identity)
+    if lines:
+        more = [f"  and {len(lines) - 8} more"] if len(lines) > 8 else []
+        raise CheckpointError(
+            "\n".join([f"{folder} was begun under other settings:",
+                       *(f"  {line}" for line in lines[:8]), *more]),
+            where=str(folder / files.SETTINGS), fix="give the settings it was begun "
+            "with; or start again: --overwrite in place of --resume; or choose another --name")
+
+
+def _flat(value: Any, name: str = "") -> dict[str, Any]:
+    if isinstance(value, dict) and value:
+        return {key: leaf for part, inner in value.items()
+                for key, leaf in _flat(inner, f"{name}.{part}" if name else str(part)).items()}
+    return {name: value}
+
+
+def _shown(value: Any) -> str:
+    return cut("none" if value is None else value if isinstance(value, str)
+               else json.dumps(value), 80)
 
 
 def judge_digests(session: EvalSession, objects: PythonObjects) -> dict[str, str]:
@@ -79,14 +171,14 @@ def judge_digests(session: EvalSession, objects: PythonObjects) -> dict[str, str
     found = {name: _digest(_described(value, set(), 0, plain=True))
              for name in ("reward_fn", "metric_fn")
              if (value := getattr(objects, name)) is not None}
-    parts = {part.name: part.bound.call for part in session.reward.parts}
-    if session.metric is not None:
-        parts["metric_fn"] = session.metric.bound.call
-    for name, call in parts.items():
-        weights = sorted(_weights(call, []))
-        if weights:
-            found[f"weights of {name}"] = _digest(weights)
+    for part in (part for judge in _judges(session) for part in judge.parts):
+        if weights := sorted(_weights(part.bound.call, [])):
+            found[f"weights of {part.name}"] = _digest(weights)
     return found
+
+
+def _judges(session: EvalSession) -> list[Any]:
+    return [judge for judge in (session.reward, session.metric) if judge is not None]
 
 
 def _digest(value: Any) -> str:
@@ -169,13 +261,9 @@ def _named(code: CodeType) -> list[str]:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    slots = [name for base in type(value).__mro__ for name in _names(vars(base).get("__slots__"))]
-    return {**{name: getattr(value, name) for name in slots if hasattr(value, name)},
-            **getattr(value, "__dict__", {})}
-
-
-def _names(slots: Any) -> list[str]:
-    return [slots] if isinstance(slots, str) else list(slots or ())
+    state: Any = object.__getstate__(value)  # where there are slots, a pair: __dict__ and those
+    parts = reversed(state) if isinstance(state, tuple) else [state]
+    return {name: cell for part in parts for name, cell in (part or {}).items()}
 
 
 def _weights(value: Any, above: list[int]) -> list[str]:

@@ -26,11 +26,7 @@ from ppocli.data.files import Row
 from ppocli.data.render import prompt_texts
 from ppocli.data.sources import training_spec
 from ppocli.errors import ConfigError, InputError, OutOfMemoryError
-from ppocli.models.loading.language_model import (
-    LoadedLM,
-    check_vocabulary,
-    load_tokenizer,
-)
+from ppocli.models.loading.language_model import LoadedLM, check_vocabulary, load_tokenizer
 from ppocli.parallel.backend import Backend
 from ppocli.rewards.records import RewardRequest
 from ppocli.rewards.scoring import Reward, build_reward

@@ -1,27 +1,43 @@
-"""What ``ppocli eval`` and ``ppocli.evaluate`` were asked for, as words for the configuration."""
+"""What ``ppocli eval`` and ``ppocli.evaluate`` were asked for, as words for the configuration; and
+the folder that the results go to.
+
+``settings.json`` is written first and says what the samples are of; ``samples.jsonl`` grows chunk
+by chunk; ``eval.json`` comes last, so an evaluation is finished exactly if it is there.
+"""
 
 from __future__ import annotations
 
+import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ppocli.config.resolved import literal, read_config
-from ppocli.config.schema import (
-    EvalGenerationConfig,
-    EvalPromptsConfig,
-    ModelConfig,
-    RewardConfig,
-    TrainConfig,
-)
-from ppocli.errors import ConfigError
+from ppocli.config.schema import EvalGenerationConfig, EvalPromptsConfig, ModelConfig, TrainConfig
+from ppocli.errors import CheckpointError, ConfigError, DiskError
 from ppocli.runs.target import Target, find_target
+from ppocli.storage.atomic import disk_errors, read_json
+from ppocli.storage.run_folder import LOCK, lock
+from ppocli.storage.run_logs import read_row
 
-if TYPE_CHECKING:
-    pass
-
+EVAL = "eval"
+"""folder of a run that holds its evaluations"""
+SETTINGS = "settings.json"
+"""what the samples are made from: a resumed evaluation must agree with it"""
+SAMPLES = "samples.jsonl"
+"""one JSON object a sample"""
+RESULT = "eval.json"
+"""what came out, one JSON object; there only if the evaluation is finished"""
+PICTURE = "frontier.svg"
+"""the frontier, if it was asked for"""
+Row = dict[str, Any]
+"""a row of samples.jsonl"""
+_REPORT = {"model", "figures", "stderr", "quantiles", "samples", "scored", "against", "win_rate",
+           "frontier", "base"}
+"""what readers of eval.json count on"""
 BASE = "base"
 """as ``--against``: the model that the run started from"""
 _SECTIONS = {"generation": EvalGenerationConfig, "prompts": EvalPromptsConfig}
@@ -87,7 +103,8 @@ class EvalRequest:
         A word for ``generation`` or ``prompts`` counts at evaluation, also where the run sets
         something else for evaluation alone.
         """
-        run = None if target.run_dir is None else read_config(target.run_dir / "config.yaml")
+        run = (TrainConfig() if target.run_dir is None
+               else read_config(target.run_dir / "config.yaml"))
         words: list[str] = []
         if self.prompts is not None:
             # name and split belong to the source that is replaced
@@ -96,7 +113,9 @@ class EvalRequest:
                       "prompts.split=train"]
         given = {_key(word) for word in self.words}
         if self.reward is not None or self.own_reward:
-            words += _without_rewards(run.reward if run else RewardConfig())
+            # the run's rewards and their arguments are taken out
+            words += [f"~reward.{part}.{name}" for part in ("kwargs", "fns")
+                      for name in getattr(run.reward, part)]
             # a Python function takes this place once the words have been composed
             words.append(f"reward.fn={'length' if self.own_reward else literal(str(self.reward))}")
         words += [f"{key}={value}" for flag, key, value in self._settings()
@@ -155,12 +174,6 @@ def _key(word: str) -> str:
     return word.lstrip("+~").partition("=")[0]
 
 
-def _without_rewards(reward: RewardConfig) -> list[str]:
-    """Words that take the run's rewards and their arguments out."""
-    return [f"~reward.{part}.{name}" for part in ("kwargs", "fns")
-            for name in getattr(reward, part)]
-
-
 def _counting(words: tuple[str, ...]) -> list[str]:
     """``generation.eval.KEY=null`` for each ``generation.KEY=...``; ``prompts`` likewise. The limit
     of the evaluation prompts, which has no such null, takes the number itself."""
@@ -175,3 +188,121 @@ def _counting(words: tuple[str, ...]) -> list[str]:
             names = (*_SOURCES, "name", "split") if name in _SOURCES else (name,)
             found += [f"{section}.eval.{each}=null" for each in names]
     return list(dict.fromkeys(found))
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether the evaluation in a folder went through."""
+    return (folder / RESULT).is_file()
+
+
+def read_result(folder: Path) -> dict[str, Any] | None:
+    """The contents of a finished evaluation's eval.json; None if there is none, or a damaged one.
+    """
+    report = read_json(folder / RESULT)
+    return report if report is not None and report.keys() >= _REPORT else None
+
+
+def refuse_taken(folder: Path, request: EvalRequest) -> None:
+    """Refuse a name that is taken, before anything is loaded.
+
+    Raises:
+        CheckpointError: nothing is overwritten unless asked for, and only an evaluation.
+    """
+    if not os.path.lexists(folder):
+        return
+    if request.overwrite:
+        known = {SETTINGS, SAMPLES, RESULT, PICTURE, LOCK}
+        foreign = (sorted({path.name for path in folder.iterdir()} - known) if folder.is_dir()
+                   else ["a file"])
+        if foreign:
+            raise CheckpointError(
+                f"{folder} holds what is no evaluation ({foreign[0]}); it is not overwritten.",
+                where=str(folder), fix="choose another --name or --output")
+    elif request.name is not None and not request.resume:
+        what = "a finished" if is_finished(folder) else "an unfinished"
+        raise CheckpointError(f"{folder} holds {what} evaluation already.",
+                              where=f"--name {request.name}",
+                              fix="--resume goes on with it, --overwrite starts it again; or "
+                                  "choose another --name")
+
+
+@contextmanager
+def working_in(folder: Path, overwrite: bool) -> Iterator[None]:
+    """Hold the folder for this process; a folder in which nothing came to be is removed again.
+
+    Raises:
+        CheckpointError: another process works there.
+    """
+    try:
+        with naming_output(), lock(folder):
+            if overwrite:
+                for name in (RESULT, SETTINGS, SAMPLES, PICTURE):
+                    with disk_errors(folder / name):
+                        (folder / name).unlink(missing_ok=True)
+            try:
+                yield
+            finally:
+                if not is_finished(folder) and is_empty(folder / SAMPLES):
+                    for name in (SAMPLES, SETTINGS):
+                        (folder / name).unlink(missing_ok=True)
+    finally:
+        names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else {""}
+        if names <= {LOCK}:
+            with suppress(OSError):
+                (folder / LOCK).unlink(missing_ok=True)
+                folder.rmdir()
+                if folder.parent.name == EVAL:
+                    folder.parent.rmdir()
+
+
+@contextmanager
+def naming_output() -> Iterator[None]:
+    """Name the options of an evaluation in what the disk's errors advise."""
+    try:
+        yield
+    except DiskError as error:
+        if error.fix is not None and "output_dir" in error.fix:
+            error.fix = "name another folder: --output DIR"
+        raise
+    except CheckpointError as error:
+        if error.fix is not None:
+            error.fix = error.fix.replace("run_name", "--name")
+        raise
+
+
+def is_empty(path: Path) -> bool:
+    """Whether a file has nothing in it, or isn't there."""
+    return not path.is_file() or path.stat().st_size == 0
+
+
+def take_up(folder: Path, sizes: Mapping[str, int], chunk: int) -> dict[str, list[Row]]:
+    """Rows there already, by model; what follows the last whole chunk is cut off the file.
+
+    Args:
+        sizes: how many samples each model has, in the order they are evaluated in.
+        chunk: samples of one generate call.
+
+    Raises:
+        DiskError: the file can't be cut.
+    """
+    found: dict[str, list[Row]] = {role: [] for role in sizes}
+    path = folder / SAMPLES
+    if not path.is_file():
+        return found
+    end = place = 0
+    pending: list[Row] = []
+    expected = [(role, number) for role, total in sizes.items() for number in range(total)]
+    with disk_errors(path), path.open("rb") as lines:
+        for line, (role, number) in zip(lines, expected, strict=False):
+            row = read_row(line) if line.endswith(b"\n") else None
+            if row is None or (row.get("model"), row.get("number")) != (role, number):
+                break
+            place += len(line)
+            pending.append(row)
+            if (number + 1) % chunk == 0 or number + 1 == sizes[role]:
+                found[role] += pending
+                pending, end = [], place
+    with disk_errors(path):
+        if path.stat().st_size > end:
+            os.truncate(path, end)
+    return found

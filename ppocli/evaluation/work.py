@@ -10,23 +10,16 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import torch
+
+from ppocli.config.resolved import with_values
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, ConfigError, OutOfMemoryError, PpocliError, StoppedError
-from ppocli.evaluation.figures import SAMPLES, frontier_of, frontier_svg, report_of
-from ppocli.evaluation.folder import (
-    EVAL,
-    EvalFolder,
-    Place,
-    Row,
-    check_same,
-    choose,
-    read_result,
-    take_up,
-    working_in,
-)
-from ppocli.evaluation.identity import identity_of
+from ppocli.evaluation import request as files
+from ppocli.evaluation.figures import BASE_SAMPLES, frontier_of, frontier_svg, report_of
+from ppocli.evaluation.identity import check_same, choose, identity_of
 from ppocli.evaluation.player import own_sampling
-from ppocli.evaluation.request import EvalRequest, base_target
+from ppocli.evaluation.request import EvalRequest, Row, base_target
 from ppocli.models.loading.adapters import tensors_digest
 from ppocli.models.loading.language_model import load_tokenizer
 from ppocli.parallel.backend import Backend, open_backend
@@ -37,38 +30,14 @@ from ppocli.storage.model_files import quiet_transformers
 from ppocli.storage.run_folder import finite_or_null
 from ppocli.storage.run_logs import JsonlWriter
 from ppocli.tasks.ppo.evaluate import EvalChunk, evaluate_chunks, evaluation_size
-from ppocli.tasks.ppo.session import (
-    EvalSession,
-    PythonObjects,
-    build_eval_session,
-    sampling_sweep,
-)
+from ppocli.tasks.ppo.session import EvalSession, build_eval_session, sampling_sweep
 from ppocli.text import counted, first_line
 from ppocli.training.state import seed_generators
+from ppocli.training.task import PythonObjects
 
 log = logging.getLogger("ppocli")
 Watch = Callable[[str, int, int], None]
 """told which model is at work (policy, against, base), samples there, and samples in all"""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One model of an evaluation."""
-
-    role: str
-    """policy, against or base"""
-    target: Target
-    repeat: int
-    """responses to each prompt"""
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """A finished evaluation."""
-
-    folder: EvalFolder
-    report: dict[str, Any]
-    """the contents of eval.json"""
 
 
 @dataclass(slots=True)
@@ -78,12 +47,13 @@ class _Work:
     request: EvalRequest
     session: EvalSession
     """of the model at work"""
-    parts: list[Part]
+    targets: dict[str, Target]
+    """by role, in the order they are evaluated in: policy, against, base"""
     objects: PythonObjects
     stop: StopFlag
     say: Callable[[str], None]
     watch: Watch
-    folder: EvalFolder
+    folder: Path
     identity: dict[str, Any]
     rows: dict[str, list[Row]] = field(default_factory=dict)
     started: str = ""
@@ -96,7 +66,8 @@ class _Work:
 
 
 def run_evaluation(request: EvalRequest, target: Target, cfg: TrainConfig, objects: PythonObjects,
-                   *, stop: StopFlag, say: Callable[[str], None], watch: Watch) -> Done:
+                   *, stop: StopFlag, say: Callable[[str], None], watch: Watch
+                   ) -> tuple[Path, dict[str, Any]]:
     """Evaluate a policy, and what it is compared with, one model after the other.
 
     Args:
@@ -105,41 +76,42 @@ def run_evaluation(request: EvalRequest, target: Target, cfg: TrainConfig, objec
         stop: polled between tokens.
         say: told what was chosen, what a thing costs, where results are.
 
+    Returns:
+        the folder, and the contents of its eval.json.
+
     Raises:
         CheckpointError: a name that is taken, or samples of other settings to go on with.
         StoppedError: names the command that goes on.
         PpocliError: models, prompts, rewards, disk; samples scored so far are kept.
     """
-    import torch
     quiet_transformers()
     # below the run, or below the current folder for a bare model
     root = Path(request.output).expanduser().absolute() if request.output else (
-        target.run_dir or Path.cwd()) / EVAL
-    place = Place(root, target.label, request.name, request.overwrite, request.resume)
-    place.refuse_taken()
+        target.run_dir or Path.cwd()) / files.EVAL
+    default = root / (request.name or target.label)
+    files.refuse_taken(default, request)
     cfg = _without_own_reference(cfg, target, say)
-    parts = _parts(request, target, cfg, say)
+    targets = _targets(request, target, cfg, say)
     try:
         with open_backend(cfg.hardware) as backend:
-            session = _session(cfg, backend, objects, parts[0], None, say)
+            session = _session(cfg, backend, objects, "policy", target, None, say)
             swept = list(sampling_sweep(cfg.generation, session.eval_sampling))
             if swept:
                 say(f"of the list in generation.eval the first value is taken: {swept[0]}")
             if target.run_dir is None:
                 _say_declared(session, request, say)
-            identity = identity_of(session, [part.target for part in parts], request.frontier,
-                                   objects)
-            folder = choose(place, identity, say)
-            if folder.finished and request.resume:
-                report = read_result(folder.path)
+            identity = identity_of(session, list(targets.values()), request.frontier, objects)
+            folder = choose(default, request, identity, say)
+            if request.resume and files.is_finished(folder):
+                report = files.read_result(folder)
                 if report is not None:
-                    say(f"finished already: {folder.result}")
-                    return Done(folder, report)
-                say(f"{folder.result} is damaged: it is made again from the samples")
-            work = _Work(request, session, parts, objects, stop, say, watch, folder, identity)
+                    say(f"finished already: {folder / files.RESULT}")
+                    return folder, report
+                say(f"{folder / files.RESULT} is damaged: it is made again from the samples")
+            work = _Work(request, session, targets, objects, stop, say, watch, folder, identity)
             del session  # else its model would stay in memory beside the next one
-            with working_in(folder, place):
-                return _evaluate(work)
+            with files.working_in(folder, request.overwrite):
+                return folder, _evaluate(work)
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(
             f"Out of memory: {first_line(error)}", where="ppo.chunk_size",
@@ -156,8 +128,7 @@ def _without_own_reference(cfg: TrainConfig, target: Target, say: Callable[[str]
         say("the run has no reference, so there is no KL; to measure it: model.reference.kind=copy")
     elif target.run_dir is None and cfg.model.path == target.model:
         say("no KL: the base of this model is not known; to name it: model.path=FOLDER")
-        none = replace(cfg.model.reference, kind="none")
-        return replace(cfg, model=replace(cfg.model, reference=none))
+        return with_values(cfg, {"model.reference.kind": "none"})
     return cfg
 
 
@@ -174,85 +145,96 @@ def _say_declared(session: EvalSession, request: EvalRequest, say: Callable[[str
             + " ".join(left))
 
 
-def _parts(request: EvalRequest, target: Target, cfg: TrainConfig, say: Callable[[str], None]
-           ) -> list[Part]:
-    each = cfg.prompts.eval.repeat
-    parts = [Part("policy", target, each)]
+def _targets(request: EvalRequest, target: Target, cfg: TrainConfig, say: Callable[[str], None]
+             ) -> dict[str, Target]:
+    targets = {"policy": target}
     against = request.find_against(target, cfg, say)
     if against is not None:
-        parts.append(Part("against", against, each))
+        targets["against"] = against
     if request.frontier:
         if cfg.model.reference.kind == "none":
             raise ConfigError("A frontier needs the KL to the base, and there is no reference.",
                               where="--frontier", fix="model.reference.kind=copy, and for a model "
                               "without a run model.path=FOLDER, its base")
-        parts.append(Part("base", base_target(target, cfg.model, "--frontier"), SAMPLES))
-    return parts
+        targets["base"] = base_target(target, cfg.model, "--frontier")
+    return targets
 
 
-def _session(cfg: TrainConfig, backend: Backend, objects: PythonObjects, part: Part,
+def _session(cfg: TrainConfig, backend: Backend, objects: PythonObjects, role: str, target: Target,
              judges: EvalSession | None, say: Callable[[str], None]) -> EvalSession:
     """What judges one model; ``judges`` lends reward, metric and reference."""
-    repeated = replace(cfg, prompts=replace(cfg.prompts, eval=replace(
-        cfg.prompts.eval, repeat=part.repeat)))
-    session = build_eval_session(repeated, backend, objects, policy=part.target.model,
-                                 judges=judges)
-    if part.role == "base":
+    if role == "base":
+        cfg = with_values(cfg, {"prompts.eval.repeat": BASE_SAMPLES})
+    session = build_eval_session(cfg, backend, objects, policy=target.model, judges=judges)
+    if role == "base":
         return replace(session, reference=None)  # its KL to itself would only cost time
-    if (session.reference is not None and part.target.model != cfg.model.path
+    if (session.reference is not None and target.model != cfg.model.path
             and load_tokenizer(cfg.model).get_vocab() != session.tokenizer.get_vocab()):
-        say(f"no KL of {part.target.name}: its tokenizer is not that of {cfg.model.path}")
+        say(f"no KL of {target.name}: its tokenizer is not that of {cfg.model.path}")
         return replace(session, reference=None)
     return session
 
 
-def _evaluate(work: _Work) -> Done:
+def _evaluate(work: _Work) -> dict[str, Any]:
     """All models in turn, then the files that sum up."""
-    session = work.session
-    count = len(session.eval_prompts)
-    sizes = {part.role: count * part.repeat for part in work.parts}
-    work.rows = take_up(work.folder, list(sizes.items()), session.chunk_size)
-    total, each = sum(sizes.values()), work.parts[0].repeat
+    texts = list(work.session.eval_prompts.texts)
+    each = work.session.cfg.prompts.eval.repeat
+    sizes = {role: len(texts) * (BASE_SAMPLES if role == "base" else each)
+             for role in work.targets}
+    work.rows = files.take_up(work.folder, sizes, work.session.chunk_size)
+    total = sum(sizes.values())
     if work.kept:
-        work.say(f"going on with {work.folder.path}: {work.kept} of {total} samples are there")
-    work.say(f"{counted(count, 'prompt')}, {counted(each, 'response')} each")
-    for base in (part for part in work.parts if part.role == "base"):
+        work.say(f"going on with {work.folder}: {work.kept} of {total} samples are there")
+    work.say(f"{counted(len(texts), 'prompt')}, {counted(each, 'response')} each")
+    if "base" in sizes:
         work.say(f"--frontier costs {sizes['base'] - len(work.rows['base'])} more responses "
-                 f"({base.repeat} of {base.target.name} to each prompt) and as many rewards")
-    del session
-    old = (read_json(work.folder.settings) or {}) if work.kept else {}
+                 f"({BASE_SAMPLES} of {work.targets['base'].name} to each prompt) and as many "
+                 "rewards")
+    old = (read_json(work.folder / files.SETTINGS) or {}) if work.kept else {}
     work.started = str(old.get("started") or datetime.now(UTC).isoformat(timespec="seconds"))
     _note_models(work, {**old.get("identity", {}).get("models", {}), **work.identity["models"]})
-    texts = list(work.session.eval_prompts.texts)
     try:
-        with JsonlWriter(work.folder.samples) as writer:
-            for part in work.parts:
-                if part.role != "policy":
-                    _next_model(work, part, texts)
-                _sample(work, part, total, writer)
-    except StopRequested as stopped:
-        if not work.kept:
+        with JsonlWriter(work.folder / files.SAMPLES) as writer:
+            for role, target in work.targets.items():
+                if role != "policy":
+                    _next_model(work, role, target, texts)
+                _sample(work, role, total, writer)
+    except (StopRequested, PpocliError) as error:
+        if not work.kept or isinstance(error, CheckpointError):
             raise
-        raise StoppedError(
-            f"stopped by {stopped}; {work.kept} samples are kept in {work.folder.samples}",
-            signal_number=stopped.signal_number, fix=f"go on with: {_command(work)}") from None
-    except CheckpointError:
-        raise
-    except PpocliError:
-        if work.kept:
-            log.warning("%d samples are kept in %s; to go on: %s", work.kept,
-                        work.folder.samples, _command(work))
+        if work.objects == PythonObjects():
+            command = work.request.command(work.targets["policy"], work.folder.name)
+        else:  # no command line can name them
+            command = f"call ppocli.evaluate again, with name={work.folder.name!r}, resume=True"
+        kept = f"{work.kept} samples are kept in {work.folder / files.SAMPLES}"
+        if isinstance(error, StopRequested):
+            raise StoppedError(f"stopped by {error}; {kept}", signal_number=error.signal_number,
+                               fix=f"go on with: {command}") from None
+        log.warning("%s; to go on: %s", kept, command)
         raise
     return _finish(work)
 
 
-def _next_model(work: _Work, part: Part, texts: list[str]) -> None:
-    """Let go of the model before, then load this one beside the same judges and reference."""
+def _next_model(work: _Work, role: str, target: Target, texts: list[str]) -> None:
+    """Let go of the model before, then load this one beside the same judges and reference.
+
+    Raises:
+        ConfigError: its tokenizer can't hold all of the prompts, whose ``texts`` the policy got.
+    """
     stripped: Any = {"policy": None, "loaded": None}
     work.session = judges = replace(work.session, **stripped)
-    work.session = _session(judges.cfg, judges.backend, work.objects, part, judges, work.say)
-    _check_texts(texts, list(work.session.eval_prompts.texts), part)
-    _note_models(work, {part.role: tensors_digest(work.session.policy.lm.state_dict())})
+    work.session = _session(judges.cfg, judges.backend, work.objects, role, target, judges,
+                            work.say)
+    others = list(work.session.eval_prompts.texts)
+    if len(texts) != len(others):
+        raise ConfigError(f"The tokenizer of {target.name} makes {len(others)} prompts of what "
+                          f"are {len(texts)} for the policy.", where="--against",
+                          fix="leave out --against, or give prompts that both can hold")
+    changed = sum(text != other for text, other in zip(texts, others, strict=True))
+    if changed:
+        log.warning("%d of %d prompts are not the same text for %s, whose tokenizer is another",
+                    changed, len(texts), target.name)
+    _note_models(work, {role: tensors_digest(work.session.policy.lm.state_dict())})
 
 
 def _note_models(work: _Work, models: dict[str, str]) -> None:
@@ -260,46 +242,30 @@ def _note_models(work: _Work, models: dict[str, str]) -> None:
     others than before."""
     work.identity = {**work.identity, "models": {**work.identity["models"], **models}}
     check_same(work.folder, work.identity)
-    write_json_atomic(work.folder.settings, {"schema": 1, "started": work.started,
-                                             "identity": finite_or_null(work.identity)})
+    write_json_atomic(work.folder / files.SETTINGS, {
+        "schema": 1, "started": work.started, "identity": finite_or_null(work.identity)})
 
 
-def _check_texts(policy: list[str], other: list[str], part: Part) -> None:
-    """The same prompts, as far as another tokenizer can hold them.
-
-    Raises:
-        ConfigError: some of them are lost.
-    """
-    if len(policy) != len(other):
-        raise ConfigError(f"The tokenizer of {part.target.name} makes {len(other)} prompts of what "
-                          f"are {len(policy)} for the policy.", where="--against",
-                          fix="leave out --against, or give prompts that both can hold")
-    changed = sum(a != b for a, b in zip(policy, other, strict=True))
-    if changed:
-        log.warning("%d of %d prompts are not the same text for %s, whose tokenizer is another",
-                    changed, len(policy), part.target.name)
-
-
-def _sample(work: _Work, part: Part, in_all: int, writer: JsonlWriter) -> None:
+def _sample(work: _Work, role: str, in_all: int, writer: JsonlWriter) -> None:
     """Sample and score what is missing of one model, appending chunk by chunk."""
-    session, rows = work.session, work.rows[part.role]
+    session, rows = work.session, work.rows[role]
     total = evaluation_size(session)
-    work.watch(part.role, work.kept, in_all)
+    work.watch(role, work.kept, in_all)
     chunks = evaluate_chunks(session, work.stop, skip=len(rows))
-    told = part.role != "policy" or "base" not in work.rows
+    told = role != "policy" or "base" not in work.rows
     while len(rows) < total:
         # rewards that draw random numbers draw the same ones when a chunk is done again
         seed_generators((session.cfg.seed * 1_000_003 + len(rows)) % 2**63)
         begun = monotonic()
-        new = _rows(part.role, next(chunks), len(session.eval_prompts))
+        new = _rows(role, next(chunks), len(session.eval_prompts))
         writer.append(new)
         rows += finite_or_null(new)
         if not told:
             each = (monotonic() - begun) / len(new)
-            left = len(session.eval_prompts) * SAMPLES - len(work.rows["base"])
+            left = len(session.eval_prompts) * BASE_SAMPLES - len(work.rows["base"])
             work.say(f"--frontier will take about {each * left:.0f} s more (by the first chunk)")
             told = True
-        work.watch(part.role, work.kept, in_all)
+        work.watch(role, work.kept, in_all)
 
 
 def _rows(role: str, chunk: EvalChunk, prompts: int) -> list[Row]:
@@ -311,25 +277,18 @@ def _rows(role: str, chunk: EvalChunk, prompts: int) -> list[Row]:
             for i, sample in enumerate(chunk.samples) for number in [chunk.start + i]]
 
 
-def _command(work: _Work) -> str:
-    if work.objects != PythonObjects():  # no command line can name them
-        return f"call ppocli.evaluate again, with name={work.folder.path.name!r}, resume=True"
-    return work.request.command(work.parts[0].target, work.folder.path.name)
-
-
-def _finish(work: _Work) -> Done:
+def _finish(work: _Work) -> dict[str, Any]:
     """eval.json, and the frontier's picture before it."""
     session, found = work.session, None
     if work.request.frontier:
         found = frontier_of(work.rows["base"], work.rows["policy"],
                             plain_sampling=session.eval_sampling.is_policy_distribution
                             and session.eval_sampling.temperature == 1.0)
-    report = finite_or_null(report_of(
-        work.identity, {part.role: part.target for part in work.parts}, work.rows, found,
-        session=session, name=work.folder.path.name, started=work.started,
-        seconds=monotonic() - work.clock))
+    report: dict[str, Any] = finite_or_null(report_of(
+        work.identity, work.targets, work.rows, found, session=session, name=work.folder.name,
+        started=work.started, seconds=monotonic() - work.clock))
     with work.stop.defer():
         if found is not None:
-            write_atomic(work.folder.picture, frontier_svg(found))
-        write_json_atomic(work.folder.result, report)
-    return Done(work.folder, report)
+            write_atomic(work.folder / files.PICTURE, frontier_svg(found))
+        write_json_atomic(work.folder / files.RESULT, report)
+    return report

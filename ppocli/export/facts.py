@@ -17,9 +17,10 @@ from ppocli.config.hub import hub_reachable
 from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.config.schema import TrainConfig
 from ppocli.config.secrets import secret_values, without_secrets
-from ppocli.evaluation.folder import read_json, read_result
+from ppocli.evaluation.request import read_result
 from ppocli.runs.record import RunRecord, first_of_each_prompt, read_run
 from ppocli.runs.target import Target
+from ppocli.storage.atomic import read_json
 from ppocli.storage.model_files import ADAPTER_CONFIG, is_adapter, quiet_transformers
 
 _NUM_SAMPLES = 4

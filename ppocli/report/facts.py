@@ -20,7 +20,7 @@ from ppocli.config.resolved import config_differences, flat
 from ppocli.config.schema import TrainConfig
 from ppocli.config.secrets import looks_secret
 from ppocli.errors import PpocliError
-from ppocli.evaluation.folder import read_result
+from ppocli.evaluation.request import read_result
 from ppocli.report.curves import Curve, curves_of
 from ppocli.report.samples import Samples, samples_of, shown
 from ppocli.runs.record import Change, RunRecord

@@ -5,20 +5,12 @@
 
 from __future__ import annotations
 
-import torch
-
 from ppocli.errors import RewardError
-from ppocli.rewards.sequence import (
-    INPUTS,
-    check_choice,
-    check_positive_int,
-    load_sequence_model,
-    sequence_logits,
-)
+from ppocli.rewards.reward_model import SequenceReward, check_choice
 from ppocli.text import suggestion
 
 
-class TextClassifier:
+class TextClassifier(SequenceReward):
     """Probability or logit of one label, picked by its name and never by its position.
 
     Args:
@@ -48,38 +40,21 @@ class TextClassifier:
                  truncation_side: str = "right", device: str = "auto", dtype: str = "fp32",
                  revision: str | None = None, trust_remote_code: bool = False) -> None:
         check_choice("output", output, ("probability", "logit"))
-        check_choice("on", on, INPUTS)
-        check_positive_int("batch_size", batch_size)
-        self.loaded = load_sequence_model(
-            model, device=device, dtype=dtype, max_length=max_length, revision=revision,
-            truncation_side=truncation_side, trust_remote_code=trust_remote_code)
-        self.position = label_position(label, self.loaded.labels, model)
+        super().__init__(model, on=on, batch_size=batch_size, max_length=max_length,
+                         truncation_side=truncation_side, device=device, dtype=dtype,
+                         revision=revision, trust_remote_code=trust_remote_code)
+        self.position = label_position(label, self.labels, model)
         self.output = output
-        self.on = on
-        self.batch_size = batch_size
 
     def __call__(self, samples: list[str], prompts: list[str],
                  responses: list[str]) -> list[float]:
         """[N] scores of the label, in [0, 1] for ``output=probability``."""
-        texts, pairs = pick_texts(self.on, samples, prompts, responses)
-        logits = sequence_logits(self.loaded, texts, pairs, batch_size=self.batch_size)
+        logits = self.logits(samples, prompts, responses)
         if self.output == "probability":
-            logits = self._probabilities(logits)
+            multi_label = self.model.config.problem_type == "multi_label_classification"
+            single = multi_label or len(self.labels) == 1
+            logits = logits.sigmoid() if single else logits.softmax(dim=-1)
         return logits[:, self.position].tolist()
-
-    def _probabilities(self, logits: torch.Tensor) -> torch.Tensor:
-        multi_label = self.loaded.model.config.problem_type == "multi_label_classification"
-        if multi_label or logits.shape[1] == 1:
-            return logits.sigmoid()
-        return logits.softmax(dim=-1)
-
-
-def pick_texts(on: str, samples: list[str], prompts: list[str],
-               responses: list[str]) -> tuple[list[str], list[str] | None]:
-    """First and second segment of what the model reads."""
-    if on == "pair":
-        return prompts, responses
-    return (samples if on == "sample" else responses), None
 
 
 def label_position(label: str, labels: tuple[str, ...], model: str) -> int:

@@ -2,8 +2,8 @@
 
     reward.fn=http reward.kwargs.url=http://127.0.0.1:8123/score
 
-What is sent and answered is said in :mod:`ppocli.rewards.wire`; ``ppocli serve-reward`` is a server
-for it.
+What is sent and answered is said in :mod:`ppocli.rewards.records`; ``ppocli serve-reward`` is a
+server for it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from urllib.parse import parse_qsl, urlsplit
 
 from ppocli.config.secrets import looks_secret
 from ppocli.errors import RewardError
-from ppocli.rewards.resolve import KNOWN_ARGUMENTS
-from ppocli.rewards.wire import WireError, decode_scores, encode_request, opening
+from ppocli.rewards.records import WireError, decode_scores, encode_request, opening
+from ppocli.rewards.resolve import KNOWN_ARGUMENTS, wrong_argument
 from ppocli.text import counted, error_line
 from ppocli.user_code import shorten
 
@@ -31,7 +31,11 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """seconds before the first retry, doubled before each further one, and at most"""
 TOO_MANY = 429
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_REMEDIES = {
+    401: "give the token that it asks for: reward.kwargs.token_env=VARIABLE",
+    403: "give the token that it asks for: reward.kwargs.token_env=VARIABLE",
+    404: "correct the path of reward.kwargs.url; ppocli serve-reward listens at /score",
+    413: "send fewer samples at once: reward.kwargs.batch_size=N"}
 _HEADER = re.compile(r"\s*([A-Za-z0-9-]+)\s*:\s*([A-Za-z_][A-Za-z0-9_]*)\s*")
 
 
@@ -66,9 +70,9 @@ class HttpReward:
         for name, value, lowest in (("retries", retries, 0), ("concurrency", concurrency, 1),
                                     ("batch_size", batch_size, 1)):
             if value is not None and (type(value) is not int or value < lowest):
-                raise _bad(name, value, f"a whole number from {lowest}")
+                raise wrong_argument(name, value, f"a whole number from {lowest}")
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
-            raise _bad("timeout", timeout, "seconds above 0")
+            raise wrong_argument("timeout", timeout, "seconds above 0")
         self.url, self.told_as = url, f"http {url}"
         self.timeout, self.retries = float(timeout), retries
         self.concurrency, self.batch_size = concurrency, batch_size
@@ -94,7 +98,9 @@ class HttpReward:
                                   {name: values[part] for name, values in columns.items()})
             return self._scores(body, part, count)
 
-        return [score for scores in _in_threads(ask, parts, self.concurrency) for score in scores]
+        # its threads are daemons: a server that hangs must not keep a process that wants to end
+        with ThreadPool(min(self.concurrency, len(parts))) as pool:
+            return [score for scores in pool.imap(ask, parts) for score in scores]
 
     def _scores(self, body: bytes, part: slice, count: int) -> list[Any]:
         answer = self._patiently(lambda: self._client.post(
@@ -138,10 +144,10 @@ class HttpReward:
                 if any_status or status == 200:
                     return answer
                 failed = f"{self.url} answered {status}: {shorten(opening(answer.content))}"
-                cause, fix = None, "look into the server's own messages"
+                cause, fix = None, _REMEDIES.get(status, "look into the server's own messages")
                 pause = max(pause, _asked_pause(answer))
                 if status < 500 and status != TOO_MANY:
-                    raise RewardError(failed, where="reward.kwargs.url", fix=_remedy(status))
+                    raise RewardError(failed, where="reward.kwargs.url", fix=fix)
             if attempt < self.retries:
                 log.warning("%s; trying again in %g s (%d of %d)", failed, pause, attempt + 1,
                             self.retries)
@@ -150,22 +156,10 @@ class HttpReward:
         raise RewardError(failed + tries, where="reward.kwargs.url", fix=fix) from cause
 
 
-def _in_threads(work: Callable[[slice], list[Any]], parts: Sequence[slice], width: int
-               ) -> list[list[Any]]:
-    """``work`` of every part in their order, ``width`` at a time; the first failure is raised.
-
-    The pool's threads are daemons: a server that hangs must not keep a process that wants to end.
-    """
-    if width == 1 or len(parts) < 2:
-        return [work(part) for part in parts]
-    with ThreadPool(min(width, len(parts))) as pool:
-        return list(pool.imap(work, parts))
-
-
 def _checked_host(url: object) -> str:
     parts = urlsplit(url) if isinstance(url, str) else None
     if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
-        raise _bad("url", url, "an address such as http://127.0.0.1:8123/score")
+        raise wrong_argument("url", url, "an address such as http://127.0.0.1:8123/score")
     if parts.password or any(looks_secret(name) for name, _ in parse_qsl(parts.query)):
         raise RewardError("reward.kwargs.url holds a secret (not shown).",
                           where="reward.kwargs.url", fix="send it as a header: "
@@ -184,23 +178,19 @@ def is_loopback(host: str) -> bool:
 def _secret_headers(token_env: str | None, headers: Sequence[str]) -> dict[str, str]:
     """Header -> value, read from the environment."""
     if isinstance(headers, str) or not all(isinstance(text, str) for text in headers):
-        raise _bad("headers", headers, "a list of texts 'Name: VARIABLE'")
-    if token_env is not None and (not isinstance(token_env, str)
-                                  or not _VARIABLE.fullmatch(token_env)):
-        raise RewardError("reward.kwargs.token_env is not the name of a variable (not shown).",
-                          where="reward.kwargs.token_env", fix="put the token into a variable of "
-                          "the environment and give the variable's name")
-    wanted = [("token_env", "Authorization", token_env, "Bearer ")] if token_env else []
-    for text in headers:
+        raise wrong_argument("headers", headers, "a list of texts 'Name: VARIABLE'")
+    wanted = [("headers", text, "") for text in headers]
+    if token_env is not None:
+        wanted.insert(0, ("token_env", f"Authorization: {token_env}", "Bearer "))
+    found = {}
+    for key, text, prefix in wanted:
         matched = _HEADER.fullmatch(text)
         if matched is None:
-            raise RewardError("An entry of reward.kwargs.headers is not of the form 'Name: "
-                              "VARIABLE' (not shown).", where="reward.kwargs.headers",
-                              fix="put the value into a variable of the environment and give the "
-                              "variable's name")
-        wanted.append(("headers", matched[1], matched[2], ""))
-    found = {}
-    for key, header, variable, prefix in wanted:
+            what = "the name of a variable" if prefix else "of the form 'Name: VARIABLE'"
+            raise RewardError(f"What reward.kwargs.{key} holds is not {what} (not shown).",
+                              where=f"reward.kwargs.{key}", fix="put the value into a variable of "
+                              "the environment and give the variable's name")
+        header, variable = matched.groups()
         if variable not in os.environ:
             raise RewardError(f"The environment has no variable {variable}, which is to be sent as "
                               f"{header}.", where=f"reward.kwargs.{key}",
@@ -215,16 +205,3 @@ def _asked_pause(answer: Any) -> float:
         return min(float(answer.headers.get("Retry-After", 0)), LONGEST_PAUSE)
     except ValueError:
         return 0.0
-
-
-def _remedy(status: int) -> str:
-    return {401: "give the token that it asks for: reward.kwargs.token_env=VARIABLE",
-            403: "give the token that it asks for: reward.kwargs.token_env=VARIABLE",
-            404: "correct the path of reward.kwargs.url; ppocli serve-reward listens at /score",
-            413: "send fewer samples at once: reward.kwargs.batch_size=N"}.get(
-                status, "look into the server's own messages")
-
-
-def _bad(name: str, value: object, allowed: str) -> RewardError:
-    return RewardError(f"reward.kwargs.{name} is {shorten(repr(value))[1:-1]}, not {allowed}.",
-                       where=f"reward.kwargs.{name}", fix=f"reward.kwargs.{name}=...")

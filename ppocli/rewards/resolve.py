@@ -12,39 +12,30 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from inspect import Parameter
-from types import MappingProxyType
 from typing import Any
 
+from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.errors import PpocliError, RewardError
 from ppocli.rewards.records import RewardRequest
 from ppocli.text import error_line, suggestion
-from ppocli.user_code import (
-    Kind,
-    Located,
-    Wanted,
-    from_object,
-    locate,
-    raised_at,
-)
+from ppocli.user_code import Kind, Located, Wanted, from_object, locate, raised_at, shorten
 
 log = logging.getLogger(__name__)
 
 KNOWN_ARGUMENTS: Mapping[str, Callable[[RewardRequest], Any]] = {
     "samples": lambda r: [p + q for p, q in zip(r.prompts, r.responses, strict=True)],
     "prompts": lambda r: list(r.prompts),
-    "outputs": lambda r: list(r.responses),
-    "responses": lambda r: list(r.responses),
-    "completions": lambda r: list(r.responses),
-    "completion_ids": lambda r: [list(ids) for ids in r.response_ids],
-    "response_ids": lambda r: [list(ids) for ids in r.response_ids],
-    "output_ids": lambda r: [list(ids) for ids in r.response_ids],
+    **dict.fromkeys(("outputs", "responses", "completions"), lambda r: list(r.responses)),
+    **dict.fromkeys(("completion_ids", "response_ids", "output_ids"),
+                    lambda r: [list(ids) for ids in r.response_ids]),
     "tokenizer": lambda r: r.tokenizer,
 }
 """What a function may ask for by name. Every call gets fresh lists, which it may change."""
 
 _KEYWORD = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+_VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,21 +44,41 @@ class BoundCallable:
 
     located: Located
     call: Callable[..., Any]
-    """the function itself, or the object that a class made"""
-    kwargs: Mapping[str, Any]
-    """bound by configuration; empty for a class, which took them when it was built"""
+    """the function itself; a class, or the object that :meth:`built` has made of it"""
     parameters: tuple[Parameter, ...]
-    is_async: bool
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """what the configuration gives to each call"""
+    init_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """what it gives to a class when it is built"""
 
     @property
     def label(self) -> str:
         """the function with its file and line, for messages"""
         return self.located.label
 
-    @property
-    def file(self) -> str | None:
-        """file that the code comes from"""
-        return self.located.file
+    def built(self) -> BoundCallable:
+        """With the object that a class makes in place of the class; a function is ready as it is.
+
+        Raises:
+            RewardError: the constructor raised.
+            InputError: a built-in's model is missing or unusable.
+        """
+        located = self.located
+        if not inspect.isclass(self.call):
+            return self
+        try:
+            call: Any = self.call(**self.init_kwargs)
+        except PpocliError as error:
+            name_own_key(error, located.key)
+            raise
+        except Exception as error:
+            raise RewardError(
+                f"Building {self.label} with {dict(self.init_kwargs)} failed: {error_line(error)}",
+                where=raised_at(error, located.file), fix=f"see {kwargs_key(located.key)}",
+            ) from error
+        if isinstance(told := getattr(call, "told_as", None), str):  # better known than its class
+            located = replace(located, spec=told, file=None, line=None)
+        return BoundCallable(located, call, _parameters(call, located))
 
     def check_columns(self, columns: Sequence[str]) -> None:
         """Check that every required parameter has a source, now that the columns are known.
@@ -75,14 +86,15 @@ class BoundCallable:
         Raises:
             RewardError: a parameter is neither a known argument nor a column nor in the kwargs.
         """
+        own = KNOWN_ARGUMENTS.keys() | self.kwargs.keys()
+        wanted = set(columns)
+        if not any(parameter.kind is Parameter.VAR_KEYWORD for parameter in self.parameters):
+            wanted &= {parameter.name for parameter in self.parameters}
         for parameter in self.parameters:
-            if parameter.name not in columns and _needs_column(parameter, self.kwargs):
+            if (parameter.default is Parameter.empty and parameter.kind not in _VARIADIC
+                    and parameter.name not in own | wanted):
                 raise self._unbound(parameter.name, columns)
-        if self._takes_all():
-            wanted = set(columns)
-        else:
-            wanted = {parameter.name for parameter in self.parameters} & set(columns)
-        for name in sorted(wanted & (KNOWN_ARGUMENTS.keys() | self.kwargs.keys())):
+        for name in sorted(wanted & own):
             winner = "reward's own argument" if name in KNOWN_ARGUMENTS else "configured argument"
             log.warning("prompt column %r is hidden from %s by the %s of the same name",
                         name, self.located.spec, winner)
@@ -95,23 +107,21 @@ class BoundCallable:
         """
         positional: list[Any] = []
         named: dict[str, Any] = {}
+        sources = {**dict.fromkeys(request.columns), **KNOWN_ARGUMENTS, **self.kwargs}
         for parameter in self.parameters:
             name = parameter.name
-            if parameter.kind is Parameter.VAR_POSITIONAL:
-                continue
             if parameter.kind is Parameter.VAR_KEYWORD:
-                for other in (*request.columns, *KNOWN_ARGUMENTS, *self.kwargs):
-                    if other not in named:
-                        named[other] = self._value(other, request)
-            elif name in self.kwargs or name in KNOWN_ARGUMENTS or name in request.columns:
-                if parameter.kind is Parameter.POSITIONAL_ONLY:
-                    positional.append(self._value(name, request))
-                else:
-                    named[name] = self._value(name, request)
-            elif parameter.default is Parameter.empty:
+                named.update({other: self._value(other, request)
+                              for other in sources if other not in named})
+            elif parameter.kind is Parameter.VAR_POSITIONAL:
+                continue
+            elif name not in sources and parameter.default is Parameter.empty:
                 raise self._unbound(name, list(request.columns))
             elif parameter.kind is Parameter.POSITIONAL_ONLY:
-                positional.append(parameter.default)
+                positional.append(self._value(name, request) if name in sources
+                                  else parameter.default)
+            elif name in sources:
+                named[name] = self._value(name, request)
         return positional, named
 
     def _value(self, name: str, request: RewardRequest) -> Any:
@@ -120,9 +130,6 @@ class BoundCallable:
         if name in KNOWN_ARGUMENTS:
             return KNOWN_ARGUMENTS[name](request)
         return list(request.columns[name])
-
-    def _takes_all(self) -> bool:
-        return any(p.kind is Parameter.VAR_KEYWORD for p in self.parameters)
 
     def _unbound(self, name: str, columns: Sequence[str]) -> RewardError:
         known = ", ".join(KNOWN_ARGUMENTS)
@@ -142,79 +149,6 @@ def kwargs_key(key: str) -> str:
     return f"{key.removesuffix('.fn')}.kwargs"
 
 
-def resolve_object(target: Any, kwargs: Mapping[str, Any], *, key: str) -> BoundCallable:
-    """:func:`bind` for a Python object handed through the API."""
-    name = getattr(target, "__qualname__", type(target).__qualname__)
-    return bind(from_object(target, Wanted(name, key, REWARD)), kwargs)
-
-
-def check_callable(located: Located, kwargs: Mapping[str, Any],
-                   columns: Sequence[str] | None = None) -> None:
-    """Check kwargs and signature without building anything: no model is loaded for this.
-
-    Raises:
-        RewardError: as :func:`bind`, except for what happens inside a constructor.
-    """
-    if inspect.isclass(located.target):
-        _check_kwargs(located, _signature(located.target, located), kwargs, complete=True)
-        if not any("__call__" in vars(base) for base in located.target.__mro__):
-            raise _not_callable(located, f"An object of class {located.spec}")
-        method = _body(located.target)
-        method = located.target.__call__ if method is located.target else method
-        parameters, kwargs = _signature(method, located)[1:], {}
-    else:
-        parameters = _signature(_body(located.target), located)
-        _check_kwargs(located, parameters, kwargs, complete=False)
-    if columns is not None:
-        bound = BoundCallable(located, located.target, kwargs, parameters, is_async=False)
-        bound.check_columns(columns)
-
-
-def bind(located: Located, kwargs: Mapping[str, Any]) -> BoundCallable:
-    """Build a class with its kwargs, or bind them to a function; read the signature once.
-
-    Raises:
-        RewardError: whatever is wrong with the signature or the kwargs.
-        InputError: a built-in's model is missing or unusable.
-    """
-    call, bound_kwargs = located.target, dict(kwargs)
-    if inspect.isclass(call):
-        _check_kwargs(located, _signature(call, located), kwargs, complete=True)
-        call, bound_kwargs = _construct(located, kwargs), {}
-        if isinstance(told := getattr(call, "told_as", None), str):  # better known than its class
-            located = replace(located, spec=told, file=None, line=None)
-        if not callable(call):
-            raise _not_callable(located, f"An object of class {located.spec}")
-    parameters = _signature(_body(call), located)
-    _check_kwargs(located, parameters, bound_kwargs, complete=False)
-    method = call if inspect.isroutine(call) or not callable(call) else type(call).__call__
-    is_async = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(method)
-    return BoundCallable(located, call, bound_kwargs, parameters, is_async)
-
-
-def unbuilt(located: Located) -> BoundCallable:
-    """What stands for a function that another rank calls: nothing is built or bound."""
-    return BoundCallable(located, located.target, {}, (), is_async=False)
-
-
-def _not_callable(located: Located, what: str) -> RewardError:
-    return RewardError(f"{what} can't be called: the class has no __call__ method.",
-                       where=located.label, fix="give it __call__(self, samples, ...) -> list")
-
-
-def _construct(located: Located, kwargs: Mapping[str, Any]) -> Any:
-    try:
-        return located.target(**kwargs)
-    except PpocliError as error:
-        name_own_key(error, located.key)
-        raise
-    except Exception as error:
-        raise RewardError(
-            f"Building {located.label} with {dict(kwargs)} failed: {error_line(error)}",
-            where=raised_at(error, located.file), fix=f"see {kwargs_key(located.key)}",
-        ) from error
-
-
 def name_own_key(error: PpocliError, key: str) -> None:
     """Built-ins name the usual key in their errors; under ``reward.fns`` it is another one."""
     named = kwargs_key(key)
@@ -222,11 +156,51 @@ def name_own_key(error: PpocliError, key: str) -> None:
     error.fix = error.fix and error.fix.replace("reward.kwargs", named)
 
 
-def _body(call: Any) -> Any:
-    """The callable whose signature counts: ``forward`` for a ``torch.nn.Module``."""
+def wrong_argument(name: str, value: object, expected: str) -> RewardError:
+    """A built-in's error for an argument that is not what it takes."""
+    return RewardError(f"{name}={shorten(repr(value))[1:-1]} is not {expected}.",
+                       where=f"reward.kwargs.{name}", fix=f"set reward.kwargs.{name} to {expected}")
+
+
+def bind(target: Any, kwargs: Mapping[str, Any], *, key: str) -> BoundCallable:
+    """Find a function, check its kwargs and read its signature, once. Nothing is built yet: no
+    model is loaded for this.
+
+    Args:
+        target: an import path, a built-in's short name, or a Python object.
+        key: the config key it came from.
+
+    Raises:
+        RewardError: the path leads to nothing, or something is wrong with signature or kwargs.
+    """
+    if isinstance(target, str):
+        located = locate_reward(target, key=key)
+    else:
+        name = getattr(target, "__qualname__", type(target).__qualname__)
+        located = from_object(target, Wanted(name, key, REWARD))
+    call = located.target
+    if inspect.isclass(call):
+        _check_kwargs(located, _signature(call, located), kwargs, complete=True)
+        return BoundCallable(located, call, _parameters(call, located), init_kwargs=kwargs)
+    parameters = _parameters(call, located)
+    _check_kwargs(located, parameters, kwargs, complete=False)
+    return BoundCallable(located, call, parameters, kwargs)
+
+
+def _parameters(call: Any, located: Located) -> tuple[Parameter, ...]:
+    """What a call takes besides ``self``: the parameters of ``forward`` for a ``torch.nn.Module``.
+    """
+    is_class, method = inspect.isclass(call), call
     if not inspect.isroutine(call) and hasattr(call, "forward") and hasattr(call, "parameters"):
-        return call.forward
-    return call
+        method = call.forward
+    elif is_class:
+        if "__call__" not in dir(call):
+            raise RewardError(f"An object of class {located.spec} can't be called: the class has "
+                              "no __call__ method.", where=located.label,
+                              fix="give it __call__(self, samples, ...) -> list")
+        method = call.__call__
+    parameters = _signature(method, located)
+    return parameters[1:] if is_class else parameters
 
 
 def _signature(target: Any, located: Located) -> tuple[Parameter, ...]:
@@ -235,14 +209,6 @@ def _signature(target: Any, located: Located) -> tuple[Parameter, ...]:
     except (ValueError, TypeError) as error:
         raise RewardError(f"The signature of {located.label} can't be read: {error}",
                           where=located.key, fix="wrap it in a plain Python function") from error
-
-
-def _needs_column(parameter: Parameter, kwargs: Mapping[str, Any]) -> bool:
-    """Whether only a metadata column could provide this parameter."""
-    name = parameter.name
-    return (parameter.default is Parameter.empty and name not in kwargs
-            and name not in KNOWN_ARGUMENTS
-            and parameter.kind not in (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL))
 
 
 def _check_kwargs(located: Located, parameters: Sequence[Parameter], kwargs: Mapping[str, Any],
@@ -273,7 +239,7 @@ def _check_kwargs(located: Located, parameters: Sequence[Parameter], kwargs: Map
                           fix=f"{key}.{required[0]}=...")
 
 
-BUILTIN_REWARDS: Mapping[str, str] = MappingProxyType({
+BUILTIN_REWARDS: Mapping[str, str] = {
     "classifier": "ppocli.rewards.classifier:TextClassifier",
     "reward_model": "ppocli.rewards.reward_model:RewardModel",
     "http": "ppocli.rewards.remote:HttpReward",
@@ -281,7 +247,7 @@ BUILTIN_REWARDS: Mapping[str, str] = MappingProxyType({
     "keyword": "ppocli.rewards.rules:Keyword",
     "word_list": "ppocli.rewards.rules:WordList",
     "randomwalks": "ppocli.rewards.randomwalks:optimality",
-})
+}
 
 MODEL_REWARDS = ("classifier", "reward_model")
 """those whose ``model`` argument names a model of their own"""
@@ -292,6 +258,12 @@ def locate_reward(spec: str, *, key: str) -> Located:
     """Import the reward function that ``key`` names: an import path or a built-in's short name.
 
     Raises:
-        RewardError: the path leads to nothing that can be called, or its module can't be imported.
+        RewardError: the path leads to nothing that can be called, or its module can't be imported;
+            or it stands for a Python object, which nobody handed over this time.
     """
+    if spec == PYTHON_OBJECT:
+        name = "metric_fn" if key.endswith("metric_fn") else "reward_fn"
+        raise RewardError(
+            f"{key} was a Python object, which a configuration can't hold.", where=key,
+            fix=f"pass {name}= to ppocli.train again, or set {key}=pkg.module:function")
     return locate(Wanted(spec, key, REWARD))

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ppocli.errors import RewardError
+from ppocli.rewards.resolve import wrong_argument
 
 WORD = re.compile(r"\w+(?:'\w+)*")
 
@@ -29,9 +30,9 @@ class Length:
 
     def __init__(self, target: float, unit: str = "tokens") -> None:
         if isinstance(target, bool) or not isinstance(target, (int, float)) or not target > 0:
-            raise _bad("target", target, "a number above 0")
+            raise wrong_argument("target", target, "a number above 0")
         if unit not in ("tokens", "words"):
-            raise _bad("unit", unit, "tokens or words")
+            raise wrong_argument("unit", unit, "tokens or words")
         self.target = target
         self.unit = unit
 
@@ -65,14 +66,14 @@ class Keyword:
         if words is not None:
             checked = _words("words", words)
             if not checked:
-                raise _bad("words", words, "at least one word")
+                raise wrong_argument("words", words, "at least one word")
             self.patterns = [re.compile(rf"(?<!\w){re.escape(word)}(?!\w)", flags)
                              for word in checked]
             return
         try:
             self.patterns = [re.compile(pattern or "", flags)]
         except (re.error, TypeError) as error:
-            raise _bad("pattern", pattern, f"a regular expression ({error})") from error
+            raise wrong_argument("pattern", pattern, f"a regular expression ({error})") from error
 
     def __call__(self, responses: list[str]) -> list[float]:
         """[N] shares, in [0, 1]."""
@@ -99,7 +100,7 @@ class WordList:
                               fix="reward.kwargs.positive=[good,fine] reward.kwargs.negative=[bad]")
         both = sorted(self.positive & self.negative)
         if both:
-            raise _bad("negative", both[0], "a word that isn't in positive too")
+            raise wrong_argument("negative", both[0], "a word that isn't in positive too")
 
     def __call__(self, responses: list[str]) -> list[float]:
         """[N] balances, in [-1, 1]."""
@@ -115,10 +116,5 @@ class WordList:
 def _words(name: str, words: Any) -> list[str]:
     is_list = isinstance(words, Sequence) and not isinstance(words, str)
     if not is_list or not all(isinstance(word, str) and word.strip() for word in words):
-        raise _bad(name, words, "a list of words")
+        raise wrong_argument(name, words, "a list of words")
     return list(words)
-
-
-def _bad(name: str, value: Any, expected: str) -> RewardError:
-    return RewardError(f"{name}={value!r} is not {expected}.", where=f"reward.kwargs.{name}",
-                       fix=f"reward.kwargs.{name} is {expected}")

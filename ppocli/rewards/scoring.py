@@ -3,63 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.config.schema import RewardConfig
 from ppocli.errors import ConfigError, RewardError
-from ppocli.rewards.calling import CallPolicy, call_with_request
-from ppocli.rewards.check import (
-    MAX_FLOAT32,
-    Score,
-    check_metrics,
-    check_scores,
-    invalid_error,
-    is_nan,
-)
-from ppocli.rewards.records import RewardRequest, RewardScores
-from ppocli.rewards.resolve import (
-    BoundCallable,
-    bind,
-    check_callable,
-    locate_reward,
-    resolve_object,
-    unbuilt,
-)
-from ppocli.user_code import Located, shorten
+from ppocli.rewards.calls import MAX_FLOAT32, invalid_error, is_nan, metrics_from, scores_from
+from ppocli.rewards.records import RewardRequest, RewardScores, Score
+from ppocli.rewards.resolve import BoundCallable, bind
+from ppocli.user_code import shorten
 
 
 @dataclass(frozen=True, slots=True)
-class WeightedReward:
-    """One of the rewards that are summed."""
+class Part:
+    """One of the rewards that are summed, or the metric."""
 
     name: str
     bound: BoundCallable
-    weight: float
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Reward:
-    """Everything that scores a sample. Made by :func:`build_reward`, called by the engine."""
+class Judge:
+    """What is asked about samples: all rewards, or the metric."""
 
-    parts: tuple[WeightedReward, ...]
-    policy: CallPolicy
-    skip_invalid: bool
-    needs_all_samples: bool = False
-    """one call, on the first of several ranks, for the samples of all"""
+    parts: tuple[Part, ...]
+    cfg: RewardConfig
 
     @property
     def code_files(self) -> list[str]:
-        """Files of the user's code that scoring runs, for ``running code from FILE``."""
-        return _user_files(part.bound for part in self.parts)
+        """Files of the user's code that judging runs, for ``running code from FILE``."""
+        files = {part.bound.located.file or "" for part in self.parts}
+        package = str(Path(__file__).resolve().parent)
+        return sorted(file for file in files if file and not file.startswith(package))
 
     @property
-    def waits(self) -> bool:
-        """Whether scoring only waits for others, so that generation may go on beside it: every
-        reward says so by an attribute ``waits = True``."""
-        return all(getattr(part.bound.call, "waits", False) is True for part in self.parts)
+    def needs_all_samples(self) -> bool:
+        """Whether one call, on the first of several ranks, has to see the samples of all: a
+        function or class says so by a true attribute of that name."""
+        if self.cfg.ranks == "auto":
+            return any(getattr(part.bound.located.target, "needs_all_samples", False)
+                       for part in self.parts)
+        return self.cfg.ranks == "first"
 
     def check_columns(self, columns: Sequence[str]) -> None:
         """Check every signature against the metadata columns that the prompts turned out to have.
@@ -69,6 +56,26 @@ class Reward:
         """
         for part in self.parts:
             part.bound.check_columns(columns)
+
+    def _ready(self, columns: Sequence[str] | None, first: bool) -> Self:
+        """With objects made of the classes on each rank that calls them, and checked columns."""
+        ready = self
+        if first or not self.needs_all_samples:
+            ready = replace(self, parts=tuple(replace(part, bound=part.bound.built())
+                                              for part in self.parts))
+        if columns is not None:
+            ready.check_columns(columns)
+        return ready
+
+
+class Reward(Judge):
+    """Everything that scores a sample. Made by :func:`build_reward`, called by the engine."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether scoring only waits for others, so that generation may go on beside it: every
+        reward says so by an attribute ``waits = True``."""
+        return all(getattr(part.bound.call, "waits", False) is True for part in self.parts)
 
     def score(self, request: RewardRequest) -> RewardScores:
         """Call every reward on N samples and sum what applies.
@@ -82,32 +89,29 @@ class Reward:
         """
         if not len(request):
             return RewardScores([], None, [], {part.name: [] for part in self.parts})
-        answers = [check_scores(call_with_request(part.bound, request, self.policy), part.bound,
-                                request) for part in self.parts]
-        valid = [self._is_valid(request, index, [scores[index] for scores in answers])
-                 for index in range(len(request))]
-        totals = [self._total([scores[index] for scores in answers], request, index)
-                  if valid[index] else 0.0 for index in range(len(request))]
+        answers = [scores_from(part.bound, request, self.cfg) for part in self.parts]
+        rows = list(zip(*answers, strict=True))
+        valid = [self._is_valid(request, index, row) for index, row in enumerate(rows)]
+        totals = [self._total(row, request, index) if valid[index] else 0.0
+                  for index, row in enumerate(rows)]
         dense = None
-        if any(isinstance(score, list) for scores in answers for score in scores):
-            dense = [self._dense([scores[index] for scores in answers], request, index,
-                                 valid[index]) for index in range(len(request))]
+        if any(isinstance(score, list) for row in rows for score in row):
+            dense = [self._dense(row, request, index, valid[index])
+                     for index, row in enumerate(rows)]
         logged = {part.name: [_loggable(score) for score in scores]
                   for part, scores in zip(self.parts, answers, strict=True)}
         return RewardScores(totals, dense, valid, logged)
 
-    def _is_valid(self, request: RewardRequest, index: int, row: list[Score]) -> bool:
+    def _is_valid(self, request: RewardRequest, index: int, row: Sequence[Score]) -> bool:
         """Whether sample ``index`` has a score: no NaN, and not ``None`` from every reward."""
         bad = next((k for k, score in enumerate(row) if is_nan(score)), None)
         if bad is None and all(score is None for score in row):
             bad = 0
-        if bad is None:
-            return True
-        if self.skip_invalid:
-            return False
+        if bad is None or self.cfg.on_invalid == "skip":
+            return bad is None
         raise invalid_error(self.parts[bad].bound, request, index, row[bad])
 
-    def _total(self, row: list[Score], request: RewardRequest, index: int) -> float:
+    def _total(self, row: Sequence[Score], request: RewardRequest, index: int) -> float:
         """Weighted sum of one sample's scores, its tokens' among them."""
         total = sum(part.weight * (sum(score) if isinstance(score, list) else score)
                     for part, score in zip(self.parts, row, strict=True) if score is not None)
@@ -117,7 +121,7 @@ class Reward:
                               f"in float32: {text}", where="reward", fix="use smaller weights")
         return float(total)
 
-    def _dense(self, row: list[Score], request: RewardRequest, index: int,
+    def _dense(self, row: Sequence[Score], request: RewardRequest, index: int,
                valid: bool) -> list[float]:
         """Weighted per-token rewards of one sample; per-sample ones land on the last token."""
         tokens = [0.0] * len(request.response_ids[index])
@@ -138,23 +142,8 @@ class Reward:
         return tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Metric:
+class Metric(Judge):
     """A function that measures samples at evaluation. Made by :func:`build_metric`."""
-
-    bound: BoundCallable
-    policy: CallPolicy
-    needs_all_samples: bool = False
-    """as of :class:`Reward`"""
-
-    @property
-    def code_files(self) -> list[str]:
-        """As :attr:`Reward.code_files`."""
-        return _user_files([self.bound])
-
-    def check_columns(self, columns: Sequence[str]) -> None:
-        """As :meth:`Reward.check_columns`."""
-        self.bound.check_columns(columns)
 
     def compute(self, request: RewardRequest) -> dict[str, list[float]]:
         """Metric name -> [N] finite numbers; empty without samples.
@@ -162,10 +151,7 @@ class Metric:
         Raises:
             RewardError: the function raised, took too long, or returned something else.
         """
-        if not len(request):
-            return {}
-        return check_metrics(call_with_request(self.bound, request, self.policy), self.bound,
-                             request)
+        return metrics_from(self.parts[0].bound, request, self.cfg) if len(request) else {}
 
 
 def build_reward(cfg: RewardConfig, *,
@@ -184,53 +170,23 @@ def build_reward(cfg: RewardConfig, *,
 
     Raises:
         RewardError: an import path, a signature or an argument is wrong.
-        ConfigError: neither or both of ``fn`` and ``fns``, or a malformed entry of ``fns``.
+        ConfigError: ``reward_fn`` is empty.
         InputError: a built-in's model is missing or unusable.
     """
-    if reward_fn is not None:
-        parts = _parts_from_objects(cfg, reward_fn)
-    else:
-        located = [(entry, locate_reward(entry.fn, key=entry.key)) for entry in _entries(cfg)]
-        build = first or not _one_call(cfg.ranks, [found for _, found in located])
-        parts = [WeightedReward(entry.name, bind(found, entry.kwargs) if build else unbuilt(found),
-                                entry.weight) for entry, found in located]
-    reward = Reward(tuple(parts), CallPolicy(cfg.timeout, cfg.retries), cfg.on_invalid == "skip",
-                    _one_call(cfg.ranks, [part.bound.located for part in parts]))
-    if columns is not None:
-        reward.check_columns(columns)
-    return reward
+    return _reward(cfg, reward_fn)._ready(columns, first)
 
 
-def build_metric(spec: str | None, metric_fn: Callable[..., Any] | None = None, *,
-                 columns: Sequence[str] | None = None, timeout: float | None = None,
-                 retries: int = 0, ranks: str = "auto", first: bool = True) -> Metric | None:
-    """The metric that ``reward.metric_fn`` names, or the one handed over in Python; None if none.
+def build_metric(cfg: RewardConfig, metric_fn: Callable[..., Any] | None = None, *,
+                 columns: Sequence[str] | None = None, first: bool = True) -> Metric | None:
+    """The metric that ``cfg.metric_fn`` names, or the one handed over in Python; None if none.
 
-    ``timeout``, ``retries`` and ``ranks`` are those of the ``reward`` section, ``first`` as in
-    :func:`build_reward`.
+    ``columns`` and ``first`` are as in :func:`build_reward`.
 
     Raises:
         RewardError: as :func:`build_reward`.
     """
-    key = "reward.metric_fn"
-    if metric_fn is not None:
-        bound = resolve_object(metric_fn, {}, key=key)
-    elif spec is not None:
-        located = locate_reward(_object_missing(spec, key), key=key)
-        bound = bind(located, {}) if first or not _one_call(ranks, [located]) else unbuilt(located)
-    else:
-        return None
-    metric = Metric(bound, CallPolicy(timeout, retries), _one_call(ranks, [bound.located]))
-    if columns is not None:
-        metric.check_columns(columns)
-    return metric
-
-
-def _one_call(ranks: str, functions: Sequence[Located]) -> bool:
-    """Whether one call has to see the samples of all ranks."""
-    if ranks == "auto":
-        return any(function.needs_all_samples for function in functions)
-    return ranks == "first"
+    metric = _metric(cfg, metric_fn)
+    return metric and metric._ready(columns, first)
 
 
 def check_reward_config(cfg: RewardConfig, *, columns: Sequence[str] | None = None) -> list[str]:
@@ -240,71 +196,45 @@ def check_reward_config(cfg: RewardConfig, *, columns: Sequence[str] | None = No
         the files of user code that a run would execute.
 
     Raises:
-        RewardError, ConfigError: as :func:`build_reward`.
+        RewardError: as :func:`build_reward`.
     """
-    files: list[str] = []
-    for entry in _entries(cfg):
-        located = locate_reward(entry.fn, key=entry.key)
-        check_callable(located, entry.kwargs, columns)
-        files.append(located.file or "")
-    if cfg.metric_fn is not None:
-        located = locate_reward(_object_missing(cfg.metric_fn, "reward.metric_fn"),
-                                key="reward.metric_fn")
-        check_callable(located, {}, columns)
-        files.append(located.file or "")
-    return _outside_package(files)
+    judges = [judge for judge in (_reward(cfg, None), _metric(cfg, None)) if judge is not None]
+    if columns is not None:
+        for judge in judges:
+            judge.check_columns(columns)
+    return sorted({file for judge in judges for file in judge.code_files})
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    name: str
-    fn: str
-    kwargs: Mapping[str, Any]
-    weight: float
-    key: str
-
-
-def _entries(cfg: RewardConfig) -> list[_Entry]:
-    """``reward.fn`` or ``reward.fns`` as one list; config/problems.py has checked their form."""
-    if not cfg.fns:
-        fn = _object_missing(str(cfg.fn), "reward.fn")
-        return [_Entry(fn.rpartition(":")[2].rpartition(".")[2], fn, cfg.kwargs, 1.0, "reward.fn")]
-    return [_Entry(name, entry["fn"], entry.get("kwargs") or {}, float(entry.get("weight", 1.0)),
-                   f"reward.fns.{name}.fn") for name, entry in cfg.fns.items()]
-
-
-def _parts_from_objects(cfg: RewardConfig, reward_fn: Any) -> list[WeightedReward]:
+def _reward(cfg: RewardConfig, reward_fn: Any) -> Reward:
+    """What ``cfg`` names, or ``reward_fn``, not built yet; config/problems.py has checked the form
+    of ``cfg``."""
+    entries: Mapping[str, Mapping[str, Any]] = cfg.fns
     if isinstance(reward_fn, Mapping):
-        if not reward_fn:
+        entries = {str(name): {"fn": target} for name, target in reward_fn.items()}
+        if not entries:
             raise ConfigError("reward_fn is an empty dict.", where="reward_fn",
                               fix="give at least one function: {name: function}")
-        return [WeightedReward(str(name), resolve_object(target, {}, key=f"reward.fns.{name}.fn"),
-                               1.0) for name, target in reward_fn.items()]
-    # kwargs beside an import path were meant for that function, which reward_fn replaces
-    own = cfg.fn is None or cfg.fn == PYTHON_OBJECT
-    bound = resolve_object(reward_fn, cfg.kwargs if own else {}, key="reward.fn")
-    return [WeightedReward(bound.located.spec.rpartition(".")[2], bound, 1.0)]
+    elif reward_fn is not None or not entries:
+        # kwargs beside an import path were meant for that function, which reward_fn replaces
+        own = reward_fn is None or cfg.fn in (None, PYTHON_OBJECT)
+        bound = bind(cfg.fn if reward_fn is None else reward_fn, cfg.kwargs if own else {},
+                     key="reward.fn")
+        name = bound.located.spec.rpartition(":")[2].rpartition(".")[2]
+        return Reward((Part(name, bound),), cfg)
+    return Reward(tuple(
+        Part(name, bind(entry["fn"], entry.get("kwargs") or {}, key=f"reward.fns.{name}.fn"),
+             float(entry.get("weight", 1.0))) for name, entry in entries.items()), cfg)
 
 
-def _object_missing(spec: str, key: str) -> str:
-    """``spec`` unless it stands for a Python object, which nobody handed over this time."""
-    if spec != PYTHON_OBJECT:
-        return spec
-    name = "metric_fn" if key.endswith("metric_fn") else "reward_fn"
-    raise RewardError(f"{key} was a Python object, which a configuration can't hold.", where=key,
-                      fix=f"pass {name}= to ppocli.train again, or set {key}=pkg.module:function")
+def _metric(cfg: RewardConfig, metric_fn: Any) -> Metric | None:
+    """As :func:`_reward`."""
+    target = cfg.metric_fn if metric_fn is None else metric_fn
+    if target is None:
+        return None
+    return Metric((Part("metric_fn", bind(target, {}, key="reward.metric_fn")),), cfg)
 
 
 def _loggable(score: Score) -> float | None:
     if score is None or is_nan(score):
         return None
     return sum(score) if isinstance(score, list) else score
-
-
-def _user_files(bounds: Any) -> list[str]:
-    return _outside_package([bound.file or "" for bound in bounds])
-
-
-def _outside_package(files: list[str]) -> list[str]:
-    package = str(Path(__file__).resolve().parent)
-    return sorted({file for file in files if file and not file.startswith(package)})

@@ -10,22 +10,20 @@ import contextlib
 import hmac
 import json
 import logging
-import math
 import socket
 import socketserver
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from time import monotonic
 from typing import Any
 
 from ppocli.config.secrets import hide_secrets
-from ppocli.errors import PpocliError, RewardError
-from ppocli.rewards.check import Score
+from ppocli.errors import PpocliError
+from ppocli.rewards.records import Score, WireError, decode_request, encode_scores
 from ppocli.rewards.scoring import Reward
-from ppocli.rewards.wire import WireError, decode_request, encode_scores
 from ppocli.version import __version__
 
 log = logging.getLogger(__name__)
@@ -47,73 +45,34 @@ class Refused(Exception):
         self.status = status
 
 
-@dataclass(frozen=True, slots=True)
-class Service:
-    """What is served."""
-
-    reward: Reward
-    """with ``skip_invalid``: whoever asks decides what a sample without score means"""
-    max_body: int
-    """bytes of the largest request"""
-    token: str | None = None
-    """asked for as ``Authorization: Bearer``; None: of nobody"""
-    tokenizer: Any = None
-    """handed to rewards that ask for one"""
-
-    @property
-    def thread_safe(self) -> bool:
-        """Whether every reward says that several threads may call it at once."""
-        return all(getattr(part.bound.call, "thread_safe", False) is True
-                   for part in self.reward.parts)
-
-    def paths(self) -> dict[str, Reward]:
-        """Path -> the reward there: their weighted sum, and each of several by itself."""
-        found = {SCORE: self.reward}
-        if len(self.reward.parts) > 1:
-            found.update({f"{SCORE}/{part.name}": replace(
-                self.reward, parts=(replace(part, weight=1.0),)) for part in self.reward.parts})
-        return found
-
-    def score(self, reward: Reward, body: bytes) -> tuple[bytes, int]:
-        """The body of the answer to a request's body, and how many samples it scores.
-
-        Raises:
-            Refused: 400 for a request of another form, 422 for columns that the reward lacks, 500
-                where it failed.
-        """
-        try:
-            request = decode_request(body, self.tokenizer)
-        except WireError as problem:
-            raise Refused(400, f"{problem}") from None
-        try:
-            reward.check_columns(list(request.columns))
-        except RewardError as error:
-            raise Refused(422, error.what) from None
-        try:
-            found = reward.score(request)
-        except PpocliError as error:
-            raise Refused(500, error.what) from None
-        scores: list[Score] = []
-        for index, valid in enumerate(found.valid):
-            dense = None if found.dense is None else found.dense[index]
-            scores.append(None if not valid else found.scores[index] if dense is None else dense)
-        return encode_scores([None if isinstance(score, float) and math.isnan(score) else score
-                              for score in scores]), len(request)
-
-
 class RewardServer(ThreadingHTTPServer):
-    """Listens from when it is made; ``serve_forever`` answers until ``poll`` raises."""
+    """Listens from when it is made; ``serve_forever`` answers until ``poll`` raises.
+
+    Args:
+        reward: with ``on_invalid=skip``: whoever asks decides what a sample without score means.
+        max_body: bytes of the largest request.
+        token: asked for as ``Authorization: Bearer``; None: of nobody.
+        tokenizer: handed to rewards that ask for one.
+    """
 
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, host: str, port: int, service: Service,
+    def __init__(self, host: str, port: int, reward: Reward, *, max_body: int,
+                 token: str | None = None, tokenizer: Any = None,
                  poll: Callable[[], None] = lambda: None) -> None:
-        self.service, self.poll = service, poll
+        self.reward, self.max_body, self.token = reward, max_body, token
+        self.tokenizer, self.poll = tokenizer, poll
+        self.rewards = {SCORE: reward}
+        """path -> the reward there: the weighted sum, and each of several by itself"""
+        if len(reward.parts) > 1:
+            self.rewards.update({f"{SCORE}/{part.name}": replace(
+                reward, parts=(replace(part, weight=1.0),)) for part in reward.parts})
         self.requests = self.samples = 0
-        self._turn = contextlib.nullcontext() if service.thread_safe else threading.Lock()
-        self._busy, self._changed = 0, threading.Condition()
-        self.rewards = service.paths()
+        self._places, self._counting = threading.Semaphore(MOST_WAITING), threading.Lock()
+        thread_safe = all(getattr(part.bound.call, "thread_safe", False) is True
+                          for part in reward.parts)
+        self._turn = contextlib.nullcontext() if thread_safe else threading.Lock()
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
 
@@ -127,34 +86,37 @@ class RewardServer(ThreadingHTTPServer):
         self.poll()
 
     def answer(self, path: str, body: bytes) -> bytes:
-        """Score one request, in its turn.
+        """The body of the answer to a request's body, scored in its turn.
 
         Raises:
-            Refused: too many wait already; or as :meth:`Service.score`.
+            Refused: 400 for a request of another form, 422 for columns that the reward lacks, 500
+                where it failed, 503 where too many wait already.
         """
-        with self._counted(), self._turn:
-            answer, samples = self.service.score(self.rewards[path], body)
-        with self._changed:
-            self.requests, self.samples = self.requests + 1, self.samples + samples
-        return answer
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        with self._changed:
-            if self._busy >= MOST_WAITING:
-                raise Refused(503, f"{MOST_WAITING} requests are waiting already")
-            self._busy += 1
+        if not self._places.acquire(blocking=False):
+            raise Refused(503, f"{MOST_WAITING} requests are waiting already")
+        reward, status = self.rewards[path], 400
         try:
-            yield
+            with self._turn:
+                request = decode_request(body, self.tokenizer)
+                status = 422
+                reward.check_columns(list(request.columns))
+                status = 500
+                found = reward.score(request)
+            with self._counting:
+                self.requests, self.samples = self.requests + 1, self.samples + len(request)
+        except (WireError, PpocliError) as error:
+            raise Refused(status, error.args[0]) from None
         finally:
-            with self._changed:
-                self._busy -= 1
-                self._changed.notify_all()
+            self._places.release()
+        scores: Sequence[Score] = found.dense or found.scores
+        return encode_scores([score if valid else None
+                              for score, valid in zip(scores, found.valid, strict=True)])
 
     def finish(self) -> bool:
         """Wait a while for the requests under way; whether all were answered."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._busy == 0, LAST_WORDS)
+        deadline = monotonic() + LAST_WORDS
+        return all(self._places.acquire(timeout=max(0.0, deadline - monotonic()))
+                   for _ in range(MOST_WAITING))
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away is no error; anything else is a bug and keeps its traceback."""
@@ -193,7 +155,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _allowed(self) -> None:
         """Whether this request may be scored at all, by its head alone."""
-        token, given = self.server.service.token, self.headers.get("Authorization", "")
+        token, given = self.server.token, self.headers.get("Authorization", "")
         if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()
                                                          ):
             raise Refused(401, "the token is missing or wrong")
@@ -205,8 +167,8 @@ class _Handler(BaseHTTPRequestHandler):
         given = self.headers.get("Content-Length", "")
         if not given.isdecimal():
             raise Refused(411, "Content-Length is missing")
-        if int(given) > self.server.service.max_body:
-            raise Refused(413, f"{given} bytes are more than the {self.server.service.max_body} "
+        if int(given) > self.server.max_body:
+            raise Refused(413, f"{given} bytes are more than the {self.server.max_body} "
                           "that are allowed")
         return int(given)
 

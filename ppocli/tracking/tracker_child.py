@@ -19,7 +19,6 @@ was logged, so that a resumed run goes on in the same tracker run and logs no st
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import queue
 import re
@@ -39,7 +38,7 @@ from typing import Any
 
 from ppocli.config.secrets import hide_secrets
 from ppocli.errors import InputError
-from ppocli.storage.atomic import write_json_atomic
+from ppocli.storage.atomic import read_json, write_json_atomic
 from ppocli.text import error_line
 from ppocli.user_code import Kind, Located, Wanted, locate
 
@@ -112,7 +111,10 @@ def main(descriptor: int) -> None:
             name, kind, what = connection.recv()
         except (EOFError, OSError):
             # whoever resumes the run goes on in the same tracker run
-            _end_within(_ORPHAN_SECONDS)
+            # and this process and its services end after a while, whatever they wait for
+            killer = threading.Timer(_ORPHAN_SECONDS, os.killpg, (0, signal.SIGKILL))
+            killer.daemon = True
+            killer.start()
             for name in open_ones:
                 inboxes[name].put(("finish", 255))
             break
@@ -126,38 +128,32 @@ def main(descriptor: int) -> None:
 def _serve(name: str, opening: Opening, inbox: queue.SimpleQueue[tuple[str, Any]], say: Say
            ) -> None:
     """Open a tracker, log what comes, and close it."""
+    record = Path(opening.run_dir) / "trackers" / (re.sub(r"\W+", "-", Path(name).name) + ".json")
+    lost = "; nothing is logged there"
     try:
-        _log(name, opening, inbox, say)
+        opened = OPEN.get(name, partial(_open_own, name))(opening, read_json(record) or {}, say)
+        lost = ""
+        step = opened.first_step - 1
+        _keep(record, opened.run_id, step)
+        samples_step, samples = -1, Rows()
+        while (message := inbox.get())[0] != "finish":
+            kind, what = message
+            if kind == "samples":
+                samples_step, samples = what
+            elif what["step"] >= opened.first_step:
+                step = what.pop("step")
+                try:
+                    opened.log(what, samples if samples_step == step else [], step)
+                    _keep(record, opened.run_id, step)
+                except (Exception, SystemExit) as error:
+                    traceback.print_exc()
+                    say("warning", f"step {step} could not be logged: {cause_of(error)}")
+            say("done", None)
+        opened.finish(message[1])
     except (Exception, SystemExit) as error:
         traceback.print_exc()
-        say("warning", cause_of(error))
+        say("warning", cause_of(error) + lost)
     say("finished", None)
-
-
-def _log(name: str, opening: Opening, inbox: queue.SimpleQueue[tuple[str, Any]], say: Say) -> None:
-    record = Path(opening.run_dir) / "trackers" / (re.sub(r"\W+", "-", Path(name).name) + ".json")
-    try:
-        opened = OPEN.get(name, partial(_open_own, name))(opening, _read(record), say)
-    except (Exception, SystemExit) as error:
-        say("warning", f"{cause_of(error)}; nothing is logged there")
-        raise
-    step = opened.first_step - 1
-    _keep(record, opened.run_id, step)
-    samples_step, samples = -1, Rows()
-    while (message := inbox.get())[0] != "finish":
-        kind, what = message
-        if kind == "samples":
-            samples_step, samples = what
-        elif what["step"] >= opened.first_step:
-            step = what.pop("step")
-            try:
-                opened.log(what, samples if samples_step == step else [], step)
-                _keep(record, opened.run_id, step)
-            except (Exception, SystemExit) as error:
-                traceback.print_exc()
-                say("warning", f"step {step} could not be logged: {cause_of(error)}")
-        say("done", None)
-    opened.finish(message[1])
 
 
 def cause_of(error: BaseException) -> str:
@@ -165,23 +161,8 @@ def cause_of(error: BaseException) -> str:
     return hide_secrets(error_line(error).rstrip("."))
 
 
-def _read(record: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(record.read_text())
-        return {"id": str(found["id"]), "step": int(found["step"])}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-
-
 def _keep(record: Path, run_id: str, step: int) -> None:
     write_json_atomic(record, {"id": run_id, "step": step})
-
-
-def _end_within(seconds: float) -> None:
-    """End this process and its services after a while, whatever they wait for."""
-    timer = threading.Timer(seconds, lambda: os.killpg(0, signal.SIGKILL))
-    timer.daemon = True
-    timer.start()
 
 
 def _open_wandb(opening: Opening, found: dict[str, Any], say: Say) -> Opened:

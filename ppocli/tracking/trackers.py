@@ -16,13 +16,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from multiprocessing import Pipe
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any, Protocol
+from typing import Any
 
 import yaml
 
@@ -46,19 +46,6 @@ TABLE_ROWS = 64
 """evaluation samples in one table"""
 
 
-class Tracker(Protocol):
-    """Takes figures of steps. Nothing it does raises, and only ``finish`` waits."""
-
-    def row(self, row: dict[str, Any]) -> None:
-        """One step's figures; ``step`` among them."""
-
-    def samples(self, step: int, samples: list[dict[str, Any]]) -> None:
-        """The samples of a step's evaluation, before its row."""
-
-    def finish(self, code: int) -> None:
-        """No more rows will come; ``code`` is 0 for a finished run."""
-
-
 def finite_figures(row: dict[str, Any]) -> dict[str, float]:
     """The finite numbers among a row's values, without ``step``."""
     return {name: value for name, value in row.items()
@@ -74,27 +61,29 @@ class EventFiles:
         self._events: Any = SummaryWriter(str(folder))
         self._warned = False
 
-    def _try(self, work: Callable[[], None]) -> None:
+    @contextmanager
+    def _failing_quietly(self) -> Iterator[None]:
         try:
-            work()
+            yield
         except Exception as error:
             if not self._warned:
                 _warn("tensorboard", cause_of(error))
             self._warned = True
 
     def row(self, row: dict[str, Any]) -> None:
-        def write() -> None:
+        """One step's figures; ``step`` among them."""
+        with self._failing_quietly():
             for name, value in finite_figures(row).items():
                 self._events.add_scalar(name, value, row["step"])
             self._events.flush()
-
-        self._try(write)
 
     def samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         """They are in samples.jsonl; TensorBoard has no tables."""
 
     def finish(self, code: int) -> None:
-        self._try(self._events.close)
+        """No more rows will come."""
+        with self._failing_quietly():
+            self._events.close()
 
 
 class TrackerProcess:
@@ -125,9 +114,11 @@ class TrackerProcess:
                 self._connection.send(message)
 
     def row(self, row: dict[str, Any]) -> None:
+        """One step's figures; ``step`` among them."""
         self._send("row", {"step": row["step"], **finite_figures(row)})
 
     def samples(self, step: int, samples: list[dict[str, Any]]) -> None:
+        """The samples of a step's evaluation, before its row."""
         self._send("samples", (step, samples[:TABLE_ROWS]))
 
     def _send(self, kind: str, what: Any) -> None:
@@ -170,7 +161,8 @@ class TrackerProcess:
         self._warned.update(news)
 
     def finish(self, code: int) -> None:
-        """Have them finish and wait for the end of their process; then make it."""
+        """Have them finish and wait for the end of their process; then make it. ``code`` is 0 for
+        a finished run."""
         for name in self._behind:
             self._waiting.put((name, "finish", code))
         deadline = monotonic() + FINISH_SECONDS
@@ -186,6 +178,10 @@ class TrackerProcess:
         self._process.wait()
         self._waiting.put(None)
         self._connection.close()
+
+
+Tracker = EventFiles | TrackerProcess
+"""takes figures of steps; nothing it does raises, and only ``finish`` waits"""
 
 
 def _warn(name: str, cause: str) -> None:
@@ -211,12 +207,6 @@ def check_trackers(cfg: TrackingConfig) -> None:
         log.info("running code from %s", locate_tracker(spec).file)
 
 
-def _start_process(names: list[str], cfg: TrackingConfig, folder: RunFolder) -> TrackerProcess:
-    config = _without_secrets(yaml.safe_load(folder.config.read_text(encoding="utf-8")))
-    return TrackerProcess(Opening(names, folder.path.name, cfg.project, str(folder.path), config,
-                                  os.getpid(), [path for path in sys.path if path]))
-
-
 @contextmanager
 def open_trackers(cfg: TrackingConfig, folder: RunFolder) -> Iterator[Sequence[Tracker]]:
     """The run's trackers; one that can't be opened is named in a warning and left out."""
@@ -224,7 +214,10 @@ def open_trackers(cfg: TrackingConfig, folder: RunFolder) -> Iterator[Sequence[T
     trackers: list[Tracker] = []
     try:
         if served:
-            trackers.append(_start_process(served, cfg, folder))
+            config = _without_secrets(yaml.safe_load(folder.config.read_text(encoding="utf-8")))
+            trackers.append(TrackerProcess(Opening(
+                served, folder.path.name, cfg.project, str(folder.path), config, os.getpid(),
+                [path for path in sys.path if path])))
     except Exception as error:
         _warn(", ".join(served), cause_of(error))
     try:

@@ -24,9 +24,8 @@ from ppocli.evaluation.figures import (
     frontier_of,
     frontier_svg,
 )
-from ppocli.evaluation.folder import EvalFolder, Place, choose, take_up
-from ppocli.evaluation.identity import _described, _digest, _weights
-from ppocli.evaluation.request import EvalRequest
+from ppocli.evaluation.identity import _described, _digest, _weights, choose
+from ppocli.evaluation.request import EvalRequest, refuse_taken, take_up
 from ppocli.runs.target import Target
 
 SCORES = [0.3, -1.0, 2.5, 2.5, 0.0, 7.0]
@@ -56,10 +55,10 @@ def test_samples_of_one_prompt_do_not_count_as_independent():
 
 
 def test_quantiles_are_linear_between_neighbours():
-    found = figures_of([row(score) for score in SCORES]).quantiles
+    found = figures_of([row(score) for score in SCORES])["quantiles"]
     assert found == pytest.approx(
         {"p5": -0.75, "p25": 0.075, "p50": 1.4, "p75": 2.5, "p95": 5.875})
-    assert math.isnan(figures_of([row(None)]).quantiles["p50"])
+    assert math.isnan(figures_of([row(None)])["quantiles"]["p50"])
 
 
 def test_figures_leave_out_what_has_no_score():
@@ -67,17 +66,17 @@ def test_figures_leave_out_what_has_no_score():
             row(None, 1, rewards={"a": None, "b": None}, metrics={"m": 4.0}),
             row(4.0, 2, response="a b c", rewards={"a": 1.5, "b": 1.0}, metrics={"m": 6.0})]
     found = figures_of(rows)
-    assert (found.samples, found.scored) == (3, 2)
-    assert found.figures["reward_mean"] == 2.5
-    assert found.figures["metrics/m"] == 4.0
-    assert found.figures["reward/a"] == 1.0
-    assert found.figures["reward/b"] == 1.0
-    assert found.figures["distinct_1"] == 3 / 7
-    assert found.figures["distinct_3"] == 1.0
-    assert found.stderr["reward_mean"] == 1.5
-    assert math.isnan(found.stderr["reward/b"])
-    assert found.stderr["metrics/m"] == pytest.approx(2 / math.sqrt(3))
-    assert found.quantiles["p50"] == 2.5
+    assert (found["samples"], found["scored"]) == (3, 2)
+    assert found["figures"]["reward_mean"] == 2.5
+    assert found["figures"]["metrics/m"] == 4.0
+    assert found["figures"]["reward/a"] == 1.0
+    assert found["figures"]["reward/b"] == 1.0
+    assert found["figures"]["distinct_1"] == 3 / 7
+    assert found["figures"]["distinct_3"] == 1.0
+    assert found["stderr"]["reward_mean"] == 1.5
+    assert math.isnan(found["stderr"]["reward/b"])
+    assert found["stderr"]["metrics/m"] == pytest.approx(2 / math.sqrt(3))
+    assert found["quantiles"]["p50"] == 2.5
 
 
 def test_a_tie_is_half_a_win_and_unscored_pairs_are_left_out():
@@ -113,106 +112,101 @@ def frontier(policy_scores, kl, *, plain=True):
 def test_a_policy_is_compared_with_best_of_n_at_its_own_kl():
     expected = best_of_n([float(s) for s in range(16)], 4) + 1.0
     found = frontier([14.0, 15.0], best_of_n_kl(4))
-    assert found.points[2].reward == pytest.approx(expected)
-    assert found.points[2].prompts == 3
-    assert found.best_of_n_at_policy_kl == pytest.approx(expected)
-    assert found.verdict == "above"
-    assert found.difference == pytest.approx(15.5 - expected)
-    assert frontier([2.0], best_of_n_kl(4)).verdict == "below"
+    assert found["points"][2]["reward"] == pytest.approx(expected)
+    assert found["points"][2]["prompts"] == 3
+    assert found["best_of_n_at_policy_kl"] == pytest.approx(expected)
+    assert found["verdict"] == "above"
+    assert found["difference"] == pytest.approx(15.5 - expected)
+    assert frontier([2.0], best_of_n_kl(4))["verdict"] == "below"
     halfway = frontier([2.0], (best_of_n_kl(4) + best_of_n_kl(8)) / 2)
-    assert halfway.best_of_n_at_policy_kl == pytest.approx(
-        (halfway.points[2].reward + halfway.points[3].reward) / 2)
+    assert halfway["best_of_n_at_policy_kl"] == pytest.approx(
+        (halfway["points"][2]["reward"] + halfway["points"][3]["reward"]) / 2)
     below = frontier([2.0], -1e-7)
-    assert below.best_of_n_at_policy_kl == found.points[0].reward, "rounding below 0"
+    assert below["best_of_n_at_policy_kl"] == found["points"][0]["reward"], "rounding below 0"
 
 
 def test_what_cannot_be_compared_is_not():
-    assert frontier([15.0], 1.9).verdict == "beyond"
-    assert math.isnan(frontier([15.0], 1.9).best_of_n_at_policy_kl)
-    assert frontier([15.0], 0.5, plain=False).verdict == "not comparable"
-    assert frontier([15.0], None).verdict == "not comparable"
+    assert frontier([15.0], 1.9)["verdict"] == "beyond"
+    assert math.isnan(frontier([15.0], 1.9)["best_of_n_at_policy_kl"])
+    assert frontier([15.0], 0.5, plain=False)["verdict"] == "not comparable"
+    assert frontier([15.0], None)["verdict"] == "not comparable"
     noise = [row(s, p, kl=0.0) for p, s in enumerate([7.5, 8.6, 9.4])]
     base = [row(float(score + prompt), prompt) for prompt in range(3) for score in range(16)]
-    assert frontier_of(base, noise, plain_sampling=True).verdict == "level"
+    assert frontier_of(base, noise, plain_sampling=True)["verdict"] == "level"
 
 
 def test_a_prompt_with_too_few_scores_is_left_out_of_the_points():
     base = [row(float(s), 0) for s in range(16)] + [row(float(s), 1) for s in range(5)]
     base += [row(None, 1) for _ in range(11)]
     found = frontier_of(base, [row(1.0, 0)], plain_sampling=True)
-    assert [point.prompts for point in found.points] == [2, 2, 2, 1, 1]
+    assert [point["prompts"] for point in found["points"]] == [2, 2, 2, 1, 1]
     assert "best-of-n of the base" in frontier_svg(found)
 
 
-def write_rows(folder: EvalFolder, count, roles=("policy",), tail=b""):
-    folder.path.mkdir(exist_ok=True)
+def write_rows(folder: Path, count, roles=("policy",), tail=b""):
+    folder.mkdir(exist_ok=True)
     lines = [json.dumps({"model": role, "number": number}).encode() + b"\n"
              for role in roles for number in range(count)]
-    folder.samples.write_bytes(b"".join(lines) + tail)
+    (folder / "samples.jsonl").write_bytes(b"".join(lines) + tail)
     return lines
 
 
 @pytest.mark.parametrize("tail", [b"", b'{"model": "pol', b'{"model": "policy", "number": 6}',
                                   b"\0\0\0\n", b'{"model": "base", "number": 6}\n', b"[1]\n"])
 def test_samples_after_the_last_whole_chunk_are_cut_off(tmp_path, tail):
-    folder = EvalFolder(tmp_path / "e")
+    folder = tmp_path / "e"
     lines = write_rows(folder, 6, tail=tail)
-    found = take_up(folder, [("policy", 8), ("against", 8)], chunk=4)
+    found = take_up(folder, {"policy": 8, "against": 8}, chunk=4)
     assert {role: len(rows) for role, rows in found.items()} == {"policy": 4, "against": 0}
-    assert folder.samples.read_bytes() == b"".join(lines[:4])
+    assert (folder / "samples.jsonl").read_bytes() == b"".join(lines[:4])
 
 
 def test_a_models_last_chunk_may_be_shorter(tmp_path):
-    folder = EvalFolder(tmp_path / "e")
+    folder = tmp_path / "e"
     lines = write_rows(folder, 6, ("policy", "against"))
-    found = take_up(folder, [("policy", 6), ("against", 6)], chunk=4)
+    found = take_up(folder, {"policy": 6, "against": 6}, chunk=4)
     assert [len(rows) for rows in found.values()] == [6, 6]
-    assert folder.samples.read_bytes() == b"".join(lines)
+    assert (folder / "samples.jsonl").read_bytes() == b"".join(lines)
 
 
-def place(root: Path, **over) -> Place:
-    return Place(**{"root": root, "label": "step-000004", "name": None, "overwrite": False,
-                    "resume": False, **over})
-
-
-def finished(folder: EvalFolder, identity=None):
-    folder.path.mkdir(parents=True, exist_ok=True)
-    folder.settings.write_text(json.dumps({"identity": identity or {}}))
+def finished(folder: Path, identity=None):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "settings.json").write_text(json.dumps({"identity": identity or {}}))
     write_rows(folder, 1)
-    folder.result.write_text("{}")
+    (folder / "eval.json").write_text("{}")
     return folder
 
 
 def test_results_never_land_where_some_are(tmp_path):
     said = []
-    finished(EvalFolder(tmp_path / "step-000004"))
-    assert choose(place(tmp_path), {}, said.append).path.name == "step-000004-2"
-    assert choose(place(tmp_path), {}, said.append).path.name == "step-000004-3"
+    default = finished(tmp_path / "step-000004")
+    assert choose(default, EvalRequest(), {}, said.append).name == "step-000004-2"
+    assert choose(default, EvalRequest(), {}, said.append).name == "step-000004-3"
     assert said == [f"{tmp_path / 'step-000004-2'} holds an unfinished evaluation; to go on with "
                     "it: the same command with --resume --name step-000004-2"]
 
 
 def test_resuming_takes_the_unfinished_one_of_the_same_settings(tmp_path):
     mine, other = {"seed": 1, "models": {}}, {"seed": 2, "models": {"policy": "x"}}
-    finished(EvalFolder(tmp_path / "step-000004"), mine)
-    begun = finished(EvalFolder(tmp_path / "step-000004-2"), other)
-    begun.result.unlink()
-    resuming = place(tmp_path, resume=True)
-    assert choose(resuming, mine, print).path.name == "step-000004"
-    assert choose(resuming, other, print).path.name == "step-000004-2"
-    assert choose(resuming, {**other, "models": {}}, print).path.name == "step-000004-2"
+    default = finished(tmp_path / "step-000004", mine)
+    begun = finished(tmp_path / "step-000004-2", other)
+    (begun / "eval.json").unlink()
+    resuming = EvalRequest(resume=True)
+    assert choose(default, resuming, mine, print) == default
+    assert choose(default, resuming, other, print) == begun
+    assert choose(default, resuming, {**other, "models": {}}, print) == begun
     with pytest.raises(CheckpointError, match="seed: 2 -> 3"):
-        choose(resuming, {"seed": 3, "models": {}}, print)
-    begun.settings.unlink()
+        choose(default, resuming, {"seed": 3, "models": {}}, print)
+    (begun / "settings.json").unlink()
     with pytest.raises(CheckpointError, match=r"settings\.json is missing or damaged"):
-        choose(place(tmp_path, resume=True, name="step-000004-2"), other, print)
+        choose(begun, EvalRequest(resume=True, name=begun.name), other, print)
 
 
 def test_only_evaluations_are_overwritten(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.tex").write_text("x")
     with pytest.raises(CheckpointError, match=r"holds what is no evaluation \(thesis.tex\)"):
-        place(tmp_path, name="mine", overwrite=True).refuse_taken()
+        refuse_taken(tmp_path / "mine", EvalRequest(name="mine", overwrite=True))
 
 
 MODEL = Target("./lm", "/somewhere/lm")

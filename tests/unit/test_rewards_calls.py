@@ -22,7 +22,7 @@ def test_no_samples_no_call():
         raise AssertionError
 
     assert build_reward(RewardConfig(), reward_fn=never).score(request_of(0)).scores == []
-    metric = build_metric(None, never)
+    metric = build_metric(RewardConfig(), never)
     assert metric is not None
     assert metric.compute(request_of(0)) == {}
 
@@ -141,8 +141,11 @@ def test_async_functions_and_objects(timeout):
         async def __call__(self, outputs):
             return await gathered(outputs)
 
+    def not_async_itself(outputs):
+        return gathered(outputs, extra=1)
+
     cfg = RewardConfig(timeout=timeout)
-    for fn in (gathered, Judge, Judge()):
+    for fn in (gathered, Judge, Judge(), not_async_itself):
         assert build_reward(cfg, reward_fn=fn).score(request_of(N)).scores == [9.0] * 3
 
 

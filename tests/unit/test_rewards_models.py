@@ -198,7 +198,7 @@ def test_roberta_positions_start_late(tmp_path):
     folder = save(tmp_path / "m", spread(RobertaForSequenceClassification(config)),
                   tokenizer_of("bert"))
     scorer = RewardModel(str(folder))
-    assert scorer.loaded.max_length == 11
+    assert scorer.max_length == 11
     scores = call(scorer, ["bad " * 30, "good", "a film"])
     assert scores[1] == pytest.approx(
         raw_logits(folder, RobertaForSequenceClassification, "good")[0], abs=1e-5)
@@ -226,12 +226,12 @@ def test_samples_responses_and_pairs(tmp_path):
 
 
 def test_the_model_is_frozen(tmp_path):
-    model = RewardModel(str(gpt2_rm(tmp_path / "m"))).loaded.model
+    model = RewardModel(str(gpt2_rm(tmp_path / "m"))).model
     assert not model.training
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     half = RewardModel(str(tmp_path / "m"), dtype="bf16")
-    assert {parameter.dtype for parameter in half.loaded.model.parameters()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in half.model.parameters()} == {torch.bfloat16}
     full = call(RewardModel(str(tmp_path / "m")), TEXTS)
     assert call(half, TEXTS) == pytest.approx(full, abs=0.5)
 

@@ -21,7 +21,7 @@ from ppocli.errors import ConfigError, RewardError
 from ppocli.rewards import remote
 from ppocli.rewards.records import RewardRequest
 from ppocli.rewards.scoring import build_reward
-from ppocli.rewards.serving import RewardServer, Service
+from ppocli.rewards.serving import RewardServer
 
 Answer = Callable[[dict[str, Any], int], tuple[int, str]]
 
@@ -195,11 +195,11 @@ def test_headers_come_from_the_environment(monkeypatch):
 
 
 @pytest.mark.parametrize(("kwargs", "said"), [
-    ({"url": "localhost:8123"}, "not an address"), ({"url": "ftp://x/y"}, "not an address"),
-    ({"url": 5}, "not an address"), ({"url": "http://me:pw123@host/x"}, "holds a secret"),
+    ({"url": "localhost:8123"}, "is not an address"), ({"url": "ftp://x/y"}, "is not an address"),
+    ({"url": 5}, "is not an address"), ({"url": "http://me:pw123@host/x"}, "holds a secret"),
     ({"url": "http://host/x?api_key=pw123"}, "holds a secret"),
-    ({"retries": -1}, "reward.kwargs.retries is -1"), ({"retries": 1.5}, "a whole number from 0"),
-    ({"concurrency": 0}, "a whole number from 1"), ({"batch_size": True}, "batch_size is True"),
+    ({"retries": -1}, "retries=-1 is not"), ({"retries": 1.5}, "a whole number from 0"),
+    ({"concurrency": 0}, "a whole number from 1"), ({"batch_size": True}, "batch_size=True"),
     ({"timeout": 0}, "seconds above 0"), ({"token_env": "not_set_anywhere"}, "no variable"),
     ({"token_env": "my secret pw123"}, "not the name of a variable"),
     ({"headers": ["X-Key: pw123 abc"]}, "not of the form"), ({"headers": "X-Key: A"}, "a list"),
@@ -232,7 +232,6 @@ def test_columns_that_json_can_not_hold_are_named():
 @contextmanager
 def serving(fn: Any, **settings: Any) -> Iterator[str]:
     reward = build_reward(RewardConfig(on_invalid="skip"), reward_fn=fn)
-    service = Service(reward, **{"max_body": 10_000, **settings})
     stop = threading.Event()
 
     def poll() -> None:
@@ -243,7 +242,8 @@ def serving(fn: Any, **settings: Any) -> Iterator[str]:
         with pytest.raises(InterruptedError):
             server.serve_forever(poll_interval=0.02)
 
-    with RewardServer("127.0.0.1", 0, service, poll) as server:
+    with RewardServer("127.0.0.1", 0, reward, poll=poll,
+                      **{"max_body": 10_000, **settings}) as server:
         thread = threading.Thread(target=serve)
         thread.start()
         try:

@@ -1,4 +1,4 @@
-"""The rule rewards that serve as examples."""
+"""The rule rewards that serve as examples, and that of the random-walk benchmark, by hand."""
 
 import subprocess
 import sys
@@ -9,7 +9,6 @@ import pytest
 from ppocli.config.schema import RewardConfig
 from ppocli.errors import RewardError
 from ppocli.rewards import randomwalks
-from ppocli.rewards.randomwalks import walk_length
 from ppocli.rewards.records import RewardRequest
 from ppocli.rewards.scoring import build_reward
 
@@ -74,7 +73,7 @@ def test_shortest_lengths_by_hand():
     ("zba", None), ("b a", None), ("", None),
 ])
 def test_walk_length_by_hand(walk, length):
-    assert walk_length(walk, SMALL) == length
+    assert randomwalks.walk_length(walk, SMALL) == length
 
 
 @pytest.mark.parametrize(("walk", "length", "score"), [

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ppocli.config.schema import RewardConfig
 from ppocli.errors import RewardError
-from ppocli.rewards.check import check_invalid_share
+from ppocli.rewards.calls import check_invalid_share
 from ppocli.rewards.records import RewardRequest, RewardScores
 from ppocli.rewards.scoring import build_metric, build_reward
 
@@ -52,7 +52,6 @@ BAD_RETURNS = {
     "complex tensor": (NO_ARRAY, "returned complex"),
     "meta tensor": (torch.ones(N, device="meta"), "can't be read"),
     "object": ([object(), 1.0, 1.0], "returned object"),
-    "coroutine": (_score, "declare the function `async def`"),
     "coroutines inside": (lambda: [_score() for _ in range(N)], "coroutines in it"),
     "column": (torch.ones(N, 1),
                "a list of 1 numbers, but the response has 2 tokens, for sample 0"),
@@ -82,6 +81,7 @@ def test_bad_returns_are_refused_with_the_function_and_the_sample(case):
 GOOD_RETURNS = {
     "floats": [1.0, 0.0, 2.0],
     "ints": [1, 0, 2],
+    "bools": [True, np.bool_(False), 2],
     "tuple": (1, 0, 2),
     "numpy": np.array([1, 0, 2], dtype=np.float16),
     "object array": np.array([1, 0.0, np.int8(2)], dtype=object),
@@ -102,10 +102,6 @@ def test_good_returns_are_converted(case):
     assert all(type(score) is float for score in result.scores)
     assert result.dense is None
     assert result.valid == [True] * 3
-
-
-def test_bools_count_as_numbers():
-    assert scores_of([True, np.bool_(False), True]).scores == [1.0, 0.0, 1.0]
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1,
@@ -213,7 +209,7 @@ def metric_of(value: object) -> dict[str, list[float]]:
     def user_metric(outputs):
         return value
 
-    metric = build_metric(None, user_metric)
+    metric = build_metric(RewardConfig(), user_metric)
     assert metric is not None
     return metric.compute(request_of(N))
 

@@ -209,8 +209,7 @@ def _build_judges(cfg: TrainConfig, objects: PythonObjects, first: bool) -> tupl
     from ppocli.rewards.scoring import build_metric, build_reward
 
     reward = build_reward(cfg.reward, reward_fn=objects.reward_fn, first=first)
-    metric = build_metric(cfg.reward.metric_fn, objects.metric_fn, timeout=cfg.reward.timeout,
-                          retries=cfg.reward.retries, ranks=cfg.reward.ranks, first=first)
+    metric = build_metric(cfg.reward, objects.metric_fn, first=first)
     for path in dict.fromkeys([*reward.code_files, *(metric.code_files if metric else [])]):
         log.info("running code from %s", path)
     return reward, metric

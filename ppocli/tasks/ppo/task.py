@@ -22,7 +22,7 @@ from ppocli.models.layout import lay_out
 from ppocli.models.policy import PolicyOutput
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.losses import LossOptions, PPOLoss, ppo_loss, token_weights
-from ppocli.rewards.check import check_invalid_share
+from ppocli.rewards.calls import check_invalid_share
 from ppocli.storage.run_logs import JsonlWriter
 from ppocli.tasks.ppo.evaluate import evaluate, reference_responses
 from ppocli.tasks.ppo.experience import next_kl_coef, sequence_kl, to_experience, update_moments

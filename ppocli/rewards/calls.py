@@ -1,0 +1,303 @@
+"""Calls of reward and metric functions, with retries and a time limit, and checks of what they
+return.
+
+Nothing is broadcast, swallowed or replaced by zero: a value is either converted without loss of
+meaning (bool, int, NumPy and torch numbers, generators) or refused with the function, the sample's
+index, its text and what was expected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+import logging
+import math
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from concurrent.futures import Future, wait
+from functools import partial
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+from ppocli.config.schema import RewardConfig
+from ppocli.errors import PpocliError, RewardError
+from ppocli.rewards.records import RewardRequest, Score
+from ppocli.rewards.resolve import BoundCallable, name_own_key
+from ppocli.text import counted, error_line
+from ppocli.user_code import raised_at, shorten
+
+log = logging.getLogger(__name__)
+
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
+"""scores become float32 tensors, in which anything larger is infinite"""
+
+MAX_INVALID_SHARE = 0.1
+
+EXPECTED = ("return one number a sample, or one list of numbers a sample with as many as its "
+            "response has tokens")
+EXPECTED_METRICS = "return a dict: metric name -> a list with one finite number a sample"
+
+
+def call_with_request(bound: BoundCallable, request: RewardRequest, cfg: RewardConfig) -> Any:
+    """What ``bound`` returns for ``request``, not yet checked.
+
+    ``KeyboardInterrupt``, ``SystemExit`` and the program's own errors (a stop request among them)
+    pass through. A call past its time limit is not tried again: it may still be running.
+
+    Args:
+        cfg: whose ``timeout`` is the seconds one attempt may take (None: without limit, in the
+            caller's own thread), and ``retries`` how often a call that raised is tried again.
+
+    Raises:
+        RewardError: the function raised on every attempt, or took longer than the timeout.
+    """
+    failures = 0
+    while True:
+        try:
+            return _call(bound, request, cfg.timeout)
+        except PpocliError as error:
+            name_own_key(error, bound.located.key)
+            raise
+        except Exception as error:
+            place = raised_at(error, bound.located.file)
+            failures += 1
+            if failures > cfg.retries:
+                tries = f", {failures} times in a row," if failures > 1 else ""
+                first = shorten(request.prompts[0] + request.responses[0])
+                raise RewardError(
+                    f"{bound.label} raised{tries} {type(error).__name__}: {error}\n"
+                    f"  batch: {len(request)} samples, the first is {first}", where=place,
+                    fix="mend the function; reward.retries=N tries a failed call again",
+                ) from error
+            log.warning("%s raised %s at %s; trying again (%d of %d)", bound.label,
+                        error_line(error), place, failures, cfg.retries)
+
+
+def _call(bound: BoundCallable, request: RewardRequest, timeout: float | None) -> Any:
+    positional, named = bound.arguments(request)  # fresh lists: a failed call may have cut them
+
+    def work() -> Any:
+        result = bound.call(*positional, **named)
+        if inspect.iscoroutine(result):
+            # a notebook's thread runs an event loop already, and another can't run inside it
+            result = _in_thread(partial(asyncio.run, result), None, bound)
+        # A generator's body runs here, under the same time limit and the same handling of errors.
+        if isinstance(result, Mapping):
+            return {name: _drained(column, len(request), bound) for name, column in result.items()}
+        return _drained(result, len(request), bound)
+
+    return work() if timeout is None else _in_thread(work, timeout, bound)
+
+
+def _drained(result: Any, count: int, bound: BoundCallable) -> Any:
+    """The items of an iterator as a list; anything else as it is. An endless one is refused."""
+    if not isinstance(result, Iterator):
+        return result
+    items = list(itertools.islice(result, count + 1))
+    if len(items) > count:
+        raise RewardError(f"{bound.label} returned more than {count} values for {count} samples.",
+                          where=bound.located.key, fix="return exactly one value a sample")
+    return items
+
+
+def _in_thread(work: Callable[[], Any], timeout: float | None, bound: BoundCallable) -> Any:
+    """Run ``work`` in a daemon thread, so that a call that never ends can't keep the process."""
+    future: Future[Any] = Future()
+
+    def body() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=body, name=f"reward {bound.located.spec}", daemon=True).start()
+    if not wait([future], timeout).done:
+        raise RewardError(
+            f"{bound.label} was still running after {timeout:.1f} s (reward.timeout={timeout:g}).",
+            where="reward.timeout", fix="make it faster, or raise reward.timeout (null: no limit)")
+    return future.result()
+
+
+class _BadValue(Exception):
+    """Why a value can't be used; becomes a RewardError that names the function."""
+
+
+def scores_from(bound: BoundCallable, request: RewardRequest, cfg: RewardConfig) -> list[Score]:
+    """The scores that a function gives, one per sample, as Python floats or lists of floats.
+
+    Raises:
+        RewardError: as :func:`call_with_request`; or wrong count, type, shape or a number that
+            float32 can't hold.
+    """
+    returned = call_with_request(bound, request, cfg)
+    scores: list[Score] = []
+    dense: bool | None = None
+    for index, value in enumerate(_items(returned, len(request), bound, " returned", EXPECTED)):
+        try:
+            score = _score(value)
+            num_tokens = len(request.response_ids[index])
+            if isinstance(score, list) and len(score) != num_tokens:
+                raise _BadValue(f"a list of {len(score)} numbers, but the response has "
+                                f"{num_tokens} tokens,")
+            if score is not None:
+                if dense is not None and dense != isinstance(score, list):
+                    this, others = ("a number", "a list") if dense else ("a list", "a number")
+                    raise _BadValue(f"{this}, but {others} for those before it,")
+                dense = isinstance(score, list)
+        except _BadValue as problem:
+            raise _sample_error(bound, request, index, str(problem), EXPECTED) from None
+        scores.append(score)
+    return scores
+
+
+def metrics_from(bound: BoundCallable, request: RewardRequest, cfg: RewardConfig
+                 ) -> dict[str, list[float]]:
+    """The metrics that a function gives: name -> one finite number a sample.
+
+    Raises:
+        RewardError: as :func:`call_with_request`; or not a dict of lists of that many finite
+            numbers.
+    """
+    returned = call_with_request(bound, request, cfg)
+    if not isinstance(returned, Mapping):
+        raise RewardError(f"{bound.label} returned {_kind(returned)}, not a dict of lists.",
+                          where=bound.located.key, fix=EXPECTED_METRICS)
+    metrics: dict[str, list[float]] = {}
+    for name, column in returned.items():
+        if not isinstance(name, str):
+            raise RewardError(f"{bound.label} returned a metric whose name is {_kind(name)}.",
+                              where=bound.located.key, fix=EXPECTED_METRICS)
+        values = _items(column, len(request), bound, f": metric {name!r} has", EXPECTED_METRICS)
+        metrics[name] = []
+        for index, value in enumerate(values):
+            try:
+                number = _number(value)
+                if math.isnan(number):
+                    raise _BadValue(_kind(value))
+            except _BadValue as problem:
+                raise _sample_error(bound, request, index, f"{problem} as metric {name!r}",
+                                    EXPECTED_METRICS) from None
+            metrics[name].append(number)
+    return metrics
+
+
+def check_invalid_share(num_invalid: int, total: int) -> None:
+    """Stop when ``reward.on_invalid=skip`` dropped more than a tenth of a rollout.
+
+    Raises:
+        RewardError: ``num_invalid`` is above 10% of ``total``.
+    """
+    if num_invalid > MAX_INVALID_SHARE * total:
+        raise RewardError(
+            f"{num_invalid} of the {total} samples of this rollout got no valid score; at most "
+            f"{MAX_INVALID_SHARE:.0%} may be dropped.",
+            where="reward.on_invalid=skip", fix="mend the reward, so that None and NaN stay rare")
+
+
+def invalid_error(bound: BoundCallable, request: RewardRequest, index: int,
+                  score: Score) -> RewardError:
+    """The error for a None or NaN score under ``reward.on_invalid=error``."""
+    kind = "None" if score is None else "NaN"
+    if isinstance(score, list):
+        kind = "a list with a None or NaN in it"
+    return _sample_error(bound, request, index, kind,
+                         "return a finite number, or set reward.on_invalid=skip to drop the sample")
+
+
+def is_nan(score: Score) -> bool:
+    """Whether a score is NaN, or has a NaN among its tokens."""
+    if isinstance(score, list):
+        return any(math.isnan(value) for value in score)
+    return score is not None and math.isnan(score)
+
+
+def _items(returned: Any, count: int, bound: BoundCallable, begun: str, fix: str) -> list[Any]:
+    """The ``count`` items of a list-like return value; ``begun`` begins what an error says of it.
+    """
+    try:
+        plain = _plain(returned)
+        if isinstance(plain, Real):
+            raise _BadValue(f"1 value for {count} samples, the number {plain}")
+        if not isinstance(plain, Collection) or isinstance(plain, (str, bytes, Mapping,
+                                                                   AbstractSet)):
+            raise _BadValue(f"{_kind(plain)} for {count} samples")
+        values = list(plain)
+        coroutines = [value for value in values if inspect.iscoroutine(value)]
+        for coroutine in coroutines:
+            coroutine.close()  # else Python warns of each
+        if coroutines:
+            raise _BadValue("a list with coroutines in it, which asyncio.gather would await")
+        if len(values) != count:
+            raise _BadValue(f"{counted(len(values), 'value')} for {count} samples")
+    except _BadValue as problem:
+        raise RewardError(f"{bound.label}{begun} {problem}.", where=bound.located.key,
+                          fix=fix) from None
+    return values
+
+
+def _score(value: Any) -> Score:
+    """One sample's value as a float, a list of floats or None.
+
+    Raises:
+        _BadValue: neither a number nor a flat list of numbers, infinite, or beyond float32.
+    """
+    plain = _plain(value)
+    if plain is None:
+        return None
+    if not isinstance(plain, (list, tuple)):
+        return _number(plain)
+    numbers = []
+    for position, item in enumerate(plain):
+        try:
+            numbers.append(math.nan if item is None else _number(item))
+        except _BadValue as problem:
+            raise _BadValue(f"{problem} at token {position}") from None
+    return numbers
+
+
+def _number(value: Any) -> float:
+    plain = _plain(value)
+    if not isinstance(plain, Real):
+        raise _BadValue(_kind(plain))
+    try:
+        number = float(plain)
+    except OverflowError:
+        raise _BadValue(f"a number of {len(str(plain))} digits, too large for float32,") from None
+    if math.isinf(number):
+        raise _BadValue(f"{number}, which is not finite,")
+    if abs(number) > MAX_FLOAT32:
+        raise _BadValue(f"{number:g}, which is infinite in float32,")
+    return number
+
+
+def _plain(value: Any) -> Any:
+    """Tensors and arrays of numbers as Python numbers and lists; anything else as it is.
+
+    Raises:
+        _BadValue: a tensor without readable numbers (complex, meta device).
+    """
+    try:
+        if hasattr(value, "tolist"):
+            return value.tolist()
+        return np.asarray(value).tolist() if hasattr(value, "__array__") else value
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise _BadValue(f"a {type(value).__name__} whose numbers can't be read ({error})") from None
+
+
+def _kind(value: Any) -> str:
+    """``str 'good'``, ``dict {...}``, ``None``: what was found, shortened."""
+    if value is None or isinstance(value, float):
+        return str(value)
+    shown = shorten(value) if isinstance(value, str) else shorten(repr(value))[1:-1]
+    return f"{type(value).__name__} {shown}"
+
+
+def _sample_error(bound: BoundCallable, request: RewardRequest, index: int, found: str,
+                  fix: str) -> RewardError:
+    text = shorten(request.prompts[index] + request.responses[index])
+    return RewardError(f"{bound.label} returned {found} for sample {index}: {text}",
+                       where=bound.located.key, fix=fix)
