@@ -10,8 +10,7 @@ from itertools import chain
 from types import FrameType
 from typing import Any
 
-from ppocli.cli.generate import printable
-from ppocli.cli.output import complain, say, working
+from ppocli.cli.output import complain, model_text, say, working
 from ppocli.cli.sampling_request import (
     MAX_SEED,
     ChosenModels,
@@ -200,7 +199,7 @@ class Chat:
                pieces: list[str]) -> None:
         def show(piece: str) -> None:
             pieces.append(piece)
-            print(printable(piece), end="", flush=True)
+            print(model_text(piece), end="", flush=True)
 
         with catch_signals() as stop:
             try:

@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppocli.cli.output import print_json, say, working
-from ppocli.cli.settings import reward_labels
+from ppocli.cli.output import print_json, reward_labels, say, working
 from ppocli.config.compose import Composed, SweepJob, compose, run_sweep_jobs
 from ppocli.config.keys import schema_keys
 from ppocli.config.problems import DEFAULT_SOURCE, OUR_ENGINES, Problem

@@ -15,9 +15,9 @@ import typer
 from ppocli.builtin.names import BUILTIN_PREFIX
 from ppocli.cli import options as opt
 from ppocli.cli.options import AsJson, Overrides, Run, option
-from ppocli.cli.output import complain, say, working
+from ppocli.cli.output import complain, model_text, say, working
 from ppocli.errors import ConfigError, InputError, PpocliError
-from ppocli.text import CONTROL, clean, cut, figure
+from ppocli.text import clean, cut, figure
 
 if TYPE_CHECKING:
     from ppocli.sampling.prompting import Answer
@@ -98,7 +98,7 @@ def generate(
 
 
 def _show(piece: str) -> None:
-    print(printable(piece), end="", flush=True)
+    print(model_text(piece), end="", flush=True)
 
 
 def chat(
@@ -217,12 +217,6 @@ def with_system(cells: Sequence[Any], system: str | None) -> list[Any]:
 
 # Responses ----------------------------------------------------------------------------------------
 
-def printable(text: str) -> str:
-    """Model text for standard output: on a terminal without control characters, which may be
-    escape sequences; elsewhere as it is."""
-    return CONTROL.sub("?", text) if sys.stdout.isatty() else text
-
-
 class ResponsePrinter:
     """Writes batches of answers of one or two models to the same prompts.
 
@@ -280,7 +274,7 @@ class ResponsePrinter:
                 "finished": answer.finished, "response_tokens": len(answer.ids)}))
 
     def _one(self, answer: Answer, score: str) -> None:
-        print("" if self.streams else printable(answer.text))
+        print("" if self.streams else model_text(answer.text))
         self._open_line = False
         if self._scored:
             sys.stdout.flush()
@@ -300,10 +294,10 @@ class ResponsePrinter:
         if facts:
             print("-- " + ", ".join(facts))
         if len(row) == 1:
-            print(printable(answer.text))
+            print(model_text(answer.text))
             return
         marks = [f"[{score}] " if self._scored else "" for score in scores]
-        print(side_by_side(self._names, [mark + printable(each.text)
+        print(side_by_side(self._names, [mark + model_text(each.text)
                                          for mark, each in zip(marks, row, strict=True)]))
 
 

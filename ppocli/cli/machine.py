@@ -189,7 +189,8 @@ def _print(found: Estimate, cfg: TrainConfig, source: str) -> None:
     def cell(amount: int, there: bool = True) -> str:
         return three_digits(amount / size) if amount and there else "-"
 
-    rows = [(f"{unit} per process", "generation", "scoring", "updates", "host")]
+    rows: list[tuple[str, ...]] = [
+        (f"{unit} per process", "generation", "scoring", "updates", "host")]
     rows += [(line.name, *(cell(line.device, phase in line.phases) for phase in PHASES),
               cell(line.host)) for line in found.lines]
     rows.append(("most at once", cell(sums.generate), cell(sums.score), cell(sums.update), "-"))

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ppocli.errors import ConfigError, DiskError, PpocliError, StoppedError
 from ppocli.parallel.launchers import Launched, find_launch
+from ppocli.text import CONTROL
 
 if TYPE_CHECKING:
+    from ppocli.config.schema import RewardConfig
     from ppocli.display.console import DisplayMode
     from ppocli.parallel.stop import StopFlag
 
@@ -103,6 +105,19 @@ def shown_figure(value: float | None, digits: int = 4) -> str:
     if value is None:
         return "-"
     return "0" if abs(value) < 5e-7 else f"{value:.{digits}g}"
+
+
+def model_text(text: str) -> str:
+    """Text of a model's for standard output: on a terminal without control characters, which may be
+    escape sequences; elsewhere as it is."""
+    return CONTROL.sub("?", text) if sys.stdout.isatty() else text
+
+
+def reward_labels(reward: RewardConfig) -> list[str]:
+    """What scores the responses, each with its model where it has one."""
+    functions = [(entry["fn"], entry.get("kwargs") or {}) for entry in reward.fns.values()] or [
+        (reward.fn or "?", reward.kwargs)]
+    return [f"{fn} {kwargs['model']}" if "model" in kwargs else str(fn) for fn, kwargs in functions]
 
 
 def survive_any_terminal() -> None:

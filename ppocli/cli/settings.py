@@ -12,13 +12,12 @@ import typer
 
 from ppocli.builtin.names import BUILTIN_PREFIX, recipe_files
 from ppocli.cli.options import AsJson, Command, Overrides, flag
-from ppocli.cli.output import print_json, print_table, say
+from ppocli.cli.output import print_json, print_table, reward_labels, say
 from ppocli.errors import ConfigError, DiskError
 from ppocli.text import did_you_mean
 
 if TYPE_CHECKING:
     from ppocli.config.keys import Key
-    from ppocli.config.schema import RewardConfig
 
 recipes_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
                           help="List, show and copy recipes.")
@@ -54,13 +53,6 @@ def _facts(name: str, file: Path) -> dict[str, Any]:
     used = [model, prompts, *(label.partition(" ")[2] for label in rewards)]
     return {**facts, "model": model, "prompts": prompts, "reward": " + ".join(rewards),
             "needs_network": any(map(_on_hub, used))}
-
-
-def reward_labels(reward: RewardConfig) -> list[str]:
-    """What scores the responses, each with its model where it has one."""
-    functions = [(entry["fn"], entry.get("kwargs") or {}) for entry in reward.fns.values()] or [
-        (reward.fn or "?", reward.kwargs)]
-    return [f"{fn} {kwargs['model']}" if "model" in kwargs else str(fn) for fn, kwargs in functions]
 
 
 def _on_hub(value: str) -> bool:

@@ -11,7 +11,8 @@ import pytest
 from helpers import ppocli, save_talker, write_prompts
 from runs import PLANTED, Ended, app_in_process, assert_no_process_left, spawn, whole_copy
 
-from ppocli.cli.generate import printable, side_by_side
+from ppocli.cli.generate import side_by_side
+from ppocli.cli.output import model_text
 
 TEXTS = ["the film", "i saw", "this plot was"]
 SHORT = ("--max-new-tokens", "6", "--min-new-tokens", "2")
@@ -226,9 +227,9 @@ def test_wrong_prompts_are_told(here, generate):
 
 def test_control_characters_reach_no_terminal(monkeypatch):
     evil = "a\x1b[2Jb\r\n\tc"
-    assert printable(evil) == evil
+    assert model_text(evil) == evil
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    assert printable(evil) == "a?[2Jb?\n\tc"
+    assert model_text(evil) == "a?[2Jb?\n\tc"
 
 
 ENDLESS = ("generate", "./talker", "-p", "the film", "-n", "100000", "--batch-size", "1", "--json",

@@ -103,12 +103,12 @@ def write_events(folder: Path, steps: range) -> None:
 
 
 def scalars(folder: Path) -> list[tuple[int, float]]:
-    """What TensorBoard itself shows."""
+    """What TensorBoard itself shows; files of one second and process come in no order."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     shown = EventAccumulator(str(folder), purge_orphaned_data=False)
     shown.Reload()
-    return [(event.step, round(event.value, 6)) for event in shown.Scalars("reward")]
+    return sorted((event.step, round(event.value, 6)) for event in shown.Scalars("reward"))
 
 
 def test_no_step_is_shown_twice_after_going_on(tmp_path: Path):
