@@ -1,8 +1,6 @@
 """Measurements of ours alone: cost against size, memory over a long run, the optimize phase against
 the machine, and the quickstart."""
 
-from __future__ import annotations
-
 import json
 import statistics
 import subprocess

@@ -1,7 +1,5 @@
 """Whole commands in processes of their own: what they took, and what they said when they failed."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -6,8 +6,6 @@ Two panels over one axis: reward (every rollout's mean as a thin line, evaluatio
 prompts as dots) and the KL to the starting model.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from html import escape

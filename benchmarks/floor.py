@@ -7,8 +7,6 @@ Counted are a rollout, one pass of the reference, and ``epochs`` times a forward
 of twice its cost; old log-probabilities and values come out of the rollout, padding costs nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

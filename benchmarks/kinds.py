@@ -8,8 +8,6 @@ T5 with random weights, whose reward is the share of vowels among the letters of
 run is a whole ``ppocli train`` in a process of its own.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -7,8 +7,6 @@ Every run is a whole ``ppocli train`` in a process of its own. The tables say wh
 reached and whether it holds the project's promise; the exit code is 1 if one does not.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """What a measurement was made on: processor, versions, date, other work."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

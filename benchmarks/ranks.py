@@ -8,8 +8,6 @@ slow moment of the machine meets all of them. Processor seconds are of all proce
 start to end; seconds of phases are medians over the steps of all rounds, without each run's first.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

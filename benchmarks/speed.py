@@ -14,8 +14,6 @@ kept as JSON and takes the place of the last one like it; ``write`` makes the se
 file out of all of them.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex

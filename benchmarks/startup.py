@@ -7,8 +7,6 @@ machine meets all of them. The exit code is 1 if a median is further from the ba
 its target.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import subprocess

@@ -1,7 +1,5 @@
 """Ours and the peers: how each is started on a workload, and what one process of it took."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """Tables, and the places in a Markdown file that programs write."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

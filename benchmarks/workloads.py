@@ -1,7 +1,5 @@
 """What is measured: models, amounts of work, and the systems that do it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path

@@ -4,8 +4,6 @@ Sphinx is run over the root of the checkout with this folder's settings, so that
 pages below ``docs/`` are one site and their links to each other work as they do on a code host.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

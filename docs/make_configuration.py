@@ -3,8 +3,6 @@
     python docs/make_configuration.py > docs/configuration.md
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

@@ -8,8 +8,6 @@ between the first steps and the last ones only evaluations are drawn, and three 
 nothing else is changed. The picture names no font to be loaded and asks for nothing outside itself.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import os

@@ -6,8 +6,6 @@ of one's own. They load their parts on first use:
 importing ppocli imports neither torch nor hydra.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from ppocli.version import __version__

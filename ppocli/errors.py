@@ -4,8 +4,6 @@ A ``PpocliError`` is shown as one short message (what happened, where, what to d
 command with its ``exit_code``. Any other exception is a bug and keeps its traceback.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Self
 

@@ -5,8 +5,6 @@ Only code of the user's own or of an installed third-party package is accepted: 
 names Python that will run, so ``os:system`` and everything else of the standard library is refused.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib.util

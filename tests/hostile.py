@@ -1,7 +1,5 @@
 """A finished run whose texts try to break out of every place where a report shows them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

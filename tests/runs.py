@@ -48,7 +48,9 @@ WORDS = (
     "ppo.ppo_epochs=2", "ppo.micro_batch_size=4", "ppo.optimizer.lr=1e-3",
     "generation.max_new_tokens=8", "prompts.eval.limit=4", "eval.every_steps=2",
     "checkpoint.every_steps=1", "checkpoint.keep_last=100", "hardware.device=cpu",
-    "hardware.num_threads=1")
+    "hardware.num_threads=1",
+    # what measures itself may choose otherwise in the run that is compared
+    "hardware.gemm=default")
 STATEFUL = ("ppo.kl_controller=adaptive", "ppo.target=0.5", "ppo.horizon=50",
             "reward.scale=running", "tracking.log_rollouts=true",
             "ppo.scheduler.name=linear", "reward.fn=rewards.py:score",

@@ -6,8 +6,6 @@ only those named. The code is copied first; the checkout is never touched. ``tes
 test_mutants.py`` keeps the list true to the code.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

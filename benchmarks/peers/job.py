@@ -5,8 +5,6 @@ says ``workloads.Job``. It trains until the reward has been asked often enough, 
 that matters: the reward function keeps the times.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import warnings

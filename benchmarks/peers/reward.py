@@ -6,8 +6,6 @@ appends a line to a file: seconds of wall and processor time, memory, samples, t
 no library, so that it runs in every environment.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """TRL's classic PPOTrainer (0.11): a value head on the policy, and a frozen copy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from job import on_gpu, prompt_texts, reward_of, run

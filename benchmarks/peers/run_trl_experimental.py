@@ -4,8 +4,6 @@ The option ``value=free`` gives it a value model that costs nothing, which nobod
 the least that the rest of it takes.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from typing import Any

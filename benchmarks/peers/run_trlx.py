@@ -5,8 +5,6 @@ policy's top layers ("hydra"). What it imports but never calls here (ray, wandb,
 torchtyping) are empty modules.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.machinery
 import os

@@ -1,7 +1,5 @@
 """The command line. Typer alone is imported here; each command imports what it needs."""
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from pathlib import Path

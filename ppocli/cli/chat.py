@@ -1,7 +1,5 @@
 """A conversation with one or two models in a terminal: ``ppocli chat``."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """``ppocli eval``: a policy's responses to fixed prompts, scored and compared."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A run seen from another terminal, through what it writes into its folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

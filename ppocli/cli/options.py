@@ -5,8 +5,6 @@ Typer has the scripts and speaks with the shells. bash breaks words at ``=`` and
 hands on the last piece alone: :func:`complete_word` puts the words together again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from inspect import signature
 from pathlib import Path

@@ -4,8 +4,6 @@
 that a sweep that was killed can be looked at and gone on with.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

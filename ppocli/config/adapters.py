@@ -1,8 +1,6 @@
 """``model.peft``: which adapter trains in place of the model, checked against a table of PEFT's
 fields: importing PEFT loads torch, which takes seconds."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Mapping
 from typing import Any

@@ -1,8 +1,6 @@
 """What keys come to where they are left open, to the advantage estimator or to ZeRO's stage, and
 which of the algorithm's contradict each other."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields, replace
 from importlib.util import find_spec

@@ -4,8 +4,6 @@ Nothing is filled in later, by accelerate or DeepSpeed, but the interval at whic
 which accelerate sets to never.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path

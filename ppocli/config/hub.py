@@ -5,8 +5,6 @@ fails. Whoever is about to load something by name asks :func:`hub_reachable` fir
 :func:`go_offline` when the answer is no; local caches then answer at once.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import queue

@@ -5,8 +5,6 @@ Hydra names a config group after its folder, so the top-level ``recipes/`` would
 A source that lists the files of a folder as the options of one group gives ``+recipe=``.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

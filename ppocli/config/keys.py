@@ -3,8 +3,6 @@
 Everything here is read off the dataclasses of :mod:`ppocli.config.schema`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import types
 import typing

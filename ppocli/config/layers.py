@@ -4,8 +4,6 @@ Hydra stops at the first wrong key and doesn't say which file it came from. Here
 is read file by file, each entry is merged into the typed schema, and what fails is collected.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

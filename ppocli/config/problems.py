@@ -4,8 +4,6 @@ Types are checked while composing; here are the ranges and choices of the schema
 and the checks that need more than one key.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields

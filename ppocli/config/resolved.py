@@ -1,8 +1,6 @@
 """The resolved ``config.yaml`` of a run: written once, read by workers and by ``resume``; what may
 change in it when the run is resumed; and words with which it can be started again by hand."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

@@ -5,8 +5,6 @@ and ranges. Hydra composes into them (structured config), :mod:`ppocli.config.pr
 ranges from the field metadata, and the engine receives plain instances. Nothing heavy is imported.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Optional
 

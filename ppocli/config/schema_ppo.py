@@ -1,7 +1,5 @@
 """How a key is declared, and those of the algorithm: sizes, losses, KL, optimizers, schedules."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, Optional
 

@@ -1,8 +1,6 @@
 """No key holds a secret: the resolved ``config.yaml`` can be kept, shown and published. Texts of
 other people's code, such as the message of an exception, are cleaned of secrets before they are."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Mapping

@@ -4,8 +4,6 @@ Each reader is a generator, so that ``prompts.limit`` stops it early, and each e
 and the line (text formats) or the row (parquet, json lists), counted from 1.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ view (:mod:`ppocli.display.live_view`) stays below the lines. A display that die
 dropped; the run goes on.
 """
 
-from __future__ import annotations
-
 import logging
 import logging.handlers
 import os

@@ -4,8 +4,6 @@ Fed with metrics rows, samples and phases, by the training loop or by whoever re
 Each line is one row of the terminal, cut at its width; a low terminal loses lines from the end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic

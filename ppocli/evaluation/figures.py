@@ -1,7 +1,5 @@
 """What an evaluation came to: figures with standard errors, win rates, the frontier, eval.json."""
 
-from __future__ import annotations
-
 import math
 import platform
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ the folder whose samples are made the same way, if one is to go on.
 Python objects that judge samples are told apart by their code, models by their weights.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import inspect

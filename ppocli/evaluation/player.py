@@ -1,8 +1,6 @@
 """A policy that answers prompts outside of training: for ``ppocli generate``, ``ppocli chat`` and
 ``TrainedRun.generate``."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext

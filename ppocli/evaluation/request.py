@@ -5,8 +5,6 @@ the folder that the results go to.
 by chunk; ``eval.json`` comes last, so an evaluation is finished exactly if it is there.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping

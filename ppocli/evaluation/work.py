@@ -1,7 +1,5 @@
 """An evaluation from its models to its files: sample, score, append, and sum up at the end."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

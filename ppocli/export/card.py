@@ -1,7 +1,5 @@
 """Model cards: of an export, for the Hub and for people, and of the ``model/`` of a run."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,8 +1,6 @@
 """An exported folder to the Hub. Every failure leaves the folder and names the command that tries
 again."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """What ``ppocli export`` was asked for, checked and turned into a plan."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

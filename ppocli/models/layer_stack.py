@@ -1,8 +1,6 @@
 """The decoder's stack of layers, and forward passes that are split at one of them: what the layers
 before it make of a batch can serve several passes through those after it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass

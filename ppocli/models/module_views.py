@@ -1,8 +1,6 @@
 """Second views of a module: other modules in some places, or no hooks, over the same parameters.
 The module itself stays as it is."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from types import MappingProxyType

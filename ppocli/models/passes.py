@@ -1,7 +1,5 @@
 """Forward passes over sampled responses: what policy and reference say of each token."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -2,8 +2,6 @@
 which may have layers of its own: a branch that leaves the policy's trunk near its top, or a whole
 second model."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from typing import Any, NamedTuple

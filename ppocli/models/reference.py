@@ -1,8 +1,6 @@
 """The frozen policy that the KL is measured against: a copy of its own, or the policy's own module
 with what trains put back as it was, or with its adapter switched off."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """What ppocli uses of transformers beyond its public classes: the registry of attention functions,
 the layers of its cache, and two of its building blocks. Nothing else touches them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

@@ -1,8 +1,6 @@
 """What there is to know of a language model: its kind, how it is decoded, the virtual tokens before
 its prompts, and the pass of its trunk over samples that are laid out for it."""
 
-from __future__ import annotations
-
 from enum import Enum
 from typing import Any
 

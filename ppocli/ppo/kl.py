@@ -1,7 +1,5 @@
 """KL estimators against the reference policy and the controller of their coefficient."""
 
-from __future__ import annotations
-
 import torch
 
 SAMPLED_ESTIMATORS = ("k1", "abs", "k2", "k3")

@@ -1,7 +1,5 @@
 """The clipped PPO objective over response tokens laid flat."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -5,8 +5,6 @@ ranks or the order in which rows finish; resuming needs no generator state; eval
 after training uses the same random numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Runs side by side: figures after equally many samples, settings that differ, wins on prompts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ and those that ``ppocli plot`` is asked for, smoothed, as SVG or PNG.
 Drawing in the terminal is :mod:`ppocli.cli.plot`.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import warnings

@@ -3,8 +3,6 @@
 Everything is read tolerantly: a running, stopped or failed run gives a report of what is there.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

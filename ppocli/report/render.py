@@ -1,8 +1,6 @@
 """A gathered report as a page or as Markdown, from the templates of this package: where it is
 written, and what it never replaces."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,7 +1,5 @@
 """What the policy answered to the same prompts before and after, and how it was scored."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from dataclasses import dataclass

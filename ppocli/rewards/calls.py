@@ -6,8 +6,6 @@ meaning (bool, int, NumPy and torch numbers, generators) or refused with the fun
 index, its text and what was expected.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import itertools

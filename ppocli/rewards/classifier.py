@@ -3,8 +3,6 @@
     reward.fn=classifier reward.kwargs.model=lvwerra/distilbert-imdb reward.kwargs.label=POSITIVE
 """
 
-from __future__ import annotations
-
 from ppocli.errors import RewardError
 from ppocli.rewards.reward_model import SequenceReward, check_choice
 from ppocli.text import suggestion

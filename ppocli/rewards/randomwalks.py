@@ -6,8 +6,6 @@ of trlX's recipe draws, so that scores can be compared. A node is a letter and a
 such as ``"uhka"``. ``samples`` are walks: the prompt (a start letter) and the response joined.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

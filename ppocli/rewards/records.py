@@ -7,8 +7,6 @@ a list with one number a response token, or null. Failures have another status t
 ``{"error": text}``.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@ What is sent and answered is said in :mod:`ppocli.rewards.records`; ``ppocli ser
 server for it.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import logging
 import os

@@ -4,8 +4,6 @@ it shares with the classifier, a sequence-classification model run frozen over t
     reward.fn=reward_model reward.kwargs.model=/path/to/reward-model
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from typing import Any

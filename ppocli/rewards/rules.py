@@ -5,8 +5,6 @@ loaded; each call gets a chunk of samples and returns one number a sample. A pla
 ``def my_reward(responses): return [...]`` does as well.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

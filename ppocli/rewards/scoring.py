@@ -1,7 +1,5 @@
 """Scoring of samples by one or several checked reward functions, and metrics at evaluation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -4,8 +4,6 @@ Python's own HTTP server is enough: a thread a connection, and the reward is cal
 at a time unless it says, by an attribute ``thread_safe = True``, that several may call it at once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hmac
 import json

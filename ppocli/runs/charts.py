@@ -6,8 +6,6 @@ CSS still draws the light picture. Selectors begin with ``.ppocli-chart``: a sty
 SVG holds for the whole page around it.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Sequence

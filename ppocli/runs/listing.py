@@ -1,8 +1,6 @@
 """The runs below a folder: one line's worth of facts about each, and what of them can be spared and
 is deleted under their locks. No torch here."""
 
-from __future__ import annotations
-
 import os
 import re
 import stat

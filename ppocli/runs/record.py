@@ -1,7 +1,5 @@
 """A run as its folder tells it: configuration, rows, samples, warnings, status. No torch here."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

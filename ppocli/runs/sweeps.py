@@ -1,7 +1,5 @@
 """A sweep as its folder tells it: the words, and what came of every job. No torch here."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """What a command was pointed at: a run, a checkpoint, a model folder or a Hub name."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,8 +1,6 @@
 """What the decode loops have in common: what they are told (the model, how tokens are chosen, who
 watches), and the responses that they fill in."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,8 +1,6 @@
 """Models to sample from: loading them, and how each is decoded, by our own loop or, if that gives
 wrong results, by transformers'. Which of them is right for a model is determined by a test."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from dataclasses import replace

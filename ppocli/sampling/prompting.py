@@ -1,7 +1,5 @@
 """Texts in, texts out: generation outside of training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

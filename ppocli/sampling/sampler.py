@@ -4,8 +4,6 @@ A task asks for samples and doesn't know how they are made: by our decode loop, 
 ``generate``, or by a sampler of the user's own (``rollout.engine=my_sampler.py:Sampler``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Choosing the next token from logits and one uniform number per row."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -5,8 +5,6 @@ The loop is theirs; which token comes next is chosen as in :mod:`ppocli.sampling
 the same random numbers, so that both give the same responses.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

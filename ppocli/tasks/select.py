@@ -1,7 +1,5 @@
 """Which task a configuration trains."""
 
-from __future__ import annotations
-
 from ppocli.errors import ConfigError
 from ppocli.training.task import Task, TaskSetup
 from ppocli.user_code import Kind, Wanted, build

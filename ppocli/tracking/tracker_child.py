@@ -16,8 +16,6 @@ into ``trackers/output.log``.
 was logged, so that a resumed run goes on in the same tracker run and logs no step twice.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import queue

@@ -6,8 +6,6 @@ TensorBoard run in one process of their own (:mod:`ppocli.tracking.tracker_child
 rows through a queue that has an end, and is given 10 seconds when the run is over.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

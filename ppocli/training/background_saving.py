@@ -5,8 +5,6 @@ itself waits for it. Signals are handled in the main thread, which hashing, writ
 leave free.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -5,8 +5,6 @@ One process writes the tensors that train and copies of them with the same funct
 files are the same.
 """
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress

@@ -5,8 +5,6 @@ A step is committed when its optimize phase ends: the state then carries the ste
 point resumes without losing or repeating a row.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Phase 2 of a step: the updates that a task has planned."""
 
-from __future__ import annotations
-
 import logging
 import math
 import signal

@@ -1,8 +1,6 @@
 """The optimizers over what trains, the policy and apart from it the value function, and their
 learning rates."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Resuming a run: the newest valid checkpoint is loaded, and files are cut back to it."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Set
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """What is trained as a plain Hugging Face folder: weights, configuration, tokenizer."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from pathlib import Path

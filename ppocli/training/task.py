@@ -6,8 +6,6 @@ stops. A task defines what a batch is, what the loss is, and what an evaluation 
 class that is called with a :class:`TaskSetup` and ``task.kwargs`` and returns a :class:`Task`.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ An update is a number of micro-batches, equal on all ranks. Its loss is normalis
 all ranks, so the only scaling here is the number of ranks, which averaging reducers divide by.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
     torchrun ... one_update.py CONFIG.json OUT.safetensors [save=DIR | load=DIR]
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -6,8 +6,6 @@ The configuration's ``scenarios`` map a name to keys of its own. Of each is writ
 rollouts, updates and evaluation came to, and what every rank held in memory.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import sys

@@ -1,7 +1,5 @@
 """Rewards that want the samples of all ranks in one call, on rank 0."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Rewards that misbehave, end to end: one message, exit code 7, the last good step kept."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

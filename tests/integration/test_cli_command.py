@@ -1,7 +1,5 @@
 """The command as a process: exit codes, wording, what is imported, terminals that go away."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

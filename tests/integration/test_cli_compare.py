@@ -1,7 +1,5 @@
 """``ppocli compare``: equal samples, settings that differ, wins on shared prompts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Completion: what is offered, Typer's protocols for three shells, and TAB in a real bash."""
 
-from __future__ import annotations
-
 import os
 import pty
 import shutil

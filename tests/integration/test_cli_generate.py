@@ -1,7 +1,5 @@
 """``ppocli generate``: what is printed for which prompts, and how it ends."""
 
-from __future__ import annotations
-
 import io
 import json
 import signal

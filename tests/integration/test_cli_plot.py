@@ -1,7 +1,5 @@
 """``ppocli plot``: figures by name, smoothing, pictures, and what a terminal can show."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """``ppocli report``: what a page and a Markdown file say of real runs, and what they never do."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """``ppocli sweep show`` and ``resume``: sweeps that were killed, jobs that are kept."""
 
-from __future__ import annotations
-
 import json
 import os
 import select

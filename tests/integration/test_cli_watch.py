@@ -1,7 +1,5 @@
 """``ppocli watch``: runs that begin, go on, are resumed, end in every way; pipes and terminals."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

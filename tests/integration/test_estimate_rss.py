@@ -1,7 +1,5 @@
 """The estimate of a GPT-2 of 124 million parameters against what its training really takes."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

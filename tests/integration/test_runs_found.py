@@ -1,7 +1,5 @@
 """Runs by folder and by name, and folders that are damaged, unreadable or not what was meant."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

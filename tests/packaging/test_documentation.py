@@ -6,8 +6,6 @@ command of a page in its order, with a small training put behind the words of ea
 sweeps out; the slow ones run everything as it is printed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

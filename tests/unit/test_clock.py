@@ -1,7 +1,5 @@
 """Where a run's time goes: nothing is lost between the phases."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

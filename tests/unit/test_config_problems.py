@@ -1,7 +1,5 @@
 """What is wrong with a configuration, all at once and with its source."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

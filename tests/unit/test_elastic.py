@@ -1,7 +1,5 @@
 """One message out of what several ranks said, and what was seen of them."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

@@ -1,7 +1,5 @@
 """The arithmetic of evaluations, what a folder of one is taken for, what tells judges apart."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

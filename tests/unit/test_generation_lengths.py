@@ -1,7 +1,5 @@
 """Lengths drawn per response, sweeps of a sampling setting, the reference's own responses."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The live view: what it shows at any size, when it draws, and what the modes leave out."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

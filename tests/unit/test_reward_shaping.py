@@ -1,7 +1,5 @@
 """From raw scores to what lands on the tokens, by hand-worked numbers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What a call of a reward function may do: raise, take its time, be asynchronous, be stopped."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

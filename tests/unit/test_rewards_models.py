@@ -1,7 +1,5 @@
 """The built-in classifier and reward model on tiny real models."""
 
-from __future__ import annotations
-
 import json
 import logging
 import time

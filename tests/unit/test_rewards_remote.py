@@ -1,7 +1,5 @@
 """The reward that asks a server, against servers that misbehave; and the server, asked wrongly."""
 
-from __future__ import annotations
-
 import json
 import logging
 import threading

@@ -1,7 +1,5 @@
 """Import paths, signatures and kwargs of reward functions."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import sys

@@ -1,7 +1,5 @@
 """What reward functions may return."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

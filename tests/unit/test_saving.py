@@ -1,7 +1,5 @@
 """What is written from a copy while training goes on: the same bytes, and errors are told."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from pathlib import Path

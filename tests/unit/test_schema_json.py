@@ -1,7 +1,5 @@
 """The JSON Schema says of every value what ppocli itself says of it."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Charts made of characters: what fits, how curves are told apart, what odd figures give."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 

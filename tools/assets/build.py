@@ -1,7 +1,5 @@
 """``python -m tools.assets.build NAME --out DIR``: make the built-in models and prompts."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

@@ -6,8 +6,6 @@ review can be labelled, and neutral openings (prompts) can be cut. Everything is
 seed: no global random state, no clock, no files.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ So a part of the examples is unfinished text, word salad, repetition and other b
 low targets: under PPO such text must not pay.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 

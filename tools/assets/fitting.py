@@ -4,8 +4,6 @@ Weights are initialised and data are shuffled from seeds of their own, so that a
 function of its settings alone. Nothing here moves the global random state.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence

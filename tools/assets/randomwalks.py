@@ -3,8 +3,6 @@
 :mod:`ppocli.rewards.randomwalks` holds the graph that is drawn here, and says what a walk is.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Builds ``builtin:reviews``, the embedded language model of short film reviews."""
 
-from __future__ import annotations
-
 import logging
 import random
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Builds ``builtin:reviews-sentiment``, the embedded classifier that rewards the quickstart."""
 
-from __future__ import annotations
-
 import logging
 import string
 from collections import Counter

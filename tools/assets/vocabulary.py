@@ -5,7 +5,6 @@ policy trained to please the sentiment classifier must have many ways to be posi
 can get there without leaving the language model's own distribution.
 """
 
-from __future__ import annotations
 
 
 def _words(text: str) -> tuple[str, ...]:

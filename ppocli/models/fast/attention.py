@@ -6,8 +6,6 @@ torch's kernel for CPUs works through long sequences without keeping [T, T] prob
 ones, and in bf16, two products and a softmax that keeps them are faster (benchmarks/RESULTS.md).
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -1,8 +1,6 @@
 """The layers below the first one that trains: what they make of a sample stays the same until the
 next rollout, so they are run once for all passes over it."""
 
-from __future__ import annotations
-
 import torch
 
 from ppocli.models.layer_stack import SplitPoint, trained_split

@@ -1,8 +1,6 @@
 """Linear layers on the CPU through oneDNN (:mod:`ppocli.parallel.onednn`): their gradients, and
 weights laid out in its own order for decoding."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache

@@ -4,8 +4,6 @@ The causal LM keeps its own class: LoRA's layers stand inside it, virtual tokens
 it. PEFT's model around it is kept for what PEFT knows best, the format of its files.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

@@ -1,8 +1,6 @@
 """From a name or a folder to a tokenizer and a language model. What transformers lets pass is
 checked: a tokenizer without vocabulary, missing weights, ids beyond the embedding."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What is known of a model before its weights are loaded, and how transformers is asked for it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """What ppocli uses of PEFT beyond its public classes: its wrappers inside a model, the names that
 they give to weights, and the virtual tokens of its models. Nothing else touches them."""
 
-from __future__ import annotations
-
 import warnings
 from functools import cache
 from typing import Any

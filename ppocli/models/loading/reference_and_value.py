@@ -1,8 +1,6 @@
 """Models that stand beside the policy, a reference and a value function that is a model of its own:
 from names or folders to models, which must read the policy's tokens as the policy does."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Builds what a run trains: the policy with its value function, the reference beside it, and the
 optimizer behind it."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

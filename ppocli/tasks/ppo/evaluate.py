@@ -1,7 +1,5 @@
 """Evaluation on fixed prompts with fixed random numbers, the same before and after training."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any

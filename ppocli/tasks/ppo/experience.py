@@ -1,7 +1,5 @@
 """Between the phases: scores, KL and values become advantages and returns."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,8 +1,6 @@
 """What is told of a PPO step: figures by name, samples as rows, and signs of a run going wrong,
 each with its probable cause and what to do."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

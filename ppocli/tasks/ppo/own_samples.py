@@ -4,8 +4,6 @@ What ``ppocli train`` does in one go (:mod:`ppocli.tasks.ppo.rollout`) in the pa
 calls, chunk by chunk in the same sizes, so that the same samples give the same numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any

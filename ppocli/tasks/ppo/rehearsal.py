@@ -4,8 +4,6 @@ What a configuration can't tell shows here within seconds: how a prompt is rende
 makes of real responses, whether the reference agrees with the policy, whether gradients are finite.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -2,8 +2,6 @@
 all; and beside the main thread, where a reward that waits for others need not keep generation
 waiting."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from dataclasses import dataclass, replace

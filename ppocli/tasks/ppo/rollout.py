@@ -5,8 +5,6 @@ the reward (in a thread beside generation, where it waits for others) and measur
 passes; the chunks of all ranks are the rollout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """All parts of a run, built once from its configuration."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

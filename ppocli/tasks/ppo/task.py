@@ -1,7 +1,5 @@
 """PPO as a task: collecting rollouts, the loss of an update, and the figures of a step."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
