@@ -84,6 +84,18 @@ def rollout_of(session: Session, start: int = 0, count: int | None = None):
                            PhaseClock(session.backend.device))
 
 
+def own_logits(lm: Any, rollout: Rollout, row: int) -> tuple[Any, Any]:
+    """What transformers' pass over one sample without padding says of each token of its response,
+    and those tokens."""
+    import torch
+
+    prompt = rollout.prompts.tokens[row][rollout.prompts.mask[row]]
+    response = rollout.response_tokens[row][rollout.response_mask[row]]
+    with torch.no_grad():
+        logits = lm(input_ids=torch.cat([prompt, response])[None]).logits[0]
+    return logits[len(prompt) - 1:-1].double(), response
+
+
 def estimate_of(cfg: TrainConfig, prompt_tokens: int, config: Any = None, *, cuda: bool = False,
                 ranks: int = 1) -> Estimate:
     """What is told beforehand of a run on one host, whose longest prompt has so many tokens."""

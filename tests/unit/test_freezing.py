@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from helpers import PAIRS, model_config
+from helpers import make_lm
 
 from ppocli.models.layer_stack import SplitPoint, layer_stack, trained_split
 from ppocli.models.module_views import with_modules, without_hooks
@@ -31,11 +31,8 @@ SHAPES = {"opt": {"word_embed_proj_dim": 16, "do_layer_norm_before": True},
 
 
 def made(kind, device="cpu"):
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-
-    auto = AutoModelForSeq2SeqLM if kind in PAIRS else AutoModelForCausalLM
     with torch.device(device):
-        lm = auto.from_config(model_config(kind, **SHAPES.get(kind, {})))
+        lm = make_lm(kind, **SHAPES.get(kind, {}))
         lm.tie_weights()
     return lm.eval()
 

@@ -43,11 +43,6 @@ def test_value_loss_by_hand():
     assert loss.approx_kl.item() == pytest.approx(-math.log(1.5))
 
 
-def test_entropy_bonus_lowers_the_loss():
-    with_bonus = loss_of(entropy=torch.tensor([2.0]), ent_coef=0.01)
-    assert with_bonus.total.item() == pytest.approx(loss_of().total.item() - 0.02)
-
-
 def test_without_a_critic_there_is_no_value_loss():
     loss = loss_of(values=None, old_values=None, returns=None)
     assert loss.total.item() == pytest.approx(-1.2)

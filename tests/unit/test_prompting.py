@@ -3,32 +3,17 @@
 
 import pytest
 import torch
+from data_tokenizers import utf8_bytes
 from helpers import make_tokenizer, save_lm
 
 from ppocli.config.schema import ModelConfig, TrainConfig
 from ppocli.errors import ConfigError, DivergedError
-from ppocli.evaluation.player import (
-    changed_sampling,
-    load_player,
-    policy_config,
-)
+from ppocli.evaluation.player import changed_sampling, load_player, policy_config
 from ppocli.sampling.prompting import TextStream, answer_prompts, prompt_ids
 from ppocli.sampling.samples import decode_responses
 from ppocli.sampling.token_choice import SamplingSpec
 
 PROMPTS = ["the film", "i saw", "this plot was", "it"]
-
-
-def byte_tokenizer():
-    """Each byte is a token of its own, so that characters come in parts."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE({"<eos>": 0, **{c: i + 1 for i, c in enumerate(alphabet)}}, []))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", pad_token="<eos>")
 
 
 def streamed(tokenizer, prompt, ids, stops=()):
@@ -42,7 +27,7 @@ def streamed(tokenizer, prompt, ids, stops=()):
 @pytest.mark.parametrize("text", ["a fine film.\n\nYes", "naïve café", "🎬🎞 très bon 映画",
                                   "  x  y "])
 def test_pieces_are_the_text_and_hold_whole_characters(text):
-    tokenizer = byte_tokenizer()
+    tokenizer = utf8_bytes()
     prompt, ids = tokenizer("It was")["input_ids"], tokenizer(text)["input_ids"]
     pieces, whole = streamed(tokenizer, prompt, ids)
     assert whole == text
@@ -53,7 +38,7 @@ def test_pieces_are_the_text_and_hold_whole_characters(text):
 
 
 def test_bytes_that_are_no_character_come_out_at_the_end():
-    tokenizer = byte_tokenizer()
+    tokenizer = utf8_bytes()
     ids = tokenizer("ok é")["input_ids"][:-1]  # the last character lacks a byte
     pieces, text = streamed(tokenizer, [], ids)
     assert text == "ok \N{REPLACEMENT CHARACTER}"
@@ -65,7 +50,7 @@ def test_bytes_that_are_no_character_come_out_at_the_end():
     ("good\nUser: and", "good"), ("good\nUse it", "good\nUse it"), ("good\nUser", "good\nUser"),
     ("a café", "a "), ("a caf", "a caf")])
 def test_what_may_become_a_stop_sequence_is_held_back(said, kept):
-    tokenizer = byte_tokenizer()
+    tokenizer = utf8_bytes()
     pieces, text = streamed(tokenizer, tokenizer("so ")["input_ids"], tokenizer(said)["input_ids"],
                             ("\nUser:", "café"))
     assert text == kept
