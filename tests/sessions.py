@@ -96,6 +96,18 @@ def own_logits(lm: Any, rollout: Rollout, row: int) -> tuple[Any, Any]:
     return logits[len(prompt) - 1:-1].double(), response
 
 
+def assert_own_logprobs(lm: Any, rollout: Rollout, temperature: float = 1.0) -> None:
+    """Logprobs of a rollout, and those of an equal reference, are those of :func:`own_logits`."""
+    import torch
+
+    for row in range(len(rollout)):
+        logits, response = own_logits(lm, rollout, row)
+        wanted = torch.log_softmax(logits / temperature, -1).gather(-1, response[:, None])[:, 0]
+        for found in (rollout.logprobs, rollout.ref_logprobs):
+            torch.testing.assert_close(found[row, :len(response)].double(), wanted, rtol=0,
+                                       atol=2e-5)
+
+
 def estimate_of(cfg: TrainConfig, prompt_tokens: int, config: Any = None, *, cuda: bool = False,
                 ranks: int = 1) -> Estimate:
     """What is told beforehand of a run on one host, whose longest prompt has so many tokens."""

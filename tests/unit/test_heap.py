@@ -56,8 +56,7 @@ def measured(call="", **env):
     env = {name: value for name, value in environment().items() if name not in _OTHERS} | env
     done = subprocess.run([sys.executable, "-c", OWN.replace("{call}", call)], env=env, text=True,
                           capture_output=True, check=True)
-    kept, faults = map(int, done.stdout.split())
-    return kept, faults
+    return tuple(map(int, done.stdout.split()))
 
 
 def test_freed_memory_stays_and_is_taken_again_without_the_system():

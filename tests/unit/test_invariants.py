@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import save_lm
 from sessions import (
+    assert_own_logprobs,
     experience_of,
     fresh_state,
     gradients,
@@ -141,13 +142,7 @@ def test_stored_logprobs_are_of_the_sampled_distribution(tmp_path, kind, tempera
     save_lm(tmp_path / "lm", kind)
     cfg = small_config(tmp_path, generation__temperature=temperature)
     with session_of(cfg) as session:
-        rollout = rollout_of(session)
-        for i in range(len(rollout)):
-            logits, response = own_logits(session.policy.lm, rollout, i)
-            wanted = torch.log_softmax(logits / temperature, -1).gather(-1, response[:, None])[:, 0]
-            for stored in (rollout.logprobs, rollout.ref_logprobs):
-                torch.testing.assert_close(stored[i, :len(response)].double(), wanted, rtol=0,
-                                           atol=2e-5)
+        assert_own_logprobs(session.policy.lm, rollout_of(session), temperature)
 
 
 def test_a_ratio_beyond_the_threshold_touches_nothing(tmp_path):

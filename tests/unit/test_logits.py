@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import save_lm
-from sessions import own_logits, rollout_of, session_of, small_config
+from sessions import assert_own_logprobs, rollout_of, session_of, small_config
 
 from ppocli.errors import InputError
 from ppocli.models.head import HeadWeights, LogitMap, full_kl, token_logprobs
@@ -22,12 +22,7 @@ def test_logprobs_are_those_of_the_model_s_own_logits(tmp_path, kind, source):
     with session_of(small_config(tmp_path, ppo__logprobs_from=source)) as session:
         rollout, lm = rollout_of(session), session.policy.lm
         assert LogitMap.of(lm) == wanted_map
-        for row in range(len(rollout)):
-            logits, answer = own_logits(lm, rollout, row)
-            wanted = torch.log_softmax(logits, -1).gather(-1, answer[:, None])[:, 0]
-            for found in (rollout.logprobs, rollout.ref_logprobs):
-                torch.testing.assert_close(found[row, :len(answer)].double(), wanted, rtol=0,
-                                           atol=2e-5)
+        assert_own_logprobs(lm, rollout)
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["logits kept", "computed again"])

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from data_tokenizers import utf8_bytes
+from data_tokenizers import ids, utf8_bytes, words
 from helpers import make_tokenizer, save_lm
 
 from ppocli.config.schema import ModelConfig, TrainConfig
@@ -16,11 +16,11 @@ from ppocli.sampling.token_choice import SamplingSpec
 PROMPTS = ["the film", "i saw", "this plot was", "it"]
 
 
-def streamed(tokenizer, prompt, ids, stops=()):
+def streamed(tokenizer, prompt, tokens, stops=()):
     """The pieces of a response that grows by a token at a time, and its whole text."""
     stream = TextStream(tokenizer, prompt, stops)
-    pieces = [stream.push(ids[:n]) for n in range(1, len(ids) + 1)]
-    text = decode_responses(tokenizer, [prompt], [ids], stops)[0]
+    pieces = [stream.push(tokens[:n]) for n in range(1, len(tokens) + 1)]
+    text = decode_responses(tokenizer, [prompt], [tokens], stops)[0]
     return [*pieces, stream.close(text)], text
 
 
@@ -28,19 +28,19 @@ def streamed(tokenizer, prompt, ids, stops=()):
                                   "  x  y "])
 def test_pieces_are_the_text_and_hold_whole_characters(text):
     tokenizer = utf8_bytes()
-    prompt, ids = tokenizer("It was")["input_ids"], tokenizer(text)["input_ids"]
-    pieces, whole = streamed(tokenizer, prompt, ids)
+    prompt, tokens = tokenizer("It was")["input_ids"], tokenizer(text)["input_ids"]
+    pieces, whole = streamed(tokenizer, prompt, tokens)
     assert whole == text
     assert "".join(pieces) == text
-    assert len(ids) == len(text.encode())
+    assert len(tokens) == len(text.encode())
     assert sum(bool(piece) for piece in pieces) > len(text) / 3  # it does come in pieces
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
 
 
 def test_bytes_that_are_no_character_come_out_at_the_end():
     tokenizer = utf8_bytes()
-    ids = tokenizer("ok é")["input_ids"][:-1]  # the last character lacks a byte
-    pieces, text = streamed(tokenizer, [], ids)
+    tokens = tokenizer("ok é")["input_ids"][:-1]  # the last character lacks a byte
+    pieces, text = streamed(tokenizer, [], tokens)
     assert text == "ok \N{REPLACEMENT CHARACTER}"
     assert pieces[-1] == " \N{REPLACEMENT CHARACTER}"
     assert "".join(pieces) == text
@@ -86,9 +86,9 @@ def player(tmp_path_factory):
 
 def sample(player, prompts, num_samples=1, **more):
     generation = changed_sampling(TrainConfig(), {"max_new_tokens": 12, "min_new_tokens": 2})
-    ids = player.tokens(prompts, generation)
+    asked = player.tokens(prompts, generation)
     return {(answer.prompt, answer.sample): answer
-            for batch in player.answers(ids, generation, seed=3, num_samples=num_samples, **more)
+            for batch in player.answers(asked, generation, seed=3, num_samples=num_samples, **more)
             for answer in batch}
 
 
@@ -113,16 +113,11 @@ def test_a_shown_answer_is_the_same_answer(player):
 
 
 def test_prompts_that_close_with_eos_or_start_with_bos():
-    from tokenizers.processors import TemplateProcessing
-
-    tokenizer = make_tokenizer(bos=True)
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<bos> $A <eos>", special_tokens=[("<bos>", 2), ("<eos>", 1)])
-    bare = tokenizer("the film", add_special_tokens=False)["input_ids"]
-    assert prompt_ids(tokenizer, ["the film"]) == [[2, *bare]]
-    assert prompt_ids(tokenizer, ["the film"], rendered=True) == [bare]
+    tokenizer = words(front=True, behind=True)
+    assert prompt_ids(tokenizer, ["the film"]) == [ids("<s> the film")]
+    assert prompt_ids(tokenizer, ["the film"], rendered=True) == [ids("the film")]
     with pytest.raises(ConfigError, match="has no tokens"):
-        prompt_ids(make_tokenizer(), [""])
+        prompt_ids(words(), [""])
 
 
 def test_a_broken_model_is_told(tmp_path):
