@@ -106,19 +106,6 @@ def test_what_is_decoded_is_what_one_pass_over_right_padded_rows_gives(kind, dec
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
 
 
-def test_a_prompts_response_does_not_depend_on_those_beside_it():
-    lm = model("mamba")
-    whole = sample(lm, Decoding.LIBRARY, {})
-    tokens, mask = prompts()
-    spec = SamplingSpec(max_new_tokens=8, stop_ids=(1,))
-    for i in (0, 3):
-        one = generate(lm, tokens[i:i + 1], mask[i:i + 1], spec, uniform(3, 1, [i], 8),
-                       tokenizer=None)
-        length = int(one.mask.sum())
-        assert torch.equal(one.tokens[0, :length], whole.tokens[i, :length])
-        assert int(whole.mask[i].sum()) == length
-
-
 def test_the_poll_is_asked_before_every_token_and_may_stop():
     lm = model("mamba")
     own, calls = lm.generation_config, []

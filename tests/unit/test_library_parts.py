@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from helpers import environment
+from helpers import environment, make_lm
 
 from ppocli.config.adapters import FIELDS, FILLED_IN, field_types
 from ppocli.errors import ConfigError
@@ -59,6 +59,25 @@ def test_the_table_of_peft_s_fields_is_the_installed_one_s(kind):
     plain = ("int", "float", "bool", "str")
     wanted = {name: hint if hint in plain else "" for name, hint in theirs.items()}
     assert field_types(kind) == wanted
+
+
+def test_peft_s_wrappers_switch_off_and_name_weights_as_we_say():
+    import peft
+
+    lm = make_lm().eval()
+    bare, ids = set(lm.state_dict()), torch.arange(6)[None]
+    before = lm(input_ids=ids).logits
+    peft_internals.wrap(lm, peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False,
+                                            modules_to_save=["ln_f"]))
+    trains = {name for name, p in lm.named_parameters() if p.requires_grad}
+    assert trains == {name for name, _ in lm.named_parameters()
+                      if peft_internals.belongs_to_adapter(name)}
+    assert {peft_internals.bare_name(name) for name in lm.state_dict()
+            if not peft_internals.belongs_to_adapter(name)} == bare
+    assert not torch.allclose(lm(input_ids=ids).logits, before)
+    peft_internals.enable_layers(lm, False)
+    assert torch.equal(lm(input_ids=ids).logits, before)
+    assert {name for name, p in lm.named_parameters() if p.requires_grad} == trains
 
 
 SHARDED = """
