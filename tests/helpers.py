@@ -80,9 +80,8 @@ _SHAPES = {
 """of kinds whose sizes have names of their own"""
 
 
-def save_lm(folder: Path, kind: str = "gpt2", *, seed: int = 0, pad: bool = True, gain: float = 4.0,
-            **over) -> Path:
-    """A language model folder with random weights that ``gain`` makes prefer some tokens."""
+def make_lm(kind: str = "gpt2", *, seed: int = 0, gain: float = 4.0, **over):
+    """A language model with random weights that ``gain`` makes prefer some tokens."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
@@ -94,7 +93,12 @@ def save_lm(folder: Path, kind: str = "gpt2", *, seed: int = 0, pad: bool = True
             for parameter in model.parameters():
                 if parameter.dim() > 1:
                     parameter.mul_(gain)
-    model.save_pretrained(folder)
+    return model
+
+
+def save_lm(folder: Path, kind: str = "gpt2", *, pad: bool = True, **over) -> Path:
+    """A folder of :func:`make_lm`'s model with a tokenizer."""
+    make_lm(kind, **over).save_pretrained(folder)
     make_tokenizer(pad=pad).save_pretrained(folder)
     return folder
 

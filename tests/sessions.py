@@ -84,6 +84,30 @@ def rollout_of(session: Session, start: int = 0, count: int | None = None):
                            PhaseClock(session.backend.device))
 
 
+def own_logits(lm: Any, rollout: Rollout, row: int) -> tuple[Any, Any]:
+    """What transformers' pass over one sample without padding says of each token of its response,
+    and those tokens."""
+    import torch
+
+    prompt = rollout.prompts.tokens[row][rollout.prompts.mask[row]]
+    response = rollout.response_tokens[row][rollout.response_mask[row]]
+    with torch.no_grad():
+        logits = lm(input_ids=torch.cat([prompt, response])[None]).logits[0]
+    return logits[len(prompt) - 1:-1].double(), response
+
+
+def assert_own_logprobs(lm: Any, rollout: Rollout, temperature: float = 1.0) -> None:
+    """Logprobs of a rollout, and those of an equal reference, are those of :func:`own_logits`."""
+    import torch
+
+    for row in range(len(rollout)):
+        logits, response = own_logits(lm, rollout, row)
+        wanted = torch.log_softmax(logits / temperature, -1).gather(-1, response[:, None])[:, 0]
+        for found in (rollout.logprobs, rollout.ref_logprobs):
+            torch.testing.assert_close(found[row, :len(response)].double(), wanted, rtol=0,
+                                       atol=2e-5)
+
+
 def estimate_of(cfg: TrainConfig, prompt_tokens: int, config: Any = None, *, cuda: bool = False,
                 ranks: int = 1) -> Estimate:
     """What is told beforehand of a run on one host, whose longest prompt has so many tokens."""

@@ -1,23 +1,7 @@
-
 import pytest
-from checkpoint_samples import start_python
 
 from ppocli.errors import ConfigError
 from ppocli.storage.faults import Fault, Point, parse
-
-
-def test_off_by_default_and_then_a_single_empty_call():
-    code = """
-import sys
-from ppocli.storage import faults
-calls = []
-sys.setprofile(lambda frame, event, argument: calls.append((event, frame.f_code.co_name)))
-faults.point("save.before_rename")
-sys.setprofile(None)
-print(calls[:2], len(calls), "torch" in sys.modules)
-"""
-    out, err = start_python(code).communicate(timeout=60)
-    assert out == "[('call', '__call__'), ('return', '__call__')] 3 False\n", err
 
 
 def test_parse():

@@ -79,20 +79,14 @@ def test_decoding_alone_runs_the_frozen_layers(tmp_path, kind, reference):
     assert len(lower) == sum(cache is not None for cache in runs), "in decoding, and only there"
 
 
-def test_where_no_pass_before_gave_exact_states_the_first_epoch_remembers(tmp_path):
-    cfg = top_layer(tmp_path, model__reference__kind="none", ppo__init_kl_coef=0.0,
-                    hardware__precision="bf16", ppo__logprobs_from="decode")
-    _, runs, _ = trained(cfg)
-    epoch = -(-cfg.ppo.num_rollouts // cfg.ppo.mini_batch_size)
-    assert len(runs) == epoch, "three epochs, and the frozen layers ran in the first"
-
-
-def test_what_does_not_fit_is_computed_again(tmp_path):
-    cfg = top_layer(tmp_path, hardware__frozen_states_mib=0)
-    _, runs, most = trained(cfg)
-    epoch = -(-cfg.ppo.num_rollouts // cfg.ppo.mini_batch_size)
-    assert most == 0
-    assert len(runs) == 3 * epoch
+@pytest.mark.parametrize(("over", "epochs"), [
+    ({"model__reference__kind": "none", "ppo__init_kl_coef": 0.0, "hardware__precision": "bf16",
+      "ppo__logprobs_from": "decode"}, 1), ({"hardware__frozen_states_mib": 0}, 3)],
+    ids=["no exact pass before: the first epoch remembers", "no room: each epoch computes them"])
+def test_in_how_many_of_three_epochs_the_frozen_layers_run(tmp_path, over, epochs):
+    _, runs, most = trained(top_layer(tmp_path, **over))
+    assert len(runs) == 2 * epochs  # two minibatches in each
+    assert bool(most) == (epochs == 1)
 
 
 @pytest.mark.parametrize("over", [

@@ -136,33 +136,30 @@ def test_the_values_of_a_sweep():
                 ) == ["do_sample=true", "do_sample=false"]
 
 
-@pytest.mark.parametrize(("key", "value", "said"), [
-    ("generation.eval.top_k", [0, "x"], "[0, 'x'] must be a whole number, a list of whole numbers"),
-    ("generation.eval.top_k", [0, True], "must be a whole number"),
-    ("generation.eval.top_k", [], "the list must hold at least one value"),
-    ("generation.eval.top_k", [5, 5], "[5, 5] holds a value twice"),
-    ("generation.eval.top_k", [0, -1], "-1 must be >= 0"),
-    ("generation.top_k", [0, 50], "to evaluate with each: generation.eval.top_k=[...]"),
-    ("generation.length_sampler", [5, 4], "[5, 4] must be [min, max] with min at most max"),
-    ("generation.length_sampler", [0, 4], "0 must be >= 1"),
-    ("generation.length_sampler", [4, 33], "must lie between min_new_tokens 0 and max_new_tokens")])
-def test_wrong_values_are_told_with_their_key(key, value, said):
-    checked = merge_entries([Entry(key, value, "test")])
+def merged(**values):
+    return merge_entries([Entry(f"generation.{key.replace('__', '.')}", value, "test")
+                          for key, value in values.items()])
+
+
+@pytest.mark.parametrize(("values", "said"), [
+    ({"eval__top_k": [0, "x"]}, "[0, 'x'] must be a whole number, a list of whole numbers"),
+    ({"eval__top_k": [0, True]}, "must be a whole number"),
+    ({"eval__top_k": []}, "the list must hold at least one value"),
+    ({"eval__top_k": [5, 5]}, "[5, 5] holds a value twice"),
+    ({"eval__top_k": [0, -1]}, "-1 must be >= 0"),
+    ({"top_k": [0, 50]}, "to evaluate with each: generation.eval.top_k=[...]"),
+    ({"length_sampler": [5, 4]}, "[5, 4] must be [min, max] with min at most max"),
+    ({"length_sampler": [0, 4]}, "0 must be >= 1"),
+    ({"length_sampler": [4, 33]}, "must lie between min_new_tokens 0 and max_new_tokens"),
+    ({"eval__top_k": [0, 5], "eval__top_p": [1, 0.5]}, "only one of the keys")])
+def test_wrong_values_are_told_with_their_keys(values, said):
+    checked, key = merged(**values), ", generation.".join(values).replace("__", ".")
     found = [*checked.problems, *find_problems(typed(checked.node), checked.sources)]
     assert [p for p in found if key in p.key and said in p.text], [str(p) for p in found]
 
 
-def test_two_lists_are_one_too_many():
-    checked = merge_entries([Entry("generation.eval.top_k", [0, 5], "test"),
-                             Entry("generation.eval.top_p", [1, 0.5], "test")])
-    found = find_problems(typed(checked.node), checked.sources)
-    assert [p for p in found if p.key == "generation.eval.top_k, generation.eval.top_p"
-            and "only one of the keys" in p.text]
-
-
 def test_numbers_become_those_of_the_key():
-    checked = merge_entries([Entry("generation.eval.temperature", [1, "0.5"], "test"),
-                             Entry("generation.eval.top_k", "7", "test")])
+    checked = merged(eval__temperature=[1, "0.5"], eval__top_k="7")
     cfg = typed(checked.node).generation.eval
     assert (cfg.temperature, cfg.top_k) == ([1.0, 0.5], 7)
     assert isinstance(cfg.temperature[0], float)

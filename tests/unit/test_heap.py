@@ -1,5 +1,6 @@
 """Memory that the process keeps: what the system sees of it, in processes of their own."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from runs import run, words
 
 from ppocli.parallel.host_memory import _OTHERS
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's")
+pytestmark = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="no glibc")
 
 SIZE = 64 * 2**20
 MEASURE = f'''
@@ -50,22 +51,14 @@ def plain(outputs, **columns):
 '''
 
 
-def has_mallopt() -> bool:
-    import ctypes
-
-    return hasattr(ctypes.CDLL(None), "mallopt")
-
-
 def measured(call="", **env):
     """Bytes kept and pages faulted in of a process that has called that."""
     env = {name: value for name, value in environment().items() if name not in _OTHERS} | env
     done = subprocess.run([sys.executable, "-c", OWN.replace("{call}", call)], env=env, text=True,
                           capture_output=True, check=True)
-    kept, faults = map(int, done.stdout.split())
-    return kept, faults
+    return tuple(map(int, done.stdout.split()))
 
 
-@pytest.mark.skipif(not has_mallopt(), reason="no glibc")
 def test_freed_memory_stays_and_is_taken_again_without_the_system():
     pages = SIZE // os.sysconf("SC_PAGESIZE")
     kept, faults = measured()
@@ -76,7 +69,6 @@ def test_freed_memory_stays_and_is_taken_again_without_the_system():
     assert faults < pages / 100
 
 
-@pytest.mark.skipif(not has_mallopt(), reason="no glibc")
 @pytest.mark.parametrize("name", sorted({*_OTHERS} - {"LD_PRELOAD"}))
 def test_whoever_has_chosen_keeps_the_say(name):
     """A setting that changes nothing of this, so that a process is as it was."""
@@ -87,7 +79,6 @@ def test_whoever_has_chosen_keeps_the_say(name):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not has_mallopt(), reason="no glibc")
 def test_a_run_keeps_what_it_has_freed(world, monkeypatch):
     for name in _OTHERS:
         monkeypatch.delenv(name, raising=False)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from helpers import environment, model_config
+from helpers import environment, make_lm
 
 from ppocli.config.adapters import FIELDS, FILLED_IN, field_types
 from ppocli.errors import ConfigError
@@ -63,9 +63,8 @@ def test_the_table_of_peft_s_fields_is_the_installed_one_s(kind):
 
 def test_peft_s_wrappers_switch_off_and_name_weights_as_we_say():
     import peft
-    from transformers import AutoModelForCausalLM
 
-    lm = AutoModelForCausalLM.from_config(model_config("gpt2")).eval()
+    lm = make_lm().eval()
     bare, ids = set(lm.state_dict()), torch.arange(6)[None]
     before = lm(input_ids=ids).logits
     peft_internals.wrap(lm, peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False,
@@ -79,24 +78,6 @@ def test_peft_s_wrappers_switch_off_and_name_weights_as_we_say():
     peft_internals.enable_layers(lm, False)
     assert torch.equal(lm(input_ids=ids).logits, before)
     assert {name for name, p in lm.named_parameters() if p.requires_grad} == trains
-
-
-def test_rows_join_a_cache_behind_padding():
-    from transformers import DynamicCache
-
-    caches = []
-    for rows, tokens in ((2, 5), (1, 3)):
-        cache = DynamicCache()
-        cache.update(*torch.ones(2, rows, 1, tokens, 4).unbind(), 0)
-        caches.append(cache)
-    first, second = caches
-    transformers_internals.drop_first_tokens(first, 1)
-    assert transformers_internals.cached_tokens(first) == 4
-    transformers_internals.append_rows(first, second, 4)
-    keys = first.layers[0].keys
-    assert keys.shape == (3, 1, 4, 4)
-    assert keys[:, 0, :, 0].tolist() == [[1] * 4, [1] * 4, [0, 1, 1, 1]]
-    assert second.layers[0].keys is None
 
 
 SHARDED = """

@@ -334,14 +334,6 @@ def show_a_step(tmp_path, mode: str) -> None:
         logging.getLogger("ppocli").warning("careful")
 
 
-def test_a_terminal_gets_the_view(on_terminal, tmp_path):
-    seen = on_terminal(lambda: show_a_step(tmp_path, "auto"))
-    assert "── training " in seen
-    assert "step 1/3  reward 0.125" in seen
-    assert seen.endswith("\x1b[2K")
-    assert "\x1b[?" not in seen  # the cursor is there, whatever kills the process
-
-
 @pytest.mark.parametrize(("mode", "term"), [("lines", "xterm"), ("auto", "dumb"), ("auto", "")])
 def test_plain_lines_where_asked_for_or_needed(mode, term, on_terminal, tmp_path, monkeypatch):
     monkeypatch.setenv("TERM", term)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import save_lm
-from sessions import rollout_of, session_of, small_config
+from sessions import assert_own_logprobs, rollout_of, session_of, small_config
 
 from ppocli.errors import InputError
 from ppocli.models.head import HeadWeights, LogitMap, full_kl, token_logprobs
@@ -22,19 +22,12 @@ def test_logprobs_are_those_of_the_model_s_own_logits(tmp_path, kind, source):
     with session_of(small_config(tmp_path, ppo__logprobs_from=source)) as session:
         rollout, lm = rollout_of(session), session.policy.lm
         assert LogitMap.of(lm) == wanted_map
-        for row in range(len(rollout)):
-            prompt = rollout.prompts.tokens[row][rollout.prompts.mask[row]]
-            answer = rollout.response_tokens[row][rollout.response_mask[row]]
-            with torch.no_grad():
-                logits = lm(input_ids=torch.cat([prompt, answer])[None]).logits[0].float()
-            wanted = torch.log_softmax(logits[len(prompt) - 1:-1], -1).gather(-1, answer[:, None])
-            for found in (rollout.logprobs, rollout.ref_logprobs):
-                torch.testing.assert_close(found[row, :len(answer)], wanted[:, 0], rtol=0,
-                                           atol=2e-5)
+        assert_own_logprobs(lm, rollout)
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["logits kept", "computed again"])
-@pytest.mark.parametrize("logit_map", [LogitMap(0.5), LogitMap(0.5, 3.0), LogitMap(cap=0.7)])
+@pytest.mark.parametrize("logit_map", [
+    LogitMap(), LogitMap(0.5), LogitMap(0.5, 3.0), LogitMap(cap=0.7)])
 def test_gradients_are_those_of_autograd(monkeypatch, logit_map, kept):
     monkeypatch.setattr("ppocli.models.head.KEPT_BYTES", 2**20 if kept else 0)
     monkeypatch.setattr("ppocli.models.head.CHUNK_BYTES", 4 * 11 * 3)

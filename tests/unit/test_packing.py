@@ -40,6 +40,10 @@ def samples(lengths=(9, 2, 14, 5), prompt=6):
     return ids[:, :prompt] * prompts, prompts, ids[:, prompt:] * responses, responses
 
 
+def packed(*given, pack=True):
+    return lay_out(prompt_and_response(*(given or samples())), pack=pack)
+
+
 def said(session, batch):
     """Logprobs, values and entropies of a batch, and the gradients of all that trains."""
     session.policy.zero_grad(set_to_none=True)
@@ -63,14 +67,12 @@ def test_logprobs_values_and_gradients_are_those_of_padded_rows(tmp_path, kind, 
                     if p.requires_grad and not p.any():
                         p.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
         session.policy.train(session.cfg.model.gradient_checkpointing)
-        given = samples()
-        both = prompt_and_response(*given)
-        padded, packed = lay_out(both), lay_out(both, pack=True)
-        assert padded.packing is None
-        assert packed.tokens.shape[1] < padded.tokens.numel()
-        assert torch.equal(packed.targets, padded.targets)
-        out, gradients = said(session, packed)
-        wanted, their_gradients = said(session, padded)
+        grid, flat = packed(pack=False), packed()
+        assert grid.packing is None
+        assert flat.tokens.shape[1] < grid.tokens.numel()
+        assert torch.equal(flat.targets, grid.targets)
+        out, gradients = said(session, flat)
+        wanted, their_gradients = said(session, grid)
     for mine, theirs in zip(out, wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
     assert gradients.keys() == their_gradients.keys()
@@ -81,12 +83,9 @@ def test_logprobs_values_and_gradients_are_those_of_padded_rows(tmp_path, kind, 
 def test_longer_rows_than_plain_products_are_taken_for_are_packed_too(tmp_path, monkeypatch):
     save_lm(tmp_path / "lm", "llama", gain=2.0)
     with session_of(small_config(tmp_path)) as session, torch.no_grad():
-        given = samples()
-        short = session.policy(lay_out(prompt_and_response(*given),
-                                        pack=True), temperature=1.0)
+        short = session.policy(packed(), temperature=1.0)
         monkeypatch.setattr("ppocli.models.fast.attention.SHORT", {})
-        found = session.policy(lay_out(prompt_and_response(*given),
-                                        pack=True), temperature=1.0)
+        found = session.policy(packed(), temperature=1.0)
         assert not torch.equal(found.logprobs, short.logprobs), "another kernel"
         torch.testing.assert_close(found.logprobs, short.logprobs, rtol=1e-4, atol=1e-5)
 
@@ -97,42 +96,9 @@ def test_in_bf16_packed_rows_are_as_near_as_padded_ones(tmp_path):
         with session_of(small_config(tmp_path, hardware__precision=precision)) as session, \
                 torch.no_grad(), session.backend.autocast():
             assert session.packs
-            batch = lay_out(prompt_and_response(*samples()), pack=pack)
-            found.append(session.policy(batch, temperature=1.0).logprobs)
-    exact, padded, packed = found
-    assert 0 < (packed - exact).abs().mean() < 1.5 * (padded - exact).abs().mean()
-
-
-def test_a_row_knows_nothing_of_the_rows_beside_it(tmp_path):
-    with session_of(small_config(tmp_path)) as session, torch.no_grad():
-        prompts, there, responses, mask = samples()
-        before = session.policy(lay_out(prompt_and_response(prompts, there, responses, mask),
-                                        pack=True), temperature=1.0)
-        others = torch.randint(4, 30, responses.shape) * mask
-        others[2] = responses[2]
-        after = session.policy(lay_out(prompt_and_response(prompts, there, others, mask),
-                                        pack=True), temperature=1.0)
-    third = mask.nonzero()[:, 0] == 2
-    assert torch.equal(before.logprobs[third], after.logprobs[third])
-    assert not torch.equal(before.logprobs[~third], after.logprobs[~third])
-
-
-def test_tokens_lie_one_row_after_the_other_and_zeros_fill_up():
-    given = samples()
-    batch = lay_out(prompt_and_response(*given), pack=True)
-    rows = [[*p[t].tolist(), *r[m].tolist()] for p, t, r, m in zip(*given, strict=True)]
-    fed = [row[:-1] for row in rows]
-    count = sum(map(len, fed))
-    flat, positions = batch.tokens[0].tolist(), batch.positions[0].tolist()
-    assert flat[:count] == [token for row in fed for token in row]
-    assert positions[:count] == [i for row in fed for i in range(len(row))]
-    assert len(flat) == len(positions) == -(-count // MULTIPLE) * MULTIPLE
-    assert not any(flat[count:])
-    assert not any(positions[count:])
-    starts = [sum(map(len, fed[:i])) for i in range(len(fed))]
-    assert batch.predictors.tolist() == [
-        starts[i] + len(rows[i]) - n + k - 1 for i, n in enumerate(given[3].sum(1).tolist())
-        for k in range(n)]
+            found.append(session.policy(packed(pack=pack), temperature=1.0).logprobs)
+    exact, grid, flat = found
+    assert 0 < (flat - exact).abs().mean() < 1.5 * (grid - exact).abs().mean()
 
 
 def test_rows_that_hardly_differ_are_padded():
@@ -141,8 +107,7 @@ def test_rows_that_hardly_differ_are_padded():
         mask = torch.arange(20)[None] < torch.tensor(lengths)[:, None]
         ids = torch.randint(4, 30, (4, 20)) * mask
         prompts = torch.full((4, 1), 5)
-        batch = lay_out(prompt_and_response(prompts, torch.ones_like(prompts).bool(), ids, mask),
-                        pack=True)
+        batch = packed(prompts, torch.ones_like(prompts).bool(), ids, mask)
         share = 1 - sum(lengths) / 80
         assert (share > PACK_ABOVE) == packs == (batch.packing is not None)
 
@@ -228,7 +193,7 @@ def test_a_reference_that_takes_none_leaves_all_padded(tmp_path):
 
 
 def test_a_batch_that_is_packed_moves_as_a_whole():
-    batch = lay_out(prompt_and_response(*samples()), pack=True)
+    batch = packed()
     states = torch.zeros(1, batch.tokens.shape[1], 8)
     moved = replace(batch, frozen_states=states).to(torch.device("meta"))
     tensors = [moved.tokens, moved.predictors, moved.targets, moved.positions, moved.frozen_states,

@@ -3,15 +3,12 @@
 
 import pytest
 import torch
+from data_tokenizers import ids, utf8_bytes, words
 from helpers import make_tokenizer, save_lm
 
 from ppocli.config.schema import ModelConfig, TrainConfig
 from ppocli.errors import ConfigError, DivergedError
-from ppocli.evaluation.player import (
-    changed_sampling,
-    load_player,
-    policy_config,
-)
+from ppocli.evaluation.player import changed_sampling, load_player, policy_config
 from ppocli.sampling.prompting import TextStream, answer_prompts, prompt_ids
 from ppocli.sampling.samples import decode_responses
 from ppocli.sampling.token_choice import SamplingSpec
@@ -19,43 +16,31 @@ from ppocli.sampling.token_choice import SamplingSpec
 PROMPTS = ["the film", "i saw", "this plot was", "it"]
 
 
-def byte_tokenizer():
-    """Each byte is a token of its own, so that characters come in parts."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE({"<eos>": 0, **{c: i + 1 for i, c in enumerate(alphabet)}}, []))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", pad_token="<eos>")
-
-
-def streamed(tokenizer, prompt, ids, stops=()):
+def streamed(tokenizer, prompt, tokens, stops=()):
     """The pieces of a response that grows by a token at a time, and its whole text."""
     stream = TextStream(tokenizer, prompt, stops)
-    pieces = [stream.push(ids[:n]) for n in range(1, len(ids) + 1)]
-    text = decode_responses(tokenizer, [prompt], [ids], stops)[0]
+    pieces = [stream.push(tokens[:n]) for n in range(1, len(tokens) + 1)]
+    text = decode_responses(tokenizer, [prompt], [tokens], stops)[0]
     return [*pieces, stream.close(text)], text
 
 
 @pytest.mark.parametrize("text", ["a fine film.\n\nYes", "naïve café", "🎬🎞 très bon 映画",
                                   "  x  y "])
 def test_pieces_are_the_text_and_hold_whole_characters(text):
-    tokenizer = byte_tokenizer()
-    prompt, ids = tokenizer("It was")["input_ids"], tokenizer(text)["input_ids"]
-    pieces, whole = streamed(tokenizer, prompt, ids)
+    tokenizer = utf8_bytes()
+    prompt, tokens = tokenizer("It was")["input_ids"], tokenizer(text)["input_ids"]
+    pieces, whole = streamed(tokenizer, prompt, tokens)
     assert whole == text
     assert "".join(pieces) == text
-    assert len(ids) == len(text.encode())
+    assert len(tokens) == len(text.encode())
     assert sum(bool(piece) for piece in pieces) > len(text) / 3  # it does come in pieces
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
 
 
 def test_bytes_that_are_no_character_come_out_at_the_end():
-    tokenizer = byte_tokenizer()
-    ids = tokenizer("ok é")["input_ids"][:-1]  # the last character lacks a byte
-    pieces, text = streamed(tokenizer, [], ids)
+    tokenizer = utf8_bytes()
+    tokens = tokenizer("ok é")["input_ids"][:-1]  # the last character lacks a byte
+    pieces, text = streamed(tokenizer, [], tokens)
     assert text == "ok \N{REPLACEMENT CHARACTER}"
     assert pieces[-1] == " \N{REPLACEMENT CHARACTER}"
     assert "".join(pieces) == text
@@ -65,7 +50,7 @@ def test_bytes_that_are_no_character_come_out_at_the_end():
     ("good\nUser: and", "good"), ("good\nUse it", "good\nUse it"), ("good\nUser", "good\nUser"),
     ("a café", "a "), ("a caf", "a caf")])
 def test_what_may_become_a_stop_sequence_is_held_back(said, kept):
-    tokenizer = byte_tokenizer()
+    tokenizer = utf8_bytes()
     pieces, text = streamed(tokenizer, tokenizer("so ")["input_ids"], tokenizer(said)["input_ids"],
                             ("\nUser:", "café"))
     assert text == kept
@@ -101,9 +86,9 @@ def player(tmp_path_factory):
 
 def sample(player, prompts, num_samples=1, **more):
     generation = changed_sampling(TrainConfig(), {"max_new_tokens": 12, "min_new_tokens": 2})
-    ids = player.tokens(prompts, generation)
+    asked = player.tokens(prompts, generation)
     return {(answer.prompt, answer.sample): answer
-            for batch in player.answers(ids, generation, seed=3, num_samples=num_samples, **more)
+            for batch in player.answers(asked, generation, seed=3, num_samples=num_samples, **more)
             for answer in batch}
 
 
@@ -128,16 +113,11 @@ def test_a_shown_answer_is_the_same_answer(player):
 
 
 def test_prompts_that_close_with_eos_or_start_with_bos():
-    from tokenizers.processors import TemplateProcessing
-
-    tokenizer = make_tokenizer(bos=True)
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<bos> $A <eos>", special_tokens=[("<bos>", 2), ("<eos>", 1)])
-    bare = tokenizer("the film", add_special_tokens=False)["input_ids"]
-    assert prompt_ids(tokenizer, ["the film"]) == [[2, *bare]]
-    assert prompt_ids(tokenizer, ["the film"], rendered=True) == [bare]
+    tokenizer = words(front=True, behind=True)
+    assert prompt_ids(tokenizer, ["the film"]) == [ids("<s> the film")]
+    assert prompt_ids(tokenizer, ["the film"], rendered=True) == [ids("the film")]
     with pytest.raises(ConfigError, match="has no tokens"):
-        prompt_ids(make_tokenizer(), [""])
+        prompt_ids(words(), [""])
 
 
 def test_a_broken_model_is_told(tmp_path):
