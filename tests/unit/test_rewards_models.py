@@ -2,7 +2,6 @@
 
 import json
 import logging
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from transformers import (
 from ppocli.config.schema import RewardConfig
 from ppocli.errors import InputError, RewardError
 from ppocli.rewards.classifier import TextClassifier
-from ppocli.rewards.records import RewardRequest
 from ppocli.rewards.reward_model import RewardModel
 from ppocli.rewards.scoring import build_reward
 
@@ -252,62 +250,62 @@ def test_a_classifier_is_not_a_reward_model(tmp_path):
         RewardModel(str(bert(tmp_path / "m")))
 
 
-def broken(folder: Path, name: str) -> None:
+def write_config(folder: Path, text: str) -> None:
+    (folder / "config.json").write_text(text)
+
+
+def cut_weights(folder: Path) -> None:
     weights = folder / "model.safetensors"
-    if name == "config missing":
-        (folder / "config.json").unlink()
-    elif name == "config broken":
-        (folder / "config.json").write_text('{"model_type": ')
-    elif name == "config a list":
-        (folder / "config.json").write_text("[]")
-    elif name == "tokenizer missing":
-        for path in folder.glob("tokenizer*"):
-            path.unlink()
-    elif name == "tokenizer broken":
-        (folder / "tokenizer.json").write_text("<html>")
-    elif name == "weights missing":
-        weights.unlink()
-    elif name == "weights truncated":
-        weights.write_bytes(weights.read_bytes()[:-100])
-    elif name == "shard missing":
-        weights.rename(folder / "gone")
-        index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    elif name == "other sizes":
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | {"hidden_dim": 40}))
-    elif name == "vocabulary too large":
-        tokenizer = tokenizer_of("bert")
-        tokenizer.add_tokens(["more", "words"])
-        tokenizer.save_pretrained(folder)
+    weights.write_bytes(weights.read_bytes()[:-100])
 
 
-@pytest.mark.parametrize(("fault", "words"), [
-    ("config missing", "no config.json in"),
-    ("config broken", "config.json is not valid JSON"),
-    ("config a list", "config.json holds a JSON list"),
-    ("tokenizer missing", "No tokenizer in"),
-    ("tokenizer broken", "tokenizer.json is not valid JSON"),
-    ("weights missing", "no weights in"),
-    ("weights truncated", "model.safetensors can't be read"),
-    ("shard missing", "model-00001-of-00002.safetensors is missing"),
-    ("other sizes", "no fitting weights for distilbert.transformer.layer.0.ffn.lin1.bias"),
-    ("vocabulary too large", "17 tokens, but its model has only 15 embeddings"),
+def lose_a_shard(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def other_sizes(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    write_config(folder, json.dumps(config | {"hidden_dim": 40}))
+
+
+def more_words(folder: Path) -> None:
+    tokenizer = tokenizer_of("bert")
+    tokenizer.add_tokens(["more", "words"])
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.parametrize(("damage", "words"), [
+    (lambda folder: (folder / "config.json").unlink(), "no config.json in"),
+    (lambda folder: write_config(folder, '{"model_type": '), "config.json is not valid JSON"),
+    (lambda folder: write_config(folder, "[]"), "config.json holds a JSON list"),
+    (lambda folder: [path.unlink() for path in folder.glob("tokenizer*")], "No tokenizer in"),
+    (lambda folder: (folder / "tokenizer.json").write_text("<html>"),
+     "tokenizer.json is not valid JSON"),
+    (lambda folder: (folder / "model.safetensors").unlink(), "no weights in"),
+    (cut_weights, "model.safetensors can't be read"),
+    (lose_a_shard, "model-00001-of-00002.safetensors is missing"),
+    (other_sizes, "no fitting weights for distilbert.transformer.layer.0.ffn.lin1.bias"),
+    (more_words, "17 tokens, but its model has only 15 embeddings"),
 ])
-def test_broken_folders_name_the_file(tmp_path, fault, words):
+def test_broken_folders_name_the_file(tmp_path, damage, words):
     folder = bert(tmp_path / "m")
-    broken(folder, fault)
+    damage(folder)
     with pytest.raises(InputError) as caught:
         build_reward(RewardConfig(fn="classifier", kwargs={"model": str(folder)}))
-    assert words in str(caught.value)
-    assert str(folder) in str(caught.value)
-    assert "reward.kwargs.model" in str(caught.value)
+    for said in (words, str(folder), "reward.kwargs.model"):
+        assert said in str(caught.value)
 
 
-def test_missing_models(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+def test_missing_models(tmp_path, monkeypatch, offline):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("x")
     for model, words in {
         "./nope": ["Folder ./nope does not exist", str(tmp_path)],
@@ -319,11 +317,9 @@ def test_missing_models(tmp_path, monkeypatch):
                                  "hf download someone/absent-model"],
         "not a name": ["neither a folder nor a Hub name"],
     }.items():
-        started = time.monotonic()
         with pytest.raises(InputError) as caught:
             build_reward(RewardConfig(fns={"taste": {"fn": "reward_model",
                                                      "kwargs": {"model": model}}}))
-        assert time.monotonic() - started < 5
         for word in [*words, "reward.fns.taste.kwargs.model"]:
             assert word in str(caught.value)
         assert "reward.kwargs" not in str(caught.value)
@@ -333,9 +329,7 @@ def test_missing_models(tmp_path, monkeypatch):
         RewardModel("adapter")
 
 
-def test_a_cached_hub_model_is_found_offline(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+def test_a_cached_hub_model_is_found_offline(tmp_path, monkeypatch, offline):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     commit = "0123456789abcdef0123456789abcdef01234567"
     repository = tmp_path / "models--someone--classifier"
@@ -355,23 +349,9 @@ def test_a_cached_hub_model_is_found_offline(tmp_path, monkeypatch):
     ({"truncation_side": "middle"}, "one of: left, right"),
     ({"device": "gpu"}, "is not a device"),
     ({"device": "cuda:99"}, "CUDA devices"),
-    ({"lable": "x"}, "Did you mean 'label'?"),
 ])
 def test_wrong_arguments(tmp_path, kwargs, words):
     folder = bert(tmp_path / "m")
     with pytest.raises(RewardError) as caught:
         build_reward(RewardConfig(fn="classifier", kwargs={"model": str(folder), **kwargs}))
     assert words in str(caught.value)
-    with pytest.raises(RewardError, match=r"can't be built without 'model'"):
-        build_reward(RewardConfig(fn="classifier", kwargs={}))
-
-
-def test_a_classifier_as_a_configured_reward(tmp_path):
-    folder = bert(tmp_path / "m")
-    reward = build_reward(RewardConfig(fn="classifier", kwargs={"model": str(folder)}), columns=[])
-    request = RewardRequest(["the film "], ["was good"], [[1, 2]], {}, None)
-    logits = raw_logits(folder, DistilBertForSequenceClassification, "the film was good")
-    expected = torch.tensor(logits).softmax(0)[1].item()
-    assert reward.score(request).scores == pytest.approx([expected], abs=1e-5)
-    assert reward.score(request).parts.keys() == {"classifier"}
-    assert reward.code_files == []

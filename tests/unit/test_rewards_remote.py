@@ -73,28 +73,7 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "FIRST_PAUSE", 0.01)
 
 
-def test_what_is_sent_and_that_scores_come_back_to_their_samples():
-    with answering(lengths) as (url, asked):
-        found = build_reward(cfg_of(url, batch_size=2, concurrency=3)).score(request_of())
-    assert found.scores == [0.0, 1.0, 2.0, 3.0, 4.0]
-    bodies = sorted((each["body"] for each in asked), key=lambda body: body["responses"])
-    assert bodies == [
-        {"prompts": ["p0 ", "p1 "], "responses": ["r0", "r1"], "response_ids": [[0, 7], [1, 7]],
-         "columns": {"wanted": [0, 1]}},
-        {"prompts": ["p2 ", "p3 "], "responses": ["r2", "r3"], "response_ids": [[2, 7], [3, 7]],
-         "columns": {"wanted": [2, 3]}},
-        {"prompts": ["p4 "], "responses": ["r4"], "response_ids": [[4, 7]],
-         "columns": {"wanted": [4]}}]
-
-
-def test_a_bare_list_and_scores_a_token_are_understood():
-    with answering(lambda body, call: (200, "[[1, 2], [0.5, 0.25]]")) as (url, _):
-        found = build_reward(cfg_of(url)).score(request_of(2))
-    assert found.dense == [[1.0, 2.0], [0.5, 0.25]]
-    assert found.scores == [3.0, 0.75]
-
-
-def test_parts_are_asked_at_once_as_many_as_allowed():
+def test_parts_are_asked_at_once_and_their_scores_come_back_to_their_samples():
     gate = threading.Barrier(3, timeout=20)  # broken unless three requests are there together
 
     def meet(body: dict[str, Any], call: int) -> tuple[int, str]:
@@ -102,9 +81,20 @@ def test_parts_are_asked_at_once_as_many_as_allowed():
         return lengths(body, call)
 
     with answering(meet) as (url, asked):
-        found = build_reward(cfg_of(url, concurrency=3)).score(request_of(6))
-    assert found.scores == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-    assert len(asked) == 3
+        found = build_reward(cfg_of(url, concurrency=3)).score(request_of())
+    assert found.scores == [0.0, 1.0, 2.0, 3.0, 4.0]
+    bodies = sorted((each["body"] for each in asked), key=lambda body: body["responses"])
+    assert bodies == [
+        {"prompts": [f"p{i} " for i in part], "responses": [f"r{i}" for i in part],
+         "response_ids": [[i, 7] for i in part], "columns": {"wanted": part}}
+        for part in ([0, 1], [2, 3], [4])]
+
+
+def test_a_bare_list_and_scores_a_token_are_understood():
+    with answering(lambda body, call: (200, "[[1, 2], [0.5, 0.25]]")) as (url, _):
+        found = build_reward(cfg_of(url)).score(request_of(2))
+    assert found.dense == [[1.0, 2.0], [0.5, 0.25]]
+    assert found.scores == [3.0, 0.75]
 
 
 BAD = {
