@@ -109,15 +109,8 @@ def dead_keys(sources: dict[str, str]) -> set[str]:
 
 
 def test_every_key_is_read():
-    assert dead_keys(modules()) == set()
-
-
-def test_the_search_notices_keys_that_nothing_reads():
-    """Renamed at every place that reads them, they have to turn up, and no others."""
-    renamed = {".gamma": ".g", ".gradient_checkpointing": ".gc", '"top_k"': '"tk"',
-               ".top_k": ".tk"}
     sources = modules()
-    for old, new in renamed.items():
-        sources = {name: text.replace(old, new) for name, text in sources.items()}
-    assert dead_keys(sources) == {"ppo.gamma", "model.gradient_checkpointing", "generation.top_k",
-                                  "generation.eval.top_k"}
+    assert dead_keys(sources) == set()
+    # one that is renamed at every place that reads it is noticed
+    assert dead_keys({name: text.replace(".gamma", ".g") for name, text in sources.items()}) == {
+        "ppo.gamma"}

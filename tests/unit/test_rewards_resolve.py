@@ -82,14 +82,10 @@ def test_trlx_signature_unchanged(write):
             return [label - (out == orig) for label, out, orig in
                     zip(metadata["label"], outputs, metadata["original_output"])]
 
-        def delta(samples, prompts, outputs, original_output, **kwargs):
-            return [len(o) - len(r) for o, r in zip(outputs, original_output)]
-
         def metric_fn(samples, prompts, outputs, **metadata):
             return {"length": [len(o) for o in outputs], "label": metadata["label"]}
         ''')
     assert score("trlx_style:reward_fn") == [0.25, 0.75]
-    assert score("trlx_style:delta") == [2.0, 6.0]
     metric = build_metric(RewardConfig(metric_fn="trlx_style:metric_fn"))
     assert metric is not None
     assert metric.compute(REQUEST) == {"length": [3.0, 9.0], "label": [0.25, 0.75]}

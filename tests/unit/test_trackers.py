@@ -87,20 +87,16 @@ def test_names_from_the_environment_win_over_ours(folder, tmp_path, monkeypatch)
     assert (init["name"], init["project"], init["dir"]) == (None, "theirs", None)
 
 
-def test_a_resumed_run_goes_on_where_the_service_is(folder, tmp_path, monkeypatch):
-    set_up(monkeypatch, put_double(tmp_path))
+@pytest.mark.parametrize("mode", ["online", "offline"])
+def test_a_resumed_run_goes_on_where_the_service_is_or_its_own_notes(mode, folder, tmp_path,
+                                                                      monkeypatch):
+    set_up(monkeypatch, {**put_double(tmp_path), "WANDB_MODE": mode})
     log_steps(folder, range(3))
-    monkeypatch.setenv("DOUBLE_STEP", "3")  # what the service has: steps 0 to 2
+    if mode == "online":
+        monkeypatch.setenv("DOUBLE_STEP", "3")  # what the service has: steps 0 to 2
     log_steps(folder, range(1, 5))
     first, second = calls(tmp_path, "init")
     assert first["id"] == second["id"]
-    assert [row["step"] for row in calls(tmp_path, "log")] == [0, 1, 2, 3, 4]
-
-
-def test_a_resumed_run_offline_goes_by_its_own_notes(folder, tmp_path, monkeypatch):
-    set_up(monkeypatch, {**put_double(tmp_path), "WANDB_MODE": "offline"})
-    log_steps(folder, range(3))
-    log_steps(folder, range(1, 5))
     assert [row["step"] for row in calls(tmp_path, "log")] == [0, 1, 2, 3, 4]
 
 
@@ -336,18 +332,15 @@ def test_one_s_own_tracker_can_fail_as_it_likes(trouble, cause, kept, folder, tm
 
 
 @pytest.mark.parametrize(("spec", "text"), [
-    ("mine.py:Note", "There is no 'Note' in 'mine.py'. Did you mean 'Notes'?"),
     ("mine.py", "'mine.py' names a module or file, but no class in it."),
-    ("nine.py:Notes", "There is no file 'nine.py'"),
     ("json:JSONEncoder", "'json:JSONEncoder' is refused"),
     ("mine:Bare", "mine:Bare (mine.py:1) has no method row."),
     ("mine:Needy", "mine:Needy (mine.py:2) can't be made from a folder and a configuration: "
      "missing a required argument: 'more'.")])
 def test_a_path_to_no_tracker_is_refused(spec, text, tmp_path, monkeypatch):
-    own(tmp_path, "Notes")
     (tmp_path / "mine.py").write_text(
         "class Bare: pass\nclass Needy:\n    def __init__(self, run_dir, config, more): pass\n"
-        "    def row(self, figures): pass\n" + OWN)
+        "    def row(self, figures): pass\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     with pytest.raises(InputError) as refused:
