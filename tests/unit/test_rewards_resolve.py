@@ -129,6 +129,7 @@ def test_functions_may_change_what_they_get():
 def test_classes_objects_partials_and_kwargs(write):
     write("shapes.py", '''
         import functools
+        import torch
         class Bonus:
             def __init__(self, bonus, factor=1):
                 self.bonus, self.factor = bonus, factor
@@ -141,6 +142,10 @@ def test_classes_objects_partials_and_kwargs(write):
         def scaled(outputs, factor):
             return [factor * len(o) for o in outputs]
         ready = functools.partial(scaled, factor=3)
+        class Net(torch.nn.Module):
+            def forward(self, outputs):
+                return torch.tensor([2.0 * len(o) for o in outputs])
+        net = Net()
         anything = lambda **kw: [kw["extra"]] * len(kw["outputs"])
         ''')
     assert score("shapes:Bonus", bonus=10, factor=2) == [16.0, 28.0]
@@ -148,23 +153,8 @@ def test_classes_objects_partials_and_kwargs(write):
     assert score("shapes:instance") == [4.0, 10.0]
     assert score("shapes:scaled", factor=2) == [6.0, 18.0]
     assert score("shapes:ready") == [9.0, 27.0]
+    assert score("shapes:Net") == score("shapes:net") == [6.0, 18.0]
     assert score("shapes:anything", extra=5) == [5.0, 5.0]
-
-
-def test_a_torch_module_is_called_through_forward():
-    import torch
-
-    class Scorer(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.tensor(2.0))
-
-        def forward(self, outputs):
-            return self.weight * torch.tensor([float(len(o)) for o in outputs])
-
-    for given in (Scorer, Scorer()):
-        reward = build_reward(RewardConfig(), reward_fn=given)
-        assert reward.score(REQUEST).scores == [6.0, 18.0]
 
 
 @pytest.mark.parametrize(("spec", "words"), [
