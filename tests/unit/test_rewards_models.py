@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import refused
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import (
@@ -122,11 +123,9 @@ def test_multi_label_and_one_label_use_the_sigmoid(tmp_path):
 
 def test_an_absent_label_lists_those_there_are(tmp_path):
     folder = bert(tmp_path / "m")
-    with pytest.raises(RewardError) as caught:
+    with refused(RewardError, "'POSITIV'", "Did you mean 'POSITIVE'?", "negative, POSITIVE",
+                 "reward.kwargs.label"):
         TextClassifier(str(folder), label="POSITIV")
-    for words in ("'POSITIV'", "Did you mean 'POSITIVE'?", "negative, POSITIVE",
-                  "reward.kwargs.label"):
-        assert words in str(caught.value)
     same = bert(tmp_path / "n", labels=("Good", "GOOD"))
     with pytest.raises(RewardError, match="its labels: Good, GOOD"):
         TextClassifier(str(same), label="good")
@@ -233,11 +232,9 @@ def test_the_model_is_frozen(tmp_path):
 def test_an_untrained_head_is_refused(tmp_path, kind, capfd):
     folder = save(tmp_path / "base", GPT2LMHeadModel(GPT2), tokenizer_of("plain"))
     capfd.readouterr()
-    with pytest.raises(InputError) as caught:
+    with refused(InputError, "score.weight", "random") as caught:
         kind(str(folder))
     assert caught.value.exit_code == 3
-    assert "score.weight" in str(caught.value)
-    assert "random" in str(caught.value)
     assert capfd.readouterr().err == ""
 
 
@@ -284,10 +281,8 @@ def more_words(folder: Path) -> None:
 def test_broken_folders_name_the_file(tmp_path, damage, words):
     folder = bert(tmp_path / "m")
     damage(folder)
-    with pytest.raises(InputError) as caught:
+    with refused(InputError, words, str(folder), "reward.kwargs.model"):
         build_reward(RewardConfig(fn="classifier", kwargs={"model": str(folder)}))
-    for said in (words, str(folder), "reward.kwargs.model"):
-        assert said in str(caught.value)
 
 
 @pytest.fixture
@@ -309,11 +304,9 @@ def test_missing_models(tmp_path, monkeypatch, offline):
                                  "hf download someone/absent-model"],
         "not a name": ["neither a folder nor a Hub name"],
     }.items():
-        with pytest.raises(InputError) as caught:
+        with refused(InputError, *words, "reward.fns.taste.kwargs.model") as caught:
             build_reward(RewardConfig(fns={"taste": {"fn": "reward_model",
                                                      "kwargs": {"model": model}}}))
-        for word in [*words, "reward.fns.taste.kwargs.model"]:
-            assert word in str(caught.value)
         assert "reward.kwargs" not in str(caught.value)
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
@@ -344,6 +337,5 @@ def test_a_cached_hub_model_is_found_offline(tmp_path, monkeypatch, offline):
 ])
 def test_wrong_arguments(tmp_path, kwargs, words):
     folder = bert(tmp_path / "m")
-    with pytest.raises(RewardError) as caught:
+    with refused(RewardError, words):
         build_reward(RewardConfig(fn="classifier", kwargs={"model": str(folder), **kwargs}))
-    assert words in str(caught.value)

@@ -12,6 +12,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
+from helpers import refused
 
 from ppocli.config.schema import RewardConfig
 from ppocli.config.secrets import refuse_secrets
@@ -114,12 +115,9 @@ BAD = {
 def test_a_bad_answer_names_address_status_and_sample(case):
     (status, text), said = BAD[case]
     with answering(lambda body, call: (status, text)) as (url, asked):
-        with pytest.raises(RewardError) as caught:
+        with refused(RewardError, said, url, "fix:") as caught:
             build_reward(cfg_of(url, retries=2)).score(request_of())
         assert len(asked) == (3 if status == 503 else 1)
-    assert said in str(caught.value)
-    assert url in str(caught.value)
-    assert "fix:" in str(caught.value)
     assert caught.value.exit_code == 7
 
 
@@ -193,9 +191,8 @@ def test_headers_come_from_the_environment(monkeypatch):
     ({"headers": ["X-Key: pw123 abc"]}, "not of the form"), ({"headers": "X-Key: A"}, "a list"),
     ({"tries": 3}, "no argument 'tries'")])
 def test_wrong_arguments_are_refused_and_secrets_not_shown(kwargs, said):
-    with pytest.raises(RewardError) as caught:
+    with refused(RewardError, said) as caught:
         build_reward(cfg_of(**{"url": "http://127.0.0.1:9/", "retries": 0, **kwargs}))
-    assert said in str(caught.value)
     assert "pw123" not in str(caught.value)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from helpers import refused
 
 from ppocli.config.schema import RewardConfig
 from ppocli.errors import ConfigError, RewardError
@@ -189,11 +190,9 @@ def test_wrong_paths_name_the_remedy(write, spec, words):
         ''')
     write("pkg/__init__.py", "from pkg import inner")
     write("pkg/inner.py", PLAIN)
-    with pytest.raises(RewardError) as caught:
+    with refused(RewardError, *words) as caught:
         build_reward(RewardConfig(fn=spec))
     assert caught.value.exit_code == 7
-    for word in words:
-        assert word in str(caught.value)
     assert "reward.fn" in str(caught.value) or "my_rewards.py" in str(caught.value)
 
 
@@ -225,10 +224,8 @@ def test_an_error_inside_the_module_is_shown(write):
         "syntax:f": ["SyntaxError", "syntax.py:1"],
         "leaves:f": ["SystemExit: 3", "leaves.py:1"],
     }.items():
-        with pytest.raises(RewardError) as caught:
+        with refused(RewardError, *words):
             locate_reward(spec, key="reward.fn")
-        for word in words:
-            assert word in str(caught.value), spec
 
 
 def test_unknown_kwargs_name_the_nearest(write):
@@ -251,10 +248,9 @@ def test_unknown_kwargs_name_the_nearest(write):
 def test_a_required_parameter_without_a_source(write):
     write("my_rewards.py", "def score(outputs, labels): return [1.0 for _ in outputs]")
     reward = build_reward(RewardConfig(fn="my_rewards:score"))  # may yet be a column
-    with pytest.raises(RewardError) as caught:
+    with refused(RewardError, "'labels'", "Did you mean 'label'?", "label, id",
+                 "reward.kwargs.labels=..."):
         reward.check_columns(["label", "id"])
-    for word in ("'labels'", "Did you mean 'label'?", "label, id", "reward.kwargs.labels=..."):
-        assert word in str(caught.value)
     reward.check_columns(["labels"])
     with pytest.raises(RewardError, match="'labels'"):
         build_reward(RewardConfig(fn="my_rewards:score"), columns=["label"])

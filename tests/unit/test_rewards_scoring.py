@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from helpers import request_of
+from helpers import refused, request_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -68,13 +68,8 @@ BAD_RETURNS = {
 @pytest.mark.parametrize("case", BAD_RETURNS)
 def test_bad_returns_are_refused_with_the_function_and_the_sample(case):
     value, words = BAD_RETURNS[case]
-    with pytest.raises(RewardError) as caught:
+    with refused(RewardError, words, "user_reward", "test_rewards_scoring.py:", "fix:") as caught:
         scores_of(value)
-    message = str(caught.value)
-    assert words in message
-    assert "user_reward" in message
-    assert "test_rewards_scoring.py:" in message
-    assert "fix:" in message
     assert caught.value.exit_code == 7
 
 
@@ -228,10 +223,8 @@ def test_metrics_are_converted():
     ({"a": "abc"}, "metric 'a' has str 'abc'"),
 ])
 def test_bad_metrics(value, words):
-    with pytest.raises(RewardError) as caught:
+    with refused(RewardError, words, "user_metric"):
         metric_of(value)
-    assert words in str(caught.value)
-    assert "user_metric" in str(caught.value)
 
 
 def test_no_samples_no_call():
@@ -252,12 +245,10 @@ def test_an_exception_names_the_line_and_the_batch():
         yield int(outputs[0])
 
     for fn in (failing, lazy):
-        with pytest.raises(RewardError) as caught:
-            build_reward(RewardConfig(), reward_fn=fn).score(request_of(N))
         line = fn.__code__.co_firstlineno + 1
-        for words in ("ValueError: invalid literal", f"test_rewards_scoring.py:{line}", "3 samples",
-                      "'prompt0 response0'", fn.__name__):
-            assert words in str(caught.value)
+        with refused(RewardError, "ValueError: invalid literal", "3 samples", fn.__name__,
+                     f"test_rewards_scoring.py:{line}", "'prompt0 response0'") as caught:
+            build_reward(RewardConfig(), reward_fn=fn).score(request_of(N))
         assert isinstance(caught.value.__cause__, ValueError)
 
 
@@ -303,12 +294,10 @@ def test_timeout():
         return [1.0] * len(outputs)
 
     started = time.monotonic()
-    with pytest.raises(RewardError) as caught:
+    with refused(RewardError, "reward.timeout=0.2", "still running after 0.", "stuck"):
         build_reward(RewardConfig(timeout=0.2, retries=3), reward_fn=stuck).score(request_of(N))
     assert time.monotonic() - started < 5
     release.set()
-    for words in ("reward.timeout=0.2", "still running after 0.", "stuck"):
-        assert words in str(caught.value)
 
 
 def test_without_timeout_the_call_stays_in_the_callers_thread():
