@@ -316,28 +316,21 @@ def test_the_token_is_asked_for():
         assert post(f"{address}/score", body, Authorization="Bearer abc")[0] == 200
 
 
-class Crowd:
-    """Notes how many threads are in it at once; with ``together`` waits until two are."""
-
-    def __init__(self, thread_safe: bool) -> None:
-        self.thread_safe = thread_safe
-        self.inside = self.most = 0
-        self.gate = threading.Barrier(2, timeout=20)
-
-    def __call__(self, responses):
-        self.inside += 1
-        self.most = max(self.most, self.inside)
-        if self.thread_safe:
-            self.gate.wait()
-        else:
-            time.sleep(0.05)
-        self.inside -= 1
-        return [1.0] * len(responses)
-
-
 @pytest.mark.parametrize("thread_safe", [False, True])
 def test_requests_are_let_in_one_by_one_unless_the_reward_is_thread_safe(thread_safe):
-    crowd = Crowd(thread_safe)
+    inside, counts, gate = [], [], threading.Barrier(2, timeout=20)
+
+    def crowd(responses):
+        inside.append(None)
+        counts.append(len(inside))
+        if thread_safe:
+            gate.wait()  # until two are here
+        else:
+            time.sleep(0.05)
+        inside.pop()
+        return [1.0] * len(responses)
+
+    crowd.thread_safe = thread_safe
     with serving(crowd) as address:
         build_reward(cfg_of(f"{address}/score", concurrency=4)).score(request_of(8))
-    assert (crowd.most > 1) == thread_safe
+    assert (max(counts) > 1) == thread_safe

@@ -271,6 +271,12 @@ class Notes:
         print(*words, file=self.file, flush=True)
 
     def row(self, figures):
+        if TROUBLE == "raises" and figures["step"] == 1:
+            raise ValueError("no figures of hf_abcdefghijklmnopqrstuvwxyz")
+        if TROUBLE == "exits":
+            raise SystemExit(3)
+        if TROUBLE == "dies":
+            os.abort()
         self.note("row", figures)
 
     def samples(self, step, rows):
@@ -279,30 +285,18 @@ class Notes:
     def close(self):
         self.note("close")
 
-class Rows:
-    def __init__(self, run_dir, config):
-        pass
-
-    def row(self, figures):
-        if TROUBLE == "raises" and figures["step"] == 1:
-            raise ValueError("no figures of hf_abcdefghijklmnopqrstuvwxyz")
-        if TROUBLE == "exits":
-            raise SystemExit(3)
-        if TROUBLE == "dies":
-            os.abort()
-
 TROUBLE = ""
 """
 
 
-def own(tmp_path: Path, name: str, trouble: str = "") -> str:
+def own(tmp_path: Path, trouble: str = "") -> str:
     """The path of a tracker of a user's own."""
     (tmp_path / "mine.py").write_text(f"{OWN}TROUBLE = {trouble!r}\n")
-    return f"{tmp_path}/mine.py:{name}"
+    return f"{tmp_path}/mine.py:Notes"
 
 
 def test_a_tracker_of_one_s_own_gets_each_step_once(folder, tmp_path, caplog):
-    cfg = TrackingConfig([own(tmp_path, "Notes")])
+    cfg = TrackingConfig([own(tmp_path)])
     log_steps(folder, range(2), cfg)
     log_steps(folder, range(1, 3), cfg)
     rows = [line for step in range(3) for line in (
@@ -320,10 +314,10 @@ def test_one_s_own_tracker_can_fail_as_it_likes(trouble, cause, kept, folder, tm
                                                 caplog):
     set_up(monkeypatch, put_double(tmp_path))
     monkeypatch.chdir(tmp_path)
-    cfg = TrackingConfig([own(tmp_path, "Rows", trouble), "wandb"])
+    cfg = TrackingConfig([own(tmp_path, trouble), "wandb"])
     assert log_steps(folder, range(5), cfg) < 1
     (said,) = warnings_of(caplog)
-    label = "mine.py:Rows, wandb" if trouble == "dies" else "mine.py:Rows"
+    label = "mine.py:Notes, wandb" if trouble == "dies" else "mine.py:Notes"
     assert said.startswith(f"{label}: {cause}"), said
     assert len(calls(tmp_path, "log")) >= kept  # wandb's go on, unless the process is gone
 
