@@ -36,13 +36,6 @@ class Page(HTMLParser):
                                    if part.strip()] if name == "srcset" else [value]
 
 
-def build(source: Path, out: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-E", "-c", source / "docs",
-         "-d", out.parent / "doctrees", "-b", "html", source, out], cwd=source, text=True,
-        capture_output=True, env=environment(), timeout=240, check=False)
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built pages; as `make docs` builds them."""
@@ -50,17 +43,16 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"no {module}: make docs installs it")
     out = tmp_path_factory.mktemp("docs") / "site"
-    done = build(ROOT, out)
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-E", "-c", ROOT / "docs",
+         "-d", out.parent / "doctrees", "-b", "html", ROOT, out], cwd=ROOT, text=True,
+        capture_output=True, env=environment(), timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     return out
 
 
-def pages_of(site: Path) -> list[Path]:
-    return sorted(site.rglob("*.html"))
-
-
 def test_pages_load_nothing_from_elsewhere(site):
-    found = {f"{page.relative_to(site)}: {resource}" for page in pages_of(site)
+    found = {f"{page.relative_to(site)}: {resource}" for page in site.rglob("*.html")
              for resource in Page(page).resources if ELSEWHERE.match(resource)}
     assert found == set()
     styled = [file for kind in ("*.css", "*.svg", "*.html") for file in site.rglob(kind)]

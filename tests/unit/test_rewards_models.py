@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -272,8 +271,6 @@ def more_words(folder: Path) -> None:
     (lambda folder: (folder / "tokenizer.json").write_text("<html>"),
      "tokenizer.json is not valid JSON"),
     (lambda folder: (folder / "model.safetensors").unlink(), "no weights in"),
-    (lambda folder: os.truncate(folder / "model.safetensors", 9000),
-     "model.safetensors can't be read"),
     (lose_a_shard, "model-00001-of-00002.safetensors is missing"),
     (other_sizes, "no fitting weights for distilbert.transformer.layer.0.ffn.lin1.bias"),
     (more_words, "17 tokens, but its model has only 15 embeddings"),

@@ -35,10 +35,6 @@ from ppocli.training.checkpoint_writing import (
 pytestmark = pytest.mark.long
 
 
-def train(session: Session, step: int) -> None:
-    optimize(session, experience_of(session, 16 * step))
-
-
 def written(session: Session, folder: Path) -> dict[str, bytes]:
     """What a synchronous save puts into a checkpoint."""
     folder.mkdir()
@@ -62,12 +58,12 @@ def test_a_copy_written_after_more_training_is_the_synchronous_save(kind, keys, 
     save_lm(tmp_path / "lm", kind)
     cfg = small_config(tmp_path, hardware__num_threads=1, **keys)
     with session_of(cfg) as session:
-        train(session, 0)
+        optimize(session, experience_of(session))
         contents = contents_of(PPOTask(session), state_now(session))
         size = copied_bytes(contents)
         copy = HostCopies().copy(saved_model(session), contents, tmp_path)
         expected = written(session, tmp_path / "expected")
-        train(session, 1)
+        optimize(session, experience_of(session, 16))
         assert written(session, tmp_path / "later") != expected
         (tmp_path / "found").mkdir()
         write_contents(saved_model(session), copy, tmp_path / "found")
@@ -82,12 +78,12 @@ def test_a_copy_written_after_more_training_is_the_synchronous_save(kind, keys, 
 
 def test_the_memory_of_a_copy_is_taken_once(tmp_path):
     with session_of(small_config(tmp_path)) as session:
-        train(session, 0)
+        optimize(session, experience_of(session))
         copies, state = HostCopies(), state_now(session)
         first = copies.copy(saved_model(session), contents_of(PPOTask(session), state), tmp_path)
         places = {name: tensor.data_ptr() for name, tensor in first.files[OPTIMIZER].items()}
         before = first.files[OPTIMIZER]["value_head.outer.weight/exp_avg"].clone()
-        train(session, 1)
+        optimize(session, experience_of(session, 16))
         second = copies.copy(saved_model(session), contents_of(PPOTask(session), state), tmp_path)
     assert {name: tensor.data_ptr() for name, tensor in second.files[OPTIMIZER].items()} == places
     assert not torch.equal(second.files[OPTIMIZER]["value_head.outer.weight/exp_avg"], before)
