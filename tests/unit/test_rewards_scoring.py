@@ -189,12 +189,9 @@ def test_none_from_all_and_nan_from_one_are_invalid(weighted):
     assert weighted("skip", style=1.0, nan=1.0).score(request_of(N)).valid == [False, True, True]
 
 
-def test_weights_that_overflow_are_refused(weighted):
+def test_a_sum_may_not_overflow_and_needs_a_token_to_land_on(weighted):
     with pytest.raises(RewardError, match="infinite in float32"):
         weighted(huge=2.0).score(request_of(N))
-
-
-def test_a_number_needs_a_token_to_land_on(weighted):
     request = RewardRequest(["p"] * 3, ["r"] * 3, [[1, 2], [1, 2], []], {}, None)
     with pytest.raises(RewardError, match="Sample 2 has no response token"):
         weighted(style=1.0, dense=1.0).score(request)

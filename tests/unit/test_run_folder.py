@@ -87,16 +87,13 @@ def test_stale_names_are_taken_over(tmp_path: Path, stale: dict | str):
 
 def test_a_live_name_counts_without_a_kernel_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """As on a file system that has no locks."""
-    sleeper = subprocess.Popen(["sleep", "60"])
-    try:
+    with subprocess.Popen(["sleep", "20"]) as sleeper:
         owner = {"pid": sleeper.pid, "host": socket.gethostname(), "boot": run_folder._boot_id(),
                  "started": run_folder._start_ticks(sleeper.pid)}
         (tmp_path / ".lock").write_text(json.dumps(owner))
         with pytest.raises(CheckpointError, match=f"process {sleeper.pid} on"), lock(tmp_path):
             pass
-    finally:
         sleeper.kill()
-        sleeper.wait()
     with lock(tmp_path):
         pass
 
