@@ -3,6 +3,8 @@
 import json
 import os
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -166,6 +168,15 @@ def ppocli(*words: str, cwd: Path, timeout: float = 240, code: int | None = None
     assert code is None or process.returncode == code, (process.returncode, out + err)
     assert code in (None, 1) or "Traceback" not in err, err
     return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+
+@contextmanager
+def refused(kind: type[Exception], *words: str) -> Iterator[pytest.ExceptionInfo]:
+    """The block has to end in an error of this kind that says these words."""
+    with pytest.raises(kind) as caught:
+        yield caught
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
 
 
 def jsonl(path: Path) -> list[dict]:

@@ -10,12 +10,12 @@ import tarfile
 import tomllib
 import zipfile
 from dataclasses import dataclass
-from email.message import Message
 from email.parser import BytesParser
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 MEBIBYTE = 2**20
@@ -47,12 +47,6 @@ def names_in(wheel: Path) -> set[str]:
         return set(archive.namelist())
 
 
-def metadata_of(wheel: Path) -> Message:
-    with zipfile.ZipFile(wheel) as archive:
-        name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
-        return BytesParser().parsebytes(archive.read(name))
-
-
 def test_the_wheel_holds_all_that_a_run_reads(wheel):
     names = names_in(wheel)
     shipped = [path.relative_to(ROOT) for folder in ("conf", "recipes")
@@ -79,8 +73,10 @@ def test_the_wheel_holds_nothing_else(wheel):
 
 
 def test_versions_that_are_known_to_be_wrong_are_ruled_out(wheel):
-    bounds = {r.name: r.specifier for text in metadata_of(wheel).get_all("Requires-Dist") or []
-              if (r := Requirement(text)).marker is None}
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        told = BytesParser().parsebytes(archive.read(name)).get_all("Requires-Dist")
+    bounds = {r.name: r.specifier for text in told if (r := Requirement(text)).marker is None}
     assert "5.4.0" not in bounds["transformers"]  # config.json could run code: CVE-2026-5241
     assert "5.5.0" in bounds["transformers"]
     assert "6.0.0" not in bounds["transformers"]
@@ -105,18 +101,14 @@ def test_the_sdist_builds_the_same_wheel(sdist, wheel, tmp_path):
 def test_constraints_lie_within_the_bounds():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    pinned = {canonical(name): version for line in lines if line and not line.startswith("#")
-              for name, _, version in [line.partition("==")]}
+    pinned = {canonicalize_name(name): version for name, pin, version in
+              (line.partition("==") for line in lines) if pin and not name.startswith("#")}
     extras = project["optional-dependencies"].values()
     for text in (*project["dependencies"], *(text for extra in extras for text in extra)):
         requirement = Requirement(text)
-        assert pinned[canonical(requirement.name)] in requirement.specifier, text
+        assert pinned[canonicalize_name(requirement.name)] in requirement.specifier, text
     assert not [name for name in pinned if name.startswith(("nvidia", "cuda", "triton"))]
     assert "+" not in "".join(pinned.values())  # a local version exists in one index only
-
-
-def canonical(name: str) -> str:
-    return name.lower().replace("_", "-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,14 +144,6 @@ def installed(wheel, tmp_path_factory) -> Installed:
     home = folder / "home"
     home.mkdir()
     return Installed(python, home)
-
-
-def test_the_installed_package_is_not_the_checkout(installed):
-    done = installed.run("python", "-c", "import ppocli, sys; print(ppocli.__file__, *sys.path)")
-    assert done.returncode == 0, done.stderr
-    assert str(ROOT / "ppocli") not in done.stdout
-    assert str(ROOT) not in done.stdout.split()
-    assert str(installed.python.parent.parent) in done.stdout.split()[0]
 
 
 def test_the_installed_command_answers(installed):
@@ -243,13 +227,3 @@ def test_every_installed_command_works_and_gives_no_token_away(installed, monkey
     given_away = [str(path.relative_to(installed.home)) for path in files
                   if PLANTED.encode() in path.read_bytes()]
     assert given_away == []
-
-
-def test_every_command_is_among_those_tried(installed):
-    from typer.main import get_command
-
-    from ppocli.cli.app import app
-
-    tried = {line.split()[0] for line, _, _ in COMMANDS} | {"train", "recipes"}
-    # these need more than a run: a sweep, a minute, and somebody who asks
-    assert set(get_command(app).commands) - tried == {"sweep", "doctor", "serve-reward"}

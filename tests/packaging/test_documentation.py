@@ -24,7 +24,6 @@ PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").gl
 SMALL = ["ppo.total_episodes=32", "ppo.num_rollouts=16", "ppo.mini_batch_size=8",
          "ppo.ppo_epochs=1", "eval.at_start=false", "prompts.eval.limit=4",
          "prompts.eval.repeat=1", "generation.max_new_tokens=8"]
-RESUMED = ["ppo.total_episodes=48"]
 
 CONSOLE = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SAVED = re.compile(r"^Save as `([\w./-]+)`:\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -70,7 +69,7 @@ def about_sweeps(command: list[str]) -> bool:
 def shrunk(command: list[str]) -> list[str]:
     if not trains(command):
         return command
-    return [*command, *(RESUMED if command[1] == "resume" else SMALL)]
+    return [*command, *(["ppo.total_episodes=48"] if command[1] == "resume" else SMALL)]
 
 
 def type_in(commands: list[list[str]], folder: Path, timeout: float) -> None:
@@ -91,7 +90,6 @@ def in_background(command: list[str], folder: Path, path: str) -> Iterator[None]
     with subprocess.Popen(command, cwd=folder, env=environment(PATH=path), text=True,
                           stdout=subprocess.PIPE) as process:
         try:
-            assert process.stdout is not None
             assert process.stdout.readline(), shlex.join(command)
             yield
         finally:

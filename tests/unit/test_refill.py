@@ -33,18 +33,19 @@ def prompts_of(lengths):
 RAGGED = [1 + (7 * i) % 9 for i in range(COUNT)]
 
 
-def drawn(lm, at_once, spec=SPEC, lengths=RAGGED, **more):
-    """Responses, and how many passes of how many rows they took."""
-    rows = []
+def drawn(lm, at_once, spec=SPEC, lengths=RAGGED, note=lambda given: len(given["input_ids"]),
+          **more):
+    """Responses, and what was noted of each pass that they took: its rows."""
+    noted = []
     hook = lm.base_model.register_forward_pre_hook(
-        lambda _module, _args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True)
+        lambda _module, _args, given: noted.append(note(given)), with_kwargs=True)
     try:
         out = generate(lm, *prompts_of(lengths), spec, uniform(
             3, 1, range(len(lengths)), spec.max_new_tokens), tokenizer=make_tokenizer(),
             at_once=at_once, **more)
     finally:
         hook.remove()
-    return out, rows
+    return out, noted
 
 
 def assert_same(one, other):
@@ -73,22 +74,17 @@ def test_samples_are_the_same_however_many_are_drawn_at_once(kind, at_once):
     SamplingSpec(NEW, (), stop_sequences=("good", "bad", "a"), min_new_tokens=3),
     SamplingSpec(NEW, SPEC.stop_ids, do_sample=False)],
     ids=["shortest", "top-k", "stop sequences", "greedy"])
-def test_every_way_of_choosing_and_of_ending(spec):
-    lm = model_of("gpt2")
-    whole, _ = drawn(lm, COUNT, spec)
-    some, rows = drawn(lm, 5, spec)
+@pytest.mark.parametrize("limits", [None, [1 + (5 * i) % NEW for i in range(COUNT)]])
+def test_every_way_of_choosing_and_of_ending(spec, limits):
+    lm, limits = model_of("gpt2"), None if limits is None else torch.tensor(limits)
+    whole, _ = drawn(lm, COUNT, spec, limits=limits)
+    some, rows = drawn(lm, 5, spec, limits=limits)
     assert_same(whole, some)
-    assert int(whole.mask.sum(1).min()) >= spec.min_new_tokens
     assert max(rows) <= 5
-
-
-def test_limits_of_each_response():
-    lm = model_of("llama")
-    limits = torch.tensor([1 + (5 * i) % NEW for i in range(COUNT)])
-    whole, _ = drawn(lm, COUNT, limits=limits)
-    some, _ = drawn(lm, 4, limits=limits)
-    assert_same(whole, some)
-    assert bool((whole.mask.sum(1) <= limits).all())
+    if limits is None:
+        assert int(whole.mask.sum(1).min()) >= spec.min_new_tokens
+    else:
+        assert bool((whole.mask.sum(1) <= limits).all())
 
 
 def test_places_are_refilled_so_that_passes_stay_full():
@@ -106,9 +102,8 @@ def test_chunks_are_handed_over_as_soon_as_they_have_ended():
     lm = model_of("gpt2")
     whole, _ = drawn(lm, COUNT)
     passes, parts = [], []
-    hook = lm.base_model.register_forward_pre_hook(lambda *_: passes.append(None))
-    drawn(lm, 6, chunk=5, ready=lambda out: parts.append((out, len(passes))))
-    hook.remove()
+    drawn(lm, 6, note=passes.append, chunk=5,
+          ready=lambda out: parts.append((out, len(passes))))
     assert [len(out.tokens) for out, _ in parts] == [5, 5, 5, 5, 3]
     when = [at for _, at in parts]
     assert when == sorted(when)
@@ -119,14 +114,8 @@ def test_chunks_are_handed_over_as_soon_as_they_have_ended():
 
 
 def test_columns_that_nobody_looks_at_are_dropped():
-    lm = model_of("llama")
-    seen = []
-    hook = lm.base_model.register_forward_pre_hook(
-        lambda _module, _args, kwargs: seen.append(kwargs["past_key_values"].get_seq_length()),
-        with_kwargs=True)
-    lengths = [3] * 60
-    drawn(lm, 4, lengths=lengths)
-    hook.remove()
+    _, seen = drawn(model_of("llama"), 4, lengths=[3] * 60,
+                    note=lambda given: given["past_key_values"].get_seq_length())
     assert max(seen) <= 3 + 2 * NEW  # not the 60 / 4 times as many of one row after the other
 
 
@@ -143,17 +132,7 @@ def test_models_that_forget_keys_draw_one_batch_after_the_other(kind, keys):
 
 
 def test_a_stop_is_asked_for_before_every_token():
-    lm = model_of("gpt2")
     polls = []
-
-    def poll():
-        polls.append(None)
-        if len(polls) == 9:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        drawn(lm, 4, poll=poll)
-    polls.clear()
     _, rows = drawn(model_of("gpt2"), 4, poll=lambda: polls.append(None))
     assert len(polls) == len(rows)
 

@@ -65,17 +65,14 @@ def test_both_penalties_come_off_but_only_the_larger_one_replaces():
     assert shaped(cut, **both, penalty_mode="replace") == [-2.0]
 
 
-def test_a_penalty_replaces_all_of_a_dense_reward():
+@pytest.mark.parametrize(("reward", "expected"), [
+    ({"penalty_mode": "replace"}, [[1.0, 2.0, 0.0], [0.0, 0.0, 0.0]]),
+    ({"clip": 2.5}, [[1.0, 2.0, 0.0], [2.5, 2.5, 1.0]])])
+def test_a_penalty_replaces_all_of_a_dense_reward(reward, expected):
     rollout = rollout_of([3.0, 7.0], [2, 3], [True, False], [[1.0, 2.0, 0.0], [3.0, 3.0, 1.0]])
-    scores, dense = shaped_scores(rollout, STATE, cfg_of(missing_eos_penalty=2.0,
-                                                         penalty_mode="replace"))
+    scores, dense = shaped_scores(rollout, STATE, cfg_of(missing_eos_penalty=2.0, **reward))
     assert scores.tolist() == [0.0, -2.0]
-    assert dense is not None
-    assert dense.tolist() == [[1.0, 2.0, 0.0], [0.0, 0.0, 0.0]]
-    scores, dense = shaped_scores(rollout, STATE, cfg_of(missing_eos_penalty=2.0, clip=2.5))
-    assert scores.tolist() == [0.0, -2.0]
-    assert dense is not None
-    assert dense.tolist() == [[1.0, 2.0, 0.0], [2.5, 2.5, 1.0]]
+    assert dense.tolist() == expected
 
 
 def test_the_soft_overlong_punishment_of_the_paper():

@@ -2,13 +2,13 @@
 
 import json
 import logging
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers import refused
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import (
@@ -25,7 +25,6 @@ from transformers import (
 from ppocli.config.schema import RewardConfig
 from ppocli.errors import InputError, RewardError
 from ppocli.rewards.classifier import TextClassifier
-from ppocli.rewards.records import RewardRequest
 from ppocli.rewards.reward_model import RewardModel
 from ppocli.rewards.scoring import build_reward
 
@@ -74,20 +73,19 @@ def bert(folder: Path, labels: Sequence[str] = ("negative", "POSITIVE"), **optio
     return save(folder, spread(DistilBertForSequenceClassification(config)), tokenizer_of("bert"))
 
 
-def gpt2_config(**options: Any) -> GPT2Config:
-    return GPT2Config(vocab_size=len(SPECIALS + WORDS), n_embd=16, n_layer=2, n_head=2,
-                      n_positions=12, bos_token_id=4, eos_token_id=4, **options)
+GPT2 = GPT2Config(vocab_size=len(SPECIALS + WORDS), n_embd=16, n_layer=2, n_head=2, n_positions=12,
+                  bos_token_id=4, eos_token_id=4, num_labels=1)
 
 
 def gpt2_rm(folder: Path, kind: str = "plain", **options: Any) -> Path:
-    model = GPT2ForSequenceClassification(gpt2_config(num_labels=1))
+    model = GPT2ForSequenceClassification(GPT2)
     return save(folder, spread(model), tokenizer_of(kind, **options))
 
 
-def raw_logits(folder: Path, kind: type, text: str, length: int = 12) -> list[float]:
-    """The model's outputs for one text on its own, without padding."""
+def raw_logits(folder: Path, kind: type, *texts: str) -> list[float]:
+    """The model's outputs for one text or pair on its own, without padding."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    ids = tokenizer(text, truncation=True, max_length=length)["input_ids"] or [4]
+    ids = tokenizer(*texts, truncation=True, max_length=12)["input_ids"] or [4]
     model = kind.from_pretrained(folder).eval()
     with torch.no_grad():
         return model(input_ids=torch.tensor([ids])).logits[0].tolist()
@@ -124,11 +122,9 @@ def test_multi_label_and_one_label_use_the_sigmoid(tmp_path):
 
 def test_an_absent_label_lists_those_there_are(tmp_path):
     folder = bert(tmp_path / "m")
-    with pytest.raises(RewardError) as caught:
+    with refused(RewardError, "'POSITIV'", "Did you mean 'POSITIVE'?", "negative, POSITIVE",
+                 "reward.kwargs.label"):
         TextClassifier(str(folder), label="POSITIV")
-    for words in ("'POSITIV'", "Did you mean 'POSITIVE'?", "negative, POSITIVE",
-                  "reward.kwargs.label"):
-        assert words in str(caught.value)
     same = bert(tmp_path / "n", labels=("Good", "GOOD"))
     with pytest.raises(RewardError, match="its labels: Good, GOOD"):
         TextClassifier(str(same), label="good")
@@ -212,10 +208,7 @@ def test_samples_responses_and_pairs(tmp_path):
             samples=samples, prompts=prompts, responses=responses)
 
     def alone(*texts):
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-        model = DistilBertForSequenceClassification.from_pretrained(folder).eval()
-        with torch.no_grad():
-            return model(torch.tensor([tokenizer(*texts)["input_ids"]])).logits[0, 1].item()
+        return raw_logits(folder, DistilBertForSequenceClassification, *texts)[1]
 
     assert scores("sample") == pytest.approx([alone(s) for s in samples], abs=1e-5)
     assert scores("response") == pytest.approx([alone(r) for r in responses], abs=1e-5)
@@ -236,14 +229,11 @@ def test_the_model_is_frozen(tmp_path):
 
 @pytest.mark.parametrize("kind", [RewardModel, TextClassifier])
 def test_an_untrained_head_is_refused(tmp_path, kind, capfd):
-    folder = save(tmp_path / "base", GPT2LMHeadModel(gpt2_config(num_labels=1)),
-                  tokenizer_of("plain"))
+    folder = save(tmp_path / "base", GPT2LMHeadModel(GPT2), tokenizer_of("plain"))
     capfd.readouterr()
-    with pytest.raises(InputError) as caught:
+    with refused(InputError, "score.weight", "random") as caught:
         kind(str(folder))
     assert caught.value.exit_code == 3
-    assert "score.weight" in str(caught.value)
-    assert "random" in str(caught.value)
     assert capfd.readouterr().err == ""
 
 
@@ -252,62 +242,54 @@ def test_a_classifier_is_not_a_reward_model(tmp_path):
         RewardModel(str(bert(tmp_path / "m")))
 
 
-def broken(folder: Path, name: str) -> None:
-    weights = folder / "model.safetensors"
-    if name == "config missing":
-        (folder / "config.json").unlink()
-    elif name == "config broken":
-        (folder / "config.json").write_text('{"model_type": ')
-    elif name == "config a list":
-        (folder / "config.json").write_text("[]")
-    elif name == "tokenizer missing":
-        for path in folder.glob("tokenizer*"):
-            path.unlink()
-    elif name == "tokenizer broken":
-        (folder / "tokenizer.json").write_text("<html>")
-    elif name == "weights missing":
-        weights.unlink()
-    elif name == "weights truncated":
-        weights.write_bytes(weights.read_bytes()[:-100])
-    elif name == "shard missing":
-        weights.rename(folder / "gone")
-        index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    elif name == "other sizes":
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | {"hidden_dim": 40}))
-    elif name == "vocabulary too large":
-        tokenizer = tokenizer_of("bert")
-        tokenizer.add_tokens(["more", "words"])
-        tokenizer.save_pretrained(folder)
+def write_config(folder: Path, text: str) -> None:
+    (folder / "config.json").write_text(text)
 
 
-@pytest.mark.parametrize(("fault", "words"), [
-    ("config missing", "no config.json in"),
-    ("config broken", "config.json is not valid JSON"),
-    ("config a list", "config.json holds a JSON list"),
-    ("tokenizer missing", "No tokenizer in"),
-    ("tokenizer broken", "tokenizer.json is not valid JSON"),
-    ("weights missing", "no weights in"),
-    ("weights truncated", "model.safetensors can't be read"),
-    ("shard missing", "model-00001-of-00002.safetensors is missing"),
-    ("other sizes", "no fitting weights for distilbert.transformer.layer.0.ffn.lin1.bias"),
-    ("vocabulary too large", "17 tokens, but its model has only 15 embeddings"),
+def lose_a_shard(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def other_sizes(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    write_config(folder, json.dumps(config | {"hidden_dim": 40}))
+
+
+def more_words(folder: Path) -> None:
+    tokenizer = tokenizer_of("bert")
+    tokenizer.add_tokens(["more", "words"])
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.parametrize(("damage", "words"), [
+    (lambda folder: (folder / "config.json").unlink(), "no config.json in"),
+    (lambda folder: write_config(folder, '{"model_type": '), "config.json is not valid JSON"),
+    (lambda folder: write_config(folder, "[]"), "config.json holds a JSON list"),
+    (lambda folder: [path.unlink() for path in folder.glob("tokenizer*")], "No tokenizer in"),
+    (lambda folder: (folder / "tokenizer.json").write_text("<html>"),
+     "tokenizer.json is not valid JSON"),
+    (lambda folder: (folder / "model.safetensors").unlink(), "no weights in"),
+    (lose_a_shard, "model-00001-of-00002.safetensors is missing"),
+    (other_sizes, "no fitting weights for distilbert.transformer.layer.0.ffn.lin1.bias"),
+    (more_words, "17 tokens, but its model has only 15 embeddings"),
 ])
-def test_broken_folders_name_the_file(tmp_path, fault, words):
+def test_broken_folders_name_the_file(tmp_path, damage, words):
     folder = bert(tmp_path / "m")
-    broken(folder, fault)
-    with pytest.raises(InputError) as caught:
+    damage(folder)
+    with refused(InputError, words, str(folder), "reward.kwargs.model"):
         build_reward(RewardConfig(fn="classifier", kwargs={"model": str(folder)}))
-    assert words in str(caught.value)
-    assert str(folder) in str(caught.value)
-    assert "reward.kwargs.model" in str(caught.value)
 
 
-def test_missing_models(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+def test_missing_models(tmp_path, monkeypatch, offline):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("x")
     for model, words in {
         "./nope": ["Folder ./nope does not exist", str(tmp_path)],
@@ -319,13 +301,9 @@ def test_missing_models(tmp_path, monkeypatch):
                                  "hf download someone/absent-model"],
         "not a name": ["neither a folder nor a Hub name"],
     }.items():
-        started = time.monotonic()
-        with pytest.raises(InputError) as caught:
+        with refused(InputError, *words, "reward.fns.taste.kwargs.model") as caught:
             build_reward(RewardConfig(fns={"taste": {"fn": "reward_model",
                                                      "kwargs": {"model": model}}}))
-        assert time.monotonic() - started < 5
-        for word in [*words, "reward.fns.taste.kwargs.model"]:
-            assert word in str(caught.value)
         assert "reward.kwargs" not in str(caught.value)
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
@@ -333,9 +311,7 @@ def test_missing_models(tmp_path, monkeypatch):
         RewardModel("adapter")
 
 
-def test_a_cached_hub_model_is_found_offline(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+def test_a_cached_hub_model_is_found_offline(tmp_path, monkeypatch, offline):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     commit = "0123456789abcdef0123456789abcdef01234567"
     repository = tmp_path / "models--someone--classifier"
@@ -355,23 +331,8 @@ def test_a_cached_hub_model_is_found_offline(tmp_path, monkeypatch):
     ({"truncation_side": "middle"}, "one of: left, right"),
     ({"device": "gpu"}, "is not a device"),
     ({"device": "cuda:99"}, "CUDA devices"),
-    ({"lable": "x"}, "Did you mean 'label'?"),
 ])
 def test_wrong_arguments(tmp_path, kwargs, words):
     folder = bert(tmp_path / "m")
-    with pytest.raises(RewardError) as caught:
+    with refused(RewardError, words):
         build_reward(RewardConfig(fn="classifier", kwargs={"model": str(folder), **kwargs}))
-    assert words in str(caught.value)
-    with pytest.raises(RewardError, match=r"can't be built without 'model'"):
-        build_reward(RewardConfig(fn="classifier", kwargs={}))
-
-
-def test_a_classifier_as_a_configured_reward(tmp_path):
-    folder = bert(tmp_path / "m")
-    reward = build_reward(RewardConfig(fn="classifier", kwargs={"model": str(folder)}), columns=[])
-    request = RewardRequest(["the film "], ["was good"], [[1, 2]], {}, None)
-    logits = raw_logits(folder, DistilBertForSequenceClassification, "the film was good")
-    expected = torch.tensor(logits).softmax(0)[1].item()
-    assert reward.score(request).scores == pytest.approx([expected], abs=1e-5)
-    assert reward.score(request).parts.keys() == {"classifier"}
-    assert reward.code_files == []

@@ -1,16 +1,21 @@
-"""What reward functions may return."""
+"""What reward functions may return, and what a call of one may do: raise, take its time, be
+asynchronous, be stopped."""
 
+import asyncio
+import logging
 import math
+import threading
+import time
 
 import numpy as np
 import pytest
 import torch
-from helpers import request_of
+from helpers import refused, request_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ppocli.config.schema import RewardConfig
-from ppocli.errors import RewardError
+from ppocli.errors import RewardError, StoppedError
 from ppocli.rewards.calls import check_invalid_share
 from ppocli.rewards.records import RewardRequest, RewardScores
 from ppocli.rewards.scoring import build_metric, build_reward
@@ -35,9 +40,6 @@ NO_ARRAY = torch.ones(N, dtype=torch.complex64)
 BAD_RETURNS = {
     "nothing": (None, "returned None for 3 samples"),
     "scalar": (1.0, "returned 1 value for 3 samples"),
-    "too short": ([1.0, 2.0], "returned 2 values for 3 samples"),
-    "too long": ([1.0] * 4, "returned 4 values for 3 samples"),
-    "empty": ([], "returned 0 values for 3 samples"),
     "long generator": (lambda: (1.0 for _ in range(9)), "more than 3 values for 3 samples"),
     "short generator": (lambda: (1.0 for _ in range(2)), "returned 2 values for 3 samples"),
     "text": ("1.0", "returned str '1.0' for 3 samples"),
@@ -66,13 +68,8 @@ BAD_RETURNS = {
 @pytest.mark.parametrize("case", BAD_RETURNS)
 def test_bad_returns_are_refused_with_the_function_and_the_sample(case):
     value, words = BAD_RETURNS[case]
-    with pytest.raises(RewardError) as caught:
+    with refused(RewardError, words, "user_reward", "test_rewards_scoring.py:", "fix:") as caught:
         scores_of(value)
-    message = str(caught.value)
-    assert words in message
-    assert "user_reward" in message
-    assert "test_rewards_scoring.py:" in message
-    assert "fix:" in message
     assert caught.value.exit_code == 7
 
 
@@ -192,12 +189,9 @@ def test_none_from_all_and_nan_from_one_are_invalid(weighted):
     assert weighted("skip", style=1.0, nan=1.0).score(request_of(N)).valid == [False, True, True]
 
 
-def test_weights_that_overflow_are_refused(weighted):
+def test_a_sum_may_not_overflow_and_needs_a_token_to_land_on(weighted):
     with pytest.raises(RewardError, match="infinite in float32"):
         weighted(huge=2.0).score(request_of(N))
-
-
-def test_a_number_needs_a_token_to_land_on(weighted):
     request = RewardRequest(["p"] * 3, ["r"] * 3, [[1, 2], [1, 2], []], {}, None)
     with pytest.raises(RewardError, match="Sample 2 has no response token"):
         weighted(style=1.0, dense=1.0).score(request)
@@ -208,7 +202,6 @@ def metric_of(value: object) -> dict[str, list[float]]:
         return value
 
     metric = build_metric(RewardConfig(), user_metric)
-    assert metric is not None
     return metric.compute(request_of(N))
 
 
@@ -220,14 +213,128 @@ def test_metrics_are_converted():
 @pytest.mark.parametrize(("value", "words"), [
     ([1.0, 2.0, 3.0], "not a dict of lists"),
     ({"a": 1.0}, "metric 'a' has 1 value for 3 samples"),
-    ({"a": [1.0, None, 1.0]}, "None as metric 'a' for sample 1"),
     ({"a": [1.0, math.nan, 1.0]}, "nan as metric 'a' for sample 1"),
     ({"a": [1.0, "x", 1.0]}, "str 'x' as metric 'a' for sample 1"),
     ({1: [1.0] * 3}, "whose name is int 1"),
     ({"a": "abc"}, "metric 'a' has str 'abc'"),
 ])
 def test_bad_metrics(value, words):
-    with pytest.raises(RewardError) as caught:
+    with refused(RewardError, words, "user_metric"):
         metric_of(value)
-    assert words in str(caught.value)
-    assert "user_metric" in str(caught.value)
+
+
+def test_no_samples_no_call():
+    def never(outputs):
+        raise AssertionError
+
+    assert build_reward(RewardConfig(), reward_fn=never).score(request_of(0)).scores == []
+    metric = build_metric(RewardConfig(), never)
+    assert metric.compute(request_of(0)) == {}
+
+
+def test_an_exception_names_the_line_and_the_batch():
+    def failing(outputs):
+        return [int(output) for output in outputs]
+
+    def lazy(outputs):
+        yield int(outputs[0])
+
+    for fn in (failing, lazy):
+        line = fn.__code__.co_firstlineno + 1
+        with refused(RewardError, "ValueError: invalid literal", "3 samples", fn.__name__,
+                     f"test_rewards_scoring.py:{line}", "'prompt0 response0'") as caught:
+            build_reward(RewardConfig(), reward_fn=fn).score(request_of(N))
+        assert isinstance(caught.value.__cause__, ValueError)
+
+
+@pytest.mark.parametrize("timeout", [None, 30.0])
+def test_retries(caplog, timeout):
+    calls = []
+
+    def flaky(outputs):
+        calls.append(len(outputs))
+        outputs.clear()
+        if len(calls) < 3:
+            raise ConnectionError("service is away")
+        return [1.0] * 3
+
+    with caplog.at_level(logging.WARNING):
+        cfg = RewardConfig(retries=2, timeout=timeout)
+        assert build_reward(cfg, reward_fn=flaky).score(request_of(N)).scores == [1.0] * 3
+    assert calls == [3, 3, 3]
+    assert sum("trying again" in record.getMessage() for record in caplog.records) == 2
+    calls.clear()
+    with pytest.raises(RewardError, match="2 times in a row, ConnectionError"):
+        build_reward(RewardConfig(retries=1, timeout=timeout), reward_fn=flaky).score(request_of(N))
+    assert len(calls) == 2
+    # a bad return is not retried
+    with pytest.raises(RewardError, match="1 value for 3"):
+        build_reward(cfg, reward_fn=lambda outputs: [calls.append(1) or 1.0]).score(request_of(N))
+    assert len(calls) == 3
+
+
+def test_timeout():
+    release = threading.Event()
+
+    def stuck(outputs):
+        release.wait(20)
+        return [1.0] * len(outputs)
+
+    started = time.monotonic()
+    with refused(RewardError, "reward.timeout=0.2", "still running after 0.", "stuck"):
+        build_reward(RewardConfig(timeout=0.2, retries=3), reward_fn=stuck).score(request_of(N))
+    assert time.monotonic() - started < 5
+    release.set()
+
+
+def test_without_timeout_the_call_stays_in_the_callers_thread():
+    seen = []
+
+    def where(outputs):
+        seen.append(threading.current_thread())
+        return [1.0] * len(outputs)
+
+    build_reward(RewardConfig(), reward_fn=where).score(request_of(N))
+    build_reward(RewardConfig(timeout=30), reward_fn=where).score(request_of(N))
+    assert seen[0] is threading.main_thread()
+    assert seen[1] is not threading.main_thread()
+    assert seen[1].daemon
+
+
+@pytest.mark.parametrize("timeout", [None, 30.0])
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), StoppedError("stop", signal_number=15),
+                                  SystemExit(143)])
+def test_stop_requests_pass_through(stop, timeout):
+    def interrupted(outputs):
+        raise stop
+
+    with pytest.raises(type(stop)) as caught:
+        build_reward(RewardConfig(retries=2, timeout=timeout),
+                     reward_fn=interrupted).score(request_of(N))
+    assert caught.value is stop
+
+
+@pytest.mark.parametrize("timeout", [None, 30.0])
+def test_async_functions_and_objects(timeout):
+    async def one(output):
+        await asyncio.sleep(0)
+        return float(len(output))
+
+    async def gathered(outputs, **kwargs):
+        return await asyncio.gather(*(one(output) for output in outputs))
+
+    class Judge:
+        async def __call__(self, outputs):
+            return await gathered(outputs)
+
+    def not_async_itself(outputs):
+        return gathered(outputs, extra=1)
+
+    cfg = RewardConfig(timeout=timeout)
+    for fn in (gathered, Judge, Judge(), not_async_itself):
+        assert build_reward(cfg, reward_fn=fn).score(request_of(N)).scores == [9.0] * 3
+
+    async def notebook():
+        return build_reward(cfg, reward_fn=gathered).score(request_of(N)).scores
+
+    assert asyncio.run(notebook()) == [9.0] * 3

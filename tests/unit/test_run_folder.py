@@ -71,42 +71,29 @@ def test_a_reserved_folder_waits_for_its_worker_alone(tmp_path: Path):
     assert (tmp_path / ".lock").read_bytes() == b""
 
 
-def dead_pid() -> int:
-    child = subprocess.Popen(["true"])
-    child.wait()
-    return child.pid
+DEAD = {"pid": 2**22 + 1}
+"""above what Linux gives any process"""
 
 
-@pytest.mark.parametrize("stale", ["dead pid", "other boot", "recycled pid", "other host",
-                                   "garbage", "empty"])
-def test_stale_names_are_taken_over(tmp_path: Path, stale: str):
-    owner = asdict(run_folder._myself())
-    if stale == "dead pid":
-        owner |= {"pid": dead_pid()}
-    elif stale == "other boot":
-        owner |= {"boot": "another"}
-    elif stale == "recycled pid":
-        owner |= {"started": owner["started"] - 1}
-    elif stale == "other host":
-        owner |= {"host": "elsewhere", "boot": "another"}
-    text = {"garbage": "{half", "empty": ""}.get(stale, json.dumps(owner))
-    (tmp_path / ".lock").write_text(text)
+@pytest.mark.parametrize("stale", [
+    DEAD, {"boot": "another"}, {"started": 1}, {"host": "elsewhere", "boot": "another"}, "{half",
+    ""], ids=["dead pid", "other boot", "recycled pid", "other host", "garbage", "empty"])
+def test_stale_names_are_taken_over(tmp_path: Path, stale: dict | str):
+    (tmp_path / ".lock").write_text(stale if isinstance(stale, str) else json.dumps(
+        asdict(run_folder._myself()) | stale))
     with lock(tmp_path):
         assert json.loads((tmp_path / ".lock").read_text()) == asdict(run_folder._myself())
 
 
 def test_a_live_name_counts_without_a_kernel_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """As on a file system that has no locks."""
-    sleeper = subprocess.Popen(["sleep", "60"])
-    try:
+    with subprocess.Popen(["sleep", "20"]) as sleeper:
         owner = {"pid": sleeper.pid, "host": socket.gethostname(), "boot": run_folder._boot_id(),
                  "started": run_folder._start_ticks(sleeper.pid)}
         (tmp_path / ".lock").write_text(json.dumps(owner))
         with pytest.raises(CheckpointError, match=f"process {sleeper.pid} on"), lock(tmp_path):
             pass
-    finally:
         sleeper.kill()
-        sleeper.wait()
     with lock(tmp_path):
         pass
 
@@ -140,24 +127,15 @@ with lock(Path(sys.argv[1])):
 @pytest.mark.parametrize("before", ["", "stale"])
 def test_of_processes_that_race_exactly_one_wins(tmp_path: Path, before: str):
     if before:
-        owner = asdict(run_folder._myself()) | {"pid": dead_pid()}
-        (tmp_path / ".lock").write_text(json.dumps(owner))
+        (tmp_path / ".lock").write_text(json.dumps(asdict(run_folder._myself()) | DEAD))
     racers = [start_python(HOLD, tmp_path, 60) for _ in range(5)]
-    said = {}
-    winners = []
+    said = [racer.stdout.readline() for racer in racers]
     for racer in racers:
-        line = racer.stdout.readline()
-        if line == "held\n":
-            winners.append(racer)
-        else:
-            said[racer.pid] = line
-    for racer in winners:
         racer.kill()
-    for racer in racers:
         racer.communicate()
-    assert len(winners) == 1
-    assert len(said) == 4
-    assert all(f"in use by process {winners[0].pid} on" in line for line in said.values()), said
+    assert said.count("held\n") == 1
+    holder = racers[said.index("held\n")]
+    assert sum(f"in use by process {holder.pid} on" in line for line in said) == 4, said
 
 
 def test_a_folder_that_is_replaced_is_held_from_beside(tmp_path: Path):

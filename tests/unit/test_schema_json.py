@@ -56,20 +56,14 @@ def _follows(word: str, value: Any, schema: dict[str, Any], whole: dict[str, Any
     }[word]()
 
 
-def accepted(value: Any, names: list[str]) -> set[str]:
-    """The keys at which ppocli takes the value, each by itself."""
-    checked = merge_entries([Entry(name, value, "test") for name in names])
-    refused = {problem.key for problem in checked.problems}
-    refused |= {p.key for p in range_problems(typed(checked.node), checked.sources)}
-    return set(names) - refused
-
-
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_values_are_judged_as_ppocli_judges_them(value):
     # inline prompts and several rewards are judged by more than their type
     names = [name for name in schema_keys()
              if name not in ("prompts.items", "prompts.eval.items", "reward.fns")]
-    whole, taken = json_schema(), accepted(value, names)
+    whole, checked = json_schema(), merge_entries([Entry(name, value, "test") for name in names])
+    refused = [*checked.problems, *range_problems(typed(checked.node), checked.sources)]
+    taken = set(names) - {problem.key for problem in refused}  # each by itself
     for name in names:
         key, schema = schema_keys()[name], whole
         for part in name.split("."):

@@ -1,7 +1,7 @@
 import os
 import signal
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from checkpoint_samples import start_python
@@ -97,17 +97,14 @@ def test_handlers_are_restored_also_after_an_exception():
 
 def test_outside_the_main_thread_it_is_inert():
     before = signal.getsignal(signal.SIGTERM)
-    seen = []
 
-    def work() -> None:
+    def work() -> tuple:
         with catch_signals() as stop:
             stop.check()
-            seen.append((stop.requested, signal.getsignal(signal.SIGTERM)))
+            return stop.requested, signal.getsignal(signal.SIGTERM)
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [(None, before)]
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(work).result() == (None, before)
 
 
 def test_defer_holds_back_and_does_not_forget():

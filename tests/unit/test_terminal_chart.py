@@ -13,19 +13,10 @@ def curve(points: list[tuple[int, float]], run: str = "a") -> Series:
     return Series(run, "reward/mean", points)
 
 
-def plot_of(lines: list[str]) -> list[str]:
-    """The cells right of the axis, row by row."""
-    return [line.replace("┤", "│").split("│", 1)[1] for line in lines if "┤" in line or "│" in line]
-
-
-def labels_of(lines: list[str]) -> list[str]:
-    return [line.split("┤")[0].strip() for line in lines if "┤" in line]
-
-
 @pytest.mark.parametrize("points", [[(3, 0.5)], [(1, 2.0), (2, 2.0)], [(0, 0.0), (1, 0.0)],
                                     [(0, -1.7e308), (1, 1.7e308)], [(0, 1e-320), (1, 2e-320)]])
 def test_odd_series_are_drawn(points):
-    rows = plot_of(draw([curve(points)], title="t"))
+    rows = draw([curve(points)], title="t")
     assert any(0x2800 < ord(cell) <= 0x28FF for row in rows for cell in row)
 
 
@@ -55,7 +46,8 @@ def test_ascii_is_ascii():
 
 
 def test_what_is_nothing_beside_the_range_is_0():
-    assert labels_of(draw([curve([(0, 3.7e-7), (5, 2.0)])], title="t"))[-1] == "0"
+    lines = draw([curve([(0, 3.7e-7), (5, 2.0)])], title="t")
+    assert [line.split("┤")[0].strip() for line in lines if "┤" in line][-1] == "0"
 
 
 @pytest.mark.parametrize(("encoding", "dots"), [("utf-8", True), ("ascii", False),

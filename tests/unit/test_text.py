@@ -29,11 +29,3 @@ def test_counts_and_sizes():
         "12 bytes", "3 kB", "214 MB", "9.4 GB", "12 GB"]
     assert [text.format_memory(n) for n in (2048, 5 * 2**20, 1234 * 2**30)] == [
         "2 KiB", "5 MiB", "1234 GiB"]
-
-
-def test_names_that_are_near():
-    keys = ["ppo.optimizer.lr", "ppo.lam", "generation.top_p", "seed"]
-    assert text.nearest("ppo.lr", keys) == ["ppo.optimizer.lr"]
-    assert text.did_you_mean("sed", keys) == "; did you mean seed?"
-    assert text.suggestion("promt", ["prompt", "label"]) == "Did you mean 'prompt'?"
-    assert (text.did_you_mean("zzz", keys), text.suggestion("zzz", keys)) == ("", "")
