@@ -100,10 +100,10 @@ def test_a_policy_that_diverges_names_the_checkpoint_that_was_being_written(
     assert "last healthy: step 2 in " in ended.err
 
 
-def test_a_bug_in_the_thread_ends_the_run_with_its_traceback(world):
-    process = spawn("train", *WORDS, cwd=world, PPOCLI_FAULTS="save.before_manifest@2:raise")
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 1, out + err
-    assert "injected fault at save.before_manifest" in err
+def test_a_bug_in_the_thread_ends_the_run_with_its_traceback(command, inject, world):
+    inject("save.before_manifest@2:raise")
+    ended = command(*WORDS, code=1)
+    assert "Traceback" in ended.err
+    assert "injected fault at save.before_manifest" in ended.err
     assert "step-000001" in names(world / "runs/r")
     assert not [name for name in names(world / "runs/r") if name.startswith(".")]

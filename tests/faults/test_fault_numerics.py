@@ -95,17 +95,6 @@ def test_a_clock_that_jumps_back_disturbs_nothing(command, world, monkeypatch):
     assert all(row["time/step"] >= 0 for row in jsonl(world / "runs/r/metrics.jsonl")[1:])
 
 
-def test_a_step_that_cannot_be_pruned_is_a_warning(command, world):
-    assert command(*words("run_name=r", "ppo.num_steps=2")).code == 0
-    step = world / "runs/r/checkpoints/step-000001"
-    step.rename(world / "elsewhere")
-    step.symlink_to(world / "elsewhere")
-    ended = command(*words("run_name=r", "resume=auto", "ppo.num_steps=4",
-                           "checkpoint.keep_last=1"), code=0)
-    assert "step-000001 is a link and was left alone" in ended.err
-    assert (world / "elsewhere/MANIFEST.json").is_file()
-
-
 def test_out_of_memory_names_what_to_lower(command, inject, world):
     inject("score.before@6:oom")
     ended = command(*words("run_name=r"), code=8)
