@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -142,6 +144,13 @@ def run(*given: str, cwd: Path, code: int | None = None, **env: str) -> Ended:
     return Ended(process.returncode, out, err).expected(code)
 
 
+def shell(line: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a line in which ``ppocli`` is the command."""
+    line = f"set -o pipefail; ppocli() {{ {sys.executable} -m ppocli \"$@\"; }}; {line}"
+    return subprocess.run(["bash", "-c", line], cwd=cwd, text=True, capture_output=True,
+                          env=environment(**env), timeout=200, check=False)
+
+
 def assert_no_process_left(group: int) -> None:
     """No process of the group lives on (it is ended if it does)."""
     deadline = time.monotonic() + 5
@@ -203,7 +212,6 @@ def last_checkpoint(run_dir: Path) -> Path:
 def scalars(run_dir: Path) -> list[tuple[str, int, float]]:
     """(tag, step, value) of every stable TensorBoard scalar, in the order written."""
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-
 
     found = []
     for path in sorted((run_dir / "events").iterdir()):

@@ -1,6 +1,5 @@
 """Damaged, foreign, hostile and missing checkpoints; two processes; changed settings."""
 
-import json
 import shutil
 import socket
 from pathlib import Path
@@ -21,11 +20,12 @@ def cut(path: Path) -> None:
 
 # every file in every way: tests/unit/test_checkpoints_corruption.py
 @pytest.mark.parametrize(("name", "damage"), [
-    ("policy/model.safetensors", flip), ("optimizer.safetensors", cut), ("state.json", Path.unlink),
-    ("MANIFEST.json", cut)])
+    ("policy/model.safetensors", flip), ("MANIFEST.json", cut)])
 def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(name, damage, command, reference,
                                                               tmp_path):
-    folder = copied(reference, tmp_path / "run", 3)
+    """In a run that was moved."""
+    folder = tmp_path / "with space ü"
+    copied(reference, tmp_path / "made here", 3).rename(folder)
     damage(folder / "checkpoints/step-000003" / name)
     ended = command(f"resume={folder}", code=0)
     assert "skipped step-000003: " in ended.err
@@ -73,30 +73,18 @@ def test_a_damaged_run_id_is_refused(command, reference, tmp_path):
     assert "run.json is damaged" in ended.err
 
 
-@pytest.mark.parametrize(("word", "line"), [
-    ("hardware.precision=bf16", "fp32 -> bf16"),
-    ("ppo.optimizer.name=sgd", "adamw -> sgd"), ("seed=3", "seed: 0 -> 3")])
-def test_a_changed_part_of_the_saved_state_is_refused_with_a_list(word, line, command, reference,
-                                                                  tmp_path):
+@pytest.mark.parametrize(("words_", "code", "said"), [
+    (["hardware.precision=bf16", "prompts.shuffle=false"], 5,
+     ["fp32 -> bf16", "prompts.shuffle: true -> false"]),
+    (["ppo.optimizer.name=sgd", "seed=3"], 5, ["adamw -> sgd", "seed: 0 -> 3"]),
+    (["reward.fn=nosuch:f"], 7, ["nosuch"]), (["generation.max_new_tokens=5000"], 2, ["5000"])])
+def test_a_refused_change_leaves_the_run_as_it_was(words_, code, said, command, reference,
+                                                   tmp_path):
     folder = copied(reference, tmp_path / "run", 2)
     before = tree(folder)
-    ended = command(f"resume={folder}", word, "prompts.shuffle=false", code=5)
-    assert line in ended.err
-    assert "prompts.shuffle: true -> false" in ended.err
+    ended = command(f"resume={folder}", *words_, code=code)
+    assert [part for part in said if part not in ended.err] == []
     assert tree(folder) == before
-
-
-def test_harmless_changes_are_listed_and_more_episodes_go_on(command, reference, tmp_path):
-    folder = whole_copy(reference, tmp_path / "run")
-    ended = command(f"resume={folder}", "ppo.num_steps=6", "eval.every_steps=1",
-                    "ppo.optimizer.lr=1e-4", code=0)
-    for line in ("changed on resume: ppo.num_steps: 4 -> 6",
-                 "changed on resume: eval.every_steps: 2 -> 1",
-                 "changed on resume: ppo.optimizer.lr: 0.001 -> 0.0001 (from here on"):
-        assert line in ended.err, ended.err
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5, 6]
-    assert json.loads((folder / "summary.json").read_text())["steps"] == 6
 
 
 def test_a_finished_run_says_so(command, reference, tmp_path):
@@ -108,14 +96,9 @@ def test_a_finished_run_says_so(command, reference, tmp_path):
     assert tree(folder) == before
 
 
-@pytest.mark.parametrize("missing", ["model/model.safetensors", "model"])
-def test_a_finished_runs_missing_model_is_written_again(missing, command, reference, tmp_path):
+def test_a_finished_runs_missing_model_is_written_again(command, reference, tmp_path):
     folder = whole_copy(reference, tmp_path / "run")
-    path = folder / missing
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
+    (folder / "model/model.safetensors").unlink()
     command(f"resume={folder}", code=0)
     assert_equal_runs(reference, folder)
 
@@ -133,10 +116,3 @@ def test_a_second_process_on_the_folder_is_refused_with_its_pid(command, world, 
     # what it left names a dead process: taken over
     assert str(process.pid) in (world / "runs/r/.lock").read_text()
     assert command(f"resume={world / 'runs/r'}").code == 0
-
-
-def test_a_moved_run_goes_on_where_it_is(command, reference, tmp_path):
-    folder = tmp_path / "with space ü"
-    copied(reference, tmp_path / "made here", 3).rename(folder)
-    command(f"resume={folder}", code=0)
-    assert_equal_runs(reference, folder)

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from helpers import environment, save_lm
+from helpers import jsonl, ppocli, save_lm, stable_rows
 from runs import words
 
 
@@ -46,33 +46,19 @@ def test_a_broken_model_folder_is_refused_with_what_is_wrong(breaking, command, 
     assert not (world / "runs").exists()
 
 
-def test_a_missing_pad_token_is_replaced_and_said(command, world):
-    save_lm(world / "lm", pad=False)
-    ended = command(*words("run_name=r", "ppo.num_steps=1"), code=0)
-    assert "has no pad token: its EOS '<eos>' pads" in ended.out
-    # a response that ended has its EOS counted, and the padding after it isn't
-    rows = [json.loads(row) for row in (world / "runs/r/samples.jsonl").read_text().splitlines()]
-    assert all(1 <= row["response_tokens"] <= 8 for row in rows)
-    assert all(row["finished"] or row["response_tokens"] == 8 for row in rows)
-
-
-def test_pad_that_is_eos_gives_the_same_run_as_a_pad_of_its_own(command, world):
+def test_a_missing_pad_token_is_said_and_gives_the_same_run_as_a_pad_of_its_own(command, world):
     """What pads is never seen by the model, so that the numbers can't depend on it."""
-    from helpers import stable_rows
-
     for name, pad in (("own", True), ("eos", False)):
         save_lm(world / name, pad=pad)
         ended = command(*words(f"model.path={name}", f"run_name=run-{name}", "ppo.num_steps=2"))
         assert ended.code == 0, ended.said
+    assert "has no pad token: its EOS '<eos>' pads" in ended.out
     assert stable_rows(world / "runs/run-own/metrics.jsonl") == stable_rows(
         world / "runs/run-eos/metrics.jsonl")
-
-
-def test_bad_prompts_are_refused_with_the_place(command, world):
-    (world / "prompts.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": \n')
-    ended = command(*words(), code=3)
-    assert "Line 2 of prompts.jsonl" in ended.err, ended.err
-    assert not (world / "runs").exists()
+    # a response that ended has its EOS counted, and the padding after it isn't
+    rows = jsonl(world / "runs/run-eos/samples.jsonl")
+    assert all(1 <= row["response_tokens"] <= 8 for row in rows)
+    assert all(row["finished"] or row["response_tokens"] == 8 for row in rows)
 
 
 def test_long_prompts_are_cut_with_a_count_and_few_are_cycled(command, world):
@@ -97,28 +83,16 @@ def black_hole() -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-@pytest.mark.parametrize("no_network", ["black hole", "namespace"])
-def test_without_network_everything_missing_is_told_within_5_seconds(no_network, tmp_path):
+def test_without_network_everything_missing_is_told_within_5_seconds(tmp_path):
     """Neither a cache nor an offline variable helps: the network has to be found dead."""
-    env = {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "cache"), "no_proxy": "*"}
-    words = [sys.executable, "-m", "ppocli", "train", "+recipe=imdb_sentiment"]
-    if no_network == "namespace":
-        words = ["unshare", "-rn", *words]
-        if subprocess.run([*words[:2], "true"], capture_output=True, check=False).returncode:
-            pytest.skip("user namespaces are off")
     with black_hole() as address:
-        if no_network == "black hole":
-            env["HF_ENDPOINT"] = address
         started = time.monotonic()
-        ended = subprocess.run(words, cwd=tmp_path, env=environment(**env), text=True,
-                               capture_output=True, timeout=100, check=False)
+        ended = ppocli("train", "+recipe=imdb_sentiment", cwd=tmp_path, code=3, HF_HUB_OFFLINE="0",
+                       HF_HOME=str(tmp_path / "cache"), HF_ENDPOINT=address, no_proxy="*")
         elapsed = time.monotonic() - started
-    assert ended.returncode == 3, ended.stderr
     for part in ("3 inputs are missing", "model.path=lvwerra/gpt2-imdb", "reward.kwargs.model",
-                 "lvwerra/distilbert-imdb", "prompts.path", "imdb",
-                 "=/path"):
+                 "lvwerra/distilbert-imdb", "prompts.path", "imdb", "=/path"):
         assert part in ended.stderr, ended.stderr
-    assert "Traceback" not in ended.stderr
     assert not (tmp_path / "runs").exists()
     assert not (tmp_path / "cache/hub").exists()
     assert elapsed < 5 + load_allowance()

@@ -3,7 +3,6 @@ is taken over, what is refused, what is kept."""
 
 import json
 import random
-import shutil
 import time
 from pathlib import Path
 
@@ -36,8 +35,8 @@ CRITIC = "model.value.kind={} model.value.num_layers_unfrozen=1"
 
 
 @pytest.mark.parametrize("keys", [
-    CRITIC.format("branch"), CRITIC.format("model"), "model.num_layers_unfrozen=1"],
-    ids=["branch", "critic", "shared"])
+    pytest.param(CRITIC.format("branch"), marks=pytest.mark.slow), CRITIC.format("model"),
+    "model.num_layers_unfrozen=1"], ids=["branch", "critic", "shared"])
 def test_each_kind_of_model_resumes_exactly(keys, command, world):
     command(*words("run_name=straight", "model.reference.kind=auto", *keys.split()), code=0)
     stopped = copied(world / "runs/straight", world / "runs/stopped", 1)
@@ -45,13 +44,14 @@ def test_each_kind_of_model_resumes_exactly(keys, command, world):
     assert_equal_runs(world / "runs/straight", stopped)
 
 
-KILLS = ["save.before_rename@2:kill9", "rollout.token@70:kill9"]
+KILLS = ["rollout.token@70:kill9", "export.before_rename@1:kill9"]
 MORE_KILLS = [
+    "save.before_rename@2:kill9",
     "save.open@1:kill9", "save.open@9:kill9", "save.open@25:kill9", "save.before_manifest@1:kill9",
     "save.before_manifest@3:kill9", "save.before_rename@1:kill9", "save.after_rename@1:kill9",
     "save.after_rename@4:kill9", "prune.before@1:kill9", "prune.before@3:kill9",
     "rollout.token@1:kill9", "score.before@7:kill9", "score.after@8:kill9",
-    "optimize.minibatch@1:kill9", "optimize.minibatch@9:kill9", "export.before_rename@1:kill9"]
+    "optimize.minibatch@1:kill9", "optimize.minibatch@9:kill9"]
 
 
 @pytest.mark.parametrize("fault", [
@@ -63,8 +63,8 @@ def test_kill9_at_a_point_then_resume(fault, command, reference, world):
     assert_equal_runs(reference, world / "runs/r")
 
 
-@pytest.mark.parametrize("seed", [
-    0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
 def test_kill9_at_random_moments_then_resume(seed, reference, world):
     """Up to three kills of the process group, each at a random moment of what is left to do."""
     draw = random.Random(seed)
@@ -90,25 +90,22 @@ def stopped(reference, world) -> Path:
     return copied(reference, world / "runs/r", 2)
 
 
-def test_another_kl_coefficient_is_used_from_here_on(command, stopped):
-    ended = command(f"resume={stopped}", "ppo.init_kl_coef=0.7", code=0)
+def test_harmless_changes_are_listed_and_hold_from_here_on(command, stopped):
+    ended = command(f"resume={stopped}", "ppo.init_kl_coef=0.7", "ppo.num_steps=3",
+                    "eval.every_steps=1", code=0)
+    assert "changed on resume: ppo.num_steps: 4 -> 3" in ended.err
+    assert "changed on resume: eval.every_steps: 2 -> 1" in ended.err
     rows = jsonl(stopped / "metrics.jsonl")
     assert rows[2]["objective/kl_coef"] < 0.2
     assert rows[3]["objective/kl_coef"] == 0.7
+    assert rows[3]["eval/reward_mean"] is not None
+    assert len(rows) == 4
     assert "starts anew" in ended.said
-
-
-@pytest.mark.parametrize(("word", "code"), [
-    ("reward.fn=nosuch:f", 7), ("generation.max_new_tokens=5000", 2), ("seed=9", 5)])
-def test_a_refused_change_leaves_the_run_as_it_was(word, code, command, stopped):
-    before = (stopped / "config.yaml").read_bytes()
-    command(f"resume={stopped}", word, code=code)
-    assert (stopped / "config.yaml").read_bytes() == before
-    assert not (stopped / "config.next.yaml").exists()
 
 
 def test_an_accepted_change_becomes_the_runs_own(command, stopped):
     ended = command(f"resume={stopped}", "ppo.optimizer.lr=2e-3", code=0)
+    assert "changed on resume: ppo.optimizer.lr: 0.001 -> 0.002 (from here on" in ended.err
     assert read_config(stopped / "config.yaml").ppo.optimizer.lr == 2e-3
     assert read_changes(stopped) == [Change(2, "ppo.optimizer.lr", "0.001", "0.002")]
     ended = command(f"resume={stopped}", "ppo.vf_coef=0.5")
@@ -119,19 +116,16 @@ def test_an_accepted_change_becomes_the_runs_own(command, stopped):
     assert not (stopped / "config.next.yaml").exists()
 
 
-def test_prompts_that_have_changed_are_noticed(command, world):
-    ended = command(*words("run_name=r", "ppo.num_steps=1"), code=0)
-    write_prompts(world / "prompts.jsonl", ["the plot", "we saw"])
-    ended = command(f"resume={world / 'runs/r'}", "ppo.num_steps=2", code=5)
-    assert "Not what the run was started with: prompts, evaluation prompts." in ended.said
-
-
-def test_a_reference_that_has_changed_is_noticed(command, world):
-    ended = command(*words("run_name=r", "ppo.num_steps=1"), code=0)
-    shutil.rmtree(world / "lm")
-    save_lm(world / "lm", seed=5)
-    ended = command(f"resume={world / 'runs/r'}", "ppo.num_steps=2", code=5)
-    assert "Not what the run was started with: reference model." in ended.said
+def test_prompts_and_a_reference_that_have_changed_are_noticed(command, world):
+    command(*words("run_name=r", "ppo.num_steps=1"), code=0)
+    (world / "prompts.jsonl").rename(world / "kept")
+    for change, what in (
+            (lambda: write_prompts(world / "prompts.jsonl", ["it"]), "prompts, evaluation prompts"),
+            (lambda: ((world / "kept").replace(world / "prompts.jsonl"),
+                      save_lm(world / "lm", seed=5)), "reference model")):
+        change()
+        ended = command(f"resume={world / 'runs/r'}", "ppo.num_steps=2", code=5)
+        assert f"Not what the run was started with: {what}." in ended.said
 
 
 def test_a_finished_run_that_goes_on_keeps_its_model_under_its_step(command, world):
@@ -153,10 +147,8 @@ def test_best_is_forgotten_when_another_figure_is_asked_for(command, stopped):
 def test_figures_that_do_not_exist_are_saved_as_null(command, world):
     """A reward that never applies has no mean; that must not keep a checkpoint from being made."""
     (world / "never.py").write_text("def never(outputs, **_):\n    return [None] * len(outputs)\n")
-    plain = [word for word in words("run_name=r", "ppo.num_steps=1")
-             if not word.startswith("reward.fn=")]
-    ended = command(*plain, "reward.fns.a.fn=rewards.py:plain", "reward.fns.b.fn=never.py:never")
-    assert ended.code == 0, ended.said
+    command(*words("run_name=r", "ppo.num_steps=1", "reward.fn=null",
+                   "reward.fns.a.fn=rewards.py:plain", "reward.fns.b.fn=never.py:never"), code=0)
     row = jsonl(world / "runs/r/metrics.jsonl")[-1]
     assert row["reward/b"] is None
     assert row["eval/reward/a"] is not None

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import assert_equal_runs, run, whole_copy, words
+from runs import assert_equal_runs, copied, resumed, run, whole_copy, words
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is dep:FutureWarning")
 LORA = ("model.peft.type=lora", "model.peft.r=4", "model.peft.target_modules=[c_attn,c_fc]",
@@ -33,10 +33,10 @@ def logits(model) -> torch.Tensor:
         return model.eval()(input_ids=torch.tensor([[4, 5, 6, 7]])).logits
 
 
-def test_it_stops_and_goes_on_bit_for_bit(trained, shared_world):
-    run("train", *words(*LORA, "run_name=cut", "ppo.num_steps=2"), cwd=shared_world, code=0)
-    run("resume", "runs/cut", "ppo.num_steps=4", cwd=shared_world, code=0)
-    assert_equal_runs(trained, shared_world / "runs/cut")
+def test_it_stops_and_goes_on_bit_for_bit(trained, tmp_path):
+    stopped = copied(trained, tmp_path / "cut", 2)
+    resumed(stopped)
+    assert_equal_runs(trained, stopped)
 
 
 def test_model_and_checkpoints_are_folders_that_peft_loads(trained, shared_world):
@@ -80,14 +80,13 @@ def test_an_export_is_merged_or_an_adapter(here, trained, export):
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(here / "again")), merged)
 
 
-@pytest.mark.parametrize("what", ["run", "checkpoint", "exported"])
+@pytest.mark.parametrize("what", ["checkpoint", "exported"])
 def test_it_is_judged_and_asked(here, export, what):
     import ppocli
 
-    target = {"run": "runs/lora", "checkpoint": f"runs/lora/checkpoints/{LAST}",
-              "exported": "small"}[what]
-    words = []
+    target, words = f"runs/lora/checkpoints/{LAST}", []
     if what == "exported":
+        target = "small"
         assert export("lora", "--adapter", "-o", "small").code == 0
         words = ["prompts.path=prompts.jsonl", "reward.fn=rewards.py:plain",
                  "prompts.eval.limit=4", "generation.max_new_tokens=8"]

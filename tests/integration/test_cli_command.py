@@ -1,22 +1,26 @@
-"""The command as a process: exit codes, wording, what is imported, terminals that go away."""
+"""The command as a process: exit codes, wording, what is imported, terminals that go away; and in
+this one: quiet, verbose, without colours, a dry run."""
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from helpers import ppocli
+from runs import Command, app_in_process, shell, words
+
+from ppocli.cli import output
 
 HEAVY = ("torch", "transformers", "deepspeed", "accelerate", "datasets")
 
 
-def shell(line: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a line in which PPOCLI is the command, by an interpreter of its own."""
-    command = line.replace("PPOCLI", f"{sys.executable} -m ppocli")
-    return subprocess.run(["bash", "-c", command], cwd=cwd, text=True, capture_output=True,
-                          timeout=60, check=False, env={**os.environ, **environment})
+@pytest.fixture
+def typed(capsys: pytest.CaptureFixture[str], here: Path) -> Command:
+    """A command in this process, in an empty folder."""
+    return app_in_process(capsys)
 
 
 def imported_by(code: str, cwd: Path) -> set[str]:
@@ -32,12 +36,12 @@ def test_the_command_line_imports_nothing_heavy(tmp_path):
     words = "['+recipe=quickstart', '--cfg', 'job', '--resolve']"
     assert not imported_by(f"from ppocli.cli.train import run_words; run_words({words})",
                            tmp_path) & set(HEAVY)
-    completion = "from ppocli.cli.options import complete_word as c; c([], 'ppo.kl_est')"
+    completion = "from ppocli.cli.options import complete_word as c; c([], 'p'); c([], 'resume=')"
     assert not imported_by(completion, tmp_path) & {*HEAVY, "hydra"}
 
 
 def test_help_shows_examples_groups_and_keys(tmp_path):
-    done = shell("PPOCLI train --help", tmp_path)
+    done = shell("ppocli train --help", tmp_path)
     assert done.returncode == 0
     for part in ("ppocli train +recipe=quickstart", "Config groups:", "+recipe=imdb_sentiment|",
                  "model=", "reward=", "hardware=cpu|ddp|gpu|gpu_bf16|multi_node|zero1",
@@ -48,52 +52,92 @@ def test_help_shows_examples_groups_and_keys(tmp_path):
 @pytest.mark.parametrize(("words", "said"), [
     (["tran"], "Did you mean 'train'?"),
     (["train", "--multirn"], "Error: unknown option --multirn; did you mean --multirun?"),
-    (["train", "+recipe=quickstart", "ppo.lrr=1", "seed=x"], "Error: 2 problems"),
-    (["train", "recipe=quickstrat"], "unknown recipe quickstrat; did you mean quickstart?"),
     (["recipes", "show", "quickstrat"], "did you mean quickstart?"),
     (["train", "-m", "+recipe=quickstart", "ppo.lrr=1,2"], "ppo.lrr: unknown key"),
     (["train", "-m", "+recipe=quickstart,nope"], "unknown recipe nope"),
     (["train", "-m", "+recipe=quickstart", "resume=runs/x"], "can't be swept"),
 ])
-def test_usage_errors_are_2_on_stderr_without_traceback(words, said, tmp_path):
-    done = ppocli(*words, cwd=tmp_path, code=2)
-    assert said in done.stderr
-    assert done.stdout == ""
-    assert os.listdir(tmp_path) == []
+def test_usage_errors_are_2_on_stderr_without_traceback(words, said, typed):
+    done = typed(*words, code=2)
+    assert said in done.err
+    assert done.out == ""
+    assert os.listdir() == []
 
 
 @pytest.mark.parametrize(("line", "code"), [
-    ("PPOCLI train --cfg job -p seed 2>&-", 0), ("PPOCLI recipes list >&-", 0),
-    ("PPOCLI train seed=x 2>&-", 2), ("PPOCLI recipes list >/dev/full", 6),
-    ("PPOCLI recipes list | true; exit ${PIPESTATUS[0]}", 141), ("PPOCLI train --hydra-help", 0)])
+    ("ppocli train --cfg job -p seed 2>&-", 0), ("ppocli recipes list >&-", 0),
+    ("ppocli train seed=x 2>&-", 2), ("ppocli recipes list >/dev/full", 6),
+    ("ppocli recipes list | true; exit ${PIPESTATUS[0]}", 141), ("ppocli train --hydra-help", 0)])
 def test_closed_and_full_streams(line, code, tmp_path):
     done = shell(line, tmp_path)
     assert done.returncode == code
     assert "Traceback" not in done.stderr
 
 
-def test_recipes_are_listed_shown_and_copied(tmp_path):
-    rows = json.loads(ppocli("recipes", "list", "--json", cwd=tmp_path).stdout)
-    by_name = {row["name"]: row for row in rows}
+def test_recipes_are_listed_shown_and_copied(typed):
+    by_name = {row["name"]: row for row in json.loads(typed("recipes", "list", "--json").out)}
     assert by_name["imdb_sentiment"]["needs_network"] is True
     assert by_name["quickstart"]["needs_network"] is False
     assert by_name["quickstart"]["model"] == "builtin:reviews"
-    assert all(row["purpose"] for row in rows)
-    table = ppocli("recipes", "list", cwd=tmp_path).stdout.splitlines()
+    assert all(row["purpose"] for row in by_name.values())
+    table = typed("recipes", "list").out.splitlines()
     assert [line.split()[0] for line in table] == ["name", *by_name]
-
-    shown = ppocli("recipes", "show", "quickstart", cwd=tmp_path).stdout
+    shown = typed("recipes", "show", "quickstart").out
     assert shown == Path(by_name["quickstart"]["file"]).read_text()
 
-    copied = ppocli("recipes", "copy", "quickstart", "recipes/mine.yaml", cwd=tmp_path)
-    assert copied.stdout == "recipes/mine.yaml\n"
-    assert "ppocli train +recipe=mine" in copied.stderr
-    again = ppocli("recipes", "copy", "quickstart", "recipes/mine.yaml", cwd=tmp_path, code=2)
-    assert "exists already" in again.stderr
-    assert ppocli("recipes", "copy", "randomwalks", "recipes/mine.yaml", "--force",
-                  cwd=tmp_path).returncode == 0
-    path = ppocli("train", "+recipe=mine", "--cfg", "job", "-p", "model.path", cwd=tmp_path)
-    assert path.stdout.strip() == "builtin:randomwalks"
-    elsewhere = ppocli("recipes", "copy", "quickstart", "lib/", cwd=tmp_path)
-    assert elsewhere.stdout == "lib/quickstart.yaml\n"
-    assert "--config-dir lib +recipe=quickstart" in elsewhere.stderr
+    copied = typed("recipes", "copy", "quickstart", "recipes/mine.yaml")
+    assert copied.out == "recipes/mine.yaml\n"
+    assert "ppocli train +recipe=mine" in copied.err
+    again = typed("recipes", "copy", "quickstart", "recipes/mine.yaml", code=2)
+    assert "exists already" in again.err
+    typed("recipes", "copy", "randomwalks", "recipes/mine.yaml", "--force", code=0)
+    path = typed("train", "+recipe=mine", "--cfg", "job", "-p", "model.path").out
+    assert path.strip() == "builtin:randomwalks"
+    elsewhere = typed("recipes", "copy", "quickstart", "lib/")
+    assert elsewhere.out == "lib/quickstart.yaml\n"
+    assert "--config-dir lib +recipe=quickstart" in elsewhere.err
+
+
+# Options before the command, and of ``train``
+
+@pytest.fixture
+def manner(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What ``set_manner`` changes in the process is undone."""
+    monkeypatch.setattr(output._Manner, "quiet", False)
+    monkeypatch.setenv("PPOCLI_DEBUG", "")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    yield
+    os.environ.pop("NO_COLOR", None)
+
+
+def test_quiet_training_prints_the_model_and_warnings(world):
+    done = ppocli("--quiet", "train", *words("run_name=r", "ppo.num_steps=1"), cwd=world, code=0)
+    assert done.stdout == f"{world}/runs/r/model\n"
+    log = (world / "runs/r/ppocli.log").read_text()
+    warned = [line.split(" WARNING ")[1] for line in log.splitlines() if " WARNING " in line]
+    assert done.stderr.splitlines() == [f"warning: {text}" for text in warned]
+    assert "INFO step 1/1" in log  # the log has everything
+
+
+def test_verbose_adds_the_traceback_and_no_color_holds_for_what_is_started(manner, typed):
+    typed("train", "seed=x", code=2)
+    assert "Traceback" in typed("--no-color", "-v", "train", "seed=x").err
+    assert (os.environ["NO_COLOR"], os.environ["PPOCLI_DEBUG"]) == ("1", "1")
+
+
+@pytest.mark.parametrize(("word", "said"), [
+    ("--no-progres", "unknown option --no-progres; did you mean --no-progress?"),
+    ("--dry-rum", "unknown option --dry-rum; did you mean --dry-run?"),
+    ("-q", "it stands before the command: ppocli -q train ..."),
+    ("--no-color", "it stands before the command: ppocli --no-color train ...")])
+def test_options_that_are_misspelt_or_misplaced(word, said, command):
+    assert said in command(word, code=2).err
+
+
+def test_dry_run_trains_and_writes_nothing(capsys, command, world):
+    def there() -> set[Path]:
+        return {path for path in world.rglob("*") if "__pycache__" not in path.parts}
+
+    before = there()
+    app_in_process(capsys)("train", *words("run_name=r"), "--dry-run", code=0)
+    assert there() == before

@@ -77,11 +77,6 @@ def test_the_recipe_is_below_the_command_line_whatever_the_order():
             5, 0.7, "builtin:reviews")
 
 
-def test_no_recipe_is_needed():
-    found = checked(*RUNNABLE)
-    assert (found.name, found.config.model.path) == ("run", "lm")
-
-
 def test_groups_are_chosen_added_and_removed():
     assert checked(*RUNNABLE, "ppo=trl").config.ppo.kl_controller == "adaptive"
     assert checked("+recipe=imdb_sentiment").config.ppo.max_grad_norm is None
@@ -122,9 +117,7 @@ def test_config_dirs_hold_recipes(place, monkeypatch):
 
 
 def test_config_dirs_hold_group_options_of_ones_own():
-    write("lib/model/small.yaml", "path: ./small\n")
     write("lib/model/reviews.yaml", "path: ./mine\n")
-    assert values("-cd", "lib", "model=small").model.path == "./small"
     assert values("-cd", "lib", "model=reviews").model.path == "./mine"
 
 
@@ -173,17 +166,13 @@ def test_what_is_printed_and_run_is_what_hydra_composes(words, capsys):
 
 @pytest.mark.parametrize(("words", "said"), [
     (["ppo.lrr=1"], "ppo.lrr: unknown key; did you mean ppo.optimizer.lr? (from command line)"),
-    (["+ppo.lrr=1"], "ppo.lrr: unknown key"),
     (["modl=reviews"], "modl: unknown key; did you mean model?"),
-    (["recipes=quickstart"], "recipes: unknown key; did you mean recipe?"),
     (["seed=abc"], "seed: abc must be a whole number (from command line)"),
-    (["seed=null"], "seed: null must be a whole number"),
     (["ppo.horizon=1e400"], "ppo.horizon: inf must be a whole number"),
     (["ppo.lam=x"], "ppo.lam: x must be a number"),
     (["ppo.lam=nan"], "ppo.lam: nan must be a finite number"),
     (["model.trust_remote_code=perhaps"], "perhaps must be true or false"),
     (["ppo.optimizer.betas=0.9"], "0.9 must be a list of numbers"),
-    (["prompts.length_sampler=[2,x]"], "must be a list of whole numbers or null"),
     (["generation.temperature=[0.5,1]"], "to try several values: -m generation.temperature=0.5,1"),
     (["model.path=[a]"], "must be text"),
     (["reward.kwargs=3"], "reward.kwargs: 3 must be a mapping"),
@@ -191,7 +180,6 @@ def test_what_is_printed_and_run_is_what_hydra_composes(words, capsys):
     (["~ppo.lam"], "ppo.lam: a key can't be removed"),
     (["seed=1,2"], "seed=1,2: several values, but this is a single run"),
     (["seed=range(3)"], "add -m"),
-    (["+recipe=quickstart,randomwalks"], "several values, but this is a single run"),
     (["seed=[1"], "'seed=[1' can't be read as key=value"),
     (["quickstart"], "'quickstart' is not a setting"),
     (["+recipe=quickstrat"], "unknown recipe quickstrat; did you mean quickstart?"),
@@ -203,7 +191,6 @@ def test_what_is_printed_and_run_is_what_hydra_composes(words, capsys):
     (["-cn", "nope"], "'nope'"),
     (["--cfg", "job", "-p", "ppoo"], "--package ppoo"),
     (["+seed=3"], "seed: there is such an item already, + can't add it: leave the + out"),
-    (["+reward.kwargs.label=x"], "reward.kwargs.label: there is such an item already"),
     (["~reward.kwargs.nope"], "reward.kwargs.nope: can't be removed: there is no such item"),
     (["~reward.kwargs.label=X"], "can't be removed: it is POSITIVE and not X"),
     (["hydra.nope=1"], "there is no config group hydra.nope"),
@@ -235,10 +222,10 @@ def test_all_problems_are_told_at_once_with_their_sources():
 
 @pytest.mark.parametrize(("text", "said"), [
     ("seed: [1\n", "recipes/mine.yaml:2"), ("seed: 1\nseed: 2\n", "duplicate key"),
-    ("a: 1\n b: 2\n", "recipes/mine.yaml:2"), ("\tseed: 1\n", "recipes/mine.yaml:1"),
+    ("\tseed: 1\n", "recipes/mine.yaml:1"),
     ("defaults:\n  - override /modl: x\n", "there is no config group modl; did you mean model?"),
     ("defaults:\n  - override /model: x\n", "unknown option of the config group model: x"),
-    ("ppo: 3\n", "ppo: is a section"), ("ppo: null\n", "ppo: is a section"),
+    ("ppo: null\n", "ppo: is a section"),
     ("resume: runs/x\n", "a run folder goes on the command line only")])
 def test_bad_recipes_name_file_and_line(text, said):
     write("recipes/mine.yaml", text)

@@ -63,11 +63,10 @@ def test_a_check_that_hangs_or_breaks_keeps_no_other_back(around, monkeypatch):
     def broken(_: Surroundings) -> Finding:
         raise OSError("bad machine")
 
-    begun: list[str] = []
-
     def good(_: Surroundings) -> Finding:
         return Finding("ok", "fine")
 
+    begun: list[str] = []
     monkeypatch.setattr(doctor_probes, "SECONDS", {"hang": 0.2})
     results = list(run_checks((hang, broken, good), around, begin=begun.append))
     never.set()
@@ -81,26 +80,26 @@ def test_a_check_that_hangs_or_breaks_keeps_no_other_back(around, monkeypatch):
 def test_the_whole_doctor_on_this_machine(tmp_path):
     done = ppocli("doctor", "--json", "new/runs", cwd=tmp_path, HF_TOKEN=PLANTED,
                   XDG_CACHE_HOME=str(tmp_path / "cache"))
-    rows = json.loads(done.stdout)
-    assert [row["name"] for row in rows] == [check.__name__ for check in doctor.CHECKS]
-    failed = [row for row in rows if row["verdict"] == "fail"]
-    assert (done.returncode, failed) == (0, []), done.stdout
-    assert all(row["fix"] for row in rows if row["verdict"] != "ok")
-    by_name = {row["name"]: row for row in rows}
-    assert by_name["token"]["text"] == "set (HF_TOKEN), not tried"
-    assert by_name["hub"]["text"] == "HF_HUB_OFFLINE=1: nothing is downloaded"
-    assert by_name["gloo"]["text"] == "two processes added up a number over gloo"
+    rows = {row.pop("name"): row for row in json.loads(done.stdout)}
+    assert list(rows) == [check.__name__ for check in doctor.CHECKS]
+    assert [name for name, row in rows.items() if row["verdict"] == "fail"] == [], rows
+    assert done.returncode == 0
+    assert all(row["fix"] for row in rows.values() if row["verdict"] != "ok")
+    assert rows["token"]["text"] == "set (HF_TOKEN), not tried"
+    assert rows["hub"]["text"] == "HF_HUB_OFFLINE=1: nothing is downloaded"
+    assert rows["gloo"]["text"] == "two processes added up a number over gloo"
     assert PLANTED not in done.stdout + done.stderr
     assert "ok       python" in done.stderr  # a line for each check as it is done
     assert os.listdir(tmp_path) == []
 
 
-def test_a_failed_check_is_1_and_says_what_to_do(tmp_path):
+def test_a_failed_check_is_1_and_says_what_to_do_and_env_goes_without_torch(tmp_path):
     (tmp_path / "runs").write_text("")
     broken = tmp_path / "broken/torch"
     broken.mkdir(parents=True)
     (broken / "__init__.py").write_text("raise ImportError('libcudart.so.9: cannot open')\n")
-    done = ppocli("doctor", cwd=tmp_path, PYTHONPATH=str(broken.parent), code=1)
+    path = os.pathsep.join([str(broken.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = ppocli("doctor", cwd=tmp_path, PYTHONPATH=path, code=1)
     lines = done.stdout.splitlines()
     position = next(i for i, line in enumerate(lines) if line.split()[:2] == ["fail", "output"])
     assert lines[position].endswith("runs can't be a folder: runs is a file.")
@@ -108,6 +107,10 @@ def test_a_failed_check_is_1_and_says_what_to_do(tmp_path):
     assert "torch can't be imported: ImportError: libcudart.so.9: cannot open" in done.stdout
     assert "checks failed: output, torch, devices, bf16, " in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
+    done = ppocli("env", "--json", cwd=tmp_path, PYTHONPATH=path, code=0)
+    facts = json.loads(done.stdout)
+    assert facts["torch"] == {"error": "ImportError libcudart.so.9: cannot open"}
+    assert facts["packages"]["torch"]
 
 
 # Probes -------------------------------------------------------------------------------------------
@@ -139,8 +142,7 @@ def test_memory_is_what_is_left_of_the_tightest_group(around):
 def test_threads_beyond_the_cores(around, torch_facts, monkeypatch):
     assert doctor.threads(around).verdict == "ok"
     monkeypatch.setenv("OMP_NUM_THREADS", "many")
-    found = doctor.threads(around)
-    assert (found.verdict, "OMP_NUM_THREADS='many'" in found.text) == ("warning", True)
+    assert "OMP_NUM_THREADS='many'" in doctor.threads(around).text
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     plant(around, "sys/fs/cgroup/cpu.max", "100000 100000")
     vars(around)["torch"] = {**torch_facts, "threads": 8}
@@ -199,15 +201,11 @@ def test_versions_outside_our_bounds(around, tmp_path, monkeypatch):
     install(tmp_path / "site", "typer", "0.99.0")
     monkeypatch.syspath_prepend(tmp_path / "site")
     found = doctor.packages(around)
-    assert found.verdict == "fail"
+    assert (found.verdict, found.fix) == ("fail", "pip install 'typer<0.31,>=0.26'")
     assert "typer 0.99.0 (wanted: <0.31,>=0.26)" in found.text
-    assert found.fix == "pip install 'typer<0.31,>=0.26'"
-
-
-def test_a_vulnerable_transformers(around, tmp_path, monkeypatch):
     assert doctor.transformers(around).verdict == "ok"
-    install(tmp_path / "site", "transformers", "5.2.0")
-    monkeypatch.syspath_prepend(tmp_path / "site")
+    install(tmp_path / "vulnerable", "transformers", "5.2.0")
+    monkeypatch.syspath_prepend(tmp_path / "vulnerable")
     found = doctor.transformers(around)
     assert (found.verdict, "CVE-2026-4372" in found.text) == ("fail", True)
 
@@ -248,24 +246,18 @@ def test_settings_of_accelerate(around, tmp_path, monkeypatch):
 
 # Folders ------------------------------------------------------------------------------------------
 
-def in_shell(script: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    code = ("from pathlib import Path; from ppocli import doctor as d; "
-            "from ppocli.doctor_probes import Surroundings as S; s = S(Path('disk/runs')); "
-            "print(d.disk(s)); print(d.output(s))")
-    env = {name: value.replace("CHECK", f'{sys.executable} -c "{code}"')
-           for name, value in {**env, "MAIN": script}.items()}
-    return subprocess.run(["sh", "-c", env["MAIN"]], cwd=cwd, text=True, capture_output=True,
-                          timeout=60, check=False,
-                          env=environment(**env))
-
 
 @pytest.mark.parametrize(("options", "disk", "output"), [
     ("size=300k", "verdict='fail'", "verdict='ok'"),
     ("size=300k,ro", "verdict='fail'", "Read-only disk"),
 ])
 def test_small_and_read_only_disks(options, disk, output, tmp_path):
-    done = in_shell('unshare -rm sh -c "$SCRIPT"', tmp_path,
-                    SCRIPT=f"mkdir disk && mount -t tmpfs -o {options} none disk && CHECK")
+    code = ("from pathlib import Path; from ppocli import doctor as d; "
+            "from ppocli.doctor_probes import Surroundings as S; s = S(Path('disk/runs')); "
+            "print(d.disk(s)); print(d.output(s))")
+    script = f'mkdir disk && mount -t tmpfs -o {options} none disk && {sys.executable} -c "{code}"'
+    done = subprocess.run(["unshare", "-rm", "sh", "-c", script], cwd=tmp_path, text=True,
+                          capture_output=True, timeout=60, check=False, env=environment())
     if "unshare" in done.stderr or "mount:" in done.stderr:
         pytest.skip("this machine gives no name spaces to users")
     found = done.stdout.splitlines()
@@ -287,7 +279,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubDouble]:
         yield double
 
 
-def test_a_hub_that_answers(around, hub, monkeypatch):
+def test_a_hub_that_answers(around, hub, tmp_path, monkeypatch):
     assert doctor.hub(around) == Finding("ok", f"{hub.url} can be reached")
     assert doctor.token(around).text.startswith("none")
     monkeypatch.setenv("HF_TOKEN", PLANTED)
@@ -295,16 +287,15 @@ def test_a_hub_that_answers(around, hub, monkeypatch):
     hub.fail("GET /api/whoami-v2", 401, message="Invalid credentials in Authorization header")
     found = doctor.token(around)
     assert (found.verdict, found.text) == ("warning", "set (HF_TOKEN), but the Hub refuses it")
-
-
-def test_a_token_of_hf_auth_login(around, hub, tmp_path):
+    # one of hf auth login
+    monkeypatch.delenv("HF_TOKEN")
+    hub.failures.clear()
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/token").write_text(PLANTED)
     hub.fail("GET /api/whoami-v2", 404, message=PLANTED)
     found = doctor.token(around)
     assert found.verdict == "warning"
     assert found.text.startswith("set (hf auth login), but the Hub didn't say what it may do: ")
-    assert hub.count("GET /api/whoami-v2") > 0
     assert PLANTED not in str(found)
 
 
@@ -339,15 +330,6 @@ def test_env_is_a_block_to_paste(tmp_path):
         "XDG_CACHE_HOME=" + os.environ["XDG_CACHE_HOME"]]
     assert PLANTED not in done.stdout
     assert os.listdir(tmp_path) == []
-
-
-def test_env_without_a_working_torch(tmp_path):
-    (tmp_path / "torch.py").write_text("raise ImportError('no libtorch')\n")
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = ppocli("env", "--json", cwd=tmp_path, PYTHONPATH=path, code=0)
-    facts = json.loads(done.stdout)
-    assert facts["torch"] == {"error": "ImportError no libtorch"}
-    assert facts["packages"]["torch"]
 
 
 def test_a_run_keeps_what_it_ran_on(reference):

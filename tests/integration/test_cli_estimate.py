@@ -4,7 +4,8 @@ import json
 
 import pytest
 import torch
-from helpers import model_config, ppocli, save_lm, write_prompts
+from helpers import model_config, save_lm, write_prompts
+from runs import app_in_process
 from safetensors.torch import save_file
 
 
@@ -24,24 +25,31 @@ def place(tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def typed(place, capsys, monkeypatch):
+    """A command in this process, in :func:`place`."""
+    monkeypatch.chdir(place)
+    return app_in_process(capsys)
+
+
 RUN = ("prompts.path=prompts.jsonl", "reward.fn=length", "reward.kwargs.target=4",
        "ppo.num_steps=1", "hardware.device=cpu")
 
 
-def test_it_tells_what_a_run_takes(place):
-    done = ppocli("estimate", "model.path=./lm", *RUN, cwd=place, code=0)
+def test_it_tells_what_a_run_takes(typed):
+    done = typed("estimate", "model.path=./lm", *RUN, code=0)
     for text in ("./lm on cpu fp32, 1 process", "prompts of 4 (the longest there is)",
                  "MiB per process", "optimizer state", "keys and values (KV cache)",
                  "most at once", "per checkpoint"):
-        assert text in done.stdout
-    assert done.stderr == ""
+        assert text in done.out
+    assert done.err == ""
 
 
-def test_json_of_a_config_alone_and_a_device_that_is_too_small(place):
+def test_json_of_a_config_alone_and_a_device_that_is_too_small(place, typed):
     words = ("estimate", "model.path=./outline", "hardware=zero2", "hardware.num_processes=4",
              "hardware.device=cuda", "reward.fn=my_rewards:score", "--json")
-    done = ppocli(*words, "--memory", "80", "--prompt-tokens", "11", cwd=place, code=0)
-    told = json.loads(done.stdout)
+    done = typed(*words, "--memory", "80", "--prompt-tokens", "11", code=0)
+    told = json.loads(done.out)
     parts = {part["kind"]: part for part in told["parts"]}
     width, inner, words_ = 256, 48, 37
     # one head of keys and values of two: 128 wide
@@ -53,32 +61,32 @@ def test_json_of_a_config_alone_and_a_device_that_is_too_small(place):
     assert (told["prompt_tokens"], told["prompt_tokens_from"]) == (11, "as given")
     assert told["unknown"] == [{"name": "reward my_rewards:score", "why": "your function"}]
     assert told["fits"] is True
-    small = ppocli(*words, "--memory", "0.01", cwd=place, code=8)
-    assert json.loads(small.stdout)["fits"] is False
+    small = typed(*words, "--memory", "0.01", code=8)
+    assert json.loads(small.out)["fits"] is False
     assert list(place.glob("runs*")) == []
 
 
-def test_kinds_of_models_and_what_is_unknown_of_them(place):
-    done = ppocli("estimate", "model.path=./pair", "model.value.kind=model",
-                  "model.value.path=./outline", "model.reference.path=./nowhere", cwd=place, code=0)
-    assert "value model: " in done.stdout
-    assert "reference: unknown, " in done.stdout
-    assert "nowhere" in done.stdout
+def test_kinds_of_models_and_what_is_unknown_of_them(typed):
+    done = typed("estimate", "model.path=./pair", "model.value.kind=model",
+                  "model.value.path=./outline", "model.reference.path=./nowhere", code=0)
+    assert "value model: " in done.out
+    assert "reference: unknown, " in done.out
+    assert "nowhere" in done.out
 
 
-def test_what_is_wrong_is_told(place):
-    done = ppocli("estimate", "model.path=./lm", "ppo.gamma=2", cwd=place, code=2)
-    assert "ppo.gamma" in done.stderr
-    done = ppocli("estimate", "model.path=./nowhere", cwd=place, code=3)
-    done = ppocli("estimate", "model.path=./lm", "--memory", "1", "--available", cwd=place, code=2)
+def test_what_is_wrong_is_told(typed):
+    done = typed("estimate", "model.path=./lm", "ppo.gamma=2", code=2)
+    assert "ppo.gamma" in done.err
+    done = typed("estimate", "model.path=./nowhere", code=3)
+    done = typed("estimate", "model.path=./lm", "--memory", "1", "--available", code=2)
 
 
-def test_a_run_that_can_not_fit_is_refused_before_weights_are_loaded(place):
-    done = ppocli("train", "model.path=./huge", *RUN, "run_name=big", cwd=place, code=8)
-    assert "Not enough memory: this run needs about" in done.stderr
-    assert "model.num_layers_unfrozen" in done.stderr
-    assert "hardware.memory_check=warn" in done.stderr
+def test_a_run_that_can_not_fit_is_refused_before_weights_are_loaded(place, typed):
+    done = typed("train", "model.path=./huge", *RUN, "run_name=big", code=8)
+    assert "Not enough memory: this run needs about" in done.err
+    assert "model.num_layers_unfrozen" in done.err
+    assert "hardware.memory_check=warn" in done.err
     assert not (place / "runs/big").exists()
-    done = ppocli("train", "model.path=./huge", *RUN, "run_name=big", "hardware.memory_check=warn",
-                  "--dry-run", cwd=place, code=3)
-    assert "Memory is short" in done.stderr
+    done = typed("train", "model.path=./huge", *RUN, "run_name=big", "hardware.memory_check=warn",
+                  "--dry-run", code=3)
+    assert "Memory is short" in done.err

@@ -5,16 +5,15 @@ import json
 import math
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 from helpers import jsonl, save_lm, write_prompts
 from judged import NAME, RUN, result
 from runs import PLANTED, run
 
-
-def summary(place: Path) -> dict:
-    return json.loads((place / RUN / "summary.json").read_text())
+import ppocli
+from ppocli.cli import eval as command
+from ppocli.errors import ConfigError
 
 
 def test_defaults_give_the_runs_own_figures(place, uninterrupted):
@@ -26,7 +25,7 @@ def test_defaults_give_the_runs_own_figures(place, uninterrupted):
     report = result(folder)
     for figures, name in ((report["figures"], "eval_after"),
                           (report["against"]["figures"], "eval_before")):
-        own = summary(place)[name]
+        own = json.loads((place / RUN / "summary.json").read_text())[name]
         assert len(own) >= 9
         assert {key: figures[key] for key in own} == own
     rows = jsonl(folder / "samples.jsonl")
@@ -72,23 +71,26 @@ def test_settings_of_generation_count_where_the_run_has_others_for_evaluation(pl
     config = place / RUN / "config.yaml"
     head, tail = config.read_text().split("  eval:\n    max_new_tokens: null")
     config.write_text(head + "  eval:\n    max_new_tokens: 7" + tail)
-    done = evaluate(RUN, "--limit", "1", "generation.max_new_tokens=2", "--json")
-    assert json.loads(done.out)["generation"]["max_new_tokens"] == 2
-    assert result(place / RUN / "eval" / NAME)["figures"]["response_tokens_mean"] <= 2
+    told = json.loads(evaluate(RUN, "prompts.limit=3", "generation.max_new_tokens=2", "--json").out)
+    assert (told["prompts"]["count"], told["generation"]["max_new_tokens"]) == (3, 2)
+    assert told["figures"]["response_tokens_mean"] <= 2
 
 
-def test_other_prompts_with_their_own_columns(place, evaluate):
-    write_prompts(place / "mine.jsonl", ["the plot", "it was"], wanted=["good", "bad"])
+def test_other_prompts_with_their_own_columns(place, evaluate, monkeypatch):
+    """The folder has an apostrophe in its name, and the file a dollar."""
+    place = place.rename(place.with_name("o'b"))
+    monkeypatch.chdir(place)
+    write_prompts(place / "pr, =${y}.jsonl", ["the plot", "it was"], wanted=["good", "bad"])
     (place / "wanted.py").write_text("def score(outputs, wanted, **_):\n"
                                     "    return [float(w in o) for o, w in zip(outputs, wanted)]\n")
     shutil.move(place / "prompts.jsonl", place / "gone.jsonl")
-    done = evaluate(RUN, "--prompts", "mine.jsonl", "--reward", "wanted.py:score", "--json",
-                    "--num-samples", "3", "--seed", "5", code=0)
+    done = evaluate(RUN, "--prompts", "pr, =${y}.jsonl", "--reward", "wanted.py:score", "--json",
+                    "--num-samples", "3", "--seed", 2**63 - 1, code=0)
     report = json.loads(done.out)
     rows = jsonl(place / RUN / "eval" / NAME / "samples.jsonl")
     assert [row["prompt"] for row in rows] == ["the plot", "it was"] * 3
     assert {row["score"] for row in rows} <= {0.0, 1.0}
-    assert report["seed"] == 5
+    assert report["seed"] == 2**63 - 1
 
 
 def test_a_model_brings_neither_reward_nor_prompts(place, evaluate):
@@ -126,13 +128,10 @@ def test_without_a_reference_the_way_to_a_kl_is_said(place, evaluate):
 
 
 def test_another_tokenizer_has_no_kl_but_wins_or_loses(place, evaluate):
-    from tokenizers import Tokenizer
-
     other = save_lm(place / "other", seed=3)
     inner = json.loads((other / "tokenizer.json").read_text())
     vocabulary = inner["model"]["vocab"]
     vocabulary["good"], vocabulary["bad"] = vocabulary["bad"], vocabulary["good"]
-    assert Tokenizer.from_str(json.dumps(inner)).get_vocab_size() == len(vocabulary)
     (other / "tokenizer.json").write_text(json.dumps(inner))
     done = evaluate(RUN, "--against", "./other", "--limit", "3", code=0)
     assert "no KL of ./other: its tokenizer is not that of" in done.err
@@ -150,6 +149,8 @@ def test_a_reward_below_the_threshold_is_exit_10_after_all_is_written(place, eva
     assert done.err.endswith(
         f"Error: The mean reward is {mean}, below the 99.0 asked for.\n"
         f"  where: {place / RUN / 'eval' / NAME / 'eval.json'}\n")
+    for value in ("nan", "-inf"):
+        assert "is no finite number" in evaluate(RUN, f"--min-reward={value}", code=2).err
 
 
 def test_a_run_that_cannot_be_written_to_is_evaluated_elsewhere(place, evaluate):
@@ -188,8 +189,6 @@ def test_the_frontier_says_its_price_and_what_it_found(place, evaluate, inject):
 
 
 def test_one_policy_is_in_memory_at_a_time(place):
-    import ppocli
-
     def alive(outputs, **_):
         gc.collect()
         models = sum(type(thing).__name__ == "GPT2LMHeadModel" for thing in gc.get_objects())
@@ -202,8 +201,6 @@ def test_one_policy_is_in_memory_at_a_time(place):
 
 
 def test_python_objects_take_the_place_of_words(place):
-    import ppocli
-
     def score(completions, factor=1.0, **_):
         return [factor * len(text.split()) for text in completions]
 
@@ -216,3 +213,77 @@ def test_python_objects_take_the_place_of_words(place):
     bare = ppocli.evaluate("./lm", reward_fn={"words": score}, prompts=["it"], name="bare")
     assert bare.folder == place / "eval/bare"
     assert bare.report["prompts"]["count"] == 1
+
+
+@pytest.mark.parametrize(("given", "option"), [
+    (["runs/trianed"], "RUN"), ([RUN, "--against", "runs/trianed"], "--against"),
+    (["trianed"], "RUN")])
+def test_a_misspelt_run_is_named(place, evaluate, given, option):
+    done = evaluate(*given, code=3)
+    assert f"\n  where: {option}\n" in done.err
+    assert re.search("did you mean (runs/)?trained", done.err)
+    assert "RUN=" not in done.err
+    assert "hf download runs" not in done.err
+
+
+def test_a_model_says_what_is_not_followed(place, evaluate):
+    from transformers import GenerationConfig
+
+    lm = save_lm(place / "lm")
+    GenerationConfig(do_sample=True, temperature=0.6, top_k=7, eos_token_id=1).save_pretrained(lm)
+    write_prompts(place / "p.jsonl", ["the film"])
+    given = ["./lm", "--prompts", "p.jsonl", "--reward", "length",
+             "reward.kwargs.target=3"]
+    told = "to sample as it says: "
+    assert f"{told}generation.temperature=0.6 generation.top_k=7\n" in evaluate(*given).err
+    done = evaluate(*given, "generation.temperature=0.6", "generation.top_k=7", "--json")
+    assert told not in done.err
+    assert json.loads(done.out)["generation"]["top_k"] == 7
+
+
+def test_one_text_is_no_list_of_texts(place):
+    run = ppocli.load_run(place / RUN)
+    for prompts, sampling, message in (
+            ("The film", {}, r"prompts is one text"), ([None], {}, "prompts holds None"),
+            (["it"], {"max_new_tokens": "5"}, "max_new_tokens is '5'; it takes a whole number"),
+            (["it"], {"top_k": True}, "top_k is True"),
+            (["it"], {"stop_sequences": "."}, "it takes a list of texts"),
+            (["it"], {"temperature": None}, "temperature is None")):
+        with pytest.raises(ConfigError, match=message):
+            run.generate(prompts, **sampling)
+    for function in (lambda words: ppocli.evaluate(place / RUN, words), ppocli.train):
+        with pytest.raises(ConfigError, match="overrides is one text"):
+            function("generation.temperature=0.7")
+    with pytest.raises(ConfigError, match="reward and reward_fn"):
+        ppocli.evaluate(place / RUN, reward="length", reward_fn=len)
+    found = ppocli.evaluate(RUN, ["reward.kwargs.target=3"], reward="length", limit=1)
+    assert found.report["settings"]["reward"]["fn"] == "length"
+
+
+def test_a_run_is_asked_as_its_model_was_loaded(place):
+    config = place / RUN / "config.yaml"
+    config.write_text(config.read_text().replace("attn_implementation: null",
+                                                 "attn_implementation: eager"))
+    lm = ppocli.load_run(place / RUN)._player.loaded.lm
+    assert lm.config._attn_implementation == "eager"
+
+
+def test_samples_reach_the_terminal_without_control_characters(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    row = {"model": "policy", "prompt_index": 0, "sample": 0, "prompt": "a\x1b[31mb", "score": None,
+           "response": "c\nd\x07" + "e" * 400}
+    path.write_text(json.dumps(row) + "\n")
+    lines = list(command._sample_lines(path, 3))
+    assert lines[1] == "prompt   a?[31mb"
+    assert lines[2].startswith("policy   [-] c ⏎ d?eee")
+    assert lines[2].endswith("e...")
+    assert list(command._sample_lines(path, 0)) == []
+
+
+def test_progress_is_told_in_lines_where_there_is_no_terminal(monkeypatch, capsys):
+    clock = iter([0.0, 4.0, 12.0, 13.0])
+    monkeypatch.setattr(command, "monotonic", lambda: next(clock))
+    lines = command._Lines()
+    for done in (10, 20, 40, 44):
+        lines("policy", done, 100)
+    assert capsys.readouterr().err == "policy: 40 of 100 samples, 12 s, about 24 s left\n"

@@ -10,6 +10,10 @@ from helpers import jsonl, save_lm
 from judged import BEGUN, NAME, RUN, result
 from runs import run
 
+import ppocli
+from ppocli.errors import CheckpointError
+from ppocli.storage.run_folder import lock
+
 
 def test_nothing_is_overwritten_unless_asked_for(place, evaluate):
     few = [RUN, "--limit", "2"]
@@ -41,21 +45,19 @@ def assert_same_result(folder: Path, uninterrupted: Path) -> None:
                                                         "eval.json", ".lock"}
 
 
-@pytest.mark.parametrize(("action", "code", "kept"), [("int@2", 130, 5), ("term@6", 143, 21)])
 def test_a_stopped_evaluation_goes_on_with_the_command_it_names(
-        place, evaluate, inject, uninterrupted, action, code, kept):
-    signal, nth = action.split("@")
-    inject(f"score.before@{nth}:{signal}")
-    done = evaluate(RUN, *BEGUN, code=code)
+        place, evaluate, inject, uninterrupted):
+    inject("score.before@6:int")
+    done = evaluate(RUN, *BEGUN, code=130)
     folder = place / RUN / "eval/x"
-    assert f"{kept} samples are kept in {folder / 'samples.jsonl'}\n" in done.err
+    assert f"21 samples are kept in {folder / 'samples.jsonl'}\n" in done.err
     assert not (folder / "eval.json").exists()
-    assert len(jsonl(folder / "samples.jsonl")) == kept
+    assert len(jsonl(folder / "samples.jsonl")) == 21
     goes_on = shlex.split(re.search(r"fix:   go on with: ppocli eval (.*)", done.err)[1])
     assert goes_on == [RUN, *BEGUN, "--resume"]
     inject("")
     done = evaluate(*goes_on, code=0)
-    assert f"{kept} of 32 samples are there" in done.err
+    assert "21 of 32 samples are there" in done.err
     assert_same_result(folder, uninterrupted)
 
 
@@ -72,8 +74,6 @@ def test_a_killed_evaluation_goes_on(place, evaluate, uninterrupted):
 
 
 def test_samples_of_anything_else_are_not_mixed_in(place, evaluate, inject):
-    from ppocli.storage.run_folder import lock
-
     given = [RUN, "--reward", "rewards.py:plain", "--name", "x"]
     inject("score.before@2:term")
     assert evaluate(*given).code == 143
@@ -115,3 +115,23 @@ def test_a_failing_reward_leaves_what_was_scored_or_nothing(place, evaluate):
     assert f"5 samples are kept in {folder / 'samples.jsonl'}; to go on: ppocli eval" in done.err
     assert len(jsonl(folder / "samples.jsonl")) == 5
     assert not (folder / "eval.json").exists()
+
+
+def test_a_damaged_result_is_made_again(place, evaluate):
+    given = [RUN, "--limit", "2", "--name", "x"]
+    assert evaluate(*given).code == 0
+    path = place / RUN / "eval/x/eval.json"
+    whole = result(path.parent)
+    for damage in ("{}", path.read_text()[:100]):
+        path.write_text(damage)
+        assert f"{path} is damaged" in evaluate(*given, "--resume", code=0).err
+        assert result(path.parent)["figures"] == whole["figures"]
+
+
+def test_samples_of_another_function_are_not_taken_up(place):
+    given = {"limit": 2, "name": "x", "resume": True}
+    found, again = (ppocli.evaluate(RUN, reward_fn=lambda outputs: [1.0] * len(outputs), **given)
+                    for _ in range(2))
+    assert again.report == found.report
+    with pytest.raises(CheckpointError, match=r"judges\.reward_fn: .* -> .*"):
+        ppocli.evaluate(RUN, reward_fn=lambda outputs: [2.0] * len(outputs), **given)

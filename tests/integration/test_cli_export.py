@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from helpers import environment, save_lm
+from helpers import environment, jsonl, save_lm
+from huggingface_hub import ModelCard
 from runs import PLANTED, STEPS, run
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+import ppocli
 from ppocli.export.card import user_text, with_user_text
 
 LAST = f"step-{STEPS:06d}"
@@ -42,21 +44,6 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def evaluated(run_dir: Path, place: str, *, reward: dict | None = None, **changed: object) -> Path:
-    """An ``eval.json`` of the run's own evaluation, with something changed in it."""
-    import ppocli
-
-    done = ppocli.evaluate(run_dir, name="made", overwrite=True, limit=None).folder / "eval.json"
-    told = json.loads(done.read_text()) | changed
-    if reward is not None:
-        told["settings"]["reward"] = {key: reward[key] for key in told["settings"]["reward"]}
-    path = run_dir / "eval" / place / "eval.json"
-    path.parent.mkdir(parents=True)
-    path.write_text(json.dumps(told))
-    shutil.rmtree(done.parent)
-    return path
-
-
 def test_a_finished_run_becomes_a_folder_that_needs_no_ppocli(finished, export, here):
     done = export("mine")
     folder = finished / "export" / LAST
@@ -77,18 +64,11 @@ def test_a_finished_run_becomes_a_folder_that_needs_no_ppocli(finished, export, 
         [sys.executable, "-I", str(script), str(folder), str(finished / "model")], text=True,
         capture_output=True, env=environment(), timeout=120, check=False)
     assert (alone.returncode, alone.stdout) == (0, "2 []\n"), alone.stderr
-
-
-def test_the_card_tells_what_was_trained(finished, export):
-    from huggingface_hub import ModelCard
-
-    assert export("mine").code == 0
-    folder = finished / "export" / LAST
+    # what the card tells
     text = (folder / "README.md").read_text()
     summary = json.loads((finished / "summary.json").read_text())
     before, after = (summary[name]["reward_mean"] for name in ("eval_before", "eval_after"))
     assert f"| `reward_mean` | {before:.3f} | {after:.3f} |" in text
-    assert "| reward | rewards.py:score |" in text
     assert "ppo.num_steps=4" in text
     assert f"torch {torch.__version__}".split("+")[0] in text
     metrics = ModelCard(text).data.eval_results
@@ -109,6 +89,9 @@ def test_best_step_and_checkpoint(finished, export):
         finished / "export/step-000001/README.md").read_text()
     assert export(finished / "checkpoints/step-000003").out.endswith("export/step-000003\n")
     assert export("mine", "--step", 77).code == 5
+    shutil.rmtree(finished / "checkpoints" / LAST)
+    done = export("mine", "--include-value-head", "-o", "x", code=3)
+    assert "is gone: its checkpoint is not there any more" in done.err
 
 
 def test_casts_shards_and_the_value_head(finished, export, here):
@@ -148,12 +131,6 @@ def test_a_bare_model_folder(here, export):
     assert not (here / "x").exists()
 
 
-def test_a_missing_value_head_is_told(finished, export):
-    shutil.rmtree(finished / "checkpoints" / LAST)
-    done = export("mine", "--include-value-head", code=3)
-    assert "is gone: its checkpoint is not there any more" in done.err
-
-
 def test_nothing_is_overwritten_unasked(finished, export, here):
     folder = finished / "export" / LAST
     assert export("mine").code == 0
@@ -185,15 +162,16 @@ def test_a_dry_run_says_everything_and_writes_nothing(finished, here):
         return [(str(p), p.lstat().st_mtime_ns) for p in sorted(here.rglob("*"))]
 
     old = state()
-    done = run("export", "mine", "--dry-run", "--to-hub", "--public", "--dtype", "bf16", cwd=here,
-               HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="0", HF_TOKEN=PLANTED)
+    done = run("export", "mine", "--dry-run", "--to-hub", "--public", "--create-pr", "--dtype",
+               "bf16", cwd=here, HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="0",
+               HF_TOKEN=PLANTED)
     assert (done.code, done.err) == (0, "")
     assert state() == old
     assert done.out.splitlines()[:2] == [
         f"would export:  runs/mine, step {STEPS} (runs/mine/model)",
         f"would write:   runs/mine/export/{LAST}"]
     for part in ("fp32 cast to bf16", "training_config.yaml", "USER/mine", "(public)",
-                 "Nothing was written (--dry-run)."):
+                 "as a pull request", "Nothing was written (--dry-run)."):
         assert part in done.out
 
 
@@ -206,11 +184,9 @@ def test_a_difference_publishes_nothing(finished, export, inject):
     assert list((finished / "export").iterdir()) == []
 
 
-@pytest.mark.parametrize(("fault", "code"), [
-    ("export.before_verify:term", 143),
-    pytest.param("export.tensor@2:int", 130, marks=pytest.mark.slow)])
-def test_an_interrupted_export_leaves_nothing(finished, here, fault, code):
-    done = run("export", "mine", cwd=here, PPOCLI_FAULTS=fault, code=code)
+def test_an_interrupted_export_leaves_nothing(finished, export, inject):
+    inject("export.before_verify:term")
+    done = export("mine", code=143)
     assert "Stopped: stopped by SIG" in done.err
     assert list((finished / "export").iterdir()) == []
 
@@ -224,15 +200,15 @@ def test_no_secret_and_no_home_leave_the_machine(finished, export, here, monkeyp
     config = yaml.safe_load((finished / "config.yaml").read_text())
     config["reward"]["kwargs"] = {"url": f"https://me:{secret}@host", "other": PLANTED[:-1]}
     # while the configuration can still be evaluated
-    evaluated(finished, "mine", note=f"{secret} {here}/x", reward=config["reward"])
+    path = ppocli.evaluate(finished, name="mine").folder / "eval.json"
+    told = json.loads(path.read_text()) | {"note": f"{secret} {here}/x"}
+    told["settings"]["reward"] = {key: config["reward"][key] for key in told["settings"]["reward"]}
+    path.write_text(json.dumps(told))
     (finished / "config.yaml").write_text(yaml.safe_dump(config))
-    with (finished / "samples.jsonl").open("a") as file:
-        prompt = f"{secret} {PLANTED}"
-        for step in (0, STEPS):
-            row = {"kind": "eval", "step": step, "prompt": prompt, "response": prompt}
-            file.write(json.dumps(row) + "\n")
-    rows = (finished / "samples.jsonl").read_text().splitlines()
-    (finished / "samples.jsonl").write_text("\n".join(reversed(rows)) + "\n")
+    planted = f"{secret} {PLANTED}"
+    rows = [{"kind": "eval", "step": step, "prompt": planted, "response": planted}
+            for step in (0, STEPS)] + jsonl(finished / "samples.jsonl")
+    (finished / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = export("mine", "--json", code=0)
     folder = finished / "export" / LAST
     for text in (done.out.replace(str(folder), ""), done.err,
@@ -276,11 +252,7 @@ def test_what_cannot_be_meant_is_refused(here, export, reference, words, code, s
 
 def test_no_file_names_attention_or_activations_that_others_lack(finished, export):
     """A run computes with its own; whoever loads what it saved has transformers' alone."""
-    from transformers.activations import NewGELUActivation
-
-    from ppocli.config.schema import ModelConfig
     from ppocli.models.fast.attention import NAME
-    from ppocli.models.loading.language_model import load_lm
 
     assert export("runs/mine", "-o", "out").code == 0
     configs = [*finished.rglob("config.json"), Path("out/config.json")]
@@ -291,12 +263,3 @@ def test_no_file_names_attention_or_activations_that_others_lack(finished, expor
         assert NAME not in map(str, config.values()), path
         assert not any("attn_implementation" in name for name in config), path
         assert config["activation_function"] == "gelu_new", path
-    ids = torch.tensor([[4, 6, 9, 12]])
-    for folder in (finished / "model", Path("out")):
-        ours = load_lm(ModelConfig(path=str(folder))).lm
-        plain = AutoModelForCausalLM.from_pretrained(folder).eval()
-        assert (ours.config._attn_implementation, plain.config._attn_implementation) == (
-            NAME, "sdpa")
-        assert type(plain.transformer.h[0].mlp.act) is NewGELUActivation
-        with torch.no_grad():
-            torch.testing.assert_close(ours(ids).logits, plain(ids).logits, rtol=1e-5, atol=1e-5)

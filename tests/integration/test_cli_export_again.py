@@ -2,6 +2,7 @@
 against a Hub of our own."""
 
 import json
+import os
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -9,14 +10,15 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import save_lm
+from helpers import jsonl, save_lm
 from hub_double import TOKEN, HubDouble
-from runs import STEPS, Ended, run, spawn, wait_for
+from runs import STEPS, Ended, run
 
 import ppocli
 from ppocli.errors import ConfigError
 from ppocli.export.card import PLACEHOLDER, user_text, with_user_text
 from ppocli.export.facts import split_card
+from ppocli.storage.run_folder import lock_beside
 
 LAST = f"step-{STEPS:06d}"
 
@@ -25,19 +27,15 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-OTHER = [{"reward": "length", "overrides": ["reward.kwargs.target=8"]}, {"limit": 2}, {"step": 2},
-         {"overrides": ["generation.temperature=0.5"]},
-         {"overrides": ["generation.stop_token_ids=[5]"]}, {"num_samples": 1}]
-"""settings of evaluations that aren't the run's own; the last one is, but of other weights"""
-
-
-@pytest.mark.parametrize("asked", OTHER)
-def test_an_evaluation_of_something_else_is_not_the_cards(finished, export, asked):
-    found = ppocli.evaluate(finished, name="zz", **asked).folder / "eval.json"
-    if asked == OTHER[-1]:
-        told = json.loads(found.read_text())
-        told["model"]["digest"] = "0" * 64
-        found.write_text(json.dumps(told))
+def test_evaluations_of_something_else_are_not_the_cards(finished, export):
+    others = ({"num_samples": 1}, {"reward": "length", "overrides": ["reward.kwargs.target=8"]},
+              {"limit": 2}, {"step": 2}, {"overrides": ["generation.temperature=0.5"]},
+              {"overrides": ["generation.stop_token_ids=[5]"]})
+    first, *_ = [ppocli.evaluate(finished, name=str(n), **asked).folder / "eval.json"
+                 for n, asked in enumerate(others)]
+    told = json.loads(first.read_text())
+    told["model"]["digest"] = "0" * 64  # of other weights
+    first.write_text(json.dumps(told))
     assert export("mine").code == 0
     folder = finished / "export" / LAST
     assert not (folder / "eval.json").exists()
@@ -58,17 +56,15 @@ def test_the_own_evaluation_comes_along_without_folders(finished, export, here):
         assert str(place) not in (folder / "eval.json").read_text()
 
 
-def test_a_second_export_to_the_same_place_is_told_who_works_there(finished, export, here):
-    first = spawn("export", "mine", cwd=here, PPOCLI_FAULTS="export.before_verify:sleep=4")
-    wait_for(lambda: any((finished / "export").glob(".staging-*/README.md")), first)
-    second = export("mine", code=5)
-    out, err = first.communicate(timeout=60)
-    assert (f"Error: {finished}/export/{LAST} is in use by process {first.pid} on "
-            in second.err), second.err
+def test_a_second_export_to_the_same_place_is_told_who_works_there(finished, export):
+    target = finished / "export" / LAST
+    target.parent.mkdir()
+    with lock_beside(target, ""):
+        second = export("mine", code=5)
+    assert f"Error: {target} is in use by process {os.getpid()} on " in second.err
     assert second.err.endswith(
         "fix:   wait for it to end or stop it, or name another folder: --output DIR\n")
-    assert (first.returncode, out) == (0, f"{finished}/export/{LAST}\n"), err
-    assert names(finished / "export") == {LAST}
+    assert names(finished / "export") == set()
 
 
 def test_what_another_export_has_written_meanwhile_is_not_replaced_unasked(finished, export):
@@ -136,7 +132,7 @@ def test_a_card_without_a_kl_explains_none(finished, export):
     config = yaml.safe_load((finished / "config.yaml").read_text())
     config["model"]["reference"]["kind"] = "none"
     (finished / "config.yaml").write_text(yaml.safe_dump(config))
-    rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    rows = jsonl(finished / "metrics.jsonl")
     (finished / "metrics.jsonl").write_text("".join(
         json.dumps(row | {"eval/kl_mean": None}) + "\n" for row in rows))
     assert export("mine").code == 0
@@ -269,7 +265,7 @@ def test_refusals(hub, here, request_, status, message, repo, cause):
     hub.fail(request_, status, message=message)
     done = push(hub, here, "--repo-id", repo, "--public")
     assert_failed(done, cause, f"ppocli export ./out --to-hub --repo-id {repo} --public", here)
-    assert status >= 500 or hub.count(request_) == 1
+    assert hub.count(request_) == 1
 
 
 def test_a_failing_hub_is_waited_for_but_not_for_ever(hub, here):
@@ -322,11 +318,3 @@ def test_only_what_was_verified_is_pushed(hub, here):
     done = push(hub, here, "--repo-id", "tester/x")
     assert (done.code, done.err.splitlines()[0]) == (
         3, f"Error: {shard.name} in out is not as it was exported.")
-
-
-def test_a_dry_run_asks_nobody(hub, here):
-    done = push(hub, here, "--dry-run", "--create-pr")
-    assert done.code == 0
-    assert "would push to: USER/out" in done.out
-    assert "as a pull request" in done.out
-    assert hub.requests == []
