@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from ppocli.config.secrets import safe_text
 from ppocli.errors import ConfigError
 
 OUTCOMES = "PPOCLI_OUTCOMES"
@@ -291,6 +290,8 @@ def send(folder: Path, rank: int, number: int) -> bool:
 
 def write_outcome(outcome: RankOutcome) -> None:
     """Leave a rank's outcome for the process that started it."""
+    from ppocli.config.secrets import safe_text  # the command line starts without OmegaConf
+
     path = Path(os.environ[OUTCOMES]) / f"rank-{outcome.rank}.json"
     told = replace(outcome, message=safe_text(outcome.message), trace=safe_text(outcome.trace))
     path.write_text(json.dumps(asdict(told)), encoding="utf-8")
