@@ -30,10 +30,16 @@ def write_files(step: int, floats: int = 200):
     return write
 
 
-def save(folder: Path, step: int, *, run_id: str = RUN, floats: int = 200) -> Path:
-    return save_checkpoint(folder, step, run_id=run_id, write=write_files(step, floats),
-                           state={"step": step, "cursor": step * 8, "big": 2**100 + step},
-                           config_digest="c0ffee", versions={"torch": "2.13.0"})
+def save(folder: Path, step: int, *, run_id: str = RUN, floats: int = 200, write=None,
+         state: dict | None = None, digest: str = "c0ffee") -> Path:
+    state = state or {"step": step, "cursor": step * 8, "big": 2**100 + step}
+    return save_checkpoint(folder, step, run_id=run_id, write=write or write_files(step, floats),
+                           state=state, config_digest=digest, versions={"torch": "2.13.0"})
+
+
+def names(folder: Path) -> list[str]:
+    """What a folder holds."""
+    return sorted(path.name for path in folder.iterdir())
 
 
 def start_python(code: str, *arguments: object, faults: str = "", **options) -> subprocess.Popen:

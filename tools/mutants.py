@@ -144,11 +144,11 @@ MUTANTS = (
     # storage
     Mutant("hash_unchecked", "ppocli/storage/manifest.py",
            'if verify == "full":', 'if verify == "never":',
-           ("tests/unit/test_checkpoints_corruption.py::"
+           ("tests/unit/test_checkpoints_saving.py::"
             "test_size_verification_misses_only_what_it_says",)),
     Mutant("renamed_before_synced", "ppocli/storage/checkpoints.py",
            "    atomic.sync_tree(staging)\n", "",
-           ("tests/unit/test_checkpoints_power_cut.py::"
+           ("tests/unit/test_checkpoints_crashes.py::"
             "test_a_power_cut_at_any_point_leaves_a_valid_step",)),
     Mutant("best_is_pruned", "ppocli/storage/retention.py",
            "kept = {*valid[-keep_last:], keep_best_step}", "kept = {*valid[-keep_last:]}",

@@ -11,7 +11,6 @@ from ppocli.config.schema import ModelConfig
 from ppocli.models.fast import attention as ours
 from ppocli.models.fast.attention import takes_packed
 from ppocli.models.loading.language_model import load_lm
-from ppocli.models.transformers_internals import replace_sdpa
 
 pytestmark = pytest.mark.long
 
@@ -247,13 +246,6 @@ def test_a_model_whose_attention_was_chosen_is_left_alone(tmp_path, wanted):
             assert all(type(layer.mlp.act) is NewGELUActivation for layer in lm.transformer.h)
         assert not takes_packed(session.policy.lm)
         assert not session.packs
-
-
-@pytest.mark.parametrize("theirs", ["eager", "sdpa"])
-def test_only_what_would_take_sdpa_takes_this_one(folder, theirs):
-    lm = loaded(folder, theirs)
-    replace_sdpa(lm, ours.NAME, ours.attention)
-    assert lm.config._attn_implementation == {"eager": "eager", "sdpa": ours.NAME}[theirs]
 
 
 def test_attention_that_can_not_be_set_is_left_alone_in_silence(tmp_path, monkeypatch):

@@ -1,23 +1,27 @@
-"""Real processes killed while saving, and real disks that run full."""
+"""Real processes killed while saving, power cuts between any two changes of a simulated disk, and
+real disks that run full or can't be written."""
 
+import os
 import random
+import shutil
 import signal
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
-from checkpoint_samples import RUN, save, start_python, tree
+from checkpoint_samples import RUN, names, save, start_python, tree
 
 from ppocli.errors import DiskError
-from ppocli.storage import atomic, faults
+from ppocli.storage import atomic
 from ppocli.storage.checkpoints import find_latest
-from ppocli.storage.retention import clean_staging, prune, supersede
+from ppocli.storage.retention import clean_staging, prune, supersede, update_pointers
+from ppocli.storage.run_folder import finite_or_null, probe_writable
 
 SAVE_TWO = """
 import sys
 from pathlib import Path
 from checkpoint_samples import save
-from ppocli.storage import faults
 from ppocli.storage.retention import prune
 folder = Path(sys.argv[1])
 save(folder, 2)
@@ -45,16 +49,14 @@ def test_kill9_at_every_point_of_a_save(tmp_path: Path, point: str, newest: int)
     assert all(line.startswith("skipped .staging-000002-") for line in said)
     save(tmp_path, 2)  # the resumed run gets there again
     prune(tmp_path, 1, None)
-    assert [p.name for p in tmp_path.iterdir()] == ["step-000002"]
+    assert names(tmp_path) == ["step-000002"]
 
 
 REPLACE = """
 import sys
 from pathlib import Path
-from checkpoint_samples import RUN, write_files
-from ppocli.storage.checkpoints import save_checkpoint
-save_checkpoint(Path(sys.argv[1]), 1, run_id=RUN, write=write_files(5), state={"new": 1},
-                config_digest="", versions={})
+from checkpoint_samples import save, write_files
+save(Path(sys.argv[1]), 1, write=write_files(5), state={"new": 1})
 """
 
 
@@ -68,7 +70,7 @@ def test_kill9_while_a_step_is_replaced(tmp_path: Path, point: str, new: bool):
     clean_staging(tmp_path)
     found = find_latest(tmp_path, run_id=RUN).found
     assert (found.state == {"new": 1}) == new
-    assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
+    assert names(tmp_path) == ["step-000001"]
 
 
 SAVE_ON = """
@@ -104,34 +106,184 @@ def test_kill9_at_a_random_moment(tmp_path: Path, seed: int):
         assert search.found.step - steps[-1] in (0, 1), f"seed {seed}: a save that returned is lost"
         expected = folder.parent / f"expected-{search.found.step}"
         assert tree(search.found.path) == tree(save(expected, search.found.step, floats=200000))
-        assert len([p for p in folder.iterdir() if p.name.startswith("step-")]) <= 4
+        assert len(list(folder.glob("step-*"))) <= 4
         last_said = search.found.step
 
 
-# ---------------------------------------------------------------- full disks
+# Power cuts: only what was synced is sure ---------------------------------------------------------
+
+class Disk:
+    """What a disk would hold after a power cut: the content a file had when it was last synced and
+    the names a folder had when it was last synced. Everything else may be lost or kept.
+
+    Inodes are held open, so that their numbers can't be used again.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.descriptors: dict[int, int] = {}
+        self.content: dict[int, bytes] = {}  # of files, as of their last fsync
+        self.names: dict[int, dict[str, int]] = {}  # of folders, as of their last fsync
+        self.now: dict[int, dict[str, int]] = {}  # of folders, as they are
+        self.scan()
+        self.names = {inode: dict(names) for inode, names in self.now.items()}
+
+    def scan(self) -> None:
+        self.now = {}
+        for base, folders, files in os.walk(self.root):
+            here = self._hold(Path(base))
+            self.now[here] = {name: self._hold(Path(base, name)) for name in (*folders, *files)
+                              if not Path(base, name).is_symlink()}
+
+    def _hold(self, path: Path) -> int:
+        inode = path.lstat().st_ino
+        if inode not in self.descriptors:
+            self.descriptors[inode] = os.open(path, os.O_RDONLY)
+        return inode
+
+    def synced(self, descriptor: int) -> None:
+        self.scan()
+        inode = os.fstat(descriptor).st_ino
+        if inode in self.now:
+            self.names[inode] = dict(self.now[inode])
+        elif inode in self.descriptors:
+            held = self.descriptors[inode]
+            self.content[inode] = os.pread(held, os.fstat(held).st_size, 0)
+
+    def crash_image(self, target: Path, pick) -> None:
+        """Write what is left to ``target``; ``pick(synced, current)`` chooses a folder's names."""
+        target.mkdir(parents=True)
+        self._restore(self.root.lstat().st_ino, target, pick)
+
+    def _restore(self, inode: int, target: Path, pick) -> None:
+        for name, child in pick(self.names.get(inode, {}), self.now.get(inode, {})).items():
+            if child in self.names or child in self.now:
+                (target / name).mkdir()
+                self._restore(child, target / name, pick)
+            else:
+                (target / name).write_bytes(self.content.get(child, b""))
+
+    def close(self) -> None:
+        for descriptor in self.descriptors.values():
+            os.close(descriptor)
 
 
-def test_one_full_disk_is_retried_after_making_room(tmp_path: Path,
-                                                    monkeypatch: pytest.MonkeyPatch):
+def only_synced(synced: dict, current: dict) -> dict:
+    return synced
+
+
+def all_names(synced: dict, current: dict) -> dict:
+    """The file system wrote its metadata in time, but no data that wasn't synced."""
+    return current
+
+
+def mixed(draw: random.Random):
+    """Each file or folder is, independently, where it was at the last sync or where it is now: a
+    rename is done or not done, but unsynced changes reach the disk in any order."""
+    def pick(synced: dict, current: dict) -> dict:
+        chosen = {}
+        children = {inode: name for name, inode in (*synced.items(), *current.items())}
+        for inode in sorted(children, key=children.__getitem__):
+            source = synced if draw.random() < 0.5 else current
+            chosen |= {name: child for name, child in source.items() if child == inode}
+        return chosen
+    return pick
+
+
+def record_crashes(monkeypatch: pytest.MonkeyPatch, disk: Disk, on_event) -> None:
+    """Call ``on_event`` before every call that changes the disk's durable state."""
+    real = {name: getattr(os, name) for name in
+            ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir")}
+
+    def wrap(name):
+        def call(*arguments, **options):
+            on_event()
+            result = real[name](*arguments, **options)
+            if name == "fsync":
+                disk.synced(arguments[0])
+            return result
+        return call
+
+    for name in real:
+        monkeypatch.setattr(os, name, wrap(name))
+
+
+@pytest.fixture
+def fast_folder(tmp_path: Path):
+    """In memory where the system has such a place: what is tested is the order of calls."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as name:
+        yield Path(name)
+
+
+def test_a_power_cut_at_any_point_leaves_a_valid_step(fast_folder: Path,
+                                                      monkeypatch: pytest.MonkeyPatch):
+    folder = fast_folder / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    disk = Disk(folder)
+    draw = random.Random(0)
+    images = []
+    returned = 0
+    busy = False
+
+    def on_event() -> None:
+        nonlocal busy
+        if busy:
+            return
+        busy = True  # what is done here is not the program's doing
+        disk.scan()
+        for kind, pick in (("synced", only_synced), ("names", all_names), ("mix", mixed(draw)),
+                           ("mix", mixed(draw))):
+            image = fast_folder / f"image-{len(images)}"
+            disk.crash_image(image, pick)
+            clean_staging(image)  # as a run does at its start
+            search = find_latest(image, run_id=RUN)
+            images.append((returned, kind, search.found.step if search.found else 0))
+            shutil.rmtree(image)
+        busy = False
+
+    record_crashes(monkeypatch, disk, on_event)
+    for step in (1, 2, 3, 4):
+        save(folder, step, floats=20)
+        returned = step
+        update_pointers(folder, latest=step, best=None)
+        prune(folder, 2, None)
+    (folder / "step-000004" / "state.json").write_bytes(b"")
+    returned = 3
+    assert supersede(folder, 3) == [4]
+    save(folder, 4, floats=20)
+    returned = 4
+    save(folder, 4, floats=20, state={"evaluated": True})
+    prune(folder, 1, None)
+    monkeypatch.undo()
+    disk.close()
+    assert len(images) > 400
+    lost = [image for image in images if image[2] < image[0]]
+    assert lost == [], "(save that had returned, kind of image, step found)"
+    assert {step for _, _, step in images} == {0, 1, 2, 3, 4}
+
+
+# Full disks ---------------------------------------------------------------------------------------
+
+def test_one_full_disk_is_retried_after_making_room(tmp_path: Path, inject):
     for step in (1, 2, 3):
         save(tmp_path, step)
     supersede(tmp_path, 2)
-    monkeypatch.setattr(faults, "point", faults.Point(faults.parse("save.open@2:enospc")))
+    inject("save.open@2:enospc")
     save(tmp_path, 3)
     assert find_latest(tmp_path, run_id=RUN).found.step == 3
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000001", "step-000002",
-                                                          "step-000003"]
+    assert names(tmp_path) == ["step-000001", "step-000002", "step-000003"]
 
 
-def test_a_disk_that_stays_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(faults, "point", faults.Point(faults.parse("save.open:enospc")))
-        with pytest.raises(DiskError, match="No earlier step is on the disk"):
-            save(tmp_path, 1)
-    assert list(tmp_path.iterdir()) == []
+def test_a_disk_that_stays_full(tmp_path: Path, inject):
+    inject("save.open:enospc")
+    with pytest.raises(DiskError, match="No earlier step is on the disk"):
+        save(tmp_path, 1)
+    inject("")
+    assert names(tmp_path) == []
     save(tmp_path, 120)
     before = tree(tmp_path)
-    monkeypatch.setattr(faults, "point", faults.Point(faults.parse("save.before_manifest:enospc")))
+    inject("save.before_manifest:enospc")
     with pytest.raises(DiskError, match=r"^Disk full writing step 130 \(needs \d+ \w+, "
                                         r"[\d.]+ \w+ free\)\. Kept step 120\.") as stop:
         save(tmp_path, 130)
@@ -143,19 +295,19 @@ def test_a_disk_that_stays_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from checkpoint_samples import RUN, write_files
-from ppocli.storage.checkpoints import save_checkpoint
+from checkpoint_samples import save
 from ppocli.errors import DiskError
+from ppocli.storage.atomic import write_atomic
+write = None
 if sys.argv[2] == "torch":
     import torch
     def write(staging):
         torch.save({"w": torch.zeros(200000)}, staging / "w.weights")
-else:
-    write = write_files(2, floats=200000)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100000, 100000))
 try:
-    save_checkpoint(Path(sys.argv[1]), 2, run_id=RUN, write=write, state={}, config_digest="",
-                    versions={})
+    if sys.argv[2] == "none":
+        write_atomic(Path(sys.argv[1], "x"), b"x" * 500000)
+    save(Path(sys.argv[1]), 2, floats=200000, write=write)
 except DiskError as error:
     print(error)
     sys.exit(error.exit_code)
@@ -163,8 +315,9 @@ except DiskError as error:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("library", "said"), [("safetensors", "File size limit reached writing"),
-                                               ("torch", "Disk full writing step 2")])
+@pytest.mark.parametrize(("library", "said"), [
+    ("none", "/x (needs 500 kB, "), ("safetensors", "File size limit reached writing"),
+    ("torch", "Disk full writing step 2")])
 def test_a_file_size_limit(tmp_path: Path, library: str, said: str):
     save(tmp_path, 1)
     before = tree(tmp_path)
@@ -172,12 +325,11 @@ def test_a_file_size_limit(tmp_path: Path, library: str, said: str):
     out, err = child.communicate(timeout=120)
     assert child.returncode == 6, err
     assert said in out
-    assert "Kept step 1." in out
+    assert ("Kept step 1." in out) == (library != "none")
     assert tree(tmp_path) == before
 
 
-# ----------------------------------------------------------------- which errors are the disk's
-
+# Which errors are the disk's ----------------------------------------------------------------------
 
 @pytest.mark.parametrize(("error", "reason"), [
     (OSError(28, "No space left on device"), "Disk full"),
@@ -190,12 +342,70 @@ def test_a_file_size_limit(tmp_path: Path, library: str, said: str):
     (RuntimeError("I/O error: File too large (os error 27)"), "File size limit reached"),
     (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
     (FileNotFoundError(2, "No such file"), None), (ValueError("x"), None)])
-def test_disk_reason(tmp_path: Path, error: Exception, reason: str | None):
+def test_disk_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception,
+                     reason: str | None):
     assert atomic.disk_reason(error, tmp_path) == reason
-
-
-def test_an_unexplained_io_error_on_a_full_disk_is_the_disks(tmp_path: Path,
-                                                             monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(atomic, "free_bytes", lambda path: 1000)
-    assert atomic.disk_reason(RuntimeError("write failed"), tmp_path) == "Disk full"
-    assert atomic.disk_reason(ValueError("a bug"), tmp_path) is None
+    on_full_disk = None if isinstance(error, ValueError) else reason or "Disk full"
+    assert atomic.disk_reason(error, tmp_path) == on_full_disk
+
+
+# Single files that are replaced whole, and folders that can't be written --------------------------
+
+def test_there_is_no_nan_in_json():
+    found = finite_or_null({"a": float("nan"), "b": [1.5, float("inf")], "c": {"d": (1, "x")}})
+    assert found == {"a": None, "b": [1.5, None], "c": {"d": [1, "x"]}}
+
+
+def test_write_atomic_keeps_the_umask_and_replaces(tmp_path: Path):
+    path = tmp_path / "ä b.json"
+    old = os.umask(0o027)
+    try:
+        atomic.write_atomic(path, "é")
+    finally:
+        os.umask(old)
+    assert path.read_bytes() == "é".encode()
+    assert path.stat().st_mode & 0o777 == 0o640
+    atomic.write_atomic(path, b"two")
+    assert path.read_bytes() == b"two"
+    with pytest.raises(ValueError, match="JSON"):
+        atomic.write_json_atomic(path, {"x": float("inf")})
+    assert path.read_bytes() == b"two"
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_an_exception_while_writing_leaves_the_old_file(tmp_path: Path):
+    path = tmp_path / "x"
+    path.write_text("old")
+
+    def half() -> None:
+        with atomic.open_atomic(path) as file:
+            file.write(b"half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        half()
+    assert tree(tmp_path) == {"x": b"old"}
+
+
+@pytest.mark.parametrize("name", ["a b", "ünï cödé 模型", "x" * 200])
+def test_probe_accepts_odd_names(tmp_path: Path, name: str):
+    probe_writable(tmp_path / name / "deeper")
+    assert list((tmp_path / name / "deeper").iterdir()) == []
+
+
+def test_probe_refuses_files_and_long_paths(tmp_path: Path):
+    (tmp_path / "file").write_text("x")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(DiskError, match="is a file"):
+            probe_writable(path)
+    with pytest.raises(DiskError, match="Path too long"):
+        probe_writable(tmp_path / ("x" * 300))
+
+
+@pytest.mark.parametrize("folder", ["/proc/ppocli-run", "/sys/ppocli-run"])
+def test_probe_refuses_what_cannot_be_written(folder: str):
+    with pytest.raises(DiskError, match=r"can't be written|^(Read-only disk|No permission)") as no:
+        probe_writable(Path(folder))
+    assert folder in str(no.value)
+    assert no.value.exit_code == 6

@@ -1,13 +1,18 @@
+"""Steps that are saved, found, kept and deleted; harmed ones are passed over."""
+
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
-from checkpoint_samples import RUN, save, tree, write_files
+from checkpoint_samples import RUN, names, save, tree, write_files
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ppocli.errors import CheckpointError, DiskError
-from ppocli.storage import faults
-from ppocli.storage.checkpoints import find_latest, open_checkpoint, save_checkpoint
+from ppocli.storage import manifest
+from ppocli.storage.checkpoints import find_latest, open_checkpoint
 from ppocli.storage.manifest import check_folder
 from ppocli.storage.retention import clean_staging, prune, supersede, update_pointers
 
@@ -54,36 +59,29 @@ def test_saving_the_same_again_keeps_it(tmp_path: Path):
     def write(staging: Path) -> None:
         raise AssertionError("must not be called")
 
-    again = save_checkpoint(tmp_path, 3, run_id=RUN, write=write, state=state,
-                            config_digest="c0ffee", versions={})
-    assert again == path
+    assert save(tmp_path, 3, write=write, state=state) == path
     assert path.stat().st_ino == inode
 
 
 @pytest.mark.parametrize(("state", "digest"), [({"step": 3, "evaluated": True}, "c0ffee"),
                                                ({"step": 3}, "other")])
 def test_saving_a_step_in_another_state_replaces_it(tmp_path: Path, state: dict, digest: str):
-    save_checkpoint(tmp_path, 3, run_id=RUN, write=write_files(1), state={"step": 3},
-                    config_digest="c0ffee", versions={})
-    save_checkpoint(tmp_path, 3, run_id=RUN, write=write_files(2), state=state,
-                    config_digest=digest, versions={})
+    save(tmp_path, 3, write=write_files(1), state={"step": 3})
+    save(tmp_path, 3, write=write_files(2), state=state, digest=digest)
     found = find_latest(tmp_path, run_id=RUN).found
     assert (found.state, check_folder(found.path).config_digest) == (state, digest)
     assert json.loads((found.path / "policy" / "config.json").read_text()) == {"step": 2}
-    assert [p.name for p in tmp_path.iterdir()] == ["step-000003"]
+    assert names(tmp_path) == ["step-000003"]
 
 
-def test_a_failing_replacement_keeps_the_old_state(tmp_path: Path,
-                                                   monkeypatch: pytest.MonkeyPatch):
+def test_a_failing_replacement_keeps_the_old_state(tmp_path: Path, inject):
     before = tree(save(tmp_path, 3))
     for point in ("save.before_rename", "save.between_renames"):
-        plan = faults.parse(f"{point}:enospc")
-        monkeypatch.setattr(faults, "point", faults.Point(plan))
+        inject(f"{point}:enospc")
         with pytest.raises(DiskError, match=r"Kept step 3\."):
-            save_checkpoint(tmp_path, 3, run_id=RUN, write=write_files(4), state={"new": 1},
-                            config_digest="", versions={})
+            save(tmp_path, 3, write=write_files(4), state={"new": 1})
         assert tree(tmp_path / "step-000003") == before
-        assert [p.name for p in tmp_path.iterdir()] == ["step-000003"]
+        assert names(tmp_path) == ["step-000003"]
 
 
 @pytest.mark.parametrize("harm", ["damage", "link", "file", "other run"])
@@ -100,7 +98,7 @@ def test_saving_over_an_invalid_step_replaces_it(tmp_path: Path, harm: str):
         path.write_text("not a folder")
     save(folder, 3)
     assert find_latest(folder, run_id=RUN).found.step == 3
-    assert [p.name for p in folder.iterdir()] == ["step-000003"]
+    assert names(folder) == ["step-000003"]
     assert not outside.exists() or len(tree(outside)) == 5, "a link's target was touched"
 
 
@@ -115,11 +113,10 @@ def test_an_exception_in_write_leaves_nothing(tmp_path: Path, error: BaseExcepti
         raise error
 
     with pytest.raises(type(error)) as caught:
-        save_checkpoint(tmp_path, 2, run_id=RUN, write=write, state={}, config_digest="",
-                        versions={})
+        save(tmp_path, 2, write=write)
     assert caught.value is error
     assert len(calls) == 1, "only a failing disk is tried again"
-    assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
+    assert names(tmp_path) == ["step-000001"]
 
 
 @pytest.mark.parametrize("name", ["weights.pt", "a/optimizer.BIN", "x.pkl", "shard.distcp",
@@ -130,9 +127,8 @@ def test_names_a_checkpoint_cannot_hold(tmp_path: Path, name: str):
         (staging / name).write_text("x")
 
     with pytest.raises(ValueError, match="a checkpoint can't hold"):
-        save_checkpoint(tmp_path, 2, run_id=RUN, write=write, state={}, config_digest="",
-                        versions={})
-    assert list(tmp_path.iterdir()) == []
+        save(tmp_path, 2, write=write)
+    assert names(tmp_path) == []
 
 
 def test_links_and_nan_are_refused_at_saving(tmp_path: Path):
@@ -140,20 +136,17 @@ def test_links_and_nan_are_refused_at_saving(tmp_path: Path):
         (staging / "x").symlink_to("/etc/hostname")
 
     with pytest.raises(ValueError, match="x is a link"):
-        save_checkpoint(tmp_path, 2, run_id=RUN, write=link, state={}, config_digest="",
-                        versions={})
+        save(tmp_path, 2, write=link)
     with pytest.raises(ValueError, match="not JSON compliant"):
-        save_checkpoint(tmp_path, 2, run_id=RUN, write=write_files(2),
-                        state={"best": float("nan")}, config_digest="", versions={})
-    assert list(tmp_path.iterdir()) == []
+        save(tmp_path, 2, state={"best": float("nan")})
+    assert names(tmp_path) == []
 
 
 def test_prune_keeps_the_newest_and_the_best(tmp_path: Path):
     for step in range(1, 8):
         save(tmp_path, step)
     assert prune(tmp_path, 2, 3) == []
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000003", "step-000006",
-                                                          "step-000007"]
+    assert names(tmp_path) == ["step-000003", "step-000006", "step-000007"]
 
 
 def test_prune_does_not_count_damaged_steps_as_kept(tmp_path: Path):
@@ -162,17 +155,10 @@ def test_prune_does_not_count_damaged_steps_as_kept(tmp_path: Path):
     for step in (1, 4, 5):
         (tmp_path / f"step-{step:06d}" / "state.json").unlink()
     assert prune(tmp_path, 1, None) == []
-    assert find_latest(tmp_path, run_id=RUN).found.step == 3
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000003", "step-000004",
-                                                          "step-000005"]
-
-
-def test_prune_deletes_nothing_while_nothing_is_valid(tmp_path: Path):
-    for step in (1, 2):
-        save(tmp_path, step)
-        (tmp_path / f"step-{step:06d}" / "state.json").unlink()
+    assert names(tmp_path) == ["step-000003", "step-000004", "step-000005"]
+    (tmp_path / "step-000003" / "state.json").unlink()
     assert prune(tmp_path, 1, None) == []
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(names(tmp_path)) == 3, "nothing is deleted while nothing is valid"
 
 
 def test_prune_leaves_links_and_their_targets_alone(tmp_path: Path):
@@ -182,7 +168,7 @@ def test_prune_leaves_links_and_their_targets_alone(tmp_path: Path):
     (folder / "step-000001").rename(tmp_path / "elsewhere")
     (folder / "step-000001").symlink_to(tmp_path / "elsewhere")
     assert prune(folder, 1, None) == ["step-000001 is a link and was left alone"]
-    assert sorted(path.name for path in folder.iterdir()) == ["step-000001", "step-000003"]
+    assert names(folder) == ["step-000001", "step-000003"]
     assert len(tree(tmp_path / "elsewhere")) == 5
 
 
@@ -199,8 +185,7 @@ def test_a_failing_prune_is_a_warning(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "rename", busy)
     assert prune(tmp_path, 1, None) == [
         "step-000001 could not be deleted: Device or resource busy"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000003"]
-    assert find_latest(tmp_path, run_id=RUN).found.step == 3
+    assert names(tmp_path) == ["step-000001", "step-000003"]
 
 
 def test_supersede_then_passing_it(tmp_path: Path):
@@ -214,7 +199,7 @@ def test_supersede_then_passing_it(tmp_path: Path):
         if step is not None:
             save(tmp_path, step)
         assert prune(tmp_path, 2, None) == []
-        assert len(list((tmp_path / "superseded").iterdir())) == superseded
+        assert len(names(tmp_path / "superseded")) == superseded
         assert len(list(tmp_path.glob("step-*"))) == kept
 
 
@@ -225,7 +210,7 @@ def test_clean_staging(tmp_path: Path):
     (tmp_path / ".discarded-step-000000-aa").mkdir()
     (tmp_path / ".tmp-0011").write_text("x")
     assert clean_staging(tmp_path) == ["skipped .staging-000130-1f2e3d4c: incomplete"]
-    assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
+    assert names(tmp_path) == ["step-000001"]
 
 
 def test_pointers_are_relative_links_and_never_trusted(tmp_path: Path):
@@ -272,8 +257,6 @@ def test_another_runs_checkpoint_is_skipped(tmp_path: Path):
 
 
 def test_a_newer_schema_is_not_silently_passed_over(tmp_path: Path):
-    from ppocli.storage import manifest
-
     save(tmp_path, 3)
     newer = save(tmp_path, 4) / "MANIFEST.json"
     body = json.loads(newer.read_text())
@@ -287,3 +270,161 @@ def test_a_newer_schema_is_not_silently_passed_over(tmp_path: Path):
     search = find_latest(tmp_path, run_id=RUN)
     assert search.found.step == 3
     assert search.skipped == ("skipped step-000004: MANIFEST.json has the unknown schema 0",)
+
+
+# Every file of a step, harmed in every way, in the newest step and in all of them -----------------
+
+FILES = ["MANIFEST.json", "state.json", "policy/model.safetensors", "policy/config.json",
+         "rng.safetensors"]
+HARMS = ["cut one byte", "half", "empty", "flip", "delete", "swap", "link", "html", "folder"]
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good")
+    save(folder, 9)
+    save(folder, 10)
+    return folder
+
+
+@pytest.fixture
+def folder(good: Path, tmp_path: Path) -> Path:
+    """With two steps that may be harmed."""
+    return shutil.copytree(good, tmp_path / "x" / "checkpoints")
+
+
+@pytest.fixture
+def newest(folder: Path) -> Path:
+    return folder / "step-000010"
+
+
+def harm_file(path: Path, harm: str, other: Path) -> None:
+    data = path.read_bytes()
+    written = {"cut one byte": data[:-1], "half": data[:len(data) // 2], "empty": b"",
+               "flip": data[:-3] + bytes([data[-3] ^ 1]) + data[-2:], "swap": other.read_bytes(),
+               "html": b"<html><body>404 Not Found</body></html>"}
+    path.unlink()
+    if harm in written:
+        path.write_bytes(written[harm])
+    elif harm == "link":
+        aside = other.parent.parent.parent / "aside"
+        aside.write_bytes(data)
+        path.symlink_to(aside)
+    elif harm == "folder":
+        path.mkdir()
+
+
+@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize("name", FILES)
+def test_harm_to_the_newest_falls_back_and_says_so(folder: Path, newest: Path, name: str,
+                                                   harm: str):
+    other = folder / "step-000009"
+    harm_file(newest / name, harm, other / name)
+    before = tree(newest)
+    search = find_latest(folder, run_id=RUN)
+    assert search.found.path == other
+    assert search.found.state["step"] == 9
+    [line] = search.skipped
+    assert line.startswith("skipped step-000010: ")
+    assert name in line
+    assert tree(newest) == before, "looking must not change anything"
+    with pytest.raises(CheckpointError, match="step-000010 can't be used"):
+        open_checkpoint(newest)
+
+
+def test_every_bit_of_the_manifest_counts(folder: Path, newest: Path):
+    path = newest / "MANIFEST.json"
+    data = path.read_bytes()
+    for position in range(0, len(data), 7):
+        for bit in range(8):
+            flipped = bytearray(data)
+            flipped[position] ^= 1 << bit
+            path.write_bytes(flipped)
+            found = find_latest(folder, run_id=RUN, verify="size").found
+            assert found.step == 9, f"byte {position}, bit {bit}: {data[position:position + 1]!r}"
+
+
+def test_size_verification_misses_only_what_it_says(folder: Path, newest: Path):
+    weights = newest / "policy/model.safetensors"
+    harm_file(weights, "flip", weights)
+    assert find_latest(folder, run_id=RUN, verify="size").found.step == 10
+    search = find_latest(folder, run_id=RUN, verify="full")
+    assert search.found.step == 9
+    assert search.skipped == ("skipped step-000010: policy/model.safetensors hash mismatch",)
+
+
+@pytest.mark.parametrize("extra", ["weights.pt", "policy/pytorch_model.bin", "notes.txt"])
+def test_a_file_nobody_listed(folder: Path, newest: Path, extra: str):
+    (newest / extra).write_bytes(b"x")
+    search = find_latest(folder, run_id=RUN)
+    assert search.found.step == 9
+    assert search.skipped == (f"skipped step-000010: {extra} is not in MANIFEST.json",)
+
+
+def test_links_and_pipes_as_folders(folder: Path, newest: Path, tmp_path: Path):
+    (newest / "policy").rename(tmp_path / "policy")
+    (newest / "policy").symlink_to(tmp_path / "policy")
+    assert find_latest(folder, run_id=RUN).skipped == ("skipped step-000010: policy is a link",)
+    newest.rename(tmp_path / "moved")
+    newest.symlink_to(tmp_path / "moved")
+    os.mkfifo(folder / "step-000011")
+    (folder / "step-000012").mkdir()
+    os.mkfifo(folder / "step-000012" / "MANIFEST.json")
+    (folder / "step-000013").mkdir()
+    search = find_latest(folder, run_id=RUN)
+    assert search.found.step == 9
+    assert [line.removeprefix("skipped ") for line in search.skipped] == [
+        "step-000013: MANIFEST.json is missing", "step-000012: MANIFEST.json is not a plain file",
+        "step-000011: it is not a folder", "step-000010: the folder is a link"]
+
+
+def rewrite_manifest(step: Path, change) -> None:
+    """A manifest that is consistent in itself but says something it shouldn't."""
+    body = json.loads((step / "MANIFEST.json").read_text())
+    del body["digest"]
+    change(body)
+    (step / "MANIFEST.json").write_text(json.dumps(body | {"digest": manifest._digest(body)}))
+
+
+@pytest.mark.parametrize("name", [
+    "/etc/hostname", "../step-000009/state.json", "policy/../state.json", "./state.json", "a//b",
+    "", "C:/x", "a\\b", "policy/", "model.PT", "x/optimizer.bin", "s.pkl", ".metadata.distcp",
+    "MANIFEST.json", "a\nb"])
+def test_names_a_manifest_may_not_hold(folder: Path, newest: Path, name: str):
+    rewrite_manifest(newest, lambda body: body["files"].update(
+        {name: {"size": 1, "sha256": "0" * 64}}))
+    search = find_latest(folder, run_id=RUN)
+    assert search.found.step == 9
+    assert repr(name) in search.skipped[0]
+
+
+@pytest.mark.parametrize("change", [
+    lambda body: body.pop("files"), lambda body: body.update(files=[]),
+    lambda body: body.update(files={"state.json": 3}), lambda body: body.update(step="10"),
+    lambda body: body.update(step=True), lambda body: body.update(run_id=None),
+    lambda body: body["files"].pop("state.json"), lambda body: body.update(versions=[]),
+    lambda body: body.update(schema="1")])
+def test_manifests_of_the_wrong_form(folder: Path, newest: Path, change):
+    rewrite_manifest(newest, change)
+    assert find_latest(folder, run_id=RUN).found.step == 9
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "3", "[" * 100_000, "\ufeff{}", "{"])
+def test_manifests_that_are_no_object(folder: Path, newest: Path, text: str):
+    (newest / "MANIFEST.json").write_text(text)
+    search = find_latest(folder, run_id=RUN)
+    assert search.skipped == ("skipped step-000010: MANIFEST.json is damaged",)
+
+
+PARTS = st.text(st.characters(exclude_characters="/"), max_size=8) | st.sampled_from(
+    [".", "..", "", "a", "policy", "model.safetensors", "C:", "~", "x.pt"])
+
+
+@given(st.lists(PARTS, min_size=1, max_size=5).map("/".join))
+@settings(max_examples=500, deadline=None)
+def test_an_accepted_name_stays_in_its_folder(name: str):
+    if manifest.name_problem(name) is None:
+        assert os.path.normpath("/base/" + name) == "/base/" + name
+        assert os.path.join("/base", name) == "/base/" + name
+        assert "\0" not in name
+        assert not name.lower().endswith((".pt", ".bin", ".pkl", ".distcp"))

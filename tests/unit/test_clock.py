@@ -1,8 +1,6 @@
 """Where a run's time goes: nothing is lost between the phases."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -67,14 +65,6 @@ def test_marks_add_up_to_the_time_between_first_and_last_and_are_told():
     assert heard == ["a", "b", "a", "b"]
 
 
-def test_a_step_leaves_out_what_lies_between_steps():
-    clock = PhaseClock(CPU)
-    for name in ("startup", "rollout", "between", "other", "saving", "eval", "gather"):
-        clock.mark(name)
-    spent = clock.take().in_step()
-    assert set(spent.seconds) == set(spent.cpu_seconds) == {"rollout", "other", "gather"}
-
-
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells when a process was started")
 def test_the_start_of_a_process_lies_before_its_imports():
@@ -120,22 +110,9 @@ def test_time_and_tokens_are_booked_and_survive_json():
     assert TrainState.from_json(data).cpu_seconds == {}
 
 
-def _stopping(limit: int):
-    """A reward that asks the run to stop when it is called for the ``limit``-th time."""
-    calls = []
-
-    def score(outputs, **columns):
-        calls.append(len(outputs))
-        if len(calls) == limit:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return [float(len(text)) for text in outputs]
-
-    return score
-
-
 @pytest.mark.long
 def test_the_phases_of_a_run_add_up_to_its_wall_time_also_when_stopped_and_resumed(
-        tmp_path, monkeypatch):
+        tmp_path, monkeypatch, inject):
     from ppocli.errors import StoppedError
     from ppocli.launching.opened_folder import open_folder
     from ppocli.launching.worker import run_worker
@@ -146,13 +123,11 @@ def test_the_phases_of_a_run_add_up_to_its_wall_time_also_when_stopped_and_resum
 
     def seconds(*more: str, stop_at: int = 0) -> float:
         """From the start of a run in this process until its summary was written."""
-        given = [w for w in words(*more) if not w.startswith("reward.fn=")]
-        objects = PythonObjects(reward_fn=_stopping(stop_at))
-        with open_folder(checked(*given, handed_in=frozenset({"reward.fn"})), objects,
-                         lambda text: None) as start:
+        inject(f"score.before@{stop_at}:term" if stop_at else "")
+        with open_folder(checked(*words(*more)), PythonObjects(), lambda text: None) as start:
             began = time.time()
             with pytest.raises(StoppedError) if stop_at else nullcontext():
-                run_worker(replace(start, display="quiet"), objects=objects)
+                run_worker(replace(start, display="quiet"))
         return (start.run_dir / "summary.json").stat().st_mtime - began
 
     def told() -> dict:

@@ -24,13 +24,14 @@ def said(config, **options) -> list[str]:
 
 def test_a_sound_configuration_has_no_problems():
     assert said(changed()) == []
+    assert said(changed(ppo__num_rollouts=100, ppo__mini_batch_size=33, ppo__micro_batch_size=7,
+                        ppo__total_episodes=1, eval__every_steps=1000)) == [], "odd sizes"
 
 
 @pytest.mark.parametrize(("values", "text"), [
     ({"ppo__cliprange": 5.0}, "ppo.cliprange: 5 must be > 0 and < 1"),
     ({"ppo__cliprange": float("nan")}, "ppo.cliprange: nan must be a finite number"),
     ({"checkpoint__keep_last": 0}, "checkpoint.keep_last: 0 must be >= 1"),
-    ({"ppo__kl_estimator": "k9"}, "ppo.kl_estimator: k9 must be one of k1, abs, k2, k3, full"),
     ({"hardware__device": "cud"}, "must be one of auto, cpu, cuda; did you mean cuda?"),
     ({"ppo__optimizer__betas": [0.9, 1.5]}, "1.5 must be >= 0 and < 1"),
     ({"ppo__optimizer__betas": [0.9]}, "must be two numbers"),
@@ -69,7 +70,6 @@ def test_a_sound_configuration_has_no_problems():
     ({"resume": "auto"}, "resume=auto needs run_name"),
     # contradictions of the algorithm
     ({"ppo__advantage": "grpo"}, "grpo compares samples of the same prompt: set ppo.n to 2"),
-    ({"ppo__advantage": "grpos"}, "must be one of gae, grpo, rloo, reinforce_pp; did you mean grp"),
     ({"ppo__n": 3}, "num_rollouts 128 must be a multiple of n 3"),
     ({"ppo__n": 8}, "total_episodes 100 must be a multiple of n 8"),
     ({"ppo__advantage": "grpo", "ppo__n": 4, "generation__do_sample": False}, "are all alike"),
@@ -103,11 +103,6 @@ def test_every_optimizer_takes_what_it_uses():
         keys = {f"ppo__optimizer__{key}": value for key, value in over.items()}
         assert said(changed(ppo__optimizer__name=name, ppo__optimizer__weight_decay=0.1,
                             ppo__optimizer__value_lr=1e-3, **keys)) == []
-
-
-def test_sizes_that_do_not_divide_are_fine():
-    assert said(changed(ppo__num_rollouts=100, ppo__mini_batch_size=33, ppo__micro_batch_size=7,
-                        ppo__total_episodes=1, eval__every_steps=1000)) == []
 
 
 def test_python_objects_stand_in_for_keys():

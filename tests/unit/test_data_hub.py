@@ -1,13 +1,11 @@
 """Data sets by name without a network, and the probe that finds that out."""
 
 import http.server
-import json
 import os
 import socket
 import subprocess
 import sys
 import threading
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -88,22 +86,6 @@ def test_an_endpoint_that_refuses(monkeypatch, endpoint):
     assert hub.offline_hint() == "the Hub cannot be reached"
 
 
-def test_name_resolution_that_hangs_is_bounded(monkeypatch):
-    release = threading.Event()
-
-    def hang(*args, **kwargs):
-        release.wait(60)
-        raise OSError("released")
-
-    monkeypatch.setattr(socket, "getaddrinfo", hang)
-    started = time.monotonic()
-    try:
-        assert not hub.hub_reachable(timeout=0.3)
-    finally:
-        release.set()
-    assert time.monotonic() - started < 2
-
-
 @pytest.mark.parametrize(("status", "reachable"), [(200, True), (404, True), (407, False),
                                                    (503, False)])
 def test_a_proxy_is_asked_for_the_endpoint(monkeypatch, status, reachable):
@@ -179,7 +161,7 @@ def hang(*args, **kwargs):
 socket.getaddrinfo = hang
 socket.create_connection = hang
 """
-MISSING = ("Data set 'someone/else' is not on this machine and {why}.\n"
+MISSING = ("Data set 'someone/else' is not on this machine and the Hub cannot be reached.\n"
            "  where: prompts.path=someone/else\n"
            "  fix:   give a local file or folder: prompts.path=/path, or run once with network: "
            "hf download --repo-type dataset someone/else --local-dir else\n")
@@ -204,22 +186,14 @@ def cache_data_set(home: Path) -> None:
     DatasetInfo(features=rows.features, builder_name="json", dataset_name="film_reviews",
                 config_name="default", version="0.0.0", splits=splits
                 ).write_to_directory(str(folder))
-    assert json.loads((folder / "dataset_info.json").read_text())["config_name"] == "default"
 
 
 @pytest.mark.long
-def test_a_dead_network_takes_less_than_five_seconds(tmp_path):
+@pytest.mark.parametrize("imported", ["", pytest.param("import datasets, transformers",
+                                                       marks=pytest.mark.slow)])
+def test_a_dead_network_takes_less_than_five_seconds(tmp_path, imported):
     cache_data_set(tmp_path / "home")
     sets = [("someone/else", "train"), ("someone/film_reviews", "train+test")]
-    done = run_python(LOAD.format(prepare=HANGING_NETWORK, sets=sets), tmp_path)
+    done = run_python(LOAD.format(prepare=imported + HANGING_NETWORK, sets=sets), tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == (MISSING.format(why="the Hub cannot be reached")
-                           + "{'from': ['train', 'test']}\n")
-
-
-@pytest.mark.slow
-def test_libraries_that_were_imported_before_go_offline_too(tmp_path):
-    prepare = "import datasets, transformers" + HANGING_NETWORK
-    done = run_python(LOAD.format(prepare=prepare, sets=[("someone/else", "train")]), tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == MISSING.format(why="the Hub cannot be reached")
+    assert done.stdout == MISSING + "{'from': ['train', 'test']}\n"

@@ -4,8 +4,6 @@ import csv
 import json
 
 import datasets
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from data_tokenizers import ids, words
 from hypothesis import given, settings
@@ -19,6 +17,7 @@ ROWS = [{"prompt": "the film was", "label": 1, "tag": "x"},
         {"prompt": "it is not", "label": 0, "tag": "y"},
         {"prompt": "so very good", "label": 1, "tag": "z"}]
 TEXTS = [row["prompt"] for row in ROWS]
+TABLE = datasets.Dataset.from_list(ROWS)
 
 
 def load(path=None, items=None, **keys):
@@ -32,25 +31,6 @@ def write_jsonl(path, rows=ROWS):
     return path
 
 
-def write_json(path):
-    path.write_text(json.dumps(ROWS, indent=2), encoding="utf-8")
-
-
-def write_csv(path):
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, ["prompt", "label", "tag"])
-        writer.writeheader()
-        writer.writerows(ROWS)
-
-
-def write_parquet(path):
-    pq.write_table(pa.Table.from_pylist(ROWS), path)
-
-
-def write_saved_dataset(path):
-    datasets.Dataset.from_list(ROWS).save_to_disk(path)
-
-
 def write_folder(path):
     write_jsonl(path / "one.jsonl", ROWS[:2])
     write_jsonl(path / "two" / "more.jsonl", ROWS[2:])
@@ -59,9 +39,9 @@ def write_folder(path):
 
 
 @pytest.mark.parametrize(("name", "write"), [
-    ("p.json", write_json), ("p.jsonl", write_jsonl), ("P.JSONL", write_jsonl),
-    ("lines.json", write_jsonl), ("p.csv", write_csv), ("p.parquet", write_parquet),
-    ("saved", write_saved_dataset), ("folder", write_folder)])
+    ("p.json", lambda path: path.write_text(json.dumps(ROWS, indent=2))), ("p.jsonl", write_jsonl),
+    ("P.JSONL", write_jsonl), ("lines.json", write_jsonl), ("p.csv", TABLE.to_csv),
+    ("p.parquet", TABLE.to_parquet), ("saved", TABLE.save_to_disk), ("folder", write_folder)])
 def test_each_format_gives_prompts_and_metadata(tmp_path, name, write):
     write(tmp_path / name)
     prompts = load(tmp_path / name)
@@ -100,12 +80,6 @@ def test_json_may_hold_texts_or_a_single_object(tmp_path):
     assert load(tmp_path / "texts.json").texts == TEXTS
     assert load(tmp_path / "one.json").texts == TEXTS[:1]
     assert load(tmp_path / "texts.jsonl").texts == ["it is", "so good"]
-
-
-def test_unequal_keys_give_none(tmp_path):
-    path = write_jsonl(tmp_path / "p.jsonl", [
-        {"prompt": "it is", "a": 1}, {"b": [2], "prompt": "so good"}])
-    assert load(path).columns == {"a": [1, None], "b": [None, [2]]}
 
 
 def test_columns_choose_the_metadata(tmp_path):
@@ -170,7 +144,7 @@ def test_what_is_ignored_is_said(tmp_path):
     assert load(path, split="train+test", name="plain").notes == [
         "p.jsonl has no configurations: prompts.name=plain was ignored",
         "p.jsonl has no splits: prompts.split=train+test was ignored and all its rows were used"]
-    write_saved_dataset(tmp_path / "saved")
+    TABLE.save_to_disk(tmp_path / "saved")
     assert "saved has no splits" in load(tmp_path / "saved", split="test").notes[0]
     folder = tmp_path / "splits"
     write_jsonl(folder / "train.jsonl")
@@ -179,7 +153,7 @@ def test_what_is_ignored_is_said(tmp_path):
 
 
 def test_a_saved_set_with_a_torch_format_still_gives_plain_cells(tmp_path):
-    datasets.Dataset.from_list(ROWS).with_format("torch").save_to_disk(tmp_path / "saved")
+    TABLE.with_format("torch").save_to_disk(tmp_path / "saved")
     assert load(tmp_path / "saved").columns["label"] == [1, 0, 1]
 
 
@@ -192,9 +166,6 @@ def test_inline_items_from_config_and_from_python(tmp_path):
     assert load_prompts(cfg, words(), seed=0, max_prompt_tokens=9).texts == ["the film"]
     # prompts given from Python replace the configured ones
     assert load(write_jsonl(tmp_path / "p.jsonl"), items=["it is"]).texts == ["it is"]
-
-
-def test_one_text_is_no_list_of_prompts():
     with pytest.raises(ConfigError, match="must be a list"):
         load(items="it is")
 
@@ -214,11 +185,9 @@ def test_bos_alone():
 
 BAD_FILES = [
     ("p.jsonl", b"", "The prompt set is empty."),
-    ("p.csv", b"prompt,label\n", "The prompt set is empty."),
     ("p.json", b"[]", "The prompt set is empty."),
     ("p.txt", b"\n  \n\t\n", "All prompts are blank (3 of 3)."),
     ("p.txt", b"it is\nna\xefve film\n", "Line 2 of p.txt is not UTF-8: byte 0xef at byte 3"),
-    ("p.csv", b"prompt\nok\n\xe9t\xe9\n", "Line 3 of p.csv is not UTF-8: byte 0xe9 at byte 1"),
     ("p.txt", "it is".encode("utf-16"), "Line 1 of p.txt is not UTF-8: byte 0xff"),
     ("p.txt", b"it\0is\n", "Line 1 of p.txt holds a NUL byte: this is not a text file."),
     ("p.jsonl", b'{"prompt": "it is"}\n{"prompt": "so\n',
@@ -232,8 +201,6 @@ BAD_FILES = [
     ("p.jsonl", b'{"promt": "it is"}\n', "There is no column 'prompt' in line 1 of p.jsonl: its "
                                         "columns are promt. Did you mean 'promt'?"),
     ("p.jsonl", b"{}\n", "There is no column 'prompt' in line 1 of p.jsonl: it has no columns."),
-    ("p.csv", b"question,answer\na,b\n", "There is no column 'prompt' in line 2 of p.csv: its "
-                                         "columns are question, answer."),
     ("p.jsonl", b'{"prompt": "it is"}\n{"prompt": 12}\n',
      "Column 'prompt' in line 2 of p.jsonl holds 12 (int), not a text."),
     ("p.json", b'[{"prompt": [{"role": "user", "content": "it is"}]}]',
@@ -274,18 +241,13 @@ def test_any_content_loads_or_is_refused_as_input(tmp_path_factory, suffix, cont
     assert all(prompts.token_ids)
 
 
-def test_a_cut_or_damaged_parquet_file(tmp_path):
+def test_a_parquet_file_of_other_columns_or_cells(tmp_path):
     path = tmp_path / "p.parquet"
-    write_parquet(path)
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-20])
-    with pytest.raises(InputError, match="not a readable parquet file"):
-        load(path)
-    pq.write_table(pa.table({"text": ["it"], "n": [1]}), path)
+    datasets.Dataset.from_dict({"text": ["it"], "n": [1]}).to_parquet(path)
     with pytest.raises(InputError, match=r"no column 'prompt' in row 1 of p\.parquet") as caught:
         load(path)
     assert caught.value.fix == "prompts.column=text"
-    pq.write_table(pa.table({"prompt": [1.5]}), path)
+    datasets.Dataset.from_dict({"prompt": [1.5]}).to_parquet(path)
     with pytest.raises(InputError, match=r"row 1 of p\.parquet holds 1\.5 \(float\), not a text"):
         load(path)
 
@@ -320,7 +282,7 @@ def test_bad_folders(tmp_path):
     with pytest.raises(InputError, match="has no prompt files") as caught:
         load(tmp_path / "empty")
     assert "datasets.save_to_disk" in caught.value.fix
-    write_saved_dataset(tmp_path / "saved")
+    TABLE.save_to_disk(tmp_path / "saved")
     for file in (tmp_path / "saved").glob("*.arrow"):
         file.write_bytes(file.read_bytes()[:30])
     with pytest.raises(InputError, match="cannot be loaded"):

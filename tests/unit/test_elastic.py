@@ -35,12 +35,19 @@ def test_an_end_without_an_error(code, message, said):
     assert conclude(job(), outcomes, PHASES) == (code, said)
 
 
-@pytest.mark.parametrize("failed", [{1: -9}, {0: 1, 1: -9}])
-def test_a_rank_killed_for_memory_comes_before_the_broken_connection_of_another(failed):
-    code, said = conclude(job(failed=failed), [lost(0)], PHASES)
+KILLED = "killed by SIGKILL (exit -9): probably out of memory"
+HUNG = "no answer within 8 seconds (hardware.timeout_seconds); all ranks were ended.\n"
+
+
+@pytest.mark.parametrize(("text", "more"), [
+    (KILLED, {"failed": {1: -9}}), (KILLED, {"failed": {0: 1, 1: -9}}),
+    ("ended with code 3 and said nothing", {"failed": {1: 3, 0: 1}}),
+    ("killed by SIGSEGV", {"failed": {1: -signal.SIGSEGV, 0: 1}}),
+    (HUNG, {"failed": {0: 1, 1: -9}, "hung": [1]})])
+def test_a_rank_without_a_word_is_named_not_those_that_waited_for_it(text, more):
+    code, said = conclude(job(**more), [lost(0)], PHASES)
     assert code == 1
-    assert said.startswith("Error: rank 1, step 3, optimize: killed by SIGKILL (exit -9): probably "
-                           "out of memory")
+    assert said.startswith(f"Error: rank 1, step 3, optimize: {text}")
     assert "Traceback" not in said
 
 
@@ -48,21 +55,6 @@ def test_an_unexpected_error_keeps_its_traceback_and_comes_before_its_consequenc
     own = RankOutcome(1, 1, "KeyError: 'x'", TRACE, 9.0, "step 3, optimize")
     assert conclude(job(failed={0: 1, 1: 1}), [lost(0), own], PHASES) == (
         1, f"{TRACE}Error: rank 1, step 3, optimize: KeyError: 'x'\n")
-
-
-@pytest.mark.parametrize(("code", "text"), [(3, "ended with code 3 and said nothing"),
-                                            (-signal.SIGSEGV, "killed by SIGSEGV")])
-def test_a_rank_that_ends_without_a_word(code, text):
-    said = conclude(job(failed={1: code, 0: 1}), [lost(0)], PHASES)[1]
-    assert said.startswith(f"Error: rank 1, step 3, optimize: {text}")
-
-
-def test_a_rank_that_hung_is_named_not_those_that_waited_for_it():
-    code, said = conclude(job(failed={0: 1, 1: -9}, hung=[1]), [lost(0)], PHASES)
-    assert code == 1
-    assert said.startswith("Error: rank 1, step 3, optimize: no answer within 8 seconds "
-                           "(hardware.timeout_seconds); all ranks were ended.\n")
-    assert "Traceback" not in said
 
 
 def test_a_broken_connection_to_another_node():

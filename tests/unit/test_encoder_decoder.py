@@ -12,7 +12,6 @@ from ppocli.data.prompt_set import load_prompts
 from ppocli.errors import InputError
 from ppocli.models.loading.language_model import load_lm
 from ppocli.models.loading.model_config import max_positions
-from ppocli.models.trunk import state_scale
 
 pytestmark = pytest.mark.long
 
@@ -22,6 +21,21 @@ def pair_config(tmp_path, kind, **over):
     return small_config(tmp_path, ppo__chunk_size=5, **over)
 
 
+def theirs_and_ours(folder, rollout, temperature=1.0):
+    """For each sample what transformers gives its tokens, and what the rollout and its reference
+    gave them."""
+    lm = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+    start = torch.tensor([lm.config.decoder_start_token_id])
+    for i, mask in enumerate(rollout.response_mask):
+        prompt = rollout.prompts.tokens[i][rollout.prompts.mask[i]]
+        response = rollout.response_tokens[i][mask]
+        with torch.no_grad():
+            logits = lm(input_ids=prompt[None],
+                        decoder_input_ids=torch.cat([start, response[:-1]])[None]).logits[0]
+        wanted = torch.log_softmax(logits / temperature, -1).gather(1, response[:, None])[:, 0]
+        yield wanted, rollout.logprobs[i][mask], rollout.ref_logprobs[i][mask]
+
+
 @pytest.mark.parametrize("kind", PAIRS)
 @pytest.mark.parametrize("source", ["decode", "forward"])
 def test_logprobs_are_those_of_transformers_at_the_temperature(tmp_path, kind, source):
@@ -29,20 +43,10 @@ def test_logprobs_are_those_of_transformers_at_the_temperature(tmp_path, kind, s
                       generation__stop_token_ids=[4, 5, 6, 7, 8, 9])
     with session_of(cfg) as session:
         rollout = rollout_of(session)
-    lm = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "lm").eval()
-    start = lm.config.decoder_start_token_id
     assert len(set(rollout.response_mask.sum(1).tolist())) > 1
-    for i in range(len(rollout)):
-        prompt = rollout.prompts.tokens[i][rollout.prompts.mask[i]]
-        response = rollout.response_tokens[i][rollout.response_mask[i]]
-        with torch.no_grad():
-            logits = lm(input_ids=prompt[None], decoder_input_ids=torch.cat(
-                [torch.tensor([start]), response[:-1]])[None]).logits[0]
-        wanted = torch.log_softmax(logits / 0.7, -1).gather(1, response[:, None])[:, 0]
-        got = rollout.logprobs[i][rollout.response_mask[i]]
-        torch.testing.assert_close(got, wanted, rtol=0, atol=2e-5)
-        torch.testing.assert_close(rollout.ref_logprobs[i][rollout.response_mask[i]], wanted,
-                                   rtol=0, atol=2e-5)
+    for wanted, *found in theirs_and_ours(tmp_path / "lm", rollout, 0.7):
+        for got in found:
+            torch.testing.assert_close(got, wanted, rtol=0, atol=2e-5)
     assert rollout.kl.abs().max() <= 1e-5
 
 
@@ -55,23 +59,9 @@ def test_only_the_decoder_s_top_trains_if_wanted(tmp_path, kind):
         assert not any(".encoder." in name or "shared" in name for name in trained)
         optimize(session, experience_of(session))
         later = rollout_of(session, start=100)
-    lm = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "lm").eval()
-    response = later.response_tokens[0][later.response_mask[0]]
-    prompt = later.prompts.tokens[0][later.prompts.mask[0]]
-    with torch.no_grad():
-        logits = lm(input_ids=prompt[None], decoder_input_ids=torch.cat(
-            [torch.tensor([lm.config.decoder_start_token_id]), response[:-1]])[None]).logits[0]
-    wanted = torch.log_softmax(logits, -1).gather(1, response[:, None])[:, 0]
-    torch.testing.assert_close(later.ref_logprobs[0][later.response_mask[0]], wanted, rtol=0,
-                               atol=2e-5)
+    for of_base, _, reference in theirs_and_ours(tmp_path / "lm", later):
+        torch.testing.assert_close(reference, of_base, rtol=0, atol=2e-5)
     assert later.kl.abs().max() > 1e-4
-
-
-def test_t5_scales_its_states_where_embeddings_are_tied(tmp_path):
-    lm = load_lm(small_config(save_lm(tmp_path / "a" / "lm", "t5").parent).model).lm
-    assert state_scale(lm) == pytest.approx(32 ** -0.5)
-    untied = save_lm(tmp_path / "b" / "lm", "t5", tie_word_embeddings=False)
-    assert state_scale(load_lm(small_config(untied.parent).model).lm) == 1.0
 
 
 def test_the_full_kl_to_an_equal_model_of_another_scale_is_0(tmp_path):
@@ -117,7 +107,6 @@ def test_what_a_tokenizer_puts_behind_a_text_goes_to_an_encoder_only():
     assert encoder.token_ids == [[was, good, end], [it, end]]
 
 
-@pytest.mark.long
 def test_train_resume_export_eval_and_generate(tmp_path, command, monkeypatch):
     """What a user does, with an encoder-decoder."""
     monkeypatch.chdir(tmp_path)

@@ -210,15 +210,6 @@ def test_only_evaluations_are_overwritten(tmp_path):
 MODEL = Target("./lm", "/somewhere/lm")
 
 
-def test_flags_become_words():
-    request = EvalRequest(prompts="p.jsonl", reward="my:fn", limit=3, num_samples=2, seed=7,
-                          words=("reward.kwargs.k=1",))
-    words = request.overrides(MODEL)
-    assert {"prompts.eval.path='p.jsonl'", "reward.fn='my:fn'", "prompts.eval.limit=3",
-            "prompts.eval.repeat=2", "seed=7"} <= set(words)
-    assert words[-1] == "reward.kwargs.k=1"
-
-
 def test_a_word_for_generation_counts_at_evaluation_too():
     assert EvalRequest(words=("generation.top_k=5",)).overrides(MODEL) == [
         "generation.top_k=5", "generation.eval.top_k=null"]
@@ -232,21 +223,12 @@ def test_a_word_for_generation_counts_at_evaluation_too():
 @pytest.mark.parametrize(("request_", "message"), [
     (EvalRequest(resume=True, overwrite=True), "goes on with an evaluation and --overwrite"),
     (EvalRequest(name="a/b"), "--name a/b: a name is no path"),
-    (EvalRequest(name=".."), "a name is no path"),
     (EvalRequest(limit=3, words=("prompts.eval.limit=4",)),
      "--limit and prompts.eval.limit set the same thing"),
 ])
 def test_contradictions_are_refused(request_, message):
     with pytest.raises(ConfigError, match=message):
         request_.check()
-
-
-def test_the_command_that_goes_on_is_the_one_that_was_typed():
-    request = EvalRequest(run="runs/my run", words=("generation.top_k=5",), against="base",
-                          limit=0, frontier=True, best=True)
-    assert request.command(MODEL, "x") == (
-        "ppocli eval 'runs/my run' generation.top_k=5 --against base --limit 0 --name x --best "
-        "--frontier --resume")
 
 
 SCALE = 2.0

@@ -9,22 +9,15 @@ from safetensors.torch import load_file, save_file
 
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, ConfigError, InputError
-from ppocli.export.card import (
-    escaped,
-    render_card,
-    user_text,
-    with_location,
-)
+from ppocli.export.card import escaped, render_card, user_text
 from ppocli.export.facts import Facts, Mask, license_of
-from ppocli.export.folder import verification_prompts
-from ppocli.export.request import ExportRequest, check_repo_id, parse_size, repo_name
+from ppocli.export.request import check_repo_id, parse_size, repo_name
 from ppocli.export.weights import (
     compare_tokenizers,
     compare_weights,
     dtype_of,
     plan_files,
     stored_tensors,
-    tolerance,
     write_weights,
 )
 from ppocli.runs.record import RunRecord
@@ -49,11 +42,6 @@ class TestMask:
         assert mask(f"{tmp_path}/runs") == f"{tmp_path}/runs"
         home = Mask({}, home=tmp_path)
         assert home(f"{tmp_path}/lm, {tmp_path}, {tmp_path}ter") == f"~/lm, ~, {tmp_path}ter"
-
-    def test_trees(self):
-        mask = Mask({"A_TOKEN": "swordfish-9"})
-        assert mask.tree({"k": ["swordfish-9", 1, None, True], "swordfish-9": ("x",)}) == {
-            "k": ["***", 1, None, True], "***": ["x"]}
 
 
 class TestEscaping:
@@ -131,15 +119,6 @@ class TestCard:
         text = card_of(facts_of(run_record(tmp_path)))
         assert ("so it need not give the\nsame numbers:\n\n"
                 "- `ppo.optimizer.lr`: 0.001 until step 1, then &lt;b&gt;\n") in text
-
-    def test_a_model_without_a_run(self):
-        text = card_of(Facts("lm"))
-        assert "## Use" in text
-        assert "## Training" not in text
-        assert "ppocli train" not in text
-        moved = with_location(text, "me/lm")
-        assert 'name = "me/lm"' in moved
-        assert "tester/tamed" not in moved
 
     def test_a_card_of_another_hand_is_kept_whole(self):
         assert user_text("---\nlicense: mit\n---\n# My model\n\nwords") == "# My model\n\nwords"
@@ -220,14 +199,6 @@ class TestWeights:
 
 
 class TestVerify:
-    def test_tolerance_is_a_few_roundings(self):
-        assert tolerance("bf16", 1) == pytest.approx(4 * 2**-8 * 2)
-        assert tolerance("fp16", 31) == pytest.approx(4 * 2**-11 * 8)
-
-    def test_prompts(self):
-        assert verification_prompts([" ", "a", "a", "b", "c"]) == ["a", "b"]
-        assert len(verification_prompts([])) == 2
-
     def test_another_tokenizer_is_noticed(self):
         from helpers import make_tokenizer
 
@@ -259,9 +230,3 @@ class TestNames:
         with pytest.raises(ConfigError, match="is no name of a repository"):
             check_repo_id("a/b/c")
         check_repo_id("user/other")
-
-    def test_command_to_try_again(self, tmp_path, monkeypatch):
-        monkeypatch.chdir(tmp_path)
-        request = ExportRequest(repo_id="me/x", private=False, revision="a b")
-        assert request.push_command(tmp_path / "runs/out") == (
-            "ppocli export runs/out --to-hub --repo-id me/x --public --revision 'a b'")
