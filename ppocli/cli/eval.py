@@ -242,7 +242,7 @@ def _hindrance(frontier: dict[str, Any], sampling: dict[str, Any]) -> str:
 
 def _sample_lines(path: Path, count: int) -> Iterator[str]:
     """One response to each of the first prompts: the policy's, and that of the next model."""
-    from ppocli.runs.record import read_jsonl
+    from ppocli.storage.run_logs import read_jsonl
 
     shown: dict[int, list[dict[str, Any]]] = {}
     for row in read_jsonl(path) if count else ():

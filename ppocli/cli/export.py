@@ -139,7 +139,7 @@ def _dry_run(plan: ExportPlan | Existing, request: ExportRequest, folder: Path, 
         lines = [f"would export:  {told['source']} ({shown(plan.source)})",
                  f"would write:   {shown(folder)}" + (" (replaced)" if replaced else ""),
                  f"weights:       {len(plan.tensors)} tensors, {cast}, {format_bytes(plan.bytes)} "
-                 f"in {counted(len(plan.weights.filename_to_tensors), 'file')}",
+                 f"in {counted(len(plan.shards.filename_to_tensors), 'file')}",
                  f"files:         {', '.join(told['files'])}",
                  "would verify:  reload with transformers; tensors, logits on 2 prompts, tokenizer"]
     if request.to_hub:

@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ppocli.builtin.names import config_groups
+from ppocli.config import resolved, secrets
 from ppocli.config.keys import key_for, schema_keys
-from ppocli.config.resolved import quoted, unquoted
-from ppocli.config.secrets import refuse_secrets
 from ppocli.errors import ConfigError
 from ppocli.text import did_you_mean, nearest
 
@@ -69,7 +68,7 @@ class Words:
 
     def value(self, key: str) -> str | None:
         """What a key was set to last, without quotes; None if it wasn't, or to nothing."""
-        return next((unquoted(setting.value) for setting in reversed(self.settings)
+        return next((resolved.unquoted(setting.value) for setting in reversed(self.settings)
                      if setting.key == key and setting.value), None)
 
     def flag(self, name: str) -> str | None:
@@ -138,7 +137,7 @@ def read_words(words: Sequence[str]) -> Words:
         _check_flag(word, name, value)
         flags.append((name, value))
     _check_combination(dict(flags))
-    refuse_secrets((setting.key, setting.value, COMMAND_LINE) for setting in settings)
+    secrets.refuse_secrets((setting.key, setting.value, COMMAND_LINE) for setting in settings)
     given = [value for flag, value in flags if flag == "--config-dir" and value]
     return Words(tuple(settings), tuple(flags),
                  tuple(_config_dir(folder, "--config-dir") for folder in given)
@@ -216,9 +215,9 @@ def read_setting(word: str) -> Setting:
         is_text = schema_key.kind == "scalar" and schema_key.item is str
         takes_text = is_text or (schema_key.kind == "mapping" and key != schema_key.name)
         if (is_text and _NOT_TEXT.fullmatch(value)) or (takes_text and not _readable(value)):
-            value = quoted(value)
+            value = resolved.quoted(value)
     elif key.startswith("hydra.") and key.endswith(".dir") and not _readable(value):
-        value = quoted(value)
+        value = resolved.quoted(value)
     return Setting(prefix, key, value)
 
 

@@ -6,8 +6,7 @@ from typing import Any
 
 from ppocli.config.resolved import config_differences, flat
 from ppocli.report.curves import run_labels
-from ppocli.runs.listing import best_evaluation
-from ppocli.runs.record import RunRecord
+from ppocli.runs import listing, record
 
 _FIGURES = ("reward/mean", "objective/kl", "objective/entropy", "rollout/response_tokens_mean",
             "rollout/finished_share", "eval/reward_mean", "eval/kl_mean",
@@ -70,13 +69,13 @@ class Comparison:
     """of each further run against the first"""
 
 
-def compare_runs(runs: Sequence[RunRecord]) -> Comparison:
+def compare_runs(runs: Sequence[record.RunRecord]) -> Comparison:
     """Set runs side by side; the first is what the others are compared with."""
     labels = run_labels(runs)
     episodes = min(_episodes(run.rows) for run in runs)
     compared = []
     for label, run in zip(labels, runs, strict=True):
-        best_step, best = best_evaluation(run)
+        best_step, best = listing.best_evaluation(run)
         compared.append(Compared(
             label, str(run.folder.path), run.status, _at(run, episodes),
             _at(run, _episodes(run.rows)), best, best_step, run.config.checkpoint.metric))
@@ -89,7 +88,7 @@ def _episodes(rows: Sequence[dict[str, Any]]) -> int:
     return int(rows[-1].get("episode") or 0) if rows else 0
 
 
-def _at(run: RunRecord, episodes: int) -> At:
+def _at(run: record.RunRecord, episodes: int) -> At:
     rows = [row for row in run.rows if int(row.get("episode") or 0) <= episodes]
     extra = [name for name in run.names if name.startswith("eval/metrics/")]
     figures = {name: next((row[name] for row in reversed(rows) if row.get(name) is not None), None)
@@ -98,7 +97,7 @@ def _at(run: RunRecord, episodes: int) -> At:
     return At(int(rows[-1]["step"]) if rows else 0, _episodes(rows), seconds, figures)
 
 
-def _differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
+def _differences(runs: Sequence[record.RunRecord]) -> list[tuple[str, list[Any]]]:
     first = runs[0].config
     keys = dict.fromkeys(key for run in runs[1:]
                          for key, _, _ in config_differences(first, run.config))
@@ -106,7 +105,7 @@ def _differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
     return [(key, [of_run.get(key) for of_run in values]) for key in keys]
 
 
-def _wins(base: RunRecord, run: RunRecord, base_name: str, name: str) -> Wins:
+def _wins(base: record.RunRecord, run: record.RunRecord, base_name: str, name: str) -> Wins:
     """Scores of the newest evaluations on the same prompts, one by one."""
     def no(reason: str) -> Wins:
         return Wins(name, base_name, 0, None, reason)
@@ -128,6 +127,6 @@ def _wins(base: RunRecord, run: RunRecord, base_name: str, name: str) -> Wins:
     return Wins(name, base_name, len(pairs), won / len(pairs), None)
 
 
-def _final_samples(run: RunRecord) -> list[dict[str, Any]]:
+def _final_samples(run: record.RunRecord) -> list[dict[str, Any]]:
     evaluated = run.series("eval/reward_mean")
     return run.eval_samples(evaluated[-1][0])[0] if evaluated else []

@@ -14,19 +14,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ppocli.config.resolved import config_differences, flat
-from ppocli.config.schema import TrainConfig
-from ppocli.config.secrets import looks_secret
+from ppocli.config import resolved, schema, secrets
 from ppocli.errors import PpocliError
 from ppocli.evaluation.request import read_result
 from ppocli.report.curves import Curve, curves_of
 from ppocli.report.samples import Samples, samples_of, shown
 from ppocli.runs.record import Change, RunRecord
-from ppocli.storage.atomic import read_json
+from ppocli.storage import atomic, manifest, retention, run_folder
 from ppocli.storage.environment import ENV_FILE
-from ppocli.storage.manifest import Invalid, check_folder
-from ppocli.storage.retention import list_steps
-from ppocli.storage.run_folder import RunFolder, finite_or_null
 from ppocli.text import finite_number, first_line
 from ppocli.version import __version__
 
@@ -165,7 +160,7 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """The content as strict JSON; curves hold the points that are drawn."""
-        found: dict[str, Any] = finite_or_null(asdict(self))
+        found: dict[str, Any] = run_folder.finite_or_null(asdict(self))
         found["environment"] = dict(self.environment)
         return found
 
@@ -193,8 +188,8 @@ def gather(record: RunRecord, *, command: str | None, shown_as: str) -> Report:
         episodes=record.episodes, updates=record.updates,
         model=_model(config), reward=_reward(config), prompts=_prompts(config),
         settings=[Setting(key, _yaml(new), "" if old == "???" else _yaml(old))
-                  for key, old, new in config_differences(TrainConfig(), config)],
-        all_settings={key: _yaml(value) for key, value in flat(config).items()},
+                  for key, old, new in resolved.config_differences(schema.TrainConfig(), config)],
+        all_settings={key: _yaml(value) for key, value in resolved.flat(config).items()},
         command=command, modules=_modules(config), changes=record.changes,
         before_step=first, after_step=last,
         outcome=_outcome(before, after), best=best,
@@ -210,11 +205,11 @@ def _yaml(value: Any) -> str:
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
-def _model(config: TrainConfig) -> str:
+def _model(config: schema.TrainConfig) -> str:
     return config.model.path + (f" at {config.model.revision}" if config.model.revision else "")
 
 
-def _reward(config: TrainConfig) -> str:
+def _reward(config: schema.TrainConfig) -> str:
     reward = config.reward
     if reward.fns:
         return " + ".join(f"{entry.get('weight', 1)} * {name}" if isinstance(entry, dict) else name
@@ -223,7 +218,7 @@ def _reward(config: TrainConfig) -> str:
     return f"{reward.fn or 'none'}({given})" if given else str(reward.fn or "none")
 
 
-def _modules(config: TrainConfig) -> list[str]:
+def _modules(config: schema.TrainConfig) -> list[str]:
     """Modules among the functions that a configuration names; files have absolute paths."""
     reward = config.reward
     given = [reward.fn, reward.metric_fn,
@@ -234,7 +229,7 @@ def _modules(config: TrainConfig) -> list[str]:
             and module.partition(".")[0] != "ppocli"]
 
 
-def _prompts(config: TrainConfig) -> str:
+def _prompts(config: schema.TrainConfig) -> str:
     if config.prompts.path:
         return config.prompts.path
     count = len(config.prompts.items or [])
@@ -338,13 +333,13 @@ def _evaluation(name: str, told: dict[str, Any]) -> EvaluationRow:
         wins.get("win_rate"), wins.get("stderr"))
 
 
-def checkpoints_of(run: RunFolder, best_step: int | None) -> list[Checkpoint]:
+def checkpoints_of(run: run_folder.RunFolder, best_step: int | None) -> list[Checkpoint]:
     """The step folders of a run, oldest first, by names and sizes alone."""
     found = []
-    for step, folder in list_steps(run.checkpoints):
+    for step, folder in retention.list_steps(run.checkpoints):
         try:
-            size, problem = check_folder(folder, step=step, verify="size").total_bytes, ""
-        except (Invalid, PpocliError) as error:
+            size, problem = manifest.check_folder(folder, step=step, verify="size").total_bytes, ""
+        except (manifest.Invalid, PpocliError) as error:
             size, problem = 0, first_line(error)
         except OSError as error:  # it was being deleted
             size, problem = 0, error.strerror or str(error)
@@ -356,7 +351,7 @@ def checkpoints_of(run: RunFolder, best_step: int | None) -> list[Checkpoint]:
 
 def environment_of(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str]]:
     """(name, value) of what the run ran on: ``env.json``, and the versions of the summary."""
-    found = dict(_flat_facts("", read_json(run_dir / ENV_FILE) or {}))
+    found = dict(_flat_facts("", atomic.read_json(run_dir / ENV_FILE) or {}))
     for name, version in (summary.get("versions") or {}).items():
         if not {name, f"packages {name}"} & found.keys():
             found[name] = str(version)
@@ -366,7 +361,7 @@ def environment_of(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, st
 def _flat_facts(prefix: str, value: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for key, item in value.items():
         name = f"{prefix} {key}".strip()
-        if looks_secret(str(key)) or item is None or item in ({}, []):
+        if secrets.looks_secret(str(key)) or item is None or item in ({}, []):
             continue
         if isinstance(item, dict):
             yield from _flat_facts(name, item)
