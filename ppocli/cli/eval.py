@@ -65,7 +65,7 @@ def evaluate(
       ppocli eval runs/NAME --min-reward 0.8 --json
     """
     from ppocli.config.resolved import with_absolute_paths
-    from ppocli.evaluation.request import EvalRequest
+    from ppocli.evaluation.request import PICTURE, RESULT, SAMPLES, EvalRequest
     from ppocli.launching.target_config import target_config
     from ppocli.runs.target import find_target
 
@@ -77,7 +77,6 @@ def evaluate(
     cfg = target_config(target, request.overrides(target), needs_reward=True, needs_prompts=True)
     cfg = with_absolute_paths(cfg, Path.cwd())
     with working() as stop:
-        from ppocli.evaluation.request import PICTURE, RESULT, SAMPLES
         from ppocli.evaluation.work import run_evaluation
         from ppocli.training.task import PythonObjects
 

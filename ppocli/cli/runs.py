@@ -215,9 +215,9 @@ def print_runs(folder: Folder = None, as_json: AsJson = False) -> None:
     rows = [("run", "status", "step", "reward", "best eval", "size", "age", "model", "reward by")]
     rows += [(info.name, f"{info.status} ({info.pid})" if info.pid is not None else info.status,
               "-" if info.total_steps is None else f"{info.step}/{info.total_steps}",
-              figure(info.last_reward, 3),
+              figure(info.reward_mean, 3),
               "-" if info.best is None else f"{figure(info.best, 3)} at {info.best_step}",
-              format_bytes(info.size), age(info.written), info.model, info.reward)
+              format_bytes(info.bytes), age(info.written), info.model, info.reward)
              for info in found]
     print_table(rows, right=frozenset({3, 5, 6}))
 
@@ -232,10 +232,7 @@ def _root(given: Path | None) -> Path:
 def _facts(info: RunInfo) -> dict[str, Any]:
     from datetime import UTC, datetime
 
-    return {"name": info.name, "path": str(info.path.absolute()), "status": info.status,
-            "pid": info.pid, "step": info.step, "total_steps": info.total_steps,
-            "reward_mean": info.last_reward, "best": info.best, "best_step": info.best_step,
-            "bytes": info.size, "model": info.model, "reward": info.reward,
+    return {**asdict(info), "path": str(info.path.absolute()),
             "written": datetime.fromtimestamp(info.written, UTC).isoformat(timespec="seconds")}
 
 

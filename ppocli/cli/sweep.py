@@ -14,18 +14,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from ppocli import errors
 from ppocli.cli.output import complain, display_mode, print_table, say, shown_figure, split_words
 from ppocli.config import resolved, secrets
 from ppocli.config.compose import Grid, SweepJob, check, run_sweep_jobs
 from ppocli.config.words import Words, read_setting, read_words
-from ppocli.errors import (
-    CheckpointError,
-    ConfigError,
-    DiskError,
-    PpocliError,
-    StoppedError,
-    SweepError,
-)
 from ppocli.launching.launch import Caller, launch
 from ppocli.launching.opened_folder import new_folder
 from ppocli.parallel.stop import StopRequested
@@ -82,14 +75,15 @@ class _Book:
 
     def _take_over(self, left: sweeps.SweepRecord, grid: Grid | None) -> None:
         if self.words.value("resume") != "auto":
-            raise CheckpointError(
+            raise errors.CheckpointError(
                 f"{self.folder} holds a sweep already; nothing is overwritten.",
                 where="hydra.sweep.dir", fix=f"go on with it: ppocli sweep resume {self.folder}; "
                 "or choose another hydra.sweep.dir")
         if self.going_on is not None and grid != tuple(job.varied for job in left.jobs):
-            raise ConfigError("The words no longer give the jobs of this sweep.",
-                              where=str(left.folder / sweeps.SWEEP_FILE),
-                              fix="put back the values that were swept, or start another sweep")
+            raise errors.ConfigError("The words no longer give the jobs of this sweep.",
+                                     where=str(left.folder / sweeps.SWEEP_FILE),
+                                     fix="put back the values that were swept, or start another "
+                                     "sweep")
         self.known = {job.number: job for job in left.jobs}
 
     def note(self, job: sweeps.JobRecord) -> None:
@@ -128,9 +122,9 @@ def _sweep_folder(words: Words) -> tuple[Path, bool]:
         name = f"sweep-{datetime.now():%Y%m%d-%H%M%S}"
         return new_folder(Path(base).expanduser().absolute(), name), True
     except OSError as error:
-        raise DiskError(f"the sweep's folder can't be made: {error.strerror}",
-                        where=str(error.filename),
-                        fix="choose another with hydra.sweep.dir=FOLDER") from error
+        raise errors.DiskError(f"the sweep's folder can't be made: {error.strerror}",
+                               where=str(error.filename),
+                               fix="choose another with hydra.sweep.dir=FOLDER") from error
 
 
 def run_sweep(words: Words, going_on: sweeps.SweepRecord | None = None) -> None:
@@ -173,7 +167,7 @@ def run_sweep(words: Words, going_on: sweeps.SweepRecord | None = None) -> None:
     except (StopRequested, KeyboardInterrupt) as stop:
         number = stop.signal_number if isinstance(stop, StopRequested) else signal.SIGINT
         _print_table(book.ended)
-        raise StoppedError(
+        raise errors.StoppedError(
             f"the sweep was stopped by {signal.Signals(number).name} after {len(book.ended)} jobs; "
             "those that follow were not started", signal_number=number,
             fix=f"ppocli sweep resume {book.folder}" if book.begun and book.grid else None
@@ -183,11 +177,11 @@ def run_sweep(words: Words, going_on: sweeps.SweepRecord | None = None) -> None:
     _print_table(book.ended)
     failed = [job for job in book.ended if job.status != "finished"]
     if failed:
-        raise SweepError(f"{len(failed)} of {len(book.ended)} jobs failed",
-                         where=f"{book.folder}/{sweeps.SWEEP_FILE}",
-                         fix="correct what they say" + (
-                             f", then: ppocli sweep resume {book.folder}; finished jobs are kept"
-                             if book.grid else ""))
+        raise errors.SweepError(f"{len(failed)} of {len(book.ended)} jobs failed",
+                                where=f"{book.folder}/{sweeps.SWEEP_FILE}",
+                                fix="correct what they say" + (
+                                    f", then: ppocli sweep resume {book.folder}; finished jobs are "
+                                    "kept" if book.grid else ""))
 
 
 def go_on(given: str, words: Sequence[str]) -> None:
@@ -204,18 +198,19 @@ def go_on(given: str, words: Sequence[str]) -> None:
     """
     folder, words = split_words(given, words)
     if folder is None:
-        raise ConfigError(f"{given} is a setting, not a sweep.", where="command line",
-                          fix=f"name the sweep's folder first: ppocli sweep resume FOLDER {given}")
+        raise errors.ConfigError(f"{given} is a setting, not a sweep.", where="command line",
+                                 fix="name the sweep's folder first: ppocli sweep resume FOLDER "
+                                 f"{given}")
     sweep = sweeps.read_sweep(sweeps.find_sweep(folder))
     if not sweep.grid:
-        raise ConfigError(f"{sweep.folder} is no grid: its sweeper chose the jobs as it went, and "
-                          "can't be asked again.", where=str(sweep.folder / sweeps.SWEEP_FILE),
-                          fix="start another sweep")
+        raise errors.ConfigError(f"{sweep.folder} is no grid: its sweeper chose the jobs as it "
+                                 "went, and can't be asked again.", fix="start another sweep",
+                                 where=str(sweep.folder / sweeps.SWEEP_FILE))
     swept = {_key(word) for job in sweep.jobs for word in job.varied}
     given_keys = {_key(word) or "" for word in words}
     for key in sorted(given_keys):
         if key in swept or key == "resume" or key.startswith("hydra"):
-            raise ConfigError(f"{key} can't be changed: " + (
+            raise errors.ConfigError(f"{key} can't be changed: " + (
                 "its values make the jobs of this sweep." if key in swept else
                 "a sweep goes on where it is."), where="command line",
                 fix="start another sweep" if key in swept else "leave it out")
@@ -241,7 +236,7 @@ def refuse_running(folder: Path) -> None:
         job, owner = found
         what, place = f"Job {job.number} of the sweep in {folder}", Path(job.folder)
     if owner is not None:
-        raise CheckpointError(
+        raise errors.CheckpointError(
             f"{what} is still running: process {owner.pid} on {owner.host}.",
             where=str(place / LOCK), fix=f"wait for it to end, or stop it: kill {owner.pid}")
 
@@ -269,7 +264,7 @@ def _finished_before(job: SweepJob, book: _Book) -> sweeps.JobRecord | None:
             now = resolved.with_absolute_paths(check(job.compose()).config, Path.cwd())
             if resolved.config_differences(run.config, now):
                 return None
-    except PpocliError:
+    except errors.PpocliError:
         return None  # the job itself will say what is wrong
     known = book.known.get(job.number)
     if known is not None and known.status == "finished" and known.varied == job.varied:
@@ -297,7 +292,7 @@ def _run_job(job: SweepJob) -> tuple[sweeps.JobRecord, int | None]:
         outcome = launch(replace(checked, config=resolved.with_values(checked.config, place)),
                          Caller("fresh", display_mode(), say))
         code, summary, stopped_by = outcome.exit_code, outcome.summary, outcome.stopped_by
-    except PpocliError as problem:
+    except errors.PpocliError as problem:
         code, error = problem.exit_code, secrets.safe_text(str(problem))
         complain(f"Error: {error}")
         with suppress(OSError):

@@ -20,9 +20,9 @@ from ppocli.text import did_you_mean, nearest
 
 COMMAND_LINE = "command line"
 """the source of what was typed, in messages"""
-_CHOICES = {"--cfg": ("job", "hydra", "all", "deepspeed"),
+CHOICES = {"--cfg": ("job", "hydra", "all", "deepspeed"),
             "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")}
-_SHORT = {"-c": "--cfg", "-p": "--package", "-r": "--run", "-m": "--multirun",
+SHORT = {"-c": "--cfg", "-p": "--package", "-r": "--run", "-m": "--multirun",
           "-sc": "--shell-completion", "-cp": "--config-path", "-cn": "--config-name",
           "-cd": "--config-dir", "-i": "--info"}
 _WITH_VALUE = ("--cfg", "--package", "--config-path", "--config-name", "--config-dir")
@@ -125,14 +125,14 @@ def read_words(words: Sequence[str]) -> Words:
             settings += [] if word == "--" else [read_setting(word)]
             continue
         name, equals, attached = word.partition("=")
-        name = _SHORT.get(name, name)
+        name = SHORT.get(name, name)
         value = attached if equals else None
         if name in _WITH_VALUE and value is None:
             value = rest.pop(0) if rest and not rest[0].startswith("-") else None
             if value is None:
                 raise ConfigError(f"{word} needs a value", where=COMMAND_LINE,
-                                  fix=f"e.g. {word} {_CHOICES.get(name, ('NAME',))[0]}")
-        elif name == "--info" and value is None and rest and rest[0] in _CHOICES["--info"]:
+                                  fix=f"e.g. {word} {CHOICES.get(name, ('NAME',))[0]}")
+        elif name == "--info" and value is None and rest and rest[0] in CHOICES["--info"]:
             value = rest.pop(0)
         _check_flag(word, name, value)
         flags.append((name, value))
@@ -148,7 +148,7 @@ def read_words(words: Sequence[str]) -> Words:
 
 def _looks_like_setting(word: str) -> bool:
     name, equals, _ = word.partition("=")
-    return bool(equals) and not name.startswith("--") and name not in _SHORT
+    return bool(equals) and not name.startswith("--") and name not in SHORT
 
 
 def _check_flag(word: str, name: str, value: str | None) -> None:
@@ -163,9 +163,9 @@ def _check_flag(word: str, name: str, value: str | None) -> None:
                           where=COMMAND_LINE, fix=hint)
     if name in _PLAIN and value is not None:
         raise ConfigError(f"{name} takes no value", where=COMMAND_LINE)
-    if name in _CHOICES and value is not None and value not in _CHOICES[name]:
-        raise ConfigError(f"{name} {value}: must be one of {', '.join(_CHOICES[name])}"
-                          + did_you_mean(value, _CHOICES[name]), where=COMMAND_LINE)
+    if name in CHOICES and value is not None and value not in CHOICES[name]:
+        raise ConfigError(f"{name} {value}: must be one of {', '.join(CHOICES[name])}"
+                          + did_you_mean(value, CHOICES[name]), where=COMMAND_LINE)
 
 
 def _check_combination(flags: dict[str, str | None]) -> None:

@@ -35,7 +35,7 @@ def render(report: facts.Report, form: str) -> str:
         "duration": duration, "bytes": format_bytes,
         "percent": lambda share: f"{100 * share:.0f} %",
         "svg": lambda drawn: Markup(drawn.svg())}  # charts escape their own texts
-    total = duration(sum(phase.seconds for phase in report.phases)) if report.phases else ""
+    total = duration(sum(phase["seconds"] for phase in report.phases)) if report.phases else ""
     return environment.get_template(f"report.{form}.jinja").render(
         report=report, samples=report.samples, shown=samples.SHOWN, total_time=total)
 

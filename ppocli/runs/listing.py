@@ -31,17 +31,17 @@ class RunInfo:
     """of the process that writes it"""
     step: int
     total_steps: int | None
-    last_reward: float | None
+    reward_mean: float | None
     """mean score of the newest rollout"""
     best: float | None
     """largest evaluation figure so far, by ``checkpoint.metric``"""
     best_step: int | None
-    size: int
-    """bytes of everything in the folder"""
-    written: float
-    """seconds since the epoch"""
+    bytes: int
+    """of everything in the folder"""
     model: str
     reward: str
+    written: float
+    """seconds since the epoch"""
 
 
 def run_infos(root: Path) -> list[RunInfo]:
@@ -60,12 +60,12 @@ def _info(folder: Path, root: Path) -> RunInfo:
     try:
         run = read_run(folder)
     except CheckpointError:
-        return RunInfo(name, folder, "damaged", pid, 0, None, None, None, None, size, when, "?",
-                       "?")
+        return RunInfo(name, folder, "damaged", pid, 0, None, None, None, None, size, "?", "?",
+                       when)
     rewards, (best_step, best) = run.series("reward/mean"), best_evaluation(run)
     return RunInfo(name, folder, run.status, pid, run.step, run.total_steps,
-                   rewards[-1][1] if rewards else None, best, best_step, size, when,
-                   last_part(run.config.model.path), reward_names(run.config))
+                   rewards[-1][1] if rewards else None, best, best_step, size,
+                   last_part(run.config.model.path), reward_names(run.config), when)
 
 
 def best_evaluation(run: RunRecord) -> tuple[int, float] | tuple[None, None]:

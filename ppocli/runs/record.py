@@ -21,16 +21,6 @@ Status = Literal["running", "finished", "stopped", "failed", "interrupted"]
 _LOG_HEAD = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (\w+) ", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class LogLine:
-    """A message of ppocli.log; continued lines are joined with newlines."""
-
-    time: str
-    """local time of the machine that ran it: ``2026-01-31 12:00:00``"""
-    level: str
-    text: str
-
-
 @dataclass(frozen=True, slots=True)
 class Change:
     """A setting that a resume changed."""
@@ -118,14 +108,15 @@ class RunRecord:
         return [[row for row in rows if step is not None and row.get("step") == step]
                 for step in steps]
 
-    def log_lines(self) -> list[LogLine]:
-        """Everything that was said during the run."""
+    def log_lines(self) -> list[tuple[str, str, str]]:
+        """(time, level, text) of everything that was said during the run: the local time of the
+        machine that ran it, ``2026-01-31 12:00:00``; continued lines are joined with newlines."""
         try:
             text = self.folder.log.read_text(encoding="utf-8", errors="replace")
         except OSError:
             return []
         _, *parts = _LOG_HEAD.split(text)
-        return [LogLine(time, level, said.removesuffix("\n")) for time, level, said in
+        return [(time, level, said.removesuffix("\n")) for time, level, said in
                 zip(parts[::3], parts[1::3], parts[2::3], strict=True)]
 
 
