@@ -153,14 +153,13 @@ def _train(words: Words, meeting: Meeting | None = None) -> None:
     if meeting is not None:
         checked = placed(checked, meeting.launched, meeting.environ)
     if for_deepspeed:
-        from ppocli.config.deepspeed import deepspeed_config
-        from ppocli.config.resolved import with_absolute_paths
+        from ppocli.config import deepspeed, resolved
 
-        config = with_absolute_paths(checked.config, Path.cwd())
+        config = resolved.with_absolute_paths(checked.config, Path.cwd())
         if config.hardware.zero_stage == 0:
             raise ConfigError("DeepSpeed is not used: hardware.zero_stage is 0.",
                               where="hardware.zero_stage", fix="add hardware=zero2")
-        print(json.dumps(deepspeed_config(config), indent=2))
+        print(json.dumps(deepspeed.deepspeed_config(config), indent=2))
         return
     from ppocli.launching.launch import Caller, launch
 
@@ -176,13 +175,12 @@ def _train(words: Words, meeting: Meeting | None = None) -> None:
 def _take_part(launched: Launched, typed: Sequence[str]) -> NoReturn:
     """Train as one of the launcher's ranks, and leave the process; rank 0 alone reads the words."""
     from ppocli.config.words import read_words
-    from ppocli.launching.adopted_ranks import open_meeting
-    from ppocli.launching.child_process import outcome_of
+    from ppocli.launching import adopted_ranks, child_process
     from ppocli.launching.launch import follow
     from ppocli.parallel.stop import leave_at_once
 
     output.ignore_broken_pipes()
-    meeting = open_meeting(launched)
+    meeting = adopted_ranks.open_meeting(launched)
 
     def work() -> None:
         if not launched.first:
@@ -195,7 +193,7 @@ def _take_part(launched: Launched, typed: Sequence[str]) -> NoReturn:
         if words.only_prints:
             meeting.tell(None)
 
-    leave_at_once(meeting.conclude(outcome_of(launched.rank, work)))
+    leave_at_once(meeting.conclude(child_process.outcome_of(launched.rank, work)))
 
 
 # Sweeps -------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from importlib.util import find_spec
 from typing import Any
 
-from ppocli.config import keys, schema
+from ppocli.config import keys, schema, schema_ppo
 from ppocli.errors import InputError
 from ppocli.ppo.advantages import ESTIMATORS, Estimator
 
@@ -154,7 +154,7 @@ def value_function_rules(config: schema.TrainConfig) -> keys.Rules:
            "model.reference.kind=copy, or leave the path out")
 
 
-def require_optimizer(optimizer: schema.OptimizerConfig) -> None:
+def require_optimizer(optimizer: schema_ppo.OptimizerConfig) -> None:
     """Raise unless the package that an optimizer comes from is installed.
 
     Raises:
@@ -166,13 +166,13 @@ def require_optimizer(optimizer: schema.OptimizerConfig) -> None:
                          fix='pip install "ppocli[8bit]", or use ppo.optimizer.name=adamw')
 
 
-def value_optimizer(ppo: schema.PPOConfig) -> schema.OptimizerConfig:
+def value_optimizer(ppo: schema.PPOConfig) -> schema_ppo.OptimizerConfig:
     """The value function's optimizer: the policy's, with what is set for it alone laid over."""
     lr = ppo.optimizer.lr if ppo.optimizer.value_lr is None else ppo.optimizer.value_lr
     return replace(ppo.optimizer, lr=lr, value_lr=None, **_given(ppo.value_optimizer))
 
 
-def value_scheduler(ppo: schema.PPOConfig) -> schema.SchedulerConfig:
+def value_scheduler(ppo: schema.PPOConfig) -> schema_ppo.SchedulerConfig:
     """The value function's schedule: the policy's, with what is set for it alone laid over."""
     return replace(ppo.scheduler, **_given(ppo.value_scheduler))
 

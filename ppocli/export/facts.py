@@ -218,15 +218,14 @@ def _prompts_digest(run_dir: Path | None) -> str | None:
 
 def _loaded(target: Target, config: schema.TrainConfig) -> tuple[str, dict[str, Any]]:
     """Digest of the weights and the run's sampling at evaluation, as an evaluation tells them."""
-    from ppocli.models.loading.adapters import tensors_digest
-    from ppocli.models.loading.language_model import load_lm, load_tokenizer
+    from ppocli.models.loading import adapters, language_model
     from ppocli.tasks.ppo.session import sampling_specs
 
     quiet_transformers()
     own = replace(config.model, path=target.model, tokenizer_path=None, revision=None)
-    loaded = load_lm(own)
-    spec = sampling_specs(config.generation, load_tokenizer(own), loaded)[1]
-    return tensors_digest(loaded.lm.state_dict()), json.loads(json.dumps(asdict(spec)))
+    loaded = language_model.load_lm(own)
+    spec = sampling_specs(config.generation, language_model.load_tokenizer(own), loaded)[1]
+    return adapters.tensors_digest(loaded.lm.state_dict()), json.loads(json.dumps(asdict(spec)))
 
 
 def without_folders(value: Any, key: str = "") -> Any:

@@ -43,20 +43,6 @@ class Compared:
 
 
 @dataclass(frozen=True, slots=True)
-class Wins:
-    """How often the responses of one run score higher than those of another."""
-
-    run: str
-    against: str
-    prompts: int
-    """responses compared; those without a valid score aren't"""
-    rate: float | None
-    """share of wins, ties counted half; None where nothing can be compared"""
-    reason: str | None
-    """why there is no rate"""
-
-
-@dataclass(frozen=True, slots=True)
 class Comparison:
     """Everything that ``ppocli compare`` shows."""
 
@@ -65,8 +51,10 @@ class Comparison:
     """what ``Compared.equal`` refers to"""
     differences: list[tuple[str, list[Any]]]
     """(key, value of each run) for every setting that isn't the same in all"""
-    wins: list[Wins]
-    """of each further run against the first"""
+    wins: list[dict[str, Any]]
+    """how often the responses of each further run score higher than the first's: ``run``,
+    ``against``, ``prompts`` compared (without a valid score they aren't), ``rate`` (share of wins,
+    ties counted half; None where nothing can be compared), ``reason`` (why there is no rate)"""
 
 
 def compare_runs(runs: Sequence[record.RunRecord]) -> Comparison:
@@ -105,10 +93,13 @@ def _differences(runs: Sequence[record.RunRecord]) -> list[tuple[str, list[Any]]
     return [(key, [of_run.get(key) for of_run in values]) for key in keys]
 
 
-def _wins(base: record.RunRecord, run: record.RunRecord, base_name: str, name: str) -> Wins:
+def _wins(base: record.RunRecord, run: record.RunRecord, base_name: str, name: str
+          ) -> dict[str, Any]:
     """Scores of the newest evaluations on the same prompts, one by one."""
-    def no(reason: str) -> Wins:
-        return Wins(name, base_name, 0, None, reason)
+    def no(reason: str) -> dict[str, Any]:
+        return {**found, "reason": reason}
+
+    found = {"run": name, "against": base_name, "prompts": 0, "rate": None, "reason": None}
 
     judged = [key for key, _, _ in config_differences(base.config, run.config)
               if key.startswith("reward.") and key not in _CALLING]
@@ -124,7 +115,7 @@ def _wins(base: record.RunRecord, run: record.RunRecord, base_name: str, name: s
     if not pairs:
         return no("no response has a valid score")
     won = sum(1.0 if a > b else 0.5 if a == b else 0.0 for a, b in pairs)
-    return Wins(name, base_name, len(pairs), won / len(pairs), None)
+    return {**found, "prompts": len(pairs), "rate": won / len(pairs)}
 
 
 def _final_samples(run: record.RunRecord) -> list[dict[str, Any]]:
