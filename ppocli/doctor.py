@@ -20,16 +20,8 @@ from ppocli.config.hub import hub_reachable, offline_variable
 from ppocli.doctor_probes import TOLERANCE, Check, Finding, Surroundings, ask
 from ppocli.errors import DiskError
 from ppocli.parallel.host_memory import host_room
+from ppocli.storage import environment, run_folder
 from ppocli.storage.atomic import format_bytes, free_bytes
-from ppocli.storage.environment import (
-    home_shortened,
-    hub_home,
-    installed_version,
-    nvidia_driver,
-    usable_cores,
-    without_credentials,
-)
-from ppocli.storage.run_folder import probe_writable
 from ppocli.text import counted
 
 HYDRA_PLUGINS = ("hydra-optuna-sweeper", "hydra-joblib-launcher", "hydra-submitit-launcher",
@@ -61,7 +53,7 @@ def python(around: Surroundings) -> Finding:
 
 def _version(name: str) -> Version | None:
     with suppress(InvalidVersion):
-        return Version(installed_version(name) or "")
+        return Version(environment.installed_version(name) or "")
     return None
 
 
@@ -131,7 +123,7 @@ def hydra(around: Surroundings) -> Finding:
 def accelerate(around: Surroundings) -> Finding:
     """Settings of accelerate that a run would take over without a word: a default configuration
     file (``accelerate launch`` reads it), and variables (every process does)."""
-    file = hub_home() / "accelerate/default_config.yaml"
+    file = environment.hub_home() / "accelerate/default_config.yaml"
     set_here = sorted(name for name in os.environ if name.startswith("ACCELERATE_"))
     ranks = os.environ.get("WORLD_SIZE", "1")
     if set_here:
@@ -142,14 +134,14 @@ def accelerate(around: Surroundings) -> Finding:
                        "rank of a launcher", "unset WORLD_SIZE RANK LOCAL_RANK")
     if file.is_file():
         return Finding("warning", "`accelerate launch` takes settings from "
-                       f"{home_shortened(str(file))}",
+                       f"{environment.home_shortened(str(file))}",
                        "give it --config_file, or move that file away")
     return Finding("ok", "no default configuration file, no variables")
 
 
 def deepspeed(around: Surroundings) -> Finding:
     """Whether DeepSpeed can be imported: transformers does so when it saves a model."""
-    found = installed_version("deepspeed")
+    found = environment.installed_version("deepspeed")
     if found is None:
         return Finding("warning", "not installed", "pip install 'deepspeed>=0.17,<1'")
     answer = ask("import", "deepspeed", seconds=60)
@@ -191,7 +183,7 @@ def shm(around: Surroundings) -> Finding:
 
 def threads(around: Surroundings) -> Finding:
     """Threads that torch computes with against cores that it may use."""
-    cores = usable_cores(around.root)
+    cores = environment.usable_cores(around.root)
     given = os.environ.get("OMP_NUM_THREADS")
     fix = f"export OMP_NUM_THREADS={cores}, or hardware.num_threads={cores}"
     if given and not re.fullmatch(r"\s*[1-9]\d*(\s*,\s*[1-9]\d*)*\s*", given):
@@ -206,7 +198,7 @@ def threads(around: Surroundings) -> Finding:
 # Where runs and downloads go ----------------------------------------------------------------------
 def disk(around: Surroundings) -> Finding:
     """Free space where runs and downloads go."""
-    hub_cache = Path(os.environ.get("HF_HUB_CACHE") or hub_home() / "hub").expanduser()
+    hub_cache = Path(os.environ.get("HF_HUB_CACHE") or environment.hub_home() / "hub").expanduser()
     places = {"runs": around.folder, "Hub cache": hub_cache}
     free = {name: count for name, path in places.items()
             if (count := free_bytes(path)) is not None}
@@ -223,15 +215,15 @@ def output(around: Surroundings) -> Finding:
     folder = around.folder.absolute()
     new = [part for part in (folder, *folder.parents) if not os.path.lexists(part)]
     try:
-        probe_writable(around.folder)
+        run_folder.probe_writable(around.folder)
     except DiskError as error:
         return Finding("fail", error.what, "choose another folder: output_dir=FOLDER")
     finally:
         for part in new:  # folders that had to be made for it
             with suppress(OSError):
                 part.rmdir()
-    return Finding("ok", f"{home_shortened(str(around.folder))}: files can be written, synced and "
-                   "renamed")
+    return Finding("ok", f"{environment.home_shortened(str(around.folder))}: files can be "
+                   "written, synced and renamed")
 
 
 # The Hub ------------------------------------------------------------------------------------------
@@ -244,7 +236,7 @@ def hub(around: Surroundings) -> Finding:
     if urlsplit(endpoint).scheme not in ("http", "https"):
         return Finding("fail", "HF_ENDPOINT is no http or https address",
                        "unset it, or give an address such as https://huggingface.co")
-    shown = without_credentials(endpoint)
+    shown = environment.without_credentials(endpoint)
     if hub_reachable():
         return Finding("ok", f"{shown} can be reached")
     return Finding("warning", f"{shown} doesn't answer within 2 s: only models and data on this "
@@ -274,7 +266,7 @@ def _token_place() -> str | None:
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         if os.environ.get(name, "").strip():
             return name
-    file = Path(os.environ.get("HF_TOKEN_PATH") or hub_home() / "token").expanduser()
+    file = Path(os.environ.get("HF_TOKEN_PATH") or environment.hub_home() / "token").expanduser()
     with suppress(OSError):
         return "hf auth login" if file.read_text(errors="replace").strip() else None
     return None
@@ -283,7 +275,7 @@ def _token_place() -> str | None:
 # torch, and what it computes on -------------------------------------------------------------------
 def torch(around: Surroundings) -> Finding:
     """Whether torch can be imported, and fits the NVIDIA driver, if there is one."""
-    facts, driver = around.torch, nvidia_driver(around.root)
+    facts, driver = around.torch, environment.nvidia_driver(around.root)
     if "error" in facts:
         return Finding("fail", f"torch can't be imported: {facts['error']}",
                        f"install it again; {_INSTALL_TORCH}")

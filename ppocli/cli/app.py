@@ -7,16 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
+from ppocli.cli import export, machine, output, plot, runs, serve, settings
 from ppocli.cli.eval import evaluate
-from ppocli.cli.export import export_command
 from ppocli.cli.generate import chat, generate
-from ppocli.cli.machine import doctor, env, print_estimate
 from ppocli.cli.options import WORDS, Command, HydraCommand, flag, option
-from ppocli.cli.output import code_of, leave, say, set_manner, survive_any_terminal
-from ppocli.cli.plot import plot_runs
-from ppocli.cli.runs import compare, report, runs_app, watch
-from ppocli.cli.serve import serve_reward
-from ppocli.cli.settings import print_schema, recipes_app, validate
 from ppocli.cli.train import resume, sweep_app, train, train_help
 from ppocli.errors import ConfigError, DiskError
 from ppocli.text import did_you_mean
@@ -54,7 +48,7 @@ def _options(
         local_rank: int | None = option("N", "What DeepSpeed's launcher adds; LOCAL_RANK says the "
             "same.", "--local_rank", "--local-rank", hidden=True)) -> None:
     """Options before the command."""
-    set_manner(quiet=quiet, verbose=verbose, no_color=no_color)
+    output.set_manner(quiet=quiet, verbose=verbose, no_color=no_color)
 
 
 def completion(
@@ -89,7 +83,7 @@ def completion(
         raise DiskError(f"the completion can't be installed: {error}", where=str(Path.home()),
                         fix=f"ppocli completion {name} > FILE, and have the shell read it"
                         ) from error
-    say(f"completion for {name} takes effect in new shells; the script:")
+    output.say(f"completion for {name} takes effect in new shells; the script:")
     print(path)
 
 
@@ -119,33 +113,33 @@ _HYDRA: dict[str, Any] = {"cls": HydraCommand, "context_settings": WORDS}
 # in the order in which --help lists them
 app.command(**_HYDRA, help=train_help())(train)
 app.command(**_HYDRA)(resume)
-app.command(cls=Command)(watch)
+app.command(cls=Command)(runs.watch)
 app.command("eval", cls=Command)(evaluate)
 app.command(cls=Command)(generate)
 app.command(cls=Command)(chat)
-app.command("export", cls=Command)(export_command)
-app.command(cls=Command)(report)
-app.command("plot", cls=Command)(plot_runs)
-app.command(cls=Command)(compare)
-app.add_typer(runs_app, name="runs")
+app.command("export", cls=Command)(export.export_command)
+app.command(cls=Command)(runs.report)
+app.command("plot", cls=Command)(plot.plot_runs)
+app.command(cls=Command)(runs.compare)
+app.add_typer(runs.runs_app, name="runs")
 app.add_typer(sweep_app, name="sweep")
-app.add_typer(recipes_app, name="recipes")
-app.command("serve-reward", **_HYDRA)(serve_reward)
-app.command(**_HYDRA)(validate)
-app.command("schema", cls=Command)(print_schema)
-app.command("estimate", **_HYDRA)(print_estimate)
-app.command(cls=Command)(env)
-app.command(cls=Command)(doctor)
+app.add_typer(settings.recipes_app, name="recipes")
+app.command("serve-reward", **_HYDRA)(serve.serve_reward)
+app.command(**_HYDRA)(settings.validate)
+app.command("schema", cls=Command)(settings.print_schema)
+app.command("estimate", **_HYDRA)(machine.print_estimate)
+app.command(cls=Command)(machine.env)
+app.command(cls=Command)(machine.doctor)
 app.command(cls=Command)(completion)
 
 
 def main() -> None:
     """The console script."""
-    survive_any_terminal()
+    output.survive_any_terminal()
     if _COMPLETING in os.environ:
         from typer.completion import completion_init
 
         # Typer wraps help at the width of a terminal; a second line would be one more offer
         os.environ.update(COLUMNS="10000", TERMINAL_WIDTH="10000")
         completion_init()  # what answers shells in Typer's way
-    leave(code_of(lambda: app(prog_name="ppocli")))
+    output.leave(output.code_of(lambda: app(prog_name="ppocli")))

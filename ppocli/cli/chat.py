@@ -8,15 +8,8 @@ from itertools import chain
 from types import FrameType
 from typing import Any
 
+from ppocli.cli import sampling_request
 from ppocli.cli.output import complain, model_text, say, working
-from ppocli.cli.sampling_request import (
-    MAX_SEED,
-    ChosenModels,
-    SamplingRequest,
-    find_models,
-    loaded,
-    say_idle,
-)
 from ppocli.config.schema import GenerationConfig
 from ppocli.errors import ConfigError, PpocliError, StoppedError
 from ppocli.evaluation.player import CHANGEABLE, Player, changed_sampling, scores_of
@@ -36,15 +29,15 @@ HELP = """\
 //text           a text that begins with a slash"""
 
 
-def converse(request: SamplingRequest) -> None:
+def converse(request: sampling_request.SamplingRequest) -> None:
     """Chat until the user leaves.
 
     Raises:
         PpocliError: a model or the reward can't be loaded.
         StoppedError: left by Ctrl-C.
     """
-    chosen = find_models(request)
-    with working(), loaded(request, chosen) as (players, generation, judge):
+    chosen = sampling_request.find_models(request)
+    with working(), sampling_request.loaded(request, chosen) as (players, generation, judge):
         if request.system is not None and not players[0].has_chat_template:
             raise ConfigError(f"The tokenizer of {players[0].name} has no chat template for a "
                               "system message.", where="--system", fix="leave it out")
@@ -101,7 +94,8 @@ class Conversation:
 class Chat:
     """The state between two lines of the user."""
 
-    def __init__(self, request: SamplingRequest, chosen: ChosenModels, players: Sequence[Player],
+    def __init__(self, request: sampling_request.SamplingRequest,
+                 chosen: sampling_request.ChosenModels, players: Sequence[Player],
                  generation: GenerationConfig, reward: Reward | None) -> None:
         self._cfg = chosen.cfg
         self._generation = generation
@@ -152,7 +146,8 @@ class Chat:
             self._forget()
             complain("forgotten")
         elif name == "/seed":
-            if len(values) != 1 or not values[0].isdecimal() or int(values[0]) >= MAX_SEED:
+            if len(values) != 1 or not values[0].isdecimal() \
+                    or int(values[0]) >= sampling_request.MAX_SEED:
                 raise ConfigError(f"/seed {' '.join(values)}: it takes a number from 0.",
                                   fix="/seed 1")
             self._seed, self._asked = int(values[0]), 0
@@ -171,7 +166,7 @@ class Chat:
         changes = {name: getattr(self._generation, name) for name in CHANGEABLE}
         changes |= {name: _value(text) for name, _, text in pairs}
         self._generation = changed_sampling(self._cfg, changes)
-        say_idle(self._generation, [name for name, _, _ in pairs])
+        sampling_request.say_idle(self._generation, [name for name, _, _ in pairs])
         complain(self._sampling())
 
     def _sampling(self) -> str:

@@ -65,7 +65,7 @@ def evaluate(
       ppocli eval runs/NAME --min-reward 0.8 --json
     """
     from ppocli.config.resolved import with_absolute_paths
-    from ppocli.evaluation.request import EvalRequest
+    from ppocli.evaluation.request import PICTURE, RESULT, SAMPLES, EvalRequest
     from ppocli.launching.target_config import target_config
     from ppocli.runs.target import find_target
 
@@ -77,7 +77,6 @@ def evaluate(
     cfg = target_config(target, request.overrides(target), needs_reward=True, needs_prompts=True)
     cfg = with_absolute_paths(cfg, Path.cwd())
     with working() as stop:
-        from ppocli.evaluation.request import PICTURE, RESULT, SAMPLES
         from ppocli.evaluation.work import run_evaluation
         from ppocli.training.task import PythonObjects
 
@@ -242,7 +241,7 @@ def _hindrance(frontier: dict[str, Any], sampling: dict[str, Any]) -> str:
 
 def _sample_lines(path: Path, count: int) -> Iterator[str]:
     """One response to each of the first prompts: the policy's, and that of the next model."""
-    from ppocli.runs.record import read_jsonl
+    from ppocli.storage.run_logs import read_jsonl
 
     shown: dict[int, list[dict[str, Any]]] = {}
     for row in read_jsonl(path) if count else ():

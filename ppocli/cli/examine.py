@@ -12,28 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppocli.cli.output import print_json, reward_labels, say, working
+from ppocli.config import resolved, schema, secrets
 from ppocli.config.compose import Composed, SweepJob, compose, run_sweep_jobs
 from ppocli.config.keys import schema_keys
 from ppocli.config.problems import DEFAULT_SOURCE, OUR_ENGINES, Problem
-from ppocli.config.resolved import CONFIG_FILE, with_absolute_paths
-from ppocli.config.schema import PromptsConfig, RewardConfig, TrainConfig, planned_episodes
-from ppocli.config.secrets import safe_text
 from ppocli.config.words import Words, read_words
-from ppocli.data.render import metadata, prompt_texts, take_rows
-from ppocli.data.sources import (
-    PromptSpec,
-    evaluation_spec,
-    names_hub_dataset,
-    open_rows,
-    training_spec,
-)
+from ppocli.data import render, sources
 from ppocli.errors import CheckpointError, ConfigError, DiskError, PpocliError
-from ppocli.launching.opened_folder import (
-    changes_on_resume,
-    check_deepspeed,
-    missing_inputs,
-    refuse_taken,
-)
+from ppocli.launching import opened_folder
 from ppocli.rewards.scoring import check_reward_config
 from ppocli.storage.checkpoints import find_latest
 from ppocli.storage.run_folder import RunFolder, probe_writable
@@ -80,7 +66,7 @@ class Examined:
 
     problems: list[PpocliError] = field(default_factory=list)
     plans: list[Plan] = field(default_factory=list)
-    config: TrainConfig | None = None
+    config: schema.TrainConfig | None = None
 
     @contextmanager
     def taking(self) -> Iterator[None]:
@@ -171,7 +157,7 @@ def _examine_job(job: SweepJob) -> Examined:
 
 # Inputs -------------------------------------------------------------------------------------------
 
-def _examine_config(composed: Composed, config: TrainConfig, found: Examined
+def _examine_config(composed: Composed, config: schema.TrainConfig, found: Examined
                     ) -> tuple[int | None, frozenset[str]]:
     """Settings; then models, DeepSpeed's file, prompts and rewards, apart from keys that are wrong
     already. Returns how many training prompts there are, and the wrong keys."""
@@ -180,10 +166,10 @@ def _examine_config(composed: Composed, config: TrainConfig, found: Examined
     found.add([_config_error(problem, composed.hint) for problem in problems])
     wrong = frozenset(key for problem in problems for key in problem.key.split(", "))
     if not wrong & {"model.path", "model.tokenizer_path"}:
-        found.add(missing_inputs(config))
+        found.add(opened_folder.missing_inputs(config))
     if not any(key.startswith("hardware") for key in wrong):
         with found.taking():
-            check_deepspeed(config)
+            opened_folder.check_deepspeed(config)
     count, columns = None, None
     if not any(key.startswith("prompts") for key in wrong):
         count, columns = _examine_prompts(config.prompts, found)
@@ -204,37 +190,37 @@ def _examine_config(composed: Composed, config: TrainConfig, found: Examined
     return count, wrong
 
 
-def _examine_prompts(prompts: PromptsConfig, found: Examined
+def _examine_prompts(prompts: schema.PromptsConfig, found: Examined
                      ) -> tuple[int | None, list[str] | None]:
     """How many training prompts there are and the metadata columns that rewards will get, None
     where that isn't known without the Hub."""
     count: int | None = None
     columns: list[str] | None = None
-    for spec_of in (training_spec, evaluation_spec):
+    for spec_of in (sources.training_spec, sources.evaluation_spec):
         with found.taking():
             spec = spec_of(prompts, None)
             rows = _rows(spec)
-            names = list(metadata(rows, spec)) if rows else []
-            if spec_of is training_spec and rows is not None:
+            names = list(render.metadata(rows, spec)) if rows else []
+            if spec_of is sources.training_spec and rows is not None:
                 count = len(rows) if spec.has_source else 1  # the BOS token alone
                 columns = names
     return count, columns
 
 
-def _rows(spec: PromptSpec) -> list[Any] | None:
+def _rows(spec: sources.PromptSpec) -> list[Any] | None:
     """The rows of a source on this machine; None for a data set of the Hub."""
     if not spec.has_source:
         return []
-    if spec.path is not None and names_hub_dataset(spec.path):
+    if spec.path is not None and sources.names_hub_dataset(spec.path):
         return None
-    rows = take_rows(open_rows(spec, []), spec, [],
-                     most=spec.limit if spec.key == "prompts" else None)
+    rows = render.take_rows(sources.open_rows(spec, []), spec, [],
+                            most=spec.limit if spec.key == "prompts" else None)
     if not spec.chat:  # a chat template is the tokenizer's, which isn't loaded here
-        prompt_texts(rows, spec, None)  # type: ignore[arg-type]
+        render.prompt_texts(rows, spec, None)  # type: ignore[arg-type]
     return rows
 
 
-def _reward_parts(reward: RewardConfig) -> Iterator[RewardConfig]:
+def _reward_parts(reward: schema.RewardConfig) -> Iterator[schema.RewardConfig]:
     """The rewards and the metric one by one: the first that fails must not hide the next."""
     if reward.fns:
         for name, entry in reward.fns.items():
@@ -247,7 +233,7 @@ def _reward_parts(reward: RewardConfig) -> Iterator[RewardConfig]:
 
 # The folder ---------------------------------------------------------------------------------------
 
-def _taken(config: TrainConfig, folder: Path, resume_from: Path | None, *, settled: bool
+def _taken(config: schema.TrainConfig, folder: Path, resume_from: Path | None, *, settled: bool
            ) -> Iterator[PpocliError]:
     """Whether the run may have its folder: a new one, or one that it goes on with.
 
@@ -255,13 +241,14 @@ def _taken(config: TrainConfig, folder: Path, resume_from: Path | None, *, settl
         settled: the configuration has no problems, so that it can be compared with the run's own.
     """
     goes_on = resume_from is not None or (
-        config.resume == "auto" and (folder / CONFIG_FILE).is_file())
+        config.resume == "auto" and (folder / resolved.CONFIG_FILE).is_file())
     try:
         if not goes_on:
-            refuse_taken(folder, config)
+            opened_folder.refuse_taken(folder, config)
             return
         if settled:
-            changes_on_resume(folder.absolute(), with_absolute_paths(config, Path.cwd()))
+            opened_folder.changes_on_resume(folder.absolute(),
+                                            resolved.with_absolute_paths(config, Path.cwd()))
     except CheckpointError as error:
         yield error
     checkpoints = RunFolder(folder).checkpoints
@@ -292,8 +279,8 @@ def _config_error(problem: Problem, fix: str | None) -> ConfigError:
                        fix=fix or hint)
 
 
-def _plan(config: TrainConfig, prompts: int | None, folder: Path) -> Plan:
-    samples = planned_episodes(config.ppo)
+def _plan(config: schema.TrainConfig, prompts: int | None, folder: Path) -> Plan:
+    samples = schema.planned_episodes(config.ppo)
     return Plan(config.model.path, reward_labels(config.reward), prompts,
                 -(-samples // config.ppo.num_rollouts), samples, config.ppo.num_rollouts,
                 config.hardware.device, config.hardware.precision, str(folder))
@@ -349,7 +336,7 @@ def _as_json(problems: Sequence[PpocliError], plans: Sequence[Plan], rehearsal: 
     answer: dict[str, Any] = {
         "valid": not problems, "exit_code": problems[0].exit_code if problems else 0,
         "problems": [{"exit_code": error.exit_code,
-                      **{part: text and safe_text(text) for part, text in (
+                      **{part: text and secrets.safe_text(text) for part, text in (
                           ("what", error.what), ("where", error.where), ("fix", error.fix))}}
                      for error in problems],
         "runs": [asdict(plan) for plan in plans]}

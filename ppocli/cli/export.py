@@ -105,14 +105,13 @@ def export(request: ExportRequest, as_json: bool) -> None:
 def _write(plan: ExportPlan, request: ExportRequest, mask: Mask, tell: Any) -> dict[str, Any]:
     from ppocli.export.folder import write_export
     from ppocli.export.request import check_destination, shown
-    from ppocli.storage.atomic import repair_published
-    from ppocli.storage.run_folder import lock_beside
+    from ppocli.storage import atomic, run_folder
 
     tell(f"exporting {plan.name} as {plan.written} ({format_bytes(plan.bytes)}) to "
          f"{shown(plan.target)}")
     with (working(fix="nothing was written; export again") as stop,
-          lock_beside(plan.target, "name another folder: --output DIR")):
-        repair_published(plan.target)
+          run_folder.lock_beside(plan.target, "name another folder: --output DIR")):
+        atomic.repair_published(plan.target)
         check_destination(request, plan.target, plan.source)  # another export may have ended there
         verified = write_export(plan, mask, stop.check)
     tell(verified.sentence())
@@ -139,7 +138,7 @@ def _dry_run(plan: ExportPlan | Existing, request: ExportRequest, folder: Path, 
         lines = [f"would export:  {told['source']} ({shown(plan.source)})",
                  f"would write:   {shown(folder)}" + (" (replaced)" if replaced else ""),
                  f"weights:       {len(plan.tensors)} tensors, {cast}, {format_bytes(plan.bytes)} "
-                 f"in {counted(len(plan.weights.filename_to_tensors), 'file')}",
+                 f"in {counted(len(plan.shards.filename_to_tensors), 'file')}",
                  f"files:         {', '.join(told['files'])}",
                  "would verify:  reload with transformers; tensors, logits on 2 prompts, tokenizer"]
     if request.to_hub:

@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ppocli.cli.output import complain, say
-from ppocli.config.resolved import NEXT_CONFIG_FILE, read_config
-from ppocli.config.schema import planned_episodes
-from ppocli.display.console import row_lines
-from ppocli.display.dashboard import Dashboard
+from ppocli.config import resolved, schema
+from ppocli.display import console, dashboard
 from ppocli.errors import CheckpointError, ConfigError, InputError, PpocliError
 from ppocli.parallel.host_memory import resident_mib
 from ppocli.runs.record import is_run, read_run
@@ -32,7 +30,7 @@ class Follower:
     """What has been seen of a run; prints what is new, and feeds a live view's board."""
 
     def __init__(self, folder: Path, shown: str, from_start: bool, as_json: bool) -> None:
-        self.board = Dashboard(shown, self._memory)
+        self.board = dashboard.Dashboard(shown, self._memory)
         self._run = RunFolder(folder)
         self._shown = shown
         self._as_json = as_json
@@ -50,8 +48,8 @@ class Follower:
         alive = self._is_alive()
         if self._has_changed(self._run.config):
             with suppress(PpocliError):
-                ppo = read_config(self._run.config).ppo
-                self._total = -(-planned_episodes(ppo) // ppo.num_rollouts)
+                ppo = resolved.read_config(self._run.config).ppo
+                self._total = -(-schema.planned_episodes(ppo) // ppo.num_rollouts)
         dropped, lines = self._metrics.poll()
         rows = list(filter(None, map(row_of_step, lines)))
         if dropped:
@@ -131,7 +129,7 @@ class Follower:
             rows, self._past = rows[-self._past:], None
         for row in rows:
             lines = [json.dumps(finite_or_null(row), ensure_ascii=False)] if self._as_json \
-                else row_lines(row, self._total)
+                else console.row_lines(row, self._total)
             for line in lines:
                 print(line, flush=True)
 
@@ -252,7 +250,7 @@ def _has_begun(folder: Path) -> bool:
 
 def may_begin(folder: Path) -> bool:
     """Whether a process may be loading for this run that has not taken the folder's lock yet."""
-    signs = [folder / NEXT_CONFIG_FILE]
+    signs = [folder / resolved.NEXT_CONFIG_FILE]
     if not is_run(folder):
         signs.append(RunFolder(folder).config)
     for sign in signs:

@@ -179,8 +179,7 @@ def read_prompts(file: str | None, column: str, lines: list[str] | None, *, chat
         InputError: the file is missing, unreadable or empty, or lacks the column.
     """
     from ppocli.config.schema import PromptsConfig
-    from ppocli.data.render import metadata, take_rows
-    from ppocli.data.sources import open_rows, training_spec
+    from ppocli.data import render, sources
 
     notes: list[str] = []
     path = None if lines is not None else file
@@ -188,9 +187,9 @@ def read_prompts(file: str | None, column: str, lines: list[str] | None, *, chat
         path = f"./{path}"  # a file, never a data set on the Hub
     cfg = PromptsConfig(column=column, chat=chat, items=lines, path=path)
     try:
-        spec = training_spec(cfg, None)
-        rows = take_rows(open_rows(spec, notes), spec, notes)
-        columns = metadata(rows, spec)
+        spec = sources.training_spec(cfg, None)
+        rows = render.take_rows(sources.open_rows(spec, notes), spec, notes)
+        columns = render.metadata(rows, spec)
     except PpocliError as error:
         for key, option in _OPTIONS:
             error.where = error.where and error.where.replace(key, option)

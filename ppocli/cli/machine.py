@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -312,6 +313,7 @@ def doctor(folder: Annotated[Path, typer.Argument(
             print("\r\x1b[K" + (name and f"checking {name} ..."), end="", file=sys.stderr,
                   flush=True)
 
+    tell: Callable[[str], None] = say if as_json else partial(print, flush=True)
     results: list[dict[str, Any]] = []
     for name, found, seconds in run_checks(CHECKS, Surroundings(folder), begin=begin):
         begin("")
@@ -320,10 +322,7 @@ def doctor(folder: Annotated[Path, typer.Argument(
         if found.fix is not None and found.verdict != "ok":
             lines.append(f"{'':<8} {'':<{width}}  fix: {found.fix}")
         for line in lines:
-            if as_json:
-                say(line)
-            else:
-                print(line, flush=True)
+            tell(line)
     if as_json:
         print_json(results)
     failed = [result["name"] for result in results if result["verdict"] == "fail"]

@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand
 
 from ppocli.builtin.names import config_groups, recipe_files
-from ppocli.cli.output import ending
+from ppocli.cli.output import code_of, leave
 
 WORDS = {"ignore_unknown_options": True, "allow_extra_args": True}
 """context settings of commands that take words with leading dashes for Hydra"""
@@ -25,9 +25,6 @@ HYDRA_FLAGS = {
     "--package": "with --cfg: a part of it", "--info": "where configuration comes from",
     "--config-dir": "a folder with your own recipes or config groups",
     "--config-name": "another primary config", "--hydra-help": "Hydra's own help"}
-_CFG = ("job", "hydra", "all", "deepspeed")
-_FLAG_VALUES = {"--cfg": _CFG, "-c": _CFG,
-                "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")}
 
 Record = TypeVar("Record")
 
@@ -36,9 +33,9 @@ class Command(TyperCommand):
     """A command whose function ends the process: with a message and an exit code of its own."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the function; see :func:`ppocli.cli.output.ending`."""
+        """Run the function; see :func:`ppocli.cli.output.code_of`."""
         invoke = super().invoke
-        ending(lambda: invoke(ctx))
+        leave(code_of(lambda: invoke(ctx)))
 
 
 class HydraCommand(Command):
@@ -102,11 +99,12 @@ def complete_word(words: Sequence[str], incomplete: str) -> list[str]:
         incomplete: its beginning; where bash has broken it, only what follows the break.
     """
     from ppocli.config.keys import schema_keys
+    from ppocli.config.words import CHOICES, SHORT
 
     whole, kept = _joined(words, incomplete)
     previous = whole[-1] if whole else ""
-    if not kept and previous in _FLAG_VALUES:
-        return [value for value in _FLAG_VALUES[previous] if value.startswith(incomplete)]
+    if not kept and (flag := SHORT.get(previous, previous)) in CHOICES:
+        return [value for value in CHOICES[flag] if value.startswith(incomplete)]
     # bash may stand right behind KEY=, and Typer has dropped the =
     if not kept and not incomplete and "=" not in previous and (offers := _values(previous, "")):
         return offers

@@ -138,17 +138,12 @@ def ignore_broken_pipes() -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
 
 
-def ending(run: Callable[[], object]) -> NoReturn:
-    """Run a command and leave the process with its exit code.
+def code_of(run: Callable[[], object]) -> int:
+    """The exit code of a command, after it has said what went wrong.
 
     A ``PpocliError`` is one short message (its traceback too with ``PPOCLI_DEBUG=1``), Ctrl-C is
     130, a reader that went away 141; any other exception keeps its traceback and is 1.
     """
-    leave(code_of(run))
-
-
-def code_of(run: Callable[[], object]) -> int:
-    """The exit code of a command, after it has said what went wrong."""
     try:
         run()
         sys.stdout.flush()

@@ -9,8 +9,9 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,7 +22,7 @@ from ppocli.text import clean, figure, format_bytes
 
 if TYPE_CHECKING:
     from ppocli.report.compare import At, Comparison
-    from ppocli.runs.listing import Removal, RunInfo
+    from ppocli.runs.listing import Removal
     from ppocli.runs.record import RunRecord
 
 
@@ -133,7 +134,7 @@ def compare(
     print_json({"episodes": found.episodes, "runs": [asdict(run) for run in found.runs],
                 "config_differences": {key: dict(zip(names, values, strict=True))
                                        for key, values in found.differences},
-                "win_rates": [asdict(wins) for wins in found.wins]})
+                "win_rates": found.wins})
 
 
 def read_runs(given: Sequence[str]) -> list[RunRecord]:
@@ -165,9 +166,9 @@ def _print_comparison(found: Comparison) -> None:
     print_table(rows)
     print()
     for wins in found.wins:
-        rate = f"none, {wins.reason}" if wins.rate is None else (
-            f"{100 * wins.rate:.1f} % on {wins.prompts} shared prompts, ties half")
-        print(f"win rate of {wins.run} over {wins.against}: {rate}")
+        rate = f"none, {wins['reason']}" if wins["rate"] is None else (
+            f"{100 * wins['rate']:.1f} % on {wins['prompts']} shared prompts, ties half")
+        print(f"win rate of {wins['run']} over {wins['against']}: {rate}")
 
 
 def _section(heading: str, moments: Sequence[At]) -> list[list[str]]:
@@ -207,7 +208,9 @@ def print_runs(folder: Folder = None, as_json: AsJson = False) -> None:
     root = _root(folder)
     found = run_infos(root)
     if as_json:
-        print_json([_facts(info) for info in found])
+        print_json([{**asdict(info), "path": str(info.path.absolute()),
+                     "written": datetime.fromtimestamp(info.written, UTC).isoformat(
+                         timespec="seconds")} for info in found])
         return
     if not found:
         say(f"There are no runs in {root} yet. Start one: ppocli train +recipe=quickstart")
@@ -215,9 +218,9 @@ def print_runs(folder: Folder = None, as_json: AsJson = False) -> None:
     rows = [("run", "status", "step", "reward", "best eval", "size", "age", "model", "reward by")]
     rows += [(info.name, f"{info.status} ({info.pid})" if info.pid is not None else info.status,
               "-" if info.total_steps is None else f"{info.step}/{info.total_steps}",
-              figure(info.last_reward, 3),
+              figure(info.reward_mean, 3),
               "-" if info.best is None else f"{figure(info.best, 3)} at {info.best_step}",
-              format_bytes(info.size), age(info.written), info.model, info.reward)
+              format_bytes(info.bytes), age(info.written), info.model, info.reward)
              for info in found]
     print_table(rows, right=frozenset({3, 5, 6}))
 
@@ -227,16 +230,6 @@ def _root(given: Path | None) -> Path:
         raise InputError(f"{given} does not exist or is no folder (looked in {Path.cwd()}).",
                          where="DIR", fix="name a folder that holds runs (default: runs)")
     return Path("runs") if given is None else given.expanduser()
-
-
-def _facts(info: RunInfo) -> dict[str, Any]:
-    from datetime import UTC, datetime
-
-    return {"name": info.name, "path": str(info.path.absolute()), "status": info.status,
-            "pid": info.pid, "step": info.step, "total_steps": info.total_steps,
-            "reward_mean": info.last_reward, "best": info.best, "best_step": info.best_step,
-            "bytes": info.size, "model": info.model, "reward": info.reward,
-            "written": datetime.fromtimestamp(info.written, UTC).isoformat(timespec="seconds")}
 
 
 @runs_app.command("prune", cls=Command)

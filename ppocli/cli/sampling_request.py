@@ -11,8 +11,7 @@ import typer
 
 from ppocli.cli.options import request_of
 from ppocli.cli.output import say, split_words
-from ppocli.config.resolved import CONFIG_FILE, read_config
-from ppocli.config.schema import GenerationConfig, ModelConfig, TrainConfig
+from ppocli.config import resolved, schema
 from ppocli.errors import ConfigError
 from ppocli.evaluation.request import EvalRequest
 from ppocli.launching.target_config import target_config
@@ -55,10 +54,10 @@ class SamplingRequest:
 class ChosenModels:
     """One or two models, found but not loaded yet. Made by :func:`find_models`."""
 
-    cfg: TrainConfig
+    cfg: schema.TrainConfig
     """how the first model was trained, or the defaults for a model that came from elsewhere"""
     from_run: bool
-    models: tuple[tuple[Target, ModelConfig], ...]
+    models: tuple[tuple[Target, schema.ModelConfig], ...]
     """each policy, and the configuration of the model that it is or was trained from"""
 
 
@@ -110,15 +109,15 @@ def find_models(request: SamplingRequest) -> ChosenModels:
     return ChosenModels(cfg, target.run_dir is not None, tuple(models))
 
 
-def _trained_from(target: Target) -> ModelConfig:
+def _trained_from(target: Target) -> schema.ModelConfig:
     """The model's part of the target's own run, or the defaults."""
-    return (ModelConfig(path=target.model) if target.run_dir is None
-            else read_config(target.run_dir / CONFIG_FILE).model)
+    return (schema.ModelConfig(path=target.model) if target.run_dir is None
+            else resolved.read_config(target.run_dir / resolved.CONFIG_FILE).model)
 
 
 @contextmanager
 def loaded(request: SamplingRequest, chosen: ChosenModels, columns: Sequence[str] = ()
-           ) -> Iterator[tuple[list[Player], GenerationConfig, Reward | None]]:
+           ) -> Iterator[tuple[list[Player], schema.GenerationConfig, Reward | None]]:
     """The models, how they sample, and the reward where responses are scored.
 
     Args:
@@ -142,7 +141,7 @@ def loaded(request: SamplingRequest, chosen: ChosenModels, columns: Sequence[str
 
 
 def sampling_of(request: SamplingRequest, chosen: ChosenModels, player: Player | None
-                ) -> GenerationConfig:
+                ) -> schema.GenerationConfig:
     """Flags over words over the run's own settings; a model that came from elsewhere has those of
     its generation_config.json.
 
@@ -169,7 +168,7 @@ def sampling_of(request: SamplingRequest, chosen: ChosenModels, player: Player |
     return generation
 
 
-def say_idle(generation: GenerationConfig, asked: Sequence[str]) -> None:
+def say_idle(generation: schema.GenerationConfig, asked: Sequence[str]) -> None:
     """Say which of the settings that were ``asked`` for change nothing."""
     idle = [name for name in asked if name in SHAPING]
     if idle and not generation.do_sample:

@@ -124,21 +124,20 @@ def _listen(host: str, port: int, reward: Reward, **settings: Any) -> RewardServ
 
 def _introduce(server: RewardServer, host: str, token_env: str | None) -> None:
     """Where it listens (on standard output, for scripts) and what to say in training."""
-    from ppocli.rewards.remote import is_loopback
-    from ppocli.rewards.serving import HEALTH, SCORE
+    from ppocli.rewards import remote, serving
 
     port = server.server_address[1]
     open_to_all = host in ("0.0.0.0", "::")
     name = socket.gethostname() if open_to_all else f"[{host}]" if ":" in host else host
     address = f"http://{name}:{port}"
-    if not is_loopback(host):
+    if not remote.is_loopback(host):
         complain(f"warning: {host} can be reached from other machines: " + (
             "whoever has the token can have samples scored here" if token_env else
             "anyone can have samples scored here; --token-env NAME asks for a token"))
     token = f" reward.kwargs.token_env={token_env}" if token_env else ""
     say(f"serving {', '.join(part.bound.label for part in server.reward.parts)}; "
-        f"{address}{HEALTH} says how it is; Ctrl-C ends it")
+        f"{address}{serving.HEALTH} says how it is; Ctrl-C ends it")
     for path in server.rewards:
-        what = "" if path == SCORE else f" ({path.removeprefix(SCORE + '/')} alone)"
+        what = "" if path == serving.SCORE else f" ({path.removeprefix(serving.SCORE + '/')} alone)"
         say(f"in training{what}: reward.fn=http reward.kwargs.url={address}{path}{token}")
     print(address, flush=True)

@@ -14,33 +14,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from ppocli import errors
 from ppocli.cli.output import complain, display_mode, print_table, say, shown_figure, split_words
+from ppocli.config import resolved, secrets
 from ppocli.config.compose import Grid, SweepJob, check, run_sweep_jobs
-from ppocli.config.resolved import config_differences, quoted, with_absolute_paths, with_values
-from ppocli.config.secrets import safe_text
 from ppocli.config.words import Words, read_setting, read_words
-from ppocli.errors import (
-    CheckpointError,
-    ConfigError,
-    DiskError,
-    PpocliError,
-    StoppedError,
-    SweepError,
-)
 from ppocli.launching.launch import Caller, launch
 from ppocli.launching.opened_folder import new_folder
 from ppocli.parallel.stop import StopRequested
+from ppocli.runs import sweeps
 from ppocli.runs.record import is_run, read_run
-from ppocli.runs.sweeps import (
-    SWEEP_FILE,
-    JobRecord,
-    SweepRecord,
-    find_sweep,
-    jobs_now,
-    read_sweep,
-    running_job,
-    write_sweep,
-)
 from ppocli.storage.model_files import check_folder
 from ppocli.storage.run_folder import LOCK, live_owner, lock
 from ppocli.text import finite_number, short_path
@@ -49,20 +32,20 @@ from ppocli.text import finite_number, short_path
 class _Book:
     """``sweep.json`` of a sweep at work, and the lock on its folder."""
 
-    def __init__(self, words: Words, going_on: SweepRecord | None) -> None:
+    def __init__(self, words: Words, going_on: sweeps.SweepRecord | None) -> None:
         self.words = words
         self.going_on = going_on
         self.folder: Path | None = None
         self.grid = False
-        self.known: dict[int, JobRecord] = {}
+        self.known: dict[int, sweeps.JobRecord] = {}
         """jobs of this folder that an earlier call has left"""
-        self.jobs: dict[int, JobRecord] = {}
+        self.jobs: dict[int, sweeps.JobRecord] = {}
         self.begun = 0
         self._held = ExitStack()
         self._new_folder = self._new_file = False
 
     @property
-    def ended(self) -> list[JobRecord]:
+    def ended(self) -> list[sweeps.JobRecord]:
         """Jobs that this call has run, or found finished."""
         return [job for job in self.jobs.values() if job.status not in ("planned", "running")]
 
@@ -79,30 +62,31 @@ class _Book:
         refuse_running(folder)
         self._held.enter_context(lock(folder))
         self.folder = folder
-        self._new_file = not (folder / SWEEP_FILE).exists()
+        self._new_file = not (folder / sweeps.SWEEP_FILE).exists()
         if not self._new_file:
-            self._take_over(read_sweep(folder), grid)
+            self._take_over(sweeps.read_sweep(folder), grid)
         self.grid = grid is not None
         for number, varied in enumerate(grid or ()):
             known = self.known.get(number)
             self.jobs[number] = known if known is not None and known.varied == varied else \
-                JobRecord(number, (), varied, "planned", None, None, None, 0.0, "", None)
+                sweeps.JobRecord(number, (), varied, "planned")
         self._write()
         return folder
 
-    def _take_over(self, left: SweepRecord, grid: Grid | None) -> None:
+    def _take_over(self, left: sweeps.SweepRecord, grid: Grid | None) -> None:
         if self.words.value("resume") != "auto":
-            raise CheckpointError(
+            raise errors.CheckpointError(
                 f"{self.folder} holds a sweep already; nothing is overwritten.",
                 where="hydra.sweep.dir", fix=f"go on with it: ppocli sweep resume {self.folder}; "
                 "or choose another hydra.sweep.dir")
         if self.going_on is not None and grid != tuple(job.varied for job in left.jobs):
-            raise ConfigError("The words no longer give the jobs of this sweep.",
-                              where=str(left.folder / SWEEP_FILE),
-                              fix="put back the values that were swept, or start another sweep")
+            raise errors.ConfigError("The words no longer give the jobs of this sweep.",
+                                     where=str(left.folder / sweeps.SWEEP_FILE),
+                                     fix="put back the values that were swept, or start another "
+                                     "sweep")
         self.known = {job.number: job for job in left.jobs}
 
-    def note(self, job: JobRecord) -> None:
+    def note(self, job: sweeps.JobRecord) -> None:
         """Write down what is known of a job."""
         self.jobs[job.number] = job
         self._write()
@@ -112,13 +96,13 @@ class _Book:
         jobs = tuple(self.jobs[number] for number in sorted(self.jobs))
         typed = self.words.typed
         words = typed if self.going_on is None else _without_place(typed)
-        write_sweep(SweepRecord(self.folder, words, str(Path.cwd()), self.grid, jobs))
+        sweeps.write_sweep(sweeps.SweepRecord(self.folder, words, str(Path.cwd()), self.grid, jobs))
 
     def close(self) -> None:
         """Give the folder back; nothing stays of a sweep none of whose jobs was begun."""
         self._held.close()
         if self.folder is not None and not self.begun and self._new_file:
-            (self.folder / SWEEP_FILE).unlink(missing_ok=True)
+            (self.folder / sweeps.SWEEP_FILE).unlink(missing_ok=True)
             if self._new_folder:
                 with suppress(OSError):
                     (self.folder / LOCK).unlink()
@@ -138,12 +122,12 @@ def _sweep_folder(words: Words) -> tuple[Path, bool]:
         name = f"sweep-{datetime.now():%Y%m%d-%H%M%S}"
         return new_folder(Path(base).expanduser().absolute(), name), True
     except OSError as error:
-        raise DiskError(f"the sweep's folder can't be made: {error.strerror}",
-                        where=str(error.filename),
-                        fix="choose another with hydra.sweep.dir=FOLDER") from error
+        raise errors.DiskError(f"the sweep's folder can't be made: {error.strerror}",
+                               where=str(error.filename),
+                               fix="choose another with hydra.sweep.dir=FOLDER") from error
 
 
-def run_sweep(words: Words, going_on: SweepRecord | None = None) -> None:
+def run_sweep(words: Words, going_on: sweeps.SweepRecord | None = None) -> None:
     """Run every job, say what came of each, and print a table at the end.
 
     Args:
@@ -168,8 +152,8 @@ def run_sweep(words: Words, going_on: SweepRecord | None = None) -> None:
             book.note(kept)
             say(f"job {job.number}: finished already, kept")
             return kept.reward_mean
-        book.note(JobRecord(job.number, job.words, job.varied, "running", None, None, None, 0.0,
-                            str(job.folder), None))
+        book.note(sweeps.JobRecord(job.number, job.words, job.varied, "running",
+                                   folder=str(job.folder)))
         record, stopped_by = _run_job(job)
         book.note(record)
         say(f"job {job.number}: {_result(record)}")
@@ -183,7 +167,7 @@ def run_sweep(words: Words, going_on: SweepRecord | None = None) -> None:
     except (StopRequested, KeyboardInterrupt) as stop:
         number = stop.signal_number if isinstance(stop, StopRequested) else signal.SIGINT
         _print_table(book.ended)
-        raise StoppedError(
+        raise errors.StoppedError(
             f"the sweep was stopped by {signal.Signals(number).name} after {len(book.ended)} jobs; "
             "those that follow were not started", signal_number=number,
             fix=f"ppocli sweep resume {book.folder}" if book.begun and book.grid else None
@@ -193,11 +177,11 @@ def run_sweep(words: Words, going_on: SweepRecord | None = None) -> None:
     _print_table(book.ended)
     failed = [job for job in book.ended if job.status != "finished"]
     if failed:
-        raise SweepError(f"{len(failed)} of {len(book.ended)} jobs failed",
-                         where=f"{book.folder}/{SWEEP_FILE}",
-                         fix="correct what they say" + (
-                             f", then: ppocli sweep resume {book.folder}; finished jobs are kept"
-                             if book.grid else ""))
+        raise errors.SweepError(f"{len(failed)} of {len(book.ended)} jobs failed",
+                                where=f"{book.folder}/{sweeps.SWEEP_FILE}",
+                                fix="correct what they say" + (
+                                    f", then: ppocli sweep resume {book.folder}; finished jobs are "
+                                    "kept" if book.grid else ""))
 
 
 def go_on(given: str, words: Sequence[str]) -> None:
@@ -214,28 +198,29 @@ def go_on(given: str, words: Sequence[str]) -> None:
     """
     folder, words = split_words(given, words)
     if folder is None:
-        raise ConfigError(f"{given} is a setting, not a sweep.", where="command line",
-                          fix=f"name the sweep's folder first: ppocli sweep resume FOLDER {given}")
-    sweep = read_sweep(find_sweep(folder))
+        raise errors.ConfigError(f"{given} is a setting, not a sweep.", where="command line",
+                                 fix="name the sweep's folder first: ppocli sweep resume FOLDER "
+                                 f"{given}")
+    sweep = sweeps.read_sweep(sweeps.find_sweep(folder))
     if not sweep.grid:
-        raise ConfigError(f"{sweep.folder} is no grid: its sweeper chose the jobs as it went, and "
-                          "can't be asked again.", where=str(sweep.folder / SWEEP_FILE),
-                          fix="start another sweep")
+        raise errors.ConfigError(f"{sweep.folder} is no grid: its sweeper chose the jobs as it "
+                                 "went, and can't be asked again.", fix="start another sweep",
+                                 where=str(sweep.folder / sweeps.SWEEP_FILE))
     swept = {_key(word) for job in sweep.jobs for word in job.varied}
     given_keys = {_key(word) or "" for word in words}
     for key in sorted(given_keys):
         if key in swept or key == "resume" or key.startswith("hydra"):
-            raise ConfigError(f"{key} can't be changed: " + (
+            raise errors.ConfigError(f"{key} can't be changed: " + (
                 "its values make the jobs of this sweep." if key in swept else
                 "a sweep goes on where it is."), where="command line",
                 fix="start another sweep" if key in swept else "leave it out")
     refuse_running(sweep.folder)
-    unfinished = [job for job, _ in jobs_now(sweep) if job.status != "finished"]
+    unfinished = [job for job, _ in sweeps.jobs_now(sweep) if job.status != "finished"]
     say(f"{sweep.folder}: {len(unfinished)} of {len(sweep.jobs)} jobs to run")
     if sweep.cwd and Path(sweep.cwd).is_dir():
         os.chdir(sweep.cwd)  # the words may name files from there
     kept = [word for word in _without_place(sweep.words) if _key(word) not in given_keys]
-    place = f"hydra.sweep.dir={quoted(str(sweep.folder))}"
+    place = f"hydra.sweep.dir={resolved.quoted(str(sweep.folder))}"
     run_sweep(read_words([*kept, *words, "resume=auto", place]), going_on=sweep)
 
 
@@ -246,12 +231,12 @@ def refuse_running(folder: Path) -> None:
         CheckpointError: names the process.
     """
     owner, what, place = live_owner(folder), f"The sweep in {folder}", folder
-    found = running_job(read_sweep(folder).jobs) if (folder / SWEEP_FILE).is_file() else None
+    found = sweeps.running_job(sweeps.read_sweep(folder).jobs) if sweeps.is_sweep(folder) else None
     if owner is None and found is not None:
         job, owner = found
         what, place = f"Job {job.number} of the sweep in {folder}", Path(job.folder)
     if owner is not None:
-        raise CheckpointError(
+        raise errors.CheckpointError(
             f"{what} is still running: process {owner.pid} on {owner.host}.",
             where=str(place / LOCK), fix=f"wait for it to end, or stop it: kill {owner.pid}")
 
@@ -266,7 +251,7 @@ def _key(word: str) -> str | None:
     return None if word.startswith("-") or "=" not in word else read_setting(word).key
 
 
-def _finished_before(job: SweepJob, book: _Book) -> JobRecord | None:
+def _finished_before(job: SweepJob, book: _Book) -> sweeps.JobRecord | None:
     """The record of a job that an earlier call has finished; nothing of it is loaded."""
     if not book.known or not is_run(job.folder):
         return None
@@ -276,10 +261,10 @@ def _finished_before(job: SweepJob, book: _Book) -> JobRecord | None:
             return None
         check_folder(run.folder.model, key="model", adapters=True)
         if book.going_on is None:
-            now = with_absolute_paths(check(job.compose()).config, Path.cwd())
-            if config_differences(run.config, now):
+            now = resolved.with_absolute_paths(check(job.compose()).config, Path.cwd())
+            if resolved.config_differences(run.config, now):
                 return None
-    except PpocliError:
+    except errors.PpocliError:
         return None  # the job itself will say what is wrong
     known = book.known.get(job.number)
     if known is not None and known.status == "finished" and known.varied == job.varied:
@@ -289,25 +274,26 @@ def _finished_before(job: SweepJob, book: _Book) -> JobRecord | None:
 
 
 def _record(job: SweepJob, status: str, code: int, summary: dict[str, Any] | None, seconds: float,
-            error: str | None = None) -> JobRecord:
+            error: str | None = None) -> sweeps.JobRecord:
     after = (summary or {}).get("eval_after") or {}
-    return JobRecord(job.number, job.words, job.varied, status, code,
-                     finite_number(after.get("reward_mean")), finite_number(after.get("kl_mean")),
-                     round(seconds, 1), str(job.folder), error or (summary or {}).get("error"))
+    return sweeps.JobRecord(job.number, job.words, job.varied, status, code,
+                            finite_number(after.get("reward_mean")),
+                            finite_number(after.get("kl_mean")), round(seconds, 1),
+                            str(job.folder), error or (summary or {}).get("error"))
 
 
-def _run_job(job: SweepJob) -> tuple[JobRecord, int | None]:
+def _run_job(job: SweepJob) -> tuple[sweeps.JobRecord, int | None]:
     started = time.monotonic()
     error: str | None = None
     summary, stopped_by = None, None
     try:
         checked = check(job.compose())
         place = {"output_dir": str(job.folder.parent), "run_name": job.folder.name}
-        outcome = launch(replace(checked, config=with_values(checked.config, place)),
+        outcome = launch(replace(checked, config=resolved.with_values(checked.config, place)),
                          Caller("fresh", display_mode(), say))
         code, summary, stopped_by = outcome.exit_code, outcome.summary, outcome.stopped_by
-    except PpocliError as problem:
-        code, error = problem.exit_code, safe_text(str(problem))
+    except errors.PpocliError as problem:
+        code, error = problem.exit_code, secrets.safe_text(str(problem))
         complain(f"Error: {error}")
         with suppress(OSError):
             job.folder.rmdir()  # Hydra made it; nothing came into it
@@ -315,7 +301,7 @@ def _run_job(job: SweepJob) -> tuple[JobRecord, int | None]:
     return _record(job, status, code, summary, time.monotonic() - started, error), stopped_by
 
 
-def _result(record: JobRecord) -> str:
+def _result(record: sweeps.JobRecord) -> str:
     if record.status != "finished":
         return f"{record.status} with exit code {record.exit_code}"
     figures = [f"{name} {value:.4g}" for name, value in
@@ -323,7 +309,7 @@ def _result(record: JobRecord) -> str:
     return ", ".join([f"finished in {record.seconds:.0f} s", *figures])
 
 
-def _print_table(records: list[JobRecord]) -> None:
+def _print_table(records: list[sweeps.JobRecord]) -> None:
     if not records:
         return
     rows = [("job", "status", "exit", "reward", "KL", "folder", "overrides")]

@@ -14,17 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import typer
 
 from ppocli.builtin.names import config_groups, recipe_files
+from ppocli.cli import output
 from ppocli.cli.options import WORDS, AsJson, Command, NoProgress, Overrides, complete_run, option
-from ppocli.cli.output import (
-    display_mode,
-    ignore_broken_pipes,
-    one_process_error,
-    print_json,
-    print_table,
-    say,
-    set_manner,
-    shown_figure,
-)
 from ppocli.errors import ConfigError
 from ppocli.parallel.launchers import Launched, find_launch
 
@@ -84,7 +75,7 @@ DryRun = Annotated[bool, typer.Option(
 
 def train(overrides: Overrides = None, no_progress: NoProgress = False, dry_run: DryRun = False
           ) -> None:
-    set_manner(plain=no_progress)
+    output.set_manner(plain=no_progress)
     run_words(overrides or [], dry_run=dry_run)
 
 
@@ -101,7 +92,7 @@ def resume(run: Annotated[str, typer.Argument(metavar="RUN", autocompletion=comp
       ppocli resume runs/NAME
       ppocli resume runs/NAME ppo.total_episodes=4000
     """
-    set_manner(plain=no_progress)
+    output.set_manner(plain=no_progress)
     run_words(resume_words(run, overrides or []), dry_run=dry_run)
 
 
@@ -128,7 +119,7 @@ def run_words(words: Sequence[str], *, dry_run: bool = False) -> None:
     if read.is_sweep:
         from ppocli.cli.sweep import run_sweep
 
-        ignore_broken_pipes()
+        output.ignore_broken_pipes()
         run_sweep(read)
     else:
         _train(read)
@@ -162,19 +153,18 @@ def _train(words: Words, meeting: Meeting | None = None) -> None:
     if meeting is not None:
         checked = placed(checked, meeting.launched, meeting.environ)
     if for_deepspeed:
-        from ppocli.config.deepspeed import deepspeed_config
-        from ppocli.config.resolved import with_absolute_paths
+        from ppocli.config import deepspeed, resolved
 
-        config = with_absolute_paths(checked.config, Path.cwd())
+        config = resolved.with_absolute_paths(checked.config, Path.cwd())
         if config.hardware.zero_stage == 0:
             raise ConfigError("DeepSpeed is not used: hardware.zero_stage is 0.",
                               where="hardware.zero_stage", fix="add hardware=zero2")
-        print(json.dumps(deepspeed_config(config), indent=2))
+        print(json.dumps(deepspeed.deepspeed_config(config), indent=2))
         return
     from ppocli.launching.launch import Caller, launch
 
-    ignore_broken_pipes()
-    outcome = launch(checked, Caller("own", display_mode(), say, meeting=meeting))
+    output.ignore_broken_pipes()
+    outcome = launch(checked, Caller("own", output.display_mode(), output.say, meeting=meeting))
     if outcome.exit_code != 0:  # of several processes, which have said why
         raise SystemExit(outcome.exit_code)
     if outcome.model_dir is not None:
@@ -185,13 +175,12 @@ def _train(words: Words, meeting: Meeting | None = None) -> None:
 def _take_part(launched: Launched, typed: Sequence[str]) -> NoReturn:
     """Train as one of the launcher's ranks, and leave the process; rank 0 alone reads the words."""
     from ppocli.config.words import read_words
-    from ppocli.launching.adopted_ranks import open_meeting
-    from ppocli.launching.child_process import outcome_of
+    from ppocli.launching import adopted_ranks, child_process
     from ppocli.launching.launch import follow
     from ppocli.parallel.stop import leave_at_once
 
-    ignore_broken_pipes()
-    meeting = open_meeting(launched)
+    output.ignore_broken_pipes()
+    meeting = adopted_ranks.open_meeting(launched)
 
     def work() -> None:
         if not launched.first:
@@ -199,12 +188,12 @@ def _take_part(launched: Launched, typed: Sequence[str]) -> NoReturn:
             return
         words = read_words(typed)
         if words.is_sweep:
-            raise one_process_error("A sweep", launched)
+            raise output.one_process_error("A sweep", launched)
         _train(words, meeting)
         if words.only_prints:
             meeting.tell(None)
 
-    leave_at_once(meeting.conclude(outcome_of(launched.rank, work)))
+    leave_at_once(meeting.conclude(child_process.outcome_of(launched.rank, work)))
 
 
 # Sweeps -------------------------------------------------------------------------------------------
@@ -234,26 +223,27 @@ def show_sweep(given: Annotated[str | None, typer.Argument(
 
     folder = find_sweep(given)
     if given is None:
-        say(f"using {folder} (the newest sweep)")
+        output.say(f"using {folder} (the newest sweep)")
     sweep = read_sweep(folder)
     jobs = [_facts(job, run) for job, run in sorted(jobs_now(sweep),
                                                     key=lambda now: _rank(now[0], sort))]
     means = marginal_means(jobs)
     if as_json:
-        print_json({"sweep": str(sweep.folder), "words": list(sweep.words), "grid": sweep.grid,
-                    "jobs": jobs, "marginal_means": means})
+        output.print_json({"sweep": str(sweep.folder), "words": list(sweep.words),
+                           "grid": sweep.grid, "jobs": jobs, "marginal_means": means})
         return
     _print_jobs(jobs, sweep.folder)
     if means:
         print()
-        print_table([("value", "jobs", "reward", "KL"), *(
-            (f"{row['key']}={row['value']}", str(row["jobs"]), shown_figure(row["reward_mean"]),
-             shown_figure(row["kl_mean"])) for row in means)], right=frozenset({1, 2, 3}))
+        output.print_table([("value", "jobs", "reward", "KL"), *(
+            (f"{row['key']}={row['value']}", str(row["jobs"]),
+             *(output.shown_figure(row[name]) for name in ("reward_mean", "kl_mean")))
+            for row in means)], right=frozenset({1, 2, 3}))
     statuses = [job["status"] for job in jobs]
     unfinished = [status for status in statuses if status not in ("finished", "running")]
     if unfinished and sweep.grid and "running" not in statuses:
-        say(f"{len(unfinished)} of {len(jobs)} jobs are not finished; go on with: "
-            f"ppocli sweep resume {folder}")
+        output.say(f"{len(unfinished)} of {len(jobs)} jobs are not finished; go on with: "
+                   f"ppocli sweep resume {folder}")
 
 
 @sweep_app.command("resume", cls=Command, context_settings=WORDS)
@@ -273,7 +263,7 @@ def resume_sweep(sweep: Annotated[str, typer.Argument(
     """
     from ppocli.cli.sweep import go_on
 
-    ignore_broken_pipes()
+    output.ignore_broken_pipes()
     go_on(sweep, overrides or [])
 
 
@@ -325,11 +315,11 @@ def _print_jobs(jobs: Sequence[dict[str, Any]], sweep: Path) -> None:
     rows = [("job", "status", "step", "reward", "KL", "seconds", *keys, "folder")]
     rows += [(str(job["job"]), job["status"],
               "-" if job["step"] is None else f"{job['step']}/{job['total_steps']}",
-              shown_figure(job["reward_mean"]), shown_figure(job["kl_mean"]),
+              output.shown_figure(job["reward_mean"]), output.shown_figure(job["kl_mean"]),
               f"{job['seconds']:.0f}" if job["seconds"] else "-",
               *(job["varied"].get(key, "-") for key in keys), _place(job["folder"], sweep))
              for job in jobs]
-    print_table(rows, right=frozenset({3, 4, 5}))
+    output.print_table(rows, right=frozenset({3, 4, 5}))
 
 
 def _place(folder: str | None, sweep: Path) -> str:

@@ -5,8 +5,7 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
-from ppocli.config.keys import Rules
-from ppocli.config.schema import ModelConfig, TrainConfig, reference_kind
+from ppocli.config import keys, schema
 from ppocli.text import did_you_mean
 
 _CLASSES = {"lora": "LoraConfig", "prefix": "PrefixTuningConfig", "prompt": "PromptTuningConfig"}
@@ -36,20 +35,20 @@ FILLED_IN = ("task_type", "peft_type", "auto_mapping", "peft_version", "base_mod
 _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,)}
 
 
-def adapter_kind(model: ModelConfig) -> str | None:
+def adapter_kind(model: schema.ModelConfig) -> str | None:
     """``lora``, ``prefix`` or ``prompt``; None where no adapter is asked for, or no such one."""
     _, given = _type(model)
     kind = _PEFT_NAMES.get(given.lower(), given.lower())
     return kind if kind in _CLASSES else None
 
 
-def _type(model: ModelConfig) -> tuple[str, str]:
+def _type(model: schema.ModelConfig) -> tuple[str, str]:
     """The key that says which adapter, and what it says; nothing where none does."""
     return next(((name, str(model.peft[name])) for name in TYPE_KEYS
                  if model.peft and model.peft.get(name) is not None), ("", ""))
 
 
-def adapter_settings(model: ModelConfig) -> dict[str, Any]:
+def adapter_settings(model: schema.ModelConfig) -> dict[str, Any]:
     """The fields given for the PEFT config, without what says its class."""
     return {name: value for name, value in (model.peft or {}).items()
             if name not in (*TYPE_KEYS, "task_type")}
@@ -61,7 +60,7 @@ def field_types(kind: str) -> dict[str, str]:
             for name in names}
 
 
-def adapter_rules(config: TrainConfig) -> Rules:
+def adapter_rules(config: schema.TrainConfig) -> keys.Rules:
     """Rules on ``model.peft``, ``model.quantization`` and what doesn't go with them."""
     model = config.model
     if not model.peft:
@@ -87,7 +86,7 @@ def adapter_rules(config: TrainConfig) -> Rules:
         yield from _quantization(config)
 
 
-def _fields(kind: str, model: ModelConfig) -> Rules:
+def _fields(kind: str, model: schema.ModelConfig) -> keys.Rules:
     """What is given for PEFT's own config."""
     settings, fields = adapter_settings(model), field_types(kind)
     task = (model.peft or {}).get("task_type")
@@ -111,7 +110,7 @@ def _fields(kind: str, model: ModelConfig) -> Rules:
         yield from _lora(model, settings)
 
 
-def _lora(model: ModelConfig, settings: Mapping[str, Any]) -> Rules:
+def _lora(model: schema.ModelConfig, settings: Mapping[str, Any]) -> keys.Rules:
     yield (settings.get("lora_dropout"), "model.peft.lora_dropout",
            "must be 0: with dropout the ratio would not be 1 before the first update")
     init = settings.get("init_lora_weights", True)
@@ -120,13 +119,13 @@ def _lora(model: ModelConfig, settings: Mapping[str, Any]) -> Rules:
            "need data")
     yield (settings.get("layer_replication"), "model.peft.layer_replication",
            "changes the base, which has to stay as it is")
-    yield (settings.get("bias", "none") != "none" and reference_kind(model) == "adapter",
+    yield (settings.get("bias", "none") != "none" and schema.reference_kind(model) == "adapter",
            "model.peft.bias, model.reference.kind", "biases of the base would train, and the "
            "adapter switched off would not be the starting policy any more: leave bias out or set "
            "model.reference.kind=copy")
 
 
-def _beside_adapter(model: ModelConfig) -> Rules:
+def _beside_adapter(model: schema.ModelConfig) -> keys.Rules:
     yield (adapter_kind(model) == "prefix" and model.gradient_checkpointing,
            "model.peft, model.gradient_checkpointing", "prefix tuning puts its tokens into the "
            "cache, which gradient checkpointing doesn't use: set "
@@ -138,12 +137,12 @@ def _beside_adapter(model: ModelConfig) -> Rules:
     yield (model.reference.kind == "shared", "model.reference.kind, model.peft", "with an adapter "
            "the reference is the policy with the adapter switched off: kind=adapter (or auto), or "
            "a copy")
-    yield (model.reference.offload and reference_kind(model) == "adapter",
+    yield (model.reference.offload and schema.reference_kind(model) == "adapter",
            "model.reference.offload, model.peft", "there is nothing to offload: the reference is "
            "the policy with its adapter switched off")
 
 
-def _quantization(config: TrainConfig) -> Rules:
+def _quantization(config: schema.TrainConfig) -> keys.Rules:
     model, hardware = config.model, config.hardware
     yield (importlib.util.find_spec("bitsandbytes") is None, "model.quantization",
            'needs the library bitsandbytes: pip install "ppocli[8bit]"')
@@ -151,6 +150,6 @@ def _quantization(config: TrainConfig) -> Rules:
            f"a {model.quantization} base is computed with on a GPU: set hardware.device=cuda")
     yield (hardware.zero_stage == 3, "model.quantization, hardware.zero_stage",
            "ZeRO 3 can't shard quantized weights: use zero_stage 0 to 2")
-    yield (model.dtype is not None and reference_kind(model) == "adapter",
+    yield (model.dtype is not None and schema.reference_kind(model) == "adapter",
            "model.quantization, model.dtype",
            f"the base is stored in {model.quantization}: leave model.dtype out")

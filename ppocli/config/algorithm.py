@@ -6,15 +6,7 @@ from dataclasses import fields, replace
 from importlib.util import find_spec
 from typing import Any
 
-from ppocli.config.keys import Rules, schema_keys
-from ppocli.config.schema import (
-    OptimizerConfig,
-    PPOConfig,
-    SchedulerConfig,
-    TrainConfig,
-    planned_episodes,
-    reference_kind,
-)
+from ppocli.config import keys, schema, schema_ppo
 from ppocli.errors import InputError
 from ppocli.ppo.advantages import ESTIMATORS, Estimator
 
@@ -26,41 +18,41 @@ UNSHARDED_OPTIMIZERS = ("adamw_8bit", "adafactor")
 """their state depends on a weight's whole shape, which ZeRO's flat partitions don't have"""
 
 
-def estimator_of(ppo: PPOConfig) -> Estimator:
+def estimator_of(ppo: schema.PPOConfig) -> Estimator:
     """The entry of the table of advantage estimators."""
     return ESTIMATORS[ppo.advantage]
 
 
-def kl_in(ppo: PPOConfig) -> str:
+def kl_in(ppo: schema.PPOConfig) -> str:
     """``reward`` or ``loss``."""
     return ppo.kl_in or estimator_of(ppo).kl_in
 
 
-def kl_estimator(ppo: PPOConfig) -> str:
+def kl_estimator(ppo: schema.PPOConfig) -> str:
     """The name of the KL estimate. k1 as a loss would have no gradient on average."""
     return ppo.kl_estimator or ("k1" if kl_in(ppo) == "reward" else "k3")
 
 
-def whitens_advantages(ppo: PPOConfig) -> bool:
+def whitens_advantages(ppo: schema.PPOConfig) -> bool:
     """Whether advantages are centred and scaled over the whole rollout."""
     return estimator_of(ppo).whitened if ppo.whiten_advantages is None else ppo.whiten_advantages
 
 
-def decoding_scores(config: TrainConfig) -> bool:
+def decoding_scores(config: schema.TrainConfig) -> bool:
     """Whether old logprobs and values are taken from the decoding pass, what ``ppo.logprobs_from``
     comes to."""
     choice = config.ppo.logprobs_from
     return exact_when_decoded(config) if choice == "auto" else choice == "decode"
 
 
-def exact_when_decoded(config: TrainConfig) -> bool:
+def exact_when_decoded(config: schema.TrainConfig) -> bool:
     """Whether the policy says of a token while it decodes what it says of it in a forward pass, up
     to the last digits of fp32."""
     return (config.hardware.precision == "fp32" and config.model.quantization is None
             and not (config.model.peft and config.model.dtype == "bf16"))
 
 
-def reference_sharded(cfg: TrainConfig) -> bool:
+def reference_sharded(cfg: schema.TrainConfig) -> bool:
     """Whether each process of a training keeps its part of the reference only."""
     wanted = cfg.model.reference
     if wanted.shard is None:
@@ -68,12 +60,12 @@ def reference_sharded(cfg: TrainConfig) -> bool:
     return wanted.shard
 
 
-def whole_while_acting(cfg: TrainConfig) -> bool:
+def whole_while_acting(cfg: schema.TrainConfig) -> bool:
     """Whether each process holds all weights of the policy in rollouts and evaluations."""
     return cfg.hardware.zero_stage < 3 or cfg.hardware.gather_for_generation
 
 
-def algorithm_rules(config: TrainConfig) -> Rules:
+def algorithm_rules(config: schema.TrainConfig) -> keys.Rules:
     """Rules between the keys of the algorithm."""
     if config.ppo.advantage in ESTIMATORS:
         yield from _kl(config)
@@ -82,7 +74,7 @@ def algorithm_rules(config: TrainConfig) -> Rules:
     yield from _optimizer(config)
 
 
-def _kl(config: TrainConfig) -> Rules:
+def _kl(config: schema.TrainConfig) -> keys.Rules:
     ppo, without_reference = config.ppo, config.model.reference.kind == "none"
     adaptive = ppo.kl_controller == "adaptive"
     yield (adaptive and without_reference, "ppo.kl_controller, model.reference.kind",
@@ -98,7 +90,7 @@ def _kl(config: TrainConfig) -> Rules:
            "ppo.kl_in=reward")
 
 
-def _critic(config: TrainConfig) -> Rules:
+def _critic(config: schema.TrainConfig) -> keys.Rules:
     ppo = config.ppo
     if estimator_of(ppo).needs_critic:
         return
@@ -114,7 +106,7 @@ def _critic(config: TrainConfig) -> Rules:
                    f"{ppo.advantage} has no value function to train: set ppo.{node}.{name}=null")
 
 
-def _groups(config: TrainConfig) -> Rules:
+def _groups(config: schema.TrainConfig) -> keys.Rules:
     ppo = config.ppo
     grouped = estimator_of(ppo).needs_groups
     yield (grouped and ppo.n < 2, "ppo.advantage, ppo.n",
@@ -131,11 +123,11 @@ def _groups(config: TrainConfig) -> Rules:
         odd = ppo.num_rollouts % ppo.n
         yield (odd, "ppo.num_rollouts, ppo.n",
                f"num_rollouts {ppo.num_rollouts} must be a multiple of n {ppo.n}")
-        yield (not odd and planned_episodes(ppo) % ppo.n, "ppo.total_episodes, ppo.n",
+        yield (not odd and schema.planned_episodes(ppo) % ppo.n, "ppo.total_episodes, ppo.n",
                f"total_episodes {ppo.total_episodes} must be a multiple of n {ppo.n}")
 
 
-def value_function_rules(config: TrainConfig) -> Rules:
+def value_function_rules(config: schema.TrainConfig) -> keys.Rules:
     """Rules between the keys of the value function and the reference."""
     value, reference = config.model.value, config.model.reference
     yield (value.path is not None and value.kind != "model", "model.value.path, model.value.kind",
@@ -147,7 +139,7 @@ def value_function_rules(config: TrainConfig) -> Rules:
     yield (value.kind == "head" and value.num_layers_unfrozen >= 0, layers,
            "a head has no layers of its own: set model.value.kind=branch or =model")
     if reference.device is not None:
-        kind = reference_kind(config.model)
+        kind = schema.reference_kind(config.model)
         yield (not re.fullmatch(r"cpu|cuda(:\d+)?", reference.device), "model.reference.device",
                f"{reference.device} must be cpu, cuda or cuda:N")
         yield (kind != "copy", "model.reference.device, model.reference.kind",
@@ -162,7 +154,7 @@ def value_function_rules(config: TrainConfig) -> Rules:
            "model.reference.kind=copy, or leave the path out")
 
 
-def require_optimizer(optimizer: OptimizerConfig) -> None:
+def require_optimizer(optimizer: schema_ppo.OptimizerConfig) -> None:
     """Raise unless the package that an optimizer comes from is installed.
 
     Raises:
@@ -174,13 +166,13 @@ def require_optimizer(optimizer: OptimizerConfig) -> None:
                          fix='pip install "ppocli[8bit]", or use ppo.optimizer.name=adamw')
 
 
-def value_optimizer(ppo: PPOConfig) -> OptimizerConfig:
+def value_optimizer(ppo: schema.PPOConfig) -> schema_ppo.OptimizerConfig:
     """The value function's optimizer: the policy's, with what is set for it alone laid over."""
     lr = ppo.optimizer.lr if ppo.optimizer.value_lr is None else ppo.optimizer.value_lr
     return replace(ppo.optimizer, lr=lr, value_lr=None, **_given(ppo.value_optimizer))
 
 
-def value_scheduler(ppo: PPOConfig) -> SchedulerConfig:
+def value_scheduler(ppo: schema.PPOConfig) -> schema_ppo.SchedulerConfig:
     """The value function's schedule: the policy's, with what is set for it alone laid over."""
     return replace(ppo.scheduler, **_given(ppo.value_scheduler))
 
@@ -190,14 +182,14 @@ def _given(section: Any) -> dict[str, Any]:
             if (value := getattr(section, f.name)) is not None}
 
 
-def _optimizer(config: TrainConfig) -> Rules:
+def _optimizer(config: schema.TrainConfig) -> keys.Rules:
     ppo, zero, critic = config.ppo, config.hardware.zero_stage > 0, value_optimizer(config.ppo).name
     for node, kind in (("optimizer", ppo.optimizer.name), ("value_optimizer", critic)):
         section = getattr(ppo, node)
         yield (section.betas is not None and len(section.betas) != 2, f"ppo.{node}.betas",
                f"{section.betas} must be two numbers, e.g. [0.9,0.999]")
         for name in ("betas", "eps", "momentum"):
-            default = schema_keys()[f"ppo.{node}.{name}"].default
+            default = keys.schema_keys()[f"ppo.{node}.{name}"].default
             elsewhere = (f" (for the value function's {critic}: ppo.value_optimizer.{name})"
                          if node == "optimizer" and name in OPTIMIZER_KEYS.get(critic, ()) else "")
             yield (name not in OPTIMIZER_KEYS.get(kind, (name,))

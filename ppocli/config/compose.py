@@ -24,20 +24,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from ppocli.builtin.names import config_groups
-from ppocli.config.hydra_bridge import (
-    as_config_errors,
-    config_loader,
-    config_name,
-    hydra_for,
-    run_hydra,
-    unknown_option,
-)
-from ppocli.config.keys import free_mapping_of, key_for, schema_keys, schema_sections
-from ppocli.config.layers import Entry, layered_entries, merge_entries, override_entries
+from ppocli.config import hydra_bridge, keys, layers, schema, secrets
 from ppocli.config.problems import Problem, find_problems, raise_problems, range_problems
 from ppocli.config.resolved import CONFIG_FILE, quoted, read_config, schema_node, typed
-from ppocli.config.schema import TrainConfig
-from ppocli.config.secrets import refuse_secrets
 from ppocli.config.words import COMMAND_LINE, Words
 from ppocli.errors import CheckpointError, ConfigError
 from ppocli.text import did_you_mean
@@ -53,7 +42,7 @@ class Composed:
     one is missing; ``refused`` says what was. ``sources`` says where each given key came from.
     """
 
-    config: TrainConfig
+    config: schema.TrainConfig
     refused: tuple[Problem, ...]
     sources: Mapping[str, str]
     recipe: str | None
@@ -65,7 +54,7 @@ class Composed:
         """How to begin, for words that set nothing at all."""
         return None if self.sources else _START_HINT
 
-    def values(self) -> TrainConfig:
+    def values(self) -> schema.TrainConfig:
         """The values, which need not make a whole run.
 
         Raises:
@@ -87,7 +76,7 @@ class Composed:
 class Checked:
     """A configuration without problems, and what its words said beside it."""
 
-    config: TrainConfig
+    config: schema.TrainConfig
     resume_from: Path | None = None
     """the folder of the run to go on with"""
     name: str = "run"
@@ -110,7 +99,7 @@ def compose(words: Words) -> Composed:
     if words.only_prints:
         raise ConfigError("These words only print a configuration.", fix="leave out --cfg, --info")
     run = _resumed_run(words)
-    with hydra_for(words, schema_node()):
+    with hydra_bridge.hydra_for(words, schema_node()):
         return compose_here(words, run)
 
 
@@ -130,7 +119,7 @@ def check(composed: Composed, handed_in: frozenset[str] = frozenset()) -> Checke
 
 def compose_here(words: Words, run: Path | None = None) -> Composed:
     """As :func:`compose`, inside of :func:`hydra_for`, for words that are one run's."""
-    merged = merge_entries(_entries(words, run))
+    merged = layers.merge_entries(_entries(words, run))
     return Composed(typed(merged.node), merged.problems, merged.sources, words.value("recipe"), run)
 
 
@@ -141,14 +130,14 @@ def print_composition(words: Words) -> None:
         ConfigError: something is wrong with the words or the files.
     """
     run = _resumed_run(words)
-    with hydra_for(words, schema_node()):
+    with hydra_bridge.hydra_for(words, schema_node()):
         if words.flag("--hydra-help") is not None or words.flag("--shell-completion") is not None:
-            run_hydra(words)
+            hydra_bridge.run_hydra(words)
             return
         entries = _entries(words, run)
-        merged = merge_entries(entries, hydra_resolves=True)
+        merged = layers.merge_entries(entries, hydra_resolves=True)
         package = words.flag("--package") or "_global_"
-        names = [*schema_keys(), *schema_sections()]
+        names = [*keys.schema_keys(), *keys.schema_sections()]
         of_hydra = package == "hydra" or package.startswith("hydra.")
         if package not in (*names, "_global_") and not of_hydra:
             raise ConfigError(f"--package {package}: there is no such part of the configuration"
@@ -156,7 +145,7 @@ def print_composition(words: Words) -> None:
         raise_problems(list(merged.problems))
         if words.flag("--cfg") != "job" or of_hydra or any(
                 "${hydra:" in str(entry.value) for entry in entries):
-            run_hydra(words)
+            hydra_bridge.run_hydra(words)
             return
         if words.flag("--resolve") is not None:
             OmegaConf.resolve(merged.node)
@@ -166,14 +155,14 @@ def print_composition(words: Words) -> None:
                          else f"{part}\n")
 
 
-def _entries(words: Words, run: Path | None) -> list[Entry]:
+def _entries(words: Words, run: Path | None) -> list[layers.Entry]:
     words = words if run is None else words.without("resume")
-    loader = config_loader(words)
+    loader = hydra_bridge.config_loader(words)
     if any(setting.key.startswith("hydra.") for setting in words.settings):
         # only Hydra can tell whether its own keys are right
-        loader.load_configuration(config_name(words), words.overrides, RunMode.RUN)
-    entries = layered_entries(loader, words, None if run is None else run / CONFIG_FILE)
-    refuse_secrets((entry.key, entry.value, entry.source) for entry in entries)
+        loader.load_configuration(hydra_bridge.config_name(words), words.overrides, RunMode.RUN)
+    entries = layers.layered_entries(loader, words, None if run is None else run / CONFIG_FILE)
+    secrets.refuse_secrets((entry.key, entry.value, entry.source) for entry in entries)
     return entries
 
 
@@ -237,16 +226,16 @@ def run_sweep_jobs(words: Words, run_job: Callable[[SweepJob], float | None],
                               "resume=auto")
     # untyped, so that a job with a wrong value is that job's failure and not the sweep's
     untyped = OmegaConf.create(OmegaConf.to_container(schema_node()))
-    with hydra_for(words, cast(DictConfig, untyped)):
-        swept = _sweep_words(config_loader(words), words.overrides)
-        refuse_secrets((entry.key, entry.value, entry.source) for entry in swept.shared)
-        merged = merge_entries(swept.shared, hydra_resolves=True)
+    with hydra_bridge.hydra_for(words, cast(DictConfig, untyped)):
+        swept = _sweep_words(hydra_bridge.config_loader(words), words.overrides)
+        secrets.refuse_secrets((entry.key, entry.value, entry.source) for entry in swept.shared)
+        merged = layers.merge_entries(swept.shared, hydra_resolves=True)
         raise_problems([*merged.problems, *(
             problem for problem in range_problems(typed(merged.node), merged.sources)
             if problem.key in merged.sources)])
         folder = quoted(str(begin(swept.grid)))
-        run_hydra(words.without("hydra.sweep.dir").adding(f"hydra.sweep.dir={folder}"),
-                  lambda config: run_job(_sweep_job(words, swept)))
+        hydra_bridge.run_hydra(words.without("hydra.sweep.dir").adding(f"hydra.sweep.dir={folder}"),
+                               lambda config: run_job(_sweep_job(words, swept)))
 
 
 def _sweep_job(words: Words, swept: _Swept) -> SweepJob:
@@ -260,7 +249,7 @@ def _sweep_job(words: Words, swept: _Swept) -> SweepJob:
 
     @cache
     def composed() -> Composed:
-        with as_config_errors():
+        with hydra_bridge.as_config_errors():
             return compose_here(own)
 
     varied = tuple(word for word in task if word.lstrip("+~").partition("=")[0] in swept.varied)
@@ -273,7 +262,7 @@ class _Swept:
     """What all jobs of a sweep share on the command line, the keys that differ between them, and
     the words that set these, job by job (None: the sweep isn't a grid)."""
 
-    shared: list[Entry]
+    shared: list[layers.Entry]
     varied: frozenset[str]
     grid: Grid | None
 
@@ -284,7 +273,7 @@ def _sweep_words(loader: ConfigLoader, overrides: list[str]) -> _Swept:
     Config groups and recipes must exist in all the swept spellings; the swept values themselves
     are checked in their jobs.
     """
-    entries: list[Entry] = []
+    entries: list[layers.Entry] = []
     # Hydra's own sweeper: the product of all values, the last key changing fastest
     axes: dict[str, list[str]] = {}
     varied: set[str] = set()
@@ -307,12 +296,12 @@ def _sweep_words(loader: ConfigLoader, overrides: list[str]) -> _Swept:
             for value in values if swept else [override.get_value_element_as_str()]:
                 option = value.strip("'\"")
                 if option not in (*options, "null") and not option.startswith("["):
-                    raise unknown_option(name, option, options)
-        elif override.is_delete() and free_mapping_of(name):
+                    raise hydra_bridge.unknown_option(name, option, options)
+        elif override.is_delete() and keys.free_mapping_of(name):
             continue  # it may be there in each job
         elif not swept:
-            entries += override_entries(override)
-        elif key_for(name) is None:
-            entries.append(Entry(name, None, COMMAND_LINE))
+            entries += layers.override_entries(override)
+        elif keys.key_for(name) is None:
+            entries.append(layers.Entry(name, None, COMMAND_LINE))
     grid = tuple(itertools.product(*axes.values())) if is_grid else None
     return _Swept(entries, frozenset(varied), grid)

@@ -21,10 +21,9 @@ from omegaconf import BooleanNode, DictConfig, FloatNode, IntegerNode, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ppocli.builtin.names import config_groups
+from ppocli.config import keys, resolved
 from ppocli.config.hydra_bridge import SCHEMA, config_name
-from ppocli.config.keys import Key, free_mapping_of, key_for, schema_keys, schema_sections
 from ppocli.config.problems import Problem, shown
-from ppocli.config.resolved import leaves, schema_node
 from ppocli.config.words import COMMAND_LINE, Words
 from ppocli.errors import ConfigError
 from ppocli.text import did_you_mean, first_line, short_path
@@ -95,7 +94,7 @@ def layered_entries(loader: ConfigLoader, words: Words, base: Path | None) -> li
 
 def _file_entries(file: Path, package: str, values: Any) -> Iterator[Entry]:
     lines, shown_file = _line_numbers(file), short_path(str(file))
-    for key, value in leaves(package, values):
+    for key, value in resolved.leaves(package, values):
         line = lines.get(key.removeprefix(package))
         yield Entry(key, value, f"{shown_file}:{line}" if line else shown_file)
 
@@ -108,8 +107,8 @@ def override_entries(override: Override) -> list[Entry]:
     if override.is_delete():
         return [Entry(name, override.value(), COMMAND_LINE, "~")]
     value, prefix = override.value(), "+" if override.is_add() else ""
-    if isinstance(value, dict) and name not in schema_keys():
-        return [Entry(key, item, COMMAND_LINE) for key, item in leaves(f"{name}.", value)]
+    if isinstance(value, dict) and name not in keys.schema_keys():
+        return [Entry(key, item, COMMAND_LINE) for key, item in resolved.leaves(f"{name}.", value)]
     return [Entry(name, value, COMMAND_LINE, prefix)]
 
 
@@ -143,14 +142,14 @@ def merge_entries(entries: list[Entry], *, hydra_resolves: bool = False) -> Merg
         hydra_resolves: interpolations of Hydra's own (``${hydra:job.num}``) are none of them: they
             are resolved later.
     """
-    node = schema_node()
+    node = resolved.schema_node()
     sources: dict[str, str] = {}
     problems: list[Problem] = []
     for entry in entries:
         problem = _merge(node, entry)
         if problem is None:
             sources[entry.key] = entry.source
-            parent = free_mapping_of(entry.key)
+            parent = keys.free_mapping_of(entry.key)
             if parent:
                 sources[parent] = entry.source
         else:
@@ -161,7 +160,7 @@ def merge_entries(entries: list[Entry], *, hydra_resolves: bool = False) -> Merg
 
 def _merge(node: DictConfig, entry: Entry) -> str | None:
     """Merge one entry into ``node``, or say in words why it can't be."""
-    key = key_for(entry.key)
+    key = keys.key_for(entry.key)
     if key is None:
         return _unknown(entry)
     if entry.prefix == "~":
@@ -180,13 +179,13 @@ def _merge(node: DictConfig, entry: Entry) -> str | None:
                    f"{','.join(map(str, entry.value))})"
                    if key.kind == "scalar" and isinstance(entry.value, list) else "")
         at_evaluation = entry.key.replace("generation.", "generation.eval.", 1)
-        if several and schema_keys().get(at_evaluation, key).kind == "sweep":
+        if several and keys.schema_keys().get(at_evaluation, key).kind == "sweep":
             several += f" (to evaluate with each: {at_evaluation}=[...])"
         return f"{shown(entry.value)} must be {key.expected}{several}"
     return None
 
 
-def _each_converted(key: Key, value: Any) -> Any:
+def _each_converted(key: keys.Key, value: Any) -> Any:
     """One value or several of ``key.item``, with the conversions that OmegaConf does for a key of
     that very type.
 
@@ -201,24 +200,24 @@ def _each_converted(key: Key, value: Any) -> Any:
     return converted if isinstance(value, list) else converted[0]
 
 
-def _is_boolean_number(key: Key, value: Any) -> bool:
+def _is_boolean_number(key: keys.Key, value: Any) -> bool:
     items = value if isinstance(value, list) else [value]
     return key.item in (int, float) and any(isinstance(item, bool) for item in items)
 
 
 def _unknown(entry: Entry) -> str:
-    if entry.key in schema_sections():
-        inside = [name for name in schema_keys() if name.startswith(entry.key + ".")]
+    if entry.key in keys.schema_sections():
+        inside = [name for name in keys.schema_keys() if name.startswith(entry.key + ".")]
         return (f"is a section, not a single value; it holds {', '.join(inside[:3])}"
                 + (", ..." if len(inside) > 3 else ""))
-    names = [*schema_keys(), *schema_sections(), *config_groups()]
+    names = [*keys.schema_keys(), *keys.schema_sections(), *config_groups()]
     if entry.source == COMMAND_LINE and "." not in entry.key:
         names.append("recipe")
     return f"unknown key{did_you_mean(entry.key, list(dict.fromkeys(names)))}"
 
 
 def _delete(node: DictConfig, entry: Entry) -> str | None:
-    if free_mapping_of(entry.key) is None:
+    if keys.free_mapping_of(entry.key) is None:
         return "a key can't be removed; leave it out, or set it to another value"
     parent, _, leaf = entry.key.rpartition(".")
     holder = OmegaConf.select(node, parent)
@@ -234,7 +233,7 @@ def _unresolvable(node: DictConfig, sources: Mapping[str, str], hydra_resolves: 
                   ) -> Iterator[Problem]:
     """Interpolations that lead nowhere."""
     unresolved: Any = OmegaConf.to_container(node, resolve=False)
-    for name, key in schema_keys().items():
+    for name, key in keys.schema_keys().items():
         raw = reduce(getitem, name.split("."), unresolved)
         if "${" not in str(raw):
             continue

@@ -12,10 +12,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from ppocli.config.adapters import adapter_rules
-from ppocli.config.algorithm import algorithm_rules, value_function_rules
+from ppocli.config import adapters, algorithm, schema
 from ppocli.config.keys import Key, Rules, free_mapping_of, is_import_path, schema_keys, several
-from ppocli.config.schema import TrainConfig, reference_kind
 from ppocli.errors import ConfigError
 from ppocli.text import cut, did_you_mean
 
@@ -63,7 +61,7 @@ OUR_ENGINES = ("decode", "transformers")
 """values of ``rollout.engine`` that are no import path"""
 
 
-def find_problems(config: TrainConfig, sources: Mapping[str, str] | None = None,
+def find_problems(config: schema.TrainConfig, sources: Mapping[str, str] | None = None,
                   handed_in: frozenset[str] = frozenset()) -> list[Problem]:
     """Everything wrong with a composed configuration.
 
@@ -89,22 +87,22 @@ def find_problems(config: TrainConfig, sources: Mapping[str, str] | None = None,
     return found
 
 
-def _rules(config: TrainConfig, handed_in: frozenset[str]) -> Rules:
+def _rules(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
     yield from _sizes(config)
     if config.task.fn is None:
         yield from _reward(config, handed_in)
     yield from _prompts(config, handed_in)
     if config.task.fn is None:
         yield from _generation(config)
-        yield from value_function_rules(config)
+        yield from algorithm.value_function_rules(config)
     yield from _seams(config)
-    yield from algorithm_rules(config)
-    yield from adapter_rules(config)
+    yield from algorithm.algorithm_rules(config)
+    yield from adapters.adapter_rules(config)
     yield from _hardware(config, handed_in)
     yield from _run(config)
 
 
-def range_problems(config: TrainConfig, sources: Mapping[str, str]) -> list[Problem]:
+def range_problems(config: schema.TrainConfig, sources: Mapping[str, str]) -> list[Problem]:
     """Missing values, and those outside what the schema allows, each key for itself."""
     return [Problem(name, text, sources.get(name, DEFAULT_SOURCE))
             for name, key in schema_keys().items()
@@ -144,7 +142,7 @@ def _allowed(metadata: Mapping[str, Any], item: Any) -> bool:
                if metadata[bound] is not None)
 
 
-def _sizes(config: TrainConfig) -> Rules:
+def _sizes(config: schema.TrainConfig) -> Rules:
     ppo = config.ppo
     length = "ppo.total_episodes, ppo.num_steps"
     yield (ppo.total_episodes is None and ppo.num_steps is None, length,
@@ -159,7 +157,7 @@ def _sizes(config: TrainConfig) -> Rules:
                f"{name} {size} must be at most {most} {limit}")
 
 
-def _seams(config: TrainConfig) -> Rules:
+def _seams(config: schema.TrainConfig) -> Rules:
     """Code of the user's own in place of ours, and arguments for it."""
     engine = config.rollout.engine
     yield (config.task.kwargs and config.task.fn is None, "task.kwargs",
@@ -171,7 +169,7 @@ def _seams(config: TrainConfig) -> Rules:
            f"sampler of your own (my_sampler.py:Sampler){did_you_mean(engine, OUR_ENGINES)}")
 
 
-def _reward(config: TrainConfig, handed_in: frozenset[str]) -> Rules:
+def _reward(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
     reward = config.reward
     if "reward.fn" not in handed_in:
         yield (reward.fn is not None and reward.fns, "reward.fn, reward.fns",
@@ -196,7 +194,7 @@ def _reward(config: TrainConfig, handed_in: frozenset[str]) -> Rules:
            f"{shown(metric)} must be reward_mean or metrics/NAME")
 
 
-def _shaping(config: TrainConfig) -> Rules:
+def _shaping(config: schema.TrainConfig) -> Rules:
     """What is made of a score, and what comes off it."""
     reward, longest = config.reward, config.generation.max_new_tokens
     for name, scale in (("ref_mean", "ref"), ("ref_std", "ref"), ("center", "running")):
@@ -239,7 +237,7 @@ def _fns_entry(entry: Any) -> Iterator[str]:
         yield f"weight {shown(weight)} must be a finite number"
 
 
-def _prompts(config: TrainConfig, handed_in: frozenset[str]) -> Rules:
+def _prompts(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
     inherited = config.prompts
     for prefix, prompts in (("prompts", config.prompts), ("prompts.eval", config.prompts.eval)):
         chat = inherited.chat if prompts.chat is None else prompts.chat
@@ -265,7 +263,7 @@ def _is_range(bounds: list[int] | None) -> bool:
     return bounds is None or (len(bounds) == 2 and bounds[0] <= bounds[1])
 
 
-def _generation(config: TrainConfig) -> Rules:
+def _generation(config: schema.TrainConfig) -> Rules:
     train, evaluation = config.generation, config.generation.eval
     shortest, longest = train.min_new_tokens, train.max_new_tokens
     yield (shortest > longest, "generation.min_new_tokens, generation.max_new_tokens",
@@ -292,7 +290,7 @@ def _generation(config: TrainConfig) -> Rules:
     yield ("" in train.stop_sequences, "generation.stop_sequences", "must not hold an empty text")
 
 
-def _hardware(config: TrainConfig, handed_in: frozenset[str]) -> Rules:
+def _hardware(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
     hardware, stage, nodes = config.hardware, config.hardware.zero_stage, config.hardware.num_nodes
     for name, lowest in (("offload_optimizer", 1), ("offload_param", 3)):
         yield (getattr(hardware, name) and stage < lowest,
@@ -307,7 +305,7 @@ def _hardware(config: TrainConfig, handed_in: frozenset[str]) -> Rules:
     yield (shard and config.model.reference.device is not None,
            "model.reference.shard, model.reference.device",
            "a reference on a device of its own is whole there: set one of the two")
-    yield (shard is False and stage == 3 and reference_kind(config.model) == "shared",
+    yield (shard is False and stage == 3 and schema.reference_kind(config.model) == "shared",
            "model.reference.shard, model.reference.kind",
            "a reference that shares the policy's layers is in parts as they are: leave shard open "
            "or set kind=copy")
@@ -330,7 +328,7 @@ def _hardware(config: TrainConfig, handed_in: frozenset[str]) -> Rules:
            "all nodes write into one run folder: give it a name with run_name=NAME")
 
 
-def _run(config: TrainConfig) -> Rules:
+def _run(config: schema.TrainConfig) -> Rules:
     name, resume, tracking = config.run_name, config.resume, config.tracking
     yield (name is not None and (name in ("", ".", "..") or "/" in name or "\0" in name),
            "run_name",

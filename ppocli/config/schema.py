@@ -10,15 +10,9 @@ from typing import Any, Optional
 
 from omegaconf import MISSING
 
-from ppocli.config.schema_ppo import (
-    OptimizerConfig,
-    PPOConfig,
-    SchedulerConfig,
-    key,
-    planned_episodes,
-)
+from ppocli.config.schema_ppo import PPOConfig, key, planned_episodes
 
-__all__ = ["OptimizerConfig", "SchedulerConfig", "planned_episodes"]
+__all__ = ["planned_episodes"]
 
 
 @dataclass

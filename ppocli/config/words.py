@@ -13,17 +13,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ppocli.builtin.names import config_groups
+from ppocli.config import resolved, secrets
 from ppocli.config.keys import key_for, schema_keys
-from ppocli.config.resolved import quoted, unquoted
-from ppocli.config.secrets import refuse_secrets
 from ppocli.errors import ConfigError
 from ppocli.text import did_you_mean, nearest
 
 COMMAND_LINE = "command line"
 """the source of what was typed, in messages"""
-_CHOICES = {"--cfg": ("job", "hydra", "all", "deepspeed"),
+CHOICES = {"--cfg": ("job", "hydra", "all", "deepspeed"),
             "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")}
-_SHORT = {"-c": "--cfg", "-p": "--package", "-r": "--run", "-m": "--multirun",
+SHORT = {"-c": "--cfg", "-p": "--package", "-r": "--run", "-m": "--multirun",
           "-sc": "--shell-completion", "-cp": "--config-path", "-cn": "--config-name",
           "-cd": "--config-dir", "-i": "--info"}
 _WITH_VALUE = ("--cfg", "--package", "--config-path", "--config-name", "--config-dir")
@@ -69,7 +68,7 @@ class Words:
 
     def value(self, key: str) -> str | None:
         """What a key was set to last, without quotes; None if it wasn't, or to nothing."""
-        return next((unquoted(setting.value) for setting in reversed(self.settings)
+        return next((resolved.unquoted(setting.value) for setting in reversed(self.settings)
                      if setting.key == key and setting.value), None)
 
     def flag(self, name: str) -> str | None:
@@ -126,19 +125,19 @@ def read_words(words: Sequence[str]) -> Words:
             settings += [] if word == "--" else [read_setting(word)]
             continue
         name, equals, attached = word.partition("=")
-        name = _SHORT.get(name, name)
+        name = SHORT.get(name, name)
         value = attached if equals else None
         if name in _WITH_VALUE and value is None:
             value = rest.pop(0) if rest and not rest[0].startswith("-") else None
             if value is None:
                 raise ConfigError(f"{word} needs a value", where=COMMAND_LINE,
-                                  fix=f"e.g. {word} {_CHOICES.get(name, ('NAME',))[0]}")
-        elif name == "--info" and value is None and rest and rest[0] in _CHOICES["--info"]:
+                                  fix=f"e.g. {word} {CHOICES.get(name, ('NAME',))[0]}")
+        elif name == "--info" and value is None and rest and rest[0] in CHOICES["--info"]:
             value = rest.pop(0)
         _check_flag(word, name, value)
         flags.append((name, value))
     _check_combination(dict(flags))
-    refuse_secrets((setting.key, setting.value, COMMAND_LINE) for setting in settings)
+    secrets.refuse_secrets((setting.key, setting.value, COMMAND_LINE) for setting in settings)
     given = [value for flag, value in flags if flag == "--config-dir" and value]
     return Words(tuple(settings), tuple(flags),
                  tuple(_config_dir(folder, "--config-dir") for folder in given)
@@ -149,7 +148,7 @@ def read_words(words: Sequence[str]) -> Words:
 
 def _looks_like_setting(word: str) -> bool:
     name, equals, _ = word.partition("=")
-    return bool(equals) and not name.startswith("--") and name not in _SHORT
+    return bool(equals) and not name.startswith("--") and name not in SHORT
 
 
 def _check_flag(word: str, name: str, value: str | None) -> None:
@@ -164,9 +163,9 @@ def _check_flag(word: str, name: str, value: str | None) -> None:
                           where=COMMAND_LINE, fix=hint)
     if name in _PLAIN and value is not None:
         raise ConfigError(f"{name} takes no value", where=COMMAND_LINE)
-    if name in _CHOICES and value is not None and value not in _CHOICES[name]:
-        raise ConfigError(f"{name} {value}: must be one of {', '.join(_CHOICES[name])}"
-                          + did_you_mean(value, _CHOICES[name]), where=COMMAND_LINE)
+    if name in CHOICES and value is not None and value not in CHOICES[name]:
+        raise ConfigError(f"{name} {value}: must be one of {', '.join(CHOICES[name])}"
+                          + did_you_mean(value, CHOICES[name]), where=COMMAND_LINE)
 
 
 def _check_combination(flags: dict[str, str | None]) -> None:
@@ -216,9 +215,9 @@ def read_setting(word: str) -> Setting:
         is_text = schema_key.kind == "scalar" and schema_key.item is str
         takes_text = is_text or (schema_key.kind == "mapping" and key != schema_key.name)
         if (is_text and _NOT_TEXT.fullmatch(value)) or (takes_text and not _readable(value)):
-            value = quoted(value)
+            value = resolved.quoted(value)
     elif key.startswith("hydra.") and key.endswith(".dir") and not _readable(value):
-        value = quoted(value)
+        value = resolved.quoted(value)
     return Setting(prefix, key, value)
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ppocli.builtin.names import BUILTIN_PREFIX, resolve_builtin
-from ppocli.config.hub import go_offline, hub_reachable, offline_hint
-from ppocli.config.schema import PromptsConfig
+from ppocli.config import hub, schema
 from ppocli.data.files import SUFFIX_WORDS, SUFFIXES, Row, read_file
 from ppocli.errors import ConfigError, InputError
 from ppocli.text import first_line, nearest
@@ -59,7 +58,7 @@ class PromptSpec:
         return self.path is not None or self.items is not None
 
 
-def training_spec(cfg: PromptsConfig, items: list[Any] | None) -> PromptSpec:
+def training_spec(cfg: schema.PromptsConfig, items: list[Any] | None) -> PromptSpec:
     """The training prompts; ``items``, given from Python, replace ``prompts.path``.
 
     Raises:
@@ -73,7 +72,7 @@ def training_spec(cfg: PromptsConfig, items: list[Any] | None) -> PromptSpec:
         **{name: getattr(cfg, name) for name in _INHERITED})
 
 
-def evaluation_spec(cfg: PromptsConfig, items: list[Any] | None) -> PromptSpec:
+def evaluation_spec(cfg: schema.PromptsConfig, items: list[Any] | None) -> PromptSpec:
     """The evaluation prompts. Keys of ``prompts.eval`` that are null take those of ``prompts``.
 
     The result has a source only if one was given for evaluation: ``items``, ``prompts.eval.items``,
@@ -260,9 +259,9 @@ def _dataset_rows(dataset: Dataset, name: str) -> Iterator[Row]:
 
 
 def _hub_rows(spec: PromptSpec, path: str) -> Iterator[Row]:
-    offline = None if hub_reachable() else offline_hint()
+    offline = None if hub.hub_reachable() else hub.offline_hint()
     if offline:
-        go_offline()
+        hub.go_offline()
     import datasets
 
     if offline is None and datasets.config.HF_HUB_OFFLINE:

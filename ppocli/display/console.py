@@ -18,10 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ppocli.config.secrets import safe_text
-from ppocli.display.dashboard import Dashboard
-from ppocli.display.live_view import LiveView, Outlet, is_terminal
-from ppocli.storage.run_folder import RunFolder
-from ppocli.storage.run_logs import read_jsonl
+from ppocli.display import dashboard, live_view
+from ppocli.storage import run_folder, run_logs
 from ppocli.text import clean, figure
 
 log = logging.getLogger("ppocli")
@@ -61,13 +59,13 @@ class Display(logging.Handler):
     def __init__(self, folder: Path, mode: DisplayMode, out: Any, err: Any,
                  started_by: int | None = None) -> None:
         super().__init__()
-        self.board = Dashboard(folder.name)
+        self.board = dashboard.Dashboard(folder.name)
         """what the live view shows; the training tells it phases and samples"""
-        self._metrics = RunFolder(folder).metrics
+        self._metrics = run_folder.RunFolder(folder).metrics
         self._mode = mode
-        self._out, self._err = Outlet(out), Outlet(err)
+        self._out, self._err = live_view.Outlet(out), live_view.Outlet(err)
         self._started_by = started_by
-        self._view: LiveView | None = None
+        self._view: live_view.LiveView | None = None
 
     def start(self, done: int, total: int, memory: Callable[[], float | None]) -> None:
         """Open the live view, if there is to be one, at ``done`` of ``total`` steps.
@@ -78,9 +76,9 @@ class Display(logging.Handler):
             return
         self.board.memory = memory
         # what a resumed run has recorded up to the step it goes on from
-        self.board.begin(total, (row for row in read_jsonl(self._metrics)
+        self.board.begin(total, (row for row in run_logs.read_jsonl(self._metrics)
                                  if isinstance(row.get("step"), int) and row["step"] <= done))
-        self._view = LiveView(self._out, self.board.lines, self._started_by)
+        self._view = live_view.LiveView(self._out, self.board.lines, self._started_by)
         self._view.start()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -90,7 +88,7 @@ class Display(logging.Handler):
             self.board.warnings.append(text)
             # what ends the run is said once, by whoever started it
             if not getattr(record, "ends_run", False):
-                above = self._view is not None and is_terminal(self._err.file)
+                above = self._view is not None and live_view.is_terminal(self._err.file)
                 (self._out if above else self._err).print(
                     Text(f"{record.levelname.lower()}: {text}"), soft_wrap=True)
         elif self._mode != "quiet":

@@ -14,7 +14,8 @@ from torch import nn
 
 from ppocli.config.adapters import adapter_kind, adapter_settings
 from ppocli.config.algorithm import estimator_of, reference_sharded, value_optimizer
-from ppocli.config.schema import ModelConfig, OptimizerConfig, TrainConfig, reference_kind
+from ppocli.config.schema import ModelConfig, TrainConfig, reference_kind
+from ppocli.config.schema_ppo import OptimizerConfig
 from ppocli.errors import PpocliError
 from ppocli.models.layer_stack import layer_stack, stack_path
 from ppocli.models.loading.adapters import attach, peft_config

@@ -5,12 +5,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ppocli.config.resolved import PYTHON_OBJECT
-from ppocli.config.schema import TrainConfig
+from ppocli.config import resolved, schema
 from ppocli.export.facts import Facts, Mask, hub_name, is_encoder_decoder, split_card
-from ppocli.runs.charts import Line, line_chart, stacked
+from ppocli.runs import charts, record
 from ppocli.runs.listing import last_part
-from ppocli.runs.record import RunRecord
 from ppocli.storage.model_files import is_adapter
 from ppocli.text import clean, figure
 from ppocli.version import __version__
@@ -68,14 +66,14 @@ def render_card(facts: Facts, previous: str | None, mask: Mask, *, dtype: str, l
         example=json.dumps(clean(example)[:_LONGEST_TEXT], ensure_ascii=False),
         reward=reward_names(config) if config else "", prompts=_prompts(config) if config else "",
         eval_prompts=_eval_prompts(config) if config else "",
-        command=None if PYTHON_OBJECT in command else command.replace("```", ""),
+        command=None if resolved.PYTHON_OBJECT in command else command.replace("```", ""),
         local_files=any(part.startswith(("/", "'/")) or "=/" in part or ":/" in part
                         for part in command.split()),
         trust=", trust_remote_code=True" if config and config.model.trust_remote_code else "")
     return re.sub(r"\n{3,}", "\n\n", mask(str(card))).rstrip() + "\n"
 
 
-def write_card(folder: Path, cfg: TrainConfig, summary: dict[str, Any]) -> None:
+def write_card(folder: Path, cfg: schema.TrainConfig, summary: dict[str, Any]) -> None:
     """Write the card of a run's ``model/``: metadata for the Hub, what was trained, figures before
     and after."""
     from huggingface_hub import ModelCard, ModelCardData
@@ -192,39 +190,39 @@ def figure_rows(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str
     return [(name, figure(before.get(name), 3), figure(after[name], 3)) for name in names]
 
 
-def reward_names(cfg: TrainConfig) -> str:
+def reward_names(cfg: schema.TrainConfig) -> str:
     """The rewards of a configuration, as a card names them; of a file only its name."""
     named = ([str((entry or {}).get("fn")) for entry in cfg.reward.fns.values()]
              if cfg.reward.fns else [str(cfg.reward.fn)])
     return ", ".join(name.rsplit("/", 1)[-1] if ".py:" in name else name for name in named)
 
 
-def _prompts(config: TrainConfig) -> str:
+def _prompts(config: schema.TrainConfig) -> str:
     path = config.prompts.path
-    if path is not None and path != PYTHON_OBJECT:
+    if path is not None and path != resolved.PYTHON_OBJECT:
         return last_part(path)
     return "given inline" if config.prompts.items or path else "the beginning-of-sequence token"
 
 
-def _eval_prompts(config: TrainConfig) -> str:
+def _eval_prompts(config: schema.TrainConfig) -> str:
     path = config.prompts.eval.path
-    if path is not None and path != PYTHON_OBJECT:
+    if path is not None and path != resolved.PYTHON_OBJECT:
         return last_part(path)
     inline = config.prompts.eval.items or path
     return "prompts given inline" if inline else f"prompts of {_prompts(config)}"
 
 
-def curve(run: RunRecord) -> str | None:
+def curve(run: record.RunRecord) -> str | None:
     """``curve.svg``: the reward above, the KL (nats per response) below; lines of the rollouts,
     dots of the evaluations. None for a run without any figure."""
     panels = []
     for title, trained, evaluated, unit in (
             ("Mean reward", "reward/mean", "eval/reward_mean", ""),
             ("KL from the starting model", "objective/kl", "eval/kl_mean", "nats per response")):
-        lines = [Line("training", run.series(trained)),
-                 Line("evaluation", run.series(evaluated), kind="dots")]
+        lines = [charts.Line("training", run.series(trained)),
+                 charts.Line("evaluation", run.series(evaluated), kind="dots")]
         lines = [line for line in lines if line.points]
         if lines:
-            panels.append(line_chart(lines, title=title, x_label="step", y_label=unit,
-                                     width=_WIDTH, height=_HEIGHT))
-    return stacked(panels, _WIDTH, _HEIGHT) if panels else None
+            panels.append(charts.line_chart(lines, title=title, x_label="step", y_label=unit,
+                                            width=_WIDTH, height=_HEIGHT))
+    return charts.stacked(panels, _WIDTH, _HEIGHT) if panels else None

@@ -13,10 +13,7 @@ from typing import Any
 import yaml
 
 from ppocli.builtin.names import BUILTIN_PREFIX
-from ppocli.config.hub import hub_reachable
-from ppocli.config.resolved import PYTHON_OBJECT
-from ppocli.config.schema import TrainConfig
-from ppocli.config.secrets import secret_values, without_secrets
+from ppocli.config import hub, resolved, schema, secrets
 from ppocli.evaluation.request import read_result
 from ppocli.runs.record import RunRecord, first_of_each_prompt, read_run
 from ppocli.runs.target import Target
@@ -58,12 +55,12 @@ class Facts:
     """the export that is exported once more: its folder tells what it was trained with"""
 
     @property
-    def config(self) -> TrainConfig | None:
+    def config(self) -> schema.TrainConfig | None:
         """How the policy was trained."""
         return None if self.run is None else self.run.config
 
 
-def gather(target: Target, *, network: bool, command: Callable[[TrainConfig], str]) -> Facts:
+def gather(target: Target, *, network: bool, command: Callable[[schema.TrainConfig], str]) -> Facts:
     """Read what is known of a target.
 
     Args:
@@ -133,7 +130,7 @@ def _from_hub(name: str, file: str, revision: str | None, *, network: bool) -> P
 
     try:
         return Path(hf_hub_download(name, file, revision=revision,
-                                    local_files_only=not (network and hub_reachable())))
+                                    local_files_only=not (network and hub.hub_reachable())))
     except Exception:  # nothing that can go wrong on the way there is a reason not to export
         return None
 
@@ -141,7 +138,7 @@ def _from_hub(name: str, file: str, revision: str | None, *, network: bool) -> P
 def hub_name(path: str | None) -> str | None:
     """The Hub name that a path of a run's configuration is; None for folders, which are absolute
     there, built-ins and Python objects."""
-    if path == PYTHON_OBJECT or (path or "/").startswith((".", "/", "~", BUILTIN_PREFIX)):
+    if path == resolved.PYTHON_OBJECT or (path or "/").startswith((".", "/", "~", BUILTIN_PREFIX)):
         return None
     return path
 
@@ -169,7 +166,7 @@ def split_card(text: str) -> tuple[dict[str, Any], str]:
     return data if isinstance(data, dict) else {}, text[block.end():]
 
 
-def own_evaluation(target: Target, config: TrainConfig) -> dict[str, Any] | None:
+def own_evaluation(target: Target, config: schema.TrainConfig) -> dict[str, Any] | None:
     """The newest ``eval/*/eval.json`` of exactly these weights under the run's own reward,
     prompts and sampling, whatever its random numbers and the number of responses; else None.
 
@@ -188,7 +185,7 @@ def own_evaluation(target: Target, config: TrainConfig) -> dict[str, Any] | None
                  and value.get("generation") == sampling), None)
 
 
-def _own_settings(evaluation: dict[str, Any], config: TrainConfig, target: Target) -> bool:
+def _own_settings(evaluation: dict[str, Any], config: schema.TrainConfig, target: Target) -> bool:
     """Whether step, reward, prompts and the base of the KL are those of the run."""
     own = json.loads(json.dumps(asdict(config), default=str))
     try:
@@ -196,7 +193,7 @@ def _own_settings(evaluation: dict[str, Any], config: TrainConfig, target: Targe
         reward, prompts, model = (dict(told[part]) for part in ("reward", "prompts", "model"))
         return (evaluation["step"] == target.step
                 # which object it was is not known
-                and PYTHON_OBJECT not in json.dumps([reward, prompts])
+                and resolved.PYTHON_OBJECT not in json.dumps([reward, prompts])
                 and reward == {name: own["reward"].get(name) for name in reward}
                 and _asked(prompts) == _asked(own["prompts"])
                 and _prompts_digest(target.run_dir) in (None, prompts.get("digest"))
@@ -219,17 +216,16 @@ def _prompts_digest(run_dir: Path | None) -> str | None:
     return ((read_json(newest) or {}).get("digests") or {}).get("evaluation prompts")
 
 
-def _loaded(target: Target, config: TrainConfig) -> tuple[str, dict[str, Any]]:
+def _loaded(target: Target, config: schema.TrainConfig) -> tuple[str, dict[str, Any]]:
     """Digest of the weights and the run's sampling at evaluation, as an evaluation tells them."""
-    from ppocli.models.loading.adapters import tensors_digest
-    from ppocli.models.loading.language_model import load_lm, load_tokenizer
+    from ppocli.models.loading import adapters, language_model
     from ppocli.tasks.ppo.session import sampling_specs
 
     quiet_transformers()
     own = replace(config.model, path=target.model, tokenizer_path=None, revision=None)
-    loaded = load_lm(own)
-    spec = sampling_specs(config.generation, load_tokenizer(own), loaded)[1]
-    return tensors_digest(loaded.lm.state_dict()), json.loads(json.dumps(asdict(spec)))
+    loaded = language_model.load_lm(own)
+    spec = sampling_specs(config.generation, language_model.load_tokenizer(own), loaded)[1]
+    return adapters.tensors_digest(loaded.lm.state_dict()), json.loads(json.dumps(asdict(spec)))
 
 
 def without_folders(value: Any, key: str = "") -> Any:
@@ -259,7 +255,7 @@ class Mask:
 
     def __init__(self, environment: Mapping[str, str], *, tokens: tuple[str, ...] = (),
                  home: Path | None = None) -> None:
-        self._hidden = secret_values(environment) | set(tokens)
+        self._hidden = secrets.secret_values(environment) | set(tokens)
         homes = {str(home), os.path.realpath(home)} - {"/", "."} if home is not None else set()
         self._homes = [re.compile(re.escape(folder) + r"(?![\w.-])")
                        for folder in sorted(homes, key=len, reverse=True)]
@@ -277,7 +273,7 @@ class Mask:
 
     def __call__(self, text: str) -> str:
         """``text`` with nothing in it that is to stay here."""
-        text = without_secrets(text, self._hidden)
+        text = secrets.without_secrets(text, self._hidden)
         for pattern in self._homes:
             text = pattern.sub("~", text)
         return text

@@ -15,41 +15,10 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from ppocli.errors import CheckpointError, InputError
+from ppocli.export import weights
 from ppocli.export.card import CARD, CURVE, curve, render_again, render_card
 from ppocli.export.facts import Facts, Mask, is_encoder_decoder
-from ppocli.export.weights import (
-    GENERATION,
-    INDEX,
-    TORCH_DTYPES,
-    StoredTensor,
-    Verified,
-    base_of,
-    compare_weights,
-    dtype_of,
-    plan_files,
-    stored_tensors,
-    verify_model,
-    write_merged,
-    write_weights,
-)
-from ppocli.storage import faults
-from ppocli.storage.atomic import (
-    disk_refused,
-    free_bytes,
-    make_dirs,
-    publish_folder,
-    read_json,
-    sha256_file,
-)
-from ppocli.storage.model_files import (
-    ADAPTER_BASE,
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    TOKENIZER_FILES,
-    VALUE_HEAD,
-    VALUE_TRUNK,
-    is_adapter,
-)
+from ppocli.storage import atomic, faults, model_files
 from ppocli.text import format_bytes
 from ppocli.version import __version__
 
@@ -60,12 +29,12 @@ RECORD = "export.json"
 """what an export is of; also how an export is known from any other folder"""
 TRAINING_CONFIG = "training_config.yaml"
 EVALUATION = "eval.json"
-_TOKENIZER = (*TOKENIZER_FILES, "merges.txt", "special_tokens_map.json", "added_tokens.json",
-              "chat_template.jinja", "chat_template.json")
+_TOKENIZER = (*model_files.TOKENIZER_FILES, "merges.txt", "special_tokens_map.json",
+              "added_tokens.json", "chat_template.jinja", "chat_template.json")
 _GENERIC = ("Once upon a time", "The film was")
 _OF_TRAINING = ("source", "run", "step", "evaluation", "run_id", "versions")
 """names in the record that are the same for an export of an export"""
-_TOLD = (TRAINING_CONFIG, CURVE, EVALUATION, VALUE_HEAD, VALUE_TRUNK)
+_TOLD = (TRAINING_CONFIG, CURVE, EVALUATION, model_files.VALUE_HEAD, model_files.VALUE_TRUNK)
 """files of an export that come along with an export of it"""
 
 
@@ -79,8 +48,8 @@ class ExportPlan:
     """a plain Hugging Face folder with safetensors, or an adapter's"""
     target: Path
     facts: Facts
-    tensors: dict[str, StoredTensor]
-    weights: StateDictSplit
+    tensors: dict[str, weights.StoredTensor]
+    shards: StateDictSplit
     dtype: str | None
     """the floating type that weights are converted to, None where they have it already; of what is
     merged, which has fp32 in between, always a type"""
@@ -96,12 +65,12 @@ class ExportPlan:
     @property
     def adapter(self) -> bool:
         """Whether an adapter's own files are written."""
-        return not self.merge and is_adapter(self.source)
+        return not self.merge and model_files.is_adapter(self.source)
 
     @property
     def stored(self) -> str:
         """The floating type of the source's weights."""
-        return dtype_of(self.tensors)
+        return weights.dtype_of(self.tensors)
 
     @property
     def written(self) -> str:
@@ -111,7 +80,7 @@ class ExportPlan:
     @property
     def bytes(self) -> int:
         """What the weights will take on the disk."""
-        return int(self.weights.metadata["total_size"]) + sum(
+        return int(self.shards.metadata["total_size"]) + sum(
             path.stat().st_size for path in self.critic)
 
     @property
@@ -127,8 +96,8 @@ class ExportPlan:
 
     def files(self) -> list[str]:
         """Names of everything that is going to be written."""
-        return sorted({*self.weights.filename_to_tensors, CARD, RECORD, *_contents(self, Mask({})),
-                       *([INDEX] if self.weights.is_sharded else [])})
+        return sorted({*self.shards.filename_to_tensors, CARD, RECORD, *_contents(self, Mask({})),
+                       *([weights.INDEX] if self.shards.is_sharded else [])})
 
 
 def plan_export(name: str, source: Path, target: Path, facts: Facts, *, dtype: str | None,
@@ -140,16 +109,18 @@ def plan_export(name: str, source: Path, target: Path, facts: Facts, *, dtype: s
         InputError: the weights can't be read, or are quantized and ``dtype`` is given; the base of
             an adapter isn't there.
     """
-    stored, dtype = (base_of(source), dtype or "fp32") if merge else (source, dtype)
-    if dtype is not None and "quantization_config" in (read_json(source / "config.json") or {}):
+    stored, dtype = (weights.base_of(source), dtype or "fp32") if merge else (source, dtype)
+    config = atomic.read_json(source / "config.json") or {}
+    if dtype is not None and "quantization_config" in config:
         raise InputError(f"{name} is quantized: its weights can't be cast to {dtype}.",
                          where="--dtype", fix="leave --dtype out")
-    tensors = stored_tensors(stored)
-    dtype = None if not merge and dtype == dtype_of(tensors) else dtype
-    weights = plan_files(tensors, dtype, max_shard)
-    if is_adapter(stored):  # one file, whatever its size: PEFT knows no shards
-        weights = plan_files(tensors, None, weights.metadata["total_size"], ADAPTER_WEIGHTS)
-    return ExportPlan(name, source, target, facts, tensors, weights, dtype, max_shard, merge,
+    tensors = weights.stored_tensors(stored)
+    dtype = None if not merge and dtype == weights.dtype_of(tensors) else dtype
+    shards = weights.plan_files(tensors, dtype, max_shard)
+    if model_files.is_adapter(stored):  # one file, whatever its size: PEFT knows no shards
+        shards = weights.plan_files(tensors, None, shards.metadata["total_size"],
+                                    model_files.ADAPTER_WEIGHTS)
+    return ExportPlan(name, source, target, facts, tensors, shards, dtype, max_shard, merge,
                       critic, repo_id)
 
 
@@ -158,7 +129,7 @@ def verification_prompts(texts: list[str]) -> list[str]:
     return list(dict.fromkeys([*filter(str.strip, texts), *_GENERIC]))[:2]
 
 
-def write_export(plan: ExportPlan, mask: Mask, check: Callable[[], None]) -> Verified:
+def write_export(plan: ExportPlan, mask: Mask, check: Callable[[], None]) -> weights.Verified:
     """Write, verify and publish; on any failure ``plan.target`` is as it was before.
 
     Args:
@@ -170,37 +141,37 @@ def write_export(plan: ExportPlan, mask: Mask, check: Callable[[], None]) -> Ver
         DiskError: the disk refused.
         InputError: the source can't be loaded.
     """
-    free = free_bytes(plan.target.parent)
+    free = atomic.free_bytes(plan.target.parent)
     if free is not None and free < plan.bytes:
-        raise disk_refused("Disk full", plan.target, format_bytes(plan.bytes))
+        raise atomic.disk_refused("Disk full", plan.target, format_bytes(plan.bytes))
     if not plan.merge:
         return _publish(plan, mask, check)
-    make_dirs(plan.target.parent)
+    atomic.make_dirs(plan.target.parent)
     with TemporaryDirectory(dir=plan.target.parent, prefix=".merged-") as place:
-        write_merged(plan.source, Path(place), plan.prompts, plan.trust_remote_code, check)
+        weights.write_merged(plan.source, Path(place), plan.prompts, plan.trust_remote_code, check)
         gc.collect()
         return _publish(plan_export(
             plan.name, Path(place), plan.target, plan.facts, dtype=plan.dtype, merge=False,
             max_shard=plan.max_shard, critic=plan.critic, repo_id=plan.repo_id), mask, check)
 
 
-def _publish(plan: ExportPlan, mask: Mask, check: Callable[[], None]) -> Verified:
+def _publish(plan: ExportPlan, mask: Mask, check: Callable[[], None]) -> weights.Verified:
     previous = _read_text(plan.target / CARD) if (plan.target / CARD).is_file() else None
-    verified: list[Verified] = []
+    verified: list[weights.Verified] = []
 
     def write(folder: Path) -> None:
         _write_files(plan, folder, previous, mask, check)
         faults.point("export.before_verify")
         check()
-        compare_weights(plan.source, plan.tensors, plan.dtype, folder, check)
-        verified.append(verify_model(
+        weights.compare_weights(plan.source, plan.tensors, plan.dtype, folder, check)
+        verified.append(weights.verify_model(
             plan.source, folder, plan.prompts, cast=plan.dtype, num_tensors=len(plan.tensors),
             trust_remote_code=plan.trust_remote_code, check=check))
         _write_record(plan, folder, verified[0], mask)
         check()
 
     try:
-        publish_folder(write, plan.target)
+        atomic.publish_folder(write, plan.target)
     except FileNotFoundError as error:
         if plan.source.is_dir():
             raise
@@ -213,7 +184,7 @@ def _publish(plan: ExportPlan, mask: Mask, check: Callable[[], None]) -> Verifie
 
 def _write_files(plan: ExportPlan, folder: Path, previous: str | None, mask: Mask,
                  check: Callable[[], None]) -> None:
-    write_weights(plan.source, plan.tensors, plan.weights, plan.dtype, folder, check)
+    weights.write_weights(plan.source, plan.tensors, plan.shards, plan.dtype, folder, check)
     contents, facts = _contents(plan, mask), plan.facts
     for name, content in contents.items():
         if isinstance(content, Path):
@@ -238,9 +209,9 @@ def _contents(plan: ExportPlan, mask: Mask) -> dict[str, Path | str]:
     found: dict[str, Path | str] = {file.name: file for file in (*_copied(plan), *plan.critic)}
     if not plan.adapter:
         found["config.json"] = _json(_model_config(plan))
-        if GENERATION not in found:
-            found[GENERATION] = _derived_generation_config(source)
-    tokenizer = read_json(source / "tokenizer_config.json") or {}
+        if weights.GENERATION not in found:
+            found[weights.GENERATION] = _derived_generation_config(source)
+    tokenizer = atomic.read_json(source / "tokenizer_config.json") or {}
     if tokenizer.pop("name_or_path", None) is not None:  # the folder that it was once loaded from
         found["tokenizer_config.json"] = _json(tokenizer)
     if facts.run is not None:
@@ -253,7 +224,7 @@ def _contents(plan: ExportPlan, mask: Mask) -> dict[str, Path | str]:
     return found
 
 
-def _write_record(plan: ExportPlan, folder: Path, verified: Verified, mask: Mask) -> None:
+def _write_record(plan: ExportPlan, folder: Path, verified: weights.Verified, mask: Mask) -> None:
     facts = plan.facts
     summary = facts.run.summary if facts.run is not None else None
     record: dict[str, Any] = {
@@ -266,7 +237,7 @@ def _write_record(plan: ExportPlan, folder: Path, verified: Verified, mask: Mask
         told = read_record(facts.earlier) or {}
         record |= {name: told.get(name) for name in _OF_TRAINING}
     record = mask.tree(record)
-    record["files"] = {file.name: sha256_file(file) for file in sorted(folder.iterdir())
+    record["files"] = {file.name: atomic.sha256_file(file) for file in sorted(folder.iterdir())
                        if file.name != CARD}
     _write_text(folder / RECORD, _json(record))
 
@@ -274,23 +245,24 @@ def _write_record(plan: ExportPlan, folder: Path, verified: Verified, mask: Mask
 def _copied(plan: ExportPlan) -> list[Path]:
     """Files that are copied as they are: the tokenizer's, how to sample, what PEFT reads of an
     adapter, what an earlier export tells, and code that the model ships with."""
-    names = [*_TOKENIZER, GENERATION, *((ADAPTER_CONFIG, ADAPTER_BASE) if plan.adapter else ()),
-             *(_TOLD if plan.facts.earlier is not None else ())]
+    ours = (model_files.ADAPTER_CONFIG, model_files.ADAPTER_BASE) if plan.adapter else ()
+    told = _TOLD if plan.facts.earlier is not None else ()
+    names = [*_TOKENIZER, weights.GENERATION, *ours, *told]
     found = [plan.source / name for name in names if (plan.source / name).is_file()]
-    if "auto_map" in (read_json(plan.source / "config.json") or {}):
+    if "auto_map" in (atomic.read_json(plan.source / "config.json") or {}):
         found += sorted(plan.source.glob("*.py"))
     return found
 
 
 def _model_config(plan: ExportPlan) -> dict[str, Any]:
     """The source's config.json, saying the type of the exported weights and no path."""
-    config = read_json(plan.source / "config.json") or {}
+    config = atomic.read_json(plan.source / "config.json") or {}
     config.pop("_name_or_path", None)
     parts = [part for part in config.values()  # of a model made of several, e.g. text_config
              if isinstance(part, dict) and {"dtype", "torch_dtype"} & part.keys()]
-    for part in [config, *parts] if plan.written in TORCH_DTYPES else []:
+    for part in [config, *parts] if plan.written in weights.TORCH_DTYPES else []:
         part.pop("torch_dtype", None)
-        part["dtype"] = TORCH_DTYPES[plan.written]
+        part["dtype"] = weights.TORCH_DTYPES[plan.written]
     return config
 
 
@@ -303,8 +275,8 @@ def _derived_generation_config(source: Path) -> str:
 
 
 def _has_chat_template(folder: Path) -> bool:
-    return ((folder / "chat_template.jinja").is_file()
-            or bool((read_json(folder / "tokenizer_config.json") or {}).get("chat_template")))
+    config = atomic.read_json(folder / "tokenizer_config.json") or {}
+    return (folder / "chat_template.jinja").is_file() or bool(config.get("chat_template"))
 
 
 def _json(value: dict[str, Any]) -> str:
@@ -321,7 +293,7 @@ def _write_text(path: Path, text: str) -> None:
 
 def read_record(folder: Path) -> dict[str, Any] | None:
     """What an exported folder says of itself; None for a folder that is no export."""
-    record = read_json(folder / RECORD)
+    record = atomic.read_json(folder / RECORD)
     return record if record is not None and isinstance(record.get("files"), dict) else None
 
 
@@ -361,7 +333,7 @@ def check_whole(folder: Path, *, links: bool = False) -> dict[str, Any]:
     for name, digest in record["files"].items():
         path = folder / name
         if (not path.is_file() or (path.is_symlink() and not links)
-                or sha256_file(path) != digest):
+                or atomic.sha256_file(path) != digest):
             raise InputError(f"{name} in {folder} is not as it was exported.", where=str(path),
                              fix="export again, with --overwrite")
     return record

@@ -16,8 +16,7 @@ from ppocli.export.card import CARD, user_text, with_location, with_user_text
 from ppocli.export.facts import Mask
 from ppocli.export.folder import RECORD, check_whole
 from ppocli.export.request import ExportRequest, shown
-from ppocli.storage.atomic import write_atomic
-from ppocli.storage.model_files import VALUE_HEAD, VALUE_TRUNK
+from ppocli.storage import atomic, model_files
 from ppocli.text import format_bytes
 
 _WAITS = (1.0, 4.0)
@@ -30,7 +29,7 @@ _MEANINGS = {401: "your token is not accepted", 403: "your token may not write t
              404: "there is no such repository or branch, or your token may not see it",
              429: "too many requests"}
 _STALE = ["model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json",
-          VALUE_HEAD, VALUE_TRUNK, "eval.json"]
+          model_files.VALUE_HEAD, model_files.VALUE_TRUNK, "eval.json"]
 """files of an earlier export that this one may not have; transformers would load the wrong ones"""
 _PULL_REQUEST = re.compile(r"refs/pr/\d+")
 
@@ -172,7 +171,7 @@ class _Session:
                 self.say(f"{CARD}: the text written here replaces the one on the Hub, which its "
                          "history keeps")
         if new != old:
-            write_atomic(card, self.mask(new))
+            atomic.write_atomic(card, self.mask(new))
 
     def _text_on_the_hub(self, repo: str, branch: str | None) -> str | None:
         """What a user wrote on the README.md there."""

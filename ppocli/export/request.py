@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ppocli.config.hub import go_offline, offline_variable
-from ppocli.config.schema import TrainConfig
+from ppocli.config import hub, schema
 from ppocli.errors import CheckpointError, ConfigError, InputError
 from ppocli.export.card import CARD, CURVE
 from ppocli.export.facts import gather
@@ -23,14 +22,7 @@ from ppocli.export.folder import (
 )
 from ppocli.runs.record import is_run
 from ppocli.runs.target import Target, find_target
-from ppocli.storage.atomic import read_json
-from ppocli.storage.model_files import (
-    ADAPTER_CONFIG,
-    VALUE_HEAD,
-    VALUE_TRUNK,
-    check_folder,
-    is_adapter,
-)
+from ppocli.storage import atomic, model_files
 from ppocli.text import first_line, short_path
 
 DEFAULT_SHARD = "5GB"
@@ -164,7 +156,7 @@ class Existing:
 
 
 def resolve(request: ExportRequest, say: Callable[[str], None],
-            command: Callable[[TrainConfig], str]) -> ExportPlan | Existing:
+            command: Callable[[schema.TrainConfig], str]) -> ExportPlan | Existing:
     """Find the policy and decide what to write where.
 
     Args:
@@ -177,8 +169,8 @@ def resolve(request: ExportRequest, say: Callable[[str], None],
     """
     request.check()
     if request.dry_run:  # it asks nobody: what isn't in the local cache isn't there
-        os.environ.update({} if offline_variable() else {"HF_HUB_OFFLINE": "1"})
-        go_offline()
+        os.environ.update({} if hub.offline_variable() else {"HF_HUB_OFFLINE": "1"})
+        hub.go_offline()
     existing = _existing(request)
     if existing is not None:
         return existing
@@ -206,13 +198,13 @@ def _merges(request: ExportRequest, source: Path, name: str, say: Callable[[str]
         ConfigError: --merge or --adapter of what is no adapter, --merge of one that can't be
             merged, or options that an adapter's own folder hasn't.
     """
-    if not is_adapter(source):
+    if not model_files.is_adapter(source):
         if request.merge is not None:
             option = "--merge" if request.merge else "--adapter"
             raise ConfigError(f"{name} is no adapter but a whole model.", where=option,
                               fix=f"leave {option} out")
         return False
-    kind = (read_json(source / ADAPTER_CONFIG) or {}).get("peft_type")
+    kind = (atomic.read_json(source / model_files.ADAPTER_CONFIG) or {}).get("peft_type")
     if kind == "LORA" and request.merge is not False:
         return True
     if request.merge:
@@ -242,8 +234,8 @@ def _existing(request: ExportRequest) -> Existing | None:
 def _with_critic(target: Target) -> tuple[Target, list[Path]]:
     """The checkpoint of exactly the target's step, and the files of the value function in it; an
     export may hold them itself."""
-    if target.run_dir is None and VALUE_HEAD in (read_record(Path(target.model)) or {}).get(
-            "files", ()):
+    record = read_record(Path(target.model)) or {}
+    if target.run_dir is None and model_files.VALUE_HEAD in record.get("files", ()):
         return target, _critic(Path(target.model))
     if target.run_dir is None or target.step is None:
         raise InputError(f"{target.name} has no value head: only the checkpoints of a run have "
@@ -267,7 +259,8 @@ def _with_critic(target: Target) -> tuple[Target, list[Path]]:
 
 
 def _critic(folder: Path) -> list[Path]:
-    return [folder / name for name in (VALUE_HEAD, VALUE_TRUNK) if (folder / name).is_file()]
+    names = (model_files.VALUE_HEAD, model_files.VALUE_TRUNK)
+    return [folder / name for name in names if (folder / name).is_file()]
 
 
 def _destination(request: ExportRequest, target: Target) -> Path:
@@ -329,5 +322,5 @@ def _local(model: str) -> Path:
     except Exception as error:  # whatever the Hub or the way there answers
         raise InputError(f"{model} can't be downloaded: {first_line(error)}",
                          where="RUN", fix=f"hf download {model}") from error
-    check_folder(folder, key="RUN", adapters=True)
+    model_files.check_folder(folder, key="RUN", adapters=True)
     return folder

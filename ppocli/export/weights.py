@@ -21,20 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 from ppocli.config.schema import ModelConfig
 from ppocli.errors import CheckpointError, InputError, PpocliError
-from ppocli.storage import faults
-from ppocli.storage.model_files import (
-    ADAPTER_WEIGHTS,
-    SAFETENSORS,
-    find_model,
-    is_adapter,
-    named_base,
-)
+from ppocli.storage import faults, model_files
 from ppocli.text import first_line
 
 if TYPE_CHECKING:
     from huggingface_hub import StateDictSplit
 
-INDEX = f"{SAFETENSORS}.index.json"
+INDEX = f"{model_files.SAFETENSORS}.index.json"
 GENERATION = "generation_config.json"
 _SHORT_DTYPES = {"F64": "fp64", "F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 """floating types in safetensors files and what users call them; only these are cast"""
@@ -48,7 +41,8 @@ _MERGED_TOLERANCE = 1e-5
 
 def base_of(folder: Path) -> Path:
     """The folder of an adapter's base; an InputError where it names none, or that isn't there."""
-    return Path(find_model(named_base(folder)[0], key=str(folder), needs="model")[0])
+    named = model_files.named_base(folder)[0]
+    return Path(model_files.find_model(named, key=str(folder), needs="model")[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +71,8 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     from huggingface_hub.errors import NotASafetensorsRepoError
 
     try:
-        found = get_local_safetensors_metadata(
-            folder / ADAPTER_WEIGHTS if is_adapter(folder) else folder).files_metadata
+        place = folder / model_files.ADAPTER_WEIGHTS if model_files.is_adapter(folder) else folder
+        found = get_local_safetensors_metadata(place).files_metadata
     except NotASafetensorsRepoError:
         raise InputError(
             f"The weights in {folder} are not safetensors.", where=str(folder),
@@ -100,7 +94,7 @@ def dtype_of(tensors: dict[str, StoredTensor]) -> str:
 
 
 def plan_files(tensors: dict[str, StoredTensor], dtype: str | None, max_shard: int,
-               name: str = SAFETENSORS) -> StateDictSplit:
+               name: str = model_files.SAFETENSORS) -> StateDictSplit:
     """Cut the weights into files of at most ``max_shard`` bytes, named as transformers does."""
     from huggingface_hub import split_state_dict_into_shards_factory
 
@@ -351,7 +345,7 @@ def _load_policy(folder: Path, hub: dict[str, Any]) -> Any:
     """The model in a folder, or the adapter there on its base, by transformers and PEFT alone."""
     import transformers
 
-    adapter = is_adapter(folder)
+    adapter = model_files.is_adapter(folder)
     place = base_of(folder) if adapter else folder
     config = transformers.AutoConfig.from_pretrained(place, **hub)
     kind: Any = (transformers.AutoModelForSeq2SeqLM if getattr(config, "is_encoder_decoder", False)

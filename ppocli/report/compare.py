@@ -6,8 +6,7 @@ from typing import Any
 
 from ppocli.config.resolved import config_differences, flat
 from ppocli.report.curves import run_labels
-from ppocli.runs.listing import best_evaluation
-from ppocli.runs.record import RunRecord
+from ppocli.runs import listing, record
 
 _FIGURES = ("reward/mean", "objective/kl", "objective/entropy", "rollout/response_tokens_mean",
             "rollout/finished_share", "eval/reward_mean", "eval/kl_mean",
@@ -44,20 +43,6 @@ class Compared:
 
 
 @dataclass(frozen=True, slots=True)
-class Wins:
-    """How often the responses of one run score higher than those of another."""
-
-    run: str
-    against: str
-    prompts: int
-    """responses compared; those without a valid score aren't"""
-    rate: float | None
-    """share of wins, ties counted half; None where nothing can be compared"""
-    reason: str | None
-    """why there is no rate"""
-
-
-@dataclass(frozen=True, slots=True)
 class Comparison:
     """Everything that ``ppocli compare`` shows."""
 
@@ -66,17 +51,19 @@ class Comparison:
     """what ``Compared.equal`` refers to"""
     differences: list[tuple[str, list[Any]]]
     """(key, value of each run) for every setting that isn't the same in all"""
-    wins: list[Wins]
-    """of each further run against the first"""
+    wins: list[dict[str, Any]]
+    """how often the responses of each further run score higher than the first's: ``run``,
+    ``against``, ``prompts`` compared (without a valid score they aren't), ``rate`` (share of wins,
+    ties counted half; None where nothing can be compared), ``reason`` (why there is no rate)"""
 
 
-def compare_runs(runs: Sequence[RunRecord]) -> Comparison:
+def compare_runs(runs: Sequence[record.RunRecord]) -> Comparison:
     """Set runs side by side; the first is what the others are compared with."""
     labels = run_labels(runs)
     episodes = min(_episodes(run.rows) for run in runs)
     compared = []
     for label, run in zip(labels, runs, strict=True):
-        best_step, best = best_evaluation(run)
+        best_step, best = listing.best_evaluation(run)
         compared.append(Compared(
             label, str(run.folder.path), run.status, _at(run, episodes),
             _at(run, _episodes(run.rows)), best, best_step, run.config.checkpoint.metric))
@@ -89,7 +76,7 @@ def _episodes(rows: Sequence[dict[str, Any]]) -> int:
     return int(rows[-1].get("episode") or 0) if rows else 0
 
 
-def _at(run: RunRecord, episodes: int) -> At:
+def _at(run: record.RunRecord, episodes: int) -> At:
     rows = [row for row in run.rows if int(row.get("episode") or 0) <= episodes]
     extra = [name for name in run.names if name.startswith("eval/metrics/")]
     figures = {name: next((row[name] for row in reversed(rows) if row.get(name) is not None), None)
@@ -98,7 +85,7 @@ def _at(run: RunRecord, episodes: int) -> At:
     return At(int(rows[-1]["step"]) if rows else 0, _episodes(rows), seconds, figures)
 
 
-def _differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
+def _differences(runs: Sequence[record.RunRecord]) -> list[tuple[str, list[Any]]]:
     first = runs[0].config
     keys = dict.fromkeys(key for run in runs[1:]
                          for key, _, _ in config_differences(first, run.config))
@@ -106,10 +93,13 @@ def _differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
     return [(key, [of_run.get(key) for of_run in values]) for key in keys]
 
 
-def _wins(base: RunRecord, run: RunRecord, base_name: str, name: str) -> Wins:
+def _wins(base: record.RunRecord, run: record.RunRecord, base_name: str, name: str
+          ) -> dict[str, Any]:
     """Scores of the newest evaluations on the same prompts, one by one."""
-    def no(reason: str) -> Wins:
-        return Wins(name, base_name, 0, None, reason)
+    def no(reason: str) -> dict[str, Any]:
+        return {**found, "reason": reason}
+
+    found = {"run": name, "against": base_name, "prompts": 0, "rate": None, "reason": None}
 
     judged = [key for key, _, _ in config_differences(base.config, run.config)
               if key.startswith("reward.") and key not in _CALLING]
@@ -125,9 +115,9 @@ def _wins(base: RunRecord, run: RunRecord, base_name: str, name: str) -> Wins:
     if not pairs:
         return no("no response has a valid score")
     won = sum(1.0 if a > b else 0.5 if a == b else 0.0 for a, b in pairs)
-    return Wins(name, base_name, len(pairs), won / len(pairs), None)
+    return {**found, "prompts": len(pairs), "rate": won / len(pairs)}
 
 
-def _final_samples(run: RunRecord) -> list[dict[str, Any]]:
+def _final_samples(run: record.RunRecord) -> list[dict[str, Any]]:
     evaluated = run.series("eval/reward_mean")
     return run.eval_samples(evaluated[-1][0])[0] if evaluated else []

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Literal
+from typing import Any, Literal
 
 from ppocli.errors import ConfigError, InputError
 from ppocli.runs.charts import Line, line_chart, stacked, thin
@@ -23,27 +23,15 @@ _LEAST_EXPLAINED = -1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """What the whole of a line comes to, every step of it."""
-
-    name: str
-    first: float
-    last: float
-    lowest: float
-    highest: float
-    blocks: str
-    """means over equal parts, as characters"""
-
-
-@dataclass(frozen=True, slots=True)
 class Curve:
     """One picture: lines over the steps, and what has to be said about them."""
 
     title: str
     unit: str
     lines: list[Line]
-    figures: list[Figures]
-    """of each line"""
+    figures: list[dict[str, Any]]
+    """what the whole of each line comes to: ``name``, ``first``, ``last``, ``lowest``, ``highest``
+    of every step, and ``blocks``, means over equal parts as characters"""
     floor: float | None
     """lower values are drawn there"""
     note: str
@@ -104,7 +92,7 @@ def curves_of(record: RunRecord) -> list[Curve]:
 def _curve(record: RunRecord, title: str, unit: str, wanted: list[tuple[str, str]]
            ) -> Curve | None:
     lines: list[Line] = []
-    figures: list[Figures] = []
+    figures: list[dict[str, Any]] = []
     floor, note, thinned = None, "", ""
     evaluated = any(figure.startswith("eval/") and record.series(figure) for _, figure in wanted)
     for name, figure in wanted:
@@ -127,9 +115,10 @@ def _curve(record: RunRecord, title: str, unit: str, wanted: list[tuple[str, str
     return Curve(title, unit, lines, figures, floor, note, thinned, record.step)
 
 
-def _figures(name: str, values: list[float], floor: float | None) -> Figures:
+def _figures(name: str, values: list[float], floor: float | None) -> dict[str, Any]:
     drawn = values if floor is None else [max(value, floor) for value in values]
-    return Figures(name, values[0], values[-1], min(values), max(values), sparkline(drawn))
+    return {"name": name, "first": values[0], "last": values[-1], "lowest": min(values),
+            "highest": max(values), "blocks": sparkline(drawn)}
 
 
 def _kind(figure: str, count: int, evaluated: bool) -> Literal["line", "thin", "dots"]:

@@ -9,24 +9,19 @@ import os
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ppocli.config.resolved import config_differences, flat
-from ppocli.config.schema import TrainConfig
-from ppocli.config.secrets import looks_secret
+from ppocli.config import resolved, schema, secrets
 from ppocli.errors import PpocliError
 from ppocli.evaluation.request import read_result
 from ppocli.report.curves import Curve, curves_of
 from ppocli.report.samples import Samples, samples_of, shown
 from ppocli.runs.record import Change, RunRecord
-from ppocli.storage.atomic import read_json
+from ppocli.storage import atomic, manifest, retention, run_folder
 from ppocli.storage.environment import ENV_FILE
-from ppocli.storage.manifest import Invalid, check_folder
-from ppocli.storage.retention import list_steps
-from ppocli.storage.run_folder import RunFolder, finite_or_null
 from ppocli.text import finite_number, first_line
 from ppocli.version import __version__
 
@@ -39,81 +34,8 @@ _NAMES = {"reward_mean": "reward", "reward_std": "standard deviation of the rewa
           "distinct_2": "different word pairs (share)"}
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A key that differs from its default; values as YAML would show them."""
-
-    key: str
-    value: str
-    default: str
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """One figure of the first and of the last evaluation."""
-
-    name: str
-    label: str
-    before: float | None
-    after: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Complaint:
-    """A warning or error of the log; equal ones are counted once."""
-
-    level: str
-    text: str
-    time: str
-    step: int | None
-    """the step that was last reported when it first came up"""
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """What one phase of the run took."""
-
-    name: str
-    seconds: float
-    share: float
-    cpu_seconds: float | None
-    tokens_per_second: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Best:
-    """The best evaluation so far, by ``checkpoint.metric``."""
-
-    name: str
-    step: int
-    value: float
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationRow:
-    """One evaluation below ``RUN/eval``; what its file doesn't tell is None."""
-
-    name: str
-    of: str
-    samples: int | None
-    reward_mean: float | None
-    reward_stderr: float | None
-    kl_mean: float | None
-    against: str
-    win_rate: float | None
-    win_stderr: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A step folder; ``problem`` says why it can't be used, if so. Contents aren't hashed."""
-
-    step: int
-    bytes: int
-    best: bool
-    latest: bool
-    problem: str
+Row = dict[str, Any]
+"""a row of one of the report's tables, as ``--json`` prints it"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +61,8 @@ class Report:
     model: str
     reward: str
     prompts: str
-    settings: list[Setting]
+    settings: list[Row]
+    """keys that differ from their defaults: ``key``, ``value``, ``default`` as YAML shows them"""
     all_settings: dict[str, str]
     command: str | None
     """None for a run of Python objects, which no command line can name"""
@@ -149,23 +72,30 @@ class Report:
     """settings that were others before the run was resumed"""
     before_step: int | None
     after_step: int | None
-    outcome: list[Outcome]
-    best: Best | None
+    outcome: list[Row]
+    """figures of the first and the last evaluation: ``name``, ``label``, ``before``, ``after``"""
+    best: Row | None
+    """the best evaluation so far by ``checkpoint.metric``: ``name``, ``step``, ``value``"""
     curves: list[Curve]
     samples: Samples
-    complaints: list[Complaint]
-    evaluations: list[EvaluationRow]
-    checkpoints: list[Checkpoint]
-    phases: list[Phase]
+    complaints: list[Row]
+    """warnings and errors of the log, equal ones once: ``level``, ``text``, ``time``, the ``step``
+    that was last reported when it first came up, ``count``"""
+    evaluations: list[Row]
+    """those below ``RUN/eval``; what a file doesn't tell is None"""
+    checkpoints: list[Row]
+    """step folders; ``problem`` says why one can't be used, if so. Contents aren't hashed."""
+    phases: list[Row]
+    """what each phase of the run took"""
     environment: list[tuple[str, str]]
 
-    def figure(self, name: str) -> Outcome | None:
+    def figure(self, name: str) -> Row | None:
         """An outcome by name."""
-        return next((row for row in self.outcome if row.name == name), None)
+        return next((row for row in self.outcome if row["name"] == name), None)
 
     def as_json(self) -> dict[str, Any]:
         """The content as strict JSON; curves hold the points that are drawn."""
-        found: dict[str, Any] = finite_or_null(asdict(self))
+        found: dict[str, Any] = run_folder.finite_or_null(asdict(self))
         found["environment"] = dict(self.environment)
         return found
 
@@ -192,16 +122,16 @@ def gather(record: RunRecord, *, command: str | None, shown_as: str) -> Report:
         step=record.step, total_steps=record.total_steps,
         episodes=record.episodes, updates=record.updates,
         model=_model(config), reward=_reward(config), prompts=_prompts(config),
-        settings=[Setting(key, _yaml(new), "" if old == "???" else _yaml(old))
-                  for key, old, new in config_differences(TrainConfig(), config)],
-        all_settings={key: _yaml(value) for key, value in flat(config).items()},
+        settings=[{"key": key, "value": _yaml(new), "default": "" if old == "???" else _yaml(old)}
+                  for key, old, new in resolved.config_differences(schema.TrainConfig(), config)],
+        all_settings={key: _yaml(value) for key, value in resolved.flat(config).items()},
         command=command, modules=_modules(config), changes=record.changes,
         before_step=first, after_step=last,
         outcome=_outcome(before, after), best=best,
         curves=curves_of(record),
         samples=samples_of(record, first, last),
         complaints=_complaints(record), evaluations=evaluations_of(record.folder.path),
-        checkpoints=checkpoints_of(record.folder, best.step if best else None),
+        checkpoints=checkpoints_of(record.folder, best["step"] if best else None),
         phases=_phases(record, summary), environment=environment_of(record.folder.path, summary))
 
 
@@ -210,11 +140,11 @@ def _yaml(value: Any) -> str:
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
-def _model(config: TrainConfig) -> str:
+def _model(config: schema.TrainConfig) -> str:
     return config.model.path + (f" at {config.model.revision}" if config.model.revision else "")
 
 
-def _reward(config: TrainConfig) -> str:
+def _reward(config: schema.TrainConfig) -> str:
     reward = config.reward
     if reward.fns:
         return " + ".join(f"{entry.get('weight', 1)} * {name}" if isinstance(entry, dict) else name
@@ -223,7 +153,7 @@ def _reward(config: TrainConfig) -> str:
     return f"{reward.fn or 'none'}({given})" if given else str(reward.fn or "none")
 
 
-def _modules(config: TrainConfig) -> list[str]:
+def _modules(config: schema.TrainConfig) -> list[str]:
     """Modules among the functions that a configuration names; files have absolute paths."""
     reward = config.reward
     given = [reward.fn, reward.metric_fn,
@@ -234,7 +164,7 @@ def _modules(config: TrainConfig) -> list[str]:
             and module.partition(".")[0] != "ppocli"]
 
 
-def _prompts(config: TrainConfig) -> str:
+def _prompts(config: schema.TrainConfig) -> str:
     if config.prompts.path:
         return config.prompts.path
     count = len(config.prompts.items or [])
@@ -260,39 +190,39 @@ def _evaluations(record: RunRecord) -> tuple[dict[str, Any], dict[str, Any]]:
     return (rows[0], rows[-1]) if rows else ({}, {})
 
 
-def _outcome(before: dict[str, Any], after: dict[str, Any]) -> list[Outcome]:
+def _outcome(before: dict[str, Any], after: dict[str, Any]) -> list[Row]:
     names = [name.removeprefix("eval/") for name in dict.fromkeys([*before, *after])
              if name.startswith("eval/")]
-    return [Outcome(name, _NAMES.get(name, name.removeprefix("metrics/")),
-                    finite_number(before.get(f"eval/{name}")),
-                    finite_number(after.get(f"eval/{name}"))) for name in names]
+    return [{"name": name, "label": _NAMES.get(name, name.removeprefix("metrics/")),
+             "before": finite_number(before.get(f"eval/{name}")),
+             "after": finite_number(after.get(f"eval/{name}"))} for name in names]
 
 
-def _best(record: RunRecord) -> Best | None:
+def _best(record: RunRecord) -> Row | None:
     """As the summary has it; a run that is still going has none on record."""
     step, value = record.best.get("step"), finite_number(record.best.get("metric"))
     if not isinstance(step, int) or value is None:
         return None
-    return Best(record.config.checkpoint.metric, step, value)
+    return {"name": record.config.checkpoint.metric, "step": step, "value": value}
 
 
-def _complaints(record: RunRecord) -> list[Complaint]:
+def _complaints(record: RunRecord) -> list[Row]:
     """Warnings and errors in order; those that differ in their numbers alone are one."""
-    found: dict[str, Complaint] = {}
+    found: dict[str, Row] = {}
     step = None
-    for line in record.log_lines():
-        if line.level not in ("WARNING", "ERROR", "CRITICAL"):
-            match = _STEP_LINE.match(line.text)
+    for time, level, text in record.log_lines():
+        if level not in ("WARNING", "ERROR", "CRITICAL"):
+            match = _STEP_LINE.match(text)
             step = int(match[1]) if match else step
             continue
-        kind = re.sub(r"\d+(\.\d+)?", "#", line.text)
-        seen = found.setdefault(
-            kind, Complaint(line.level.lower(), shown(line.text), line.time, step, 0))
-        found[kind] = replace(seen, count=seen.count + 1)
+        kind = re.sub(r"\d+(\.\d+)?", "#", text)
+        seen = found.setdefault(kind, {"level": level.lower(), "text": shown(text), "time": time,
+                                       "step": step, "count": 0})
+        seen["count"] += 1
     return list(found.values())
 
 
-def _phases(record: RunRecord, summary: dict[str, Any]) -> list[Phase]:
+def _phases(record: RunRecord, summary: dict[str, Any]) -> list[Row]:
     """As the summary has them; of a run without an end, what its steps and evaluations took."""
     if record.status in ("finished", "stopped", "failed") and (told := _profile(summary)):
         return told
@@ -303,25 +233,24 @@ def _phases(record: RunRecord, summary: dict[str, Any]) -> list[Phase]:
 
     seconds, cpu = sums("time/"), sums("cpu/")
     total = math.fsum(seconds.values())
-    return [Phase(name, value, value / total, cpu.get(name), None)
-            for name, value in seconds.items() if total > 0]
+    return [{"name": name, "seconds": value, "share": value / total, "cpu_seconds": cpu.get(name),
+             "tokens_per_second": None} for name, value in seconds.items() if total > 0]
 
 
-def _profile(summary: dict[str, Any]) -> list[Phase]:
+def _profile(summary: dict[str, Any]) -> list[Row]:
     """The phases of a summary's profile; none where it isn't one."""
     profile = summary.get("profile")
     phases = profile.get("phases") if isinstance(profile, dict) else None
     found = []
     for name, entry in phases.items() if isinstance(phases, dict) else ():
-        seconds, share, cpu, speed = (
-            finite_number(entry.get(key)) if isinstance(entry, dict) else None
-            for key in ("seconds", "share", "cpu_seconds", "tokens_per_second"))
-        if seconds is not None and share is not None:
-            found.append(Phase(name, seconds, share, cpu, speed))
+        told = {key: finite_number(entry.get(key)) if isinstance(entry, dict) else None
+                for key in ("seconds", "share", "cpu_seconds", "tokens_per_second")}
+        if None not in (told["seconds"], told["share"]):
+            found.append({"name": name, **told})
     return found
 
 
-def evaluations_of(run_dir: Path) -> list[EvaluationRow]:
+def evaluations_of(run_dir: Path) -> list[Row]:
     """Finished evaluations, the newest last; a file that can't be read is left out."""
     found = [(told["time"]["finished"], path.parent.name, told)
              for path in run_dir.glob("eval/*/eval.json")
@@ -329,34 +258,34 @@ def evaluations_of(run_dir: Path) -> list[EvaluationRow]:
     return [_evaluation(name, told) for _, name, told in sorted(found, key=lambda each: each[:2])]
 
 
-def _evaluation(name: str, told: dict[str, Any]) -> EvaluationRow:
+def _evaluation(name: str, told: dict[str, Any]) -> Row:
     figures, wins = told["figures"], told["win_rate"] or {}
-    return EvaluationRow(
-        name, told["model"]["name"], told["samples"], figures.get("reward_mean"),
-        told["stderr"].get("reward_mean"), figures.get("kl_mean"),
-        told["against"]["model"]["name"] if told["against"] else "",
-        wins.get("win_rate"), wins.get("stderr"))
+    return {"name": name, "of": told["model"]["name"], "samples": told["samples"],
+            "reward_mean": figures.get("reward_mean"),
+            "reward_stderr": told["stderr"].get("reward_mean"), "kl_mean": figures.get("kl_mean"),
+            "against": told["against"]["model"]["name"] if told["against"] else "",
+            "win_rate": wins.get("win_rate"), "win_stderr": wins.get("stderr")}
 
 
-def checkpoints_of(run: RunFolder, best_step: int | None) -> list[Checkpoint]:
+def checkpoints_of(run: run_folder.RunFolder, best_step: int | None) -> list[Row]:
     """The step folders of a run, oldest first, by names and sizes alone."""
     found = []
-    for step, folder in list_steps(run.checkpoints):
+    for step, folder in retention.list_steps(run.checkpoints):
         try:
-            size, problem = check_folder(folder, step=step, verify="size").total_bytes, ""
-        except (Invalid, PpocliError) as error:
+            size, problem = manifest.check_folder(folder, step=step, verify="size").total_bytes, ""
+        except (manifest.Invalid, PpocliError) as error:
             size, problem = 0, first_line(error)
         except OSError as error:  # it was being deleted
             size, problem = 0, error.strerror or str(error)
         found.append((step, size, problem))
     newest = max((step for step, _, problem in found if not problem), default=None)
-    return [Checkpoint(step, size, step == best_step, step == newest, problem)
-            for step, size, problem in found]
+    return [{"step": step, "bytes": size, "best": step == best_step, "latest": step == newest,
+             "problem": problem} for step, size, problem in found]
 
 
 def environment_of(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str]]:
     """(name, value) of what the run ran on: ``env.json``, and the versions of the summary."""
-    found = dict(_flat_facts("", read_json(run_dir / ENV_FILE) or {}))
+    found = dict(_flat_facts("", atomic.read_json(run_dir / ENV_FILE) or {}))
     for name, version in (summary.get("versions") or {}).items():
         if not {name, f"packages {name}"} & found.keys():
             found[name] = str(version)
@@ -366,7 +295,7 @@ def environment_of(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, st
 def _flat_facts(prefix: str, value: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for key, item in value.items():
         name = f"{prefix} {key}".strip()
-        if looks_secret(str(key)) or item is None or item in ({}, []):
+        if secrets.looks_secret(str(key)) or item is None or item in ({}, []):
             continue
         if isinstance(item, dict):
             yield from _flat_facts(name, item)

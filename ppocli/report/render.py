@@ -12,17 +12,15 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from ppocli.errors import ConfigError, DiskError
-from ppocli.report.facts import Report
-from ppocli.report.samples import SHOWN
-from ppocli.storage.atomic import write_atomic
-from ppocli.storage.run_folder import probe_writable
+from ppocli.report import facts, samples
+from ppocli.storage import atomic, run_folder
 from ppocli.text import figure, format_bytes, printable, sparkline
 
 FORMATS = ("html", "md")
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#|~&$@]|:(?=//)|(?<=\bwww)\.)")
 
 
-def render(report: Report, form: str) -> str:
+def render(report: facts.Report, form: str) -> str:
     """The report as text.
 
     Args:
@@ -37,9 +35,9 @@ def render(report: Report, form: str) -> str:
         "duration": duration, "bytes": format_bytes,
         "percent": lambda share: f"{100 * share:.0f} %",
         "svg": lambda drawn: Markup(drawn.svg())}  # charts escape their own texts
-    total = duration(sum(phase.seconds for phase in report.phases)) if report.phases else ""
+    total = duration(sum(phase["seconds"] for phase in report.phases)) if report.phases else ""
     return environment.get_template(f"report.{form}.jinja").render(
-        report=report, samples=report.samples, shown=SHOWN, total_time=total)
+        report=report, samples=report.samples, shown=samples.SHOWN, total_time=total)
 
 
 def _verdict(figures: tuple[float | None, float | None]) -> str:
@@ -178,8 +176,8 @@ def write_file(path: Path, content: str | bytes, option: str) -> None:
         DiskError: the disk is full, read-only, or refuses, or a file is where a folder should be.
     """
     try:
-        probe_writable(path.absolute().parent)
-        write_atomic(path, content)
+        run_folder.probe_writable(path.absolute().parent)
+        atomic.write_atomic(path, content)
     except DiskError as error:
         raise DiskError(error.what, where=error.where,
                         fix=f"name a file on another disk or in another folder: {option} FILE"

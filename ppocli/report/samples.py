@@ -17,33 +17,14 @@ LONGEST = 1500
 
 
 @dataclass(frozen=True, slots=True)
-class Response:
-    """One response; its text is cleaned and cut for display."""
-
-    text: str
-    score: float | None
-    kl: float | None
-    tokens: int | None
-    finished: bool | None
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """The responses to one prompt at two evaluations."""
-
-    prompt: str
-    before: Response | None
-    after: Response | None
-    reference: str | None = None
-    """the reference's own response to it, where the run kept it (``eval.ref_responses``)"""
-
-
-@dataclass(frozen=True, slots=True)
 class Samples:
     """What samples.jsonl tells of two evaluations."""
 
-    pairs: list[Pair]
-    """different prompts in the order of the evaluation, so nothing is picked"""
+    pairs: list[dict[str, Any]]
+    """different prompts in the order of the evaluation, so nothing is picked: ``prompt``; its
+    responses ``before`` and ``after``, each with ``text``, ``score``, ``kl``, ``tokens`` and
+    ``finished``; ``reference``, the reference's own where the run kept it (``eval.ref_responses``)
+    """
     prompts: int
     """how many different prompts there are"""
     scores_before: list[float]
@@ -93,8 +74,9 @@ def samples_of(record: RunRecord, before: int | None, after: int | None) -> Samp
     old, new = record.eval_samples(before, after)
     first_old, first_new = first_of_each_prompt(old), first_of_each_prompt(new)
     prompts = list(dict.fromkeys([*first_old, *first_new]))
-    pairs = [Pair(shown(prompt), _response(first_old.get(prompt)), _response(first_new.get(prompt)),
-                  _reference(first_new.get(prompt) or first_old.get(prompt)))
+    pairs = [{"prompt": shown(prompt), "before": _response(first_old.get(prompt)),
+              "after": _response(first_new.get(prompt)),
+              "reference": _reference(first_new.get(prompt) or first_old.get(prompt))}
              for prompt in prompts[:SHOWN + HIDDEN]]
     return Samples(pairs, len(prompts), _scores(old), _scores(new), _stderr(old), _stderr(new))
 
@@ -104,13 +86,15 @@ def _reference(row: dict[str, Any] | None) -> str | None:
     return shown(text) if isinstance(text, str) else None
 
 
-def _response(row: dict[str, Any] | None) -> Response | None:
+def _response(row: dict[str, Any] | None) -> dict[str, Any] | None:
+    """One response; its text is cleaned and cut for display."""
     if row is None:
         return None
     tokens, finished = row.get("response_tokens"), row.get("finished")
-    return Response(shown(str(row.get("response", ""))), finite_number(row.get("score")),
-                    finite_number(row.get("kl")), tokens if isinstance(tokens, int) else None,
-                    finished if isinstance(finished, bool) else None)
+    return {"text": shown(str(row.get("response", ""))), "score": finite_number(row.get("score")),
+            "kl": finite_number(row.get("kl")),
+            "tokens": tokens if isinstance(tokens, int) else None,
+            "finished": finished if isinstance(finished, bool) else None}
 
 
 def _scores(rows: list[dict[str, Any]]) -> list[float]:

@@ -15,17 +15,7 @@ from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, ConfigError, PpocliError
 from ppocli.runs.record import RunRecord, is_run, read_run, subfolders
 from ppocli.runs.target import list_runs, written
-from ppocli.storage.atomic import REPLACED, disk_errors
-from ppocli.storage.model_files import check_folder
-from ppocli.storage.retention import (
-    POINTERS,
-    SUPERSEDED,
-    discard,
-    leftovers,
-    list_steps,
-    note_removed,
-)
-from ppocli.storage.run_folder import LOCK, RunFolder, live_owner, lock, other_host
+from ppocli.storage import atomic, model_files, retention, run_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +31,17 @@ class RunInfo:
     """of the process that writes it"""
     step: int
     total_steps: int | None
-    last_reward: float | None
+    reward_mean: float | None
     """mean score of the newest rollout"""
     best: float | None
     """largest evaluation figure so far, by ``checkpoint.metric``"""
     best_step: int | None
-    size: int
-    """bytes of everything in the folder"""
-    written: float
-    """seconds since the epoch"""
+    bytes: int
+    """of everything in the folder"""
     model: str
     reward: str
+    written: float
+    """seconds since the epoch"""
 
 
 def run_infos(root: Path) -> list[RunInfo]:
@@ -65,17 +55,17 @@ def run_infos(root: Path) -> list[RunInfo]:
 def _info(folder: Path, root: Path) -> RunInfo:
     name = folder.name if folder == root else folder.relative_to(root).as_posix()
     size, when = folder_size(folder), written(folder)
-    owner = live_owner(folder)
+    owner = run_folder.live_owner(folder)
     pid = None if owner is None else owner.pid
     try:
         run = read_run(folder)
     except CheckpointError:
-        return RunInfo(name, folder, "damaged", pid, 0, None, None, None, None, size, when, "?",
-                       "?")
+        return RunInfo(name, folder, "damaged", pid, 0, None, None, None, None, size, "?", "?",
+                       when)
     rewards, (best_step, best) = run.series("reward/mean"), best_evaluation(run)
     return RunInfo(name, folder, run.status, pid, run.step, run.total_steps,
-                   rewards[-1][1] if rewards else None, best, best_step, size, when,
-                   last_part(run.config.model.path), reward_names(run.config))
+                   rewards[-1][1] if rewards else None, best, best_step, size,
+                   last_part(run.config.model.path), reward_names(run.config), when)
 
 
 def best_evaluation(run: RunRecord) -> tuple[int, float] | tuple[None, None]:
@@ -174,8 +164,8 @@ def plan_pruning(root: Path, *, checkpoints: bool, failed: bool, keep_best: bool
         when = written(folder)
         if older_than is not None and time.time() - when < older_than:
             continue
-        if (host := other_host(folder)) is not None:
-            say(f"{folder} is left alone: it may be running on {host} ({LOCK} says so)")
+        if (host := run_folder.other_host(folder)) is not None:
+            say(f"{folder} is left alone: it may be running on {host} ({run_folder.LOCK} says so)")
             continue
         try:
             run = read_run(folder)
@@ -209,28 +199,28 @@ def carry_out(removal: Removal) -> None:
     # the lock makes missing folders: don't bring back one that is gone
     if not removal.run.is_dir():
         return
-    with lock(removal.run):
+    with run_folder.lock(removal.run):
         if written(removal.run) != removal.written:
             raise CheckpointError(f"{removal.run} has gone on meanwhile and is left alone.",
                                   where=str(removal.run), fix="look again: ppocli runs list")
-        folder = RunFolder(removal.run).checkpoints
+        folder = run_folder.RunFolder(removal.run).checkpoints
         if any(folder in part.parents for part in removal.parts):
-            note_removed(folder)
+            retention.note_removed(folder)
         _delete(removal.parts)
 
 
 def _delete(parts: Iterable[Path]) -> None:
     for part in parts:
-        with disk_errors(part):
+        with atomic.disk_errors(part):
             if part.is_symlink():
                 part.unlink()
             elif part.exists():
-                discard(part)
+                retention.discard(part)
 
 
 def _whole(run: RunRecord, folder: Path, when: float) -> Removal | None:
-    if run.status == "finished" or list_steps(run.folder.checkpoints) or run.folder.model.exists() \
-            or any(folder.glob("model-step-*")):
+    if run.status == "finished" or retention.list_steps(run.folder.checkpoints) \
+            or run.folder.model.exists() or any(folder.glob("model-step-*")):
         return None
     return Removal(folder, "run", f"{run.status} before a checkpoint", (folder,),
                    folder_size(folder), when)
@@ -241,18 +231,18 @@ def _checkpoints(run: RunRecord, folder: Path, when: float, keep_best: bool) -> 
     if run.status != "finished":
         return None
     try:
-        check_folder(run.folder.model, key="model", adapters=True)
+        model_files.check_folder(run.folder.model, key="model", adapters=True)
     except PpocliError:
         return None
     place = folder / "checkpoints"
     best = run.best.get("step") if keep_best else None
     parts: list[Path] = []
     if _is_own_folder(place):
-        parts += [path for step, path in list_steps(place)
+        parts += [path for step, path in retention.list_steps(place)
                   if step != best and not path.is_symlink()]
-        parts += [*leftovers(place), *sorted(place.glob(f"{REPLACED}*"))]
-        parts += filter(_is_own_folder, [place / SUPERSEDED])
-        parts += [link for name in POINTERS if (link := place / name).is_symlink()
+        parts += [*retention.leftovers(place), *sorted(place.glob(f"{atomic.REPLACED}*"))]
+        parts += filter(_is_own_folder, [place / retention.SUPERSEDED])
+        parts += [link for name in retention.POINTERS if (link := place / name).is_symlink()
                   and (name != "best" or best is None)]
     parts += filter(_is_own_folder, [folder / "nonfinite-dump"])
     if not parts:

@@ -9,34 +9,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from ppocli.config import resolved, schema
 from ppocli.config.problems import shown
-from ppocli.config.resolved import (
-    CONFIG_FILE,
-    accept_config,
-    config_differences,
-    next_config,
-    read_config,
-)
-from ppocli.config.schema import TrainConfig, planned_episodes
 from ppocli.errors import CheckpointError
-from ppocli.storage.atomic import read_json, write_json_atomic
+from ppocli.storage import atomic, run_logs
 from ppocli.storage.run_folder import RunFolder, live_owner
-from ppocli.storage.run_logs import read_jsonl
 
 RUN_FILE = "run.json"
 """identity of a run, and what its settings were changed to when it was resumed"""
 Status = Literal["running", "finished", "stopped", "failed", "interrupted"]
 _LOG_HEAD = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (\w+) ", re.MULTILINE)
-
-
-@dataclass(frozen=True)
-class LogLine:
-    """A message of ppocli.log; continued lines are joined with newlines."""
-
-    time: str
-    """local time of the machine that ran it: ``2026-01-31 12:00:00``"""
-    level: str
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +37,7 @@ class RunRecord:
     """One run, read from its folder; what is read late is read once."""
 
     folder: RunFolder
-    config: TrainConfig
+    config: schema.TrainConfig
     rows: list[dict[str, Any]]
     """metrics.jsonl: one row a step, in order, step 0 first if there was an evaluation;
     finite numbers and None alone"""
@@ -95,7 +77,7 @@ class RunRecord:
     @property
     def total_steps(self) -> int:
         """Steps in the whole run."""
-        return -(-planned_episodes(self.config.ppo) // self.config.ppo.num_rollouts)
+        return -(-schema.planned_episodes(self.config.ppo) // self.config.ppo.num_rollouts)
 
     @property
     def best(self) -> dict[str, Any]:
@@ -121,19 +103,20 @@ class RunRecord:
 
     def eval_samples(self, *steps: int | None) -> list[list[dict[str, Any]]]:
         """The evaluation samples of each step, in the order of the prompts; none of step None."""
-        rows = [row for row in read_jsonl(self.folder.samples)
+        rows = [row for row in run_logs.read_jsonl(self.folder.samples)
                 if row.get("kind") == "eval" and row.get("step") in steps]
         return [[row for row in rows if step is not None and row.get("step") == step]
                 for step in steps]
 
-    def log_lines(self) -> list[LogLine]:
-        """Everything that was said during the run."""
+    def log_lines(self) -> list[tuple[str, str, str]]:
+        """(time, level, text) of everything that was said during the run: the local time of the
+        machine that ran it, ``2026-01-31 12:00:00``; continued lines are joined with newlines."""
         try:
             text = self.folder.log.read_text(encoding="utf-8", errors="replace")
         except OSError:
             return []
         _, *parts = _LOG_HEAD.split(text)
-        return [LogLine(time, level, said.removesuffix("\n")) for time, level, said in
+        return [(time, level, said.removesuffix("\n")) for time, level, said in
                 zip(parts[::3], parts[1::3], parts[2::3], strict=True)]
 
 
@@ -175,10 +158,10 @@ def read_run(folder: Path) -> RunRecord:
         raise CheckpointError(f"{folder} is not a run folder (no config.yaml with metrics.jsonl or "
                               "checkpoints/).", where=str(folder),
                               fix="name a folder that ppocli train made: ppocli runs list")
-    config = read_config(run.config)
-    newest = {row["step"]: row for row in map(_sound_row, read_jsonl(run.metrics)) if row}
+    config = resolved.read_config(run.config)
+    newest = {row["step"]: row for row in map(_sound_row, run_logs.read_jsonl(run.metrics)) if row}
     rows = [newest[step] for step in sorted(newest)]
-    summary = read_json(run.summary)
+    summary = atomic.read_json(run.summary)
     return RunRecord(run, config, rows, summary, _status(run, summary, rows))
 
 
@@ -213,7 +196,7 @@ def _status(run: RunFolder, summary: dict[str, Any] | None, rows: list[dict[str,
 
 def read_changes(run_dir: Path) -> list[Change]:
     """Changes in the order they were made; none where the file doesn't tell any."""
-    found = (read_json(run_dir / RUN_FILE) or {}).get("changes")
+    found = (atomic.read_json(run_dir / RUN_FILE) or {}).get("changes")
     return [Change(entry["step"], *(str(entry.get(name)) for name in ("key", "before", "after")))
             for entry in (found if isinstance(found, list) else ())
             if isinstance(entry, dict) and isinstance(entry.get("step"), int)]
@@ -228,17 +211,17 @@ def accept_settings(run_dir: Path, step: int | None) -> None:
     Raises:
         DiskError: the disk is full, read-only, or refuses.
     """
-    told, noted = read_json(run_dir / RUN_FILE) or {}, read_changes(run_dir)
+    told, noted = atomic.read_json(run_dir / RUN_FILE) or {}, read_changes(run_dir)
     changes: list[Change] = []
     if step is not None:
         # the run may have gone back behind a change, to an earlier checkpoint
         changes = [replace(change, step=min(change.step, step)) for change in noted]
         new = [Change(step, key, shown(before), shown(after)) for key, before, after in
-               config_differences(read_config(run_dir / CONFIG_FILE),
-                                  read_config(next_config(run_dir)))]
+               resolved.config_differences(resolved.read_config(run_dir / resolved.CONFIG_FILE),
+                                           resolved.read_config(resolved.next_config(run_dir)))]
         if new != changes[-len(new):]:  # an attempt that was killed right here has noted them
             changes += new
     if changes != noted and "run_id" in told:
-        write_json_atomic(run_dir / RUN_FILE,
-                          {**told, "changes": [asdict(change) for change in changes]})
-    accept_config(run_dir)
+        atomic.write_json_atomic(run_dir / RUN_FILE,
+                                 {**told, "changes": [asdict(change) for change in changes]})
+    resolved.accept_config(run_dir)

@@ -29,13 +29,13 @@ class JobRecord:
     varied: tuple[str, ...]
     status: str
     """``planned``, ``running``, ``finished``, ``failed`` or ``stopped``"""
-    exit_code: int | None
-    reward_mean: float | None
-    kl_mean: float | None
-    seconds: float
-    folder: str
+    exit_code: int | None = None
+    reward_mean: float | None = None
+    kl_mean: float | None = None
+    seconds: float = 0.0
+    folder: str = ""
     """absolute, or empty before it is known"""
-    error: str | None
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,8 @@ from pathlib import Path
 from ppocli.builtin.names import BUILTIN_PREFIX
 from ppocli.errors import CheckpointError, ConfigError, InputError
 from ppocli.runs.record import RunRecord, is_run, read_run, subfolders, whole
-from ppocli.storage.checkpoints import find_latest, open_checkpoint
-from ppocli.storage.manifest import MANIFEST
+from ppocli.storage import checkpoints, manifest, retention, run_folder
 from ppocli.storage.model_files import POLICY, check_folder, find_model
-from ppocli.storage.retention import POINTERS, list_steps, removed_at, step_name
-from ppocli.storage.run_folder import RunFolder
 from ppocli.text import did_you_mean
 
 RUNS = Path("runs")
@@ -82,7 +79,7 @@ def find_target(given: str | None, *, say: Callable[[str], None], step: int | No
         raise ConfigError(f"{'--best' if best else '--step'} chooses a checkpoint of a run, and "
                           f"{given} is no run.", fix="leave it out, or name the run's folder")
     if inside is not None:
-        found = open_checkpoint(inside)
+        found = checkpoints.open_checkpoint(inside)
         run_dir = found.path.parent.parent
         return Target(given, str(found.path / POLICY), run_dir if is_run(run_dir) else None,
                       found.step, found.path)
@@ -161,7 +158,7 @@ def list_runs(root: Path, which: Callable[[Path], bool] = is_run) -> list[Path]:
 
 def written(folder: Path) -> float:
     """When a run's folder was last written to, in seconds since the epoch."""
-    run = RunFolder(folder)
+    run = run_folder.RunFolder(folder)
     times = [0.0]
     for path in (run.metrics, run.config, run.summary, run.log):
         with suppress(OSError):  # it may not be there, or be gone by now
@@ -183,9 +180,9 @@ def _of_run(run_dir: Path, shown: str, say: Callable[[str], None], step: int | N
         check_folder(run.model, key="RUN", adapters=True)
         return Target(f"{shown}, step {final}", str(run.model), run_dir, final)
     if step is not None:
-        found = open_checkpoint(run.checkpoints / step_name(step))
+        found = checkpoints.open_checkpoint(run.checkpoints / retention.step_name(step))
     else:
-        search = find_latest(run.checkpoints, run_id=None)
+        search = checkpoints.find_latest(run.checkpoints, run_id=None)
         for line in search.skipped:
             say(line)
         if search.found is None:
@@ -197,8 +194,8 @@ def _of_run(run_dir: Path, shown: str, say: Callable[[str], None], step: int | N
                   found.step, found.path)
 
 
-def _nothing_there(run: RunFolder, shown: str, finished: bool) -> CheckpointError:
-    if (when := removed_at(run.checkpoints)) is not None:
+def _nothing_there(run: run_folder.RunFolder, shown: str, finished: bool) -> CheckpointError:
+    if (when := retention.removed_at(run.checkpoints)) is not None:
         return CheckpointError(
             f"The checkpoints of {shown} were deleted by ppocli runs prune ({when}).",
             where=str(run.checkpoints), fix="name its model, which is still there: "
@@ -211,8 +208,8 @@ def _nothing_there(run: RunFolder, shown: str, finished: bool) -> CheckpointErro
 def _best_step(run: RunRecord) -> int:
     place = run.folder.checkpoints
     if (place / "best").is_symlink():
-        return open_checkpoint(place / "best").step
-    steps = [number for number, _ in list_steps(place)]
+        return checkpoints.open_checkpoint(place / "best").step
+    steps = [number for number, _ in retention.list_steps(place)]
     if run.best.get("step") in steps:
         return int(run.best["step"])
     raise CheckpointError(f"{run.folder.path} keeps no best checkpoint.", where=str(place),
@@ -224,7 +221,8 @@ def _best_step(run: RunRecord) -> int:
 def _inside_checkpoint(path: Path) -> Path | None:
     """The step folder that ``path`` is, links to, or is the policy of."""
     for folder in (path, path.parent if path.name == POLICY else path):
-        if (folder / MANIFEST).is_file() or (folder.name in POINTERS and folder.is_symlink()):
+        is_pointer = folder.name in retention.POINTERS and folder.is_symlink()
+        if (folder / manifest.MANIFEST).is_file() or is_pointer:
             return folder
     return None
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ppocli.config.algorithm import require_optimizer, value_optimizer
-from ppocli.config.schema import OptimizerConfig, PPOConfig, SchedulerConfig
+from ppocli.config.schema_ppo import OptimizerConfig, PPOConfig, SchedulerConfig
 from ppocli.models.policy import Policy
 
 ROLES = ("policy", "value")

@@ -294,7 +294,7 @@ def test_what_cannot_be_deleted_is_told_and_the_rest_goes(runs, capsys, monkeypa
             raise PermissionError(13, "Permission denied", str(part))
         shutil.rmtree(part)
 
-    monkeypatch.setattr(listing, "discard", refuse)
+    monkeypatch.setattr(listing.retention, "discard", refuse)
     assert prune(checkpoints=True, failed=True) == 6
     assert "No permission" in capsys.readouterr().err
     assert not (runs / "failed").exists()
@@ -336,7 +336,7 @@ def test_a_run_being_pruned_is_locked(runs, monkeypatch):
         owner = live_owner(runs / "done")
         seen.append(owner.pid if owner else None)
 
-    monkeypatch.setattr(listing, "discard", watch)
+    monkeypatch.setattr(listing.retention, "discard", watch)
     (plan,) = plan_pruning(runs / "done", checkpoints=True, failed=False)
     carry_out(plan)
     assert seen

@@ -19,7 +19,7 @@ from sessions import (
 )
 
 from ppocli.config import algorithm
-from ppocli.config.schema import OptimizerConfig, PPOConfig
+from ppocli.config.schema_ppo import OptimizerConfig, PPOConfig
 from ppocli.errors import CheckpointError, InputError
 from ppocli.launching.opened_folder import missing_inputs
 from ppocli.tasks.ppo.experience import to_experience
