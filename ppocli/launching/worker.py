@@ -22,9 +22,8 @@ from ppocli.display.console import Display, keep_log, open_display, open_silence
 from ppocli.errors import CheckpointError, InputError, PpocliError
 from ppocli.launching.child_process import RunOutcome, Start, outcome_of
 from ppocli.launching.ending import ending_well, publish
-from ppocli.parallel import launchers
+from ppocli.parallel import host_memory, launchers
 from ppocli.parallel.backend import Backend, open_ranks
-from ppocli.parallel.host_memory import keep_freed_memory
 from ppocli.parallel.stop import StopFlag, catch_signals, leave_at_once, stop_when_closed
 from ppocli.runs.record import RUN_FILE, accept_settings
 from ppocli.storage.atomic import read_json, sha256_file, write_json_atomic
@@ -61,7 +60,7 @@ def run_worker(start: Start, *, objects: PythonObjects | None = None, joined: bo
             to go on.
     """
     if own_process:
-        keep_freed_memory()
+        host_memory.keep_freed_memory()
     began = Moment.of_process_start() if own_process else Moment.now()
     folder, cfg = RunFolder(start.run_dir.resolve()), start.config()
     with _held(start, folder, started_by) as shown, \

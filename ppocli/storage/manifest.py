@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ppocli.errors import CheckpointError
-from ppocli.storage import faults
-from ppocli.storage.atomic import sha256_file, walk_files, write_json_atomic
+from ppocli.storage import atomic, faults
 from ppocli.version import __version__
 
 SCHEMA = 1
@@ -79,10 +78,10 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         manifest: of no files yet.
     """
     files = {}
-    for name in walk_files(folder):
+    for name in atomic.walk_files(folder):
         faults.point("save.open")
         path = folder / name
-        files[name] = {"size": path.stat().st_size, "sha256": sha256_file(path)}
+        files[name] = {"size": path.stat().st_size, "sha256": atomic.sha256_file(path)}
     body: dict[str, Any] = {
         "schema": SCHEMA,
         "ppocli": manifest.ppocli_version,
@@ -93,7 +92,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         "files": files,
     }
     faults.point("save.before_manifest")
-    write_json_atomic(folder / MANIFEST, body | {"digest": _digest(body)})
+    atomic.write_json_atomic(folder / MANIFEST, body | {"digest": _digest(body)})
 
 
 def _digest(body: dict[str, Any]) -> str:
@@ -125,7 +124,7 @@ def check_folder(folder: Path, *, step: int | None = None, run_id: str | None = 
     if run_id is not None and manifest.run_id != run_id:
         raise Invalid(f"it belongs to run {manifest.run_id!r}, not {run_id!r}")
     try:
-        present = set(walk_files(folder)) - {MANIFEST}
+        present = set(atomic.walk_files(folder)) - {MANIFEST}
     except ValueError as error:
         raise Invalid(str(error)) from None
     for name in sorted(present - set(manifest.files)):
@@ -137,7 +136,7 @@ def check_folder(folder: Path, *, step: int | None = None, run_id: str | None = 
             raise Invalid(f"{name} has {size} bytes, not {entry.size}")
     if verify == "full":
         for name, entry in manifest.files.items():
-            if sha256_file(folder / name) != entry.sha256:
+            if atomic.sha256_file(folder / name) != entry.sha256:
                 raise Invalid(f"{name} hash mismatch")
     return manifest
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from ppocli.config.algorithm import require_optimizer, value_optimizer
-from ppocli.config.schema import OptimizerConfig, PPOConfig, SchedulerConfig
+from ppocli.config import algorithm, schema
 from ppocli.models.policy import Policy
 
 ROLES = ("policy", "value")
@@ -21,7 +20,7 @@ def named_trainable(policy: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: p for name, p in policy.named_parameters() if p.requires_grad}
 
 
-def build_optimizer(policy: Policy, ppo: PPOConfig) -> torch.optim.Optimizer:
+def build_optimizer(policy: Policy, ppo: schema.PPOConfig) -> torch.optim.Optimizer:
     """The optimizer over the trainable parameters, the value function's in a group of its own, or
     in an optimizer of its own where that is of another kind.
 
@@ -36,7 +35,7 @@ def build_optimizer(policy: Policy, ppo: PPOConfig) -> torch.optim.Optimizer:
     critic: list[torch.nn.Parameter] = []
     for name, parameter in named_trainable(policy).items():
         (critic if name.startswith("value_") else own).append(parameter)
-    wanted = ppo.optimizer, value_optimizer(ppo)
+    wanted = ppo.optimizer, algorithm.value_optimizer(ppo)
     groups = [_group(parameters, cfg, role) for parameters, cfg, role in zip(
         (own, critic), wanted, ROLES, strict=True) if parameters]
     if wanted[0].name == wanted[1].name or len(groups) == 1:
@@ -45,7 +44,7 @@ def build_optimizer(policy: Policy, ppo: PPOConfig) -> torch.optim.Optimizer:
                            for cfg, group in zip(wanted, groups, strict=True)])
 
 
-def _group(parameters: list[torch.nn.Parameter], cfg: OptimizerConfig, role: str
+def _group(parameters: list[torch.nn.Parameter], cfg: schema.OptimizerConfig, role: str
            ) -> dict[str, Any]:
     group: dict[str, Any] = {"params": parameters, "lr": cfg.lr, "base_lr": cfg.lr, "role": role,
                              "weight_decay": cfg.weight_decay}
@@ -56,13 +55,13 @@ def _group(parameters: list[torch.nn.Parameter], cfg: OptimizerConfig, role: str
     return group | {"betas": (cfg.betas[0], cfg.betas[1]), "eps": cfg.eps}
 
 
-def _optimizer(cfg: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def _optimizer(cfg: schema.OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     if cfg.name == "sgd":
         return torch.optim.SGD(groups, fused=True)
     if cfg.name == "adafactor":
         return torch.optim.Adafactor(groups)
     if cfg.name == "adamw_8bit":
-        require_optimizer(cfg)
+        algorithm.require_optimizer(cfg)
         from bitsandbytes.optim import AdamW8bit
 
         return AdamW8bit(groups)
@@ -103,7 +102,7 @@ class JointOptimizer(torch.optim.Optimizer):
         self._link()
 
 
-def lr_factor(schedule: SchedulerConfig, update: int, total_updates: int) -> float:
+def lr_factor(schedule: schema.SchedulerConfig, update: int, total_updates: int) -> float:
     """Factor on the learning rate for the ``update``-th optimizer update (counted from 0): a pure
     function of that number, so that resuming can't get it wrong.
 

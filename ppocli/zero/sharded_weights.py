@@ -9,8 +9,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ppocli.models.layer_stack import forget_casts
-from ppocli.models.module_views import without_hooks
+from ppocli.models import layer_stack, module_views
 from ppocli.models.policy import Policy
 from ppocli.parallel import deepspeed_internals as internals
 from ppocli.parallel.ranks import Ranks
@@ -109,10 +108,10 @@ def swapped_parts(parameters: dict[str, Any], parts: dict[str, torch.Tensor]) ->
             own.data = part.to(own.device)
             if name in kept_whole:
                 parameter.data = whole_of(part, internals.whole_shape(parameter), parameter.device)
-        forget_casts()
+        layer_stack.forget_casts()
         yield
     finally:
-        forget_casts()
+        layer_stack.forget_casts()
         internals.put_back(parameters.values())
         for name, part in kept.items():
             internals.local_part(parameters[name]).data = part
@@ -142,7 +141,7 @@ def gathered_policy(policy: Policy) -> Iterator[Policy]:
     """
     with gathered(policy, 3):
         parameters = {id(p): nn.Parameter(p.data, requires_grad=False) for p in policy.parameters()}
-        lm, head = (None if module is None else without_hooks(module, parameters)
+        lm, head = (None if module is None else module_views.without_hooks(module, parameters)
                     for module in (policy.lm, policy.value_head))
         # the value function's own trunk is run as it is: nothing decodes with it
         yield Policy(lm, cast(Any, head), policy.value_trunk).eval()
