@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import transformers
 from torch import nn
 
 from ppocli.config import adapters, algorithm, schema
@@ -94,16 +95,14 @@ def read_config(name: str, *, key: str, revision: str | None = None, trust_remot
     Raises:
         InputError: no such model, or its configuration can't be read.
     """
-    from transformers import AutoConfig
-
     from ppocli.storage.model_files import find_model
 
     source: str = str(Path(name).expanduser())
     if not (Path(source) / "config.json").is_file():
         source, _ = find_model(name, key=key, revision=revision, needs="model")
     with loading(f"configuration of {name}", key):
-        return AutoConfig.from_pretrained(source, revision=revision,
-                                          trust_remote_code=trust_remote_code)
+        return transformers.AutoConfig.from_pretrained(source, revision=revision,
+                                                       trust_remote_code=trust_remote_code)
 
 
 def models_of(cfg: schema.TrainConfig, config: Any | None = None) -> Models:
@@ -148,8 +147,6 @@ def _empty(cfg: schema.ModelConfig, config: Any | None, path: str | None, key: s
         kind: the class of transformers' that makes it (default: of language models).
         dtype: of its weights (default: fp32).
     """
-    import transformers
-
     name, trust = path or cfg.path, cfg.trust_remote_code
     if config is None:
         config = read_config(name, key=key, revision=None if path else cfg.revision,

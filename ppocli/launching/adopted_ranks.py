@@ -169,10 +169,9 @@ def placed(checked: Checked, launched: Launched, environ: Mapping[str, str]) -> 
     endpoint = None
     if as_nodes:
         endpoint = hardware.rdzv_endpoint or f"{launched.address}:{launched.port + 1}"
-    device = _accelerate_device(config, environ)
     return replace(checked, config=replace(config, hardware=replace(
         hardware, num_processes=each, num_nodes=nodes, node_rank=0, rdzv_endpoint=endpoint,
-        device=device)))
+        device=_accelerate_device(config, environ))))
 
 
 def _accelerate_device(config: schema.TrainConfig, environ: Mapping[str, str]) -> str:

@@ -48,8 +48,7 @@ class ValueHead(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., D] hidden states -> [...] values, fp32 whatever the compute type."""
         with torch.autocast(hidden.device.type, enabled=False):
-            inner = torch.relu(self.inner(hidden.float()))
-            return self.outer(inner).squeeze(-1)
+            return self.outer(torch.relu(self.inner(hidden.float()))).squeeze(-1)
 
 
 def build_value_head(lm: Any, seed: int) -> ValueHead:

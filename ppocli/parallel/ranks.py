@@ -69,11 +69,7 @@ class Ranks:
 
     def most(self, count: int) -> int:
         """The largest count of any rank."""
-        if self.world == 1:
-            return count
-        import torch
-
-        return int(self.max(torch.tensor(count)))
+        return max(self.gather(count))
 
     def _reduce(self, values: torch.Tensor, operation: str) -> torch.Tensor:
         import torch

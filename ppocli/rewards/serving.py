@@ -140,8 +140,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         try:
             self._allowed()
-            body = self.rfile.read(self._length())
-            self._send(200, self.server.answer(self.path, body))
+            self._send(200, self.server.answer(self.path, self.rfile.read(self._length())))
         except Refused as refused:
             self._refuse(refused)
         except (ConnectionError, TimeoutError):

@@ -231,8 +231,7 @@ def decode_in_steps(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: 
         if passes % check_every and live.youngest < drawn.steps:
             continue
         remaining = int((~live.done).sum())
-        over = decoder.all_alive(remaining) == 0
-        if over:
+        if decoder.all_alive(remaining) == 0:
             live, ended = None, taken
         else:
             ended = int(live.rows[~live.done].min()) if count > chunk and remaining else 0

@@ -60,8 +60,7 @@ def name_problem(name: str) -> str | None:
         return "has a backslash or a control character"
     if name.startswith("/") or re.match(r"[A-Za-z]:", name):
         return "is absolute"
-    parts = name.split("/")
-    if any(part in ("", ".", "..") for part in parts):
+    if any(part in ("", ".", "..") for part in name.split("/")):
         return "leaves its folder or isn't plain"
     if name.lower().endswith(PICKLE_SUFFIXES):
         return "may hold a pickle, which is never loaded"
@@ -162,8 +161,7 @@ def read_object(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _parse(body: dict[str, Any], folder: Path) -> Manifest:
-    digest = body.pop("digest", None)
-    if digest != _digest(body):
+    if body.pop("digest", None) != _digest(body):
         raise Invalid(f"{MANIFEST} is damaged")
     schema, version = body.get("schema"), body.get("ppocli")
     if isinstance(schema, int) and schema > SCHEMA:

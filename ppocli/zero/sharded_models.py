@@ -142,8 +142,7 @@ def sharded_copy(cfg: TrainConfig, lm: Any) -> ShardedCopy:
     import deepspeed
 
     settings = parts_config(cfg, offload=cfg.model.reference.offload)
-    stored = frozen_dtype(cfg.model, cfg.hardware)
-    settings["bf16"] = {"enabled": stored == torch.bfloat16}
+    settings["bf16"] = {"enabled": frozen_dtype(cfg.model, cfg.hardware) == torch.bfloat16}
     # around the trunk: that is what passes go through, and its start tells DeepSpeed of a new one
     engine, *_ = deepspeed.initialize(model=lm.base_model, config=settings)
     lm.eval()

@@ -25,12 +25,15 @@ def gathered(module: nn.Module, stage: int, *, modify: bool = False) -> Iterator
     if stage < 3:
         yield
         return
+    with _whole(list(module.parameters()), modify):
+        yield
+
+
+def _whole(parameters: list[Any], modify: bool = False) -> Any:
     from deepspeed import zero
 
-    parameters = list(module.parameters())
     internals.put_back(parameters)
-    with zero.GatheredParameters(parameters, modifier_rank=0 if modify else None):
-        yield
+    return zero.GatheredParameters(parameters, modifier_rank=0 if modify else None)
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -42,10 +45,7 @@ def is_sharded(module: nn.Module) -> bool:
 def held(parameters: list[Any]) -> Iterator[None]:
     """These sharded parameters are whole on every rank meanwhile, and stay so behind the forward
     pass of a layer that uses them, where DeepSpeed would release them."""
-    from deepspeed import zero
-
-    internals.put_back(parameters)
-    with zero.GatheredParameters(parameters), internals.marked_in_use(parameters):
+    with _whole(parameters), internals.marked_in_use(parameters):
         yield
 
 
@@ -60,9 +60,7 @@ def one_gathered(tensor: torch.Tensor, *, modify: bool = False) -> Any:
     internals.put_back([tensor])
     if internals.is_whole(tensor):  # held
         return nullcontext()
-    from deepspeed import zero
-
-    return zero.GatheredParameters([tensor], modifier_rank=0 if modify else None)
+    return _whole([tensor], modify)
 
 
 def host_weights(module: nn.Module, stage: int, *, keep: bool) -> dict[str, torch.Tensor] | None:

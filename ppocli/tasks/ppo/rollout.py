@@ -199,8 +199,7 @@ def measure(session: EvalSession, out: Samples, *, phase: str, want_policy: bool
         OutOfMemoryError: there is no room for one sample.
     """
     asked = min(session.forward_rows, len(out))
-    longest = int(out.sequences.spans.max())
-    return session.passes.retry(phase, asked, longest, lambda: _measure(
+    return session.passes.retry(phase, asked, int(out.sequences.spans.max()), lambda: _measure(
         session, out, session.passes.limit(phase, asked), want_policy, want_values, estimator,
         temperature, stop, most_frozen_bytes), in_step=session.scores_in_step)
 

@@ -227,10 +227,9 @@ def _check_memory(cfg: TrainConfig, backend: Backend, lm_config: Any,
     ranks, hardware, longest = backend.ranks, cfg.hardware, max(map(len, prompts))
     # a rehearsal is one process; what it asks is whether the run fits
     planned = hardware.num_processes * hardware.num_nodes if ranks.world == 1 else ranks.world
-    on_host = launched_here(hardware.num_processes)
     ranks.all_do(lambda: check_memory(
         cfg, lm_config, prompt_tokens=longest, device=backend.device, ranks=planned,
-        ranks_on_host=on_host, warn=ranks.first), "memory")
+        ranks_on_host=launched_here(hardware.num_processes), warn=ranks.first), "memory")
 
 
 def _check_reach(cfg: TrainConfig, policy: Policy, reference: Reference | None,
