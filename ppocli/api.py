@@ -4,13 +4,20 @@ The same composition, launch and engine as the command; nothing is implemented t
 """
 
 import logging
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ppocli.config import resolved
 from ppocli.errors import ConfigError, InputError, PpocliError
+from ppocli.launching import launch, opened_folder, target_config
+from ppocli.parallel.stop import catch_signals
+from ppocli.runs.target import find_target
+from ppocli.storage.atomic import read_json
+from ppocli.user_code import join_working_directory
 
 log = logging.getLogger("ppocli")
 
@@ -27,10 +34,9 @@ class TrainedRun:
 
     @cached_property
     def _player(self) -> Any:
-        from ppocli.config.resolved import read_config
         from ppocli.evaluation.player import load_player, policy_config
 
-        own = read_config(self.run_dir / "config.yaml").model
+        own = resolved.read_config(self.run_dir / "config.yaml").model
         return load_player(policy_config(own, str(self.model_dir)), str(self.run_dir))
 
     def generate(self, prompts: Sequence[str], *, seed: int = 0, **sampling: Any) -> list[str]:
@@ -45,10 +51,9 @@ class TrainedRun:
         Raises:
             ConfigError: an unknown override, or no list of texts as prompts.
         """
-        from ppocli.config.resolved import read_config
         from ppocli.evaluation.player import changed_sampling
 
-        generation = changed_sampling(read_config(self.run_dir / "config.yaml"), sampling)
+        generation = changed_sampling(resolved.read_config(self.run_dir / "config.yaml"), sampling)
         texts = _texts(prompts, "prompts")
         if not texts:
             raise ConfigError("There are no prompts.", fix="give at least one text")
@@ -62,8 +67,6 @@ class TrainedRun:
         Raises:
             ConfigError: the folder holds something.
         """
-        import shutil
-
         target = Path(folder)
         if target.exists() and any(target.iterdir()):
             raise ConfigError(f"{target} exists already and isn't empty; nothing is overwritten.",
@@ -90,24 +93,22 @@ def train(overrides: Sequence[str] = (), *,
     Raises:
         PpocliError: whatever ended the run; its checkpoints are kept.
     """
-    from ppocli.config.compose import check, compose
-    from ppocli.config.resolved import with_values
-    from ppocli.config.words import read_words
-    from ppocli.launching.launch import Caller, launch
+    from ppocli.config import compose, words
     from ppocli.training.task import PythonObjects
 
     given = {"reward.fn": reward_fn, "reward.metric_fn": metric_fn, "prompts.items": prompts,
              "prompts.eval.items": eval_prompts}
     handed_in = frozenset(key for key, value in given.items() if value is not None)
-    composed = compose(read_words(_texts(overrides, "overrides")))
+    composed = compose.compose(words.read_words(_texts(overrides, "overrides")))
     if stop_sequences is not None:
-        composed = replace(composed, config=with_values(composed.config, {
+        composed = replace(composed, config=resolved.with_values(composed.config, {
             "generation.stop_sequences": _texts(stop_sequences, "stop_sequences")}))
     objects = PythonObjects(
         reward_fn=reward_fn, metric_fn=metric_fn,
         prompts=None if prompts is None else list(prompts),
         eval_prompts=None if eval_prompts is None else list(eval_prompts))
-    outcome = launch(check(composed, handed_in), Caller(objects=objects if handed_in else None))
+    caller = launch.Caller(objects=objects if handed_in else None)
+    outcome = launch.launch(compose.check(composed, handed_in), caller)
     if outcome.exit_code != 0:
         raise PpocliError(f"The run ended with exit code {outcome.exit_code}: "
                           f"{(outcome.summary or {}).get('error') or 'see above'}",
@@ -158,15 +159,9 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
     Raises:
         PpocliError: whatever kept the evaluation from its end; samples scored so far are kept.
     """
-    from ppocli.config.resolved import with_absolute_paths, with_values
     from ppocli.evaluation.request import SAMPLES, EvalRequest
     from ppocli.evaluation.work import run_evaluation
-    from ppocli.launching.opened_folder import noting_objects
-    from ppocli.launching.target_config import target_config
-    from ppocli.parallel.stop import catch_signals
-    from ppocli.runs.target import find_target
     from ppocli.training.task import PythonObjects
-    from ppocli.user_code import join_working_directory
 
     source, items = (prompts, None) if prompts is None or isinstance(prompts, str | Path) else (
         None, list(prompts))
@@ -177,12 +172,12 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
         overwrite=overwrite, resume=resume, own_reward=reward_fn is not None)
     request.check()
     target = find_target(request.run, say=log.info, step=step, best=best)
-    cfg = target_config(target, request.overrides(target), needs_reward=True,
-                        needs_prompts=items is None)
+    cfg = target_config.target_config(target, request.overrides(target), needs_reward=True,
+                                      needs_prompts=items is None)
     objects = PythonObjects(reward_fn=reward_fn, metric_fn=metric_fn, eval_prompts=items)
     if reward_fn is not None:  # reward.kwargs are this function's
-        cfg = with_values(cfg, {"reward.fn": None})
-    cfg = noting_objects(with_absolute_paths(cfg, Path.cwd()), objects)
+        cfg = resolved.with_values(cfg, {"reward.fn": None})
+    cfg = opened_folder.noting_objects(resolved.with_absolute_paths(cfg, Path.cwd()), objects)
     join_working_directory()
     with catch_signals() as stop:
         folder, report = run_evaluation(request, target, cfg, objects, stop=stop, say=log.info,
@@ -219,8 +214,6 @@ def load_run(run_dir: str | Path) -> TrainedRun:
     Raises:
         InputError: it holds no finished run.
     """
-    from ppocli.storage.atomic import read_json
-
     folder = Path(run_dir).resolve()
     summary = read_json(folder / "summary.json")
     if summary is None:

@@ -26,8 +26,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ppocli.config.algorithm import whole_while_acting
-from ppocli.config.schema import TrainConfig, reference_kind
+from ppocli.config import algorithm, schema
 from ppocli.estimate.parts import Part
 
 BUCKET = 500_000_000
@@ -86,8 +85,8 @@ class Sums:
         return max(self.generate, self.score, self.update)
 
 
-def layout_of(cfg: TrainConfig, *, prompt_tokens: int, ranks: int, ranks_on_host: int, cuda: bool
-              ) -> Layout:
+def layout_of(cfg: schema.TrainConfig, *, prompt_tokens: int, ranks: int, ranks_on_host: int,
+              cuda: bool) -> Layout:
     """Sizes are of the whole run, micro-batch and chunk of one rank
     (:mod:`ppocli.training.optimize`, :mod:`ppocli.tasks.ppo.rollout`).
 
@@ -109,7 +108,7 @@ def layout_of(cfg: TrainConfig, *, prompt_tokens: int, ranks: int, ranks_on_host
                   accumulates=rows < share)
 
 
-def lines_of(cfg: TrainConfig, parts: Iterable[Part], layout: Layout, heads: int,
+def lines_of(cfg: schema.TrainConfig, parts: Iterable[Part], layout: Layout, heads: int,
              deepspeed: dict[str, Any]) -> Iterator[Line]:
     """What weights and their optimization take of a rank, in the order in which it is told.
 
@@ -119,7 +118,7 @@ def lines_of(cfg: TrainConfig, parts: Iterable[Part], layout: Layout, heads: int
     """
     stage, ranks, offload = cfg.hardware.zero_stage, layout.ranks, cfg.hardware.offload_optimizer
     live = int(deepspeed.get("stage3_max_live_parameters", MAX_LIVE))
-    whole = whole_while_acting(cfg)
+    whole = algorithm.whole_while_acting(cfg)
     parts = tuple(parts)
     own = [p for p in parts if p.sharded]
     size, trained = sum(p.size for p in own), 4 * sum(p.trained for p in own)
@@ -133,7 +132,7 @@ def lines_of(cfg: TrainConfig, parts: Iterable[Part], layout: Layout, heads: int
             yield _line(part.name, _share(part.size, ranks if part.in_parts else 1),
                         on_host=part.place != "device" and layout.cuda)
         if part.in_parts:  # what is gathered while it runs
-            gathered = part.size if whole and reference_kind(cfg.model) == "shared" else min(
+            gathered = part.size if whole and schema.reference_kind(cfg.model) == "shared" else min(
                 part.size, live * (part.size // max(part.parameters, 1)))
             yield _line("reference while it runs", gathered, "score")
         elif part.place == "offloaded" and layout.cuda:
@@ -175,7 +174,7 @@ def _share(count: int, ranks: int) -> int:
     return -(-count // ranks)
 
 
-def spared(cfg: TrainConfig, lines: Iterable[Line]) -> int:
+def spared(cfg: schema.TrainConfig, lines: Iterable[Line]) -> int:
     """Bytes among the lines that a run does without where they aren't free."""
     return sum(line.device + line.host for line in lines
                if line.name == CHECKPOINT_COPY and cfg.checkpoint.background == "auto")
@@ -233,7 +232,7 @@ class Disk:
     """at its fullest: all checkpoints that are kept, one being written, and the model"""
 
 
-def disk_of(cfg: TrainConfig, parts: Iterable[Part]) -> Disk:
+def disk_of(cfg: schema.TrainConfig, parts: Iterable[Part]) -> Disk:
     """fp32 weights, or an adapter's alone, with the optimizer's state in a checkpoint
     (:mod:`ppocli.training.checkpoint_writing`); logs and samples apart."""
     own = [p for p in parts if p.sharded]

@@ -10,19 +10,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import transformers
 from torch import nn
 
-from ppocli.config.adapters import adapter_kind, adapter_settings
-from ppocli.config.algorithm import estimator_of, reference_sharded, value_optimizer
-from ppocli.config.schema import ModelConfig, TrainConfig, reference_kind
+from ppocli.config import adapters, algorithm, schema
 from ppocli.config.schema_ppo import OptimizerConfig
 from ppocli.errors import PpocliError
+from ppocli.models import policy, transformers_internals
 from ppocli.models.layer_stack import layer_stack, stack_path
 from ppocli.models.loading.adapters import attach, peft_config
 from ppocli.models.loading.language_model import DTYPES, frozen_dtype
 from ppocli.models.loading.model_config import attention_wanted, loading
-from ppocli.models.policy import ScoreHead, ValueHead, build_value_head, freeze_lower_layers
-from ppocli.models.transformers_internals import conv1d
 from ppocli.models.trunk import RELATIVE_POSITIONS
 from ppocli.rewards.resolve import BUILTIN_REWARDS, MODEL_REWARDS
 
@@ -98,19 +96,17 @@ def read_config(name: str, *, key: str, revision: str | None = None, trust_remot
     Raises:
         InputError: no such model, or its configuration can't be read.
     """
-    from transformers import AutoConfig
-
     from ppocli.storage.model_files import find_model
 
     source: str = str(Path(name).expanduser())
     if not (Path(source) / "config.json").is_file():
         source, _ = find_model(name, key=key, revision=revision, needs="model")
     with loading(f"configuration of {name}", key):
-        return AutoConfig.from_pretrained(source, revision=revision,
-                                          trust_remote_code=trust_remote_code)
+        return transformers.AutoConfig.from_pretrained(source, revision=revision,
+                                                       trust_remote_code=trust_remote_code)
 
 
-def models_of(cfg: TrainConfig, config: Any | None = None) -> Models:
+def models_of(cfg: schema.TrainConfig, config: Any | None = None) -> Models:
     """What a run trains, without weights.
 
     Args:
@@ -121,28 +117,28 @@ def models_of(cfg: TrainConfig, config: Any | None = None) -> Models:
             layers can't be told apart.
         ConfigError: the adapter doesn't fit the model.
     """
-    model, kind, value = cfg.model, adapter_kind(cfg.model), cfg.model.value
+    model, kind, value = cfg.model, adapters.adapter_kind(cfg.model), cfg.model.value
     lm = _empty(model, config, None, "model.path", dtype=None if kind is None else DTYPES[
         model.dtype or cfg.hardware.precision])
     head = branch = value_lm = None
     with loading(f"outline of {model.path}", "model.path"):
         if kind is not None:
-            settings = peft_config(kind, adapter_settings(model), revision=model.revision,
+            settings = peft_config(kind, adapters.adapter_settings(model), revision=model.revision,
                                    tokenizer=model.path, pair=lm.config.is_encoder_decoder)
             with torch.device("meta"):
                 attach(lm, settings, seed=0)
-        freeze_lower_layers(lm, model.num_layers_unfrozen)
+        policy.freeze_lower_layers(lm, model.num_layers_unfrozen)
         with torch.device("meta"):
-            if estimator_of(cfg.ppo).needs_critic and value.kind == "model":
+            if algorithm.estimator_of(cfg.ppo).needs_critic and value.kind == "model":
                 value_lm, head = _value_model(model)
-                freeze_lower_layers(value_lm, value.num_layers_unfrozen)
-            elif estimator_of(cfg.ppo).needs_critic:
-                head = build_value_head(lm, 0)
+                policy.freeze_lower_layers(value_lm, value.num_layers_unfrozen)
+            elif algorithm.estimator_of(cfg.ppo).needs_critic:
+                head = policy.build_value_head(lm, 0)
                 branch = _branch(lm, value.num_layers_unfrozen) if value.kind == "branch" else None
     return Models(lm, head, branch, value_lm)
 
 
-def _empty(cfg: ModelConfig, config: Any | None, path: str | None, key: str,
+def _empty(cfg: schema.ModelConfig, config: Any | None, path: str | None, key: str,
            kind: str | None = None, dtype: torch.dtype | None = None) -> Any:
     """A model on the meta device.
 
@@ -152,8 +148,6 @@ def _empty(cfg: ModelConfig, config: Any | None, path: str | None, key: str,
         kind: the class of transformers' that makes it (default: of language models).
         dtype: of its weights (default: fp32).
     """
-    import transformers
-
     name, trust = path or cfg.path, cfg.trust_remote_code
     if config is None:
         config = read_config(name, key=key, revision=None if path else cfg.revision,
@@ -167,7 +161,7 @@ def _empty(cfg: ModelConfig, config: Any | None, path: str | None, key: str,
     return model
 
 
-def _value_model(cfg: ModelConfig) -> tuple[Any, nn.Module]:
+def _value_model(cfg: schema.ModelConfig) -> tuple[Any, nn.Module]:
     """As :func:`ppocli.models.loading.reference_and_value.load_value_model`."""
     path, key = cfg.value.path, "model.value.path" if cfg.value.path else "model.path"
     config = read_config(path or cfg.path, key=key, revision=None if path else cfg.revision,
@@ -177,9 +171,9 @@ def _value_model(cfg: ModelConfig) -> tuple[Any, nn.Module]:
                    "AutoModelForSequenceClassification" if scores else "AutoModel")
     trunk, score = whole.base_model, getattr(whole, "score", None)
     if scores and config.num_labels == 1 and isinstance(score, nn.Linear):
-        return trunk, ScoreHead(score)
+        return trunk, policy.ScoreHead(score)
     width = getattr(config, "hidden_size", trunk.get_input_embeddings().weight.shape[1])
-    return trunk, ValueHead(width, torch.Generator())
+    return trunk, policy.ValueHead(width, torch.Generator())
 
 
 def _branch(lm: Any, count: int) -> nn.ModuleList:
@@ -188,7 +182,7 @@ def _branch(lm: Any, count: int) -> nn.ModuleList:
     if lm.config.is_encoder_decoder or not 0 < count < len(layer_stack(lm)):
         raise ValueError(f"no branch of {count} layers fits it")
     lm = copy.deepcopy(lm)
-    freeze_lower_layers(lm, count)
+    policy.freeze_lower_layers(lm, count)
     stack: nn.ModuleList = layer_stack(lm)
     owner = lm.get_submodule(stack_path(lm).rpartition(".")[0])
     after = [m for m in owner.children()
@@ -198,7 +192,7 @@ def _branch(lm: Any, count: int) -> nn.ModuleList:
 
 # Parts --------------------------------------------------------------------------------------------
 
-def parts_of(cfg: TrainConfig, models: Models, *, rewards: bool = True
+def parts_of(cfg: schema.TrainConfig, models: Models, *, rewards: bool = True
              ) -> tuple[tuple[Part, ...], dict[str, str]]:
     """Everything that holds weights in a run of ``cfg``, and what of it can't be told, and why.
 
@@ -227,7 +221,7 @@ def parts_of(cfg: TrainConfig, models: Models, *, rewards: bool = True
     return tuple(parts), unknown
 
 
-def _trained_parts(cfg: TrainConfig, models: Models) -> Iterator[Part]:
+def _trained_parts(cfg: schema.TrainConfig, models: Models) -> Iterator[Part]:
     lm = models.lm
     # heads cast their own weights where they need them, or never; embeddings are looked up
     heads = [m for m in (lm.get_output_embeddings(), models.value_head) if m is not None]
@@ -237,7 +231,8 @@ def _trained_parts(cfg: TrainConfig, models: Models) -> Iterator[Part]:
     quantized = quantized_weights(cfg, lm)
     pieces: list[tuple[Kind, str, list[Any], OptimizerConfig]] = [
         ("policy", "policy", [lm], cfg.ppo.optimizer),
-        ("value", f"value {cfg.model.value.kind}", models.value_modules, value_optimizer(cfg.ppo))]
+        ("value", f"value {cfg.model.value.kind}", models.value_modules,
+         algorithm.value_optimizer(cfg.ppo))]
     for kind, name, modules, optimizer in pieces:
         parameters = [p for m in modules for p in m.parameters()]
         if not parameters:
@@ -286,7 +281,7 @@ def pinned_bytes(size: int) -> int:
     return 1 << (size - 1).bit_length() if size else 0
 
 
-def quantized_weights(cfg: TrainConfig, lm: Any) -> dict[int, int]:
+def quantized_weights(cfg: schema.TrainConfig, lm: Any) -> dict[int, int]:
     """Bytes of each weight, by its id, that ``model.quantization`` changes: those of linear layers,
     but of the output embedding; transformers keeps one of T5's in fp32."""
     if cfg.model.quantization is None:
@@ -295,7 +290,7 @@ def quantized_weights(cfg: TrainConfig, lm: Any) -> dict[int, int]:
     exact = "wo" if lm.config.model_type in RELATIVE_POSITIONS else None
     found = {}
     for name, module in lm.named_modules():
-        if isinstance(module, (nn.Linear, conv1d())) and "lora_" not in name:
+        if isinstance(module, (nn.Linear, transformers_internals.conv1d())) and "lora_" not in name:
             weight = module.weight
             if weight is not head and not weight.requires_grad:
                 bits = 32 if exact in name.split(".") else QUANTIZED_BITS[cfg.model.quantization]
@@ -303,10 +298,10 @@ def quantized_weights(cfg: TrainConfig, lm: Any) -> dict[int, int]:
     return found
 
 
-def _reference_parts(cfg: TrainConfig, lm: Any) -> Iterator[Part]:
+def _reference_parts(cfg: schema.TrainConfig, lm: Any) -> Iterator[Part]:
     """As :mod:`ppocli.models.reference` keeps it."""
     model, wanted = cfg.model, cfg.model.reference
-    kind = reference_kind(model)
+    kind = schema.reference_kind(model)
     if kind in ("none", "adapter"):
         return
     if kind == "shared":  # fp32 copies of what trains
@@ -317,14 +312,14 @@ def _reference_parts(cfg: TrainConfig, lm: Any) -> Iterator[Part]:
                        "model.reference.path")
         number = count(whole.parameters())
         size = number * frozen_dtype(model, cfg.hardware).itemsize
-        in_parts = cfg.hardware.zero_stage == 3 and reference_sharded(cfg)
+        in_parts = cfg.hardware.zero_stage == 3 and algorithm.reference_sharded(cfg)
     place: Place = "offloaded" if wanted.offload else "device" if wanted.device is None else (
         "host" if wanted.device == "cpu" else "elsewhere")
     yield Part(kind="reference", name="reference", parameters=number, size=size, in_parts=in_parts,
                place=place)
 
 
-def _reward_parts(cfg: ModelConfig, key: str, kwargs: dict[str, Any]) -> Iterator[Part]:
+def _reward_parts(cfg: schema.ModelConfig, key: str, kwargs: dict[str, Any]) -> Iterator[Part]:
     name = str(kwargs["model"])
     config = read_config(name, key=key, revision=kwargs.get("revision"),
                          trust_remote_code=bool(kwargs.get("trust_remote_code")))

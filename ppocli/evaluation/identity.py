@@ -24,8 +24,7 @@ from ppocli.evaluation import request as files
 from ppocli.evaluation.request import EvalRequest
 from ppocli.models.loading.adapters import tensors_digest
 from ppocli.runs.target import Target
-from ppocli.storage.atomic import disk_errors, make_dirs, read_json, sha256_file
-from ppocli.storage.run_folder import probe_writable
+from ppocli.storage import atomic, run_folder
 from ppocli.tasks.ppo.session import EvalSession
 from ppocli.text import cut
 from ppocli.training.task import PythonObjects
@@ -59,7 +58,7 @@ def identity_of(session: EvalSession, targets: Sequence[Target], frontier: bool,
                     "count": len(session.eval_prompts)},
         "reward": {key: value for key, value in asdict(cfg.reward).items() if key in _REWARD_KEYS},
         # code that was typed in has no file
-        "code": {path: sha256_file(Path(path)) if Path(path).is_file() else None
+        "code": {path: atomic.sha256_file(Path(path)) if Path(path).is_file() else None
                  for path in dict.fromkeys(code)},
         "judges": judge_digests(session, objects),
         "model": asdict(cfg.model),
@@ -96,13 +95,13 @@ def choose(default: Path, request: EvalRequest, identity: dict[str, Any],
             check_same((unfinished or candidates)[-1], identity)
         say(f"there is no evaluation to go on with in {default.parent}: starting afresh")
     with files.naming_output():
-        probe_writable(default.parent)
+        run_folder.probe_writable(default.parent)
         if request.overwrite:
-            make_dirs(default)
+            atomic.make_dirs(default)
             return default
         for number in itertools.count(1):
             path = default if number == 1 else default.with_name(f"{default.name}-{number}")
-            with disk_errors(path):
+            with atomic.disk_errors(path):
                 try:
                     path.mkdir()
                 except FileExistsError:
@@ -121,7 +120,7 @@ def differences(folder: Path, identity: dict[str, Any]) -> list[str]:
     """
     if files.is_empty(folder / files.SAMPLES) and not files.is_finished(folder):
         return []
-    old = read_json(folder / files.SETTINGS)
+    old = atomic.read_json(folder / files.SETTINGS)
     if old is None:
         return [f"{folder / files.SETTINGS} is missing or damaged"]
     before, now = _flat(old.get("identity", {})), _flat(identity)

@@ -10,16 +10,7 @@ from typing import Any
 
 import torch
 
-from ppocli.config.keys import schema_keys
-from ppocli.config.problems import find_problems, raise_problems
-from ppocli.config.schema import (
-    EvalGenerationConfig,
-    GenerationConfig,
-    ModelConfig,
-    PromptsConfig,
-    RewardConfig,
-    TrainConfig,
-)
+from ppocli.config import keys, problems, schema
 from ppocli.data.files import Row
 from ppocli.data.render import prompt_texts
 from ppocli.data.sources import training_spec
@@ -70,7 +61,7 @@ class Player:
                              fix="--no-chat takes prompts as they are")
         rows = [Row(f"prompt {number}", {"prompt": prompt})
                 for number, prompt in enumerate(prompts, start=1)]
-        spec = training_spec(PromptsConfig(items=list(prompts), chat=chat), None)
+        spec = training_spec(schema.PromptsConfig(items=list(prompts), chat=chat), None)
         try:
             return prompt_texts(rows, spec, self.tokenizer)
         except InputError as error:
@@ -78,8 +69,8 @@ class Player:
             error.where = "--chat" if chat else None
             raise
 
-    def tokens(self, texts: Sequence[str], generation: GenerationConfig, *, chat: bool = False
-               ) -> list[list[int]]:
+    def tokens(self, texts: Sequence[str], generation: schema.GenerationConfig, *,
+               chat: bool = False) -> list[list[int]]:
         """The token ids of each text, checked to leave room for a response.
 
         Args:
@@ -93,8 +84,8 @@ class Player:
         check_lengths(self.loaded.lm, ids, self._spec(generation))
         return ids
 
-    def answers(self, prompts: Sequence[Sequence[int]], generation: GenerationConfig, *, seed: int,
-                num_samples: int = 1, first: int = 0, batch: int = BATCH,
+    def answers(self, prompts: Sequence[Sequence[int]], generation: schema.GenerationConfig, *,
+                seed: int, num_samples: int = 1, first: int = 0, batch: int = BATCH,
                 poll: Callable[[], None] = lambda: None,
                 show: Callable[[str], None] | None = None) -> Iterator[list[Answer]]:
         """Sampled responses, a batch at a time; see :func:`answer_prompts`.
@@ -121,11 +112,11 @@ class Player:
                 return
             yield answers
 
-    def _spec(self, generation: GenerationConfig) -> Any:
+    def _spec(self, generation: schema.GenerationConfig) -> Any:
         return sampling_specs(generation, self.tokenizer, self.loaded)[0]
 
 
-def load_player(cfg: ModelConfig, name: str, backend: Backend | None = None) -> Player:
+def load_player(cfg: schema.ModelConfig, name: str, backend: Backend | None = None) -> Player:
     """Load a policy.
 
     Args:
@@ -144,15 +135,15 @@ def load_player(cfg: ModelConfig, name: str, backend: Backend | None = None) -> 
     return Player(name, tokenizer, loaded, backend.autocast)
 
 
-def policy_config(cfg: ModelConfig, policy: str) -> ModelConfig:
+def policy_config(cfg: schema.ModelConfig, policy: str) -> schema.ModelConfig:
     """How to load ``policy``, a model trained from the one that ``cfg`` names."""
     if policy == cfg.path:
         return cfg
     return replace(cfg, path=policy, tokenizer_path=None, revision=None)
 
 
-def changed_sampling(cfg: TrainConfig, changes: Mapping[str, Any],
-                     sources: Mapping[str, str] | None = None) -> GenerationConfig:
+def changed_sampling(cfg: schema.TrainConfig, changes: Mapping[str, Any],
+                     sources: Mapping[str, str] | None = None) -> schema.GenerationConfig:
     """The ``generation`` of ``cfg`` with ``changes``; what it sets for evaluation doesn't count.
 
     Args:
@@ -169,14 +160,14 @@ def changed_sampling(cfg: TrainConfig, changes: Mapping[str, Any],
     named = {f"generation.{name}": source for name, source in (sources or {}).items()}
     for name, value in changes.items():
         _check_type(name, value, (sources or {}).get(name))
-    generation = replace(cfg.generation, eval=EvalGenerationConfig(), **changes)
-    raise_problems([problem for problem in find_problems(replace(cfg, generation=generation), named)
-                    if problem.key.startswith("generation.")])
+    generation = replace(cfg.generation, eval=schema.EvalGenerationConfig(), **changes)
+    found = problems.find_problems(replace(cfg, generation=generation), named)
+    problems.raise_problems([one for one in found if one.key.startswith("generation.")])
     return generation
 
 
 def _check_type(name: str, value: Any, source: str | None) -> None:
-    key = schema_keys()[f"generation.{name}"]
+    key = keys.schema_keys()[f"generation.{name}"]
     types = {int: Integral, float: Real}.get(key.item, key.item)
     values = list(value) if key.kind == "list" and isinstance(value, list | tuple) else [value]
     right = all(isinstance(each, types) and isinstance(each, bool) == (key.item is bool)
@@ -196,7 +187,7 @@ def own_sampling(loaded: LoadedLM) -> dict[str, Any]:
     return found
 
 
-def build_judge(cfg: RewardConfig, columns: Sequence[str]) -> Reward:
+def build_judge(cfg: schema.RewardConfig, columns: Sequence[str]) -> Reward:
     """The reward that scores responses; code of the user's that it runs is named.
 
     Raises:

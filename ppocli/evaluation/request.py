@@ -17,9 +17,7 @@ from ppocli.config.resolved import literal, read_config
 from ppocli.config.schema import EvalGenerationConfig, EvalPromptsConfig, ModelConfig, TrainConfig
 from ppocli.errors import CheckpointError, ConfigError, DiskError
 from ppocli.runs.target import Target, find_target
-from ppocli.storage.atomic import disk_errors, read_json
-from ppocli.storage.run_folder import LOCK, lock
-from ppocli.storage.run_logs import read_row
+from ppocli.storage import atomic, run_folder, run_logs
 
 EVAL = "eval"
 """folder of a run that holds its evaluations"""
@@ -196,7 +194,7 @@ def is_finished(folder: Path) -> bool:
 def read_result(folder: Path) -> dict[str, Any] | None:
     """The contents of a finished evaluation's eval.json; None if there is none, or a damaged one.
     """
-    report = read_json(folder / RESULT)
+    report = atomic.read_json(folder / RESULT)
     return report if report is not None and report.keys() >= _REPORT else None
 
 
@@ -209,7 +207,7 @@ def refuse_taken(folder: Path, request: EvalRequest) -> None:
     if not os.path.lexists(folder):
         return
     if request.overwrite:
-        known = {SETTINGS, SAMPLES, RESULT, PICTURE, LOCK}
+        known = {SETTINGS, SAMPLES, RESULT, PICTURE, run_folder.LOCK}
         foreign = (sorted({path.name for path in folder.iterdir()} - known) if folder.is_dir()
                    else ["a file"])
         if foreign:
@@ -232,10 +230,10 @@ def working_in(folder: Path, overwrite: bool) -> Iterator[None]:
         CheckpointError: another process works there.
     """
     try:
-        with naming_output(), lock(folder):
+        with naming_output(), run_folder.lock(folder):
             if overwrite:
                 for name in (RESULT, SETTINGS, SAMPLES, PICTURE):
-                    with disk_errors(folder / name):
+                    with atomic.disk_errors(folder / name):
                         (folder / name).unlink(missing_ok=True)
             try:
                 yield
@@ -245,9 +243,9 @@ def working_in(folder: Path, overwrite: bool) -> Iterator[None]:
                         (folder / name).unlink(missing_ok=True)
     finally:
         names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else {""}
-        if names <= {LOCK}:
+        if names <= {run_folder.LOCK}:
             with suppress(OSError):
-                (folder / LOCK).unlink(missing_ok=True)
+                (folder / run_folder.LOCK).unlink(missing_ok=True)
                 folder.rmdir()
                 if folder.parent.name == EVAL:
                     folder.parent.rmdir()
@@ -290,9 +288,9 @@ def take_up(folder: Path, sizes: Mapping[str, int], chunk: int) -> dict[str, lis
     end = place = 0
     pending: list[Row] = []
     expected = [(role, number) for role, total in sizes.items() for number in range(total)]
-    with disk_errors(path), path.open("rb") as lines:
+    with atomic.disk_errors(path), path.open("rb") as lines:
         for line, (role, number) in zip(lines, expected, strict=False):
-            row = read_row(line) if line.endswith(b"\n") else None
+            row = run_logs.read_row(line) if line.endswith(b"\n") else None
             if row is None or (row.get("model"), row.get("number")) != (role, number):
                 break
             place += len(line)
@@ -300,7 +298,7 @@ def take_up(folder: Path, sizes: Mapping[str, int], chunk: int) -> dict[str, lis
             if (number + 1) % chunk == 0 or number + 1 == sizes[role]:
                 found[role] += pending
                 pending, end = [], place
-    with disk_errors(path):
+    with atomic.disk_errors(path):
         if path.stat().st_size > end:
             os.truncate(path, end)
     return found

@@ -13,20 +13,16 @@ import torch
 from ppocli.config.resolved import with_values
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, ConfigError, OutOfMemoryError, PpocliError, StoppedError
+from ppocli.evaluation import figures, player
 from ppocli.evaluation import request as files
-from ppocli.evaluation.figures import BASE_SAMPLES, frontier_of, frontier_svg, report_of
 from ppocli.evaluation.identity import check_same, choose, identity_of
-from ppocli.evaluation.player import own_sampling
 from ppocli.evaluation.request import EvalRequest, Row, base_target
 from ppocli.models.loading.adapters import tensors_digest
 from ppocli.models.loading.language_model import load_tokenizer
 from ppocli.parallel.backend import Backend, open_backend
 from ppocli.parallel.stop import StopFlag, StopRequested
 from ppocli.runs.target import Target
-from ppocli.storage.atomic import read_json, write_atomic, write_json_atomic
-from ppocli.storage.model_files import quiet_transformers
-from ppocli.storage.run_folder import finite_or_null
-from ppocli.storage.run_logs import JsonlWriter
+from ppocli.storage import atomic, model_files, run_folder, run_logs
 from ppocli.tasks.ppo.evaluate import EvalChunk, evaluate_chunks, evaluation_size
 from ppocli.tasks.ppo.session import EvalSession, build_eval_session, sampling_sweep
 from ppocli.text import counted, first_line
@@ -82,7 +78,7 @@ def run_evaluation(request: EvalRequest, target: Target, cfg: TrainConfig, objec
         StoppedError: names the command that goes on.
         PpocliError: models, prompts, rewards, disk; samples scored so far are kept.
     """
-    quiet_transformers()
+    model_files.quiet_transformers()
     # below the run, or below the current folder for a bare model
     root = Path(request.output).expanduser().absolute() if request.output else (
         target.run_dir or Path.cwd()) / files.EVAL
@@ -134,7 +130,7 @@ def _say_declared(session: EvalSession, request: EvalRequest, say: Callable[[str
     """Models are compared under equal sampling, so what a bare one wants for itself is only said.
     """
     spec = session.eval_sampling
-    wanted = own_sampling(session.loaded)
+    wanted = player.own_sampling(session.loaded)
     words = [f"generation.{name}={str(value).lower()}" for name, value in wanted.items()
              if getattr(spec, name) != value]
     left = [word for word in words if not request.sets(word.partition("=")[0])]
@@ -162,7 +158,7 @@ def _session(cfg: TrainConfig, backend: Backend, objects: PythonObjects, role: s
              judges: EvalSession | None, say: Callable[[str], None]) -> EvalSession:
     """What judges one model; ``judges`` lends reward, metric and reference."""
     if role == "base":
-        cfg = with_values(cfg, {"prompts.eval.repeat": BASE_SAMPLES})
+        cfg = with_values(cfg, {"prompts.eval.repeat": figures.BASE_SAMPLES})
     session = build_eval_session(cfg, backend, objects, policy=target.model, judges=judges)
     if role == "base":
         return replace(session, reference=None)  # its KL to itself would only cost time
@@ -177,7 +173,7 @@ def _evaluate(work: _Work) -> dict[str, Any]:
     """All models in turn, then the files that sum up."""
     texts = list(work.session.eval_prompts.texts)
     each = work.session.cfg.prompts.eval.repeat
-    sizes = {role: len(texts) * (BASE_SAMPLES if role == "base" else each)
+    sizes = {role: len(texts) * (figures.BASE_SAMPLES if role == "base" else each)
              for role in work.targets}
     work.rows = files.take_up(work.folder, sizes, work.session.chunk_size)
     total = sum(sizes.values())
@@ -186,13 +182,13 @@ def _evaluate(work: _Work) -> dict[str, Any]:
     work.say(f"{counted(len(texts), 'prompt')}, {counted(each, 'response')} each")
     if "base" in sizes:
         work.say(f"--frontier costs {sizes['base'] - len(work.rows['base'])} more responses "
-                 f"({BASE_SAMPLES} of {work.targets['base'].name} to each prompt) and as many "
-                 "rewards")
-    old = (read_json(work.folder / files.SETTINGS) or {}) if work.kept else {}
+                 f"({figures.BASE_SAMPLES} of {work.targets['base'].name} to each prompt) and as "
+                 "many rewards")
+    old = (atomic.read_json(work.folder / files.SETTINGS) or {}) if work.kept else {}
     work.started = str(old.get("started") or datetime.now(UTC).isoformat(timespec="seconds"))
     _note_models(work, {**old.get("identity", {}).get("models", {}), **work.identity["models"]})
     try:
-        with JsonlWriter(work.folder / files.SAMPLES) as writer:
+        with run_logs.JsonlWriter(work.folder / files.SAMPLES) as writer:
             for role, target in work.targets.items():
                 if role != "policy":
                     _next_model(work, role, target, texts)
@@ -240,11 +236,11 @@ def _note_models(work: _Work, models: dict[str, str]) -> None:
     others than before."""
     work.identity = {**work.identity, "models": {**work.identity["models"], **models}}
     check_same(work.folder, work.identity)
-    write_json_atomic(work.folder / files.SETTINGS, {
-        "schema": 1, "started": work.started, "identity": finite_or_null(work.identity)})
+    atomic.write_json_atomic(work.folder / files.SETTINGS, {
+        "schema": 1, "started": work.started, "identity": run_folder.finite_or_null(work.identity)})
 
 
-def _sample(work: _Work, role: str, in_all: int, writer: JsonlWriter) -> None:
+def _sample(work: _Work, role: str, in_all: int, writer: run_logs.JsonlWriter) -> None:
     """Sample and score what is missing of one model, appending chunk by chunk."""
     session, rows = work.session, work.rows[role]
     total = evaluation_size(session)
@@ -257,10 +253,10 @@ def _sample(work: _Work, role: str, in_all: int, writer: JsonlWriter) -> None:
         begun = monotonic()
         new = _rows(role, next(chunks), len(session.eval_prompts))
         writer.append(new)
-        rows += finite_or_null(new)
+        rows += run_folder.finite_or_null(new)
         if not told:
             each = (monotonic() - begun) / len(new)
-            left = len(session.eval_prompts) * BASE_SAMPLES - len(work.rows["base"])
+            left = len(session.eval_prompts) * figures.BASE_SAMPLES - len(work.rows["base"])
             work.say(f"--frontier will take about {each * left:.0f} s more (by the first chunk)")
             told = True
         work.watch(role, work.kept, in_all)
@@ -279,14 +275,14 @@ def _finish(work: _Work) -> dict[str, Any]:
     """eval.json, and the frontier's picture before it."""
     session, found = work.session, None
     if work.request.frontier:
-        found = frontier_of(work.rows["base"], work.rows["policy"],
-                            plain_sampling=session.eval_sampling.is_policy_distribution
-                            and session.eval_sampling.temperature == 1.0)
-    report: dict[str, Any] = finite_or_null(report_of(
+        found = figures.frontier_of(work.rows["base"], work.rows["policy"],
+                                    plain_sampling=session.eval_sampling.is_policy_distribution
+                                    and session.eval_sampling.temperature == 1.0)
+    report: dict[str, Any] = run_folder.finite_or_null(figures.report_of(
         work.identity, work.targets, work.rows, found, session=session, name=work.folder.name,
         started=work.started, seconds=monotonic() - work.clock))
     with work.stop.defer():
         if found is not None:
-            write_atomic(work.folder / files.PICTURE, frontier_svg(found))
-        write_json_atomic(work.folder / files.RESULT, report)
+            atomic.write_atomic(work.folder / files.PICTURE, figures.frontier_svg(found))
+        atomic.write_json_atomic(work.folder / files.RESULT, report)
     return report

@@ -20,9 +20,7 @@ from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ppocli.config.schema import HardwareConfig, TrainConfig
-from ppocli.config.secrets import safe_text
-from ppocli.config.words import COMMAND_LINE
+from ppocli.config import schema, secrets, words
 from ppocli.errors import ConfigError, PpocliError
 from ppocli.launching.child_process import Start
 from ppocli.parallel.launchers import Launched, RankOutcome
@@ -52,7 +50,7 @@ class Meeting:
         from torch.distributed.rendezvous import rendezvous
 
         # torch's own group finds the same server later
-        wait = timedelta(seconds=HardwareConfig().timeout_seconds)
+        wait = timedelta(seconds=schema.HardwareConfig().timeout_seconds)
         store, _, _ = next(iter(rendezvous("env://", timeout=wait)))
         return PrefixStore(f"ppocli-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
@@ -66,7 +64,7 @@ class Meeting:
         Raises:
             PpocliError: nothing was told within the default of ``hardware.timeout_seconds``.
         """
-        deadline = time.monotonic() + HardwareConfig().timeout_seconds
+        deadline = time.monotonic() + schema.HardwareConfig().timeout_seconds
         while not self._store.check(["start"]):
             if self._store.check(["first"]):
                 return None
@@ -128,14 +126,14 @@ class Meeting:
 def _told(first: RankOutcome) -> str:
     """The message of what ended the run."""
     if first.lost:
-        return safe_text(f"Error: rank {first.rank} lost the connection to another rank: "
+        return secrets.safe_text(f"Error: rank {first.rank} lost the connection to another rank: "
                        f"{first.message.splitlines()[0]}\n  fix:   the launcher says what became "
                        "of that one; go on from the last checkpoint: ppocli resume RUN\n")
     if not first.message:  # of ranks that a node has started, which have said it
         return ""
     label = "Stopped" if first.code > 128 else "Error"
     where = f"rank {first.rank}: " if first.trace else ""
-    return safe_text(f"{first.trace}{label}: {where}{first.message}\n")
+    return secrets.safe_text(f"{first.trace}{label}: {where}{first.message}\n")
 
 
 def placed(checked: Checked, launched: Launched, environ: Mapping[str, str]) -> Checked:
@@ -147,7 +145,7 @@ def placed(checked: Checked, launched: Launched, environ: Mapping[str, str]) -> 
     config, world = checked.config, launched.world
     hardware = config.hardware
     # what a group of hardware sets, or a run that goes on, is a proposal
-    given = frozenset(key for key, source in checked.sources.items() if source == COMMAND_LINE
+    given = frozenset(key for key, source in checked.sources.items() if source == words.COMMAND_LINE
                       or (checked.resume_from is None and not _GROUP.search(source)))
     as_nodes = launched.on_each_node and hardware.num_processes > 1
     each = hardware.num_processes if as_nodes else launched.local_world or 0
@@ -171,13 +169,12 @@ def placed(checked: Checked, launched: Launched, environ: Mapping[str, str]) -> 
     endpoint = None
     if as_nodes:
         endpoint = hardware.rdzv_endpoint or f"{launched.address}:{launched.port + 1}"
-    device = _accelerate_device(config, environ)
     return replace(checked, config=replace(config, hardware=replace(
         hardware, num_processes=each, num_nodes=nodes, node_rank=0, rdzv_endpoint=endpoint,
-        device=device)))
+        device=_accelerate_device(config, environ))))
 
 
-def _accelerate_device(config: TrainConfig, environ: Mapping[str, str]) -> str:
+def _accelerate_device(config: schema.TrainConfig, environ: Mapping[str, str]) -> str:
     """The device, once nothing that ``accelerate launch`` was told contradicts the configuration.
 
     Names: ``huggingface/accelerate:src/accelerate/utils/launch.py``.

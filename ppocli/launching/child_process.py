@@ -19,11 +19,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from ppocli.config.resolved import CONFIG_FILE, next_config, read_config
-from ppocli.config.schema import TrainConfig
+from ppocli.config import resolved, schema
 from ppocli.errors import PpocliError
-from ppocli.parallel.launchers import RankOutcome
-from ppocli.parallel.stop import signal_handlers, stop_when_closed
+from ppocli.parallel import launchers, stop
 
 if TYPE_CHECKING:
     from ppocli.display.console import DisplayMode
@@ -50,14 +48,14 @@ class Start:
         how = asdict(self)
         return [str(how.pop("run_dir")), json.dumps(how)]
 
-    def config(self) -> TrainConfig:
+    def config(self) -> schema.TrainConfig:
         """The configuration that the run starts or goes on with.
 
         Raises:
             CheckpointError: there is none, or it is damaged.
         """
-        return read_config(next_config(self.run_dir) if self.resume
-                           else self.run_dir / CONFIG_FILE)
+        return resolved.read_config(resolved.next_config(self.run_dir) if self.resume
+                                    else self.run_dir / resolved.CONFIG_FILE)
 
     @classmethod
     def read(cls, argv: Sequence[str]) -> Start:
@@ -65,7 +63,7 @@ class Start:
         run_dir, how = argv
         start = cls(Path(run_dir), **json.loads(how))
         if start.lifeline is not None:
-            stop_when_closed(start.lifeline)
+            stop.stop_when_closed(start.lifeline)
         return start
 
 
@@ -81,7 +79,7 @@ class RunOutcome:
     stopped_by: int | None = None
 
 
-def outcome_of(rank: int, work: Callable[[], object]) -> RankOutcome:
+def outcome_of(rank: int, work: Callable[[], object]) -> launchers.RankOutcome:
     """What ``work`` comes to: errors of all kinds become an outcome, and its value nothing."""
     code, message, trace, lost = 0, "", "", False
     retry: dict[str, int] = {}
@@ -98,7 +96,7 @@ def outcome_of(rank: int, work: Callable[[], object]) -> RankOutcome:
 
         code, message, trace = 1, f"{type(error).__name__}: {error}", traceback.format_exc()
         lost = is_lost_neighbour(error)
-    return RankOutcome(rank, code, message, trace, time.time(), lost=lost, retry=retry)
+    return launchers.RankOutcome(rank, code, message, trace, time.time(), lost=lost, retry=retry)
 
 
 def run_process(command: list[str], passed: Sequence[int] = ()) -> tuple[int, int | None]:
@@ -126,7 +124,7 @@ def run_process(command: list[str], passed: Sequence[int] = ()) -> tuple[int, in
 
     wanted = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
               if signal.getsignal(number) is not signal.SIG_IGN]
-    with signal_handlers(dict.fromkeys(wanted, hand_on)):
+    with stop.signal_handlers(dict.fromkeys(wanted, hand_on)):
         try:
             process = subprocess.Popen(command, process_group=0, pass_fds=passed,
                                        stdin=subprocess.DEVNULL, stdout=_standard_error())

@@ -12,17 +12,14 @@ from ppocli.errors import DivergedError, OutOfMemoryError, PpocliError, StoppedE
 from ppocli.launching.child_process import RunOutcome
 from ppocli.parallel.launchers import my_phase, my_rank
 from ppocli.parallel.stop import StopRequested
-from ppocli.storage.atomic import publish_folder, write_json_atomic
-from ppocli.storage.run_folder import finite_or_null
-from ppocli.storage.run_logs import read_jsonl
-from ppocli.training.clock import in_words, of_training, profile
-from ppocli.training.loop import Run, save
+from ppocli.storage import atomic, run_folder, run_logs
+from ppocli.training import clock, loop
 
 log = logging.getLogger("ppocli")
 
 
 @contextmanager
-def ending_well(run: Run) -> Iterator[None]:
+def ending_well(run: loop.Run) -> Iterator[None]:
     """On a stop or an error inside the block, save what is sound and tell where the run stands.
 
     Raises:
@@ -65,7 +62,7 @@ def ending_well(run: Run) -> Iterator[None]:
         raise
 
 
-def _shortage(run: Run, error: OutOfMemoryError) -> OutOfMemoryError:
+def _shortage(run: loop.Run, error: OutOfMemoryError) -> OutOfMemoryError:
     """The error of a rank whose pass was too much, with where the run stands and what to do. It
     can't save, which takes all of them."""
     where, resumable = _last_checkpoint(run)
@@ -80,18 +77,18 @@ def _shortage(run: Run, error: OutOfMemoryError) -> OutOfMemoryError:
     return error.reworded(what=f"{_place(run, what, error.what)}; {where}", fix=fix)
 
 
-def _place(run: Run, single: str, of_several: str) -> str:
+def _place(run: loop.Run, single: str, of_several: str) -> str:
     """What happened, with rank and phase where there are several."""
     if run.task.backend.ranks.world == 1:
         return single
     return f"rank {my_rank()}, {_where(run)}: {of_several}"
 
 
-def _where(run: Run) -> str:
+def _where(run: loop.Run) -> str:
     return my_phase() or f"step {run.state.step + 1}"
 
 
-def _last_checkpoint(run: Run) -> tuple[str, bool]:
+def _last_checkpoint(run: loop.Run) -> tuple[str, bool]:
     """Words about the newest checkpoint, and whether there is one."""
     from ppocli.storage.checkpoints import find_latest
 
@@ -102,7 +99,7 @@ def _last_checkpoint(run: Run) -> tuple[str, bool]:
     return f"last healthy: step {found.step} in {found.path}", True
 
 
-def _save_what_is_sound(run: Run) -> tuple[str, bool]:
+def _save_what_is_sound(run: loop.Run) -> tuple[str, bool]:
     """Save the committed state if the weights belong to it.
 
     Returns:
@@ -114,7 +111,7 @@ def _save_what_is_sound(run: Run) -> tuple[str, bool]:
         return _last_checkpoint(run)
     try:
         with run.stop.defer():
-            save(run)
+            loop.save(run)
         run.clock.mark("saving")
     except PpocliError as error:
         log.error("%s", error)
@@ -122,7 +119,7 @@ def _save_what_is_sound(run: Run) -> tuple[str, bool]:
     return f"saved step {run.state.step}", True
 
 
-def _summary(run: Run, status: str) -> dict[str, Any]:
+def _summary(run: loop.Run, status: str) -> dict[str, Any]:
     run.clock.mark("between")
     run.state = state = run.state.book(run.clock.take())
     speed = {name: state.tokens[name] / max(seconds, 1e-9)
@@ -137,14 +134,14 @@ def _summary(run: Run, status: str) -> dict[str, Any]:
     return {
         "status": status, "run_id": run.run_id, "steps": state.step, "episodes": state.episodes,
         "updates": state.updates, "eval_before": state.eval_before, "eval_after": after,
-        "best": best, **run.task.summary(state), "seconds": of_training(state.seconds),
+        "best": best, **run.task.summary(state), "seconds": clock.of_training(state.seconds),
         "tokens_per_second": speed,
-        "profile": profile(state.seconds, state.cpu_seconds, state.tokens),
+        "profile": clock.profile(state.seconds, state.cpu_seconds, state.tokens),
         "peak_memory_mib": run.task.backend.peak_memory_mib(), "versions": run.versions,
     }
 
 
-def write_summary_of(run: Run, status: str, error: str | None = None) -> dict[str, Any]:
+def write_summary_of(run: loop.Run, status: str, error: str | None = None) -> dict[str, Any]:
     """Write and return ``summary.json``; a disk that refuses is only reported."""
     summary = _summary(run, status)
     if error is not None:
@@ -152,13 +149,13 @@ def write_summary_of(run: Run, status: str, error: str | None = None) -> dict[st
     if not run.task.backend.ranks.first:
         return summary
     try:
-        write_json_atomic(run.folder.summary, finite_or_null(summary))
+        atomic.write_json_atomic(run.folder.summary, run_folder.finite_or_null(summary))
     except PpocliError as disk:
         log.error("%s", disk)
     return summary
 
 
-def publish(run: Run) -> RunOutcome:
+def publish(run: loop.Run) -> RunOutcome:
     """Write ``model/`` and the summary of a finished run, and show what came out."""
     from ppocli.export.card import write_card
     from ppocli.training.checkpoint_writing import whole_model
@@ -170,10 +167,10 @@ def publish(run: Run) -> RunOutcome:
         write_card(folder, run.task.cfg, summary)
 
     def publish() -> None:
-        publish_folder(write, run.folder.model)
+        atomic.publish_folder(write, run.folder.model)
         run.clock.mark("saving")
         summary.update(_summary(run, "finished"))  # with the time that writing took
-        write_json_atomic(run.folder.summary, finite_or_null(summary))
+        atomic.write_json_atomic(run.folder.summary, run_folder.finite_or_null(summary))
 
     backend = run.task.backend
     with run.stop.defer(), whole_model(run.task) as weights:
@@ -183,10 +180,10 @@ def publish(run: Run) -> RunOutcome:
     return RunOutcome(run.folder.path, 0, run.folder.model, summary)
 
 
-def _show(run: Run) -> None:
+def _show(run: loop.Run) -> None:
     """The closing table: figures and samples before and after, and where things are."""
     rows: dict[int, list[dict[str, Any]]] = {0: [], run.state.step: []}
-    for row in read_jsonl(run.folder.samples):
+    for row in run_logs.read_jsonl(run.folder.samples):
         if row.get("kind") == "eval" and row.get("step") in rows:
             rows[row["step"]].append(row)
     after = rows[run.state.step]
@@ -194,7 +191,7 @@ def _show(run: Run) -> None:
     chosen = list(zip(before, after, strict=True))[:4]
     if run.state.eval_last is not None:
         run.display.table(closing_table(run.state.eval_before, run.state.eval_last, chosen))
-    log.info("time         %s", in_words(run.state.seconds, run.state.cpu_seconds))
+    log.info("time         %s", clock.in_words(run.state.seconds, run.state.cpu_seconds))
     log.info("run folder   %s", run.folder.path)
     log.info("metrics      %s", run.folder.metrics)
     log.info("checkpoints  %s", run.folder.checkpoints)

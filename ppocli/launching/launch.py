@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ppocli.config.resolved import CONFIG_FILE, with_absolute_paths
-from ppocli.config.schema import HardwareConfig
+from ppocli.config import resolved, schema
 from ppocli.errors import ConfigError, InputError
 from ppocli.launching.child_process import RunOutcome, Start, run_process
 from ppocli.launching.opened_folder import open_folder
@@ -71,13 +70,13 @@ def launch(checked: Checked, caller: Caller = Caller()) -> RunOutcome:
         return run_processes(replace(start, display=caller.display), hardware, caller)
 
 
-def needs_launcher(hardware: HardwareConfig) -> bool:
+def needs_launcher(hardware: schema.HardwareConfig) -> bool:
     """Whether torch's elastic launcher has to start the run: several processes, or DeepSpeed, which
     wants to be one of several even if there is one."""
     return hardware.num_processes * hardware.num_nodes > 1 or hardware.zero_stage > 0
 
 
-def run_processes(start: Start, hardware: HardwareConfig, caller: Caller) -> RunOutcome:
+def run_processes(start: Start, hardware: schema.HardwareConfig, caller: Caller) -> RunOutcome:
     """Run what a folder holds to its end. The only place that decides in which processes.
 
     Raises:
@@ -107,12 +106,12 @@ def join_node(checked: Checked, caller: Caller) -> RunOutcome:
     Raises:
         InputError: there is no such folder within ``hardware.timeout_seconds``.
     """
-    config = with_absolute_paths(checked.config, Path.cwd())
+    config = resolved.with_absolute_paths(checked.config, Path.cwd())
     hardware = config.hardware
     run_dir = checked.resume_from or Path(config.output_dir) / str(config.run_name)
     deadline = time.monotonic() + hardware.timeout_seconds
     caller.say(f"node {hardware.node_rank}: waiting for node 0 in {run_dir}")
-    while not (run_dir / CONFIG_FILE).is_file():
+    while not (run_dir / resolved.CONFIG_FILE).is_file():
         if time.monotonic() > deadline:
             raise InputError(f"Node 0 has not made {run_dir} within {hardware.timeout_seconds} "
                              "seconds.", where=str(run_dir),

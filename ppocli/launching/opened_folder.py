@@ -17,23 +17,15 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppocli.config import resolved
-from ppocli.config.algorithm import require_optimizer, value_optimizer
-from ppocli.config.deepspeed import deepspeed_config
-from ppocli.config.hub import hub_reachable, offline_hint
-from ppocli.config.keys import is_import_path
+from ppocli.config import algorithm, deepspeed, hub, keys, resolved, schema
 from ppocli.config.problems import shown
 from ppocli.config.resolved import PYTHON_OBJECT
-from ppocli.config.schema import TrainConfig
 from ppocli.data.sources import names_hub_dataset
 from ppocli.errors import CheckpointError, InputError
 from ppocli.launching.child_process import Start
 from ppocli.parallel.launchers import NODE_FAILED
 from ppocli.rewards.resolve import MODEL_REWARDS
-from ppocli.storage.atomic import disk_errors
-from ppocli.storage.environment import hub_home
-from ppocli.storage.model_files import Needs, find_model
-from ppocli.storage.run_folder import probe_writable, reserved, write_config
+from ppocli.storage import atomic, environment, model_files, run_folder
 
 if TYPE_CHECKING:
     from ppocli.config.compose import Checked
@@ -79,8 +71,8 @@ def open_folder(checked: Checked, objects: PythonObjects | None, say: Callable[[
 
 
 @contextmanager
-def _resumed(run_dir: Path, by_folder: bool, config: TrainConfig, objects: PythonObjects | None,
-             say: Callable[[str], None]) -> Iterator[Start]:
+def _resumed(run_dir: Path, by_folder: bool, config: schema.TrainConfig,
+             objects: PythonObjects | None, say: Callable[[str], None]) -> Iterator[Start]:
     # an explicit folder must hold a checkpoint; "auto" may have been killed before its first
     config = replace(config, run_name=run_dir.name, output_dir=str(run_dir.parent),
                      resume="never" if by_folder else "auto")
@@ -90,15 +82,15 @@ def _resumed(run_dir: Path, by_folder: bool, config: TrainConfig, objects: Pytho
     for key, line in changes:
         say(f"changed on resume: {line}" + ("" if resolved.classify_change(key) == "harmless" else
                                            " (from here on the run differs)"))
-    probe_writable(run_dir)
+    run_folder.probe_writable(run_dir)
     # loading takes seconds, in which nobody else may delete or resume what is here
-    with reserved(run_dir):
-        write_config(config, run_dir / resolved.NEXT_CONFIG_FILE)
+    with run_folder.reserved(run_dir):
+        run_folder.write_config(config, run_dir / resolved.NEXT_CONFIG_FILE)
         yield Start(run_dir, resume=True, reserved_by=os.getpid())
 
 
 @contextmanager
-def _made(name: str, config: TrainConfig, say: Callable[[str], None]) -> Iterator[Start]:
+def _made(name: str, config: schema.TrainConfig, say: Callable[[str], None]) -> Iterator[Start]:
     check_inputs(config)
     check_deepspeed(config)
     base = Path(config.output_dir)
@@ -107,7 +99,7 @@ def _made(name: str, config: TrainConfig, say: Callable[[str], None]) -> Iterato
         run_dir = _fresh_folder(config, name)
         try:
             config = replace(config, run_name=run_dir.name, output_dir=str(run_dir.parent))
-            write_config(config, run_dir / resolved.CONFIG_FILE)
+            run_folder.write_config(config, run_dir / resolved.CONFIG_FILE)
             yield Start(run_dir)
         finally:
             names = {entry.name for entry in run_dir.iterdir()} if run_dir.is_dir() else set()
@@ -119,17 +111,17 @@ def _made(name: str, config: TrainConfig, say: Callable[[str], None]) -> Iterato
                 folder.rmdir()
 
 
-def check_deepspeed(config: TrainConfig) -> None:
+def check_deepspeed(config: schema.TrainConfig) -> None:
     """Contradictions between settings and a DeepSpeed file, told before any process starts.
 
     Raises:
         ConfigError: the file can't be read or says something else than a setting.
     """
     if config.hardware.zero_stage > 0:
-        deepspeed_config(config)
+        deepspeed.deepspeed_config(config)
 
 
-def noting_objects(config: TrainConfig, objects: PythonObjects | None) -> TrainConfig:
+def noting_objects(config: schema.TrainConfig, objects: PythonObjects | None) -> schema.TrainConfig:
     """A copy that notes ``<python object>`` at the keys whose place a Python object takes."""
     noted: dict[str, Any] = {key: PYTHON_OBJECT for name, key in _OBJECT_KEYS.items()
                              if getattr(objects, name, None) is not None}
@@ -141,7 +133,7 @@ def noting_objects(config: TrainConfig, objects: PythonObjects | None) -> TrainC
     return resolved.with_values(config, noted)
 
 
-def _run_to_go_on_with(config: TrainConfig, say: Callable[[str], None]) -> Path | None:
+def _run_to_go_on_with(config: schema.TrainConfig, say: Callable[[str], None]) -> Path | None:
     """The folder that ``resume=auto`` finds, or None for a fresh run."""
     if config.resume == "never":
         return None
@@ -152,23 +144,23 @@ def _run_to_go_on_with(config: TrainConfig, say: Callable[[str], None]) -> Path 
     return None
 
 
-def _fresh_folder(config: TrainConfig, name: str) -> Path:
+def _fresh_folder(config: schema.TrainConfig, name: str) -> Path:
     """Make the run's folder for this run alone and check that it can be written."""
     base = Path(config.output_dir)
-    probe_writable(base)
+    run_folder.probe_writable(base)
     if config.run_name is None:
-        with disk_errors(base):
+        with atomic.disk_errors(base):
             run_dir = new_folder(base, f"{name}-{datetime.now():%Y%m%d-%H%M%S}")
     else:
         run_dir = base / config.run_name
-        with disk_errors(run_dir), suppress(FileExistsError):
+        with atomic.disk_errors(run_dir), suppress(FileExistsError):
             run_dir.mkdir()
         refuse_taken(run_dir, config)
-    probe_writable(run_dir)
+    run_folder.probe_writable(run_dir)
     return run_dir
 
 
-def refuse_taken(run_dir: Path, config: TrainConfig) -> None:
+def refuse_taken(run_dir: Path, config: schema.TrainConfig) -> None:
     """Refuse a folder that holds something, for a new run.
 
     Raises:
@@ -197,8 +189,8 @@ def new_folder(base: Path, name: str) -> Path:
         folder = base / f"{name}-{number}"
 
 
-def changes_on_resume(run_dir: Path, config: TrainConfig, objects: PythonObjects | None = None
-                      ) -> list[tuple[str, str]]:
+def changes_on_resume(run_dir: Path, config: schema.TrainConfig,
+                      objects: PythonObjects | None = None) -> list[tuple[str, str]]:
     """(key, ``key: before -> after``) of what ``config`` changes in a run.
 
     Raises:
@@ -217,7 +209,8 @@ def changes_on_resume(run_dir: Path, config: TrainConfig, objects: PythonObjects
     return changes
 
 
-def _ask_for_objects(config: TrainConfig, objects: PythonObjects | None, run_dir: Path) -> None:
+def _ask_for_objects(config: schema.TrainConfig, objects: PythonObjects | None, run_dir: Path
+                     ) -> None:
     missing = [name for name, key in _OBJECT_KEYS.items()
                if attrgetter(key)(config) == PYTHON_OBJECT
                and getattr(objects, name, None) is None]
@@ -229,7 +222,7 @@ def _ask_for_objects(config: TrainConfig, objects: PythonObjects | None, run_dir
                 + ", ".join(f"{name}=..." for name in missing) + ")")
 
 
-def check_inputs(cfg: TrainConfig) -> None:
+def check_inputs(cfg: schema.TrainConfig) -> None:
     """Look for every model, data set and tracker the configuration names, before torch is loaded.
 
     Loading torch and transformers takes seconds, and a missing model would be noticed one at a
@@ -249,19 +242,19 @@ def check_inputs(cfg: TrainConfig) -> None:
                      fix="give local folders and files for them, or run once with network")
 
 
-def missing_inputs(cfg: TrainConfig) -> list[InputError]:
+def missing_inputs(cfg: schema.TrainConfig) -> list[InputError]:
     """Every package, model and data set that isn't there, each with its key in ``where``."""
     return [*_missing_packages(cfg), *_missing_models(cfg), *_missing_data(cfg)]
 
 
-def _missing_packages(cfg: TrainConfig) -> Iterator[InputError]:
+def _missing_packages(cfg: schema.TrainConfig) -> Iterator[InputError]:
     try:
-        require_optimizer(cfg.ppo.optimizer)
-        require_optimizer(value_optimizer(cfg.ppo))
+        algorithm.require_optimizer(cfg.ppo.optimizer)
+        algorithm.require_optimizer(algorithm.value_optimizer(cfg.ppo))
     except InputError as error:
         yield error
     for name in cfg.tracking.trackers:
-        if is_import_path(name):
+        if keys.is_import_path(name):
             continue
         found = find_spec(name)
         # a folder of that name, as wandb makes one for its files, is no package of that name
@@ -270,7 +263,8 @@ def _missing_packages(cfg: TrainConfig) -> Iterator[InputError]:
                              fix=f'pip install "ppocli[{name}]", or leave it out')
 
 
-def _named_models(cfg: TrainConfig) -> Iterator[tuple[str, str, str | None, Needs]]:
+def _named_models(cfg: schema.TrainConfig
+                  ) -> Iterator[tuple[str, str, str | None, model_files.Needs]]:
     """(key, name, revision, needs) of every model."""
     if cfg.model.tokenizer_path:
         yield "model.path", cfg.model.path, cfg.model.revision, "model"
@@ -291,30 +285,30 @@ def _named_models(cfg: TrainConfig) -> Iterator[tuple[str, str, str | None, Need
             yield f"{key}.model", model, kwargs.get("revision"), "model and tokenizer"
 
 
-def _missing_models(cfg: TrainConfig) -> Iterator[InputError]:
+def _missing_models(cfg: schema.TrainConfig) -> Iterator[InputError]:
     for key, name, revision, needs in _named_models(cfg):
         try:
-            find_model(name, key=key, revision=revision, needs=needs)
+            model_files.find_model(name, key=key, revision=revision, needs=needs)
         except InputError as error:
             named = error.where is not None and error.where.startswith(key)
             yield error if named else error.reworded(where=key)
 
 
-def _missing_data(cfg: TrainConfig) -> Iterator[InputError]:
+def _missing_data(cfg: schema.TrainConfig) -> Iterator[InputError]:
     for key, path in (("prompts.path", cfg.prompts.path),
                       ("prompts.eval.path", cfg.prompts.eval.path)):
         if path is None or path.startswith("<") or not names_hub_dataset(path):
             continue
-        if not hub_reachable() and not _in_cache(path):
-            yield InputError(f"Data set {path!r} is not on this machine and {offline_hint()}.",
+        if not hub.hub_reachable() and not _in_cache(path):
+            yield InputError(f"Data set {path!r} is not on this machine and {hub.offline_hint()}.",
                              where=key, fix=f"give a file or folder: {key}=/path, or run once with "
                              f"network: hf download --repo-type dataset {path} --local-dir DIR")
 
 
 def _in_cache(name: str) -> bool:
     """Whether a data set's folder is in either cache that `datasets` may load it from offline."""
-    prepared = Path(os.environ.get("HF_DATASETS_CACHE") or hub_home() / "datasets")
-    raw = Path(os.environ.get("HF_HUB_CACHE") or hub_home() / "hub")
+    prepared = Path(os.environ.get("HF_DATASETS_CACHE") or environment.hub_home() / "datasets")
+    raw = Path(os.environ.get("HF_HUB_CACHE") or environment.hub_home() / "hub")
     folder = name.replace("/", "___")
     return ((prepared / folder).is_dir() or (prepared / folder.lower()).is_dir()
             or (raw / f"datasets--{name.replace('/', '--')}").is_dir())

@@ -4,15 +4,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ppocli.config.resolved import PYTHON_OBJECT, literal, quoted
-from ppocli.config.schema import TrainConfig
+from ppocli.config import resolved, schema
 from ppocli.errors import ConfigError
 from ppocli.runs.target import Target
 from ppocli.storage.model_files import is_adapter, named_base
 
 
 def target_config(target: Target, words: Sequence[str] = (), *, needs_reward: bool,
-                  needs_prompts: bool) -> TrainConfig:
+                  needs_prompts: bool) -> schema.TrainConfig:
     """What ``words`` make of the run's own configuration, or of the defaults for a bare model.
 
     The model to start from (``model.path``), which KL is measured against, stays the run's; a bare
@@ -32,7 +31,7 @@ def target_config(target: Target, words: Sequence[str] = (), *, needs_reward: bo
 
     given = {word.lstrip("+~").partition("=")[0] for word in words}
     if target.run_dir is not None:
-        base = [f"resume={quoted(str(target.run_dir))}"]
+        base = [f"resume={resolved.quoted(str(target.run_dir))}"]
     else:
         base = ["ppo.num_steps=1", *_start_of(target.model)]
         if needs_reward and not given & {"reward.fn", "reward.fns"} and not any(
@@ -56,20 +55,20 @@ def target_config(target: Target, words: Sequence[str] = (), *, needs_reward: bo
 def _start_of(model: str) -> list[str]:
     """The words that name what a bare model started from: itself, but for an adapter its base."""
     if not is_adapter(model):
-        return [f"model.path={literal(model)}"]
+        return [f"model.path={resolved.literal(model)}"]
     path, revision, _ = named_base(Path(model))
-    words = [f"model.path={literal(path)}"]
-    return words if revision is None else [*words, f"model.revision={literal(revision)}"]
+    words = [f"model.path={resolved.literal(path)}"]
+    return words if revision is None else [*words, f"model.revision={resolved.literal(revision)}"]
 
 
-def _refuse_objects(config: TrainConfig, target: Target, needs_reward: bool, needs_prompts: bool
-                    ) -> None:
+def _refuse_objects(config: schema.TrainConfig, target: Target, needs_reward: bool,
+                    needs_prompts: bool) -> None:
     """A run started from Python may lack what its folder can't hold."""
     lacking = []
-    if needs_reward and config.reward.fn == PYTHON_OBJECT:
+    if needs_reward and config.reward.fn == resolved.PYTHON_OBJECT:
         lacking.append("--reward module:function")
-    if needs_prompts and PYTHON_OBJECT in (config.prompts.eval.path,
-                                           config.prompts.eval.path or config.prompts.path):
+    if needs_prompts and resolved.PYTHON_OBJECT in (
+            config.prompts.eval.path, config.prompts.eval.path or config.prompts.path):
         lacking.append("--prompts FILE")
     if lacking:
         raise ConfigError(f"{target.name} was started from Python with objects that its folder "

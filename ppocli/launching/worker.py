@@ -22,18 +22,13 @@ from ppocli.display.console import Display, keep_log, open_display, open_silence
 from ppocli.errors import CheckpointError, InputError, PpocliError
 from ppocli.launching.child_process import RunOutcome, Start, outcome_of
 from ppocli.launching.ending import ending_well, publish
-from ppocli.parallel import launchers
+from ppocli.parallel import host_memory, launchers
 from ppocli.parallel.backend import Backend, open_ranks
-from ppocli.parallel.host_memory import keep_freed_memory
 from ppocli.parallel.stop import StopFlag, catch_signals, leave_at_once, stop_when_closed
 from ppocli.runs.record import RUN_FILE, accept_settings
-from ppocli.storage.atomic import read_json, sha256_file, write_json_atomic
-from ppocli.storage.environment import ENV_FILE, describe
-from ppocli.storage.model_files import check_folder, quiet_transformers
-from ppocli.storage.run_folder import RunFolder, lock
+from ppocli.storage import atomic, environment, model_files, run_folder
 from ppocli.tracking.trackers import check_trackers
-from ppocli.training.clock import Moment, PhaseClock
-from ppocli.training.loop import Run, initial_state, open_recorder, run_training
+from ppocli.training import clock, loop
 from ppocli.training.state import Generators, seed_generators, torch_versions
 from ppocli.training.task import PythonObjects, TaskSetup
 
@@ -61,15 +56,15 @@ def run_worker(start: Start, *, objects: PythonObjects | None = None, joined: bo
             to go on.
     """
     if own_process:
-        keep_freed_memory()
-    began = Moment.of_process_start() if own_process else Moment.now()
-    folder, cfg = RunFolder(start.run_dir.resolve()), start.config()
+        host_memory.keep_freed_memory()
+    began = clock.Moment.of_process_start() if own_process else clock.Moment.now()
+    folder, cfg = run_folder.RunFolder(start.run_dir.resolve()), start.config()
     with _held(start, folder, started_by) as shown, \
             catch_signals(2.0 if joined else 0.0) as stop:
         if (early := launchers.announce()) is not None:
             stop.request(early)
         launchers.note_phase("meeting the other ranks")
-        quiet_transformers()
+        model_files.quiet_transformers()
         with open_ranks(cfg, noted_products(folder) if start.resume else None) as backend:
             ranks = stop.ranks = backend.ranks
             if start.resume and (done := ranks.first_does(lambda: _already_finished(cfg, folder))):
@@ -77,17 +72,17 @@ def run_worker(start: Start, *, objects: PythonObjects | None = None, joined: bo
             with open_run(cfg, folder, objects, backend, stop, shown, resume=start.resume,
                           began=began) as run:
                 with ending_well(run):
-                    run_training(run)
+                    loop.run_training(run)
                     launchers.note_phase("writing the model")
                 return publish(run)
 
 
 @contextmanager
-def run_for_loop(start: Start, objects: PythonObjects) -> Iterator[Run]:
+def run_for_loop(start: Start, objects: PythonObjects) -> Iterator[loop.Run]:
     """A run that is ready for the next step of a loop that isn't ours, in this process."""
-    began = Moment.now()
-    folder, cfg = RunFolder(start.run_dir.resolve()), start.config()
-    quiet_transformers()
+    began = clock.Moment.now()
+    folder, cfg = run_folder.RunFolder(start.run_dir.resolve()), start.config()
+    model_files.quiet_transformers()
     with _held(replace(start, display="quiet"), folder) as shown, \
             open_ranks(cfg, noted_products(folder) if start.resume else None) as backend, \
             open_run(cfg, folder, objects, backend, StopFlag(), shown, resume=start.resume,
@@ -98,20 +93,22 @@ def run_for_loop(start: Start, objects: PythonObjects) -> Iterator[Run]:
 
 
 @contextmanager
-def _held(start: Start, folder: RunFolder, started_by: int | None = None) -> Iterator[Display]:
+def _held(start: Start, folder: run_folder.RunFolder, started_by: int | None = None
+          ) -> Iterator[Display]:
     """What a person sees of the run meanwhile. Rank 0 alone holds the folder and speaks."""
     if launchers.my_rank() > 0:
         with open_silence() as shown:
             yield shown
     else:
-        with lock(folder.path, reserved_by=start.reserved_by), \
+        with run_folder.lock(folder.path, reserved_by=start.reserved_by), \
                 open_display(folder.log, start.display, started_by) as shown:
             yield shown
 
 
 @contextmanager
-def open_run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects | None, backend: Backend,
-             stop: StopFlag, display: Display, *, resume: bool, began: Moment) -> Iterator[Run]:
+def open_run(cfg: TrainConfig, folder: run_folder.RunFolder, objects: PythonObjects | None,
+             backend: Backend, stop: StopFlag, display: Display, *, resume: bool,
+             began: clock.Moment) -> Iterator[loop.Run]:
     """A run ready for its next step: everything loaded, its files open.
 
     Args:
@@ -129,7 +126,7 @@ def open_run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects | None,
     launchers.note_phase("loading")
     ranks.first_does(lambda: check_trackers(cfg.tracking))
     task = build_task(TaskSetup(cfg, backend, objects or PythonObjects()))
-    state = fresh = initial_state(task)
+    state = fresh = loop.initial_state(task)
     run_id = ranks.first_does(lambda: _run_id(folder))
     if resume:
         state = restore(task, folder, run_id, fresh)
@@ -137,18 +134,19 @@ def open_run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects | None,
         ranks.first_does(lambda: accept_settings(folder.path, since))
     if ranks.first:
         keep_log()
-        write_json_atomic(folder.path / ENV_FILE, {
-            "started": datetime.now(UTC).isoformat(timespec="seconds"), **describe(),
+        atomic.write_json_atomic(folder.path / environment.ENV_FILE, {
+            "started": datetime.now(UTC).isoformat(timespec="seconds"), **environment.describe(),
             _PRODUCTS: "oneDNN" if backend.onednn else "torch"})
         if cfg.hardware.zero_stage > 0:
-            write_json_atomic(folder.path / DEEPSPEED_FILE, deepspeed_config(cfg, ranks.world))
-    digest = sha256_file(folder.config)
-    recording: Any = open_recorder(folder, cfg.tracking) if ranks.first else nullcontext()
+            atomic.write_json_atomic(folder.path / DEEPSPEED_FILE,
+                                     deepspeed_config(cfg, ranks.world))
+    digest = atomic.sha256_file(folder.config)
+    recording: Any = loop.open_recorder(folder, cfg.tracking) if ranks.first else nullcontext()
     with recording as recorder:
         state = replace(state, generators=Generators.now(backend.device))
-        run = Run(task, folder, run_id, digest, torch_versions(), stop, recorder, display,
-                  state, saved_at=monotonic(),
-                  clock=PhaseClock(backend.device, began, display.board.marked))
+        run = loop.Run(task, folder, run_id, digest, torch_versions(), stop, recorder, display,
+                       state, saved_at=monotonic(),
+                       clock=clock.PhaseClock(backend.device, began, display.board.marked))
         try:
             yield run
         finally:
@@ -159,34 +157,34 @@ def open_run(cfg: TrainConfig, folder: RunFolder, objects: PythonObjects | None,
                 task.trained.close()
 
 
-def noted_products(folder: RunFolder) -> bool | None:
+def noted_products(folder: run_folder.RunFolder) -> bool | None:
     """Whether linear layers of a run that goes on multiplied through oneDNN; None where nothing
     says so."""
-    noted = (read_json(folder.path / ENV_FILE) or {}).get(_PRODUCTS)
+    noted = (atomic.read_json(folder.path / environment.ENV_FILE) or {}).get(_PRODUCTS)
     return None if noted is None else noted == "oneDNN"
 
 
-def _run_id(folder: RunFolder) -> str:
+def _run_id(folder: run_folder.RunFolder) -> str:
     """The run's identity, made at its first start; checkpoints of other runs are refused."""
     path = folder.path / RUN_FILE
     if path.is_file():
-        run_id = (read_json(path) or {}).get("run_id")
+        run_id = (atomic.read_json(path) or {}).get("run_id")
         if run_id is None:
             raise CheckpointError(f"{path} is damaged.", where=str(path),
                                   fix="restore it from a copy, or start a new run")
         return str(run_id)
     run_id = secrets.token_hex(8)
-    write_json_atomic(path, {"run_id": run_id})
+    atomic.write_json_atomic(path, {"run_id": run_id})
     return run_id
 
 
-def _already_finished(cfg: TrainConfig, folder: RunFolder) -> RunOutcome | None:
+def _already_finished(cfg: TrainConfig, folder: run_folder.RunFolder) -> RunOutcome | None:
     """The result of a run that has drawn all its episodes and left a whole model; else None."""
-    summary = read_json(folder.summary) or {}
+    summary = atomic.read_json(folder.summary) or {}
     try:
         complete = (summary["status"] == "finished"
                     and int(summary["episodes"]) >= planned_episodes(cfg.ppo))
-        check_folder(folder.model, key="model", adapters=True)
+        model_files.check_folder(folder.model, key="model", adapters=True)
     except (ValueError, KeyError, TypeError, InputError):
         return None
     if not complete:

@@ -6,20 +6,18 @@ from typing import Any
 
 import torch
 
+from ppocli.models import layer_stack, layout, trunk
 from ppocli.models.fast.frozen_states import split_rows
 from ppocli.models.head import HeadWeights, full_kl, token_logprobs
-from ppocli.models.layer_stack import SplitPoint, inputs_at
-from ppocli.models.layout import SequenceBatch, Sequences, lay_out
 from ppocli.models.policy import Policy
 from ppocli.models.reference import Reference
-from ppocli.models.trunk import response_hidden
 
 
 @dataclass(frozen=True, slots=True)
 class RowBatch:
     """b of B samples, which go through a model together, and their N response tokens."""
 
-    batch: SequenceBatch
+    batch: layout.SequenceBatch
     places: torch.Tensor
     """[N] index of each response token into [B, R] laid flat; on the CPU"""
     rows: list[int]
@@ -79,7 +77,7 @@ def in_groups(order: torch.Tensor, lengths: torch.Tensor, rows: int, tokens: int
     return groups
 
 
-def lay_out_rows(samples: Sequences, size: int, device: torch.device, *, pack: bool,
+def lay_out_rows(samples: layout.Sequences, size: int, device: torch.device, *, pack: bool,
                  tokens: int | None = None) -> list[RowBatch]:
     """All samples that have actions, at most ``size`` rows per pass.
 
@@ -94,13 +92,13 @@ def lay_out_rows(samples: Sequences, size: int, device: torch.device, *, pack: b
             continue
         row, column = some.mask.nonzero(as_tuple=True)
         places = rows[row] * samples.mask.shape[1] + column
-        found.append(RowBatch(lay_out(some, pack=pack).to(device), places, rows.tolist(),
+        found.append(RowBatch(layout.lay_out(some, pack=pack).to(device), places, rows.tolist(),
                               (some.lengths - 1).tolist()))
     return found
 
 
 def score_policy(policy: Policy, one: RowBatch, *, temperature: float, want_logprobs: bool,
-                 want_values: bool, keep_hidden: bool, split: SplitPoint | None = None
+                 want_values: bool, keep_hidden: bool, split: layer_stack.SplitPoint | None = None
                  ) -> PolicyPass:
     """What is wanted of the policy's logprobs, values and final states, and no more.
 
@@ -108,7 +106,7 @@ def score_policy(policy: Policy, one: RowBatch, *, temperature: float, want_logp
         split: the layer whose inputs are kept.
     """
     hidden, logprobs, shared = None, None, list[torch.Tensor]()
-    with inputs_at(split, policy.lm) as frozen:
+    with layer_stack.inputs_at(split, policy.lm) as frozen:
         if want_logprobs or keep_hidden or not policy.values_apart:
             hidden, shared = policy.trunk(one.batch)
     if want_logprobs and hidden is not None:
@@ -121,8 +119,8 @@ def score_policy(policy: Policy, one: RowBatch, *, temperature: float, want_logp
 
 def score_reference(reference: Reference, view: Any, one: RowBatch, head: HeadWeights, *,
                     temperature: float, hidden: torch.Tensor | None = None,
-                    frozen_states: torch.Tensor | None = None, split: SplitPoint | None = None
-                    ) -> ReferencePass:
+                    frozen_states: torch.Tensor | None = None,
+                    split: layer_stack.SplitPoint | None = None) -> ReferencePass:
     """The reference's logprobs and, given the policy's states, the KL over the whole vocabulary.
 
     Args:
@@ -137,8 +135,8 @@ def score_reference(reference: Reference, view: Any, one: RowBatch, head: HeadWe
     lm = view
     if frozen_states is not None and reference.split is not None:
         lm = reference.split.resumed(view, frozen_states)
-    with inputs_at(split if frozen_states is None else None, view) as found:
-        states = response_hidden(lm, batch)
+    with layer_stack.inputs_at(split if frozen_states is None else None, view) as found:
+        states = trunk.response_hidden(lm, batch)
     own = HeadWeights.of(view)
     logprobs, _ = token_logprobs(states, own, batch.targets, temperature=temperature,
                                  want_entropy=False)

@@ -9,16 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ppocli.models import layer_stack as stacks
 from ppocli.models.head import HeadWeights, token_logprobs
-from ppocli.models.layer_stack import (
-    SplitPoint,
-    freeze_before,
-    inputs_at,
-    layer_stack,
-    modules_run,
-    split_at,
-    stack_path,
-)
 from ppocli.models.layout import SequenceBatch
 from ppocli.models.trunk import has_encoder, response_hidden
 from ppocli.parallel.deepspeed_internals import whole_shape
@@ -56,8 +48,7 @@ class ValueHead(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., D] hidden states -> [...] values, fp32 whatever the compute type."""
         with torch.autocast(hidden.device.type, enabled=False):
-            inner = torch.relu(self.inner(hidden.float()))
-            return self.outer(inner).squeeze(-1)
+            return self.outer(torch.relu(self.inner(hidden.float()))).squeeze(-1)
 
 
 def build_value_head(lm: Any, seed: int) -> ValueHead:
@@ -95,14 +86,15 @@ class ValueBranch(nn.Module):
         super().__init__()
         if has_encoder(lm):
             raise ValueError("a branch can't leave the decoder of an encoder-decoder")
-        stack = layer_stack(lm)
+        stack = stacks.layer_stack(lm)
         if not 0 < num_layers < len(stack):
             raise ValueError(f"a branch of {num_layers} layers does not fit a stack of "
                              f"{len(stack)}: it needs one below it")
         self.start = len(stack) - num_layers
-        self.split = split_at(lm, self.start)
+        self.split = stacks.split_at(lm, self.start)
         self.layers = nn.ModuleList(copy.deepcopy(layer) for layer in list(stack)[self.start:])
-        owner, order = lm.get_submodule(stack_path(lm).rpartition(".")[0]), modules_run(lm)
+        owner = lm.get_submodule(stacks.stack_path(lm).rpartition(".")[0])
+        order = stacks.modules_run(lm)
         after = order[order.index(stack[-1]) + 1:]
         self.tail = nn.ModuleDict({name: copy.deepcopy(module)
                                    for name, module in owner.named_children()
@@ -116,7 +108,7 @@ class ValueBranch(nn.Module):
             lm: the policy's model.
             shared: what entered the layer of :attr:`split` in its pass over this batch.
         """
-        path = stack_path(lm)
+        path = stacks.stack_path(lm)
         own: dict[str, nn.Module] = {f"{path}.{self.start + i}": layer
                                      for i, layer in enumerate(self.layers)}
         beside = path.rpartition(".")[0]
@@ -157,7 +149,7 @@ class Policy(nn.Module):
         self.lm = lm
         self.value_head = value_head
         self.value_trunk = value_trunk
-        self.split: SplitPoint | None = None
+        self.split: stacks.SplitPoint | None = None
 
     @property
     def values_while_decoding(self) -> bool:
@@ -175,7 +167,8 @@ class Policy(nn.Module):
         lm, value_trunk = self.lm, self.value_trunk
         if batch.frozen_states is not None and self.split is not None:
             lm = self.split.resumed(lm, batch.frozen_states)
-        with inputs_at(None if value_trunk is None else value_trunk.split, self.lm) as shared:
+        split = None if value_trunk is None else value_trunk.split
+        with stacks.inputs_at(split, self.lm) as shared:
             hidden = response_hidden(lm, batch)
         return hidden, shared
 
@@ -221,12 +214,12 @@ def freeze_lower_layers(lm: Any, num_layers_unfrozen: int) -> None:
     """
     if num_layers_unfrozen < 0:
         return
-    layers = list(layer_stack(lm))
+    layers = list(stacks.layer_stack(lm))
     first = len(layers) - num_layers_unfrozen
     if first <= 0:
         log.info("num_layers_unfrozen=%d: all %d layers train, and the embeddings too",
                  num_layers_unfrozen, len(layers))
         return
-    freeze_before(lm, min(first, len(layers) - 1))
+    stacks.freeze_before(lm, min(first, len(layers) - 1))
     for layer in layers[:first]:
         layer.requires_grad_(False)

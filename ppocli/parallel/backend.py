@@ -11,9 +11,7 @@ import torch
 
 from ppocli.config.schema import HardwareConfig, TrainConfig
 from ppocli.errors import ConfigError
-from ppocli.parallel import deepspeed_internals
-from ppocli.parallel.host_memory import resident_mib
-from ppocli.parallel.launchers import launched_world
+from ppocli.parallel import deepspeed_internals, host_memory, launchers
 from ppocli.parallel.onednn import choose_gemm
 from ppocli.parallel.ranks import Ranks
 
@@ -40,7 +38,7 @@ class Backend:
         system doesn't tell."""
         if self.device.type == "cuda":
             return torch.cuda.memory_allocated(self.device) / 2**20
-        return resident_mib(os.getpid())
+        return host_memory.resident_mib(os.getpid())
 
     def peak_memory_mib(self) -> float:
         """Peak of the device's allocator, or of the process on a CPU, in MiB."""
@@ -82,7 +80,7 @@ def open_ranks(cfg: TrainConfig, noted: bool | None = None) -> Iterator[Backend]
     Raises:
         ConfigError: also if DeepSpeed's file contradicts the configuration.
     """
-    if launched_world() == 1 and cfg.hardware.zero_stage == 0:
+    if launchers.launched_world() == 1 and cfg.hardware.zero_stage == 0:
         with open_backend(cfg.hardware, noted) as backend:
             yield backend
         return
@@ -151,7 +149,7 @@ def _accelerator(cfg: TrainConfig, use_cuda: bool) -> Any:
         deepspeed_internals.skip_compiled_kernel()
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     # with cpu=True accelerate would take plain DDP; weights stay fp32, DeepSpeed autocasts
-    plugin = utils.DeepSpeedPlugin(hf_ds_config=deepspeed_config(cfg, launched_world()))
+    plugin = utils.DeepSpeedPlugin(hf_ds_config=deepspeed_config(cfg, launchers.launched_world()))
     accelerator = Accelerator(deepspeed_plugin=plugin, mixed_precision="no",
                               kwargs_handlers=[group])
     # accelerate has told transformers to shard under ZeRO 3 whatever is loaded from now on. Here

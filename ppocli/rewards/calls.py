@@ -12,8 +12,7 @@ import itertools
 import logging
 import math
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from concurrent.futures import Future, wait
 from functools import partial
 from numbers import Real
@@ -220,8 +219,7 @@ def _items(returned: Any, count: int, bound: BoundCallable, begun: str, fix: str
         plain = _plain(returned)
         if isinstance(plain, Real):
             raise _BadValue(f"1 value for {count} samples, the number {plain}")
-        if not isinstance(plain, Collection) or isinstance(plain, (str, bytes, Mapping,
-                                                                   AbstractSet)):
+        if not isinstance(plain, Collection) or isinstance(plain, str | bytes | Mapping | Set):
             raise _BadValue(f"{_kind(plain)} for {count} samples")
         values = list(plain)
         coroutines = [value for value in values if inspect.iscoroutine(value)]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import transformers
 from torch.nn.utils.rnn import pad_sequence
 
 from ppocli.errors import InputError, RewardError
@@ -161,10 +162,8 @@ def _device(device: str) -> torch.device:
 
 
 def _load_tokenizer(name: str, source: str, options: dict[str, Any]) -> Any:
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
     except Exception as error:  # transformers raises many kinds here, all about the files
         raise InputError(f"The tokenizer of {name} can't be loaded: {error_line(error)}",
                          where=MODEL_KEY, fix="save the model's own tokenizer into its folder"
@@ -176,10 +175,8 @@ def _load_tokenizer(name: str, source: str, options: dict[str, Any]) -> Any:
 
 
 def _load_model(name: str, source: str, dtype: torch.dtype, options: dict[str, Any]) -> Any:
-    from transformers import AutoModelForSequenceClassification
-
     try:
-        model, info = AutoModelForSequenceClassification.from_pretrained(
+        model, info = transformers.AutoModelForSequenceClassification.from_pretrained(
             source, dtype=dtype, output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, by name
             **options)

@@ -20,8 +20,7 @@ from typing import Any
 
 from ppocli.config.secrets import hide_secrets
 from ppocli.errors import PpocliError
-from ppocli.rewards.records import Score, WireError, decode_request, encode_scores
-from ppocli.rewards.scoring import Reward
+from ppocli.rewards import records, scoring
 from ppocli.version import __version__
 
 log = logging.getLogger(__name__)
@@ -56,7 +55,7 @@ class RewardServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, host: str, port: int, reward: Reward, *, max_body: int,
+    def __init__(self, host: str, port: int, reward: scoring.Reward, *, max_body: int,
                  token: str | None = None, tokenizer: Any = None,
                  poll: Callable[[], None] = lambda: None) -> None:
         self.reward, self.max_body, self.token = reward, max_body, token
@@ -95,20 +94,20 @@ class RewardServer(ThreadingHTTPServer):
         reward, status = self.rewards[path], 400
         try:
             with self._turn:
-                request = decode_request(body, self.tokenizer)
+                request = records.decode_request(body, self.tokenizer)
                 status = 422
                 reward.check_columns(list(request.columns))
                 status = 500
                 found = reward.score(request)
             with self._counting:
                 self.requests, self.samples = self.requests + 1, self.samples + len(request)
-        except (WireError, PpocliError) as error:
+        except (records.WireError, PpocliError) as error:
             raise Refused(status, error.args[0]) from None
         finally:
             self._places.release()
-        scores: Sequence[Score] = found.dense or found.scores
-        return encode_scores([score if valid else None
-                              for score, valid in zip(scores, found.valid, strict=True)])
+        scores: Sequence[records.Score] = found.dense or found.scores
+        return records.encode_scores([score if valid else None
+                                      for score, valid in zip(scores, found.valid, strict=True)])
 
     def finish(self) -> bool:
         """Wait a while for the requests under way; whether all were answered."""
@@ -141,8 +140,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         try:
             self._allowed()
-            body = self.rfile.read(self._length())
-            self._send(200, self.server.answer(self.path, body))
+            self._send(200, self.server.answer(self.path, self.rfile.read(self._length())))
         except Refused as refused:
             self._refuse(refused)
         except (ConnectionError, TimeoutError):

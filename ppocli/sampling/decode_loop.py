@@ -10,11 +10,7 @@ from typing import Any
 
 import torch
 
-from ppocli.models import transformers_internals
-from ppocli.models.head import LogitMap
-from ppocli.models.layer_stack import inputs_at
-from ppocli.models.layout import right_padded
-from ppocli.models.trunk import virtual_tokens
+from ppocli.models import head, layer_stack, layout, transformers_internals, trunk
 from ppocli.sampling.decoder import Decoder, Drawn
 from ppocli.sampling.samples import Generation
 
@@ -108,8 +104,8 @@ class _Stepped(Drawn):
     def __init__(self, decoder: Decoder, prompt_tokens: int, uniform: Any, limits: Any) -> None:
         super().__init__(decoder, prompt_tokens, uniform, limits)
         lm = decoder.lm
-        self.head, self.logit_map = lm.get_output_embeddings(), LogitMap.of(lm)
-        self.virtual = virtual_tokens(lm)
+        self.head, self.logit_map = lm.get_output_embeddings(), head.LogitMap.of(lm)
+        self.virtual = trunk.virtual_tokens(lm)
         self._takes_positions = "position_ids" in inspect.signature(
             lm.base_model.forward).parameters
 
@@ -133,7 +129,7 @@ class _Stepped(Drawn):
             "done": torch.zeros(count, dtype=torch.bool, device=device),
             "cache": self._empty_cache(count)}
         if start is not None:
-            tokens, mask = right_padded(tokens, mask)
+            tokens, mask = layout.right_padded(tokens, mask)
             encoded = lm.get_encoder()(input_ids=tokens, attention_mask=mask.long())
             return LiveRows(
                 **own, attention=None, inputs=torch.full((count, 1), start, device=device),
@@ -157,7 +153,7 @@ class _Stepped(Drawn):
     def token(self, live: LiveRows) -> None:
         """Feed the live rows and draw one more token of each."""
         self.decoder.poll()
-        with inputs_at(self.decoder.split, self.decoder.lm) as entering:
+        with layer_stack.inputs_at(self.decoder.split, self.decoder.lm) as entering:
             hidden = self._hidden(live)
         at = live.at.clamp(max=self.steps)
         if entering:
@@ -235,8 +231,7 @@ def decode_in_steps(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: 
         if passes % check_every and live.youngest < drawn.steps:
             continue
         remaining = int((~live.done).sum())
-        over = decoder.all_alive(remaining) == 0
-        if over:
+        if decoder.all_alive(remaining) == 0:
             live, ended = None, taken
         else:
             ended = int(live.rows[~live.done].min()) if count > chunk and remaining else 0

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from ppocli.models.layer_stack import SplitPoint
-from ppocli.sampling.samples import Generation
-from ppocli.sampling.token_choice import SamplingSpec, choose
+from ppocli.sampling import samples, token_choice
 
 Watch = Callable[[torch.Tensor, torch.Tensor], None]
 """is shown tokens and mask [B, t] of the responses so far, on the model's device"""
@@ -25,7 +24,7 @@ class Decoder:
 
     lm: Any
     """a transformers causal LM or encoder-decoder in eval mode"""
-    spec: SamplingSpec
+    spec: token_choice.SamplingSpec
     tokenizer: Any = None
     """finds stop sequences; not needed without any"""
     start: int | None = None
@@ -90,7 +89,7 @@ class Drawn:
             The tokens [b], and bool [b] that is true where the response has ended now.
         """
         spec, value_head, alive = self.decoder.spec, self.decoder.value_head, ~done
-        chosen, logprobs = choose(logits, self.noise[rows, at], spec, at, self.stops)
+        chosen, logprobs = token_choice.choose(logits, self.noise[rows, at], spec, at, self.stops)
         self.tokens[rows, at] = torch.where(alive, chosen, 0)
         self.mask[rows, at] = alive
         self.logprobs[rows, at] = torch.where(alive, logprobs, 0.0)
@@ -123,10 +122,10 @@ class Drawn:
         self.shown = max(self.shown, min(most, self.steps))
         self.decoder.watch(self.tokens[:, :self.shown], self.mask[:, :self.shown])
 
-    def found(self, rows: slice) -> Generation:
+    def found(self, rows: slice) -> samples.Generation:
         """The responses in these places, all of which have ended."""
         width = max(int(self.mask[rows, :self.steps].sum(1).max()), 1)
-        return Generation(
+        return samples.Generation(
             self.tokens[rows, :width].cpu(), self.mask[rows, :width].cpu(),
             self.logprobs[rows, :width].cpu(), self.values[rows, :width].cpu(),
             self.finished[rows].cpu(),

@@ -8,27 +8,15 @@ from typing import Any
 
 import torch
 
-from ppocli.config.adapters import adapter_kind, adapter_settings
-from ppocli.config.schema import HardwareConfig, ModelConfig
+from ppocli.config import adapters, schema
 from ppocli.errors import ConfigError, InputError
+from ppocli.models import layout, trunk
 from ppocli.models.head import HeadWeights, token_logprobs
-from ppocli.models.layout import Sequences, lay_out
 from ppocli.models.loading.adapters import Adapter, attach, identify, peft_config
 from ppocli.models.loading.language_model import LoadedLM, frozen_dtype, load_lm
 from ppocli.models.loading.model_config import max_positions
-from ppocli.models.trunk import (
-    Decoding,
-    decoding_of,
-    has_encoder,
-    num_virtual_tokens,
-    response_hidden,
-    set_decoding,
-)
-from ppocli.sampling.decode_loop import decode_in_steps
+from ppocli.sampling import decode_loop, samples, token_choice, transformers_generate
 from ppocli.sampling.decoder import Decoder
-from ppocli.sampling.samples import Generation
-from ppocli.sampling.token_choice import SamplingSpec
-from ppocli.sampling.transformers_generate import decode_by_transformers
 from ppocli.storage.model_files import is_adapter
 from ppocli.text import first_line
 
@@ -37,7 +25,7 @@ log = logging.getLogger("ppocli")
 
 def decode(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, uniform: Any,
            *, limits: Any = None, at_once: int | None = None, chunk: int | None = None,
-           method: Decoding | None = None) -> Iterator[Generation]:
+           method: trunk.Decoding | None = None) -> Iterator[samples.Generation]:
     """Sample one response per prompt.
 
     Args:
@@ -55,14 +43,15 @@ def decode(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: torch.Ten
     count = len(prompt_tokens)
     how: dict[str, Any] = {"limits": limits, "at_once": min(at_once or count, count),
                            "chunk": chunk or count}
-    method = method or decoding_of(decoder.lm)
-    if method is Decoding.STEPS:
-        return decode_in_steps(decoder, prompt_tokens, prompt_mask, uniform, **how)
-    return decode_by_transformers(decoder, prompt_tokens, prompt_mask, uniform, **how,
-                                  cached=method is Decoding.LIBRARY)
+    method = method or trunk.decoding_of(decoder.lm)
+    if method is trunk.Decoding.STEPS:
+        return decode_loop.decode_in_steps(decoder, prompt_tokens, prompt_mask, uniform, **how)
+    return transformers_generate.decode_by_transformers(
+        decoder, prompt_tokens, prompt_mask, uniform, **how,
+        cached=method is trunk.Decoding.LIBRARY)
 
 
-def load_decodable(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32,
+def load_decodable(cfg: schema.ModelConfig, *, dtype: torch.dtype = torch.float32,
                    key: str = "model.path") -> LoadedLM:
     """As :func:`load_lm`, with the way of decoding found that suits the model.
 
@@ -74,14 +63,14 @@ def load_decodable(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32,
     return loaded
 
 
-def load_policy(cfg: ModelConfig, hardware: HardwareConfig, seed: int) -> LoadedLM:
+def load_policy(cfg: schema.ModelConfig, hardware: schema.HardwareConfig, seed: int) -> LoadedLM:
     """The model that a training starts from, with a new adapter on it where one is asked for.
 
     Raises:
         InputError: as :func:`load_decodable`; or ``model.path`` is an adapter itself.
         ConfigError: the adapter doesn't fit the model.
     """
-    kind = adapter_kind(cfg)
+    kind = adapters.adapter_kind(cfg)
     dtype = torch.float32 if kind is None else frozen_dtype(cfg, hardware)
     loaded = load_decodable(cfg, dtype=dtype)
     say_decoding(loaded.lm)
@@ -92,13 +81,13 @@ def load_policy(cfg: ModelConfig, hardware: HardwareConfig, seed: int) -> Loaded
     if kind is None:
         return loaded
     base = identify(loaded.lm, cfg.path, cfg.revision)
-    config = peft_config(kind, adapter_settings(cfg), pair=has_encoder(loaded.lm),
+    config = peft_config(kind, adapters.adapter_settings(cfg), pair=trunk.has_encoder(loaded.lm),
                          revision=cfg.revision, tokenizer=loaded.lm.config.name_or_path)
     check_steps(loaded.lm, virtual=kind != "lora")
     return replace(loaded, adapter=Adapter(attach(loaded.lm, config, seed=seed), base))
 
 
-def load_judged(cfg: ModelConfig, hardware: HardwareConfig) -> LoadedLM:
+def load_judged(cfg: schema.ModelConfig, hardware: schema.HardwareConfig) -> LoadedLM:
     """A policy to be judged; the base of an adapter in the type that a training holds it in."""
     frozen = is_adapter(cfg.path) and cfg.quantization is None
     loaded = load_decodable(cfg, dtype=frozen_dtype(cfg, hardware) if frozen
@@ -126,7 +115,7 @@ def find_decoding(lm: Any, start: int | None, name: str, key: str) -> None:
                          "is sampled than in one pass over prompt and response: its states look "
                          "ahead, or depend on the rows beside; ppocli can't train it.", where=key,
                          fix="use a causal language model")
-    check_steps(lm, virtual=num_virtual_tokens(lm) > 0)
+    check_steps(lm, virtual=trunk.num_virtual_tokens(lm) > 0)
 
 
 def check_steps(lm: Any, *, virtual: bool) -> None:
@@ -136,7 +125,7 @@ def check_steps(lm: Any, *, virtual: bool) -> None:
     Raises:
         ConfigError: the model has, or is to have, virtual tokens and can't be stepped.
     """
-    if virtual and decoding_of(lm) is not Decoding.STEPS:
+    if virtual and trunk.decoding_of(lm) is not trunk.Decoding.STEPS:
         raise ConfigError(f"Prefix and prompt tuning need ppocli's own loop, and it can't step "
                           f"{type(lm).__name__}.", where="model.peft.type",
                           fix="set model.peft.type=lora, or train all weights")
@@ -144,8 +133,8 @@ def check_steps(lm: Any, *, virtual: bool) -> None:
 
 def say_decoding(lm: Any) -> None:
     """Log, for a model that our loop can't decode, what this costs."""
-    if decoding_of(lm) is not Decoding.STEPS:
-        every = ("" if decoding_of(lm) is Decoding.LIBRARY else
+    if trunk.decoding_of(lm) is not trunk.Decoding.STEPS:
+        every = ("" if trunk.decoding_of(lm) is trunk.Decoding.LIBRARY else
                  ", and it reads all tokens so far anew for each new one")
         log.info("ppocli's own loop can't step %s: responses are decoded by transformers' generate,"
                  " prompts of one length at a time, and those that have ended cost as much as the "
@@ -161,7 +150,7 @@ is lost, is off by about 1"""
 
 
 @torch.no_grad()
-def try_decoding(lm: Any, start: int | None) -> Decoding | None:
+def try_decoding(lm: Any, start: int | None) -> trunk.Decoding | None:
     """The fastest way to decode that gives what one pass over prompt and response gives, which
     scoring and training rely on; the model is left to decode so. None where no way does: the passes
     themselves are not causal, or change with the rows beside.
@@ -170,8 +159,8 @@ def try_decoding(lm: Any, start: int | None) -> Decoding | None:
         lm: a model in eval mode whose logits are ``output_embeddings(trunk(x))``.
         start: the token that a decoder beside an encoder starts from; None for a causal LM.
     """
-    for way in Decoding:
-        set_decoding(lm, way)
+    for way in trunk.Decoding:
+        trunk.set_decoding(lm, way)
         try:
             off, most = _off(lm, start)
         except torch.OutOfMemoryError:
@@ -197,15 +186,16 @@ def _off(lm: Any, start: int | None) -> tuple[float, float]:
     mask = torch.arange(half).flip(0)[None, :] < lengths[:, None]
     vocabulary = min(11, lm.get_input_embeddings().weight.shape[0] - 1)
     tokens = 1 + torch.arange(mask.numel()).view(-1, half) % vocabulary
-    spec = SamplingSpec(max_new_tokens=half, stop_ids=())
+    spec = token_choice.SamplingSpec(max_new_tokens=half, stop_ids=())
     project = torch.randn(head.weight.shape[-1], generator=torch.Generator().manual_seed(0))
     project = (project / project.norm()).to(device)
     noise = torch.linspace(0.05, 0.95, mask.shape[0] * half, dtype=torch.float64).view(-1, half)
     decoder = Decoder(lm, spec, start=start, value_head=lambda hidden: hidden.float() @ project)
     out, = decode(decoder, tokens.masked_fill(~mask, 0), mask, noise, at_once=3,
                   limits=[1, half, half, half])
-    batch = lay_out(Sequences.of_responses(tokens, mask, out.tokens, out.mask, start)).to(device)
-    states = response_hidden(lm, batch)
+    samples = layout.Sequences.of_responses(tokens, mask, out.tokens, out.mask, start)
+    batch = layout.lay_out(samples).to(device)
+    states = trunk.response_hidden(lm, batch)
     logprobs, _ = token_logprobs(states, HeadWeights.of(lm), batch.targets, temperature=1.0,
                                  want_entropy=False)
     rough = (getattr(lm, "is_quantized", False)

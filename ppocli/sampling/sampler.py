@@ -11,15 +11,13 @@ from typing import Any, Protocol
 
 import torch
 
-from ppocli.config.algorithm import exact_when_decoded, whole_while_acting
-from ppocli.config.schema import RolloutConfig, TrainConfig
+from ppocli.config import algorithm, schema
 from ppocli.data.prompt_set import PromptBatch
 from ppocli.errors import ConfigError
+from ppocli.models import layer_stack, trunk
 from ppocli.models.fast.gemm import packed_weights
-from ppocli.models.layer_stack import SplitPoint
 from ppocli.models.loading.language_model import DTYPES, LoadedLM
 from ppocli.models.policy import Policy
-from ppocli.models.trunk import Decoding, decoding_of, num_virtual_tokens
 from ppocli.parallel.backend import Backend
 from ppocli.parallel.ranks import is_out_of_memory
 from ppocli.parallel.stop import StopFlag
@@ -41,7 +39,7 @@ class Speaker:
     lm: Any
     value_head: Any = None
     """computes the values, if the sampler supports it"""
-    split: SplitPoint | None = None
+    split: layer_stack.SplitPoint | None = None
     """the layer whose inputs to keep (:attr:`Samples.frozen_states`), if the sampler supports it"""
 
 
@@ -79,7 +77,7 @@ class Sampler(Protocol):
 class SamplerSetup:
     """What a sampler is built from: ``engine(setup, **rollout.kwargs)``."""
 
-    cfg: TrainConfig
+    cfg: schema.TrainConfig
     backend: Backend
     tokenizer: Any
     loaded: LoadedLM
@@ -95,7 +93,7 @@ class DecodeSampler:
 
     def __init__(self, setup: SamplerSetup) -> None:
         self.setup = setup
-        self.logprobs_match = exact_when_decoded(setup.cfg)
+        self.logprobs_match = algorithm.exact_when_decoded(setup.cfg)
 
     @contextmanager
     def acting(self, policy: Policy) -> Iterator[Policy]:
@@ -105,7 +103,7 @@ class DecodeSampler:
         setup = self.setup
         if setup.backend.zero_stage < 3:
             yield policy
-        elif whole_while_acting(setup.cfg):
+        elif algorithm.whole_while_acting(setup.cfg):
             with gathered_policy(policy) as whole:
                 yield whole
         else:
@@ -113,9 +111,9 @@ class DecodeSampler:
             with held(head_parameters(policy.lm) + list(head.parameters() if head else [])):
                 yield policy
 
-    def method(self, lm: Any) -> Decoding:
+    def method(self, lm: Any) -> trunk.Decoding:
         """How a model is decoded, as determined when it was loaded."""
-        return decoding_of(lm)
+        return trunk.decoding_of(lm)
 
     def sample(self, prompts: PromptBatch, spec: SamplingSpec, stream: int, speaker: Speaker,
                stop: StopFlag, *, at_once: int, chunk: int) -> Iterator[Samples]:
@@ -127,7 +125,7 @@ class DecodeSampler:
         setup, lm, method = self.setup, speaker.lm, self.method(speaker.lm)
         seed, backend, start = setup.cfg.seed, setup.backend, setup.loaded.decoder_start
         in_parts = is_sharded(lm)
-        if in_parts and method is not Decoding.STEPS:
+        if in_parts and method is not trunk.Decoding.STEPS:
             # such models read weights past the layers that would gather them
             raise ConfigError(f"{type(lm).__name__} is decoded by transformers' generate, which "
                               "can't put weights together layer by layer.",
@@ -159,22 +157,22 @@ class TransformersSampler(DecodeSampler):
 
     def __init__(self, setup: SamplerSetup) -> None:
         super().__init__(setup)
-        if num_virtual_tokens(setup.loaded.lm):
+        if trunk.num_virtual_tokens(setup.loaded.lm):
             raise ConfigError("transformers' generate would leave the virtual tokens of prefix and "
                               "prompt tuning out.", where="rollout.engine",
                               fix="set rollout.engine=decode, or model.peft.type=lora")
 
-    def method(self, lm: Any) -> Decoding:
+    def method(self, lm: Any) -> trunk.Decoding:
         """As :class:`DecodeSampler`."""
-        found = decoding_of(lm)
-        return Decoding.LIBRARY if found is Decoding.STEPS else found
+        found = trunk.decoding_of(lm)
+        return trunk.Decoding.LIBRARY if found is trunk.Decoding.STEPS else found
 
 
 ENGINES: dict[str, Callable[[SamplerSetup], Sampler]] = {
     "decode": DecodeSampler, "transformers": TransformersSampler}
 
 
-def build_sampler(cfg: RolloutConfig, setup: SamplerSetup) -> Sampler:
+def build_sampler(cfg: schema.RolloutConfig, setup: SamplerSetup) -> Sampler:
     """The sampler that ``rollout.engine`` names.
 
     Raises:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import transformers
 
 from ppocli.models.trunk import state_scale
 from ppocli.sampling.decoder import Decoder, Drawn
@@ -55,10 +56,8 @@ class _Steering:
 def _no_defaults(lm: Any) -> Iterator[None]:
     """The model's own generation settings are never used to sample; transformers lays them under
     whatever it is given."""
-    from transformers import GenerationConfig
-
     own = lm.generation_config
-    lm.generation_config = GenerationConfig()
+    lm.generation_config = transformers.GenerationConfig()
     try:
         yield
     finally:
@@ -72,24 +71,23 @@ def _draw(drawn: Drawn, prompts: torch.Tensor, rows: torch.Tensor, *, cached: bo
         prompts: [g, n], none of them padded.
         rows: [g] their places among all.
     """
-    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-
     decoder, done = drawn.decoder, torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
     steering, lm = _Steering(drawn, rows, done), decoder.lm
     given: dict[str, Any] = {"inputs": prompts}
     if decoder.start is not None or "attention_mask" in inspect.signature(lm.forward).parameters:
         given["attention_mask"] = torch.ones_like(prompts)
     # the processor lets one token through
-    config = GenerationConfig(max_new_tokens=decoder.spec.max_new_tokens, do_sample=False,
-                              num_beams=1, use_cache=cached, decoder_start_token_id=decoder.start)
+    config = transformers.GenerationConfig(
+        max_new_tokens=decoder.spec.max_new_tokens, do_sample=False, num_beams=1,
+        use_cache=cached, decoder_start_token_id=decoder.start)
     tap = nullcontext() if decoder.value_head is None else (
         lm.get_output_embeddings().register_forward_pre_hook(
             lambda _, given: steering.entered.append(given[0])))
     with _no_defaults(lm), tap:
         decoder.poll()
         lm.generate(generation_config=config, synced_gpus=False,
-                    logits_processor=LogitsProcessorList([steering.scores]),
-                    stopping_criteria=StoppingCriteriaList([steering.stop]), **given)
+                    logits_processor=transformers.LogitsProcessorList([steering.scores]),
+                    stopping_criteria=transformers.StoppingCriteriaList([steering.stop]), **given)
 
 
 @torch.no_grad()

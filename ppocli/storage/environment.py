@@ -41,12 +41,11 @@ def describe(*, places: bool = False) -> dict[str, Any]:
     """
     import psutil
 
-    cores = os.cpu_count()
     return {
         "ppocli": __version__,
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
         "platform": platform.platform(),
-        "cpu": {"model": _cpu_model(), "cores": cores, "usable_cores": usable_cores()},
+        "cpu": {"model": _cpu_model(), "cores": os.cpu_count(), "usable_cores": usable_cores()},
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "nvidia_driver": nvidia_driver(),
         "torch": _torch(),

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ppocli.errors import CheckpointError
-from ppocli.storage import faults
-from ppocli.storage.atomic import sha256_file, walk_files, write_json_atomic
+from ppocli.storage import atomic, faults
 from ppocli.version import __version__
 
 SCHEMA = 1
@@ -61,8 +60,7 @@ def name_problem(name: str) -> str | None:
         return "has a backslash or a control character"
     if name.startswith("/") or re.match(r"[A-Za-z]:", name):
         return "is absolute"
-    parts = name.split("/")
-    if any(part in ("", ".", "..") for part in parts):
+    if any(part in ("", ".", "..") for part in name.split("/")):
         return "leaves its folder or isn't plain"
     if name.lower().endswith(PICKLE_SUFFIXES):
         return "may hold a pickle, which is never loaded"
@@ -79,10 +77,10 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         manifest: of no files yet.
     """
     files = {}
-    for name in walk_files(folder):
+    for name in atomic.walk_files(folder):
         faults.point("save.open")
         path = folder / name
-        files[name] = {"size": path.stat().st_size, "sha256": sha256_file(path)}
+        files[name] = {"size": path.stat().st_size, "sha256": atomic.sha256_file(path)}
     body: dict[str, Any] = {
         "schema": SCHEMA,
         "ppocli": manifest.ppocli_version,
@@ -93,7 +91,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         "files": files,
     }
     faults.point("save.before_manifest")
-    write_json_atomic(folder / MANIFEST, body | {"digest": _digest(body)})
+    atomic.write_json_atomic(folder / MANIFEST, body | {"digest": _digest(body)})
 
 
 def _digest(body: dict[str, Any]) -> str:
@@ -125,7 +123,7 @@ def check_folder(folder: Path, *, step: int | None = None, run_id: str | None = 
     if run_id is not None and manifest.run_id != run_id:
         raise Invalid(f"it belongs to run {manifest.run_id!r}, not {run_id!r}")
     try:
-        present = set(walk_files(folder)) - {MANIFEST}
+        present = set(atomic.walk_files(folder)) - {MANIFEST}
     except ValueError as error:
         raise Invalid(str(error)) from None
     for name in sorted(present - set(manifest.files)):
@@ -137,7 +135,7 @@ def check_folder(folder: Path, *, step: int | None = None, run_id: str | None = 
             raise Invalid(f"{name} has {size} bytes, not {entry.size}")
     if verify == "full":
         for name, entry in manifest.files.items():
-            if sha256_file(folder / name) != entry.sha256:
+            if atomic.sha256_file(folder / name) != entry.sha256:
                 raise Invalid(f"{name} hash mismatch")
     return manifest
 
@@ -163,8 +161,7 @@ def read_object(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _parse(body: dict[str, Any], folder: Path) -> Manifest:
-    digest = body.pop("digest", None)
-    if digest != _digest(body):
+    if body.pop("digest", None) != _digest(body):
         raise Invalid(f"{MANIFEST} is damaged")
     schema, version = body.get("schema"), body.get("ppocli")
     if isinstance(schema, int) and schema > SCHEMA:

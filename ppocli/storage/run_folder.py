@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ppocli.config.resolved import config_text
-from ppocli.config.schema import TrainConfig
+from ppocli.config import resolved, schema
 from ppocli.errors import CheckpointError, DiskError
 from ppocli.storage.atomic import TEMPORARY_PREFIX, disk_errors, make_dirs, read_json, write_atomic
 
@@ -80,13 +79,13 @@ def finite_or_null(value: Any) -> Any:
     return value
 
 
-def write_config(config: TrainConfig, path: Path) -> None:
+def write_config(config: schema.TrainConfig, path: Path) -> None:
     """Write a configuration, atomically and durably.
 
     Raises:
         DiskError: the disk is full, read-only, or refuses.
     """
-    write_atomic(path, config_text(config))
+    write_atomic(path, resolved.config_text(config))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ppocli.storage.atomic import disk_errors, fsync_dir, make_dirs, open_atomic
-from ppocli.storage.run_folder import finite_or_null
+from ppocli.storage import atomic, run_folder
 
 _CHUNK = 1 << 16
 _FRAME = 16
@@ -34,18 +33,18 @@ class JsonlWriter:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        make_dirs(path.parent)
-        with disk_errors(path):
+        atomic.make_dirs(path.parent)
+        with atomic.disk_errors(path):
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             self._size = _end_of_last_line(self._descriptor)
             os.ftruncate(self._descriptor, self._size)
-            fsync_dir(path.parent)
+            atomic.fsync_dir(path.parent)
 
     def append(self, rows: Sequence[dict[str, Any]]) -> None:
         """Write the rows, in order, and sync once."""
         raw = b"".join(_line(row) for row in rows)
         try:
-            with disk_errors(self.path, needed=len(raw)):
+            with atomic.disk_errors(self.path, needed=len(raw)):
                 written = 0
                 while written < len(raw):
                     written += os.pwrite(self._descriptor, raw[written:], self._size + written)
@@ -71,7 +70,7 @@ class JsonlWriter:
 
 
 def _line(row: dict[str, Any]) -> bytes:
-    clean = finite_or_null(row)
+    clean = run_folder.finite_or_null(row)
     try:
         return json.dumps(clean, ensure_ascii=False, allow_nan=False).encode() + b"\n"
     except UnicodeEncodeError:  # a lone surrogate in someone's text: only an escape can hold it
@@ -139,7 +138,7 @@ def truncate_jsonl(path: Path, last_step: int,
         dropped = sum(map(goes, file))
         if dropped:
             file.seek(0)
-            with open_atomic(path) as kept:
+            with atomic.open_atomic(path) as kept:
                 kept.writelines(line for line in file if not goes(line))
     return dropped
 
@@ -176,7 +175,7 @@ def _truncate_event_file(path: Path, last_step: int) -> int:
     kept = list(filter(stays, records))
     dropped = len(records) - len(kept) + torn
     if dropped:
-        with open_atomic(path) as file:
+        with atomic.open_atomic(path) as file:
             for record in kept:
                 RecordWriter(file).write(record)
     return dropped

@@ -24,9 +24,7 @@ from typing import Any
 
 import yaml
 
-from ppocli.config.keys import is_import_path
-from ppocli.config.schema import TrackingConfig
-from ppocli.config.secrets import hide_secrets
+from ppocli.config import keys, schema, secrets
 from ppocli.errors import StoppedError
 from ppocli.storage.run_folder import RunFolder
 from ppocli.text import short_path
@@ -184,7 +182,7 @@ Tracker = EventFiles | TrackerProcess
 
 def _warn(name: str, cause: str) -> None:
     log.warning("%s: %s. The run does not depend on it; metrics.jsonl has everything.", name,
-                hide_secrets(cause))
+                secrets.hide_secrets(cause))
 
 
 def _without_secrets(value: Any) -> Any:
@@ -192,21 +190,21 @@ def _without_secrets(value: Any) -> Any:
         return {str(key): _without_secrets(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_without_secrets(item) for item in value]
-    return hide_secrets(value) if isinstance(value, str) else value
+    return secrets.hide_secrets(value) if isinstance(value, str) else value
 
 
-def check_trackers(cfg: TrackingConfig) -> None:
+def check_trackers(cfg: schema.TrackingConfig) -> None:
     """Import the trackers that are classes of the user's own, before anything else is loaded.
 
     Raises:
         InputError: as :func:`ppocli.tracking.tracker_child.locate_tracker`.
     """
-    for spec in filter(is_import_path, cfg.trackers):
+    for spec in filter(keys.is_import_path, cfg.trackers):
         log.info("running code from %s", locate_tracker(spec).file)
 
 
 @contextmanager
-def open_trackers(cfg: TrackingConfig, folder: RunFolder) -> Iterator[Sequence[Tracker]]:
+def open_trackers(cfg: schema.TrackingConfig, folder: RunFolder) -> Iterator[Sequence[Tracker]]:
     """The run's trackers; one that can't be opened is named in a warning and left out."""
     served = [name for name in cfg.trackers if name != "tensorboard"]
     trackers: list[Tracker] = []

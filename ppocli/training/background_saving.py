@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from ppocli.errors import PpocliError
-from ppocli.estimate.check import CLOSE
-from ppocli.estimate.parts import pinned_bytes
+from ppocli.estimate import check, parts
 from ppocli.parallel.host_memory import host_room, resident_mib
 from ppocli.parallel.ranks import is_out_of_memory
 from ppocli.storage.atomic import TEMPORARY_PREFIX, make_dirs, walk_files
@@ -90,7 +89,7 @@ def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def copied_bytes(contents: Contents) -> int:
     """Host memory that :class:`HostCopies` takes for them."""
-    return sum(pinned_bytes(tensor.nbytes) if tensor.is_cuda else tensor.nbytes
+    return sum(parts.pinned_bytes(tensor.nbytes) if tensor.is_cuda else tensor.nbytes
                for tensors in contents.files.values()
                for tensor in {_identity(one): one for one in tensors.values()}.values()
                if tensor.is_cuda or tensor.data_ptr() not in contents.fixed)
@@ -179,7 +178,7 @@ class Saving:
     def _fits(self, needed: int) -> bool:
         """Whether a copy leaves enough memory for the passes of a step, as measured so far."""
         there, regrowth = host_room(), _regrowth()
-        if there is not None and needed + regrowth <= CLOSE * there:
+        if there is not None and needed + regrowth <= check.CLOSE * there:
             return True
         self._tell("how much memory is free can't be told" if there is None else
                    f"it takes {format_memory(needed)}, a step {format_memory(regrowth)} more than "

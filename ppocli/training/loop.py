@@ -18,17 +18,11 @@ from typing import Any
 from ppocli.config.schema import TrackingConfig
 from ppocli.display.console import Display
 from ppocli.errors import ConfigError, DiskError, DivergedError
-from ppocli.parallel.backend import made_on
-from ppocli.parallel.launchers import note_phase
+from ppocli.parallel import backend, launchers
 from ppocli.parallel.stop import StopFlag
-from ppocli.storage.atomic import publish_folder
-from ppocli.storage.checkpoints import save_checkpoint
-from ppocli.storage.retention import prune, update_pointers
-from ppocli.storage.run_folder import RunFolder, finite_or_null
-from ppocli.storage.run_logs import JsonlWriter
+from ppocli.storage import atomic, checkpoints, retention, run_folder, run_logs
 from ppocli.tracking.trackers import Tracker, open_trackers
-from ppocli.training.background_saving import Saving
-from ppocli.training.checkpoint_writing import save_together, write_contents
+from ppocli.training import background_saving, checkpoint_writing
 from ppocli.training.clock import PhaseClock
 from ppocli.training.optimize import optimize
 from ppocli.training.state import Best, Generators, TrainState
@@ -43,8 +37,8 @@ EVAL_ROW, SWEEP_ROW = "eval", "eval_sweep"
 class Recorder:
     """Open metrics.jsonl and samples.jsonl of a run, and its trackers."""
 
-    metrics: JsonlWriter
-    samples: JsonlWriter
+    metrics: run_logs.JsonlWriter
+    samples: run_logs.JsonlWriter
     trackers: Sequence[Tracker]
 
     def row(self, row: dict[str, Any]) -> None:
@@ -65,10 +59,11 @@ class Recorder:
 
 
 @contextmanager
-def open_recorder(folder: RunFolder, tracking: TrackingConfig) -> Iterator[Recorder]:
+def open_recorder(folder: run_folder.RunFolder, tracking: TrackingConfig) -> Iterator[Recorder]:
     """The recorder of a run; closes its files."""
-    with JsonlWriter(folder.metrics) as metrics, JsonlWriter(folder.samples) as samples, \
-            open_trackers(tracking, folder) as trackers:
+    with (run_logs.JsonlWriter(folder.metrics) as metrics,
+          run_logs.JsonlWriter(folder.samples) as samples,
+          open_trackers(tracking, folder) as trackers):
         yield Recorder(metrics, samples, trackers)
 
 
@@ -77,7 +72,7 @@ class Run:
     """One run in progress: its task, its files, and the newest committed state."""
 
     task: Task
-    folder: RunFolder
+    folder: run_folder.RunFolder
     run_id: str
     config_digest: str
     versions: dict[str, str]
@@ -92,7 +87,7 @@ class Run:
     """books all time since the run was started; each commit takes what it has"""
     intact: bool = True
     """false while the weights are between two steps and must not be saved"""
-    saving: Saving = field(default_factory=Saving)
+    saving: background_saving.Saving = field(default_factory=background_saving.Saving)
     """the checkpoint that is being written while training goes on"""
 
 
@@ -127,7 +122,7 @@ def run_training(run: Run) -> TrainState:
 def train_step(run: Run) -> None:
     """One batch and its optimize phase; commits the new state."""
     run.clock.mark("between")
-    note_phase(f"step {run.state.step + 1}, rollout")
+    launchers.note_phase(f"step {run.state.step + 1}, rollout")
     run.display.board.enter("rollout", ("chunk", 1, run.task.chunks(run.state)))
     learn(run, run.task.collect(run.state, run.stop, run.clock))
 
@@ -144,7 +139,7 @@ def learn(run: Run, batch: Any) -> None:
     plan = task.plan(state, batch)
     run.clock.mark("other")
     run.intact = False
-    note_phase(f"step {step}, optimize")
+    launchers.note_phase(f"step {step}, optimize")
     try:
         result = optimize(task, plan, state, run.stop, lambda done, total: run.display.board.enter(
             "optimize", ("epoch", plan.groups[done].epoch + 1, plan.groups[-1].epoch + 1),
@@ -185,8 +180,8 @@ def _dump(run: Run, batch: Any, plan: Plan, step: int) -> str | None:
     if not run.task.backend.ranks.first:
         return str(target)
     try:
-        publish_folder(lambda folder: run.task.write_dump(folder, batch, plan, step),
-                       target)
+        atomic.publish_folder(lambda folder: run.task.write_dump(folder, batch, plan, step),
+                              target)
     except DiskError as error:
         log.error("%s", error)
         return None
@@ -228,7 +223,7 @@ def finish_step(run: Run) -> None:
 def _evaluate(run: Run, row: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """The row with evaluation figures, and whether this is a best to keep. Commits the state."""
     task, step = run.task, run.state.step
-    note_phase(f"evaluation after step {step}")
+    launchers.note_phase(f"evaluation after step {step}")
     run.display.board.enter("evaluation")
     found = task.evaluate(run.stop)
     run.clock.mark("eval")
@@ -273,22 +268,22 @@ def save(run: Run, *, going_on: bool = False) -> None:
     """
     run.saving.wait()
     task, state = run.task, run.state
-    note_phase(f"saving step {state.step}")
+    launchers.note_phase(f"saving step {state.step}")
     run.display.board.enter("saving")
-    saved = finite_or_null(state.to_json())
+    saved = run_folder.finite_or_null(state.to_json())
 
     def put(write: Callable[[Path], None]) -> None:
-        save_checkpoint(run.folder.checkpoints, state.step, run_id=run.run_id, write=write,
-                        state=saved, config_digest=run.config_digest,
-                        versions=run.versions | made_on(task.backend))
+        checkpoints.save_checkpoint(run.folder.checkpoints, state.step, run_id=run.run_id,
+                                    write=write, state=saved, config_digest=run.config_digest,
+                                    versions=run.versions | backend.made_on(task.backend))
 
     copied = run.saving.copy(task, state, run.folder.checkpoints) if going_on else None
     if copied is None:
-        save_together(task, state, put)
+        checkpoint_writing.save_together(task, state, put)
         _tidy(run, state)
     else:
         def write() -> None:
-            put(partial(write_contents, task.saved, copied))
+            put(partial(checkpoint_writing.write_contents, task.saved, copied))
             _tidy(run, state)
 
         run.saving.begin(write)
@@ -301,7 +296,7 @@ def _tidy(run: Run, saved: TrainState) -> None:
         return
     folder, cfg = run.folder.checkpoints, run.task.cfg.checkpoint
     best = saved.best.step if saved.best and cfg.keep_best else None
-    complaints = prune(folder, cfg.keep_last, best)
-    complaints += update_pointers(folder, latest=saved.step, best=best)
+    complaints = retention.prune(folder, cfg.keep_last, best)
+    complaints += retention.update_pointers(folder, latest=saved.step, best=best)
     for complaint in complaints:
         log.warning(complaint)

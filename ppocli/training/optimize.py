@@ -149,8 +149,7 @@ def _update(task: Task, plan: Plan, group: UpdateGroup, state: TrainState, progr
             ) -> tuple[Verdict, dict[str, float]]:
     """Gradient, guards, and (unless a guard objects) one optimizer step."""
     factors = task.rate_factors(state, state.updates + progress.updates)
-    poisoned = faults.point("optimize.minibatch")
-    found = _gradient(task, plan, group, poisoned=poisoned)
+    found = _gradient(task, plan, group, poisoned=faults.point("optimize.minibatch"))
     progress.tokens += found.tokens
     verdict, terms = found.verdict, dict[str, float]()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ppocli.config.algorithm import require_optimizer, value_optimizer
+from ppocli.config import algorithm
 from ppocli.config.schema_ppo import OptimizerConfig, PPOConfig, SchedulerConfig
 from ppocli.models.policy import Policy
 
@@ -36,7 +36,7 @@ def build_optimizer(policy: Policy, ppo: PPOConfig) -> torch.optim.Optimizer:
     critic: list[torch.nn.Parameter] = []
     for name, parameter in named_trainable(policy).items():
         (critic if name.startswith("value_") else own).append(parameter)
-    wanted = ppo.optimizer, value_optimizer(ppo)
+    wanted = ppo.optimizer, algorithm.value_optimizer(ppo)
     groups = [_group(parameters, cfg, role) for parameters, cfg, role in zip(
         (own, critic), wanted, ROLES, strict=True) if parameters]
     if wanted[0].name == wanted[1].name or len(groups) == 1:
@@ -62,7 +62,7 @@ def _optimizer(cfg: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.opti
     if cfg.name == "adafactor":
         return torch.optim.Adafactor(groups)
     if cfg.name == "adamw_8bit":
-        require_optimizer(cfg)
+        algorithm.require_optimizer(cfg)
         from bitsandbytes.optim import AdamW8bit
 
         return AdamW8bit(groups)

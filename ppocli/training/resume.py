@@ -16,29 +16,16 @@ from ppocli.errors import CheckpointError
 from ppocli.models.loading.adapters import fill_adapter
 from ppocli.parallel.backend import made_on
 from ppocli.parallel.deepspeed_internals import whole_shape
-from ppocli.storage.atomic import read_json, repair_published
-from ppocli.storage.checkpoints import FoundCheckpoint, find_latest
-from ppocli.storage.retention import clean_staging, removed_at, supersede
-from ppocli.storage.run_folder import RunFolder
-from ppocli.storage.run_logs import truncate_events, truncate_jsonl
-from ppocli.training.checkpoint_writing import OPTIMIZER, POLICY, TASK_STATE, module_files
-from ppocli.training.loop import EVAL_ROW, SWEEP_ROW
-from ppocli.training.optimizers import named_trainable
-from ppocli.training.saved_model import Tensors
+from ppocli.storage import atomic, checkpoints, retention, run_folder, run_logs
+from ppocli.training import checkpoint_writing, loop, optimizers, saved_model
 from ppocli.training.state import Generators, TrainState, seed_generators
 from ppocli.training.task import Task
-from ppocli.zero.sharded_weights import (
-    adopt_weights,
-    fill_optimizer,
-    gathered,
-    one_gathered,
-    slot_fits,
-)
+from ppocli.zero import sharded_weights
 
 log = logging.getLogger("ppocli")
 
 
-def restore(task: Task, folder: RunFolder, run_id: str, fresh: TrainState) -> TrainState:
+def restore(task: Task, folder: run_folder.RunFolder, run_id: str, fresh: TrainState) -> TrainState:
     """Load the newest valid checkpoint; remove rows and set aside folders of later steps.
 
     Args:
@@ -57,18 +44,19 @@ def restore(task: Task, folder: RunFolder, run_id: str, fresh: TrainState) -> Tr
     return replace(state, tensors=tensors)
 
 
-def _newest(task: Task, folder: RunFolder, run_id: str, fresh: TrainState
+def _newest(task: Task, folder: run_folder.RunFolder, run_id: str, fresh: TrainState
             ) -> tuple[Path, TrainState] | None:
     """The checkpoint to go on from and its state; None starts afresh, where that was allowed."""
-    leftovers = (*clean_staging(folder.checkpoints), *repair_published(folder.model))
-    search = find_latest(folder.checkpoints, run_id=run_id)
+    leftovers = (*retention.clean_staging(folder.checkpoints),
+                 *atomic.repair_published(folder.model))
+    search = checkpoints.find_latest(folder.checkpoints, run_id=run_id)
     for line in (*leftovers, *search.skipped):
         log.warning(line)
     if search.found is not None:
         _note_other_place(search.found, task)
         saved = TrainState.from_json(search.found.state)
         return search.found.path, _adopt(task, saved, fresh, folder)
-    if (when := removed_at(folder.checkpoints)) is not None:
+    if (when := retention.removed_at(folder.checkpoints)) is not None:
         # also with resume=auto: starting afresh would remove what was worth keeping
         raise CheckpointError(
             f"The checkpoints of {folder.path.name} were deleted by ppocli runs prune "
@@ -82,7 +70,7 @@ def _newest(task: Task, folder: RunFolder, run_id: str, fresh: TrainState
                           fix="start again under another run_name, or with resume=auto")
 
 
-def _note_other_place(found: FoundCheckpoint, task: Task) -> None:
+def _note_other_place(found: checkpoints.FoundCheckpoint, task: Task) -> None:
     here = made_on(task.backend)
     there = {name: found.versions.get(name, value) for name, value in here.items()}
     if there != here:
@@ -91,9 +79,9 @@ def _note_other_place(found: FoundCheckpoint, task: Task) -> None:
                     there["processes"], here["device"], here["processes"])
 
 
-def _tidy(task: Task, folder: RunFolder, path: Path, state: TrainState) -> None:
+def _tidy(task: Task, folder: run_folder.RunFolder, path: Path, state: TrainState) -> None:
     """Cut the run's files back to a checkpoint that has been loaded."""
-    for step in supersede(folder.checkpoints, state.step):
+    for step in retention.supersede(folder.checkpoints, state.step):
         log.warning("step %d is later than the resumed step %d: moved to superseded/.", step,
                     state.step)
     _forget_after(folder, state.step, reopen=state.step if state.pending is not None else None)
@@ -102,7 +90,8 @@ def _tidy(task: Task, folder: RunFolder, path: Path, state: TrainState) -> None:
     log.info("resuming step %d of %d from %s (verified)", state.step, task.total_steps(), path)
 
 
-def _adopt(task: Task, state: TrainState, fresh: TrainState, folder: RunFolder) -> TrainState:
+def _adopt(task: Task, state: TrainState, fresh: TrainState, folder: run_folder.RunFolder
+           ) -> TrainState:
     """The saved state under the present configuration."""
     changed = [name for name in {**state.digests, **fresh.digests}
                if state.digests.get(name) != fresh.digests.get(name)]
@@ -119,20 +108,20 @@ def _adopt(task: Task, state: TrainState, fresh: TrainState, folder: RunFolder) 
     return state
 
 
-def _forget_after(folder: RunFolder, step: int, *, reopen: int | None) -> None:
+def _forget_after(folder: run_folder.RunFolder, step: int, *, reopen: int | None) -> None:
     """Remove rows past ``step``, and those that finishing step ``reopen`` will write again."""
     last_row = step if reopen is None else reopen - 1
-    truncate_jsonl(folder.metrics, last_row)
-    truncate_jsonl(folder.samples, step,
-                   also=lambda row: row.get("kind") in (EVAL_ROW, SWEEP_ROW)
-                   and row.get("step") == reopen)
-    truncate_events(folder.events, last_row)
+    run_logs.truncate_jsonl(folder.metrics, last_row)
+    run_logs.truncate_jsonl(folder.samples, step,
+                            also=lambda row: row.get("kind") in (loop.EVAL_ROW, loop.SWEEP_ROW)
+                            and row.get("step") == reopen)
+    run_logs.truncate_events(folder.events, last_row)
 
 
-def _set_aside_finished(folder: RunFolder) -> None:
+def _set_aside_finished(folder: run_folder.RunFolder) -> None:
     """A run that goes on is not finished any more: its summary goes, its model is kept under the
     number of its last step."""
-    summary = read_json(folder.summary)
+    summary = atomic.read_json(folder.summary)
     folder.summary.unlink(missing_ok=True)
     if folder.model.is_dir():
         step = summary.get("steps") if summary else None
@@ -156,13 +145,14 @@ def _load_module(module: torch.nn.Module, tensors: dict[str, torch.Tensor], what
                               fix="resume with the model the run was started with")
     with torch.no_grad():
         for name, tensor in tensors.items():
-            with one_gathered(own[name], modify=True):
+            with sharded_weights.one_gathered(own[name], modify=True):
                 own[name].copy_(tensor)
 
 
 def _load_modules(task: Task, folder: Path) -> None:
-    wanted = module_files(task)
-    there = {path.name for path in folder.glob("*.safetensors") if path.name != TASK_STATE
+    wanted = checkpoint_writing.module_files(task)
+    there = {path.name for path in folder.glob("*.safetensors")
+             if path.name != checkpoint_writing.TASK_STATE
              and not path.name.startswith(("optimizer.", "optimizer-", "rng.", "rng-"))}
     if there != set(wanted):
         raise CheckpointError(
@@ -184,10 +174,10 @@ def _tied_names(lm: Any, saved: set[str]) -> set[str]:
 
 def _restore_optimizer(task: Task, folder: Path) -> None:
     """Fill the optimizer's state by name; every parameter must find what it had."""
-    parameters = named_trainable(task.trained.module)
+    parameters = optimizers.named_trainable(task.trained.module)
     with ExitStack() as files:
         found: dict[str, dict[str, Any]] = {}
-        for path in sorted(folder.glob(f"{Path(OPTIMIZER).stem}*.safetensors")):
+        for path in sorted(folder.glob(f"{Path(checkpoint_writing.OPTIMIZER).stem}*.safetensors")):
             file = files.enter_context(safe_open(path, framework="pt"))
             for key in file.keys():  # noqa: SIM118 - no dict
                 name, slot = key.rsplit("/", 1)
@@ -195,8 +185,8 @@ def _restore_optimizer(task: Task, folder: Path) -> None:
         extra = sorted(set(found) - set(parameters))
         # parameters that never had a gradient (critic warm-up) have no state; else all have it
         wrong = [n for n, slots in found.items() if n in parameters and any(
-            not slot_fits(slot, tuple(file.get_slice(key).get_shape()),
-                          tuple(whole_shape(parameters[n])))
+            not sharded_weights.slot_fits(slot, tuple(file.get_slice(key).get_shape()),
+                                          tuple(whole_shape(parameters[n])))
             for slot, (file, key) in slots.items())]
         if extra or wrong:
             raise CheckpointError(
@@ -204,12 +194,13 @@ def _restore_optimizer(task: Task, folder: Path) -> None:
                 f"{', '.join((extra + wrong)[:3])}",
                 where="model.num_layers_unfrozen, ppo.optimizer",
                 fix="resume with the model and optimizer the run was started with")
-        fill_optimizer(parameters, task.trained.optimizer, task.backend.zero_stage, {
+        optimizer, stage = task.trained.optimizer, task.backend.zero_stage
+        sharded_weights.fill_optimizer(parameters, optimizer, stage, {
             name: {slot: partial(file.get_tensor, key)
                    for slot, (file, key) in slots.items()} for name, slots in found.items()})
 
 
-def read_checkpoint(task: Task, folder: Path) -> Tensors:
+def read_checkpoint(task: Task, folder: Path) -> saved_model.Tensors:
     """Load weights, modules, optimizer and generators from a verified checkpoint folder. All ranks
     call it in step.
 
@@ -221,17 +212,17 @@ def read_checkpoint(task: Task, folder: Path) -> Tensors:
     """
     stage, ranks, saved = task.backend.zero_stage, task.backend.ranks, task.saved
     module = task.trained.module
-    weights: Tensors = {}
-    for path in sorted((folder / POLICY).glob("*.safetensors")):
+    weights: saved_model.Tensors = {}
+    for path in sorted((folder / checkpoint_writing.POLICY).glob("*.safetensors")):
         weights |= load_file(path)
     if saved.adapter is None:
         _load_module(saved.lm, weights, "policy", _tied_names(saved.lm, set(weights)))
     elif not saved.prompt_encoders():
-        with gathered(module, stage, modify=True):
-            fill_adapter(saved.adapter, weights, str(folder / POLICY))
+        with sharded_weights.gathered(module, stage, modify=True):
+            fill_adapter(saved.adapter, weights, str(folder / checkpoint_writing.POLICY))
     del weights
     _load_modules(task, folder)
-    adopt_weights(module, task.trained.optimizer, stage)
+    sharded_weights.adopt_weights(module, task.trained.optimizer, stage)
     _restore_optimizer(task, folder)
     own = Generators.read(folder, ranks.rank)
     if own is None:
@@ -240,5 +231,5 @@ def read_checkpoint(task: Task, folder: Path) -> Tensors:
         seed_generators(task.cfg.seed + ranks.rank)
     else:
         own.restore(task.backend.device)
-    path = folder / TASK_STATE
+    path = folder / checkpoint_writing.TASK_STATE
     return load_file(path) if path.is_file() else {}

@@ -19,9 +19,8 @@ import torch
 from ppocli.config.schema import TrainConfig, planned_episodes
 from ppocli.parallel.backend import Backend
 from ppocli.parallel.stop import StopFlag
+from ppocli.training import optimizers, saved_model
 from ppocli.training.clock import PhaseClock
-from ppocli.training.optimizers import lr_factor
-from ppocli.training.saved_model import SavedModel
 from ppocli.training.state import TrainState
 from ppocli.training.updates import Trained
 from ppocli.zero.oom_retry import PassRows
@@ -171,7 +170,7 @@ class Task(ABC):
     backend: Backend
     trained: Trained
     """the module whose parameters train, its optimizer, and how gradients become steps"""
-    saved: SavedModel
+    saved: saved_model.SavedModel
     """how what is trained becomes a Hugging Face folder; its ``lm`` is ``trained.module.lm``"""
     passes: PassRows
     """how many rows passes have had to be cut down to"""
@@ -263,7 +262,7 @@ class Task(ABC):
         Args:
             update: number of the update in the whole run.
         """
-        factor = lr_factor(self.cfg.ppo.scheduler, update, self.total_updates(state))
+        factor = optimizers.lr_factor(self.cfg.ppo.scheduler, update, self.total_updates(state))
         return {group["role"]: factor for group in self.trained.optimizer.param_groups}
 
     def chunks(self, state: TrainState) -> int:

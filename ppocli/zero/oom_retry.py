@@ -15,9 +15,8 @@ from typing import TypeVar
 import torch
 
 from ppocli.errors import OutOfMemoryError
+from ppocli.parallel import host_memory, ranks
 from ppocli.parallel.backend import Backend
-from ppocli.parallel.host_memory import host_room
-from ppocli.parallel.ranks import is_out_of_memory
 from ppocli.text import counted, format_memory
 
 T = TypeVar("T")
@@ -72,7 +71,7 @@ class PassRows:
                     raise
                 text = error.what
             except (torch.OutOfMemoryError, RuntimeError) as error:
-                if not is_out_of_memory(error):
+                if not ranks.is_out_of_memory(error):
                     raise
                 text = f"{what}: out of memory"
             # out of the handler, or the exception would keep the tensors of the pass
@@ -103,7 +102,7 @@ class PassRows:
         try:
             return work()
         except (torch.OutOfMemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
+            if not ranks.is_out_of_memory(error):
                 raise
         if rows == 1:
             raise self._too_much("out of memory with 1 row a pass", tokens, alone=True)
@@ -118,7 +117,7 @@ class PassRows:
             _, total = torch.cuda.mem_get_info(self.backend.device)
             memory = f"the GPU has {format_memory(total)}, of which this process held up to {held}"
         else:
-            left = host_room()
+            left = host_memory.host_room()
             memory = f"this process held up to {held}" + (
                 "" if left is None else
                 f", and {format_memory(left)} of the machine's memory are free")

@@ -11,10 +11,9 @@ from torch import nn
 
 from ppocli.config.deepspeed import deepspeed_config
 from ppocli.config.schema import TrainConfig
-from ppocli.models.layer_stack import SplitPoint, swapped_tensors, trained_split
+from ppocli.models import layer_stack, trunk
 from ppocli.models.loading.language_model import LoadedLM, frozen_dtype
 from ppocli.models.reference import Reference
-from ppocli.models.trunk import Decoding, decoding_of, set_decoding
 from ppocli.parallel.backend import Backend
 from ppocli.parallel.deepspeed_internals import local_part, shard
 from ppocli.zero import sharded_weights
@@ -28,7 +27,7 @@ class _Inventory:
     """name, shape, type; tied ones once"""
     buffers: dict[str, torch.Tensor]
     generation_config: Any
-    decoding: Decoding
+    decoding: trunk.Decoding
 
 
 def load_in_parts(cfg: TrainConfig, backend: Backend, load: Callable[[], LoadedLM],
@@ -56,13 +55,13 @@ def load_in_parts(cfg: TrainConfig, backend: Backend, load: Callable[[], LoadedL
         loaded = load()
         return _Inventory([(name, p.shape, p.dtype) for name, p in loaded.lm.named_parameters()],
                           dict(loaded.lm.named_buffers()), loaded.generation_config,
-                          decoding_of(loaded.lm))
+                          trunk.decoding_of(loaded.lm))
 
     inventory = ranks.first_does(take_stock)
     mine = ranks.all_do(lambda: empty() if loaded is None else loaded, "loading")
     if loaded is None:
         mine = replace(mine, generation_config=inventory.generation_config)
-        set_decoding(mine.lm, inventory.decoding)
+        trunk.set_decoding(mine.lm, inventory.decoding)
     if [name for name, _ in mine.lm.named_parameters()] != [
             name for name, *_ in inventory.parameters]:
         raise RuntimeError("ranks have made different models of the same configuration")
@@ -104,7 +103,7 @@ class ShardedCopy:
     lm: Any
     engine: Any
     """DeepSpeed's, over the model's trunk"""
-    split: SplitPoint | None = None
+    split: layer_stack.SplitPoint | None = None
 
     @contextmanager
     def view(self, policy_lm: Any) -> Iterator[Any]:
@@ -119,7 +118,7 @@ class ShardedTrunk:
 
     parts: dict[str, torch.Tensor]
     """by their names in the causal LM"""
-    split: SplitPoint | None
+    split: layer_stack.SplitPoint | None
     """as of :class:`ppocli.models.reference.SharedReference`"""
 
     @contextmanager
@@ -133,7 +132,7 @@ class ShardedTrunk:
             return
         whole = {name: sharded_weights.whole_of(part, own[name].shape, own[name].device)
                  for name, part in self.parts.items()}
-        with swapped_tensors(policy_lm, whole):
+        with layer_stack.swapped_tensors(policy_lm, whole):
             yield policy_lm
 
 
@@ -143,8 +142,7 @@ def sharded_copy(cfg: TrainConfig, lm: Any) -> ShardedCopy:
     import deepspeed
 
     settings = parts_config(cfg, offload=cfg.model.reference.offload)
-    stored = frozen_dtype(cfg.model, cfg.hardware)
-    settings["bf16"] = {"enabled": stored == torch.bfloat16}
+    settings["bf16"] = {"enabled": frozen_dtype(cfg.model, cfg.hardware) == torch.bfloat16}
     # around the trunk: that is what passes go through, and its start tells DeepSpeed of a new one
     engine, *_ = deepspeed.initialize(model=lm.base_model, config=settings)
     lm.eval()
@@ -158,7 +156,7 @@ def share_sharded_trunk(lm: Any, *, offload: bool) -> ShardedTrunk:
     Raises:
         ValueError: as there.
     """
-    split = trained_split(lm)
+    split = layer_stack.trained_split(lm)
     own = {name: local_part(p).detach() for name, p in lm.named_parameters() if p.requires_grad}
     return ShardedTrunk({name: part.to("cpu" if offload else part.device, copy=True)
                          for name, part in own.items()}, split)

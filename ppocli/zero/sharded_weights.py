@@ -9,8 +9,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ppocli.models.layer_stack import forget_casts
-from ppocli.models.module_views import without_hooks
+from ppocli.models import layer_stack, module_views
 from ppocli.models.policy import Policy
 from ppocli.parallel import deepspeed_internals as internals
 from ppocli.parallel.ranks import Ranks
@@ -26,12 +25,15 @@ def gathered(module: nn.Module, stage: int, *, modify: bool = False) -> Iterator
     if stage < 3:
         yield
         return
+    with _whole(list(module.parameters()), modify):
+        yield
+
+
+def _whole(parameters: list[Any], modify: bool = False) -> Any:
     from deepspeed import zero
 
-    parameters = list(module.parameters())
     internals.put_back(parameters)
-    with zero.GatheredParameters(parameters, modifier_rank=0 if modify else None):
-        yield
+    return zero.GatheredParameters(parameters, modifier_rank=0 if modify else None)
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -43,10 +45,7 @@ def is_sharded(module: nn.Module) -> bool:
 def held(parameters: list[Any]) -> Iterator[None]:
     """These sharded parameters are whole on every rank meanwhile, and stay so behind the forward
     pass of a layer that uses them, where DeepSpeed would release them."""
-    from deepspeed import zero
-
-    internals.put_back(parameters)
-    with zero.GatheredParameters(parameters), internals.marked_in_use(parameters):
+    with _whole(parameters), internals.marked_in_use(parameters):
         yield
 
 
@@ -61,9 +60,7 @@ def one_gathered(tensor: torch.Tensor, *, modify: bool = False) -> Any:
     internals.put_back([tensor])
     if internals.is_whole(tensor):  # held
         return nullcontext()
-    from deepspeed import zero
-
-    return zero.GatheredParameters([tensor], modifier_rank=0 if modify else None)
+    return _whole([tensor], modify)
 
 
 def host_weights(module: nn.Module, stage: int, *, keep: bool) -> dict[str, torch.Tensor] | None:
@@ -109,10 +106,10 @@ def swapped_parts(parameters: dict[str, Any], parts: dict[str, torch.Tensor]) ->
             own.data = part.to(own.device)
             if name in kept_whole:
                 parameter.data = whole_of(part, internals.whole_shape(parameter), parameter.device)
-        forget_casts()
+        layer_stack.forget_casts()
         yield
     finally:
-        forget_casts()
+        layer_stack.forget_casts()
         internals.put_back(parameters.values())
         for name, part in kept.items():
             internals.local_part(parameters[name]).data = part
@@ -142,7 +139,7 @@ def gathered_policy(policy: Policy) -> Iterator[Policy]:
     """
     with gathered(policy, 3):
         parameters = {id(p): nn.Parameter(p.data, requires_grad=False) for p in policy.parameters()}
-        lm, head = (None if module is None else without_hooks(module, parameters)
+        lm, head = (None if module is None else module_views.without_hooks(module, parameters)
                     for module in (policy.lm, policy.value_head))
         # the value function's own trunk is run as it is: nothing decodes with it
         yield Policy(lm, cast(Any, head), policy.value_trunk).eval()

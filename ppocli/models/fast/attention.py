@@ -11,15 +11,8 @@ from typing import Any
 
 import torch
 
+from ppocli.models import layout, transformers_internals, trunk
 from ppocli.models.fast.packing import gathered, packing_of, spread
-from ppocli.models.layout import Sequences, lay_out
-from ppocli.models.transformers_internals import (
-    attention_of,
-    fuse_activations,
-    replace_sdpa,
-    sdpa_attention,
-)
-from ppocli.models.trunk import has_encoder, num_virtual_tokens, trunk_states
 
 NAME = "ppocli"
 SHORT = {torch.float32: 128, torch.bfloat16: 256}
@@ -52,8 +45,8 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
                   and _is_causal(module, kwargs.get("is_causal")))
         out = _by_products(query, key, value, attention_mask, scaling, causal)
     else:
-        out = sdpa_attention(module, query, key, value, attention_mask, dropout=dropout,
-                             scaling=scaling, **kwargs)
+        out = transformers_internals.sdpa_attention(module, query, key, value, attention_mask,
+                                                    dropout=dropout, scaling=scaling, **kwargs)
     return (out if packing is None else gathered(out, packing)), None
 
 
@@ -114,9 +107,9 @@ def _bias(mask: torch.Tensor | None, causal: bool, query: torch.Tensor, groups: 
 def use_kernels(lm: Any) -> None:
     """Make a model that has just been loaded take this project's attention, and activations in one
     pass where it would make them out of several."""
-    if not has_encoder(lm):
-        replace_sdpa(lm, NAME, attention)
-    fuse_activations(lm)
+    if not trunk.has_encoder(lm):
+        transformers_internals.replace_sdpa(lm, NAME, attention)
+    transformers_internals.fuse_activations(lm)
 
 
 @torch.no_grad()
@@ -126,18 +119,19 @@ def takes_packed(lm: Any) -> bool:
     Not with an encoder, virtual tokens, windows of attention, an attention of its own, or states
     that run on from token to token.
     """
-    if (has_encoder(lm) or num_virtual_tokens(lm)
-            or attention_of(lm) != NAME
+    if (trunk.has_encoder(lm) or trunk.num_virtual_tokens(lm)
+            or transformers_internals.attention_of(lm) != NAME
             or getattr(lm.config, "sliding_window", None) is not None
             or "position_ids" not in inspect.signature(lm.base_model.forward).parameters):
         return False
     device = lm.get_input_embeddings().weight.device
     lengths, none = torch.tensor([3, 5, 2]), torch.zeros(3, 1, dtype=torch.bool)
     there = torch.arange(5)[None, :] < lengths[:, None]
-    samples = Sequences(torch.arange(15).reshape(3, 5) % 11, 1 + lengths, none.long(), none)
+    samples = layout.Sequences(torch.arange(15).reshape(3, 5) % 11, 1 + lengths, none.long(), none)
     try:
-        whole = trunk_states(lm, lay_out(samples).to(device))[there.to(device)]
-        found = trunk_states(lm, lay_out(samples, pack=True).to(device))[0, :len(whole)]
+        packed, plain = (layout.lay_out(samples, pack=pack).to(device) for pack in (True, False))
+        whole = trunk.trunk_states(lm, plain)[there.to(device)]
+        found = trunk.trunk_states(lm, packed)[0, :len(whole)]
     except (TypeError, ValueError, AttributeError, IndexError, RuntimeError):
         return False
     if whole.shape != found.shape:

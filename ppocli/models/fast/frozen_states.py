@@ -3,19 +3,18 @@ next rollout, so they are run once for all passes over it."""
 
 import torch
 
-from ppocli.models.layer_stack import SplitPoint, trained_split
-from ppocli.models.layout import SequenceBatch
+from ppocli.models import layer_stack, layout
 from ppocli.models.policy import Policy, ValueBranch
 from ppocli.models.trunk import num_virtual_tokens
 
 
-def frozen_split(policy: Policy) -> SplitPoint | None:
+def frozen_split(policy: Policy) -> layer_stack.SplitPoint | None:
     """The split of a policy that trains its top layers only; None where all layers train, or a
     layer that must be run lies below."""
     if num_virtual_tokens(policy.lm):
         return None
     try:
-        split = trained_split(policy.lm)
+        split = layer_stack.trained_split(policy.lm)
     except ValueError:  # layers that are no plain sequence
         return None
     trunk = policy.value_trunk
@@ -23,7 +22,7 @@ def frozen_split(policy: Policy) -> SplitPoint | None:
     return None if branches else split
 
 
-def split_rows(states: torch.Tensor, batch: SequenceBatch, lengths: list[int]
+def split_rows(states: torch.Tensor, batch: layout.SequenceBatch, lengths: list[int]
                ) -> list[torch.Tensor]:
     """[b, T, D] states of a batch, packed or not, as [n, D] for each of its rows.
 
@@ -35,7 +34,7 @@ def split_rows(states: torch.Tensor, batch: SequenceBatch, lengths: list[int]
     return [row[:count] for row, count in zip(states, lengths, strict=True)]
 
 
-def joined_rows(rows: list[torch.Tensor], batch: SequenceBatch) -> torch.Tensor:
+def joined_rows(rows: list[torch.Tensor], batch: layout.SequenceBatch) -> torch.Tensor:
     """The opposite of :func:`split_rows`; zeros fill up."""
     if batch.packing is None:
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
@@ -44,7 +43,7 @@ def joined_rows(rows: list[torch.Tensor], batch: SequenceBatch) -> torch.Tensor:
     return (torch.nn.functional.pad(flat, (0, 0, 0, missing)) if missing else flat)[None]
 
 
-def known_states(kept: list[torch.Tensor | None], chosen: list[int], batch: SequenceBatch
+def known_states(kept: list[torch.Tensor | None], chosen: list[int], batch: layout.SequenceBatch
                  ) -> torch.Tensor | None:
     """What enters the first layer that trains, of some samples of a rollout, laid out as their
     ``batch`` is; None unless that of all of them is known.
@@ -57,7 +56,7 @@ def known_states(kept: list[torch.Tensor | None], chosen: list[int], batch: Sequ
 
 
 def keep_states(kept: list[torch.Tensor | None], most: int, chosen: list[int], lengths: list[int],
-                batch: SequenceBatch, states: torch.Tensor) -> None:
+                batch: layout.SequenceBatch, states: torch.Tensor) -> None:
     """Keep what entered that layer for some samples, unless all would take more than ``most``
     bytes: what goes beyond is computed again each time."""
     if sum(row.nbytes for row in (*kept, states) if row is not None) > most:

@@ -61,8 +61,7 @@ def tensors_digest(tensors: Mapping[str, torch.Tensor],
 
 def identify(lm: Any, path: str, revision: str | None) -> BaseIdentity:
     """The identity of a bare causal LM's weights as they are in memory."""
-    quantized = getattr(lm, "quantization_method", None)
-    storage = str(quantized or lm.dtype).removeprefix("torch.")
+    storage = str(getattr(lm, "quantization_method", None) or lm.dtype).removeprefix("torch.")
     return BaseIdentity(path, revision, storage, tensors_digest(lm.state_dict()))
 
 

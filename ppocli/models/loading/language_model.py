@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from ppocli.config.schema import HardwareConfig, ModelConfig
 from ppocli.errors import CheckpointError, InputError
@@ -17,17 +18,10 @@ from ppocli.models import transformers_internals
 from ppocli.models.fast.attention import use_kernels
 from ppocli.models.head import LogitMap
 from ppocli.models.layout import SequenceBatch
-from ppocli.models.loading.adapters import Adapter, identify, load_adapter
-from ppocli.models.loading.model_config import attention_wanted, loading, quantized
+from ppocli.models.loading import adapters, model_config
 from ppocli.models.trunk import decoder_start, has_encoder, response_hidden
 from ppocli.parallel.deepspeed_internals import whole_shape
-from ppocli.storage.model_files import (
-    ADAPTER_BASE,
-    ADAPTER_CONFIG,
-    find_model,
-    is_adapter,
-    named_base,
-)
+from ppocli.storage import model_files
 from ppocli.text import first_line
 
 log = logging.getLogger("ppocli")
@@ -52,7 +46,7 @@ class LoadedLM:
     """its own generation defaults; read for EOS ids and saved again, never used to sample"""
     decoder_start: int | None
     """the token that the decoder of an encoder-decoder starts from; None for a causal LM"""
-    adapter: Adapter | None = None
+    adapter: adapters.Adapter | None = None
     """what trains on it in its place"""
 
 
@@ -62,15 +56,13 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
     Raises:
         InputError: none found, empty, or unreadable.
     """
-    from transformers import AutoTokenizer
-
     key = "model.tokenizer_path" if cfg.tokenizer_path else "model.path"
     name = cfg.tokenizer_path or cfg.path
-    source, _ = find_model(name, key=key, revision=cfg.revision, needs="tokenizer")
+    source, _ = model_files.find_model(name, key=key, revision=cfg.revision, needs="tokenizer")
     revision = cfg.revision if cfg.tokenizer_path is None else None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision,
-                                                  trust_remote_code=cfg.trust_remote_code)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            source, revision=revision, trust_remote_code=cfg.trust_remote_code)
     except Exception as error:  # transformers raises many kinds here, all about the folder
         raise InputError(f"The tokenizer of {name} can't be loaded: {first_line(error)}",
                          where=key, fix="give a tokenizer folder: model.tokenizer_path=/path"
@@ -115,15 +107,14 @@ def load_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32,
             encoder-decoder, weights missing, or an architecture whose logits are not a plain linear
             map of its trunk.
     """
-    from transformers import GenerationConfig
-
-    source, is_folder = find_model(cfg.path, key=key, revision=cfg.revision, needs="model",
-                                   adapters=True)
-    if is_folder and is_adapter(source):
+    source, is_folder = model_files.find_model(cfg.path, key=key, revision=cfg.revision,
+                                               needs="model", adapters=True)
+    if is_folder and model_files.is_adapter(source):
         return _load_on_base(cfg, Path(source), dtype)
     lm, config = load_weights(cfg, source, partial(_class_of, cfg, key), name=cfg.path, key=key,
-                              revision=cfg.revision, dtype=dtype, **quantized(cfg))
-    made = _ready(cfg, lm, config, copy.deepcopy(lm.generation_config) or GenerationConfig())
+                              revision=cfg.revision, dtype=dtype, **model_config.quantized(cfg))
+    made = _ready(cfg, lm, config,
+                  copy.deepcopy(lm.generation_config) or transformers.GenerationConfig())
     _check_logits(lm, cfg.path, key)
     return made
 
@@ -141,14 +132,12 @@ def load_weights(cfg: ModelConfig, source: str, class_of: Callable[[Any], Any], 
     Raises:
         InputError: files are broken, or lack weights.
     """
-    from transformers import AutoConfig
-
     hub = {"revision": revision, "trust_remote_code": cfg.trust_remote_code}
-    with loading(f"{what} {name}", key):
-        config = AutoConfig.from_pretrained(source, **hub)
+    with model_config.loading(f"{what} {name}", key):
+        config = transformers.AutoConfig.from_pretrained(source, **hub)
         model, info = class_of(config).from_pretrained(
             source, config=without_dropout(config), dtype=dtype, output_loading_info=True,
-            **hub, **attention_wanted(cfg), **how)
+            **hub, **model_config.attention_wanted(cfg), **how)
     missing = sorted(info["missing_keys"]) + sorted(str(m) for m in info["mismatched_keys"])
     if missing:
         raise InputError(f"{name} lacks {len(missing)} weights that {type(model).__name__} needs "
@@ -184,53 +173,52 @@ def empty_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, key: str =
         InputError: the model's configuration can't be read.
     """
     from accelerate import init_empty_weights
-    from transformers import AutoConfig, GenerationConfig
 
-    source, _ = find_model(cfg.path, key=key, revision=cfg.revision, needs="model")
+    source, _ = model_files.find_model(cfg.path, key=key, revision=cfg.revision, needs="model")
     trust = cfg.trust_remote_code
-    with loading(f"model {cfg.path}", key):
-        config = AutoConfig.from_pretrained(source, revision=cfg.revision, trust_remote_code=trust)
+    with model_config.loading(f"model {cfg.path}", key):
+        config = transformers.AutoConfig.from_pretrained(source, revision=cfg.revision,
+                                                         trust_remote_code=trust)
         with init_empty_weights(include_buffers=False):
             lm = _class_of(cfg, key, config).from_config(
                 without_dropout(config), dtype=dtype, trust_remote_code=trust,
-                **attention_wanted(cfg))
+                **model_config.attention_wanted(cfg))
     lm.tie_weights()  # which making it without weights has undone
-    return _ready(cfg, lm, config, GenerationConfig())
+    return _ready(cfg, lm, config, transformers.GenerationConfig())
 
 
 def _class_of(cfg: ModelConfig, key: str, config: Any) -> Any:
     """transformers' class for an encoder-decoder, or for a causal language model: whichever
     ``model.arch`` says or, on auto, the configuration."""
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-
     pair = bool(getattr(config, "is_encoder_decoder", False))
     if {"auto": pair, "causal": False, "seq2seq": True}[cfg.arch] != pair:
         what = "an encoder-decoder" if pair else "a causal language model"
         raise InputError(f"{cfg.path} is {what} ({config.model_type}), not {cfg.arch}.",
                          where="model.arch" if key == "model.path" else key,
                          fix="set model.arch=auto, or give another model")
-    return AutoModelForSeq2SeqLM if pair else AutoModelForCausalLM
+    return transformers.AutoModelForSeq2SeqLM if pair else transformers.AutoModelForCausalLM
 
 
 def _load_on_base(cfg: ModelConfig, folder: Path, dtype: torch.dtype) -> LoadedLM:
     """An adapter's folder: its base, as it names it, with the adapter on it."""
-    path, revision, known = named_base(folder)
+    path, revision, known = model_files.named_base(folder)
     try:
         loaded = load_lm(replace(cfg, path=path, revision=revision), dtype=dtype)
     except InputError as error:
         raise InputError(f"The base of the adapter in {folder} can't be loaded: {error.what}",
-                         where=str(folder / (ADAPTER_BASE if known else ADAPTER_CONFIG)),
+                         where=str(folder / (model_files.ADAPTER_BASE if known
+                                             else model_files.ADAPTER_CONFIG)),
                          fix=f"name the base there as it is called now; {error.fix}") from error
     if loaded.adapter is not None:
         raise InputError(f"The base of the adapter in {folder} is an adapter itself: {path}.",
                          where=str(folder), fix="merge that one into its base")
-    base = identify(loaded.lm, path, revision)
+    base = adapters.identify(loaded.lm, path, revision)
     if known is not None and known.storage == base.storage and known.digest != base.digest:
         raise CheckpointError(f"{path} is not the model that the adapter in {folder} was trained "
-                              "on: its weights have changed.", where=str(folder / ADAPTER_BASE),
+                              "on: its weights have changed.",
+                              where=str(folder / model_files.ADAPTER_BASE),
                               fix="put the model back, or name it there as it is called now")
-    adapter = load_adapter(loaded.lm, folder, base)
-    return replace(loaded, adapter=adapter)
+    return replace(loaded, adapter=adapters.load_adapter(loaded.lm, folder, base))
 
 
 @torch.no_grad()

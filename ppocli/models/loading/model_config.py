@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from ppocli.config.adapters import adapter_kind
-from ppocli.config.schema import ModelConfig
+from ppocli.config import adapters, schema
 from ppocli.errors import ConfigError, InputError, PpocliError
 from ppocli.models.trunk import RELATIVE_POSITIONS, num_virtual_tokens
 from ppocli.storage.model_files import find_model
@@ -37,12 +36,12 @@ def loading(what: str, key: str) -> Iterator[None]:
                          "another one") from error
 
 
-def attention_wanted(cfg: ModelConfig) -> dict[str, Any]:
+def attention_wanted(cfg: schema.ModelConfig) -> dict[str, Any]:
     """How transformers is asked for ``model.attn_implementation``."""
     return {"attn_implementation": cfg.attn_implementation} if cfg.attn_implementation else {}
 
 
-def quantized(cfg: ModelConfig) -> dict[str, Any]:
+def quantized(cfg: schema.ModelConfig) -> dict[str, Any]:
     """How transformers is asked for quantized weights, which it makes on the GPU.
 
     Raises:
@@ -71,7 +70,7 @@ class ModelFacts:
     """that ``model.peft`` puts before every prompt"""
 
 
-def read_lm(cfg: ModelConfig) -> ModelFacts:
+def read_lm(cfg: schema.ModelConfig) -> ModelFacts:
     """The configuration of ``model.path``, whose files are all there.
 
     Raises:
@@ -93,9 +92,9 @@ def read_lm(cfg: ModelConfig) -> ModelFacts:
     return found
 
 
-def model_facts(cfg: ModelConfig, config: Any) -> ModelFacts:
+def model_facts(cfg: schema.ModelConfig, config: Any) -> ModelFacts:
     """What ``model.path`` will be, with the virtual tokens of ``model.peft``."""
-    virtual = adapter_kind(cfg) in ("prefix", "prompt")
+    virtual = adapters.adapter_kind(cfg) in ("prefix", "prompt")
     return ModelFacts(config, int((cfg.peft or {})["num_virtual_tokens"]) if virtual else 0)
 
 

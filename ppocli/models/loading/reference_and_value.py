@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import transformers
 
 from ppocli.config.schema import HardwareConfig, ModelConfig
 from ppocli.errors import InputError
@@ -78,10 +79,8 @@ def load_value_model(cfg: ModelConfig, tokenizer: Any, policy: Any, seed: int
 
 def _class_of_value(config: Any) -> Any:
     """transformers' class for a reward model, or for a bare trunk."""
-    from transformers import AutoModel, AutoModelForSequenceClassification
-
     scores = any("ForSequenceClassification" in name for name in config.architectures or [])
-    return AutoModelForSequenceClassification if scores else AutoModel
+    return transformers.AutoModelForSequenceClassification if scores else transformers.AutoModel
 
 
 @torch.no_grad()
@@ -134,11 +133,9 @@ def check_same_tokens(tokenizer: Any, policy: Any, other: Any, *, name: str, key
 
 def _vocabulary(name: str, key: str, trust_remote_code: bool) -> dict[str, int] | None:
     """Token -> id of the tokenizer beside a model; None where there is none to compare with."""
-    from transformers import AutoTokenizer
-
     try:
         source, _ = find_model(name, key=key, revision=None, needs="tokenizer")
-        return AutoTokenizer.from_pretrained(
+        return transformers.AutoTokenizer.from_pretrained(
             source, trust_remote_code=trust_remote_code).get_vocab() or None
     except Exception:  # weights alone are enough: ids are checked by their range
         return None

@@ -6,17 +6,11 @@ from typing import Any
 
 import torch
 
-from ppocli.config.adapters import adapter_kind
-from ppocli.config.algorithm import estimator_of, kl_estimator, reference_sharded
-from ppocli.config.schema import TrainConfig, reference_kind
+from ppocli.config import adapters, algorithm, schema
 from ppocli.errors import ConfigError, InputError
 from ppocli.models.fast.gemm import route_linears
+from ppocli.models.loading import reference_and_value
 from ppocli.models.loading.language_model import LoadedLM, empty_lm
-from ppocli.models.loading.reference_and_value import (
-    check_same_tokens,
-    load_reference,
-    load_value_model,
-)
 from ppocli.models.policy import Policy, ValueBranch, build_value_head, freeze_lower_layers
 from ppocli.models.reference import AdapterReference, CopyReference, Reference, share_trunk
 from ppocli.parallel.backend import Backend
@@ -28,7 +22,7 @@ from ppocli.zero.sharded_models import load_in_parts, sharded_copy, share_sharde
 from ppocli.zero.sharded_weights import gathered
 
 
-def copy_reference(cfg: TrainConfig, backend: Backend, tokenizer: Any, policy: Any
+def copy_reference(cfg: schema.TrainConfig, backend: Backend, tokenizer: Any, policy: Any
                    ) -> Reference | None:
     """The reference as a model of its own, also where a training shares it with its policy.
 
@@ -39,15 +33,16 @@ def copy_reference(cfg: TrainConfig, backend: Backend, tokenizer: Any, policy: A
         return None
     wanted = cfg.model.reference
     offload = wanted.offload
-    in_parts = (backend.zero_stage == 3 and reference_sharded(cfg)
+    in_parts = (backend.zero_stage == 3 and algorithm.reference_sharded(cfg)
                 and not is_adapter(wanted.path or cfg.model.path))
-    load, empty = (partial(load_reference, how, cfg.model, cfg.hardware)
+    load, empty = (partial(reference_and_value.load_reference, how, cfg.model, cfg.hardware)
                    for how in (load_decodable, empty_lm))
     lm = (load_in_parts(cfg, backend, load, empty, offload=offload) if in_parts else load()).lm
     device = backend.device if wanted.device is None else torch.device(wanted.device)
     if cfg.model.reference.path is not None:
-        check_same_tokens(tokenizer, policy, lm, name=cfg.model.reference.path,
-                        key="model.reference.path", trust_remote_code=cfg.model.trust_remote_code)
+        reference_and_value.check_same_tokens(
+            tokenizer, policy, lm, name=cfg.model.reference.path, key="model.reference.path",
+            trust_remote_code=cfg.model.trust_remote_code)
         _check_full_kl(cfg, policy, lm)
     if backend.onednn:
         route_linears(lm)
@@ -61,16 +56,16 @@ def copy_reference(cfg: TrainConfig, backend: Backend, tokenizer: Any, policy: A
                           "leave the key out") from error
 
 
-def _check_full_kl(cfg: TrainConfig, policy: Any, lm: Any) -> None:
+def _check_full_kl(cfg: schema.TrainConfig, policy: Any, lm: Any) -> None:
     ours, theirs = (whole_shape(model.get_output_embeddings().weight)[0] for model in (policy, lm))
-    if kl_estimator(cfg.ppo) == "full" and ours != theirs:
+    if algorithm.kl_estimator(cfg.ppo) == "full" and ours != theirs:
         raise InputError("The full KL compares whole distributions, and "
                          f"{cfg.model.reference.path} has {theirs} logits, the policy {ours}.",
                          where="model.reference.path",
                          fix="use ppo.kl_estimator=k1, or another reference")
 
 
-def judging_reference(cfg: TrainConfig, backend: Backend, tokenizer: Any, loaded: LoadedLM,
+def judging_reference(cfg: schema.TrainConfig, backend: Backend, tokenizer: Any, loaded: LoadedLM,
                       lent: tuple[Reference | None] | None) -> Reference | None:
     """The reference of an evaluation: an adapter on the model that ``cfg`` starts from is switched
     off, anything else is compared with a copy.
@@ -89,7 +84,7 @@ def judging_reference(cfg: TrainConfig, backend: Backend, tokenizer: Any, loaded
     return lent[0]
 
 
-def build_reference(cfg: TrainConfig, backend: Backend, lm: Any, tokenizer: Any
+def build_reference(cfg: schema.TrainConfig, backend: Backend, lm: Any, tokenizer: Any
                     ) -> Reference | None:
     """The reference of a training.
 
@@ -99,9 +94,9 @@ def build_reference(cfg: TrainConfig, backend: Backend, lm: Any, tokenizer: Any
     Raises:
         InputError: it can't be loaded, or can't share the policy's trunk.
     """
-    if reference_kind(cfg.model) == "adapter":
+    if schema.reference_kind(cfg.model) == "adapter":
         return AdapterReference()
-    if reference_kind(cfg.model) != "shared":
+    if schema.reference_kind(cfg.model) != "shared":
         return copy_reference(cfg, backend, tokenizer, lm)
     share = share_sharded_trunk if backend.zero_stage == 3 else share_trunk
     try:
@@ -112,7 +107,7 @@ def build_reference(cfg: TrainConfig, backend: Backend, lm: Any, tokenizer: Any
                          fix="set model.reference.kind=copy") from error
 
 
-def load_start(cfg: TrainConfig, backend: Backend) -> LoadedLM:
+def load_start(cfg: schema.TrainConfig, backend: Backend) -> LoadedLM:
     """The model that training starts from; under ZeRO 3 in parts already, unless an adapter is to
     be attached to it.
 
@@ -120,13 +115,14 @@ def load_start(cfg: TrainConfig, backend: Backend) -> LoadedLM:
         PpocliError: as :func:`ppocli.sampling.decoding.load_policy`.
     """
     whole = partial(load_policy, cfg.model, cfg.hardware, cfg.seed)
-    if backend.zero_stage < 3 or adapter_kind(cfg.model) is not None:
+    if backend.zero_stage < 3 or adapters.adapter_kind(cfg.model) is not None:
         return whole()
     return load_in_parts(cfg, backend, whole, partial(empty_lm, cfg.model),
                          offload=cfg.hardware.offload_param)
 
 
-def build_policy(cfg: TrainConfig, backend: Backend, loaded: LoadedLM, tokenizer: Any) -> Policy:
+def build_policy(cfg: schema.TrainConfig, backend: Backend, loaded: LoadedLM, tokenizer: Any
+                 ) -> Policy:
     """The policy on its device, in eval mode, with what is frozen frozen.
 
     Raises:
@@ -161,10 +157,10 @@ def _checkpoint_gradients(lm: Any) -> None:
     (enable or lm.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
-def _value_function(cfg: TrainConfig, loaded: LoadedLM, tokenizer: Any) -> tuple[Any, Any]:
+def _value_function(cfg: schema.TrainConfig, loaded: LoadedLM, tokenizer: Any) -> tuple[Any, Any]:
     """The value head and, unless it reads the policy's own states, what makes its states."""
     value = cfg.model.value
-    if not estimator_of(cfg.ppo).needs_critic:
+    if not algorithm.estimator_of(cfg.ppo).needs_critic:
         return None, None
     if value.kind == "head":
         return build_value_head(loaded.lm, cfg.seed), None
@@ -172,7 +168,8 @@ def _value_function(cfg: TrainConfig, loaded: LoadedLM, tokenizer: Any) -> tuple
         if value.kind == "branch":
             branch = ValueBranch(loaded.lm, value.num_layers_unfrozen)
             return build_value_head(loaded.lm, cfg.seed), branch
-        model, head = load_value_model(cfg.model, tokenizer, loaded.lm, cfg.seed)
+        model, head = reference_and_value.load_value_model(cfg.model, tokenizer, loaded.lm,
+                                                           cfg.seed)
         freeze_lower_layers(model.lm, value.num_layers_unfrozen)
     except ValueError as error:
         raise InputError(f"The value function can't be built: {error}.", where="model.value",

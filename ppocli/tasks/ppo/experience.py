@@ -5,32 +5,23 @@ from dataclasses import replace
 
 import torch
 
-from ppocli.config.algorithm import estimator_of, kl_in, whitens_advantages
-from ppocli.config.schema import TrainConfig
+from ppocli.config import algorithm, schema
+from ppocli.ppo import kl, shaping
 from ppocli.ppo.advantages import Samples, token_rewards
-from ppocli.ppo.kl import adapt_kl_coef
-from ppocli.ppo.shaping import (
-    clipped,
-    moments_of,
-    overlong_penalties,
-    penalised,
-    scale_scores,
-    whiten,
-)
 from ppocli.tasks.ppo.records import Experience, PPOState, Rollout
 
 
-def update_moments(state: PPOState, rollout: Rollout, cfg: TrainConfig) -> PPOState:
+def update_moments(state: PPOState, rollout: Rollout, cfg: schema.TrainConfig) -> PPOState:
     """The state with this rollout's raw scores in its running moments, and with the reference
     deviation of the first rollout where ``reward.ref_std`` gives none."""
-    found = moments_of(rollout.valid_scores)
+    found = shaping.moments_of(rollout.valid_scores)
     ref_std = cfg.reward.ref_std
     if cfg.reward.scale == "ref" and ref_std is None:
         ref_std = found.std if state.ref_std is None else state.ref_std
     return replace(state, moments=state.moments.merge(found), ref_std=ref_std)
 
 
-def penalties_of(rollout: Rollout, cfg: TrainConfig) -> dict[str, list[float | None]]:
+def penalties_of(rollout: Rollout, cfg: schema.TrainConfig) -> dict[str, list[float | None]]:
     """Penalties that the configuration asks for by name, each with the amount of every sample, None
     where it does not apply: ``missing_eos``, ``short``, ``overlong``."""
     reward, found = cfg.reward, dict[str, list[float | None]]()
@@ -43,13 +34,13 @@ def penalties_of(rollout: Rollout, cfg: TrainConfig) -> dict[str, list[float | N
                           else None for length in lengths]
     if reward.overlong_buffer is not None:
         factor = 1.0 if reward.overlong_penalty is None else reward.overlong_penalty
-        found["overlong"] = list(overlong_penalties(
+        found["overlong"] = list(shaping.overlong_penalties(
             lengths, longest=cfg.generation.max_new_tokens, buffer=reward.overlong_buffer,
             factor=factor))
     return found
 
 
-def shaped_scores(rollout: Rollout, state: PPOState, cfg: TrainConfig
+def shaped_scores(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig
                   ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What lands on the tokens: scaled and clipped scores, less penalties.
 
@@ -71,10 +62,10 @@ def shaped_scores(rollout: Rollout, state: PPOState, cfg: TrainConfig
     dense, first = None, reward.clip if reward.clip_first else None
     last = None if reward.clip_first else reward.clip
     if rollout.dense is None:
-        raw = scale_scores(rollout.scores, std=1.0, clip=first)
-        scores = scale_scores(raw, std=std, mean=mean, clip=last)
+        raw = shaping.scale_scores(rollout.scores, std=1.0, clip=first)
+        scores = shaping.scale_scores(raw, std=std, mean=mean, clip=last)
     else:
-        dense = clipped(clipped(rollout.dense, first) / std, last)
+        dense = shaping.clipped(shaping.clipped(rollout.dense, first) / std, last)
         # the mean is a sample's, not a token's: it comes off once, at the end
         scores = [-mean / std] * len(rollout)
     penalties = penalties_of(rollout, cfg)
@@ -82,7 +73,7 @@ def shaped_scores(rollout: Rollout, state: PPOState, cfg: TrainConfig
     unended = penalties.get("missing_eos", nothing)
     short = penalties.get("short", nothing)
     replace = reward.penalty_mode == "replace"
-    scores = penalised(scores, unended=unended, short=short, replace=replace)
+    scores = shaping.penalised(scores, unended=unended, short=short, replace=replace)
     if dense is not None and replace:
         kept = [a is None and b is None for a, b in zip(unended, short, strict=True)]
         dense = dense * torch.tensor(kept)[:, None]
@@ -92,7 +83,7 @@ def shaped_scores(rollout: Rollout, state: PPOState, cfg: TrainConfig
     return found, dense
 
 
-def to_experience(rollout: Rollout, state: PPOState, cfg: TrainConfig) -> Experience:
+def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig) -> Experience:
     """Token rewards, advantages and whitening over the valid samples of a rollout.
 
     The samples of a prompt that are left without an invalid one are their whole group.
@@ -102,19 +93,19 @@ def to_experience(rollout: Rollout, state: PPOState, cfg: TrainConfig) -> Experi
     """
     keep = rollout.valid.nonzero().squeeze(-1)
     mask = rollout.response_mask[keep]
-    ppo, in_reward = cfg.ppo, kl_in(cfg.ppo) == "reward"
+    ppo, in_reward = cfg.ppo, algorithm.kl_in(cfg.ppo) == "reward"
     scores, dense = shaped_scores(rollout, state, cfg)
     rewards = token_rewards(scores[keep], rollout.kl[keep], mask,
                             kl_coef=state.kl_coef if in_reward else 0.0,
                             dense=None if dense is None else dense[keep])
     if ppo.whiten_rewards:
-        rewards = whiten(rewards, mask, center=False)
-    values = rollout.values[keep] if estimator_of(ppo).needs_critic else None
+        rewards = shaping.whiten(rewards, mask, center=False)
+    values = rollout.values[keep] if algorithm.estimator_of(ppo).needs_critic else None
     groups = torch.tensor(rollout.prompts.episodes)[keep] // ppo.n
-    advantages, returns = estimator_of(ppo).estimate(Samples(
+    advantages, returns = algorithm.estimator_of(ppo).estimate(Samples(
         rewards, mask, groups, values, gamma=ppo.gamma, lam=ppo.lam, group_std=ppo.group_std))
-    if whitens_advantages(ppo):
-        advantages = whiten(advantages, mask, center=True)
+    if algorithm.whitens_advantages(ppo):
+        advantages = shaping.whiten(advantages, mask, center=True)
     charged = not in_reward and rollout.has_reference and state.kl_coef > 0
     return Experience(
         sequences=rollout.sequences.rows(keep), logprobs=rollout.logprobs[keep],
@@ -133,9 +124,9 @@ def sequence_kl(rollout: Rollout) -> float:
     return float(rollout.k1.double().sum(1).mean())
 
 
-def next_kl_coef(state: PPOState, rollout: Rollout, cfg: TrainConfig) -> float:
+def next_kl_coef(state: PPOState, rollout: Rollout, cfg: schema.TrainConfig) -> float:
     """The coefficient for the next rollout."""
     if cfg.ppo.kl_controller == "fixed":
         return state.kl_coef
-    return adapt_kl_coef(state.kl_coef, sequence_kl(rollout), target=cfg.ppo.target,
-                         horizon=cfg.ppo.horizon, num_samples=len(rollout))
+    return kl.adapt_kl_coef(state.kl_coef, sequence_kl(rollout), target=cfg.ppo.target,
+                            horizon=cfg.ppo.horizon, num_samples=len(rollout))

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from ppocli.config.algorithm import kl_in
-from ppocli.config.schema import PPOConfig, TrainConfig
+from ppocli.config import algorithm, schema
 from ppocli.tasks.ppo.experience import penalties_of, sequence_kl
 from ppocli.tasks.ppo.records import Experience, PPOState, Rollout
 from ppocli.tasks.ppo.session import Session
@@ -48,9 +47,9 @@ def mean_std(values: Sequence[float]) -> tuple[float, float]:
 
 
 def step_figures(rollout: Rollout, kl_coef: float, result: OptimizeResult, experience: Experience,
-                 cfg: TrainConfig) -> dict[str, float]:
+                 cfg: schema.TrainConfig) -> dict[str, float]:
     """All figures of a step; ``kl_coef`` is the coefficient that its rewards were charged with."""
-    return {**rollout_figures(rollout, kl_coef, in_reward=kl_in(cfg.ppo) == "reward"),
+    return {**rollout_figures(rollout, kl_coef, in_reward=algorithm.kl_in(cfg.ppo) == "reward"),
             **penalty_figures(rollout, cfg), **optimize_figures(result, experience, cfg.ppo)}
 
 
@@ -98,13 +97,13 @@ def _critic_figures(terms: dict[str, float], returns: torch.Tensor) -> dict[str,
     }
 
 
-def penalty_figures(rollout: Rollout, cfg: TrainConfig) -> dict[str, float]:
+def penalty_figures(rollout: Rollout, cfg: schema.TrainConfig) -> dict[str, float]:
     """Mean amount of each penalty over all samples, 0 where it does not apply."""
     return {f"reward/penalty/{name}": mean([amount or 0.0 for amount in amounts])
             for name, amounts in penalties_of(rollout, cfg).items()}
 
 
-def optimize_figures(result: OptimizeResult, experience: Experience, ppo: PPOConfig
+def optimize_figures(result: OptimizeResult, experience: Experience, ppo: schema.PPOConfig
                      ) -> dict[str, float]:
     """Figures of phase 2, named as TRL names them where it has them."""
     terms = result.terms
@@ -142,7 +141,7 @@ def sample_rows(columns: Mapping[str, Sequence[Any]],
     return rows
 
 
-def rollout_samples(rollout: Rollout, step: int, cfg: TrainConfig) -> list[dict[str, Any]]:
+def rollout_samples(rollout: Rollout, step: int, cfg: schema.TrainConfig) -> list[dict[str, Any]]:
     """The samples of a step as rows of samples.jsonl."""
     count, mask = len(rollout), rollout.response_mask
     rows = sample_rows(

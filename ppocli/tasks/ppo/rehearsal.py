@@ -15,16 +15,12 @@ from ppocli.errors import DivergedError, OutOfMemoryError
 from ppocli.parallel.backend import Backend, open_backend
 from ppocli.parallel.stop import StopFlag
 from ppocli.sampling.samples import response_ids
-from ppocli.tasks.ppo.experience import to_experience, update_moments
-from ppocli.tasks.ppo.figures import rollout_samples
-from ppocli.tasks.ppo.records import PPOState, Rollout
-from ppocli.tasks.ppo.reward_calls import request_of
+from ppocli.tasks.ppo import experience, figures, records, reward_calls
 from ppocli.tasks.ppo.rollout import collect_rollout
 from ppocli.tasks.ppo.session import Session, build_session
 from ppocli.tasks.ppo.task import PPOTask, plan_updates, update_of
+from ppocli.training import optimize, optimizers
 from ppocli.training.clock import PhaseClock
-from ppocli.training.optimize import probe_gradient
-from ppocli.training.optimizers import named_trainable
 from ppocli.training.state import seed_generators
 from ppocli.training.task import PythonObjects
 
@@ -91,7 +87,7 @@ def _rehearse(session: Session, backend: Backend, clock: PhaseClock, stop: StopF
     rollout = collect_rollout(session, prompts, stop, clock)
     metrics: dict[str, list[float]] = {}
     if session.metric is not None:
-        metrics = session.metric.compute(request_of(
+        metrics = session.metric.compute(reward_calls.request_of(
             session, prompts, rollout.responses,
             response_ids(rollout.response_tokens, rollout.response_mask)))
         clock.mark("metric")
@@ -103,23 +99,23 @@ def _rehearse(session: Session, backend: Backend, clock: PhaseClock, stop: StopF
     return Rehearsal(
         device=str(backend.device), precision=backend.precision,
         parameters=sum(p.numel() for p in session.policy.parameters()),
-        trainable=sum(p.numel() for p in named_trainable(session.policy).values()),
+        trainable=sum(p.numel() for p in optimizers.named_trainable(session.policy).values()),
         prompts=len(session.prompts), prompt=session.tokenizer.decode(ids), prompt_tokens=len(ids),
         samples=[{name: row[name] for name in ("prompt", "response", "score", "kl",
                                                "response_tokens", "finished")}
-                 for row in rollout_samples(rollout, 0, session.cfg)],
+                 for row in figures.rollout_samples(rollout, 0, session.cfg)],
         parts=dict(rollout.parts), metrics=metrics, kl_per_token=kl, terms=terms,
         seconds=dict(clock.seconds), peak_memory_mib=backend.peak_memory_mib())
 
 
-def _gradient(task: PPOTask, rollout: Rollout) -> dict[str, float] | None:
+def _gradient(task: PPOTask, rollout: records.Rollout) -> dict[str, float] | None:
     if not bool(rollout.valid.any()):
         return None
-    state = PPOState.from_json(task.initial()[0])
-    own = update_moments(state, rollout, task.cfg)
-    plan = plan_updates(task.session, to_experience(rollout, own, task.cfg), 0)
+    state = records.PPOState.from_json(task.initial()[0])
+    own = experience.update_moments(state, rollout, task.cfg)
+    plan = plan_updates(task.session, experience.to_experience(rollout, own, task.cfg), 0)
     whole = update_of(task.session, plan.atoms, torch.arange(len(rollout)))
-    terms = probe_gradient(task, plan, whole)
+    terms = optimize.probe_gradient(task, plan, whole)
     wrong = [name for name, value in terms.items() if not math.isfinite(value)]
     if wrong:
         raise DivergedError(f"Before any update {', '.join(wrong)} is not finite.",

@@ -16,17 +16,9 @@ import torch
 from ppocli.config.algorithm import kl_estimator
 from ppocli.data.prompt_set import PromptBatch
 from ppocli.errors import DivergedError
+from ppocli.models import passes
 from ppocli.models.fast.frozen_states import joined_rows
 from ppocli.models.head import HeadWeights
-from ppocli.models.passes import (
-    PolicyPass,
-    ReferencePass,
-    lay_out_rows,
-    score_policy,
-    score_reference,
-    spread,
-    states_of_samples,
-)
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.kl import kl_per_token
 from ppocli.ppo.noise import ROLLOUT
@@ -207,8 +199,7 @@ def measure(session: EvalSession, out: Samples, *, phase: str, want_policy: bool
         OutOfMemoryError: there is no room for one sample.
     """
     asked = min(session.forward_rows, len(out))
-    longest = int(out.sequences.spans.max())
-    return session.passes.retry(phase, asked, longest, lambda: _measure(
+    return session.passes.retry(phase, asked, int(out.sequences.spans.max()), lambda: _measure(
         session, out, session.passes.limit(phase, asked), want_policy, want_values, estimator,
         temperature, stop, most_frozen_bytes), in_step=session.scores_in_step)
 
@@ -223,48 +214,48 @@ def _measure(session: EvalSession, out: Samples, size: int, want_policy: bool, w
         longest = int(out.sequences.spans.max())
         size = max(1, min(size, limit // session.backend.ranks.most(longest)))
         limit = None
-    passes = lay_out_rows(out.sequences, size, session.backend.device, pack=session.packs,
-                          tokens=limit)
+    batches = passes.lay_out_rows(out.sequences, size, session.backend.device, pack=session.packs,
+                                  tokens=limit)
     policy, reference, whole = session.policy, session.reference, estimator == "full"
     # all passes hold what enters the first layer that trains until the reference is run
     width = policy.lm.get_input_embeddings().weight.shape[-1]
-    needed = 4 * width * sum(one.batch.tokens.numel() for one in passes)
+    needed = 4 * width * sum(one.batch.tokens.numel() for one in batches)
     kept_at = policy.split if 0 < needed <= most_frozen_bytes else None
     frozen = [None if kept_at is None or out.frozen_states is None else
-              joined_rows([out.frozen_states[i] for i in one.rows], one.batch) for one in passes]
-    said: list[PolicyPass] = []
-    compared: list[ReferencePass] = []
+              joined_rows([out.frozen_states[i] for i in one.rows], one.batch) for one in batches]
+    said: list[passes.PolicyPass] = []
+    compared: list[passes.ReferencePass] = []
     with session.backend.autocast():
         if want_policy or want_values or whole:
             split = kept_at if reference is None else reference.split or kept_at
-            for i, one in enumerate(passes):
+            for i, one in enumerate(batches):
                 stop.check()
                 faults.point("scoring.forward", size)
-                said.append(score_policy(policy, one, temperature=temperature, split=split,
-                                         want_logprobs=want_policy, want_values=want_values,
-                                         keep_hidden=whole))
+                said.append(passes.score_policy(
+                    policy, one, temperature=temperature, split=split, want_logprobs=want_policy,
+                    want_values=want_values, keep_hidden=whole))
                 frozen[i] = frozen[i] if said[i].frozen_states is None else said[i].frozen_states
         if reference is not None:
             head = HeadWeights.of(policy.lm).as_now()
             with reference.view(policy.lm) as view:
-                for i, one in enumerate(passes):
+                for i, one in enumerate(batches):
                     stop.check()
                     faults.point("scoring.forward", size)
-                    compared.append(score_reference(
+                    compared.append(passes.score_reference(
                         reference, view, one, head, temperature=temperature,
                         hidden=said[i].hidden if whole else None, frozen_states=frozen[i],
                         split=kept_at if view is policy.lm else None))
                     frozen[i] = compared[i].frozen_states
     shape = out.mask.shape
-    logprobs = spread(passes, [one.logprobs for one in said], shape) if want_policy else None
-    values = spread(passes, [one.values for one in said], shape) if want_values else None
+    spread = partial(passes.spread, batches, shape=shape)
+    logprobs = spread([one.logprobs for one in said]) if want_policy else None
+    values = spread([one.values for one in said]) if want_values else None
     sampled = out.logprobs if logprobs is None else logprobs
-    ref_logprobs = sampled if reference is None else spread(
-        passes, [one.logprobs for one in compared], shape)
-    kl = (spread(passes, [one.full_kl for one in compared], shape) if whole and compared else
+    ref_logprobs = sampled if reference is None else spread([one.logprobs for one in compared])
+    kl = (spread([one.full_kl for one in compared]) if whole and compared else
           torch.zeros(shape) if whole else kl_per_token(sampled, ref_logprobs, estimator))
-    return Measured(logprobs, values, ref_logprobs, kl * out.mask, states_of_samples(
-        passes, frozen, len(out.mask), 0 if kept_at is None else most_frozen_bytes))
+    return Measured(logprobs, values, ref_logprobs, kl * out.mask, passes.states_of_samples(
+        batches, frozen, len(out.mask), 0 if kept_at is None else most_frozen_bytes))
 
 
 def measure_chunk(session: Session, chunk: Chunk, stop: StopFlag, *, forward: bool) -> Measured:

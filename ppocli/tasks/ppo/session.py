@@ -9,28 +9,11 @@ from typing import Any, Self
 from ppocli.config.algorithm import decoding_scores, kl_estimator, kl_in, reference_sharded
 from ppocli.config.keys import several
 from ppocli.config.schema import GenerationConfig, TrainConfig
-from ppocli.data.prompt_set import (
-    PromptBatch,
-    PromptSet,
-    load_eval_prompts,
-    load_prompts,
-    prompt_indices,
-)
-from ppocli.data.sources import evaluation_spec
+from ppocli.data import prompt_set, sources
 from ppocli.errors import ConfigError
 from ppocli.estimate.check import check_memory
-from ppocli.models.fast.attention import takes_packed
-from ppocli.models.fast.frozen_states import frozen_split
-from ppocli.models.fast.gemm import route_linears
-from ppocli.models.loading.adapters import base_tensors, tensors_digest
-from ppocli.models.loading.language_model import (
-    LoadedLM,
-    check_vocabulary,
-    load_tokenizer,
-    stop_rules,
-)
-from ppocli.models.loading.model_config import max_positions, read_lm
-from ppocli.models.loading.reference_and_value import check_reach
+from ppocli.models.fast import attention, frozen_states, gemm
+from ppocli.models.loading import adapters, language_model, model_config, reference_and_value
 from ppocli.models.policy import Policy
 from ppocli.models.reference import Reference
 from ppocli.models.trunk import has_encoder, num_virtual_tokens
@@ -58,12 +41,12 @@ class EvalSession:
     cfg: TrainConfig
     backend: Backend
     tokenizer: Any
-    loaded: LoadedLM
+    loaded: language_model.LoadedLM
     policy: Policy
     """the bare module: decoding and saving"""
     reference: Reference | None
     """None without a KL term"""
-    eval_prompts: PromptSet
+    eval_prompts: prompt_set.PromptSet
     reward: Any
     metric: Any
     sampling: SamplingSpec
@@ -114,7 +97,7 @@ class EvalSession:
         if self.reference is None:
             return None
         with self.acting() as acting, self.reference.view(acting.policy.lm) as view:
-            return tensors_digest(base_tensors(view), one_gathered)
+            return adapters.tensors_digest(adapters.base_tensors(view), one_gathered)
 
 
 @dataclass(frozen=True)
@@ -122,27 +105,29 @@ class Session(EvalSession):
     """One run's parts. What ``trained`` holds and ``passes`` change; nothing else does."""
 
     trained: Trained
-    prompts: PromptSet
+    prompts: prompt_set.PromptSet
 
-    def next_prompts(self, start: int, count: int) -> PromptBatch:
+    def next_prompts(self, start: int, count: int) -> prompt_set.PromptBatch:
         """The prompts of episodes ``start`` to ``start + count``, each ``ppo.n`` times in a row;
         the order is a function of the seed and the position alone."""
         n, episodes = self.cfg.ppo.n, range(start, start + count)
         first = start // n
-        indices = prompt_indices(first, -(-episodes.stop // n) - first, n=len(self.prompts),
-                                 seed=self.cfg.seed, shuffle=self.cfg.prompts.shuffle)
+        indices = prompt_set.prompt_indices(
+            first, -(-episodes.stop // n) - first, n=len(self.prompts), seed=self.cfg.seed,
+            shuffle=self.cfg.prompts.shuffle)
         return self.prompts.batch([indices[e // n - first] for e in episodes], list(episodes),
                                   self.tokenizer.pad_token_id)
 
 
-def sampling_specs(cfg: GenerationConfig, tokenizer: Any, loaded: LoadedLM
+def sampling_specs(cfg: GenerationConfig, tokenizer: Any, loaded: language_model.LoadedLM
                    ) -> tuple[SamplingSpec, SamplingSpec]:
     """Sampling in training and at evaluation, the latter with ``generation.eval`` laid over it, of
     a list its first value."""
     base = {name: getattr(cfg, name) for name in SAMPLING_KEYS}
     over = {name: values[0] for name in SAMPLING_KEYS
             if (values := several(getattr(cfg.eval, name)))}
-    stop_ids, stops = stop_rules(tokenizer, loaded, cfg.stop_token_ids, cfg.stop_sequences)
+    stop_ids, stops = language_model.stop_rules(tokenizer, loaded, cfg.stop_token_ids,
+                                                cfg.stop_sequences)
     lengths = None if cfg.length_sampler is None else (cfg.length_sampler[0], cfg.length_sampler[1])
     return (SamplingSpec(stop_ids=stop_ids, stop_sequences=stops, length_range=lengths, **base),
             SamplingSpec(stop_ids=stop_ids, stop_sequences=stops, **{**base, **over}))
@@ -172,7 +157,7 @@ def max_prompt_tokens(cfg: TrainConfig, lm: Any) -> int:
     Raises:
         ConfigError: the response leaves no room for a prompt.
     """
-    limit = max_positions(lm)  # an encoder-decoder has that many on either side
+    limit = model_config.max_positions(lm)  # an encoder-decoder has that many on either side
     if limit is None:
         return 2**31
     longest = max([cfg.generation.max_new_tokens, *several(cfg.generation.eval.max_new_tokens)])
@@ -215,15 +200,16 @@ def _build_judges(cfg: TrainConfig, objects: PythonObjects, first: bool) -> tupl
 
 def _load_prompt_sets(cfg: TrainConfig, tokenizer: Any, lm: Any, objects: PythonObjects,
                       reward: Any, metric: Any, *, training: bool = True
-                      ) -> tuple[PromptSet, PromptSet]:
+                      ) -> tuple[prompt_set.PromptSet, prompt_set.PromptSet]:
     """Training and evaluation prompts, checked against what reward and metric ask for. Without
     ``training`` the former are read only where the latter are taken from them."""
-    limit, whole, prompts = max_prompt_tokens(cfg, lm), has_encoder(lm), PromptSet([], [], {}, [])
-    if training or not evaluation_spec(cfg.prompts, objects.eval_prompts).has_source:
-        prompts = load_prompts(cfg.prompts, tokenizer, seed=cfg.seed, max_prompt_tokens=limit,
-                               items=objects.prompts, whole=whole)
-    eval_prompts = load_eval_prompts(cfg.prompts, tokenizer, seed=cfg.seed, max_prompt_tokens=limit,
-                                     items=objects.eval_prompts, training=prompts, whole=whole)
+    prompts = prompt_set.PromptSet([], [], {}, [])
+    how: Any = {"seed": cfg.seed, "max_prompt_tokens": max_prompt_tokens(cfg, lm),
+                "whole": has_encoder(lm)}
+    if training or not sources.evaluation_spec(cfg.prompts, objects.eval_prompts).has_source:
+        prompts = prompt_set.load_prompts(cfg.prompts, tokenizer, items=objects.prompts, **how)
+    eval_prompts = prompt_set.load_eval_prompts(cfg.prompts, tokenizer, training=prompts,
+                                                items=objects.eval_prompts, **how)
     for found in (prompts, eval_prompts):
         if len(found):
             reward.check_columns(list(found.columns))
@@ -241,10 +227,9 @@ def _check_memory(cfg: TrainConfig, backend: Backend, lm_config: Any,
     ranks, hardware, longest = backend.ranks, cfg.hardware, max(map(len, prompts))
     # a rehearsal is one process; what it asks is whether the run fits
     planned = hardware.num_processes * hardware.num_nodes if ranks.world == 1 else ranks.world
-    on_host = launched_here(hardware.num_processes)
     ranks.all_do(lambda: check_memory(
         cfg, lm_config, prompt_tokens=longest, device=backend.device, ranks=planned,
-        ranks_on_host=on_host, warn=ranks.first), "memory")
+        ranks_on_host=launched_here(hardware.num_processes), warn=ranks.first), "memory")
 
 
 def _check_reach(cfg: TrainConfig, policy: Policy, reference: Reference | None,
@@ -256,18 +241,20 @@ def _check_reach(cfg: TrainConfig, policy: Policy, reference: Reference | None,
             ("model.reference.path", cfg.model.reference.path, getattr(reference, "lm", None)),
             ("model.value.path", cfg.model.value.path, getattr(policy.value_trunk, "lm", None))):
         if name is not None and model is not None:
-            check_reach(model, prompt=max(map(len, prompts)), response=response, name=name, key=key)
+            reference_and_value.check_reach(model, prompt=max(map(len, prompts)),
+                                            response=response, name=name, key=key)
 
 
 def _take_packed(policy: Policy, reference: Reference | None) -> bool:
     """Whether all models take packed rows. All ranks call it in step."""
     models = [policy.lm, getattr(policy.value_trunk, "lm", None)]
-    takes = [takes_packed(lm) for lm in models if lm is not None]  # each of them on every rank
+    # each of them on every rank
+    takes = [attention.takes_packed(lm) for lm in models if lm is not None]
     found = all(takes)
     if reference is None:
         return found
     with reference.view(policy.lm) as view:
-        return takes_packed(view) and found
+        return attention.takes_packed(view) and found
 
 
 def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) -> Session:
@@ -278,18 +265,18 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
         RewardError, InputError, ConfigError: each naming the key and the fix.
     """
     reward, metric = _build_judges(cfg, objects, backend.ranks.first)
-    tokenizer, unloaded = load_tokenizer(cfg.model), read_lm(cfg.model)
+    tokenizer, unloaded = language_model.load_tokenizer(cfg.model), model_config.read_lm(cfg.model)
     prompts, eval_prompts = _load_prompt_sets(cfg, tokenizer, unloaded, objects, reward, metric)
     token_ids = [*prompts.token_ids, *eval_prompts.token_ids]
     _check_memory(cfg, backend, unloaded.config, token_ids)
     loaded = building.load_start(cfg, backend)
-    check_vocabulary(tokenizer, loaded.lm, cfg.model)
+    language_model.check_vocabulary(tokenizer, loaded.lm, cfg.model)
     sampling, eval_sampling = sampling_specs(cfg.generation, tokenizer, loaded)
     policy = building.build_policy(cfg, backend, loaded, tokenizer)
     trained = prepare(backend, policy, build_optimizer(policy, cfg.ppo), cfg.ppo.max_grad_norm)
     reference = building.build_reference(cfg, backend, policy.lm, tokenizer)
     if backend.ranks.world == 1 and backend.zero_stage < 3:  # else samples change ranks
-        policy.split = frozen_split(policy)
+        policy.split = frozen_states.frozen_split(policy)
     _check_reach(cfg, policy, reference, token_ids)
     sampler = build_sampler(cfg.rollout, SamplerSetup(cfg, backend, tokenizer, loaded))
     _warn_about_samples(cfg, sampling, sampler, len(prompts))
@@ -334,15 +321,15 @@ def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObject
     own = cfg.model
     if policy is not None and policy != cfg.model.path:
         own = replace(cfg.model, path=policy, tokenizer_path=None, revision=revision)
-    tokenizer = load_tokenizer(own)
+    tokenizer = language_model.load_tokenizer(own)
     loaded = load_judged(own, cfg.hardware)
-    check_vocabulary(tokenizer, loaded.lm, own)
+    language_model.check_vocabulary(tokenizer, loaded.lm, own)
     _, eval_prompts = _load_prompt_sets(cfg, tokenizer, loaded.lm, objects, reward, metric,
                                         training=False)
     wrapped = Policy(loaded.lm, None).to(backend.device)
     wrapped.eval()
     if backend.onednn:
-        route_linears(wrapped)
+        gemm.route_linears(wrapped)
     reference = building.judging_reference(
         cfg, backend, tokenizer, loaded, None if judges is None else (judges.reference,))
     sampling, eval_sampling = sampling_specs(cfg.generation, tokenizer, loaded)

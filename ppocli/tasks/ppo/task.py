@@ -12,36 +12,21 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from ppocli.config.algorithm import kl_estimator, value_scheduler
-from ppocli.config.schema import PPOConfig
+from ppocli.config import algorithm, schema
+from ppocli.models import layer_stack, layout
 from ppocli.models.fast.frozen_states import keep_states, known_states
-from ppocli.models.layer_stack import inputs_at
-from ppocli.models.layout import lay_out
 from ppocli.models.policy import PolicyOutput
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.losses import LossOptions, PPOLoss, ppo_loss, token_weights
 from ppocli.rewards.calls import check_invalid_share
 from ppocli.storage.run_logs import JsonlWriter
+from ppocli.tasks.ppo import figures, records, rollout
 from ppocli.tasks.ppo.evaluate import evaluate, reference_responses
 from ppocli.tasks.ppo.experience import next_kl_coef, sequence_kl, to_experience, update_moments
-from ppocli.tasks.ppo.figures import rollout_samples, step_figures, watch
-from ppocli.tasks.ppo.records import Experience, PPOState, Rollout
-from ppocli.tasks.ppo.rollout import collect_rollout
 from ppocli.tasks.ppo.session import Session, build_session, saved_model
+from ppocli.training import optimizers, task
 from ppocli.training.clock import PhaseClock
-from ppocli.training.optimizers import lr_factor
 from ppocli.training.state import TrainState
-from ppocli.training.task import (
-    Evaluation,
-    Finished,
-    LossTerms,
-    OptimizeResult,
-    Plan,
-    Task,
-    TaskSetup,
-    UpdateGroup,
-    Verdict,
-)
 from ppocli.zero.sharded_models import close_reference
 
 log = logging.getLogger("ppocli")
@@ -52,7 +37,7 @@ CRITIC = "critic"
 """the part of an update that trains the value function alone"""
 
 
-class PPOTask(Task):
+class PPOTask(task.Task):
     """Proximal policy optimization (Schulman et al. 2017, arXiv 1707.06347) of a language model on
     a reward, with a KL penalty to a reference."""
 
@@ -69,7 +54,7 @@ class PPOTask(Task):
     def initial(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """As :class:`Task`."""
         coef = self.cfg.ppo.init_kl_coef
-        return PPOState(kl_coef=coef, init_kl_coef=coef).to_json(), {}
+        return records.PPOState(kl_coef=coef, init_kl_coef=coef).to_json(), {}
 
     def chunks(self, state: TrainState) -> int:
         """As :class:`Task`."""
@@ -78,13 +63,13 @@ class PPOTask(Task):
     def _count(self, state: TrainState) -> int:
         return min(self.samples_per_step, self.total_samples() - state.episodes)
 
-    def collect(self, state: TrainState, stop: StopFlag, clock: PhaseClock) -> Rollout:
+    def collect(self, state: TrainState, stop: StopFlag, clock: PhaseClock) -> records.Rollout:
         """As :class:`Task`: sample, score, measure."""
         prompts = self.session.next_prompts(state.episodes, self._count(state))
         clock.mark("other")
-        return collect_rollout(self.session, prompts, stop, clock)
+        return rollout.collect_rollout(self.session, prompts, stop, clock)
 
-    def plan(self, state: TrainState, batch: Rollout) -> Plan:
+    def plan(self, state: TrainState, batch: records.Rollout) -> task.Plan:
         """As :class:`Task`: advantages, then ``ppo_epochs`` of reshuffled minibatches.
 
         Updates made = ppo_epochs x ceil(samples / mini_batch_size), less skipped ones and less what
@@ -94,11 +79,11 @@ class PPOTask(Task):
             RewardError: too few samples have a valid score.
         """
         check_invalid_share(int((~batch.valid).sum()), len(batch))
-        own = update_moments(PPOState.from_json(state.task), batch, self.cfg)
+        own = update_moments(records.PPOState.from_json(state.task), batch, self.cfg)
         return plan_updates(self.session, to_experience(batch, own, self.cfg), state.step)
 
-    def loss(self, atoms: Experience, rows: torch.Tensor, weights: torch.Tensor,
-             group: UpdateGroup) -> LossTerms:
+    def loss(self, atoms: records.Experience, rows: torch.Tensor, weights: torch.Tensor,
+             group: task.UpdateGroup) -> task.LossTerms:
         """As :class:`Task`; :func:`ppocli.ppo.losses.ppo_loss` of the policy of this moment."""
         mask, device = atoms.response_mask[rows], self.backend.device
         out, tokens = replay(self.session, atoms, rows, value_only=group.part == CRITIC)
@@ -115,38 +100,38 @@ class PPOTask(Task):
             returns=flat(atoms.returns), ref_logprobs=flat(atoms.ref_logprobs),
             weights=weights.repeat_interleave(mask.sum(1)).to(device),
             total_tokens=int(group.counts.sum()))
-        return LossTerms(found.total, torch.stack(
+        return task.LossTerms(found.total, torch.stack(
             [getattr(found, name).detach() for name in self.terms]), tokens)
 
-    def judge(self, terms: dict[str, float]) -> Verdict:
+    def judge(self, terms: dict[str, float]) -> task.Verdict:
         """As :class:`Task`: ``ppo.target_kl`` ends the phase, ``ppo.ratio_threshold`` skips."""
         ppo = self.cfg.ppo
         if not all(math.isfinite(value) for value in terms.values()):
-            return Verdict.NONFINITE
+            return task.Verdict.NONFINITE
         if ppo.target_kl is not None and terms["approx_kl"] > EARLY_STOP * ppo.target_kl:
-            return Verdict.STOP
+            return task.Verdict.STOP
         if ppo.ratio_threshold is not None and terms["ratio"] > ppo.ratio_threshold:
-            return Verdict.SKIP
-        return Verdict.STEP
+            return task.Verdict.SKIP
+        return task.Verdict.STEP
 
     def why_skipped(self, terms: dict[str, float]) -> str:
         """As :class:`Task`."""
         return (f"Mean ratio {terms['ratio']:.3g} exceeds "
                 f"ppo.ratio_threshold={self.cfg.ppo.ratio_threshold:g}")
 
-    def finish(self, state: TrainState, batch: Rollout, plan: Plan, result: OptimizeResult
-               ) -> Finished:
+    def finish(self, state: TrainState, batch: records.Rollout, plan: task.Plan,
+               result: task.OptimizeResult) -> task.Finished:
         """As :class:`Task`: the KL coefficient follows its controller, signs of a run going wrong
         are counted."""
-        cfg, before = self.cfg, PPOState.from_json(state.task)
+        cfg, before = self.cfg, records.PPOState.from_json(state.task)
         after = replace(update_moments(before, batch, cfg),
                         kl_coef=next_kl_coef(before, batch, cfg))
-        after, warnings = watch(self.session, batch, after, sequence_kl(batch))
-        row = step_figures(batch, before.kl_coef, result, plan.atoms, cfg)
-        return Finished(row, after.to_json(), tokens={"rollout": int(batch.response_mask.sum())},
-                        warnings=warnings)
+        after, warnings = figures.watch(self.session, batch, after, sequence_kl(batch))
+        row = figures.step_figures(batch, before.kl_coef, result, plan.atoms, cfg)
+        return task.Finished(row, after.to_json(), warnings=warnings,
+                             tokens={"rollout": int(batch.response_mask.sum())})
 
-    def evaluate(self, stop: StopFlag) -> Evaluation:
+    def evaluate(self, stop: StopFlag) -> task.Evaluation:
         """As :class:`Task`: responses to the evaluation prompts, scored."""
         found = evaluate(self.session, stop)
         if self.cfg.eval.ref_responses and self._ref_responses is None:
@@ -159,7 +144,7 @@ class PPOTask(Task):
 
     def adopt(self, saved: TrainState, fresh: TrainState) -> TrainState:
         """As :class:`Task`: another ``ppo.init_kl_coef`` starts the coefficient anew."""
-        own, new = PPOState.from_json(saved.task), PPOState.from_json(fresh.task)
+        own, new = records.PPOState.from_json(saved.task), records.PPOState.from_json(fresh.task)
         if own.init_kl_coef == new.init_kl_coef:
             return saved
         log.info("the KL coefficient starts anew from ppo.init_kl_coef=%g (it was %g)",
@@ -191,30 +176,30 @@ class PPOTask(Task):
     def rate_factors(self, state: TrainState, update: int) -> dict[str, float]:
         """As :class:`Task`: ``ppo.scheduler``, and ``ppo.value_scheduler`` for the critic."""
         ppo, total = self.cfg.ppo, self.total_updates(state)
-        return {"policy": lr_factor(ppo.scheduler, update, total),
-                "value": lr_factor(value_scheduler(ppo), update, total)}
+        return {"policy": optimizers.lr_factor(ppo.scheduler, update, total),
+                "value": optimizers.lr_factor(algorithm.value_scheduler(ppo), update, total)}
 
-    def preview(self, batch: Rollout) -> list[tuple[str, str, float | None]]:
+    def preview(self, batch: records.Rollout) -> list[tuple[str, str, float | None]]:
         """As :class:`Task`."""
         return list(zip(batch.prompts.texts, batch.responses, batch.shown_scores, strict=True))[:4]
 
-    def sample_rows(self, batch: Rollout, step: int) -> list[dict[str, Any]]:
+    def sample_rows(self, batch: records.Rollout, step: int) -> list[dict[str, Any]]:
         """As :class:`Task`."""
-        return rollout_samples(batch, step, self.cfg)
+        return figures.rollout_samples(batch, step, self.cfg)
 
     def summary(self, state: TrainState) -> dict[str, Any]:
         """As :class:`Task`."""
-        return {"kl_coef": PPOState.from_json(state.task).kl_coef}
+        return {"kl_coef": records.PPOState.from_json(state.task).kl_coef}
 
-    def write_dump(self, folder: Path, batch: Rollout, plan: Plan, step: int) -> None:
+    def write_dump(self, folder: Path, batch: records.Rollout, plan: task.Plan, step: int) -> None:
         """As :class:`Task`: the rollout's tensors, and one JSON line per sample."""
-        experience: Experience = plan.atoms
+        experience: records.Experience = plan.atoms
         found = {f.name: getattr(part, f.name) for part in (experience, experience.sequences)
                  for f in fields(part)}
         save_file({name: value.cpu().contiguous() for name, value in found.items()
                    if isinstance(value, torch.Tensor)}, folder / "experience.safetensors")
         with JsonlWriter(folder / "samples.jsonl") as lines:
-            lines.append(rollout_samples(batch, step, self.cfg))
+            lines.append(figures.rollout_samples(batch, step, self.cfg))
 
     def close(self) -> None:
         """As :class:`Task`."""
@@ -222,7 +207,7 @@ class PPOTask(Task):
             close_reference(self.session.reference)
 
 
-def build_ppo(setup: TaskSetup) -> PPOTask:
+def build_ppo(setup: task.TaskSetup) -> PPOTask:
     """The task that ``ppocli train`` trains where ``task.fn`` names no other.
 
     Raises:
@@ -231,33 +216,33 @@ def build_ppo(setup: TaskSetup) -> PPOTask:
     return PPOTask(build_session(setup.cfg, setup.backend, setup.objects))
 
 
-def plan_updates(session: Session, experience: Experience, step: int) -> Plan:
+def plan_updates(session: Session, experience: records.Experience, step: int) -> task.Plan:
     """``ppo_epochs`` passes over the experience, each in another order that (seed, step, epoch)
     alone decide; the last minibatch of a pass may be smaller.
 
     Args:
         step: steps before this one.
     """
-    ppo, groups = session.cfg.ppo, list[UpdateGroup]()
+    ppo, groups = session.cfg.ppo, list[task.UpdateGroup]()
     part = CRITIC if step < ppo.critic_warmup_steps else "all"
     for epoch in range(ppo.ppo_epochs):
         order = np.random.default_rng([session.cfg.seed, step, epoch]).permutation(len(experience))
         groups += [update_of(session, experience, rows, epoch, part)
                    for rows in torch.from_numpy(order).split(ppo.mini_batch_size)]
-    return Plan(_on_device(session, experience), groups)
+    return task.Plan(_on_device(session, experience), groups)
 
 
-def update_of(session: Session, experience: Experience, rows: torch.Tensor, epoch: int = 0,
-              part: str = "all") -> UpdateGroup:
+def update_of(session: Session, experience: records.Experience, rows: torch.Tensor, epoch: int = 0,
+              part: str = "all") -> task.UpdateGroup:
     """The update of these rows of the experience, each token weighted for the whole of it."""
     ppo, lengths = session.cfg.ppo, experience.response_mask[rows].sum(1)
     weights = token_weights(
         lengths, aggregation=ppo.loss_aggregation, total_tokens=int(lengths.sum()),
         total_samples=len(rows), max_tokens=session.sampling.max_new_tokens)
-    return UpdateGroup(rows, experience.sequences.spans[rows], lengths, weights, epoch, part)
+    return task.UpdateGroup(rows, experience.sequences.spans[rows], lengths, weights, epoch, part)
 
 
-def _on_device(session: Session, experience: Experience) -> Experience:
+def _on_device(session: Session, experience: records.Experience) -> records.Experience:
     """The figures that losses are made of on the device, once for all updates, and room for what
     the layers below the lowest that trains make of each sample. Tokens and masks stay on the CPU,
     where batches are laid out without waiting for the device."""
@@ -269,15 +254,15 @@ def _on_device(session: Session, experience: Experience) -> Experience:
     return replace(experience, **there)
 
 
-def loss_options(ppo: PPOConfig, kl_coef: float) -> LossOptions:
+def loss_options(ppo: schema.PPOConfig, kl_coef: float) -> LossOptions:
     """The loss that a configuration asks for, with the coefficient of its KL term."""
     return LossOptions(
         cliprange=ppo.cliprange, cliprange_high=ppo.cliprange_high, dual_clip=ppo.dual_clip,
         cliprange_value=ppo.cliprange_value, vf_coef=ppo.vf_coef, ent_coef=ppo.ent_coef,
-        kl_coef=kl_coef, kl_estimator=kl_estimator(ppo))
+        kl_coef=kl_coef, kl_estimator=algorithm.kl_estimator(ppo))
 
 
-def replay(session: Session, experience: Experience, rows: torch.Tensor, *, value_only: bool
+def replay(session: Session, experience: records.Experience, rows: torch.Tensor, *, value_only: bool
            ) -> tuple[PolicyOutput, int]:
     """What the policy says of some rows of ``experience``, and how many tokens were computed.
 
@@ -285,12 +270,12 @@ def replay(session: Session, experience: Experience, rows: torch.Tensor, *, valu
     is remembered then.
     """
     samples, places, split = experience.sequences.rows(rows), rows.tolist(), session.policy.split
-    batch, kept = lay_out(samples, pack=session.packs).to(session.backend.device), None
+    batch, kept = layout.lay_out(samples, pack=session.packs).to(session.backend.device), None
     if split is not None and experience.frozen_states:
         kept = experience.frozen_states
         batch = replace(batch, frozen_states=known_states(kept, places, batch))
     remembers = kept is not None and batch.frozen_states is None
-    with inputs_at(split if remembers else None, session.policy.lm) as found:
+    with layer_stack.inputs_at(split if remembers else None, session.policy.lm) as found:
         out = session.trained.engine(batch, temperature=session.sampling.temperature,
                                      want_entropy=session.cfg.ppo.ent_coef > 0,
                                      value_only=value_only)
