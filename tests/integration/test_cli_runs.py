@@ -427,7 +427,7 @@ def test_a_damaged_summary_and_damaged_rows_spoil_no_list(place, capsys):
     assert record.series("val/ratio")[-1][0] == 3
     command = app_in_process(capsys)
     for given in (["runs", "list"], ["compare", "done", "kl/0"], ["report", "done"],
-                  ["watch", "done", "--plain"]):
+                  ["watch", "done", "--no-progress"]):
         command(*given, code=0)
     assert find_target("done", say=print).step == 4
 
