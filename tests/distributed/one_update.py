@@ -6,7 +6,6 @@
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -29,41 +28,63 @@ from ppocli.parallel.backend import open_ranks
 from ppocli.parallel.stop import StopFlag
 from ppocli.tasks.ppo.evaluate import evaluate
 from ppocli.tasks.ppo.experience import to_experience, update_moments
+from ppocli.tasks.ppo.records import Rollout
 from ppocli.tasks.ppo.session import PythonObjects, Session, build_session
 from ppocli.tasks.ppo.task import PPOTask
 from ppocli.training.optimizers import named_trainable
 from ppocli.zero.sharded_weights import gathered, optimizer_slots
 
 
-def update(session: Session, step: int) -> tuple[Any, Any]:
-    """One rollout and its optimize phase."""
+def stop_of(session: Session) -> StopFlag:
+    """A flag that all ranks look at."""
+    stop = StopFlag()
+    stop.ranks = session.backend.ranks
+    return stop
+
+
+def update(session: Session, step: int) -> tuple[Rollout, dict[str, torch.Tensor]]:
+    """One rollout, and what it and its optimize phase came to."""
     cfg = session.cfg
     rollout = rollout_of(session, step * cfg.ppo.num_rollouts)
     state = update_moments(fresh_state(session), rollout, cfg)
     experience = to_experience(rollout, state, cfg)
-    stop = StopFlag()
-    stop.ranks = session.backend.ranks
-    return experience, optimize(session, experience, stop, step=step,
-                               updates=step * 4)
+    result = optimize(session, experience, stop_of(session), step=step, updates=step * 4)
+    return rollout, {
+        **experience_tensors(experience),
+        "terms": torch.tensor([result.terms[name] for name in sorted(result.terms)]),
+        "counts": torch.tensor([result.updates, result.skipped, result.nonfinite])}
 
 
-def tensors_of(session: Session) -> dict[str, torch.Tensor]:
-    """All weights and optimizer state, on every rank."""
-    backend, found = session.backend, {}
-    parameters = named_trainable(session.policy)
-    with gathered(session.policy, backend.zero_stage):
-        for name, parameter in parameters.items():
-            found[f"weight/{name}"] = parameter.detach().cpu().clone()
-    slots = optimizer_slots(parameters, session.trained.optimizer, backend.zero_stage,
-                            backend.ranks)
-    for part in backend.ranks.gather(slots):
-        found.update({f"state/{name}": value for name, value in part.items()})
-    return found
+def trained_weights(session: Session) -> dict[str, torch.Tensor]:
+    """All trained weights, on every rank."""
+    with gathered(session.policy, session.backend.zero_stage):
+        return {f"weight/{name}": parameter.detach().cpu().clone()
+                for name, parameter in named_trainable(session.policy).items()}
+
+
+def optimizer_state(session: Session) -> dict[str, torch.Tensor]:
+    """All of it, on every rank."""
+    ranks = session.backend.ranks
+    slots = optimizer_slots(named_trainable(session.policy), session.trained.optimizer,
+                            session.backend.zero_stage, ranks)
+    return {f"state/{name}": value for part in ranks.gather(slots) for name, value in part.items()}
+
+
+def evaluation(session: Session) -> torch.Tensor:
+    """Its figures."""
+    figures = evaluate(session, stop_of(session)).figures
+    return torch.tensor([figures[name] for name in sorted(figures)])
+
+
+def leave(session: Session) -> None:
+    """Free what it holds."""
+    PPOTask(session).close()
+    session.trained.close()
 
 
 def main(config: str, out: str, *words: str) -> None:
-    """``save=DIR``: write a checkpoint after the first
-    step, then make a second one. ``load=DIR``: read that checkpoint and make the second step."""
+    """``save=DIR``: write a checkpoint after the first step, then make a second one. ``load=DIR``:
+    read that checkpoint and make the second step."""
     options = dict(word.split("=", 1) for word in words)
     cfg = set_keys(TrainConfig(), json.loads(Path(config).read_text()))
     with open_ranks(cfg) as backend:
@@ -72,25 +93,18 @@ def main(config: str, out: str, *words: str) -> None:
         if "load" in options:
             load_session(session, Path(options["load"]))
         else:
-            experience, result = update(session, 0)
-            found |= experience_tensors(experience)
-            found["terms"] = torch.tensor([result.terms[name] for name in sorted(result.terms)])
-            found["counts"] = torch.tensor([result.updates, result.skipped, result.nonfinite])
+            found |= update(session, 0)[1]
         if "save" in options:
             Path(options["save"]).mkdir(exist_ok=True)
             save_session(session, Path(options["save"]))
         if "save" in options or "load" in options:
             update(session, 1)
-        found |= tensors_of(session)
-        stop = StopFlag()
-        stop.ranks = backend.ranks
-        figures = evaluate(session, stop).figures
-        found["eval"] = torch.tensor([figures[name] for name in sorted(figures)])
+        found |= trained_weights(session) | optimizer_state(session)
+        found["eval"] = evaluation(session)
         if backend.ranks.first:
             save_file(found, out)
         backend.ranks.gather(None)  # wait for all
-        PPOTask(session).close()
-        session.trained.close()
+        leave(session)
 
 
 if __name__ == "__main__":

@@ -16,18 +16,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 # the import path has to be set first
 import torch
+from one_update import evaluation, leave, trained_weights, update
 from safetensors.torch import save_file
-from sessions import count_good, experience_tensors, fresh_state, optimize, rollout_of, set_keys
+from sessions import count_good, set_keys
 
 from ppocli.config.schema import TrainConfig
 from ppocli.parallel.backend import Backend, open_ranks
-from ppocli.parallel.stop import StopFlag
-from ppocli.tasks.ppo.evaluate import evaluate
-from ppocli.tasks.ppo.experience import to_experience, update_moments
 from ppocli.tasks.ppo.session import PythonObjects, Session, build_session
-from ppocli.tasks.ppo.task import PPOTask
-from ppocli.training.optimizers import named_trainable
-from ppocli.zero.sharded_weights import gathered
 
 
 def elements(*modules: Any) -> int:
@@ -56,8 +51,6 @@ def state_elements(session: Session) -> int:
 def run(cfg: TrainConfig, backend: Backend, reward: Any) -> dict[str, torch.Tensor]:
     """What one session comes to."""
     session = build_session(cfg, backend, PythonObjects(reward_fn=reward))
-    stop = StopFlag()
-    stop.ranks = backend.ranks
     found: dict[str, torch.Tensor] = {}
     digest = session.reference_digest()
     if digest is not None:
@@ -65,29 +58,17 @@ def run(cfg: TrainConfig, backend: Backend, reward: Any) -> dict[str, torch.Tens
     sizes = [elements(session.policy), held_by_reference(session)]
     with session.acting() as acting:
         sizes.append(elements(acting.policy))
-    rollout = rollout_of(session)
-    found["kl"] = rollout.kl.clone()
-    found["scores"] = torch.tensor(rollout.scores)
-    state = update_moments(fresh_state(session), rollout, cfg)
-    experience = to_experience(rollout, state, cfg)
-    found |= experience_tensors(experience)
-    result = optimize(session, experience, stop)
-    found["counts"] = torch.tensor([result.updates, result.skipped, result.nonfinite])
-    found["terms"] = torch.tensor([result.terms[name] for name in sorted(result.terms)])
-    with gathered(session.policy, backend.zero_stage):
-        found |= {f"weight/{name}": p.detach().cpu().clone()
-                  for name, p in named_trainable(session.policy).items()}
+    rollout, came_to = update(session, 0)
+    found |= came_to | trained_weights(session)
+    found["kl"], found["scores"] = rollout.kl.clone(), torch.tensor(rollout.scores)
     # after training, when policy and reference differ
-    later = rollout_of(session, cfg.ppo.num_rollouts)
+    later, came_to = update(session, 1)
     found["later/kl"], found["later/logprobs"] = later.kl.clone(), later.logprobs.clone()
-    figures = evaluate(session, stop).figures
-    found["eval"] = torch.tensor([figures[name] for name in sorted(figures)])
-    after = optimize(session, to_experience(later, state, cfg), stop, step=1)
-    found["counts"] += torch.tensor([after.updates, after.skipped, after.nonfinite])
+    found["counts"] += came_to["counts"]
+    found["eval"] = evaluation(session)
     sizes.append(state_elements(session))
     found["sizes"] = torch.tensor(backend.ranks.gather(sizes))
-    PPOTask(session).close()
-    session.trained.close()
+    leave(session)
     return found
 
 

@@ -12,7 +12,6 @@ from warm import begin
 
 REWARD = '''\
 import os
-import time
 
 
 def broken_on_one_rank(outputs, **columns):
@@ -26,6 +25,20 @@ def unlike(outputs, **columns):
     import random
 
     return [len(text) + random.random() for text in outputs]
+
+
+def a_bug(outputs, **columns):
+    import torch
+
+    if os.environ.get("RANK") == "1":
+        torch.distributed.all_gather_object = None
+    return [1.0 for _ in outputs]
+
+
+def dies_on_one_rank(outputs, **columns):
+    if os.environ.get("RANK") == "1":
+        os.kill(os.getpid(), 9)
+    return [1.0 for _ in outputs]
 '''
 LONG = ("ppo.num_steps=400", "eval.every_steps=100", "checkpoint.every_steps=100")
 SCRIPT = Path(__file__).with_name("one_update.py")
@@ -100,6 +113,11 @@ def assert_same_update(one: dict, other: dict, tolerance: float = 1e-6) -> None:
         assert largest_difference(one, other, prefix) < tolerance, prefix
 
 
+def errors_in(said: str) -> list[str]:
+    """The first lines of all that ended the command."""
+    return [line for line in said.splitlines() if line.startswith(("Error:", "Stopped:"))]
+
+
 def ranks_of(run_name: str) -> list[int]:
     """Pids of the ranks of a run, by their command lines."""
     return _pids_of(run_name, b"ppocli.launching.worker")
@@ -118,8 +136,7 @@ def _pids_of(run_name: str, module: bytes) -> list[int]:
                 line = (folder / "cmdline").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if module in line and any(part.endswith(f"/{run_name}".encode())
-                                                for part in line):
+            if module in line and any(part.endswith(f"/{run_name}".encode()) for part in line):
                 found.append(int(folder.name))
     return sorted(found)
 
@@ -129,15 +146,15 @@ def rows_of(folder: Path) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-def wait_for_no_ranks(run_name: str) -> None:
-    deadline = time.monotonic() + 10
+def wait_for_no_ranks(run_name: str, seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
     while ranks_of(run_name):
         assert time.monotonic() < deadline, "orphans"
         time.sleep(0.1)
 
 
-def close_to(rows: list[dict], others: list[dict]) -> bool:
+def close_to(rows: list[dict], others: list[dict], rel: float = 1e-3, abs: float = 1e-4) -> bool:
     return len(rows) == len(others) and all(
         row.keys() == other.keys() and all(
-            row[name] == pytest.approx(other[name], rel=1e-3, abs=1e-4) for name in row)
+            row[name] == pytest.approx(other[name], rel=rel, abs=abs) for name in row)
         for row, other in zip(rows, others, strict=True))

@@ -9,6 +9,12 @@ import pytest
 import ranks
 from helpers import make_tokenizer, model_config, save_lm
 from ranks import largest_difference, odd_config, under
+from safetensors.torch import load_file, save_file
+from sessions import set_keys
+from transformers import AutoModelForSequenceClassification
+
+from ppocli.config.problems import find_problems
+from ppocli.config.schema import TrainConfig
 
 APART = {"hardware.gather_for_generation": False}
 SHARED = {"model.num_layers_unfrozen": 1}
@@ -39,8 +45,6 @@ def assert_same(one: dict, other: dict, tolerance: float = 2e-6) -> None:
     if "digest" in one:
         assert one["digest"].tolist() == other["digest"].tolist()
 
-
-# Quick --------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
 def alone(config, tmp_path_factory) -> dict:
@@ -89,8 +93,6 @@ def test_every_rank_holds_its_part(alone, in_parts):
                 shared = alone["shared"]["sizes"][0][1]
                 assert 0 <= kept - shared / 2 < 40
 
-
-# Slow ---------------------------------------------------------------------------------------------
 
 SCENARIOS = {
     "shared": SHARED, "everything shared": {"model.reference.kind": "shared"},
@@ -162,28 +164,14 @@ def test_bf16_under_every_stage(config, tmp_path, stage):
         assert largest_difference(one[name], many[name], "weight/") < 1e-4
 
 
-def save_classifier(folder: Path) -> Path:
-    """A model of two labels that tells texts apart."""
-    import torch
-    from transformers import AutoModelForSequenceClassification
-
-    labels = {0: "negative", 1: "POSITIVE"}
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = AutoModelForSequenceClassification.from_config(model_config(
-            "gpt2", id2label=labels, label2id={name: i for i, name in labels.items()}))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(8.0)
-    model.save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.slow
 def test_a_classifier_that_judges_is_not_sharded(config, tmp_path):
-    judged = {**config, "reward.fn": "classifier",
-              "reward.kwargs": {"model": str(save_classifier(tmp_path / "judge"))}}
+    judge = str(tmp_path / "judge")
+    AutoModelForSequenceClassification.from_config(model_config(
+        "gpt2", id2label={0: "negative", 1: "POSITIVE"}, label2id={"negative": 0, "POSITIVE": 1},
+        initializer_range=0.2)).save_pretrained(judge)
+    make_tokenizer().save_pretrained(judge)
+    judged = {**config, "reward.fn": "classifier", "reward.kwargs": {"model": judge}}
     one = run_sessions(tmp_path, "one", judged, {"copy": {}}, world=1)
     many = run_sessions(tmp_path, "many", {**judged, **under(3, tmp_path)}, {"copy": {}})
     assert_same(one["copy"], many["copy"])
@@ -192,8 +180,6 @@ def test_a_classifier_that_judges_is_not_sharded(config, tmp_path):
 
 @pytest.mark.slow
 def test_a_model_that_lacks_weights_ends_all_ranks(config, tmp_path):
-    from safetensors.torch import load_file, save_file
-
     broken = save_lm(tmp_path / "broken")
     weights = load_file(broken / "model.safetensors")
     del weights[next(name for name in weights if name.endswith("ln_f.weight"))]
@@ -204,15 +190,10 @@ def test_a_model_that_lacks_weights_ends_all_ranks(config, tmp_path):
 
 
 @pytest.mark.parametrize(("settings", "key"), [
-    ({"gather_for_generation": False}, "hardware.gather_for_generation"),
-    ({"shard": True}, "model.reference.shard"),
-    ({"zero_stage": 3, "shard": False, "kind": "shared"}, "model.reference.shard")])
+    (APART, "hardware.gather_for_generation"),
+    ({"model.reference.shard": True}, "model.reference.shard"),
+    ({"hardware.zero_stage": 3, "model.reference.shard": False,
+      "model.reference.kind": "shared"}, "model.reference.shard")])
 def test_settings_that_say_nothing_are_refused(settings, key):
-    from ppocli.config.problems import find_problems
-    from ppocli.config.schema import TrainConfig
-
-    cfg = TrainConfig()
-    for name, value in settings.items():
-        owner = cfg.model.reference if hasattr(cfg.model.reference, name) else cfg.hardware
-        setattr(owner, name, value)
-    assert key in " ".join(problem.key for problem in find_problems(cfg))
+    problems = find_problems(set_keys(TrainConfig(), settings))
+    assert key in " ".join(problem.key for problem in problems)

@@ -11,34 +11,11 @@ from pathlib import Path
 
 import pytest
 from helpers import environment, stable_rows
-from ranks import free_port
-from runs import assert_tidy, run, spawn, wait_for, words
+from ranks import LONG, REWARD, close_to, errors_in, free_port, rows_of
+from runs import Ended, assert_tidy, run, spawn, wait_for, words
 
 pytestmark = pytest.mark.timeout(300)
 ONE = ("ppo.num_steps=1", "eval.every_steps=null", "eval.at_start=false")
-BROKEN = '''\
-import os
-
-
-def broken_on_one_rank(outputs, **columns):
-    if os.environ.get("RANK") == "1":
-        raise ValueError("no reward today")
-    return [float(len(text)) for text in outputs]
-
-
-def a_bug(outputs, **columns):
-    import torch
-
-    if os.environ.get("RANK") == "1":
-        torch.distributed.all_gather_object = None
-    return [1.0 for _ in outputs]
-
-
-def dies_on_one_rank(outputs, **columns):
-    if os.environ.get("RANK") == "1":
-        os.kill(os.getpid(), 9)
-    return [1.0 for _ in outputs]
-'''
 
 
 def task(rank: int, *, nodes: int = 1, world: int = 2) -> dict[str, str]:
@@ -51,12 +28,6 @@ def task(rank: int, *, nodes: int = 1, world: int = 2) -> dict[str, str]:
             "SLURM_NODEID": str(rank // each)}
 
 
-def start(given: list[str], cwd: Path, **env: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-m", *given], cwd=cwd, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            env=environment(**env), process_group=0)
-
-
 def srun(*given: str, cwd: Path, nodes: int = 1) -> list[tuple[int, str, str]]:
     """Exit code, output and messages of each of two tasks."""
     port = str(free_port())
@@ -66,30 +37,47 @@ def srun(*given: str, cwd: Path, nodes: int = 1) -> list[tuple[int, str, str]]:
     return [(code, out, err) for out, err, code in reversed(ended)]
 
 
-def launch(*given: str, cwd: Path, **env: str) -> tuple[int, str, str]:
-    """A launcher as a module, to its end."""
-    process = start(list(given), cwd, **env)
+def start(*given: str, cwd: Path, **env: str) -> subprocess.Popen[str]:
+    """A launcher as a module."""
+    return subprocess.Popen([sys.executable, "-m", *given], cwd=cwd, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            env=environment(**env), process_group=0)
+
+
+def launch(*given: str, cwd: Path, code: int | None = 0, **env: str) -> Ended:
+    """A launcher to its end."""
+    process = start(*given, cwd=cwd, **env)
     out, err = process.communicate(timeout=250)
-    return process.returncode, out, err
+    ended = Ended(process.returncode, out, err)
+    assert code is None or ended.code == code, err
+    return ended
 
 
-def torchrun(*given: str, cwd: Path) -> tuple[int, str, str]:
-    return launch("torch.distributed.run", "--nproc-per-node=2", "--master-port",
-                  str(free_port()), "-m", "ppocli", *given, cwd=cwd)
+def torchrun(ranks: int = 2) -> tuple[str, ...]:
+    return ("torch.distributed.run", f"--nproc-per-node={ranks}", "--master-port",
+            str(free_port()), "-m", "ppocli")
 
 
-def errors(text: str) -> list[str]:
-    return [line for line in text.splitlines() if line.startswith(("Error:", "Stopped:"))]
+def accelerate() -> tuple[str, ...]:
+    """On a CPU it starts several processes only if told that there are GPUs."""
+    return ("accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1",
+            "--mixed_precision=no", "--dynamo_backend=no", f"--main_process_port={free_port()}",
+            "-m", "ppocli")
 
 
-def assert_same_as_alone(world: Path, name: str, *more: str) -> None:
-    run("train", *words("run_name=alone", *ONE, *more), cwd=world, code=0)
+def deepspeed() -> tuple[str, ...]:
+    """The part of it that runs on each machine, as the part that reads a hostfile starts it."""
+    info = base64.urlsafe_b64encode(json.dumps({"localhost": [0, 1]}).encode()).decode()
+    return ("deepspeed.launcher.launch", f"--world_info={info}", "--master_addr=127.0.0.1",
+            f"--master_port={free_port()}", "--module", "ppocli")
+
+
+def assert_same_as_alone(world: Path, name: str) -> None:
+    run("train", *words("run_name=alone", *ONE), cwd=world, code=0)
     rows, others = (stable_rows(world / f"runs/{run_name}/metrics.jsonl")
                     for run_name in ("alone", name))
-    assert len(rows) == len(others) == 1
-    assert rows[0].keys() == others[0].keys()
-    for key, value in rows[0].items():
-        assert others[0][key] == pytest.approx(value, rel=1e-3, abs=1e-4), key
+    assert len(rows) == 1
+    assert close_to(others, rows)
     assert_tidy(world / "runs" / name)
 
 
@@ -108,18 +96,11 @@ def test_two_tasks_of_srun_are_the_ranks_of_one_run(world):
     assert_same_as_alone(world, "tasks")
 
 
-def test_a_batch_script_is_one_process(world, command, monkeypatch):
-    for name, value in {**task(0), "SLURM_STEP_ID": ""}.items():
-        monkeypatch.setenv(name, value)
-    command(*words("run_name=one", *ONE), code=0)
-    assert "num_processes: 1\n" in Path("runs/one/config.yaml").read_text()
-
-
 def test_wrong_words_are_told_once_and_end_all_tasks_alike(world):
     first, second = srun("train", *words(*ONE, "hardware.num_processes=3", "run_name=x"), cwd=world)
     assert (first[0], second[0]) == (2, 2)
     assert "hardware.num_processes is 3, but srun has started 2 processes" in first[2]
-    assert len(errors(first[2] + second[2])) == 1
+    assert len(errors_in(first[2] + second[2])) == 1
     assert not (world / "runs").exists()
 
 
@@ -148,7 +129,7 @@ def test_what_needs_one_process_says_so_once(world):
         first, second = srun(*given, cwd=world)
         assert (first[0], second[0]) == (2, 2), first[2]
         assert text in first[2]
-        assert len(errors(first[2] + second[2])) == 1
+        assert len(errors_in(first[2] + second[2])) == 1
     first, second = srun("train", *words(*ONE), "--cfg", "job", "-p", "seed", cwd=world)
     assert (first[0], second[0], second[1]) == (0, 0, "")
     assert first[1] == "0\n"
@@ -166,47 +147,21 @@ def test_python_in_a_launcher_is_sent_to_the_command(world):
 @pytest.mark.slow
 @pytest.mark.parametrize("hardware", ["ddp", "zero3"])
 def test_torchrun(world, hardware):
-    code, out, err = torchrun("train", *words("run_name=run", *ONE, f"hardware={hardware}"),
-                              cwd=world)
-    assert code == 0, err
-    assert out.splitlines()[-1] == str(world / "runs/run/model")
-    assert out.count("model        ") == 1
+    done = launch(*torchrun(), "train", *words("run_name=run", *ONE, f"hardware={hardware}"),
+                  cwd=world)
+    assert done.out.splitlines()[-1] == str(world / "runs/run/model")
+    assert done.out.count("model        ") == 1
     assert_same_as_alone(world, "run")
-    code, out, err = torchrun("resume", "run", "ppo.num_steps=2", cwd=world)
-    assert code == 0, err
+    launch(*torchrun(), "resume", "run", "ppo.num_steps=2", cwd=world)
     assert [row["step"] for row in stable_rows(world / "runs/run/metrics.jsonl")] == [1, 2]
 
 
 @pytest.mark.slow
-def test_torchrun_with_one_process(world):
-    code, out, err = launch("torch.distributed.run", "--nproc-per-node=1", "-m", "ppocli", "train",
-                            *words("run_name=run", *ONE, "hardware=zero2"), cwd=world)
-    assert code == 0, err
-    assert out.splitlines()[-1] == str(world / "runs/run/model")
-
-
-@pytest.mark.slow
-def test_accelerate_launch(world):
-    """On a CPU accelerate starts several processes only if told that there are GPUs."""
-    code, out, err = launch(
-        "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1",
-        "--mixed_precision=no", "--dynamo_backend=no", f"--main_process_port={free_port()}", "-m",
-        "ppocli", "train", *words("run_name=run", *ONE), cwd=world)
-    assert code == 0, err
-    assert str(world / "runs/run/model") in out.splitlines()
-    assert_same_as_alone(world, "run")
-
-
-@pytest.mark.slow
-def test_deepspeeds_launcher(world):
-    """The part of it that runs on each machine, as the part that reads a hostfile starts it."""
-    info = base64.urlsafe_b64encode(json.dumps({"localhost": [0, 1]}).encode()).decode()
-    code, out, err = launch(
-        "deepspeed.launcher.launch", f"--world_info={info}", "--master_addr=127.0.0.1",
-        f"--master_port={free_port()}", "--module", "ppocli", "train",
-        *words("run_name=run", *ONE, "hardware=zero2"), cwd=world)
-    assert code == 0, err
-    assert str(world / "runs/run/model") in out.splitlines()
+@pytest.mark.parametrize(("launcher", "more"), [
+    (lambda: torchrun(1), ["hardware=zero2"]), (accelerate, []), (deepspeed, ["hardware=zero2"])])
+def test_other_launchers_and_torchrun_with_one_process(world, launcher, more):
+    done = launch(*launcher(), "train", *words("run_name=run", *ONE, *more), cwd=world)
+    assert str(world / "runs/run/model") in done.out.splitlines()
     assert_same_as_alone(world, "run")
 
 
@@ -216,43 +171,36 @@ def test_deepspeeds_launcher(world):
     ("a_bug", (1, 1), "Error: rank 1: TypeError"),
     ("dies_on_one_rank", (1, -9), "rank 0 lost the connection to another rank")])
 def test_a_failure_on_one_rank_is_told_once(world, function, codes, text):
-    (world / "odd.py").write_text(BROKEN)
+    (world / "odd.py").write_text(REWARD)
     started = time.monotonic()
     first, second = srun("train", *words("run_name=bad", *ONE, f"reward.fn=odd.py:{function}"),
                          cwd=world)
     assert (first[0], second[0]) == codes, first[2] + second[2]
     assert text in first[2] + second[2]
-    assert len(errors(first[2] + second[2])) == 1
+    assert len(errors_in(first[2] + second[2])) == 1
     assert time.monotonic() - started < 120
 
 
 @pytest.mark.slow
 def test_memory_that_runs_out_under_torchrun_ends_all_with_the_command_to_go_on(world):
-    code, out, err = launch(
-        "torch.distributed.run", "--nproc-per-node=2", "--master-port", str(free_port()), "-m",
-        "ppocli", "train", *words("run_name=r", "ppo.num_steps=2"), cwd=world,
-        PPOCLI_FAULTS="optimize.forward>1@6+#1:oom")
-    assert code != 0
-    [message] = errors(err)
+    ended = launch(*torchrun(), "train", *words("run_name=r", "ppo.num_steps=2"), cwd=world,
+                   code=None, PPOCLI_FAULTS="optimize.forward>1@6+#1:oom")
+    assert ended.code != 0
+    [message] = errors_in(ended.err)
     assert message.startswith("Error: rank 1, step 2: out of memory with 3 rows a pass; last "
-                              "healthy: step 1 in "), err
-    assert f"ppocli resume {world}/runs/r ppo.micro_batch_size=1 (the result stays" in err
-    assert "exitcode  : 8" in out + err
-    done = run("resume", "runs/r", "hardware.num_processes=1", "ppo.micro_batch_size=1", cwd=world)
-    assert done.code == 0, done.err
+                              "healthy: step 1 in "), ended.err
+    assert f"ppocli resume {world}/runs/r ppo.micro_batch_size=1 (the result stays" in ended.err
+    assert "exitcode  : 8" in ended.said
+    run("resume", "runs/r", "hardware.num_processes=1", "ppo.micro_batch_size=1", cwd=world, code=0)
 
 
 @pytest.mark.slow
 def test_sigterm_to_torchrun_saves_once(world):
-    process = start(["torch.distributed.run", "--nproc-per-node=2", "--master-port",
-                     str(free_port()), "-m", "ppocli", "train",
-                     *words("run_name=cut", "ppo.num_steps=400", "eval.every_steps=100",
-                            "checkpoint.every_steps=100")], world)
-    metrics = world / "runs/cut/metrics.jsonl"
-    wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2, process)
+    process = start(*torchrun(), "train", *words("run_name=cut", *LONG), cwd=world)
+    wait_for(lambda: rows_of(world / "runs/cut") > 2, process)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=120)
-    assert len(errors(err)) == 1, err
+    assert len(errors_in(err)) == 1, err
     assert "Stopped: stopped by SIGTERM at step" in err
     assert len(list((world / "runs/cut/checkpoints").glob("step-*"))) == 1
     done = run("resume", "runs/cut", "ppo.num_steps=5", cwd=world)

@@ -7,6 +7,7 @@ LORA = {"type": "lora", "r": 4, "target_modules": ["c_attn", "c_fc"]}
 ADAPTERS = [LORA, {"type": "prefix", "num_virtual_tokens": 3},
             {"type": "prompt", "num_virtual_tokens": 3}]
 ADAM = {"ppo.optimizer.name": "adamw"}
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,6 @@ QUICK = [(2, 0), (2, 3)]
 SLOW = [(2, 1), (2, 2), (4, 0), (4, 1), (4, 2), (4, 3), (1, 1), (1, 2), (1, 3)]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("world", "stage"), [
     *QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW)])
 def test_one_update_is_the_same_on_any_ranks(config, alone, tmp_path, world, stage):
@@ -32,7 +32,6 @@ def test_one_update_is_the_same_on_any_ranks(config, alone, tmp_path, world, sta
     assert_same_update(alone, found)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("peft", "stage"), [(LORA, 3), *(
     pytest.param(peft, stage, marks=pytest.mark.slow) for peft in ADAPTERS for stage in (0, 3)
     if (peft, stage) != (LORA, 3))])
@@ -47,7 +46,6 @@ def test_an_adapter_learns_the_same_on_two_ranks(config, tmp_path, peft, stage):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("keys", [
     {"ppo.micro_batch_size": 1}, {"ppo.micro_batch_size": 5}, {"ppo.micro_batch_tokens": 23},
@@ -58,7 +56,6 @@ def test_the_micro_batch_changes_nothing(config, alone, tmp_path, stage, keys):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("changes", [
     {"hardware.zero_stage": 3, "hardware.offload_optimizer": True, "hardware.offload_param": True},
     {"hardware.zero_stage": 2, "hardware.offload_optimizer": True},
@@ -75,7 +72,6 @@ def test_settings_that_move_weights_elsewhere(config, tmp_path, changes):
     assert_same_update(one, run_job(tmp_path, "many", {**base, **changes}, world=2))
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("advantage", "stage"), [("grpo", 0), *(
     pytest.param(name, stage, marks=pytest.mark.slow)
     for name, stage in [("grpo", 2), ("grpo", 3), ("rloo", 0), ("rloo", 3), ("reinforce_pp", 0)])])
@@ -87,7 +83,6 @@ def test_estimators_without_a_critic_are_the_same_on_any_ranks(config, tmp_path,
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_skipped_minibatch_changes_nothing_on_any_rank(config, tmp_path, stage):
     """The second of four updates is not finite, and the ratio guard refuses none."""
@@ -100,7 +95,6 @@ def test_a_skipped_minibatch_changes_nothing_on_any_rank(config, tmp_path, stage
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_ratio_guard_and_the_early_stop_are_of_all_ranks(config, tmp_path, stage):
     # in one process the ratios are 1 + 1e-7, 0.9987, 0.9950, 1.0072 and the KLs 2e-8, 1.4e-3, ...:
@@ -117,7 +111,6 @@ def test_the_ratio_guard_and_the_early_stop_are_of_all_ranks(config, tmp_path, s
 # Checkpoints --------------------------------------------------------------------------------------
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("peft", [None, LORA])
 def test_a_checkpoint_goes_on_exactly_and_on_other_ranks(config, tmp_path, stage, peft):
@@ -140,7 +133,6 @@ def test_a_checkpoint_goes_on_exactly_and_on_other_ranks(config, tmp_path, stage
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_checkpoint_of_one_process_goes_on_under_every_stage(config, tmp_path, stage):
     config, saved = {**config, **ADAM}, tmp_path / "checkpoint"

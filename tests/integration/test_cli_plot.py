@@ -8,36 +8,28 @@ from xml.etree import ElementTree
 
 import pytest
 from helpers import environment, jsonl, ppocli
-from runs import whole_copy
+from runs import Command, app_in_process, whole_copy
 
-from ppocli.cli.output import code_of
-from ppocli.cli.plot import plot_runs
 from ppocli.report.curves import smoothed
+from ppocli.storage.run_folder import lock
 
 
 @pytest.fixture
-def runs(reference, tmp_path, monkeypatch) -> Path:
+def runs(reference, here) -> Path:
     """The current folder, with two runs in it."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").mkdir()
-    whole_copy(reference, tmp_path / "runs/one")
-    other = whole_copy(reference, tmp_path / "runs/other")
-    rows = jsonl(other / "metrics.jsonl")
-    for row in rows:
-        row["lr"] = 7.0
-    (other / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return tmp_path
+    whole_copy(reference, here / "runs/one")
+    other = whole_copy(reference, here / "runs/other")
+    (other / "metrics.jsonl").write_text("".join(
+        json.dumps({**row, "lr": 7.0}) + "\n" for row in jsonl(other / "metrics.jsonl")))
+    return here
 
 
-def plot(capsys, *given: str, metric: str = "reward,kl", smooth: int = 1, out: str | None = None,
-         overwrite: bool = False, as_json: bool = False) -> tuple[int, str, str]:
-    code = code_of(lambda: plot_runs(given, metric=metric, smooth=smooth,
-                                     out=None if out is None else Path(out), overwrite=overwrite,
-                                     as_json=as_json))
-    return (code, *capsys.readouterr())
+@pytest.fixture
+def plot(runs, capsys) -> Command:
+    return app_in_process(capsys, "plot")
 
 
-def test_the_newest_run_is_drawn_in_dots_as_wide_as_the_terminal(runs):
+def test_the_newest_run_is_drawn_in_dots_as_wide_as_the_terminal_and_else_in_ascii(runs):
     done = ppocli("plot", cwd=runs, COLUMNS="60", PYTHONIOENCODING="utf-8", code=0)
     assert done.stderr.startswith("using runs/")
     lines = done.stdout.splitlines()
@@ -46,20 +38,16 @@ def test_the_newest_run_is_drawn_in_dots_as_wide_as_the_terminal(runs):
     assert max(map(len, lines)) == 60
     assert any(0x2800 < ord(letter) <= 0x28FF for letter in done.stdout)
     assert "\x1b" not in done.stdout
-
-
-def test_an_encoding_without_braille_gets_ascii(runs):
     done = ppocli("plot", "runs/one", "--metric", "lr", cwd=runs, PYTHONIOENCODING="ascii", code=0)
     assert done.stdout.isascii()
     assert "\\u" not in done.stdout
     assert "*" in done.stdout
 
 
-def test_json_has_the_points_of_the_run(runs, capsys):
-    code, out, _ = plot(capsys, "one", metric="reward,eval,policy/grad_norm", as_json=True)
+def test_json_has_the_points_of_the_run(runs, plot):
+    done = plot("one", "--metric", "reward,eval,policy/grad_norm", "--json", code=0)
     rows = jsonl(runs / "runs/one/metrics.jsonl")
-    assert code == 0
-    for each, name in zip(json.loads(out)["series"],
+    for each, name in zip(json.loads(done.out)["series"],
                           ["reward/mean", "eval/reward_mean", "policy/grad_norm"], strict=True):
         there = [row for row in rows if row.get(name) is not None]
         assert each == {"run": "one", "metric": name, "steps": [row["step"] for row in there],
@@ -67,9 +55,8 @@ def test_json_has_the_points_of_the_run(runs, capsys):
         assert len(there) >= 3
 
 
-def test_runs_lie_over_one_another_with_a_legend(runs, capsys):
-    code, out, _ = plot(capsys, "one", "runs/other", metric="lr")
-    assert code == 0
+def test_runs_lie_over_one_another_with_a_legend(plot):
+    out = plot("one", "runs/other", "--metric", "lr", code=0).out
     assert out.startswith("lr\n")
     assert out.endswith("  * one\n  o other\n")
     assert out.splitlines()[1].lstrip().startswith("7┤oooo")
@@ -82,94 +69,77 @@ def test_smoothing_is_a_mean_over_steps():
     assert smoothed(points, 4) == [(0, 8.0), (1, 5.0), (2, 14 / 3), (5, 5.0)]
 
 
-def test_svg_holds_a_chart_for_each_figure(runs, capsys):
-    code, out, _ = plot(capsys, "one", "other", metric="reward,lr", smooth=2, out="new/a.svg")
-    assert (code, out) == (0, "new/a.svg\n")
+def test_svg_holds_a_chart_for_each_figure(plot):
+    done = plot("one", "other", "-m", "reward,lr", "--smooth", 2, "--out", "new/a.svg", code=0)
+    assert done.out == "new/a.svg\n"
     root = ElementTree.parse("new/a.svg").getroot()
     titles = [e.text for e in root.iter("{http://www.w3.org/2000/svg}title")]
     assert titles == ["reward/mean, mean of 2 steps", "lr, mean of 2 steps"]
     assert (root.get("width"), root.get("height")) == ("640", "480")
-    code, _, _ = plot(capsys, "one", metric="lr", out="b.svg")
-    assert ElementTree.parse("b.svg").getroot().get("height") == "240"
 
 
-@pytest.mark.parametrize("out", ["file/a.svg", "file/b/a.png", "/proc/a.svg", f"{'n' * 300}.svg"])
-def test_a_place_that_can_not_be_written_is_told(runs, capsys, out):
+@pytest.mark.parametrize("out", ["file/b/a.png", "/proc/a.svg", f"{'n' * 300}.svg"])
+def test_a_place_that_can_not_be_written_is_told(plot, out):
     Path("file").write_text("")
-    code, said, err = plot(capsys, "one", metric="lr", out=out)
-    assert (code, said) == (6, "")
-    assert err.startswith("Error: ")
-    assert err.endswith("name a file on another disk or in another folder: --out FILE\n")
+    done = plot("one", "--out", out, code=6)
+    assert done.out == ""
+    assert done.err.endswith("name a file on another disk or in another folder: --out FILE\n")
 
 
-def test_png(runs, capsys):
+def test_png(runs, plot):
     whole_copy(runs / "runs/one", runs / "runs/_日本 $x$")
-    code, out, err = plot(capsys, "one", "_日本 $x$", out="a.png")
-    assert (code, out, err) == (0, "a.png\n", "")
+    assert plot("one", "_日本 $x$", "--out", "a.png", code=0).said == "a.png\n"
     assert Path("a.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
-def test_png_without_matplotlib_names_the_extra(runs, capsys, monkeypatch):
+def test_png_without_matplotlib_names_the_extra(plot, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    code, out, err = plot(capsys, "one", out="a.png")
-    assert (code, out) == (2, "")
-    assert err == ("Error: Drawing a .png needs matplotlib, which is not installed.\n"
-                   "  where: --out\n"
-                   "  fix:   pip install 'ppocli[plot]'; or write a .svg, which needs nothing\n")
+    assert plot("one", "--out", "a.png", code=2).said == (
+        "Error: Drawing a .png needs matplotlib, which is not installed.\n  where: --out\n"
+        "  fix:   pip install 'ppocli[plot]'; or write a .svg, which needs nothing\n")
     assert not Path("a.png").exists()
 
 
-def test_nothing_is_overwritten_without_being_told(runs, capsys):
+def test_nothing_is_overwritten_without_being_told(plot):
     Path("a.svg").write_text("mine")
-    code, _, err = plot(capsys, "one", out="a.svg")
-    assert code == 2
-    assert err == ("Error: a.svg exists already; nothing is overwritten.\n  where: --out\n"
-                   "  fix:   choose another name, or add --overwrite\n")
+    assert plot("one", "--out", "a.svg", code=2).err == (
+        "Error: a.svg exists already; nothing is overwritten.\n  where: --out\n"
+        "  fix:   choose another name, or add --overwrite\n")
     assert Path("a.svg").read_text() == "mine"
-    assert plot(capsys, "one", out="a.svg", overwrite=True)[0] == 0
+    plot("one", "--out", "a.svg", "--overwrite", code=0)
     assert Path("a.svg").read_text().startswith("<svg")
 
 
 @pytest.mark.parametrize(("given", "said"), [
-    ({"metric": "rewrd"}, "--metric rewrd: there is no such figure in these runs; did you mean "
-                          "reward?"),
-    ({"metric": "objective/k"}, "did you mean objective/kl"),
-    ({"smooth": 0}, "--smooth 0: must be at least 1"),
-    ({"out": "a.gif"}, "--out a.gif: must end in .svg or .png")])
-def test_wrong_options(runs, capsys, given, said):
-    code, out, err = plot(capsys, "one", **given)
-    assert (code, out) == (2, "")
-    assert said in err
-    if "metric" in given:
-        assert ("choose of: reward, kl, length, entropy, clip, lr, loss, eval; or by full name: "
-                in err)
+    ("--metric rewrd", "--metric rewrd: there is no such figure in these runs; did you mean "
+                       "reward?"),
+    ("--metric objective/k", "did you mean objective/kl"),
+    ("--metric x", "choose of: reward, kl, length, entropy, clip, lr, loss, eval; or by full "
+                   "name: "),
+    ("--smooth 0", "--smooth 0: must be at least 1"),
+    ("--out a.gif", "--out a.gif: must end in .svg or .png")])
+def test_wrong_options(plot, given, said):
+    done = plot("one", *given.split(), code=2)
+    assert said in done.err
+    assert done.out == ""
 
 
-def test_no_run_and_no_figures(runs, capsys):
-    code, _, err = plot(capsys, "onee")
-    assert code == 3
-    assert "onee does not exist" in err
-    assert "did you mean one" in err
+def test_no_figures(plot):
     Path("runs/one/metrics.jsonl").write_text("")
-    code, _, err = plot(capsys, "one")
-    assert code == 3
+    err = plot("one", code=3).err
     assert "There are no figures in one.\n" in err
     assert "it ended without a row" in err
-    from ppocli.storage.run_folder import lock
-
     with lock(Path("runs/one").absolute()):
-        code, _, err = plot(capsys, "one")
-    assert code == 3
+        err = plot("one", code=3).err
     assert "There are no figures in one yet.\n" in err
     assert "wait for the first step" in err
 
 
-def test_parts_of_a_run_stand_for_it_and_equal_names_are_told_apart(runs, capsys):
+def test_parts_of_a_run_stand_for_it_and_equal_names_are_told_apart(runs, plot):
     whole_copy(runs / "runs/one", runs / "elsewhere/one")
-    code, out, _ = plot(capsys, "runs/one/checkpoints/step-000002/policy", "elsewhere/one/model",
-                        "runs/one", metric="lr", as_json=True)
-    assert code == 0
-    assert [each["run"] for each in json.loads(out)["series"]] == ["runs/one", "elsewhere/one"]
+    done = plot("runs/one/checkpoints/step-000002/policy", "elsewhere/one/model", "runs/one",
+                "--metric", "lr", "--json", code=0)
+    assert [each["run"] for each in json.loads(done.out)["series"]] == ["runs/one", "elsewhere/one"]
 
 
 def test_what_only_reads_loads_no_torch(runs):

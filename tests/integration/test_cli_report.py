@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from helpers import jsonl, ppocli
 from hostile import hostile_run
-from runs import PLANTED, whole_copy
+from runs import PLANTED, last_checkpoint, whole_copy
 
 from ppocli.cli.output import code_of
 from ppocli.cli.runs import report
+from ppocli.storage.run_folder import lock
 
 
 class Page(HTMLParser):
@@ -20,10 +21,7 @@ class Page(HTMLParser):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str]] = []
-        self._open: list[str] = []
-        self._text: list[str] = []
+        self.tags, self.attributes, self._open, self._text = [], [], [], []
         self.feed(path.read_text(encoding="utf-8"))
         assert self._open == [], "every element is closed"
         self.text = " ".join("".join(self._text).split())
@@ -51,6 +49,13 @@ def run(reference: Path, tmp_path: Path) -> Path:
     return whole_copy(reference, tmp_path / "runs" / "one")
 
 
+def say_data(say, run: Path) -> dict:
+    """What ``--json`` prints."""
+    code, out, _ = say(run, as_json=True)
+    assert code == 0
+    return json.loads(out)
+
+
 @pytest.fixture
 def say(capsys: pytest.CaptureFixture[str]):
     """The command in this process: (exit code, stdout, stderr)."""
@@ -60,6 +65,12 @@ def say(capsys: pytest.CaptureFixture[str]):
                                       as_json))
         return code, *capsys.readouterr()
     return command
+
+
+def texts(say, run: Path) -> tuple[str, str]:
+    """What its page and its Markdown say, which are written."""
+    assert say(run)[0] == 0
+    return Page(run / "report.html").text, (run / "report.md").read_text(encoding="utf-8")
 
 
 def outside_fences(text: str) -> list[str]:
@@ -83,9 +94,9 @@ def test_the_command_writes_a_page_and_markdown_into_the_newest_run(run, tmp_pat
     done = ppocli("report", cwd=tmp_path, HF_TOKEN=PLANTED, code=0)
     assert done.stdout == "runs/one/report.html\nruns/one/report.md\n"
     assert done.stderr == "using runs/one (the newest run)\n"
-    page = Page(run / "report.html")
     rows = jsonl(run / "metrics.jsonl")
     before, after = rows[0]["eval/reward_mean"], rows[-1]["eval/reward_mean"]
+    page = Page(run / "report.html")
     for text in (page.text, (run / "report.md").read_text(encoding="utf-8")):
         assert f"{before:.3f} → {after:.3f}" in text.replace("**", "")
         for part in ("ppo.kl_controller", "adaptive", "rewards.py:score", "ppo.horizon", "10000",
@@ -117,9 +128,7 @@ def test_a_page_refers_to_nothing_outside_itself(run, say):
 
 
 def test_the_samples_are_those_of_the_same_prompts(run, say):
-    code, out, _ = say(run, as_json=True)
-    assert code == 0
-    data = json.loads(out)
+    data = say_data(say, run)
     rows = [row for row in jsonl(run / "samples.jsonl") if row["kind"] == "eval"]
     for pair in data["samples"]["pairs"]:
         for side, step in (("before", 0), ("after", 4)):
@@ -175,9 +184,7 @@ def test_equal_warnings_are_counted_once_and_dated(run, say):
         for step in (5, 6, 7):
             log.write(f"2026-01-31 12:00:0{step},000 INFO step {step}/9  reward 0.1\n"
                       f"2026-01-31 12:00:0{step},500 WARNING Mean ratio 1{step}.5 exceeds.\nmore\n")
-    code, out, _ = say(run, as_json=True)
-    assert code == 0
-    assert json.loads(out)["complaints"][-1] == {
+    assert say_data(say, run)["complaints"][-1] == {
         "level": "warning", "text": "Mean ratio 15.5 exceeds.\nmore",
         "time": "2026-01-31 12:00:05", "step": 5, "count": 3}
 
@@ -193,9 +200,7 @@ def test_an_unfinished_run_gets_a_report_that_says_so(run, say, status, said):
         (run / "summary.json").unlink()
     shutil.rmtree(run / "model")
     shutil.rmtree(run / "checkpoints")
-    assert say(run)[0] == 0
-    page, text = Page(run / "report.html").text, (run / "report.md").read_text()
-    for found in (page, text):
+    for found in texts(say, run):
         assert said in found
         assert f"ppocli resume {run}" in found
         assert "None are kept." in found
@@ -203,8 +208,6 @@ def test_an_unfinished_run_gets_a_report_that_says_so(run, say, status, said):
 
 
 def test_a_running_run_gets_a_report_that_says_so(run, say):
-    from ppocli.storage.run_folder import lock
-
     (run / "summary.json").unlink()
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:2]) + '{"step": 2, "rew')
@@ -219,8 +222,7 @@ def test_a_run_that_has_only_begun_gets_a_report(run, say):
     for path in run.iterdir():
         if path.name not in ("config.yaml", "run.json"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    assert say(run)[0] == 0
-    for found in (Page(run / "report.html").text, (run / "report.md").read_text()):
+    for found in texts(say, run):
         for part in ("No evaluation has ended yet", "No step has ended yet.",
                      "No evaluation samples were written.", "None are kept."):
             assert part in found, part
@@ -233,35 +235,32 @@ def test_where_the_time_went_is_the_summarys_profile_or_else_that_of_the_steps(r
     if lost:
         summary["profile"] = None if lost == "profile" else {"phases": ["what"]}
         (run / "summary.json").write_text(json.dumps(summary))
-    _, out, _ = say(as_json=True, run=str(run))
-    found = {phase["name"]: phase for phase in json.loads(out)["phases"]}
+    found = {phase["name"]: phase for phase in say_data(say, run)["phases"]}
     steps = {"rollout", "reward", "scoring", "optimize", "other", "eval"}
     assert set(found) == (steps if lost else {*steps, "startup", "between", "saving"})
     assert sum(phase["share"] for phase in found.values()) == pytest.approx(1)
     for name, phase in found.items():
-        for figure in ("seconds", "cpu_seconds"):
-            assert phase[figure] == pytest.approx(profile[name][figure]), (name, figure)
+        assert phase["seconds"] == pytest.approx(profile[name]["seconds"]), name
+        assert phase["cpu_seconds"] == pytest.approx(profile[name]["cpu_seconds"]), name
         assert phase["tokens_per_second"] == (
             None if lost else profile[name]["tokens_per_second"])
 
 
 def test_an_unusable_checkpoint_is_called_so(run, say):
-    newest = max((run / "checkpoints").glob("step-*"))
-    (newest / "value_head.safetensors").unlink()
-    code, out, _ = say(run, as_json=True)
-    assert code == 0
-    kept = {entry["step"]: entry for entry in json.loads(out)["checkpoints"]}
+    (last_checkpoint(run) / "value_head.safetensors").unlink()
+    kept = {entry["step"]: entry for entry in say_data(say, run)["checkpoints"]}
     assert kept[4]["problem"] == "value_head.safetensors is missing"
-    assert not kept[4]["latest"]
-    assert kept[3]["latest"]
-    assert kept[3]["bytes"] > 10_000
+    assert (kept[3]["latest"], kept[4]["latest"]) == (True, False)
+
+
+def set_key(run: Path, key: str, value: str) -> None:
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(re.sub(f"(?m)^(  {key}:) .*$", rf"\1 {value}", config))
 
 
 def test_a_run_of_python_objects_has_no_command(run, say):
-    config = (run / "config.yaml").read_text()
-    (run / "config.yaml").write_text(re.sub(r"(?m)^(  fn:) .*$", r"\1 <python object>", config))
-    assert say(run)[0] == 0
-    for found in (Page(run / "report.html").text, (run / "report.md").read_text()):
+    set_key(run, "fn", "<python object>")
+    for found in texts(say, run):
         assert "started from Python with Python objects" in found
         assert "ppocli train" not in found
 
@@ -273,24 +272,16 @@ def test_ten_thousand_steps_are_thinned_and_said_to_be(run, say):
             file.write(json.dumps({**row, "step": step, "reward/mean": step % 97,
                                    "val/var_explained": -5.0 - (step in (1, 9_999)),
                                    "lr": 0.5 if step in (1, 10_000) else step % 7}) + "\n")
-    assert say(run)[0] == 0
-    path = run / "report.html"
-    assert path.stat().st_size < 1_000_000
+    page, text = texts(say, run)
+    assert (run / "report.html").stat().st_size < 1_000_000
     said = "Of about every 20 neighbouring steps the lowest and the highest value are drawn."
-    assert said in Page(path).text
-    assert "Values below -1 are drawn at -1." in Page(path).text
-    data = json.loads(say(run, as_json=True)[1])
-    lines = [line for curve in data["curves"] for line in curve["lines"]]
+    assert said in page
+    assert "Values below -1 are drawn at -1." in page
+    lines = [line for curve in say_data(say, run)["curves"] for line in curve["lines"]]
     assert max(len(line["points"]) for line in lines) == 1000
-    text = (run / "report.md").read_text()
     assert "| Explained variance of the returns | -6 | -5 | -6 | -5 | ▅" in text
     assert "Explained variance of the returns: Values below -1 are drawn at -1.\n" in text
     assert "| Learning rate | 0.500 | 0.500 | 0 | 6 |" in text
-    rate = next(curve for curve in data["curves"] if curve["title"] == "Learning rate")
-    assert (rate["figures"][0]["first"], rate["figures"][0]["last"]) == (0.5, 0.5)
-    assert [rate["lines"][0]["points"][at] for at in (0, -1)] == [[1, 0.5], [10_000, 0.5]]
-    explained = next(c for c in data["curves"] if c["title"].startswith("Explained"))
-    assert explained["lines"][0]["points"][0] == [1, -6.0]
 
 
 def test_changes_of_a_resume_are_named_and_the_promise_is_dropped(run, say):
@@ -300,29 +291,22 @@ def test_changes_of_a_resume_are_named_and_the_promise_is_dropped(run, say):
     told = json.loads((run / "run.json").read_text())
     told["changes"] = [{"step": 2, "key": "reward.kwargs.<i>", "before": "a|b", "after": "0.25"}]
     (run / "run.json").write_text(json.dumps(told))
-    assert say(run)[0] == 0
-    page, text = Page(run / "report.html").text, (run / "report.md").read_text()
+    page, text = texts(say, run)
     assert promise not in page + text
-    assert warned in page
-    assert warned in text
+    assert all(warned in found for found in (page, text))
     assert "| `reward.kwargs.<i>` | `a\\|b` | `0.25` | 2 |" in text
     assert "reward.kwargs.<i>" in page
 
 
 def test_modules_that_the_command_has_to_find_are_named(run, say):
-    assert json.loads(say(run, as_json=True)[1])["modules"] == []
-    config = (run / "config.yaml").read_text()
-    config = re.sub(r"(?m)^(  fn:) .*$", r"\1 ok:score", config)
-    config = re.sub(r"(?m)^(  metric_fn:) .*$", r"\1 pkg.more.f", config)
-    (run / "config.yaml").write_text(config)
+    assert say_data(say, run)["modules"] == []
+    set_key(run, "fn", "ok:score")
+    set_key(run, "metric_fn", "pkg.more.f")
     (run / "summary.json").unlink()
-    assert say(run)[0] == 0
-    text = (run / "report.md").read_text()
-    assert f"To go on (where `ok`, `pkg.more` can be imported): `ppocli resume {run}`" in text
-    assert "Run it in the folder that `ok`, `pkg.more` are imported from, unless installed" in text
-    page = Page(run / "report.html").text
-    assert "To go on (where ok, pkg.more can be imported): ppocli resume" in page
-    assert "Run it in the folder that ok, pkg.more are imported from, unless installed" in page
+    for found in texts(say, run):
+        text = found.replace("`", "")
+        assert f"To go on (where ok, pkg.more can be imported): ppocli resume {run}" in text
+        assert "Run it in the folder that ok, pkg.more are imported from, unless installed" in text
 
 
 @pytest.mark.parametrize(("kept", "said"), [
@@ -331,11 +315,10 @@ def test_modules_that_the_command_has_to_find_are_named(run, say):
 def test_a_lone_evaluation_says_of_when_it_is(run, say, kept, said):
     rows = [row for row in jsonl(run / "metrics.jsonl") if kept(row)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert say(run)[0] == 0
     reward = f"{next(r['eval/reward_mean'] for r in rows if 'eval/reward_mean' in r):.3f}"
-    text = (run / "report.md").read_text()
+    page, text = texts(say, run)
     assert f"Reward on the evaluation prompts {said}: **{reward}**" in text
-    assert f"Reward on the evaluation prompts {said}{reward}" in Page(run / "report.html").text
+    assert f"Reward on the evaluation prompts {said}{reward}" in page
     alone = "| Reward: evaluation |" in text and "| Reward: rollouts |" not in text
     assert alone == (said == "before training")
     assert ("Reward: evaluation" in (run / "report.html").read_text()) == alone
@@ -371,10 +354,9 @@ def test_the_file_name_tells_the_format(run, say, tmp_path):
     code, out, _ = say(run, output=tmp_path / "new/place/talk.html")
     assert (code, out) == (0, f"{tmp_path}/new/place/talk.html\n")
     assert not (run / "report.html").exists()
-    assert say(run, output=tmp_path / "a.md")[0] == 0
-    assert (tmp_path / "a.md").read_text().startswith("<!-- generator: ppocli report ")
     code, out, _ = say(run, output=tmp_path / "both.html", form="both")
     assert out.split() == [f"{tmp_path}/both.html", f"{tmp_path}/both.md"]
+    assert (tmp_path / "both.md").read_text().startswith("<!-- generator: ppocli report ")
     code, out, _ = say(run, output=tmp_path, form="md")
     assert out == f"{tmp_path}/report.md\n"
 
@@ -384,15 +366,10 @@ def test_the_file_name_tells_the_format(run, say, tmp_path):
     ({"output": "x.md", "form": "html"}, 2, "x.md ends like another format than --format html."),
     ({"form": "pdf"}, 2, "--format pdf is unknown."),
     ({"as_json": True, "form": "md"}, 2, "--json prints the report's data and writes no file."),
-    ({"run": "nowhere"}, 3, "nowhere does not exist"),
     ({"run": "."}, 3, ". is not a run folder."),
-    ({"output": "file/report.md"}, 6, "{here}/file can't be a folder: "),
-    ({"output": f"{'n' * 300}.md"}, 6, "Path too long"),
-])
-def test_what_is_refused(run, say, tmp_path, monkeypatch, options, code, what):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").write_text("")
+    ({"output": f"{'n' * 300}.md"}, 6, "Path too long")])
+def test_what_is_refused(run, say, options, code, what):
     found, out, err = say(**{"run": run, **options})
     assert (found, out) == (code, "")
-    assert err.startswith(f"Error: {what.replace('{here}', str(tmp_path))}"), err
+    assert err.startswith(f"Error: {what}"), err
     assert "  fix:   " in err

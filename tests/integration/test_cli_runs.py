@@ -1,4 +1,5 @@
-"""``ppocli runs list`` and ``prune``: what is told of runs, and what may never be deleted."""
+"""``ppocli runs list`` and ``prune``: what is told of runs, and what may never be deleted. Runs by
+folder and by name, and folders that are damaged, unreadable or not what was meant."""
 
 import json
 import os
@@ -6,18 +7,25 @@ import pty
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers import environment, ppocli
-from runs import copied, whole_copy
+from helpers import environment, jsonl, ppocli
+from runs import app_in_process, copied, whole_copy
 
+from ppocli.cli.follow import find_watched
 from ppocli.cli.output import code_of
-from ppocli.cli.runs import print_runs, prune_runs
+from ppocli.cli.runs import print_runs, prune_runs, report
+from ppocli.cli.train import resume_words, show_sweep
+from ppocli.config.compose import Checked
+from ppocli.config.resolved import read_config
+from ppocli.errors import CheckpointError, InputError
+from ppocli.launching.launch import Caller, launch
+from ppocli.runs import listing
 from ppocli.runs.listing import age, carry_out, folder_size, plan_pruning
-from ppocli.runs.target import find_target
-from ppocli.storage.run_folder import lock
+from ppocli.runs.record import read_run
+from ppocli.runs.target import find_run, find_target
+from ppocli.storage.run_folder import live_owner, lock
 
 
 @pytest.fixture
@@ -61,7 +69,7 @@ def test_the_list_of_runs(runs, capsys):
     found = listed(capsys)
     assert [run["name"] for run in found] == ["done", "sweep-1/0", "cut", "failed"]
     assert [run["status"] for run in found] == ["finished", "finished", "interrupted", "failed"]
-    rows = [json.loads(line) for line in (runs / "done/metrics.jsonl").read_text().splitlines()]
+    rows = jsonl(runs / "done/metrics.jsonl")
     done = found[0]
     assert (done["step"], done["total_steps"], done["pid"]) == (4, 4, None)
     assert done["reward_mean"] == rows[-1]["reward/mean"]
@@ -85,14 +93,14 @@ def test_a_running_and_a_damaged_run(runs, capsys):
     assert by_name["failed"]["status"] == "damaged"
 
 
-def test_the_table_and_the_alias(runs):
-    done = ppocli("runs", "list", cwd=runs.parent)
-    assert (done.returncode, done.stderr) == (0, "")
+def test_the_table_and_the_alias(runs, capsys):
+    done = ppocli("runs", "list", cwd=runs.parent, code=0)
+    assert done.stderr == ""
     lines = [line.split() for line in done.stdout.splitlines()]
     assert lines[0][:4] == ["run", "status", "step", "reward"]
     assert lines[1][:3] == ["done", "finished", "4/4"]
     assert len(lines) == 5
-    assert ppocli("runs", "ls", "--json", cwd=runs.parent).stdout.startswith("[")
+    assert app_in_process(capsys, "runs")("ls", "--json", code=0).out.startswith("[")
 
 
 def test_an_empty_place_says_how_to_start(here, capsys):
@@ -100,37 +108,33 @@ def test_an_empty_place_says_how_to_start(here, capsys):
     assert capsys.readouterr() == (
         "", "There are no runs in runs yet. Start one: ppocli train +recipe=quickstart\n")
     assert listed(capsys) == []
-    assert code_of(lambda: print_runs(Path("nowhere"), False)) == 3
-    assert "nowhere does not exist" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("seconds", "shown"), [(0, "0 s"), (59.9, "59 s"), (60, "1 min"),
-                                                (3599, "59 min"), (7200, "2 h"), (86400, "1 d"),
-                                                (-5, "0 s")])
-def test_ages(seconds, shown):
-    assert age(1000.0, 1000.0 + seconds) == shown
+def test_ages():
+    for seconds, shown in ((59.9, "59 s"), (60, "1 min"), (3599, "59 min"), (7200, "2 h"),
+                           (86400, "1 d"), (-5, "0 s")):
+        assert age(1000.0, 1000.0 + seconds) == shown
 
 
 def test_checkpoints_of_finished_runs_go_and_all_else_stays(runs, capsys):
     (runs / "done/checkpoints/superseded/step-000009").mkdir(parents=True)
     (runs / "done/checkpoints/.discarded-step-000001-1234").mkdir()
     (runs / "done/nonfinite-dump/step-000001").mkdir(parents=True)
-    before, other = snapshot(runs / "done"), {n: snapshot(runs / n) for n in ("cut", "failed")}
+    before = snapshot(runs)
     assert prune(dry_run=True) == 0
-    assert snapshot(runs / "done") == before
+    assert snapshot(runs) == before
     out, err = capsys.readouterr()
     assert [line.split()[:2] for line in out.splitlines()[1:]] == [["done", "finished"],
                                                                    ["sweep-1/0", "finished"]]
     assert err.endswith("could be given back; nothing was deleted.\n")
     assert prune() == 0
-    after = snapshot(runs / "done")
-    assert set(after) - set(before) == {"checkpoints/pruned.json"}
-    gone = {Path(name).parts[0] for name in set(before) - set(after)}
-    assert gone == {"checkpoints", "nonfinite-dump"}
-    assert sorted(os.listdir(runs / "done/checkpoints")) == ["pruned.json"]
-    assert all(after[name] == before[name] for name in after if name in before)
-    assert {n: snapshot(runs / n) for n in ("cut", "failed")} == other
-    assert (runs / "paper.txt").exists()
+    after = snapshot(runs)
+    finished = ("done", "sweep-1/0")
+    assert after.keys() - before.keys() == {f"{name}/checkpoints/pruned.json" for name in finished}
+    gone = {name.split("/checkpoints/")[0] for name in before.keys() - after.keys()}
+    assert gone == {*finished, "done/nonfinite-dump", "done/nonfinite-dump/step-000001"}
+    assert os.listdir(runs / "done/checkpoints") == ["pruned.json"]
+    assert all(after[name] == before[name] for name in after.keys() & before.keys())
     assert prune() == 0
     assert "There is nothing to delete in runs." in capsys.readouterr().err
 
@@ -153,34 +157,23 @@ def test_the_best_checkpoint_can_stay(runs):
 
 
 def test_a_pruned_run_still_loads_and_says_why_it_cannot_go_on(runs, command):
-    from transformers import AutoModelForCausalLM
-
     assert prune() == 0
     target = find_target("done", say=print)
-    assert (target.step, target.run_dir) == (4, runs / "done")
-    assert AutoModelForCausalLM.from_pretrained(target.model).config.vocab_size > 0
+    assert (target.step, target.model) == (4, str(runs / "done/model"))
+    with pytest.raises(CheckpointError, match="deleted by ppocli runs prune") as refused:
+        find_target("done", say=print, checkpoint=True)
+    assert refused.value.fix == "name its model, which is still there: runs/done/model"
     before = snapshot(runs / "done")
     ended = command("resume=runs/done", "ppo.num_steps=9", code=5)
     assert "The checkpoints of done were deleted by ppocli runs prune (20" in ended.err
     assert (f"  fix:   start another run with its model: model.path={runs}/done/model "
             "run_name=NAME\n") in ended.err
     assert command("resume=runs/done").code == 0  # nothing left to do
-    assert snapshot(runs / "done") == before
-
-
-def test_resume_auto_does_not_start_a_pruned_run_afresh(runs):
-    from ppocli.config.compose import Checked
-    from ppocli.config.resolved import read_config
-    from ppocli.errors import CheckpointError
-    from ppocli.launching.launch import launch
-
-    assert prune() == 0
-    metrics = (runs / "done/metrics.jsonl").read_bytes()
-    config = replace(read_config(runs / "done/config.yaml"), resume="auto")
-    config.ppo.num_steps = 9
+    config = read_config(runs / "done/config.yaml")
+    config.resume, config.ppo.num_steps = "auto", 9  # nor is it started afresh
     with pytest.raises(CheckpointError, match="were deleted by ppocli runs prune"):
         launch(Checked(config))
-    assert (runs / "done/metrics.jsonl").read_bytes() == metrics
+    assert snapshot(runs / "done") == before
 
 
 def test_runs_that_failed_before_a_checkpoint_go_whole(runs, capsys):
@@ -199,8 +192,6 @@ def test_a_running_run_is_never_touched(runs, capsys):
 
 
 def test_a_run_that_began_again_after_the_plan_is_left_alone(runs):
-    from ppocli.errors import CheckpointError
-
     plan = {removal.run.name: removal
             for removal in plan_pruning(runs, checkpoints=True, failed=True)}
     with lock(runs / "done"), pytest.raises(CheckpointError, match="is in use by process"):
@@ -215,16 +206,11 @@ def test_a_run_that_began_again_after_the_plan_is_left_alone(runs):
     assert (runs / "failed").exists()
 
 
-@pytest.mark.parametrize("process", ["shared", "fresh"])
+@pytest.mark.parametrize("process", [
+    "shared", pytest.param("fresh", marks=pytest.mark.slow)])
 def test_a_run_that_is_being_resumed_is_kept(runs, process):
     """From the first word about loading on, before the libraries are there."""
-    from ppocli.config.compose import Checked
-    from ppocli.config.resolved import read_config
-    from ppocli.errors import CheckpointError
-    from ppocli.launching.launch import Caller, launch
-
-    plan = {removal.run.name: removal for removal in plan_pruning(runs, checkpoints=True,
-                                                                  failed=False)}
+    (plan,) = plan_pruning(runs / "done", checkpoints=True, failed=False)
     config = read_config(runs / "done/config.yaml")
     config.ppo.num_steps = 5
     checked = Checked(config, runs / "done")
@@ -235,7 +221,7 @@ def test_a_run_that_is_being_resumed_is_kept(runs, process):
             return
         tried.append(prune())
         with pytest.raises(CheckpointError, match="is in use by process"):
-            carry_out(plan["done"])
+            carry_out(plan)
         with pytest.raises(CheckpointError, match="is in use by process"):
             launch(checked, Caller(say=lambda text: None))
         assert (runs / "done/config.next.yaml").is_file()
@@ -287,10 +273,11 @@ def test_leftovers_of_a_killed_prune_go(runs):
 
 
 def test_what_cannot_be_deleted_is_told_and_the_rest_goes(runs, capsys, monkeypatch):
-    from ppocli.runs import listing
+    owners = []
 
     def refuse(part: Path) -> None:
         if "done" in part.parts:
+            owners.append(live_owner(runs / "done"))
             raise PermissionError(13, "Permission denied", str(part))
         shutil.rmtree(part)
 
@@ -298,17 +285,19 @@ def test_what_cannot_be_deleted_is_told_and_the_rest_goes(runs, capsys, monkeypa
     assert prune(checkpoints=True, failed=True) == 6
     assert "No permission" in capsys.readouterr().err
     assert not (runs / "failed").exists()
+    assert {owner.pid for owner in owners} == {os.getpid()}, "a run being pruned is locked"
 
 
-def test_without_a_terminal_yes_is_needed(runs):
-    done = ppocli("runs", "prune", cwd=runs.parent, code=2)
-    assert done.stderr == (
+def test_without_a_terminal_yes_is_needed(runs, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert prune(yes=False) == 2
+    assert capsys.readouterr().err == (
         "Error: Nothing was deleted: there is no terminal to ask on.\n  where: command line\n"
         "  fix:   look at the list (--dry-run prints it alone), then add --yes\n")
     assert (runs / "done/checkpoints/step-000004").exists()
 
 
-@pytest.mark.parametrize(("answer", "deleted"), [(b"n\n", False), (b"\n", False), (b"y\n", True)])
+@pytest.mark.parametrize(("answer", "deleted"), [(b"\n", False), (b"y\n", True)])
 def test_on_a_terminal_it_asks(runs, answer, deleted):
     ours, theirs = pty.openpty()
     process = subprocess.Popen([sys.executable, "-m", "ppocli", "runs", "prune"], cwd=runs.parent,
@@ -326,18 +315,137 @@ def test_on_a_terminal_it_asks(runs, answer, deleted):
     assert ("Nothing was deleted." in err) is not deleted
 
 
-def test_a_run_being_pruned_is_locked(runs, monkeypatch):
-    from ppocli.runs import listing
-    from ppocli.storage.run_folder import live_owner
+# ------------------------------------------------------------------------------ by folder and name
 
-    seen = []
+@pytest.fixture
+def place(reference, here) -> Path:
+    """The current folder, with a run and a sweep of one job below ``runs``."""
+    whole_copy(reference, here / "runs/done")
+    whole_copy(reference, here / "runs/kl/0")
+    (here / "runs/kl/sweep.json").write_text('{"words": [], "jobs": []}')
+    return here
 
-    def watch(part: Path) -> None:
-        owner = live_owner(runs / "done")
-        seen.append(owner.pid if owner else None)
 
-    monkeypatch.setattr(listing.retention, "discard", watch)
-    (plan,) = plan_pruning(runs / "done", checkpoints=True, failed=False)
-    carry_out(plan)
-    assert seen
-    assert set(seen) == {os.getpid()}
+@pytest.mark.parametrize("name", ["done", "kl/0"])
+def test_every_command_takes_the_name_that_the_list_shows(place, name):
+    assert find_run(name, say=print) == Path("runs", name)
+    assert find_target(name, say=print).run_dir == place / "runs" / name
+    assert find_watched(name, print) == (place / "runs" / name, f"runs/{name}")
+    assert resume_words(name, ["seed=1"]) == [f"resume=runs/{name}", "seed=1"]
+
+
+def test_a_path_is_no_name(place, monkeypatch):
+    for given in ("./done", "../done", f"{place}/done"):
+        with pytest.raises(InputError, match="does not exist"):
+            find_run(given, say=print)
+        assert resume_words(given, []) == [f"resume={Path(given)}"]
+    (place / "done").mkdir()  # what lies in the current folder comes first
+    assert resume_words("done", []) == ["resume=done"]
+    with pytest.raises(InputError, match="x does not exist"):
+        find_run("x" * 300, say=print)
+
+
+def test_hints_name_jobs_of_sweeps_as_the_list_does(place):
+    with pytest.raises(InputError, match=r"did you mean kl/0\?"):
+        find_run("kl/O")
+
+
+@pytest.mark.parametrize(("given", "fix"), [
+    ("runs/kk", "name one of runs/kl; did you mean runs/kl?"),
+    ("kl/0", "it is a job of a sweep: name runs/kl")])
+def test_what_is_no_sweep_leads_to_those_that_are(place, capsys, given, fix):
+    assert code_of(lambda: show_sweep(given, "reward", False)) == 5
+    err = capsys.readouterr().err
+    assert err.startswith(f"Error: {given} is no sweep (it holds no sweep.json).\n")
+    assert fix in err
+
+
+def test_without_any_run_the_first_is_proposed(here, capsys):
+    for name, fix in (("report", "name a run's folder; or train one first"),
+                      ("plot", "name a run's folder; or train one first"),
+                      ("watch", "start one")):
+        ended = app_in_process(capsys)(name, code=2)
+        assert f"  fix:   {fix}: ppocli train +recipe=quickstart\n" in ended.err
+
+
+# ------------------------------------------------------------------------------------ damage
+
+LOOK = """
+import sys
+from pathlib import Path
+from ppocli.cli.follow import find_watched
+from ppocli.cli.runs import compare, print_runs, prune_runs
+from ppocli.cli.train import show_sweep
+from ppocli.runs.target import find_run
+try:
+    list(Path("runs/shut").iterdir())
+    sys.exit("it can be read")
+except PermissionError:
+    pass
+print_runs(None, False)
+prune_runs(None, checkpoints=True, failed=True, keep_best=False, older_than=None, dry_run=True,
+           yes=False, as_json=False)
+show_sweep(None, "reward", False)
+find_watched(None, print)
+find_run(None, say=print)
+compare(["done", "kl/0"], False)
+"""
+
+
+def test_folders_that_cannot_be_read_are_passed_over(place):
+    for name in ("shut", "done/eval", "kl/1"):
+        (place / "runs" / name).mkdir(mode=0, exist_ok=True)
+    copied(place / "runs/kl/0", place / "runs/closed", 2)
+    (place / "runs/closed").chmod(0)
+    whole_copy(place / "runs/kl/0", place / "runs/half")
+    (place / "runs/half/checkpoints").chmod(0)
+    powers = []
+    if os.geteuid() == 0:  # whom a mode doesn't stop
+        if shutil.which("setpriv") is None:
+            pytest.skip("root can read every folder, and setpriv is missing")
+        powers = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", "--"]
+    done = subprocess.run([*powers, sys.executable, "-c", LOOK], cwd=place, env=environment(),
+                          text=True, capture_output=True, check=False)
+    for name in ("shut", "done/eval", "kl/1", "closed", "half/checkpoints"):
+        (place / "runs" / name).chmod(0o755)
+    assert done.returncode == 0, done.stderr
+    assert "runs/half is left alone: it can't be read: Permission denied\n" in done.stderr
+    assert {line.split()[0] for line in done.stdout.splitlines()[1:4]} == {"done", "half", "kl/0"}
+    assert "closed" not in done.stdout + done.stderr
+
+
+def test_a_damaged_summary_and_damaged_rows_spoil_no_list(place, capsys):
+    run = place / "runs/done"
+    rows = jsonl(run / "metrics.jsonl")
+    rows[-1].update({"episode": "many", "reward/mean": [1], "time/step": "long",
+                     "val/ratio": 10 ** 400})
+    rows += [{"step": "five"}, {"step": [5]}, {"step": None}]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (run / "summary.json").write_text('{"status": "finished", "steps": "four", "best": 3}')
+    record = read_run(run)
+    assert (record.status, record.step, record.episodes) == ("interrupted", 4, 0)
+    assert record.series("val/ratio")[-1][0] == 3
+    command = app_in_process(capsys)
+    for given in (["runs", "list"], ["compare", "done", "kl/0"], ["report", "done"],
+                  ["watch", "done", "--no-progress"]):
+        command(*given, code=0)
+    assert find_target("done", say=print).step == 4
+
+
+def test_a_step_that_was_saved_without_a_row_counts(place, capsys):
+    """As a stop in the evaluation of a step leaves it."""
+    run = place / "runs/done"
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:-1]))
+    summary = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps({**summary, "status": "stopped"}))
+    record = read_run(run)
+    assert (record.status, record.step) == ("stopped", 4)
+    assert (record.episodes, record.updates) == (summary["episodes"], summary["updates"])
+    assert code_of(lambda: print_runs(None, True)) == 0
+    assert {row["name"]: row["step"] for row in json.loads(capsys.readouterr().out)} == {
+        "done": 4, "kl/0": 4}
+    assert code_of(lambda: report("done", None, None, False, True)) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["step"], told["episodes"]) == (4, summary["episodes"])
+    assert told["sentence"] == "Stopped at step 4 of 4."

@@ -74,8 +74,7 @@ def test_ctrl_c_prints_below_the_view_which_is_gone(world: Path):
     assert len(said) - at <= 4
     assert not any("── training" in line for line in said)
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", terminal.raw), "colours"
-    summary = json.loads((world / "runs/r/summary.json").read_text())
-    assert summary["status"] == "stopped"
+    assert json.loads((world / "runs/r/summary.json").read_text())["status"] == "stopped"
 
 
 @pytest.mark.slow
@@ -87,15 +86,3 @@ def test_jobs_of_a_sweep_have_the_view_too(world: Path):
     assert "── training 0 " in terminal.raw
     assert "── training 1 " in terminal.raw
     assert not [line for line in terminal.screen.lines if "── training" in line]
-
-
-@pytest.mark.parametrize(("option", "term"), [
-    (["--no-progress"], "xterm"),
-    pytest.param([], "dumb", marks=pytest.mark.slow)])
-def test_plain_lines_on_a_terminal(option, term, world: Path):
-    with Terminal("train", *words("run_name=r", "ppo.num_steps=1", "eval.at_start=false"),
-                  *option, cwd=world, TERM=term, NO_COLOR="1", columns=200) as terminal:
-        assert terminal.end() == 0
-    assert "\x1b[" not in re.sub(r"\x1b\[[0-9;]*m", "", terminal.raw)  # the table's title is bold
-    assert sum(line.startswith("step 1/1 ") for line in terminal.screen.lines) == 1
-    assert "training" not in terminal.raw

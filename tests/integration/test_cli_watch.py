@@ -9,7 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -20,22 +21,35 @@ from terminal import Terminal
 from ppocli.cli.follow import Tail
 from ppocli.cli.output import code_of
 from ppocli.cli.runs import watch
+from ppocli.storage.run_folder import _myself
 
 
 @pytest.fixture
-def finished(reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def finished(reference: Path, here: Path) -> Path:
     """``runs/done`` of the current folder, a finished run."""
-    monkeypatch.chdir(tmp_path)
-    return whole_copy(reference, tmp_path / "runs/done")
+    return whole_copy(reference, here / "runs/done")
+
+
+def code_of_watch(given: str | None, **how: object) -> int:
+    options = {"interval": 0.1, "from_start": False, "plain": True, "as_json": False, **how}
+    return code_of(lambda: watch(given, **options))
 
 
 def look(capsys: pytest.CaptureFixture[str], given: str | None = None, **how: object
          ) -> tuple[int, list[str], str]:
     """``ppocli watch`` of a run that has ended: code, lines, messages."""
-    options = {"interval": 0.1, "from_start": False, "plain": True, "as_json": False, **how}
-    code = code_of(lambda: watch(given, **options))
+    code = code_of_watch(given, **how)
     out, err = capsys.readouterr()
     return code, out.splitlines(), err
+
+
+def steps_in(out: list[str]) -> list[str]:
+    return [line.split()[1] for line in out if line.startswith("step")]
+
+
+def add_rows(run: Path, rows: list[dict]) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def begin(run: Path) -> Path:
@@ -48,10 +62,6 @@ def begin(run: Path) -> Path:
 
 def hold(run: Path) -> None:
     """Let this process be the one that works in the folder."""
-    from dataclasses import asdict
-
-    from ppocli.storage.run_folder import _myself
-
     (run / ".lock").write_text(json.dumps(asdict(_myself())))
 
 
@@ -61,12 +71,11 @@ class Watched:
     def __init__(self, capsys: pytest.CaptureFixture[str], run: Path, **how: object) -> None:
         self._capsys, self._run, self.out, self.err = capsys, run, "", ""
         self.code: int | None = None
-        options = {"interval": 0.1, "from_start": False, "plain": True, "as_json": False, **how}
 
         def call() -> None:
-            self.code = code_of(lambda: watch(str(run), **options))
+            self.code = code_of_watch(str(run), **how)
 
-        self._thread = threading.Thread(target=call)
+        self._thread = threading.Thread(target=call, daemon=True)
         self._thread.start()
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
@@ -89,46 +98,26 @@ class Watched:
         assert self.code is not None
 
 
-@pytest.fixture
-def watched(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Watched]]:
-    begun = []
-
-    def start(run: Path, **how: object) -> Watched:
-        begun.append((run, Watched(capsys, run, **how)))
-        return begun[-1][1]
-
-    yield start
-    for run, one in begun:
-        (run / ".lock").write_text("")
-        one._thread.join(timeout=30)
-
-
 def test_a_finished_run_shows_its_last_steps_and_how_it_ended(finished, capsys):
     code, out, err = look(capsys, "done")
     assert code == 0
     log = [line.split(" INFO ", 1)[1] for line in (finished / "ppocli.log").read_text().splitlines()
            if " INFO step " in line or " INFO eval at" in line]
     assert out == log[-len(out):]
-    assert [line.split()[1] for line in out if line.startswith("step")] == [
-        "1/4", "2/4", "3/4", "4/4"]
+    assert steps_in(out) == ["1/4", "2/4", "3/4", "4/4"]
     assert err.startswith("runs/done finished: 4 steps, reward ")
     assert err.endswith("; model: runs/done/model\n")
 
 
-def test_from_start_shows_every_step(finished, capsys):
+def test_from_start_shows_every_step_and_json_the_rows(finished, capsys):
     rows = jsonl(finished / "metrics.jsonl")
     more = [{**rows[-1], "step": step} for step in range(5, 20)]
-    with (finished / "metrics.jsonl").open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in more)
+    add_rows(finished, more)
     _, out, _ = look(capsys, "runs/done")
     assert sum(line.startswith("step") for line in out) == 5
     _, out, _ = look(capsys, "runs/done", from_start=True)
-    assert [line.split()[1] for line in out if line.startswith("step")] == [
-        f"{step}/4" for step in range(1, 20)]
-
-
-def test_json_gives_the_rows(finished, capsys):
-    _, out, _ = look(capsys, None, as_json=True, from_start=True)
+    assert steps_in(out) == [f"{step}/4" for step in range(1, 20)]
+    _, out, _ = look(capsys, as_json=True, from_start=True)
     assert [json.loads(line) for line in out] == jsonl(finished / "metrics.jsonl")
 
 
@@ -136,20 +125,15 @@ def test_rows_with_what_is_no_number_are_shown_all_the_same(finished, capsys):
     rows = jsonl(finished / "metrics.jsonl")
     odd = [{**rows[-1], "step": 5, "lr": math.nan, "reward/mean": "abc"},
            {**rows[-1], "step": 6, "lr": None, "time/step": math.inf}]
-    with (finished / "metrics.jsonl").open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in odd)
+    add_rows(finished, odd)
     code, out, _ = look(capsys, "runs/done")
     lines = {line.split("  ")[0]: line for line in out}
     assert code == 0
     assert "reward -±" in lines["step 5/4"]
     assert all("  lr -  " in lines[f"step {step}/4"] for step in (5, 6))
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is not JSON")
-
     _, out, _ = look(capsys, "runs/done", as_json=True)
-    rows = [json.loads(line, parse_constant=refuse) for line in out]
-    assert [row["lr"] for row in rows[-2:]] == [None, None]
+    assert [json.loads(line)["lr"] for line in out[-2:]] == [None, None]
+    assert json.loads(out[-1])["time/step"] is None
 
 
 def test_every_end_has_its_words_and_the_way_on(finished, reference, tmp_path, capsys):
@@ -172,28 +156,20 @@ def test_every_end_has_its_words_and_the_way_on(finished, reference, tmp_path, c
     assert look(capsys, "done")[2] == "runs/done ended before its first step\n"
 
 
-@pytest.mark.parametrize(("given", "code", "said"), [
-    ("runs/dome", 3, "There is no run runs/dome"), ("runs/dome", 3, "did you mean runs/done?"),
-    ("here", 5, "here is not a run folder"), ("runs/done/model", 5, "no config.yaml")])
-def test_what_is_no_run_is_refused(given, code, said, finished, tmp_path, capsys):
-    (tmp_path / "here").mkdir()
-    ended, out, err = look(capsys, given)
-    assert (ended, out) == (code, [])
-    assert said in err
+def test_what_is_no_run_is_refused(finished, capsys):
+    for given, code, *said in (
+            ("runs/dome", 3, "There is no run runs/dome", "did you mean runs/done?"),
+            ("runs/done/model", 5, "runs/done/model is not a run folder", "no config.yaml")):
+        ended, out, err = look(capsys, given)
+        assert (ended, out) == (code, [])
+        assert all(part in err for part in said), err
 
 
-def test_without_any_run_the_first_is_proposed(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    code, _, err = look(capsys)
-    assert code == 2
-    assert "ppocli train +recipe=quickstart" in err
-
-
-def test_a_run_that_has_just_begun_is_waited_for_and_followed(finished, watched):
+def test_a_run_that_has_just_begun_is_waited_for_and_followed(finished, capsys):
     lines = (finished / "metrics.jsonl").read_text().splitlines(keepends=True)
     run = begin(finished)
     hold(run)
-    one = watched(run)
+    one = Watched(capsys, run)
     one.wait_for(lambda: "waiting for the first step" in one.err)
     metrics = run / "metrics.jsonl"
     metrics.write_text(lines[0] + lines[1][:50])  # a line that is still being written
@@ -208,16 +184,15 @@ def test_a_run_that_has_just_begun_is_waited_for_and_followed(finished, watched)
         file.write("".join(lines[3:]))
     one.end()  # the rows before the end are not lost
     assert one.code == 0
-    assert [line.split()[1] for line in one.out.splitlines() if line.startswith("step")] == [
-        "1/4", "2/4", "3/4", "4/4"]
+    assert steps_in(one.out.splitlines()) == ["1/4", "2/4", "3/4", "4/4"]
     assert "on\n" not in one.err.replace("warning", "")
     assert "was interrupted at step 4 of 4" in one.err
 
 
-def test_a_resumed_run_repeats_nothing_that_stayed(finished, watched):
+def test_a_resumed_run_repeats_nothing_that_stayed(finished, capsys):
     lines = (finished / "metrics.jsonl").read_text().splitlines(keepends=True)
     hold(finished)
-    one = watched(finished, as_json=True)
+    one = Watched(capsys, finished, as_json=True)
     one.wait_for(lambda: '"step": 4' in one.out)
     kept = finished / "kept"
     kept.write_text("".join(lines[:3]))
@@ -248,10 +223,10 @@ def test_a_file_that_is_cut_and_grows_between_two_looks(replaced, tmp_path):
     assert tail.poll() == (0, [])
 
 
-def test_a_run_of_another_machine_is_followed_by_its_lock(finished, watched):
+def test_a_run_of_another_machine_is_followed_by_its_lock(finished, capsys):
     (finished / ".lock").write_text(json.dumps({"pid": 1, "host": "elsewhere", "boot": "b",
                                                 "started": 5}))
-    one = watched(finished)
+    one = Watched(capsys, finished)
     one.wait_for(lambda: "step 4/4" in one.out)
     assert one.code is None
     one.end()
@@ -260,7 +235,7 @@ def test_a_run_of_another_machine_is_followed_by_its_lock(finished, watched):
 
 def test_ctrl_c_leaves_quietly_and_the_run_alone(finished):
     hold(finished)
-    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.is_file()}
+    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
     process = subprocess.Popen([sys.executable, "-m", "ppocli", "watch"], text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment())
     assert process.stderr.readline() == "watching runs/done, the newest run\n"
@@ -269,8 +244,7 @@ def test_ctrl_c_leaves_quietly_and_the_run_alone(finished):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out, err) == (130, "", "")
-    assert before == {path: path.stat().st_mtime_ns for path in finished.rglob("*")
-                      if path.is_file()}
+    assert before == {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
 
 
 @pytest.mark.slow

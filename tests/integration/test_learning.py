@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 from helpers import jsonl, ppocli
+from runs import app_in_process
 
 
 def train(folder: Path, *words: str) -> Path:
-    ppocli("train", *words, "run_name=r", cwd=folder, timeout=280, code=0)
+    ppocli("train", "+recipe=quickstart", *words, "run_name=r", cwd=folder, timeout=280, code=0)
     return folder / "runs/r"
 
 
 def test_a_part_of_the_quickstart_raises_the_reward(tmp_path):
-    run = train(tmp_path, "+recipe=quickstart", "ppo.total_episodes=896", "prompts.eval.repeat=2")
+    run = train(tmp_path, "ppo.total_episodes=896", "prompts.eval.repeat=2")
     summary = json.loads((run / "summary.json").read_text())
     before, after = summary["eval_before"], summary["eval_after"]
     assert before["reward_mean"] <= 0.6
@@ -28,38 +29,24 @@ def test_a_part_of_the_quickstart_raises_the_reward(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_quickstart_keeps_its_promise(tmp_path):
-    run = train(tmp_path, "+recipe=quickstart", "seed=7")
+    run = train(tmp_path, "seed=7")
     after = json.loads((run / "summary.json").read_text())["eval_after"]
     assert after["reward_mean"] >= 0.92
     assert after["kl_mean"] <= 6.0
 
 
-SMALL = ("+recipe=quickstart", "run_name=r", "ppo.total_episodes=64", "ppo.num_rollouts=32",
-         "prompts.eval.limit=4", "prompts.eval.repeat=1", "hardware.device=cpu")
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("grpo")
-    ppocli("train", *SMALL, "ppo.advantage=grpo", "ppo.n=4", cwd=folder, code=0)
-    return folder
-
-
-def test_figures_of_a_critic_are_left_out_and_those_of_the_kl_term_are_there(run):
-    row = jsonl(run / "runs/r/metrics.jsonl")[-1]
+def test_a_run_without_a_critic_has_no_figures_of_one_and_saves_no_value_head(tmp_path, capsys):
+    run = train(tmp_path, "ppo.total_episodes=64", "ppo.num_rollouts=32", "prompts.eval.limit=4",
+                "prompts.eval.repeat=1", "hardware.device=cpu", "ppo.advantage=grpo", "ppo.n=4")
+    row = jsonl(run / "metrics.jsonl")[-1]
     assert row["loss/kl_avg"] > 0
     assert row["objective/non_score_reward"] == 0
     assert row["objective/rlhf_reward"] == row["objective/scores"]
     assert not {"loss/value_avg", "val/error", "val/returns_mean"} & set(row)
-    assert json.loads((run / "runs/r/summary.json").read_text())["updates"] == 2 * 4
-
-
-def test_no_value_head_is_saved_and_export_says_so(run):
+    assert json.loads((run / "summary.json").read_text())["updates"] == 2 * 4
     assert not list(run.rglob("value_*"))
-    ended = ppocli("export", "runs/r", "--include-value-head", "--output", "x", cwd=run, code=3)
-    assert "has no value head: it was trained without a critic" in ended.stderr
-    assert not (run / "x").exists()
-
-
-def test_the_report_copes(run):
-    ppocli("report", "runs/r", cwd=run, code=0)
+    command = app_in_process(capsys)
+    ended = command("export", run, "--include-value-head", "--output", tmp_path / "x", code=3)
+    assert "has no value head: it was trained without a critic" in ended.err
+    assert not (tmp_path / "x").exists()
+    command("report", run, code=0)

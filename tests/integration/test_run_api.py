@@ -11,6 +11,7 @@ from ppocli.config.resolved import read_config
 from ppocli.errors import CheckpointError, ConfigError, InputError
 
 PROMPTS = ["the film", {"prompt": "i saw", "topic": "plot"}, "it was", "the actor"]
+EVAL_PROMPTS = ["we", "you hated"]
 
 
 def reward(samples, prompts, outputs, topic=None, **kwargs):
@@ -31,7 +32,7 @@ def trained(shared_world, tmp_path_factory):
     return ppocli.train(
         [f"model.path={shared_world / 'lm'}", *WORDS, f"output_dir={folder}", "run_name=api",
          "ppo.num_steps=2"],
-        reward_fn=reward, metric_fn=measure, prompts=PROMPTS, eval_prompts=["we", "you hated"],
+        reward_fn=reward, metric_fn=measure, prompts=PROMPTS, eval_prompts=EVAL_PROMPTS,
         stop_sequences=["."])
 
 
@@ -48,10 +49,9 @@ def test_objects_train_and_are_noted(trained):
 
 def test_the_policy_generates(trained):
     one = trained.generate(["the film", "it"], seed=1)
-    assert len(one) == 2
     assert trained.generate(["the film", "it"], seed=1) == one
-    greedy = trained.generate(["the film"], do_sample=False, max_new_tokens=3)
-    assert len(greedy[0].split()) <= 3
+    [greedy] = trained.generate(["the film"], do_sample=False, max_new_tokens=3)
+    assert len(greedy.split()) <= 3
     with pytest.raises(ConfigError, match="temprature"):
         trained.generate(["it"], temprature=2.0)
 
@@ -80,9 +80,9 @@ def test_a_run_by_objects_asks_for_them_again(trained):
     more = [f"resume={trained.run_dir}", "ppo.num_steps=3"]
     with pytest.raises(CheckpointError, match="reward_fn, metric_fn, prompts, eval_prompts"):
         ppocli.train(more)
+    given = {"reward_fn": reward, "metric_fn": measure, "eval_prompts": EVAL_PROMPTS}
     with pytest.raises(CheckpointError, match="with prompts"):
-        ppocli.train(more, reward_fn=reward, metric_fn=measure, eval_prompts=["we", "you hated"])
-    went_on = ppocli.train(more, reward_fn=reward, metric_fn=measure, prompts=PROMPTS,
-                           eval_prompts=["we", "you hated"])
+        ppocli.train(more, **given)
+    went_on = ppocli.train(more, **given, prompts=PROMPTS)
     assert went_on.summary["steps"] == 3
     assert [row["step"] for row in jsonl(trained.run_dir / "metrics.jsonl")] == [0, 1, 2, 3]

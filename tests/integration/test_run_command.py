@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers import jsonl, stable_rows
-from runs import STEPS, last_checkpoint, run, scalars, words
+from helpers import jsonl
+from runs import STEPS, last_checkpoint, run, scalars
 
 
 def test_the_last_line_is_the_model_and_everything_is_there(reference, shared_world):
@@ -72,12 +72,3 @@ def test_a_foreign_folder_with_few_words(world):
     episodes = [row["episode"] for row in jsonl(model.parent / "metrics.jsonl")]
     assert episodes == [0, 8, 16, 20]
     assert "3 prompts are fewer than the 8 of a rollout" in done.out
-
-
-@pytest.mark.long
-def test_an_equal_run_is_equal_and_another_seed_is_not(command, world):
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        assert command(*words(f"run_name={name}", f"seed={seed}", "ppo.num_steps=2")).code == 0
-    a, b, c = (stable_rows(world / f"runs/{name}/metrics.jsonl") for name in "abc")
-    assert a == b
-    assert a != c

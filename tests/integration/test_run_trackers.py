@@ -59,10 +59,9 @@ def test_a_tracker_of_one_s_own(world: Path, tmp_path: Path):
     assert [row["step"] for row in found] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("command", ["train", "validate"])
-def test_a_path_to_no_tracker_ends_the_command_before_a_model_is_loaded(command, world: Path):
+def test_a_path_to_no_tracker_ends_the_command_before_a_model_is_loaded(world: Path):
     (world / "mine.py").write_text(MINE)
-    done = ppocli(command, *words("run_name=a", "tracking.trackers=[mine.py:Row]"), cwd=world)
-    assert done.returncode == 3
+    done = ppocli("train", *words("run_name=a", "tracking.trackers=[mine.py:Row]"), cwd=world,
+                  code=3)
     assert "There is no 'Row' in 'mine.py'. Did you mean 'Rows'?" in done.stderr
     assert not (world / "runs/a/checkpoints").exists()
