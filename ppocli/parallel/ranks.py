@@ -69,8 +69,6 @@ class Ranks:
 
     def most(self, count: int) -> int:
         """The largest count of any rank."""
-        if self.world == 1:
-            return count
         import torch
 
         return int(self.max(torch.tensor(count)))
