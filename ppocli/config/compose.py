@@ -6,8 +6,6 @@ command line, are then merged one by one (:mod:`ppocli.config.layers`), so that 
 told at once and with its source, and so that no secret is ever printed or written.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import Callable, Mapping
@@ -238,6 +236,16 @@ def run_sweep_jobs(words: Words, run_job: Callable[[SweepJob], float | None],
                                lambda config: run_job(_sweep_job(words, swept)))
 
 
+@dataclass(frozen=True, slots=True)
+class _Swept:
+    """What all jobs of a sweep share on the command line, the keys that differ between them, and
+    the words that set these, job by job (None: the sweep isn't a grid)."""
+
+    shared: list[layers.Entry]
+    varied: frozenset[str]
+    grid: Grid | None
+
+
 def _sweep_job(words: Words, swept: _Swept) -> SweepJob:
     """The job that Hydra runs now."""
     settings = HydraConfig.get()
@@ -255,16 +263,6 @@ def _sweep_job(words: Words, swept: _Swept) -> SweepJob:
     varied = tuple(word for word in task if word.lstrip("+~").partition("=")[0] in swept.varied)
     total = None if swept.grid is None else len(swept.grid)
     return SweepJob(int(settings.job.num), total, task, varied, folder, composed)
-
-
-@dataclass(frozen=True, slots=True)
-class _Swept:
-    """What all jobs of a sweep share on the command line, the keys that differ between them, and
-    the words that set these, job by job (None: the sweep isn't a grid)."""
-
-    shared: list[layers.Entry]
-    varied: frozenset[str]
-    grid: Grid | None
 
 
 def _sweep_words(loader: ConfigLoader, overrides: list[str]) -> _Swept:

@@ -5,14 +5,12 @@ The cursor is never hidden and waits below them, so that a process that is kille
 terminal. Nothing is drawn for a job in the background.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
 from threading import Event, RLock, Thread
-from typing import Any
+from typing import Any, Self
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleRenderable
@@ -42,7 +40,7 @@ class Outlet(Console):
         super().__init__(file=stream, highlight=False, markup=False, safe_box=True,
                          width=None if is_terminal(stream) else _PLAIN_WIDTH)
 
-    def __enter__(self) -> Outlet:
+    def __enter__(self) -> Self:
         """Print as a whole: what is erased and drawn belongs together."""
         self._printing.acquire()
         super().__enter__()

@@ -1,14 +1,12 @@
 """What a model card can tell of a policy: gathered from its run's folder, without secrets."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import yaml
 
@@ -260,8 +258,8 @@ class Mask:
         self._homes = [re.compile(re.escape(folder) + r"(?![\w.-])")
                        for folder in sorted(homes, key=len, reverse=True)]
 
-    @staticmethod
-    def of_this_process() -> Mask:
+    @classmethod
+    def of_this_process(cls) -> Self:
         """With this process's environment, the token of ``hf auth login``, the user's home."""
         from huggingface_hub import get_token
 
@@ -269,7 +267,7 @@ class Mask:
             home = Path.home()
         except RuntimeError:  # a user without a home
             home = None
-        return Mask(os.environ, tokens=tuple(filter(None, [get_token()])), home=home)
+        return cls(os.environ, tokens=tuple(filter(None, [get_token()])), home=home)
 
     def __call__(self, text: str) -> str:
         """``text`` with nothing in it that is to stay here."""
