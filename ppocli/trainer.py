@@ -10,17 +10,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from ppocli.api import TrainedRun, load_run
 from ppocli.errors import ConfigError, DivergedError, RewardError
-from ppocli.launching import ending, launch
-from ppocli.sampling.samples import Samples
-from ppocli.storage.atomic import publish_folder
-from ppocli.tasks.ppo import own_samples, rollout
-from ppocli.tasks.ppo.task import PPOTask
-from ppocli.training import loop
-from ppocli.training.task import PythonObjects
+
+if TYPE_CHECKING:
+    from ppocli.api import TrainedRun
+    from ppocli.tasks.ppo.rollout import Chunk
 
 
 @dataclass(frozen=True)
@@ -42,7 +38,7 @@ class Batch:
     """whether a stop token or stop sequence ended the response"""
     columns: dict[str, list[Any]]
     """what came with the prompts beside their text"""
-    chunks: tuple[rollout.Chunk, ...]
+    chunks: "tuple[Chunk, ...]"
     """the same as tensors, for ``step``"""
     made_at: int
     """steps that the policy had made"""
@@ -66,13 +62,15 @@ class PPOTrainer:
 
     def __init__(self, overrides: Sequence[str] = (), *, prompts: Sequence[Any] | None = None
                  ) -> None:
+        from ppocli.launching.launch import LoopScores, checked_words, opened
+        from ppocli.tasks.ppo.task import PPOTask
+        from ppocli.training.task import PythonObjects
 
-        self._scores = launch.LoopScores()
+        self._scores = LoopScores()
         objects = PythonObjects(reward_fn=self._scores,
                                 prompts=None if prompts is None else list(prompts))
         with ExitStack() as stack:
-            checked = launch.checked_words(overrides, objects)
-            self._run = stack.enter_context(launch.opened(checked, objects))
+            self._run = stack.enter_context(opened(checked_words(overrides, objects), objects))
             assert isinstance(self._run.task, PPOTask)
             self._task, self._session = self._run.task, self._run.task.session
             self._stack = stack.pop_all()
@@ -137,6 +135,10 @@ class PPOTrainer:
             ConfigError: unusable prompts.
             DivergedError: the policy's probabilities are no longer finite.
         """
+        from ppocli.sampling.samples import Samples
+        from ppocli.tasks.ppo.own_samples import prompts_of
+        from ppocli.tasks.ppo.rollout import generate_chunks
+
         self._check_open()
         session, clock = self._session, self._run.clock
         clock.mark("between")
@@ -144,8 +146,8 @@ class PPOTrainer:
             count = min(session.cfg.ppo.num_rollouts, self._left() or session.cfg.ppo.num_rollouts)
             batch = session.next_prompts(self._drawn, count)
         else:
-            batch = own_samples.prompts_of(session, prompts, self._drawn)
-        chunks = list(rollout.generate_chunks(session, batch, len(batch), self._run.stop))
+            batch = prompts_of(session, prompts, self._drawn)
+        chunks = list(generate_chunks(session, batch, len(batch), self._run.stop))
         self._drawn += len(batch)
         clock.mark("rollout")
 
@@ -179,6 +181,9 @@ class PPOTrainer:
             RewardError: scores of another number or kind, or not finite.
             DivergedError: the policy stopped being finite.
         """
+        from ppocli.tasks.ppo.own_samples import given, prompts_of, scored
+        from ppocli.training.loop import commit, learn
+
         self._check_open()
         session, state, clock = self._session, self._run.state, self._run.clock
         if isinstance(queries, Batch):
@@ -191,28 +196,28 @@ class PPOTrainer:
                                   fix="generate again, or step(batch.prompt_ids, "
                                   "batch.response_ids, scores)")
             scores = responses if scores is None else scores
-            chunks: Sequence[rollout.Chunk] = queries.chunks
+            chunks: Sequence[Chunk] = queries.chunks
         else:
-            prompts = own_samples.prompts_of(session, queries, state.episodes)
-            chunks = own_samples.given(session, prompts, [] if responses is None else responses)
+            chunks = given(session, prompts_of(session, queries, state.episodes),
+                           [] if responses is None else responses)
         self._check_size(chunks)
         clock.mark("between")
         self._scores.given = _plain_scores(scores)
         try:
-            scored = own_samples.scored(session, chunks, state.episodes, self._run.stop, clock,
-                                        forward=not isinstance(queries, Batch))
+            rollout = scored(session, chunks, state.episodes, self._run.stop, clock,
+                             forward=not isinstance(queries, Batch))
         except RewardError as error:
             error.where = "PPOTrainer.step(scores)"
             raise
         finally:
             self._scores.given = None
-        loop.learn(self._run, scored)
+        learn(self._run, rollout)
         figures = self._run.state.pending or {}
-        loop.commit(self._run, replace(self._run.state, pending=None))  # the row is the caller's
+        commit(self._run, replace(self._run.state, pending=None))  # the row is the caller's
         self._drawn = max(self._drawn, self._run.state.episodes)
         return dict(figures)
 
-    def _check_size(self, chunks: Sequence[rollout.Chunk]) -> None:
+    def _check_size(self, chunks: "Sequence[Chunk]") -> None:
         count, left, n = sum(map(len, chunks)), self._left(), self._session.cfg.ppo.n
         if count > left:
             raise ConfigError(f"{count} samples, but only {left} of the "
@@ -258,9 +263,11 @@ class PPOTrainer:
         Raises:
             DiskError: the disk is full or refuses; older checkpoints are untouched.
         """
+        from ppocli.training.loop import save
+
         self._check_open()
         self._run.clock.mark("between")
-        loop.save(self._run)
+        save(self._run)
         self._run.clock.mark("saving")
         return self._run.folder.checkpoints / f"step-{self.steps:06d}"
 
@@ -271,6 +278,8 @@ class PPOTrainer:
             ConfigError: the folder holds something.
             DiskError: the disk is full or refuses.
         """
+        from ppocli.storage.atomic import publish_folder
+
         self._check_open()
         target = Path(folder)
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -279,14 +288,17 @@ class PPOTrainer:
         publish_folder(self._task.saved.write, target)
         return target
 
-    def finish(self) -> TrainedRun:
+    def finish(self) -> "TrainedRun":
         """End the run as ``ppocli train`` does: a checkpoint, ``model/`` and the summary.
 
         Raises:
             DiskError: the disk is full or refuses.
         """
+        from ppocli.api import load_run
+        from ppocli.launching.ending import publish
+
         self.save_checkpoint()
-        result = ending.publish(self._run)
+        result = publish(self._run)
         self._ended = True
         self.close()
         return load_run(result.run_dir)
@@ -297,9 +309,10 @@ class PPOTrainer:
         self._closing()
 
     def _summarise(self, status: str, error: str | None = None) -> None:
+        from ppocli.launching.ending import write_summary_of
 
         if self._closing.alive and not self._ended:
-            ending.write_summary_of(self._run, status, error)
+            write_summary_of(self._run, status, error)
             self._ended = True
 
     def __enter__(self) -> Self:

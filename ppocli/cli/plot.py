@@ -1,7 +1,5 @@
 """``ppocli plot``: curves of runs in the terminal, as a picture, or as numbers."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -85,7 +83,7 @@ def _check_out(out: Path, overwrite: bool) -> None:
                           fix="choose another name" + ("" if folder else ", or add --overwrite"))
 
 
-def _print_charts(series: Sequence[Series], smooth: int) -> None:
+def _print_charts(series: "Sequence[Series]", smooth: int) -> None:
     from ppocli.report.curves import by_metric, chart_title
 
     style = chosen_style(len({each.run for each in series}))
@@ -109,7 +107,7 @@ def chosen_style(runs: int) -> Style:
     return "colours" if colours else "marks"
 
 
-def draw(curves: Sequence[Series], *, title: str, width: int = 80, style: Style = "dots"
+def draw(curves: "Sequence[Series]", *, title: str, width: int = 80, style: Style = "dots"
          ) -> list[str]:
     """A chart of characters, drawn by plotext.
 

@@ -2,8 +2,6 @@
 inherits, and the raw rows that they name: files, folders, saved data sets, the Hub, inline lists.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -249,7 +247,7 @@ def _saved_rows(folder: Path, spec: PromptSpec, notes: list[str]) -> Iterator[Ro
     return _dataset_rows(saved, folder.name)
 
 
-def _dataset_rows(dataset: Dataset, name: str) -> Iterator[Row]:
+def _dataset_rows(dataset: "Dataset", name: str) -> Iterator[Row]:
     split = f" ({dataset.split})" if dataset.split else ""
     batches = dataset.with_format(None).iter(batch_size=1024)
     rows = (cells for batch in batches for cells in zip(*batch.values(), strict=True))

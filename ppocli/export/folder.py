@@ -1,7 +1,5 @@
 """An export on this disk: planned, written beside, verified, then published in one rename."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -49,7 +47,7 @@ class ExportPlan:
     target: Path
     facts: Facts
     tensors: dict[str, weights.StoredTensor]
-    shards: StateDictSplit
+    shards: "StateDictSplit"
     dtype: str | None
     """the floating type that weights are converted to, None where they have it already; of what is
     merged, which has fp32 in between, always a type"""

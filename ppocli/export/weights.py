@@ -5,8 +5,6 @@ cast, bits are the source's; what is in memory at any moment is one shard. The r
 tensor by tensor, and as a model that plain transformers reads back from the folder alone.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import math
@@ -94,7 +92,7 @@ def dtype_of(tensors: dict[str, StoredTensor]) -> str:
 
 
 def plan_files(tensors: dict[str, StoredTensor], dtype: str | None, max_shard: int,
-               name: str = model_files.SAFETENSORS) -> StateDictSplit:
+               name: str = model_files.SAFETENSORS) -> "StateDictSplit":
     """Cut the weights into files of at most ``max_shard`` bytes, named as transformers does."""
     from huggingface_hub import split_state_dict_into_shards_factory
 
@@ -103,7 +101,7 @@ def plan_files(tensors: dict[str, StoredTensor], dtype: str | None, max_shard: i
         filename_pattern=name.replace(".", "{suffix}."), max_shard_size=max_shard)
 
 
-def write_weights(source: Path, tensors: dict[str, StoredTensor], plan: StateDictSplit,
+def write_weights(source: Path, tensors: dict[str, StoredTensor], plan: "StateDictSplit",
                   dtype: str | None, folder: Path, check: Callable[[], None]) -> None:
     """Write the planned files, and an index where there are several.
 

@@ -5,8 +5,6 @@ store, at the address that the launcher gave. What ends one of them is said once
 with its exit code.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -136,7 +134,7 @@ def _told(first: RankOutcome) -> str:
     return secrets.safe_text(f"{first.trace}{label}: {where}{first.message}\n")
 
 
-def placed(checked: Checked, launched: Launched, environ: Mapping[str, str]) -> Checked:
+def placed(checked: "Checked", launched: Launched, environ: Mapping[str, str]) -> "Checked":
     """The configuration with what the launcher has settled: how many processes, on what.
 
     Raises:

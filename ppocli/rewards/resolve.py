@@ -7,14 +7,12 @@ trlX, ``f(samples, prompts, outputs, tokenizer, **metadata)``
 (``huggingface/trl:trl/trainer/grpo_trainer.py``), work unchanged.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import Parameter
-from typing import Any
+from typing import Any, Self
 
 from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.errors import PpocliError, RewardError
@@ -56,7 +54,7 @@ class BoundCallable:
         """the function with its file and line, for messages"""
         return self.located.label
 
-    def built(self) -> BoundCallable:
+    def built(self) -> Self:
         """With the object that a class makes in place of the class; a function is ready as it is.
 
         Raises:
@@ -78,7 +76,7 @@ class BoundCallable:
             ) from error
         if isinstance(told := getattr(call, "told_as", None), str):  # better known than its class
             located = replace(located, spec=told, file=None, line=None)
-        return BoundCallable(located, call, _parameters(call, located))
+        return type(self)(located, call, _parameters(call, located))
 
     def check_columns(self, columns: Sequence[str]) -> None:
         """Check that every required parameter has a source, now that the columns are known.

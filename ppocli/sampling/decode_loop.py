@@ -1,12 +1,10 @@
 """Decoding token by token with kept keys and values: prompts to sampled responses, with logprobs
 and values from the same pass. Rows are dropped when they end, and others take their places."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -72,7 +70,7 @@ class LiveRows:
         if self.youngest < self.oldest:
             self.youngest, self.oldest = int(self.at.min()), int(self.at.max())
 
-    def take_in(self, others: LiveRows) -> None:
+    def take_in(self, others: Self) -> None:
         """Go on with these rows and others, each of which has a token to feed."""
         width, widest = (transformers_internals.cached_tokens(one.cache) for one in (self, others))
         first = self.attention

@@ -5,10 +5,8 @@ A batch that is packed tells the attention so by the mask that it is handed: tra
 mask of four dimensions on to the attention of every layer as it is.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 
@@ -32,9 +30,9 @@ class Packing:
     to_pack: torch.Tensor
     """[N] int64 index into b * W, which itself stands for one that only fills up"""
 
-    def to(self, device: torch.device) -> Packing:
+    def to(self, device: torch.device) -> Self:
         """The same on ``device``."""
-        return Packing(self.rows, self.width, self.to_grid.to(device), self.to_pack.to(device))
+        return type(self)(self.rows, self.width, self.to_grid.to(device), self.to_pack.to(device))
 
     def packed(self, values: torch.Tensor) -> torch.Tensor:
         """[1, N] of one value for each token of the rows, one row after the other; zeros fill up.
