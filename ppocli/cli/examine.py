@@ -1,8 +1,6 @@
 """What is wrong with a run or a sweep, and what it would do: what ``ppocli validate`` finds without
 loading a model, and how it tells that."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -331,7 +329,7 @@ def validate_words(words: Sequence[str], *, deep: bool = False, as_json: bool = 
         print("\n".join(_told(rehearsal)))
 
 
-def _as_json(problems: Sequence[PpocliError], plans: Sequence[Plan], rehearsal: Rehearsal | None
+def _as_json(problems: Sequence[PpocliError], plans: Sequence[Plan], rehearsal: "Rehearsal | None"
              ) -> dict[str, Any]:
     answer: dict[str, Any] = {
         "valid": not problems, "exit_code": problems[0].exit_code if problems else 0,
@@ -345,7 +343,7 @@ def _as_json(problems: Sequence[PpocliError], plans: Sequence[Plan], rehearsal: 
     return answer
 
 
-def _told(found: Rehearsal) -> Iterator[str]:
+def _told(found: "Rehearsal") -> Iterator[str]:
     yield (f"loaded: {found.parameters:,} parameters, {found.trainable:,} trained, "
            f"{found.prompts} prompts, on {found.device} {found.precision}")
     yield f"first prompt as the model gets it ({found.prompt_tokens} tokens):"

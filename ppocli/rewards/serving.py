@@ -82,15 +82,23 @@ class RewardServer(ThreadingHTTPServer):
         """Called by ``serve_forever`` between connections; what it raises ends it."""
         self.poll()
 
+    def take_place(self) -> Callable[[], None]:
+        """Count a request as under way, until what is returned is called: once it is answered.
+
+        Raises:
+            Refused: 503 where too many wait already.
+        """
+        if not self._places.acquire(blocking=False):
+            raise Refused(503, f"{MOST_WAITING} requests are waiting already")
+        return self._places.release
+
     def answer(self, path: str, body: bytes) -> bytes:
         """The body of the answer to a request's body, scored in its turn.
 
         Raises:
             Refused: 400 for a request of another form, 422 for columns that the reward lacks, 500
-                where it failed, 503 where too many wait already.
+                where it failed.
         """
-        if not self._places.acquire(blocking=False):
-            raise Refused(503, f"{MOST_WAITING} requests are waiting already")
         reward, status = self.rewards[path], 400
         try:
             with self._turn:
@@ -103,8 +111,6 @@ class RewardServer(ThreadingHTTPServer):
                 self.requests, self.samples = self.requests + 1, self.samples + len(request)
         except (records.WireError, PpocliError) as error:
             raise Refused(status, error.args[0]) from None
-        finally:
-            self._places.release()
         scores: Sequence[records.Score] = found.dense or found.scores
         return records.encode_scores([score if valid else None
                                       for score, valid in zip(scores, found.valid, strict=True)])
@@ -138,16 +144,19 @@ class _Handler(BaseHTTPRequestHandler):
                                  f"POST samples to {SCORE}; {HEALTH} says how this server is"))
 
     def do_POST(self) -> None:
-        try:
-            self._allowed()
-            self._send(200, self.server.answer(self.path, self.rfile.read(self._length())))
-        except Refused as refused:
-            self._refuse(refused)
-        except (ConnectionError, TimeoutError):
-            raise
-        except Exception as error:
-            log.exception("a bug of this server's, or of the reward's")
-            self._refuse(Refused(500, f"{type(error).__name__}: {error}"))
+        with contextlib.ExitStack() as under_way:
+            try:
+                self._allowed()
+                body = self.rfile.read(self._length())
+                under_way.callback(self.server.take_place())
+                self._send(200, self.server.answer(self.path, body))
+            except Refused as refused:
+                self._refuse(refused)
+            except (ConnectionError, TimeoutError):
+                raise
+            except Exception as error:
+                log.exception("a bug of this server's, or of the reward's")
+                self._refuse(Refused(500, f"{type(error).__name__}: {error}"))
 
     def _allowed(self) -> None:
         """Whether this request may be scored at all, by its head alone."""
