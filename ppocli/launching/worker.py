@@ -34,6 +34,8 @@ from ppocli.training.task import PythonObjects, TaskSetup
 
 log = logging.getLogger("ppocli")
 
+_MEETING = "meeting the other ranks"
+"""the phase in which a rank waits for the others to be there"""
 _PRODUCTS = "linear_layers"
 """key of env.json"""
 
@@ -63,7 +65,7 @@ def run_worker(start: Start, *, objects: PythonObjects | None = None, joined: bo
             catch_signals(2.0 if joined else 0.0) as stop:
         if (early := launchers.announce()) is not None:
             stop.request(early)
-        launchers.note_phase("meeting the other ranks")
+        launchers.note_phase(_MEETING)
         model_files.quiet_transformers()
         with open_ranks(cfg, noted_products(folder) if start.resume else None) as backend:
             ranks = stop.ranks = backend.ranks
@@ -212,9 +214,13 @@ def _as_rank(start: Start) -> NoReturn:
 
     A stop is no failure to that one, which would end the ranks that are still saving.
     """
-    # ranks that nobody watches any more have this long to come to a stop together
-    stop_when_closed(launchers.hold_lifeline(),
-                     leave_after=float(start.config().hardware.timeout_seconds))
+    def patience() -> float:
+        """Seconds in which ranks that nobody watches any more come to a stop together. Those that
+        have not met never will: the one that watched them held what they meet by."""
+        apart = launchers.my_phase() in ("", _MEETING)
+        return 5.0 if apart else float(start.config().hardware.timeout_seconds)
+
+    stop_when_closed(launchers.hold_lifeline(), leave_after=patience)
     outcome = outcome_of(launchers.my_rank(), lambda: run_worker(
         start, own_process=True, started_by=os.getppid()))
     launchers.write_outcome(replace(outcome, phase=launchers.my_phase() or "unknown phase"))
