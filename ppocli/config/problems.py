@@ -18,7 +18,7 @@ from ppocli.errors import ConfigError
 from ppocli.text import cut, did_you_mean
 
 DEFAULT_SOURCE = "default"
-FNS_KEYS = ("fn", "kwargs", "weight")
+FNS_KEYS = ("fn", "kwargs", "weight", "style")
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,16 +221,20 @@ def _shaping(config: schema.TrainConfig) -> Rules:
 
 def _fns_entry(entry: Any) -> Iterator[str]:
     if not isinstance(entry, dict):
-        yield f"{shown(entry)} must be a mapping with the keys fn, kwargs, weight"
+        yield f"{shown(entry)} must be a mapping with the keys {', '.join(FNS_KEYS)}"
         return
     for name in entry:
         if name not in FNS_KEYS:
             yield (f"unknown key {name}{did_you_mean(str(name), FNS_KEYS)} "
-                   "(allowed: fn, kwargs, weight)")
+                   f"(allowed: {', '.join(FNS_KEYS)})")
     if not isinstance(entry.get("fn"), str) or not entry["fn"]:
         yield "needs fn, an import path or a built-in's name"
     if not isinstance(entry.get("kwargs", {}) or {}, dict):
         yield f"kwargs {shown(entry['kwargs'])} must be a mapping"
+    style, styles = entry.get("style", "auto"), ("auto", *schema.REWARD_STYLES)
+    if style not in styles:
+        yield (f"style {shown(style)} must be one of {', '.join(styles)}"
+               f"{did_you_mean(str(style), styles)}")
     weight = entry.get("weight", 1.0)
     if (not isinstance(weight, (int, float)) or isinstance(weight, bool)
             or not math.isfinite(weight)):
