@@ -180,7 +180,7 @@ def decode_request(body: bytes, tokenizer: Any = None) -> RewardRequest:
                                   "messages", "progress"})
     if unknown:
         raise WireError(f"unknown key {unknown[0]!r}")
-    samples = {name: _list_of(kind, said, name) for name, kind in (
+    samples: dict[str, Any] = {name: _list_of(kind, said, name) for name, kind in (
         ("prompts", str), ("responses", str), ("response_ids", list))}
     if any(type(token) is not int for row in samples["response_ids"] for token in row):
         raise WireError("'response_ids' must hold lists of whole numbers")
