@@ -7,7 +7,7 @@ a list with one number a response token, or null. Failures have another status t
 ``{"error": text}``.
 
 Where they are known the request also has ``"ended": [N booleans]``, ``"messages": [N lists]`` and
-``"progress": [steps done, steps in all]``, and the answer ``"logs"``: N objects as in
+``"progress": [steps done, steps in all, passes over the prompts]``, and the answer ``"logs"``: N objects as in
 :attr:`RewardScores.logs`.
 """
 
@@ -91,8 +91,8 @@ class RewardRequest:
     """whether a stop token or stop sequence ended each response; None where nobody knows"""
     messages: Sequence[list[dict[str, Any]]] = ()
     """prompts as conversations, where ``prompts.chat`` rendered them; else none"""
-    progress: tuple[int, int] = (0, 0)
-    """steps done and steps of the whole run; zeros outside of a run"""
+    progress: Sequence[float] = (0.0, 0.0, 0.0)
+    """steps done, steps of the whole run and passes over the prompts; zeros outside of a run"""
     logs: RewardLogs = field(default_factory=RewardLogs)
 
     def __len__(self) -> int:
@@ -139,7 +139,7 @@ def encode_request(request: RewardRequest, part: slice) -> bytes:
     # escaped, so that halves of a character that a response was cut in survive
     known: dict[str, Any] = {
         "ended": request.ended and list(request.ended[part]), "messages": request.messages[part],
-        "progress": request.progress[1] and request.progress}
+        "progress": request.progress[1] and list(map(float, request.progress))}
     return json.dumps({"prompts": list(request.prompts[part]),
                        "responses": list(request.responses[part]),
                        "response_ids": [list(ids) for ids in request.response_ids[part]],
@@ -190,15 +190,15 @@ def decode_request(body: bytes, tokenizer: Any = None) -> RewardRequest:
     lists = {f"columns.{name}": _list_of(object, columns, name) for name in columns}
     known: dict[str, Any] = {name: _list_of(kind, said, name) for name, kind in (
         ("ended", bool), ("messages", list)) if name in said}
-    progress = _list_of(int, said, "progress") if "progress" in said else [0, 0]
-    if len(progress) != 2:
-        raise WireError("'progress' must hold two numbers")
+    progress = _list_of(float, said, "progress") if "progress" in said else [0.0] * 3
+    if len(progress) != 3:
+        raise WireError("'progress' must hold three numbers")
     count = len(samples["responses"])
     for name, values in {**samples, **lists, **known}.items():
         if len(values) != count:
             raise WireError(f"{name!r} has {len(values)} values for {count} responses")
-    return RewardRequest(**samples, columns=columns, tokenizer=tokenizer, **known,
-                         progress=(progress[0], progress[1]))
+    return RewardRequest(**samples, columns=columns, tokenizer=tokenizer, progress=progress,
+                         **known)
 
 
 def _list_of(kind: type, said: Mapping[str, Any], name: str) -> list[Any]:

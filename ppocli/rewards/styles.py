@@ -15,8 +15,10 @@
 
 import asyncio
 import inspect
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
@@ -100,11 +102,24 @@ def _extra_info(request: RewardRequest) -> list[dict[str, Any]]:
     return [{**(cell or {}), "num_turns": None, "rollout_reward_scores": {}} for cell in cells]
 
 
-def _trainer_state(request: RewardRequest) -> Any:
-    from transformers import TrainerState
+@dataclass
+class TrainerState:
+    """What transformers' class of that name tells of progress; to load that takes two seconds."""
 
-    step, total = request.progress
-    return TrainerState(global_step=step, max_steps=total)
+    global_step: int
+    """steps done"""
+    max_steps: int
+    epoch: float
+    """passes over the prompts"""
+    num_train_epochs: int
+    log_history: list[dict[str, float]] = field(default_factory=list)
+    is_local_process_zero: bool = True
+    is_world_process_zero: bool = True
+
+
+def _trainer_state(request: RewardRequest) -> TrainerState:
+    step, total, epoch = request.progress
+    return TrainerState(int(step), int(total), epoch, math.ceil(epoch * total / max(step, 1)))
 
 
 def _tokenizer(request: RewardRequest, style: str) -> Any:
@@ -154,14 +169,16 @@ def aligned(numbers: list[float], request: RewardRequest, index: int) -> list[fl
     Args:
         numbers: [tokens of the output] as the function gave them.
     """
-    own, tokenizer = list(request.response_ids[index]), request.tokenizer
+    own, tokenizer = list(request.response_ids[index]), _tokenizer(request, "trlX")
     output = ended_outputs(request)[index]
-    for special in (True, False):  # with and without what the tokenizer puts around a text
-        again = list(tokenizer(output, add_special_tokens=special)["input_ids"])
-        if own and len(again) == len(numbers):
-            break
-    else:
+    whole, again = (list(tokenizer(output, add_special_tokens=special)["input_ids"])
+                    for special in (True, False))
+    if not own or len(numbers) not in (len(whole), len(again)):
         return numbers
+    front = 0  # tokens that the tokenizer puts before a text
+    if len(numbers) == len(whole):
+        front = next((i for i in range(len(whole) - len(again) + 1)
+                      if whole[i:i + len(again)] == again), 0)
     same = next((i for i, pair in enumerate(zip(again, own, strict=False)) if pair[0] != pair[1]),
                 min(len(again), len(own)))
     places = [*range(same)]
@@ -170,6 +187,7 @@ def aligned(numbers: list[float], request: RewardRequest, index: int) -> list[fl
         places += [min(same + bisect_left(ends, end), len(own) - 1) for end in theirs]
         if again[-1] == tokenizer.eos_token_id:  # what was trimmed stands before it
             places[-1] = len(own) - 1
+    places = [0] * front + places + [len(own) - 1] * (len(numbers) - front - len(places))
     found = [0.0] * len(own)
     for place, number in zip(places, numbers, strict=True):
         found[place] += number

@@ -59,7 +59,8 @@ def request_of(session: EvalSession, prompts: PromptBatch, responses: list[str],
         prompts=prompts.texts, responses=responses, response_ids=response_ids,
         columns=prompts.columns, tokenizer=session.tokenizer, ended=ended,
         messages=prompts.messages,
-        progress=(session.step, -(-planned_episodes(ppo) // ppo.num_rollouts)))
+        progress=(session.step, -(-planned_episodes(ppo) // ppo.num_rollouts),
+                  session.step * ppo.num_rollouts / ppo.n / (session.num_prompts or 1)))
 
 
 def ask(session: EvalSession, prompts: PromptBatch, out: Samples, responses: list[str],

@@ -58,6 +58,8 @@ class EvalSession:
     """whether all models take rows packed without padding"""
     step: int = field(default=0, kw_only=True)
     """steps done, as rewards are told"""
+    num_prompts: int = field(default=0, kw_only=True)
+    """how many the steps go through, likewise"""
 
     @property
     def from_decode(self) -> bool:
@@ -292,6 +294,7 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
                    reference=reference, eval_prompts=eval_prompts, reward=reward, metric=metric,
                    sampling=sampling, eval_sampling=eval_sampling, sampler=sampler,
                    passes=PassRows(backend, PASSES), trained=trained, prompts=prompts,
+                   num_prompts=len(prompts),
                    packs=_take_packed(policy, reference))
 
 
