@@ -22,16 +22,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from ppocli.builtin.names import config_groups
-from ppocli.config import hydra_bridge, keys, layers, schema, secrets
+from ppocli.config import hydra_bridge, keys, layers, resolved, schema, secrets
 from ppocli.config.problems import Problem, find_problems, raise_problems, range_problems
-from ppocli.config.resolved import (
-    CONFIG_FILE,
-    keeping_styles,
-    quoted,
-    read_config,
-    schema_node,
-    typed,
-)
+from ppocli.config.resolved import CONFIG_FILE, quoted, read_config, schema_node, typed
 from ppocli.config.words import COMMAND_LINE, Words
 from ppocli.errors import CheckpointError, ConfigError
 from ppocli.text import did_you_mean
@@ -127,8 +120,8 @@ def compose_here(words: Words, run: Path | None = None) -> Composed:
     merged = layers.merge_entries(_entries(words, run))
     config = typed(merged.node)
     if run is not None:
-        given = {setting.key for setting in words.settings}
-        config = keeping_styles(config, read_config(run / CONFIG_FILE), given)
+        config = resolved.keeping_styles(config, read_config(run / CONFIG_FILE),
+                                         {setting.key for setting in words.settings})
     return Composed(config, merged.problems, merged.sources, words.value("recipe"), run)
 
 

@@ -131,23 +131,24 @@ def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
     return result
 
 
-def keeping_styles(config: TrainConfig, own: TrainConfig, typed: Collection[str]) -> TrainConfig:
+def keeping_styles(config: TrainConfig, own: TrainConfig, given: Collection[str]) -> TrainConfig:
     """A copy in which rewards that a run's ``own`` configuration names too have the style that the
     run found for them; that of others is to be found.
 
     Args:
-        typed: keys whose value stays as it is.
+        given: keys whose value stays as it is.
     """
     reward, before = copy.deepcopy(config.reward), own.reward
-    if "reward.style" not in typed:
+    if "reward.style" not in given:
         reward.style = before.style if reward.fn == before.fn else "auto"
     for name, entry in reward.fns.items():
-        if isinstance(entry, dict) and f"reward.fns.{name}.style" not in typed:
+        if isinstance(entry, dict) and f"reward.fns.{name}.style" not in given:
             old = before.fns.get(name) or {}
-            same = old.get("fn") == entry.get("fn")
-            entry["style"] = old.get("style") if same else "auto"
-            if entry["style"] is None:
-                del entry["style"]
+            entry.pop("style", None)
+            if old.get("fn") != entry.get("fn"):
+                entry["style"] = "auto"
+            elif "style" in old:
+                entry["style"] = old["style"]
     return dataclasses.replace(config, reward=reward)
 
 

@@ -77,8 +77,10 @@ def _resumed(run_dir: Path, by_folder: bool, config: schema.TrainConfig,
     config = replace(config, run_name=run_dir.name, output_dir=str(run_dir.parent),
                      resume="never" if by_folder else "auto")
     if not by_folder:  # else the run's own configuration is the base
-        config = resolved.keeping_styles(config, resolved.read_config(
-            run_dir / resolved.CONFIG_FILE), _typed_styles(config.reward))
+        named = {key for key, style in resolved.flat(config).items()
+                 if key.startswith("reward.") and key.endswith(".style") and style != "auto"}
+        config = resolved.keeping_styles(
+            config, resolved.read_config(run_dir / resolved.CONFIG_FILE), named)
     changes = changes_on_resume(run_dir, config, objects)
     check_inputs(config)
     check_deepspeed(config)
@@ -90,11 +92,6 @@ def _resumed(run_dir: Path, by_folder: bool, config: schema.TrainConfig,
     with run_folder.reserved(run_dir):
         run_folder.write_config(config, run_dir / resolved.NEXT_CONFIG_FILE)
         yield Start(run_dir, resume=True, reserved_by=os.getpid())
-
-
-def _typed_styles(reward: schema.RewardConfig) -> set[str]:
-    named = {f"reward.fns.{name}.style" for name, entry in reward.fns.items() if "style" in entry}
-    return named | ({"reward.style"} if reward.style != "auto" else set())
 
 
 @contextmanager

@@ -7,8 +7,8 @@ a list with one number a response token, or null. Failures have another status t
 ``{"error": text}``.
 
 Where they are known the request also has ``"ended": [N booleans]``, ``"messages": [N lists]`` and
-``"progress": [steps done, steps in all, passes over the prompts]``, and the answer ``"logs"``: N objects as in
-:attr:`RewardScores.logs`.
+``"progress": [steps done, steps in all, passes over the prompts]``, and the answer ``"logs"``: N
+objects as in :attr:`RewardScores.logs`.
 """
 
 import json
@@ -64,9 +64,8 @@ class RewardLogs:
         extra = {name: [_shown(value) for value in values] for name, values in self.columns.items()}
         logged = {name: _plain(math.fsum(values) / len(values))
                   for name, values in self.figures.items()}
-        rows = [{"extra": {name: values[i] for name, values in extra.items()}, "logged": {**logged}}
+        return [{"extra": {name: values[i] for name, values in extra.items()}, "logged": logged}
                 for i in range(count)]
-        return [{kind: values for kind, values in row.items() if values} for row in rows]
 
     def clear(self) -> None:
         """Forget what a call has logged that is made again."""
@@ -114,7 +113,7 @@ class RewardScores:
     """reward name -> [N] unweighted scores (None: does not apply), for logging"""
     logs: list[dict[str, dict[str, Any]]] = field(default_factory=list)
     """[N] what the functions logged: ``extra`` by column, and ``logged`` by metric, whose numbers
-    are the means over the call; parts of which there is nothing are left out"""
+    are the means over the call; what there is nothing of is left out"""
 
 
 class WireError(ValueError):
@@ -189,16 +188,14 @@ def decode_request(body: bytes, tokenizer: Any = None) -> RewardRequest:
         raise WireError("'columns' must be an object of lists")
     lists = {f"columns.{name}": _list_of(object, columns, name) for name in columns}
     known: dict[str, Any] = {name: _list_of(kind, said, name) for name, kind in (
-        ("ended", bool), ("messages", list)) if name in said}
-    progress = _list_of(float, said, "progress") if "progress" in said else [0.0] * 3
-    if len(progress) != 3:
+        ("ended", bool), ("messages", list), ("progress", float)) if name in said}
+    if len(known.get("progress", "123")) != 3:
         raise WireError("'progress' must hold three numbers")
     count = len(samples["responses"])
     for name, values in {**samples, **lists, **known}.items():
-        if len(values) != count:
+        if len(values) != count and name != "progress":
             raise WireError(f"{name!r} has {len(values)} values for {count} responses")
-    return RewardRequest(**samples, columns=columns, tokenizer=tokenizer, progress=progress,
-                         **known)
+    return RewardRequest(**samples, columns=columns, tokenizer=tokenizer, **known)
 
 
 def _list_of(kind: type, said: Mapping[str, Any], name: str) -> list[Any]:

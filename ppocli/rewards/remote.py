@@ -19,13 +19,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from ppocli.config.secrets import looks_secret
 from ppocli.errors import RewardError
-from ppocli.rewards.records import (
-    RewardRequest,
-    WireError,
-    decode_scores,
-    encode_request,
-    opening,
-)
+from ppocli.rewards.records import RewardRequest, WireError, decode_scores, encode_request, opening
 from ppocli.rewards.resolve import wrong_argument
 from ppocli.rewards.styles import WHOLE_REQUEST
 from ppocli.text import counted, error_line

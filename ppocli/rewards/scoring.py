@@ -118,8 +118,8 @@ class Reward(Judge):
                                   where=part.bound.located.key,
                                   fix="log as many values as there are samples") from None
             for sample, log in zip(found, logs, strict=True):
-                for kind, values in log.items():
-                    sample[kind] = {**sample.get(kind, {}), **values}
+                sample |= {kind: sample.get(kind, {}) | values
+                           for kind, values in log.items() if values}
         return found
 
     def _is_valid(self, request: RewardRequest, index: int, row: Sequence[Score]) -> bool:

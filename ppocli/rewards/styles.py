@@ -18,8 +18,8 @@ import inspect
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from numbers import Real
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -102,24 +102,13 @@ def _extra_info(request: RewardRequest) -> list[dict[str, Any]]:
     return [{**(cell or {}), "num_turns": None, "rollout_reward_scores": {}} for cell in cells]
 
 
-@dataclass
-class TrainerState:
-    """What transformers' class of that name tells of progress; to load that takes two seconds."""
-
-    global_step: int
-    """steps done"""
-    max_steps: int
-    epoch: float
-    """passes over the prompts"""
-    num_train_epochs: int
-    log_history: list[dict[str, float]] = field(default_factory=list)
-    is_local_process_zero: bool = True
-    is_world_process_zero: bool = True
-
-
-def _trainer_state(request: RewardRequest) -> TrainerState:
+def _trainer_state(request: RewardRequest) -> SimpleNamespace:
+    """What transformers' TrainerState tells of progress; to load that takes two seconds."""
     step, total, epoch = request.progress
-    return TrainerState(int(step), int(total), epoch, math.ceil(epoch * total / max(step, 1)))
+    return SimpleNamespace(
+        global_step=int(step), max_steps=int(total), epoch=epoch, log_history=[],
+        num_train_epochs=math.ceil(epoch * total / max(step, 1)), is_world_process_zero=True,
+        is_local_process_zero=True)
 
 
 def _tokenizer(request: RewardRequest, style: str) -> Any:

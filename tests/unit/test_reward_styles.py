@@ -1,5 +1,5 @@
-"""Rewards as they are written for trlX, TRL, verl and OpenRLHF: signatures, arguments and answers of
-the libraries' own published examples, here and behind an address."""
+"""Rewards as they are written for trlX, TRL, verl and OpenRLHF: signatures, arguments and answers
+of the libraries' own published examples, here and behind an address."""
 
 import json
 import logging
@@ -124,7 +124,7 @@ def test_dense_numbers_go_where_the_text_of_their_token_ends():
     asked = request(front, ["the film"])
     assert reward.score(asked).dense == [[1 + 2, 3, 4]]
     # of our own tokens' length they are taken as they are
-    reward = build_reward(RewardConfig(style="trlx"), reward_fn=lambda samples, outputs: [[5, 6, 7]])
+    reward = build_reward(RewardConfig(style="trlx"), reward_fn=lambda outputs: [[5, 6, 7]])
     assert reward.score(asked).dense == [[5, 6, 7]]
 
 
@@ -248,7 +248,8 @@ def test_openrlhf_example(tokenizer):
     assert found.logs[1]["logged"] == {"math_accuracy": 0.5, "per_sample": 0.5}
 
     def plain(queries, prompts, labels):
-        assert queries == ["The film 2<eos>", "The film 3<eos>"] and set(labels) == {""}
+        assert queries == ["The film 2<eos>", "The film 3<eos>"]
+        assert set(labels) == {""}
         return torch.tensor([1.0, 2.0])
 
     assert build_reward(RewardConfig(), reward_fn=plain).score(
@@ -326,7 +327,8 @@ def test_a_run_settles_styles_and_a_resume_keeps_them(world, command):
                     "reward.fns.log.fn=elsewhere.py:mixture", code=0)
     assert "changed on resume: reward.fns.dense" not in again.said
     after = resolved.read_config(folder / "config.yaml").reward.fns
-    assert after["dense"]["style"] == "trlx" and "style" not in after["log"]
+    assert after["dense"]["style"] == "trlx"
+    assert "style" not in after["log"]
     assert resolved.read_config(folder / "config.yaml").reward.style == "ppocli"
 
 
