@@ -76,7 +76,8 @@ def call_with_request(bound: BoundCallable, request: RewardRequest, cfg: RewardC
 
 
 def _call(bound: BoundCallable, request: RewardRequest, timeout: float | None) -> Any:
-    request.logs.clear()  # of an attempt that failed
+    request.logs.columns.clear()  # of an attempt that failed
+    request.logs.figures.clear()
 
     def work() -> Any:
         result = bound.answer(request)

@@ -67,11 +67,6 @@ class RewardLogs:
         return [{"extra": {name: values[i] for name, values in extra.items()}, "logged": logged}
                 for i in range(count)]
 
-    def clear(self) -> None:
-        """Forget what a call has logged that is made again."""
-        self.columns.clear()
-        self.figures.clear()
-
 
 @dataclass(frozen=True, slots=True)
 class RewardRequest:

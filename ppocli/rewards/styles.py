@@ -62,8 +62,8 @@ def recognised(names: Collection[str]) -> str:
         return "ppocli"
     if given >= _OF_TRLX and not given & _OF_TRL:
         return "trlx"
-    return "trl" if given & _OF_TRL and not given & {"samples", "outputs", "tokenizer"} else (
-        "ppocli")
+    of_trl = given & _OF_TRL and not given & {"samples", "outputs", "tokenizer"}
+    return "trl" if of_trl else "ppocli"
 
 
 def known(style: str, columns: Collection[str]) -> Mapping[str, Source]:
@@ -126,27 +126,22 @@ def _queries(request: RewardRequest) -> list[str]:
     for prompt, text, ids in zip(request.prompts, request.responses, request.response_ids,
                                  strict=True):
         space = text[:len(text) - len(text.lstrip())]
-        whole = tokenizer.decode(list(ids), skip_special_tokens=False)
-        found.append(prompt + space + whole[len(whole) - len(whole.lstrip()):])
+        found.append(prompt + space + tokenizer.decode(
+            list(ids), skip_special_tokens=False).lstrip())
     return found
 
 
 def ended_outputs(request: RewardRequest) -> list[str]:
     """Responses as trlX hands them over: behind one that ended stands the EOS text, and one that
     was trimmed at a stop sequence has no white space before it."""
-    found = []
-    for index, text in enumerate(request.responses):
-        ids, tokenizer = request.response_ids[index], request.tokenizer
-        last = ids[-1] if len(ids) else None
-        eos = getattr(tokenizer, "eos_token_id", None)
-        at_eos = last is not None and last == eos
-        ended = at_eos if request.ended is None else request.ended[index]
-        if not ended:
-            found.append(text)
-            continue
-        tokenizer = _tokenizer(request, "trlX")
-        trimmed = not at_eos and last not in tokenizer.all_special_ids
-        found.append((text.rstrip() if trimmed else text) + tokenizer.eos_token)
+    found = list(request.responses)
+    eos = getattr(request.tokenizer, "eos_token_id", None)
+    lasts = [ids[-1] if len(ids) else None for ids in request.response_ids]
+    for i, last in enumerate(lasts):
+        if (last is not None and last == eos) if request.ended is None else request.ended[i]:
+            tokenizer = _tokenizer(request, "trlX")
+            at_special = last == eos or last in tokenizer.all_special_ids
+            found[i] = (found[i] if at_special else found[i].rstrip()) + tokenizer.eos_token
     return found
 
 
