@@ -179,6 +179,8 @@ def _reward(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
         yield (reward.fn is None and reward.kwargs, "reward.kwargs", "these belong to reward.fn, "
                "which is not given; with reward.fns each entry has its own kwargs")
     yield reward.fn == "", "reward.fn", "must not be empty"
+    yield (reward.fn == "http" and reward.style not in ("auto", "ppocli"), "reward.style",
+           f"http calls no function: give reward.style={reward.style} to ppocli serve-reward")
     for name, entry in reward.fns.items():
         yield (name in ("mean", "std", "invalid"), f"reward.fns.{name}",
                f"reward/{name} is a figure of all rewards together; give this one another name")

@@ -52,15 +52,16 @@ class RewardLogs:
                 if value is not None:
                     self.metric(name, value)
 
-    def by_sample(self, count: int) -> list[dict[str, dict[str, Any]]]:
-        """As in :attr:`RewardScores.logs`.
+    def by_sample(self, count: int, label: str) -> list[dict[str, dict[str, Any]]]:
+        """As in :attr:`RewardScores.logs`; ``label`` names the function.
 
         Raises:
-            WireError: a column hasn't one value a sample.
+            RewardError: a column hasn't one value a sample.
         """
         for name, values in self.columns.items():
             if len(values) != count:
-                raise WireError(f"{len(values)} values for {count} samples as column {name!r}")
+                raise RewardError(f"{label} logged {len(values)} values for {count} samples as "
+                                  f"column {name!r}.", fix="log one value a sample")
         extra = {name: [_shown(value) for value in values] for name, values in self.columns.items()}
         logged = {name: _plain(math.fsum(values) / len(values))
                   for name, values in self.figures.items()}

@@ -9,7 +9,7 @@ from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.config.schema import RewardConfig
 from ppocli.errors import ConfigError, RewardError
 from ppocli.rewards.calls import MAX_FLOAT32, invalid_error, is_nan, metrics_from, scores_from
-from ppocli.rewards.records import RewardLogs, RewardRequest, RewardScores, Score, WireError
+from ppocli.rewards.records import RewardLogs, RewardRequest, RewardScores, Score
 from ppocli.rewards.resolve import BoundCallable, bind
 from ppocli.rewards.styles import WHOLE_REQUEST
 from ppocli.user_code import shorten
@@ -111,12 +111,7 @@ class Reward(Judge):
         """What all functions logged, sample by sample; of equal names the last function's."""
         found: list[dict[str, dict[str, Any]]] = [{} for _ in range(len(asked[0]))]
         for part, request in zip(self.parts, asked, strict=True):
-            try:
-                logs = request.logs.by_sample(len(request))
-            except WireError as problem:
-                raise RewardError(f"{part.bound.label} logged {problem}.",
-                                  where=part.bound.located.key,
-                                  fix="log as many values as there are samples") from None
+            logs = request.logs.by_sample(len(request), part.bound.label)
             for sample, log in zip(found, logs, strict=True):
                 sample |= {kind: sample.get(kind, {}) | values
                            for kind, values in log.items() if values}

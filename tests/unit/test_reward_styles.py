@@ -358,6 +358,8 @@ def test_validate_shows_the_style(world, command, capsys):
     assert "reward elsewhere.py:dense_reward_fn (style trlx)" in app(
         *run_words("reward.fn=elsewhere.py:dense_reward_fn"), code=0).out
     assert "did you mean trlx" in app(*run_words("reward.style=trlxx"), code=2).said
+    assert "give reward.style=trl to ppocli serve-reward" in app(
+        *run_words("reward.fn=http", "reward.style=trl"), code=2).said
     assert "must be one of auto, ppocli, trl" in app(
         *run_words("~reward.fn", "reward.fns.a.fn=length", "reward.fns.a.style=TRL"),
         code=2).said

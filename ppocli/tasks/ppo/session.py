@@ -329,6 +329,7 @@ def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObject
     """
     reward, metric = (_build_judges(cfg, objects, backend.ranks.first) if judges is None
                       else (judges.reward, judges.metric))
+    cfg = replace(cfg, reward=reward.cfg)
     own = cfg.model
     if policy is not None and policy != cfg.model.path:
         own = replace(cfg.model, path=policy, tokenizer_path=None, revision=revision)
