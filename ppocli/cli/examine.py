@@ -18,7 +18,7 @@ from ppocli.config.words import Words, read_words
 from ppocli.data import render, sources
 from ppocli.errors import CheckpointError, ConfigError, DiskError, PpocliError
 from ppocli.launching import opened_folder
-from ppocli.rewards.scoring import check_reward_config
+from ppocli.rewards.scoring import check_reward_config, with_styles
 from ppocli.storage.checkpoints import find_latest
 from ppocli.storage.run_folder import RunFolder, probe_writable
 from ppocli.text import clean, counted, figure
@@ -279,7 +279,7 @@ def _config_error(problem: Problem, fix: str | None) -> ConfigError:
 
 def _plan(config: schema.TrainConfig, prompts: int | None, folder: Path) -> Plan:
     samples = schema.planned_episodes(config.ppo)
-    return Plan(config.model.path, reward_labels(config.reward), prompts,
+    return Plan(config.model.path, reward_labels(with_styles(config.reward)), prompts,
                 -(-samples // config.ppo.num_rollouts), samples, config.ppo.num_rollouts,
                 config.hardware.device, config.hardware.precision, str(folder))
 

@@ -92,7 +92,7 @@ def generate(
             for answers in zip(*batches, strict=True):
                 printer.write(answers, [
                     [None] * len(batch) if judge is None else
-                    scores_of(judge, player, rendered, batch, columns)
+                    scores_of(judge, player, rendered, batch, columns, messages if chat else ())
                     for player, rendered, batch in zip(players, texts, answers, strict=True)])
                 stopping.check()
 

@@ -114,10 +114,14 @@ def model_text(text: str) -> str:
 
 
 def reward_labels(reward: RewardConfig) -> list[str]:
-    """What scores the responses, each with its model where it has one."""
-    functions = [(entry["fn"], entry.get("kwargs") or {}) for entry in reward.fns.values()] or [
-        (reward.fn or "?", reward.kwargs)]
-    return [f"{fn} {kwargs['model']}" if "model" in kwargs else str(fn) for fn, kwargs in functions]
+    """What scores the responses, each with its model, and the library it was written for, where it
+    has one."""
+    functions = [(entry["fn"], entry.get("kwargs") or {}, entry.get("style") or reward.style)
+                 for entry in reward.fns.values()] or [
+        (reward.fn or "?", reward.kwargs, reward.style)]
+    return [(f"{fn} {kwargs['model']}" if "model" in kwargs else str(fn))
+            + ("" if style in ("auto", "ppocli") else f" (style {style})")
+            for fn, kwargs, style in functions]
 
 
 def survive_any_terminal() -> None:

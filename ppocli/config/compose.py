@@ -22,7 +22,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from ppocli.builtin.names import config_groups
-from ppocli.config import hydra_bridge, keys, layers, schema, secrets
+from ppocli.config import hydra_bridge, keys, layers, resolved, schema, secrets
 from ppocli.config.problems import Problem, find_problems, raise_problems, range_problems
 from ppocli.config.resolved import CONFIG_FILE, quoted, read_config, schema_node, typed
 from ppocli.config.words import COMMAND_LINE, Words
@@ -118,7 +118,11 @@ def check(composed: Composed, handed_in: frozenset[str] = frozenset()) -> Checke
 def compose_here(words: Words, run: Path | None = None) -> Composed:
     """As :func:`compose`, inside of :func:`hydra_for`, for words that are one run's."""
     merged = layers.merge_entries(_entries(words, run))
-    return Composed(typed(merged.node), merged.problems, merged.sources, words.value("recipe"), run)
+    config = typed(merged.node)
+    if run is not None:
+        config = resolved.keeping_styles(config, read_config(run / CONFIG_FILE),
+                                         {setting.key for setting in words.settings})
+    return Composed(config, merged.problems, merged.sources, words.value("recipe"), run)
 
 
 def print_composition(words: Words) -> None:

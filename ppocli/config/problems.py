@@ -18,7 +18,7 @@ from ppocli.errors import ConfigError
 from ppocli.text import cut, did_you_mean
 
 DEFAULT_SOURCE = "default"
-FNS_KEYS = ("fn", "kwargs", "weight")
+FNS_KEYS = ("fn", "kwargs", "weight", "style")
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +179,8 @@ def _reward(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
         yield (reward.fn is None and reward.kwargs, "reward.kwargs", "these belong to reward.fn, "
                "which is not given; with reward.fns each entry has its own kwargs")
     yield reward.fn == "", "reward.fn", "must not be empty"
+    yield (reward.fn == "http" and reward.style not in ("auto", "ppocli"), "reward.style",
+           f"http calls no function: give reward.style={reward.style} to ppocli serve-reward")
     for name, entry in reward.fns.items():
         yield (name in ("mean", "std", "invalid"), f"reward.fns.{name}",
                f"reward/{name} is a figure of all rewards together; give this one another name")
@@ -221,16 +223,20 @@ def _shaping(config: schema.TrainConfig) -> Rules:
 
 def _fns_entry(entry: Any) -> Iterator[str]:
     if not isinstance(entry, dict):
-        yield f"{shown(entry)} must be a mapping with the keys fn, kwargs, weight"
+        yield f"{shown(entry)} must be a mapping with the keys {', '.join(FNS_KEYS)}"
         return
     for name in entry:
         if name not in FNS_KEYS:
             yield (f"unknown key {name}{did_you_mean(str(name), FNS_KEYS)} "
-                   "(allowed: fn, kwargs, weight)")
+                   f"(allowed: {', '.join(FNS_KEYS)})")
     if not isinstance(entry.get("fn"), str) or not entry["fn"]:
         yield "needs fn, an import path or a built-in's name"
     if not isinstance(entry.get("kwargs", {}) or {}, dict):
         yield f"kwargs {shown(entry['kwargs'])} must be a mapping"
+    style, styles = entry.get("style", "auto"), ("auto", *schema.REWARD_STYLES)
+    if style not in styles:
+        yield (f"style {shown(style)} must be one of {', '.join(styles)}"
+               f"{did_you_mean(str(style), styles)}")
     weight = entry.get("weight", 1.0)
     if (not isinstance(weight, (int, float)) or isinstance(weight, bool)
             or not math.isfinite(weight)):

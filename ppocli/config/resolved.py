@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -115,7 +115,10 @@ def _parsed(text: str) -> TrainConfig | None:
         raise yaml.YAMLError(str(error)) from error
     if not isinstance(loaded, DictConfig) or not loaded:
         return None
-    return typed(typing.cast(DictConfig, OmegaConf.merge(schema_node(), loaded)))
+    config = typed(typing.cast(DictConfig, OmegaConf.merge(schema_node(), loaded)))
+    if OmegaConf.select(loaded, "reward.style") is None:  # made before there were others
+        config.reward.style = "ppocli"
+    return config
 
 
 def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
@@ -126,6 +129,27 @@ def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
         section, _, last = name.rpartition(".")
         setattr(operator.attrgetter(section)(result) if section else result, last, value)
     return result
+
+
+def keeping_styles(config: TrainConfig, own: TrainConfig, given: Collection[str]) -> TrainConfig:
+    """A copy in which rewards that a run's ``own`` configuration names too have the style that the
+    run found for them; that of others is to be found.
+
+    Args:
+        given: keys whose value stays as it is.
+    """
+    reward, before = copy.deepcopy(config.reward), own.reward
+    if "reward.style" not in given:
+        reward.style = before.style if reward.fn == before.fn else "auto"
+    for name, entry in reward.fns.items():
+        if isinstance(entry, dict) and f"reward.fns.{name}.style" not in given:
+            old = before.fns.get(name) or {}
+            entry.pop("style", None)
+            if old.get("fn") != entry.get("fn"):
+                entry["style"] = "auto"
+            elif "style" in old:
+                entry["style"] = old["style"]
+    return dataclasses.replace(config, reward=reward)
 
 
 def with_absolute_paths(config: TrainConfig, folder: Path) -> TrainConfig:

@@ -64,13 +64,19 @@ class ModelConfig:
     reference: ReferenceConfig = key(ReferenceConfig, "the reference policy")
 
 
+REWARD_STYLES = ("ppocli", "trl", "trlx", "verl", "openrlhf")
+
+
 @dataclass
 class RewardConfig:
     fn: Optional[str] = key(None, "import path (pkg.mod:function, file.py:function), a class, or a "
                             "built-in's short name")
     kwargs: dict[str, Any] = key({}, "arguments bound to reward.fn")
-    fns: dict[str, Any] = key({}, "several rewards: name -> {fn, kwargs, weight}; summed, logged "
-                              "apart")
+    style: str = key("auto", "which library's way of calling a reward and reading its answer the "
+                     "function was written for (auto: told by its parameters)",
+                     choices=("auto", *REWARD_STYLES))
+    fns: dict[str, Any] = key({}, "several rewards: name -> {fn, kwargs, weight, style}; summed, "
+                              "logged apart")
     metric_fn: Optional[str] = key(None, "import path of a function returning a dict of lists, "
                                    "logged at evaluation")
     scale: str = key("none", "divide scores by a running std, or by ref_std", choices=(

@@ -76,6 +76,11 @@ def _resumed(run_dir: Path, by_folder: bool, config: schema.TrainConfig,
     # an explicit folder must hold a checkpoint; "auto" may have been killed before its first
     config = replace(config, run_name=run_dir.name, output_dir=str(run_dir.parent),
                      resume="never" if by_folder else "auto")
+    if not by_folder:  # else the run's own configuration is the base
+        named = {key for key, style in resolved.flat(config).items()
+                 if key.startswith("reward.") and key.endswith(".style") and style != "auto"}
+        config = resolved.keeping_styles(
+            config, resolved.read_config(run_dir / resolved.CONFIG_FILE), named)
     changes = changes_on_resume(run_dir, config, objects)
     check_inputs(config)
     check_deepspeed(config)

@@ -134,6 +134,9 @@ def open_run(cfg: TrainConfig, folder: run_folder.RunFolder, objects: PythonObje
         state = restore(task, folder, run_id, fresh)
         since = None if state is fresh else state.step
         ranks.first_does(lambda: accept_settings(folder.path, since))
+    if task.cfg.reward != cfg.reward:  # how its functions are called, so that a resume does it too
+        ranks.first_does(lambda: run_folder.write_config(
+            replace(cfg, reward=task.cfg.reward), folder.config))
     if ranks.first:
         keep_log()
         atomic.write_json_atomic(folder.path / environment.ENV_FILE, {

@@ -22,6 +22,7 @@ import numpy as np
 
 from ppocli.config.schema import RewardConfig
 from ppocli.errors import PpocliError, RewardError
+from ppocli.rewards import styles
 from ppocli.rewards.records import RewardRequest, Score
 from ppocli.rewards.resolve import BoundCallable, name_own_key
 from ppocli.text import counted, error_line
@@ -75,10 +76,11 @@ def call_with_request(bound: BoundCallable, request: RewardRequest, cfg: RewardC
 
 
 def _call(bound: BoundCallable, request: RewardRequest, timeout: float | None) -> Any:
-    positional, named = bound.arguments(request)  # fresh lists: a failed call may have cut them
+    request.logs.columns.clear()  # of an attempt that failed
+    request.logs.figures.clear()
 
     def work() -> Any:
-        result = bound.call(*positional, **named)
+        result = bound.answer(request)
         if inspect.iscoroutine(result):
             # a notebook's thread runs an event loop already, and another can't run inside it
             result = _in_thread(partial(asyncio.run, result), None, bound)
@@ -130,12 +132,17 @@ def scores_from(bound: BoundCallable, request: RewardRequest, cfg: RewardConfig)
         RewardError: as :func:`call_with_request`; or wrong count, type, shape or a number that
             float32 can't hold.
     """
-    returned = call_with_request(bound, request, cfg)
+    returned = styles.scores_in(
+        call_with_request(bound, request, cfg), bound.style, request,
+        lambda what: RewardError(f"{bound.label} returned {what}.", where=bound.located.key,
+                                 fix=EXPECTED))
     scores: list[Score] = []
     dense: bool | None = None
     for index, value in enumerate(_items(returned, len(request), bound, " returned", EXPECTED)):
         try:
             score = _score(value)
+            if isinstance(score, list) and bound.style == "trlx":
+                score = styles.aligned(score, request, index)
             num_tokens = len(request.response_ids[index])
             if isinstance(score, list) and len(score) != num_tokens:
                 raise _BadValue(f"a list of {len(score)} numbers, but the response has "

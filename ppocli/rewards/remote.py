@@ -19,8 +19,9 @@ from urllib.parse import parse_qsl, urlsplit
 
 from ppocli.config.secrets import looks_secret
 from ppocli.errors import RewardError
-from ppocli.rewards.records import WireError, decode_scores, encode_request, opening
-from ppocli.rewards.resolve import KNOWN_ARGUMENTS, wrong_argument
+from ppocli.rewards.records import RewardRequest, WireError, decode_scores, encode_request, opening
+from ppocli.rewards.resolve import wrong_argument
+from ppocli.rewards.styles import WHOLE_REQUEST
 from ppocli.text import counted, error_line
 from ppocli.user_code import shorten
 
@@ -58,6 +59,7 @@ class HttpReward:
 
     waits = True
     """scoring waits for others instead of computing here: it may go on beside generation"""
+    reward_style = WHOLE_REQUEST
 
     def __init__(self, url: str, *, timeout: float = 60.0, retries: int = 3, concurrency: int = 1,
                  batch_size: int | None = None, token_env: str | None = None,
@@ -83,28 +85,26 @@ class HttpReward:
         # any answer will do: that the server is missing is told before models are loaded
         self._patiently(lambda: self._client.get(url), any_status=True)
 
-    def __call__(self, prompts: list[str], responses: list[str], response_ids: list[list[int]],
-                 **columns: Any) -> list[Any]:
+    def __call__(self, request: RewardRequest) -> list[Any]:
         """[N] scores as the server gave them, in the order of the samples."""
-        columns = {name: values for name, values in columns.items() if name not in KNOWN_ARGUMENTS}
-        count = len(responses)
+        count = len(request)
         size = self.batch_size or -(-count // self.concurrency)
         parts = [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
-        def ask(part: slice) -> list[Any]:
-            body = encode_request(prompts[part], responses[part], response_ids[part],
-                                  {name: values[part] for name, values in columns.items()})
-            return self._scores(body, part, count)
+        def ask(part: slice) -> tuple[list[Any], list[Any]]:
+            return self._scores(encode_request(request, part), part, count)
 
         # its threads are daemons: a server that hangs must not keep a process that wants to end
         with ThreadPool(min(self.concurrency, len(parts))) as pool:
-            return [score for scores in pool.imap(ask, parts) for score in scores]
+            answers = list(pool.imap(ask, parts))
+        request.logs.take([log for scores, logs in answers for log in logs or [{}] * len(scores)])
+        return [score for scores, _ in answers for score in scores]
 
-    def _scores(self, body: bytes, part: slice, count: int) -> list[Any]:
+    def _scores(self, body: bytes, part: slice, count: int) -> tuple[list[Any], list[Any]]:
         answer = self._patiently(lambda: self._client.post(
             self.url, content=body, headers={"Content-Type": "application/json"}))
         try:
-            scores = decode_scores(answer.content)
+            scores, logs = decode_scores(answer.content)
         except WireError as problem:
             raise RewardError(f"{self.url} answered {answer.status_code} with {problem}.",
                               where="reward.kwargs.url",
@@ -116,7 +116,7 @@ class HttpReward:
                 f"for {asked} samples (sample {part.start} to {part.stop - 1} of {count}): "
                 f"{shorten(opening(answer.content))}", where="reward.kwargs.url",
                 fix="it must answer one score a sample, in their order")
-        return scores
+        return scores, logs
 
     def _patiently(self, send: Callable[[], Any], *, any_status: bool = False) -> Any:
         """The answer, asked for again where that may help."""

@@ -113,7 +113,8 @@ class RewardServer(ThreadingHTTPServer):
             raise Refused(status, error.args[0]) from None
         scores: Sequence[records.Score] = found.dense or found.scores
         return records.encode_scores([score if valid else None
-                                      for score, valid in zip(scores, found.valid, strict=True)])
+                                      for score, valid in zip(scores, found.valid, strict=True)],
+                                     found.logs)
 
     def finish(self) -> bool:
         """Wait a while for the requests under way; whether all were answered."""

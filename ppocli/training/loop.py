@@ -225,6 +225,7 @@ def _evaluate(run: Run, row: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     task, step = run.task, run.state.step
     launchers.note_phase(f"evaluation after step {step}")
     run.display.board.enter("evaluation")
+    task.step = step
     found = task.evaluate(run.stop)
     run.clock.mark("eval")
     spent = run.clock.take()

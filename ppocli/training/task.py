@@ -174,6 +174,8 @@ class Task(ABC):
     """how what is trained becomes a Hugging Face folder; its ``lm`` is ``trained.module.lm``"""
     passes: PassRows
     """how many rows passes have had to be cut down to"""
+    step: int = 0
+    """steps done when an evaluation is asked for; the loop sets it"""
 
     @abstractmethod
     def collect(self, state: TrainState, stop: StopFlag, clock: PhaseClock) -> Any:

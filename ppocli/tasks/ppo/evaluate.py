@@ -9,7 +9,7 @@ from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import EVALUATION
 from ppocli.sampling.sampler import Speaker, sample_chunks
 from ppocli.sampling.samples import Samples
-from ppocli.tasks.ppo.figures import mean, mean_std, sample_rows
+from ppocli.tasks.ppo.figures import logged_figures, mean, mean_std, sample_rows
 from ppocli.tasks.ppo.reward_calls import judge, woven
 from ppocli.tasks.ppo.rollout import measure, response_texts, sample_policy
 from ppocli.tasks.ppo.session import EvalSession, sampling_sweep
@@ -93,6 +93,7 @@ def _one_share(session: EvalSession, batch: PromptBatch, own: int, stop: StopFla
         {"prompt": batch.texts, "response": responses, "score": shown, "kl": kl,
          "response_tokens": out.mask.sum(1).tolist(), "finished": out.finished.tolist()},
         {"rewards": scores.parts if len(scores.parts) > 1 else {}})
+    samples = [{**row, **log} for row, log in zip(samples, scores.logs, strict=True)]
     return EvalChunk(start, samples, metrics, dict(scores.parts))
 
 
@@ -176,6 +177,7 @@ def evaluation_figures(samples: list[dict[str, Any]], metrics: dict[str, list[fl
         "finished_share": mean([float(s["finished"]) for s in samples]),
         "distinct_2": distinct([s["response"] for s in samples], 2),
     }
+    figures |= logged_figures(samples)
     rewards = parts if len(parts) > 1 else {}
     for kind, columns in (("reward", rewards), ("metrics", metrics)):
         figures |= {f"{kind}/{name}": mean(values) for name, values in columns.items()}

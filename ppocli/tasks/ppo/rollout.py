@@ -284,6 +284,7 @@ def rollout_of(session: Session, chunk: Chunk, scores: RewardScores, measured: M
         kl=measured.kl[:own], scores=scores.scores, dense=_dense_rewards(scores, mine.mask),
         valid=torch.tensor(scores.valid), finished=mine.finished,
         has_reference=session.reference is not None, responses=chunk.responses, parts=scores.parts,
+        logs=scores.logs,
         frozen_states=measured.frozen_states[:own])
 
 

@@ -67,7 +67,7 @@ class PPOTask(task.Task):
         """As :class:`Task`: sample, score, measure."""
         prompts = self.session.next_prompts(state.episodes, self._count(state))
         clock.mark("other")
-        return rollout.collect_rollout(self.session, prompts, stop, clock)
+        return rollout.collect_rollout(replace(self.session, step=state.step), prompts, stop, clock)
 
     def plan(self, state: TrainState, batch: records.Rollout) -> task.Plan:
         """As :class:`Task`: advantages, then ``ppo_epochs`` of reshuffled minibatches.
@@ -133,7 +133,7 @@ class PPOTask(task.Task):
 
     def evaluate(self, stop: StopFlag) -> task.Evaluation:
         """As :class:`Task`: responses to the evaluation prompts, scored."""
-        found = evaluate(self.session, stop)
+        found = evaluate(replace(self.session, step=self.step), stop)
         if self.cfg.eval.ref_responses and self._ref_responses is None:
             self._ref_responses = reference_responses(self.session, stop)
         if self._ref_responses is None:
@@ -163,7 +163,10 @@ class PPOTask(task.Task):
         """As :class:`Task`: under another digest, figures are not comparable with the best so far.
         """
         cfg = self.cfg
-        judge = [asdict(cfg.reward), asdict(cfg.generation), cfg.checkpoint.metric,
+        reward = asdict(cfg.reward)
+        if reward["style"] == "ppocli":  # as before there were others
+            del reward["style"]
+        judge = [reward, asdict(cfg.generation), cfg.checkpoint.metric,
                  cfg.prompts.eval.repeat]
         return hashlib.sha256(json.dumps(judge, sort_keys=True, default=str).encode()).hexdigest()
 
