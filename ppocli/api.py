@@ -15,6 +15,7 @@ from ppocli.config import resolved
 from ppocli.errors import ConfigError, InputError, PpocliError
 from ppocli.launching import launch, opened_folder, target_config
 from ppocli.parallel.stop import catch_signals
+from ppocli.runs import trust as trust_of
 from ppocli.runs.target import find_target
 from ppocli.storage.atomic import read_json
 from ppocli.user_code import join_working_directory
@@ -31,13 +32,16 @@ class TrainedRun:
     """a plain Hugging Face folder"""
     summary: dict[str, Any]
     """the contents of summary.json"""
+    trusts: bool = False
+    """the model's own code may run, whoever made the run"""
 
     @cached_property
     def _player(self) -> Any:
         from ppocli.evaluation.player import load_player, policy_config
 
-        own = resolved.read_config(self.run_dir / "config.yaml").model
-        return load_player(policy_config(own, str(self.model_dir)), str(self.run_dir))
+        cfg = resolved.read_config(self.run_dir / "config.yaml")
+        trust_of.check_run(self.run_dir, cfg, ("model.",), trusts=self.trusts)
+        return load_player(policy_config(cfg.model, str(self.model_dir)), str(self.run_dir))
 
     def generate(self, prompts: Sequence[str], *, seed: int = 0, **sampling: Any) -> list[str]:
         """One response for each prompt, sampled as in training.
@@ -113,7 +117,7 @@ def train(overrides: Sequence[str] = (), *,
         raise PpocliError(f"The run ended with exit code {outcome.exit_code}: "
                           f"{(outcome.summary or {}).get('error') or 'see above'}",
                           where=str(outcome.run_dir), exit_code=outcome.exit_code)
-    return load_run(outcome.run_dir)
+    return load_run(outcome.run_dir, trust=True)
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,8 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
              prompts: str | Path | Sequence[Any] | None = None, limit: int | None = None,
              num_samples: int | None = None, seed: int | None = None, step: int | None = None,
              best: bool = False, frontier: bool = False, output: str | Path | None = None,
-             name: str | None = None, overwrite: bool = False, resume: bool = False) -> EvalResult:
+             name: str | None = None, overwrite: bool = False, resume: bool = False,
+             trust: bool = False) -> EvalResult:
     """Evaluate a policy in this process, as ``ppocli eval`` does.
 
     Args:
@@ -153,8 +158,8 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
         metric_fn: in place of ``reward.metric_fn``.
         prompts: a file, a folder or a Hub data set; or the prompts themselves, texts or mappings
             with a ``prompt`` and metadata.
-        limit, num_samples, seed, step, best, frontier, output, name, overwrite, resume: the flags
-            of ``ppocli eval``.
+        limit, num_samples, seed, step, best, frontier, output, name, overwrite, resume, trust: the
+            flags of ``ppocli eval``.
 
     Raises:
         PpocliError: whatever kept the evaluation from its end; samples scored so far are kept.
@@ -169,11 +174,11 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
         run=_text(run), words=tuple(_texts(overrides, "overrides")), against=_text(against),
         reward=reward, prompts=_text(source), limit=limit, num_samples=num_samples, seed=seed,
         step=step, best=best, frontier=frontier, output=_text(output), name=name,
-        overwrite=overwrite, resume=resume, own_reward=reward_fn is not None)
+        overwrite=overwrite, resume=resume, trust=trust, own_reward=reward_fn is not None)
     request.check()
     target = find_target(request.run, say=log.info, step=step, best=best)
     cfg = target_config.target_config(target, request.overrides(target), needs_reward=True,
-                                      needs_prompts=items is None)
+                                      needs_prompts=items is None, trusts=trust)
     objects = PythonObjects(reward_fn=reward_fn, metric_fn=metric_fn, eval_prompts=items)
     if reward_fn is not None:  # reward.kwargs are this function's
         cfg = resolved.with_values(cfg, {"reward.fn": None})
@@ -208,8 +213,11 @@ def _text(value: str | Path | None) -> str | None:
     return None if value is None else str(value)
 
 
-def load_run(run_dir: str | Path) -> TrainedRun:
+def load_run(run_dir: str | Path, *, trust: bool = False) -> TrainedRun:
     """Open a finished run's folder.
+
+    Args:
+        trust: code that the model brings may run, though somebody else has made the run.
 
     Raises:
         InputError: it holds no finished run.
@@ -222,4 +230,4 @@ def load_run(run_dir: str | Path) -> TrainedRun:
     if summary.get("status") != "finished":
         raise InputError(f"The run in {folder} is {summary.get('status')}, not finished.",
                          where=str(folder), fix=f"ppocli resume {folder}")
-    return TrainedRun(folder, folder / "model", summary)
+    return TrainedRun(folder, folder / "model", summary, trust)

@@ -48,7 +48,7 @@ def evaluate(
         overwrite: bool = flag("Replace existing results of that name.", "--overwrite"),
         resume: bool = flag("Continue an interrupted evaluation.", "--resume"),
         show: int = option("N", "Print this many samples.", default=SHOWN, min=0),
-        as_json: AsJson = False) -> None:
+        as_json: AsJson = False, trust: opt.Trust = False) -> None:
     """Score a policy's responses to fixed prompts, and compare policies.
 
     Without options, this repeats the run's own evaluation, with the same prompts, seed and
@@ -74,7 +74,8 @@ def evaluate(
                          printing=printing_of(min_reward, show, as_json))
     request.check()
     target = find_target(request.run, say=say, step=request.step, best=request.best)
-    cfg = target_config(target, request.overrides(target), needs_reward=True, needs_prompts=True)
+    cfg = target_config(target, request.overrides(target), needs_reward=True, needs_prompts=True,
+                        trusts=request.trust)
     cfg = with_absolute_paths(cfg, Path.cwd())
     with working() as stop:
         from ppocli.evaluation.work import run_evaluation

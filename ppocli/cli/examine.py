@@ -18,6 +18,7 @@ from ppocli.config.words import Words, read_words
 from ppocli.data import render, sources
 from ppocli.errors import CheckpointError, ConfigError, DiskError, PpocliError
 from ppocli.launching import opened_folder
+from ppocli.launching.target_config import allow_code
 from ppocli.rewards.scoring import check_reward_config, with_styles
 from ppocli.storage.checkpoints import find_latest
 from ppocli.storage.run_folder import RunFolder, probe_writable
@@ -171,6 +172,8 @@ def _examine_config(composed: Composed, config: schema.TrainConfig, found: Exami
     count, columns = None, None
     if not any(key.startswith("prompts") for key in wrong):
         count, columns = _examine_prompts(config.prompts, found)
+    if not _may_run(composed, found):
+        return count, wrong
     for part in _reward_parts(config.reward):
         keys = {"reward.fn", "reward.fns", "reward.kwargs",
                 *(f"reward.fns.{name}" for name in part.fns)}
@@ -186,6 +189,14 @@ def _examine_config(composed: Composed, config: schema.TrainConfig, found: Exami
         with found.taking():
             check_trackers(config.tracking)
     return count, wrong
+
+
+def _may_run(composed: Composed, found: Examined) -> bool:
+    """Whether code that the configuration names may run here."""
+    with found.taking():
+        allow_code(composed)
+        return True
+    return False
 
 
 def _examine_prompts(prompts: schema.PromptsConfig, found: Examined

@@ -40,6 +40,7 @@ def generate(
         max_new_tokens: opt.MaxNew = None, min_new_tokens: opt.MinNew = None,
         temperature: opt.Temperature = None, top_k: opt.TopK = None, top_p: opt.TopP = None,
         greedy: opt.Greedy = False, stop: opt.Stop = None, seed: opt.Seed = 0,
+        trust: opt.Trust = False,
         chat: bool | None = option(None, "Render prompts with the chat template, or use them as "
             "they are (default: as in the run).", "--chat/--no-chat"),
         system: opt.System = None, step: opt.Step = None, best: opt.Best = False,
@@ -106,6 +107,7 @@ def chat(
         max_new_tokens: opt.MaxNew = None, min_new_tokens: opt.MinNew = None,
         temperature: opt.Temperature = None, top_k: opt.TopK = None, top_p: opt.TopP = None,
         greedy: opt.Greedy = False, stop: opt.Stop = None, seed: opt.Seed = 0,
+        trust: opt.Trust = False,
         system: opt.System = None, step: opt.Step = None, best: opt.Best = False,
         score: opt.Score = False, reward: opt.Reward = None, against: opt.Against = None) -> None:
     """Chat with a run, a checkpoint or a model in the terminal.

@@ -97,6 +97,7 @@ def _composed(words: Sequence[str]) -> TrainConfig:
     from ppocli.config.compose import compose
     from ppocli.config.problems import raise_problems
     from ppocli.config.words import read_words
+    from ppocli.launching.target_config import JUDGED, allow_code
 
     read = read_words(words)
     if read.only_prints or read.is_sweep:
@@ -104,6 +105,7 @@ def _composed(words: Sequence[str]) -> TrainConfig:
                           fix="leave out -m, --cfg, --info and --hydra-help")
     composed = compose(read)
     raise_problems([p for p in composed.problems() if p.key not in NOT_NEEDED], composed.hint)
+    allow_code(composed, JUDGED)
     return composed.config
 
 

@@ -73,8 +73,11 @@ def _reward_config(words: Sequence[str]) -> TrainConfig:
     from ppocli.config.compose import compose
     from ppocli.config.problems import find_problems, raise_problems
     from ppocli.config.words import read_words
+    from ppocli.launching.target_config import JUDGED, allow_code
 
-    cfg = compose(read_words(words)).values()
+    composed = compose(read_words(words))
+    cfg = composed.values()
+    allow_code(composed, JUDGED)
     raise_problems([problem for problem in find_problems(cfg)
                     if problem.key.split(", ")[0].startswith("reward.")],
                    fix="ppocli serve-reward reward.fn=my_rewards:score, or +recipe=NAME")

@@ -15,8 +15,18 @@ import typer
 
 from ppocli.builtin.names import config_groups, recipe_files
 from ppocli.cli import output
-from ppocli.cli.options import WORDS, AsJson, Command, NoProgress, Overrides, complete_run, option
+from ppocli.cli.options import (
+    WORDS,
+    AsJson,
+    Command,
+    NoProgress,
+    Overrides,
+    Trust,
+    complete_run,
+    option,
+)
 from ppocli.errors import ConfigError
+from ppocli.own_code import TRUST
 from ppocli.parallel.launchers import Launched, find_launch
 
 if TYPE_CHECKING:
@@ -81,8 +91,8 @@ def train(overrides: Overrides = None, no_progress: NoProgress = False, dry_run:
 
 def resume(run: Annotated[str, typer.Argument(metavar="RUN", autocompletion=complete_run,
                                               help="The run's folder or name.")],
-           overrides: Overrides = None, no_progress: NoProgress = False, dry_run: DryRun = False
-           ) -> None:
+           overrides: Overrides = None, no_progress: NoProgress = False, dry_run: DryRun = False,
+           trust: Trust = False) -> None:
     """Continue a stopped run exactly where it was saved.
 
     Uses the run's own config.yaml; settings override it, e.g. ppo.total_episodes=4000.
@@ -93,7 +103,7 @@ def resume(run: Annotated[str, typer.Argument(metavar="RUN", autocompletion=comp
       ppocli resume runs/NAME ppo.total_episodes=4000
     """
     output.set_manner(plain=no_progress)
-    run_words(resume_words(run, overrides or []), dry_run=dry_run)
+    run_words([*resume_words(run, overrides or []), *[TRUST] * trust], dry_run=dry_run)
 
 
 def run_words(words: Sequence[str], *, dry_run: bool = False) -> None:
@@ -249,7 +259,7 @@ def show_sweep(given: Annotated[str | None, typer.Argument(
 @sweep_app.command("resume", cls=Command, context_settings=WORDS)
 def resume_sweep(sweep: Annotated[str, typer.Argument(
                      metavar="SWEEP", help="The sweep's folder or name.")],
-                 overrides: Overrides = None) -> None:
+                 overrides: Overrides = None, trust: Trust = False) -> None:
     """Run the unfinished jobs of a sweep in the same folders.
 
     A job continues from its newest checkpoint, or starts if it has none. Finished jobs are kept.
@@ -264,7 +274,7 @@ def resume_sweep(sweep: Annotated[str, typer.Argument(
     from ppocli.cli.sweep import go_on
 
     output.ignore_broken_pipes()
-    go_on(sweep, overrides or [])
+    go_on(sweep, overrides or [], trust)
 
 
 def _rank(job: JobRecord, sort: str) -> tuple[float, int]:

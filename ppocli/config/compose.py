@@ -27,6 +27,7 @@ from ppocli.config.problems import Problem, find_problems, raise_problems, range
 from ppocli.config.resolved import CONFIG_FILE, quoted, read_config, schema_node, typed
 from ppocli.config.words import COMMAND_LINE, Words
 from ppocli.errors import CheckpointError, ConfigError
+from ppocli.own_code import TRUST
 from ppocli.text import did_you_mean
 
 _START_HINT = "start from a recipe, e.g. ppocli train +recipe=quickstart (ppocli recipes list)"
@@ -46,6 +47,10 @@ class Composed:
     recipe: str | None
     resume_from: Path | None
     """the run folder of ``resume=FOLDER``"""
+    typed: frozenset[str] = frozenset()
+    """as :attr:`ppocli.config.layers.Merged.typed`"""
+    trusts: bool = False
+    """``--trust``: what the run's configuration names may run"""
 
     @property
     def hint(self) -> str | None:
@@ -81,6 +86,9 @@ class Checked:
     """what a run without ``run_name`` is called, before its time stamp: its recipe, if it has one
     """
     sources: Mapping[str, str] = field(default_factory=dict)
+    typed: frozenset[str] = frozenset()
+    trusts: bool = False
+    """these as in :class:`Composed`"""
 
 
 def compose(words: Words) -> Composed:
@@ -112,7 +120,7 @@ def check(composed: Composed, handed_in: frozenset[str] = frozenset()) -> Checke
     """
     raise_problems(composed.problems(handed_in), composed.hint)
     return Checked(composed.config, composed.resume_from, composed.recipe or "run",
-                   composed.sources)
+                   composed.sources, composed.typed, composed.trusts)
 
 
 def compose_here(words: Words, run: Path | None = None) -> Composed:
@@ -122,7 +130,8 @@ def compose_here(words: Words, run: Path | None = None) -> Composed:
     if run is not None:
         config = resolved.keeping_styles(config, read_config(run / CONFIG_FILE),
                                          {setting.key for setting in words.settings})
-    return Composed(config, merged.problems, merged.sources, words.value("recipe"), run)
+    return Composed(config, merged.problems, merged.sources, words.value("recipe"), run,
+                    merged.typed, words.flag(TRUST) is not None)
 
 
 def print_composition(words: Words) -> None:
@@ -172,6 +181,10 @@ def _resumed_run(words: Words) -> Path | None:
     """The run folder of ``resume=FOLDER``; None for the other values of that key."""
     given = words.value("resume")
     if given in (None, "auto", "never"):
+        if words.flag(TRUST) is not None:
+            raise ConfigError(f"{TRUST} is about the configuration of a run, and these words name "
+                              "none.", where=COMMAND_LINE,
+                              fix=f"leave it out, or ppocli resume RUN {TRUST}")
         return None
     run = Path(given).expanduser().absolute()
     if not run.is_dir():

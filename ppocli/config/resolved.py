@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 import typing
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,8 +71,23 @@ def config_text(config: TrainConfig) -> str:
 
     User paths should already be absolute (:func:`with_absolute_paths`).
     """
-    values = dataclasses.asdict(config)
+    values = _each_text(dataclasses.asdict(config), _plain)
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
+
+
+def _plain(text: str) -> str:
+    """``text`` as OmegaConf reads it back: ``${`` in it is text, not an interpolation."""
+    return re.sub(r"(\\*)\$\{", lambda m: m[1] * 2 + r"\${", text)
+
+
+def _each_text(value: Any, change: Callable[[str], str]) -> Any:
+    """Plain data with every text in it, but for keys, changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: _each_text(item, change) for key, item in value.items()}
+    return [_each_text(item, change) for item in value] if isinstance(value, (list, tuple)) \
+        else value
 
 
 def read_config(path: Path) -> TrainConfig:
@@ -115,10 +130,20 @@ def _parsed(text: str) -> TrainConfig | None:
         raise yaml.YAMLError(str(error)) from error
     if not isinstance(loaded, DictConfig) or not loaded:
         return None
+    _each_text(OmegaConf.to_container(loaded, resolve=False), _refuse_interpolation)
     config = typed(typing.cast(DictConfig, OmegaConf.merge(schema_node(), loaded)))
     if OmegaConf.select(loaded, "reward.style") is None:  # made before there were others
         config.reward.style = "ppocli"
     return config
+
+
+def _refuse_interpolation(text: str) -> str:
+    """A resolved configuration holds plain values: to look one up could read the environment, and
+    put a secret of the reader's where the run's writer wants it."""
+    if found := re.search(r"(?<!\\)(?:\\\\)*(\$\{.*)", text, re.DOTALL):
+        raise yaml.YAMLError(f"{found[1]!r} is an interpolation, and a run's configuration holds "
+                             "plain values only")
+    return text
 
 
 def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
@@ -296,7 +321,7 @@ def quoted(text: str) -> str:
 
 def literal(text: str) -> str:
     """:func:`quoted`, and ``${`` in it is text too, not an interpolation."""
-    return quoted(re.sub(r"(\\*)\$\{", lambda m: m[1] * 2 + r"\${", text))
+    return quoted(_plain(text))
 
 
 def unquoted(text: str) -> str:
@@ -343,7 +368,7 @@ def _literal(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ",".join(f"{_key(key)}:{_literal(item)}" for key, item in value.items()) + "}"
     text = str(value)
-    return text if _safe(text) and ":" not in text else quoted(text)
+    return text if _safe(text) and ":" not in text else literal(text)
 
 
 def _key(key: Any) -> str:

@@ -16,6 +16,7 @@ from ppocli.builtin.names import config_groups
 from ppocli.config import resolved, secrets
 from ppocli.config.keys import key_for, schema_keys
 from ppocli.errors import ConfigError
+from ppocli.own_code import TRUST
 from ppocli.text import did_you_mean, nearest
 
 COMMAND_LINE = "command line"
@@ -26,7 +27,7 @@ SHORT = {"-c": "--cfg", "-p": "--package", "-r": "--run", "-m": "--multirun",
           "-sc": "--shell-completion", "-cp": "--config-path", "-cn": "--config-name",
           "-cd": "--config-dir", "-i": "--info"}
 _WITH_VALUE = ("--cfg", "--package", "--config-path", "--config-name", "--config-dir")
-_PLAIN = ("--hydra-help", "--resolve", "--run", "--multirun", "--shell-completion")
+_PLAIN = ("--hydra-help", "--resolve", "--run", "--multirun", "--shell-completion", TRUST)
 FLAGS = tuple(sorted((*_WITH_VALUE, *_PLAIN, "--info", "--help", "--version")))
 # options of the command line that never come here; misspelt ones do
 _OURS = ("--no-progress", "--dry-run")
@@ -101,7 +102,7 @@ class Words:
         parts = self.overrides
         for flag, value in self.flags:
             # config folders go through the search path, a new main folder through hydra.main
-            if flag not in ("--config-dir", "--config-path"):
+            if flag not in ("--config-dir", "--config-path", TRUST):
                 parts += [flag] if value is None else [flag, value]
         return parts
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ppocli.config import hub, schema
+from ppocli.config.resolved import CONFIG_FILE, read_config
 from ppocli.errors import CheckpointError, ConfigError, InputError
 from ppocli.export.card import CARD, CURVE
 from ppocli.export.facts import gather
@@ -20,6 +21,7 @@ from ppocli.export.folder import (
     plan_export,
     read_record,
 )
+from ppocli.runs import trust
 from ppocli.runs.record import is_run
 from ppocli.runs.target import Target, find_target
 from ppocli.storage import atomic, model_files
@@ -48,6 +50,8 @@ class ExportRequest:
     merge: bool | None = None
     """of an adapter: merge it into its base, or write its own folder; None: merge where possible"""
     overwrite: bool = False
+    trust: bool = False
+    """the model's own code may run, though the run is somebody else's"""
     dry_run: bool = False
     to_hub: bool = False
     repo_id: str | None = None
@@ -175,6 +179,9 @@ def resolve(request: ExportRequest, say: Callable[[str], None],
     if existing is not None:
         return existing
     target = find_target(request.run, say=say, step=request.step, best=request.best)
+    if target.run_dir is not None:
+        trust.check_run(target.run_dir, read_config(target.run_dir / CONFIG_FILE), ("model.",),
+                        trusts=request.trust)
     critic: list[Path] = []
     if request.include_value_head:
         target, critic = _with_critic(target)

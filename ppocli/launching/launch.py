@@ -21,6 +21,7 @@ from ppocli.config import resolved, schema
 from ppocli.errors import ConfigError, InputError
 from ppocli.launching.child_process import RunOutcome, Start, run_process
 from ppocli.launching.opened_folder import open_folder
+from ppocli.launching.target_config import allow_code
 from ppocli.parallel.launchers import find_launch, launched_world
 from ppocli.storage.atomic import read_json
 from ppocli.user_code import join_working_directory
@@ -106,6 +107,7 @@ def join_node(checked: Checked, caller: Caller) -> RunOutcome:
     Raises:
         InputError: there is no such folder within ``hardware.timeout_seconds``.
     """
+    limited = allow_code(checked)
     config = resolved.with_absolute_paths(checked.config, Path.cwd())
     hardware = config.hardware
     run_dir = checked.resume_from or Path(config.output_dir) / str(config.run_name)
@@ -120,7 +122,7 @@ def join_node(checked: Checked, caller: Caller) -> RunOutcome:
         time.sleep(0.2)
     resume = checked.resume_from is not None or config.resume == "auto"
     return _run_module("elastic", Start(run_dir, resume, caller.display,
-                                        node_rank=hardware.node_rank))
+                                        node_rank=hardware.node_rank, limited=limited))
 
 
 def follow(meeting: Meeting) -> None:

@@ -23,6 +23,7 @@ from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.data.sources import names_hub_dataset
 from ppocli.errors import CheckpointError, InputError
 from ppocli.launching.child_process import Start
+from ppocli.launching.target_config import allow_code
 from ppocli.parallel.launchers import NODE_FAILED
 from ppocli.rewards.resolve import MODEL_REWARDS
 from ppocli.storage import atomic, environment, model_files, run_folder
@@ -50,10 +51,11 @@ def open_folder(checked: Checked, objects: PythonObjects | None, say: Callable[[
 
     Raises:
         CheckpointError: the folder is in use or holds another run, or a changed key forbids to
-            resume.
+            resume; or it is somebody else's and names code.
         DiskError: the folder can't be written.
         InputError: something that the configuration names is missing.
     """
+    limited = allow_code(replace(checked, config=noting_objects(checked.config, objects)))
     config = noting_objects(resolved.with_absolute_paths(checked.config, Path.cwd()), objects)
     asked = checked.resume_from
     run_dir = asked.absolute() if asked else _run_to_go_on_with(config, say)
@@ -63,7 +65,7 @@ def open_folder(checked: Checked, objects: PythonObjects | None, say: Callable[[
         # the libraries alone take seconds to load
         say(f"{start.run_dir}: loading {config.model.path}")
         try:
-            yield start
+            yield replace(start, limited=limited)
         finally:
             # still there only if the run did not go on, or its ranks were to start again and did
             # not: its own configuration stays as it was

@@ -15,7 +15,9 @@ from datetime import UTC, datetime
 from time import monotonic
 from typing import Any, NoReturn
 
+from ppocli import own_code
 from ppocli.config.deepspeed import DEEPSPEED_FILE, deepspeed_config
+from ppocli.config.resolved import next_config
 from ppocli.config.schema import TrainConfig, planned_episodes
 from ppocli.config.secrets import safe_text
 from ppocli.display.console import Display, keep_log, open_display, open_silence
@@ -25,8 +27,8 @@ from ppocli.launching.ending import ending_well, publish
 from ppocli.parallel import host_memory, launchers
 from ppocli.parallel.backend import Backend, open_ranks
 from ppocli.parallel.stop import StopFlag, catch_signals, leave_at_once, stop_when_closed
-from ppocli.runs.record import RUN_FILE, accept_settings
-from ppocli.storage import atomic, environment, model_files, run_folder
+from ppocli.runs.record import accept_settings
+from ppocli.storage import atomic, environment, model_files, run_folder, signature
 from ppocli.tracking.trackers import check_trackers
 from ppocli.training import clock, loop
 from ppocli.training.state import Generators, seed_generators, torch_versions
@@ -61,6 +63,7 @@ def run_worker(start: Start, *, objects: PythonObjects | None = None, joined: bo
         host_memory.keep_freed_memory()
     began = clock.Moment.of_process_start() if own_process else clock.Moment.now()
     folder, cfg = run_folder.RunFolder(start.run_dir.resolve()), start.config()
+    own_code.limit(start.limited)
     with _held(start, folder, started_by) as shown, \
             catch_signals(2.0 if joined else 0.0) as stop:
         if (early := launchers.announce()) is not None:
@@ -84,6 +87,7 @@ def run_for_loop(start: Start, objects: PythonObjects) -> Iterator[loop.Run]:
     """A run that is ready for the next step of a loop that isn't ours, in this process."""
     began = clock.Moment.now()
     folder, cfg = run_folder.RunFolder(start.run_dir.resolve()), start.config()
+    own_code.limit(start.limited)
     model_files.quiet_transformers()
     with _held(replace(start, display="quiet"), folder) as shown, \
             open_ranks(cfg, noted_products(folder) if start.resume else None) as backend, \
@@ -171,7 +175,7 @@ def noted_products(folder: run_folder.RunFolder) -> bool | None:
 
 def _run_id(folder: run_folder.RunFolder) -> str:
     """The run's identity, made at its first start; checkpoints of other runs are refused."""
-    path = folder.path / RUN_FILE
+    path = folder.path / run_folder.RUN_FILE
     if path.is_file():
         run_id = (atomic.read_json(path) or {}).get("run_id")
         if run_id is None:
@@ -179,7 +183,7 @@ def _run_id(folder: run_folder.RunFolder) -> str:
                                   fix="restore it from a copy, or start a new run")
         return str(run_id)
     run_id = secrets.token_hex(8)
-    atomic.write_json_atomic(path, {"run_id": run_id})
+    atomic.write_json_atomic(path, signature.sign_run({"run_id": run_id}, next_config(folder.path)))
     return run_id
 
 

@@ -12,11 +12,9 @@ from typing import Any, Literal
 from ppocli.config import resolved, schema
 from ppocli.config.problems import shown
 from ppocli.errors import CheckpointError
-from ppocli.storage import atomic, run_logs
-from ppocli.storage.run_folder import RunFolder, live_owner
+from ppocli.storage import atomic, run_logs, signature
+from ppocli.storage.run_folder import RUN_FILE, RunFolder, live_owner
 
-RUN_FILE = "run.json"
-"""identity of a run, and what its settings were changed to when it was resumed"""
 Status = Literal["running", "finished", "stopped", "failed", "interrupted"]
 _LOG_HEAD = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (\w+) ", re.MULTILINE)
 
@@ -203,7 +201,7 @@ def read_changes(run_dir: Path) -> list[Change]:
 
 
 def accept_settings(run_dir: Path, step: int | None) -> None:
-    """Make the settings asked for at resume the run's own, and note what they change.
+    """Make the settings asked for at resume the run's own, note what they change, and sign them.
 
     Args:
         step: what the run goes on from; None: it starts afresh, and nothing changes on its way.
@@ -221,7 +219,11 @@ def accept_settings(run_dir: Path, step: int | None) -> None:
                                            resolved.read_config(resolved.next_config(run_dir)))]
         if new != changes[-len(new):]:  # an attempt that was killed right here has noted them
             changes += new
-    if changes != noted and "run_id" in told:
-        atomic.write_json_atomic(run_dir / RUN_FILE,
-                                 {**told, "changes": [asdict(change) for change in changes]})
+    if "run_id" in told:
+        # before the settings take their place, so that a kill in between leaves a signed run
+        now = signature.sign_run(told, resolved.next_config(run_dir))
+        if changes != noted:
+            now["changes"] = [asdict(change) for change in changes]
+        if now != told:
+            atomic.write_json_atomic(run_dir / RUN_FILE, now)
     resolved.accept_config(run_dir)
