@@ -121,10 +121,9 @@ def locate(wanted: Wanted) -> Located:
 
 def _refuse_unnamable(wanted: Wanted, module: str | None, file: str | None) -> None:
     """Refuse a path that a configuration names and that leads out of where it may lead."""
-    ours = {path.partition(":")[0] for path in wanted.kind.short_names.values()}
-    if own_code.is_limited(wanted.spec) and module not in ours and not (
-            module is not None and any(module.startswith(f"{name}.") for name in ours)
-            ) and not own_code.may_name(module, file):
+    ours = [path.partition(":")[0] for path in wanted.kind.short_names.values()]
+    shipped = any(f"{module}.".startswith(f"{name}.") for name in ours)
+    if own_code.is_limited(wanted.spec) and not shipped and not own_code.may_name(module, file):
         raise wanted.refused(
             f"{wanted.spec!r} is refused: a configuration file names it, and it leads to "
             f"{file or module}, which is neither under the current folder nor in a package that "

@@ -184,7 +184,18 @@ def whole_copy(source: Path, target: Path) -> Path:
     config = read_config(target / "config.yaml")
     write_config(replace(config, run_name=target.name, output_dir=str(target.parent)),
                  target / "config.yaml")
-    return target
+    return signed_again(target)
+
+
+def signed_again(run_dir: Path) -> Path:
+    """A run whose configuration a test has changed, as if the run had been started with it."""
+    from ppocli.storage import atomic, signature
+
+    told = atomic.read_json(run_dir / "run.json")
+    if told is not None:
+        atomic.write_json_atomic(run_dir / "run.json",
+                                 signature.sign_run(told, run_dir / "config.yaml"))
+    return run_dir
 
 
 def copied(source: Path, target: Path, last_step: int) -> Path:

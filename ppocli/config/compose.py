@@ -86,9 +86,9 @@ class Checked:
     """what a run without ``run_name`` is called, before its time stamp: its recipe, if it has one
     """
     sources: Mapping[str, str] = field(default_factory=dict)
-    typed: frozenset[str] = frozenset()
+    typed: frozenset[str] | None = None
+    """as in :class:`Composed`; None where no file has had a say"""
     trusts: bool = False
-    """these as in :class:`Composed`"""
 
 
 def compose(words: Words) -> Composed:

@@ -236,6 +236,7 @@ def working_in(folder: Path, overwrite: bool) -> Iterator[None]:
     Raises:
         CheckpointError: another process works there.
     """
+    run_folder.refuse_links(folder)
     try:
         with naming_output(), run_folder.lock(folder):
             if overwrite:

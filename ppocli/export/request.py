@@ -24,7 +24,7 @@ from ppocli.export.folder import (
 from ppocli.runs import trust
 from ppocli.runs.record import is_run
 from ppocli.runs.target import Target, find_target
-from ppocli.storage import atomic, model_files
+from ppocli.storage import atomic, model_files, run_folder
 from ppocli.text import first_line, short_path
 
 DEFAULT_SHARD = "5GB"
@@ -279,6 +279,7 @@ def _destination(request: ExportRequest, target: Target) -> Path:
             fix += f"; or push it as it is: leave out {', '.join(request.writing)}"
         raise ConfigError(f"{target.name} belongs to no run: where should the export go?",
                           where="--output", fix=fix)
+    run_folder.refuse_links(target.run_dir)
     return target.run_dir / "export" / target.label
 
 

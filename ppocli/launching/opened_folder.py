@@ -89,6 +89,7 @@ def _resumed(run_dir: Path, by_folder: bool, config: schema.TrainConfig,
     for key, line in changes:
         say(f"changed on resume: {line}" + ("" if resolved.classify_change(key) == "harmless" else
                                            " (from here on the run differs)"))
+    run_folder.refuse_links(run_dir)
     run_folder.probe_writable(run_dir)
     # loading takes seconds, in which nobody else may delete or resume what is here
     with run_folder.reserved(run_dir):

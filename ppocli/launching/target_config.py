@@ -37,7 +37,9 @@ def allow_code(found: Checked | Composed, parts: tuple[str, ...] = ("",)) -> tup
         CheckpointError: the run is somebody else's and names code.
     """
     limited: tuple[str, ...] = ()
-    if found.resume_from is not None:
+    if found.typed is None:
+        pass
+    elif found.resume_from is not None:
         trust.check_run(found.resume_from, found.config, parts, trusts=found.trusts,
                         typed=found.typed)
     else:

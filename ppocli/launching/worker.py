@@ -106,6 +106,7 @@ def _held(start: Start, folder: run_folder.RunFolder, started_by: int | None = N
         with open_silence() as shown:
             yield shown
     else:
+        run_folder.refuse_links(folder.path)
         with run_folder.lock(folder.path, reserved_by=start.reserved_by), \
                 open_display(folder.log, start.display, started_by) as shown:
             yield shown

@@ -37,6 +37,7 @@ _REFUSALS = {
     "File size limit reached": ([errno.EFBIG], "raise the limit (ulimit -f)"),
     "Disk failure (input/output error)": ([errno.EIO], "check the disk"),
     "Not a folder": ([errno.ENOTDIR], "choose an output_dir that isn't below a file"),
+    "Won't follow a link": ([errno.ELOOP], "look where the link leads, and remove it"),
     "Path too long": ([errno.ENAMETOOLONG], "choose a shorter output_dir or run_name"),
 }
 """why a disk refuses: the system's numbers for it, and what a user does about it"""

@@ -6,6 +6,7 @@ import math
 import os
 import secrets
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,7 +16,15 @@ from typing import Any
 
 from ppocli.config import resolved, schema
 from ppocli.errors import CheckpointError, DiskError
-from ppocli.storage.atomic import TEMPORARY_PREFIX, disk_errors, make_dirs, read_json, write_atomic
+from ppocli.storage.atomic import (
+    REPLACED,
+    STAGING,
+    TEMPORARY_PREFIX,
+    disk_errors,
+    make_dirs,
+    read_json,
+    write_atomic,
+)
 
 LOCK = ".lock"
 RUN_FILE = "run.json"
@@ -68,6 +77,42 @@ def probe_writable(folder: Path) -> None:
     except OSError as error:
         raise DiskError(f"{folder} can't be written: {error.strerror or error}.",
                         where=str(folder), fix=fix) from error
+
+
+_REPLACED_NOT_FOLLOWED = ("model", STAGING, TEMPORARY_PREFIX, REPLACED, ".discarded-")
+"""begin the names at which a link is put aside or deleted itself, whatever it leads to"""
+_POINTERS = ("latest", "best")
+
+
+def refuse_links(run_dir: Path) -> None:
+    """Refuse to write in a folder from which links lead elsewhere: of a run that came from someone
+    else they could lead anywhere, and what is written or deleted there would not be the run's.
+
+    The folder may itself be a link, or lie below one. ``checkpoints/latest`` and ``best`` are ours.
+
+    Raises:
+        CheckpointError: names a link and where it leads; or a device, a pipe or a socket.
+    """
+    inside = [(run_dir, False), (run_dir / "checkpoints", False), (run_dir / "trackers", True),
+              (run_dir / "events", True)]
+    for folder, deep in inside:
+        for base, folders, files in os.walk(folder, followlinks=False):
+            for name in sorted([*folders, *files]):
+                path = Path(base, name)
+                mode = path.lstat().st_mode
+                if stat.S_ISREG(mode) or stat.S_ISDIR(mode) \
+                        or name.startswith(_REPLACED_NOT_FOLLOWED) \
+                        or (folder.name == "checkpoints" and name in _POINTERS):
+                    continue
+                what = (f"a link to {os.readlink(path)}" if stat.S_ISLNK(mode)
+                        else "neither a file nor a folder")
+                raise CheckpointError(
+                    f"{path} is {what}; nothing is written in a run's folder that could land "
+                    "elsewhere.", where=str(run_dir),
+                    fix="remove it, or put what it stands for in its place; the run's folder may "
+                    "itself be a link")
+            if not deep:
+                break
 
 
 def finite_or_null(value: Any) -> Any:
@@ -185,7 +230,7 @@ def _take(path: Path, held: Path, fix: str = "choose another run_name",
     """Take the lock and write this process's name; the descriptor that holds it."""
     make_dirs(path.parent)
     with disk_errors(path):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         if not _kernel_lock(descriptor):
             raise _locked(path, held, _wait_for_owner(path), fix)

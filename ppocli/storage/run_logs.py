@@ -35,7 +35,7 @@ class JsonlWriter:
         self.path = path
         atomic.make_dirs(path.parent)
         with atomic.disk_errors(path):
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             self._size = _end_of_last_line(self._descriptor)
             os.ftruncate(self._descriptor, self._size)
             atomic.fsync_dir(path.parent)
