@@ -172,7 +172,10 @@ def _examine_config(composed: Composed, config: schema.TrainConfig, found: Exami
     count, columns = None, None
     if not any(key.startswith("prompts") for key in wrong):
         count, columns = _examine_prompts(config.prompts, found)
-    if not _may_run(composed, found):
+    try:
+        allow_code(composed)
+    except PpocliError as error:
+        found.add([error])
         return count, wrong
     for part in _reward_parts(config.reward):
         keys = {"reward.fn", "reward.fns", "reward.kwargs",
@@ -189,14 +192,6 @@ def _examine_config(composed: Composed, config: schema.TrainConfig, found: Exami
         with found.taking():
             check_trackers(config.tracking)
     return count, wrong
-
-
-def _may_run(composed: Composed, found: Examined) -> bool:
-    """Whether code that the configuration names may run here."""
-    with found.taking():
-        allow_code(composed)
-        return True
-    return False
 
 
 def _examine_prompts(prompts: schema.PromptsConfig, found: Examined

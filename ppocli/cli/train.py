@@ -14,17 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import typer
 
 from ppocli.builtin.names import config_groups, recipe_files
+from ppocli.cli import options as opt
 from ppocli.cli import output
-from ppocli.cli.options import (
-    WORDS,
-    AsJson,
-    Command,
-    NoProgress,
-    Overrides,
-    Trust,
-    complete_run,
-    option,
-)
+from ppocli.cli.options import WORDS, AsJson, Command, NoProgress, Overrides, complete_run, option
 from ppocli.errors import ConfigError
 from ppocli.own_code import TRUST
 from ppocli.parallel.launchers import Launched, find_launch
@@ -92,7 +84,7 @@ def train(overrides: Overrides = None, no_progress: NoProgress = False, dry_run:
 def resume(run: Annotated[str, typer.Argument(metavar="RUN", autocompletion=complete_run,
                                               help="The run's folder or name.")],
            overrides: Overrides = None, no_progress: NoProgress = False, dry_run: DryRun = False,
-           trust: Trust = False) -> None:
+           trust: opt.Trust = False) -> None:
     """Continue a stopped run exactly where it was saved.
 
     Uses the run's own config.yaml; settings override it, e.g. ppo.total_episodes=4000.
@@ -259,7 +251,7 @@ def show_sweep(given: Annotated[str | None, typer.Argument(
 @sweep_app.command("resume", cls=Command, context_settings=WORDS)
 def resume_sweep(sweep: Annotated[str, typer.Argument(
                      metavar="SWEEP", help="The sweep's folder or name.")],
-                 overrides: Overrides = None, trust: Trust = False) -> None:
+                 overrides: Overrides = None, trust: opt.Trust = False) -> None:
     """Run the unfinished jobs of a sweep in the same folders.
 
     A job continues from its newest checkpoint, or starts if it has none. Finished jobs are kept.

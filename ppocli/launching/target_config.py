@@ -8,10 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppocli import own_code
 from ppocli.config import resolved, schema
 from ppocli.errors import ConfigError
-from ppocli.own_code import TRUST
+from ppocli.own_code import TRUST, limit
 from ppocli.runs import trust
 from ppocli.runs.target import Target
 from ppocli.storage.model_files import is_adapter, named_base
@@ -45,7 +44,7 @@ def allow_code(found: Checked | Composed, parts: tuple[str, ...] = ("",)) -> tup
     else:
         limited = trust.named_by_files(
             found.config, resolved.with_absolute_paths(found.config, Path.cwd()), found.typed)
-    own_code.limit(limited)
+    limit(limited)
     return limited
 
 

@@ -15,7 +15,6 @@ from datetime import UTC, datetime
 from time import monotonic
 from typing import Any, NoReturn
 
-from ppocli import own_code
 from ppocli.config.deepspeed import DEEPSPEED_FILE, deepspeed_config
 from ppocli.config.resolved import next_config
 from ppocli.config.schema import TrainConfig, planned_episodes
@@ -24,6 +23,7 @@ from ppocli.display.console import Display, keep_log, open_display, open_silence
 from ppocli.errors import CheckpointError, InputError, PpocliError
 from ppocli.launching.child_process import RunOutcome, Start, outcome_of
 from ppocli.launching.ending import ending_well, publish
+from ppocli.own_code import limit
 from ppocli.parallel import host_memory, launchers
 from ppocli.parallel.backend import Backend, open_ranks
 from ppocli.parallel.stop import StopFlag, catch_signals, leave_at_once, stop_when_closed
@@ -63,7 +63,7 @@ def run_worker(start: Start, *, objects: PythonObjects | None = None, joined: bo
         host_memory.keep_freed_memory()
     began = clock.Moment.of_process_start() if own_process else clock.Moment.now()
     folder, cfg = run_folder.RunFolder(start.run_dir.resolve()), start.config()
-    own_code.limit(start.limited)
+    limit(start.limited)
     with _held(start, folder, started_by) as shown, \
             catch_signals(2.0 if joined else 0.0) as stop:
         if (early := launchers.announce()) is not None:
@@ -87,7 +87,7 @@ def run_for_loop(start: Start, objects: PythonObjects) -> Iterator[loop.Run]:
     """A run that is ready for the next step of a loop that isn't ours, in this process."""
     began = clock.Moment.now()
     folder, cfg = run_folder.RunFolder(start.run_dir.resolve()), start.config()
-    own_code.limit(start.limited)
+    limit(start.limited)
     model_files.quiet_transformers()
     with _held(replace(start, display="quiet"), folder) as shown, \
             open_ranks(cfg, noted_products(folder) if start.resume else None) as backend, \

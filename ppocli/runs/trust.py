@@ -4,7 +4,6 @@ run all it names, that of another run nothing but what ships with ppocli, unless
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from ppocli.config import schema
 from ppocli.config.keys import is_import_path
@@ -49,7 +48,7 @@ def code_of(config: schema.TrainConfig) -> Iterator[tuple[str, str]]:
 
 
 def check_run(run_dir: Path, config: schema.TrainConfig, parts: tuple[str, ...], *, trusts: bool,
-              typed: frozenset[str] = frozenset()) -> list[str]:
+              typed: frozenset[str] = frozenset()) -> None:
     """Refuse code that the configuration of somebody else's run names.
 
     Args:
@@ -58,28 +57,19 @@ def check_run(run_dir: Path, config: schema.TrainConfig, parts: tuple[str, ...],
         trusts: ``--trust`` was typed.
         typed: texts of the command line, and keys that it sets to true.
 
-    Returns:
-        (key, path) of what it names and won't run, as texts.
-
     Raises:
         CheckpointError: names key, file or object, and what to type.
     """
-    if trusts or not (found := [(key, path) for key, path in code_of(config) if path not in typed]):
-        return []
-    if signature.is_own_run(run_dir):
-        return []
-    lines = {key: printable(f"{key}: " + (path if path != key else "Python files that come with "
-             f"the model {config.model.path if key.startswith('model.') else ''}".rstrip()))
-             for key, path in found}
-    needed = [line for key, line in lines.items() if key.startswith(parts)]
-    if needed:
+    needed = [printable(f"{key}: " + (path if path != key else "Python files that come with the "
+                                      "model")) for key, path in code_of(config)
+              if key.startswith(parts) and path not in typed]
+    if needed and not trusts and not signature.is_own_run(run_dir):
         raise CheckpointError(
             f"{short_path(str(run_dir))} is not signed with your key, and this would run code that "
             "its configuration names:\n" + "\n".join(f"  {line}" for line in needed),
             where=short_path(str(run_dir / CONFIG_FILE)),
             fix=f"look at that code, and if you trust it add {TRUST}; for a run that you started "
             f"with another key, {signature.KEY_VARIABLE}=FILE (now {signature.key_path()})")
-    return [*lines.values()]
 
 
 def named_by_files(before: schema.TrainConfig, config: schema.TrainConfig, typed: frozenset[str]
@@ -91,6 +81,6 @@ def named_by_files(before: schema.TrainConfig, config: schema.TrainConfig, typed
         before: the configuration as it was composed.
         config: the same with absolute paths.
     """
-    pairs: list[tuple[Any, Any]] = [(old, new) for (_, old), (_, new) in zip(
-        import_paths(before), import_paths(config), strict=True)]
-    return tuple(new for old, new in pairs if new and new not in _OURS and not {old, new} & typed)
+    pairs = zip(import_paths(before), import_paths(config), strict=True)
+    return tuple(new for (_, old), (_, new) in pairs
+                 if new and new not in _OURS and not {old, new} & typed)

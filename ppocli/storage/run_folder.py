@@ -16,15 +16,7 @@ from typing import Any
 
 from ppocli.config import resolved, schema
 from ppocli.errors import CheckpointError, DiskError
-from ppocli.storage.atomic import (
-    REPLACED,
-    STAGING,
-    TEMPORARY_PREFIX,
-    disk_errors,
-    make_dirs,
-    read_json,
-    write_atomic,
-)
+from ppocli.storage.atomic import TEMPORARY_PREFIX, disk_errors, make_dirs, read_json, write_atomic
 
 LOCK = ".lock"
 RUN_FILE = "run.json"
@@ -79,11 +71,6 @@ def probe_writable(folder: Path) -> None:
                         where=str(folder), fix=fix) from error
 
 
-_REPLACED_NOT_FOLLOWED = ("model", STAGING, TEMPORARY_PREFIX, REPLACED, ".discarded-")
-"""begin the names at which a link is put aside or deleted itself, whatever it leads to"""
-_POINTERS = ("latest", "best")
-
-
 def refuse_links(run_dir: Path) -> None:
     """Refuse to write in a folder from which links lead elsewhere: of a run that came from someone
     else they could lead anywhere, and what is written or deleted there would not be the run's.
@@ -100,9 +87,10 @@ def refuse_links(run_dir: Path) -> None:
             for name in sorted([*folders, *files]):
                 path = Path(base, name)
                 mode = path.lstat().st_mode
-                if stat.S_ISREG(mode) or stat.S_ISDIR(mode) \
-                        or name.startswith(_REPLACED_NOT_FOLLOWED) \
-                        or (folder.name == "checkpoints" and name in _POINTERS):
+                # what is replaced or deleted itself, whatever it leads to: models, temporary names
+                harmless = name.startswith("model") or (name.startswith(".") and name != LOCK)
+                if stat.S_ISREG(mode) or stat.S_ISDIR(mode) or harmless or (
+                        folder.name == "checkpoints" and name in ("latest", "best")):
                     continue
                 what = (f"a link to {os.readlink(path)}" if stat.S_ISLNK(mode)
                         else "neither a file nor a folder")
