@@ -18,18 +18,14 @@ ENTRY_POINTS = "ppocli.rewards"
 """group of entry points with which an installed package says that it is made for configurations"""
 TRUST = "--trust"
 """the option with which a person says that somebody else's run may run what it names"""
-_limited: set[str] = set()
+limited: set[str] = set()
+"""import paths that :func:`limit` was told last"""
 
 
 def limit(specs: Iterable[str]) -> None:
     """From now on these import paths, which a configuration names, lead to such code alone."""
-    _limited.clear()
-    _limited.update(specs)
-
-
-def is_limited(spec: str) -> bool:
-    """Whether :func:`limit` has named it."""
-    return spec in _limited
+    limited.clear()
+    limited.update(specs)
 
 
 def may_name(module: str | None, file: str | None) -> bool:
@@ -59,13 +55,12 @@ def _source_of(package: str) -> str | None:
 
 def _is_own_file(file: str) -> bool:
     """Whether a file lies under the current folder, and not in an environment that lies there."""
-    for path, here in ((os.path.abspath(file), os.getcwd()),
-                       (os.path.realpath(file), os.path.realpath(os.getcwd()))):
-        if Path(path).is_relative_to(here) and not any(
-                Path(path).is_relative_to(folder) for folder in _installed()) \
-                and not {"site-packages", "dist-packages"} & set(Path(path).parts):
-            return True
-    return False
+    real = Path(os.path.realpath(file))
+    if any(map(real.is_relative_to, _installed())) or \
+            {"site-packages", "dist-packages"} & {*real.parts}:
+        return False
+    return Path(os.path.abspath(file)).is_relative_to(os.getcwd()) \
+        or real.is_relative_to(os.path.realpath(os.getcwd()))
 
 
 @cache
@@ -73,8 +68,7 @@ def _installed() -> frozenset[str]:
     """Folders of Python's own modules and of installed packages."""
     places = [*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")),
               *site.getsitepackages(), os.path.dirname(__file__)]
-    return frozenset(path for place in places if place
-                     for path in (os.path.abspath(place), os.path.realpath(place)))
+    return frozenset(os.path.realpath(place) for place in places if place)
 
 
 @cache

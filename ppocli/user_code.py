@@ -22,7 +22,7 @@ from typing import Any
 
 from ppocli.config.secrets import hide_secrets
 from ppocli.errors import PpocliError
-from ppocli.own_code import ENTRY_POINTS, is_limited, may_name
+from ppocli.own_code import ENTRY_POINTS, limited, may_name
 from ppocli.text import error_line, short_path, suggestion
 
 SHOWN_CHARS = 100
@@ -123,7 +123,7 @@ def _refuse_unnamable(wanted: Wanted, module: str | None, file: str | None) -> N
     """Refuse a path that a configuration names and that leads out of where it may lead."""
     ours = [path.partition(":")[0] for path in wanted.kind.short_names.values()]
     shipped = any(f"{module}.".startswith(f"{name}.") for name in ours)
-    if is_limited(wanted.spec) and not shipped and not may_name(module, file):
+    if wanted.spec in limited and not shipped and not may_name(module, file):
         raise wanted.refused(
             f"{wanted.spec!r} is refused: a configuration file names it, and it leads to "
             f"{file or module}, which is neither under the current folder nor in a package that "

@@ -228,6 +228,7 @@ def recipes(here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None
     installed = here / ".venv/lib/python3/site-packages"
     installed.mkdir(parents=True)
     shutil.copy(here / "mine/__init__.py", installed / "other.py")
+    (here / "linked").symlink_to(installed)
     (here.parent / "outside.py").write_text("def score(outputs):\n    return [0.0]\n")
     (here / "recipes").mkdir()
 
@@ -249,8 +250,8 @@ def located(*given: str) -> str:
 @pytest.mark.parametrize("path", [
     "numpy:load", "numpy.load", "numpy.testing._private.utils:runstring", "mine:np.load",
     "mine:load", "mine/__init__.py:load", ".venv/lib/python3/site-packages/other.py:score",
-    "../outside.py:score", "ppocli.storage.atomic:remove_tree", "ppocli.user_code:locate",
-    "ppocli.rewards.resolve:locate_reward"])
+    "linked/other.py:score", "../outside.py:score", "ppocli.storage.atomic:remove_tree",
+    "ppocli.user_code:locate", "ppocli.rewards.resolve:locate_reward"])
 def test_a_recipe_leads_to_nothing_but_code_that_is_meant_for_it(path, recipes):
     recipes(path)
     with pytest.raises(RewardError, match="a configuration file names it") as refused:
