@@ -27,7 +27,7 @@ from ppocli.own_code import limit
 from ppocli.parallel import host_memory, launchers
 from ppocli.parallel.backend import Backend, open_ranks
 from ppocli.parallel.stop import StopFlag, catch_signals, leave_at_once, stop_when_closed
-from ppocli.runs.record import accept_settings
+from ppocli.runs.record import accept_settings, settle
 from ppocli.storage import atomic, environment, model_files, run_folder, signature
 from ppocli.tracking.trackers import check_trackers
 from ppocli.training import clock, loop
@@ -140,8 +140,7 @@ def open_run(cfg: TrainConfig, folder: run_folder.RunFolder, objects: PythonObje
         since = None if state is fresh else state.step
         ranks.first_does(lambda: accept_settings(folder.path, since))
     if task.cfg.reward != cfg.reward:  # how its functions are called, so that a resume does it too
-        ranks.first_does(lambda: run_folder.write_config(
-            replace(cfg, reward=task.cfg.reward), folder.config))
+        ranks.first_does(lambda: settle(folder.path, replace(cfg, reward=task.cfg.reward)))
     if ranks.first:
         keep_log()
         atomic.write_json_atomic(folder.path / environment.ENV_FILE, {

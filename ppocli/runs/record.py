@@ -13,7 +13,7 @@ from ppocli.config import resolved, schema
 from ppocli.config.problems import shown
 from ppocli.errors import CheckpointError
 from ppocli.storage import atomic, run_logs, signature
-from ppocli.storage.run_folder import RUN_FILE, RunFolder, live_owner
+from ppocli.storage.run_folder import RUN_FILE, RunFolder, live_owner, write_config
 
 Status = Literal["running", "finished", "stopped", "failed", "interrupted"]
 _LOG_HEAD = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (\w+) ", re.MULTILINE)
@@ -226,4 +226,17 @@ def accept_settings(run_dir: Path, step: int | None) -> None:
             now["changes"] = [asdict(change) for change in changes]
         if now != told:
             atomic.write_json_atomic(run_dir / RUN_FILE, now)
+    resolved.accept_config(run_dir)
+
+
+def settle(run_dir: Path, config: schema.TrainConfig) -> None:
+    """Write down what the run has settled for itself, and sign it; nobody has changed anything.
+
+    Raises:
+        DiskError: the disk is full, read-only, or refuses.
+    """
+    write_config(config, run_dir / resolved.NEXT_CONFIG_FILE)
+    told = atomic.read_json(run_dir / RUN_FILE) or {}
+    atomic.write_json_atomic(run_dir / RUN_FILE,
+                             signature.sign_run(told, run_dir / resolved.NEXT_CONFIG_FILE))
     resolved.accept_config(run_dir)

@@ -177,6 +177,14 @@ def test_settings_are_signed_before_they_take_their_place(finished, monkeypatch)
     assert signature.is_own_run(finished)
 
 
+def test_what_a_run_settles_for_itself_is_signed_too(finished):
+    settled = replace(resolved.read_config(finished / "config.yaml"), seed=5)
+    record.settle(finished, settled)
+    assert resolved.read_config(finished / "config.yaml") == settled
+    assert signature.is_own_run(finished)
+    assert not (finished / resolved.NEXT_CONFIG_FILE).exists()
+
+
 def test_a_key_is_made_once_and_for_its_owner_alone(here, monkeypatch):
     monkeypatch.delenv("PPOCLI_KEY_FILE")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(here / "xdg"))
