@@ -3,6 +3,8 @@
 import torch
 
 SAMPLED_ESTIMATORS = ("k1", "abs", "k2", "k3")
+ROUNDING = 1e-5
+"""nats by which a token's logprob may differ in fp32 between passes of other shapes"""
 
 
 def kl_per_token(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: str
@@ -33,7 +35,7 @@ def kl_per_token(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: 
 
 
 def adapt_kl_coef(coef: float, sequence_kl: float, *, target: float, horizon: int,
-                  num_samples: int) -> float:
+                  num_samples: int, rounding: float = 0.0) -> float:
     """One step of the adaptive controller (Ziegler et al. 2019, section 2.2).
 
     ``coef * (1 + clip(kl / target - 1, -0.2, 0.2) * min(num_samples / horizon, 1))``, once per
@@ -42,12 +44,13 @@ def adapt_kl_coef(coef: float, sequence_kl: float, *, target: float, horizon: in
     Args:
         sequence_kl: KL summed over the tokens of a response, mean over samples (nats).
         num_samples: samples of the rollout, over all ranks.
+        rounding: what a KL of 0 may be off by; so little below zero counts as 0.
 
     Returns:
         The new coefficient. A KL below zero is an artefact of how tokens were sampled, not a
         distance, and leaves the coefficient as it is.
     """
-    if sequence_kl < 0:
+    if sequence_kl < -rounding:
         return coef
     error = min(max(sequence_kl / target - 1.0, -0.2), 0.2)
     # a rollout larger than the horizon must not turn the penalty into a reward

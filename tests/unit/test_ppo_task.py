@@ -64,6 +64,24 @@ def test_the_controller_is_fed_that_sum():
     assert next_kl_coef(state, two_responses(), fixed) == 0.2
 
 
+def test_the_coefficient_does_not_follow_the_sign_of_rounding(tmp_path):
+    """Before the first update the KL is 0, computed in whatever chunks: far below the target. A KL
+    that is really below zero moves nothing."""
+    found = []
+    for chunk in (3, 5):
+        cfg = small_config(tmp_path, ppo__chunk_size=chunk, ppo__kl_controller="adaptive",
+                           ppo__horizon=16, ppo__init_kl_coef=0.2)
+        with session_of(cfg) as session:
+            found.append(rollout_of(session))
+    state = PPOState(kl_coef=0.2, init_kl_coef=0.2)
+    # as large as rounding gets, and beyond it
+    for error in (0.0, 1e-6, -1e-6, 9e-6, -9e-6):
+        found.append(replace(found[0], ref_logprobs=found[0].logprobs - error))
+    assert [next_kl_coef(state, rollout, cfg) for rollout in found] == [0.2 * 0.8] * 7
+    below = replace(found[0], ref_logprobs=found[0].logprobs + 2e-5)
+    assert next_kl_coef(state, below, cfg) == 0.2
+
+
 def test_whitened_advantages_have_no_mean():
     """Scores 2 and 4 without values: every token of a response is worth its score. Of 2, 2, 4, 4
     the mean is 3 and the deviation 1."""

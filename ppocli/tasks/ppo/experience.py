@@ -143,5 +143,7 @@ def next_kl_coef(state: PPOState, rollout: Rollout, cfg: schema.TrainConfig) -> 
     """The coefficient for the next rollout."""
     if cfg.ppo.kl_controller == "fixed":
         return state.kl_coef
+    tokens = float(rollout.response_mask.sum()) / len(rollout)
     return kl.adapt_kl_coef(state.kl_coef, sequence_kl(rollout), target=cfg.ppo.target,
-                            horizon=cfg.ppo.horizon, num_samples=len(rollout))
+                            horizon=cfg.ppo.horizon, num_samples=len(rollout),
+                            rounding=kl.ROUNDING * tokens)
