@@ -177,7 +177,8 @@ class EvalGenerationConfig:
 @dataclass
 class GenerationConfig:
     max_new_tokens: int = key(32, "longest response in tokens", ge=1)
-    min_new_tokens: int = key(0, "no stop token before this many tokens", ge=0)
+    min_new_tokens: int = key(0, "no stop token before this many tokens, and stop sequences count "
+                              "only from there on", ge=0)
     temperature: float = key(1.0, "softmax temperature; policy and reference use it too", gt=0)
     top_k: int = key(0, "sample among the k likeliest tokens (0: all)", ge=0)
     top_p: float = key(1.0, "nucleus sampling (1: all)", gt=0, le=1)
