@@ -12,7 +12,8 @@ def kl_per_token(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: 
     """Per-token estimate of KL(policy || reference) from the sampled tokens, in nats.
 
     With ``l = logprobs - ref_logprobs`` (Schulman 2020, "Approximating KL Divergence"):
-    k1 = l, abs = abs(l), k2 = l^2 / 2 (TRL's ``mse``), k3 = exp(-l) - 1 + l.
+    k1 = l, abs = abs(l), k2 = l^2 / 2 (TRL's ``mse``), k3 = exp(-l) - 1 + l, for which l is cut at
+    -20 (``verl/trainer/ppo/core_algos.py@b178a3c``): exp(89) is infinite in fp32.
 
     Args:
         logprobs, ref_logprobs: equal shapes, of the sampled tokens.
@@ -30,6 +31,7 @@ def kl_per_token(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: 
     if estimator == "k2":
         return 0.5 * log_ratio.square()
     if estimator == "k3":
+        log_ratio = log_ratio.clamp(min=-20.0)
         return torch.expm1(-log_ratio) + log_ratio
     raise ValueError(f"{estimator!r} is not one of {SAMPLED_ESTIMATORS}")
 

@@ -37,6 +37,8 @@ def test_the_verdict_on_an_update(tmp_path):
         task = PPOTask(session)
         assert [task.judge({**FINE, **terms}) for terms, _ in VERDICTS] == [
             verdict for _, verdict in VERDICTS]
+        assert task.why_skipped({"ratio": 1.8004, "max_log_ratio": 7.123}).startswith(
+            "Mean ratio 1.8004 exceeds ppo.ratio_threshold=1.8 (log-ratios of up to 7.12): ")
         cfg.ppo.target_kl = cfg.ppo.ratio_threshold = None
         assert task.judge({"approx_kl": 50.0, "ratio": 50.0}) is Verdict.STEP
 
