@@ -211,8 +211,11 @@ class RolloutConfig:
 @dataclass
 class HardwareConfig:
     device: str = key("auto", "where to compute", choices=("auto", "cpu", "cuda"))
-    precision: str = key("fp32", "compute type; trained weights and optimizer state stay fp32",
+    precision: str = key("fp32", "compute type; optimizer state stays fp32",
                          choices=("fp32", "bf16"))
+    weights: str = key("fp32", "storage type of the policy's weights and their gradients; bf16 "
+                       "needs precision=bf16 and keeps fp32 master copies, half of each in the "
+                       "weights and half in the optimizer", choices=("fp32", "bf16"))
     gemm: str = key("auto", "linear layers on a CPU: torch's default products, or oneDNN's (auto: "
                     "whichever is faster, measured at the start)",
                     choices=("auto", "default", "onednn"))

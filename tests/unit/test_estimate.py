@@ -121,6 +121,9 @@ def reference_of(session) -> int:
     ("gpt2", {"model__gradient_checkpointing": True}),
     ("llama", {"ppo__micro_batch_size": 3}),
     ("llama", {"hardware__precision": "bf16", "model__num_layers_unfrozen": 2}),
+    ("gpt2", {"hardware__precision": "bf16", "hardware__weights": "bf16"}),
+    ("llama", {"hardware__precision": "bf16", "hardware__weights": "bf16",
+               "model__num_layers_unfrozen": 2}),
     ("gpt_neox", {"model__attn_implementation": "eager", "ppo__optimizer__name": "sgd"}),
     ("qwen2", {}),
     # a checkpoint keeps the state of the random numbers too, 5 KB a layer
