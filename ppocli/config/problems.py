@@ -128,9 +128,10 @@ def _range_problems(key: Key, value: Any) -> Iterator[str]:
         if key.item in (int, float) and isinstance(item, float) and not math.isfinite(item):
             yield f"{shown(item)} must be a finite number"
         elif key.allowed and not _allowed(key.metadata, item):
-            hint = (did_you_mean(item, key.metadata["choices"])
-                    if key.metadata["choices"] and isinstance(item, str) else "")
-            yield f"{shown(item)} must be {key.allowed}{hint}{_why_not(key.metadata, item)}"
+            hint = _why_not(key.metadata, item) or (
+                did_you_mean(item, key.metadata["choices"])
+                if key.metadata["choices"] and isinstance(item, str) else "")
+            yield f"{shown(item)} must be {key.allowed}{hint}"
 
 
 def _allowed(metadata: Mapping[str, Any], item: Any) -> bool:

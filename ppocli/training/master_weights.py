@@ -16,15 +16,18 @@ LOW = "low"
 
 
 def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A finite fp32 tensor rounded to bf16 (halves away from zero), and int16 what that lacks."""
+    """A finite fp32 tensor rounded to bf16 (halves away from zero), and int16 what that lacks. The
+    tensor is used up."""
     bits = master.view(torch.int32)
-    high = (bits + 2**15) >> 16
-    return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
+    high = (bits + 2**15).bitwise_right_shift_(16)
+    weight = high.to(torch.int16).view(torch.bfloat16)
+    return weight, bits.sub_(high.bitwise_left_shift_(16)).to(torch.int16)
 
 
 def joined(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """The fp32 tensor that :func:`split` took apart, to the last bit."""
-    return ((weight.view(torch.int16).to(torch.int32) << 16) + low).view(torch.float32)
+    bits = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
+    return bits.add_(low).view(torch.float32)
 
 
 class MasterWeights(torch.optim.Optimizer):
@@ -60,12 +63,14 @@ class MasterWeights(torch.optim.Optimizer):
         low = own.pop(LOW, None)
         whole = parameter.float() if low is None else joined(parameter, low)
         master = nn.Parameter(whole, requires_grad=False)
-        master.grad = parameter.grad.float()  # type: ignore[union-attr]
+        # one large tensor in fp32 is much: what isn't needed any more makes room for it
+        master.grad, parameter.grad = parameter.grad.float(), None  # type: ignore[union-attr]
         if own:
             self.state[master] = own
         group["params"] = [master]
         self.inner.step()
-        high, low = split(master)
+        master.grad = None
+        high, low = split(master.data)
         parameter.copy_(high)
         self.state[parameter] = {**self.state.pop(master, {}), LOW: low}
 
