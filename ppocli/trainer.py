@@ -121,6 +121,7 @@ class PPOTrainer:
             raise DivergedError("The last step did not end: the weights are between two steps.",
                                 fix="go on from a checkpoint: ppocli.PPOTrainer(["
                                 f'"resume={self.run_dir}"])')
+        self._run.display.listen()
 
     def generate(self, prompts: Sequence[Any] | None = None) -> Batch:
         """One sampled response to each prompt, as ``generation`` says.

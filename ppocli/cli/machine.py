@@ -227,7 +227,7 @@ def _heading(found: Estimate, cfg: TrainConfig, source: str) -> Iterator[str]:
            f"{many}{nodes}{how}")
     for part in found.parts:
         frozen = part.parameters - part.trained
-        each = (part.size - 4 * part.trained) / frozen if frozen else 4
+        each = (part.size - part.gradients) / frozen if frozen else 4
         stored = f", the others stored with {each:.3g} bytes each" if each != 4 else ""
         trained = f"{part.trained:,} trained{stored}" if part.sharded else (
             f"frozen, stored with {each:.3g} bytes each{PLACES[part.place]}")

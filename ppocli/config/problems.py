@@ -128,8 +128,9 @@ def _range_problems(key: Key, value: Any) -> Iterator[str]:
         if key.item in (int, float) and isinstance(item, float) and not math.isfinite(item):
             yield f"{shown(item)} must be a finite number"
         elif key.allowed and not _allowed(key.metadata, item):
-            hint = (did_you_mean(item, key.metadata["choices"])
-                    if key.metadata["choices"] and isinstance(item, str) else "")
+            hint = _why_not(key.metadata, item) or (
+                did_you_mean(item, key.metadata["choices"])
+                if key.metadata["choices"] and isinstance(item, str) else "")
             yield f"{shown(item)} must be {key.allowed}{hint}"
 
 
@@ -296,7 +297,31 @@ def _generation(config: schema.TrainConfig) -> Rules:
     yield ("" in train.stop_sequences, "generation.stop_sequences", "must not hold an empty text")
 
 
+def _why_not(metadata: Mapping[str, Any], item: Any) -> str:
+    """What there is to say of a value that people bring from elsewhere."""
+    half = "bf16" in (metadata["choices"] or ()) and item in ("fp16", "float16", "half")
+    return ("; fp16 holds nothing below 6e-8, so that gradients vanish, nor above 65504: it needs "
+            "loss scaling, which skips updates. bf16 takes as little memory" if half else "")
+
+
+def _bf16_weights(config: schema.TrainConfig) -> Rules:
+    """What ``hardware.weights=bf16`` doesn't go together with."""
+    hardware, halves = config.hardware, config.hardware.weights == "bf16"
+    yield (halves and hardware.precision != "bf16", "hardware.weights, hardware.precision",
+           "weights in bf16 are computed with in bf16: set hardware.precision=bf16")
+    yield (halves and hardware.zero_stage > 0, "hardware.weights, hardware.zero_stage",
+           "DeepSpeed makes its own copies of fp32 weights: leave hardware.weights out, or ZeRO")
+    yield (halves and bool(config.model.peft), "hardware.weights, model.peft",
+           "an adapter trains in fp32, and the type of its base is model.dtype: leave "
+           "hardware.weights out")
+    yield (halves and "adamw_8bit" in (config.ppo.optimizer.name,
+                                       algorithm.value_optimizer(config.ppo).name),
+           "hardware.weights, ppo.optimizer.name",
+           "adamw_8bit keeps no master copies: take another optimizer, or weights=fp32")
+
+
 def _hardware(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
+    yield from _bf16_weights(config)
     hardware, stage, nodes = config.hardware, config.hardware.zero_stage, config.hardware.num_nodes
     for name, lowest in (("offload_optimizer", 1), ("offload_param", 3)):
         yield (getattr(hardware, name) and stage < lowest,

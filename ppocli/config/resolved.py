@@ -274,8 +274,8 @@ _REFUSED = frozenset({
     "seed", "model.path", "model.arch", "model.revision", "model.tokenizer_path", "model.dtype",
     "model.num_layers_unfrozen", "model.reference.kind", "model.reference.path",
     "model.value.kind", "model.value.path", "model.value.num_layers_unfrozen", "hardware.precision",
-    "ppo.optimizer.name", "ppo.value_optimizer.name", "ppo.advantage", "ppo.n", "reward.scale",
-    "ppo.kl_controller",
+    "hardware.weights", "ppo.optimizer.name", "ppo.value_optimizer.name", "ppo.advantage", "ppo.n",
+    "reward.scale", "ppo.kl_controller",
 })
 
 

@@ -225,7 +225,10 @@ def checked_words(overrides: Sequence[str], objects: PythonObjects) -> Checked:
 @contextmanager
 def opened(checked: Checked, objects: PythonObjects) -> Iterator[Run]:
     """A run that is ready for the next step, its folder held."""
+    from ppocli.display.console import logging_as_found
     from ppocli.launching.worker import run_for_loop
 
-    with open_folder(checked, objects, log.info) as start, run_for_loop(start, objects) as run:
+    # another loop's run may be open and listen
+    with logging_as_found(), open_folder(checked, objects, log.info) as start, \
+            run_for_loop(start, objects) as run:
         yield run

@@ -191,8 +191,10 @@ def _already_finished(cfg: TrainConfig, folder: run_folder.RunFolder) -> RunOutc
     """The result of a run that has drawn all its episodes and left a whole model; else None."""
     summary = atomic.read_json(folder.summary) or {}
     try:
+        # steps may have been of another size before
         complete = (summary["status"] == "finished"
-                    and int(summary["episodes"]) >= planned_episodes(cfg.ppo))
+                    and int(summary["episodes"]) >= planned_episodes(cfg.ppo)
+                    and int(summary["steps"]) >= (cfg.ppo.num_steps or 0))
         model_files.check_folder(folder.model, key="model", adapters=True)
     except (ValueError, KeyError, TypeError, InputError):
         return None

@@ -74,8 +74,13 @@ class RunRecord:
 
     @property
     def total_steps(self) -> int:
-        """Steps in the whole run."""
-        return -(-schema.planned_episodes(self.config.ppo) // self.config.ppo.num_rollouts)
+        """Steps in the whole run; those still to come are of ``ppo.num_rollouts`` samples, which
+        may have been another number before a resume."""
+        ppo = self.config.ppo
+        if ppo.num_steps is not None:
+            return max(ppo.num_steps, self.step)
+        left = max(schema.planned_episodes(ppo) - self.episodes, 0)
+        return self.step + -(-left // ppo.num_rollouts)
 
     @property
     def best(self) -> dict[str, Any]:

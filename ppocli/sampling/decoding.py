@@ -13,7 +13,7 @@ from ppocli.errors import ConfigError, InputError
 from ppocli.models import layout, trunk
 from ppocli.models.head import HeadWeights, token_logprobs
 from ppocli.models.loading.adapters import Adapter, attach, identify, peft_config
-from ppocli.models.loading.language_model import LoadedLM, frozen_dtype, load_lm
+from ppocli.models.loading.language_model import DTYPES, LoadedLM, frozen_dtype, load_lm
 from ppocli.models.loading.model_config import max_positions
 from ppocli.sampling import decode_loop, samples, token_choice, transformers_generate
 from ppocli.sampling.decoder import Decoder
@@ -71,7 +71,7 @@ def load_policy(cfg: schema.ModelConfig, hardware: schema.HardwareConfig, seed: 
         ConfigError: the adapter doesn't fit the model.
     """
     kind = adapters.adapter_kind(cfg)
-    dtype = torch.float32 if kind is None else frozen_dtype(cfg, hardware)
+    dtype = DTYPES[hardware.weights] if kind is None else frozen_dtype(cfg, hardware)
     loaded = load_decodable(cfg, dtype=dtype)
     say_decoding(loaded.lm)
     if loaded.adapter is not None:
@@ -91,7 +91,7 @@ def load_judged(cfg: schema.ModelConfig, hardware: schema.HardwareConfig) -> Loa
     """A policy to be judged; the base of an adapter in the type that a training holds it in."""
     frozen = is_adapter(cfg.path) and cfg.quantization is None
     loaded = load_decodable(cfg, dtype=frozen_dtype(cfg, hardware) if frozen
-                            else torch.float32)
+                            else DTYPES[hardware.weights])
     say_decoding(loaded.lm)
     return loaded
 

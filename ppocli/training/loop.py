@@ -25,7 +25,7 @@ from ppocli.tracking.trackers import Tracker, open_trackers
 from ppocli.training import background_saving, checkpoint_writing
 from ppocli.training.clock import PhaseClock
 from ppocli.training.optimize import optimize
-from ppocli.training.state import Best, Generators, TrainState
+from ppocli.training.state import Best, Generators, Pace, TrainState
 from ppocli.training.task import Evaluation, Plan, Task
 
 log = logging.getLogger("ppocli")
@@ -95,7 +95,7 @@ def initial_state(task: Task) -> TrainState:
     """The state before the first step; the evaluation at the start, if any, is pending."""
     own, tensors = task.initial()
     state = TrainState(digests=task.digests(), judged_by=task.judged_by(), task=own,
-                       tensors=tensors)
+                       tensors=tensors, pace=Pace(task.cfg.ppo.num_rollouts))
     if task.cfg.eval.at_start:
         state = replace(state, pending=state.counters())
     return state

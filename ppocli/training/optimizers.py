@@ -11,6 +11,7 @@ import torch
 from ppocli.config import algorithm
 from ppocli.config.schema_ppo import OptimizerConfig, PPOConfig, SchedulerConfig
 from ppocli.models.policy import Policy
+from ppocli.training.master_weights import MasterWeights
 
 ROLES = ("policy", "value")
 """of the groups of parameters that PPO trains, each with a schedule of its own"""
@@ -40,9 +41,12 @@ def build_optimizer(policy: Policy, ppo: PPOConfig) -> torch.optim.Optimizer:
     groups = [_group(parameters, cfg, role) for parameters, cfg, role in zip(
         (own, critic), wanted, ROLES, strict=True) if parameters]
     if wanted[0].name == wanted[1].name or len(groups) == 1:
-        return _optimizer(wanted[0], groups)
-    return JointOptimizer([_optimizer(cfg, [group])
-                           for cfg, group in zip(wanted, groups, strict=True)])
+        found = _optimizer(wanted[0], groups)
+    else:
+        found = JointOptimizer([_optimizer(cfg, [group])
+                                for cfg, group in zip(wanted, groups, strict=True)])
+    halves = any(p.dtype == torch.bfloat16 for p in (*own, *critic))
+    return MasterWeights(found) if halves else found
 
 
 def _group(parameters: list[torch.nn.Parameter], cfg: OptimizerConfig, role: str

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from ppocli.config.schema import TrainConfig, planned_episodes
+from ppocli.config.schema import TrainConfig
 from ppocli.parallel.backend import Backend
 from ppocli.parallel.stop import StopFlag
 from ppocli.training import optimizers, saved_model
 from ppocli.training.clock import PhaseClock
-from ppocli.training.state import TrainState
+from ppocli.training.state import Pace, TrainState
 from ppocli.training.updates import Trained
 from ppocli.zero.oom_retry import PassRows
 
@@ -176,6 +176,8 @@ class Task(ABC):
     """how many rows passes have had to be cut down to"""
     step: int = 0
     """steps done when an evaluation is asked for; the loop sets it"""
+    pace: Pace | None = None
+    """of a run that was resumed"""
 
     @abstractmethod
     def collect(self, state: TrainState, stop: StopFlag, clock: PhaseClock) -> Any:
@@ -302,11 +304,18 @@ class Task(ABC):
 
     def total_samples(self) -> int:
         """Samples of the whole run."""
-        return planned_episodes(self.cfg.ppo)
+        ppo, pace = self.cfg.ppo, self._pace()
+        return ppo.total_episodes or (
+            pace.episodes + max((ppo.num_steps or 0) - pace.step, 0) * pace.num_rollouts)
 
     def total_steps(self) -> int:
         """Steps of the whole run; the last may be smaller."""
-        return -(-self.total_samples() // self.samples_per_step)
+        pace = self._pace()
+        left = max(self.total_samples() - pace.episodes, 0)
+        return pace.step + -(-left // self.samples_per_step)
+
+    def _pace(self) -> Pace:
+        return self.pace or Pace(self.cfg.ppo.num_rollouts)
 
     def total_updates(self, state: TrainState) -> int:
         """Optimizer updates at the end of the run: those made and, if none is skipped, those of the

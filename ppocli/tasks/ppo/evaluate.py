@@ -83,7 +83,7 @@ def _one_share(session: EvalSession, batch: PromptBatch, own: int, stop: StopFla
                        want_values=False, estimator="k1", temperature=1.0, stop=stop)
     if own < len(batch):
         batch, out = batch.first(own), out.first(own)
-    responses = response_texts(session, batch, out)
+    responses = response_texts(session, batch, out, session.eval_sampling)
     scores, metrics = judge(session, batch, out, responses, "reward at evaluation")
     stop.meet()
     kl = measured.kl.sum(1).tolist()[:own] if session.reference is not None else [None] * own
@@ -161,7 +161,7 @@ def reference_responses(session: EvalSession, stop: StopFlag) -> list[str]:
                 session.sampler, session.passes, batch, session.eval_sampling, EVALUATION,
                 Speaker(lm), stop, phase="evaluation", chunk=session.chunk_size)))
             texts += woven(session.backend.ranks.gather(
-                response_texts(session, batch, out)[:own]))
+                response_texts(session, batch, out, session.eval_sampling)[:own]))
     return texts
 
 

@@ -116,8 +116,12 @@ class PPOTask(task.Task):
 
     def why_skipped(self, terms: dict[str, float]) -> str:
         """As :class:`Task`."""
-        return (f"Mean ratio {terms['ratio']:.3g} exceeds "
-                f"ppo.ratio_threshold={self.cfg.ppo.ratio_threshold:g}")
+        threshold = self.cfg.ppo.ratio_threshold or 0.0
+        ratio = next(text for digits in range(3, 18)
+                     if float(text := f"{terms['ratio']:.{digits}g}") > threshold)
+        return (f"Mean ratio {ratio} exceeds ppo.ratio_threshold={threshold:g} (log-ratios of up "
+                f"to {terms['max_log_ratio']:.3g}): the policy has moved too far from the one that "
+                "sampled")
 
     def finish(self, state: TrainState, batch: records.Rollout, plan: task.Plan,
                result: task.OptimizeResult) -> task.Finished:
