@@ -41,6 +41,8 @@ class Meeting:
     launched: Launched
     environ: Mapping[str, str]
     """what the launcher has told, before :func:`open_meeting` took some of it out"""
+    topic: str = ""
+    """which of several meetings of the same ranks"""
 
     @cached_property
     def _store(self) -> Any:
@@ -50,7 +52,8 @@ class Meeting:
         # torch's own group finds the same server later
         wait = timedelta(seconds=schema.HardwareConfig().timeout_seconds)
         store, _, _ = next(iter(rendezvous("env://", timeout=wait)))
-        return PrefixStore(f"ppocli-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return PrefixStore(f"ppocli-{count}{self.topic}", store)
 
     def tell(self, start: Start | None) -> None:
         """Rank 0: say what to take part in; None if there is nothing to do."""
@@ -201,7 +204,7 @@ def _accelerate_device(config: schema.TrainConfig, environ: Mapping[str, str]) -
     return "cpu" if cpu else hardware.device
 
 
-def open_meeting(launched: Launched) -> Meeting:
+def open_meeting(launched: Launched, topic: str = "") -> Meeting:
     """Make this process's environment that of one of our ranks.
 
     The variables by which ``accelerate launch`` would go on to decide what the configuration says
@@ -213,4 +216,4 @@ def open_meeting(launched: Launched) -> Meeting:
     for name in told:
         if name.startswith(_OF_ACCELERATE) and name != "ACCELERATE_DEBUG_MODE":
             del os.environ[name]
-    return Meeting(launched, told)
+    return Meeting(launched, told, topic)

@@ -97,8 +97,8 @@ def _adopt(task: Task, state: TrainState, fresh: TrainState, folder: run_folder.
                if state.digests.get(name) != fresh.digests.get(name)]
     if changed:
         raise CheckpointError(f"Not what the run was started with: {', '.join(changed)}. The "
-                              "files have changed.", where=str(folder.path),
-                              fix="put the files back, or start another run (another run_name)")
+                              "files (or the arguments) have changed.", where=str(folder.path),
+                              fix="put them back, or start another run (another run_name)")
     state = task.adopt(state, fresh)
     if state.judged_by != fresh.judged_by:
         if state.best is not None:
