@@ -290,7 +290,7 @@ def opened(overrides: Sequence[str] | Mapping[str, Any], objects: PythonObjects)
         if start is None:
             raise PpocliError("Rank 0 could not open the run.", where="RANK=0",
                               fix="see what it says")
-        with run_for_loop(start, objects) as run:
+        with run_for_loop(start, objects, meeting.store) as run:
             yield run
 
 

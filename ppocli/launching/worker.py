@@ -80,13 +80,18 @@ def run_worker(start: Start, *, objects: PythonObjects | None = None, joined: bo
 
 
 @contextmanager
-def run_for_loop(start: Start, objects: PythonObjects) -> Iterator[loop.Run]:
-    """A run that is ready for the next step of a loop that isn't ours, in this process."""
+def run_for_loop(start: Start, objects: PythonObjects, store: Any = None) -> Iterator[loop.Run]:
+    """A run that is ready for the next step of a loop that isn't ours, in this process.
+
+    Args:
+        store: as of :func:`open_ranks`.
+    """
     began, stop = clock.Moment.now(), StopFlag()
     folder, cfg = run_folder.RunFolder(start.run_dir.resolve()), start.config()
     model_files.quiet_transformers()
     with _held(replace(start, display="quiet"), folder) as shown, \
-            open_ranks(cfg, noted_products(folder) if start.resume else None) as backend, \
+            open_ranks(cfg, noted_products(folder) if start.resume else None,
+                       store) as backend, \
             open_run(cfg, folder, objects, backend, stop, shown, resume=start.resume,
                      began=began) as run:
         stop.ranks = backend.ranks
