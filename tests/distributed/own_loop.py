@@ -9,7 +9,11 @@ import os
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+# the import path has to be set first
 import torch
+from helpers import VOLATILE
 from safetensors.torch import save_file
 
 from ppocli import PPOTrainer
@@ -19,9 +23,9 @@ QUERIES = ["the film", "i saw", "this plot was", "it", "the cast and the music",
 
 
 def share(rows: list, rank: int, world: int) -> list:
-    """Rank 0 has the first half and one more."""
-    cut = len(rows) // world + 1 if world > 1 else len(rows)
-    return rows[:cut] if rank == 0 else rows[cut:]
+    """Of two ranks the first has one more than the second, or two."""
+    cut = len(rows) // 2 + 1
+    return rows if world == 1 else [rows[:cut], rows[cut:]][rank]
 
 
 def good(texts: list[str]) -> list[float]:
@@ -36,7 +40,7 @@ def main(config: str, out: str) -> None:
     def note(name: str, trainer: PPOTrainer, figures: dict) -> None:
         found[f"figures/{name}"] = torch.tensor([
             float(value or 0.0) for key, value in sorted(figures.items())
-            if not key.startswith(("time/", "cpu/", "tokens_per_second/", "memory/"))])
+            if not key.startswith(VOLATILE)], dtype=torch.float64)
         trainer.log(figures)
 
     with PPOTrainer([*words, "run_name=loop"]) as trainer:
