@@ -239,7 +239,7 @@ class PPOTrainer:
         self._scores.given = _plain_scores(scores)
         try:
             rollout = own_samples.scored(session, chunks, state.episodes, self._run.stop, clock,
-                                         forward=forward)
+                                         forward=forward, gaps=response_masks is not None)
         except RewardError as error:
             error.where = "PPOTrainer.step(scores)"
             raise

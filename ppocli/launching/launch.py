@@ -222,8 +222,8 @@ def checked_words(overrides: Sequence[str] | Mapping[str, Any], objects: PythonO
     if objects.prompts is not None:
         handed_in.add("prompts.items")
     composed = compose(words)
+    refuse_objects(composed.config, objects)
     checked = check(composed, frozenset(handed_in))
-    refuse_objects(checked.config, objects)
     return checked if composed.recipe else replace(checked, name="loop")
 
 

@@ -47,7 +47,7 @@ def rows_of(session: Session, given: Any, attention_mask: Any = None, *, where: 
         given, attention_mask = [given], None if attention_mask is None else [attention_mask]
     rows = [row[0] if getattr(row, "ndim", None) == 2 and len(row) == 1 else row for row in given]
     if attention_mask is not None:
-        masks = rows_of(session, attention_mask, where="attention_mask")
+        masks = list(attention_mask)
         if list(map(len, masks)) != list(map(len, rows)):
             raise ConfigError("attention_mask has another shape than the ids.", where=where,
                               fix="give one number for each id, 0 where it pads")
@@ -211,7 +211,7 @@ def _samples(session: Session, prompts: PromptBatch, rows: list[list[int]]) -> S
 
 
 def scored(session: Session, chunks: Sequence[Chunk], first: int, stop: StopFlag,
-           clock: PhaseClock, *, forward: bool) -> Rollout:
+           clock: PhaseClock, *, forward: bool, gaps: bool) -> Rollout:
     """The chunks with their scores, logprobs, values and KL as one rollout.
 
     The session's reward is asked once, for all samples.
@@ -219,6 +219,7 @@ def scored(session: Session, chunks: Sequence[Chunk], first: int, stop: StopFlag
     Args:
         first: the number that the first sample counts as.
         forward: compute logprobs and values by a forward pass, whatever ``ppo.logprobs_from`` says.
+        gaps: tokens between actions are steps of reward and value 0.
 
     Raises:
         RewardError: the scores are wrong in number, kind or value.
@@ -244,6 +245,10 @@ def scored(session: Session, chunks: Sequence[Chunk], first: int, stop: StopFlag
     whole = Rollout.joined([part for part in found if part is not None])
     if len(found) > 1:
         whole = whole.in_order()
+    if ranks.any(gaps):
+        places = whole.sequences.actions
+        after = torch.nn.functional.pad(places[:, 1:] - places[:, :-1] - 1, (0, 1))
+        whole = replace(whole, gaps=after.clamp(min=0))
     clock.mark("scoring")
     return replace(whole, prompts=replace(
         whole.prompts, episodes=list(range(first, first + len(whole)))))
@@ -292,7 +297,12 @@ def for_call(session: Session, generation: GenerationConfig, ends: Sequence[int]
         generation: in place of the configuration's.
         ends: ids that end a response, in place of those that do.
         chunk: most prompts at a time.
+
+    Raises:
+        ConfigError: none at a time.
     """
+    if chunk is not None and chunk < 1:
+        raise ConfigError(f"batch_size is {chunk}.", where="batch_size", fix="give 1 or more")
     cfg, (spec, _) = session.cfg, sampling_specs(generation, session.tokenizer, session.loaded)
     return replace(
         session, sampling=spec if ends is None else replace(spec, stop_ids=tuple(ends)),
