@@ -167,16 +167,10 @@ def test_tensors_come_back_as_they_went_in(idle, tokenizer):
     for row, ids in zip(found[:, width:], alone.response_ids, strict=True):
         assert row[:len(ids)].tolist() == ids
     assert idle.generate(padded, do_sample=False).response_ids == alone.response_ids
+    with pytest.raises(ConfigError, match="return_prompt=False"):
+        alone[0]
     rows = idle.generate([one, one], return_prompt=False, min_new_tokens=2, max_new_tokens=2)
     assert [row.shape for row in rows] == [(2,), (2,)]
-
-
-def test_another_temperature_is_measured_at_the_configured_one(idle):
-    """As TRL's loops had it: sampled hotter, trained as what the policy says."""
-    batch = idle.generate(TEXTS, temperature=2.0)
-    assert batch.temperature == 2.0
-    with pytest.raises(ConfigError, match="return_prompt=False"):
-        batch[0]
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
@@ -208,7 +202,10 @@ def test_what_an_optimizer_leaves_out_is_frozen(shared_world, tokenizer, tmp_pat
     before = model.transformer.h[0].mlp.c_fc.weight.clone(), top.mlp.c_fc.weight.clone()
     with PPOTrainer({**CONFIG, "output_dir": str(tmp_path)}, model, tokenizer=tokenizer,
                     optimizer=torch.optim.SGD(top.parameters(), lr=0.1)) as trainer:
-        trainer.log(trainer.step(trainer.generate(TEXTS), [1.0, 0.0, 2.0, 0.0]))
+        # as in TRL: sampled hotter, trained as what the policy says, which is its reference yet
+        stats = trainer.step(trainer.generate(TEXTS, temperature=2.0), [1.0, 0.0, 2.0, 0.0])
+        assert stats["objective/kl"] == pytest.approx(0.0, abs=1e-5)
+        trainer.log(stats)
     assert torch.equal(model.transformer.h[0].mlp.c_fc.weight, before[0])
     assert not torch.equal(top.mlp.c_fc.weight, before[1])
     assert len(jsonl(tmp_path / "trl/metrics.jsonl")) == 1
