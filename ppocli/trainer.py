@@ -226,7 +226,14 @@ class PPOTrainer:
         ranks, forward = session.backend.ranks, True
         chunks: Sequence[Chunk]
         if isinstance(queries, Batch):
-            ranks.all_do(lambda: self._check_batch(queries, responses, scores), "step")
+            if (responses is None) == (scores is None):
+                raise ConfigError("A batch has its responses: only scores go with it.",
+                                  where="PPOTrainer.step", fix="step(batch, scores)")
+            if queries.made_at != state.step:
+                raise ConfigError(f"The batch is of the policy after step {queries.made_at}, which "
+                                  f"has made {state.step} by now.", where="PPOTrainer.step",
+                                  fix="generate again, or step(batch.prompt_ids, "
+                                  "batch.response_ids, scores)")
             scores = responses if scores is None else scores
             chunks, forward = queries.chunks, queries.temperature != session.sampling.temperature
         else:
@@ -252,16 +259,6 @@ class PPOTrainer:
         commit(self._run, replace(self._run.state, pending=None))  # the row is the caller's
         self._drawn = max(self._drawn, self._run.state.episodes)
         return dict(figures)
-
-    def _check_batch(self, batch: Batch, responses: Any, scores: Any) -> None:
-        if (responses is None) == (scores is None):
-            raise ConfigError("A batch has its responses: only scores go with it.",
-                              where="PPOTrainer.step", fix="step(batch, scores)")
-        if batch.made_at != self.steps:
-            raise ConfigError(f"The batch is of the policy after step {batch.made_at}, which "
-                              f"has made {self.steps} by now.", where="PPOTrainer.step",
-                              fix="generate again, or step(batch.prompt_ids, "
-                              "batch.response_ids, scores)")
 
     def _check_size(self, chunks: "Sequence[Chunk]") -> None:
         ranks, left, n = self._session.backend.ranks, self._left(), self._session.cfg.ppo.n

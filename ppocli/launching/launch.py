@@ -218,12 +218,10 @@ def checked_words(overrides: Sequence[str] | Mapping[str, Any], objects: PythonO
     if objects.optimizer is not None and words.value("ppo.optimizer.lr") is None:
         first = objects.optimizer.param_groups[0]
         words = words.adding(f"ppo.optimizer.lr={float(first.get('initial_lr', first['lr']))!r}")
-    handed_in = {"reward.fn", *PROVIDED}
-    if objects.prompts is not None:
-        handed_in.add("prompts.items")
     composed = compose(words)
     refuse_objects(composed.config, objects)
-    checked = check(composed, frozenset(handed_in))
+    checked = check(composed, PROVIDED | {"reward.fn"} | (
+        {"prompts.items"} if objects.prompts is not None else set()))
     return checked if composed.recipe else replace(checked, name="loop")
 
 
@@ -233,15 +231,12 @@ def refuse_objects(config: schema.TrainConfig, objects: PythonObjects) -> None:
     Raises:
         ConfigError: they don't.
     """
-    for name in ("model", "ref_model"):
-        found = getattr(objects, name)
-        if found is not None and not (hasattr(found, "save_pretrained")
-                                      and hasattr(found, "get_output_embeddings")):
-            raise ConfigError(f"{name} is a {type(found).__name__}, no language model of "
-                              "transformers.", where=name, fix="give the model below a value head "
-                              "(.pretrained_model); for an adapter the base, and model.peft")
     scheduler = objects.lr_scheduler
     wrong = [text for broken, text in (
+        *((found is not None and "PreTrainedModel" not in [k.__name__ for k in type(found).__mro__],
+           f"{name}: a {type(found).__name__} is no language model of transformers; give the one "
+           "below a value head (.pretrained_model), or the base of an adapter, and model.peft")
+          for name, found in (("model", objects.model), ("ref_model", objects.ref_model))),
         (objects.optimizer is not None and objects.model is None,
          "optimizer: it needs model=, whose parameters it holds"),
         (scheduler is not None and scheduler.optimizer is not objects.optimizer,

@@ -33,7 +33,7 @@ def good(texts: list[str]) -> list[float]:
 
 
 def main(config: str, out: str) -> None:
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     words = json.loads(Path(config).read_text())["words"]
     found: dict[str, torch.Tensor] = {}
 
@@ -51,7 +51,7 @@ def main(config: str, out: str) -> None:
         trainer.save_checkpoint()
     with PPOTrainer([f"resume={trainer.run_dir}"]) as trainer:
         queries, responses, masks = (share(rows, rank, world) for rows in (
-            [torch.tensor([4, 9]), torch.tensor([[12]]), torch.tensor([7, 8, 9]), torch.tensor([5])],
+            [torch.tensor([4, 9]), torch.tensor([[12]]), torch.tensor([7, 8]), torch.tensor([5])],
             [torch.tensor([4, 9, 1]), torch.tensor([[12, 5]]), torch.tensor([30]),
              torch.tensor([9, 3, 3, 1])], [[1, 0, 1], [0, 1], [1], [1, 1, 0, 0]]))
         scores = share([1.0, -1.0, 0.5, 2.0], rank, world)

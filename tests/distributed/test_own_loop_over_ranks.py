@@ -1,4 +1,4 @@
-"""A loop of one's own on several processes: each has queries of its own, and all make one update."""
+"""A loop of one's own on several processes: each has its own queries, and all make one update."""
 
 from pathlib import Path
 

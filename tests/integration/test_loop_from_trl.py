@@ -72,15 +72,17 @@ def goes_on(shared_world: Path, run: Path, before: PPOTrainer) -> None:
     model, optimizer, lr_scheduler = made(shared_world)
     with PPOTrainer([f"resume={run}"], model, optimizer=optimizer,
                     lr_scheduler=lr_scheduler) as trainer:
-        assert all(map(torch.equal, model.state_dict().values(), before.model.state_dict().values()))
+        for ours, theirs in zip(model.parameters(), before.model.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
         assert {"step", "exp_avg", "exp_avg_sq"} == set(optimizer.state[next(model.parameters())])
         batch = trainer.generate(TEXTS)
         assert trainer.step(batch, [1.0, 0.0, 0.0, 1.0])["lr"] == pytest.approx(1e-3 / 3)
 
 
-MASKED = ["ppo.ppo_epochs=1", "ppo.num_steps=2", "ppo.num_rollouts=3", "ppo.mini_batch_size=3", "ppo.micro_batch_size=2",
-          "ppo.optimizer.name=sgd", "ppo.optimizer.lr=0.3", "ppo.gamma=0.9", "ppo.lam=0.8",
-          "ppo.init_kl_coef=0.3", "ppo.vf_coef=0.5", "ppo.max_grad_norm=null", "run_name=masked"]
+MASKED = ["ppo.ppo_epochs=1", "ppo.num_steps=2", "ppo.num_rollouts=3", "ppo.mini_batch_size=3",
+          "ppo.micro_batch_size=2", "ppo.optimizer.name=sgd", "ppo.optimizer.lr=0.3",
+          "ppo.gamma=0.9", "ppo.lam=0.8", "ppo.init_kl_coef=0.3", "ppo.vf_coef=0.5",
+          "ppo.max_grad_norm=null", "run_name=masked"]
 QUERIES = [[4, 9], [12], [7, 8, 9]]
 RESPONSES = [[4, 9, 6, 11, 5, 1], [12, 5, 20], [30, 4, 5, 6]]
 MASKS = [[1, 0, 0, 1, 1, 0], [0, 1, 1], [1, 1, 0, 1]]
@@ -159,8 +161,8 @@ def test_tensors_come_back_as_they_went_in(idle, tokenizer):
     padded = tokenizer(TEXTS[:3], return_tensors="pt", padding=True, padding_side="left")
     with pytest.raises(ConfigError, match="attention_mask"):
         idle.generate(padded["input_ids"])
-    found = idle.generate(**{"prompts": padded["input_ids"],
-                             "attention_mask": padded["attention_mask"]}, do_sample=False)
+    found = idle.generate(padded["input_ids"], attention_mask=padded["attention_mask"],
+                          do_sample=False)
     width = padded["input_ids"].shape[1]
     assert torch.equal(found[:, :width], padded["input_ids"])
     alone = idle.generate([tokenizer(text)["input_ids"] for text in TEXTS[:3]], do_sample=False)

@@ -96,7 +96,8 @@ def test_a_run_by_objects_asks_for_them_again(trained):
                 "generation": {"stop_sequences": ["\n", "."]}}},
     {"config": {"seed": 3, "generation": {"stop_sequences": ["\n", "."]}},
      "overrides": ["+recipe=quickstart", "ppo.optimizer.lr=1e-4", "ppo.optimizer.betas=[0.9,0.95]",
-                   "ppo.total_episodes=null", "ppo.num_steps=2", "reward.kwargs.label='a b: {c}'"]}])
+                   "ppo.total_episodes=null", "ppo.num_steps=2",
+                   "reward.kwargs.label='a b: {c}'"]}])
 def test_a_mapping_is_the_words_it_stands_for(given, monkeypatch):
     """trlX's way to hand settings over: nested, with the model's path beside them."""
     from ppocli.launching import launch
