@@ -11,7 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ppocli.config import resolved
+from ppocli.config import resolved, words
+from ppocli.config.words import list_of_texts
 from ppocli.errors import ConfigError, InputError, PpocliError
 from ppocli.launching import launch, opened_folder, target_config
 from ppocli.parallel.stop import catch_signals
@@ -58,7 +59,7 @@ class TrainedRun:
         from ppocli.evaluation.player import changed_sampling
 
         generation = changed_sampling(resolved.read_config(self.run_dir / "config.yaml"), sampling)
-        texts = _texts(prompts, "prompts")
+        texts = list_of_texts(prompts, "prompts")
         if not texts:
             raise ConfigError("There are no prompts.", fix="give at least one text")
         tokens = self._player.tokens(texts, generation)
@@ -79,7 +80,8 @@ class TrainedRun:
         return target
 
 
-def train(overrides: Sequence[str] = (), *,
+def train(overrides: Sequence[str] | Mapping[str, Any] = (), *,
+          model_path: str | Path | None = None, config: Mapping[str, Any] | None = None,
           reward_fn: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None,
           metric_fn: Callable[..., Any] | None = None, prompts: Sequence[Any] | None = None,
           eval_prompts: Sequence[Any] | None = None, stop_sequences: Sequence[str] | None = None
@@ -87,7 +89,10 @@ def train(overrides: Sequence[str] = (), *,
     """Train a policy in this process, as ``ppocli train`` does.
 
     Args:
-        overrides: words of the command line, e.g. ``["+recipe=quickstart", "seed=1"]``.
+        overrides: words of the command line, e.g. ``["+recipe=quickstart", "seed=1"]``; or a nested
+            mapping of settings, e.g. ``{"recipe": "quickstart", "ppo": {"n": 2}}``.
+        model_path: sets ``model.path``.
+        config: a nested mapping of settings beside ``overrides``, over which it wins.
         reward_fn: in place of ``reward.fn``: a callable, or several by name (each of weight 1).
         metric_fn: in place of ``reward.metric_fn``.
         prompts, eval_prompts: in place of the ``prompts`` section's sources: texts, or mappings
@@ -97,16 +102,19 @@ def train(overrides: Sequence[str] = (), *,
     Raises:
         PpocliError: whatever ended the run; its checkpoints are kept.
     """
-    from ppocli.config import compose, words
+    from ppocli.config import compose
     from ppocli.training.task import PythonObjects
 
     given = {"reward.fn": reward_fn, "reward.metric_fn": metric_fn, "prompts.items": prompts,
              "prompts.eval.items": eval_prompts}
     handed_in = frozenset(key for key, value in given.items() if value is not None)
-    composed = compose.compose(words.read_words(_texts(overrides, "overrides")))
+    given_words = [*words.given_words(overrides), *words.given_words(config or {})]
+    if model_path is not None:
+        given_words += words.given_words({"model": {"path": str(model_path)}})
+    composed = compose.compose(words.read_words(given_words))
     if stop_sequences is not None:
         composed = replace(composed, config=resolved.with_values(composed.config, {
-            "generation.stop_sequences": _texts(stop_sequences, "stop_sequences")}))
+            "generation.stop_sequences": list_of_texts(stop_sequences, "stop_sequences")}))
     objects = PythonObjects(
         reward_fn=reward_fn, metric_fn=metric_fn,
         prompts=None if prompts is None else list(prompts),
@@ -171,7 +179,7 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
     source, items = (prompts, None) if prompts is None or isinstance(prompts, str | Path) else (
         None, list(prompts))
     request = EvalRequest(
-        run=_text(run), words=tuple(_texts(overrides, "overrides")), against=_text(against),
+        run=_text(run), words=tuple(list_of_texts(overrides, "overrides")), against=_text(against),
         reward=reward, prompts=_text(source), limit=limit, num_samples=num_samples, seed=seed,
         step=step, best=best, frontier=frontier, output=_text(output), name=name,
         overwrite=overwrite, resume=resume, trust=trust, own_reward=reward_fn is not None)
@@ -190,23 +198,6 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
     return EvalResult(folder, folder / SAMPLES, report["figures"], report["stderr"],
                       report["against"] and report["against"]["figures"], report["win_rate"],
                       report)
-
-
-def _texts(values: Sequence[str], name: str) -> list[str]:
-    """A list of texts, which one text isn't, though Python would take it letter by letter.
-
-    Raises:
-        ConfigError: it is one text, or not all are texts.
-    """
-    if isinstance(values, str):
-        raise ConfigError(f"{name} is one text, not a list of them.", where=name,
-                          fix=f"{name}=[{values!r}]")
-    texts = list(values)
-    for value in texts:
-        if not isinstance(value, str):
-            raise ConfigError(f"{name} holds {value!r}, which is no text.", where=name,
-                              fix="give a list of texts")
-    return texts
 
 
 def _text(value: str | Path | None) -> str | None:

@@ -340,6 +340,18 @@ def words_for(config: TrainConfig) -> list[str]:
     return [_word(name, new) for name, _, new in config_differences(TrainConfig(), config)]
 
 
+def mapping_words(values: Mapping[str, Any], within: str = "") -> list[str]:
+    """A nested mapping of settings as words of ``ppocli train``: ``{"ppo": {"n": 2}}`` becomes
+    ``ppo.n=2``. What takes a mapping as its value (``reward.kwargs``) gets it whole."""
+    words: list[str] = []
+    for key, value in values.items():
+        name = f"{within}{key}"
+        free = name in schema_keys() and schema_keys()[name].kind == "mapping"
+        words += (mapping_words(value, f"{name}.") if isinstance(value, Mapping) and not free
+                  else [_word(name, dict(value) if free and value is not None else value)])
+    return words
+
+
 def training_command(config: TrainConfig, *more: str) -> str:
     """A command line for a POSIX shell that trains with ``config``; ``more`` words follow it."""
     words = [shlex.quote(word) for word in (*words_for(config), *more)]

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ppocli.builtin.names import config_groups
 from ppocli.config import resolved, secrets
@@ -145,6 +146,33 @@ def read_words(words: Sequence[str]) -> Words:
                  + tuple(_config_dir(folder, "PPOCLI_CONFIG_DIR") for folder
                          in os.environ.get("PPOCLI_CONFIG_DIR", "").split(":") if folder),
                  tuple(words))
+
+
+def given_words(given: Sequence[str] | Mapping[str, Any]) -> list[str]:
+    """What a Python caller gives as settings: words, or a nested mapping of them.
+
+    Raises:
+        ConfigError: one text, or something else than texts in the list.
+    """
+    return (resolved.mapping_words(given) if isinstance(given, Mapping)
+            else list_of_texts(given, "overrides"))
+
+
+def list_of_texts(values: Sequence[str], name: str) -> list[str]:
+    """A list of texts, which one text isn't, though Python would take it letter by letter.
+
+    Raises:
+        ConfigError: it is one text, or not all are texts.
+    """
+    if isinstance(values, str):
+        raise ConfigError(f"{name} is one text, not a list of them.", where=name,
+                          fix=f"{name}=[{values!r}]")
+    texts = list(values)
+    for value in texts:
+        if not isinstance(value, str):
+            raise ConfigError(f"{name} holds {value!r}, which is no text.", where=name,
+                              fix="give a list of texts")
+    return texts
 
 
 def _looks_like_setting(word: str) -> bool:

@@ -35,8 +35,12 @@ if TYPE_CHECKING:
 _OBJECT_KEYS = {"reward_fn": "reward.fn", "metric_fn": "reward.metric_fn",
                 "prompts": "prompts.path", "eval_prompts": "prompts.eval.path"}
 """the key whose place each Python object takes"""
+MODEL_KEYS = {"model": "model.path", "ref_model": "model.reference.path",
+              "tokenizer": "model.tokenizer_path"}
+"""likewise, of objects that are written into the run's folder: it holds what a resume needs"""
+_STARTED_FROM = "start"
 # a run that left no more than these made nothing worth keeping
-_TRACES = frozenset({resolved.CONFIG_FILE, ".lock", "ppocli.log", NODE_FAILED})
+_TRACES = frozenset({resolved.CONFIG_FILE, ".lock", "ppocli.log", NODE_FAILED, _STARTED_FROM})
 
 
 @contextmanager
@@ -60,7 +64,7 @@ def open_folder(checked: Checked, objects: PythonObjects | None, say: Callable[[
     asked = checked.resume_from
     run_dir = asked.absolute() if asked else _run_to_go_on_with(config, say)
     opened = (_resumed(run_dir, asked is not None, config, objects, say) if run_dir is not None
-              else _made(checked.name, config, say))
+              else _made(checked.name, config, objects, say))
     with opened as start:
         # the libraries alone take seconds to load
         say(f"{start.run_dir}: loading {config.model.path}")
@@ -83,6 +87,8 @@ def _resumed(run_dir: Path, by_folder: bool, config: schema.TrainConfig,
                  if key.startswith("reward.") and key.endswith(".style") and style != "auto"}
         config = resolved.keeping_styles(
             config, resolved.read_config(run_dir / resolved.CONFIG_FILE), named)
+    config = resolved.with_values(config, {  # resume=auto
+        key: str(path) for key, path in _models_in(run_dir, config)})
     changes = changes_on_resume(run_dir, config, objects)
     check_inputs(config)
     check_deepspeed(config)
@@ -98,7 +104,8 @@ def _resumed(run_dir: Path, by_folder: bool, config: schema.TrainConfig,
 
 
 @contextmanager
-def _made(name: str, config: schema.TrainConfig, say: Callable[[str], None]) -> Iterator[Start]:
+def _made(name: str, config: schema.TrainConfig, objects: PythonObjects | None,
+          say: Callable[[str], None]) -> Iterator[Start]:
     check_inputs(config)
     check_deepspeed(config)
     base = Path(config.output_dir)
@@ -107,6 +114,10 @@ def _made(name: str, config: schema.TrainConfig, say: Callable[[str], None]) -> 
         run_dir = _fresh_folder(config, name)
         try:
             config = replace(config, run_name=run_dir.name, output_dir=str(run_dir.parent))
+            for key, path in _models_in(run_dir, config):
+                with atomic.disk_errors(path):
+                    getattr(objects, path.name).save_pretrained(path)
+                config = resolved.with_values(config, {key: str(path)})
             run_folder.write_config(config, run_dir / resolved.CONFIG_FILE)
             yield Start(run_dir)
         finally:
@@ -117,6 +128,12 @@ def _made(name: str, config: schema.TrainConfig, say: Callable[[str], None]) -> 
         for folder in new_parents:  # those that stayed empty, the innermost first
             with suppress(OSError):
                 folder.rmdir()
+
+
+def _models_in(run_dir: Path, config: schema.TrainConfig) -> list[tuple[str, Path]]:
+    """(key, folder) of each model that was given as an object."""
+    return [(key, run_dir / _STARTED_FROM / name) for name, key in MODEL_KEYS.items()
+            if attrgetter(key)(config) == PYTHON_OBJECT]
 
 
 def check_deepspeed(config: schema.TrainConfig) -> None:
@@ -295,6 +312,8 @@ def _named_models(cfg: schema.TrainConfig
 
 def _missing_models(cfg: schema.TrainConfig) -> Iterator[InputError]:
     for key, name, revision, needs in _named_models(cfg):
+        if name == PYTHON_OBJECT:
+            continue
         try:
             model_files.find_model(name, key=key, revision=revision, needs=needs)
         except InputError as error:

@@ -83,16 +83,22 @@ def run_worker(start: Start, *, objects: PythonObjects | None = None, joined: bo
 
 
 @contextmanager
-def run_for_loop(start: Start, objects: PythonObjects) -> Iterator[loop.Run]:
-    """A run that is ready for the next step of a loop that isn't ours, in this process."""
-    began = clock.Moment.now()
+def run_for_loop(start: Start, objects: PythonObjects, store: Any = None) -> Iterator[loop.Run]:
+    """A run that is ready for the next step of a loop that isn't ours, in this process.
+
+    Args:
+        store: as of :func:`open_ranks`.
+    """
+    began, stop = clock.Moment.now(), StopFlag()
     folder, cfg = run_folder.RunFolder(start.run_dir.resolve()), start.config()
     limit(start.limited)
     model_files.quiet_transformers()
     with _held(replace(start, display="quiet"), folder) as shown, \
-            open_ranks(cfg, noted_products(folder) if start.resume else None) as backend, \
-            open_run(cfg, folder, objects, backend, StopFlag(), shown, resume=start.resume,
+            open_ranks(cfg, noted_products(folder) if start.resume else None,
+                       store) as backend, \
+            open_run(cfg, folder, objects, backend, stop, shown, resume=start.resume,
                      began=began) as run:
+        stop.ranks = backend.ranks
         run.state = replace(run.state, pending=None)  # an evaluation at the start is the loop's own
         run.clock.mark("startup")
         yield run
@@ -132,8 +138,10 @@ def open_run(cfg: TrainConfig, folder: run_folder.RunFolder, objects: PythonObje
     seed_generators(cfg.seed + ranks.rank)
     launchers.note_phase("loading")
     ranks.first_does(lambda: check_trackers(cfg.tracking))
-    task = build_task(TaskSetup(cfg, backend, objects or PythonObjects()))
-    state = fresh = loop.initial_state(task)
+    objects = objects or PythonObjects()
+    task = build_task(TaskSetup(cfg, backend, objects))
+    fresh = loop.initial_state(task)
+    state = fresh = replace(fresh, digests=fresh.digests | objects.noted())
     run_id = ranks.first_does(lambda: _run_id(folder))
     if resume:
         state = restore(task, folder, run_id, fresh)

@@ -4,7 +4,7 @@ reads them, and the texts that rewards see."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os.path import commonprefix
 from typing import Any
 
@@ -75,6 +75,19 @@ class Samples:
         return Samples(self.sequences.rows(some), self.logprobs[some], self.values[some],
                        self.finished[some],
                        None if self.frozen_states is None else self.frozen_states[some])
+
+    def only(self, kept: torch.Tensor) -> Samples:
+        """The same samples with only some of their actions, whose tokens the others stay in.
+
+        Args:
+            kept: [B, R] bool, within the mask; at least one in each row.
+        """
+        order = (~kept).int().argsort(dim=1, stable=True)[:, :int(kept.sum(1).max())]
+        mask = kept.gather(1, order)
+        actions, logprobs, values = (value.gather(1, order) * mask for value in (
+            self.sequences.actions, self.logprobs, self.values))
+        return replace(self, sequences=replace(self.sequences, actions=actions, mask=mask),
+                       logprobs=logprobs, values=values)
 
     @staticmethod
     def joined(parts: Sequence[Samples]) -> Samples:

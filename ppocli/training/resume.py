@@ -98,8 +98,8 @@ def _adopt(task: Task, state: TrainState, fresh: TrainState, folder: run_folder.
                if state.digests.get(name) != fresh.digests.get(name)]
     if changed:
         raise CheckpointError(f"Not what the run was started with: {', '.join(changed)}. The "
-                              "files have changed.", where=str(folder.path),
-                              fix="put the files back, or start another run (another run_name)")
+                              "files (or the arguments) have changed.", where=str(folder.path),
+                              fix="put them back, or start another run (another run_name)")
     state, now = task.adopt(state, fresh), task.cfg.ppo.num_rollouts
     if state.pace is None or state.pace.num_rollouts != now:
         state = replace(state, pace=Pace(now) if state.pace is None else

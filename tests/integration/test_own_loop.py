@@ -277,11 +277,13 @@ def test_groups_stand_together(loop_words):
         assert trainer.step(["it", "it"], ["was", "good"], [1.0, 0.0])["updates"] > 0
 
 
-def test_several_processes_are_refused(loop_words, monkeypatch):
-    with pytest.raises(ConfigError, match="one process"):
+def test_processes_that_nobody_has_started_are_refused(loop_words, monkeypatch):
+    with pytest.raises(ConfigError, match="starts no other processes"):
         PPOTrainer([*loop_words, "hardware.num_processes=2"])
+    with pytest.raises(ConfigError, match="whole weights"):
+        PPOTrainer([*loop_words, "hardware.zero_stage=2"])
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="one process"):
+    with pytest.raises(ConfigError, match="starts no other processes"):
         PPOTrainer(loop_words)
 
 

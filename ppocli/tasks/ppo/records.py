@@ -51,6 +51,8 @@ class Rollout:
     frozen_states: list[torch.Tensor | None] = field(default_factory=list)
     """[n, D] of each sample, on the device: what entered the lowest layer that trains, where it was
     kept; empty where nobody knows of it"""
+    gaps: torch.Tensor | None = None
+    """[B, R] as of :class:`ppocli.ppo.advantages.Samples`"""
 
     def __len__(self) -> int:
         return len(self.responses)

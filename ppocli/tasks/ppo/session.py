@@ -23,7 +23,7 @@ from ppocli.sampling.decoding import load_judged
 from ppocli.sampling.sampler import DecodeSampler, Sampler, SamplerSetup, build_sampler
 from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
 from ppocli.tasks.ppo import building
-from ppocli.training.optimizers import build_optimizer
+from ppocli.training.optimizers import build_optimizer, taken_optimizer
 from ppocli.training.saved_model import SavedModel
 from ppocli.training.task import PASSES, PythonObjects
 from ppocli.training.updates import Trained, prepare
@@ -279,11 +279,13 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
     prompts, eval_prompts = _load_prompt_sets(cfg, tokenizer, unloaded, objects, reward, metric)
     token_ids = [*prompts.token_ids, *eval_prompts.token_ids]
     _check_memory(cfg, backend, unloaded.config, token_ids)
-    loaded = building.load_start(cfg, backend)
+    loaded = building.load_start(cfg, backend, objects.model)
     language_model.check_vocabulary(tokenizer, loaded.lm, cfg.model)
     sampling, eval_sampling = sampling_specs(cfg.generation, tokenizer, loaded)
     policy = building.build_policy(cfg, backend, loaded, tokenizer)
-    trained = prepare(backend, policy, build_optimizer(policy, cfg.ppo), cfg.ppo.max_grad_norm)
+    optimizer = (build_optimizer(policy, cfg.ppo) if objects.optimizer is None else
+                 taken_optimizer(policy, cfg.ppo, objects.optimizer))
+    trained = prepare(backend, policy, optimizer, cfg.ppo.max_grad_norm)
     reference = building.build_reference(cfg, backend, policy.lm, tokenizer)
     if backend.ranks.world == 1 and backend.zero_stage < 3:  # else samples change ranks
         policy.split = frozen_states.frozen_split(policy)
