@@ -23,6 +23,11 @@ def printable(text: str) -> str:
     return CONTROL.sub(lambda match: ascii(match[0])[1:-1], text.replace("\r\n", "\n"))
 
 
+def printable_json(text: str) -> str:
+    """Text of JSON with such characters, which only its strings can hold, as JSON escapes them."""
+    return CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
 def clean(text: str) -> str:
     """Model text without control characters, on one line: it may hold terminal escapes."""
     return CONTROL.sub("?", text.replace("\n", " ⏎ "))

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import yaml
 
+from ppocli import bounded
 from ppocli.builtin.names import BUILTIN_PREFIX
 from ppocli.config import hub, resolved, schema, secrets
 from ppocli.evaluation.request import read_result
@@ -158,7 +159,7 @@ def split_card(text: str) -> tuple[dict[str, Any], str]:
     if block is None:
         return {}, text
     try:
-        data = yaml.safe_load(block[2])
+        data = yaml.safe_load(bounded.check_yaml(block[2]))
     except yaml.YAMLError:
         data = None
     return data if isinstance(data, dict) else {}, text[block.end():]

@@ -54,12 +54,12 @@ def run_infos(root: Path) -> list[RunInfo]:
 
 def _info(folder: Path, root: Path) -> RunInfo:
     name = folder.name if folder == root else folder.relative_to(root).as_posix()
-    size, when = folder_size(folder), written(folder)
-    owner = run_folder.live_owner(folder)
-    pid = None if owner is None else owner.pid
+    size, when, pid = folder_size(folder), written(folder), None
     try:
+        owner = run_folder.live_owner(folder)
+        pid = None if owner is None else owner.pid
         run = read_run(folder)
-    except CheckpointError:
+    except (CheckpointError, OSError):
         return RunInfo(name, folder, "damaged", pid, 0, None, None, None, None, size, "?", "?",
                        when)
     rewards, (best_step, best) = run.series("reward/mean"), best_evaluation(run)

@@ -1,6 +1,5 @@
 """A sweep as its folder tells it: the words, and what came of every job. No torch here."""
 
-import json
 import os
 from collections.abc import Iterable
 from contextlib import suppress
@@ -8,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ppocli import bounded
 from ppocli.errors import CheckpointError, ConfigError
 from ppocli.runs.record import RunRecord, is_run, read_run, subfolders
 from ppocli.runs.target import RUNS, run_named
@@ -76,7 +76,7 @@ def read_sweep(folder: Path) -> SweepRecord:
     """
     path, folder = folder / SWEEP_FILE, folder.resolve()
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = bounded.read_json(path)
         home = Path(data.get("dir") or folder)
         jobs = tuple(_job(entry, home, folder) for entry in data["jobs"])
         return SweepRecord(folder, tuple(str(word) for word in data["words"]),
