@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from concurrent.futures import Future, wait
 from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -33,6 +33,7 @@ MAX_FLOAT32 = float(np.finfo(np.float32).max)
 """scores become float32 tensors, in which anything larger is infinite"""
 
 MAX_INVALID_SHARE = 0.1
+T = TypeVar("T")
 
 EXPECTED = ("return one number a sample, or one list of numbers a sample with as many as its "
             "response has tokens")
@@ -101,9 +102,9 @@ def _drained(result: Any, count: int, bound: BoundCallable) -> Any:
     return items
 
 
-def _in_thread(work: Callable[[], Any], timeout: float | None, bound: BoundCallable) -> Any:
-    """Run ``work`` in a daemon thread, so that a call that never ends can't keep the process."""
-    future: Future[Any] = Future()
+def in_daemon(work: Callable[[], T], name: str) -> Future[T]:
+    """What ``work`` comes to in a daemon thread: a call that never ends can't keep the process."""
+    future: Future[T] = Future()
 
     def body() -> None:
         try:
@@ -111,7 +112,12 @@ def _in_thread(work: Callable[[], Any], timeout: float | None, bound: BoundCalla
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=body, name=f"reward {bound.located.spec}", daemon=True).start()
+    threading.Thread(target=body, name=name, daemon=True).start()
+    return future
+
+
+def _in_thread(work: Callable[[], Any], timeout: float | None, bound: BoundCallable) -> Any:
+    future = in_daemon(work, f"reward {bound.located.spec}")
     if not wait([future], timeout).done:
         raise RewardError(
             f"{bound.label} was still running after {timeout:.1f} s (reward.timeout={timeout:g}).",
