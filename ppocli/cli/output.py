@@ -160,6 +160,8 @@ def code_of(run: Callable[[], object]) -> int:
     try:
         run()
         sys.stdout.flush()
+        if guard := sys.modules.get("ppocli.rewards.guard"):
+            guard.check_threads()
     except PpocliError as error:
         if os.environ.get("PPOCLI_DEBUG", "") not in ("", "0"):
             complain(traceback.format_exc().rstrip())
@@ -194,6 +196,9 @@ def leave(code: int) -> NoReturn:
             # what is still buffered would be tried again, and complained about, at shutdown
             with suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    guard = sys.modules.get("ppocli.rewards.guard")
+    if guard and guard.unended_threads(guard.LAST_WAIT):
+        os._exit(code)  # Python would wait for them for ever
     sys.exit(code)
 
 

@@ -14,6 +14,7 @@ import math
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from functools import partial
 from numbers import Real
 from typing import Any, TypeVar
@@ -22,9 +23,10 @@ import numpy as np
 
 from ppocli.config.schema import RewardConfig
 from ppocli.errors import PpocliError, RewardError
+from ppocli.rewards import guard
 from ppocli.rewards.records import RewardRequest, Score
 from ppocli.rewards.resolve import BoundCallable, name_own_key
-from ppocli.text import counted, error_line
+from ppocli.text import counted, error_line, first_line, said
 from ppocli.user_code import raised_at, shorten
 
 log = logging.getLogger(__name__)
@@ -43,15 +45,17 @@ EXPECTED_METRICS = "return a dict: metric name -> a list with one finite number 
 def call_with_request(bound: BoundCallable, request: RewardRequest, cfg: RewardConfig) -> Any:
     """What ``bound`` returns for ``request``, not yet checked.
 
-    ``KeyboardInterrupt``, ``SystemExit`` and the program's own errors (a stop request among them)
-    pass through. A call past its time limit is not tried again: it may still be running.
+    The program's own errors, a stop request and a Ctrl-C pass through; what else the function
+    raises is its error, ``SystemExit`` too. A call past its time limit is not tried again: it may
+    still be running.
 
     Args:
         cfg: whose ``timeout`` is the seconds one attempt may take (None: without limit, in the
             caller's own thread), and ``retries`` how often a call that raised is tried again.
 
     Raises:
-        RewardError: the function raised on every attempt, or took longer than the timeout.
+        RewardError: the function raised on every attempt, took longer than the timeout, or left
+            a mode of torch's changed.
     """
     failures = 0
     while True:
@@ -60,25 +64,35 @@ def call_with_request(bound: BoundCallable, request: RewardRequest, cfg: RewardC
         except PpocliError as error:
             name_own_key(error, bound.located.key)
             raise
-        except Exception as error:
+        except BaseException as error:
+            if not guard.is_its_own(error):
+                raise
             place = raised_at(error, bound.located.file)
             failures += 1
             if failures > cfg.retries:
                 tries = f", {failures} times in a row," if failures > 1 else ""
-                first = shorten(request.prompts[0] + request.responses[0])
                 raise RewardError(
-                    f"{bound.label} raised{tries} {type(error).__name__}: {error}\n"
-                    f"  batch: {len(request)} samples, the first is {first}", where=place,
+                    f"{bound.label} raised{tries} {type(error).__name__}: {said(error)}\n"
+                    f"  {_batch(request)}", where=place or bound.located.key,
                     fix="mend the function; reward.retries=N tries a failed call again",
                 ) from error
             log.warning("%s raised %s at %s; trying again (%d of %d)", bound.label,
                         error_line(error), place, failures, cfg.retries)
 
 
+def _batch(request: RewardRequest) -> str:
+    first = shorten(request.prompts[0] + request.responses[0])
+    return f"batch: {len(request)} samples, the first is {first}"
+
+
 def _call(bound: BoundCallable, request: RewardRequest, timeout: float | None) -> Any:
     positional, named = bound.arguments(request)  # fresh lists: a failed call may have cut them
 
     def work() -> Any:
+        with guard.contained(bound.label, bound.located.key, _batch(request)):
+            return body()
+
+    def body() -> Any:
         result = bound.call(*positional, **named)
         if inspect.iscoroutine(result):
             # a notebook's thread runs an event loop already, and another can't run inside it
@@ -137,6 +151,11 @@ def scores_from(bound: BoundCallable, request: RewardRequest, cfg: RewardConfig)
             float32 can't hold.
     """
     returned = call_with_request(bound, request, cfg)
+    with _reading(bound, request):
+        return _scores(bound, request, returned)
+
+
+def _scores(bound: BoundCallable, request: RewardRequest, returned: Any) -> list[Score]:
     scores: list[Score] = []
     dense: bool | None = None
     for index, value in enumerate(_items(returned, len(request), bound, " returned", EXPECTED)):
@@ -166,6 +185,11 @@ def metrics_from(bound: BoundCallable, request: RewardRequest, cfg: RewardConfig
             numbers.
     """
     returned = call_with_request(bound, request, cfg)
+    with _reading(bound, request):
+        return _metrics(bound, request, returned)
+
+
+def _metrics(bound: BoundCallable, request: RewardRequest, returned: Any) -> dict[str, list[float]]:
     if not isinstance(returned, Mapping):
         raise RewardError(f"{bound.label} returned {_kind(returned)}, not a dict of lists.",
                           where=bound.located.key, fix=EXPECTED_METRICS)
@@ -186,6 +210,21 @@ def metrics_from(bound: BoundCallable, request: RewardRequest, cfg: RewardConfig
                                     EXPECTED_METRICS) from None
             metrics[name].append(number)
     return metrics
+
+
+@contextmanager
+def _reading(bound: BoundCallable, request: RewardRequest) -> Iterator[None]:
+    """What was returned may be of classes whose own code fails."""
+    try:
+        yield
+    except PpocliError:
+        raise
+    except BaseException as error:
+        if not guard.is_its_own(error):
+            raise
+        raise RewardError(
+            f"{bound.label} returned what can't be read, which raised {error_line(error)}\n"
+            f"  {_batch(request)}", where=bound.located.key, fix=EXPECTED) from error
 
 
 def check_invalid_share(num_invalid: int, total: int) -> None:
@@ -268,7 +307,7 @@ def _number(value: Any) -> float:
     try:
         number = float(plain)
     except OverflowError:
-        raise _BadValue(f"a number of {len(str(plain))} digits, too large for float32,") from None
+        raise _BadValue("a number too large for float32,") from None
     if math.isinf(number):
         raise _BadValue(f"{number}, which is not finite,")
     if abs(number) > MAX_FLOAT32:
@@ -287,7 +326,8 @@ def _plain(value: Any) -> Any:
             return value.tolist()
         return np.asarray(value).tolist() if hasattr(value, "__array__") else value
     except (TypeError, ValueError, RuntimeError) as error:
-        raise _BadValue(f"a {type(value).__name__} whose numbers can't be read ({error})") from None
+        raise _BadValue(f"a {type(value).__name__} whose numbers can't be read "
+                        f"({first_line(error)})") from None
 
 
 def _kind(value: Any) -> str:

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.errors import PpocliError, RewardError
+from ppocli.rewards import guard
 from ppocli.rewards.records import RewardRequest
 from ppocli.text import error_line, suggestion
 from ppocli.user_code import Kind, Located, Wanted, from_object, locate, raised_at, shorten
@@ -65,11 +66,14 @@ class BoundCallable:
         if not inspect.isclass(self.call):
             return self
         try:
-            call: Any = self.call(**self.init_kwargs)
+            with guard.contained(self.label, located.key, "while it was built"):
+                call: Any = self.call(**self.init_kwargs)
         except PpocliError as error:
             name_own_key(error, located.key)
             raise
-        except Exception as error:
+        except BaseException as error:
+            if not guard.is_its_own(error):
+                raise
             raise RewardError(
                 f"Building {self.label} with {dict(self.init_kwargs)} failed: {error_line(error)}",
                 where=raised_at(error, located.file), fix=f"see {kwargs_key(located.key)}",

@@ -23,6 +23,7 @@ from ppocli.config.secrets import hide_secrets
 from ppocli.errors import PpocliError
 from ppocli.parallel import host_memory
 from ppocli.rewards import records, scoring
+from ppocli.text import error_line
 from ppocli.version import __version__
 
 log = logging.getLogger(__name__)
@@ -234,7 +235,7 @@ class _Handler(BaseHTTPRequestHandler):
                 raise
             except Exception as error:
                 log.exception("a bug of this server's, or of the reward's")
-                self._refuse(Refused(500, f"{type(error).__name__}: {error}"))
+                self._refuse(Refused(500, error_line(error)))
 
     def _allowed(self) -> None:
         """Whether this request may be scored at all, by its head alone."""

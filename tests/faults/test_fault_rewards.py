@@ -28,6 +28,7 @@ def score(outputs, **columns):
 
 BAD = {
     "raises": ("raise KeyError('nothing there')", "raised KeyError: 'nothing there'"),
+    "leaves": ("raise SystemExit(0)", "raised SystemExit: 0"),
     "too few": ("return good[:-1]", "values for 5 samples"),
     "slow": ("time.sleep(30)", "still running after 0."),
 }
@@ -39,7 +40,7 @@ def write_reward(folder: Path, body: str, late: int = 1) -> str:
 
 
 @pytest.mark.parametrize(("kind", "overlap"), [
-    ("raises", "never"), ("slow", "never"), ("raises", "always"), ("too few", "always"),
+    ("raises", "never"), ("leaves", "never"), ("slow", "never"), ("raises", "always"), ("too few", "always"),
     ("slow", "always")])
 def test_a_bad_reward_stops_the_run_and_the_steps_before_it_are_kept(kind, overlap, command, world):
     """The calls of the first step are good."""

@@ -74,7 +74,8 @@ def test_ctrl_c_while_scoring_answers_what_is_under_way(world):
         process.stdout.close()
         with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as gone:
             gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            gone.sendall(f"POST /score HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+            head = f"POST /score HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n"
+            gone.sendall((head + body).encode())
             wait_for((world / "begun").exists, process)
         (world / "begun").unlink()
         asking = subprocess.Popen(
