@@ -16,6 +16,7 @@ from ppocli.parallel.stop import StopRequested
 
 LAST_WAIT = 10.0
 """seconds that threads have to end in when their process wants to"""
+_DTYPE, _INFERENCE, _GRAD = "torch's default dtype", "torch's inference mode", "torch's grad mode"
 _started: weakref.WeakKeyDictionary[threading.Thread, str] = weakref.WeakKeyDictionary()
 """threads that would keep the process -> the function that has started them"""
 
@@ -45,9 +46,7 @@ def contained(label: str, key: str, samples: str) -> Iterator[None]:
     there = set(threading.enumerate())
     changed: list[str] = []
     try:
-        with ExitStack() as modes:
-            if (torch := sys.modules.get("torch")) is not None:
-                modes.enter_context(_same_modes(torch, changed))
+        with _same_modes(changed):
             yield
     finally:
         # those of executors end by themselves
@@ -61,21 +60,29 @@ def contained(label: str, key: str, samples: str) -> Iterator[None]:
 
 
 @contextmanager
-def _same_modes(torch: Any, changed: list[str]) -> Iterator[None]:
-    def modes() -> dict[str, object]:
-        return {"torch's default dtype": torch.get_default_dtype(),
-                "torch's inference mode": torch.is_inference_mode_enabled(),
-                "torch's grad mode": torch.is_grad_enabled()}
-
-    before = modes()
-    try:
-        # leaving these blocks ends what was entered inside of them and not left
-        with torch.inference_mode(torch.is_inference_mode_enabled()), \
-                torch.set_grad_enabled(bool(before["torch's grad mode"])):
+def _same_modes(changed: list[str]) -> Iterator[None]:
+    """``changed`` gets words for what the block has left changed, which is then put back."""
+    before = _modes()
+    with ExitStack() as stack:
+        if torch := sys.modules.get("torch"):
+            # leaving these ends what was entered inside of them and not left
+            stack.enter_context(torch.inference_mode(before[_INFERENCE]))
+            stack.enter_context(torch.set_grad_enabled(before[_GRAD]))
+        try:
             yield
-            changed += [name for name, value in modes().items() if value != before[name]]
-    finally:
-        torch.set_default_dtype(before["torch's default dtype"])
+        finally:
+            changed += [name for name, value in _modes().items() if value != before[name]]
+            if _DTYPE in changed:
+                torch = sys.modules["torch"]
+                torch.set_default_dtype(getattr(torch, before[_DTYPE].removeprefix("torch.")))
+
+
+def _modes() -> dict[str, Any]:
+    """What torch computes in now, or would if the block were the first to load it."""
+    if torch := sys.modules.get("torch"):
+        return {_DTYPE: str(torch.get_default_dtype()), _GRAD: torch.is_grad_enabled(),
+                _INFERENCE: torch.is_inference_mode_enabled()}
+    return {_DTYPE: "torch.float32", _INFERENCE: False, _GRAD: True}
 
 
 def unended_threads(seconds: float = 0.0) -> list[tuple[threading.Thread, str]]:

@@ -176,7 +176,8 @@ def bind(target: Any, kwargs: Mapping[str, Any], *, key: str) -> BoundCallable:
         RewardError: the path leads to nothing, or something is wrong with signature or kwargs.
     """
     if isinstance(target, str):
-        located = locate_reward(target, key=key)
+        with guard.contained(target, key, "while it was imported"):
+            located = locate_reward(target, key=key)
     else:
         name = getattr(target, "__qualname__", type(target).__qualname__)
         located = from_object(target, Wanted(name, key, REWARD))

@@ -40,8 +40,8 @@ def write_reward(folder: Path, body: str, late: int = 1) -> str:
 
 
 @pytest.mark.parametrize(("kind", "overlap"), [
-    ("raises", "never"), ("leaves", "never"), ("slow", "never"), ("raises", "always"), ("too few", "always"),
-    ("slow", "always")])
+    ("raises", "never"), ("leaves", "never"), ("slow", "never"), ("raises", "always"),
+    ("too few", "always"), ("slow", "always")])
 def test_a_bad_reward_stops_the_run_and_the_steps_before_it_are_kept(kind, overlap, command, world):
     """The calls of the first step are good."""
     body, said = BAD[kind]

@@ -335,7 +335,8 @@ class Speechless(ValueError):
         raise KeyError("no words")
 
 
-OWN = {"exit 0": (SystemExit(0), "raised SystemExit: 0"), "exit 3": (SystemExit(3), "SystemExit: 3"),
+OWN = {"exit 0": (SystemExit(0), "raised SystemExit: 0"),
+       "exit 3": (SystemExit(3), "raised SystemExit: 3"),
        "subclass": (Leave("bye"), "raised Leave: bye"),
        "interrupt": (KeyboardInterrupt(), "raised KeyboardInterrupt"),
        "cancelled": (asyncio.CancelledError(), "raised CancelledError"),
