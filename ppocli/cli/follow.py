@@ -79,8 +79,8 @@ class Follower:
         if record.status == "running":  # taken up again in this very moment
             return f"{path} is running again; watch it with: ppocli watch {path}"
         if record.status == "finished":
-            before, after = ((summary.get(name) or {}).get("reward_mean")
-                             for name in ("eval_before", "eval_after"))
+            before, after = (found.get("reward_mean") if isinstance(found, dict) else None
+                             for found in map(summary.get, ("eval_before", "eval_after")))
             change = "" if after is None else \
                 f", reward {'' if before is None else figure(before, 3) + ' -> '}{figure(after, 3)}"
             return f"{path} finished: {record.step} steps{change}; model: {path}/model"

@@ -102,7 +102,7 @@ def read_config(path: Path) -> TrainConfig:
             f"{path} doesn't fit this version of ppocli: {name}: "
             f"{first_line(error.msg or error)}{hint}", where=str(path), fix=fix) from error
     wrong = "it holds no configuration" if config is None else next(
-        (str(problem) for problem in range_problems(config, {}) if problem.key in _LENGTH), None)
+        map(str, range_problems(config, {}, _LENGTH)), None)
     if config is None or wrong:
         raise CheckpointError(f"{path} is damaged: {wrong}", where=str(path), fix=fix)
     return copy.deepcopy(config)

@@ -164,10 +164,11 @@ def plan_pruning(root: Path, *, checkpoints: bool, failed: bool, keep_best: bool
         when = written(folder)
         if older_than is not None and time.time() - when < older_than:
             continue
-        if (host := run_folder.other_host(folder)) is not None:
-            say(f"{folder} is left alone: it may be running on {host} ({run_folder.LOCK} says so)")
-            continue
         try:
+            if (host := run_folder.other_host(folder)) is not None:
+                say(f"{folder} is left alone: it may be running on {host} ({run_folder.LOCK} says "
+                    "so)")
+                continue
             run = read_run(folder)
             if run.status == "running":
                 continue
