@@ -363,6 +363,16 @@ def test_a_wrong_request_is_told_so_and_the_next_is_served(case):
         assert (said_so["status"], said_so["requests"], said_so["samples"]) == ("ok", 1, 1)
 
 
+def test_a_reward_that_leaves_does_not_take_the_server_with_it():
+    def leaves(responses):
+        raise SystemExit(0)
+
+    with serving(leaves) as address:
+        for _ in range(2):
+            code, answer = post(f"{address}/score", json.dumps(SAMPLE).encode())
+            assert (code, "raised SystemExit: 0" in answer["error"]) == (500, True)
+
+
 def test_the_token_is_asked_for():
     body = json.dumps({**SAMPLE, "columns": {"wanted": [1]}}).encode()
     with serving(divide, token="abc") as address:
