@@ -10,9 +10,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from ppocli import bounded
 from ppocli.cli.output import complain, say, show_text
-from ppocli.config import resolved, schema
+from ppocli.config import bounded, resolved, schema
 from ppocli.display import console, dashboard
 from ppocli.errors import CheckpointError, ConfigError, InputError, PpocliError
 from ppocli.parallel.host_memory import resident_mib

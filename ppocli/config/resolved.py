@@ -18,8 +18,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ppocli import bounded
 from ppocli.builtin.names import BUILTIN_PREFIX
+from ppocli.config import bounded
 from ppocli.config.keys import free_mapping_of, schema_keys
 from ppocli.config.problems import range_problems
 from ppocli.config.schema import TrainConfig

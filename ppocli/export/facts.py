@@ -10,9 +10,8 @@ from typing import Any, Self
 
 import yaml
 
-from ppocli import bounded
 from ppocli.builtin.names import BUILTIN_PREFIX
-from ppocli.config import hub, resolved, schema, secrets
+from ppocli.config import bounded, hub, resolved, schema, secrets
 from ppocli.evaluation.request import read_result
 from ppocli.runs.record import RunRecord, first_of_each_prompt, read_run
 from ppocli.runs.target import Target

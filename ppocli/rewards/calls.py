@@ -14,7 +14,6 @@ import math
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
 from functools import partial
 from numbers import Real
 from typing import Any, TypeVar
@@ -42,8 +41,10 @@ EXPECTED = ("return one number a sample, or one list of numbers a sample with as
 EXPECTED_METRICS = "return a dict: metric name -> a list with one finite number a sample"
 
 
-def call_with_request(bound: BoundCallable, request: RewardRequest, cfg: RewardConfig) -> Any:
-    """What ``bound`` returns for ``request``, not yet checked.
+def call_with_request(bound: BoundCallable, request: RewardRequest, cfg: RewardConfig,
+                      checked: Callable[[Any], T]) -> T:
+    """What ``checked`` makes of what ``bound`` returns for ``request``; it may run code of the
+    classes of what was returned.
 
     The program's own errors, a stop request and a Ctrl-C pass through; what else the function
     raises is its error, ``SystemExit`` too. A call past its time limit is not tried again: it may
@@ -60,7 +61,7 @@ def call_with_request(bound: BoundCallable, request: RewardRequest, cfg: RewardC
     failures = 0
     while True:
         try:
-            return _call(bound, request, cfg.timeout)
+            return checked(_call(bound, request, cfg.timeout))
         except PpocliError as error:
             name_own_key(error, bound.located.key)
             raise
@@ -150,9 +151,7 @@ def scores_from(bound: BoundCallable, request: RewardRequest, cfg: RewardConfig)
         RewardError: as :func:`call_with_request`; or wrong count, type, shape or a number that
             float32 can't hold.
     """
-    returned = call_with_request(bound, request, cfg)
-    with _reading(bound, request):
-        return _scores(bound, request, returned)
+    return call_with_request(bound, request, cfg, partial(_scores, bound, request))
 
 
 def _scores(bound: BoundCallable, request: RewardRequest, returned: Any) -> list[Score]:
@@ -184,9 +183,7 @@ def metrics_from(bound: BoundCallable, request: RewardRequest, cfg: RewardConfig
         RewardError: as :func:`call_with_request`; or not a dict of lists of that many finite
             numbers.
     """
-    returned = call_with_request(bound, request, cfg)
-    with _reading(bound, request):
-        return _metrics(bound, request, returned)
+    return call_with_request(bound, request, cfg, partial(_metrics, bound, request))
 
 
 def _metrics(bound: BoundCallable, request: RewardRequest, returned: Any) -> dict[str, list[float]]:
@@ -210,21 +207,6 @@ def _metrics(bound: BoundCallable, request: RewardRequest, returned: Any) -> dic
                                     EXPECTED_METRICS) from None
             metrics[name].append(number)
     return metrics
-
-
-@contextmanager
-def _reading(bound: BoundCallable, request: RewardRequest) -> Iterator[None]:
-    """What was returned may be of classes whose own code fails."""
-    try:
-        yield
-    except PpocliError:
-        raise
-    except BaseException as error:
-        if not guard.is_its_own(error):
-            raise
-        raise RewardError(
-            f"{bound.label} returned what can't be read, which raised {error_line(error)}\n"
-            f"  {_batch(request)}", where=bound.located.key, fix=EXPECTED) from error
 
 
 def check_invalid_share(num_invalid: int, total: int) -> None:

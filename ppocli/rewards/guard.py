@@ -43,12 +43,22 @@ def contained(label: str, key: str, samples: str) -> Iterator[None]:
     Raises:
         RewardError: it has left one of torch's modes changed.
     """
-    there = set(threading.enumerate())
     changed: list[str] = []
+    there, before = set(threading.enumerate()), _modes()
     try:
-        with _same_modes(changed):
-            yield
+        with ExitStack() as stack:
+            if torch := sys.modules.get("torch"):
+                # leaving these ends what was entered inside of them and not left
+                stack.enter_context(torch.inference_mode(before[_INFERENCE]))
+                stack.enter_context(torch.set_grad_enabled(before[_GRAD]))
+            try:
+                yield
+            finally:
+                changed = [name for name, value in _modes().items() if value != before[name]]
     finally:
+        if _DTYPE in changed:
+            torch = sys.modules["torch"]
+            torch.set_default_dtype(getattr(torch, before[_DTYPE].removeprefix("torch.")))
         # those of executors end by themselves
         _started.update({thread: label for thread in threading.enumerate()
                          if thread not in there and not thread.daemon
@@ -57,24 +67,6 @@ def contained(label: str, key: str, samples: str) -> Iterator[None]:
         raise RewardError(f"{label} left {' and '.join(changed)} changed\n  {samples}", where=key,
                           fix="put it back before it returns, or use it as a context manager: "
                           "with torch.inference_mode(): ...")
-
-
-@contextmanager
-def _same_modes(changed: list[str]) -> Iterator[None]:
-    """``changed`` gets words for what the block has left changed, which is then put back."""
-    before = _modes()
-    with ExitStack() as stack:
-        if torch := sys.modules.get("torch"):
-            # leaving these ends what was entered inside of them and not left
-            stack.enter_context(torch.inference_mode(before[_INFERENCE]))
-            stack.enter_context(torch.set_grad_enabled(before[_GRAD]))
-        try:
-            yield
-        finally:
-            changed += [name for name, value in _modes().items() if value != before[name]]
-            if _DTYPE in changed:
-                torch = sys.modules["torch"]
-                torch.set_default_dtype(getattr(torch, before[_DTYPE].removeprefix("torch.")))
 
 
 def _modes() -> dict[str, Any]:

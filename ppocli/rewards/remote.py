@@ -13,7 +13,6 @@ import re
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -40,14 +39,6 @@ _REMEDIES = {
     404: "correct the path of reward.kwargs.url; ppocli serve-reward listens at /score",
     413: "send fewer samples at once: reward.kwargs.batch_size=N"}
 _HEADER = re.compile(r"\s*([A-Za-z0-9-]+)\s*:\s*([A-Za-z_][A-Za-z0-9_]*)\s*")
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    status: int
-    content: bytes
-    pause: float
-    """seconds to wait before the next request"""
 
 
 class HttpReward:
@@ -125,19 +116,19 @@ class HttpReward:
                 raise WireError(f"more than {most} bytes for {part.stop - part.start} samples")
             scores = decode_scores(answer.content)
         except WireError as problem:
-            raise RewardError(f"{self.url} answered {answer.status} with {problem}.",
+            raise RewardError(f"{self.url} answered {answer.status_code} with {problem}.",
                               where="reward.kwargs.url",
                               fix='it must answer {"scores": [...]}, one a sample') from None
         asked = part.stop - part.start
         if len(scores) != asked:
             raise RewardError(
-                f"{self.url} answered {answer.status} with {counted(len(scores), 'score')} "
+                f"{self.url} answered {answer.status_code} with {counted(len(scores), 'score')} "
                 f"for {asked} samples (sample {part.start} to {part.stop - 1} of {count}): "
                 f"{shorten(opening(answer.content))}", where="reward.kwargs.url",
                 fix="it must answer one score a sample, in their order")
         return scores
 
-    def _ask(self, method: str, body: bytes, most: int) -> _Answer:
+    def _ask(self, method: str, body: bytes, most: int) -> Any:
         """One request, and at most one more byte of its answer than ``most``."""
         content, until = bytearray(), time.monotonic() + self.timeout
         with self._client.stream(method, self.url, content=body,
@@ -148,7 +139,8 @@ class HttpReward:
                     raise TimeoutError
                 if len(content) > most:
                     break
-        return _Answer(answer.status_code, bytes(content[:most + 1]), _asked_pause(answer))
+        pause = {"Retry-After": answer.headers.get("Retry-After", "0")}
+        return type(answer)(answer.status_code, headers=pause, content=bytes(content[:most + 1]))
 
     def _patiently(self, method: str, body: bytes = b"", most: int = 0, *,
                    any_status: bool = False) -> Any:
@@ -174,12 +166,12 @@ class HttpReward:
                 cause: Exception | None = error
                 fix = "start it (ppocli serve-reward), or correct reward.kwargs.url"
             else:
-                status = answer.status
+                status = answer.status_code
                 if any_status or status == 200:
                     return answer
                 failed = f"{self.url} answered {status}: {shorten(opening(answer.content))}"
                 cause, fix = None, _REMEDIES.get(status, "look into the server's own messages")
-                pause = max(pause, answer.pause)
+                pause = max(pause, _asked_pause(answer))
                 if status < 500 and status != TOO_MANY:
                     raise RewardError(failed, where="reward.kwargs.url", fix=fix)
             if attempt < self.retries:

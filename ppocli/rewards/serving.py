@@ -44,8 +44,6 @@ BODIES = 4
 """bodies of the largest size that memory is given to at once; others are read when these are
 answered"""
 _LARGE = 2**20
-_BUSY = (b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n"
-         b"Connection: close\r\n\r\n")
 
 
 class Refused(Exception):
@@ -104,13 +102,11 @@ class RewardServer(ThreadingHTTPServer):
         self.poll()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection in a thread of its own, if there are not too many."""
+        """Serve a connection in a thread of its own; close it if there are too many."""
         if self._connections.acquire(blocking=False):
             super().process_request(request, client_address)
-            return
-        with contextlib.suppress(OSError):
-            request.sendall(_BUSY)
-        self.shutdown_request(request)
+        else:
+            self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """What the thread does."""

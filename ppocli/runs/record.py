@@ -9,8 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from ppocli import bounded
-from ppocli.config import resolved, schema
+from ppocli.config import bounded, resolved, schema
 from ppocli.config.problems import shown
 from ppocli.errors import CheckpointError
 from ppocli.storage import atomic, run_logs

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ppocli import bounded
+from ppocli.config import bounded
 from ppocli.errors import DiskError, PpocliError
 from ppocli.storage import faults
 from ppocli.text import format_bytes

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ppocli import bounded
+from ppocli.config import bounded
 from ppocli.errors import CheckpointError
 from ppocli.storage import atomic, faults
 from ppocli.version import __version__

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from ppocli import bounded
 from ppocli.builtin.names import BUILTIN_PREFIX, resolve_builtin
+from ppocli.config import bounded
 from ppocli.errors import InputError, PpocliError
 
 T = TypeVar("T")

@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ppocli import bounded
-from ppocli.config import resolved, schema
+from ppocli.config import bounded, resolved, schema
 from ppocli.errors import CheckpointError, DiskError
 from ppocli.storage.atomic import TEMPORARY_PREFIX, disk_errors, make_dirs, read_json, write_atomic
 

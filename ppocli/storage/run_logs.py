@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ppocli import bounded
+from ppocli.config import bounded
 from ppocli.storage import atomic, run_folder
 
 _CHUNK = 1 << 16

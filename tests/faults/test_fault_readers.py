@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from helpers import refused
 
-from ppocli import bounded
 from ppocli.cli.follow import Follower
 from ppocli.cli.output import code_of
 from ppocli.cli.runs import compare, print_runs, prune_runs, report
+from ppocli.config import bounded
 from ppocli.config.resolved import config_text, read_config
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError
