@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 from ppocli.cli import sampling_request
-from ppocli.cli.output import complain, model_text, say, working
+from ppocli.cli.output import complain, say, show_text, working
 from ppocli.config.schema import GenerationConfig
 from ppocli.errors import ConfigError, PpocliError, StoppedError
 from ppocli.evaluation.player import CHANGEABLE, Player, changed_sampling, scores_of
@@ -196,7 +196,7 @@ class Chat:
 
         def show(piece: str) -> None:
             pieces.append(piece)
-            print(model_text(piece), end="", flush=True)
+            show_text(piece, end="")
 
         with catch_signals() as stop:
             try:

@@ -14,7 +14,7 @@ from ppocli.cli import options as opt
 from ppocli.cli.options import AsJson, Run, complete_setting, flag, option, request_of
 from ppocli.cli.output import aligned, display_mode, say, shown_figure, split_words, working
 from ppocli.errors import ConfigError, ThresholdError
-from ppocli.text import clean, cut
+from ppocli.text import clean, cut, printable, printable_json
 
 EVERY = 10.0
 """seconds between lines of progress where there is no terminal"""
@@ -85,10 +85,10 @@ def evaluate(
             folder, report = run_evaluation(request, target, cfg, PythonObjects(), stop=stop,
                                             say=say, watch=watch)
     if as_json:
-        print((folder / RESULT).read_text(encoding="utf-8"), flush=True)
+        print(printable_json((folder / RESULT).read_text(encoding="utf-8")), flush=True)
     else:
         lines = [*lines_of(report), *_sample_lines(folder / SAMPLES, show)]
-        print("\n".join(lines), flush=True)
+        print(printable("\n".join(lines)), flush=True)
     if (folder / PICTURE).is_file():
         say(f"picture  {folder / PICTURE}")
     say(f"samples  {folder / SAMPLES}")

@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ppocli.cli.options import Overrides, option
-from ppocli.cli.output import complain, say, working
+from ppocli.cli.output import complain, ignore_broken_pipes, say, working
 from ppocli.errors import ConfigError, InputError, StoppedError
+from ppocli.parallel import host_memory
 
 if TYPE_CHECKING:
     from ppocli.config.schema import TrainConfig
@@ -43,11 +44,13 @@ def serve_reward(
       ppocli train +recipe=quickstart ~reward reward.fn=http \\
           reward.kwargs.url=http://127.0.0.1:8123/score
     """
+    ignore_broken_pipes()  # whoever has read the address may be gone
     cfg = _reward_config(overrides or [])
     token = None if token_env is None else os.environ.get(token_env)
     if token_env is not None and not token:
         raise ConfigError(f"The environment has no variable {token_env!r}, or it is empty.",
                           where="--token-env", fix=f"export {token_env}=...")
+    host_memory.share_one_heap()
     server = None
     try:
         with working() as stop:

@@ -5,7 +5,7 @@ and the checks that need more than one key.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any
@@ -102,11 +102,13 @@ def _rules(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
     yield from _run(config)
 
 
-def range_problems(config: schema.TrainConfig, sources: Mapping[str, str]) -> list[Problem]:
-    """Missing values, and those outside what the schema allows, each key for itself."""
+def range_problems(config: schema.TrainConfig, sources: Mapping[str, str],
+                   names: Collection[str] | None = None) -> list[Problem]:
+    """Missing values, and those outside what the schema allows, each key for itself; of all keys or
+    of some."""
     return [Problem(name, text, sources.get(name, DEFAULT_SOURCE))
-            for name, key in schema_keys().items()
-            for text in _range_problems(key, attrgetter(name)(config))]
+            for name in schema_keys() if names is None or name in names
+            for text in _range_problems(schema_keys()[name], attrgetter(name)(config))]
 
 
 def _range_problems(key: Key, value: Any) -> Iterator[str]:

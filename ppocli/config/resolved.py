@@ -19,7 +19,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ppocli.builtin.names import BUILTIN_PREFIX
+from ppocli.config import bounded
 from ppocli.config.keys import free_mapping_of, schema_keys
+from ppocli.config.problems import range_problems
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError
 from ppocli.text import did_you_mean, first_line
@@ -28,6 +30,8 @@ CONFIG_FILE = "config.yaml"
 NEXT_CONFIG_FILE = "config.next.yaml"
 """settings a resumed run was asked to go on with; they replace config.yaml once it does"""
 PYTHON_OBJECT = "<python object>"
+_LENGTH = ("ppo.total_episodes", "ppo.num_steps", "ppo.num_rollouts")
+"""keys that whoever shows a run divides by or multiplies"""
 ChangeKind = Literal["harmless", "accepted", "refused"]
 _PATH_KEYS = ("output_dir", "model.path", "model.tokenizer_path", "prompts.path",
               "prompts.eval.path", "hardware.deepspeed_config")
@@ -99,11 +103,11 @@ def read_config(path: Path) -> TrainConfig:
     """
     fix = "give the folder of a run that ppocli made; its config.yaml must be unchanged"
     try:
-        config = _parsed(path.read_text(encoding="utf-8"))
+        config = _parsed(bounded.read_bytes(path).decode("utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent} has no {path.name}: it is not a run folder",
                               where=str(path), fix=fix) from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise CheckpointError(f"{path} can't be read: {' '.join(str(error).split())}",
                               where=str(path), fix=fix) from error
     except OmegaConfBaseException as error:
@@ -112,9 +116,10 @@ def read_config(path: Path) -> TrainConfig:
         raise CheckpointError(
             f"{path} doesn't fit this version of ppocli: {name}: "
             f"{first_line(error.msg or error)}{hint}", where=str(path), fix=fix) from error
-    if config is None:
-        raise CheckpointError(f"{path} is damaged: it holds no configuration", where=str(path),
-                              fix=fix)
+    wrong = "it holds no configuration" if config is None else next(
+        map(str, range_problems(config, {}, _LENGTH)), None)
+    if config is None or wrong:
+        raise CheckpointError(f"{path} is damaged: {wrong}", where=str(path), fix=fix)
     return copy.deepcopy(config)
 
 
@@ -125,7 +130,7 @@ def _parsed(text: str) -> TrainConfig | None:
     A command reads the file of its run in several places, and parsing it takes long.
     """
     try:
-        loaded = OmegaConf.load(io.StringIO(text))
+        loaded = OmegaConf.load(io.StringIO(bounded.check_yaml(text)))
     except OmegaConfBaseException as error:  # such as half an interpolation
         raise yaml.YAMLError(str(error)) from error
     if not isinstance(loaded, DictConfig) or not loaded:

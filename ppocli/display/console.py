@@ -280,7 +280,7 @@ def closing_table(before: dict[str, Any] | None, after: dict[str, Any],
     shown = [name for name in after if name in ours or name.startswith("metrics/")]
     for name in shown if "reward_mean" in after else after:
         old = "" if before is None else figure(before.get(name), 3)
-        table.add_row(name.removeprefix("metrics/"), old, figure(after[name], 3))
+        table.add_row(clean(name.removeprefix("metrics/")), old, figure(after[name], 3))
     for old_row, new_row in samples:
         if not {"prompt", "response", "score"} <= new_row.keys():
             continue  # rows of another task

@@ -27,6 +27,7 @@ from ppocli.own_code import limit
 from ppocli.parallel import host_memory, launchers
 from ppocli.parallel.backend import Backend, open_ranks
 from ppocli.parallel.stop import StopFlag, catch_signals, leave_at_once, stop_when_closed
+from ppocli.rewards import guard
 from ppocli.runs.record import accept_settings, settle
 from ppocli.storage import atomic, environment, model_files, run_folder, signature
 from ppocli.tracking.trackers import check_trackers
@@ -116,6 +117,7 @@ def _held(start: Start, folder: run_folder.RunFolder, started_by: int | None = N
         with run_folder.lock(folder.path, reserved_by=start.reserved_by), \
                 open_display(folder.log, start.display, started_by) as shown:
             yield shown
+    guard.check_threads()
 
 
 @contextmanager
@@ -245,4 +247,7 @@ def _as_rank(start: Start) -> NoReturn:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    result = main(sys.argv[1:])
+    if guard.unended_threads(guard.LAST_WAIT):
+        leave_at_once(result)
+    sys.exit(result)

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.errors import PpocliError, RewardError
-from ppocli.rewards import styles
+from ppocli.rewards import guard, styles
 from ppocli.rewards.records import RewardRequest
 from ppocli.text import error_line, suggestion
 from ppocli.user_code import Kind, Located, Wanted, from_object, locate, raised_at, shorten
@@ -55,11 +55,14 @@ class BoundCallable:
         if not inspect.isclass(self.call):
             return self
         try:
-            call: Any = self.call(**self.init_kwargs)
+            with guard.contained(self.label, located.key, "while it was built"):
+                call: Any = self.call(**self.init_kwargs)
         except PpocliError as error:
             name_own_key(error, located.key)
             raise
-        except Exception as error:
+        except BaseException as error:
+            if not guard.is_its_own(error):
+                raise
             raise RewardError(
                 f"Building {self.label} with {dict(self.init_kwargs)} failed: {error_line(error)}",
                 where=raised_at(error, located.file), fix=f"see {kwargs_key(located.key)}",
@@ -174,7 +177,8 @@ def bind(target: Any, kwargs: Mapping[str, Any], *, key: str, style: str = "ppoc
         RewardError: the path leads to nothing, or something is wrong with signature or kwargs.
     """
     if isinstance(target, str):
-        located = locate_reward(target, key=key)
+        with guard.contained(target, key, "while it was imported"):
+            located = locate_reward(target, key=key)
     else:
         name = getattr(target, "__qualname__", type(target).__qualname__)
         located = from_object(target, Wanted(name, key, REWARD))

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from ppocli.config import resolved, schema
+from ppocli.config import bounded, resolved, schema
 from ppocli.config.problems import shown
 from ppocli.errors import CheckpointError
 from ppocli.storage import atomic, run_logs, signature
@@ -115,7 +115,7 @@ class RunRecord:
         """(time, level, text) of everything that was said during the run: the local time of the
         machine that ran it, ``2026-01-31 12:00:00``; continued lines are joined with newlines."""
         try:
-            text = self.folder.log.read_text(encoding="utf-8", errors="replace")
+            text = bounded.read_tail(self.folder.log)
         except OSError:
             return []
         _, *parts = _LOG_HEAD.split(text)

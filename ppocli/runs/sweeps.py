@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ppocli.config import bounded
 from ppocli.errors import CheckpointError, ConfigError
 from ppocli.own_code import TRUST
 from ppocli.runs.record import RunRecord, is_run, read_run, subfolders
@@ -97,7 +98,7 @@ def read_sweep(folder: Path) -> SweepRecord:
     """
     path, folder = folder / SWEEP_FILE, folder.resolve()
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = bounded.read_json(path)
         home = Path(data.get("dir") or folder)
         jobs = tuple(_job(entry, home, folder) for entry in data["jobs"])
         return SweepRecord(folder, tuple(str(word) for word in data["words"]),

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ppocli.config import bounded
 from ppocli.errors import DiskError, PpocliError
 from ppocli.storage import faults
 from ppocli.text import format_bytes
@@ -194,10 +195,14 @@ def write_json_atomic(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None where there is none that can be read."""
+    """The object in a JSON file; None where there is none that can be read.
+
+    Raises:
+        CheckpointError: it is no plain file, or too large.
+    """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        value = bounded.read_json(path)
+    except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None
 

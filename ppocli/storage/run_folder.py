@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ppocli.config import resolved, schema
+from ppocli.config import bounded, resolved, schema
 from ppocli.errors import CheckpointError, DiskError
 from ppocli.storage.atomic import TEMPORARY_PREFIX, disk_errors, make_dirs, read_json, write_atomic
 
@@ -240,7 +240,7 @@ def live_owner(run_dir: Path) -> Owner | None:
     """The live process that holds a run folder, told by the name in the lock file alone: asking
     the kernel would take part in the locking."""
     try:
-        owner = _read_owner((run_dir / LOCK).read_bytes())
+        owner = _read_owner(bounded.read_bytes(run_dir / LOCK))
     except OSError:
         return None
     return owner if owner is not None and _is_alive(owner) else None
@@ -281,9 +281,9 @@ def _wait_for_owner(path: Path) -> Owner | None:
 
 def _read_owner(raw: bytes) -> Owner | None:
     try:
-        value = json.loads(raw)
+        value = bounded.parse_json(raw)
         return Owner(int(value["pid"]), str(value["host"]), str(value["boot"]), value["started"])
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, OverflowError):
         return None
 
 
