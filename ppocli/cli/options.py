@@ -212,6 +212,14 @@ Temperature = Annotated[float | None, typer.Option(metavar="T", help="Softmax te
 TopK = Annotated[int | None, typer.Option(
     metavar="K", help="Sample among the K most likely tokens (0: all).")]
 TopP = Annotated[float | None, typer.Option(metavar="P", help="Nucleus sampling (1: all).")]
+MinP = Annotated[float | None, typer.Option(
+    metavar="P", help="Leave out tokens below this share of the most likely one's probability "
+    "(0: none).")]
+Penalty = Annotated[float | None, typer.Option(
+    metavar="X", help="Make tokens less likely that are in the prompt or the response already "
+    "(1: off).")]
+IgnoreEos = Annotated[bool, typer.Option(
+    "--ignore-eos", help="Go on after the model's end-of-sequence token.")]
 Greedy = Annotated[bool, typer.Option("--greedy", help="Always take the most likely token.")]
 Stop = Annotated[list[str] | None, typer.Option(
     metavar="TEXT", help="A text that ends a response (repeatable).")]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 
-from ppocli.config.schema import HardwareConfig, ModelConfig
+from ppocli.config.schema import GenerationConfig, HardwareConfig, ModelConfig
 from ppocli.errors import CheckpointError, InputError
 from ppocli.models import transformers_internals
 from ppocli.models.fast.attention import use_kernels
@@ -257,17 +257,20 @@ def check_vocabulary(tokenizer: Any, lm: Any, cfg: ModelConfig) -> None:
                          fix="use the tokenizer the model was trained with")
 
 
-def stop_rules(tokenizer: Any, loaded: LoadedLM, extra_ids: list[int], sequences: list[str]
+def stop_rules(tokenizer: Any, loaded: LoadedLM, generation: GenerationConfig
                ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The ids that end a response (the tokenizer's EOS, the model's, of which there may be several,
-    and extra ones), and the texts that do.
+    unless ``ignore_eos`` leaves them out, and ``stop_token_ids``), and the texts that do.
 
     A stop sequence that is one token of its own (``<|im_end|>``) becomes an id: such tokens are
     left out of decoded text, where it would never be found.
     """
     own, declared = tokenizer.get_added_vocab(), loaded.generation_config.eos_token_id
-    ids = {*extra_ids, *(own[s] for s in sequences if s in own), tokenizer.eos_token_id,
-           *(declared if isinstance(declared, list) else [declared])} - {None}
+    sequences = generation.stop_sequences
+    ids = {*generation.stop_token_ids, *(own[s] for s in sequences if s in own)}
+    if not generation.ignore_eos:
+        ids |= {tokenizer.eos_token_id,
+                *(declared if isinstance(declared, list) else [declared])} - {None}
     vocabulary = whole_shape(loaded.lm.get_output_embeddings().weight)[0]
     return (tuple(sorted(i for i in ids if 0 <= i < vocabulary)),
             tuple(s for s in sequences if s not in own))
