@@ -113,6 +113,35 @@ def test_the_kl_is_zero_before_lora_has_learnt(tmp_path, shape, estimator):
             assert rollout_of(session).kl.abs().max() <= largest
 
 
+def test_dropout_is_on_in_updates_alone(tmp_path):
+    """It leaves the logprobs of both sources the same, and the generators of the reward."""
+    found = {}
+    for name, dropout, source, more in (
+            ("off", 0.0, "forward", {}), ("forward", 0.5, "forward", {}),
+            ("decode", 0.5, "decode", {}),
+            ("recomputed", 0.5, "forward", {"model__gradient_checkpointing": True})):
+        cfg = config_of(tmp_path, fields={"lora_dropout": dropout}, ppo__logprobs_from=source,
+                        ppo__ratio_threshold=None, **more)
+        with session_of(cfg) as session:
+            first = experience_of(session)
+            generator = torch.get_rng_state()
+            ratios = [optimize(session, first).terms["max_log_ratio"]]
+            assert torch.equal(torch.get_rng_state(), generator)
+            weights = weights_of(session)
+            second = experience_of(session, start=16)
+            for group in session.trained.optimizer.param_groups:
+                group["base_lr"] = 0.0
+            ratios.append(optimize(session, second).terms["max_log_ratio"])
+            found[name] = first.logprobs, second.logprobs, ratios, weights
+    off, forward, decode = found["off"], found["forward"], found["decode"]
+    assert off[2][1] <= 1e-5 < 1e-3 < forward[2][1]
+    torch.testing.assert_close(forward[0], off[0])  # the first rollout
+    torch.testing.assert_close(decode[1], forward[1], rtol=0, atol=1e-5)
+    assert any(not torch.equal(forward[3][name], off[3][name]) for name in off[3])
+    for name, tensor in found["recomputed"][3].items():
+        torch.testing.assert_close(tensor, forward[3][name], rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_adapter_switched_off_is_a_copy_of_the_base(tmp_path, kind):
     found = []
@@ -229,7 +258,7 @@ def test_an_adapter_that_does_not_fit_the_model_is_refused(tmp_path, kind, field
     ({"peft": {"type": "lore"}}, "lore must be one of lora, prefix, prompt; did you mean lora?"),
     ({"peft": {"type": "lora", "lora_alfa": 8}}, "did you mean lora_alpha"),
     ({"peft": {"type": "lora", "r": "many"}}, "model.peft.r: 'many' must be of the type int"),
-    ({"peft": {"type": "lora", "lora_dropout": 0.1}}, "model.peft.lora_dropout: must be 0"),
+    ({"peft": {"type": "lora", "lora_dropout": 1.0}}, "model.peft.lora_dropout: 1.0 must be >= 0"),
     ({"peft": {"type": "lora", "init_lora_weights": "pissa"}}, "pissa must be one of true"),
     ({"peft": {"type": "lora", "inference_mode": True}}, "is filled in by ppocli"),
     ({"peft": {"type": "lora", "task_type": "SEQ_CLS"}}, "SEQ_CLS must be CAUSAL_LM or SEQ_2_SEQ"),

@@ -173,9 +173,10 @@ def _warn_about_samples(cfg: TrainConfig, spec: SamplingSpec, sampler: Sampler, 
                         ) -> None:
     if not spec.is_policy_distribution:
         log.warning("Rollouts are sampled with top-k, top-p, min-p, a repetition penalty, a "
-                    "minimum length or greedily: tokens do not come from the policy's own distribution, "
-                    "and the KL to the reference may turn negative. generation.top_k=0 top_p=1 "
-                    "min_p=0 repetition_penalty=1 min_new_tokens=0 avoids it.")
+                    "minimum length or greedily: tokens do not come from the policy's own "
+                    "distribution, and the KL to the reference may turn negative. "
+                    "generation.top_k=0 top_p=1 min_p=0 repetition_penalty=1 min_new_tokens=0 "
+                    "avoids it.")
     if not sampler.repeatable:
         log.info("%s draws other samples each time: a resumed run goes on with others than an "
                  "uninterrupted one.", type(sampler).__name__)
