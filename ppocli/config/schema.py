@@ -126,6 +126,8 @@ class EvalPromptsConfig:
     template: Optional[str] = key(None, "text with {prompt} and {column} placeholders")
     chat: Optional[bool] = key(None, "render with the tokenizer's chat template")
     max_length: Optional[int] = key(None, "longest prompt in tokens", ge=1)
+    overlong: Optional[str] = key(None, "'cut' a prompt that is longer, or 'drop' it",
+                                  choices=("cut", "drop"))
     truncation_side: Optional[str] = key(None, "which end of a long prompt is cut",
                                          choices=("left", "right"))
 
@@ -149,6 +151,8 @@ class PromptsConfig:
     chat: bool = key(False, "render with the tokenizer's chat template")
     max_length: Optional[int] = key(None, "longest prompt in tokens (default: what fits the "
                                     "model beside max_new_tokens)", ge=1)
+    overlong: str = key("cut", "'cut' a prompt that is longer than that, or 'drop' it",
+                        choices=("cut", "drop"))
     truncation_side: str = key("left", "which end of a long prompt is cut",
                                choices=("left", "right"))
     shuffle: bool = key(True, "draw a new order every epoch from the seed")

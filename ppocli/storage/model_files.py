@@ -8,6 +8,7 @@ here, and the Hub is asked only when it can be reached.
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -76,6 +77,16 @@ def find_model(model: str, *, key: str, revision: str | None = None,
         raise InputError(f"Folder {model} does not exist (looked in {os.getcwd()}).",
                          where=key, fix=_folder_fix(key))
     return _from_hub(model, revision, key, needs)
+
+
+def eos_text(model: str, revision: str | None = None) -> str:
+    """What a tokenizer on this machine calls EOS, of its files alone; "" where that isn't said."""
+    with suppress(PpocliError, OSError, ValueError, TypeError, KeyError):
+        source, is_folder = find_model(model, key="", revision=revision, needs="tokenizer")
+        if is_folder:
+            eos = json.loads((Path(source) / "tokenizer_config.json").read_bytes())["eos_token"]
+            return str(eos if isinstance(eos, str) else eos["content"])
+    return ""
 
 
 def _is_setting(key: str) -> bool:

@@ -134,7 +134,8 @@ def test_dropout_is_on_in_updates_alone(tmp_path):
             ratios.append(optimize(session, second).terms["max_log_ratio"])
             found[name] = first.logprobs, second.logprobs, ratios, weights
     off, forward, decode = found["off"], found["forward"], found["decode"]
-    assert off[2][1] <= 1e-5 < 1e-3 < forward[2][1]
+    assert off[2][1] <= 1e-5
+    assert forward[2][1] > 1e-3
     torch.testing.assert_close(forward[0], off[0])  # the first rollout
     torch.testing.assert_close(decode[1], forward[1], rtol=0, atol=1e-5)
     assert any(not torch.equal(forward[3][name], off[3][name]) for name in off[3])

@@ -219,6 +219,8 @@ def _load_prompt_sets(cfg: TrainConfig, tokenizer: Any, lm: Any, objects: Python
     for name, found in (("prompts", prompts), ("evaluation prompts", eval_prompts)):
         for note in found.notes if training or found is eval_prompts else ():
             log.info("%s: %s", name, note)
+        for warning in found.warnings:
+            log.warning("%s: %s.", name, warning)
     return prompts, eval_prompts
 
 
