@@ -15,7 +15,8 @@ import typer
 from typer.core import TyperCommand
 
 from ppocli.builtin.names import config_groups, recipe_files
-from ppocli.cli.output import code_of, leave
+from ppocli.cli.output import choice_of, code_of, leave
+from ppocli.errors import AmbiguousError
 
 WORDS = {"ignore_unknown_options": True, "allow_extra_args": True}
 """context settings of commands that take words with leading dashes for Hydra"""
@@ -33,9 +34,24 @@ class Command(TyperCommand):
     """A command whose function ends the process: with a message and an exit code of its own."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the function; see :func:`ppocli.cli.output.code_of`."""
+        """Run the function; see :func:`ppocli.cli.output.code_of`. A word that names two things is
+        asked about, and the function run with the answer."""
         invoke = super().invoke
-        leave(code_of(lambda: invoke(ctx)))
+
+        def run() -> None:
+            try:
+                invoke(ctx)
+            except AmbiguousError as error:
+                chosen = choice_of(error)
+                meant = {error.given: chosen}
+                for name, value in ctx.params.items():
+                    if isinstance(value, list | tuple):
+                        ctx.params[name] = [meant.get(each, each) for each in value]
+                    elif value == error.given:
+                        ctx.params[name] = chosen
+                invoke(ctx)
+
+        leave(code_of(run))
 
 
 class HydraCommand(Command):
