@@ -42,7 +42,8 @@ class ValueConfig:
 
 @dataclass
 class ModelConfig:
-    path: str = key(MISSING, "a folder, a Hub name, or builtin:reviews / builtin:randomwalks")
+    path: str = key(MISSING, "a folder, a Hub name, or builtin:reviews / builtin:randomwalks; an "
+                    "adapter goes on under model.peft, and is merged without it")
     revision: Optional[str] = key(None, "branch, tag or commit of a Hub model")
     arch: str = key("auto", "a 'causal' model that continues the prompt, or an encoder-decoder "
                     "('seq2seq') that answers it (auto: what the model's files say)",
