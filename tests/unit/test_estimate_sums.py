@@ -292,7 +292,7 @@ def test_an_adapter_trains_fp32_on_a_base_that_is_not():
     layers, width = 3, 32
     config = model_config("llama", num_hidden_layers=layers, hidden_size=width)
     parts = parts_by_kind(config_of(model__peft={"type": "lora", "r": 4, "target_modules": [
-        "q_proj"]}, hardware__precision="bf16"), config)
+        "q_proj"]}, model__reference__kind="adapter", hardware__precision="bf16"), config)
     adapter = layers * 2 * 4 * width  # A and B of each layer's query projection
     policy = parts["policy"]
     assert (policy.trained, policy.state, policy.cast) == (adapter, 8 * adapter, adapter)
@@ -306,7 +306,7 @@ def test_a_quantized_base_takes_less():
     width, inner, layers, words = 32, 48, 3, 37
     config = model_config("llama", num_hidden_layers=layers)
     keys = {"model__peft": {"type": "lora", "r": 4, "target_modules": ["q_proj"]},
-            "hardware__precision": "bf16"}
+            "model__reference__kind": "adapter", "hardware__precision": "bf16"}
     plain = parts_by_kind(config_of(**keys), config)["policy"].size
     # queries and output, keys and values of one head of two, and the three of the MLP
     linear = layers * (2 * width**2 + 2 * width * width // 2 + 3 * width * inner)
