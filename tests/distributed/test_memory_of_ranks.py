@@ -77,7 +77,7 @@ def test_where_one_row_is_too_much_all_end_with_numbers_and_go_on_elsewhere(worl
                               "and a pass can't be smaller: its longest sample has ")
     assert "MiB, and " in message
     assert "; last healthy: step 1 in " in message
-    wait_for_no_ranks("r")
+    wait_for_no_ranks(world / "runs/r")
     assert not (world / "runs/r/config.next.yaml").exists()
     assert run("resume", "runs/r", cwd=world).code == 0
     assert close_to(stable_rows(world / "runs/r/metrics.jsonl"), alone)
