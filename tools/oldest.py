@@ -4,6 +4,7 @@
     python tools/oldest.py > build/oldest.txt
 """
 
+import sys
 import tomllib
 from pathlib import Path
 
@@ -30,4 +31,4 @@ def oldest(pyproject: Path = ROOT / "pyproject.toml") -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    print("\n".join(f"{name}=={version}" for name, version in oldest().items()))
+    sys.stdout.writelines(f"{name}=={version}\n" for name, version in oldest().items())
