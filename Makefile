@@ -23,7 +23,8 @@ SOAK ?=
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help quickstart setup setup-dev test-fast test test-all test-browser mutants soak lint docs \
+.PHONY: help quickstart setup setup-dev test-fast test test-all test-browser \
+	test-oldest mutants soak lint docs \
 	benchmark-learning benchmark-kinds benchmark-startup benchmark-ranks bench bench-peers bench-peers-setup \
 	bench-gpu check-gpu clean
 
@@ -51,6 +52,24 @@ test-all: $(VENV)/.installed-docs ## run all tests, those for a GPU where there 
 
 test-browser: $(VENV)/.installed-browser ## look at the report's page with an installed Chromium
 	@$(TESTS) -n 0 -m browser $(PYTEST_WORDS)
+
+# What stands on the libraries' own parts: loading, adapters, sampling, several processes, signals.
+# Old releases warn of what they themselves do.
+OLDEST := build/oldest
+SMOKE := tests/integration/test_run_command.py tests/unit/test_adapters.py \
+	tests/unit/test_library_parts.py tests/distributed/test_ranks_of_a_run.py \
+	tests/distributed/test_same_numbers.py
+test-oldest: $(OLDEST)/.installed ## run a few tests with the oldest release of every dependency
+	@$(subst $(BIN),$(OLDEST)/bin,$(TESTS)) -W default -m "not slow and not gpu" $(SMOKE) $(PYTEST_WORDS)
+
+$(OLDEST)/.installed: pyproject.toml tools/oldest.py
+	@$(check_python)
+	@echo "installing the oldest releases into $(OLDEST) (6 GB with what torch brings for a GPU)" >&2
+	@rm -rf $(OLDEST) && mkdir -p build && $(PYTHON) -m venv $(OLDEST)
+	@$(OLDEST)/bin/python -m pip install --quiet packaging >&2
+	@$(OLDEST)/bin/python tools/oldest.py > $(OLDEST)/constraints.txt
+	@$(OLDEST)/bin/python -m pip install --quiet -c $(OLDEST)/constraints.txt -e ".[dev]" >&2
+	@touch $@
 
 mutants: $(VENV)/.installed-dev ## put faults into a copy of the code and see that tests notice
 	@$(BIN)/python tools/mutants.py $(MUTANTS)

@@ -151,7 +151,7 @@ class _Server:
                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                          process_group=0)
         assert self._process.stdout is not None
-        assert self._process.stdout.readline() == b"ready\n"
+        assert b"ready\n" in iter(self._process.stdout.readline, b"")  # libraries may speak first
         atexit.register(self.close)
 
     def fits(self, env: Mapping[str, str]) -> bool:

@@ -13,10 +13,12 @@ import signal
 import sys
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from time import sleep
+from typing import Any
 
 from ppocli.config.resolved import NEXT_CONFIG_FILE, with_values
 from ppocli.config.schema import HardwareConfig, TrainConfig
@@ -39,7 +41,7 @@ class Job:
     failed: dict[int, int] = field(default_factory=dict)
     """exit codes (negative: a signal) of ranks that failed before the agent ended the others"""
     agent_error: str | None = None
-    """of torch's agent itself: another node is gone, or never came"""
+    """of torch's agent itself: another node, or the store on this machine, is gone or never came"""
     hung: list[int] = field(default_factory=list)
     """ranks that had to be killed long after another one had failed"""
 
@@ -141,6 +143,9 @@ def _launch(cfg: TrainConfig, job: Job, words: list[str]) -> None:
 
     hardware = cfg.hardware
     several = hardware.num_nodes > 1
+    # torch before 2.12 has no such field, and gives the other ranks 30 seconds
+    grace: dict[str, Any] = {"shutdown_timeout": job.grace} if any(
+        one.name == "shutdown_timeout" for one in fields(LaunchConfig)) else {}
     config = LaunchConfig(
         min_nodes=hardware.num_nodes, max_nodes=hardware.num_nodes,
         nproc_per_node=hardware.num_processes, run_id=str(cfg.run_name), role="rank",
@@ -148,11 +153,12 @@ def _launch(cfg: TrainConfig, job: Job, words: list[str]) -> None:
         rdzv_endpoint=hardware.rdzv_endpoint or "localhost:0",
         rdzv_configs={"timeout": hardware.timeout_seconds}
         | ({"rank": job.node_rank} if several else {}),
-        max_restarts=0, monitor_interval=0.1, shutdown_timeout=job.grace,
-        # ours go to the ranks; this one nobody sends, and none at all the agent complains of
-        signals_to_handle="SIGUSR2")
+        max_restarts=0, monitor_interval=0.1, **grace)
     try:
-        elastic_launch(config, sys.executable)("-m", "ppocli.launching.worker", *words)
+        # signals go to the ranks: in the main thread torch's agent would take them for itself
+        with ThreadPoolExecutor(1) as beside:
+            beside.submit(elastic_launch(config, sys.executable), "-m",
+                          "ppocli.launching.worker", *words).result()
     except ChildFailedError as error:
         job.failed.update({rank: failure.exitcode for rank, failure in error.failures.items()})
     except (DistError, RendezvousError, TimeoutError) as error:
@@ -236,16 +242,23 @@ def _unanswered(job: Job, lost: list[RankOutcome], silent: list[int], phases: di
     if silent and (lost or job.hung):
         who = "; ".join(_place(rank, phases) for rank in silent)
         return 1, f"Error: {who}: no answer {waited}; all ranks were ended.\n{_GO_ON}"
+    several = job.hardware.num_nodes > 1
     if lost:
-        place = _place(lost[0].rank, {lost[0].rank: lost[0].phase})
+        places = "; ".join(_place(one.rank, {one.rank: one.phase})
+                           for one in (lost[:1] if several else lost))
+        what = (f"another rank is gone or gave no answer {waited}; what another node says tells why"
+                if several else  # all ranks are here, and each has spoken
+                f"no answer of each other {waited}, though no rank had ended before")
         reason = lost[0].message.splitlines()[0]
-        return 1, (f"Error: {place}: another rank is gone or gave no answer {waited}; what another "
-                   f"node says tells why.\n  where: {reason}\n{_GO_ON}")
-    if job.agent_error is not None:
+        return 1, f"Error: {places}: {what}.\n  where: {reason}\n{_GO_ON}"
+    if job.agent_error is not None and several:
         return 1, (f"Error: node {job.node_rank}: the nodes lost each other, or did not meet "
                    f"{waited}.\n  where: hardware.rdzv_endpoint={job.hardware.rdzv_endpoint} "
                    f"({job.agent_error})\n  fix:   start the same command on all nodes; the "
                    "address of node 0 must be reachable from each\n")
+    if job.agent_error is not None:
+        return 1, (f"Error: The ranks of this machine did not meet {waited}.\n  where: localhost "
+                   f"({job.agent_error})\n{_GO_ON}")
     return 0, ""
 
 

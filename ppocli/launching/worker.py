@@ -52,7 +52,7 @@ def run_worker(start: Start, *, objects: PythonObjects | None = None, joined: bo
         joined: one of the ranks of somebody else's launcher, which may hand a signal on that the
             terminal sends as well.
         own_process: this process was started for the run: its time is counted from there on, and
-            its memory is kept.
+            it decides how memory is freed.
         started_by: the process that has started this one in a process group of its own: what is
             shown to its user is shown by this one.
 
@@ -60,10 +60,10 @@ def run_worker(start: Start, *, objects: PythonObjects | None = None, joined: bo
         PpocliError: with the exit code of its kind; checkpoints are kept and the message says how
             to go on.
     """
-    if own_process:
-        host_memory.keep_freed_memory()
     began = clock.Moment.of_process_start() if own_process else clock.Moment.now()
     folder, cfg = run_folder.RunFolder(start.run_dir.resolve()), start.config()
+    if own_process:
+        host_memory.settle_freed_memory(sharded=cfg.hardware.zero_stage > 0)
     limit(start.limited)
     with _held(start, folder, started_by) as shown, \
             catch_signals(2.0 if joined else 0.0) as stop:

@@ -142,6 +142,8 @@ def _accelerator(cfg: TrainConfig, use_cuda: bool) -> Any:
 
     from ppocli.config.deepspeed import deepspeed_config
 
+    # of `accelerate launch --cpu`: it would outdo DeepSpeed, and what the device is is settled here
+    os.environ.pop("ACCELERATE_USE_CPU", None)
     timeout = timedelta(seconds=cfg.hardware.timeout_seconds)
     group = utils.InitProcessGroupKwargs(backend="nccl" if use_cuda else "gloo", timeout=timeout)
     if cfg.hardware.zero_stage == 0:

@@ -2,6 +2,7 @@
 where it keeps a rank's part, and the flat tensors that its optimizers step on. Nothing else touches
 them."""
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
@@ -23,12 +24,14 @@ _USER = -1
 
 
 def probe() -> None:
-    """Refuse a DeepSpeed without these parts.
+    """Refuse a DeepSpeed without these parts, and hush what it does by old names.
 
     Raises:
         ConfigError: one is missing.
     """
     check_parts("deepspeed", _PARTS)
+    # its own calls of torch, dozens in each step, by names that only a later torch has others for
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
 
 
 def skip_compiled_kernel() -> None:

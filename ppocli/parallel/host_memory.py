@@ -98,18 +98,26 @@ def _left(limit: Path, used: Path, stat: Path, cached: str) -> int | None:
 
 log = logging.getLogger("ppocli")
 
-_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8  # M_TRIM_THRESHOLD etc. of glibc's malloc.h
+# of glibc's malloc.h, there with M_ before them
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8
 _OTHERS = ("LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_",
            "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
 """who sets one of these has chosen"""
 
 
-def keep_freed_memory() -> None:
-    """Make large tensors come from the heap and stay there when they are freed.
+def settle_freed_memory(*, sharded: bool) -> None:
+    """Whether large tensors that are freed stay with the process. For a process of its own only;
+    without glibc nothing happens.
 
-    glibc hands large blocks back to the system at once, and every update takes its gradients anew:
-    the system then fills hundreds of megabytes with zeros, page by page. For a process of its own
-    only; without glibc nothing happens.
+    Kept, they come from the heap: glibc hands large blocks back to the system at once, every
+    update takes its gradients anew, and the system then fills hundreds of megabytes with zeros,
+    page by page.
+
+    Args:
+        sharded: whether DeepSpeed takes and frees flat buffers of all sizes between the tensors
+            that stay, so that a heap of a 45M model would grow to half as much again as is in use.
+            There every large block goes back to the system: also those for which glibc raises its
+            threshold, up to 32 MiB, as soon as one was freed.
     """
     if not sys.platform.startswith("linux") or any(name in os.environ for name in _OTHERS):
         return
@@ -117,6 +125,9 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         log.debug("no mallopt: memory is handed back to the system as it is freed")
+        return
+    if sharded:
+        mallopt(_MMAP_THRESHOLD, 2**17)
         return
     mallopt(_MMAP_MAX, 0)
     mallopt(_TRIM_THRESHOLD, 2**31 - 1)

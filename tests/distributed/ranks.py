@@ -1,6 +1,7 @@
 """Start small jobs of several ranks from tests, and read what they left."""
 
 import json
+import os
 import socket
 import time
 from pathlib import Path
@@ -118,25 +119,26 @@ def errors_in(said: str) -> list[str]:
     return [line for line in said.splitlines() if line.startswith(("Error:", "Stopped:"))]
 
 
-def ranks_of(run_name: str) -> list[int]:
+def ranks_of(run_dir: Path) -> list[int]:
     """Pids of the ranks of a run, by their command lines."""
-    return _pids_of(run_name, b"ppocli.launching.worker")
+    return _pids_of(run_dir, b"ppocli.launching.worker")
 
 
-def launchers_of(run_name: str) -> list[int]:
+def launchers_of(run_dir: Path) -> list[int]:
     """Pids of the processes that start the ranks, one on each machine."""
-    return _pids_of(run_name, b"ppocli.launching.elastic")
+    return _pids_of(run_dir, b"ppocli.launching.elastic")
 
 
-def _pids_of(run_name: str, module: bytes) -> list[int]:
-    found = []
+def _pids_of(run_dir: Path, module: bytes) -> list[int]:
+    """Of this very folder: other tests, and whoever else works here, have runs of the same name."""
+    found, wanted = [], os.fsencode(run_dir.resolve())
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
                 line = (folder / "cmdline").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if module in line and any(part.endswith(f"/{run_name}".encode()) for part in line):
+            if module in line and wanted in line:
                 found.append(int(folder.name))
     return sorted(found)
 
@@ -146,9 +148,9 @@ def rows_of(folder: Path) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-def wait_for_no_ranks(run_name: str, seconds: float = 10) -> None:
+def wait_for_no_ranks(run_dir: Path, seconds: float = 10) -> None:
     deadline = time.monotonic() + seconds
-    while ranks_of(run_name):
+    while ranks_of(run_dir):
         assert time.monotonic() < deadline, "orphans"
         time.sleep(0.1)
 

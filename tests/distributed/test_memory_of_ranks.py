@@ -4,9 +4,10 @@ last checkpoint, to what they would have come to; and end with numbers where one
 import json
 
 import pytest
-from helpers import stable_rows
+from helpers import save_lm, stable_rows
 from ranks import close_to, wait_for_no_ranks
 from runs import assert_tidy, make_world, run, words
+from sessions import estimate_of
 
 from ppocli.config.resolved import read_config
 
@@ -77,7 +78,39 @@ def test_where_one_row_is_too_much_all_end_with_numbers_and_go_on_elsewhere(worl
                               "and a pass can't be smaller: its longest sample has ")
     assert "MiB, and " in message
     assert "; last healthy: step 1 in " in message
-    wait_for_no_ranks("r")
+    wait_for_no_ranks(world / "runs/r")
     assert not (world / "runs/r/config.next.yaml").exists()
     assert run("resume", "runs/r", cwd=world).code == 0
     assert close_to(stable_rows(world / "runs/r/metrics.jsonl"), alone)
+
+
+RESIDENT = """
+import os
+from pathlib import Path
+
+from ppocli.parallel.host_memory import resident_mib
+
+# imported before any model is loaded
+Path(f"before-{os.environ.get('RANK')}").write_text(str(resident_mib(os.getpid())))
+
+
+def plain(outputs, **columns):
+    return [float(len(text)) for text in outputs]
+"""
+
+
+@slow
+@pytest.mark.parametrize("hardware", ["zero1", "zero2"])
+def test_ranks_take_what_was_told(world, hardware):
+    """A GPT-2 of 45 million parameters, whose peak is the system's word on rank 0."""
+    save_lm(world / "lm", gain=1.0, n_layer=6, n_embd=512, n_head=8, n_positions=1024,
+            vocab_size=50257)
+    (world / "rewards.py").write_text(RESIDENT)
+    # two updates: the second has all of the optimizer's state
+    run("train", *words("run_name=r", f"hardware={hardware}", "ppo.num_steps=1",
+                        "ppo.ppo_epochs=1", "ppo.num_rollouts=8", "ppo.mini_batch_size=4",
+                        "eval.at_start=false"), cwd=world, code=0)
+    told = estimate_of(read_config(world / "runs/r/config.yaml"), 8, ranks=2).sums.device / 2**20
+    before = float((world / "before-0").read_text())
+    summary = json.loads((world / "runs/r/summary.json").read_text())
+    assert told + before == pytest.approx(summary["peak_memory_mib"], rel=0.2)

@@ -146,7 +146,7 @@ def test_a_node_that_dies_ends_the_other_with_one_message(world, link, killed):
                             "hardware.timeout_seconds=20")
     wait_for(lambda: rows_of(world / "runs/nodes") >= 2, processes[0], seconds=240)
     spaces = {pid: os.stat(f"/proc/{pid}/ns/net").st_ino
-              for pid in [*launchers_of("nodes"), *ranks_of("nodes")]}
+              for pid in [*launchers_of(world / "runs/nodes"), *ranks_of(world / "runs/nodes")]}
     own = os.stat(f"/proc/{processes[killed].pid}/ns/net").st_ino
     dying = [processes[killed].pid, *(pid for pid, space in spaces.items() if space == own)]
     assert len(dying) == 3  # the command, its launcher, its rank
@@ -161,7 +161,7 @@ def test_a_node_that_dies_ends_the_other_with_one_message(world, link, killed):
     assert message.startswith(f"Error: rank {1 - killed}, ")
     assert "another rank is gone or gave no answer within 20 seconds" in message
     assert "Traceback" not in err
-    wait_for_no_ranks("nodes")
+    wait_for_no_ranks(world / "runs/nodes")
 
 
 def test_a_link_that_falls_silent_ends_both_within_the_timeout(world, link):
@@ -176,7 +176,7 @@ def test_a_link_that_falls_silent_ends_both_within_the_timeout(world, link):
     for err in ended:
         assert len(errors_in(err)) == 1, err
         assert "Traceback" not in err
-    wait_for_no_ranks("nodes")
+    wait_for_no_ranks(world / "runs/nodes")
 
 
 def test_sigterm_to_one_node_stops_both_and_both_resume(world, link):

@@ -62,7 +62,7 @@ def test_a_failing_rank_is_named_once_and_the_run_goes_on(world, alone, fault, h
     assert ("Traceback" in done.err) == ("injected" in text)
     assert "terminate called" not in done.err
     assert time.monotonic() - started < 150
-    wait_for_no_ranks("r")
+    wait_for_no_ranks(world / "runs/r")
     run("train", *words("run_name=r", f"hardware={hardware}", "resume=auto", "ppo.num_steps=6",
                         "ppo.micro_batch_size=2"), cwd=world, code=0)
     # half the micro-batch, the same effective batch: what it comes to is as if nothing had been
@@ -85,7 +85,7 @@ def test_a_rank_that_hangs_in_python_is_named(world, hardware, fault, phase):
     rank = fault.partition("#")[2][0]
     assert errors_in(err) == [f"Error: rank {rank}, {phase}: no answer within 8 seconds "
                              "(hardware.timeout_seconds); all ranks were ended."]
-    wait_for_no_ranks("hung")
+    wait_for_no_ranks(world / "runs/hung")
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -93,27 +93,27 @@ def test_a_rank_that_is_stopped_ends_the_run_within_the_timeout(world, number):
     process = spawn("train", *words("run_name=hung", "hardware=ddp", *LONG,
                                     "hardware.timeout_seconds=8"), cwd=world)
     wait_for(lambda: rows_of(world / "runs/hung") >= 2, process)
-    os.kill(ranks_of("hung")[number], signal.SIGSTOP)
+    os.kill(ranks_of(world / "runs/hung")[number], signal.SIGSTOP)
     started = time.monotonic()
     try:
         _, err = process.communicate(timeout=90)
     finally:
-        for pid in ranks_of("hung"):
+        for pid in ranks_of(world / "runs/hung"):
             os.kill(pid, signal.SIGKILL)
     assert process.returncode == 1
     assert time.monotonic() - started < 45
     [message] = errors_in(err)
     assert message.startswith(f"Error: rank {number}, ")
     assert "no answer within 8 seconds" in message
-    wait_for_no_ranks("hung")
+    wait_for_no_ranks(world / "runs/hung")
 
 
-def kill_all_of(run_name: str, process: subprocess.Popen[str]) -> None:
+def kill_all_of(run_dir: Path, process: subprocess.Popen[str]) -> None:
     """End the command, its launcher and all ranks at once, as a machine that loses its power."""
-    for pid in [process.pid, *launchers_of(run_name), *ranks_of(run_name)]:
+    for pid in [process.pid, *launchers_of(run_dir), *ranks_of(run_dir)]:
         os.kill(pid, signal.SIGKILL)
     process.communicate(timeout=60)
-    wait_for_no_ranks(run_name)
+    wait_for_no_ranks(run_dir)
 
 
 @pytest.mark.parametrize("hardware", ["ddp", "zero1", "zero2", "zero3"])
@@ -124,7 +124,7 @@ def test_all_killed_at_once_and_resumed_comes_to_the_same_bytes(world, hardware)
     run("train", *words("run_name=whole", *given), cwd=world, code=0)
     process = spawn("train", *words("run_name=cut", *given), cwd=world)
     wait_for(lambda: rows_of(world / "runs/cut") >= 3, process)
-    kill_all_of("cut", process)
+    kill_all_of(world / "runs/cut", process)
     assert rows_of(world / "runs/cut") < 7
     (world / "elsewhere").mkdir()
     moved = (world / "runs/cut").rename(world / "elsewhere/moved")
@@ -145,12 +145,12 @@ def test_all_killed_at_once_and_resumed_comes_to_the_same_bytes(world, hardware)
 def test_killing_what_started_the_ranks_leaves_none(world, who):
     process = spawn("train", *words("run_name=orphan", "hardware=ddp", *LONG), cwd=world)
     wait_for(lambda: rows_of(world / "runs/orphan") >= 2, process)
-    [launcher] = launchers_of("orphan")
+    [launcher] = launchers_of(world / "runs/orphan")
     for pid in {"command": [process.pid], "launcher": [launcher],
                 "both": [launcher, process.pid]}[who]:
         os.kill(pid, signal.SIGKILL)
     process.communicate(timeout=60)
-    wait_for_no_ranks("orphan", seconds=60)
+    wait_for_no_ranks(world / "runs/orphan", seconds=60)
     summary = json.loads((world / "runs/orphan/summary.json").read_text())
     assert summary["status"] == "stopped"
     run("resume", "runs/orphan", f"ppo.num_steps={summary['steps'] + 1}", cwd=world, code=0)

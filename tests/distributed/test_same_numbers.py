@@ -111,8 +111,9 @@ def test_the_ratio_guard_and_the_early_stop_are_of_all_ranks(config, tmp_path, s
 # Checkpoints --------------------------------------------------------------------------------------
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("peft", [None, LORA])
+@pytest.mark.parametrize(("stage", "peft"), [
+    *((stage, peft) for stage in range(4) for peft in (None, LORA)), *((3, peft) for peft in (
+        *ADAPTERS[1:], {**ADAPTERS[1], "prefix_projection": True, "encoder_hidden_size": 8}))])
 def test_a_checkpoint_goes_on_exactly_and_on_other_ranks(config, tmp_path, stage, peft):
     """Saved after the first step, read for the second: byte for byte on as many ranks, and within
     rounding in one process, which reads the same files."""

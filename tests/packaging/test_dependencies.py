@@ -13,6 +13,7 @@ from packaging.utils import canonicalize_name
 
 import ppocli
 from ppocli.config.keys import schema_keys
+from tools.oldest import oldest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -111,3 +112,13 @@ def test_every_key_is_read():
     # one that is renamed at every place that reads it is noticed
     assert dead_keys({name: text.replace(".gamma", ".g") for name, text in sources.items()}) == {
         "ppo.gamma"}
+
+
+def test_the_oldest_of_every_bound_is_within_it_and_what_is_pinned_too():
+    found, project = oldest(), tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pinned = {canonicalize_name(one.name): str(one.specifier).removeprefix("==") for one in map(
+        Requirement, filter(lambda line: "==" in line,
+                            (ROOT / "constraints.txt").read_text().splitlines()))}
+    for one in map(Requirement, project["dependencies"]):
+        assert one.specifier.contains(found[one.name])
+        assert one.specifier.contains(pinned[canonicalize_name(one.name)])

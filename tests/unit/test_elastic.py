@@ -66,6 +66,19 @@ def test_a_broken_connection_to_another_node():
     assert "where: RuntimeError: gloo says so\n" in said
 
 
+@pytest.mark.parametrize(("more", "outcomes", "text"), [
+    ({"failed": {0: 1, 1: 1}}, [lost(1, 1.0), lost(0, 2.0)],
+     "Error: rank 1, step 3, optimize; rank 0, step 3, rollout: no answer of each other within 8 "
+     "seconds"),
+    ({"agent_error": "RendezvousTimeoutError: no"}, [], "Error: The ranks of this machine did not "
+     "meet within 8 seconds")])
+def test_a_single_machine_has_no_other_node(more, outcomes, text):
+    code, said = conclude(job(**more), outcomes, PHASES)
+    assert code == 1
+    assert said.startswith(text)
+    assert "node" not in said
+
+
 def test_nodes_that_never_met():
     several = Job(HardwareConfig(num_nodes=2, timeout_seconds=8, rdzv_endpoint="h:1"), node_rank=1,
                   agent_error="DistStoreError: timed out")

@@ -39,7 +39,7 @@ def measure():
     return resident() - before, faults
 '''
 OWN = MEASURE + '''
-from ppocli.parallel.host_memory import keep_freed_memory
+from ppocli.parallel.host_memory import settle_freed_memory
 {call}
 print(*measure())
 '''
@@ -64,9 +64,28 @@ def test_freed_memory_stays_and_is_taken_again_without_the_system():
     kept, faults = measured()
     assert kept < SIZE / 4
     assert faults > 1  # fewer than pages where the system gives huge ones
-    kept, faults = measured("keep_freed_memory()")
+    kept, faults = measured("settle_freed_memory(sharded=False)")
     assert kept > 0.9 * SIZE
     assert faults < pages / 100
+
+
+def test_ranks_of_deepspeed_hand_blocks_of_every_size_back():
+    """Once a block was freed, glibc by itself would keep those up to its size."""
+    grown = f"""libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+libc.free(libc.malloc({SIZE // 4}))
+blocks = [libc.malloc({SIZE // 8}) for _ in range(8)]
+for block in blocks:
+    ctypes.memset(block, 1, {SIZE // 8})
+top = libc.malloc(4096)
+before = resident()
+for block in blocks:
+    libc.free(block)
+print(before - resident(), 0)
+raise SystemExit
+"""
+    assert measured(grown)[0] < SIZE / 4
+    assert measured(f"settle_freed_memory(sharded=True)\n{grown}")[0] > 0.9 * SIZE
 
 
 @pytest.mark.parametrize("name", sorted({*_OTHERS} - {"LD_PRELOAD"}))
@@ -74,7 +93,7 @@ def test_whoever_has_chosen_keeps_the_say(name):
     """A setting that changes nothing of this, so that a process is as it was."""
     value = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=7",
              "MALLOC_MMAP_MAX_": "65536"}.get(name, str(2**17))
-    kept, _ = measured("keep_freed_memory()", **{name: value})
+    kept, _ = measured("settle_freed_memory(sharded=False)", **{name: value})
     assert kept < SIZE / 4
 
 
