@@ -346,7 +346,8 @@ def test_a_run_from_before_styles_is_called_as_it_was(world):
                         ([*given, "resume=auto", "reward.style=trlx"], "trlx"),
                         (["resume=runs/old", "reward.fn=rewards.py:plain"], "auto")):
         told: list[str] = []
-        with open_folder(check(compose(read_words([*more, "--trust"]))), None, told.append) as start:
+        composed = compose(read_words([*more, "--trust"]))
+        with open_folder(check(composed), None, told.append) as start:
             assert start.config().reward.style == style
         assert any("reward.style" in line for line in told) == (style != "ppocli")
     assert with_styles(RewardConfig(fn="elsewhere.py:ends")).style == "trlx"
