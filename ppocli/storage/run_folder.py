@@ -15,6 +15,7 @@ from typing import Any
 
 from ppocli.config import resolved, schema
 from ppocli.errors import CheckpointError, DiskError
+from ppocli.storage import holds
 from ppocli.storage.atomic import TEMPORARY_PREFIX, disk_errors, make_dirs, read_json, write_atomic
 
 LOCK = ".lock"
@@ -48,6 +49,7 @@ class RunFolder:
 
 def probe_writable(folder: Path) -> None:
     """Create ``folder`` where missing and try what a run does there: write, sync, rename, delete.
+    Files that a kill left half written there are swept away.
 
     Raises:
         DiskError: it can't be created or written, or it is a file.
@@ -61,6 +63,7 @@ def probe_writable(folder: Path) -> None:
                     raise DiskError(f"{folder} can't be a folder: {part} is a file.",
                                     where=str(folder), fix=fix)
             make_dirs(folder)
+            holds.sweep(folder, TEMPORARY_PREFIX)
             write_atomic(probe, b"probe")
             probe.unlink()
     except OSError as error:

@@ -15,7 +15,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from ppocli.config.schema import TrackingConfig
+from ppocli.config.schema import CheckpointConfig, TrackingConfig
 from ppocli.display.console import Display
 from ppocli.errors import ConfigError, DiskError, DivergedError
 from ppocli.parallel import backend, launchers
@@ -295,8 +295,16 @@ def _tidy(run: Run, saved: TrainState) -> None:
     if not run.task.backend.ranks.first:
         return
     folder, cfg = run.folder.checkpoints, run.task.cfg.checkpoint
-    best = saved.best.step if saved.best and cfg.keep_best else None
-    complaints = retention.prune(folder, cfg.keep_last, best)
-    complaints += retention.update_pointers(folder, latest=saved.step, best=best)
-    for complaint in complaints:
+    for complaint in [*retention.prune(folder, cfg.keep_last, kept_best(cfg, saved)),
+                      *point_to(folder, cfg, saved)]:
         log.warning(complaint)
+
+
+def kept_best(cfg: CheckpointConfig, state: TrainState) -> int | None:
+    """The step whose checkpoint stays for being the best."""
+    return state.best.step if state.best and cfg.keep_best else None
+
+
+def point_to(folder: Path, cfg: CheckpointConfig, state: TrainState) -> list[str]:
+    """Let the links for people show where the run stands; what couldn't be done."""
+    return retention.update_pointers(folder, latest=state.step, best=kept_best(cfg, state))

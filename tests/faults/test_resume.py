@@ -31,6 +31,22 @@ def test_resuming_twice_equals_the_straight_run(reference, tmp_path):
     assert_equal_runs(reference, again)
 
 
+def test_links_that_a_kill_left_behind_mislead_nobody(reference, here, export):
+    """A kill between the rename of step 4, the best, and its links; and in the middle of files."""
+    killed = copied(reference, here / "runs/r", 4)
+    for name in ("best", "latest"):
+        (killed / "checkpoints" / name).unlink()
+        (killed / "checkpoints" / name).symlink_to("step-000002")
+    for place in (".", "events", "checkpoints", "nonfinite-dump"):
+        (killed / place).mkdir(exist_ok=True)
+        (killed / place / ".tmp-0123456789abcdef").write_text("half")
+    assert export("r", "--best", code=0).out.endswith("/step-000004\n")
+    resumed(killed)
+    for name in ("best", "latest"):
+        assert (killed / "checkpoints" / name).resolve().name == "step-000004"
+    assert_equal_runs(reference, killed)
+
+
 CRITIC = "model.value.kind={} model.value.num_layers_unfrozen=1"
 
 
