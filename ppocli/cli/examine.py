@@ -239,7 +239,7 @@ def _taken(config: schema.TrainConfig, folder: Path, resume_from: Path | None, *
         settled: the configuration has no problems, so that it can be compared with the run's own.
     """
     goes_on = resume_from is not None or (
-        config.resume == "auto" and (folder / resolved.CONFIG_FILE).is_file())
+        config.resume == "auto" and opened_folder.goes_on_with(folder))
     try:
         if not goes_on:
             opened_folder.refuse_taken(folder, config)

@@ -36,7 +36,8 @@ def ending_well(run: loop.Run) -> Iterator[None]:
             f"stopped by {stop} at step {run.state.step} of {run.task.total_steps()}; {where}",
             signal_number=stop.signal_number,
             fix=f"resume with: ppocli resume {run.folder.path}" if resumable else
-            "start again; checkpoint.every_steps=1 or checkpoint.every_minutes=5 saves more often"
+            f"start again: the same words with run_name={run.folder.path.name} resume=auto; "
+            "checkpoint.every_steps=1 or checkpoint.every_minutes=5 saves more often"
         ) from None
     except torch.OutOfMemoryError as error:  # not in a pass, which is made anew with fewer rows
         # of several ranks this one alone is here: it can't save, which takes all of them

@@ -25,7 +25,7 @@ from ppocli.errors import CheckpointError, InputError
 from ppocli.launching.child_process import Start
 from ppocli.parallel.launchers import NODE_FAILED
 from ppocli.rewards.resolve import MODEL_REWARDS
-from ppocli.storage import atomic, environment, model_files, run_folder
+from ppocli.storage import atomic, environment, model_files, retention, run_folder
 
 if TYPE_CHECKING:
     from ppocli.config.compose import Checked
@@ -35,7 +35,7 @@ _OBJECT_KEYS = {"reward_fn": "reward.fn", "metric_fn": "reward.metric_fn",
                 "prompts": "prompts.path", "eval_prompts": "prompts.eval.path"}
 """the key whose place each Python object takes"""
 # a run that left no more than these made nothing worth keeping
-_TRACES = frozenset({resolved.CONFIG_FILE, ".lock", "ppocli.log", NODE_FAILED})
+_TRACES = frozenset({resolved.CONFIG_FILE, run_folder.LOCK, "ppocli.log", NODE_FAILED})
 
 
 @contextmanager
@@ -97,18 +97,29 @@ def _made(name: str, config: schema.TrainConfig, say: Callable[[str], None]) -> 
     new_parents = [folder for folder in (base, *base.parents) if not folder.exists()]
     try:
         run_dir = _fresh_folder(config, name)
-        try:
-            config = replace(config, run_name=run_dir.name, output_dir=str(run_dir.parent))
-            run_folder.write_config(config, run_dir / resolved.CONFIG_FILE)
-            yield Start(run_dir)
-        finally:
-            names = {entry.name for entry in run_dir.iterdir()} if run_dir.is_dir() else set()
-            if names <= _TRACES:  # the run ended before it made anything
-                shutil.rmtree(run_dir, ignore_errors=True)
+        config = replace(config, run_name=run_dir.name, output_dir=str(run_dir.parent))
+        with run_folder.reserved(run_dir):
+            try:
+                refuse_taken(run_dir, config)  # nobody else has made a run here meanwhile
+                with atomic.disk_errors(run_dir):
+                    for trace in _TRACES - {run_folder.LOCK}:
+                        (run_dir / trace).unlink(missing_ok=True)
+                run_folder.probe_writable(run_dir)
+                run_folder.write_config(config, run_dir / resolved.CONFIG_FILE)
+                yield Start(run_dir, reserved_by=os.getpid())
+            finally:
+                if _made_nothing(run_dir):
+                    shutil.rmtree(run_dir, ignore_errors=True)
     finally:
         for folder in new_parents:  # those that stayed empty, the innermost first
             with suppress(OSError):
                 folder.rmdir()
+
+
+def _made_nothing(run_dir: Path) -> bool:
+    """Whether a run here, if there was one, ended, or was killed, before it made anything."""
+    names = {entry.name for entry in run_dir.iterdir()} if run_dir.is_dir() else set()
+    return {name for name in names if not name.startswith(atomic.TEMPORARY_PREFIX)} <= _TRACES
 
 
 def check_deepspeed(config: schema.TrainConfig) -> None:
@@ -138,10 +149,16 @@ def _run_to_go_on_with(config: schema.TrainConfig, say: Callable[[str], None]) -
     if config.resume == "never":
         return None
     run_dir = Path(config.output_dir) / str(config.run_name)
-    if (run_dir / resolved.CONFIG_FILE).is_file():
+    if goes_on_with(run_dir):
         return run_dir
     say(f"resume=auto: there is no run in {run_dir} yet, starting afresh")
     return None
+
+
+def goes_on_with(run_dir: Path) -> bool:
+    """Whether ``resume=auto`` goes on in that folder; a run that was killed before it made anything
+    is begun again."""
+    return not _made_nothing(run_dir) and (run_dir / resolved.CONFIG_FILE).is_file()
 
 
 def _fresh_folder(config: schema.TrainConfig, name: str) -> Path:
@@ -156,21 +173,25 @@ def _fresh_folder(config: schema.TrainConfig, name: str) -> Path:
         with atomic.disk_errors(run_dir), suppress(FileExistsError):
             run_dir.mkdir()
         refuse_taken(run_dir, config)
-    run_folder.probe_writable(run_dir)
     return run_dir
 
 
 def refuse_taken(run_dir: Path, config: schema.TrainConfig) -> None:
-    """Refuse a folder that holds something, for a new run.
+    """Refuse a folder that holds something, for a new run; what a run that made nothing left there
+    is nothing.
 
     Raises:
         CheckpointError: it does.
     """
-    if run_dir.is_dir() and any(run_dir.iterdir()):
+    if not _made_nothing(run_dir):
+        go_on = ""
+        if (run_dir / resolved.CONFIG_FILE).is_file():
+            saved = retention.list_steps(run_folder.RunFolder(run_dir).checkpoints)
+            go_on = "go on with that run: " + (f"ppocli resume {run_dir}; or " if saved else
+                                               "the same words and resume=auto; or ")
         raise CheckpointError(
             f"{run_dir} exists already and isn't empty; nothing is overwritten.",
-            where=f"run_name={config.run_name}",
-            fix=f"go on with that run: ppocli resume {run_dir}; or choose another run_name")
+            where=f"run_name={config.run_name}", fix=f"{go_on}choose another run_name")
 
 
 def new_folder(base: Path, name: str) -> Path:

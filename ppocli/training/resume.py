@@ -71,7 +71,8 @@ def _newest(task: Task, folder: run_folder.RunFolder, run_id: str, fresh: TrainS
         _forget_after(folder, -1, reopen=None)
         return None
     raise CheckpointError(f"No valid checkpoint in {folder.checkpoints}.", where=str(folder.path),
-                          fix="start again under another run_name, or with resume=auto")
+                          fix="start again: the words it was started with, and "
+                          f"run_name={folder.path.name} resume=auto; or choose another run_name")
 
 
 def _note_other_place(found: checkpoints.FoundCheckpoint, task: Task) -> None:

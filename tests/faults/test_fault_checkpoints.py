@@ -59,6 +59,7 @@ def test_a_folder_without_checkpoint_is_refused_or_with_auto_begun(command, refe
     ended = command(f"resume={folder}", code=5)
     assert "resume=auto" in ended.err
     assert tree(folder) == before
+    assert "the same words and resume=auto" in command(*words("run_name=r"), code=5).err
     own = reference.parents[1]
     ended = command(*words("run_name=r", "resume=auto", f"model.path={own}/lm",
                            f"prompts.path={own}/prompts.jsonl", stateful=True), code=0)
