@@ -121,23 +121,24 @@ def recorded(monkeypatch: pytest.MonkeyPatch, folder: Path, images: Path) -> lis
             for lock in found[-1].rglob(".lock"):  # of a process that is dead by then
                 lock.write_text(re.sub(r'"started": \d+', '"started": 1', lock.read_text()))
 
-    for name in ("open", "mkdir", "replace", "rename", "unlink", "pwrite", "fsync", "ftruncate",
-                 "close"):
-        def call(*given, real=getattr(os, name), **more):
+    real = {name: getattr(os, name) for name in (
+        "open", "mkdir", "replace", "rename", "unlink", "pwrite", "fsync", "ftruncate", "close")}
+
+    def watched(name: str) -> Callable:
+        def call(*given, **more):
             with monkeypatch.context() as off:
-                for each, own in originals.items():
+                for each, own in real.items():
                     off.setattr(os, each, own)
                 look()
-                result = real(*given, **more)
+                result = real[name](*given, **more)
                 look()
             return result
 
-        originals[name] = getattr(os, name)
-        monkeypatch.setattr(os, name, call)
+        return call
+
+    for name in real:
+        monkeypatch.setattr(os, name, watched(name))
     return found
-
-
-originals: dict[str, Callable] = {}
 
 
 @pytest.mark.parametrize("each", [30, pytest.param(1, marks=pytest.mark.slow)])
