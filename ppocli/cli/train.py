@@ -81,7 +81,9 @@ def train(overrides: Overrides = None, no_progress: NoProgress = False, dry_run:
 
 def resume(run: Annotated[str, typer.Argument(metavar="RUN", autocompletion=complete_run,
                                               help="The run's folder or name.")],
-           overrides: Overrides = None, no_progress: NoProgress = False, dry_run: DryRun = False
+           overrides: Overrides = None, no_progress: NoProgress = False, dry_run: DryRun = False,
+           accept_changes: Annotated[bool, typer.Option(
+               "--accept-changes", help="Go on with a config.yaml changed by hand.")] = False
            ) -> None:
     """Continue a stopped run exactly where it was saved.
 
@@ -93,7 +95,8 @@ def resume(run: Annotated[str, typer.Argument(metavar="RUN", autocompletion=comp
       ppocli resume runs/NAME ppo.total_episodes=4000
     """
     output.set_manner(plain=no_progress)
-    run_words(resume_words(run, overrides or []), dry_run=dry_run)
+    more = [*(overrides or []), *(["--accept-changes"] if accept_changes else [])]
+    run_words(resume_words(run, more), dry_run=dry_run)
 
 
 def run_words(words: Sequence[str], *, dry_run: bool = False) -> None:

@@ -23,9 +23,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from ppocli.builtin.names import config_groups
 from ppocli.config import hydra_bridge, keys, layers, schema, secrets
+from ppocli.config.kept import settings_before
 from ppocli.config.problems import Problem, find_problems, raise_problems, range_problems
-from ppocli.config.resolved import CONFIG_FILE, quoted, read_config, schema_node, typed
-from ppocli.config.words import COMMAND_LINE, Words
+from ppocli.config.resolved import CONFIG_FILE, quoted, schema_node, typed
+from ppocli.config.words import ACCEPT_CHANGES, COMMAND_LINE, Words
 from ppocli.errors import CheckpointError, ConfigError
 from ppocli.text import did_you_mean
 
@@ -46,6 +47,8 @@ class Composed:
     recipe: str | None
     resume_from: Path | None
     """the run folder of ``resume=FOLDER``"""
+    accept_changes: bool = False
+    """what was changed by hand in the config.yaml of a run that goes on counts"""
 
     @property
     def hint(self) -> str | None:
@@ -81,6 +84,8 @@ class Checked:
     """what a run without ``run_name`` is called, before its time stamp: its recipe, if it has one
     """
     sources: Mapping[str, str] = field(default_factory=dict)
+    accept_changes: bool = False
+    """as of :class:`Composed`"""
 
 
 def compose(words: Words) -> Composed:
@@ -112,13 +117,14 @@ def check(composed: Composed, handed_in: frozenset[str] = frozenset()) -> Checke
     """
     raise_problems(composed.problems(handed_in), composed.hint)
     return Checked(composed.config, composed.resume_from, composed.recipe or "run",
-                   composed.sources)
+                   composed.sources, composed.accept_changes)
 
 
 def compose_here(words: Words, run: Path | None = None) -> Composed:
     """As :func:`compose`, inside of :func:`hydra_for`, for words that are one run's."""
     merged = layers.merge_entries(_entries(words, run))
-    return Composed(typed(merged.node), merged.problems, merged.sources, words.value("recipe"), run)
+    return Composed(typed(merged.node), merged.problems, merged.sources, words.value("recipe"), run,
+                    words.flag(ACCEPT_CHANGES) is not None)
 
 
 def print_composition(words: Words) -> None:
@@ -174,7 +180,7 @@ def _resumed_run(words: Words) -> Path | None:
         raise CheckpointError(f"resume={given}: there is no such folder", where=str(run),
                               fix="give a run folder, e.g. resume=runs/NAME; to start afresh leave "
                                   "resume out")
-    read_config(run / CONFIG_FILE)
+    settings_before(run, accept_changes=words.flag(ACCEPT_CHANGES) is not None)
     groups = [setting.key for setting in words.settings
               if setting.key in (*config_groups(), "recipe")]
     if groups:

@@ -11,6 +11,7 @@ import re
 import shlex
 import typing
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -86,9 +87,14 @@ def read_config(path: Path) -> TrainConfig:
     try:
         config = _parsed(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        if (path.parent / "run.json").is_file():
+            raise CheckpointError(
+                f"{path.parent} has lost its {path.name}", where=str(path),
+                fix="put it back; or go on with the words that the run was started with, and "
+                    f"run_name={path.parent.name} resume=auto") from None
         raise CheckpointError(f"{path.parent} has no {path.name}: it is not a run folder",
                               where=str(path), fix=fix) from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise CheckpointError(f"{path} can't be read: {' '.join(str(error).split())}",
                               where=str(path), fix=fix) from error
     except OmegaConfBaseException as error:
@@ -116,6 +122,13 @@ def _parsed(text: str) -> TrainConfig | None:
     if not isinstance(loaded, DictConfig) or not loaded:
         return None
     return typed(typing.cast(DictConfig, OmegaConf.merge(schema_node(), loaded)))
+
+
+def config_of(text: str) -> TrainConfig | None:
+    """What :func:`config_text` gave, read again; None where it is damaged."""
+    with suppress(yaml.YAMLError, OmegaConfBaseException, RecursionError):
+        return copy.deepcopy(_parsed(text))
+    return None
 
 
 def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:

@@ -17,7 +17,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppocli.config import algorithm, deepspeed, hub, keys, resolved, schema
+from ppocli.config import algorithm, deepspeed, hub, kept, keys, resolved, schema
 from ppocli.config.problems import shown
 from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.data.sources import names_hub_dataset
@@ -57,7 +57,7 @@ def open_folder(checked: Checked, objects: PythonObjects | None, say: Callable[[
     config = noting_objects(resolved.with_absolute_paths(checked.config, Path.cwd()), objects)
     asked = checked.resume_from
     run_dir = asked.absolute() if asked else _run_to_go_on_with(config, say)
-    opened = (_resumed(run_dir, asked is not None, config, objects, say) if run_dir is not None
+    opened = (_resumed(run_dir, checked, config, objects, say) if run_dir is not None
               else _made(checked.name, config, say))
     with opened as start:
         # the libraries alone take seconds to load
@@ -71,12 +71,16 @@ def open_folder(checked: Checked, objects: PythonObjects | None, say: Callable[[
 
 
 @contextmanager
-def _resumed(run_dir: Path, by_folder: bool, config: schema.TrainConfig,
+def _resumed(run_dir: Path, checked: Checked, config: schema.TrainConfig,
              objects: PythonObjects | None, say: Callable[[str], None]) -> Iterator[Start]:
     # an explicit folder must hold a checkpoint; "auto" may have been killed before its first
     config = replace(config, run_name=run_dir.name, output_dir=str(run_dir.parent),
-                     resume="never" if by_folder else "auto")
-    changes = changes_on_resume(run_dir, config, objects)
+                     resume="never" if checked.resume_from else "auto")
+    own = run_dir / resolved.CONFIG_FILE
+    if not own.is_file() and (texts := kept.kept_texts(run_dir)):
+        atomic.write_atomic(own, texts[0])
+        say(f"{own} was gone; it is written again as {kept.RUN_FILE} keeps it")
+    changes = changes_on_resume(run_dir, config, objects, checked.accept_changes)
     check_inputs(config)
     check_deepspeed(config)
     for key, line in changes:
@@ -158,7 +162,8 @@ def _run_to_go_on_with(config: schema.TrainConfig, say: Callable[[str], None]) -
 def goes_on_with(run_dir: Path) -> bool:
     """Whether ``resume=auto`` goes on in that folder; a run that was killed before it made anything
     is begun again."""
-    return not _made_nothing(run_dir) and (run_dir / resolved.CONFIG_FILE).is_file()
+    return not _made_nothing(run_dir) and any(
+        (run_dir / name).is_file() for name in (resolved.CONFIG_FILE, kept.RUN_FILE))
 
 
 def _fresh_folder(config: schema.TrainConfig, name: str) -> Path:
@@ -211,13 +216,15 @@ def new_folder(base: Path, name: str) -> Path:
 
 
 def changes_on_resume(run_dir: Path, config: schema.TrainConfig,
-                      objects: PythonObjects | None = None) -> list[tuple[str, str]]:
+                      objects: PythonObjects | None = None, accept_changes: bool = False
+                      ) -> list[tuple[str, str]]:
     """(key, ``key: before -> after``) of what ``config`` changes in a run.
 
     Raises:
-        CheckpointError: a changed key forbids to resume, or Python objects are missing.
+        CheckpointError: a changed key forbids to resume, Python objects are missing, or the run's
+            config.yaml was changed by hand and this isn't accepted.
     """
-    old = resolved.read_config(run_dir / resolved.CONFIG_FILE)
+    old = kept.settings_before(run_dir, accept_changes=accept_changes)
     _ask_for_objects(config, objects, run_dir)
     changes = [(key, f"{key}: {shown(before)} -> {shown(after)}")
                for key, before, after in resolved.config_differences(old, config)]

@@ -1,5 +1,6 @@
 """A run as its folder tells it: configuration, rows, samples, warnings, status. No torch here."""
 
+import logging
 import math
 import os
 import re
@@ -9,14 +10,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from ppocli.config import resolved, schema
+from ppocli.config import kept, resolved, schema
 from ppocli.config.problems import shown
 from ppocli.errors import CheckpointError
-from ppocli.storage import atomic, run_logs
-from ppocli.storage.run_folder import RunFolder, live_owner
+from ppocli.storage import atomic, retention, run_logs
+from ppocli.storage.run_folder import RunFolder, finite_or_null, live_owner
 
-RUN_FILE = "run.json"
-"""identity of a run, and what its settings were changed to when it was resumed"""
+log = logging.getLogger("ppocli")
 Status = Literal["running", "finished", "stopped", "failed", "interrupted"]
 _LOG_HEAD = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (\w+) ", re.MULTILINE)
 
@@ -196,10 +196,20 @@ def _status(run: RunFolder, summary: dict[str, Any] | None, rows: list[dict[str,
 
 def read_changes(run_dir: Path) -> list[Change]:
     """Changes in the order they were made; none where the file doesn't tell any."""
-    found = (atomic.read_json(run_dir / RUN_FILE) or {}).get("changes")
+    found = (atomic.read_json(run_dir / kept.RUN_FILE) or {}).get("changes")
     return [Change(entry["step"], *(str(entry.get(name)) for name in ("key", "before", "after")))
             for entry in (found if isinstance(found, list) else ())
             if isinstance(entry, dict) and isinstance(entry.get("step"), int)]
+
+
+def begin_record(run_dir: Path, run_id: str) -> None:
+    """Note a run's identity and what it was started with.
+
+    Raises:
+        DiskError: the disk is full, read-only, or refuses.
+    """
+    text = (run_dir / resolved.CONFIG_FILE).read_text(encoding="utf-8")
+    atomic.write_json_atomic(run_dir / kept.RUN_FILE, {"run_id": run_id, kept.KEPT: text})
 
 
 def accept_settings(run_dir: Path, step: int | None) -> None:
@@ -211,17 +221,26 @@ def accept_settings(run_dir: Path, step: int | None) -> None:
     Raises:
         DiskError: the disk is full, read-only, or refuses.
     """
-    told, noted = atomic.read_json(run_dir / RUN_FILE) or {}, read_changes(run_dir)
+    told, noted = atomic.read_json(run_dir / kept.RUN_FILE) or {}, read_changes(run_dir)
+    asked, own = resolved.next_config(run_dir), RunFolder(run_dir)
+    saved = retention.sound_steps(own.checkpoints)
+    if saved and kept.KEPT not in told \
+            and saved[-1].config_digest != atomic.sha256_file(own.config):
+        log.warning("%s is not as it was when step %d was saved; this run keeps no copy that could "
+                    "tell what differs", own.config, saved[-1].step)
+    differ = resolved.config_differences(kept.settings_before(run_dir, accept_changes=True),
+                                         resolved.read_config(asked))
     changes: list[Change] = []
     if step is not None:
         # the run may have gone back behind a change, to an earlier checkpoint
         changes = [replace(change, step=min(change.step, step)) for change in noted]
-        new = [Change(step, key, shown(before), shown(after)) for key, before, after in
-               resolved.config_differences(resolved.read_config(run_dir / resolved.CONFIG_FILE),
-                                           resolved.read_config(resolved.next_config(run_dir)))]
+        new = [Change(step, key, shown(before), shown(after)) for key, before, after in differ]
         if new != changes[-len(new):]:  # an attempt that was killed right here has noted them
             changes += new
-    if changes != noted and "run_id" in told:
-        atomic.write_json_atomic(run_dir / RUN_FILE,
-                                 {**told, "changes": [asdict(change) for change in changes]})
+    if isinstance(told.get("run_id"), str) and (
+            changes != noted or differ or kept.KEPT not in told):
+        text, before = (path.read_text(encoding="utf-8") for path in (asked, own.config))
+        atomic.write_json_atomic(run_dir / kept.RUN_FILE, finite_or_null({
+            **told, "changes": [asdict(change) for change in changes],
+            kept.KEPT: text, kept.BEFORE: before}))
     resolved.accept_config(run_dir)

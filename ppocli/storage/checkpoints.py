@@ -58,7 +58,7 @@ def save_checkpoint(folder: Path, step: int, *, run_id: str, write: Callable[[Pa
         write: puts files into the (empty) folder it is given; sub-folders are fine, links, pickles
             and a file named ``state.json`` or ``MANIFEST.json`` are not. May be called twice.
         state: stored as ``state.json``; strict JSON.
-        config_digest: stored for the comparison at resume.
+        config_digest: of the run's config.yaml, for the comparison at resume.
         versions: package name -> version, stored for the reader.
 
     Raises:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ppocli.config import resolved, schema
-from ppocli.errors import CheckpointError, DiskError
+from ppocli.errors import CheckpointError, DiskError, RunGoneError
 from ppocli.storage import holds
 from ppocli.storage.atomic import TEMPORARY_PREFIX, disk_errors, make_dirs, read_json, write_atomic
 
@@ -69,6 +69,13 @@ def probe_writable(folder: Path) -> None:
     except OSError as error:
         raise DiskError(f"{folder} can't be written: {error.strerror or error}.",
                         where=str(folder), fix=fix) from error
+
+
+def gone(path: Path) -> RunGoneError:
+    """The error of a run whose folder, or what it needs of it, isn't where it was any more."""
+    return RunGoneError(f"{path}, or a part of it, was moved or deleted while the run wrote there.",
+                        where=str(path), fix="go on with what is left where it lies now: "
+                        "ppocli resume FOLDER")
 
 
 def finite_or_null(value: Any) -> Any:

@@ -92,6 +92,9 @@ def _tidy(task: Task, folder: run_folder.RunFolder, path: Path, state: TrainStat
     for complaint in loop.point_to(folder.checkpoints, task.cfg.checkpoint, state):
         log.warning(complaint)
     _forget_after(folder, state.step, reopen=state.step if state.pending is not None else None)
+    for problem in run_logs.row_problems(folder.metrics, folder.samples,
+                                         state.step - (state.pending is not None)):
+        log.warning("%s: lost or changed since it was written", problem)
     if state.episodes < task.total_samples():
         _set_aside_finished(folder)
     log.info("resuming step %d of %d from %s (verified)", state.step, task.total_steps(), path)
