@@ -8,13 +8,7 @@ from typing import Any
 
 from ppocli.config.secrets import safe_text
 from ppocli.display.console import closing_table
-from ppocli.errors import (
-    DivergedError,
-    OutOfMemoryError,
-    PpocliError,
-    RunGoneError,
-    StoppedError,
-)
+from ppocli.errors import DivergedError, OutOfMemoryError, PpocliError, RunGoneError, StoppedError
 from ppocli.launching.child_process import RunOutcome
 from ppocli.parallel.launchers import my_phase, my_rank
 from ppocli.parallel.stop import StopRequested

@@ -126,7 +126,7 @@ def row_problems(metrics: Path, samples: Path, last_step: int) -> list[str]:
     found: list[tuple[Path, str, list[Any]]] = [
         (metrics, "no row", [step for step in range(1, last_step + 1) if step not in rows]),
         (metrics, "more than one row", sorted(set(twice)))]
-    counts = Counter((row.get("kind"), row["step"]) for row in read_jsonl(samples)
+    counts = Counter((str(row.get("kind")), row["step"]) for row in read_jsonl(samples)
                      if row.get("sampling") is None and isinstance(row.get("step"), int))
     sizes = {step: counts["eval", step] for step, row in rows.items()
              if any(name.startswith("eval/") for name in row)}

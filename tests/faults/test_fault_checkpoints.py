@@ -117,7 +117,8 @@ def test_what_vanishes_from_a_run_is_put_back_or_said(command, reference, tmp_pa
     rows = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_text("".join([*rows[:2], rows[1], rows[2], *rows[4:]]))
     samples = (folder / "samples.jsonl").read_text().splitlines(keepends=True)
-    (folder / "samples.jsonl").write_text("".join([*samples[1:], samples[5]]))
+    (folder / "samples.jsonl").write_text("".join([
+        *samples[1:], samples[5], '{"step": 1, "kind": [1e999]}\n']))
     ended = command(f"resume={folder}", code=0)
     assert "run.json was gone; the run's identity is that of its checkpoints" in ended.err
     assert "metrics.jsonl has no row of step 3: " in ended.err
