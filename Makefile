@@ -17,10 +17,13 @@ PYTEST_WORDS ?=
 # which of the faults in tools/mutants.py, as in: make mutants MUTANTS=early_stop
 MUTANTS ?=
 
+# more words for the suites that run for hours, as in: make soak SOAK="--seed 7 --cases 50"
+SOAK ?=
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help quickstart setup setup-dev test-fast test test-all test-browser mutants lint docs \
+.PHONY: help quickstart setup setup-dev test-fast test test-all test-browser mutants soak lint docs \
 	benchmark-learning benchmark-kinds benchmark-startup benchmark-ranks bench bench-peers bench-peers-setup \
 	bench-gpu check-gpu clean
 
@@ -54,6 +57,9 @@ mutants: $(VENV)/.installed-dev ## put faults into a copy of the code and see th
 
 # one thread per process: two busy workers on two cores are slowed down by more
 TESTS = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+soak: $(VENV)/.installed-dev ## kill -9 a thousand times, then damaged folders, rewards, servers, disks (hours)
+	@$(BIN)/python -m tools.soak all $(SOAK)
 
 lint: $(VENV)/.installed-dev ## check style, types and the floors
 	@$(BIN)/ruff check .

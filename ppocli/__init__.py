@@ -12,7 +12,8 @@ from ppocli.version import __version__
 
 if TYPE_CHECKING:
     from ppocli.api import EvalResult, TrainedRun, evaluate, load_run, train
-    from ppocli.trainer import Batch, PPOTrainer
+    from ppocli.generation import Batch
+    from ppocli.trainer import PPOTrainer
 
 __all__ = ["Batch", "EvalResult", "PPOTrainer", "TrainedRun", "__version__", "evaluate",
            "load_run", "train"]

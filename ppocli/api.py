@@ -11,10 +11,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ppocli.config import resolved
+from ppocli.config import resolved, words
+from ppocli.config.words import list_of_texts
 from ppocli.errors import ConfigError, InputError, PpocliError
 from ppocli.launching import launch, opened_folder, target_config
 from ppocli.parallel.stop import catch_signals
+from ppocli.runs import trust as trust_of
 from ppocli.runs.target import find_target
 from ppocli.storage.atomic import read_json
 from ppocli.user_code import join_working_directory
@@ -31,13 +33,16 @@ class TrainedRun:
     """a plain Hugging Face folder"""
     summary: dict[str, Any]
     """the contents of summary.json"""
+    trusts: bool = False
+    """the model's own code may run, whoever made the run"""
 
     @cached_property
     def _player(self) -> Any:
         from ppocli.evaluation.player import load_player, policy_config
 
-        own = resolved.read_config(self.run_dir / "config.yaml").model
-        return load_player(policy_config(own, str(self.model_dir)), str(self.run_dir))
+        cfg = resolved.read_config(self.run_dir / "config.yaml")
+        trust_of.check_run(self.run_dir, cfg, ("model.",), trusts=self.trusts)
+        return load_player(policy_config(cfg.model, str(self.model_dir)), str(self.run_dir))
 
     def generate(self, prompts: Sequence[str], *, seed: int = 0, **sampling: Any) -> list[str]:
         """One response for each prompt, sampled as in training.
@@ -54,7 +59,7 @@ class TrainedRun:
         from ppocli.evaluation.player import changed_sampling
 
         generation = changed_sampling(resolved.read_config(self.run_dir / "config.yaml"), sampling)
-        texts = _texts(prompts, "prompts")
+        texts = list_of_texts(prompts, "prompts")
         if not texts:
             raise ConfigError("There are no prompts.", fix="give at least one text")
         tokens = self._player.tokens(texts, generation)
@@ -75,7 +80,8 @@ class TrainedRun:
         return target
 
 
-def train(overrides: Sequence[str] = (), *,
+def train(overrides: Sequence[str] | Mapping[str, Any] = (), *,
+          model_path: str | Path | None = None, config: Mapping[str, Any] | None = None,
           reward_fn: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None,
           metric_fn: Callable[..., Any] | None = None, prompts: Sequence[Any] | None = None,
           eval_prompts: Sequence[Any] | None = None, stop_sequences: Sequence[str] | None = None
@@ -83,7 +89,10 @@ def train(overrides: Sequence[str] = (), *,
     """Train a policy in this process, as ``ppocli train`` does.
 
     Args:
-        overrides: words of the command line, e.g. ``["+recipe=quickstart", "seed=1"]``.
+        overrides: words of the command line, e.g. ``["+recipe=quickstart", "seed=1"]``; or a nested
+            mapping of settings, e.g. ``{"recipe": "quickstart", "ppo": {"n": 2}}``.
+        model_path: sets ``model.path``.
+        config: a nested mapping of settings beside ``overrides``, over which it wins.
         reward_fn: in place of ``reward.fn``: a callable, or several by name (each of weight 1).
         metric_fn: in place of ``reward.metric_fn``.
         prompts, eval_prompts: in place of the ``prompts`` section's sources: texts, or mappings
@@ -93,16 +102,19 @@ def train(overrides: Sequence[str] = (), *,
     Raises:
         PpocliError: whatever ended the run; its checkpoints are kept.
     """
-    from ppocli.config import compose, words
+    from ppocli.config import compose
     from ppocli.training.task import PythonObjects
 
     given = {"reward.fn": reward_fn, "reward.metric_fn": metric_fn, "prompts.items": prompts,
              "prompts.eval.items": eval_prompts}
     handed_in = frozenset(key for key, value in given.items() if value is not None)
-    composed = compose.compose(words.read_words(_texts(overrides, "overrides")))
+    given_words = [*words.given_words(overrides), *words.given_words(config or {})]
+    if model_path is not None:
+        given_words += words.given_words({"model": {"path": str(model_path)}})
+    composed = compose.compose(words.read_words(given_words))
     if stop_sequences is not None:
         composed = replace(composed, config=resolved.with_values(composed.config, {
-            "generation.stop_sequences": _texts(stop_sequences, "stop_sequences")}))
+            "generation.stop_sequences": list_of_texts(stop_sequences, "stop_sequences")}))
     objects = PythonObjects(
         reward_fn=reward_fn, metric_fn=metric_fn,
         prompts=None if prompts is None else list(prompts),
@@ -113,7 +125,7 @@ def train(overrides: Sequence[str] = (), *,
         raise PpocliError(f"The run ended with exit code {outcome.exit_code}: "
                           f"{(outcome.summary or {}).get('error') or 'see above'}",
                           where=str(outcome.run_dir), exit_code=outcome.exit_code)
-    return load_run(outcome.run_dir)
+    return load_run(outcome.run_dir, trust=True)
 
 
 @dataclass(frozen=True)
@@ -140,7 +152,8 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
              prompts: str | Path | Sequence[Any] | None = None, limit: int | None = None,
              num_samples: int | None = None, seed: int | None = None, step: int | None = None,
              best: bool = False, frontier: bool = False, output: str | Path | None = None,
-             name: str | None = None, overwrite: bool = False, resume: bool = False) -> EvalResult:
+             name: str | None = None, overwrite: bool = False, resume: bool = False,
+             trust: bool = False) -> EvalResult:
     """Evaluate a policy in this process, as ``ppocli eval`` does.
 
     Args:
@@ -153,8 +166,8 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
         metric_fn: in place of ``reward.metric_fn``.
         prompts: a file, a folder or a Hub data set; or the prompts themselves, texts or mappings
             with a ``prompt`` and metadata.
-        limit, num_samples, seed, step, best, frontier, output, name, overwrite, resume: the flags
-            of ``ppocli eval``.
+        limit, num_samples, seed, step, best, frontier, output, name, overwrite, resume, trust: the
+            flags of ``ppocli eval``.
 
     Raises:
         PpocliError: whatever kept the evaluation from its end; samples scored so far are kept.
@@ -166,14 +179,14 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
     source, items = (prompts, None) if prompts is None or isinstance(prompts, str | Path) else (
         None, list(prompts))
     request = EvalRequest(
-        run=_text(run), words=tuple(_texts(overrides, "overrides")), against=_text(against),
+        run=_text(run), words=tuple(list_of_texts(overrides, "overrides")), against=_text(against),
         reward=reward, prompts=_text(source), limit=limit, num_samples=num_samples, seed=seed,
         step=step, best=best, frontier=frontier, output=_text(output), name=name,
-        overwrite=overwrite, resume=resume, own_reward=reward_fn is not None)
+        overwrite=overwrite, resume=resume, trust=trust, own_reward=reward_fn is not None)
     request.check()
     target = find_target(request.run, say=log.info, step=step, best=best)
     cfg = target_config.target_config(target, request.overrides(target), needs_reward=True,
-                                      needs_prompts=items is None)
+                                      needs_prompts=items is None, trusts=trust)
     objects = PythonObjects(reward_fn=reward_fn, metric_fn=metric_fn, eval_prompts=items)
     if reward_fn is not None:  # reward.kwargs are this function's
         cfg = resolved.with_values(cfg, {"reward.fn": None})
@@ -187,29 +200,15 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
                       report)
 
 
-def _texts(values: Sequence[str], name: str) -> list[str]:
-    """A list of texts, which one text isn't, though Python would take it letter by letter.
-
-    Raises:
-        ConfigError: it is one text, or not all are texts.
-    """
-    if isinstance(values, str):
-        raise ConfigError(f"{name} is one text, not a list of them.", where=name,
-                          fix=f"{name}=[{values!r}]")
-    texts = list(values)
-    for value in texts:
-        if not isinstance(value, str):
-            raise ConfigError(f"{name} holds {value!r}, which is no text.", where=name,
-                              fix="give a list of texts")
-    return texts
-
-
 def _text(value: str | Path | None) -> str | None:
     return None if value is None else str(value)
 
 
-def load_run(run_dir: str | Path) -> TrainedRun:
+def load_run(run_dir: str | Path, *, trust: bool = False) -> TrainedRun:
     """Open a finished run's folder.
+
+    Args:
+        trust: code that the model brings may run, though somebody else has made the run.
 
     Raises:
         InputError: it holds no finished run.
@@ -222,4 +221,4 @@ def load_run(run_dir: str | Path) -> TrainedRun:
     if summary.get("status") != "finished":
         raise InputError(f"The run in {folder} is {summary.get('status')}, not finished.",
                          where=str(folder), fix=f"ppocli resume {folder}")
-    return TrainedRun(folder, folder / "model", summary)
+    return TrainedRun(folder, folder / "model", summary, trust)

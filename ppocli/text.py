@@ -11,6 +11,8 @@ from typing import Literal
 
 LONGEST_LINE = 300
 """characters of an exception's line that a message repeats"""
+LONGEST_MESSAGE = 4000
+"""characters of a whole message that is repeated"""
 
 # what moves a cursor, ends a line unseen, reorders neighbouring text or is half of a character
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
@@ -23,20 +25,33 @@ def printable(text: str) -> str:
     return CONTROL.sub(lambda match: ascii(match[0])[1:-1], text.replace("\r\n", "\n"))
 
 
+def printable_json(text: str) -> str:
+    """Text of JSON with such characters, which only its strings can hold, as JSON escapes them."""
+    return CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
 def clean(text: str) -> str:
     """Model text without control characters, on one line: it may hold terminal escapes."""
     return CONTROL.sub("?", text.replace("\n", " ⏎ "))
 
 
+def said(error: object) -> str:
+    """What an exception says, the end of a very long text left out."""
+    try:
+        return cut(str(error), LONGEST_MESSAGE)
+    except Exception as trouble:
+        return f"(its own text can't be had: __str__ raised {type(trouble).__name__})"
+
+
 def first_line(error: BaseException | str) -> str:
     """The first line of what a library's exception says; its type's name where it says nothing."""
-    text = str(error).strip()
+    text = said(error).strip()
     return text.splitlines()[0][:LONGEST_LINE] if text else type(error).__name__
 
 
 def error_line(error: BaseException) -> str:
     """``ValueError: message``: the type and the first line of an exception of a user's own code."""
-    lines = str(error).strip().splitlines()
+    lines = said(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 

@@ -5,77 +5,66 @@ calls them when, and where scores come from, is up to the loop.
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from ppocli.errors import ConfigError, DivergedError, RewardError
+from ppocli.generation import Batch, called
 
 if TYPE_CHECKING:
     from ppocli.api import TrainedRun
     from ppocli.tasks.ppo.rollout import Chunk
 
 
-@dataclass(frozen=True)
-class Batch:
-    """B samples of the policy, for ``PPOTrainer.step``."""
-
-    prompts: list[str]
-    """as a reward sees them"""
-    responses: list[str]
-    """without special tokens, trimmed at a stop sequence"""
-    prompt_ids: list[list[int]]
-    response_ids: list[list[int]]
-    """through the token that ended the response"""
-    logprobs: list[list[float]]
-    """of each response token under the policy"""
-    values: list[list[float]]
-    """of the state before each response token; zeros where the decoding pass computes none"""
-    finished: list[bool]
-    """whether a stop token or stop sequence ended the response"""
-    columns: dict[str, list[Any]]
-    """what came with the prompts beside their text"""
-    chunks: "tuple[Chunk, ...]"
-    """the same as tensors, for ``step``"""
-    made_at: int
-    """steps that the policy had made"""
-
-    def __len__(self) -> int:
-        return len(self.responses)
-
-
 class PPOTrainer:
-    """PPO, step by step, in one process.
+    """PPO, step by step; in one process, or in those that torchrun or ``accelerate launch`` has
+    started, which make every call together.
 
     Args:
         overrides: words of the command line, such as ``["model.path=gpt2", "ppo.num_steps=100"]``
-            or ``["resume=runs/NAME"]``. ``reward.fn`` is not needed and not used.
+            or ``["resume=runs/NAME"]``; or a nested mapping of settings. ``reward.fn`` is not
+            needed and not used.
+        model: in place of ``model.path``: a transformers model, which is trained itself. As it is
+            now, it is written into the run's folder, where the reference comes from.
+        ref_model: in place of ``model.reference.path``.
+        tokenizer: in place of ``model.tokenizer_path``.
+        optimizer: over parameters of ``model``, in place of ``ppo.optimizer``, which remains the
+            value function's. What it leaves out is frozen.
+        lr_scheduler: of ``optimizer``; makes a step after each PPO step.
         prompts: what ``generate()`` draws from where the words name no ``prompts.path``.
 
     Raises:
-        ConfigError: what is wrong with the words; several processes.
+        ConfigError: what is wrong with the words or the objects.
         PpocliError: something can't be loaded or written, as in ``ppocli train``.
     """
 
-    def __init__(self, overrides: Sequence[str] = (), *, prompts: Sequence[Any] | None = None
-                 ) -> None:
-        from ppocli.launching.launch import LoopScores, checked_words, opened
+    def __init__(self, overrides: Sequence[str] | Mapping[str, Any] = (), model: Any = None,
+                 ref_model: Any = None, tokenizer: Any = None, *, optimizer: Any = None,
+                 lr_scheduler: Any = None, prompts: Sequence[Any] | None = None) -> None:
+        from ppocli.launching.launch import LoopScores, opened
         from ppocli.tasks.ppo.task import PPOTask
+        from ppocli.training.optimizers import follow_scheduler
         from ppocli.training.task import PythonObjects
 
         self._scores = LoopScores()
-        objects = PythonObjects(reward_fn=self._scores,
+        objects = PythonObjects(reward_fn=self._scores, model=model, ref_model=ref_model,
+                                tokenizer=tokenizer, optimizer=optimizer,
+                                lr_scheduler=lr_scheduler,
                                 prompts=None if prompts is None else list(prompts))
         with ExitStack() as stack:
-            self._run = stack.enter_context(opened(checked_words(overrides, objects), objects))
+            self._run = stack.enter_context(opened(overrides, objects))
             assert isinstance(self._run.task, PPOTask)
             self._task, self._session = self._run.task, self._run.task.session
+            if lr_scheduler is not None:
+                follow_scheduler(self._task.trained.optimizer, lr_scheduler, self.steps)
             self._stack = stack.pop_all()
         # whoever forgets to close it holds the folder until the end of Python at most
         self._closing = weakref.finalize(self, self._stack.close)
+        self._lr_scheduler = lr_scheduler
         self._drawn = self._run.state.episodes
         self._logged = self._run.state.step
         self._ended = False
@@ -110,6 +99,10 @@ class PPOTrainer:
         """The KL coefficient that the next step is charged with."""
         return float(self._task.summary(self._run.state)["kl_coef"])
 
+    @property
+    def _first(self) -> bool:
+        return self._session.backend.ranks.first
+
     def _left(self) -> int:
         return max(self._task.total_samples() - self._run.state.episodes, 0)
 
@@ -121,57 +114,101 @@ class PPOTrainer:
             raise DivergedError("The last step did not end: the weights are between two steps.",
                                 fix="go on from a checkpoint: ppocli.PPOTrainer(["
                                 f'"resume={self.run_dir}"])')
+        self._run.display.listen()
 
-    def generate(self, prompts: Sequence[Any] | None = None) -> Batch:
-        """One sampled response to each prompt, as ``generation`` says.
+    def generate(self, prompts: Any = None, length_sampler: Callable[[], int] | None = None,
+                 batch_size: int | None = None, return_prompt: bool | None = None,
+                 generate_ref_response: bool = False, *, attention_mask: Any = None,
+                 **sampling: Any) -> Any:
+        """One sampled response to each prompt, as ``generation`` says. Several processes call it
+        together, each with prompts of its own.
 
         Args:
             prompts: texts, mappings with a ``prompt`` and columns, or lists or tensors of token
-                ids (without padding), which are taken as they are; None: the next
-                ``ppo.num_rollouts`` of the prompts that the configuration names, in the order of
-                ``ppocli train``.
+                ids (without padding), which are taken as they are; one tensor [L] or [B, L]; None:
+                the next ``ppo.num_rollouts`` of the prompts that the configuration names, in the
+                order of ``ppocli train``, dealt over the processes.
+            length_sampler: asked once for the ``max_new_tokens`` of this call.
+            batch_size: prompts at a time, in place of ``ppo.chunk_size``.
+            return_prompt: return tensors as TRL's ``generate`` did, whether with the prompt in
+                front. Left out, only a tensor as ``prompts`` gives tensors, with the prompt.
+            generate_ref_response: return the same of the reference, too, as a second one.
+            attention_mask: of a [B, L] tensor, 0 where it is padded.
+            **sampling: generation arguments for this call alone: max_new_tokens, min_new_tokens,
+                temperature, top_k, top_p, do_sample, stop_sequences, eos_token_id.
+
+        Returns:
+            a :class:`Batch`; or tensors of token ids.
 
         Raises:
-            ConfigError: unusable prompts.
+            ConfigError: unusable prompts or arguments.
             DivergedError: the policy's probabilities are no longer finite.
         """
         from ppocli.sampling.samples import Samples
-        from ppocli.tasks.ppo.own_samples import prompts_of
+        from ppocli.tasks.ppo import own_samples
         from ppocli.tasks.ppo.rollout import generate_chunks
 
         self._check_open()
         session, clock = self._session, self._run.clock
+        ranks = session.backend.ranks
         clock.mark("between")
+        if length_sampler is not None:
+            sampling["max_new_tokens"] = int(length_sampler())
+        call = session
+        if sampling or batch_size is not None:
+            call = ranks.all_do(lambda: own_samples.for_call(
+                session, *called(session.cfg, sampling), batch_size), "generate")
         if prompts is None:
             count = min(session.cfg.ppo.num_rollouts, self._left() or session.cfg.ppo.num_rollouts)
-            batch = session.next_prompts(self._drawn, count)
+            rows, own = ranks.share(range(count))
+            batch = session.next_prompts(self._drawn, count).rows(rows)
         else:
-            batch = prompts_of(session, prompts, self._drawn)
-        chunks = list(generate_chunks(session, batch, len(batch), self._run.stop))
-        self._drawn += len(batch)
+            batch = ranks.all_do(lambda: own_samples.prompts_of(call, own_samples.rows_of(
+                session, prompts, attention_mask, where="prompts")), "generate")
+            own = len(batch)
+            batch, count = own_samples.dealt(session, batch, self._drawn)
+        chunks = list(generate_chunks(call, batch, own, self._run.stop))
+        self._drawn += count
         clock.mark("rollout")
 
-        def rows(values: Any, mask: Any) -> list[list[Any]]:
+        def plain(values: Any, mask: Any) -> list[list[Any]]:
             return [row[kept].tolist() for row, kept in zip(values, mask, strict=True)]
 
-        out = Samples.joined([one.out for one in chunks])
-        return Batch(
-            batch.texts, [text for one in chunks for text in one.responses],
-            rows(batch.tokens, batch.mask), out.action_ids, rows(out.logprobs, out.mask),
-            rows(out.values, out.mask), out.finished.tolist(), batch.columns, tuple(chunks),
-            self.steps)
+        out, mine = Samples.joined([one.mine for one in chunks]), batch.first(own)
+        prompt_ids = plain(mine.tokens, mine.mask)
+        if (return_prompt is not None or generate_ref_response
+                or getattr(prompts, "ndim", None) is not None):
+            def tensors(ids: list[list[int]]) -> Any:
+                return own_samples.as_tensors(session, prompts, prompt_ids, ids,
+                                              with_prompt=return_prompt is not False)
 
-    def step(self, queries: Batch | Sequence[Any], responses: Any = None, scores: Any = None
-             ) -> dict[str, Any]:
+            if not generate_ref_response:
+                return tensors(out.action_ids)
+            other = own_samples.reference_responses(call, batch, self._run.stop)
+            return tensors(out.action_ids), tensors(other[:own])
+        return Batch(
+            mine.texts, [text for one in chunks for text in one.responses],
+            prompt_ids, out.action_ids, plain(out.logprobs, out.mask),
+            plain(out.values, out.mask), out.finished.tolist(), mine.columns, tuple(chunks),
+            self.steps, call.sampling.temperature)
+
+    def step(self, queries: Any, responses: Any = None, scores: Any = None,
+             response_masks: Sequence[Any] | None = None) -> dict[str, Any]:
         """One PPO step: ``step(batch, scores)`` with what ``generate`` returned, or ``step(queries,
         responses, scores)`` with texts or token ids from anywhere.
 
         Responses from elsewhere get their logprobs and values by a forward pass of the policy; ids
-        are taken as they are, texts tokenised (and ended by EOS).
+        are taken as they are, texts tokenised (and ended by EOS). So do those of a batch that was
+        sampled with another temperature than ``generation.temperature``. Several processes call it
+        together, each with samples of its own: the step is one of them all.
 
         Args:
+            queries, responses: lists of texts, or of lists or tensors [L] or [1, L] of token ids;
+                or one tensor [L] or [B, L].
             scores: one number a sample, or one list of numbers a sample, one for each token of its
                 response.
+            response_masks: one truth value for each token of each response: the others are no
+                actions of the policy and are left out of loss, KL, values and rewards.
 
         Returns:
             the step's figures by the names of ``metrics.jsonl``, for ``log``.
@@ -181,11 +218,14 @@ class PPOTrainer:
             RewardError: scores of another number or kind, or not finite.
             DivergedError: the policy stopped being finite.
         """
-        from ppocli.tasks.ppo.own_samples import given, prompts_of, scored
+        from ppocli.tasks.ppo import own_samples
         from ppocli.training.loop import commit, learn
+        from ppocli.training.optimizers import follow_scheduler
 
         self._check_open()
         session, state, clock = self._session, self._run.state, self._run.clock
+        ranks, forward = session.backend.ranks, True
+        chunks: Sequence[Chunk]
         if isinstance(queries, Batch):
             if (responses is None) == (scores is None):
                 raise ConfigError("A batch has its responses: only scores go with it.",
@@ -196,36 +236,43 @@ class PPOTrainer:
                                   fix="generate again, or step(batch.prompt_ids, "
                                   "batch.response_ids, scores)")
             scores = responses if scores is None else scores
-            chunks: Sequence[Chunk] = queries.chunks
+            chunks, forward = queries.chunks, queries.temperature != session.sampling.temperature
         else:
-            chunks = given(session, prompts_of(session, queries, state.episodes),
-                           [] if responses is None else responses)
+            chunks = own_samples.given(session, queries, responses, state.episodes)
+        if response_masks is not None:
+            chunks, scores = ranks.all_do(
+                lambda: own_samples.masked(chunks, response_masks, scores), "step")
         self._check_size(chunks)
         clock.mark("between")
         self._scores.given = _plain_scores(scores)
         try:
-            rollout = scored(session, chunks, state.episodes, self._run.stop, clock,
-                             forward=not isinstance(queries, Batch))
+            rollout = own_samples.scored(session, chunks, state.episodes, self._run.stop, clock,
+                                         forward=forward, gaps=response_masks is not None)
         except RewardError as error:
             error.where = "PPOTrainer.step(scores)"
             raise
         finally:
             self._scores.given = None
         learn(self._run, rollout)
+        if self._lr_scheduler is not None:
+            follow_scheduler(self._task.trained.optimizer, self._lr_scheduler, 1)
         figures = self._run.state.pending or {}
         commit(self._run, replace(self._run.state, pending=None))  # the row is the caller's
         self._drawn = max(self._drawn, self._run.state.episodes)
         return dict(figures)
 
     def _check_size(self, chunks: "Sequence[Chunk]") -> None:
-        count, left, n = sum(map(len, chunks)), self._left(), self._session.cfg.ppo.n
+        ranks, left, n = self._session.backend.ranks, self._left(), self._session.cfg.ppo.n
+        samples = sorted(pair for part in ranks.gather([
+            pair for one in chunks for pair in zip(one.prompts.episodes, one.prompts.texts,
+                                                   strict=True)]) for pair in part)
+        count = len(samples)
         if count > left:
             raise ConfigError(f"{count} samples, but only {left} of the "
                               f"{self._task.total_samples()} that are planned are left: "
                               "schedules end there.", where="ppo.num_steps, ppo.total_episodes",
                               fix="plan for more of them")
-        texts = [text for one in chunks for text in one.prompts.texts]
-        groups = [set(texts[i:i + n]) for i in range(0, count, n)]
+        groups = [{text for _, text in samples[i:i + n]} for i in range(0, count, n)]
         if n > 1 and (count % n or any(len(group) > 1 for group in groups)):
             raise ConfigError(f"ppo.n={n} compares {n} responses to the same prompt, which have to "
                               "stand one after another.", where="ppo.n",
@@ -254,7 +301,8 @@ class PPOTrainer:
             raise ConfigError(f"step={step!r} must be a step that isn't logged yet (the last one "
                               f"is {self._logged}).", where="PPOTrainer.log",
                               fix="log once after each step: log({**stats, **yours})")
-        self._run.recorder.row(row)
+        if self._first:
+            self._run.recorder.row(row)
         self._logged = step
 
     def save_checkpoint(self) -> Path:
@@ -282,6 +330,8 @@ class PPOTrainer:
 
         self._check_open()
         target = Path(folder)
+        if not self._first:  # which a loop may leave out: they do nothing here
+            return target
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise ConfigError(f"{target} exists already and isn't empty; nothing is overwritten.",
                               fix="name another folder")

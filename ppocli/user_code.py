@@ -22,6 +22,7 @@ from typing import Any
 
 from ppocli.config.secrets import hide_secrets
 from ppocli.errors import PpocliError
+from ppocli.own_code import ENTRY_POINTS, limited, may_name
 from ppocli.text import error_line, short_path, suggestion
 
 SHOWN_CHARS = 100
@@ -74,6 +75,8 @@ class Located:
     file: str | None
     """source file, for ``running code from FILE``"""
     line: int | None
+    module: str = ""
+    """that its code belongs to"""
 
     @property
     def label(self) -> str:
@@ -90,23 +93,42 @@ def locate(wanted: Wanted) -> Located:
 
     Raises:
         PpocliError: of the wanted kind: no such module, file or attribute; an error inside the
-            module; something that can't be called; or code of the standard library.
+            module; something that can't be called; code of the standard library; or code that a
+            configuration may not name (:mod:`ppocli.own_code`).
     """
     path = wanted.kind.short_names.get(wanted.spec, wanted.spec)
     join_working_directory()
     if ":" in path:
         source, _, attribute = path.rpartition(":")
         is_file = source.endswith(".py") or os.sep in source
+        _refuse_unnamable(wanted, None if is_file else source, source if is_file else None)
         module = _load_file(source, wanted) if is_file else _load_module(source, wanted)
     elif path.endswith(".py"):
         raise _no_function(wanted)
     elif "." in path:
+        _refuse_unnamable(wanted, path, None)
         module, attribute = _split_dotted(path, wanted)
     else:
         raise _no_module(path, wanted)
     if not attribute:
         raise _no_function(wanted)
-    return from_object(_attribute(module, attribute, wanted), wanted)
+    located = from_object(_attribute(module, attribute, wanted), wanted)
+    if inspect.isroutine(located.target) or inspect.isclass(located.target):
+        # it may have been imported there; another object, of whatever class, was made there
+        _refuse_unnamable(wanted, located.module, located.file)
+    return located
+
+
+def _refuse_unnamable(wanted: Wanted, module: str | None, file: str | None) -> None:
+    """Refuse a path that a configuration names and that leads out of where it may lead."""
+    ours = [path.partition(":")[0] for path in wanted.kind.short_names.values()]
+    shipped = any(f"{module}.".startswith(f"{name}.") for name in ours)
+    if wanted.spec in limited and not shipped and not may_name(module, file):
+        raise wanted.refused(
+            f"{wanted.spec!r} is refused: a configuration file names it, and it leads to "
+            f"{file or module}, which is neither under the current folder nor in a package that "
+            f"declares an entry point in the group {ENTRY_POINTS}.",
+            fix=f"if you mean it, type it: {wanted.key}={wanted.spec}")
 
 
 def build(wanted: Wanted, *given: Any, kwargs: Mapping[str, Any], key: str) -> Any:
@@ -153,9 +175,9 @@ def from_object(target: Any, wanted: Wanted) -> Located:
     _refuse_standard_library(module_name, wanted)
     try:
         return Located(wanted.spec, wanted.key, target, inspect.getsourcefile(code),
-                       inspect.getsourcelines(code)[1])
+                       inspect.getsourcelines(code)[1], module_name)
     except (TypeError, OSError):
-        return Located(wanted.spec, wanted.key, target, None, None)
+        return Located(wanted.spec, wanted.key, target, None, None, module_name)
 
 
 def join_working_directory() -> None:

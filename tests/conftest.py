@@ -18,11 +18,12 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_TH
 
 def pytest_configure(config: pytest.Config) -> None:
     """Give the session a cache folder, which its xdist workers and their commands inherit, so that
-    no test depends on what a person has downloaded."""
+    no test depends on what a person has downloaded; and a key, so that no test makes a person's."""
     if os.environ.get("PYTEST_XDIST_WORKER") is not None:
         return
     config.stash[_CACHE] = folder = tempfile.mkdtemp(prefix="ppocli-tests-")
     os.environ["XDG_CACHE_HOME"] = folder
+    os.environ["PPOCLI_KEY_FILE"] = os.path.join(folder, "key")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 from ppocli.cli import sampling_request
-from ppocli.cli.output import complain, model_text, say, working
+from ppocli.cli.output import complain, say, show_text, working
 from ppocli.config.schema import GenerationConfig
 from ppocli.errors import ConfigError, PpocliError, StoppedError
 from ppocli.evaluation.player import CHANGEABLE, Player, changed_sampling, scores_of
@@ -59,6 +59,8 @@ class Conversation:
         """messages of user and assistant, the oldest first; always empty without a chat template"""
         self.dropped = 0
         """turns that no longer fit the model"""
+        self.asked: list[Any] = []
+        """messages of the newest prompt"""
 
     def ask(self, text: str, generation: GenerationConfig) -> tuple[str, list[int]]:
         """The prompt that continues the conversation with ``text``: rendered, and as tokens.
@@ -71,8 +73,8 @@ class Conversation:
         """
         chat = self.player.has_chat_template
         while True:
-            messages = [*self._opening, *chain(*self.turns), {"role": "user", "content": text}]
-            rendered = self.player.render([messages if chat else text], chat=chat)
+            self.asked = [*self._opening, *chain(*self.turns), {"role": "user", "content": text}]
+            rendered = self.player.render([self.asked if chat else text], chat=chat)
             try:
                 return rendered[0], self.player.tokens(rendered, generation, chat=chat)[0]
             except ConfigError:
@@ -183,16 +185,18 @@ class Chat:
                 print(f"[{clean(conversation.player.name)}]")
             pieces: list[str] = []
             try:
-                self._speak(conversation.player, rendered, tokens, number, pieces)
+                self._speak(conversation, rendered, tokens, number, pieces)
             finally:
                 if pieces:
                     conversation.keep(text, "".join(pieces))
 
-    def _speak(self, player: Player, rendered: str, tokens: list[int], number: int,
+    def _speak(self, conversation: Conversation, rendered: str, tokens: list[int], number: int,
                pieces: list[str]) -> None:
+        player = conversation.player
+
         def show(piece: str) -> None:
             pieces.append(piece)
-            print(model_text(piece), end="", flush=True)
+            show_text(piece, end="")
 
         with catch_signals() as stop:
             try:
@@ -203,7 +207,8 @@ class Chat:
                 finally:
                     print(flush=True)
                 if self._reward is not None:
-                    score, = scores_of(self._reward, player, [rendered], answers, {})
+                    score, = scores_of(self._reward, player, [rendered], answers, {},
+                                       [conversation.asked] if player.has_chat_template else [])
                     complain(f"score {figure(score, 3)}")
                 stop.check()
             except StopRequested as stopped:

@@ -14,7 +14,7 @@ from ppocli.cli import options as opt
 from ppocli.cli.options import AsJson, Run, complete_setting, flag, option, request_of
 from ppocli.cli.output import aligned, display_mode, say, shown_figure, split_words, working
 from ppocli.errors import ConfigError, ThresholdError
-from ppocli.text import clean, cut
+from ppocli.text import clean, cut, printable, printable_json
 
 EVERY = 10.0
 """seconds between lines of progress where there is no terminal"""
@@ -48,7 +48,7 @@ def evaluate(
         overwrite: bool = flag("Replace existing results of that name.", "--overwrite"),
         resume: bool = flag("Continue an interrupted evaluation.", "--resume"),
         show: int = option("N", "Print this many samples.", default=SHOWN, min=0),
-        as_json: AsJson = False) -> None:
+        as_json: AsJson = False, trust: opt.Trust = False) -> None:
     """Score a policy's responses to fixed prompts, and compare policies.
 
     Without options, this repeats the run's own evaluation, with the same prompts, seed and
@@ -74,7 +74,8 @@ def evaluate(
                          printing=printing_of(min_reward, show, as_json))
     request.check()
     target = find_target(request.run, say=say, step=request.step, best=request.best)
-    cfg = target_config(target, request.overrides(target), needs_reward=True, needs_prompts=True)
+    cfg = target_config(target, request.overrides(target), needs_reward=True, needs_prompts=True,
+                        trusts=request.trust)
     cfg = with_absolute_paths(cfg, Path.cwd())
     with working() as stop:
         from ppocli.evaluation.work import run_evaluation
@@ -84,10 +85,10 @@ def evaluate(
             folder, report = run_evaluation(request, target, cfg, PythonObjects(), stop=stop,
                                             say=say, watch=watch)
     if as_json:
-        print((folder / RESULT).read_text(encoding="utf-8"), flush=True)
+        print(printable_json((folder / RESULT).read_text(encoding="utf-8")), flush=True)
     else:
         lines = [*lines_of(report), *_sample_lines(folder / SAMPLES, show)]
-        print("\n".join(lines), flush=True)
+        print(printable("\n".join(lines)), flush=True)
     if (folder / PICTURE).is_file():
         say(f"picture  {folder / PICTURE}")
     say(f"samples  {folder / SAMPLES}")

@@ -18,7 +18,8 @@ from ppocli.config.words import Words, read_words
 from ppocli.data import render, sources
 from ppocli.errors import CheckpointError, ConfigError, DiskError, PpocliError
 from ppocli.launching import opened_folder
-from ppocli.rewards.scoring import check_reward_config
+from ppocli.launching.target_config import allow_code
+from ppocli.rewards.scoring import check_reward_config, with_styles
 from ppocli.storage.checkpoints import find_latest
 from ppocli.storage.run_folder import RunFolder, probe_writable
 from ppocli.text import clean, counted, figure
@@ -171,6 +172,11 @@ def _examine_config(composed: Composed, config: schema.TrainConfig, found: Exami
     count, columns = None, None
     if not any(key.startswith("prompts") for key in wrong):
         count, columns = _examine_prompts(config.prompts, found)
+    try:
+        allow_code(composed)
+    except PpocliError as error:
+        found.add([error])
+        return count, wrong
     for part in _reward_parts(config.reward):
         keys = {"reward.fn", "reward.fns", "reward.kwargs",
                 *(f"reward.fns.{name}" for name in part.fns)}
@@ -280,7 +286,7 @@ def _config_error(problem: Problem, fix: str | None) -> ConfigError:
 
 def _plan(config: schema.TrainConfig, prompts: int | None, folder: Path) -> Plan:
     samples = schema.planned_episodes(config.ppo)
-    return Plan(config.model.path, reward_labels(config.reward), prompts,
+    return Plan(config.model.path, reward_labels(with_styles(config.reward)), prompts,
                 -(-samples // config.ppo.num_rollouts), samples, config.ppo.num_rollouts,
                 config.hardware.device, config.hardware.precision, str(folder))
 

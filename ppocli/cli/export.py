@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from ppocli.cli.options import AsJson, Best, Run, Step, flag, option, request_of
+from ppocli.cli.options import AsJson, Best, Run, Step, Trust, flag, option, request_of
 from ppocli.cli.output import say, working
 from ppocli.text import counted, format_bytes
 
@@ -36,7 +36,7 @@ def export_command(
             "Replace an existing export; your text in its README.md is kept.", "--overwrite"),
         dry_run: bool = flag(
             "Print what would be done; write nothing, send no requests.", "--dry-run"),
-        as_json: AsJson = False,
+        as_json: AsJson = False, trust: Trust = False,
         to_hub: bool = flag("Push the folder to the Hub once it is verified.", "--to-hub"),
         repo_id: str | None = option(
             "USER/NAME", "Repository (default: your user / the run's name)."),

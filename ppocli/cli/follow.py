@@ -10,8 +10,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from ppocli.cli.output import complain, say
-from ppocli.config import resolved, schema
+from ppocli.cli.output import complain, say, show_text
+from ppocli.config import bounded, resolved, schema
 from ppocli.display import console, dashboard
 from ppocli.errors import CheckpointError, ConfigError, InputError, PpocliError
 from ppocli.parallel.host_memory import resident_mib
@@ -19,7 +19,7 @@ from ppocli.runs.record import is_run, read_run
 from ppocli.runs.target import known_names, list_runs, run_named, written
 from ppocli.storage.run_folder import LOCK, RunFolder, finite_or_null, live_owner, other_host
 from ppocli.storage.run_logs import read_row
-from ppocli.text import did_you_mean, figure
+from ppocli.text import did_you_mean, figure, printable_json
 
 LAST = 5
 """steps of the past that are shown first"""
@@ -78,8 +78,8 @@ class Follower:
         if record.status == "running":  # taken up again in this very moment
             return f"{path} is running again; watch it with: ppocli watch {path}"
         if record.status == "finished":
-            before, after = ((summary.get(name) or {}).get("reward_mean")
-                             for name in ("eval_before", "eval_after"))
+            before, after = (found.get("reward_mean") if isinstance(found, dict) else None
+                             for found in map(summary.get, ("eval_before", "eval_after")))
             change = "" if after is None else \
                 f", reward {'' if before is None else figure(before, 3) + ' -> '}{figure(after, 3)}"
             return f"{path} finished: {record.step} steps{change}; model: {path}/model"
@@ -128,10 +128,11 @@ class Follower:
         if self._past is not None:
             rows, self._past = rows[-self._past:], None
         for row in rows:
-            lines = [json.dumps(finite_or_null(row), ensure_ascii=False)] if self._as_json \
+            lines = [printable_json(json.dumps(finite_or_null(row), ensure_ascii=False))] \
+                if self._as_json \
                 else console.row_lines(row, self._total)
             for line in lines:
-                print(line, flush=True)
+                show_text(line)
 
     def _show_warnings(self) -> None:
         """Warnings of the log from now on, which its first reading is not."""
@@ -166,7 +167,7 @@ class Tail:
         kept = self._lines
         last = b"".join(kept[-1:])
         try:
-            with self._path.open("rb") as file:
+            with bounded.open_plain(self._path, bounded.MOST_ROWS) as file:
                 file.seek(sum(map(len, kept[:-1])))
                 # whether the last line still stands where it stood
                 if file.read(len(last)) != last:
@@ -197,7 +198,7 @@ def row_of_step(line: bytes) -> dict[str, Any] | None:
 def recent_samples(path: Path) -> list[dict[str, Any]]:
     """The first samples of the newest step and kind at the end of samples.jsonl."""
     try:
-        with path.open("rb") as file:
+        with bounded.open_plain(path, bounded.MOST_ROWS) as file:
             size = os.fstat(file.fileno()).st_size
             file.seek(max(0, size - _TAIL_BYTES))
             lines = _whole_lines(file.read())[1 if size > _TAIL_BYTES else 0:]

@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -15,9 +16,9 @@ import typer
 from ppocli.builtin.names import BUILTIN_PREFIX
 from ppocli.cli import options as opt
 from ppocli.cli.options import AsJson, Overrides, Run, option
-from ppocli.cli.output import complain, model_text, say, working
+from ppocli.cli.output import complain, say, show_text, working
 from ppocli.errors import ConfigError, InputError, PpocliError
-from ppocli.text import clean, cut, figure
+from ppocli.text import clean, cut, figure, printable
 
 if TYPE_CHECKING:
     from ppocli.sampling.prompting import Answer
@@ -40,6 +41,7 @@ def generate(
         max_new_tokens: opt.MaxNew = None, min_new_tokens: opt.MinNew = None,
         temperature: opt.Temperature = None, top_k: opt.TopK = None, top_p: opt.TopP = None,
         greedy: opt.Greedy = False, stop: opt.Stop = None, seed: opt.Seed = 0,
+        trust: opt.Trust = False,
         chat: bool | None = option(None, "Render prompts with the chat template, or use them as "
             "they are (default: as in the run).", "--chat/--no-chat"),
         system: opt.System = None, step: opt.Step = None, best: opt.Best = False,
@@ -86,19 +88,15 @@ def generate(
                                      as_json=as_json, scored=judge is not None)) as printer:
             batches = [player.answers(
                 ids, generation, seed=seed, num_samples=num_samples, batch=batch_size,
-                poll=stopping.check, show=_show if printer.streams else None)
+                poll=stopping.check, show=partial(show_text, end="") if printer.streams else None)
                 for player, ids in zip(players, tokens, strict=True)]
             # each batch is printed as soon as all models have answered it
             for answers in zip(*batches, strict=True):
                 printer.write(answers, [
                     [None] * len(batch) if judge is None else
-                    scores_of(judge, player, rendered, batch, columns)
+                    scores_of(judge, player, rendered, batch, columns, messages if chat else ())
                     for player, rendered, batch in zip(players, texts, answers, strict=True)])
                 stopping.check()
-
-
-def _show(piece: str) -> None:
-    print(model_text(piece), end="", flush=True)
 
 
 def chat(
@@ -106,6 +104,7 @@ def chat(
         max_new_tokens: opt.MaxNew = None, min_new_tokens: opt.MinNew = None,
         temperature: opt.Temperature = None, top_k: opt.TopK = None, top_p: opt.TopP = None,
         greedy: opt.Greedy = False, stop: opt.Stop = None, seed: opt.Seed = 0,
+        trust: opt.Trust = False,
         system: opt.System = None, step: opt.Step = None, best: opt.Best = False,
         score: opt.Score = False, reward: opt.Reward = None, against: opt.Against = None) -> None:
     """Chat with a run, a checkpoint or a model in the terminal.
@@ -273,7 +272,7 @@ class ResponsePrinter:
                 "finished": answer.finished, "response_tokens": len(answer.ids)}))
 
     def _one(self, answer: Answer, score: str) -> None:
-        print("" if self.streams else model_text(answer.text))
+        show_text("" if self.streams else answer.text)
         self._open_line = False
         if self._scored:
             sys.stdout.flush()
@@ -293,10 +292,10 @@ class ResponsePrinter:
         if facts:
             print("-- " + ", ".join(facts))
         if len(row) == 1:
-            print(model_text(answer.text))
+            show_text(answer.text)
             return
         marks = [f"[{score}] " if self._scored else "" for score in scores]
-        print(side_by_side(self._names, [mark + model_text(each.text)
+        print(side_by_side(self._names, [mark + printable(each.text)
                                          for mark, each in zip(marks, row, strict=True)]))
 
 

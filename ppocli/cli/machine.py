@@ -97,6 +97,7 @@ def _composed(words: Sequence[str]) -> TrainConfig:
     from ppocli.config.compose import compose
     from ppocli.config.problems import raise_problems
     from ppocli.config.words import read_words
+    from ppocli.launching.target_config import JUDGED, allow_code
 
     read = read_words(words)
     if read.only_prints or read.is_sweep:
@@ -104,6 +105,7 @@ def _composed(words: Sequence[str]) -> TrainConfig:
                           fix="leave out -m, --cfg, --info and --hydra-help")
     composed = compose(read)
     raise_problems([p for p in composed.problems() if p.key not in NOT_NEEDED], composed.hint)
+    allow_code(composed, JUDGED)
     return composed.config
 
 
@@ -225,7 +227,7 @@ def _heading(found: Estimate, cfg: TrainConfig, source: str) -> Iterator[str]:
            f"{many}{nodes}{how}")
     for part in found.parts:
         frozen = part.parameters - part.trained
-        each = (part.size - 4 * part.trained) / frozen if frozen else 4
+        each = (part.size - part.gradients) / frozen if frozen else 4
         stored = f", the others stored with {each:.3g} bytes each" if each != 4 else ""
         trained = f"{part.trained:,} trained{stored}" if part.sharded else (
             f"frozen, stored with {each:.3g} bytes each{PLACES[part.place]}")

@@ -24,7 +24,8 @@ HYDRA_FLAGS = {
     "--cfg": "print the composed configuration", "--resolve": "with --cfg: resolve references",
     "--package": "with --cfg: a part of it", "--info": "where configuration comes from",
     "--config-dir": "a folder with your own recipes or config groups",
-    "--config-name": "another primary config", "--hydra-help": "Hydra's own help"}
+    "--config-name": "another primary config", "--hydra-help": "Hydra's own help",
+    "--trust": "with resume=RUN: run code that its configuration names"}
 
 Record = TypeVar("Record")
 
@@ -183,6 +184,9 @@ RunFolder = Annotated[str | None, typer.Argument(
     metavar="[RUN]", autocompletion=complete_run,
     help="A run's folder or name (default: the newest run below runs/).")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
+Trust = Annotated[bool, typer.Option(
+    "--trust", help="Run what the run's configuration names (rewards, a model's own code), though "
+    "somebody else has made it.")]
 NoProgress = Annotated[bool, typer.Option(
     "--no-progress", help="Print plain lines without the live view, also on a terminal.")]
 

@@ -6,17 +6,19 @@ from __future__ import annotations
 import errno
 import os
 import re
+import select
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ppocli.errors import ConfigError, DiskError, PpocliError, StoppedError
 from ppocli.parallel.launchers import Launched, find_launch
-from ppocli.text import CONTROL
+from ppocli.text import printable, printable_json
 
 if TYPE_CHECKING:
     from ppocli.config.schema import RewardConfig
@@ -75,7 +77,14 @@ def print_json(value: Any) -> None:
 
     from ppocli.storage.run_folder import finite_or_null
 
-    print(json.dumps(finite_or_null(value), indent=2, ensure_ascii=False), flush=True)
+    show_text(printable_json(json.dumps(finite_or_null(value), indent=2, ensure_ascii=False)))
+
+
+def show_text(text: str, end: str = "\n") -> None:
+    """A text for standard output in which names and texts of others may be: a folder's, a metric's,
+    a model's. Control characters, which may be terminal escapes, are spelled out; also on a pipe,
+    which may end on a terminal. Lines and tabs stay."""
+    print(printable(text), end=end, flush=True)
 
 
 def aligned(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> list[str]:
@@ -107,23 +116,21 @@ def shown_figure(value: float | None, digits: int = 4) -> str:
     return "0" if abs(value) < 5e-7 else f"{value:.{digits}g}"
 
 
-def model_text(text: str) -> str:
-    """Text of a model's for standard output: on a terminal without control characters, which may be
-    escape sequences; elsewhere as it is."""
-    return CONTROL.sub("?", text) if sys.stdout.isatty() else text
-
-
 def reward_labels(reward: RewardConfig) -> list[str]:
-    """What scores the responses, each with its model where it has one."""
-    functions = [(entry["fn"], entry.get("kwargs") or {}) for entry in reward.fns.values()] or [
-        (reward.fn or "?", reward.kwargs)]
-    return [f"{fn} {kwargs['model']}" if "model" in kwargs else str(fn) for fn, kwargs in functions]
+    """What scores the responses, each with its model, and the library it was written for, where it
+    has one."""
+    functions = [(entry["fn"], entry.get("kwargs") or {}, entry.get("style") or reward.style)
+                 for entry in reward.fns.values()] or [
+        (reward.fn or "?", reward.kwargs, reward.style)]
+    return [(f"{fn} {kwargs['model']}" if "model" in kwargs else str(fn))
+            + ("" if style in ("auto", "ppocli") else f" (style {style})")
+            for fn, kwargs, style in functions]
 
 
 def survive_any_terminal() -> None:
     """Make the standard streams usable: closed ones lead nowhere, odd encodings show escapes, and
     a reader that went away (``ppocli ... | head``) ends the process quietly."""
-    signal.signal(signal.SIGPIPE, lambda number, frame: os._exit(BROKEN_PIPE))
+    signal.signal(signal.SIGPIPE, _end_without_reader)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -131,6 +138,16 @@ def survive_any_terminal() -> None:
         elif hasattr(stream, "reconfigure"):
             with suppress(ValueError, OSError):
                 stream.reconfigure(errors="backslashreplace")
+
+
+def _end_without_reader(number: int, frame: FrameType | None) -> None:
+    """The signal comes of sockets too, such as that of a client that hung up: their code gets a
+    ``BrokenPipeError`` and deals with it."""
+    standard = select.poll()
+    for descriptor in (1, 2):
+        standard.register(descriptor, 0)
+    if any(event & (select.POLLERR | select.POLLHUP) for _, event in standard.poll(0)):
+        os._exit(BROKEN_PIPE)
 
 
 def ignore_broken_pipes() -> None:
@@ -147,6 +164,8 @@ def code_of(run: Callable[[], object]) -> int:
     try:
         run()
         sys.stdout.flush()
+        if guard := sys.modules.get("ppocli.rewards.guard"):
+            guard.check_threads()
     except PpocliError as error:
         if os.environ.get("PPOCLI_DEBUG", "") not in ("", "0"):
             complain(traceback.format_exc().rstrip())
@@ -181,6 +200,9 @@ def leave(code: int) -> NoReturn:
             # what is still buffered would be tried again, and complained about, at shutdown
             with suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    guard = sys.modules.get("ppocli.rewards.guard")
+    if guard and guard.unended_threads(guard.LAST_WAIT):
+        os._exit(code)  # Python would wait for them for ever
     sys.exit(code)
 
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ppocli.cli.options import AsJson, complete_run, flag, option
-from ppocli.cli.output import say
+from ppocli.cli.output import say, show_text
 from ppocli.cli.runs import read_runs
 from ppocli.errors import ConfigError
-from ppocli.text import clean
+from ppocli.text import clean, printable_json
 
 if TYPE_CHECKING:
     from ppocli.report.curves import Series
@@ -62,13 +62,13 @@ def plot_runs(
         as_picture = as_svg if out.suffix.lower() == ".svg" else as_png
         write_file(out, as_picture(series, smooth), "--out")
     if as_json:
-        print(json.dumps({"smooth": smooth, "series": [
+        print(printable_json(json.dumps({"smooth": smooth, "series": [
             {"run": each.run, "metric": each.metric,
              "steps": [step for step, _ in each.points],
              "values": [value for _, value in each.points]} for each in series]},
-            ensure_ascii=False))
+            ensure_ascii=False)))
     elif out is not None:
-        print(out)
+        show_text(str(out))
     else:
         _print_charts(series, smooth)
 

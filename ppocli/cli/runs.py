@@ -18,7 +18,7 @@ import typer
 from ppocli.cli.options import AsJson, Command, NoProgress, RunFolder, complete_run, flag, option
 from ppocli.cli.output import complain, display_mode, print_json, print_table, say, shown_figure
 from ppocli.errors import ConfigError, DiskError, InputError, PpocliError
-from ppocli.text import clean, figure, format_bytes
+from ppocli.text import clean, figure, format_bytes, printable
 
 if TYPE_CHECKING:
     from ppocli.report.compare import At, Comparison
@@ -103,7 +103,7 @@ def report(
         print_json(gathered.as_json())
     for path, form_of_file in targets:
         write_file(path, render(gathered, form_of_file), "--output")
-        print(path)
+        print(printable(str(path)))
 
 
 # compare ------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def _print_comparison(found: Comparison) -> None:
     for wins in found.wins:
         rate = f"none, {wins['reason']}" if wins["rate"] is None else (
             f"{100 * wins['rate']:.1f} % on {wins['prompts']} shared prompts, ties half")
-        print(f"win rate of {wins['run']} over {wins['against']}: {rate}")
+        print(printable(f"win rate of {wins['run']} over {wins['against']}: {rate}"))
 
 
 def _section(heading: str, moments: Sequence[At]) -> list[list[str]]:

@@ -15,6 +15,7 @@ from ppocli.config import resolved, schema
 from ppocli.errors import ConfigError
 from ppocli.evaluation.request import EvalRequest
 from ppocli.launching.target_config import target_config
+from ppocli.runs import trust
 from ppocli.runs.target import Target, find_target
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class SamplingRequest:
     score: bool = False
     reward: str | None = None
     seed: int = 0
+    trust: bool = False
     system: str | None = None
     flags: Mapping[str, Any] = field(default_factory=dict)
     """sampling settings that options give"""
@@ -98,21 +100,26 @@ def find_models(request: SamplingRequest) -> ChosenModels:
             :func:`ppocli.launching.target_config.target_config`.
     """
     target = find_target(request.run, say=say, step=request.step, best=request.best)
-    judged = EvalRequest(words=request.words, reward=request.reward, against=request.against)
+    judged = EvalRequest(words=request.words, reward=request.reward, against=request.against,
+                         trust=request.trust)
     judged.check()
     cfg = target_config(target, judged.overrides(target), needs_reward=request.scored,
-                        needs_prompts=False)
+                        needs_prompts=False, trusts=request.trust)
     models = [(target, cfg.model)]
     other = judged.find_against(target, cfg, say)
     if other is not None:
-        models.append((other, cfg.model if other.model == cfg.model.path else _trained_from(other)))
+        models.append((other, cfg.model if other.model == cfg.model.path
+                       else _trained_from(other, request.trust)))
     return ChosenModels(cfg, target.run_dir is not None, tuple(models))
 
 
-def _trained_from(target: Target) -> schema.ModelConfig:
+def _trained_from(target: Target, trusts: bool) -> schema.ModelConfig:
     """The model's part of the target's own run, or the defaults."""
-    return (schema.ModelConfig(path=target.model) if target.run_dir is None
-            else resolved.read_config(target.run_dir / resolved.CONFIG_FILE).model)
+    if target.run_dir is None:
+        return schema.ModelConfig(path=target.model)
+    cfg = resolved.read_config(target.run_dir / resolved.CONFIG_FILE)
+    trust.check_run(target.run_dir, cfg, ("model.",), trusts=trusts)
+    return cfg.model
 
 
 @contextmanager

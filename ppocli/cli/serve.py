@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ppocli.cli.options import Overrides, option
-from ppocli.cli.output import complain, say, working
+from ppocli.cli.output import complain, ignore_broken_pipes, say, working
 from ppocli.errors import ConfigError, InputError, StoppedError
+from ppocli.parallel import host_memory
 
 if TYPE_CHECKING:
     from ppocli.config.schema import TrainConfig
@@ -43,11 +44,13 @@ def serve_reward(
       ppocli train +recipe=quickstart ~reward reward.fn=http \\
           reward.kwargs.url=http://127.0.0.1:8123/score
     """
+    ignore_broken_pipes()  # whoever has read the address may be gone
     cfg = _reward_config(overrides or [])
     token = None if token_env is None else os.environ.get(token_env)
     if token_env is not None and not token:
         raise ConfigError(f"The environment has no variable {token_env!r}, or it is empty.",
                           where="--token-env", fix=f"export {token_env}=...")
+    host_memory.share_one_heap()
     server = None
     try:
         with working() as stop:
@@ -73,8 +76,11 @@ def _reward_config(words: Sequence[str]) -> TrainConfig:
     from ppocli.config.compose import compose
     from ppocli.config.problems import find_problems, raise_problems
     from ppocli.config.words import read_words
+    from ppocli.launching.target_config import JUDGED, allow_code
 
-    cfg = compose(read_words(words)).values()
+    composed = compose(read_words(words))
+    cfg = composed.values()
+    allow_code(composed, JUDGED)
     raise_problems([problem for problem in find_problems(cfg)
                     if problem.key.split(", ")[0].startswith("reward.")],
                    fix="ppocli serve-reward reward.fn=my_rewards:score, or +recipe=NAME")

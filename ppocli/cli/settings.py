@@ -282,8 +282,10 @@ def _item(key: Key) -> dict[str, Any]:
 
 def _fns_entry() -> dict[str, Any]:
     from ppocli.config.problems import FNS_KEYS
+    from ppocli.config.schema import REWARD_STYLES
 
     shapes = {"fn": {"type": "string", "minLength": 1}, "kwargs": {"type": ["object", "null"]},
-              "weight": {"type": "number"}}
+              "weight": {"type": "number"},
+              "style": {"enum": ["auto", *REWARD_STYLES]}}
     return {"type": "object", "properties": {name: shapes[name] for name in FNS_KEYS},
             "required": ["fn"], "additionalProperties": False}

@@ -184,16 +184,17 @@ def run_sweep(words: Words, going_on: sweeps.SweepRecord | None = None) -> None:
                                     "kept" if book.grid else ""))
 
 
-def go_on(given: str, words: Sequence[str]) -> None:
+def go_on(given: str, words: Sequence[str], trusts: bool = False) -> None:
     """``ppocli sweep resume``: run the jobs of a grid that aren't finished, in the same folders.
 
     Args:
         given: the sweep's folder or name.
         words: settings that these jobs go on with.
+        trusts: its words are typed once more, whoever wrote them.
 
     Raises:
         ConfigError: it is no grid, or a word is no setting of a job or one that is swept.
-        CheckpointError: there is no such sweep, or it still runs.
+        CheckpointError: there is no such sweep, it still runs, or it is somebody else's.
         PpocliError: as :func:`run_sweep`.
     """
     folder, words = split_words(given, words)
@@ -206,6 +207,7 @@ def go_on(given: str, words: Sequence[str]) -> None:
         raise errors.ConfigError(f"{sweep.folder} is no grid: its sweeper chose the jobs as it "
                                  "went, and can't be asked again.", fix="start another sweep",
                                  where=str(sweep.folder / sweeps.SWEEP_FILE))
+    sweeps.check_own(sweep, trusts)
     swept = {_key(word) for job in sweep.jobs for word in job.varied}
     given_keys = {_key(word) or "" for word in words}
     for key in sorted(given_keys):

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import typer
 
 from ppocli.builtin.names import config_groups, recipe_files
+from ppocli.cli import options as opt
 from ppocli.cli import output
 from ppocli.cli.options import WORDS, AsJson, Command, NoProgress, Overrides, complete_run, option
 from ppocli.errors import ConfigError
+from ppocli.own_code import TRUST
 from ppocli.parallel.launchers import Launched, find_launch
 
 if TYPE_CHECKING:
@@ -82,6 +84,7 @@ def train(overrides: Overrides = None, no_progress: NoProgress = False, dry_run:
 def resume(run: Annotated[str, typer.Argument(metavar="RUN", autocompletion=complete_run,
                                               help="The run's folder or name.")],
            overrides: Overrides = None, no_progress: NoProgress = False, dry_run: DryRun = False,
+           trust: opt.Trust = False,
            accept_changes: Annotated[bool, typer.Option(
                "--accept-changes", help="Go on with a config.yaml changed by hand.")] = False
            ) -> None:
@@ -95,7 +98,7 @@ def resume(run: Annotated[str, typer.Argument(metavar="RUN", autocompletion=comp
       ppocli resume runs/NAME ppo.total_episodes=4000
     """
     output.set_manner(plain=no_progress)
-    more = [*(overrides or []), *(["--accept-changes"] if accept_changes else [])]
+    more = [*(overrides or []), *["--accept-changes"] * accept_changes, *[TRUST] * trust]
     run_words(resume_words(run, more), dry_run=dry_run)
 
 
@@ -252,7 +255,7 @@ def show_sweep(given: Annotated[str | None, typer.Argument(
 @sweep_app.command("resume", cls=Command, context_settings=WORDS)
 def resume_sweep(sweep: Annotated[str, typer.Argument(
                      metavar="SWEEP", help="The sweep's folder or name.")],
-                 overrides: Overrides = None) -> None:
+                 overrides: Overrides = None, trust: opt.Trust = False) -> None:
     """Run the unfinished jobs of a sweep in the same folders.
 
     A job continues from its newest checkpoint, or starts if it has none. Finished jobs are kept.
@@ -267,7 +270,7 @@ def resume_sweep(sweep: Annotated[str, typer.Argument(
     from ppocli.cli.sweep import go_on
 
     output.ignore_broken_pipes()
-    go_on(sweep, overrides or [])
+    go_on(sweep, overrides or [], trust)
 
 
 def _rank(job: JobRecord, sort: str) -> tuple[float, int]:

@@ -22,12 +22,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from ppocli.builtin.names import config_groups
-from ppocli.config import hydra_bridge, keys, layers, schema, secrets
+from ppocli.config import hydra_bridge, keys, layers, resolved, schema, secrets
 from ppocli.config.kept import settings_before
 from ppocli.config.problems import Problem, find_problems, raise_problems, range_problems
 from ppocli.config.resolved import CONFIG_FILE, quoted, schema_node, typed
 from ppocli.config.words import ACCEPT_CHANGES, COMMAND_LINE, Words
 from ppocli.errors import CheckpointError, ConfigError
+from ppocli.own_code import TRUST
 from ppocli.text import did_you_mean
 
 _START_HINT = "start from a recipe, e.g. ppocli train +recipe=quickstart (ppocli recipes list)"
@@ -49,6 +50,10 @@ class Composed:
     """the run folder of ``resume=FOLDER``"""
     accept_changes: bool = False
     """what was changed by hand in the config.yaml of a run that goes on counts"""
+    typed: frozenset[str] = frozenset()
+    """as :attr:`ppocli.config.layers.Merged.typed`"""
+    trusts: bool = False
+    """``--trust``: what the run's configuration names may run"""
 
     @property
     def hint(self) -> str | None:
@@ -86,6 +91,9 @@ class Checked:
     sources: Mapping[str, str] = field(default_factory=dict)
     accept_changes: bool = False
     """as of :class:`Composed`"""
+    typed: frozenset[str] | None = None
+    """as in :class:`Composed`; None where no file has had a say"""
+    trusts: bool = False
 
 
 def compose(words: Words) -> Composed:
@@ -117,14 +125,19 @@ def check(composed: Composed, handed_in: frozenset[str] = frozenset()) -> Checke
     """
     raise_problems(composed.problems(handed_in), composed.hint)
     return Checked(composed.config, composed.resume_from, composed.recipe or "run",
-                   composed.sources, composed.accept_changes)
+                   composed.sources, composed.accept_changes, composed.typed, composed.trusts)
 
 
 def compose_here(words: Words, run: Path | None = None) -> Composed:
     """As :func:`compose`, inside of :func:`hydra_for`, for words that are one run's."""
     merged = layers.merge_entries(_entries(words, run))
-    return Composed(typed(merged.node), merged.problems, merged.sources, words.value("recipe"), run,
-                    words.flag(ACCEPT_CHANGES) is not None)
+    config = typed(merged.node)
+    if run is not None:
+        config = resolved.keeping_styles(config, resolved.read_config(run / CONFIG_FILE),
+                                         {setting.key for setting in words.settings})
+    return Composed(config, merged.problems, merged.sources, words.value("recipe"), run,
+                    words.flag(ACCEPT_CHANGES) is not None, merged.typed,
+                    words.flag(TRUST) is not None)
 
 
 def print_composition(words: Words) -> None:
@@ -174,6 +187,10 @@ def _resumed_run(words: Words) -> Path | None:
     """The run folder of ``resume=FOLDER``; None for the other values of that key."""
     given = words.value("resume")
     if given in (None, "auto", "never"):
+        if words.flag(TRUST) is not None:
+            raise ConfigError(f"{TRUST} is about the configuration of a run, and these words name "
+                              "none.", where=COMMAND_LINE,
+                              fix=f"leave it out, or ppocli resume RUN {TRUST}")
         return None
     run = Path(given).expanduser().absolute()
     if not run.is_dir():

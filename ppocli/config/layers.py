@@ -47,6 +47,8 @@ class Merged:
     node: DictConfig
     sources: Mapping[str, str] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
+    typed: frozenset[str] = frozenset()
+    """all texts among the values on the command line, and the keys that it sets to true"""
 
 
 def layered_entries(loader: ConfigLoader, words: Words, base: Path | None) -> list[Entry]:
@@ -155,7 +157,20 @@ def merge_entries(entries: list[Entry], *, hydra_resolves: bool = False) -> Merg
         else:
             problems.append(Problem(entry.key, problem, entry.source))
     problems += _unresolvable(node, sources, hydra_resolves)
-    return Merged(node, sources, tuple(problems))
+    return Merged(node, sources, tuple(problems), frozenset(
+        text for entry in entries if entry.source == COMMAND_LINE
+        for text in _texts(entry.key, entry.value)))
+
+
+def _texts(key: str, value: Any) -> Iterator[str]:
+    """Every text in a value, and the dotted key of every true in it."""
+    if isinstance(value, str):
+        yield value
+    elif value is True:
+        yield key
+    elif isinstance(value, (dict, list)):
+        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _texts(f"{key}.{name}", item)
 
 
 def _merge(node: DictConfig, entry: Entry) -> str | None:

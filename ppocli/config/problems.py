@@ -5,7 +5,7 @@ and the checks that need more than one key.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any
@@ -18,7 +18,7 @@ from ppocli.errors import ConfigError
 from ppocli.text import cut, did_you_mean
 
 DEFAULT_SOURCE = "default"
-FNS_KEYS = ("fn", "kwargs", "weight")
+FNS_KEYS = ("fn", "kwargs", "weight", "style")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +102,13 @@ def _rules(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
     yield from _run(config)
 
 
-def range_problems(config: schema.TrainConfig, sources: Mapping[str, str]) -> list[Problem]:
-    """Missing values, and those outside what the schema allows, each key for itself."""
+def range_problems(config: schema.TrainConfig, sources: Mapping[str, str],
+                   names: Collection[str] | None = None) -> list[Problem]:
+    """Missing values, and those outside what the schema allows, each key for itself; of all keys or
+    of some."""
     return [Problem(name, text, sources.get(name, DEFAULT_SOURCE))
-            for name, key in schema_keys().items()
-            for text in _range_problems(key, attrgetter(name)(config))]
+            for name in schema_keys() if names is None or name in names
+            for text in _range_problems(schema_keys()[name], attrgetter(name)(config))]
 
 
 def _range_problems(key: Key, value: Any) -> Iterator[str]:
@@ -128,8 +130,9 @@ def _range_problems(key: Key, value: Any) -> Iterator[str]:
         if key.item in (int, float) and isinstance(item, float) and not math.isfinite(item):
             yield f"{shown(item)} must be a finite number"
         elif key.allowed and not _allowed(key.metadata, item):
-            hint = (did_you_mean(item, key.metadata["choices"])
-                    if key.metadata["choices"] and isinstance(item, str) else "")
+            hint = _why_not(key.metadata, item) or (
+                did_you_mean(item, key.metadata["choices"])
+                if key.metadata["choices"] and isinstance(item, str) else "")
             yield f"{shown(item)} must be {key.allowed}{hint}"
 
 
@@ -179,6 +182,8 @@ def _reward(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
         yield (reward.fn is None and reward.kwargs, "reward.kwargs", "these belong to reward.fn, "
                "which is not given; with reward.fns each entry has its own kwargs")
     yield reward.fn == "", "reward.fn", "must not be empty"
+    yield (reward.fn == "http" and reward.style not in ("auto", "ppocli"), "reward.style",
+           f"http calls no function: give reward.style={reward.style} to ppocli serve-reward")
     for name, entry in reward.fns.items():
         yield (name in ("mean", "std", "invalid"), f"reward.fns.{name}",
                f"reward/{name} is a figure of all rewards together; give this one another name")
@@ -221,16 +226,20 @@ def _shaping(config: schema.TrainConfig) -> Rules:
 
 def _fns_entry(entry: Any) -> Iterator[str]:
     if not isinstance(entry, dict):
-        yield f"{shown(entry)} must be a mapping with the keys fn, kwargs, weight"
+        yield f"{shown(entry)} must be a mapping with the keys {', '.join(FNS_KEYS)}"
         return
     for name in entry:
         if name not in FNS_KEYS:
             yield (f"unknown key {name}{did_you_mean(str(name), FNS_KEYS)} "
-                   "(allowed: fn, kwargs, weight)")
+                   f"(allowed: {', '.join(FNS_KEYS)})")
     if not isinstance(entry.get("fn"), str) or not entry["fn"]:
         yield "needs fn, an import path or a built-in's name"
     if not isinstance(entry.get("kwargs", {}) or {}, dict):
         yield f"kwargs {shown(entry['kwargs'])} must be a mapping"
+    style, styles = entry.get("style", "auto"), ("auto", *schema.REWARD_STYLES)
+    if style not in styles:
+        yield (f"style {shown(style)} must be one of {', '.join(styles)}"
+               f"{did_you_mean(str(style), styles)}")
     weight = entry.get("weight", 1.0)
     if (not isinstance(weight, (int, float)) or isinstance(weight, bool)
             or not math.isfinite(weight)):
@@ -290,7 +299,31 @@ def _generation(config: schema.TrainConfig) -> Rules:
     yield ("" in train.stop_sequences, "generation.stop_sequences", "must not hold an empty text")
 
 
+def _why_not(metadata: Mapping[str, Any], item: Any) -> str:
+    """What there is to say of a value that people bring from elsewhere."""
+    half = "bf16" in (metadata["choices"] or ()) and item in ("fp16", "float16", "half")
+    return ("; fp16 holds nothing below 6e-8, so that gradients vanish, nor above 65504: it needs "
+            "loss scaling, which skips updates. bf16 takes as little memory" if half else "")
+
+
+def _bf16_weights(config: schema.TrainConfig) -> Rules:
+    """What ``hardware.weights=bf16`` doesn't go together with."""
+    hardware, halves = config.hardware, config.hardware.weights == "bf16"
+    yield (halves and hardware.precision != "bf16", "hardware.weights, hardware.precision",
+           "weights in bf16 are computed with in bf16: set hardware.precision=bf16")
+    yield (halves and hardware.zero_stage > 0, "hardware.weights, hardware.zero_stage",
+           "DeepSpeed makes its own copies of fp32 weights: leave hardware.weights out, or ZeRO")
+    yield (halves and bool(config.model.peft), "hardware.weights, model.peft",
+           "an adapter trains in fp32, and the type of its base is model.dtype: leave "
+           "hardware.weights out")
+    yield (halves and "adamw_8bit" in (config.ppo.optimizer.name,
+                                       algorithm.value_optimizer(config.ppo).name),
+           "hardware.weights, ppo.optimizer.name",
+           "adamw_8bit keeps no master copies: take another optimizer, or weights=fp32")
+
+
 def _hardware(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
+    yield from _bf16_weights(config)
     hardware, stage, nodes = config.hardware, config.hardware.zero_stage, config.hardware.num_nodes
     for name, lowest in (("offload_optimizer", 1), ("offload_param", 3)):
         yield (getattr(hardware, name) and stage < lowest,

@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ppocli.builtin.names import BUILTIN_PREFIX
+from ppocli.config import bounded
 from ppocli.config.keys import free_mapping_of, schema_keys
+from ppocli.config.problems import range_problems
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError
 from ppocli.text import did_you_mean, first_line
@@ -29,6 +31,8 @@ CONFIG_FILE = "config.yaml"
 NEXT_CONFIG_FILE = "config.next.yaml"
 """settings a resumed run was asked to go on with; they replace config.yaml once it does"""
 PYTHON_OBJECT = "<python object>"
+_LENGTH = ("ppo.total_episodes", "ppo.num_steps", "ppo.num_rollouts")
+"""keys that whoever shows a run divides by or multiplies"""
 ChangeKind = Literal["harmless", "accepted", "refused"]
 _PATH_KEYS = ("output_dir", "model.path", "model.tokenizer_path", "prompts.path",
               "prompts.eval.path", "hardware.deepspeed_config")
@@ -72,8 +76,23 @@ def config_text(config: TrainConfig) -> str:
 
     User paths should already be absolute (:func:`with_absolute_paths`).
     """
-    values = dataclasses.asdict(config)
+    values = _each_text(dataclasses.asdict(config), _plain)
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
+
+
+def _plain(text: str) -> str:
+    """``text`` as OmegaConf reads it back: ``${`` in it is text, not an interpolation."""
+    return re.sub(r"(\\*)\$\{", lambda m: m[1] * 2 + r"\${", text)
+
+
+def _each_text(value: Any, change: Callable[[str], str]) -> Any:
+    """Plain data with every text in it, but for keys, changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: _each_text(item, change) for key, item in value.items()}
+    return [_each_text(item, change) for item in value] if isinstance(value, (list, tuple)) \
+        else value
 
 
 def read_config(path: Path) -> TrainConfig:
@@ -85,7 +104,7 @@ def read_config(path: Path) -> TrainConfig:
     """
     fix = "give the folder of a run that ppocli made; its config.yaml must be unchanged"
     try:
-        config = _parsed(path.read_text(encoding="utf-8"))
+        config = _parsed(bounded.read_bytes(path).decode("utf-8"))
     except FileNotFoundError:
         if (path.parent / "run.json").is_file():
             raise CheckpointError(
@@ -94,7 +113,7 @@ def read_config(path: Path) -> TrainConfig:
                     f"run_name={path.parent.name} resume=auto") from None
         raise CheckpointError(f"{path.parent} has no {path.name}: it is not a run folder",
                               where=str(path), fix=fix) from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise CheckpointError(f"{path} can't be read: {' '.join(str(error).split())}",
                               where=str(path), fix=fix) from error
     except OmegaConfBaseException as error:
@@ -103,9 +122,10 @@ def read_config(path: Path) -> TrainConfig:
         raise CheckpointError(
             f"{path} doesn't fit this version of ppocli: {name}: "
             f"{first_line(error.msg or error)}{hint}", where=str(path), fix=fix) from error
-    if config is None:
-        raise CheckpointError(f"{path} is damaged: it holds no configuration", where=str(path),
-                              fix=fix)
+    wrong = "it holds no configuration" if config is None else next(
+        map(str, range_problems(config, {}, _LENGTH)), None)
+    if config is None or wrong:
+        raise CheckpointError(f"{path} is damaged: {wrong}", where=str(path), fix=fix)
     return copy.deepcopy(config)
 
 
@@ -116,17 +136,30 @@ def _parsed(text: str) -> TrainConfig | None:
     A command reads the file of its run in several places, and parsing it takes long.
     """
     try:
-        loaded = OmegaConf.load(io.StringIO(text))
+        loaded = OmegaConf.load(io.StringIO(bounded.check_yaml(text)))
     except OmegaConfBaseException as error:  # such as half an interpolation
         raise yaml.YAMLError(str(error)) from error
     if not isinstance(loaded, DictConfig) or not loaded:
         return None
-    return typed(typing.cast(DictConfig, OmegaConf.merge(schema_node(), loaded)))
+    _each_text(OmegaConf.to_container(loaded, resolve=False), _refuse_interpolation)
+    config = typed(typing.cast(DictConfig, OmegaConf.merge(schema_node(), loaded)))
+    if OmegaConf.select(loaded, "reward.style") is None:  # made before there were others
+        config.reward.style = "ppocli"
+    return config
+
+
+def _refuse_interpolation(text: str) -> str:
+    """A resolved configuration holds plain values: to look one up could read the environment, and
+    put a secret of the reader's where the run's writer wants it."""
+    if found := re.search(r"(?<!\\)(?:\\\\)*(\$\{.*)", text, re.DOTALL):
+        raise yaml.YAMLError(f"{found[1]!r} is an interpolation, and a run's configuration holds "
+                             "plain values only")
+    return text
 
 
 def config_of(text: str) -> TrainConfig | None:
     """What :func:`config_text` gave, read again; None where it is damaged."""
-    with suppress(yaml.YAMLError, OmegaConfBaseException, RecursionError):
+    with suppress(yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError):
         return copy.deepcopy(_parsed(text))
     return None
 
@@ -139,6 +172,27 @@ def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
         section, _, last = name.rpartition(".")
         setattr(operator.attrgetter(section)(result) if section else result, last, value)
     return result
+
+
+def keeping_styles(config: TrainConfig, own: TrainConfig, given: Collection[str]) -> TrainConfig:
+    """A copy in which rewards that a run's ``own`` configuration names too have the style that the
+    run found for them; that of others is to be found.
+
+    Args:
+        given: keys whose value stays as it is.
+    """
+    reward, before = copy.deepcopy(config.reward), own.reward
+    if "reward.style" not in given:
+        reward.style = before.style if reward.fn == before.fn else "auto"
+    for name, entry in reward.fns.items():
+        if isinstance(entry, dict) and f"reward.fns.{name}.style" not in given:
+            old = before.fns.get(name) or {}
+            entry.pop("style", None)
+            if old.get("fn") != entry.get("fn"):
+                entry["style"] = "auto"
+            elif "style" in old:
+                entry["style"] = old["style"]
+    return dataclasses.replace(config, reward=reward)
 
 
 def with_absolute_paths(config: TrainConfig, folder: Path) -> TrainConfig:
@@ -238,8 +292,8 @@ _REFUSED = frozenset({
     "seed", "model.path", "model.arch", "model.revision", "model.tokenizer_path", "model.dtype",
     "model.num_layers_unfrozen", "model.reference.kind", "model.reference.path",
     "model.value.kind", "model.value.path", "model.value.num_layers_unfrozen", "hardware.precision",
-    "ppo.optimizer.name", "ppo.value_optimizer.name", "ppo.advantage", "ppo.n", "reward.scale",
-    "ppo.kl_controller",
+    "hardware.weights", "ppo.optimizer.name", "ppo.value_optimizer.name", "ppo.advantage", "ppo.n",
+    "reward.scale", "ppo.kl_controller",
 })
 
 
@@ -285,7 +339,7 @@ def quoted(text: str) -> str:
 
 def literal(text: str) -> str:
     """:func:`quoted`, and ``${`` in it is text too, not an interpolation."""
-    return quoted(re.sub(r"(\\*)\$\{", lambda m: m[1] * 2 + r"\${", text))
+    return quoted(_plain(text))
 
 
 def unquoted(text: str) -> str:
@@ -302,6 +356,18 @@ def words_for(config: TrainConfig) -> list[str]:
     Composing the words gives ``config`` back.
     """
     return [_word(name, new) for name, _, new in config_differences(TrainConfig(), config)]
+
+
+def mapping_words(values: Mapping[str, Any], within: str = "") -> list[str]:
+    """A nested mapping of settings as words of ``ppocli train``: ``{"ppo": {"n": 2}}`` becomes
+    ``ppo.n=2``. What takes a mapping as its value (``reward.kwargs``) gets it whole."""
+    words: list[str] = []
+    for key, value in values.items():
+        name = f"{within}{key}"
+        free = name in schema_keys() and schema_keys()[name].kind == "mapping"
+        words += (mapping_words(value, f"{name}.") if isinstance(value, Mapping) and not free
+                  else [_word(name, dict(value) if free and value is not None else value)])
+    return words
 
 
 def training_command(config: TrainConfig, *more: str) -> str:
@@ -332,7 +398,7 @@ def _literal(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ",".join(f"{_key(key)}:{_literal(item)}" for key, item in value.items()) + "}"
     text = str(value)
-    return text if _safe(text) and ":" not in text else quoted(text)
+    return text if _safe(text) and ":" not in text else literal(text)
 
 
 def _key(key: Any) -> str:

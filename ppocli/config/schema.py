@@ -64,13 +64,19 @@ class ModelConfig:
     reference: ReferenceConfig = key(ReferenceConfig, "the reference policy")
 
 
+REWARD_STYLES = ("ppocli", "trl", "trlx", "verl", "openrlhf")
+
+
 @dataclass
 class RewardConfig:
     fn: Optional[str] = key(None, "import path (pkg.mod:function, file.py:function), a class, or a "
                             "built-in's short name")
     kwargs: dict[str, Any] = key({}, "arguments bound to reward.fn")
-    fns: dict[str, Any] = key({}, "several rewards: name -> {fn, kwargs, weight}; summed, logged "
-                              "apart")
+    style: str = key("auto", "which library's way of calling a reward and reading its answer the "
+                     "function was written for (auto: told by its parameters)",
+                     choices=("auto", *REWARD_STYLES))
+    fns: dict[str, Any] = key({}, "several rewards: name -> {fn, kwargs, weight, style}; summed, "
+                              "logged apart")
     metric_fn: Optional[str] = key(None, "import path of a function returning a dict of lists, "
                                    "logged at evaluation")
     scale: str = key("none", "divide scores by a running std, or by ref_std", choices=(
@@ -171,7 +177,8 @@ class EvalGenerationConfig:
 @dataclass
 class GenerationConfig:
     max_new_tokens: int = key(32, "longest response in tokens", ge=1)
-    min_new_tokens: int = key(0, "no stop token before this many tokens", ge=0)
+    min_new_tokens: int = key(0, "no stop token before this many tokens, and stop sequences count "
+                              "only from there on", ge=0)
     temperature: float = key(1.0, "softmax temperature; policy and reference use it too", gt=0)
     top_k: int = key(0, "sample among the k likeliest tokens (0: all)", ge=0)
     top_p: float = key(1.0, "nucleus sampling (1: all)", gt=0, le=1)
@@ -204,8 +211,11 @@ class RolloutConfig:
 @dataclass
 class HardwareConfig:
     device: str = key("auto", "where to compute", choices=("auto", "cpu", "cuda"))
-    precision: str = key("fp32", "compute type; trained weights and optimizer state stay fp32",
+    precision: str = key("fp32", "compute type; optimizer state stays fp32",
                          choices=("fp32", "bf16"))
+    weights: str = key("fp32", "storage type of the policy's weights and their gradients; bf16 "
+                       "needs precision=bf16 and keeps fp32 master copies, half of each in the "
+                       "weights and half in the optimizer", choices=("fp32", "bf16"))
     gemm: str = key("auto", "linear layers on a CPU: torch's default products, or oneDNN's (auto: "
                     "whichever is faster, measured at the start)",
                     choices=("auto", "default", "onednn"))

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ppocli.builtin.names import config_groups
 from ppocli.config import resolved, secrets
 from ppocli.config.keys import key_for, schema_keys
 from ppocli.errors import ConfigError
+from ppocli.own_code import TRUST
 from ppocli.text import did_you_mean, nearest
 
 COMMAND_LINE = "command line"
@@ -28,7 +30,8 @@ SHORT = {"-c": "--cfg", "-p": "--package", "-r": "--run", "-m": "--multirun",
 _WITH_VALUE = ("--cfg", "--package", "--config-path", "--config-name", "--config-dir")
 ACCEPT_CHANGES = "--accept-changes"
 """ours, not Hydra's: a config.yaml that was changed by hand counts"""
-_PLAIN = ("--hydra-help", "--resolve", "--run", "--multirun", "--shell-completion", ACCEPT_CHANGES)
+_PLAIN = ("--hydra-help", "--resolve", "--run", "--multirun", "--shell-completion", TRUST,
+          ACCEPT_CHANGES)
 FLAGS = tuple(sorted((*_WITH_VALUE, *_PLAIN, "--info", "--help", "--version")))
 # options of the command line that never come here; misspelt ones do
 _OURS = ("--no-progress", "--dry-run")
@@ -103,7 +106,7 @@ class Words:
         parts = self.overrides
         for flag, value in self.flags:
             # config folders go through the search path, a new main folder through hydra.main
-            if flag not in ("--config-dir", "--config-path", ACCEPT_CHANGES):
+            if flag not in ("--config-dir", "--config-path", TRUST, ACCEPT_CHANGES):
                 parts += [flag] if value is None else [flag, value]
         return parts
 
@@ -146,6 +149,33 @@ def read_words(words: Sequence[str]) -> Words:
                  + tuple(_config_dir(folder, "PPOCLI_CONFIG_DIR") for folder
                          in os.environ.get("PPOCLI_CONFIG_DIR", "").split(":") if folder),
                  tuple(words))
+
+
+def given_words(given: Sequence[str] | Mapping[str, Any]) -> list[str]:
+    """What a Python caller gives as settings: words, or a nested mapping of them.
+
+    Raises:
+        ConfigError: one text, or something else than texts in the list.
+    """
+    return (resolved.mapping_words(given) if isinstance(given, Mapping)
+            else list_of_texts(given, "overrides"))
+
+
+def list_of_texts(values: Sequence[str], name: str) -> list[str]:
+    """A list of texts, which one text isn't, though Python would take it letter by letter.
+
+    Raises:
+        ConfigError: it is one text, or not all are texts.
+    """
+    if isinstance(values, str):
+        raise ConfigError(f"{name} is one text, not a list of them.", where=name,
+                          fix=f"{name}=[{values!r}]")
+    texts = list(values)
+    for value in texts:
+        if not isinstance(value, str):
+            raise ConfigError(f"{name} holds {value!r}, which is no text.", where=name,
+                              fix="give a list of texts")
+    return texts
 
 
 def _looks_like_setting(word: str) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date, time
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from ppocli.config.schema import PromptsConfig
+from ppocli.data import render
 from ppocli.data.files import Row
-from ppocli.data.render import column_names, encode, metadata, note_count, prompt_texts, take_rows
+from ppocli.data.render import column_names, encode, metadata, note_count, take_rows
 from ppocli.data.sources import PromptSpec, evaluation_spec, open_rows, training_spec
 from ppocli.errors import InputError
 
@@ -41,6 +42,8 @@ class PromptBatch:
     """[B] position of each prompt in its prompt set"""
     episodes: list[int]
     """[B] number of the sample within the run; sampling noise is a function of it"""
+    messages: list[list[dict[str, Any]]] = field(default_factory=list)
+    """[B] conversations, as of :class:`PromptSet`"""
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -61,7 +64,8 @@ class PromptBatch:
             texts=[self.texts[i] for i in places],
             columns={name: [values[i] for i in places] for name, values in self.columns.items()},
             indices=[self.indices[i] for i in places],
-            episodes=[self.episodes[i] for i in places])
+            episodes=[self.episodes[i] for i in places],
+            messages=[self.messages[i] for i in places] if self.messages else [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,8 @@ class PromptSet:
     eval_rows: tuple[Row, ...] = ()
     """raw rows spread evenly over the set, at most ``prompts.eval.limit``, which become the
     evaluation prompts when no others are given; empty if the prompts are the BOS token alone"""
+    messages: list[list[dict[str, Any]]] = field(default_factory=list)
+    """n prompts as conversations, where the chat template rendered them; else empty"""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -100,7 +106,8 @@ class PromptSet:
         return PromptBatch(
             tokens=tokens, mask=mask, texts=[self.texts[i] for i in indices],
             columns={name: [cells[i] for i in indices] for name, cells in self.columns.items()},
-            indices=list(indices), episodes=list(episodes))
+            indices=list(indices), episodes=list(episodes),
+            messages=[self.messages[i] for i in indices] if self.messages else [])
 
     def digest(self) -> str:
         """SHA-256 (hex) over token ids and metadata: equal exactly if a resumed run sees the same.
@@ -200,7 +207,8 @@ def _build(rows: list[Row], spec: PromptSpec, tokenizer: PreTrainedTokenizerBase
            max_prompt_tokens: int, notes: list[str], whole: bool,
            eval_rows: tuple[Row, ...] = ()) -> PromptSet:
     columns = metadata(rows, spec)
-    encoded = encode(prompt_texts(rows, spec, tokenizer), spec, tokenizer, seed=seed,
+    conversations = render.prompt_cells(rows, spec) if spec.chat else []
+    encoded = encode(render.prompt_texts(rows, spec, tokenizer), spec, tokenizer, seed=seed,
                      max_prompt_tokens=max_prompt_tokens, whole=whole)
     if not encoded.kept:
         raise InputError(f"The tokenizer makes no token of any of the {len(rows)} prompts.",
@@ -214,7 +222,8 @@ def _build(rows: list[Row], spec: PromptSpec, tokenizer: PreTrainedTokenizerBase
     return PromptSet(
         token_ids=encoded.token_ids, texts=encoded.texts,
         columns={name: [cells[i] for i in encoded.kept] for name, cells in columns.items()},
-        notes=notes, eval_rows=eval_rows)
+        notes=notes, eval_rows=eval_rows,
+        messages=[conversations[i] for i in encoded.kept] if spec.chat else [])
 
 
 def _bos_set(tokenizer: PreTrainedTokenizerBase, n: int) -> PromptSet:

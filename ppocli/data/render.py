@@ -133,8 +133,20 @@ def prompt_texts(rows: Sequence[Row], spec: PromptSpec,
         raise InputError("The tokenizer has no chat template.", where=f"{spec.key}.chat=true",
                          fix=f"{spec.key}.chat=false (with {spec.key}.template=... if the model "
                              "expects a form), or model.tokenizer_path= a tokenizer that has one")
+    return [_encodable(cell if isinstance(cell, str) else _render_chat(cell, row, spec, tokenizer),
+                       row, spec)
+            for row, cell in zip(rows, prompt_cells(rows, spec), strict=True)]
+
+
+def prompt_cells(rows: Sequence[Row], spec: PromptSpec) -> list[Any]:
+    """Each row's prompt after first words and template, before the chat template: a text, or with
+    ``chat`` a conversation, a list of messages.
+
+    Raises:
+        ConfigError, InputError: as :func:`prompt_texts`.
+    """
     pieces = None if spec.template is None else _parse_template(spec, column_names(rows))
-    texts = []
+    cells: list[Any] = []
     for row in rows:
         cell = row.values[spec.column]
         if isinstance(cell, str):
@@ -143,12 +155,11 @@ def prompt_texts(rows: Sequence[Row], spec: PromptSpec,
             if pieces is not None:
                 cell = _fill(pieces, cell, row, spec)
             if spec.chat:
-                cell = _render_chat([{"role": "user", "content": cell}], row, spec, tokenizer)
+                cell = [{"role": "user", "content": cell}]
         else:
             _refuse_text_settings(row, spec)
-            cell = _render_chat(cell, row, spec, tokenizer)
-        texts.append(_encodable(cell, row, spec))
-    return texts
+        cells.append(cell)
+    return cells
 
 
 def _encodable(text: str, row: Row, spec: PromptSpec) -> str:

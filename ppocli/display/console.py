@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -81,6 +82,11 @@ class Display(logging.Handler):
         self._view = live_view.LiveView(self._out, self.board.lines, self._started_by)
         self._view.start()
 
+    def listen(self) -> None:
+        """Take the messages of the log, of several runs that are open in this process."""
+        _listening.sort(key=lambda one: self in one.handlers)
+        _listen()
+
     def emit(self, record: logging.LogRecord) -> None:
         """Print a message of the log."""
         text = safe_text(record.getMessage())
@@ -137,21 +143,61 @@ def open_silence() -> Iterator[Display]:
         yield Display(Path(os.devnull), "quiet", nowhere, nowhere)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Listeners:
+    """What the ``ppocli`` logger is set to for whom."""
+
+    level: int
+    propagate: bool
+    handlers: tuple[logging.Handler, ...] = ()
+
+
+_listening: list[_Listeners] = []
+"""the logger as it was found, and whoever took it since; it is the last one's"""
+
+
 @contextmanager
 def logging_to(level: int, *handlers: logging.Handler) -> Iterator[None]:
-    """The ``ppocli`` logger with these handlers alone, from this level on."""
-    before = log.level, log.propagate
-    log.setLevel(level)
-    log.propagate = False
-    for handler in handlers:
-        log.addHandler(handler)
+    """The ``ppocli`` logger with these handlers in place of those of others here, from this level
+    on. Runs that are open at once may end in any order."""
+    with _listening_as(_Listeners(level, False, handlers)):
+        yield
+
+
+@contextmanager
+def logging_as_found() -> Iterator[None]:
+    """The ``ppocli`` logger as it was before anyone here took it."""
+    first = _listening[0] if _listening else _Listeners(log.level, log.propagate)
+    with _listening_as(replace(first)):
+        yield
+
+
+@contextmanager
+def _listening_as(own: _Listeners) -> Iterator[None]:
+    if not _listening:
+        _listening.append(_Listeners(log.level, log.propagate))
+    _listening.append(own)
+    _listen()
     try:
         yield
     finally:
-        for handler in handlers:
+        for handler in own.handlers:
             log.removeHandler(handler)
-        log.setLevel(before[0])
-        log.propagate = before[1]
+        _listening.remove(own)
+        _listen()
+        if len(_listening) == 1:
+            _listening.clear()
+
+
+def _listen() -> None:
+    *others, last = _listening
+    for other in others:
+        for handler in other.handlers:
+            log.removeHandler(handler)
+    log.setLevel(last.level)
+    log.propagate = last.propagate
+    for handler in last.handlers:
+        log.addHandler(handler)
 
 
 def keep_log() -> None:
@@ -234,7 +280,7 @@ def closing_table(before: dict[str, Any] | None, after: dict[str, Any],
     shown = [name for name in after if name in ours or name.startswith("metrics/")]
     for name in shown if "reward_mean" in after else after:
         old = "" if before is None else figure(before.get(name), 3)
-        table.add_row(name.removeprefix("metrics/"), old, figure(after[name], 3))
+        table.add_row(clean(name.removeprefix("metrics/")), old, figure(after[name], 3))
     for old_row, new_row in samples:
         if not {"prompt", "response", "score"} <= new_row.keys():
             continue  # rows of another task

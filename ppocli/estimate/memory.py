@@ -121,7 +121,7 @@ def lines_of(cfg: schema.TrainConfig, parts: Iterable[Part], layout: Layout, hea
     whole = algorithm.whole_while_acting(cfg)
     parts = tuple(parts)
     own = [p for p in parts if p.sharded]
-    size, trained = sum(p.size for p in own), 4 * sum(p.trained for p in own)
+    size, trained = sum(p.size for p in own), sum(p.gradients for p in own)
     state = sum(p.state for p in own)
     yield _line("weights", _share(size, ranks if stage == 3 else 1),
                 on_host=cfg.hardware.offload_param)

@@ -62,7 +62,9 @@ class Part:
     size: int
     """bytes of the weights as they are kept"""
     trained: int = 0
-    """parameters with a gradient and optimizer state; they and their gradients are fp32"""
+    """parameters with a gradient and optimizer state"""
+    halves: int = 0
+    """those of them that are bf16, with their gradients; the others are fp32"""
     state: int = 0
     """bytes of optimizer state, its counts of steps apart"""
     sharded: bool = False
@@ -82,9 +84,14 @@ class Part:
     """bytes of pinned host memory that a copy of what a checkpoint holds of it takes"""
 
     @property
+    def gradients(self) -> int:
+        """Bytes of the gradients, as many as of the weights that train."""
+        return 4 * self.trained - 2 * self.halves
+
+    @property
     def saved(self) -> int:
         """Bytes in a checkpoint."""
-        return (4 * self.trained if self.adapter else self.size) + self.state
+        return (self.gradients if self.adapter else self.size) + self.state
 
 
 # Shapes -------------------------------------------------------------------------------------------
@@ -118,8 +125,8 @@ def models_of(cfg: schema.TrainConfig, config: Any | None = None) -> Models:
         ConfigError: the adapter doesn't fit the model.
     """
     model, kind, value = cfg.model, adapters.adapter_kind(cfg.model), cfg.model.value
-    lm = _empty(model, config, None, "model.path", dtype=None if kind is None else DTYPES[
-        model.dtype or cfg.hardware.precision])
+    lm = _empty(model, config, None, "model.path", dtype=DTYPES[
+        cfg.hardware.weights if kind is None else model.dtype or cfg.hardware.precision])
     head = branch = value_lm = None
     with loading(f"outline of {model.path}", "model.path"):
         if kind is not None:
@@ -240,12 +247,17 @@ def _trained_parts(cfg: schema.TrainConfig, models: Models) -> Iterator[Part]:
         trained = [p for p in parameters if p.requires_grad]
         adapter = kind == "policy" and bool(cfg.model.peft)
         state = [size for p in trained for size in state_sizes(optimizer, p.shape)]
+        # what a master copy holds beside a weight in bf16
+        halves = [p for p in trained if p.dtype == torch.bfloat16]
+        state += [2 * p.numel() for p in halves]
         copied = [p.numel() * p.element_size() for p in (trained if adapter else parameters)]
         yield Part(
             kind=kind, name=name, parameters=count(parameters), trained=count(trained),
+            halves=count(halves),
             size=sum(quantized.get(id(p), p.numel() * p.element_size()) for p in parameters),
             state=sum(state), sharded=True, adapter=adapter,
-            cast=count([p for p in trained if p.dim() == 2 and id(p) not in apart]),
+            cast=count([p for p in trained if p.dim() == 2 and id(p) not in apart
+                        and p.dtype == torch.float32]),
             largest=max((p.numel() for p in trained), default=0),
             pinned=sum(map(pinned_bytes, copied + state)))
 
@@ -304,9 +316,10 @@ def _reference_parts(cfg: schema.TrainConfig, lm: Any) -> Iterator[Part]:
     kind = schema.reference_kind(model)
     if kind in ("none", "adapter"):
         return
-    if kind == "shared":  # fp32 copies of what trains
+    if kind == "shared":  # copies of what trains
         number = count(p for p in lm.parameters() if p.requires_grad)
-        size, in_parts = 4 * number, cfg.hardware.zero_stage == 3
+        size = number * DTYPES[cfg.hardware.weights].itemsize
+        in_parts = cfg.hardware.zero_stage == 3
     else:
         whole = _empty(model, lm.config if wanted.path is None else None, wanted.path,
                        "model.reference.path")

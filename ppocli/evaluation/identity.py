@@ -29,7 +29,7 @@ from ppocli.tasks.ppo.session import EvalSession
 from ppocli.text import cut
 from ppocli.training.task import PythonObjects
 
-_REWARD_KEYS = ("fn", "kwargs", "fns", "metric_fn", "on_invalid")
+_REWARD_KEYS = ("fn", "kwargs", "fns", "metric_fn", "on_invalid", "style")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _DEEPEST = 30
 """steps from an object to what it refers to"""
@@ -56,7 +56,9 @@ def identity_of(session: EvalSession, targets: Sequence[Target], frontier: bool,
         "generation": json.loads(json.dumps(asdict(session.eval_sampling))),
         "prompts": {**asdict(cfg.prompts), "digest": session.eval_prompts.digest(),
                     "count": len(session.eval_prompts)},
-        "reward": {key: value for key, value in asdict(cfg.reward).items() if key in _REWARD_KEYS},
+        # evaluations made before there were styles have none
+        "reward": {key: value for key, value in asdict(cfg.reward).items()
+                   if key in _REWARD_KEYS and (key, value) != ("style", "ppocli")},
         # code that was typed in has no file
         "code": {path: atomic.sha256_file(Path(path)) if Path(path).is_file() else None
                  for path in dict.fromkeys(code)},

@@ -200,11 +200,13 @@ def build_judge(cfg: schema.RewardConfig, columns: Sequence[str]) -> Reward:
 
 
 def scores_of(reward: Reward, player: Player, prompts: Sequence[str], answers: Sequence[Answer],
-              columns: Mapping[str, Sequence[Any]]) -> list[float | None]:
+              columns: Mapping[str, Sequence[Any]], messages: Sequence[Any] = ()
+              ) -> list[float | None]:
     """The score of each answer; None where ``reward.on_invalid=skip`` drops the sample.
 
     Args:
         prompts: texts from :meth:`Player.render`, all of them; as are the ``columns``.
+        messages: what was rendered as conversations: texts or lists of messages.
 
     Raises:
         RewardError: the function raised, or returned something unusable.
@@ -214,6 +216,8 @@ def scores_of(reward: Reward, player: Player, prompts: Sequence[str], answers: S
         prompts=[prompts[i] for i in places], responses=[answer.text for answer in answers],
         response_ids=[answer.ids for answer in answers],
         columns={name: [cells[i] for i in places] for name, cells in columns.items()},
-        tokenizer=player.tokenizer))
+        tokenizer=player.tokenizer, ended=[answer.finished for answer in answers],
+        messages=[[{"role": "user", "content": cell}] if isinstance(cell, str) else cell
+                  for cell in (messages[i] for i in places if messages)]))
     return [score if valid else None
             for score, valid in zip(scores.scores, scores.valid, strict=True)]

@@ -16,6 +16,8 @@ from typing import Any
 from ppocli.config.resolved import literal, read_config
 from ppocli.config.schema import EvalGenerationConfig, EvalPromptsConfig, ModelConfig, TrainConfig
 from ppocli.errors import CheckpointError, ConfigError, DiskError
+from ppocli.own_code import TRUST
+from ppocli.runs import trust
 from ppocli.runs.target import Target, find_target
 from ppocli.storage import atomic, run_folder, run_logs
 
@@ -63,6 +65,8 @@ class EvalRequest:
     resume: bool = False
     own_reward: bool = False
     """a Python function takes the place of ``reward``"""
+    trust: bool = False
+    """code that the configuration of somebody else's run names may run"""
     printing: tuple[str, ...] = ()
     """options of the command line that change no result"""
 
@@ -131,7 +135,10 @@ class EvalRequest:
         if self.against is None:
             return None
         if self.against != BASE:
-            return find_target(self.against, say=say, asked_by="--against")
+            other = find_target(self.against, say=say, asked_by="--against")
+            if other.run_dir is not None:  # its model is loaded as ours is
+                trust.check_run(other.run_dir, cfg, ("model.",), trusts=self.trust)
+            return other
         return base_target(target, cfg.model, "--against base")
 
     def command(self, target: Target, name: str) -> str:
@@ -142,7 +149,7 @@ class EvalRequest:
                  ("--num-samples", self.num_samples), ("--seed", self.seed),
                  ("--step", self.step), ("--output", self.output), ("--name", name)]
         words = [text for flag, value in flags if value is not None for text in (flag, str(value))]
-        words += ["--best"] * self.best + ["--frontier"] * self.frontier
+        words += ["--best"] * self.best + ["--frontier"] * self.frontier + [TRUST] * self.trust
         words += [*self.printing, "--resume"]
         return shlex.join(["ppocli", "eval", run, *self.words, *words])
 
@@ -229,6 +236,7 @@ def working_in(folder: Path, overwrite: bool) -> Iterator[None]:
     Raises:
         CheckpointError: another process works there.
     """
+    run_folder.refuse_links(folder)
     try:
         with naming_output(), run_folder.lock(folder):
             if overwrite:

@@ -83,6 +83,8 @@ def run_evaluation(request: EvalRequest, target: Target, cfg: TrainConfig, objec
     root = Path(request.output).expanduser().absolute() if request.output else (
         target.run_dir or Path.cwd()) / files.EVAL
     default = root / (request.name or target.label)
+    if target.run_dir is not None and not request.output:
+        run_folder.refuse_links(target.run_dir)
     files.refuse_taken(default, request)
     cfg = _without_own_reference(cfg, target, say)
     targets = _targets(request, target, cfg, say)

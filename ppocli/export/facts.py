@@ -11,7 +11,7 @@ from typing import Any, Self
 import yaml
 
 from ppocli.builtin.names import BUILTIN_PREFIX
-from ppocli.config import hub, resolved, schema, secrets
+from ppocli.config import bounded, hub, resolved, schema, secrets
 from ppocli.evaluation.request import read_result
 from ppocli.runs.record import RunRecord, first_of_each_prompt, read_run
 from ppocli.runs.target import Target
@@ -158,7 +158,7 @@ def split_card(text: str) -> tuple[dict[str, Any], str]:
     if block is None:
         return {}, text
     try:
-        data = yaml.safe_load(block[2])
+        data = yaml.safe_load(bounded.check_yaml(block[2]))
     except yaml.YAMLError:
         data = None
     return data if isinstance(data, dict) else {}, text[block.end():]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ppocli.config import hub, schema
+from ppocli.config.resolved import CONFIG_FILE, read_config
 from ppocli.errors import CheckpointError, ConfigError, InputError
 from ppocli.export.card import CARD, CURVE
 from ppocli.export.facts import gather
@@ -20,9 +21,10 @@ from ppocli.export.folder import (
     plan_export,
     read_record,
 )
+from ppocli.runs import trust
 from ppocli.runs.record import is_run
 from ppocli.runs.target import Target, find_target
-from ppocli.storage import atomic, model_files
+from ppocli.storage import atomic, model_files, run_folder
 from ppocli.text import first_line, short_path
 
 DEFAULT_SHARD = "5GB"
@@ -48,6 +50,8 @@ class ExportRequest:
     merge: bool | None = None
     """of an adapter: merge it into its base, or write its own folder; None: merge where possible"""
     overwrite: bool = False
+    trust: bool = False
+    """the model's own code may run, though the run is somebody else's"""
     dry_run: bool = False
     to_hub: bool = False
     repo_id: str | None = None
@@ -175,6 +179,9 @@ def resolve(request: ExportRequest, say: Callable[[str], None],
     if existing is not None:
         return existing
     target = find_target(request.run, say=say, step=request.step, best=request.best)
+    if target.run_dir is not None:
+        trust.check_run(target.run_dir, read_config(target.run_dir / CONFIG_FILE), ("model.",),
+                        trusts=request.trust)
     critic: list[Path] = []
     if request.include_value_head:
         target, critic = _with_critic(target)
@@ -273,6 +280,7 @@ def _destination(request: ExportRequest, target: Target) -> Path:
             fix += f"; or push it as it is: leave out {', '.join(request.writing)}"
         raise ConfigError(f"{target.name} belongs to no run: where should the export go?",
                           where="--output", fix=fix)
+    run_folder.refuse_links(target.run_dir)
     return target.run_dir / "export" / target.label
 
 

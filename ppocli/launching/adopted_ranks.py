@@ -41,20 +41,24 @@ class Meeting:
     launched: Launched
     environ: Mapping[str, str]
     """what the launcher has told, before :func:`open_meeting` took some of it out"""
+    topic: str = ""
+    """which of several meetings of the same ranks"""
 
     @cached_property
-    def _store(self) -> Any:
+    def store(self) -> Any:
+        """Of torch, whose keys are this meeting's alone."""
         from torch.distributed import PrefixStore
         from torch.distributed.rendezvous import rendezvous
 
         # torch's own group finds the same server later
         wait = timedelta(seconds=schema.HardwareConfig().timeout_seconds)
         store, _, _ = next(iter(rendezvous("env://", timeout=wait)))
-        return PrefixStore(f"ppocli-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return PrefixStore(f"ppocli-{count}{self.topic}", store)
 
     def tell(self, start: Start | None) -> None:
         """Rank 0: say what to take part in; None if there is nothing to do."""
-        self._store.set("start", json.dumps(None if start is None else start.argv()))
+        self.store.set("start", json.dumps(None if start is None else start.argv()))
 
     def wait(self) -> Start | None:
         """What rank 0 tells; None if there is nothing to do, or if rank 0 failed.
@@ -63,14 +67,14 @@ class Meeting:
             PpocliError: nothing was told within the default of ``hardware.timeout_seconds``.
         """
         deadline = time.monotonic() + schema.HardwareConfig().timeout_seconds
-        while not self._store.check(["start"]):
-            if self._store.check(["first"]):
+        while not self.store.check(["start"]):
+            if self.store.check(["first"]):
                 return None
             if time.monotonic() > deadline:
                 raise PpocliError("Rank 0 has not started the run.", where="RANK=0",
                                   fix="see what it says")
             time.sleep(0.05)
-        told = json.loads(self._store.get("start"))
+        told = json.loads(self.store.get("start"))
         return None if told is None else Start.read(told)
 
     def conclude(self, outcome: RankOutcome) -> int:
@@ -87,7 +91,7 @@ class Meeting:
             return outcome.code or 1
 
     def _conclude(self, outcome: RankOutcome) -> int:
-        store = self._store
+        store = self.store
         if outcome.code:
             store.compare_set("first", "", json.dumps(asdict(outcome)))
         if self.launched.first:
@@ -106,16 +110,16 @@ class Meeting:
 
     def _all_come(self, where: str) -> None:
         """Wait until all ranks have come so far, but not for one that is dead or stuck."""
-        self._store.set(f"{where}-{self.launched.rank}", "1")
+        self.store.set(f"{where}-{self.launched.rank}", "1")
         names = [f"{where}-{rank}" for rank in range(self.launched.world)]
         deadline = time.monotonic() + _PARTING_SECONDS
-        while not self._store.check(names) and time.monotonic() < deadline:
+        while not self.store.check(names) and time.monotonic() < deadline:
             time.sleep(0.05)
 
     def _speak(self) -> None:
-        if not self._store.check(["first"]) or self._store.add("speakers", 1) > 1:
+        if not self.store.check(["first"]) or self.store.add("speakers", 1) > 1:
             return
-        first = RankOutcome(**json.loads(self._store.get("first")))
+        first = RankOutcome(**json.loads(self.store.get("first")))
         with suppress(OSError, ValueError):
             sys.stderr.write(_told(first))
             sys.stderr.flush()
@@ -201,7 +205,7 @@ def _accelerate_device(config: schema.TrainConfig, environ: Mapping[str, str]) -
     return "cpu" if cpu else hardware.device
 
 
-def open_meeting(launched: Launched) -> Meeting:
+def open_meeting(launched: Launched, topic: str = "") -> Meeting:
     """Make this process's environment that of one of our ranks.
 
     The variables by which ``accelerate launch`` would go on to decide what the configuration says
@@ -213,4 +217,4 @@ def open_meeting(launched: Launched) -> Meeting:
     for name in told:
         if name.startswith(_OF_ACCELERATE) and name != "ACCELERATE_DEBUG_MODE":
             del os.environ[name]
-    return Meeting(launched, told)
+    return Meeting(launched, told, topic)

@@ -42,6 +42,8 @@ class Start:
     """of the machine, where the configuration, which is node 0's, doesn't say it"""
     lifeline: int | None = None
     """the reading end of a pipe; when its other end closes, the run stops and saves"""
+    limited: tuple[str, ...] = ()
+    """import paths that recipes name, see :mod:`ppocli.own_code`"""
 
     def argv(self) -> list[str]:
         """The words of a command line that say it: the run's folder, and the rest as JSON."""

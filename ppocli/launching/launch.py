@@ -7,20 +7,24 @@ one's own, to a run that is ready for its next step. Read this first.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ppocli.config import resolved, schema
-from ppocli.errors import ConfigError, InputError
+from ppocli.errors import ConfigError, InputError, PpocliError
+from ppocli.launching import adopted_ranks
+from ppocli.launching.adopted_ranks import PROVIDED
 from ppocli.launching.child_process import RunOutcome, Start, run_process
-from ppocli.launching.opened_folder import open_folder
+from ppocli.launching.opened_folder import MODEL_KEYS, open_folder
+from ppocli.launching.target_config import allow_code
 from ppocli.parallel.launchers import find_launch, launched_world
 from ppocli.storage.atomic import read_json
 from ppocli.user_code import join_working_directory
@@ -106,6 +110,7 @@ def join_node(checked: Checked, caller: Caller) -> RunOutcome:
     Raises:
         InputError: there is no such folder within ``hardware.timeout_seconds``.
     """
+    limited = allow_code(checked)
     config = resolved.with_absolute_paths(checked.config, Path.cwd())
     hardware = config.hardware
     run_dir = checked.resume_from or Path(config.output_dir) / str(config.run_name)
@@ -120,7 +125,7 @@ def join_node(checked: Checked, caller: Caller) -> RunOutcome:
         time.sleep(0.2)
     resume = checked.resume_from is not None or config.resume == "auto"
     return _run_module("elastic", Start(run_dir, resume, caller.display,
-                                        node_rank=hardware.node_rank))
+                                        node_rank=hardware.node_rank, limited=limited))
 
 
 def follow(meeting: Meeting) -> None:
@@ -198,32 +203,111 @@ class LoopScores:
         return self.given
 
 
-def checked_words(overrides: Sequence[str], objects: PythonObjects) -> Checked:
-    """The checked configuration of the words.
+def checked_words(overrides: Sequence[str] | Mapping[str, Any], objects: PythonObjects) -> Checked:
+    """The checked configuration of the words, and of the objects in their place.
 
     Raises:
-        ConfigError: what is wrong with them; several processes.
+        ConfigError: what is wrong with them.
     """
     from ppocli.config.compose import check, compose
-    from ppocli.config.words import read_words
+    from ppocli.config.words import given_words, read_words
 
-    if isinstance(overrides, str):
-        raise ConfigError("overrides is one text, not a list of them.", where="overrides",
-                          fix=f"overrides=[{overrides!r}]")
-    handed_in = {"reward.fn", *(["prompts.items"] if objects.prompts is not None else [])}
-    composed = compose(read_words(list(overrides)))
-    checked = check(composed, frozenset(handed_in))
-    if needs_launcher(checked.config.hardware) or launched_world() > 1:
-        raise ConfigError("PPOTrainer works in one process.",
-                          where="hardware.num_processes, hardware.zero_stage, WORLD_SIZE",
-                          fix="several processes are what ppocli train is for")
+    words = read_words(given_words(overrides))
+    if words.value("resume") in (None, "never", "auto"):  # the folder of a run has its models
+        words = words.adding(*(f"{key}={resolved.quoted(resolved.PYTHON_OBJECT)}"
+                               for name, key in MODEL_KEYS.items()
+                               if getattr(objects, name) is not None))
+    if objects.optimizer is not None and words.value("ppo.optimizer.lr") is None:
+        first = objects.optimizer.param_groups[0]
+        words = words.adding(f"ppo.optimizer.lr={float(first.get('initial_lr', first['lr']))!r}")
+    composed = compose(words)
+    refuse_objects(composed.config, objects)
+    checked = check(composed, PROVIDED | {"reward.fn"} | (
+        {"prompts.items"} if objects.prompts is not None else set()))
     return checked if composed.recipe else replace(checked, name="loop")
 
 
+def refuse_objects(config: schema.TrainConfig, objects: PythonObjects) -> None:
+    """Refuse Python objects that don't fit together or don't fit the configuration.
+
+    Raises:
+        ConfigError: they don't.
+    """
+    scheduler = objects.lr_scheduler
+    wrong = [text for broken, text in (
+        *((found is not None and "PreTrainedModel" not in [k.__name__ for k in type(found).__mro__],
+           f"{name}: a {type(found).__name__} is no language model of transformers; give the one "
+           "below a value head (.pretrained_model), or the base of an adapter, and model.peft")
+          for name, found in (("model", objects.model), ("ref_model", objects.ref_model))),
+        (objects.optimizer is not None and objects.model is None,
+         "optimizer: it needs model=, whose parameters it holds"),
+        (scheduler is not None and scheduler.optimizer is not objects.optimizer,
+         "lr_scheduler: it needs optimizer=, which it changes"),
+        (type(scheduler).__name__ == "ReduceLROnPlateau",
+         "lr_scheduler: ReduceLROnPlateau waits for a figure, which nobody gives it"),
+        (scheduler is not None and config.ppo.scheduler != schema.PPOConfig().scheduler,
+         "lr_scheduler: ppo.scheduler would change the same rates; leave it at its default"),
+        (config.hardware.zero_stage > 0,
+         "hardware.zero_stage: PPOTrainer holds whole weights on each process (DDP); for ZeRO, "
+         "which shards them, use ppocli train")) if broken]
+    if wrong:
+        raise ConfigError("PPOTrainer can't be made so:\n  " + "\n  ".join(wrong),
+                          where="PPOTrainer", fix="change or leave out what is named")
+
+
+_loops = itertools.count()
+
+
 @contextmanager
-def opened(checked: Checked, objects: PythonObjects) -> Iterator[Run]:
-    """A run that is ready for the next step, its folder held."""
+def opened(overrides: Sequence[str] | Mapping[str, Any], objects: PythonObjects) -> Iterator[Run]:
+    """A run that is ready for the next step, its folder held. The processes that a launcher has
+    started call it together.
+
+    Raises:
+        ConfigError: several processes are asked for, and no launcher has started them.
+    """
+    from ppocli.display.console import logging_as_found  # another loop may be open and listen
     from ppocli.launching.worker import run_for_loop
 
-    with open_folder(checked, objects, log.info) as start, run_for_loop(start, objects) as run:
-        yield run
+    launched = find_launch(os.environ)
+    if launched is None or launched.world == 1:
+        checked = checked_words(overrides, objects)
+        if needs_launcher(checked.config.hardware) or launched_world() > 1:
+            raise ConfigError("PPOTrainer starts no other processes.",
+                              where="hardware.num_processes, WORLD_SIZE",
+                              fix="torchrun --nproc-per-node=N loop.py does; for one process: "
+                              "hardware.num_processes=1")
+        with logging_as_found(), open_folder(checked, objects, log.info) as start, \
+                run_for_loop(start, objects) as run:
+            yield run
+        return
+    meeting = adopted_ranks.open_meeting(launched, f"loop-{next(_loops)}")
+    told: Any = _first_opens(overrides, objects, meeting) if launched.first else nullcontext(
+        meeting.wait())
+    with logging_as_found(), told as start:
+        if start is None:
+            raise PpocliError("Rank 0 could not open the run.", where="RANK=0",
+                              fix="see what it says")
+        with run_for_loop(start, objects, meeting.store) as run:
+            yield run
+
+
+@contextmanager
+def _first_opens(overrides: Sequence[str] | Mapping[str, Any], objects: PythonObjects,
+                 meeting: Meeting) -> Iterator[Start]:
+    """Rank 0's folder of a run, of which the other ranks are told."""
+    with ExitStack() as stack:
+        try:
+            checked = adopted_ranks.placed(checked_words(overrides, objects), meeting.launched,
+                                           meeting.environ)
+            hardware = checked.config.hardware
+            if hardware.num_processes * hardware.num_nodes != meeting.launched.world:
+                raise ConfigError("PPOTrainer starts no other processes on a node.",
+                                  where="hardware.num_processes", fix="leave it out, and let "
+                                  f"{meeting.launched.by} start one process a GPU")
+            start = stack.enter_context(open_folder(checked, objects, log.info))
+        except BaseException:
+            meeting.tell(None)
+            raise
+        meeting.tell(replace(start, reserved_by=None))
+        yield start

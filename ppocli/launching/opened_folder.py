@@ -23,6 +23,7 @@ from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.data.sources import names_hub_dataset
 from ppocli.errors import CheckpointError, InputError
 from ppocli.launching.child_process import Start
+from ppocli.launching.target_config import allow_code
 from ppocli.parallel.launchers import NODE_FAILED
 from ppocli.rewards.resolve import MODEL_REWARDS
 from ppocli.storage import atomic, environment, model_files, retention, run_folder
@@ -34,8 +35,13 @@ if TYPE_CHECKING:
 _OBJECT_KEYS = {"reward_fn": "reward.fn", "metric_fn": "reward.metric_fn",
                 "prompts": "prompts.path", "eval_prompts": "prompts.eval.path"}
 """the key whose place each Python object takes"""
+MODEL_KEYS = {"model": "model.path", "ref_model": "model.reference.path",
+              "tokenizer": "model.tokenizer_path"}
+"""likewise, of objects that are written into the run's folder: it holds what a resume needs"""
+_STARTED_FROM = "start"
 # a run that left no more than these made nothing worth keeping
-_TRACES = frozenset({resolved.CONFIG_FILE, run_folder.LOCK, "ppocli.log", NODE_FAILED})
+_TRACES = frozenset({resolved.CONFIG_FILE, run_folder.LOCK, "ppocli.log", NODE_FAILED,
+                     _STARTED_FROM})
 
 
 @contextmanager
@@ -50,20 +56,21 @@ def open_folder(checked: Checked, objects: PythonObjects | None, say: Callable[[
 
     Raises:
         CheckpointError: the folder is in use or holds another run, or a changed key forbids to
-            resume.
+            resume; or it is somebody else's and names code.
         DiskError: the folder can't be written.
         InputError: something that the configuration names is missing.
     """
+    limited = allow_code(replace(checked, config=noting_objects(checked.config, objects)))
     config = noting_objects(resolved.with_absolute_paths(checked.config, Path.cwd()), objects)
     asked = checked.resume_from
     run_dir = asked.absolute() if asked else _run_to_go_on_with(config, say)
     opened = (_resumed(run_dir, checked, config, objects, say) if run_dir is not None
-              else _made(checked.name, config, say))
+              else _made(checked.name, config, objects, say))
     with opened as start:
         # the libraries alone take seconds to load
         say(f"{start.run_dir}: loading {config.model.path}")
         try:
-            yield start
+            yield replace(start, limited=limited)
         finally:
             # still there only if the run did not go on, or its ranks were to start again and did
             # not: its own configuration stays as it was
@@ -80,12 +87,19 @@ def _resumed(run_dir: Path, checked: Checked, config: schema.TrainConfig,
     if not own.is_file() and (texts := kept.kept_texts(run_dir)):
         atomic.write_atomic(own, texts[0])
         say(f"{own} was gone; it is written again as {kept.RUN_FILE} keeps it")
+    if not checked.resume_from:  # else the run's own configuration is the base
+        named = {key for key, style in resolved.flat(config).items()
+                 if key.startswith("reward.") and key.endswith(".style") and style != "auto"}
+        config = resolved.keeping_styles(config, resolved.read_config(own), named)
+    config = resolved.with_values(config, {  # resume=auto
+        key: str(path) for key, path in _models_in(run_dir, config)})
     changes = changes_on_resume(run_dir, config, objects, checked.accept_changes)
     check_inputs(config)
     check_deepspeed(config)
     for key, line in changes:
         say(f"changed on resume: {line}" + ("" if resolved.classify_change(key) == "harmless" else
                                            " (from here on the run differs)"))
+    run_folder.refuse_links(run_dir)
     run_folder.probe_writable(run_dir)
     # loading takes seconds, in which nobody else may delete or resume what is here
     with run_folder.reserved(run_dir):
@@ -94,7 +108,8 @@ def _resumed(run_dir: Path, checked: Checked, config: schema.TrainConfig,
 
 
 @contextmanager
-def _made(name: str, config: schema.TrainConfig, say: Callable[[str], None]) -> Iterator[Start]:
+def _made(name: str, config: schema.TrainConfig, objects: PythonObjects | None,
+          say: Callable[[str], None]) -> Iterator[Start]:
     check_inputs(config)
     check_deepspeed(config)
     base = Path(config.output_dir)
@@ -107,8 +122,13 @@ def _made(name: str, config: schema.TrainConfig, say: Callable[[str], None]) -> 
                 refuse_taken(run_dir, config)  # nobody else has made a run here meanwhile
                 with atomic.disk_errors(run_dir):
                     for trace in _TRACES - {run_folder.LOCK}:
-                        (run_dir / trace).unlink(missing_ok=True)
+                        if os.path.lexists(run_dir / trace):
+                            atomic.remove_tree(run_dir / trace)
                 run_folder.probe_writable(run_dir)
+                for key, path in _models_in(run_dir, config):
+                    with atomic.disk_errors(path):
+                        getattr(objects, path.name).save_pretrained(path)
+                    config = resolved.with_values(config, {key: str(path)})
                 run_folder.write_config(config, run_dir / resolved.CONFIG_FILE)
                 yield Start(run_dir, reserved_by=os.getpid())
             finally:
@@ -124,6 +144,12 @@ def _made_nothing(run_dir: Path) -> bool:
     """Whether a run here, if there was one, ended, or was killed, before it made anything."""
     names = {entry.name for entry in run_dir.iterdir()} if run_dir.is_dir() else set()
     return {name for name in names if not name.startswith(atomic.TEMPORARY_PREFIX)} <= _TRACES
+
+
+def _models_in(run_dir: Path, config: schema.TrainConfig) -> list[tuple[str, Path]]:
+    """(key, folder) of each model that was given as an object."""
+    return [(key, run_dir / _STARTED_FROM / name) for name, key in MODEL_KEYS.items()
+            if attrgetter(key)(config) == PYTHON_OBJECT]
 
 
 def check_deepspeed(config: schema.TrainConfig) -> None:
@@ -315,6 +341,8 @@ def _named_models(cfg: schema.TrainConfig
 
 def _missing_models(cfg: schema.TrainConfig) -> Iterator[InputError]:
     for key, name, revision, needs in _named_models(cfg):
+        if name == PYTHON_OBJECT:
+            continue
         try:
             model_files.find_model(name, key=key, revision=revision, needs=needs)
         except InputError as error:

@@ -1,17 +1,55 @@
-"""The configuration under which a run, a checkpoint or a bare model is judged or asked."""
+"""The configuration under which a run, a checkpoint or a bare model is judged or asked; and what of
+the code that a configuration names may run."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ppocli.config import resolved, schema
 from ppocli.errors import ConfigError
+from ppocli.own_code import TRUST, limit
+from ppocli.runs import trust
 from ppocli.runs.target import Target
 from ppocli.storage.model_files import is_adapter, named_base
 
+if TYPE_CHECKING:
+    from ppocli.config.compose import Checked, Composed
+
+JUDGED = ("model.", "reward.")
+"""beginnings of the keys whose code runs where a policy is judged"""
+
+
+def allow_code(found: Checked | Composed, parts: tuple[str, ...] = ("",)) -> tuple[str, ...]:
+    """Settle which code may run in this process: what was typed; of a run that this user has
+    started, or trusts, all of it; else what :mod:`ppocli.own_code` lets a configuration name.
+
+    Args:
+        parts: beginnings of the keys whose code is going to run.
+
+    Returns:
+        import paths that the last applies to, for further processes.
+
+    Raises:
+        CheckpointError: the run is somebody else's and names code.
+    """
+    limited: tuple[str, ...] = ()
+    if found.typed is None:
+        pass
+    elif found.resume_from is not None:
+        trust.check_run(found.resume_from, found.config, parts, trusts=found.trusts,
+                        typed=found.typed)
+    else:
+        limited = trust.named_by_files(
+            found.config, resolved.with_absolute_paths(found.config, Path.cwd()), found.typed)
+    limit(limited)
+    return limited
+
 
 def target_config(target: Target, words: Sequence[str] = (), *, needs_reward: bool,
-                  needs_prompts: bool) -> schema.TrainConfig:
+                  needs_prompts: bool, trusts: bool = False) -> schema.TrainConfig:
     """What ``words`` make of the run's own configuration, or of the defaults for a bare model.
 
     The model to start from (``model.path``), which KL is measured against, stays the run's; a bare
@@ -21,8 +59,10 @@ def target_config(target: Target, words: Sequence[str] = (), *, needs_reward: bo
         words: overrides, KEY=VALUE.
         needs_reward, needs_prompts: whether the command can do without. A bare model then gets a
             reward that is never called, or starts from the BOS token.
+        trusts: what the run's configuration names may run, whoever made it.
 
     Raises:
+        CheckpointError: the run is somebody else's and names code.
         ConfigError: wrong words; or the target brings no reward or prompts and ``words`` don't
             either.
     """
@@ -31,7 +71,7 @@ def target_config(target: Target, words: Sequence[str] = (), *, needs_reward: bo
 
     given = {word.lstrip("+~").partition("=")[0] for word in words}
     if target.run_dir is not None:
-        base = [f"resume={resolved.quoted(str(target.run_dir))}"]
+        base = [f"resume={resolved.quoted(str(target.run_dir))}", *[TRUST] * trusts]
     else:
         base = ["ppo.num_steps=1", *_start_of(target.model)]
         if needs_reward and not given & {"reward.fn", "reward.fns"} and not any(
@@ -47,7 +87,9 @@ def target_config(target: Target, words: Sequence[str] = (), *, needs_reward: bo
                               "a Hub data set (column: prompts.column=NAME)")
         if not needs_reward:
             base.append("reward.fn=length")
-    config = check(compose(read_words([*base, *words]))).config
+    checked = check(compose(read_words([*base, *words])))
+    allow_code(checked, JUDGED if needs_reward else ("model.",))
+    config = checked.config
     _refuse_objects(config, target, needs_reward, needs_prompts)
     return replace(config, resume="never")
 

@@ -17,17 +17,18 @@ from time import monotonic
 from typing import Any, NoReturn
 
 from ppocli.config.deepspeed import DEEPSPEED_FILE, deepspeed_config
-from ppocli.config.kept import RUN_FILE
 from ppocli.config.schema import TrainConfig, planned_episodes
 from ppocli.config.secrets import safe_text
 from ppocli.display.console import Display, keep_log, open_display, open_silence
 from ppocli.errors import CheckpointError, InputError, PpocliError
 from ppocli.launching.child_process import RunOutcome, Start, outcome_of
 from ppocli.launching.ending import ending_well, publish
+from ppocli.own_code import limit
 from ppocli.parallel import host_memory, launchers
 from ppocli.parallel.backend import Backend, open_ranks
 from ppocli.parallel.stop import StopFlag, catch_signals, leave_at_once, stop_when_closed
-from ppocli.runs.record import accept_settings, begin_record, whole
+from ppocli.rewards import guard
+from ppocli.runs.record import accept_settings, begin_record, settle, whole
 from ppocli.storage import atomic, environment, model_files, retention, run_folder
 from ppocli.tracking.trackers import check_trackers
 from ppocli.training import clock, loop
@@ -36,6 +37,8 @@ from ppocli.training.task import PythonObjects, TaskSetup
 
 log = logging.getLogger("ppocli")
 
+_MEETING = "meeting the other ranks"
+"""the phase in which a rank waits for the others to be there"""
 _PRODUCTS = "linear_layers"
 """key of env.json"""
 
@@ -61,11 +64,12 @@ def run_worker(start: Start, *, objects: PythonObjects | None = None, joined: bo
         host_memory.keep_freed_memory()
     began = clock.Moment.of_process_start() if own_process else clock.Moment.now()
     folder, cfg = run_folder.RunFolder(start.run_dir.resolve()), start.config()
+    limit(start.limited)
     with _held(start, folder, started_by) as shown, \
             catch_signals(2.0 if joined else 0.0) as stop:
         if (early := launchers.announce()) is not None:
             stop.request(early)
-        launchers.note_phase("meeting the other ranks")
+        launchers.note_phase(_MEETING)
         model_files.quiet_transformers()
         with open_ranks(cfg, noted_products(folder) if start.resume else None) as backend:
             ranks = stop.ranks = backend.ranks
@@ -80,15 +84,22 @@ def run_worker(start: Start, *, objects: PythonObjects | None = None, joined: bo
 
 
 @contextmanager
-def run_for_loop(start: Start, objects: PythonObjects) -> Iterator[loop.Run]:
-    """A run that is ready for the next step of a loop that isn't ours, in this process."""
-    began = clock.Moment.now()
+def run_for_loop(start: Start, objects: PythonObjects, store: Any = None) -> Iterator[loop.Run]:
+    """A run that is ready for the next step of a loop that isn't ours, in this process.
+
+    Args:
+        store: as of :func:`open_ranks`.
+    """
+    began, stop = clock.Moment.now(), StopFlag()
     folder, cfg = run_folder.RunFolder(start.run_dir.resolve()), start.config()
+    limit(start.limited)
     model_files.quiet_transformers()
     with _held(replace(start, display="quiet"), folder) as shown, \
-            open_ranks(cfg, noted_products(folder) if start.resume else None) as backend, \
-            open_run(cfg, folder, objects, backend, StopFlag(), shown, resume=start.resume,
+            open_ranks(cfg, noted_products(folder) if start.resume else None,
+                       store) as backend, \
+            open_run(cfg, folder, objects, backend, stop, shown, resume=start.resume,
                      began=began) as run:
+        stop.ranks = backend.ranks
         run.state = replace(run.state, pending=None)  # an evaluation at the start is the loop's own
         run.clock.mark("startup")
         yield run
@@ -102,6 +113,7 @@ def _held(start: Start, folder: run_folder.RunFolder, started_by: int | None = N
         with open_silence() as shown:
             yield shown
     else:
+        run_folder.refuse_links(folder.path)
         with run_folder.lock(folder.path, reserved_by=start.reserved_by), \
                 open_display(folder.log, start.display, started_by) as shown:
             try:
@@ -110,6 +122,7 @@ def _held(start: Start, folder: run_folder.RunFolder, started_by: int | None = N
                 if str(error.filename).startswith(str(folder.path)):
                     raise run_folder.gone(folder.path) from error
                 raise
+    guard.check_threads()
 
 
 @contextmanager
@@ -132,13 +145,17 @@ def open_run(cfg: TrainConfig, folder: run_folder.RunFolder, objects: PythonObje
     seed_generators(cfg.seed + ranks.rank)
     launchers.note_phase("loading")
     ranks.first_does(lambda: check_trackers(cfg.tracking))
-    task = build_task(TaskSetup(cfg, backend, objects or PythonObjects()))
-    state = fresh = loop.initial_state(task)
+    objects = objects or PythonObjects()
+    task = build_task(TaskSetup(cfg, backend, objects))
+    fresh = loop.initial_state(task)
+    state = fresh = replace(fresh, digests=fresh.digests | objects.noted())
     run_id = ranks.first_does(lambda: _run_id(folder))
     if resume:
         state = restore(task, folder, run_id, fresh)
         since = None if state is fresh else state.step
         ranks.first_does(lambda: accept_settings(folder.path, since))
+    if task.cfg.reward != cfg.reward:  # how its functions are called, so that a resume does it too
+        ranks.first_does(lambda: settle(folder.path, replace(cfg, reward=task.cfg.reward)))
     if ranks.first:
         keep_log()
         atomic.write_json_atomic(folder.path / environment.ENV_FILE, {
@@ -147,7 +164,8 @@ def open_run(cfg: TrainConfig, folder: run_folder.RunFolder, objects: PythonObje
         if cfg.hardware.zero_stage > 0:
             atomic.write_json_atomic(folder.path / DEEPSPEED_FILE,
                                      deepspeed_config(cfg, ranks.world))
-    identity = {path: path.read_bytes() for path in (folder.config, folder.path / RUN_FILE)}
+    identity = {path: path.read_bytes() for path in (folder.config,
+                                                     folder.path / run_folder.RUN_FILE)}
     digest = hashlib.sha256(identity[folder.config]).hexdigest()
     recording: Any = loop.open_recorder(folder, cfg.tracking) if ranks.first else nullcontext()
     with recording as recorder:
@@ -175,7 +193,7 @@ def noted_products(folder: run_folder.RunFolder) -> bool | None:
 
 def _run_id(folder: run_folder.RunFolder) -> str:
     """The run's identity, made at its first start; checkpoints of other runs are refused."""
-    path = folder.path / RUN_FILE
+    path = folder.path / run_folder.RUN_FILE
     if path.is_file():
         run_id = (atomic.read_json(path) or {}).get("run_id")
         if not isinstance(run_id, str):
@@ -195,7 +213,9 @@ def _already_finished(cfg: TrainConfig, folder: run_folder.RunFolder) -> RunOutc
     summary = atomic.read_json(folder.summary) or {}
     steps = whole(summary, "steps")
     try:
-        complete = (summary.get("status") == "finished" and steps > 0
+        # steps may have been of another size before
+        complete = (summary.get("status") == "finished"
+                    and steps >= max(1, cfg.ppo.num_steps or 0)
                     and whole(summary, "episodes") >= planned_episodes(cfg.ppo))
         model_files.check_folder(folder.model, key="model", adapters=True)
     except InputError:
@@ -225,9 +245,13 @@ def _as_rank(start: Start) -> NoReturn:
 
     A stop is no failure to that one, which would end the ranks that are still saving.
     """
-    # ranks that nobody watches any more have this long to come to a stop together
-    stop_when_closed(launchers.hold_lifeline(),
-                     leave_after=float(start.config().hardware.timeout_seconds))
+    def patience() -> float:
+        """Seconds in which ranks that nobody watches any more come to a stop together. Those that
+        have not met never will: the one that watched them held what they meet by."""
+        apart = launchers.my_phase() in ("", _MEETING)
+        return 5.0 if apart else float(start.config().hardware.timeout_seconds)
+
+    stop_when_closed(launchers.hold_lifeline(), leave_after=patience)
     outcome = outcome_of(launchers.my_rank(), lambda: run_worker(
         start, own_process=True, started_by=os.getppid()))
     launchers.write_outcome(replace(outcome, phase=launchers.my_phase() or "unknown phase"))
@@ -235,4 +259,7 @@ def _as_rank(start: Start) -> NoReturn:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    result = main(sys.argv[1:])
+    if guard.unended_threads(guard.LAST_WAIT):
+        leave_at_once(result)
+    sys.exit(result)

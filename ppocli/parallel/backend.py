@@ -71,10 +71,13 @@ def open_backend(hardware: HardwareConfig, noted: bool | None = None) -> Iterato
 
 
 @contextmanager
-def open_ranks(cfg: TrainConfig, noted: bool | None = None) -> Iterator[Backend]:
+def open_ranks(cfg: TrainConfig, noted: bool | None = None, store: Any = None
+               ) -> Iterator[Backend]:
     """As :func:`open_backend`, for the training of ``cfg``, of which this process is one rank.
 
     Args:
+        store: where the ranks meet, for processes that do so more than once: at the launcher's they
+            would find the addresses of the first time.
         noted: as of :func:`ppocli.parallel.onednn.choose_gemm`.
 
     Raises:
@@ -85,6 +88,11 @@ def open_ranks(cfg: TrainConfig, noted: bool | None = None) -> Iterator[Backend]
             yield backend
         return
     with _process_state(cfg.hardware) as use_cuda:
+        if store is not None:
+            torch.distributed.init_process_group(
+                "nccl" if use_cuda else "gloo", store=store, rank=launchers.my_rank(),
+                world_size=launchers.launched_world(),
+                timeout=timedelta(seconds=cfg.hardware.timeout_seconds))
         accelerator = _accelerator(cfg, use_cuda)
         ranks = _ranks(cfg.hardware)
         # what each of them measures may differ, their numbers should not

@@ -98,7 +98,7 @@ def _left(limit: Path, used: Path, stat: Path, cached: str) -> int | None:
 
 log = logging.getLogger("ppocli")
 
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of glibc's malloc.h
+_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8  # M_TRIM_THRESHOLD etc. of glibc's malloc.h
 _OTHERS = ("LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_",
            "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
 """who sets one of these has chosen"""
@@ -120,3 +120,16 @@ def keep_freed_memory() -> None:
         return
     mallopt(_MMAP_MAX, 0)
     mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def share_one_heap() -> None:
+    """Let all threads to come take their memory from one heap, the only one that glibc can give
+    back whole; without glibc nothing happens."""
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(_ARENA_MAX, 1)
+
+
+def give_back_memory() -> None:
+    """Hand what is free in the heap back to the system; without glibc nothing happens."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)

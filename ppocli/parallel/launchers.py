@@ -242,8 +242,12 @@ def open_lifelines(folder: Path) -> int:
 
 
 def hold_lifeline() -> int:
-    """What breaks when the process that started this rank ends, for ``stop_when_closed``."""
-    return os.open(Path(os.environ[OUTCOMES]) / _LIFELINE, os.O_RDONLY | os.O_CLOEXEC)
+    """What breaks when the process that started this rank ends, for ``stop_when_closed``; broken
+    from the beginning if that process has ended already."""
+    held = os.open(Path(os.environ[OUTCOMES]) / _LIFELINE,
+                   os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # else it waits for a writer
+    os.set_blocking(held, True)
+    return held
 
 
 def note_phase(phase: str) -> None:

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from time import monotonic, sleep
 from types import FrameType
@@ -74,14 +74,16 @@ class StopFlag:
             self._deferred -= 1
 
 
-def stop_when_closed(descriptor: int, *, leave_after: float | None = None) -> None:
+def stop_when_closed(descriptor: int, *, leave_after: Callable[[], float] | None = None
+                     ) -> None:
     """Ask this process to stop, as SIGTERM does, once nobody holds the other end of a pipe.
 
     However the process at that end dies, ``kill -9`` included, the kernel closes its end. A thread
     waits for it, and the signal goes to the main thread, whose waiting it interrupts.
 
     Args:
-        leave_after: seconds after which the process ends even if it has not come to stop.
+        leave_after: asked once it is closed: seconds after which the process ends even if it has
+            not come to a stop.
     """
     main = threading.main_thread().ident
     assert main is not None
@@ -92,7 +94,7 @@ def stop_when_closed(descriptor: int, *, leave_after: float | None = None) -> No
                 pass
         signal.pthread_kill(main, signal.SIGTERM)
         if leave_after is not None:
-            sleep(leave_after)
+            sleep(leave_after())
             os._exit(128 + signal.SIGTERM)
 
     threading.Thread(target=wait, name="ppocli-lifeline", daemon=True).start()

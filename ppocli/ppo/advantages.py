@@ -55,13 +55,17 @@ class Samples:
     lam: float = 1.0
     group_std: bool = True
     """GRPO: divide by the group's standard deviation"""
+    gaps: torch.Tensor | None = None
+    """[B, R] steps of reward and value 0 between each token and the next that counts; GAE only"""
 
 
 def gae(given: Samples) -> tuple[torch.Tensor, torch.Tensor]:
     """Generalised advantage estimation (Schulman et al. 2015, eq. 16).
 
     ``delta_t = r_t + gamma V_{t+1} - V_t``; ``A_t = delta_t + gamma lam A_{t+1}``. The value after
-    a sample's last token is 0, whether or not it ended by itself (truncation is terminal).
+    a sample's last token is 0, whether or not it ended by itself (truncation is terminal). With
+    ``gaps`` tokens that a mask leaves out are steps of reward and value 0, as in TRL 0.11
+    (``trl/trainer/ppo_trainer.py@v0.11.4``, ``loss``).
 
     Returns:
         advantages [B, R] and returns = advantages + values [B, R], both zero outside the mask.
@@ -77,6 +81,9 @@ def gae(given: Samples) -> tuple[torch.Tensor, torch.Tensor]:
     running = values.new_zeros(len(values))
     next_value = running
     for t in range(values.shape[1] - 1, -1, -1):
+        if given.gaps is not None:
+            passed = (given.gamma * given.lam) ** given.gaps[:, t]
+            next_value, running = next_value * passed, running * passed
         delta = rewards[:, t] + given.gamma * next_value - values[:, t]
         running = (delta + given.gamma * given.lam * running) * mask[:, t]
         advantages[:, t] = running

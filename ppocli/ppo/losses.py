@@ -8,6 +8,12 @@ from ppocli.ppo.kl import kl_per_token
 
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum",
                 "seq-mean-token-sum-norm")
+MAX_LOG_RATIO = 20.0
+"""where the log-ratio is cut before it is exponentiated, as in
+``verl/trainer/ppo/core_algos.py@b178a3c::compute_policy_loss_vanilla`` and
+``OpenRLHF/openrlhf/models/loss.py@3c3be62::PolicyLoss``. From 89 on the ratio is infinite in fp32,
+and its gradient NaN even where the clip leaves it out. They cut at -20 too, where nothing overflows
+and a gradient is lost."""
 
 
 def token_weights(lengths: torch.Tensor, *, aggregation: str, total_tokens: int,
@@ -87,13 +93,13 @@ class PPOLoss:
     """mean squared (value - return)"""
     ratio: torch.Tensor
     max_log_ratio: torch.Tensor
-    """largest absolute log-ratio"""
+    """largest absolute log-ratio, which no clip has touched"""
 
 
 def _policy_terms(log_ratio: torch.Tensor, advantages: torch.Tensor, options: LossOptions
                   ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Each token's policy loss [N], and where the clip and the dual clip were what counted."""
-    ratio = torch.exp(log_ratio)
+    ratio = torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO))
     high = options.cliprange if options.cliprange_high is None else options.cliprange_high
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - options.cliprange, 1.0 + high)
@@ -156,6 +162,6 @@ def ppo_loss(options: LossOptions, *, logprobs: torch.Tensor, old_logprobs: torc
             dual_clipfrac=is_bounded.sum() * share,
             value_clipfrac=(square_clipped > square).sum() * share,
             value_error=square.sum() * share,
-            ratio=torch.exp(log_ratio).sum() * share,
+            ratio=torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO)).sum() * share,
             max_log_ratio=log_ratio.abs().max() if log_ratio.numel() else log_ratio.new_zeros(()),
         )

@@ -121,6 +121,9 @@ def whiten(x: torch.Tensor, mask: torch.Tensor, *, center: bool) -> torch.Tensor
     """
     mean = masked_mean(x, mask)
     var = masked_mean((x - mean).square(), mask)
+    if x.dtype != torch.float64 and not bool(torch.isfinite(var)):
+        # squares beyond fp32 would whiten to 0: scores from 1e19 on
+        return whiten(x.double(), mask, center=center).to(x.dtype)
     scaled = (x - mean) * torch.rsqrt(var + 1e-8)
     if not center:
         scaled = scaled + mean

@@ -16,15 +16,16 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from concurrent.futures import Future, wait
 from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ppocli.config.schema import RewardConfig
 from ppocli.errors import PpocliError, RewardError
+from ppocli.rewards import guard, styles
 from ppocli.rewards.records import RewardRequest, Score
 from ppocli.rewards.resolve import BoundCallable, name_own_key
-from ppocli.text import counted, error_line
+from ppocli.text import counted, error_line, first_line, said
 from ppocli.user_code import raised_at, shorten
 
 log = logging.getLogger(__name__)
@@ -33,52 +34,68 @@ MAX_FLOAT32 = float(np.finfo(np.float32).max)
 """scores become float32 tensors, in which anything larger is infinite"""
 
 MAX_INVALID_SHARE = 0.1
+T = TypeVar("T")
 
 EXPECTED = ("return one number a sample, or one list of numbers a sample with as many as its "
             "response has tokens")
 EXPECTED_METRICS = "return a dict: metric name -> a list with one finite number a sample"
 
 
-def call_with_request(bound: BoundCallable, request: RewardRequest, cfg: RewardConfig) -> Any:
-    """What ``bound`` returns for ``request``, not yet checked.
+def call_with_request(bound: BoundCallable, request: RewardRequest, cfg: RewardConfig,
+                      checked: Callable[[Any], T]) -> T:
+    """What ``checked`` makes of what ``bound`` returns for ``request``; it may run code of the
+    classes of what was returned.
 
-    ``KeyboardInterrupt``, ``SystemExit`` and the program's own errors (a stop request among them)
-    pass through. A call past its time limit is not tried again: it may still be running.
+    The program's own errors, a stop request and a Ctrl-C pass through; what else the function
+    raises is its error, ``SystemExit`` too. A call past its time limit is not tried again: it may
+    still be running.
 
     Args:
         cfg: whose ``timeout`` is the seconds one attempt may take (None: without limit, in the
             caller's own thread), and ``retries`` how often a call that raised is tried again.
 
     Raises:
-        RewardError: the function raised on every attempt, or took longer than the timeout.
+        RewardError: the function raised on every attempt, took longer than the timeout, or left
+            a mode of torch's changed.
     """
     failures = 0
     while True:
         try:
-            return _call(bound, request, cfg.timeout)
+            return checked(_call(bound, request, cfg.timeout))
         except PpocliError as error:
             name_own_key(error, bound.located.key)
             raise
-        except Exception as error:
+        except BaseException as error:
+            if not guard.is_its_own(error):
+                raise
             place = raised_at(error, bound.located.file)
             failures += 1
             if failures > cfg.retries:
                 tries = f", {failures} times in a row," if failures > 1 else ""
-                first = shorten(request.prompts[0] + request.responses[0])
                 raise RewardError(
-                    f"{bound.label} raised{tries} {type(error).__name__}: {error}\n"
-                    f"  batch: {len(request)} samples, the first is {first}", where=place,
+                    f"{bound.label} raised{tries} {type(error).__name__}: {said(error)}\n"
+                    f"  {_batch(request)}", where=place or bound.located.key,
                     fix="mend the function; reward.retries=N tries a failed call again",
                 ) from error
             log.warning("%s raised %s at %s; trying again (%d of %d)", bound.label,
                         error_line(error), place, failures, cfg.retries)
 
 
+def _batch(request: RewardRequest) -> str:
+    first = shorten(request.prompts[0] + request.responses[0])
+    return f"batch: {len(request)} samples, the first is {first}"
+
+
 def _call(bound: BoundCallable, request: RewardRequest, timeout: float | None) -> Any:
-    positional, named = bound.arguments(request)  # fresh lists: a failed call may have cut them
+    request.logs.columns.clear()  # of an attempt that failed
+    request.logs.figures.clear()
 
     def work() -> Any:
-        result = bound.call(*positional, **named)
+        with guard.contained(bound.label, bound.located.key, _batch(request)):
+            return body()
+
+    def body() -> Any:
+        result = bound.answer(request)
         if inspect.iscoroutine(result):
             # a notebook's thread runs an event loop already, and another can't run inside it
             result = _in_thread(partial(asyncio.run, result), None, bound)
@@ -101,9 +118,9 @@ def _drained(result: Any, count: int, bound: BoundCallable) -> Any:
     return items
 
 
-def _in_thread(work: Callable[[], Any], timeout: float | None, bound: BoundCallable) -> Any:
-    """Run ``work`` in a daemon thread, so that a call that never ends can't keep the process."""
-    future: Future[Any] = Future()
+def in_daemon(work: Callable[[], T], name: str) -> Future[T]:
+    """What ``work`` comes to in a daemon thread: a call that never ends can't keep the process."""
+    future: Future[T] = Future()
 
     def body() -> None:
         try:
@@ -111,7 +128,12 @@ def _in_thread(work: Callable[[], Any], timeout: float | None, bound: BoundCalla
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=body, name=f"reward {bound.located.spec}", daemon=True).start()
+    threading.Thread(target=body, name=name, daemon=True).start()
+    return future
+
+
+def _in_thread(work: Callable[[], Any], timeout: float | None, bound: BoundCallable) -> Any:
+    future = in_daemon(work, f"reward {bound.located.spec}")
     if not wait([future], timeout).done:
         raise RewardError(
             f"{bound.label} was still running after {timeout:.1f} s (reward.timeout={timeout:g}).",
@@ -130,12 +152,21 @@ def scores_from(bound: BoundCallable, request: RewardRequest, cfg: RewardConfig)
         RewardError: as :func:`call_with_request`; or wrong count, type, shape or a number that
             float32 can't hold.
     """
-    returned = call_with_request(bound, request, cfg)
+    return call_with_request(bound, request, cfg, partial(_scores, bound, request))
+
+
+def _scores(bound: BoundCallable, request: RewardRequest, returned: Any) -> list[Score]:
+    returned = styles.scores_in(
+        returned, bound.style, request,
+        lambda what: RewardError(f"{bound.label} returned {what}.", where=bound.located.key,
+                                 fix=EXPECTED))
     scores: list[Score] = []
     dense: bool | None = None
     for index, value in enumerate(_items(returned, len(request), bound, " returned", EXPECTED)):
         try:
             score = _score(value)
+            if isinstance(score, list) and bound.style == "trlx":
+                score = styles.aligned(score, request, index)
             num_tokens = len(request.response_ids[index])
             if isinstance(score, list) and len(score) != num_tokens:
                 raise _BadValue(f"a list of {len(score)} numbers, but the response has "
@@ -159,7 +190,10 @@ def metrics_from(bound: BoundCallable, request: RewardRequest, cfg: RewardConfig
         RewardError: as :func:`call_with_request`; or not a dict of lists of that many finite
             numbers.
     """
-    returned = call_with_request(bound, request, cfg)
+    return call_with_request(bound, request, cfg, partial(_metrics, bound, request))
+
+
+def _metrics(bound: BoundCallable, request: RewardRequest, returned: Any) -> dict[str, list[float]]:
     if not isinstance(returned, Mapping):
         raise RewardError(f"{bound.label} returned {_kind(returned)}, not a dict of lists.",
                           where=bound.located.key, fix=EXPECTED_METRICS)
@@ -262,7 +296,7 @@ def _number(value: Any) -> float:
     try:
         number = float(plain)
     except OverflowError:
-        raise _BadValue(f"a number of {len(str(plain))} digits, too large for float32,") from None
+        raise _BadValue("a number too large for float32,") from None
     if math.isinf(number):
         raise _BadValue(f"{number}, which is not finite,")
     if abs(number) > MAX_FLOAT32:
@@ -281,7 +315,8 @@ def _plain(value: Any) -> Any:
             return value.tolist()
         return np.asarray(value).tolist() if hasattr(value, "__array__") else value
     except (TypeError, ValueError, RuntimeError) as error:
-        raise _BadValue(f"a {type(value).__name__} whose numbers can't be read ({error})") from None
+        raise _BadValue(f"a {type(value).__name__} whose numbers can't be read "
+                        f"({first_line(error)})") from None
 
 
 def _kind(value: Any) -> str:

@@ -5,13 +5,17 @@ elsewhere.
 "columns": {name: [N values]}}`` is answered by ``{"scores": [N scores]}``, a score being a number,
 a list with one number a response token, or null. Failures have another status than 200 and
 ``{"error": text}``.
+
+Where they are known the request also has ``"ended": [N booleans]``, ``"messages": [N lists]`` and
+``"progress": [steps done, steps in all, passes over the prompts]``, and the answer ``"logs"``: N
+objects as in :attr:`RewardScores.logs`.
 """
 
 import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ppocli.errors import RewardError
@@ -20,6 +24,49 @@ from ppocli.user_code import shorten
 
 Score = float | list[float] | None
 """of one sample: a number, one number a response token, or None; NaN is still in it"""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardLogs:
+    """What a function logs while it scores N samples: TRL's ``log_extra`` and ``log_metric``."""
+
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+    """name -> [N] values, for samples.jsonl"""
+    figures: dict[str, list[float]] = field(default_factory=dict)
+    """name -> numbers whose mean is logged, for metrics.jsonl"""
+
+    def extra(self, column: str, values: Sequence[Any]) -> None:
+        """Add values of a column, of which there must be N in the end."""
+        self.columns.setdefault(str(column), []).extend(values)
+
+    def metric(self, name: str, value: float) -> None:
+        """Add a number to those of a metric."""
+        self.figures.setdefault(str(name), []).append(float(value))
+
+    def take(self, logs: Sequence[Mapping[str, Any]]) -> None:
+        """Add what functions elsewhere logged of N samples, as in :attr:`RewardScores.logs`."""
+        for name in dict.fromkeys(name for log in logs for name in log.get("extra", {})):
+            self.extra(name, [log.get("extra", {}).get(name) for log in logs])
+        for log in logs:
+            for name, value in log.get("logged", {}).items():
+                if value is not None:
+                    self.metric(name, value)
+
+    def by_sample(self, count: int, label: str) -> list[dict[str, dict[str, Any]]]:
+        """As in :attr:`RewardScores.logs`; ``label`` names the function.
+
+        Raises:
+            RewardError: a column hasn't one value a sample.
+        """
+        for name, values in self.columns.items():
+            if len(values) != count:
+                raise RewardError(f"{label} logged {len(values)} values for {count} samples as "
+                                  f"column {name!r}.", fix="log one value a sample")
+        extra = {name: [_shown(value) for value in values] for name, values in self.columns.items()}
+        logged = {name: _plain(math.fsum(values) / len(values))
+                  for name, values in self.figures.items()}
+        return [{"extra": {name: values[i] for name, values in extra.items()}, "logged": logged}
+                for i in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +82,13 @@ class RewardRequest:
     """metadata columns of the prompts, each of length N"""
     tokenizer: Any
     """the policy's tokenizer"""
+    ended: Sequence[bool] | None = None
+    """whether a stop token or stop sequence ended each response; None where nobody knows"""
+    messages: Sequence[list[dict[str, Any]]] = ()
+    """prompts as conversations, where ``prompts.chat`` rendered them; else none"""
+    progress: Sequence[float] = (0.0, 0.0, 0.0)
+    """steps done, steps of the whole run and passes over the prompts; zeros outside of a run"""
+    logs: RewardLogs = field(default_factory=RewardLogs)
 
     def __len__(self) -> int:
         return len(self.responses)
@@ -53,33 +107,39 @@ class RewardScores:
     """[N] false where every reward was None/NaN and ``on_invalid=skip`` drops the sample"""
     parts: dict[str, list[float | None]]
     """reward name -> [N] unweighted scores (None: does not apply), for logging"""
+    logs: list[dict[str, dict[str, Any]]] = field(default_factory=list)
+    """[N] what the functions logged: ``extra`` by column, and ``logged`` by metric, whose numbers
+    are the means over the call; what there is nothing of is left out"""
 
 
 class WireError(ValueError):
     """A body that does not keep to the contract; the text says how."""
 
 
-def encode_request(prompts: Sequence[str], responses: Sequence[str],
-                   response_ids: Sequence[Sequence[int]], columns: Mapping[str, Sequence[Any]]
-                   ) -> bytes:
-    """The body of a request for N scores. NaN, which JSON has not, becomes null.
+def encode_request(request: RewardRequest, part: slice) -> bytes:
+    """The body of a request for the scores of some samples. NaN, which JSON has not, becomes null.
 
     Raises:
         RewardError: a column holds something else than texts, numbers, lists and mappings.
     """
     plain: dict[str, list[Any]] = {}
-    for name, values in columns.items():
+    for name, values in request.columns.items():
         try:
-            plain[name] = [_plain(value) for value in values]
+            plain[name] = [_plain(value) for value in values[part]]
         except WireError as problem:
             raise RewardError(f"Prompt column {name!r} holds {problem}, which can't be sent.",
                               where="prompts.columns",
                               fix="name the columns that the reward needs: prompts.columns=[a,b]"
                               ) from None
     # escaped, so that halves of a character that a response was cut in survive
-    return json.dumps({"prompts": list(prompts), "responses": list(responses),
-                       "response_ids": [list(ids) for ids in response_ids],
-                       "columns": plain}, allow_nan=False).encode("ascii")
+    known: dict[str, Any] = {
+        "ended": request.ended and list(request.ended[part]), "messages": request.messages[part],
+        "progress": request.progress[1] and list(map(float, request.progress))}
+    return json.dumps({"prompts": list(request.prompts[part]),
+                       "responses": list(request.responses[part]),
+                       "response_ids": [list(ids) for ids in request.response_ids[part]],
+                       "columns": plain, **{name: value for name, value in known.items() if value}},
+                      allow_nan=False).encode("ascii")
 
 
 def _plain(value: Any) -> Any:
@@ -94,6 +154,14 @@ def _plain(value: Any) -> Any:
     raise WireError(f"a {type(value).__name__} ({shorten(str(value))})")
 
 
+def _shown(value: Any) -> Any:
+    """What JSON can hold of a value that was logged, else its text."""
+    try:
+        return _plain(value)
+    except WireError:
+        return str(value)
+
+
 def decode_request(body: bytes, tokenizer: Any = None) -> RewardRequest:
     """The samples in a request's body.
 
@@ -103,10 +171,11 @@ def decode_request(body: bytes, tokenizer: Any = None) -> RewardRequest:
     said = _json(body)
     if not isinstance(said, dict):
         raise WireError("the body must be a JSON object")
-    unknown = sorted(set(said) - {"prompts", "responses", "response_ids", "columns"})
+    unknown = sorted(set(said) - {"prompts", "responses", "response_ids", "columns", "ended",
+                                  "messages", "progress"})
     if unknown:
         raise WireError(f"unknown key {unknown[0]!r}")
-    samples = {name: _list_of(kind, said, name) for name, kind in (
+    samples: dict[str, Any] = {name: _list_of(kind, said, name) for name, kind in (
         ("prompts", str), ("responses", str), ("response_ids", list))}
     if any(type(token) is not int for row in samples["response_ids"] for token in row):
         raise WireError("'response_ids' must hold lists of whole numbers")
@@ -114,11 +183,15 @@ def decode_request(body: bytes, tokenizer: Any = None) -> RewardRequest:
     if not isinstance(columns, dict):
         raise WireError("'columns' must be an object of lists")
     lists = {f"columns.{name}": _list_of(object, columns, name) for name in columns}
+    known: dict[str, Any] = {name: _list_of(kind, said, name) for name, kind in (
+        ("ended", bool), ("messages", list), ("progress", float)) if name in said}
+    if len(known.get("progress", "123")) != 3:
+        raise WireError("'progress' must hold three numbers")
     count = len(samples["responses"])
-    for name, values in {**samples, **lists}.items():
-        if len(values) != count:
+    for name, values in {**samples, **lists, **known}.items():
+        if len(values) != count and name != "progress":
             raise WireError(f"{name!r} has {len(values)} values for {count} responses")
-    return RewardRequest(**samples, columns=columns, tokenizer=tokenizer)
+    return RewardRequest(**samples, columns=columns, tokenizer=tokenizer, **known)
 
 
 def _list_of(kind: type, said: Mapping[str, Any], name: str) -> list[Any]:
@@ -126,30 +199,35 @@ def _list_of(kind: type, said: Mapping[str, Any], name: str) -> list[Any]:
         raise WireError(f"{name!r} is missing")
     values = said[name]
     if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
-        what = " of texts" if kind is str else " of lists" if kind is list else ""
+        what = {str: " of texts", list: " of lists", object: ""}.get(kind, f" of {kind.__name__}s")
         raise WireError(f"{name!r} must be a list{what}")
     return values
 
 
-def encode_scores(scores: Sequence[Score]) -> bytes:
+def encode_scores(scores: Sequence[Score], logs: Sequence[Mapping[str, Any]] = ()) -> bytes:
     """The body of an answer. Every digit of a float arrives."""
-    return json.dumps({"scores": scores}, allow_nan=False).encode("ascii")
+    told = {"logs": list(logs)} if any(logs) else {}
+    return json.dumps({"scores": scores, **told}, allow_nan=False).encode("ascii")
 
 
-def decode_scores(body: bytes) -> list[Any]:
-    """The scores in an answer, ``{"scores": [...]}`` or the bare list, not yet checked.
+def decode_scores(body: bytes) -> tuple[list[Any], list[Any]]:
+    """The scores in an answer, ``{"scores": [...]}`` or the bare list, not yet checked; and what
+    was logged, one mapping a sample, or nothing.
 
     Raises:
         WireError: it is no JSON, or something else.
     """
-    said = _json(body)
+    said, logs = _json(body), []
     if isinstance(said, dict):
         if "scores" not in said:
             raise WireError("a JSON object without 'scores'")
+        logs = _list_of(dict, said, "logs") if "logs" in said else []
         said = said["scores"]
     if not isinstance(said, list):
         raise WireError(f"{shorten(json.dumps(said))} in place of a list of scores")
-    return said
+    if logs and len(logs) != len(said):
+        raise WireError(f"{len(logs)} 'logs' for {len(said)} scores")
+    return said, logs
 
 
 def _json(body: bytes) -> Any:

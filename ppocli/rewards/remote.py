@@ -12,15 +12,17 @@ import os
 import re
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.pool import ThreadPool
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from ppocli.config.secrets import looks_secret
 from ppocli.errors import RewardError
-from ppocli.rewards.records import WireError, decode_scores, encode_request, opening
-from ppocli.rewards.resolve import KNOWN_ARGUMENTS, wrong_argument
+from ppocli.rewards.calls import in_daemon
+from ppocli.rewards.records import RewardRequest, WireError, decode_scores, encode_request, opening
+from ppocli.rewards.resolve import wrong_argument
+from ppocli.rewards.styles import WHOLE_REQUEST
 from ppocli.text import counted, error_line
 from ppocli.user_code import shorten
 
@@ -29,6 +31,10 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """seconds before the first retry, doubled before each further one, and at most"""
 TOO_MANY = 429
+_GRACE = 0.3
+LEAST_ANSWER, A_SAMPLE, A_NUMBER = 2**20, 2**12, 64
+"""bytes that an answer may have at any rate, those for the score of a sample and what is logged of
+it, and those for each token's number"""
 _REMEDIES = {
     401: "give the token that it asks for: reward.kwargs.token_env=VARIABLE",
     403: "give the token that it asks for: reward.kwargs.token_env=VARIABLE",
@@ -45,7 +51,7 @@ class HttpReward:
 
     Args:
         url: where batches are posted to, http:// or https://.
-        timeout: seconds to wait for a connection, and for an answer.
+        timeout: seconds that a request may take, from the connection to the end of the answer.
         retries: how often a request is tried again.
         concurrency: requests under way at once; a chunk is split between them.
         batch_size: most samples of a request (default: the chunk in ``concurrency`` parts).
@@ -58,6 +64,7 @@ class HttpReward:
 
     waits = True
     """scoring waits for others instead of computing here: it may go on beside generation"""
+    reward_style = WHOLE_REQUEST
 
     def __init__(self, url: str, *, timeout: float = 60.0, retries: int = 3, concurrency: int = 1,
                  batch_size: int | None = None, token_env: str | None = None,
@@ -75,36 +82,42 @@ class HttpReward:
         self.timeout, self.retries = float(timeout), retries
         self.concurrency, self.batch_size = concurrency, batch_size
         self._client = httpx2.Client(
-            timeout=self.timeout, headers=_secret_headers(token_env, headers),
+            timeout=self.timeout,
+            # a compressed answer may be a thousand times as large as it looks
+            headers={"Accept-Encoding": "identity", **_secret_headers(token_env, headers)},
             # a proxy of the environment's would look for "localhost" on its own machine
             trust_env=not is_loopback(host),
-            limits=httpx2.Limits(max_connections=concurrency))
+            # connections of answers that were given up are not waited for
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=concurrency))
         weakref.finalize(self, self._client.close)
         # any answer will do: that the server is missing is told before models are loaded
-        self._patiently(lambda: self._client.get(url), any_status=True)
+        self._patiently("GET", any_status=True)
 
-    def __call__(self, prompts: list[str], responses: list[str], response_ids: list[list[int]],
-                 **columns: Any) -> list[Any]:
+    def __call__(self, request: RewardRequest) -> list[Any]:
         """[N] scores as the server gave them, in the order of the samples."""
-        columns = {name: values for name, values in columns.items() if name not in KNOWN_ARGUMENTS}
-        count = len(responses)
+        count = len(request)
         size = self.batch_size or -(-count // self.concurrency)
         parts = [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
-        def ask(part: slice) -> list[Any]:
-            body = encode_request(prompts[part], responses[part], response_ids[part],
-                                  {name: values[part] for name, values in columns.items()})
-            return self._scores(body, part, count)
+        def ask(part: slice) -> tuple[list[Any], list[Any]]:
+            tokens = sum(len(ids) for ids in request.response_ids[part])
+            most = LEAST_ANSWER + A_NUMBER * tokens + A_SAMPLE * (part.stop - part.start)
+            return self._scores(encode_request(request, part), part, count, most)
 
         # its threads are daemons: a server that hangs must not keep a process that wants to end
         with ThreadPool(min(self.concurrency, len(parts))) as pool:
-            return [score for scores in pool.imap(ask, parts) for score in scores]
+            answers = list(pool.imap(ask, parts))
+        request.logs.take([log for scores, logs in answers for log in logs or [{}] * len(scores)])
+        return [score for scores, _ in answers for score in scores]
 
-    def _scores(self, body: bytes, part: slice, count: int) -> list[Any]:
-        answer = self._patiently(lambda: self._client.post(
-            self.url, content=body, headers={"Content-Type": "application/json"}))
+    def _scores(self, body: bytes, part: slice, count: int, most: int
+                ) -> tuple[list[Any], list[Any]]:
+        """The answer's scores; it may have ``most`` bytes."""
+        answer = self._patiently("POST", body, most)
         try:
-            scores = decode_scores(answer.content)
+            if len(answer.content) > most:
+                raise WireError(f"more than {most} bytes for {part.stop - part.start} samples")
+            scores, logs = decode_scores(answer.content)
         except WireError as problem:
             raise RewardError(f"{self.url} answered {answer.status_code} with {problem}.",
                               where="reward.kwargs.url",
@@ -116,17 +129,35 @@ class HttpReward:
                 f"for {asked} samples (sample {part.start} to {part.stop - 1} of {count}): "
                 f"{shorten(opening(answer.content))}", where="reward.kwargs.url",
                 fix="it must answer one score a sample, in their order")
-        return scores
+        return scores, logs
 
-    def _patiently(self, send: Callable[[], Any], *, any_status: bool = False) -> Any:
+    def _ask(self, method: str, body: bytes, most: int) -> Any:
+        """One request, and at most one more byte of its answer than ``most``."""
+        content, until = bytearray(), time.monotonic() + self.timeout
+        with self._client.stream(method, self.url, content=body,
+                                 headers={"Content-Type": "application/json"}) as answer:
+            for piece in answer.iter_raw() if most else ():
+                content += piece
+                if time.monotonic() > until:
+                    raise TimeoutError
+                if len(content) > most:
+                    break
+        pause = {"Retry-After": answer.headers.get("Retry-After", "0")}
+        return type(answer)(answer.status_code, headers=pause, content=bytes(content[:most + 1]))
+
+    def _patiently(self, method: str, body: bytes = b"", most: int = 0, *,
+                   any_status: bool = False) -> Any:
         """The answer, asked for again where that may help."""
         import httpx2
 
         for attempt in range(self.retries + 1):
             pause = min(FIRST_PAUSE * 2**attempt, LONGEST_PAUSE)
             try:
-                answer = send()
-            except (httpx2.ReadTimeout, httpx2.WriteTimeout) as error:
+                # the client's own timeout, which tells a connection from an answer that did not
+                # come in time, begins anew with every byte
+                answer = in_daemon(lambda: self._ask(method, body, most), f"asking {self.url}"
+                                   ).result(self.timeout + _GRACE)
+            except (httpx2.ReadTimeout, httpx2.WriteTimeout, TimeoutError) as error:
                 if any_status:
                     return None  # slow, but there
                 raise RewardError(

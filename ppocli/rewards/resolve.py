@@ -1,36 +1,24 @@
 """From a config value to a callable ready to score: imported, built, its signature checked.
 
 What a function receives is chosen by the names of its own parameters, so that functions written for
-trlX, ``f(samples, prompts, outputs, tokenizer, **metadata)``
-(``CarperAI/trlx:trlx/trainer/accelerate_ppo_trainer.py``), and for TRL,
-``f(prompts, completions, completion_ids, **columns)``
-(``huggingface/trl:trl/trainer/grpo_trainer.py``), work unchanged.
+other libraries work unchanged: see :mod:`ppocli.rewards.styles`.
 """
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import Parameter
 from typing import Any, Self
 
 from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.errors import PpocliError, RewardError
+from ppocli.rewards import guard, styles
 from ppocli.rewards.records import RewardRequest
 from ppocli.text import error_line, suggestion
 from ppocli.user_code import Kind, Located, Wanted, from_object, locate, raised_at, shorten
 
 log = logging.getLogger(__name__)
-
-KNOWN_ARGUMENTS: Mapping[str, Callable[[RewardRequest], Any]] = {
-    "samples": lambda r: [p + q for p, q in zip(r.prompts, r.responses, strict=True)],
-    "prompts": lambda r: list(r.prompts),
-    **dict.fromkeys(("outputs", "responses", "completions"), lambda r: list(r.responses)),
-    **dict.fromkeys(("completion_ids", "response_ids", "output_ids"),
-                    lambda r: [list(ids) for ids in r.response_ids]),
-    "tokenizer": lambda r: r.tokenizer,
-}
-"""What a function may ask for by name. Every call gets fresh lists, which it may change."""
 
 _KEYWORD = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 _VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
@@ -48,6 +36,8 @@ class BoundCallable:
     """what the configuration gives to each call"""
     init_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """what it gives to a class when it is built"""
+    style: str = "ppocli"
+    """how it is called and its answer read, one of :mod:`ppocli.rewards.styles`"""
 
     @property
     def label(self) -> str:
@@ -65,18 +55,21 @@ class BoundCallable:
         if not inspect.isclass(self.call):
             return self
         try:
-            call: Any = self.call(**self.init_kwargs)
+            with guard.contained(self.label, located.key, "while it was built"):
+                call: Any = self.call(**self.init_kwargs)
         except PpocliError as error:
             name_own_key(error, located.key)
             raise
-        except Exception as error:
+        except BaseException as error:
+            if not guard.is_its_own(error):
+                raise
             raise RewardError(
                 f"Building {self.label} with {dict(self.init_kwargs)} failed: {error_line(error)}",
                 where=raised_at(error, located.file), fix=f"see {kwargs_key(located.key)}",
             ) from error
         if isinstance(told := getattr(call, "told_as", None), str):  # better known than its class
             located = replace(located, spec=told, file=None, line=None)
-        return type(self)(located, call, _parameters(call, located))
+        return type(self)(located, call, _parameters(call, located), style=self.style)
 
     def check_columns(self, columns: Sequence[str]) -> None:
         """Check that every required parameter has a source, now that the columns are known.
@@ -84,7 +77,8 @@ class BoundCallable:
         Raises:
             RewardError: a parameter is neither a known argument nor a column nor in the kwargs.
         """
-        own = KNOWN_ARGUMENTS.keys() | self.kwargs.keys()
+        known = styles.known(self.style, columns)
+        own = known.keys() | self.kwargs.keys()
         wanted = set(columns)
         if not any(parameter.kind is Parameter.VAR_KEYWORD for parameter in self.parameters):
             wanted &= {parameter.name for parameter in self.parameters}
@@ -92,8 +86,8 @@ class BoundCallable:
             if (parameter.default is Parameter.empty and parameter.kind not in _VARIADIC
                     and parameter.name not in own | wanted):
                 raise self._unbound(parameter.name, columns)
-        for name in sorted(wanted & own):
-            winner = "reward's own argument" if name in KNOWN_ARGUMENTS else "configured argument"
+        for name in sorted(wanted & own - (styles.MADE_OF_COLUMN & known.keys())):
+            winner = "reward's own argument" if name in known else "configured argument"
             log.warning("prompt column %r is hidden from %s by the %s of the same name",
                         name, self.located.spec, winner)
 
@@ -105,34 +99,43 @@ class BoundCallable:
         """
         positional: list[Any] = []
         named: dict[str, Any] = {}
-        sources = {**dict.fromkeys(request.columns), **KNOWN_ARGUMENTS, **self.kwargs}
+        known = styles.known(self.style, request.columns)
+        sources = {**dict.fromkeys(request.columns), **known, **self.kwargs}
+
+        def value(name: str) -> Any:
+            if name in self.kwargs:
+                return self.kwargs[name]
+            return known[name](request) if name in known else list(request.columns[name])
+
         for parameter in self.parameters:
             name = parameter.name
             if parameter.kind is Parameter.VAR_KEYWORD:
-                named.update({other: self._value(other, request)
-                              for other in sources if other not in named})
+                named.update({other: value(other) for other in sources if other not in named})
             elif parameter.kind is Parameter.VAR_POSITIONAL:
                 continue
             elif name not in sources and parameter.default is Parameter.empty:
                 raise self._unbound(name, list(request.columns))
             elif parameter.kind is Parameter.POSITIONAL_ONLY:
-                positional.append(self._value(name, request) if name in sources
-                                  else parameter.default)
+                positional.append(value(name) if name in sources else parameter.default)
             elif name in sources:
-                named[name] = self._value(name, request)
+                named[name] = value(name)
         return positional, named
 
-    def _value(self, name: str, request: RewardRequest) -> Any:
-        if name in self.kwargs:
-            return self.kwargs[name]
-        if name in KNOWN_ARGUMENTS:
-            return KNOWN_ARGUMENTS[name](request)
-        return list(request.columns[name])
+    def answer(self, request: RewardRequest) -> Any:
+        """What the function returns for a request, or what awaits it.
+
+        Raises:
+            RewardError: as :meth:`check_columns`; and whatever it raises.
+        """
+        positional, named = self.arguments(request)  # fresh lists: a failed call may have cut them
+        if self.style == "verl":
+            return styles.per_sample(self.call, named, self.kwargs, len(request))
+        return self.call(*positional, **named)
 
     def _unbound(self, name: str, columns: Sequence[str]) -> RewardError:
-        known = ", ".join(KNOWN_ARGUMENTS)
-        listed = ", ".join(columns) or "none"
-        near = suggestion(name, [*KNOWN_ARGUMENTS, *columns])
+        names = list(styles.known(self.style, columns))
+        known, listed = ", ".join(names), ", ".join(columns) or "none"
+        near = suggestion(name, [*names, *columns])
         key = self.located.key
         configure = f"; or set {kwargs_key(key)}.{name}=..." if key.endswith(".fn") else ""
         return RewardError(
@@ -160,29 +163,35 @@ def wrong_argument(name: str, value: object, expected: str) -> RewardError:
                        where=f"reward.kwargs.{name}", fix=f"set reward.kwargs.{name} to {expected}")
 
 
-def bind(target: Any, kwargs: Mapping[str, Any], *, key: str) -> BoundCallable:
+def bind(target: Any, kwargs: Mapping[str, Any], *, key: str, style: str = "ppocli"
+         ) -> BoundCallable:
     """Find a function, check its kwargs and read its signature, once. Nothing is built yet: no
     model is loaded for this.
 
     Args:
         target: an import path, a built-in's short name, or a Python object.
         key: the config key it came from.
+        style: how it is called; ``auto``: by its signature.
 
     Raises:
         RewardError: the path leads to nothing, or something is wrong with signature or kwargs.
     """
     if isinstance(target, str):
-        located = locate_reward(target, key=key)
+        with guard.contained(target, key, "while it was imported"):
+            located = locate_reward(target, key=key)
     else:
         name = getattr(target, "__qualname__", type(target).__qualname__)
         located = from_object(target, Wanted(name, key, REWARD))
     call = located.target
+    parameters = _parameters(call, located)
+    if style == "auto":
+        style = styles.recognised([p.name for p in parameters])
+    style = getattr(call, "reward_style", style)
     if inspect.isclass(call):
         _check_kwargs(located, _signature(call, located), kwargs, complete=True)
-        return BoundCallable(located, call, _parameters(call, located), init_kwargs=kwargs)
-    parameters = _parameters(call, located)
-    _check_kwargs(located, parameters, kwargs, complete=False)
-    return BoundCallable(located, call, parameters, kwargs)
+        return BoundCallable(located, call, parameters, init_kwargs=kwargs, style=style)
+    _check_kwargs(located, parameters, kwargs, styles.known(style, ()), complete=False)
+    return BoundCallable(located, call, parameters, kwargs, style=style)
 
 
 def _parameters(call: Any, located: Located) -> tuple[Parameter, ...]:
@@ -210,17 +219,17 @@ def _signature(target: Any, located: Located) -> tuple[Parameter, ...]:
 
 
 def _check_kwargs(located: Located, parameters: Sequence[Parameter], kwargs: Mapping[str, Any],
-                  *, complete: bool) -> None:
+                  known: Collection[str] = (), *, complete: bool) -> None:
     """Refuse kwargs the target doesn't take and, for a constructor, those it lacks."""
     key = kwargs_key(located.key)
     accepted = [p.name for p in parameters if p.kind in _KEYWORD]
     takes_all = any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
     for name in kwargs:
-        if not complete and name in KNOWN_ARGUMENTS:
+        if name in known:
             raise RewardError(f"{key}.{name} can't be set: every call passes its own {name!r}.",
                               where=f"{located.key}={located.spec}", fix="remove that key")
         if name not in accepted and not takes_all:
-            settable = [a for a in accepted if complete or a not in KNOWN_ARGUMENTS]
+            settable = [a for a in accepted if a not in known]
             listed = ", ".join(settable) or "nothing that can be set"
             near = suggestion(name, settable)
             # what a recipe or a group has set stays where another function is named

@@ -9,8 +9,9 @@ from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.config.schema import RewardConfig
 from ppocli.errors import ConfigError, RewardError
 from ppocli.rewards.calls import MAX_FLOAT32, invalid_error, is_nan, metrics_from, scores_from
-from ppocli.rewards.records import RewardRequest, RewardScores, Score
+from ppocli.rewards.records import RewardLogs, RewardRequest, RewardScores, Score
 from ppocli.rewards.resolve import BoundCallable, bind
+from ppocli.rewards.styles import WHOLE_REQUEST
 from ppocli.user_code import shorten
 
 
@@ -67,7 +68,10 @@ class Judge:
 
 
 class Reward(Judge):
-    """Everything that scores a sample. Made by :func:`build_reward`, called by the engine."""
+    """Everything that scores a sample. Made by :func:`build_reward`, called by the engine.
+
+    ``cfg`` has the style of each function in place of ``auto``.
+    """
 
     @property
     def waits(self) -> bool:
@@ -87,7 +91,10 @@ class Reward(Judge):
         """
         if not len(request):
             return RewardScores([], None, [], {part.name: [] for part in self.parts})
-        answers = [scores_from(part.bound, request, self.cfg) for part in self.parts]
+        # each function logs by itself
+        asked = [replace(request, logs=RewardLogs()) for _ in self.parts]
+        answers = [scores_from(part.bound, own, self.cfg)
+                   for part, own in zip(self.parts, asked, strict=True)]
         rows = list(zip(*answers, strict=True))
         valid = [self._is_valid(request, index, row) for index, row in enumerate(rows)]
         totals = [self._total(row, request, index) if valid[index] else 0.0
@@ -98,7 +105,17 @@ class Reward(Judge):
                      for index, row in enumerate(rows)]
         logged = {part.name: [_loggable(score) for score in scores]
                   for part, scores in zip(self.parts, answers, strict=True)}
-        return RewardScores(totals, dense, valid, logged)
+        return RewardScores(totals, dense, valid, logged, self._logs(asked))
+
+    def _logs(self, asked: Sequence[RewardRequest]) -> list[dict[str, dict[str, Any]]]:
+        """What all functions logged, sample by sample; of equal names the last function's."""
+        found: list[dict[str, dict[str, Any]]] = [{} for _ in range(len(asked[0]))]
+        for part, request in zip(self.parts, asked, strict=True):
+            logs = request.logs.by_sample(len(request), part.bound.label)
+            for sample, log in zip(found, logs, strict=True):
+                sample |= {kind: sample.get(kind, {}) | values
+                           for kind, values in log.items() if values}
+        return found
 
     def _is_valid(self, request: RewardRequest, index: int, row: Sequence[Score]) -> bool:
         """Whether sample ``index`` has a score: no NaN, and not ``None`` from every reward."""
@@ -187,6 +204,15 @@ def build_metric(cfg: RewardConfig, metric_fn: Callable[..., Any] | None = None,
     return metric and metric._ready(columns, first)
 
 
+def with_styles(cfg: RewardConfig) -> RewardConfig:
+    """``cfg`` with the style of each function in place of ``auto``.
+
+    Raises:
+        RewardError: as :func:`build_reward`.
+    """
+    return _reward(cfg, None).cfg
+
+
 def check_reward_config(cfg: RewardConfig, *, columns: Sequence[str] | None = None) -> list[str]:
     """Import and check every function that ``cfg`` names without building a class or model.
 
@@ -216,12 +242,27 @@ def _reward(cfg: RewardConfig, reward_fn: Any) -> Reward:
         # kwargs beside an import path were meant for that function, which reward_fn replaces
         own = reward_fn is None or cfg.fn in (None, PYTHON_OBJECT)
         bound = bind(cfg.fn if reward_fn is None else reward_fn, cfg.kwargs if own else {},
-                     key="reward.fn")
+                     key="reward.fn", style=cfg.style)
         name = bound.located.spec.rpartition(":")[2].rpartition(".")[2]
-        return Reward((Part(name, bound),), cfg)
-    return Reward(tuple(
-        Part(name, bind(entry["fn"], entry.get("kwargs") or {}, key=f"reward.fns.{name}.fn"),
-             float(entry.get("weight", 1.0))) for name, entry in entries.items()), cfg)
+        return Reward((Part(name, bound),), replace(cfg, style=_settled(bound)))
+    parts = tuple(
+        Part(name, bind(entry["fn"], entry.get("kwargs") or {}, key=f"reward.fns.{name}.fn",
+                        style=entry.get("style") or cfg.style),
+             float(entry.get("weight", 1.0))) for name, entry in entries.items())
+    found = {part.name: _settled(part.bound) for part in parts}
+    if entries is cfg.fns:
+        named = {name: {key: value for key, value in entry.items() if key != "style"}
+                 | ({} if found[name] == "ppocli" else {"style": found[name]})
+                 for name, entry in entries.items()}
+        return Reward(parts, replace(cfg, fns=named, style="ppocli"))
+    # Python objects of several styles have no place in a configuration
+    one = next(iter(found.values())) if len({*found.values()}) == 1 else cfg.style
+    return Reward(parts, replace(cfg, style=one))
+
+
+def _settled(bound: BoundCallable) -> str:
+    """The style as a configuration names it."""
+    return "ppocli" if bound.style == WHOLE_REQUEST else bound.style
 
 
 def _metric(cfg: RewardConfig, metric_fn: Any) -> Metric | None:

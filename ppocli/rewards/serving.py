@@ -6,6 +6,7 @@ at a time unless it says, by an attribute ``thread_safe = True``, that several m
 
 import contextlib
 import hmac
+import io
 import json
 import logging
 import socket
@@ -20,7 +21,9 @@ from typing import Any
 
 from ppocli.config.secrets import hide_secrets
 from ppocli.errors import PpocliError
+from ppocli.parallel import host_memory
 from ppocli.rewards import records, scoring
+from ppocli.text import error_line
 from ppocli.version import __version__
 
 log = logging.getLogger(__name__)
@@ -31,7 +34,16 @@ MOST_WAITING = 64
 LAST_WORDS = 10.0
 """seconds that a request under way has to be answered in when the server is to end"""
 IDLE = 60.0
-"""seconds that a connection may say nothing"""
+"""seconds that a connection may say nothing, and that the head of a request may take to arrive"""
+SLOWEST = 2**20
+"""bytes of a body that have to arrive a second, after as long"""
+MOST_CONNECTIONS = 256
+MOST_HEAD = 2**16
+"""bytes of the head of a request"""
+BODIES = 4
+"""bodies of the largest size that memory is given to at once; others are read when these are
+answered"""
+_LARGE = 2**20
 
 
 class Refused(Exception):
@@ -67,6 +79,10 @@ class RewardServer(ThreadingHTTPServer):
                 reward, parts=(replace(part, weight=1.0),)) for part in reward.parts})
         self.requests = self.samples = 0
         self._places, self._counting = threading.Semaphore(MOST_WAITING), threading.Lock()
+        self._connections = threading.Semaphore(MOST_CONNECTIONS)
+        self._held, self._room = 0, threading.Condition()
+        self._untidy = False
+        """whether large bodies have been freed since memory was last given back"""
         thread_safe = all(getattr(part.bound.call, "thread_safe", False) is True
                           for part in reward.parts)
         self._turn = contextlib.nullcontext() if thread_safe else threading.Lock()
@@ -80,7 +96,38 @@ class RewardServer(ThreadingHTTPServer):
 
     def service_actions(self) -> None:
         """Called by ``serve_forever`` between connections; what it raises ends it."""
+        if self._untidy:
+            self._untidy = False
+            host_memory.give_back_memory()
         self.poll()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection in a thread of its own; close it if there are too many."""
+        if self._connections.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """What the thread does."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._connections.release()
+
+    def hold(self, size: int) -> None:
+        """Take room for a body of so many bytes; fewer than 0 give it back.
+
+        Raises:
+            Refused: 503 where there was none for a long time.
+        """
+        most = BODIES * self.max_body
+        with self._room:
+            if not self._room.wait_for(lambda: size < 0 or self._held + size <= most, IDLE):
+                raise Refused(503, f"{most} bytes of other requests are waiting already")
+            self._held += size
+            self._untidy |= size <= -_LARGE
+            self._room.notify_all()
 
     def take_place(self) -> Callable[[], None]:
         """Count a request as under way, until what is returned is called: once it is answered.
@@ -113,7 +160,8 @@ class RewardServer(ThreadingHTTPServer):
             raise Refused(status, error.args[0]) from None
         scores: Sequence[records.Score] = found.dense or found.scores
         return records.encode_scores([score if valid else None
-                                      for score, valid in zip(scores, found.valid, strict=True)])
+                                      for score, valid in zip(scores, found.valid, strict=True)],
+                                     found.logs)
 
     def finish(self) -> bool:
         """Wait a while for the requests under way; whether all were answered."""
@@ -128,11 +176,39 @@ class RewardServer(ThreadingHTTPServer):
                 exc_info=True)
 
 
+class _Arriving(io.RawIOBase):
+    """What a client sends: so many bytes until a certain moment, however small the pieces are."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._left, self._until = connection, 0, 0.0
+
+    def expect(self, size: int, seconds: float) -> None:
+        """Let so many bytes come from now on, in so many seconds together."""
+        self._left, self._until = size, monotonic() + seconds
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._connection.settimeout(max(1e-3, self._until - monotonic()))
+        size = self._connection.recv_into(memoryview(buffer)[:max(0, self._left)])
+        self._left -= size
+        return size
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: RewardServer
     protocol_version = "HTTP/1.1"
     server_version = f"ppocli/{__version__}"
-    timeout = IDLE
+
+    def setup(self) -> None:
+        super().setup()
+        self._arriving = _Arriving(self.connection)
+        self.rfile = io.BufferedReader(self._arriving)
+
+    def handle_one_request(self) -> None:
+        self._arriving.expect(MOST_HEAD, IDLE)
+        super().handle_one_request()
 
     def do_GET(self) -> None:
         if self.path == HEALTH:
@@ -147,7 +223,7 @@ class _Handler(BaseHTTPRequestHandler):
         with contextlib.ExitStack() as under_way:
             try:
                 self._allowed()
-                body = self.rfile.read(self._length())
+                body = self._body(self._length(), under_way)
                 under_way.callback(self.server.take_place())
                 self._send(200, self.server.answer(self.path, body))
             except Refused as refused:
@@ -156,7 +232,7 @@ class _Handler(BaseHTTPRequestHandler):
                 raise
             except Exception as error:
                 log.exception("a bug of this server's, or of the reward's")
-                self._refuse(Refused(500, f"{type(error).__name__}: {error}"))
+                self._refuse(Refused(500, error_line(error)))
 
     def _allowed(self) -> None:
         """Whether this request may be scored at all, by its head alone."""
@@ -177,6 +253,16 @@ class _Handler(BaseHTTPRequestHandler):
                           "that are allowed")
         return int(given)
 
+    def _body(self, length: int, under_way: contextlib.ExitStack) -> bytes:
+        """The body, for which room is held until the request is answered."""
+        self.server.hold(length)
+        under_way.callback(self.server.hold, -length)
+        self._arriving.expect(length, IDLE + length / SLOWEST)
+        body = self.rfile.read(length)
+        if len(body) < length:
+            raise ConnectionError("the client has left")
+        return body
+
     def _refuse(self, refused: Refused) -> None:
         text = hide_secrets(str(refused))
         # a client that only looks whether somebody is there is no news
@@ -187,6 +273,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(refused.status, json.dumps({"error": text}).encode())
 
     def _send(self, status: int, body: bytes) -> None:
+        self.connection.settimeout(IDLE)  # for all of it
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))

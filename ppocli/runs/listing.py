@@ -55,12 +55,12 @@ def run_infos(root: Path) -> list[RunInfo]:
 
 def _info(folder: Path, root: Path) -> RunInfo:
     name = folder.name if folder == root else folder.relative_to(root).as_posix()
-    size, when = folder_size(folder), written(folder)
-    owner = run_folder.live_owner(folder)
-    pid = None if owner is None else owner.pid
+    size, when, pid = folder_size(folder), written(folder), None
     try:
+        owner = run_folder.live_owner(folder)
+        pid = None if owner is None else owner.pid
         run = read_run(folder)
-    except CheckpointError:
+    except (CheckpointError, OSError):
         return RunInfo(name, folder, "damaged", pid, 0, None, None, None, None, size, "?", "?",
                        when)
     rewards, (best_step, best) = run.series("reward/mean"), best_evaluation(run)
@@ -165,10 +165,11 @@ def plan_pruning(root: Path, *, checkpoints: bool, failed: bool, keep_best: bool
         when = written(folder)
         if older_than is not None and time.time() - when < older_than:
             continue
-        if (host := run_folder.other_host(folder)) is not None:
-            say(f"{folder} is left alone: it may be running on {host} ({run_folder.LOCK} says so)")
-            continue
         try:
+            if (host := run_folder.other_host(folder)) is not None:
+                say(f"{folder} is left alone: it may be running on {host} ({run_folder.LOCK} says "
+                    "so)")
+                continue
             run = read_run(folder)
             if run.status == "running":
                 continue

@@ -10,11 +10,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from ppocli.config import kept, resolved, schema
+from ppocli.config import bounded, kept, resolved, schema
 from ppocli.config.problems import shown
 from ppocli.errors import CheckpointError
-from ppocli.storage import atomic, retention, run_logs
-from ppocli.storage.run_folder import RunFolder, finite_or_null, live_owner
+from ppocli.storage import atomic, retention, run_logs, signature
+from ppocli.storage.run_folder import (
+    RUN_FILE,
+    RunFolder,
+    finite_or_null,
+    live_owner,
+    write_config,
+)
 
 log = logging.getLogger("ppocli")
 Status = Literal["running", "finished", "stopped", "failed", "interrupted"]
@@ -76,8 +82,13 @@ class RunRecord:
 
     @property
     def total_steps(self) -> int:
-        """Steps in the whole run."""
-        return -(-schema.planned_episodes(self.config.ppo) // self.config.ppo.num_rollouts)
+        """Steps in the whole run; those still to come are of ``ppo.num_rollouts`` samples, which
+        may have been another number before a resume."""
+        ppo = self.config.ppo
+        if ppo.num_steps is not None:
+            return max(ppo.num_steps, self.step)
+        left = max(schema.planned_episodes(ppo) - self.episodes, 0)
+        return self.step + -(-left // ppo.num_rollouts)
 
     @property
     def best(self) -> dict[str, Any]:
@@ -112,7 +123,7 @@ class RunRecord:
         """(time, level, text) of everything that was said during the run: the local time of the
         machine that ran it, ``2026-01-31 12:00:00``; continued lines are joined with newlines."""
         try:
-            text = self.folder.log.read_text(encoding="utf-8", errors="replace")
+            text = bounded.read_tail(self.folder.log)
         except OSError:
             return []
         _, *parts = _LOG_HEAD.split(text)
@@ -196,7 +207,7 @@ def _status(run: RunFolder, summary: dict[str, Any] | None, rows: list[dict[str,
 
 def read_changes(run_dir: Path) -> list[Change]:
     """Changes in the order they were made; none where the file doesn't tell any."""
-    found = (atomic.read_json(run_dir / kept.RUN_FILE) or {}).get("changes")
+    found = (atomic.read_json(run_dir / RUN_FILE) or {}).get("changes")
     return [Change(entry["step"], *(str(entry.get(name)) for name in ("key", "before", "after")))
             for entry in (found if isinstance(found, list) else ())
             if isinstance(entry, dict) and isinstance(entry.get("step"), int)]
@@ -209,11 +220,12 @@ def begin_record(run_dir: Path, run_id: str) -> None:
         DiskError: the disk is full, read-only, or refuses.
     """
     text = (run_dir / resolved.CONFIG_FILE).read_text(encoding="utf-8")
-    atomic.write_json_atomic(run_dir / kept.RUN_FILE, {"run_id": run_id, kept.KEPT: text})
+    atomic.write_json_atomic(run_dir / RUN_FILE, {
+        **signature.sign_run({"run_id": run_id}, resolved.next_config(run_dir)), kept.KEPT: text})
 
 
 def accept_settings(run_dir: Path, step: int | None) -> None:
-    """Make the settings asked for at resume the run's own, and note what they change.
+    """Make the settings asked for at resume the run's own, note what they change, and sign them.
 
     Args:
         step: what the run goes on from; None: it starts afresh, and nothing changes on its way.
@@ -221,7 +233,7 @@ def accept_settings(run_dir: Path, step: int | None) -> None:
     Raises:
         DiskError: the disk is full, read-only, or refuses.
     """
-    told, noted = atomic.read_json(run_dir / kept.RUN_FILE) or {}, read_changes(run_dir)
+    told, noted = atomic.read_json(run_dir / RUN_FILE) or {}, read_changes(run_dir)
     asked, own = resolved.next_config(run_dir), RunFolder(run_dir)
     saved = retention.sound_steps(own.checkpoints)
     if saved and kept.KEPT not in told \
@@ -237,10 +249,29 @@ def accept_settings(run_dir: Path, step: int | None) -> None:
         new = [Change(step, key, shown(before), shown(after)) for key, before, after in differ]
         if new != changes[-len(new):]:  # an attempt that was killed right here has noted them
             changes += new
-    if isinstance(told.get("run_id"), str) and (
-            changes != noted or differ or kept.KEPT not in told):
-        text, before = (path.read_text(encoding="utf-8") for path in (asked, own.config))
-        atomic.write_json_atomic(run_dir / kept.RUN_FILE, finite_or_null({
-            **told, "changes": [asdict(change) for change in changes],
-            kept.KEPT: text, kept.BEFORE: before}))
+    if isinstance(told.get("run_id"), str):
+        # before the settings take their place, so that a kill in between leaves a signed run
+        now = signature.sign_run(told, asked)
+        if changes != noted:
+            now["changes"] = [asdict(change) for change in changes]
+        if changes != noted or differ or kept.KEPT not in told:
+            now |= {name: path.read_text(encoding="utf-8") for name, path in
+                    ((kept.KEPT, asked), (kept.BEFORE, own.config))}
+        if now != told:
+            atomic.write_json_atomic(run_dir / RUN_FILE, finite_or_null(now))
+    resolved.accept_config(run_dir)
+
+
+def settle(run_dir: Path, config: schema.TrainConfig) -> None:
+    """Write down what the run has settled for itself, and sign it; nobody has changed anything.
+
+    Raises:
+        DiskError: the disk is full, read-only, or refuses.
+    """
+    path = run_dir / resolved.NEXT_CONFIG_FILE
+    write_config(config, path)
+    told = atomic.read_json(run_dir / RUN_FILE) or {}
+    atomic.write_json_atomic(run_dir / RUN_FILE, {
+        **signature.sign_run(told, path), kept.BEFORE: told.get(kept.KEPT),
+        kept.KEPT: path.read_text(encoding="utf-8")})
     resolved.accept_config(run_dir)

@@ -2,18 +2,22 @@
 
 import json
 import os
+import shlex
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ppocli.config import bounded
 from ppocli.errors import CheckpointError, ConfigError
+from ppocli.own_code import TRUST
 from ppocli.runs.record import RunRecord, is_run, read_run, subfolders
 from ppocli.runs.target import RUNS, run_named
-from ppocli.storage.atomic import write_json_atomic
+from ppocli.storage import signature
+from ppocli.storage.atomic import read_json, write_json_atomic
 from ppocli.storage.run_folder import Owner, finite_or_null, live_owner
-from ppocli.text import did_you_mean
+from ppocli.text import did_you_mean, printable, short_path
 
 SWEEP_FILE = "sweep.json"
 
@@ -58,9 +62,27 @@ def write_sweep(sweep: SweepRecord) -> None:
     Raises:
         DiskError: the disk is full, read-only, or refuses.
     """
+    words = {"words": list(sweep.words), "cwd": sweep.cwd}
     write_json_atomic(sweep.folder / SWEEP_FILE, finite_or_null({
-        "words": list(sweep.words), "cwd": sweep.cwd, "dir": str(sweep.folder), "grid": sweep.grid,
-        "jobs": [asdict(job) for job in sweep.jobs]}))
+        **words, "dir": str(sweep.folder), "grid": sweep.grid,
+        "jobs": [asdict(job) for job in sweep.jobs],
+        **signature.signed({}, SWEEP_FILE, json.dumps(words))}))
+
+
+def check_own(sweep: SweepRecord, trusts: bool) -> None:
+    """Refuse to type the words of somebody else's sweep once more.
+
+    Raises:
+        CheckpointError: its sweep.json is not signed, and ``--trust`` was not typed.
+    """
+    path = sweep.folder / SWEEP_FILE
+    content = json.dumps({"words": list(sweep.words), "cwd": sweep.cwd})
+    if not trusts and not signature.is_signed(read_json(path), SWEEP_FILE, content):
+        raise CheckpointError(
+            f"{short_path(str(sweep.folder))} is not signed with your key, and going on with it "
+            f"runs its command: {printable(shlex.join(['ppocli', 'train', *sweep.words]))}",
+            where=str(path), fix=f"read that command, and if you trust it add {TRUST}; for a sweep "
+            f"that you started with another key, {signature.KEY_VARIABLE}=FILE")
 
 
 def is_sweep(folder: Path) -> bool:
@@ -76,7 +98,7 @@ def read_sweep(folder: Path) -> SweepRecord:
     """
     path, folder = folder / SWEEP_FILE, folder.resolve()
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = bounded.read_json(path)
         home = Path(data.get("dir") or folder)
         jobs = tuple(_job(entry, home, folder) for entry in data["jobs"])
         return SweepRecord(folder, tuple(str(word) for word in data["words"]),

@@ -99,8 +99,9 @@ def _padded_mask(live: LiveRows, width: int) -> torch.Tensor:
 class _Stepped(Drawn):
     """Responses that are drawn by feeding live rows to a model."""
 
-    def __init__(self, decoder: Decoder, prompt_tokens: int, uniform: Any, limits: Any) -> None:
-        super().__init__(decoder, prompt_tokens, uniform, limits)
+    def __init__(self, decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor,
+                 uniform: Any, limits: Any) -> None:
+        super().__init__(decoder, prompt_tokens, prompt_mask, uniform, limits)
         lm = decoder.lm
         self.head, self.logit_map = lm.get_output_embeddings(), head.LogitMap.of(lm)
         self.virtual = trunk.virtual_tokens(lm)
@@ -202,7 +203,7 @@ def decode_in_steps(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: 
     that; else they wait for the last of them.
     """
     lm, count = decoder.lm, len(prompt_tokens)
-    drawn = _Stepped(decoder, prompt_tokens.shape[1], uniform, limits)
+    drawn = _Stepped(decoder, prompt_tokens, prompt_mask, uniform, limits)
     # keys and values of rows under way are moved to the right then, behind padding: not with an
     # encoder, nor where a layer keeps something else
     refills = (at_once < count and decoder.all_alive is int and decoder.start is None

@@ -10,6 +10,8 @@ import torch
 from ppocli.models.layer_stack import SplitPoint
 from ppocli.sampling import samples, token_choice
 
+CONTEXT = 4
+"""tokens in front of those that are looked at, as much as a tokenizer lets their text depend on"""
 Watch = Callable[[torch.Tensor, torch.Tensor], None]
 """is shown tokens and mask [B, t] of the responses so far, on the model's device"""
 
@@ -49,7 +51,7 @@ class Drawn:
     Rows that have ended may be fed on: what is drawn for them then is left out.
 
     Args:
-        prompt_tokens: of each prompt, padding included.
+        prompt_tokens, prompt_mask: [N, Q], padding on the left.
         uniform: [N, R] array in (0, 1), as :func:`ppocli.sampling.decoding.decode`.
         limits: [N] most tokens of each response, or None.
     """
@@ -57,8 +59,9 @@ class Drawn:
     frozen_states: torch.Tensor | None = None
     """[N, Q + R, D] what entered the layer of :attr:`Decoder.split`"""
 
-    def __init__(self, decoder: Decoder, prompt_tokens: int, uniform: Any, limits: Any) -> None:
-        self.decoder, self.prompt_tokens = decoder, prompt_tokens
+    def __init__(self, decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor,
+                 uniform: Any, limits: Any) -> None:
+        self.decoder, self.prompt_tokens = decoder, prompt_tokens.shape[1]
         device = decoder.lm.base_model.device
         noise = torch.as_tensor(uniform, dtype=torch.float64).to(device)
         count, self.steps = noise.shape
@@ -73,6 +76,12 @@ class Drawn:
             torch.as_tensor(limits, dtype=torch.long).to(device)
         self.shown = 0
         self.stops = torch.tensor(decoder.spec.stop_ids, dtype=torch.long, device=device)
+        self.before: list[list[int]] = [[]] * count
+        """what the text of each response stands behind: the last tokens of its prompt"""
+        if decoder.spec.stop_sequences and decoder.start is None:
+            special = set(decoder.tokenizer.all_special_ids)
+            self.before = [[i for i in row[kept].tolist() if i not in special][-CONTEXT:]
+                           for row, kept in zip(prompt_tokens, prompt_mask, strict=True)]
 
     def add(self, rows: torch.Tensor, at: torch.Tensor, done: torch.Tensor, logits: torch.Tensor,
             hidden: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,25 +106,29 @@ class Drawn:
             self.values[rows, at] = torch.where(alive, value_head(hidden), 0.0)
         ended = torch.isin(chosen, self.stops)
         if spec.stop_sequences:
-            ended |= self._ends_with_stop(rows, at) & (at + 1 >= spec.min_new_tokens)
+            ended |= self._ends_with_stop(rows, at)
         self.finished[rows] |= alive & ended
         return chosen, done | ended | (self.limits[rows] <= at + 1)
 
     def _ends_with_stop(self, rows: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        """[b] bool: a stop sequence is complete within the newest tokens of each row.
+        """[b] bool: a stop sequence is complete within the newest tokens of each row, and was not
+        before there were ``min_new_tokens``.
 
         Looked for in decoded text, since a tokenizer may cut the same text in several ways.
         """
-        stops = self.decoder.spec.stop_sequences
+        spec = self.decoder.spec
         # a token holds at least one byte, and a few more are for context
-        window = max(len(stop.encode()) for stop in stops) + 4
+        window = max(len(stop.encode()) for stop in spec.stop_sequences) + CONTEXT
         places = at[:, None] - torch.arange(window - 1, -1, -1, device=at.device)
         newest = self.tokens[rows[:, None], places.clamp(min=0)].tolist()
-        texts = self.decoder.tokenizer.batch_decode(
+        starts = [max(last + 1 - window, 0) for last in at.tolist()]
+        found = samples.texts_and_stops(
+            self.decoder.tokenizer,
+            [[] if start else self.before[row]
+             for row, start in zip(rows.tolist(), starts, strict=True)],
             [ids[-min(window, last + 1):] for ids, last in zip(newest, at.tolist(), strict=True)],
-            skip_special_tokens=True)
-        found = [any(stop in text for stop in stops) for text in texts]
-        return torch.tensor(found, device=at.device)
+            spec.stop_sequences, [max(spec.min_new_tokens - 1 - start, 0) for start in starts])
+        return torch.tensor([place is not None for _, place in found], device=at.device)
 
     def show(self, most: int) -> None:
         """Let it be watched once the longest response has had ``most`` tokens."""

@@ -13,7 +13,7 @@ from ppocli.errors import ConfigError, InputError
 from ppocli.models import layout, trunk
 from ppocli.models.head import HeadWeights, token_logprobs
 from ppocli.models.loading.adapters import Adapter, attach, identify, peft_config
-from ppocli.models.loading.language_model import LoadedLM, frozen_dtype, load_lm
+from ppocli.models.loading.language_model import DTYPES, LoadedLM, frozen_dtype, load_lm, take_lm
 from ppocli.models.loading.model_config import max_positions
 from ppocli.sampling import decode_loop, samples, token_choice, transformers_generate
 from ppocli.sampling.decoder import Decoder
@@ -52,27 +52,35 @@ def decode(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: torch.Ten
 
 
 def load_decodable(cfg: schema.ModelConfig, *, dtype: torch.dtype = torch.float32,
-                   key: str = "model.path") -> LoadedLM:
+                   key: str = "model.path", given: Any = None) -> LoadedLM:
     """As :func:`load_lm`, with the way of decoding found that suits the model.
+
+    Args:
+        given: a model to take in place of loading one.
 
     Raises:
         InputError: as there; or the model can't be decoded rightly.
     """
-    loaded = load_lm(cfg, dtype=dtype, key=key)
+    loaded = load_lm(cfg, dtype=dtype, key=key) if given is None else \
+        take_lm(cfg, given.to(dtype))
     find_decoding(loaded.lm, loaded.decoder_start, cfg.path, key)
     return loaded
 
 
-def load_policy(cfg: schema.ModelConfig, hardware: schema.HardwareConfig, seed: int) -> LoadedLM:
+def load_policy(cfg: schema.ModelConfig, hardware: schema.HardwareConfig, seed: int,
+                given: Any = None) -> LoadedLM:
     """The model that a training starts from, with a new adapter on it where one is asked for.
+
+    Args:
+        given: a model to take in place of loading one.
 
     Raises:
         InputError: as :func:`load_decodable`; or ``model.path`` is an adapter itself.
         ConfigError: the adapter doesn't fit the model.
     """
     kind = adapters.adapter_kind(cfg)
-    dtype = torch.float32 if kind is None else frozen_dtype(cfg, hardware)
-    loaded = load_decodable(cfg, dtype=dtype)
+    dtype = DTYPES[hardware.weights] if kind is None else frozen_dtype(cfg, hardware)
+    loaded = load_decodable(cfg, dtype=dtype, given=given)
     say_decoding(loaded.lm)
     if loaded.adapter is not None:
         raise InputError(f"{cfg.path} holds only an adapter.", where="model.path",
@@ -91,7 +99,7 @@ def load_judged(cfg: schema.ModelConfig, hardware: schema.HardwareConfig) -> Loa
     """A policy to be judged; the base of an adapter in the type that a training holds it in."""
     frozen = is_adapter(cfg.path) and cfg.quantization is None
     loaded = load_decodable(cfg, dtype=frozen_dtype(cfg, hardware) if frozen
-                            else torch.float32)
+                            else DTYPES[hardware.weights])
     say_decoding(loaded.lm)
     return loaded
 

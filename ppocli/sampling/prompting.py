@@ -48,16 +48,17 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int],
-                 stop_sequences: Sequence[str] = ()) -> None:
+                 stop_sequences: Sequence[str] = (), min_new_tokens: int = 0) -> None:
         self._tokenizer = tokenizer
         self._prompt_ids = prompt_ids
-        self._stops = stop_sequences
+        self._stops, self._min_new_tokens = stop_sequences, min_new_tokens
         self.shown = ""
         """all that was handed out"""
 
     def push(self, ids: Sequence[int]) -> str:
         """What is certain to follow, given the response's first ``ids``."""
-        text = decode_responses(self._tokenizer, [self._prompt_ids], [ids], self._stops)[0]
+        text = decode_responses(self._tokenizer, [self._prompt_ids], [ids], self._stops,
+                                self._min_new_tokens)[0]
         return self._hand_out(_certain(text, self._stops))
 
     def close(self, text: str) -> str:
@@ -152,7 +153,7 @@ def answer_prompts(lm: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], sp
         noise = uniform(seed, USER, [first + i + k * SAMPLES_APART for i, k in places],
                         spec.max_new_tokens)
         before = [[]] * len(rows) if start is not None else rows
-        stream = TextStream(tokenizer, before[0], spec.stop_sequences)
+        stream = TextStream(tokenizer, before[0], spec.stop_sequences, spec.min_new_tokens)
 
         def watch(tokens: torch.Tensor, mask: torch.Tensor, stream: TextStream = stream) -> None:
             if show is not None and (piece := stream.push(tokens[0][mask[0]].tolist())):
@@ -164,7 +165,8 @@ def answer_prompts(lm: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], sp
             raise DivergedError("The model's token probabilities are not finite.",
                                 fix="its weights are damaged, or diverged in training: choose "
                                 "another checkpoint")
-        texts = decode_responses(tokenizer, before, out.ids, spec.stop_sequences)
+        texts = decode_responses(tokenizer, before, out.ids, spec.stop_sequences,
+                                 spec.min_new_tokens)
         if show is not None:
             show(stream.close(texts[0]))
         yield [Answer(i, k, text, ids, ended) for (i, k), text, ids, ended in

@@ -4,7 +4,8 @@ reads them, and the texts that rewards see."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from os.path import commonprefix
 from typing import Any
 
 import torch
@@ -75,6 +76,19 @@ class Samples:
                        self.finished[some],
                        None if self.frozen_states is None else self.frozen_states[some])
 
+    def only(self, kept: torch.Tensor) -> Samples:
+        """The same samples with only some of their actions, whose tokens the others stay in.
+
+        Args:
+            kept: [B, R] bool, within the mask; at least one in each row.
+        """
+        order = (~kept).int().argsort(dim=1, stable=True)[:, :int(kept.sum(1).max())]
+        mask = kept.gather(1, order)
+        actions, logprobs, values = (value.gather(1, order) * mask for value in (
+            self.sequences.actions, self.logprobs, self.values))
+        return replace(self, sequences=replace(self.sequences, actions=actions, mask=mask),
+                       logprobs=logprobs, values=values)
+
     @staticmethod
     def joined(parts: Sequence[Samples]) -> Samples:
         """The samples of several, padded to the widest; without states of layers."""
@@ -107,25 +121,55 @@ def response_ids(tokens: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
 
 
 def decode_responses(tokenizer: Any, prompt_ids: Sequence[Sequence[int]],
-                     responses: Sequence[Sequence[int]],
-                     stop_sequences: Sequence[str] = ()) -> list[str]:
-    """The responses as text: without special tokens, trimmed at the first stop sequence.
+                     responses: Sequence[Sequence[int]], stop_sequences: Sequence[str] = (),
+                     min_new_tokens: int = 0) -> list[str]:
+    """The responses as text: without special tokens, trimmed at the first stop sequence that is
+    complete no sooner than with token ``min_new_tokens``.
 
     A response is decoded behind its prompt and the prompt's text is taken off again: tokenizers
     that mark words by a leading space would lose that space on a response decoded alone.
     """
+    early = [max(min_new_tokens - 1, 0)] * len(responses)
+    return [text[:cut] for text, cut in
+            texts_and_stops(tokenizer, prompt_ids, responses, stop_sequences, early)]
+
+
+def texts_and_stops(tokenizer: Any, prompt_ids: Sequence[Sequence[int]],
+                    responses: Sequence[Sequence[int]], stop_sequences: Sequence[str],
+                    early: Sequence[int]) -> list[tuple[str, int | None]]:
+    """The responses as whole text, each with the place in it where the first stop sequence begins,
+    None without one.
+
+    Args:
+        early: how many of the first tokens of each response come too soon: what is complete with
+            these doesn't stop it.
+    """
+    texts = _texts_behind(tokenizer, prompt_ids, responses)
+    if not stop_sequences:
+        return [(text, None) for text in texts]
+    soon = [""] * len(texts) if not any(early) else _texts_behind(
+        tokenizer, prompt_ids, [ids[:n] for ids, n in zip(responses, early, strict=True)])
+    settled = [len(commonprefix(pair))  # noqa: RUF071 - character by character is what is wanted
+               for pair in zip(texts, soon, strict=True)]
+    return [(text, _first_stop(text, stop_sequences, past))
+            for text, past in zip(texts, settled, strict=True)]
+
+
+def _first_stop(text: str, stops: Sequence[str], past: int) -> int | None:
+    """Where the first of the stops begins that ends behind so many characters."""
+    places = [text.find(stop, max(past - len(stop) + 1, 0)) for stop in stops]
+    return min((place for place in places if place >= 0), default=None)
+
+
+def _texts_behind(tokenizer: Any, prompt_ids: Sequence[Sequence[int]],
+                  responses: Sequence[Sequence[int]]) -> list[str]:
+    """As :func:`decode_responses`, untrimmed."""
     if not responses:
         return []
     together = tokenizer.batch_decode([list(p) + list(r) for p, r in
                                        zip(prompt_ids, responses, strict=True)],
                                       skip_special_tokens=True)
     prompts = tokenizer.batch_decode([list(p) for p in prompt_ids], skip_special_tokens=True)
-    texts = []
-    for whole, prompt, ids in zip(together, prompts, responses, strict=True):
-        if whole.startswith(prompt):
-            text = whole[len(prompt):]
-        else:
-            text = tokenizer.decode(list(ids), skip_special_tokens=True)
-        cuts = [at for stop in stop_sequences if (at := text.find(stop)) >= 0]
-        texts.append(text[:min(cuts)] if cuts else text)
-    return texts
+    return [whole[len(prompt):] if whole.startswith(prompt) else
+            tokenizer.decode(list(ids), skip_special_tokens=True)
+            for whole, prompt, ids in zip(together, prompts, responses, strict=True)]

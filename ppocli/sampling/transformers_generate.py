@@ -103,7 +103,7 @@ def decode_by_transformers(decoder: Decoder, prompt_tokens: torch.Tensor,
         cached: whether the model's cache is right; else each token takes a pass over all before it.
     """
     width, device = prompt_tokens.shape[1], decoder.lm.base_model.device
-    drawn = Drawn(decoder, width, uniform, limits)
+    drawn = Drawn(decoder, prompt_tokens, prompt_mask, uniform, limits)
     lengths = prompt_mask.sum(1)
     for start in range(0, len(lengths), chunk):
         end = min(start + chunk, len(lengths))

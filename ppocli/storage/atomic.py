@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ppocli.config import bounded
 from ppocli.errors import DiskError, PpocliError
 from ppocli.storage import faults, holds
 from ppocli.text import format_bytes
@@ -38,6 +39,7 @@ _REFUSALS = {
     "File size limit reached": ([errno.EFBIG], "raise the limit (ulimit -f)"),
     "Disk failure (input/output error)": ([errno.EIO], "check the disk"),
     "Not a folder": ([errno.ENOTDIR], "choose an output_dir that isn't below a file"),
+    "Won't follow a link": ([errno.ELOOP], "look where the link leads, and remove it"),
     "Path too long": ([errno.ENAMETOOLONG], "choose a shorter output_dir or run_name"),
 }
 """why a disk refuses: the system's numbers for it, and what a user does about it"""
@@ -195,10 +197,14 @@ def write_json_atomic(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None where there is none that can be read."""
+    """The object in a JSON file; None where there is none that can be read.
+
+    Raises:
+        CheckpointError: it is no plain file, or too large.
+    """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        value = bounded.read_json(path)
+    except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ppocli.config import bounded
 from ppocli.errors import CheckpointError
 from ppocli.storage import atomic, faults
 from ppocli.version import __version__
@@ -150,10 +151,10 @@ def read_object(folder: Path, name: str) -> dict[str, Any]:
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
             raise Invalid(f"{name} is not a plain file")
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = bounded.read_json(path)
     except FileNotFoundError:
         raise Invalid(f"{name} is missing") from None
-    except (ValueError, RecursionError):
+    except ValueError:
         raise Invalid(f"{name} is damaged") from None
     if not isinstance(value, dict):
         raise Invalid(f"{name} is damaged")

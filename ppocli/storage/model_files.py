@@ -5,7 +5,6 @@ one that knows no words, and a dead network after most of a minute. So its files
 here, and the Hub is asked only when it can be reached.
 """
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from ppocli.builtin.names import BUILTIN_PREFIX, resolve_builtin
+from ppocli.config import bounded
 from ppocli.errors import InputError, PpocliError
 
 T = TypeVar("T")
@@ -121,8 +121,8 @@ def check_folder(folder: Path, *, key: str, needs: Needs = "model and tokenizer"
 
 def _checked_json(path: Path, key: str) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        content = bounded.read_json(path)
+    except ValueError as error:
         raise InputError(f"{path} is not valid JSON: {error}", where=key,
                          fix="copy or download the file again") from error
     if not isinstance(content, dict):
@@ -228,7 +228,7 @@ def named_base(folder: Path) -> tuple[str, str | None, BaseIdentity | None]:
 
 def _read(path: Path, taken: Callable[[Any], T]) -> T:
     try:
-        return taken(json.loads(path.read_text(encoding="utf-8")))
+        return taken(bounded.read_json(path))
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise InputError(f"{path} can't be read: {error}", where=str(path),
                          fix="copy the folder again") from error

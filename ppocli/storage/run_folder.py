@@ -6,6 +6,7 @@ import math
 import os
 import secrets
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,12 +14,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ppocli.config import resolved, schema
+from ppocli.config import bounded, resolved, schema
 from ppocli.errors import CheckpointError, DiskError, RunGoneError
 from ppocli.storage import holds
 from ppocli.storage.atomic import TEMPORARY_PREFIX, disk_errors, make_dirs, read_json, write_atomic
 
 LOCK = ".lock"
+RUN_FILE = "run.json"
+"""identity of a run, who started it, and what its settings were changed to when it was resumed"""
 _OWNER_WAIT_SECONDS = 2.0  # a process that has just got the lock needs a moment to write its name
 
 
@@ -76,6 +79,38 @@ def gone(path: Path) -> RunGoneError:
     return RunGoneError(f"{path}, or a part of it, was moved or deleted while the run wrote there.",
                         where=str(path), fix="go on with what is left where it lies now: "
                         "ppocli resume FOLDER")
+
+
+def refuse_links(run_dir: Path) -> None:
+    """Refuse to write in a folder from which links lead elsewhere: of a run that came from someone
+    else they could lead anywhere, and what is written or deleted there would not be the run's.
+
+    The folder may itself be a link, or lie below one. ``checkpoints/latest`` and ``best`` are ours.
+
+    Raises:
+        CheckpointError: names a link and where it leads; or a device, a pipe or a socket.
+    """
+    inside = [(run_dir, False), (run_dir / "checkpoints", False), (run_dir / "trackers", True),
+              (run_dir / "events", True)]
+    for folder, deep in inside:
+        for base, folders, files in os.walk(folder, followlinks=False):
+            for name in sorted([*folders, *files]):
+                path = Path(base, name)
+                mode = path.lstat().st_mode
+                # what is replaced or deleted itself, whatever it leads to: models, temporary names
+                harmless = name.startswith("model") or (name.startswith(".") and name != LOCK)
+                if stat.S_ISREG(mode) or stat.S_ISDIR(mode) or harmless or (
+                        folder.name == "checkpoints" and name in ("latest", "best")):
+                    continue
+                what = (f"a link to {os.readlink(path)}" if stat.S_ISLNK(mode)
+                        else "neither a file nor a folder")
+                raise CheckpointError(
+                    f"{path} is {what}; nothing is written in a run's folder that could land "
+                    "elsewhere.", where=str(run_dir),
+                    fix="remove it, or put what it stands for in its place; the run's folder may "
+                    "itself be a link")
+            if not deep:
+                break
 
 
 def finite_or_null(value: Any) -> Any:
@@ -193,7 +228,7 @@ def _take(path: Path, held: Path, fix: str = "choose another run_name",
     """Take the lock and write this process's name; the descriptor that holds it."""
     make_dirs(path.parent)
     with disk_errors(path):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         if not _kernel_lock(descriptor):
             raise _locked(path, held, _wait_for_owner(path), fix)
@@ -215,7 +250,7 @@ def live_owner(run_dir: Path) -> Owner | None:
     """The live process that holds a run folder, told by the name in the lock file alone: asking
     the kernel would take part in the locking."""
     try:
-        owner = _read_owner((run_dir / LOCK).read_bytes())
+        owner = _read_owner(bounded.read_bytes(run_dir / LOCK))
     except OSError:
         return None
     return owner if owner is not None and _is_alive(owner) else None
@@ -256,9 +291,9 @@ def _wait_for_owner(path: Path) -> Owner | None:
 
 def _read_owner(raw: bytes) -> Owner | None:
     try:
-        value = json.loads(raw)
+        value = bounded.parse_json(raw)
         return Owner(int(value["pid"]), str(value["host"]), str(value["boot"]), value["started"])
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, OverflowError):
         return None
 
 

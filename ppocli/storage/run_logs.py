@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from ppocli.config import bounded
 from ppocli.storage import atomic, run_folder
 
 _CHUNK = 1 << 16
@@ -36,7 +37,7 @@ class JsonlWriter:
         self.path = path
         atomic.make_dirs(path.parent)
         with atomic.disk_errors(path):
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             self._size = _end_of_last_line(self._descriptor)
             os.ftruncate(self._descriptor, self._size)
             atomic.fsync_dir(path.parent)
@@ -91,11 +92,15 @@ def _end_of_last_line(descriptor: int) -> int:
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file; missing file, torn and damaged lines give nothing."""
+    """The objects of a JSON-lines file; missing file, torn and damaged lines give nothing.
+
+    Raises:
+        CheckpointError: it is no plain file, or too large.
+    """
     try:
-        with path.open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                if (row := read_row(line)) is not None:
+        with bounded.open_plain(path, bounded.MOST_ROWS) as file:
+            while line := file.readline(bounded.MOST_LINE):
+                if (row := read_row(line.decode("utf-8", errors="replace"))) is not None:
                     yield row
     except OSError:
         return
@@ -104,8 +109,8 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 def read_row(line: bytes | str) -> dict[str, Any] | None:
     """The object in a line of JSON; None for a line that is damaged or holds something else."""
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = bounded.parse_json(line)
+    except ValueError:
         return None
     return row if isinstance(row, dict) else None
 

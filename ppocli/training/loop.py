@@ -26,7 +26,7 @@ from ppocli.tracking.trackers import Tracker, open_trackers
 from ppocli.training import background_saving, checkpoint_writing
 from ppocli.training.clock import PhaseClock
 from ppocli.training.optimize import optimize
-from ppocli.training.state import Best, Generators, TrainState
+from ppocli.training.state import Best, Generators, Pace, TrainState
 from ppocli.training.task import Evaluation, Plan, Task
 
 log = logging.getLogger("ppocli")
@@ -101,7 +101,7 @@ def initial_state(task: Task) -> TrainState:
     """The state before the first step; the evaluation at the start, if any, is pending."""
     own, tensors = task.initial()
     state = TrainState(digests=task.digests(), judged_by=task.judged_by(), task=own,
-                       tensors=tensors)
+                       tensors=tensors, pace=Pace(task.cfg.ppo.num_rollouts))
     if task.cfg.eval.at_start:
         state = replace(state, pending=state.counters())
     return state
@@ -232,6 +232,7 @@ def _evaluate(run: Run, row: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     task, step = run.task, run.state.step
     launchers.note_phase(f"evaluation after step {step}")
     run.display.board.enter("evaluation")
+    task.step = step
     found = task.evaluate(run.stop)
     run.clock.mark("eval")
     spent = run.clock.take()

@@ -91,8 +91,10 @@ class _Progress:
         self.updates += verdict is Verdict.STEP
         self.skipped += verdict in (Verdict.SKIP, Verdict.NONFINITE)
         if verdict is Verdict.NONFINITE:
-            log.warning("A loss or gradient is not finite; the update is skipped (%d in a row, "
-                        "the run stops at ppo.max_nonfinite=%d).", self.nonfinite, most)
+            names = ", ".join(name for name, value in terms.items() if not math.isfinite(value))
+            log.warning("A loss or gradient is not finite (%s); the update is skipped (%d in a "
+                        "row, the run stops at ppo.max_nonfinite=%d).", names or "grad_norm",
+                        self.nonfinite, most)
         elif verdict is Verdict.SKIP:
             log.warning("%s; the update is skipped.", task.why_skipped(terms))
         if self.nonfinite >= most:

@@ -2,6 +2,7 @@
 learning rates."""
 
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +11,9 @@ import torch
 
 from ppocli.config import algorithm
 from ppocli.config.schema_ppo import OptimizerConfig, PPOConfig, SchedulerConfig
+from ppocli.errors import ConfigError
 from ppocli.models.policy import Policy
+from ppocli.training.master_weights import MasterWeights
 
 ROLES = ("policy", "value")
 """of the groups of parameters that PPO trains, each with a schedule of its own"""
@@ -40,9 +43,52 @@ def build_optimizer(policy: Policy, ppo: PPOConfig) -> torch.optim.Optimizer:
     groups = [_group(parameters, cfg, role) for parameters, cfg, role in zip(
         (own, critic), wanted, ROLES, strict=True) if parameters]
     if wanted[0].name == wanted[1].name or len(groups) == 1:
-        return _optimizer(wanted[0], groups)
-    return JointOptimizer([_optimizer(cfg, [group])
-                           for cfg, group in zip(wanted, groups, strict=True)])
+        found = _optimizer(wanted[0], groups)
+    else:
+        found = JointOptimizer([_optimizer(cfg, [group])
+                                for cfg, group in zip(wanted, groups, strict=True)])
+    halves = any(p.dtype == torch.bfloat16 for p in (*own, *critic))
+    return MasterWeights(found) if halves else found
+
+
+def taken_optimizer(policy: Policy, ppo: PPOConfig, given: torch.optim.Optimizer
+                    ) -> torch.optim.Optimizer:
+    """An optimizer that a caller has made, and beside it ours for the value function. What of the
+    policy it leaves out is frozen.
+
+    Raises:
+        ConfigError: it holds none of the policy's parameters.
+    """
+    held = {id(p) for group in given.param_groups for p in group["params"]}
+    trainable = named_trainable(policy)
+    critic = [p for name, p in trainable.items() if name.startswith("value_")]
+    left_out = [p for name, p in trainable.items()
+                if not name.startswith("value_") and id(p) not in held]
+    if len(left_out) + len(critic) == len(trainable):
+        raise ConfigError("The optimizer holds no parameter of the model that trains.",
+                          where="optimizer", fix="make it of model.parameters(), and give model=")
+    for parameter in left_out:
+        parameter.requires_grad_(False)
+    for group in given.param_groups:
+        group |= {"base_lr": group["lr"], "role": "policy"}
+    cfg = algorithm.value_optimizer(ppo)
+    return JointOptimizer([given, _optimizer(cfg, [_group(critic, cfg, "value")])]) if critic \
+        else given
+
+
+def follow_scheduler(optimizer: torch.optim.Optimizer, given: torch.optim.lr_scheduler.LRScheduler,
+                     steps: int) -> None:
+    """Let a caller's scheduler make so many steps, and go on with its rates; the value function's
+    rate changes by the same factor."""
+    with warnings.catch_warnings():  # after a resume it has seen none of the optimizer's steps
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+        for _ in range(steps):
+            given.step()
+    first = given.optimizer.param_groups[0]
+    for group in optimizer.param_groups:
+        start = group.setdefault("initial_lr", group["base_lr"])
+        group["base_lr"] = group["lr"] if group["role"] == "policy" else \
+            start * first["lr"] / (first["initial_lr"] or 1.0)
 
 
 def _group(parameters: list[torch.nn.Parameter], cfg: OptimizerConfig, role: str

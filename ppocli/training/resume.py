@@ -18,7 +18,7 @@ from ppocli.parallel.backend import made_on
 from ppocli.parallel.deepspeed_internals import whole_shape
 from ppocli.storage import atomic, checkpoints, holds, retention, run_folder, run_logs
 from ppocli.training import checkpoint_writing, loop, optimizers, saved_model
-from ppocli.training.state import Generators, TrainState, seed_generators
+from ppocli.training.state import Generators, Pace, TrainState, seed_generators
 from ppocli.training.task import Task
 from ppocli.zero import sharded_weights
 
@@ -39,6 +39,7 @@ def restore(task: Task, folder: run_folder.RunFolder, run_id: str, fresh: TrainS
     if place is None:
         return fresh
     path, state = place
+    task.pace = state.pace
     tensors = read_checkpoint(task, path)
     ranks.first_does(lambda: _tidy(task, folder, path, state))
     return replace(state, tensors=tensors)
@@ -107,9 +108,12 @@ def _adopt(task: Task, state: TrainState, fresh: TrainState, folder: run_folder.
                if state.digests.get(name) != fresh.digests.get(name)]
     if changed:
         raise CheckpointError(f"Not what the run was started with: {', '.join(changed)}. The "
-                              "files have changed.", where=str(folder.path),
-                              fix="put the files back, or start another run (another run_name)")
-    state = task.adopt(state, fresh)
+                              "files (or the arguments) have changed.", where=str(folder.path),
+                              fix="put them back, or start another run (another run_name)")
+    state, now = task.adopt(state, fresh), task.cfg.ppo.num_rollouts
+    if state.pace is None or state.pace.num_rollouts != now:
+        state = replace(state, pace=Pace(now) if state.pace is None else
+                        Pace(now, state.step, state.episodes))
     if state.judged_by != fresh.judged_by:
         if state.best is not None:
             log.info("reward, generation or checkpoint.metric have changed: the best evaluation "

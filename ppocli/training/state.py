@@ -92,6 +92,16 @@ class Best:
 
 
 @dataclass(frozen=True, slots=True)
+class Pace:
+    """The samples of a full step, and what was done when they became so many: another
+    ``ppo.num_rollouts`` on resume counts from there on."""
+
+    num_rollouts: int
+    step: int = 0
+    episodes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class TrainState:
     """Everything between two steps beside weights and optimizer; saved in every checkpoint."""
 
@@ -110,6 +120,8 @@ class TrainState:
     eval_last: dict[str, float] | None = None
     eval_step: int | None = None
     """step of ``eval_last``"""
+    pace: Pace | None = None
+    """None in checkpoints of versions that kept none"""
     pending: dict[str, Any] | None = None
     """figures of the newest step while its evaluation and its metrics row are still to come"""
     nonfinite: int = 0
@@ -146,6 +158,7 @@ class TrainState:
         own["task"] = {**{name: value for name, value in data.items() if name not in known},
                        **data.get("task", {})}
         own["best"] = None if data["best"] is None else Best(**data["best"])
+        own["pace"] = None if data.get("pace") is None else Pace(**data["pace"])
         return TrainState(**own)
 
     def book(self, spent: Spent, tokens: Mapping[str, int] | None = None) -> TrainState:

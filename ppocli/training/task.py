@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from ppocli.config.schema import TrainConfig, planned_episodes
+from ppocli.config.schema import TrainConfig
 from ppocli.parallel.backend import Backend
 from ppocli.parallel.stop import StopFlag
 from ppocli.training import optimizers, saved_model
 from ppocli.training.clock import PhaseClock
-from ppocli.training.state import TrainState
+from ppocli.training.state import Pace, TrainState
 from ppocli.training.updates import Trained
 from ppocli.zero.oom_retry import PassRows
 
@@ -40,6 +40,19 @@ class PythonObjects:
     metric_fn: Callable[..., Any] | None = None
     prompts: list[Any] | None = None
     eval_prompts: list[Any] | None = None
+    model: Any = None
+    """a transformers model, which is trained in place"""
+    ref_model: Any = None
+    tokenizer: Any = None
+    optimizer: torch.optim.Optimizer | None = None
+    """over the parameters of ``model``"""
+    lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+
+    def noted(self) -> dict[str, str]:
+        """What a resume has to be given again and no key tells of: its argument and its kind."""
+        return {f"the argument {name}": type(found).__name__
+                for name in ("optimizer", "lr_scheduler")
+                if (found := getattr(self, name)) is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +187,10 @@ class Task(ABC):
     """how what is trained becomes a Hugging Face folder; its ``lm`` is ``trained.module.lm``"""
     passes: PassRows
     """how many rows passes have had to be cut down to"""
+    step: int = 0
+    """steps done when an evaluation is asked for; the loop sets it"""
+    pace: Pace | None = None
+    """of a run that was resumed"""
 
     @abstractmethod
     def collect(self, state: TrainState, stop: StopFlag, clock: PhaseClock) -> Any:
@@ -300,11 +317,18 @@ class Task(ABC):
 
     def total_samples(self) -> int:
         """Samples of the whole run."""
-        return planned_episodes(self.cfg.ppo)
+        ppo, pace = self.cfg.ppo, self._pace()
+        return ppo.total_episodes or (
+            pace.episodes + max((ppo.num_steps or 0) - pace.step, 0) * pace.num_rollouts)
 
     def total_steps(self) -> int:
         """Steps of the whole run; the last may be smaller."""
-        return -(-self.total_samples() // self.samples_per_step)
+        pace = self._pace()
+        left = max(self.total_samples() - pace.episodes, 0)
+        return pace.step + -(-left // self.samples_per_step)
+
+    def _pace(self) -> Pace:
+        return self.pace or Pace(self.cfg.ppo.num_rollouts)
 
     def total_updates(self, state: TrainState) -> int:
         """Optimizer updates at the end of the run: those made and, if none is skipped, those of the

@@ -61,7 +61,7 @@ class Trained:
     def norm(self) -> torch.Tensor:
         """The gradient norm over all ranks before clipping; clips."""
         parameters = [p for p in self.module.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+        norm = _total_norm([p.grad for p in parameters])
         if self.max_norm is None or (norm.device.type == "cpu" and norm <= self.max_norm):
             return norm  # on a GPU the question would wait for it
         torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm)
@@ -95,6 +95,14 @@ class Trained:
                  for p in self.module.parameters() if p.requires_grad]
         finite = bool(torch.stack(flags).all()) if flags else True
         return not self.backend.ranks.any(not finite)
+
+
+def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """The norm of all of them together, in fp32 also where they are bf16."""
+    if all(one.dtype == torch.float32 for one in gradients):
+        return torch.nn.utils.get_total_norm(gradients)
+    return torch.linalg.vector_norm(torch.stack([
+        torch.linalg.vector_norm(one, dtype=torch.float32) for one in gradients]))
 
 
 class ZeroTrained(Trained):

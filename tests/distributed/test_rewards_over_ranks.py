@@ -1,12 +1,16 @@
 """Rewards that want the samples of all ranks in one call, on rank 0."""
 
 import json
+from pathlib import Path
 
 import pytest
 from helpers import jsonl
 from ranks import largest_difference, odd_config, run_job
 from runs import run, words
 
+from ppocli.config.resolved import read_config
+
+ELSEWHERE = Path(__file__).parents[1] / "fixtures/elsewhere_rewards.py"
 STATEFUL = '''\
 import json
 import os
@@ -86,6 +90,34 @@ def test_the_key_says_it_for_any_function(world):
     assert found["first"] == found["one"]
     assert found["one"][1] == 2.0  # 0 to 4
     assert found["all"] != found["one"]
+
+
+@pytest.mark.slow
+def test_functions_of_other_libraries_are_called_alike_on_several_ranks(world):
+    """The messages of a chat, the state and the logs of TRL, the EOS text and the lists of trlX."""
+    rows = jsonl(world / "prompts.jsonl")
+    (world / "prompts.jsonl").write_text("".join(
+        json.dumps({**row, "ground_truth": "x", "data_source": "d"}) + "\n" for row in rows))
+    (world / "elsewhere.py").write_text(ELSEWHERE.read_text())
+    fns = {"dense": "dense_reward_fn", "log": "logging_reward", "one": "my_reward_fn"}
+    given = ["tracking.log_rollouts=true", *KEYS, "ppo.chunk_size=8", "ppo.num_steps=2",
+             *(f"reward.fns.{name}.fn=elsewhere.py:{fn}" for name, fn in fns.items())]
+    found = {}
+    for name, more in (("one", []), ("first", ["hardware=ddp", "reward.ranks=first"]),
+                       ("all", ["hardware=ddp", "reward.ranks=all"])):
+        told = [word for word in words(f"run_name={name}", *given, *more)
+                if not word.startswith(("reward.fn=", "reward.metric_fn="))]
+        run("train", *told, cwd=world, code=0)
+        config = read_config(world / f"runs/{name}/config.yaml")
+        samples = jsonl(world / f"runs/{name}/samples.jsonl")
+        metrics = jsonl(world / f"runs/{name}/metrics.jsonl")
+        first = [row for row in samples if row["kind"] == "rollout" and row["step"] == 1]
+        found[name] = ([entry.get("style") for entry in config.reward.fns.values()],
+                       [(row["rewards"], row["extra"]) for row in first],
+                       [row["extra"]["at"] for row in samples],
+                       [row.get("logged/accuracy") for row in metrics])
+    assert found["one"][0] == ["trlx", "trl", "verl"]
+    assert found["first"] == found["all"] == found["one"]
 
 
 @pytest.mark.slow

@@ -101,7 +101,8 @@ def test_a_config_changed_by_hand_is_refused_by_name_or_accepted(command, refere
     assert "  ppo.cliprange: 0.2 -> 0.3\n" in ended.err
     assert "--accept-changes" in ended.err
     assert tree(folder) == there
-    ended = command(f"resume={folder}", "--accept-changes", "ppo.num_steps=2", code=0)
+    ended = command(f"resume={folder}", "--accept-changes", "--trust", "ppo.num_steps=2",
+                    code=0)  # what was changed by hand is not signed
     assert "changed on resume: ppo.cliprange: 0.2 -> 0.3" in ended.err
     assert {change.key for change in read_changes(folder)} == {
         "ppo.num_steps", "ppo.init_kl_coef", "ppo.cliprange"}
@@ -119,7 +120,7 @@ def test_what_vanishes_from_a_run_is_put_back_or_said(command, reference, tmp_pa
     samples = (folder / "samples.jsonl").read_text().splitlines(keepends=True)
     (folder / "samples.jsonl").write_text("".join([
         *samples[1:], samples[5], '{"step": 1, "kind": [1e999]}\n']))
-    ended = command(f"resume={folder}", code=0)
+    ended = command(f"resume={folder}", "--trust", code=0)
     assert "run.json was gone; the run's identity is that of its checkpoints" in ended.err
     assert "metrics.jsonl has no row of step 3: " in ended.err
     assert "metrics.jsonl has more than one row of step 1: " in ended.err

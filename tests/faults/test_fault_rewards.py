@@ -10,6 +10,7 @@ from runs import PLANTED, assert_equal_runs, resumed, spawn, wait_for, words
 
 from ppocli.cli.output import code_of
 from ppocli.cli.runs import report, watch
+from ppocli.rewards import guard
 
 MODULE = '''\
 import time
@@ -28,6 +29,7 @@ def score(outputs, **columns):
 
 BAD = {
     "raises": ("raise KeyError('nothing there')", "raised KeyError: 'nothing there'"),
+    "leaves": ("raise SystemExit(0)", "raised SystemExit: 0"),
     "too few": ("return good[:-1]", "values for 5 samples"),
     "slow": ("time.sleep(30)", "still running after 0."),
 }
@@ -39,8 +41,8 @@ def write_reward(folder: Path, body: str, late: int = 1) -> str:
 
 
 @pytest.mark.parametrize(("kind", "overlap"), [
-    ("raises", "never"), ("slow", "never"), ("raises", "always"), ("too few", "always"),
-    ("slow", "always")])
+    ("raises", "never"), ("leaves", "never"), ("slow", "never"), ("raises", "always"),
+    ("too few", "always"), ("slow", "always")])
 def test_a_bad_reward_stops_the_run_and_the_steps_before_it_are_kept(kind, overlap, command, world):
     """The calls of the first step are good."""
     body, said = BAD[kind]
@@ -55,6 +57,19 @@ def test_a_bad_reward_stops_the_run_and_the_steps_before_it_are_kept(kind, overl
     summary = json.loads((world / "runs/r/summary.json").read_text())
     assert summary["status"] == "failed"
     assert said in summary["error"]
+
+
+def test_a_thread_that_a_reward_leaves_running_is_an_error_at_the_end(command, world, monkeypatch):
+    monkeypatch.setattr(guard, "LAST_WAIT", 0.1)
+    waits = (f"lambda: [time.sleep(0.05) for _ in iter(lambda: os.path.exists("
+             f"{str(world / 'end')!r}), True)]")
+    fn = write_reward(world, f"import os, threading\n    threading.Thread(target={waits}, "
+                      "name='left').start()\n    return good")
+    ended = command(*words(fn, "run_name=r", "ppo.num_steps=1", "eval.at_start=false"), code=7)
+    (world / "end").touch()
+    assert "bad.py:score" in ended.err
+    assert "'left'" in ended.err
+    assert (world / "runs/r/model/model.safetensors").is_file()
 
 
 def test_scoring_beside_generation_changes_no_number(command, world, reference):

@@ -12,11 +12,21 @@ from pathlib import Path
 
 import pytest
 from helpers import checked, jsonl, save_lm, write_prompts
-from runs import STEPS, assert_equal_runs, assert_tidy, copied, resumed, run, spawn, words
+from runs import (
+    STEPS,
+    assert_equal_runs,
+    assert_tidy,
+    copied,
+    resumed,
+    run,
+    spawn,
+    whole_copy,
+    words,
+)
 
 from ppocli.config.resolved import read_config
 from ppocli.launching.opened_folder import open_folder
-from ppocli.runs.record import Change, read_changes
+from ppocli.runs.record import Change, read_changes, read_run
 
 
 @pytest.mark.parametrize("step", [
@@ -194,6 +204,28 @@ def test_an_accepted_change_becomes_the_runs_own(command, stopped):
     summary = json.loads((stopped / "summary.json").read_text())
     assert json.loads((stopped / "run.json").read_text())["run_id"] == summary["run_id"]
     assert not (stopped / "config.next.yaml").exists()
+
+
+@pytest.mark.parametrize(("change", "sizes"), [
+    (["ppo.num_rollouts=6"], [12, 12, 6, 6]), (["ppo.num_rollouts=18"], [12, 12, 18, 18]),
+    (["ppo.num_rollouts=18", "ppo.num_steps=3"], [12, 12, 18]),
+    # all samples that were planned, in steps of the new size
+    (["ppo.num_rollouts=18", "ppo.num_steps=null", "ppo.total_episodes=48"], [12, 12, 18, 6])])
+def test_steps_of_another_size_end_where_they_were_planned_to(change, sizes, command, stopped):
+    ended = command(f"resume={stopped}", *change, "eval.every_steps=null", code=0)
+    episodes = [row["episode"] for row in jsonl(stopped / "metrics.jsonl")]
+    assert episodes == [sum(sizes[:n]) for n in range(len(episodes))]
+    assert len(episodes) == len(sizes) + 1
+    assert f"step {len(sizes)}/{len(sizes)} " in ended.out
+    record = read_run(stopped)
+    assert (record.step, record.total_steps) == (len(sizes), len(sizes))
+
+
+def test_a_finished_run_takes_smaller_steps_that_are_still_planned(command, reference, world):
+    """Its 4 of 12 samples are more than 6 of 7."""
+    finished = whole_copy(reference, world / "runs/r")
+    command(f"resume={finished}", "ppo.num_rollouts=7", "ppo.num_steps=6", code=0)
+    assert [row["episode"] for row in jsonl(finished / "metrics.jsonl")][-3:] == [48, 55, 62]
 
 
 def test_prompts_and_a_reference_that_have_changed_are_noticed(command, world):

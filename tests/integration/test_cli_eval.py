@@ -9,7 +9,7 @@ import shutil
 import pytest
 from helpers import jsonl, save_lm, write_prompts
 from judged import NAME, RUN, result
-from runs import PLANTED, run
+from runs import PLANTED, run, signed_again
 
 import ppocli
 from ppocli.cli import eval as command
@@ -71,6 +71,7 @@ def test_settings_of_generation_count_where_the_run_has_others_for_evaluation(pl
     config = place / RUN / "config.yaml"
     head, tail = config.read_text().split("  eval:\n    max_new_tokens: null")
     config.write_text(head + "  eval:\n    max_new_tokens: 7" + tail)
+    signed_again(place / RUN)
     told = json.loads(evaluate(RUN, "prompts.limit=3", "generation.max_new_tokens=2", "--json").out)
     assert (told["prompts"]["count"], told["generation"]["max_new_tokens"]) == (3, 2)
     assert told["figures"]["response_tokens_mean"] <= 2
@@ -118,6 +119,7 @@ def test_without_a_reference_the_way_to_a_kl_is_said(place, evaluate):
     config = place / RUN / "config.yaml"
     config.write_text(config.read_text().replace("kind: auto", "kind: none").replace(
         "init_kl_coef: 0.05", "init_kl_coef: 0"))
+    signed_again(place / RUN)
     done = evaluate(RUN, "--limit", "2", "--name", "none", code=0)
     assert ("the run has no reference, so there is no KL; to measure it: "
                                "model.reference.kind=copy") in done.err

@@ -9,8 +9,9 @@ import pytest
 from helpers import ppocli, save_talker, write_prompts
 from runs import PLANTED, Ended, app_in_process, assert_no_process_left, spawn, whole_copy
 
-from ppocli.cli.generate import side_by_side
-from ppocli.cli.output import model_text
+from ppocli.cli.generate import ResponsePrinter, side_by_side
+from ppocli.sampling.prompting import Answer
+from ppocli.text import CONTROL
 
 TEXTS = ["the film", "i saw", "this plot was"]
 SHORT = ("--max-new-tokens", "6", "--min-new-tokens", "2")
@@ -214,11 +215,16 @@ def test_wrong_prompts_and_settings_are_told(here, generate):
     assert generate("./nothing", "-p", "x").code == 3
 
 
-def test_control_characters_reach_no_terminal(monkeypatch):
-    evil = "a\x1b[2Jb\r\n\tc"
-    assert model_text(evil) == evil
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    assert model_text(evil) == "a?[2Jb?\n\tc"
+@pytest.mark.parametrize("terminal", [False, True])
+def test_control_characters_reach_neither_terminal_nor_pipe(terminal, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
+    answer = Answer(prompt=0, sample=0, text="a\x1b[2Jb\x9b1m\r\n\tc", ids=[1], finished=True)
+    for names in (["one"], ["one", "two"]):
+        printer = ResponsePrinter(["p", "q"], names, 1, as_json=False, scored=False)
+        printer.write([[answer]] * len(names), [[None]] * len(names))
+        said = capsys.readouterr().out
+        assert r"a\x1b[2Jb\x9b1m" in said
+        assert not CONTROL.search(said)
 
 
 ENDLESS = ("generate", "./talker", "-p", "the film", "-n", "100000", "--batch-size", "1", "--json",

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -68,6 +70,14 @@ def test_ctrl_c_while_scoring_answers_what_is_under_way(world):
         "    return [2.0 for text in outputs]\n")
     body = json.dumps({"prompts": ["p"], "responses": ["r"], "response_ids": [[1]]})
     with server("reward.fn=slow.py:score", "--port", "0", cwd=world) as (process, address):
+        # whoever hangs up before the answer, as the reader of standard output has, ends nothing
+        process.stdout.close()
+        with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as gone:
+            gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            head = f"POST /score HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n"
+            gone.sendall((head + body).encode())
+            wait_for((world / "begun").exists, process)
+        (world / "begun").unlink()
         asking = subprocess.Popen(
             [sys.executable, "-c", "import sys, urllib.request as u; print(u.urlopen("
              "sys.argv[1], sys.argv[2].encode(), timeout=20).read().decode())",
@@ -76,7 +86,8 @@ def test_ctrl_c_while_scoring_answers_what_is_under_way(world):
         wait_for((world / "begun").exists, process)
         process.send_signal(signal.SIGINT)
         answer, _ = asking.communicate(timeout=30)
-        _, err = process.communicate(timeout=30)
+        err = process.stderr.read()
+        process.wait(timeout=30)
     assert json.loads(answer) == {"scores": [2.0]}
     assert process.returncode == 0
     assert "Traceback" not in err

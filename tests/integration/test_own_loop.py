@@ -1,10 +1,13 @@
 """A loop of one's own is the same training: same numbers, same checks, same files."""
 
 import json
+import logging
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -238,6 +241,25 @@ def test_a_resumed_loop_goes_on_as_if_never_stopped(loop_words, tmp_path):
     assert_same_model(tmp_path / "second", tmp_path / "whole")
 
 
+def test_each_of_two_trainers_writes_into_its_own_log(loop_words):
+    """Both are open; the first ends before the second, and whoever is asked speaks."""
+    logger = logging.getLogger("ppocli")
+    before = logger.level, logger.propagate, list(logger.handlers)
+    with ExitStack() as stack:
+        trainers = [PPOTrainer([*loop_words, f"run_name=log-{name}"]) for name in "ab"]
+        stack.enter_context(trainers[1])
+        for number, trainer in enumerate((*trainers, *trainers)):
+            trainer.generate(QUERIES)
+            logger.warning("message %d", number)
+        trainers[0].close()
+        logger.info("message 4")
+        logs = [(trainer.run_dir / "ppocli.log").read_text() for trainer in trainers]
+    assert [re.findall(r"message (\d)", text) for text in logs] == [["0", "2"], ["1", "3", "4"]]
+    assert "log-b" not in logs[0]
+    assert "log-a" not in logs[1]
+    assert (logger.level, logger.propagate, list(logger.handlers)) == before
+
+
 def test_a_failure_is_noted_and_a_closed_trainer_says_so(loop_words):
     with pytest.raises(ZeroDivisionError), PPOTrainer(loop_words) as trainer:
         raise ZeroDivisionError("mine")
@@ -255,11 +277,13 @@ def test_groups_stand_together(loop_words):
         assert trainer.step(["it", "it"], ["was", "good"], [1.0, 0.0])["updates"] > 0
 
 
-def test_several_processes_are_refused(loop_words, monkeypatch):
-    with pytest.raises(ConfigError, match="one process"):
+def test_processes_that_nobody_has_started_are_refused(loop_words, monkeypatch):
+    with pytest.raises(ConfigError, match="starts no other processes"):
         PPOTrainer([*loop_words, "hardware.num_processes=2"])
+    with pytest.raises(ConfigError, match="whole weights"):
+        PPOTrainer([*loop_words, "hardware.zero_stage=2"])
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="one process"):
+    with pytest.raises(ConfigError, match="starts no other processes"):
         PPOTrainer(loop_words)
 
 

@@ -86,3 +86,42 @@ def test_a_run_by_objects_asks_for_them_again(trained):
     went_on = ppocli.train(more, **given, prompts=PROMPTS)
     assert went_on.summary["steps"] == 3
     assert [row["step"] for row in jsonl(trained.run_dir / "metrics.jsonl")] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("given", [
+    {"config": {"recipe": "quickstart", "model": {"path": "elsewhere"}, "seed": 3,
+                "ppo": {"optimizer": {"lr": 1e-4, "betas": [0.9, 0.95]}, "total_episodes": None,
+                        "num_steps": 2},
+                "reward": {"kwargs": {"label": "a b: {c}"}},
+                "generation": {"stop_sequences": ["\n", "."]}}},
+    {"config": {"seed": 3, "generation": {"stop_sequences": ["\n", "."]}},
+     "overrides": ["+recipe=quickstart", "ppo.optimizer.lr=1e-4", "ppo.optimizer.betas=[0.9,0.95]",
+                   "ppo.total_episodes=null", "ppo.num_steps=2",
+                   "reward.kwargs.label='a b: {c}'"]}])
+def test_a_mapping_is_the_words_it_stands_for(given, monkeypatch):
+    """trlX's way to hand settings over: nested, with the model's path beside them."""
+    from ppocli.launching import launch
+
+    class Seen(Exception):
+        """The configuration that would have been run."""
+
+    def seen(checked, caller):
+        raise Seen(checked.config)
+
+    monkeypatch.setattr(launch, "launch", seen)
+    with pytest.raises(Seen) as caught:
+        ppocli.train(model_path="some/lm", **given)
+    config = caught.value.args[0]
+    assert (config.model.path, config.seed, config.ppo.num_steps) == ("some/lm", 3, 2)
+    assert (config.ppo.optimizer.lr, config.ppo.optimizer.betas) == (1e-4, [0.9, 0.95])
+    assert config.reward.kwargs["label"] == "a b: {c}"
+    assert config.generation.stop_sequences == ["\n", "."]
+    assert config.ppo.total_episodes is None
+
+
+@pytest.mark.parametrize(("config", "said"), [
+    ({"ppo": {"num_step": 3}}, "did you mean ppo.num_steps"),
+    ({"method": {"num_rollouts": 8}}, "did you mean ppo.num_rollouts")])
+def test_an_unknown_key_of_a_mapping_is_told_with_the_nearest(config, said):
+    with pytest.raises(ConfigError, match=said):
+        ppocli.train({"recipe": "quickstart"}, config=config)

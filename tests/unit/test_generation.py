@@ -1,6 +1,7 @@
 """Sampling and decoding: distributions, stop rules, and that finished rows stop costing."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,8 +10,11 @@ from sessions import generate, rollout_of, session_of, small_config
 
 from ppocli.ppo.noise import uniform
 from ppocli.sampling import token_choice as sampling
+from ppocli.sampling.decoder import Decoder
+from ppocli.sampling.decoding import decode
 from ppocli.sampling.samples import decode_responses
 from ppocli.sampling.token_choice import SamplingSpec, choose, inverse_transform
+from ppocli.sampling.transformers_generate import decode_by_transformers
 
 NO_STOPS = torch.tensor([], dtype=torch.long)
 FIRST = torch.zeros(1, dtype=torch.long)
@@ -137,6 +141,36 @@ def test_a_stop_sequence_ends_the_response_and_is_trimmed_from_its_text(tmp_path
         else:
             assert stopped.responses[i] == plain.responses[i]
     assert ended >= 3
+
+
+@pytest.mark.parametrize("by", ["decode", "transformers"])
+@pytest.mark.parametrize(("least", "space"), [(0, " "), (4, " "), (4, "")])
+def test_a_stop_counts_from_its_first_token_on_and_not_before_the_minimum(lm, by, least, space):
+    """The tokenizer puts a space in front of each word but a text's first: behind a prompt a
+    response's first word has it too. What is complete too soon neither ends nor is trimmed at."""
+    tokenizer, noise = make_tokenizer(), uniform(0, 1, range(64), 12)
+    tokens, mask = prompts_of(64)
+    free = SamplingSpec(12, (1,))
+    plain = generate(lm, tokens, mask, free, noise, tokenizer=tokenizer).ids
+    stop = max(range(4, 20), key=[ids[0] for ids in plain].count)
+    word = space + tokenizer.decode([stop])
+    spec = SamplingSpec(12, (1,), min_new_tokens=least, stop_sequences=(word,))
+    # a minimum of tokens also keeps the end-of-sequence token back
+    plain = generate(lm, tokens, mask, replace(free, min_new_tokens=least), noise).ids
+    decoder = Decoder(lm, spec, tokenizer)
+    out = next(decode(decoder, tokens, mask, noise)) if by == "decode" else next(
+        decode_by_transformers(decoder, tokens, mask, noise, limits=None, at_once=64, chunk=64,
+                               cached=True))
+    ends = [next((at + 1 for at, token in enumerate(ids) if token == stop and at + 1 >= least), 99)
+            for ids in plain]
+    assert out.ids == [ids[:end] for ids, end in zip(plain, ends, strict=True)]
+    assert out.finished.tolist() == [end < 99 or ids[-1] == 1
+                                     for ids, end in zip(plain, ends, strict=True)]
+    texts = decode_responses(tokenizer, tokens.tolist(), out.ids, (word,), least)
+    kept = [ids[:end - 1] for ids, end in zip(plain, ends, strict=True)]
+    assert [text.split() for text in texts] == [
+        tokenizer.decode(ids, skip_special_tokens=True).split() for ids in kept]
+    assert ends.count(1) > 5 or any(stop in ids[:least - 1] for ids in kept)
 
 
 def set_generation_config(folder, **values):

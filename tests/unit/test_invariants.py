@@ -170,7 +170,7 @@ def test_target_kl_ends_the_epochs_before_the_update(tmp_path):
     assert 1 <= result.updates < 8
 
 
-def test_a_nonfinite_gradient_touches_nothing_and_ends_the_run_when_it_lasts(tmp_path):
+def test_a_nonfinite_gradient_touches_nothing_and_ends_the_run_when_it_lasts(tmp_path, caplog):
     cfg = small_config(tmp_path, ppo__max_nonfinite=3)
     with session_of(cfg) as session:
         experience = experience_of(session)
@@ -182,6 +182,7 @@ def test_a_nonfinite_gradient_touches_nothing_and_ends_the_run_when_it_lasts(tmp
                 | {"advantages": torch.full_like(experience.advantages, float("inf"))}))
         for name, tensor in session.policy.state_dict().items():
             assert torch.equal(tensor, before[name]), name
+        assert "is not finite (total, policy, grad_norm); the update is skipped" in caplog.text
         # one bad row spoils only the minibatches it is in: never three in a row here
         result = optimize(session, experience)
     assert result.skipped == 4

@@ -54,6 +54,29 @@ def test_gradients_are_those_of_autograd(monkeypatch, logit_map, kept):
                                atol=1e-5)
 
 
+@pytest.mark.parametrize("kept", [True, False], ids=["logits kept", "computed again"])
+@pytest.mark.parametrize("shift", [0.0, -300.0])
+def test_entropy_is_as_exact_where_all_logits_are_large(monkeypatch, shift, kept):
+    """A constant on all logits changes no probability, however many there are; GPT-2's lie far
+    below zero."""
+    monkeypatch.setattr("ppocli.models.head.KEPT_BYTES", 2**24 if kept else 0)
+    monkeypatch.setattr("ppocli.models.head.CHUNK_BYTES", 4 * 50257 * 2)
+    torch.manual_seed(0)
+    weight, hidden = torch.randn(50257, 8), torch.randn(5, 8, requires_grad=True)
+    head = HeadWeights(weight, torch.full((50257,), shift))
+    found = token_logprobs(hidden, head, torch.arange(5), temperature=1.0, want_entropy=True)[1]
+    exact = hidden.detach().double().requires_grad_()
+    # the shift has rounded the logits, which is not what is looked at
+    logits = exact @ weight.double().t()
+    rounded = torch.nn.functional.linear(hidden, weight, head.bias).double()
+    log_p = torch.log_softmax(logits + (rounded - logits).detach(), -1)
+    wanted = -(log_p.exp() * log_p).sum(-1)
+    grads = [torch.autograd.grad(entropy.sum(), at)[0].double()
+             for entropy, at in ((found, hidden), (wanted, exact))]
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=3e-4)
+    torch.testing.assert_close(*grads, rtol=0, atol=1e-3)
+
+
 def test_a_model_that_does_something_else_with_its_logits_is_refused(tmp_path, monkeypatch):
     save_lm(tmp_path / "lm", "granite", logits_scaling=8.0)
     cfg = small_config(tmp_path).model

@@ -19,10 +19,11 @@ from sessions import (
 )
 
 from ppocli.config import algorithm
-from ppocli.config.schema_ppo import OptimizerConfig, PPOConfig
+from ppocli.config.schema_ppo import OptimizerConfig, PPOConfig, ValueOptimizerConfig
 from ppocli.errors import CheckpointError, InputError
 from ppocli.launching.opened_folder import missing_inputs
 from ppocli.tasks.ppo.experience import to_experience
+from ppocli.training.master_weights import joined, split
 from ppocli.training.optimizers import build_optimizer
 from ppocli.zero.sharded_weights import slot_fits
 
@@ -107,12 +108,15 @@ def two_steps(cfg, save: Path | None = None, load: Path | None = None):
         return weights_of(session), slots
 
 
-@pytest.mark.parametrize("name", EVERY)
-def test_an_optimizer_resumes_bit_for_bit(tmp_path, name):
+@pytest.mark.parametrize(("name", "weights"), [
+    *((pytest.param(*name.values, "fp32", marks=name.marks) if not isinstance(name, str)
+       else (name, "fp32")) for name in EVERY), ("adamw", "bf16"), ("adafactor", "bf16")])
+def test_an_optimizer_resumes_bit_for_bit(tmp_path, name, weights):
     # bitsandbytes keeps weights of less than 4096 numbers in 32 bits
     save_lm(tmp_path / "lm", n_embd=64)
     cfg = small_config(tmp_path, ppo__optimizer__name=name, ppo__optimizer__lr=1e-2,
-                       ppo__scheduler__name="linear", ppo__scheduler__warmup_updates=3)
+                       ppo__scheduler__name="linear", ppo__scheduler__warmup_updates=3,
+                       hardware__precision=weights, hardware__weights=weights)
     if name == "sgd":
         cfg.ppo.optimizer.momentum = 0.9
     weights, slots = two_steps(cfg, save=tmp_path / "saved")
@@ -125,6 +129,50 @@ def test_an_optimizer_resumes_bit_for_bit(tmp_path, name):
     for old, new in zip(slots, slots_again, strict=True):
         assert set(old) == set(new)
         assert all(torch.equal(old[k], new[k]) for k in old)
+
+
+@pytest.mark.parametrize("value_optimizer", [None, "adafactor"])
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_bf16_weights_move_as_their_fp32_copies_do(name, value_optimizer):
+    """300 steps that are each far below what bf16 can add to a weight of 1: the two halves are
+    what the optimizer makes of fp32 weights, to the last bit."""
+    wanted = OptimizerConfig(name=name, lr=1e-5)
+    ppo = PPOConfig(optimizer=wanted, value_optimizer=ValueOptimizerConfig(name=value_optimizer))
+
+    def module(dtype: torch.dtype) -> torch.nn.Module:
+        found = torch.nn.ModuleDict({"lm": torch.nn.Linear(5, 3),
+                                     "value_head": torch.nn.Linear(3, 1)})
+        torch.nn.init.constant_(found["lm"].weight, 1.0)
+        torch.nn.init.constant_(found["lm"].bias, -1.0)
+        torch.nn.init.constant_(found["value_head"].weight, 0.5)
+        torch.nn.init.constant_(found["value_head"].bias, 0.5)
+        found["lm"].to(dtype)
+        return found
+
+    whole, halves = module(torch.float32), module(torch.bfloat16)
+    optimizers = [build_optimizer(one, ppo) for one in (whole, halves)]
+    torch.manual_seed(0)
+    for _ in range(300):
+        for one, other in zip(whole.parameters(), halves.parameters(), strict=True):
+            other.grad = (1.0 + torch.randn(one.shape)).to(torch.bfloat16).to(other.dtype)
+            one.grad = other.grad.float()
+        for optimizer in optimizers:
+            optimizer.step()
+    state = optimizers[1].state
+    for one, other in zip(whole.parameters(), halves.parameters(), strict=True):
+        found = joined(other, state[other]["low"]) if other.dtype != torch.float32 else other
+        assert torch.equal(found, one)
+        assert other.dtype == torch.float32 or torch.equal(other, one.to(torch.bfloat16))
+    assert 1e-4 < float((whole["lm"].weight.detach() - 1.0).abs().min()) < 1.0
+
+
+def test_a_number_is_the_sum_of_its_two_halves():
+    torch.manual_seed(0)
+    numbers = torch.cat([torch.randn(10000) * 10.0 ** torch.randint(-30, 30, (10000,)),
+                         torch.tensor([0.0, -0.0, 1.00390625, -1.01171875, 1e-45, 3e38])])
+    high, low = split(numbers.clone())
+    assert torch.equal(joined(high, low).view(torch.int32), numbers.view(torch.int32))
+    torch.testing.assert_close(high.float(), numbers, rtol=2**-8, atol=1e-38)
 
 
 def test_state_of_another_optimizer_is_refused(tmp_path):

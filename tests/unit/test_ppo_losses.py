@@ -76,6 +76,25 @@ def test_a_token_beyond_the_dual_clip_has_no_gradient():
     assert loss.dual_clipfrac.item() == 0.5
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_a_log_ratio_beyond_fp32_leaves_no_gradient_and_no_nan(estimator):
+    """exp(90) is infinite there. The clip leaves it out for the first token and counts it for the
+    second; the third, whose ratio is all but 0, is as ever."""
+    change = torch.tensor([90.0, 90.0, -90.0])
+    logprobs = (change - 100.0).requires_grad_()
+    loss = loss_of(logprobs=logprobs, old_logprobs=torch.full((3,), -100.0),
+                   advantages=torch.tensor([1.0, -1.0, 1.0]), weights=torch.ones(3),
+                   ref_logprobs=logprobs.detach() + change, kl_estimator=estimator, kl_coef=0.1,
+                   values=None, old_values=None, returns=None, total_tokens=3)
+    loss.total.backward()
+    pulled = 0.1 if estimator == "k1" else 0.0
+    assert logprobs.grad[:2].tolist() == pytest.approx([pulled, pulled])
+    assert all(math.isfinite(getattr(loss, field.name).item()) for field in fields(loss))
+    assert loss.policy.item() == pytest.approx(math.exp(20.0) - 1.2)
+    assert loss.ratio.item() == pytest.approx(2 * math.exp(20.0) / 3)
+    assert loss.max_log_ratio.item() == 90.0
+
+
 # --- KL in the loss --------------------------------------------------------------------------
 
 

@@ -37,6 +37,8 @@ def test_the_verdict_on_an_update(tmp_path):
         task = PPOTask(session)
         assert [task.judge({**FINE, **terms}) for terms, _ in VERDICTS] == [
             verdict for _, verdict in VERDICTS]
+        assert task.why_skipped({"ratio": 1.8004, "max_log_ratio": 7.123}).startswith(
+            "Mean ratio 1.8004 exceeds ppo.ratio_threshold=1.8 (log-ratios of up to 7.12): ")
         cfg.ppo.target_kl = cfg.ppo.ratio_threshold = None
         assert task.judge({"approx_kl": 50.0, "ratio": 50.0}) is Verdict.STEP
 
@@ -62,6 +64,24 @@ def test_the_controller_is_fed_that_sum():
     assert next_kl_coef(state, two_responses(), cfg) == pytest.approx(0.2 * 1.05)
     fixed = replace(cfg, ppo=replace(cfg.ppo, kl_controller="fixed"))
     assert next_kl_coef(state, two_responses(), fixed) == 0.2
+
+
+def test_the_coefficient_does_not_follow_the_sign_of_rounding(tmp_path):
+    """Before the first update the KL is 0, computed in whatever chunks: far below the target. A KL
+    that is really below zero moves nothing."""
+    found = []
+    for chunk in (3, 5):
+        cfg = small_config(tmp_path, ppo__chunk_size=chunk, ppo__kl_controller="adaptive",
+                           ppo__horizon=16, ppo__init_kl_coef=0.2)
+        with session_of(cfg) as session:
+            found.append(rollout_of(session))
+    state = PPOState(kl_coef=0.2, init_kl_coef=0.2)
+    # as large as rounding gets, and beyond it
+    for error in (0.0, 1e-6, -1e-6, 9e-6, -9e-6):
+        found.append(replace(found[0], ref_logprobs=found[0].logprobs - error))
+    assert [next_kl_coef(state, rollout, cfg) for rollout in found] == [0.2 * 0.8] * 7
+    below = replace(found[0], ref_logprobs=found[0].logprobs + 2e-5)
+    assert next_kl_coef(state, below, cfg) == 0.2
 
 
 def test_whitened_advantages_have_no_mean():

@@ -103,6 +103,24 @@ def test_reference_scale_keeps_the_deviation_of_the_first_rollout():
     assert state.ref_std == pytest.approx(8.0 ** 0.5)
 
 
+@pytest.mark.parametrize("scale", ["running", "ref"])
+def test_what_is_clipped_before_scaling_is_measured_clipped(scale):
+    """As trlX: scores 0.5, -1, 1 and 0.2 after the clip deviate by 0.85. Entries of a dense reward
+    are clipped before they are summed: 1.5, -1 deviate by sqrt(2 * 1.25 ** 2) from their mean."""
+    cfg = cfg_of(scale=scale, clip=1.0, clip_first=True)
+    rollout = rollout_of([0.5, -1.0, 100.0, 0.2], [1] * 4, [True] * 4)
+    state = update_moments(STATE, rollout, cfg)
+    scores, _ = shaped_scores(rollout, state, cfg)
+    assert scores.tolist() == pytest.approx([0.588235, -1.176471, 1.176471, 0.235294], abs=1e-6)
+    tokens = rollout_of([50.5, -2.0], [2, 1], [True, True], [[50.0, 0.5], [-2.0, 0.0]])
+    state = update_moments(STATE, tokens, cfg)
+    assert state.moments.std == pytest.approx(1.25 * 2 ** 0.5)
+    _, dense = shaped_scores(tokens, state, cfg)
+    assert dense.flatten().tolist() == pytest.approx([0.565685, 0.282843, -0.565685, 0.0], abs=1e-6)
+    # clipped after it, as TRL does, they are measured as they came
+    assert update_moments(STATE, tokens, cfg_of(scale=scale, clip=1.0)).moments.mean == 24.25
+
+
 def test_whitened_rewards_keep_their_mean():
     """Rewards 0, 2 (first sample) and 0, 4: mean 1.5, variance (2.25 + 0.25 + 2.25 + 6.25) / 4 =
     2.75. Whitened: -1.5, 0.5, -1.5 and 2.5 over sqrt(2.75), plus 1.5. Undiscounted returns without

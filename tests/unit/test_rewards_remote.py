@@ -1,12 +1,15 @@
 """The reward that asks a server, against servers that misbehave; and the server, asked wrongly."""
 
+import gzip
 import json
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import StreamRequestHandler, ThreadingTCPServer
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -18,6 +21,7 @@ from ppocli.config.schema import RewardConfig
 from ppocli.config.secrets import refuse_secrets
 from ppocli.errors import ConfigError, RewardError
 from ppocli.rewards import remote
+from ppocli.rewards import serving as serving_module
 from ppocli.rewards.records import RewardRequest
 from ppocli.rewards.scoring import build_reward
 from ppocli.rewards.serving import RewardServer
@@ -156,6 +160,57 @@ def test_a_slow_answer_is_not_waited_for_and_not_asked_for_again():
         ended.set()
         assert len(asked) == 1
     assert caught.value.where == "reward.kwargs.timeout"
+
+
+@contextmanager
+def pouring(head: bytes, piece: bytes, pause: float) -> Iterator[str]:
+    """The address of a server that answers with ``head`` and then with ``piece`` for ever."""
+    ended = threading.Event()
+
+    class Handler(StreamRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(2**16)
+            with suppress(OSError):
+                self.request.sendall(head)
+                while not ended.wait(pause):
+                    self.request.sendall(piece)
+
+    with ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/score"
+        ended.set()
+        server.shutdown()
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+
+
+@pytest.mark.parametrize("head", [OK, OK + b"\r\n[", OK + b"Content-Length: 9999\r\n\r\n["])
+def test_the_time_limit_is_of_the_whole_answer(head):
+    """A byte comes long before each read would have waited too long, in head and body."""
+    started = time.monotonic()
+    with pouring(head, b" ", 0.05) as url, refused(RewardError, "did not answer within 0.4 s"):
+        build_reward(cfg_of(url, timeout=0.4)).score(request_of())
+    assert time.monotonic() - started < 10
+
+
+def test_an_endless_answer_is_not_taken_in(monkeypatch):
+    monkeypatch.setattr(remote, "LEAST_ANSWER", 1000)
+    with pouring(OK + b"\r\n[", b"1.0, " * 10_000, 0.0) as url, refused(
+            RewardError, f"answered 200 with more than {1000 + 5 * 3 * remote.A_NUMBER} bytes for "
+            "5 samples"):
+        build_reward(cfg_of(url)).score(request_of())
+
+
+def test_a_compressed_answer_is_neither_asked_for_nor_unpacked():
+    with answering(lengths) as (url, asked):
+        build_reward(cfg_of(url)).score(request_of())
+    assert asked[0]["headers"]["Accept-Encoding"] == "identity"
+    bomb = gzip.compress(b"[" + b" " * 10**7)
+    head = OK + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(bomb)
+    with pouring(head + bomb, b"", 0.01) as url, refused(RewardError, "no JSON"):
+        build_reward(cfg_of(url)).score(request_of())
 
 
 def test_a_server_that_is_not_there_is_told_when_the_reward_is_built():
@@ -308,12 +363,82 @@ def test_a_wrong_request_is_told_so_and_the_next_is_served(case):
         assert (said_so["status"], said_so["requests"], said_so["samples"]) == ("ok", 1, 1)
 
 
+def test_a_reward_that_leaves_does_not_take_the_server_with_it():
+    def leaves(responses):
+        raise SystemExit(0)
+
+    with serving(leaves) as address:
+        for _ in range(2):
+            code, answer = post(f"{address}/score", json.dumps(SAMPLE).encode())
+            assert (code, "raised SystemExit: 0" in answer["error"]) == (500, True)
+
+
 def test_the_token_is_asked_for():
     body = json.dumps({**SAMPLE, "columns": {"wanted": [1]}}).encode()
     with serving(divide, token="abc") as address:
         assert post(f"{address}/score", body)[0] == 401
         assert post(f"{address}/score", body, Authorization="Bearer ab")[0] == 401
         assert post(f"{address}/score", body, Authorization="Bearer abc")[0] == 200
+
+
+def opened(address: str, said: bytes) -> socket.socket:
+    """A connection on which so much of a request has been sent."""
+    host, _, port = address.removeprefix("http://").rpartition(":")
+    connection = socket.create_connection((host, int(port)), timeout=20)
+    connection.sendall(said)
+    return connection
+
+
+def ones(responses):
+    return [1.0] * len(responses)
+
+
+def test_connections_are_counted(monkeypatch):
+    monkeypatch.setattr(serving_module, "MOST_CONNECTIONS", 1)
+    with serving(ones) as address:
+        with opened(address, b"POST") as first:
+            with pytest.raises((ConnectionError, HTTPError)):
+                urlopen(f"{address}/health", timeout=20)
+            first.sendall(b" / HTTP/1.0\r\n\r\n")
+            assert first.makefile().readline().split()[1] == "404"
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            with suppress(ConnectionError, HTTPError):
+                assert post(f"{address}/score", json.dumps(SAMPLE).encode())[0] == 200
+                return
+    pytest.fail("the place was not given back")
+
+
+@pytest.mark.parametrize("said", [
+    b"POST /sc", b"GET / HTTP/1.1\r\nA: " + b"x" * 50_000 + b"\r\nB: ",
+    b"POST /score HTTP/1.1\r\nContent-Length: 9000\r\n\r\n{"])
+def test_a_request_that_comes_byte_by_byte_is_not_waited_for(said, monkeypatch):
+    """Nor is one with an endless head taken in."""
+    monkeypatch.setattr(serving_module, "IDLE", 0.3)
+    monkeypatch.setattr(serving_module, "SLOWEST", 10**6)
+    with serving(ones) as address, opened(address, said) as slow, suppress(ConnectionError):
+        slow.settimeout(0.05)
+        for _ in range(200):
+            slow.sendall(b"x" * (1 if b"B:" not in said else 5000))
+            with suppress(TimeoutError):
+                assert b"200" not in slow.recv(2**16)
+                return
+        pytest.fail("it was waited for")
+
+
+def test_bodies_wait_for_room_in_memory_and_it_is_given_back(monkeypatch):
+    monkeypatch.setattr(serving_module, "BODIES", 1)
+    given_back = threading.Event()
+    monkeypatch.setattr(serving_module, "_LARGE", 9_000)
+    monkeypatch.setattr(serving_module.host_memory, "give_back_memory", given_back.set)
+    body = json.dumps(SAMPLE).encode()
+    with serving(ones) as address:
+        with opened(address, b"POST /score HTTP/1.1\r\nContent-Length: 10000\r\n\r\n{"):
+            monkeypatch.setattr(serving_module, "IDLE", 0.2)
+            assert post(f"{address}/score", body)[0] == 503
+        monkeypatch.setattr(serving_module, "IDLE", 20.0)
+        assert post(f"{address}/score", body)[0] == 200
+        assert given_back.wait(20)
 
 
 @pytest.mark.parametrize("thread_safe", [False, True])

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import refused
 
 from ppocli.config.schema import RewardConfig
 from ppocli.errors import ConfigError, RewardError
 from ppocli.rewards import randomwalks
 from ppocli.rewards.records import RewardRequest
-from ppocli.rewards.resolve import BUILTIN_REWARDS, locate_reward
+from ppocli.rewards.resolve import BUILTIN_REWARDS, bind, locate_reward
 from ppocli.rewards.scoring import build_metric, build_reward, check_reward_config
 
 REQUEST = RewardRequest(
@@ -223,6 +224,16 @@ def test_an_error_inside_the_module_is_shown(write):
     }.items():
         with refused(RewardError, *words):
             locate_reward(spec, key="reward.fn")
+
+
+def test_a_module_that_changes_torch_is_named(write):
+    write("modes.py", "import torch\ntorch.set_grad_enabled(False)\ntorch.set_default_dtype(torch."
+          "float64)\ndef f(outputs): return [1.0 for _ in outputs]\n")
+    with refused(RewardError, "modes:f left torch's default dtype and torch's grad mode changed",
+                 "while it was imported"):
+        bind("modes:f", {}, key="reward.fn")
+    assert torch.is_grad_enabled()
+    assert torch.get_default_dtype() is torch.float32
 
 
 def test_unknown_kwargs_name_the_nearest(write):

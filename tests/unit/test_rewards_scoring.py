@@ -4,8 +4,10 @@ asynchronous, be stopped."""
 import asyncio
 import logging
 import math
+import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -14,8 +16,11 @@ from helpers import refused, request_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ppocli.cli import output
 from ppocli.config.schema import RewardConfig
 from ppocli.errors import RewardError, StoppedError
+from ppocli.parallel.stop import StopRequested
+from ppocli.rewards import guard
 from ppocli.rewards.calls import check_invalid_share
 from ppocli.rewards.records import RewardRequest, RewardScores
 from ppocli.rewards.scoring import build_metric, build_reward
@@ -36,6 +41,11 @@ async def _score() -> float:
     return 1.0
 
 
+class Broken:
+    def tolist(self) -> object:
+        raise SystemExit(0)
+
+
 NO_ARRAY = torch.ones(N, dtype=torch.complex64)
 BAD_RETURNS = {
     "nothing": (None, "returned None for 3 samples"),
@@ -48,7 +58,9 @@ BAD_RETURNS = {
     "nested": ([[[1.0], [1.0]]] * 3, "at token 0 for sample 0"),
     "inf": ([1.0, math.inf, 1.0], "returned inf, which is not finite, for sample 1"),
     "over float32": ([1.0, 1.0, 1e300], "1e+300, which is infinite in float32, for sample 2"),
-    "huge int": ([10**400, 1.0, 1.0], "401 digits, too large for float32"),
+    "huge int": ([10**400, 1.0, 1.0], "a number too large for float32"),
+    "huger int": ([10**5000, 1.0, 1.0], "a number too large for float32"),
+    "broken object": (Broken(), "raised SystemExit: 0"),
     "complex tensor": (NO_ARRAY, "returned complex"),
     "meta tensor": (torch.ones(N, device="meta"), "can't be read"),
     "object": ([object(), 1.0, 1.0], "returned object"),
@@ -302,8 +314,8 @@ def test_without_timeout_the_call_stays_in_the_callers_thread():
 
 
 @pytest.mark.parametrize("timeout", [None, 30.0])
-@pytest.mark.parametrize("stop", [KeyboardInterrupt(), StoppedError("stop", signal_number=15),
-                                  SystemExit(143)])
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), StopRequested(15),
+                                  StoppedError("stop", signal_number=15)])
 def test_stop_requests_pass_through(stop, timeout):
     def interrupted(outputs):
         raise stop
@@ -312,6 +324,116 @@ def test_stop_requests_pass_through(stop, timeout):
         build_reward(RewardConfig(retries=2, timeout=timeout),
                      reward_fn=interrupted).score(request_of(N))
     assert caught.value is stop
+
+
+class Leave(SystemExit):
+    pass
+
+
+class Speechless(ValueError):
+    def __str__(self) -> str:
+        raise KeyError("no words")
+
+
+OWN = {"exit 0": (SystemExit(0), "raised SystemExit: 0"),
+       "exit 3": (SystemExit(3), "raised SystemExit: 3"),
+       "subclass": (Leave("bye"), "raised Leave: bye"),
+       "interrupt": (KeyboardInterrupt(), "raised KeyboardInterrupt"),
+       "cancelled": (asyncio.CancelledError(), "raised CancelledError"),
+       "speechless": (Speechless(), "raised Speechless: (its own text can't be had: __str__ raised "
+                      "KeyError)"),
+       "long": (ValueError("x" * 5_000_000), "raised ValueError: xxx")}
+
+
+@pytest.mark.parametrize("timeout", [None, 30.0])
+@pytest.mark.parametrize("case", OWN)
+def test_what_a_function_raises_is_its_error_whatever_it_is(case, timeout, monkeypatch):
+    """A command has a handler of its own for Ctrl-C, which raises nothing."""
+    monkeypatch.setattr(signal, "getsignal", lambda number: print)
+    raised, said = OWN[case]
+
+    def score(outputs):
+        raise raised
+
+    for judge, ask in ((build_reward, "score"), (build_metric, "compute")):
+        built = judge(RewardConfig(timeout=timeout), **{
+            "reward_fn" if judge is build_reward else "metric_fn": score})
+        with refused(RewardError, "score", said, "test_rewards_scoring.py:",
+                     "the first is 'prompt0 response0'") as caught:
+            getattr(built, ask)(request_of(N))
+        assert len(str(caught.value)) < 10_000
+
+    class Built:
+        def __init__(self) -> None:
+            raise raised
+
+        def __call__(self, outputs):
+            """Never reached."""
+
+    with refused(RewardError, "Building", "failed: ") as caught:
+        build_reward(RewardConfig(), reward_fn=Built)
+    assert len(str(caught.value)) < 10_000
+
+
+KEPT = []
+
+
+def _enter_inference() -> None:
+    KEPT.append(torch.inference_mode())
+    KEPT[-1].__enter__()
+
+
+MODES = {"default dtype": lambda: torch.set_default_dtype(torch.float64),
+         "inference mode": _enter_inference, "grad mode": lambda: torch.set_grad_enabled(False)}
+
+
+@pytest.mark.parametrize("timeout", [None, 30.0])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mode_of_torch_that_is_left_changed_is_an_error_and_taken_back(mode, timeout):
+    def score(outputs):
+        MODES[mode]()
+        return [1.0] * len(outputs)
+
+    reward = build_reward(RewardConfig(timeout=timeout, retries=2), reward_fn=score)
+    with refused(RewardError, "score", f"torch's {mode}", "'prompt0 response0'"):
+        reward.score(request_of(N))
+    assert torch.get_default_dtype() is torch.float32
+    assert (torch.ones(1, requires_grad=True) * 2).requires_grad
+    KEPT.clear()
+    assert not torch.is_inference_mode_enabled()
+
+    def careful(outputs):
+        with torch.inference_mode():
+            return torch.ones(len(outputs))
+
+    with torch.no_grad():
+        assert build_reward(RewardConfig(), reward_fn=careful).score(request_of(N)).scores
+        assert not torch.is_grad_enabled()
+
+
+def test_a_thread_that_would_keep_the_process_is_named_and_does_not(monkeypatch):
+    monkeypatch.setattr(guard, "LAST_WAIT", 0.05)
+    left, gate = [], threading.Event()
+    executor = ThreadPoolExecutor(1)  # its threads end with the process
+
+    def score(outputs):
+        executor.submit(len, outputs)
+        threading.Thread(target=gate.wait, name="forever").start()
+        return [1.0] * len(outputs)
+
+    reward = build_reward(RewardConfig(), reward_fn=score)
+    try:
+        assert output.code_of(lambda: reward.score(request_of(N))) == 7
+        with refused(RewardError, "score", "'forever'", "daemon=True"):
+            guard.check_threads()
+        monkeypatch.setattr(output.os, "_exit", left.append)
+        with pytest.raises(SystemExit):
+            output.leave(7)
+        assert left == [7]
+    finally:
+        gate.set()
+        executor.shutdown()
+    guard.check_threads()
 
 
 @pytest.mark.parametrize("timeout", [None, 30.0])

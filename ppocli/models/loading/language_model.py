@@ -119,6 +119,23 @@ def load_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32,
     return made
 
 
+def take_lm(cfg: ModelConfig, lm: Any) -> LoadedLM:
+    """A model that somebody has loaded, its own weights to be trained; its dropout is off for good.
+
+    Raises:
+        InputError: its logits are not a plain linear map of its trunk.
+    """
+    config, declared = copy.deepcopy(lm.config), copy.deepcopy(lm.generation_config)
+    for part in lm.modules():
+        for name, value in vars(part).items():
+            if isinstance(value, float) and "drop" in name:
+                setattr(part, name, 0.0)
+    lm.config = without_dropout(lm.config)
+    made = _ready(cfg, lm, config, declared or transformers.GenerationConfig())
+    _check_logits(lm, type(lm).__name__, "model")
+    return made
+
+
 def load_weights(cfg: ModelConfig, source: str, class_of: Callable[[Any], Any], *, name: str,
                  key: str, revision: str | None, dtype: torch.dtype, what: str = "model",
                  **how: Any) -> tuple[Any, Any]:

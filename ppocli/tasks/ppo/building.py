@@ -107,14 +107,17 @@ def build_reference(cfg: schema.TrainConfig, backend: Backend, lm: Any, tokenize
                          fix="set model.reference.kind=copy") from error
 
 
-def load_start(cfg: schema.TrainConfig, backend: Backend) -> LoadedLM:
+def load_start(cfg: schema.TrainConfig, backend: Backend, given: Any = None) -> LoadedLM:
     """The model that training starts from; under ZeRO 3 in parts already, unless an adapter is to
     be attached to it.
+
+    Args:
+        given: a model that is taken in place of loading ``model.path``, which holds a copy of it.
 
     Raises:
         PpocliError: as :func:`ppocli.sampling.decoding.load_policy`.
     """
-    whole = partial(load_policy, cfg.model, cfg.hardware, cfg.seed)
+    whole = partial(load_policy, cfg.model, cfg.hardware, cfg.seed, given)
     if backend.zero_stage < 3 or adapters.adapter_kind(cfg.model) is not None:
         return whole()
     return load_in_parts(cfg, backend, whole, partial(empty_lm, cfg.model),

@@ -9,7 +9,7 @@ from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import EVALUATION
 from ppocli.sampling.sampler import Speaker, sample_chunks
 from ppocli.sampling.samples import Samples
-from ppocli.tasks.ppo.figures import mean, mean_std, sample_rows
+from ppocli.tasks.ppo.figures import logged_figures, mean, mean_std, sample_rows
 from ppocli.tasks.ppo.reward_calls import judge, woven
 from ppocli.tasks.ppo.rollout import measure, response_texts, sample_policy
 from ppocli.tasks.ppo.session import EvalSession, sampling_sweep
@@ -83,7 +83,7 @@ def _one_share(session: EvalSession, batch: PromptBatch, own: int, stop: StopFla
                        want_values=False, estimator="k1", temperature=1.0, stop=stop)
     if own < len(batch):
         batch, out = batch.first(own), out.first(own)
-    responses = response_texts(session, batch, out)
+    responses = response_texts(session, batch, out, session.eval_sampling)
     scores, metrics = judge(session, batch, out, responses, "reward at evaluation")
     stop.meet()
     kl = measured.kl.sum(1).tolist()[:own] if session.reference is not None else [None] * own
@@ -93,6 +93,7 @@ def _one_share(session: EvalSession, batch: PromptBatch, own: int, stop: StopFla
         {"prompt": batch.texts, "response": responses, "score": shown, "kl": kl,
          "response_tokens": out.mask.sum(1).tolist(), "finished": out.finished.tolist()},
         {"rewards": scores.parts if len(scores.parts) > 1 else {}})
+    samples = [{**row, **log} for row, log in zip(samples, scores.logs, strict=True)]
     return EvalChunk(start, samples, metrics, dict(scores.parts))
 
 
@@ -160,7 +161,7 @@ def reference_responses(session: EvalSession, stop: StopFlag) -> list[str]:
                 session.sampler, session.passes, batch, session.eval_sampling, EVALUATION,
                 Speaker(lm), stop, phase="evaluation", chunk=session.chunk_size)))
             texts += woven(session.backend.ranks.gather(
-                response_texts(session, batch, out)[:own]))
+                response_texts(session, batch, out, session.eval_sampling)[:own]))
     return texts
 
 
@@ -176,6 +177,7 @@ def evaluation_figures(samples: list[dict[str, Any]], metrics: dict[str, list[fl
         "finished_share": mean([float(s["finished"]) for s in samples]),
         "distinct_2": distinct([s["response"] for s in samples], 2),
     }
+    figures |= logged_figures(samples)
     rewards = parts if len(parts) > 1 else {}
     for kind, columns in (("reward", rewards), ("metrics", metrics)):
         figures |= {f"{kind}/{name}": mean(values) for name, values in columns.items()}

@@ -12,13 +12,29 @@ from ppocli.tasks.ppo.records import Experience, PPOState, Rollout
 
 
 def update_moments(state: PPOState, rollout: Rollout, cfg: schema.TrainConfig) -> PPOState:
-    """The state with this rollout's raw scores in its running moments, and with the reference
-    deviation of the first rollout where ``reward.ref_std`` gives none."""
-    found = shaping.moments_of(rollout.valid_scores)
+    """The state with this rollout's scores in its running moments, and with the reference deviation
+    of the first rollout where ``reward.ref_std`` gives none.
+
+    They are the scores that scaling will divide: raw ones, or with ``reward.clip_first`` clipped
+    ones, the entries of a dense reward each before they are summed
+    (``CarperAI/trlx:trlx/trainer/accelerate_ppo_trainer.py@3340c2f``, ``make_experience``).
+    """
+    scores, dense = _clipped_before(rollout, cfg.reward)
+    if cfg.reward.clip_first and dense is not None:
+        scores = dense.double().sum(1).tolist()
+    found = shaping.moments_of(replace(rollout, scores=scores).valid_scores)
     ref_std = cfg.reward.ref_std
     if cfg.reward.scale == "ref" and ref_std is None:
         ref_std = found.std if state.ref_std is None else state.ref_std
     return replace(state, moments=state.moments.merge(found), ref_std=ref_std)
+
+
+def _clipped_before(rollout: Rollout, reward: schema.RewardConfig
+                    ) -> tuple[list[float], torch.Tensor | None]:
+    """Scores [B] and dense rewards [B, R] or None, clipped where that comes before scaling."""
+    clip = reward.clip if reward.clip_first else None
+    return (shaping.scale_scores(rollout.scores, std=1.0, clip=clip),
+            None if rollout.dense is None else shaping.clipped(rollout.dense, clip))
 
 
 def penalties_of(rollout: Rollout, cfg: schema.TrainConfig) -> dict[str, list[float | None]]:
@@ -59,13 +75,12 @@ def shaped_scores(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig
         std, mean = state.moments.std, state.moments.mean if reward.center else 0.0
     elif reward.scale == "ref":
         std, mean = state.ref_std or 1.0, reward.ref_mean or 0.0
-    dense, first = None, reward.clip if reward.clip_first else None
     last = None if reward.clip_first else reward.clip
-    if rollout.dense is None:
-        raw = shaping.scale_scores(rollout.scores, std=1.0, clip=first)
+    raw, dense = _clipped_before(rollout, reward)
+    if dense is None:
         scores = shaping.scale_scores(raw, std=std, mean=mean, clip=last)
     else:
-        dense = shaping.clipped(shaping.clipped(rollout.dense, first) / std, last)
+        dense = shaping.clipped(dense / std, last)
         # the mean is a sample's, not a token's: it comes off once, at the end
         scores = [-mean / std] * len(rollout)
     penalties = penalties_of(rollout, cfg)
@@ -103,7 +118,8 @@ def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig) ->
     values = rollout.values[keep] if algorithm.estimator_of(ppo).needs_critic else None
     groups = torch.tensor(rollout.prompts.episodes)[keep] // ppo.n
     advantages, returns = algorithm.estimator_of(ppo).estimate(Samples(
-        rewards, mask, groups, values, gamma=ppo.gamma, lam=ppo.lam, group_std=ppo.group_std))
+        rewards, mask, groups, values, gamma=ppo.gamma, lam=ppo.lam, group_std=ppo.group_std,
+        gaps=None if rollout.gaps is None else rollout.gaps[keep]))
     if algorithm.whitens_advantages(ppo):
         advantages = shaping.whiten(advantages, mask, center=True)
     charged = not in_reward and rollout.has_reference and state.kl_coef > 0
@@ -128,5 +144,7 @@ def next_kl_coef(state: PPOState, rollout: Rollout, cfg: schema.TrainConfig) -> 
     """The coefficient for the next rollout."""
     if cfg.ppo.kl_controller == "fixed":
         return state.kl_coef
+    tokens = float(rollout.response_mask.sum()) / len(rollout)
     return kl.adapt_kl_coef(state.kl_coef, sequence_kl(rollout), target=cfg.ppo.target,
-                            horizon=cfg.ppo.horizon, num_samples=len(rollout))
+                            horizon=cfg.ppo.horizon, num_samples=len(rollout),
+                            rounding=kl.ROUNDING * tokens)

@@ -81,7 +81,16 @@ def rollout_figures(rollout: Rollout, kl_coef: float, *, in_reward: bool = True
     if len(rollout.parts) > 1:
         for name, part in rollout.parts.items():
             figures[f"reward/{name}"] = mean([v for v in part if v is not None])
-    return figures
+    return figures | logged_figures(rollout.logs)
+
+
+def logged_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The mean of each metric that rewards logged, over the samples of the calls that did."""
+    columns: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.get("logged", {}).items():
+            columns.setdefault(f"logged/{name}", []).extend([] if value is None else [value])
+    return {name: mean(values) for name, values in columns.items()}
 
 
 def _critic_figures(terms: dict[str, float], returns: torch.Tensor) -> dict[str, float]:
@@ -152,6 +161,8 @@ def rollout_samples(rollout: Rollout, step: int, cfg: schema.TrainConfig) -> lis
          "response_tokens": mask.sum(1).tolist(), "finished": rollout.finished.tolist()},
         {"rewards": rollout.parts if len(rollout.parts) > 1 else {},
          "penalties": penalties_of(rollout, cfg)})
+    for row, log in zip(rows, rollout.logs, strict=False):  # a loop of one's own has none
+        row.update(log)
     if cfg.tracking.rollout_tokens:
         for i, row in enumerate(rows):
             row.update(_token_lists(rollout, i))

@@ -46,9 +46,13 @@ class Rollout:
     responses: list[str]
     parts: dict[str, list[float | None]]
     """scores of each reward by name"""
+    logs: list[dict[str, dict[str, Any]]] = field(default_factory=list)
+    """[B] what the rewards logged, as of :class:`~ppocli.rewards.records.RewardScores`"""
     frozen_states: list[torch.Tensor | None] = field(default_factory=list)
     """[n, D] of each sample, on the device: what entered the lowest layer that trains, where it was
     kept; empty where nobody knows of it"""
+    gaps: torch.Tensor | None = None
+    """[B, R] as of :class:`ppocli.ppo.advantages.Samples`"""
 
     def __len__(self) -> int:
         return len(self.responses)
@@ -103,7 +107,7 @@ class Rollout:
             if isinstance(value, dict):
                 return {name: moved(part) for name, part in value.items()}
             if isinstance(value, list):
-                return [value[i] for i in order]
+                return [value[i] for i in order] if value else []
             return value[index] if isinstance(value, torch.Tensor) else value
 
         return Rollout(*(moved(getattr(self, f.name)) for f in fields(Rollout)))

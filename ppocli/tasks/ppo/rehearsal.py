@@ -89,7 +89,8 @@ def _rehearse(session: Session, backend: Backend, clock: PhaseClock, stop: StopF
     if session.metric is not None:
         metrics = session.metric.compute(reward_calls.request_of(
             session, prompts, rollout.responses,
-            response_ids(rollout.response_tokens, rollout.response_mask)))
+            response_ids(rollout.response_tokens, rollout.response_mask),
+            rollout.finished.tolist()))
         clock.mark("metric")
     terms = _gradient(PPOTask(session), rollout)
     clock.mark("optimize")

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ppocli.config.schema import planned_episodes
 from ppocli.data.prompt_set import PromptBatch
 from ppocli.parallel.ranks import Ranks
 from ppocli.rewards.records import RewardRequest, RewardScores
@@ -51,17 +52,22 @@ class Question:
 
 
 def request_of(session: EvalSession, prompts: PromptBatch, responses: list[str],
-               response_ids: list[list[int]]) -> RewardRequest:
+               response_ids: list[list[int]], ended: list[bool]) -> RewardRequest:
     """Samples as a reward or a metric gets them."""
-    return RewardRequest(prompts=prompts.texts, responses=responses, response_ids=response_ids,
-                         columns=prompts.columns, tokenizer=session.tokenizer)
+    ppo = session.cfg.ppo
+    return RewardRequest(
+        prompts=prompts.texts, responses=responses, response_ids=response_ids,
+        columns=prompts.columns, tokenizer=session.tokenizer, ended=ended,
+        messages=prompts.messages,
+        progress=(session.step, -(-planned_episodes(ppo) // ppo.num_rollouts),
+                  session.step * ppo.num_rollouts / ppo.n / (session.num_prompts or 1)))
 
 
 def ask(session: EvalSession, prompts: PromptBatch, out: Samples, responses: list[str],
         together: bool) -> Question:
     """One chunk's question; special tokens are left out and stop sequences trimmed. All ranks call
     this in step, each with its share; ``together`` brings the shares to rank 0."""
-    request = request_of(session, prompts, responses, out.action_ids)
+    request = request_of(session, prompts, responses, out.action_ids, out.finished.tolist())
     ranks = session.backend.ranks
     together = together and ranks.world > 1
     if together:
@@ -102,18 +108,20 @@ def judge(session: EvalSession, prompts: PromptBatch, out: Samples, responses: l
 
 def joined(shares: Sequence[RewardRequest], tokenizer: Any) -> RewardRequest:
     """The shares of all ranks as one request, in the order of the prompts."""
-    return RewardRequest(
-        prompts=woven([share.prompts for share in shares]),
+    return replace(
+        shares[0], prompts=woven([share.prompts for share in shares]),
         responses=woven([share.responses for share in shares]),
         response_ids=woven([share.response_ids for share in shares]),
         columns={name: woven([share.columns[name] for share in shares])
-                 for name in shares[0].columns}, tokenizer=tokenizer)
+                 for name in shares[0].columns}, tokenizer=tokenizer,
+        ended=woven([share.ended or [] for share in shares]),
+        messages=woven([share.messages for share in shares]))
 
 
 def some_scores(scores: RewardScores, rows: slice) -> RewardScores:
     """The scores of some samples."""
     return RewardScores(scores.scores[rows], None if scores.dense is None else scores.dense[rows],
-                        scores.valid[rows], _some_metrics(scores.parts, rows))
+                        scores.valid[rows], _some_metrics(scores.parts, rows), scores.logs[rows])
 
 
 def _some_metrics(metrics: dict[str, list[T]], rows: slice) -> dict[str, list[T]]:

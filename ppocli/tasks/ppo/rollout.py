@@ -113,7 +113,7 @@ class Chunk:
 def chunk_of(session: EvalSession, prompts: PromptBatch, out: Samples, own: int) -> Chunk:
     """A chunk with the texts of its responses, the first ``own`` of which are this rank's."""
     prompts, mine = prompts.first(own), out.first(own)
-    return Chunk(out, prompts, mine, response_texts(session, prompts, mine))
+    return Chunk(out, prompts, mine, response_texts(session, prompts, mine, session.sampling))
 
 
 def generate_chunks(session: Session, prompts: PromptBatch, own: int, stop: StopFlag
@@ -158,14 +158,15 @@ def sample_policy(session: EvalSession, prompts: PromptBatch, spec: SamplingSpec
         yield out
 
 
-def response_texts(session: EvalSession, prompts: PromptBatch, out: Samples) -> list[str]:
-    """The responses as text."""
+def response_texts(session: EvalSession, prompts: PromptBatch, out: Samples, spec: SamplingSpec
+                   ) -> list[str]:
+    """The responses as text, which ``spec`` says where to trim."""
     rows = zip(prompts.tokens, prompts.mask, strict=True)
     # what a decoder says stands alone; what a causal model says continues its prompt
     alone = session.loaded.decoder_start is not None
     prompt_ids = [[] if alone else row[mask].tolist() for row, mask in rows]
     return decode_responses(session.tokenizer, prompt_ids, out.action_ids,
-                            session.sampling.stop_sequences)
+                            spec.stop_sequences, spec.min_new_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +285,7 @@ def rollout_of(session: Session, chunk: Chunk, scores: RewardScores, measured: M
         kl=measured.kl[:own], scores=scores.scores, dense=_dense_rewards(scores, mine.mask),
         valid=torch.tensor(scores.valid), finished=mine.finished,
         has_reference=session.reference is not None, responses=chunk.responses, parts=scores.parts,
+        logs=scores.logs,
         frozen_states=measured.frozen_states[:own])
 
 

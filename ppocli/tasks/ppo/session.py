@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from ppocli.config.algorithm import decoding_scores, kl_estimator, kl_in, reference_sharded
@@ -23,7 +23,7 @@ from ppocli.sampling.decoding import load_judged
 from ppocli.sampling.sampler import DecodeSampler, Sampler, SamplerSetup, build_sampler
 from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
 from ppocli.tasks.ppo import building
-from ppocli.training.optimizers import build_optimizer
+from ppocli.training.optimizers import build_optimizer, taken_optimizer
 from ppocli.training.saved_model import SavedModel
 from ppocli.training.task import PASSES, PythonObjects
 from ppocli.training.updates import Trained, prepare
@@ -56,6 +56,10 @@ class EvalSession:
     """how many rows passes have had to be cut down to"""
     packs: bool
     """whether all models take rows packed without padding"""
+    step: int = field(default=0, kw_only=True)
+    """steps done, as rewards are told"""
+    num_prompts: int = field(default=0, kw_only=True)
+    """how many the steps go through, likewise"""
 
     @property
     def from_decode(self) -> bool:
@@ -189,12 +193,17 @@ def _warn_about_samples(cfg: TrainConfig, spec: SamplingSpec, sampler: Sampler, 
 
 def _build_judges(cfg: TrainConfig, objects: PythonObjects, first: bool) -> tuple[Any, Any]:
     """The reward and the metric; code of the user's that they run is named."""
+    from ppocli.rewards import styles
     from ppocli.rewards.scoring import build_metric, build_reward
 
     reward = build_reward(cfg.reward, reward_fn=objects.reward_fn, first=first)
     metric = build_metric(cfg.reward, objects.metric_fn, first=first)
     for path in dict.fromkeys([*reward.code_files, *(metric.code_files if metric else [])]):
         log.info("running code from %s", path)
+    for part in reward.parts:
+        if part.bound.style in styles.FOREIGN:
+            log.info("%s is called as %s does (reward.style)", part.bound.label,
+                     styles.FOREIGN[part.bound.style])
     return reward, metric
 
 
@@ -265,15 +274,18 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
         RewardError, InputError, ConfigError: each naming the key and the fix.
     """
     reward, metric = _build_judges(cfg, objects, backend.ranks.first)
+    cfg = replace(cfg, reward=reward.cfg)  # with the style of each function
     tokenizer, unloaded = language_model.load_tokenizer(cfg.model), model_config.read_lm(cfg.model)
     prompts, eval_prompts = _load_prompt_sets(cfg, tokenizer, unloaded, objects, reward, metric)
     token_ids = [*prompts.token_ids, *eval_prompts.token_ids]
     _check_memory(cfg, backend, unloaded.config, token_ids)
-    loaded = building.load_start(cfg, backend)
+    loaded = building.load_start(cfg, backend, objects.model)
     language_model.check_vocabulary(tokenizer, loaded.lm, cfg.model)
     sampling, eval_sampling = sampling_specs(cfg.generation, tokenizer, loaded)
     policy = building.build_policy(cfg, backend, loaded, tokenizer)
-    trained = prepare(backend, policy, build_optimizer(policy, cfg.ppo), cfg.ppo.max_grad_norm)
+    optimizer = (build_optimizer(policy, cfg.ppo) if objects.optimizer is None else
+                 taken_optimizer(policy, cfg.ppo, objects.optimizer))
+    trained = prepare(backend, policy, optimizer, cfg.ppo.max_grad_norm)
     reference = building.build_reference(cfg, backend, policy.lm, tokenizer)
     if backend.ranks.world == 1 and backend.zero_stage < 3:  # else samples change ranks
         policy.split = frozen_states.frozen_split(policy)
@@ -284,6 +296,7 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
                    reference=reference, eval_prompts=eval_prompts, reward=reward, metric=metric,
                    sampling=sampling, eval_sampling=eval_sampling, sampler=sampler,
                    passes=PassRows(backend, PASSES), trained=trained, prompts=prompts,
+                   num_prompts=len(prompts),
                    packs=_take_packed(policy, reference))
 
 
@@ -318,6 +331,7 @@ def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObject
     """
     reward, metric = (_build_judges(cfg, objects, backend.ranks.first) if judges is None
                       else (judges.reward, judges.metric))
+    cfg = replace(cfg, reward=reward.cfg)
     own = cfg.model
     if policy is not None and policy != cfg.model.path:
         own = replace(cfg.model, path=policy, tokenizer_path=None, revision=revision)

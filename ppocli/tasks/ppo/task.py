@@ -67,7 +67,7 @@ class PPOTask(task.Task):
         """As :class:`Task`: sample, score, measure."""
         prompts = self.session.next_prompts(state.episodes, self._count(state))
         clock.mark("other")
-        return rollout.collect_rollout(self.session, prompts, stop, clock)
+        return rollout.collect_rollout(replace(self.session, step=state.step), prompts, stop, clock)
 
     def plan(self, state: TrainState, batch: records.Rollout) -> task.Plan:
         """As :class:`Task`: advantages, then ``ppo_epochs`` of reshuffled minibatches.
@@ -116,8 +116,12 @@ class PPOTask(task.Task):
 
     def why_skipped(self, terms: dict[str, float]) -> str:
         """As :class:`Task`."""
-        return (f"Mean ratio {terms['ratio']:.3g} exceeds "
-                f"ppo.ratio_threshold={self.cfg.ppo.ratio_threshold:g}")
+        threshold = self.cfg.ppo.ratio_threshold or 0.0
+        ratio = next(text for digits in range(3, 18)
+                     if float(text := f"{terms['ratio']:.{digits}g}") > threshold)
+        return (f"Mean ratio {ratio} exceeds ppo.ratio_threshold={threshold:g} (log-ratios of up "
+                f"to {terms['max_log_ratio']:.3g}): the policy has moved too far from the one that "
+                "sampled")
 
     def finish(self, state: TrainState, batch: records.Rollout, plan: task.Plan,
                result: task.OptimizeResult) -> task.Finished:
@@ -133,7 +137,7 @@ class PPOTask(task.Task):
 
     def evaluate(self, stop: StopFlag) -> task.Evaluation:
         """As :class:`Task`: responses to the evaluation prompts, scored."""
-        found = evaluate(self.session, stop)
+        found = evaluate(replace(self.session, step=self.step), stop)
         if self.cfg.eval.ref_responses and self._ref_responses is None:
             self._ref_responses = reference_responses(self.session, stop)
         if self._ref_responses is None:
@@ -163,7 +167,10 @@ class PPOTask(task.Task):
         """As :class:`Task`: under another digest, figures are not comparable with the best so far.
         """
         cfg = self.cfg
-        judge = [asdict(cfg.reward), asdict(cfg.generation), cfg.checkpoint.metric,
+        reward = asdict(cfg.reward)
+        if reward["style"] == "ppocli":  # as before there were others
+            del reward["style"]
+        judge = [reward, asdict(cfg.generation), cfg.checkpoint.metric,
                  cfg.prompts.eval.repeat]
         return hashlib.sha256(json.dumps(judge, sort_keys=True, default=str).encode()).hexdigest()
 

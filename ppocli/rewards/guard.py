@@ -1,0 +1,99 @@
+"""What must not come through a call of the user's code: exceptions that end a process, torch's
+modes that are left changed, and threads that keep a process from ending."""
+
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import thread as executors
+from contextlib import ExitStack, contextmanager
+from time import monotonic
+from typing import Any
+
+from ppocli.errors import RewardError
+from ppocli.parallel.stop import StopRequested
+
+LAST_WAIT = 10.0
+"""seconds that threads have to end in when their process wants to"""
+_DTYPE, _INFERENCE, _GRAD = "torch's default dtype", "torch's inference mode", "torch's grad mode"
+_started: weakref.WeakKeyDictionary[threading.Thread, str] = weakref.WeakKeyDictionary()
+"""threads that would keep the process -> the function that has started them"""
+
+
+def is_its_own(error: BaseException) -> bool:
+    """Whether the code raised it by itself, be it ``SystemExit``: a stop that was asked for is
+    neither the code's nor its error."""
+    if isinstance(error, KeyboardInterrupt):
+        # Ctrl-C raises it in the main thread alone, and nowhere while a handler of ours is set
+        return (signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+                or threading.current_thread() is not threading.main_thread())
+    return not isinstance(error, StopRequested)
+
+
+@contextmanager
+def contained(label: str, key: str, samples: str) -> Iterator[None]:
+    """Code of the user's own runs in the block; torch's modes are as before when it has ended.
+
+    Args:
+        label: of the function.
+        key: config key it came from.
+        samples: words for what it was given.
+
+    Raises:
+        RewardError: it has left one of torch's modes changed.
+    """
+    changed: list[str] = []
+    there, before = set(threading.enumerate()), _modes()
+    try:
+        with ExitStack() as stack:
+            if torch := sys.modules.get("torch"):
+                # leaving these ends what was entered inside of them and not left
+                stack.enter_context(torch.inference_mode(before[_INFERENCE]))
+                stack.enter_context(torch.set_grad_enabled(before[_GRAD]))
+            try:
+                yield
+            finally:
+                changed = [name for name, value in _modes().items() if value != before[name]]
+    finally:
+        if _DTYPE in changed:
+            torch = sys.modules["torch"]
+            torch.set_default_dtype(getattr(torch, before[_DTYPE].removeprefix("torch.")))
+        # those of executors end by themselves
+        _started.update({thread: label for thread in threading.enumerate()
+                         if thread not in there and not thread.daemon
+                         and thread not in executors._threads_queues})
+    if changed:
+        raise RewardError(f"{label} left {' and '.join(changed)} changed\n  {samples}", where=key,
+                          fix="put it back before it returns, or use it as a context manager: "
+                          "with torch.inference_mode(): ...")
+
+
+def _modes() -> dict[str, Any]:
+    """What torch computes in now, or would if the block were the first to load it."""
+    if torch := sys.modules.get("torch"):
+        return {_DTYPE: str(torch.get_default_dtype()), _GRAD: torch.is_grad_enabled(),
+                _INFERENCE: torch.is_inference_mode_enabled()}
+    return {_DTYPE: "torch.float32", _INFERENCE: False, _GRAD: True}
+
+
+def unended_threads(seconds: float = 0.0) -> list[tuple[threading.Thread, str]]:
+    """Threads of the user's code that keep this process, and what started each; they have so long
+    to end."""
+    until = monotonic() + seconds
+    for thread in list(_started):
+        thread.join(max(0.0, until - monotonic()))
+    return [(thread, label) for thread, label in _started.items() if thread.is_alive()]
+
+
+def check_threads() -> None:
+    """Refuse to end with a thread that would keep the process for ever.
+
+    Raises:
+        RewardError: names the thread and the function that started it.
+    """
+    for thread, label in unended_threads(LAST_WAIT):
+        raise RewardError(
+            f"{label} started the thread {thread.name!r}, which has not ended {LAST_WAIT:g} s "
+            "after everything else: it would keep the process for ever.", where=label,
+            fix="end it, or make it a daemon: threading.Thread(..., daemon=True)")

@@ -1,0 +1,86 @@
+"""What a configuration would run, and whether it may: that of a run which this user has started may
+run all it names, that of another run nothing but what ships with ppocli, unless --trust is typed.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from ppocli.config import schema
+from ppocli.config.keys import is_import_path
+from ppocli.config.problems import OUR_ENGINES
+from ppocli.config.resolved import CONFIG_FILE, PYTHON_OBJECT
+from ppocli.errors import CheckpointError
+from ppocli.own_code import TRUST
+from ppocli.rewards.resolve import BUILTIN_REWARDS
+from ppocli.storage import signature
+from ppocli.text import printable, short_path
+
+REMOTE = "trust_remote_code"
+_OURS = frozenset({*BUILTIN_REWARDS, *BUILTIN_REWARDS.values(), *OUR_ENGINES,
+                   "ppocli.rewards.randomwalks:metrics", PYTHON_OBJECT})
+
+
+def import_paths(config: schema.TrainConfig) -> list[tuple[str, str | None]]:
+    """(key, path) of everything that a configuration names by an import path or a name of ours, in
+    an order that only its keys decide."""
+    reward = config.reward
+    return [("reward.fn", reward.fn), ("reward.metric_fn", reward.metric_fn),
+            *((f"reward.fns.{name}.fn", entry.get("fn"))
+              for name, entry in reward.fns.items() if isinstance(entry, dict)),
+            ("task.fn", config.task.fn), ("rollout.engine", config.rollout.engine),
+            *(("tracking.trackers", name) for name in config.tracking.trackers)]
+
+
+def code_of(config: schema.TrainConfig) -> Iterator[tuple[str, str]]:
+    """(key, what it names) of all that would run and doesn't ship with ppocli; for the code of a
+    model's repository the key itself stands in place of a path."""
+    for key, path in import_paths(config):
+        if path and path not in _OURS and (is_import_path(path) or key != "tracking.trackers"):
+            yield key, path
+    if config.model.trust_remote_code:
+        yield (key := f"model.{REMOTE}"), key
+    for key, kwargs in (("reward.kwargs", config.reward.kwargs),
+                        *((f"reward.fns.{name}.kwargs", entry.get("kwargs"))
+                          for name, entry in config.reward.fns.items()
+                          if isinstance(entry, dict))):
+        if isinstance(kwargs, dict) and kwargs.get(REMOTE):
+            yield (name := f"{key}.{REMOTE}"), name
+
+
+def check_run(run_dir: Path, config: schema.TrainConfig, parts: tuple[str, ...], *, trusts: bool,
+              typed: frozenset[str] = frozenset()) -> None:
+    """Refuse code that the configuration of somebody else's run names.
+
+    Args:
+        config: the run's, words on the command line included.
+        parts: beginnings of the keys of what is going to run.
+        trusts: ``--trust`` was typed.
+        typed: texts of the command line, and keys that it sets to true.
+
+    Raises:
+        CheckpointError: names key, file or object, and what to type.
+    """
+    needed = [printable(f"{key}: " + (path if path != key else "Python files that come with the "
+                                      "model")) for key, path in code_of(config)
+              if key.startswith(parts) and path not in typed]
+    if needed and not trusts and not signature.is_own_run(run_dir):
+        raise CheckpointError(
+            f"{short_path(str(run_dir))} is not signed with your key, and this would run code that "
+            "its configuration names:\n" + "\n".join(f"  {line}" for line in needed),
+            where=short_path(str(run_dir / CONFIG_FILE)),
+            fix=f"look at that code, and if you trust it add {TRUST}; for a run that you started "
+            f"with another key, {signature.KEY_VARIABLE}=FILE (now {signature.key_path()})")
+
+
+def named_by_files(before: schema.TrainConfig, config: schema.TrainConfig, typed: frozenset[str]
+                   ) -> tuple[str, ...]:
+    """Import paths that recipes and config groups name, as opposed to the command line, for
+    :func:`ppocli.own_code.limit`.
+
+    Args:
+        before: the configuration as it was composed.
+        config: the same with absolute paths.
+    """
+    pairs = zip(import_paths(before), import_paths(config), strict=True)
+    return tuple(new for (_, old), (_, new) in pairs
+                 if new and new not in _OURS and not {old, new} & typed)

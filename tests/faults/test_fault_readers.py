@@ -1,0 +1,144 @@
+"""Run folders that somebody else has made, to hang or break whoever looks at them: one bad run is
+one line of a list and one message elsewhere. Nothing of it reaches a terminal raw."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from helpers import refused
+
+from ppocli.cli.follow import Follower
+from ppocli.cli.output import code_of
+from ppocli.cli.runs import compare, print_runs, prune_runs, report
+from ppocli.config import bounded
+from ppocli.config.resolved import config_text, read_config
+from ppocli.config.schema import TrainConfig
+from ppocli.errors import CheckpointError
+from ppocli.text import CONTROL
+
+ESCAPE = "\x1b]0;owned\x07\x9b2J\u202e"
+LAUGHS = "a0: &a0 [ha]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
+DEEP = "[" * 100_000
+
+
+def bare_run(folder: Path) -> Path:
+    """What a run of three steps leaves, as far as readers look at it."""
+    config = TrainConfig()
+    config.model.path, config.reward.fn, config.ppo.num_steps = "gpt2", "length", 3
+    rows = [{"step": step, "episode": step, "reward/mean": 0.5, f"loss/{ESCAPE}": 1.0,
+             f"eval/{ESCAPE}": 1.0} for step in (1, 2, 3)]
+    folder.mkdir(parents=True)
+    for name, text in {
+            "config.yaml": config_text(config), "run.json": '{"run_id": "abc"}',
+            "metrics.jsonl": "".join(json.dumps(row) + "\n" for row in rows),
+            "summary.json": '{"status": "finished", "steps": 3, "eval_after": 5}',
+            "samples.jsonl": "", "ppocli.log": f"2026-01-31 12:00:00,000 WARNING {ESCAPE}\n",
+            ".lock": '{"pid": 1, "host": "elsewhere", "boot": "b", "started": 5}'}.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def _set(key: str, value: str):
+    def write(path: Path) -> None:
+        lines = path.read_text().splitlines()
+        path.write_text("\n".join(f"  {key}: {value}" if line.strip().startswith(f"{key}:")
+                                  else line for line in lines))
+    return write
+
+
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _huge(path: Path) -> None:
+    os.truncate(path, 1 << 40)
+
+
+ATTACKS = {
+    "no rollouts": ("config.yaml", _set("num_rollouts", "0"), "num_rollouts: 0 must be >= 1"),
+    "less than no steps": ("config.yaml", _set("num_steps", "-3"), "num_steps: -3 must be >= 1"),
+    "a number of 5000 digits": ("config.yaml", _set("num_steps", "9" * 5000), "can't be read"),
+    "a bomb of aliases": ("config.yaml", lambda path: path.write_text(LAUGHS), "has an alias"),
+    "deep YAML": ("config.yaml", lambda path: path.write_text(f"a: {DEEP}"), "too deeply"),
+    "many values": ("config.yaml", lambda path: path.write_text(f"a: [{'1, ' * 6000}]"),
+                    "more than 5,000 values"),
+    "a large configuration": ("config.yaml", _huge, "larger than 67 MB"),
+    "deep JSON in the lock": (".lock", lambda path: path.write_text(DEEP), None),
+    "an infinite process": (".lock", lambda path: path.write_text(
+        '{"pid": 1e999, "host": "", "boot": "", "started": 1}'), None),
+    "JSON just not too deep": ("summary.json", lambda path: path.write_text(
+        '{"status": ' + "[" * 500 + "]" * 500 + "}"), None),
+    "a deep row": ("metrics.jsonl", lambda path: path.write_text('{"step": ' + DEEP), None),
+    **{f"a pipe as {name}": (name, _pipe, "not a plain file")
+       for name in ("metrics.jsonl", "summary.json", ".lock")},
+    "endless rows": ("metrics.jsonl", _huge, "larger than 1.1 GB"),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_one_bad_run_is_one_line_and_one_message(attack, here, capsys, monkeypatch):
+    monkeypatch.setattr(bounded, "MOST_NODES", 5000)
+    name, spoil, said = ATTACKS[attack]
+    for run in ("bad", "good"):
+        bare_run(here / "runs" / run)
+    spoil(here / "runs/bad" / name)
+    assert code_of(lambda: print_runs(None, True)) == 0
+    found = {info["name"]: info for info in json.loads(capsys.readouterr().out)}
+    assert sorted(found) == ["bad", "good"]
+    assert found["good"]["status"] == "finished"
+    assert (found["bad"]["status"] == "damaged") == (said is not None)
+    assert code_of(lambda: print_runs(None, False)) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    assert code_of(lambda: prune_runs(
+        None, checkpoints=True, failed=True, keep_best=False, older_than=None, dry_run=True,
+        yes=True, as_json=False)) == 0
+
+    def watch() -> None:
+        follower = Follower(here / "runs/bad", "runs/bad", True, False)
+        follower.look()
+        print(follower.ending())
+
+    for look in (lambda: report("runs/bad", None, None, False, True),
+                 lambda: compare(["runs/good", "runs/bad"], False), watch):
+        capsys.readouterr()
+        code = code_of(look)
+        told = "".join(capsys.readouterr())
+        assert code == (0 if said is None else 5), told
+        assert said is None or said in told
+        assert not CONTROL.search(told)
+
+
+def test_rows_longer_than_any_are_read_in_pieces(here, monkeypatch):
+    monkeypatch.setattr(bounded, "MOST_LINE", 1000)
+    run = bare_run(here / "runs/one")
+    before = run.joinpath("metrics.jsonl").read_text()
+    run.joinpath("metrics.jsonl").write_text("x" * 5000 + "\n" + before)
+    from ppocli.runs.record import read_run
+
+    assert [row["step"] for row in read_run(run).rows] == [1, 2, 3]
+
+
+def test_what_runs_write_is_far_from_the_limits(here):
+    run = bare_run(here / "runs/one")
+    config = read_config(run / "config.yaml")
+    config.prompts.items = [{"prompt": f"text {n}", "tags": ["a", "a"]} for n in range(200)]
+    config.reward.kwargs = {"deep": [[[[[[{"x": [1]}]]]]]]}
+    (run / "config.yaml").write_text(config_text(config))
+    assert read_config(run / "config.yaml") == config
+    with refused(CheckpointError, "alias"):
+        (run / "config.yaml").write_text("a: &x [1]\nb: *x\n")
+        read_config(run / "config.yaml")
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_watch_writes_no_escapes_of_names_and_messages(as_json, here, capsys):
+    follower = Follower(bare_run(here / "runs/one"), "runs/one", True, as_json)
+    follower.look()
+    told = capsys.readouterr()
+    assert not CONTROL.search(told.out + told.err)
+    assert (r"\u001b]0;owned\u0007\u009b2J\u202e" if as_json else "owned") in told.out
+    if as_json:
+        assert f"loss/{ESCAPE}" in json.loads(told.out.splitlines()[0])

@@ -1,0 +1,213 @@
+"""Loops and objects as TRL's classic PPOTrainer (up to 0.11) took them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import jsonl
+from runs import WORDS
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ppocli import PPOTrainer
+from ppocli.errors import CheckpointError, ConfigError
+
+TEXTS = ["the film", "i saw", "this plot was", "it"]
+CONFIG = {"ppo": {"num_rollouts": 4, "mini_batch_size": 2, "num_steps": 3, "total_episodes": None},
+          "hardware": {"device": "cpu", "num_threads": 1, "gemm": "default"}, "run_name": "trl"}
+
+
+@pytest.fixture
+def tokenizer(shared_world: Path):
+    return AutoTokenizer.from_pretrained(shared_world / "lm")
+
+
+def made(shared_world: Path) -> tuple:
+    model = AutoModelForCausalLM.from_pretrained(shared_world / "lm")
+    optimizer = torch.optim.Adam(filter(lambda p: p.requires_grad, model.parameters()), lr=1e-3)
+    return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1 / (s + 1))
+
+
+def test_a_loop_of_trl_runs_as_it_stands(shared_world, tokenizer, tmp_path):
+    model, optimizer, lr_scheduler = made(shared_world)
+    ref_model = AutoModelForCausalLM.from_pretrained(shared_world / "lm")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    ppo_trainer = PPOTrainer({**CONFIG, "output_dir": str(tmp_path)}, model, ref_model, tokenizer,
+                             optimizer=optimizer, lr_scheduler=lr_scheduler)
+    generation_kwargs = {"min_length": -1, "top_k": 0.0, "top_p": 1.0, "do_sample": True,
+                         "pad_token_id": tokenizer.eos_token_id, "max_new_tokens": 8}
+    query_tensors = [tokenizer(text, return_tensors="pt")["input_ids"][0] for text in TEXTS]
+    rates = []
+    for way in ("batched", "one by one"):
+        if way == "batched":
+            response_tensors, ref_response_tensors = ppo_trainer.generate(
+                query_tensors, return_prompt=False, generate_ref_response=True, batch_size=2,
+                length_sampler=lambda: 6, **generation_kwargs)
+            # the policy is its reference yet, and both are drawn with the same random numbers
+            assert all(map(torch.equal, response_tensors, ref_response_tensors))
+            assert max(map(len, response_tensors)) == 6
+        else:
+            response_tensors = []
+            for query in query_tensors:
+                query_response = ppo_trainer.generate(query, **generation_kwargs).squeeze()
+                assert torch.equal(query_response[:len(query)], query)
+                response_tensors.append(query_response[len(query):])
+        rewards = [torch.tensor(float(len(text))) for text in
+                   tokenizer.batch_decode(response_tensors)]
+        stats = ppo_trainer.step(query_tensors, response_tensors, rewards)
+        ppo_trainer.log(stats)
+        rates.append(stats["lr"])
+    assert rates == pytest.approx([1e-3, 5e-4])
+    assert ppo_trainer.model is model
+    assert any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    saved = ppo_trainer.save_checkpoint()
+    ppo_trainer.close()
+    goes_on(shared_world, saved.parents[1], ppo_trainer)
+
+
+def goes_on(shared_world: Path, run: Path, before: PPOTrainer) -> None:
+    """The run's folder has the models; the optimizer and the schedule have to be given again."""
+    with pytest.raises(CheckpointError, match="the argument optimizer, the argument lr_scheduler"):
+        PPOTrainer([f"resume={run}"])
+    model, optimizer, lr_scheduler = made(shared_world)
+    with PPOTrainer([f"resume={run}"], model, optimizer=optimizer,
+                    lr_scheduler=lr_scheduler) as trainer:
+        for ours, theirs in zip(model.parameters(), before.model.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+        assert {"step", "exp_avg", "exp_avg_sq"} == set(optimizer.state[next(model.parameters())])
+        batch = trainer.generate(TEXTS)
+        assert trainer.step(batch, [1.0, 0.0, 0.0, 1.0])["lr"] == pytest.approx(1e-3 / 3)
+
+
+MASKED = ["ppo.ppo_epochs=1", "ppo.num_steps=2", "ppo.num_rollouts=3", "ppo.mini_batch_size=3",
+          "ppo.micro_batch_size=2", "ppo.optimizer.name=sgd", "ppo.optimizer.lr=0.3",
+          "ppo.gamma=0.9", "ppo.lam=0.8", "ppo.init_kl_coef=0.3", "ppo.vf_coef=0.5",
+          "ppo.max_grad_norm=null", "run_name=masked"]
+QUERIES = [[4, 9], [12], [7, 8, 9]]
+RESPONSES = [[4, 9, 6, 11, 5, 1], [12, 5, 20], [30, 4, 5, 6]]
+MASKS = [[1, 0, 0, 1, 1, 0], [0, 1, 1], [1, 1, 0, 1]]
+SCORES = [1.0, -1.5, 2.0]
+
+
+def loss_of_trl(policy, reference) -> tuple[torch.Tensor, float]:
+    """TRL 0.11's loss at the first update, where ratio and clipping do nothing, and its KL:
+    ``compute_rewards`` and ``loss`` of trl/trainer/ppo_trainer.py, written anew."""
+    rows = []
+    for query, response, kept, score in zip(QUERIES, RESPONSES, MASKS, SCORES, strict=True):
+        ids, mask = torch.tensor([query + response]), torch.tensor(kept).float()
+        said = slice(len(query) - 1, -1)
+        out = policy.lm(ids, output_hidden_states=True)
+        chosen = torch.tensor(response)[:, None]
+        logprobs, ref = (torch.log_softmax(logits[0, said], -1).gather(1, chosen)[:, 0]
+                         for logits in (out.logits, reference(ids).logits.detach()))
+        vpreds = policy.value_head(out.hidden_states[-1])[0, said]
+        rewards = -0.3 * (logprobs.detach() - ref)
+        rewards[mask.nonzero()[-1]] += score
+        values, rewards, last, advantages = vpreds.detach() * mask, rewards * mask, 0.0, []
+        for t in reversed(range(len(mask))):
+            following = values[t + 1] if t + 1 < len(mask) else 0.0
+            last = rewards[t] + 0.9 * following - values[t] + 0.9 * 0.8 * last
+            advantages.insert(0, last)
+        advantages = torch.stack(advantages)
+        kl = float(((logprobs.detach() - ref) * mask).sum())
+        rows.append((logprobs, vpreds, advantages, advantages + values, mask.bool(), kl))
+    logprobs, vpreds, advantages, returns = (
+        torch.cat([row[i][row[4]] for row in rows]) for i in range(4))
+    whitened = (advantages - advantages.mean()) / advantages.std(unbiased=False)
+    ratio = torch.exp(logprobs - logprobs.detach())
+    loss = -(whitened * ratio).mean() + 0.5 * 0.5 * (vpreds - returns).square().mean()
+    return loss, sum(row[5] for row in rows) / 3
+
+
+def test_response_masks_leave_tokens_out_as_in_trl(shared_world, tmp_path):
+    """The whole update against TRL's formulas, once the policy has left its reference and values
+    are not 0 any more; a mask leaves tokens out at the start, in the middle and at the end."""
+    reference = AutoModelForCausalLM.from_pretrained(shared_world / "lm").eval()
+    with PPOTrainer([f"model.path={shared_world / 'lm'}", *WORDS, *MASKED,
+                     f"output_dir={tmp_path}"]) as trainer:
+        trainer.step(QUERIES, RESPONSES, SCORES)
+        policy = trainer._session.policy
+        loss, kl = loss_of_trl(policy, reference)
+        names, parameters = zip(*policy.named_parameters(), strict=True)
+        gradients = torch.autograd.grad(loss, parameters)
+        expected = {name: (p - 0.3 * g).detach() for name, p, g in
+                    zip(names, parameters, gradients, strict=True)}
+        with pytest.raises(ConfigError, match="has 5 values; its response has 6"):
+            trainer.step(QUERIES, RESPONSES, SCORES, [MASKS[0][1:], *MASKS[1:]])
+        with pytest.raises(ConfigError, match="keeps no token"):
+            trainer.step(QUERIES, RESPONSES, SCORES, [[0] * 6, *MASKS[1:]])
+        stats = trainer.step(QUERIES, RESPONSES, SCORES, [torch.tensor(mask) for mask in MASKS])
+        assert abs(kl) > 1e-3
+        assert stats["objective/kl"] == pytest.approx(kl, rel=1e-4)
+        assert stats["rollout/response_tokens_mean"] == (3 + 2 + 3) / 3
+        for name, parameter in policy.named_parameters():
+            torch.testing.assert_close(parameter.detach(), expected[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def idle(shared_world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PPOTrainer]:
+    """A trainer that makes no step."""
+    words = [f"model.path={shared_world / 'lm'}", *WORDS,
+             f"output_dir={tmp_path_factory.mktemp('idle')}"]
+    with PPOTrainer(words) as trainer:
+        yield trainer
+
+
+def test_tensors_come_back_as_they_went_in(idle, tokenizer):
+    one = torch.tensor([[4, 9]])
+    whole = idle.generate(one, max_new_tokens=3, eos_token_id=-1)
+    assert whole.shape == (1, 5)
+    assert torch.equal(whole[:, :2], one)
+    padded = tokenizer(TEXTS[:3], return_tensors="pt", padding=True, padding_side="left")
+    with pytest.raises(ConfigError, match="attention_mask"):
+        idle.generate(padded["input_ids"])
+    found = idle.generate(padded["input_ids"], attention_mask=padded["attention_mask"],
+                          do_sample=False)
+    width = padded["input_ids"].shape[1]
+    assert torch.equal(found[:, :width], padded["input_ids"])
+    alone = idle.generate([tokenizer(text)["input_ids"] for text in TEXTS[:3]], do_sample=False)
+    for row, ids in zip(found[:, width:], alone.response_ids, strict=True):
+        assert row[:len(ids)].tolist() == ids
+    assert idle.generate(padded, do_sample=False).response_ids == alone.response_ids
+    with pytest.raises(ConfigError, match="return_prompt=False"):
+        alone[0]
+    rows = idle.generate([one, one], return_prompt=False, min_new_tokens=2, max_new_tokens=2)
+    assert [row.shape for row in rows] == [(2,), (2,)]
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    ({"max_length": 20}, "max_length"), ({"min_length": 5}, "min_new_tokens"),
+    ({"temperature": 0.0}, "temperature"), ({"batch_size": 0}, "batch_size"),
+    ({"max_new_tokens": 64}, "new tokens leave no room")])
+def test_generation_arguments_are_checked(arguments, said, idle):
+    with pytest.raises(ConfigError) as caught:
+        idle.generate([[4, 9]], **arguments)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(("objects", "said"), [
+    (lambda model, adam, rates: {"optimizer": adam}, "it needs model="),
+    (lambda model, adam, rates: {"model": model, "lr_scheduler": rates}, "it needs optimizer="),
+    (lambda model, adam, rates: {"model": torch.nn.Linear(2, 2)}, "no language model"),
+    (lambda model, adam, rates: {"model": model, "optimizer": torch.optim.SGD(
+        [torch.zeros(2, requires_grad=True)], lr=1.0)}, "holds no parameter")])
+def test_objects_that_do_not_fit_are_refused(objects, said, shared_world, tokenizer, tmp_path):
+    with pytest.raises(ConfigError, match=said):
+        PPOTrainer({**CONFIG, "output_dir": str(tmp_path)}, tokenizer=tokenizer,
+                   **{"model": None, **objects(*made(shared_world))})
+    assert not (tmp_path / "trl").exists()
+
+
+def test_what_an_optimizer_leaves_out_is_frozen(shared_world, tokenizer, tmp_path):
+    model, _, _ = made(shared_world)
+    top = model.transformer.h[-1]
+    before = model.transformer.h[0].mlp.c_fc.weight.clone(), top.mlp.c_fc.weight.clone()
+    with PPOTrainer({**CONFIG, "output_dir": str(tmp_path)}, model, tokenizer=tokenizer,
+                    optimizer=torch.optim.SGD(top.parameters(), lr=0.1)) as trainer:
+        # as in TRL: sampled hotter, trained as what the policy says, which is its reference yet
+        stats = trainer.step(trainer.generate(TEXTS, temperature=2.0), [1.0, 0.0, 2.0, 0.0])
+        assert stats["objective/kl"] == pytest.approx(0.0, abs=1e-5)
+        trainer.log(stats)
+    assert torch.equal(model.transformer.h[0].mlp.c_fc.weight, before[0])
+    assert not torch.equal(top.mlp.c_fc.weight, before[1])
+    assert len(jsonl(tmp_path / "trl/metrics.jsonl")) == 1

@@ -1,0 +1,373 @@
+"""Rewards as they are written for trlX, TRL, verl and OpenRLHF: signatures, arguments and answers
+of the libraries' own published examples, here and behind an address."""
+
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from data_tokenizers import CHATML, utf8_bytes, words
+from helpers import jsonl, refused, save_talker
+from runs import app_in_process
+from runs import words as run_words
+
+from ppocli.config import resolved
+from ppocli.config.compose import check, compose
+from ppocli.config.schema import ModelConfig, PromptsConfig, RewardConfig
+from ppocli.config.words import read_words
+from ppocli.data.prompt_set import load_prompts
+from ppocli.errors import RewardError
+from ppocli.launching.opened_folder import open_folder
+from ppocli.models.loading.language_model import load_tokenizer
+from ppocli.rewards.records import RewardRequest
+from ppocli.rewards.resolve import BUILTIN_REWARDS, locate_reward
+from ppocli.rewards.scoring import build_reward, with_styles
+from ppocli.rewards.serving import RewardServer
+
+EXAMPLES = Path(__file__).parents[1] / "fixtures/elsewhere_rewards.py"
+
+
+def example(name: str) -> str:
+    return f"{EXAMPLES}:{name}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer(ModelConfig(path="builtin:reviews"))
+
+
+def request(tokenizer: Any, texts: list[str], ended: list[bool] | None = None, **more: Any
+            ) -> RewardRequest:
+    """Responses in the tokenizer's own tokens, with EOS behind those that ended."""
+    ended = ended or [True] * len(texts)
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] * end
+           for text, end in zip(texts, ended, strict=True)]
+    given: dict[str, Any] = {"columns": {}, **more}
+    return RewardRequest(["The film"] * len(texts), texts, ids, tokenizer=tokenizer, ended=ended,
+                         **given)
+
+
+STYLES = {"dense_reward_fn": "trlx", "think_format_reward": "trl", "logging_reward": "trl",
+          "soft_overlong": "trl", "compute_score": "verl", "my_reward_fn": "verl",
+          "reward_func": "openrlhf", "sentiment": "ppocli", "mixture": "ppocli"}
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_a_style_is_told_by_the_signature_and_can_be_named(name):
+    assert with_styles(RewardConfig(fn=example(name))).style == STYLES[name]
+    assert with_styles(RewardConfig(fn=example(name), style="trl")).style == "trl"
+    assert with_styles(RewardConfig(fn=example(name), style="ppocli")).style == "ppocli"
+
+
+def test_what_ships_is_called_our_way(monkeypatch):
+    for name in BUILTIN_REWARDS:
+        target: Any = locate_reward(name, key="reward.fn").target
+        kwargs = {"classifier": {"model": "m"}, "reward_model": {"model": "m"},
+                  "http": {"url": "u"}, "length": {"target": 1}}.get(name, {})
+        cfg = RewardConfig(fn=name, kwargs=kwargs)
+        assert with_styles(cfg) == replace(cfg, style="ppocli"), target
+
+
+def test_trlx_dense_example(tokenizer):
+    texts = [" was a truly wonderful film.", " was a truly wonderful film.", ""]
+    asked = request(tokenizer, texts, [True, False, True])
+    found = build_reward(RewardConfig(fn=example("dense_reward_fn"))).score(asked)
+    assert found.dense == [[0, 0, 0, 0.25, 0, 0, 1.0], [0, 0, 0, 0.25, 0, 1.0], [1.0]]
+    # as it was: the EOS text is not there, and the lists are too short
+    with refused(RewardError, "a list of 6 numbers, but the response has 7 tokens"):
+        build_reward(RewardConfig(fn=example("dense_reward_fn"), style="ppocli")).score(
+            request(tokenizer, texts[:1]))
+
+
+def test_a_bonus_for_the_end_of_text_is_given_as_trlx_gives_it(tokenizer):
+    def bonus(samples, prompts, outputs, tokenizer, **kwargs):
+        assert samples == [p + o for p, o in zip(prompts, outputs, strict=True)]
+        return [float(output.endswith(tokenizer.eos_token)) for output in outputs]
+
+    seen = []
+
+    def trimmed(samples, prompts, outputs, tokenizer):
+        seen.extend(outputs)
+        return [0.0] * len(outputs)
+
+    asked = request(tokenizer, [" good", " bad"], [True, False])
+    assert build_reward(RewardConfig(), reward_fn=bonus).score(asked).scores == [1.0, 0.0]
+    # one that was trimmed at a stop sequence loses the white space before it; another does not
+    stopped = replace(asked, responses=[" good \n", " bad \n"], ended=[True, True], response_ids=[
+        asked.response_ids[0], [*asked.response_ids[1], 40]])
+    build_reward(RewardConfig(), reward_fn=trimmed).score(stopped)
+    assert seen == [" good \n<eos>", " bad<eos>"]
+
+
+def test_dense_numbers_go_where_the_text_of_their_token_ends():
+    tok = utf8_bytes()  # a token a byte
+    text = "was né"
+    ids = tok(text)["input_ids"]
+
+    def each(samples, prompts, outputs, tokenizer):
+        return [[float(i + 1) for i in range(len(tokenizer(out)["input_ids"]))] for out in outputs]
+
+    reward = build_reward(RewardConfig(), reward_fn=each)
+    whole = request(tok, [text])
+    assert reward.score(whole).dense == [[1, 2, 3, 4, 5, 6, 7, 8]]
+    # trimmed at a stop sequence of three tokens: EOS is the end of what was sampled
+    stop = RewardRequest(["p"], [text], [[*ids, *tok("###")["input_ids"]]], {}, tok, ended=[True])
+    assert reward.score(stop).dense == [[1, 2, 3, 4, 5, 6, 7, 0, 0, 8]]
+    # a tokenizer that puts a token in front of every text: its number is the first token's
+    front = words(front=True)
+    asked = request(front, ["the film"])
+    assert reward.score(asked).dense == [[1 + 2, 3, 4]]
+    # of our own tokens' length they are taken as they are
+    reward = build_reward(RewardConfig(style="trlx"), reward_fn=lambda outputs: [[5, 6, 7]])
+    assert reward.score(asked).dense == [[5, 6, 7]]
+
+
+def test_dense_numbers_keep_their_sum_where_tokens_differ(tokenizer):
+    pieces = [" w", "as", " a", " tru", "ly", " wonder", "ful"]
+    ids = [i for piece in pieces for i in tokenizer(piece, add_special_tokens=False)["input_ids"]]
+    text = "".join(pieces)
+    again = tokenizer(text)["input_ids"]
+    assert len(again) < len(ids)
+
+    def each(samples, prompts, outputs, tokenizer):
+        return [[float(i + 1) for i in range(len(tokenizer(outputs[0])["input_ids"]))]]
+
+    asked = RewardRequest(["p"], [text], [[*ids, tokenizer.eos_token_id]], {}, tokenizer,
+                          ended=[True])
+    [dense] = build_reward(RewardConfig(), reward_fn=each).score(asked).dense or []
+    assert sum(dense) == sum(range(1, len(again) + 2))
+    ends = [len(tokenizer.decode(ids[:i + 1])) for i in range(len(ids))]
+    for number, token in enumerate(again, start=1):
+        end = len(tokenizer.decode(again[:number]))
+        assert dense[next(i for i, e in enumerate(ends) if e >= end)] >= number, token
+
+
+def test_conversations_reach_a_function_of_trls_as_messages():
+    tok = words(chat=CHATML)
+    said = [{"role": "user", "content": "the film"}, {"role": "assistant", "content": "good"},
+            {"role": "user", "content": "you ?"}]
+    items = [{"prompt": "it was"}, {"prompt": said}]
+    found = load_prompts(PromptsConfig(items=items, chat=True, shuffle=False), tok, seed=0,
+                         max_prompt_tokens=64)
+    batch = found.batch([1, 0], [0, 1], 0).first(2).rows([0, 1])
+    seen: list[Any] = []
+
+    def format_reward(prompts, completions, **kwargs):
+        seen.extend(zip(prompts, completions, strict=True))
+        return [float(c[0]["content"] == "good") for c in completions]
+
+    asked = RewardRequest(batch.texts, ["good", "bad"], [[5], [6]], {}, tok,
+                          messages=batch.messages)
+    reward = build_reward(RewardConfig(), reward_fn=format_reward)
+    assert reward.score(asked).scores == [1.0, 0.0]
+    assert seen[0] == (said, [{"role": "assistant", "content": "good"}])
+    assert seen[1][0] == [{"role": "user", "content": "it was"}]
+    # plain prompts stay texts
+    plain = load_prompts(PromptsConfig(items=items[:1]), tok, seed=0, max_prompt_tokens=64)
+    assert plain.batch([0], [0], 0).messages == []
+    named = build_reward(RewardConfig(style="ppocli"),
+                         reward_fn=lambda completions: [float(len(c)) for c in completions])
+    assert named.score(asked).scores == [4.0, 3.0]
+
+
+def test_trl_state_and_logs(tokenizer):
+    asked = request(tokenizer, [r" \boxed{2}", " none"], columns={"ground_truth": ["2", "5"]},
+                    progress=(3, 10, 1.5))
+    reward = build_reward(RewardConfig(fn=example("logging_reward")))
+    found = reward.score(asked)
+    assert found.scores == [1.3, 0.3]
+    assert found.logs == [
+        {"extra": {"golden": "2", "found": "2"}, "logged": {"accuracy": 0.5}},
+        {"extra": {"golden": "5", "found": "[none]"}, "logged": {"accuracy": 0.5}}]
+
+    def states(completions, trainer_state):
+        assert (trainer_state.epoch, trainer_state.num_train_epochs) == (1.5, 5)
+        return [1.0] * len(completions)
+
+    build_reward(RewardConfig(), reward_fn=states).score(asked)
+
+    def short(completions, log_extra):
+        log_extra("half", [1])
+        return [1.0] * len(completions)
+
+    with refused(RewardError, "short", "logged 1 values for 2 samples as column 'half'"):
+        build_reward(RewardConfig(), reward_fn=short).score(asked)
+
+
+def test_a_call_that_is_made_again_logs_once(tokenizer):
+    calls = []
+
+    def flaky(completions, log_metric):
+        log_metric("tries", len(calls))
+        calls.append(1)
+        if len(calls) == 1:
+            raise ValueError("once")
+        return [1.0] * len(completions)
+
+    found = build_reward(RewardConfig(retries=1), reward_fn=flaky).score(request(tokenizer, ["a"]))
+    assert found.logs == [{"logged": {"tries": 1.0}}]
+
+
+VERL = {"data_source": ["openai/gsm8k"] * 2,
+        "reward_model": [{"style": "rule", "ground_truth": "72"}] * 2,
+        "extra_info": [{"split": "train", "index": 7}, None]}
+
+
+def test_verl_examples(tokenizer, caplog):
+    asked = request(tokenizer, ["so #### 72", "so 72"], columns=VERL)
+    with caplog.at_level(logging.WARNING):
+        reward = build_reward(RewardConfig(fn=example("compute_score")), columns=list(VERL))
+    assert not caplog.records
+    found = reward.score(asked)
+    assert found.scores == [1.0, -1.0]
+    assert found.logs[0] == {"extra": {"acc": True, "pred": "72"}, "logged": {"acc": 0.5}}
+    # ground_truth may be a column of its own, and awaited functions run together
+    plain = replace(asked, columns={"ground_truth": ["72", "so"], "data_source": ["x", "x"]})
+    assert build_reward(RewardConfig(fn=example("awaited_score"))).score(plain).scores == [1.0, 0.0]
+    # constants come from reward.kwargs, as from verl's reward_kwargs
+    cfg = RewardConfig(fn=example("my_reward_fn"), kwargs={"data_source": "mine", "per": 10})
+    assert build_reward(cfg).score(plain).scores == [1.0, 0.5]
+    with refused(RewardError, "needs an argument 'data_source'", "reward.kwargs.data_source=..."):
+        build_reward(RewardConfig(fn=example("compute_score")), columns=["ground_truth"])
+    bad = build_reward(RewardConfig(style="verl"), reward_fn=lambda solution_str: {"acc": 1})
+    with refused(RewardError, "a dict without 'score'"):
+        bad.score(asked)
+
+
+def test_openrlhf_example(tokenizer):
+    asked = request(tokenizer, [" 2", " 3"], columns={"answer": ["2", "2"]})
+    reward = build_reward(RewardConfig(fn=example("reward_func")), columns=["answer"])
+    found = reward.score(asked)
+    assert found.scores == [1.0, 0.0]
+    assert found.logs[1]["logged"] == {"math_accuracy": 0.5, "per_sample": 0.5}
+
+    def plain(queries, prompts, labels):
+        assert queries == ["The film 2<eos>", "The film 3<eos>"]
+        assert set(labels) == {""}
+        return torch.tensor([1.0, 2.0])
+
+    assert build_reward(RewardConfig(), reward_fn=plain).score(
+        replace(asked, columns={})).scores == [1.0, 2.0]
+    with refused(RewardError, "needs an argument 'labels'", "prompts.columns"):
+        build_reward(RewardConfig(fn=example("reward_func")), columns=["answer", "level"])
+
+
+@contextmanager
+def served(cfg: RewardConfig, tokenizer: Any) -> Iterator[str]:
+    server = RewardServer("127.0.0.1", 0, build_reward(replace(cfg, on_invalid="skip")),
+                          max_body=2**20, tokenizer=tokenizer)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}/score"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.parametrize("name", ["dense_reward_fn", "think_format_reward", "logging_reward",
+                                  "compute_score", "reward_func"])
+def test_a_server_calls_them_alike(name, tokenizer):
+    texts = [" <think>a</think> #### 72", " so", " was a fine film."]
+    asked = request(tokenizer, texts, [True, False, True], progress=(2, 5, 0.5))
+    columns = {"compute_score": {name: [*cells, cells[0]] for name, cells in VERL.items()},
+               "reward_func": {"labels": ["72"] * 3}, "logging_reward": {
+                   "ground_truth": ["1", "2", "3"]}}.get(name, {})
+    asked = replace(asked, columns=columns, messages=[
+        [{"role": "user", "content": "The film"}]] * 3 if name == "think_format_reward" else ())
+    cfg = RewardConfig(fn=example(name))
+    here = build_reward(cfg).score(asked)
+    with served(cfg, tokenizer) as url:
+        there = build_reward(RewardConfig(fn="http", kwargs={"url": url, "batch_size": 3})).score(
+            asked)
+    assert (there.scores, there.dense, there.logs) == (here.scores, here.dense, here.logs)
+
+
+def test_a_server_without_tokenizer_says_what_it_needs(tokenizer):
+    with served(RewardConfig(fn=example("dense_reward_fn")), None) as url, \
+            refused(RewardError, "takes the policy's tokenizer"):
+        build_reward(RewardConfig(fn="http", kwargs={"url": url, "retries": 0})).score(
+            request(tokenizer, [" good"]))
+
+
+def test_a_run_settles_styles_and_a_resume_keeps_them(world, command):
+    (world / "prompts.jsonl").write_text("".join(
+        json.dumps({"prompt": text, "ground_truth": "good", "data_source": "d"}) + "\n"
+        for text in ("the film", "i saw", "this plot was", "it")))
+    (world / "elsewhere.py").write_text(EXAMPLES.read_text())
+    fns = {"dense": "dense_reward_fn", "log": "logging_reward", "verl": "my_reward_fn",
+           "ours": "sentiment"}
+    given = ["run_name=mixed", "~reward.fn", "ppo.num_steps=2", "ppo.num_rollouts=6",
+             "tracking.log_rollouts=true", "eval.every_steps=1",
+             *(f"reward.fns.{name}.fn=elsewhere.py:{fn}" for name, fn in fns.items())]
+    told = [word for word in run_words(*given) if not word.startswith("reward.fn=")]
+    done = command(*[word for word in told if word != "~reward.fn"], code=0)
+    assert "is called as trlX does (reward.style)" in done.said
+    folder = world / "runs/mixed"
+    cfg = resolved.read_config(folder / "config.yaml")
+    assert {name: entry.get("style") for name, entry in cfg.reward.fns.items()} == {
+        "dense": "trlx", "log": "trl", "verl": "verl", "ours": None}
+    assert cfg.reward.style == "ppocli"
+    rows = jsonl(folder / "metrics.jsonl")
+    assert all("logged/accuracy" in row and "eval/logged/accuracy" in row for row in rows[1:])
+    samples = jsonl(folder / "samples.jsonl")
+    assert all(row["extra"]["golden"] == "good" for row in samples)
+    steps = {row["extra"]["at"] for row in samples if row["kind"] == "rollout"}
+    assert steps == {"0/2", "1/2"}
+    assert {row["extra"]["at"] for row in samples if row["kind"] == "eval"} == {"0/2", "1/2", "2/2"}
+    # what a run has found for a function stays; what is found for another is its own
+    again = command("resume=runs/mixed", "ppo.num_steps=3", "reward.fns.ours.fn=rewards.py:plain",
+                    "reward.fns.log.fn=elsewhere.py:mixture", code=0)
+    assert "changed on resume: reward.fns.dense" not in again.said
+    after = resolved.read_config(folder / "config.yaml").reward.fns
+    assert after["dense"]["style"] == "trlx"
+    assert "style" not in after["log"]
+    assert resolved.read_config(folder / "config.yaml").reward.style == "ppocli"
+
+
+def test_a_run_from_before_styles_is_called_as_it_was(world):
+    (world / "elsewhere.py").write_text(EXAMPLES.read_text())
+    given = run_words("run_name=old", "reward.fn=elsewhere.py:ends")
+    config = resolved.with_absolute_paths(compose(read_words(given)).config, world)
+    path = world / "runs/old/config.yaml"
+    path.parent.mkdir(parents=True)
+    now = resolved.config_text(config)
+    path.write_text(now.replace("  style: auto\n", "", 1))
+    assert len(path.read_text()) < len(now)
+    for more, style in ((["resume=runs/old"], "ppocli"), ([*given, "resume=auto"], "ppocli"),
+                        (["resume=runs/old", "reward.style=trlx"], "trlx"),
+                        ([*given, "resume=auto", "reward.style=trlx"], "trlx"),
+                        (["resume=runs/old", "reward.fn=rewards.py:plain"], "auto")):
+        told: list[str] = []
+        with open_folder(check(compose(read_words(more))), None, told.append) as start:
+            assert start.config().reward.style == style
+        assert any("reward.style" in line for line in told) == (style != "ppocli")
+    assert with_styles(RewardConfig(fn="elsewhere.py:ends")).style == "trlx"
+
+
+def test_validate_shows_the_style(world, command, capsys):
+    (world / "elsewhere.py").write_text(EXAMPLES.read_text())
+    app = app_in_process(capsys, "validate")
+    assert "reward elsewhere.py:dense_reward_fn (style trlx)" in app(
+        *run_words("reward.fn=elsewhere.py:dense_reward_fn"), code=0).out
+    assert "did you mean trlx" in app(*run_words("reward.style=trlxx"), code=2).said
+    assert "give reward.style=trl to ppocli serve-reward" in app(
+        *run_words("reward.fn=http", "reward.style=trl"), code=2).said
+    assert "must be one of auto, ppocli, trl" in app(
+        *run_words("~reward.fn", "reward.fns.a.fn=length", "reward.fns.a.style=TRL"),
+        code=2).said
+
+
+def test_a_chat_is_trained_on_a_function_of_trls(world, command):
+    save_talker(world / "talker")
+    (world / "elsewhere.py").write_text(EXAMPLES.read_text())
+    command(*run_words("model.path=./talker", "prompts.chat=true", "ppo.num_steps=1",
+                       "reward.fn=elsewhere.py:only_messages", "run_name=chat"), code=0)
+    assert resolved.read_config(world / "runs/chat/config.yaml").reward.style == "trl"
