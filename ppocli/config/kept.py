@@ -1,7 +1,12 @@
 """What a run was last started with, kept in its run.json: whether its config.yaml still says so."""
 
+import copy
 import json
+from contextlib import suppress
 from pathlib import Path
+
+import yaml
+from omegaconf.errors import OmegaConfBaseException
 
 from ppocli.config import resolved
 from ppocli.config.problems import shown
@@ -25,6 +30,12 @@ def kept_texts(run_dir: Path) -> list[str]:
             if isinstance(told, dict) and isinstance(text := told.get(name), str)]
 
 
+def _config_of(text: str) -> TrainConfig | None:
+    with suppress(yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError):
+        return copy.deepcopy(resolved.parsed(text))
+    return None
+
+
 def settings_before(run_dir: Path, *, accept_changes: bool) -> TrainConfig:
     """The configuration that a run was last started with, to compare the next one with.
 
@@ -36,7 +47,7 @@ def settings_before(run_dir: Path, *, accept_changes: bool) -> TrainConfig:
     """
     path = run_dir / resolved.CONFIG_FILE
     now = resolved.read_config(path)
-    kept = [config for text in kept_texts(run_dir) if (config := resolved.config_of(text))]
+    kept = [config for text in kept_texts(run_dir) if (config := _config_of(text))]
     differ = [resolved.config_differences(config, now) for config in kept]
     if all(differ) and kept and not accept_changes:
         lines = [f"  {key}: {shown(before)} -> {shown(after)}" for key, before, after in differ[0]]

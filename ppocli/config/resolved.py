@@ -11,7 +11,6 @@ import re
 import shlex
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -104,7 +103,7 @@ def read_config(path: Path) -> TrainConfig:
     """
     fix = "give the folder of a run that ppocli made; its config.yaml must be unchanged"
     try:
-        config = _parsed(bounded.read_bytes(path).decode("utf-8"))
+        config = parsed(bounded.read_bytes(path).decode("utf-8"))
     except FileNotFoundError:
         if (path.parent / "run.json").is_file():
             raise CheckpointError(
@@ -130,7 +129,7 @@ def read_config(path: Path) -> TrainConfig:
 
 
 @functools.lru_cache(maxsize=16)
-def _parsed(text: str) -> TrainConfig | None:
+def parsed(text: str) -> TrainConfig | None:
     """What the text of a config.yaml says, None for nothing.
 
     A command reads the file of its run in several places, and parsing it takes long.
@@ -155,13 +154,6 @@ def _refuse_interpolation(text: str) -> str:
         raise yaml.YAMLError(f"{found[1]!r} is an interpolation, and a run's configuration holds "
                              "plain values only")
     return text
-
-
-def config_of(text: str) -> TrainConfig | None:
-    """What :func:`config_text` gave, read again; None where it is damaged."""
-    with suppress(yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError):
-        return copy.deepcopy(_parsed(text))
-    return None
 
 
 def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
