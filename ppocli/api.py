@@ -50,8 +50,8 @@ class TrainedRun:
         Args:
             prompts: texts.
             seed: of the sampling; equal seeds give equal responses.
-            sampling: overrides: max_new_tokens, min_new_tokens, temperature, top_k, top_p,
-                do_sample, stop_sequences.
+            sampling: overrides: max_new_tokens, min_new_tokens, temperature, top_k, top_p, min_p,
+                repetition_penalty, do_sample, stop_sequences, ignore_eos.
 
         Raises:
             ConfigError: an unknown override, or no list of texts as prompts.

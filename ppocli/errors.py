@@ -55,6 +55,20 @@ class ConfigError(PpocliError):
     exit_code = 2
 
 
+class AmbiguousError(ConfigError):
+    """A word that names two things.
+
+    Args:
+        given: the word.
+        choices: what to type for each of them.
+    """
+
+    def __init__(self, given: str, choices: tuple[str, str]) -> None:
+        super().__init__(f"{given} is both {' and '.join(choices)}.",
+                         fix=f"write {' or '.join(choices)}")
+        self.given, self.choices = given, choices
+
+
 class InputError(PpocliError):
     """A model, tokenizer, prompt file or data set is missing or unusable."""
 

@@ -233,9 +233,11 @@ def _hindrance(frontier: dict[str, Any], sampling: dict[str, Any]) -> str:
     if frontier["policy"]["kl"] is None:
         return "its KL is not known"
     if not (sampling["do_sample"] and sampling["temperature"] == 1.0 and sampling["top_k"] == 0
-            and sampling["top_p"] >= 1.0 and sampling["min_new_tokens"] == 0):
-        return ("responses were not drawn at temperature 1 without top-k, top-p and a minimum "
-                "length")
+            and sampling["top_p"] >= 1.0 and sampling["min_new_tokens"] == 0
+            and sampling.get("min_p", 0.0) == 0.0
+            and sampling.get("repetition_penalty", 1.0) == 1.0):
+        return ("responses were not drawn at temperature 1 without top-k, top-p, min-p, a "
+                "repetition penalty and a minimum length")
     return (f"too few responses have a score; it takes all {frontier['samples_each']} of the base "
             "to a prompt, and one of the policy")
 

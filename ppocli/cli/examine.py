@@ -21,6 +21,7 @@ from ppocli.launching import opened_folder
 from ppocli.launching.target_config import allow_code
 from ppocli.rewards.scoring import check_reward_config, with_styles
 from ppocli.storage.checkpoints import find_latest
+from ppocli.storage.model_files import eos_text
 from ppocli.storage.run_folder import RunFolder, probe_writable
 from ppocli.text import clean, counted, figure
 from ppocli.tracking.trackers import check_trackers
@@ -66,6 +67,8 @@ class Examined:
     problems: list[PpocliError] = field(default_factory=list)
     plans: list[Plan] = field(default_factory=list)
     config: schema.TrainConfig | None = None
+    warnings: list[str] = field(default_factory=list)
+    """what may be meant, and most often isn't"""
 
     @contextmanager
     def taking(self) -> Iterator[None]:
@@ -133,6 +136,7 @@ def _examine_sweep(words: Words, found: Examined) -> None:
     for job, one in jobs:
         found.config = found.config or one.config
         place = Path(given or f"{one.config.output_dir if one.config else ''}/sweep-DATE-TIME")
+        found.warnings += one.warnings
         found.plans += [replace(plan, folder=str(place / str(job.number))) for plan in one.plans]
         for problem in one.problems:
             told.setdefault(str(problem), (problem, []))[1].append(job.number)
@@ -171,7 +175,7 @@ def _examine_config(composed: Composed, config: schema.TrainConfig, found: Exami
             opened_folder.check_deepspeed(config)
     count, columns = None, None
     if not any(key.startswith("prompts") for key in wrong):
-        count, columns = _examine_prompts(config.prompts, found)
+        count, columns = _examine_prompts(config, found)
     try:
         allow_code(composed)
     except PpocliError as error:
@@ -194,7 +198,7 @@ def _examine_config(composed: Composed, config: schema.TrainConfig, found: Exami
     return count, wrong
 
 
-def _examine_prompts(prompts: schema.PromptsConfig, found: Examined
+def _examine_prompts(config: schema.TrainConfig, found: Examined
                      ) -> tuple[int | None, list[str] | None]:
     """How many training prompts there are and the metadata columns that rewards will get, None
     where that isn't known without the Hub."""
@@ -202,8 +206,8 @@ def _examine_prompts(prompts: schema.PromptsConfig, found: Examined
     columns: list[str] | None = None
     for spec_of in (sources.training_spec, sources.evaluation_spec):
         with found.taking():
-            spec = spec_of(prompts, None)
-            rows = _rows(spec)
+            spec = spec_of(config.prompts, None)
+            rows = _rows(spec, config.model, found)
             names = list(render.metadata(rows, spec)) if rows else []
             if spec_of is sources.training_spec and rows is not None:
                 count = len(rows) if spec.has_source else 1  # the BOS token alone
@@ -211,7 +215,8 @@ def _examine_prompts(prompts: schema.PromptsConfig, found: Examined
     return count, columns
 
 
-def _rows(spec: sources.PromptSpec) -> list[Any] | None:
+def _rows(spec: sources.PromptSpec, model: schema.ModelConfig, found: Examined
+          ) -> list[Any] | None:
     """The rows of a source on this machine; None for a data set of the Hub."""
     if not spec.has_source:
         return []
@@ -220,7 +225,11 @@ def _rows(spec: sources.PromptSpec) -> list[Any] | None:
     rows = render.take_rows(sources.open_rows(spec, []), spec, [],
                             most=spec.limit if spec.key == "prompts" else None)
     if not spec.chat:  # a chat template is the tokenizer's, which isn't loaded here
-        render.prompt_texts(rows, spec, None)  # type: ignore[arg-type]
+        texts = render.prompt_texts(rows, spec, None)  # type: ignore[arg-type]
+        eos = eos_text(model.tokenizer_path or model.path, model.revision)
+        ended = [row for row, text in zip(rows, texts, strict=True) if eos and text.endswith(eos)]
+        if ended:
+            found.warnings.append(f"{spec.key}: {render.ends_in_eos(ended, eos)}")
     return rows
 
 
@@ -305,6 +314,8 @@ def validate_words(words: Sequence[str], *, deep: bool = False, as_json: bool = 
         StoppedError: a signal ended the rehearsal.
     """
     found = examine(words)
+    for warning in dict.fromkeys(found.warnings):
+        say(f"warning: {clean(warning)}")
     rehearsal = None
     if deep and not found.problems and found.config is not None:
         say(f"loading {found.config.model.path}")

@@ -40,6 +40,8 @@ def generate(
             "K", "Responses to each prompt.", "--num-samples", "-n", default=1, min=1),
         max_new_tokens: opt.MaxNew = None, min_new_tokens: opt.MinNew = None,
         temperature: opt.Temperature = None, top_k: opt.TopK = None, top_p: opt.TopP = None,
+        min_p: opt.MinP = None, repetition_penalty: opt.Penalty = None,
+        ignore_eos: opt.IgnoreEos = False,
         greedy: opt.Greedy = False, stop: opt.Stop = None, seed: opt.Seed = 0,
         trust: opt.Trust = False,
         chat: bool | None = option(None, "Render prompts with the chat template, or use them as "
@@ -103,6 +105,8 @@ def chat(
         ctx: typer.Context, run: Run = None, overrides: Overrides = None,
         max_new_tokens: opt.MaxNew = None, min_new_tokens: opt.MinNew = None,
         temperature: opt.Temperature = None, top_k: opt.TopK = None, top_p: opt.TopP = None,
+        min_p: opt.MinP = None, repetition_penalty: opt.Penalty = None,
+        ignore_eos: opt.IgnoreEos = False,
         greedy: opt.Greedy = False, stop: opt.Stop = None, seed: opt.Seed = 0,
         trust: opt.Trust = False,
         system: opt.System = None, step: opt.Step = None, best: opt.Best = False,

@@ -15,7 +15,8 @@ import typer
 from typer.core import TyperCommand
 
 from ppocli.builtin.names import config_groups, recipe_files
-from ppocli.cli.output import code_of, leave
+from ppocli.cli.output import choice_of, code_of, leave
+from ppocli.errors import AmbiguousError
 
 WORDS = {"ignore_unknown_options": True, "allow_extra_args": True}
 """context settings of commands that take words with leading dashes for Hydra"""
@@ -34,9 +35,24 @@ class Command(TyperCommand):
     """A command whose function ends the process: with a message and an exit code of its own."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the function; see :func:`ppocli.cli.output.code_of`."""
+        """Run the function; see :func:`ppocli.cli.output.code_of`. A word that names two things is
+        asked about, and the function run with the answer."""
         invoke = super().invoke
-        leave(code_of(lambda: invoke(ctx)))
+
+        def run() -> None:
+            try:
+                invoke(ctx)
+            except AmbiguousError as error:
+                chosen = choice_of(error)
+                meant = {error.given: chosen}
+                for name, value in ctx.params.items():
+                    if isinstance(value, list | tuple):
+                        ctx.params[name] = [meant.get(each, each) for each in value]
+                    elif value == error.given:
+                        ctx.params[name] = chosen
+                invoke(ctx)
+
+        leave(code_of(run))
 
 
 class HydraCommand(Command):
@@ -216,6 +232,14 @@ Temperature = Annotated[float | None, typer.Option(metavar="T", help="Softmax te
 TopK = Annotated[int | None, typer.Option(
     metavar="K", help="Sample among the K most likely tokens (0: all).")]
 TopP = Annotated[float | None, typer.Option(metavar="P", help="Nucleus sampling (1: all).")]
+MinP = Annotated[float | None, typer.Option(
+    metavar="P", help="Leave out tokens below this share of the most likely one's probability "
+    "(0: none).")]
+Penalty = Annotated[float | None, typer.Option(
+    metavar="X", help="Make tokens less likely that are in the prompt or the response already "
+    "(1: off).")]
+IgnoreEos = Annotated[bool, typer.Option(
+    "--ignore-eos", help="Go on after the model's end-of-sequence token.")]
 Greedy = Annotated[bool, typer.Option("--greedy", help="Always take the most likely token.")]
 Stop = Annotated[list[str] | None, typer.Option(
     metavar="TEXT", help="A text that ends a response (repeatable).")]

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ppocli.errors import ConfigError, DiskError, PpocliError, StoppedError
+from ppocli.errors import AmbiguousError, ConfigError, DiskError, PpocliError, StoppedError
 from ppocli.parallel.launchers import Launched, find_launch
 from ppocli.text import printable, printable_json
 
@@ -187,6 +187,24 @@ def code_of(run: Callable[[], object]) -> int:
         complain("This is a bug in ppocli; please report it with the lines above.")
         return 1
     return 0
+
+
+def choice_of(error: AmbiguousError) -> str:
+    """What the user means, asked on the terminal.
+
+    Raises:
+        AmbiguousError: there is none to ask on, or the answer is neither.
+    """
+    if sys.stdin is None or not sys.stdin.isatty():
+        raise error
+    first, second = error.choices
+    print(f"{error.what} Which one? [1: {first}, 2: {second}] ", end="", file=sys.stderr,
+          flush=True)
+    answer = sys.stdin.readline().strip()
+    meant = {"1": first, "2": second, first: first, second: second}
+    if answer not in meant:
+        raise error
+    return meant[answer]
 
 
 def leave(code: int) -> NoReturn:

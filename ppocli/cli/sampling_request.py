@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ppocli.rewards.scoring import Reward
 
 MAX_SEED = 2**63
-SHAPING = ("temperature", "top_k", "top_p")
+SHAPING = ("temperature", "top_k", "top_p", "min_p")
 """sampling settings that count only where something is drawn"""
 
 
@@ -79,14 +79,16 @@ def sampling_request(ctx: typer.Context) -> SamplingRequest:
     if given["seed"] >= MAX_SEED:
         raise ConfigError(f"--seed {given['seed']} is too large.", where="--seed",
                           fix="a number below 2**63")
-    flags = {name: given[name] for name in (*SHAPING, "max_new_tokens", "min_new_tokens")
-             if given[name] is not None}
+    flags = {name: given[name] for name in (*SHAPING, "max_new_tokens", "min_new_tokens",
+                                            "repetition_penalty") if given[name] is not None}
     shaping = [name for name in SHAPING if name in flags]
     if shaping and given["greedy"]:
         raise ConfigError(f"--greedy takes the most likely token; {_option(shaping[0])} would "
                           "change nothing.", where="command line", fix="give one of them")
     if shaping or given["greedy"]:
         flags["do_sample"] = not given["greedy"]
+    if given["ignore_eos"]:
+        flags["ignore_eos"] = True
     if given["stop"]:
         flags["stop_sequences"] = list(given["stop"])
     return request_of(SamplingRequest, ctx, run=run, words=tuple(words), flags=flags)

@@ -136,7 +136,7 @@ def resume_words(run: str, words: Sequence[str]) -> list[str]:
     run's name below ``runs``."""
     from ppocli.runs.target import run_named
 
-    return [f"resume={run if isdir(run) else run_named(run, which=isdir)}", *words]
+    return [f"resume={run_named(run, which=isdir)}", *words]
 
 
 def _train(words: Words, meeting: Meeting | None = None) -> None:

@@ -111,8 +111,9 @@ def _fields(kind: str, model: schema.ModelConfig) -> keys.Rules:
 
 
 def _lora(model: schema.ModelConfig, settings: Mapping[str, Any]) -> keys.Rules:
-    yield (settings.get("lora_dropout"), "model.peft.lora_dropout",
-           "must be 0: with dropout the ratio would not be 1 before the first update")
+    dropout = settings.get("lora_dropout", 0.0)
+    yield (isinstance(dropout, (int, float)) and not 0 <= dropout < 1, "model.peft.lora_dropout",
+           f"{dropout} must be >= 0 and < 1")
     init = settings.get("init_lora_weights", True)
     yield (init not in (True, False, "gaussian", "orthogonal"), "model.peft.init_lora_weights",
            f"{init} must be one of true, false, gaussian, orthogonal: others change the base, or "

@@ -297,6 +297,11 @@ def _generation(config: schema.TrainConfig) -> Rules:
            "eval.ref_responses, model.reference.kind",
            "there is no reference whose responses could be shown")
     yield ("" in train.stop_sequences, "generation.stop_sequences", "must not hold an empty text")
+    yield (train.ignore_eos and config.reward.missing_eos_penalty
+           and not train.stop_sequences and not train.stop_token_ids,
+           "generation.ignore_eos, reward.missing_eos_penalty",
+           "no response could end, and each would get the penalty: leave one of them out, or say "
+           "what ends a response with generation.stop_sequences or stop_token_ids")
 
 
 def _why_not(metadata: Mapping[str, Any], item: Any) -> str:

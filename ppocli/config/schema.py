@@ -42,7 +42,8 @@ class ValueConfig:
 
 @dataclass
 class ModelConfig:
-    path: str = key(MISSING, "a folder, a Hub name, or builtin:reviews / builtin:randomwalks")
+    path: str = key(MISSING, "a folder, a Hub name, or builtin:reviews / builtin:randomwalks; an "
+                    "adapter goes on under model.peft, and is merged without it")
     revision: Optional[str] = key(None, "branch, tag or commit of a Hub model")
     arch: str = key("auto", "a 'causal' model that continues the prompt, or an encoder-decoder "
                     "('seq2seq') that answers it (auto: what the model's files say)",
@@ -132,6 +133,8 @@ class EvalPromptsConfig:
     template: Optional[str] = key(None, "text with {prompt} and {column} placeholders")
     chat: Optional[bool] = key(None, "render with the tokenizer's chat template")
     max_length: Optional[int] = key(None, "longest prompt in tokens", ge=1)
+    overlong: Optional[str] = key(None, "'cut' a prompt that is longer, or 'drop' it",
+                                  choices=("cut", "drop"))
     truncation_side: Optional[str] = key(None, "which end of a long prompt is cut",
                                          choices=("left", "right"))
 
@@ -155,6 +158,8 @@ class PromptsConfig:
     chat: bool = key(False, "render with the tokenizer's chat template")
     max_length: Optional[int] = key(None, "longest prompt in tokens (default: what fits the "
                                     "model beside max_new_tokens)", ge=1)
+    overlong: str = key("cut", "'cut' a prompt that is longer than that, or 'drop' it",
+                        choices=("cut", "drop"))
     truncation_side: str = key("left", "which end of a long prompt is cut",
                                choices=("left", "right"))
     shuffle: bool = key(True, "draw a new order every epoch from the seed")
@@ -171,6 +176,10 @@ class EvalGenerationConfig:
     temperature: Any = key(None, "softmax temperature", each=float, gt=0)
     top_k: Any = key(None, "sample among the k likeliest tokens (0: all)", each=int, ge=0)
     top_p: Any = key(None, "nucleus sampling (1: all)", each=float, gt=0, le=1)
+    min_p: Any = key(None, "leave out tokens below this share of the likeliest one's probability "
+                     "(0: none)", each=float, ge=0, le=1)
+    repetition_penalty: Any = key(None, "make tokens less likely that are there already (1: off)",
+                                  each=float, gt=0)
     do_sample: Any = key(None, "sample, or take the likeliest token", each=bool)
 
 
@@ -182,11 +191,18 @@ class GenerationConfig:
     temperature: float = key(1.0, "softmax temperature; policy and reference use it too", gt=0)
     top_k: int = key(0, "sample among the k likeliest tokens (0: all)", ge=0)
     top_p: float = key(1.0, "nucleus sampling (1: all)", gt=0, le=1)
+    min_p: float = key(0.0, "leave out tokens below this share of the likeliest one's probability "
+                       "(0: none)", ge=0, le=1)
+    repetition_penalty: float = key(1.0, "divide the positive logits of tokens that are in the "
+                                    "prompt or the response already, multiply the negative ones "
+                                    "(1: off)", gt=0)
     do_sample: bool = key(True, "sample, or take the likeliest token")
     stop_sequences: list[str] = key([], "texts that end a response; trimmed from what the reward "
                                     "sees")
     stop_token_ids: list[int] = key([], "token ids that end a response, besides the model's EOS",
                                     ge=0)
+    ignore_eos: bool = key(False, "the model's EOS ends no response: only stop_sequences, "
+                           "stop_token_ids and max_new_tokens do")
     length_sampler: Optional[list[int]] = key(None, "[min, max] tokens that a rollout's response "
                                               "may have at most, drawn per response", ge=1)
     eval: EvalGenerationConfig = key(EvalGenerationConfig, "overrides at evaluation; one of them "

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date, time
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,14 @@ import torch
 from ppocli.config.schema import PromptsConfig
 from ppocli.data import render
 from ppocli.data.files import Row
-from ppocli.data.render import column_names, encode, metadata, note_count, take_rows
+from ppocli.data.render import (
+    column_names,
+    encode,
+    ends_in_eos,
+    metadata,
+    note_count,
+    take_rows,
+)
 from ppocli.data.sources import PromptSpec, evaluation_spec, open_rows, training_spec
 from ppocli.errors import InputError
 
@@ -85,6 +92,8 @@ class PromptSet:
     evaluation prompts when no others are given; empty if the prompts are the BOS token alone"""
     messages: list[list[dict[str, Any]]] = field(default_factory=list)
     """n prompts as conversations, where the chat template rendered them; else empty"""
+    warnings: tuple[str, ...] = ()
+    """sentences about what is likely wrong with them"""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -109,6 +118,14 @@ class PromptSet:
             indices=list(indices), episodes=list(episodes),
             messages=[self.messages[i] for i in indices] if self.messages else [])
 
+    def rows(self, places: Sequence[int]) -> PromptSet:
+        """The prompts at ``places``, with what is said of the whole."""
+        return replace(self, token_ids=[self.token_ids[i] for i in places],
+                       texts=[self.texts[i] for i in places],
+                       columns={name: [cells[i] for i in places]
+                                for name, cells in self.columns.items()},
+                       messages=[self.messages[i] for i in places] if self.messages else [])
+
     def digest(self) -> str:
         """SHA-256 (hex) over token ids and metadata: equal exactly if a resumed run sees the same.
 
@@ -129,8 +146,9 @@ def load_prompts(cfg: PromptsConfig, tokenizer: PreTrainedTokenizerBase, *, seed
     """The training prompts.
 
     Rows are read from ``cfg.path`` or ``cfg.items``; without either, the set is one prompt, the BOS
-    token alone with the text "". Blank prompts are dropped, duplicates kept, long ones cut; the
-    notes count them. ``cfg.shuffle`` is left to :func:`prompt_indices`.
+    token alone with the text "". Blank prompts are dropped, duplicates kept, long ones cut or, with
+    ``cfg.overlong=drop``, dropped; the notes count them. ``cfg.shuffle`` is left to
+    :func:`prompt_indices`.
 
     Args:
         seed: of the length sampler.
@@ -149,7 +167,7 @@ def load_prompts(cfg: PromptsConfig, tokenizer: PreTrainedTokenizerBase, *, seed
     notes: list[str] = []
     rows = take_rows(open_rows(spec, notes), spec, notes, most=spec.limit)
     return _build(rows, spec, tokenizer, seed=seed, max_prompt_tokens=max_prompt_tokens,
-                  notes=notes, eval_rows=tuple(_spread(rows, cfg.eval.limit)), whole=whole)
+                  notes=notes, num_eval=cfg.eval.limit, whole=whole)
 
 
 def load_eval_prompts(cfg: PromptsConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int,
@@ -177,8 +195,10 @@ def load_eval_prompts(cfg: PromptsConfig, tokenizer: PreTrainedTokenizerBase, *,
     source = open_rows(spec, notes) if spec.has_source else training.eval_rows
     # the whole source is read: its first rows are often of one kind (imdb is sorted by label)
     rows = take_rows(source, spec, notes)
-    return _build(_spread(rows, cfg.eval.limit), spec, tokenizer, seed=seed,
-                  max_prompt_tokens=max_prompt_tokens, notes=notes, whole=whole)
+    drops = spec.overlong == "drop"  # whatever is left is spread then
+    found = _build(rows if drops else _spread(rows, cfg.eval.limit), spec, tokenizer, seed=seed,
+                   max_prompt_tokens=max_prompt_tokens, notes=notes, whole=whole)
+    return found.rows(_evenly(len(found), cfg.eval.limit)) if drops else found
 
 
 def prompt_indices(start: int, count: int, *, n: int, seed: int, shuffle: bool) -> list[int]:
@@ -205,25 +225,34 @@ def prompt_indices(start: int, count: int, *, n: int, seed: int, shuffle: bool) 
 
 def _build(rows: list[Row], spec: PromptSpec, tokenizer: PreTrainedTokenizerBase, *, seed: int,
            max_prompt_tokens: int, notes: list[str], whole: bool,
-           eval_rows: tuple[Row, ...] = ()) -> PromptSet:
+           num_eval: int = 0) -> PromptSet:
     columns = metadata(rows, spec)
     conversations = render.prompt_cells(rows, spec) if spec.chat else []
     encoded = encode(render.prompt_texts(rows, spec, tokenizer), spec, tokenizer, seed=seed,
                      max_prompt_tokens=max_prompt_tokens, whole=whole)
+    drops = spec.overlong == "drop"
+    if not encoded.kept and encoded.overlong:
+        raise InputError(f"All prompts are longer than {encoded.longest} tokens "
+                         f"({encoded.overlong} of {len(rows)}).", where=f"{spec.key}.overlong=drop",
+                         fix=f"{spec.key}.overlong=cut, or a higher {spec.key}.max_length or lower "
+                             "generation.max_new_tokens")
     if not encoded.kept:
         raise InputError(f"The tokenizer makes no token of any of the {len(rows)} prompts.",
                          where=f"{spec.key}.column={spec.column}",
                          fix="is it the tokenizer of this model? (model.tokenizer_path)")
     same = len(encoded.kept) - len({tuple(ids) for ids in encoded.token_ids})
-    note_count(notes, len(rows) - len(encoded.kept), "had no token: dropped")
-    note_count(notes, encoded.cut, f"{{was}} longer than {encoded.longest} tokens: cut on the "
-                                   f"{spec.truncation_side}")
+    note_count(notes, len(rows) - len(encoded.kept) - drops * encoded.overlong,
+               "had no token: dropped")
+    note_count(notes, encoded.overlong, f"{{was}} longer than {encoded.longest} tokens: " + (
+        "dropped" if drops else f"cut on the {spec.truncation_side}"))
     note_count(notes, same, "{was} the same as an earlier one: kept")
     return PromptSet(
         token_ids=encoded.token_ids, texts=encoded.texts,
         columns={name: [cells[i] for i in encoded.kept] for name, cells in columns.items()},
-        notes=notes, eval_rows=eval_rows,
-        messages=[conversations[i] for i in encoded.kept] if spec.chat else [])
+        messages=[conversations[i] for i in encoded.kept] if spec.chat else [],
+        notes=notes, warnings=() if not encoded.ended else (ends_in_eos(
+            [rows[i] for i in encoded.ended], tokenizer.eos_token),),
+        eval_rows=tuple(_spread([rows[i] for i in encoded.kept] if drops else rows, num_eval)))
 
 
 def _bos_set(tokenizer: PreTrainedTokenizerBase, n: int) -> PromptSet:
@@ -240,10 +269,15 @@ def _bos_set(tokenizer: PreTrainedTokenizerBase, n: int) -> PromptSet:
 
 def _spread(rows: list[Row], most: int) -> list[Row]:
     """At most ``most`` rows, evenly spread, each with every column of the whole (None if empty)."""
-    count = min(len(rows), most)
     names = column_names(rows)
-    picked = (rows[i * len(rows) // count] for i in range(count))
+    picked = (rows[i] for i in _evenly(len(rows), most))
     return [Row(row.place, {name: row.values.get(name) for name in names}) for row in picked]
+
+
+def _evenly(count: int, most: int) -> list[int]:
+    """At most ``most`` of so many places."""
+    picked = min(count, most)
+    return [i * count // picked for i in range(picked)]
 
 
 _TEXTS: tuple[tuple[Any, Callable[[Any], str]], ...] = (

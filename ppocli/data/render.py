@@ -57,6 +57,14 @@ def note_count(notes: list[str], count: int, what: str) -> None:
         notes.append(f"{counted(count, 'prompt')} {what.format(was=was)}")
 
 
+def ends_in_eos(rows: Sequence[Row], eos: str) -> str:
+    """The warning that these prompts end in the EOS token."""
+    ends, they = ("ends", "it") if len(rows) == 1 else ("end", "they")
+    return (f"{counted(len(rows), 'prompt')} {ends} in the EOS token {eos} (the first: "
+            f"{rows[0].place}): to the model the text is over before the response begins. Leave "
+            f"the token out if {they} should be continued")
+
+
 def _is_blank(row: Row, spec: PromptSpec) -> bool:
     if spec.column not in row.values:
         _no_column(row, spec)
@@ -245,15 +253,17 @@ class Encoded:
     """n texts; of a prompt that was cut, what its tokens still say"""
     kept: list[int]
     """which of the given texts these are: those without any token were dropped"""
-    cut: int
-    """how many were longer than ``longest`` and were cut to it"""
+    overlong: int
+    """how many were longer than ``longest``, and were cut to it or dropped"""
     longest: int
     """tokens a prompt may have"""
+    ended: list[int]
+    """which of the given texts that were kept end in an EOS token of their own"""
 
 
 def encode(texts: list[str], spec: PromptSpec, tokenizer: PreTrainedTokenizerBase, *, seed: int,
            max_prompt_tokens: int, whole: bool = False) -> Encoded:
-    """Tokenise, draw lengths, cut.
+    """Tokenise, draw lengths, cut or (``overlong=drop``) leave out.
 
     Text is given the tokens that the tokenizer puts in front of a text (BOS), and none behind it,
     so that the response continues the prompt; the prompts of an encoder are whole texts and get
@@ -284,8 +294,8 @@ def encode(texts: list[str], spec: PromptSpec, tokenizer: PreTrainedTokenizerBas
         lengths = np.random.default_rng(seed).integers(shortest, most + 1, size=len(texts)).tolist()
     token_ids: list[list[int]] = []
     kept_texts: list[str] = []
-    kept: list[int] = []
-    cut = 0
+    kept, ended = list[int](), list[int]()
+    overlong = 0
     for i, body in enumerate(_token_ids(texts, tokenizer)):
         if not body:
             continue
@@ -295,13 +305,18 @@ def encode(texts: list[str], spec: PromptSpec, tokenizer: PreTrainedTokenizerBas
         if lengths is not None:
             ids = ids[:lengths[len(kept)]]
         if len(ids) > room:
-            cut += 1
+            overlong += 1
+            if spec.overlong == "drop":
+                continue
             ids = _cut(ids, room, fixed, spec.truncation_side)
+        if ids[-1] == tokenizer.eos_token_id and len(ids) > len(front):
+            ended.append(i)
         kept.append(i)
         token_ids.append(ids + behind)
         kept_texts.append(texts[i] if len(ids) == uncut else str(tokenizer.decode(
             ids[len(front):], skip_special_tokens=False, clean_up_tokenization_spaces=False)))
-    return Encoded(token_ids=token_ids, texts=kept_texts, kept=kept, cut=cut, longest=longest)
+    return Encoded(token_ids=token_ids, texts=kept_texts, kept=kept, overlong=overlong,
+                   longest=longest, ended=ended)
 
 
 def _tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:

@@ -22,7 +22,7 @@ _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 _SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev", "eval")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}.*$")  # train-00000-of-00002.parquet
 _INHERITED = ("name", "split", "column", "columns", "first_words", "length_sampler", "template",
-              "chat", "max_length", "truncation_side")
+              "chat", "max_length", "overlong", "truncation_side")
 """what ``prompts.eval`` takes from ``prompts`` where its own key is null, as it stands there"""
 
 
@@ -48,6 +48,7 @@ class PromptSpec:
     template: str | None
     chat: bool
     max_length: int | None
+    overlong: str
     truncation_side: str
 
     @property

@@ -20,7 +20,7 @@ from ppocli.models import policy, transformers_internals
 from ppocli.models.layer_stack import layer_stack, stack_path
 from ppocli.models.loading.adapters import attach, peft_config
 from ppocli.models.loading.language_model import DTYPES, frozen_dtype
-from ppocli.models.loading.model_config import attention_wanted, loading
+from ppocli.models.loading.model_config import attention_wanted, loading, reference_kind
 from ppocli.models.trunk import RELATIVE_POSITIONS
 from ppocli.rewards.resolve import BUILTIN_REWARDS, MODEL_REWARDS
 
@@ -103,11 +103,11 @@ def read_config(name: str, *, key: str, revision: str | None = None, trust_remot
     Raises:
         InputError: no such model, or its configuration can't be read.
     """
-    from ppocli.storage.model_files import find_model
+    from ppocli.storage.model_files import find_whole
 
     source: str = str(Path(name).expanduser())
     if not (Path(source) / "config.json").is_file():
-        source, _ = find_model(name, key=key, revision=revision, needs="model")
+        source, revision = find_whole(name, key=key, revision=revision)
     with loading(f"configuration of {name}", key):
         return transformers.AutoConfig.from_pretrained(source, revision=revision,
                                                        trust_remote_code=trust_remote_code)
@@ -313,7 +313,7 @@ def quantized_weights(cfg: schema.TrainConfig, lm: Any) -> dict[int, int]:
 def _reference_parts(cfg: schema.TrainConfig, lm: Any) -> Iterator[Part]:
     """As :mod:`ppocli.models.reference` keeps it."""
     model, wanted = cfg.model, cfg.model.reference
-    kind = schema.reference_kind(model)
+    kind = reference_kind(model)
     if kind in ("none", "adapter"):
         return
     if kind == "shared":  # copies of what trains

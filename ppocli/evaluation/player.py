@@ -26,7 +26,7 @@ from ppocli.tasks.ppo.session import sampling_specs
 
 log = logging.getLogger("ppocli")
 
-CHANGEABLE = (*SAMPLING_KEYS, "stop_sequences")
+CHANGEABLE = (*SAMPLING_KEYS, "stop_sequences", "ignore_eos")
 """what may be changed of a run's ``generation`` when its policy is asked for responses"""
 
 

@@ -39,8 +39,7 @@ _MERGED_TOLERANCE = 1e-5
 
 def base_of(folder: Path) -> Path:
     """The folder of an adapter's base; an InputError where it names none, or that isn't there."""
-    named = model_files.named_base(folder)[0]
-    return Path(model_files.find_model(named, key=str(folder), needs="model")[0])
+    return Path(model_files.find_whole(str(folder), key=str(folder))[0])
 
 
 @dataclass(frozen=True, slots=True)

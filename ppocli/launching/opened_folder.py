@@ -344,7 +344,10 @@ def _missing_models(cfg: schema.TrainConfig) -> Iterator[InputError]:
         if name == PYTHON_OBJECT:
             continue
         try:
-            model_files.find_model(name, key=key, revision=revision, needs=needs)
+            if key in ("model.path", "model.reference.path"):
+                model_files.find_whole(name, key=key, revision=revision, needs=needs)
+            else:
+                model_files.find_model(name, key=key, revision=revision, needs=needs)
         except InputError as error:
             named = error.where is not None and error.where.startswith(key)
             yield error if named else error.reworded(where=key)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ppocli.builtin.names import BUILTIN_PREFIX
-from ppocli.errors import CheckpointError, ConfigError, InputError
+from ppocli.errors import AmbiguousError, CheckpointError, ConfigError, InputError
 from ppocli.runs.record import RunRecord, is_run, read_run, subfolders, whole
 from ppocli.storage import checkpoints, holds, manifest, retention, run_folder
 from ppocli.storage.model_files import POLICY, check_folder, find_model
@@ -47,7 +47,8 @@ def find_target(given: str | None, *, say: Callable[[str], None], step: int | No
     """Find out what ``given`` names and check that a policy can be loaded from it.
 
     A folder or anything that begins with ``.``, ``/``, ``~`` or a folder that exists is a path;
-    ``NAME`` and ``SWEEP/JOB`` may be a run below ``runs/``; everything else is a Hub name. A run
+    ``NAME`` and ``SWEEP/JOB`` may be a run below ``runs/``; everything else is a Hub name. A name
+    of both a path and another run is refused. A run
     stands for its final model, an unfinished one for its newest valid checkpoint. A model folder
     inside a run belongs to that run.
 
@@ -59,6 +60,7 @@ def find_target(given: str | None, *, say: Callable[[str], None], step: int | No
         asked_by: what ``given`` was given by, for messages.
 
     Raises:
+        AmbiguousError: as :func:`run_named`.
         ConfigError: nothing was given and there is no run, or ``step``/``best`` don't apply.
         CheckpointError: the run has no valid checkpoint, or not the one asked for.
         InputError: no such folder, or no model in it.
@@ -66,9 +68,7 @@ def find_target(given: str | None, *, say: Callable[[str], None], step: int | No
     if given is None:
         run_dir = newest_run(say)
         return _of_run(run_dir.resolve(), str(run_dir), say, step, best, checkpoint)
-    path = Path(given).expanduser()
-    if not os.path.lexists(path):
-        path = run_named(given)
+    path = run_named(given, here=os.path.lexists)
     if is_run(path):
         return _of_run(path.resolve(), str(path), say, step, best, checkpoint)
     inside = _inside_checkpoint(path)
@@ -88,14 +88,26 @@ def find_target(given: str | None, *, say: Callable[[str], None], step: int | No
     return _of_model(given, path, say, asked_by)
 
 
-def run_named(given: str, runs: Path = RUNS,
-              which: Callable[[Path], bool] = is_run) -> Path:
+def run_named(given: str, runs: Path = RUNS, which: Callable[[Path], bool] = is_run,
+              here: Callable[[Path], bool] | None = None) -> Path:
     """The folder that ``given`` names: a path, or else what ``runs list`` calls a run, its place
-    below ``runs`` (``NAME``, ``SWEEP/JOB``). Where neither will do, the path."""
-    path = Path(given).expanduser()
-    if given.startswith((".", "/", "~")) or ".." in path.parts or which(path):
+    below ``runs`` (``NAME``, ``SWEEP/JOB``). Where neither will do, the path.
+
+    Args:
+        which: tells what a name below ``runs`` may stand for.
+        here: tells what a path may (default: ``which``).
+
+    Raises:
+        AmbiguousError: both will do, and are not the same.
+    """
+    path, below = Path(given).expanduser(), runs / given
+    if not given or given.startswith((".", "/", "~")) or ".." in path.parts or not which(below):
         return path
-    return runs / given if which(runs / given) else path
+    if not (here or which)(path):
+        return below
+    if path.resolve() != below.resolve():
+        raise AmbiguousError(given, (f"./{given}", str(below)))
+    return path
 
 
 def known_names(runs: Path = RUNS, which: Callable[[Path], bool] = is_run) -> list[str]:

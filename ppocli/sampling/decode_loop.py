@@ -99,9 +99,8 @@ def _padded_mask(live: LiveRows, width: int) -> torch.Tensor:
 class _Stepped(Drawn):
     """Responses that are drawn by feeding live rows to a model."""
 
-    def __init__(self, decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor,
-                 uniform: Any, limits: Any) -> None:
-        super().__init__(decoder, prompt_tokens, prompt_mask, uniform, limits)
+    def __init__(self, decoder: Decoder, *given: Any) -> None:
+        super().__init__(decoder, *given)
         lm = decoder.lm
         self.head, self.logit_map = lm.get_output_embeddings(), head.LogitMap.of(lm)
         self.virtual = trunk.virtual_tokens(lm)

@@ -51,7 +51,7 @@ class Drawn:
     Rows that have ended may be fed on: what is drawn for them then is left out.
 
     Args:
-        prompt_tokens, prompt_mask: [N, Q], padding on the left.
+        prompt_tokens, prompt_mask: [N, Q], as :func:`ppocli.sampling.decoding.decode`.
         uniform: [N, R] array in (0, 1), as :func:`ppocli.sampling.decoding.decode`.
         limits: [N] most tokens of each response, or None.
     """
@@ -82,6 +82,12 @@ class Drawn:
             special = set(decoder.tokenizer.all_special_ids)
             self.before = [[i for i in row[kept].tolist() if i not in special][-CONTEXT:]
                            for row, kept in zip(prompt_tokens, prompt_mask, strict=True)]
+        self.penalises = decoder.spec.repetition_penalty != 1.0
+        if self.penalises:
+            # what stands before a response: its prompt, or the one token that a decoder starts from
+            self.given = (prompt_tokens.masked_fill(~prompt_mask, -1).to(device)
+                          if decoder.start is None else
+                          torch.full((count, 1), decoder.start, device=device))
 
     def add(self, rows: torch.Tensor, at: torch.Tensor, done: torch.Tensor, logits: torch.Tensor,
             hidden: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,7 +104,9 @@ class Drawn:
             The tokens [b], and bool [b] that is true where the response has ended now.
         """
         spec, value_head, alive = self.decoder.spec, self.decoder.value_head, ~done
-        chosen, logprobs = token_choice.choose(logits, self.noise[rows, at], spec, at, self.stops)
+        seen = self._seen(rows, logits.shape[1]) if self.penalises else None
+        chosen, logprobs = token_choice.choose(logits, self.noise[rows, at], spec, at, self.stops,
+                                               seen)
         self.tokens[rows, at] = torch.where(alive, chosen, 0)
         self.mask[rows, at] = alive
         self.logprobs[rows, at] = torch.where(alive, logprobs, 0.0)
@@ -109,6 +117,15 @@ class Drawn:
             ended |= self._ends_with_stop(rows, at)
         self.finished[rows] |= alive & ended
         return chosen, done | ended | (self.limits[rows] <= at + 1)
+
+    def _seen(self, rows: torch.Tensor, vocabulary: int) -> torch.Tensor:
+        """[b, V] bool: the tokens that are in the prompt or the response so far."""
+        drawn = torch.where(self.mask[rows], self.tokens[rows], -1)
+        ids = torch.cat([self.given[rows], drawn], dim=1)
+        # the column behind the last takes what is no token, and those that have no logit
+        places = torch.where((ids < 0) | (ids > vocabulary), vocabulary, ids)
+        seen = torch.zeros(len(rows), vocabulary + 1, dtype=torch.bool, device=ids.device)
+        return seen.scatter_(1, places, True)[:, :vocabulary]
 
     def _ends_with_stop(self, rows: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         """[b] bool: a stop sequence is complete within the newest tokens of each row, and was not

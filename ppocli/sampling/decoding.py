@@ -2,7 +2,7 @@
 wrong results, by transformers'. Which of them is right for a model is determined by a test."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,14 @@ from ppocli.errors import ConfigError, InputError
 from ppocli.models import layout, trunk
 from ppocli.models.head import HeadWeights, token_logprobs
 from ppocli.models.loading.adapters import Adapter, attach, identify, peft_config
-from ppocli.models.loading.language_model import DTYPES, LoadedLM, frozen_dtype, load_lm, take_lm
+from ppocli.models.loading.language_model import (
+    DTYPES,
+    LoadedLM,
+    frozen_dtype,
+    load_lm,
+    merged,
+    take_lm,
+)
 from ppocli.models.loading.model_config import max_positions
 from ppocli.sampling import decode_loop, samples, token_choice, transformers_generate
 from ppocli.sampling.decoder import Decoder
@@ -52,7 +59,8 @@ def decode(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: torch.Ten
 
 
 def load_decodable(cfg: schema.ModelConfig, *, dtype: torch.dtype = torch.float32,
-                   key: str = "model.path", given: Any = None) -> LoadedLM:
+                   key: str = "model.path", given: Any = None,
+                   goes_on: Mapping[str, Any] | None = None) -> LoadedLM:
     """As :func:`load_lm`, with the way of decoding found that suits the model.
 
     Args:
@@ -61,7 +69,7 @@ def load_decodable(cfg: schema.ModelConfig, *, dtype: torch.dtype = torch.float3
     Raises:
         InputError: as there; or the model can't be decoded rightly.
     """
-    loaded = load_lm(cfg, dtype=dtype, key=key) if given is None else \
+    loaded = load_lm(cfg, dtype=dtype, key=key, goes_on=goes_on) if given is None else \
         take_lm(cfg, given.to(dtype))
     find_decoding(loaded.lm, loaded.decoder_start, cfg.path, key)
     return loaded
@@ -69,27 +77,30 @@ def load_decodable(cfg: schema.ModelConfig, *, dtype: torch.dtype = torch.float3
 
 def load_policy(cfg: schema.ModelConfig, hardware: schema.HardwareConfig, seed: int,
                 given: Any = None) -> LoadedLM:
-    """The model that a training starts from, with a new adapter on it where one is asked for.
+    """The model that a training starts from, with a new adapter on it where one is asked for. An
+    adapter that ``model.path`` names goes on; or, where none is asked for, it is merged.
 
     Args:
         given: a model to take in place of loading one.
 
     Raises:
-        InputError: as :func:`load_decodable`; or ``model.path`` is an adapter itself.
+        InputError: as :func:`load_decodable`.
         ConfigError: the adapter doesn't fit the model.
     """
     kind = adapters.adapter_kind(cfg)
     dtype = DTYPES[hardware.weights] if kind is None else frozen_dtype(cfg, hardware)
-    loaded = load_decodable(cfg, dtype=dtype, given=given)
+    settings = adapters.adapter_settings(cfg)
+    loaded = load_decodable(cfg, dtype=dtype, given=given,
+                            goes_on=None if kind is None else {"type": kind, **settings})
     say_decoding(loaded.lm)
     if loaded.adapter is not None:
-        raise InputError(f"{cfg.path} holds only an adapter.", where="model.path",
-                         fix=f"merge it into its base first: ppocli export {cfg.path} --merge "
-                         "-o FOLDER, then model.path=FOLDER")
+        log.info("%s is an adapter on %s: %s", cfg.path, loaded.adapter.base.path,
+                 "merged, and all weights train" if kind is None else "it trains on")
+        return merged(loaded) if kind is None else loaded
     if kind is None:
         return loaded
     base = identify(loaded.lm, cfg.path, cfg.revision)
-    config = peft_config(kind, adapters.adapter_settings(cfg), pair=trunk.has_encoder(loaded.lm),
+    config = peft_config(kind, settings, pair=trunk.has_encoder(loaded.lm),
                          revision=cfg.revision, tokenizer=loaded.lm.config.name_or_path)
     check_steps(loaded.lm, virtual=kind != "lora")
     return replace(loaded, adapter=Adapter(attach(loaded.lm, config, seed=seed), base))

@@ -1,5 +1,6 @@
 """Choosing the next token from logits and one uniform number per row."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,8 @@ NUCLEUS = 256
 """tokens that are tried first for ``top_p``"""
 
 
-SAMPLING_KEYS = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "do_sample")
+SAMPLING_KEYS = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p",
+                 "repetition_penalty", "do_sample")
 """fields of a :class:`SamplingSpec` that are keys of the same name in the configuration"""
 
 
@@ -25,6 +27,8 @@ class SamplingSpec:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     do_sample: bool = True
     stop_sequences: tuple[str, ...] = ()
     length_range: tuple[int, int] | None = None
@@ -33,8 +37,8 @@ class SamplingSpec:
     @property
     def is_policy_distribution(self) -> bool:
         """True when tokens are drawn from softmax(logits / temperature) itself."""
-        return (self.do_sample and self.top_k == 0 and self.top_p >= 1.0
-                and self.min_new_tokens == 0)
+        return (self.do_sample and self.top_k == 0 and self.top_p >= 1.0 and self.min_p == 0.0
+                and self.repetition_penalty == 1.0 and self.min_new_tokens == 0)
 
 
 def inverse_transform(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
@@ -67,14 +71,25 @@ def inverse_transform(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tens
 
 
 def _restrict(logits: torch.Tensor, spec: SamplingSpec, position: torch.Tensor,
-              stops: torch.Tensor) -> torch.Tensor:
+              stops: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
+    """Logits / temperature as transformers' processors would leave them, in their order."""
+    if seen is not None:
+        # of a CTRL-like model (arXiv:1909.05858); a positive factor, the temperature, commutes
+        penalty = spec.repetition_penalty
+        logits = torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty),
+                             logits)
     if spec.min_new_tokens:
         early = (position < spec.min_new_tokens)[:, None]
         logits = torch.where(early, logits.index_fill(1, stops, float("-inf")), logits)
     if 0 < spec.top_k < logits.shape[-1]:
         kth = logits.topk(spec.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < kth, float("-inf"))
-    return _nucleus(logits, spec.top_p) if spec.top_p < 1.0 else logits
+    if spec.top_p < 1.0:
+        logits = _nucleus(logits, spec.top_p)
+    if spec.min_p:  # arXiv:2407.01082
+        least = logits.amax(-1, keepdim=True) + math.log(spec.min_p)
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    return logits
 
 
 def _nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:
@@ -108,7 +123,8 @@ def _kept(logits: torch.Tensor, ordered: torch.Tensor, order: torch.Tensor, top_
 
 
 def choose(logits: torch.Tensor, uniform: torch.Tensor, spec: SamplingSpec,
-           position: torch.Tensor, stops: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+           position: torch.Tensor, stops: torch.Tensor, seen: torch.Tensor | None = None
+           ) -> tuple[torch.Tensor, torch.Tensor]:
     """Next tokens and their logprobs under softmax(logits / temperature), before any restriction.
 
     Args:
@@ -116,6 +132,8 @@ def choose(logits: torch.Tensor, uniform: torch.Tensor, spec: SamplingSpec,
         uniform: [b] in (0, 1).
         position: [b] number of response tokens already there.
         stops: ``spec.stop_ids`` on the logits' device.
+        seen: [b, V] bool, true for the tokens that ``spec.repetition_penalty`` makes less likely;
+            None without a penalty.
 
     Returns:
         tokens [b] int64 and logprobs [b] fp32.
@@ -123,7 +141,7 @@ def choose(logits: torch.Tensor, uniform: torch.Tensor, spec: SamplingSpec,
     logits = logits.float()
     if spec.temperature != 1.0:
         logits = logits / spec.temperature
-    restricted = _restrict(logits, spec, position, stops)
+    restricted = _restrict(logits, spec, position, stops, seen)
     tokens = inverse_transform(restricted, uniform) if spec.do_sample else restricted.argmax(-1)
     logprobs = logits.gather(-1, tokens[:, None]).squeeze(-1) - torch.logsumexp(logits, -1)
     return tokens, logprobs

@@ -7,7 +7,9 @@ here, and the Hub is asked only when it can be reached.
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -75,7 +77,17 @@ def find_model(model: str, *, key: str, revision: str | None = None,
     if model.startswith((".", "/", "~", os.sep)) or model.count("/") > 1 or "\\" in model:
         raise InputError(f"Folder {model} does not exist (looked in {os.getcwd()}).",
                          where=key, fix=_folder_fix(key))
-    return _from_hub(model, revision, key, needs)
+    return _from_hub(model, revision, key, needs, adapters)
+
+
+def eos_text(model: str, revision: str | None = None) -> str:
+    """What a tokenizer on this machine calls EOS, of its files alone; "" where that isn't said."""
+    with suppress(PpocliError, OSError, ValueError, TypeError, KeyError):
+        source, is_folder = find_model(model, key="", revision=revision, needs="tokenizer")
+        if is_folder:
+            eos = bounded.read_json(Path(source) / "tokenizer_config.json")["eos_token"]
+            return str(eos if isinstance(eos, str) else eos["content"])
+    return ""
 
 
 def _is_setting(key: str) -> bool:
@@ -112,11 +124,17 @@ def check_folder(folder: Path, *, key: str, needs: Needs = "model and tokenizer"
             _checked_json(folder / name, key)
     if needs != "tokenizer":
         _check_weights(folder, key, (ADAPTER_WEIGHTS,) if adapter else WEIGHTS)
-    if needs != "model" and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    # an adapter without a tokenizer is used with that of its base
+    if needs != "model" and not (adapter and adapters) and not has_tokenizer(folder):
         raise InputError(
             f"No tokenizer in {folder} (expected tokenizer.json, or a vocabulary file).",
             where=key, fix=f"save the model's own tokenizer there: "
                                  f"tokenizer.save_pretrained({str(folder)!r})")
+
+
+def has_tokenizer(folder: str | Path) -> bool:
+    """Whether a folder holds a tokenizer's files."""
+    return any((Path(folder) / name).is_file() for name in TOKENIZER_FILES)
 
 
 def _checked_json(path: Path, key: str) -> dict[str, Any]:
@@ -163,18 +181,33 @@ def _check_readable(path: Path, key: str) -> None:
                          ) from error
 
 
-def _from_hub(name: str, revision: str | None, key: str, needs: Needs) -> tuple[str, bool]:
+@cache
+def _is_hub_adapter(name: str, revision: str | None) -> bool:
+    from huggingface_hub import file_exists
+
+    try:
+        config, whole = (file_exists(name, file, revision=revision)
+                         for file in (ADAPTER_CONFIG, "config.json"))
+    except Exception:  # whoever loads it says what is wrong
+        return False
+    return config and not whole
+
+
+def _from_hub(name: str, revision: str | None, key: str, needs: Needs, adapters: bool
+              ) -> tuple[str, bool]:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     from ppocli.config.hub import go_offline, hub_reachable, offline_hint
 
     if hub_reachable():
+        if adapters and _is_hub_adapter(name, revision):
+            return snapshot_download(name, revision=revision), True
         return name, False
     go_offline()
     try:
         folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
-        check_folder(folder, key=key, needs=needs)
+        check_folder(folder, key=key, needs=needs, adapters=adapters)
         return str(folder), True
     except HFValidationError as error:
         raise InputError(f"{name!r} is neither a folder nor a Hub name: {error}", where=key,
@@ -224,6 +257,39 @@ def named_base(folder: Path) -> tuple[str, str | None, BaseIdentity | None]:
                          where=str(folder / ADAPTER_CONFIG),
                          fix='give "base_model_name_or_path" there a folder or a Hub name')
     return path, revision, None
+
+
+def adapter_at(model: str, *, key: str, revision: str | None = None) -> Path | None:
+    """The folder of the adapter that ``model`` names; None where it names a whole model.
+
+    Raises:
+        InputError: as :func:`find_model`.
+    """
+    source, is_folder = find_model(model, key=key, revision=revision, needs="model", adapters=True)
+    return Path(source) if is_folder and is_adapter(source) else None
+
+
+def find_whole(model: str, *, key: str, revision: str | None = None, needs: Needs = "model"
+               ) -> tuple[str, str | None]:
+    """Where to load ``model`` from, and in which revision: itself, but for an adapter its base.
+
+    Raises:
+        InputError: as :func:`find_model`; or the base isn't there.
+    """
+    source, is_folder = find_model(model, key=key, revision=revision, needs=needs, adapters=True)
+    if not is_folder or not is_adapter(source):
+        return source, revision
+    path, revision, known = named_base(Path(source))
+    place = Path(source) / (ADAPTER_BASE if known else ADAPTER_CONFIG)
+    if has_tokenizer(source):
+        needs = "model"
+    try:
+        return find_model(path, key=key, revision=revision, needs=needs)[0], revision
+    except InputError as error:
+        raise error.reworded(
+            what=f"The base of the adapter in {source} can't be used: {error.what}",
+            where=f"{key}, {place}",
+            fix=f"name the base in {place.name} as it is called now, or put it there") from error
 
 
 def _read(path: Path, taken: Callable[[Any], T]) -> T:

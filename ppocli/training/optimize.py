@@ -3,10 +3,12 @@
 import logging
 import math
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
+import numpy as np
 import torch
 
 from ppocli.errors import DivergedError
@@ -60,7 +62,7 @@ def probe_gradient(task: Task, plan: Plan, group: UpdateGroup) -> dict[str, floa
     the gradient is dropped."""
     trained = task.trained
     trained.module.train(task.cfg.model.gradient_checkpointing)
-    terms = _figures(task, _gradient(task, plan, group, poisoned=False), trained.norm())
+    terms = _figures(task, _gradient(task, plan, group, (0, 0), poisoned=False), trained.norm())
     trained.clear()
     trained.module.eval()
     return terms
@@ -151,7 +153,8 @@ def _update(task: Task, plan: Plan, group: UpdateGroup, state: TrainState, progr
             ) -> tuple[Verdict, dict[str, float]]:
     """Gradient, guards, and (unless a guard objects) one optimizer step."""
     factors = task.rate_factors(state, state.updates + progress.updates)
-    found = _gradient(task, plan, group, poisoned=faults.point("optimize.minibatch"))
+    found = _gradient(task, plan, group, (state.step, progress.updates + progress.skipped),
+                      poisoned=faults.point("optimize.minibatch"))
     progress.tokens += found.tokens
     verdict, terms = found.verdict, dict[str, float]()
 
@@ -168,16 +171,46 @@ def _update(task: Task, plan: Plan, group: UpdateGroup, state: TrainState, progr
     return verdict, terms
 
 
-def _gradient(task: Task, plan: Plan, group: UpdateGroup, *, poisoned: bool) -> _Found:
+@contextmanager
+def _dropout(task: Task, number: tuple[int, int]) -> Iterator[None]:
+    """A context with the dropout of LoRA on, where there is any: everywhere else it is off.
+
+    What is dropped depends on the seed, the ``number`` of the update and the rank alone, so that a
+    resumed run drops the same; the global generators belong to the reward and stay as they are.
+    """
+    found = [module for name, module in task.trained.module.named_modules()
+             if "lora_dropout" in name and isinstance(module, torch.nn.Dropout)]
+    if not found:
+        yield
+        return
+    device = task.backend.device
+    key = np.random.SeedSequence([task.cfg.seed, *number, task.backend.ranks.rank])
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(int(key.generate_state(1, np.uint64)[0] >> np.uint64(1)))
+        try:
+            for module in found:
+                module.train()
+            yield
+        finally:
+            for module in found:
+                module.eval()
+
+
+def _gradient(task: Task, plan: Plan, group: UpdateGroup, number: tuple[int, int], *,
+              poisoned: bool) -> _Found:
     """The gradient of one update in place of any before; made anew in smaller passes where memory
     doesn't suffice.
+
+    Args:
+        number: of the step, and of the update within it.
 
     Raises:
         OutOfMemoryError: there is no room for one row; of several ranks ``alone`` on this one.
     """
     def work() -> _Found:
         task.trained.clear()
-        return _backward(task, plan, group, poisoned=poisoned)
+        with _dropout(task, number):
+            return _backward(task, plan, group, poisoned=poisoned)
 
     asked = min(task.rows_per_pass, math.ceil(len(group.rows) / task.backend.ranks.world))
     longest, passes = int(group.tokens.max()), task.passes

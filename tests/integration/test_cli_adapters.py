@@ -9,7 +9,7 @@ from runs import assert_equal_runs, copied, resumed, run, whole_copy, words
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is dep:FutureWarning")
 LORA = ("model.peft.type=lora", "model.peft.r=4", "model.peft.target_modules=[c_attn,c_fc]",
-        "ppo.optimizer.lr=1e-2")
+        "model.peft.lora_dropout=0.1", "ppo.optimizer.lr=1e-2")
 LAST = "step-000004"
 
 

@@ -183,6 +183,17 @@ def test_checkpoints_and_sampling_of_a_model(here, generate):
     assert "no effect: top_p, as do_sample=false" in greedy.err
 
 
+def test_what_else_shapes_a_response(here, generate):
+    """A penalty below 1 draws out repetition; nothing but the length ends a response."""
+    asked = ("./lm", "-p", "the film", "-n", "8", "--json", "--max-new-tokens", "12")
+    plain, shaped = (rows(generate(*asked, *more)) for more in (
+        (), ("--repetition-penalty", "1e-3", "--min-p", "0.01", "--ignore-eos")))
+    assert any(row["finished"] for row in plain)
+    assert all(row["response_tokens"] == 12 and not row["finished"] for row in shaped)
+    words = [row["response"].split() for row in shaped]
+    assert sum(map(len, words)) > 3 * sum(len(set(found)) for found in words)
+
+
 def test_a_stop_text_ends_a_response(here, generate):
     free = rows(generate("./lm", "-p", "the film", "--json", *SHORT))[0]
     first, second = free["response"].split()[:2]
@@ -206,6 +217,7 @@ def test_wrong_prompts_and_settings_are_told(here, generate):
             (("-p", "x", "--min-new-tokens", "9"), 2, "min_new_tokens 9 must be at most"),
             (("-p", "x", "--stop", ""), 2, "must not hold an empty text"),
             (("-p", "x", "--seed", str(2**64)), 2, "is too large"),
+            (("-p", "x", "--min-p", "2"), 2, "must be >= 0 and <= 1 (from --min-p)"),
             (("-p", "x", "--greedy", "--top-k", "3"), 2, "--top-k would change")):
         ended = generate("first", *words, code=code)
         assert message in ended.err, ended.err

@@ -1,6 +1,7 @@
 """``ppocli runs list`` and ``prune``: what is told of runs, and what may never be deleted. Runs by
 folder and by name, and folders that are damaged, unreadable or not what was meant."""
 
+import io
 import json
 import os
 import pty
@@ -10,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import environment, jsonl, ppocli
+from helpers import environment, jsonl, ppocli, save_lm
 from runs import app_in_process, copied, whole_copy
 
 from ppocli.cli.follow import find_watched
@@ -339,10 +340,45 @@ def test_a_path_is_no_name(place, monkeypatch):
         with pytest.raises(InputError, match="does not exist"):
             find_run(given, say=print)
         assert resume_words(given, []) == [f"resume={Path(given)}"]
-    (place / "done").mkdir()  # what lies in the current folder comes first
-    assert resume_words("done", []) == ["resume=done"]
     with pytest.raises(InputError, match="x does not exist"):
         find_run("x" * 300, say=print)
+
+
+class Typed(io.StringIO):
+    """What is typed on a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def twice(place) -> Path:
+    """The current folder with ``./lm``, a model, and ``runs/lm``, trained from it."""
+    save_lm(place / "lm")
+    return (place / "runs/done").rename(place / "runs/lm")
+
+
+@pytest.mark.parametrize("command", ["export", "eval", "generate", "resume", "watch"])
+def test_a_name_of_a_path_and_of_a_run_is_refused(twice, capsys, command):
+    more = ("-p", "the film") if command == "generate" else ()
+    ended = app_in_process(capsys, command)("lm", *more, code=2)
+    assert ended.err == ("Error: lm is both ./lm and runs/lm.\n"
+                         "  fix:   write ./lm or runs/lm\n")
+    assert find_run("lm") == Path("runs/lm")  # ./lm is no run that could be reported on
+    assert find_target("./lm", say=print).run_dir is None
+    shutil.rmtree("lm")
+    Path("lm").symlink_to(twice)
+    assert find_target("lm", say=print).run_dir == twice  # both are one
+
+
+@pytest.mark.parametrize(("answer", "code", "out"), [
+    ("1\n", 0, "would export:  ./lm ("), ("runs/lm\n", 0, "would export:  runs/lm, step 4 ("),
+    ("\n", 2, "")])
+def test_on_a_terminal_it_is_asked_which(twice, capsys, monkeypatch, answer, code, out):
+    monkeypatch.setattr(sys, "stdin", Typed(answer))
+    ended = app_in_process(capsys, "export")("lm", "--dry-run", "-o", "out", code=code)
+    assert "lm is both ./lm and runs/lm. Which one? [1: ./lm, 2: runs/lm] " in ended.err
+    assert ended.out.startswith(out)
 
 
 def test_hints_name_jobs_of_sweeps_as_the_list_does(place):

@@ -156,6 +156,19 @@ def test_the_rehearsal_draws_the_runs_own_first_samples(reference, shared_world)
     assert sorted(path.name for path in shared_world.iterdir()) == before
 
 
+def test_prompts_that_end_in_eos_or_are_dropped(validate, world):
+    (world / "ends.txt").write_text("the film<eos>\nit was so good and i was not\ni saw <eos>\n")
+    warned = validate(*words("prompts.path=ends.txt"), code=0)
+    assert warned.err == (
+        "warning: prompts: 2 prompts end in the EOS token <eos> (the first: line 1 of ends.txt): "
+        "to the model the text is over before the response begins. Leave the token out if they "
+        "should be continued\n")
+    deep = validate(*words("prompts.path=ends.txt", "prompts.max_length=5", "prompts.overlong=drop",
+                           "reward.fn=length", "reward.kwargs.target=3"), "--deep", code=0)
+    assert "prompts: 2 prompts end in the EOS token <eos>" in deep.err
+    assert "prompts: 1 prompt was longer than 5 tokens: dropped" in deep.err
+
+
 def odd(world: Path, body: str) -> None:
     """A reward of one line, odd.py:score."""
     (world / "odd.py").write_text(f"def score(samples, **columns):\n    {body}\n")

@@ -244,7 +244,7 @@ def test_a_resumed_loop_goes_on_as_if_never_stopped(loop_words, tmp_path):
 def test_each_of_two_trainers_writes_into_its_own_log(loop_words):
     """Both are open; the first ends before the second, and whoever is asked speaks."""
     logger = logging.getLogger("ppocli")
-    before = logger.level, logger.propagate, list(logger.handlers)
+    before = logger.level, logger.propagate, set(logger.handlers)
     with ExitStack() as stack:
         trainers = [PPOTrainer([*loop_words, f"run_name=log-{name}"]) for name in "ab"]
         stack.enter_context(trainers[1])
@@ -257,7 +257,7 @@ def test_each_of_two_trainers_writes_into_its_own_log(loop_words):
     assert [re.findall(r"message (\d)", text) for text in logs] == [["0", "2"], ["1", "3", "4"]]
     assert "log-b" not in logs[0]
     assert "log-a" not in logs[1]
-    assert (logger.level, logger.propagate, list(logger.handlers)) == before
+    assert (logger.level, logger.propagate, set(logger.handlers)) == before
 
 
 def test_a_failure_is_noted_and_a_closed_trainer_says_so(loop_words):

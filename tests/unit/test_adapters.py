@@ -19,8 +19,10 @@ from sessions import (
 from ppocli.config.problems import find_problems
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, ConfigError, InputError
+from ppocli.launching.opened_folder import missing_inputs
 from ppocli.models.loading.language_model import load_lm
 from ppocli.models.reference import AdapterReference, CopyReference
+from ppocli.storage.model_files import adapter_at
 from ppocli.tasks.ppo.session import saved_model
 from ppocli.training.optimizers import named_trainable
 
@@ -114,6 +116,36 @@ def test_the_kl_is_zero_before_lora_has_learnt(tmp_path, shape, estimator):
         cfg = config_of(tmp_path, "lora", shape, ppo__kl_estimator=estimator, **over)
         with session_of(cfg) as session:
             assert rollout_of(session).kl.abs().max() <= largest
+
+
+def test_dropout_is_on_in_updates_alone(tmp_path):
+    """It leaves the logprobs of both sources the same, and the generators of the reward."""
+    found = {}
+    for name, dropout, source, more in (
+            ("off", 0.0, "forward", {}), ("forward", 0.5, "forward", {}),
+            ("decode", 0.5, "decode", {}),
+            ("recomputed", 0.5, "forward", {"model__gradient_checkpointing": True})):
+        cfg = config_of(tmp_path, fields={"lora_dropout": dropout}, ppo__logprobs_from=source,
+                        ppo__ratio_threshold=None, **more)
+        with session_of(cfg) as session:
+            first = experience_of(session)
+            generator = torch.get_rng_state()
+            ratios = [optimize(session, first).terms["max_log_ratio"]]
+            assert torch.equal(torch.get_rng_state(), generator)
+            weights = weights_of(session)
+            second = experience_of(session, start=16)
+            for group in session.trained.optimizer.param_groups:
+                group["base_lr"] = 0.0
+            ratios.append(optimize(session, second).terms["max_log_ratio"])
+            found[name] = first.logprobs, second.logprobs, ratios, weights
+    off, forward, decode = found["off"], found["forward"], found["decode"]
+    assert off[2][1] <= 1e-5
+    assert forward[2][1] > 1e-3
+    torch.testing.assert_close(forward[0], off[0])  # the first rollout
+    torch.testing.assert_close(decode[1], forward[1], rtol=0, atol=1e-5)
+    assert any(not torch.equal(forward[3][name], off[3][name]) for name in off[3])
+    for name, tensor in found["recomputed"][3].items():
+        torch.testing.assert_close(tensor, forward[3][name], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -215,12 +247,123 @@ def test_an_adapter_goes_on_as_it_is_and_with_its_base_only(tmp_path, saved):
     with (session_of(config_of(tmp_path, "lora", fields={"r": 2})) as session,
           pytest.raises(CheckpointError, match=r"is \(4, 32\) in the file, \(2, 32\) here")):
         load_session(session, saved)
-    cfg = config_of(tmp_path, "lora", model__path=str(saved / "policy"))
-    with pytest.raises(InputError, match="holds only an adapter"), session_of(cfg):
-        pass
     save_lm(tmp_path / "lm", seed=7)
     with pytest.raises(CheckpointError, match="is not the model that the adapter"):
         load_lm(small_config(tmp_path, model__path=str(saved / "policy")).model)
+
+
+# An adapter as the start --------------------------------------------------------------------------
+
+def start_of(tmp_path, saved, **over) -> TrainConfig:
+    """A training that starts from the adapter, whose folder holds no tokenizer."""
+    for file in (saved / "policy").glob("tokenizer*"):
+        file.unlink()
+    return config_of(tmp_path, model__path=str(saved / "policy"), **over)
+
+
+@pytest.mark.parametrize("over", [
+    {"model__peft": {}}, {"model__peft": {}, "hardware__precision": "bf16"},
+    {"model__peft": {}, "model__num_layers_unfrozen": 1},
+    {"model__peft": {"type": "lora", "r": 4}}])
+def test_training_starts_from_base_and_adapter_and_so_does_the_reference(tmp_path, saved, over):
+    from transformers import AutoModelForCausalLM
+
+    cfg = start_of(tmp_path, saved, ppo__logprobs_from="forward", **over)
+    peft = plain_peft(tmp_path, saved / "policy")
+    with session_of(cfg) as session:
+        before = rollout_of(session)
+        if cfg.hardware.precision == "bf16":  # its layers that stay in fp32 aren't the reference's
+            assert before.kl.abs().max() < 0.02
+        else:
+            assert before.kl.abs().max() == 0.0
+            with torch.no_grad():
+                expected = naive_logprobs(lambda ids: peft(input_ids=ids).logits, before)
+            torch.testing.assert_close(before.logprobs, expected, rtol=0, atol=2e-5)
+        trained(session)
+        after = rollout_of(session, start=100)
+        assert after.kl.abs().max() > 1e-4
+        save_session(session, tmp_path / "again")
+        names = list(named_trainable(session.policy))
+    folder = tmp_path / "again/policy"
+    if cfg.model.peft:
+        assert all("lora_" in name or name.startswith("value_head.") for name in names)
+        assert (folder / "adapter_model.safetensors").exists()
+        lm = plain_peft(tmp_path, folder)
+    else:
+        lm = AutoModelForCausalLM.from_pretrained(folder).eval()
+        assert len(lm.state_dict().keys() - {"lm_head.weight"}) <= len(names) or (
+            cfg.model.num_layers_unfrozen == 1)
+    if cfg.hardware.precision == "fp32":
+        with torch.no_grad():
+            expected = naive_logprobs(lambda ids: lm(input_ids=ids).logits, after)
+        torch.testing.assert_close(after.logprobs, expected, rtol=0, atol=2e-5)
+
+
+def test_an_adapter_may_be_the_reference_or_its_base_is(tmp_path, saved):
+    """As path of the reference; and switched off, if that is typed, where it goes on."""
+    peft = plain_peft(tmp_path, saved / "policy")
+    folder = str(saved / "policy")
+    for over, enabled in (({"model__peft": {}, "model__reference__path": folder}, True),
+                          ({"model__path": folder, "model__reference__kind": "adapter"}, False)):
+        with session_of(config_of(tmp_path, ppo__logprobs_from="forward", **over)) as session:
+            rollout = rollout_of(session)
+        with torch.no_grad():
+            if enabled:
+                expected = naive_logprobs(lambda ids: peft(input_ids=ids).logits, rollout)
+            else:
+                with peft.disable_adapter():
+                    expected = naive_logprobs(lambda ids: peft(input_ids=ids).logits, rollout)
+        torch.testing.assert_close(rollout.ref_logprobs, expected, rtol=0, atol=2e-5)
+        assert rollout.kl.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("over", "error", "what"), [
+    ({"model__peft": {"type": "lora", "r": 8}}, ConfigError, "peft.r is 8, but the adapter in"),
+    ({"model__peft": adapter("prompt")}, ConfigError, "type is prompt, but the adapter in"),
+    ({"model__value__kind": "model", "model__peft": {}}, InputError, "holds only an adapter")])
+def test_what_does_not_go_with_an_adapter_as_the_start_is_refused(tmp_path, saved, over, error,
+                                                                  what):
+    with pytest.raises(error, match=what), session_of(start_of(tmp_path, saved, **over)):
+        pass
+
+
+def test_a_base_that_is_gone_is_told_before_anything_is_loaded(tmp_path, saved):
+    cfg = start_of(tmp_path, saved, model__peft={})
+    assert missing_inputs(cfg) == []
+    (tmp_path / "lm").rename(tmp_path / "moved")
+    gone, = missing_inputs(cfg)
+    assert f"The base of the adapter in {saved}/policy can't be used: Folder" in gone.what
+    assert gone.where == f"model.path, {saved}/policy/base_model.json"
+
+
+@pytest.mark.parametrize("reachable", [True, False])
+def test_an_adapter_of_the_hub_is_fetched(saved, monkeypatch, reachable):
+    files = {"adapter_config.json"}
+    monkeypatch.setattr("ppocli.config.hub.hub_reachable", lambda: reachable)
+    monkeypatch.setattr("ppocli.config.hub.go_offline", lambda: None)
+    monkeypatch.setattr("huggingface_hub.file_exists", lambda name, file, **_: file in files)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(saved / "policy"))
+    assert adapter_at(f"some/adapter-{reachable}", key="model.path") == saved / "policy"
+    files.add("config.json")
+    if reachable:
+        assert adapter_at("some/model-with-adapter", key="model.path") is None
+
+
+@pytest.mark.parametrize("kind", ["prefix", "prompt"])
+def test_virtual_tokens_go_on_and_are_never_merged(tmp_path, kind):
+    with session_of(config_of(tmp_path, kind)) as session:
+        trained(session)
+        save_session(session, tmp_path / "saved")
+        own = rollout_of(session, start=100).logprobs
+    folder = str(tmp_path / "saved/policy")
+    with session_of(config_of(tmp_path, kind, model__path=folder)) as session:
+        rollout = rollout_of(session, start=100)
+        torch.testing.assert_close(rollout.logprobs, own, rtol=0, atol=1e-5)
+        assert rollout.kl.abs().max() <= 1e-5
+        trained(session)
+    cfg = config_of(tmp_path, model__path=folder, model__peft={})
+    with pytest.raises(ConfigError, match="can't be merged"), session_of(cfg):
+        pass
 
 
 @pytest.mark.parametrize(("kind", "fields", "what"), [
@@ -241,7 +384,7 @@ def test_an_adapter_that_does_not_fit_the_model_is_refused(tmp_path, kind, field
     ({"peft": {"type": "lore"}}, "lore must be one of lora, prefix, prompt; did you mean lora?"),
     ({"peft": {"type": "lora", "lora_alfa": 8}}, "did you mean lora_alpha"),
     ({"peft": {"type": "lora", "r": "many"}}, "model.peft.r: 'many' must be of the type int"),
-    ({"peft": {"type": "lora", "lora_dropout": 0.1}}, "model.peft.lora_dropout: must be 0"),
+    ({"peft": {"type": "lora", "lora_dropout": 1.0}}, "model.peft.lora_dropout: 1.0 must be >= 0"),
     ({"peft": {"type": "lora", "init_lora_weights": "pissa"}}, "pissa must be one of true"),
     ({"peft": {"type": "lora", "inference_mode": True}}, "is filled in by ppocli"),
     ({"peft": {"type": "lora", "task_type": "SEQ_CLS"}}, "SEQ_CLS must be CAUSAL_LM or SEQ_2_SEQ"),

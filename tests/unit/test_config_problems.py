@@ -70,6 +70,8 @@ def test_a_sound_configuration_has_no_problems():
      "prompts.eval.length_sampler: would cut off the end of the chat template"),
     ({"prompts__template": "no place"}, "has no placeholder such as {prompt}"),
     ({"prompts__path": None, "prompts__first_words": 4}, "there are no prompts to apply it to"),
+    ({"generation__ignore_eos": True, "reward__missing_eos_penalty": 1.0},
+     "no response could end, and each would get the penalty"),
     ({"generation__min_new_tokens": 50}, "min_new_tokens 50 must be at most max_new_tokens 32"),
     ({"generation__eval": replace(TrainConfig().generation.eval, min_new_tokens=50)},
      "at evaluation min_new_tokens 50"),

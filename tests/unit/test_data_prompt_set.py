@@ -134,6 +134,35 @@ def test_truncation(front, side, expected, text):
                              "1 prompt was the same as an earlier one: kept"]
 
 
+def test_overlong_prompts_are_dropped_where_that_is_asked_for():
+    items = [{"prompt": LONG, "n": 0}, {"prompt": "it is", "n": 1}, {"prompt": LONG, "n": 2},
+             {"prompt": "good film", "n": 3}]
+    cfg = PromptsConfig(max_length=4, overlong="drop", eval=EvalPromptsConfig(limit=1))
+    prompts, own = load_both(cfg, items=items)
+    assert prompts.token_ids == [ids("it is"), ids("good film")]
+    assert prompts.columns == {"n": [1, 3]}
+    assert prompts.notes == ["2 prompts were longer than 4 tokens: dropped"]
+    assert own.texts == ["it is"]  # of those that are left
+    evaluation = load_both(cfg, items=items, eval_items=[LONG, "bad"])[1]
+    assert evaluation.texts == ["bad"]
+    assert evaluation.notes == ["1 prompt was longer than 4 tokens: dropped"]
+    with pytest.raises(InputError, match=r"All prompts are longer than 4 tokens \(2 of 2\)"):
+        load([LONG, LONG], max_length=4, overlong="drop")
+
+
+def test_prompts_that_end_in_eos_are_pointed_out():
+    prompts = load(["it is", "good </s>", "so </s> end", "bad </s>"], words(front=True))
+    assert prompts.warnings == (
+        "2 prompts end in the EOS token </s> (the first: item 2 of prompts.items): to the model "
+        "the text is over before the response begins. Leave the token out if they should be "
+        "continued",)
+    assert load(["it is </s> so"], words(behind=True)).warnings == ()
+    # it is what the encoder of a pair gets anyway
+    whole = load_prompts(PromptsConfig(), words(behind=True), seed=0, max_prompt_tokens=9,
+                         items=["it is"], whole=True)
+    assert (whole.token_ids, whole.warnings) == ([ids("it is </s>")], ())
+
+
 def test_the_models_room_bounds_the_prompt():
     assert load([LONG], most=3).notes == ["1 prompt was longer than 3 tokens: cut on the left"]
     assert len(load([LONG], most=3, max_length=8).token_ids[0]) == 3

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from helpers import make_lm, make_tokenizer, save_lm
 from sessions import generate, rollout_of, session_of, small_config
 
@@ -15,6 +16,7 @@ from ppocli.sampling.decoding import decode
 from ppocli.sampling.samples import decode_responses
 from ppocli.sampling.token_choice import SamplingSpec, choose, inverse_transform
 from ppocli.sampling.transformers_generate import decode_by_transformers
+from ppocli.tasks.ppo.session import saved_model
 
 NO_STOPS = torch.tensor([], dtype=torch.long)
 FIRST = torch.zeros(1, dtype=torch.long)
@@ -97,6 +99,63 @@ def test_top_k_and_top_p_keep_what_they_should():
     for how, drawn in restrictions:
         tokens, _ = choose(logits, u, SamplingSpec(1, (), **how), FIRST, NO_STOPS)
         assert set(tokens.tolist()) == drawn
+
+
+@pytest.mark.parametrize("given", [
+    {"min_p": 0.2}, {"min_p": 1.0}, {"top_p": 0.8, "min_p": 0.05}, {"repetition_penalty": 1.8},
+    {"repetition_penalty": 0.5}, {"top_k": 20, "top_p": 0.9, "min_p": 0.1,
+                                  "repetition_penalty": 1.3, "temperature": 0.6}])
+def test_what_may_be_drawn_is_what_transformers_processors_leave(given):
+    torch.manual_seed(4)
+    logits, seen = torch.randn(6, 50) * 3, torch.randint(0, 50, (6, 9))
+    processors = {"repetition_penalty": transformers.RepetitionPenaltyLogitsProcessor,
+                  "temperature": transformers.TemperatureLogitsWarper,
+                  "top_k": transformers.TopKLogitsWarper, "top_p": transformers.TopPLogitsWarper,
+                  "min_p": transformers.MinPLogitsWarper}
+    wanted = logits
+    for name, processor in processors.items():
+        if name in given:
+            wanted = processor(given[name])(seen, wanted)
+    spec = SamplingSpec(1, (), **given)
+    mask = torch.zeros(6, 50, dtype=torch.bool).scatter_(1, seen, True)
+    found = sampling._restrict(logits / spec.temperature, spec, FIRST.expand(6), NO_STOPS,
+                               mask if "repetition_penalty" in given else None)
+    torch.testing.assert_close(found, wanted)
+    assert not spec.is_policy_distribution
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "t5"])
+def test_a_repetition_penalty_gives_what_transformers_generate_gives(kind):
+    """Row by row there, since padding counts as a token of the prompt there."""
+    model = make_lm(kind, gain=3.0).eval()
+    model.config.pad_token_id = None
+    tokens, mask = prompts_of(4, 5)
+    tokens = torch.where(mask, tokens * torch.arange(1, 5)[:, None] % 29 + 4, 0)
+    mask = torch.arange(5) >= torch.tensor([[0], [2], [0], [3]])
+    start = None if kind == "gpt2" else 0
+    ours, free = (generate(model, tokens, mask, SamplingSpec(
+        8, (1,), do_sample=False, repetition_penalty=penalty), uniform(0, 1, range(4), 8),
+        tokenizer=None, start=start) for penalty in (2.5, 1.0))
+    for i in range(4):
+        prompt = tokens[i][mask[i]][None]
+        theirs = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False,
+            repetition_penalty=2.5, eos_token_id=1, pad_token_id=0, decoder_start_token_id=start)
+        wanted = theirs[0, prompt.shape[1] if start is None else 1:]
+        assert ours.tokens[i][ours.mask[i]].tolist() == wanted.tolist()
+    assert not torch.equal(ours.tokens, free.tokens)
+
+
+def test_an_ignored_eos_ends_nothing(tmp_path):
+    cfg = small_config(tmp_path, generation__ignore_eos=True, generation__stop_token_ids=[9])
+    with session_of(cfg) as session:
+        assert session.sampling.stop_ids == session.eval_sampling.stop_ids == (9,)
+        assert saved_model(session).generation_config.eos_token_id == 9
+        assert session.sampling.is_policy_distribution
+        rollout = rollout_of(session, count=64)
+    ends = rollout.response_tokens.masked_fill(~rollout.response_mask, 0) == 1
+    assert ends[:, :-1].any()  # and there is a response behind it
+    assert not rollout.finished[ends.any(1) & (rollout.response_tokens != 9).all(1)].any()
 
 
 def test_responses_end_with_any_stop_id_and_hold_nothing_after_it(lm):

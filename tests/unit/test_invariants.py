@@ -145,6 +145,18 @@ def test_stored_logprobs_are_of_the_sampled_distribution(tmp_path, kind, tempera
         assert_own_logprobs(session.policy.lm, rollout_of(session), temperature)
 
 
+@pytest.mark.parametrize("source", ["decode", "forward"])
+def test_what_narrows_the_sampling_leaves_every_ratio_at_one(tmp_path, source):
+    """Old and new logprobs are both of softmax(logits / temperature), whatever tokens are drawn
+    from."""
+    cfg = small_config(
+        tmp_path, ppo__optimizer__lr=0.0, ppo__logprobs_from=source, generation__ignore_eos=True,
+        generation__min_p=0.1, generation__repetition_penalty=1.5, generation__temperature=0.8)
+    with session_of(cfg) as session:
+        result = optimize(session, experience_of(session))
+    assert result.terms["max_log_ratio"] <= 1e-5
+
+
 def test_a_ratio_beyond_the_threshold_touches_nothing(tmp_path):
     cfg = small_config(tmp_path, ppo__ratio_threshold=1.5)
     with session_of(cfg) as session:

@@ -56,7 +56,8 @@ def assert_same(found, wanted):
 
 SPECS = {
     "plain": {}, "greedy": {"do_sample": False}, "top-k": {"top_k": 5, "temperature": 0.7},
-    "top-p": {"top_p": 0.6}, "stop ids": {"stop_ids": tuple(range(1, 12))},
+    "top-p": {"top_p": 0.6}, "min-p": {"min_p": 0.3}, "penalty": {"repetition_penalty": 3.0},
+    "stop ids": {"stop_ids": tuple(range(1, 12))},
     "at least": {"stop_ids": tuple(range(1, 20)), "min_new_tokens": 3},
     "stop texts": {"stop_sequences": ("film", "is", "great", "dull", "we", "bad")},
 }

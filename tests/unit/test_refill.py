@@ -72,8 +72,9 @@ def test_samples_are_the_same_however_many_are_drawn_at_once(kind, at_once):
 @pytest.mark.parametrize("spec", [
     SamplingSpec(NEW, SPEC.stop_ids, min_new_tokens=6), SamplingSpec(NEW, SPEC.stop_ids, top_k=5),
     SamplingSpec(NEW, (), stop_sequences=("good", "bad", "a"), min_new_tokens=3),
-    SamplingSpec(NEW, SPEC.stop_ids, do_sample=False)],
-    ids=["shortest", "top-k", "stop sequences", "greedy"])
+    SamplingSpec(NEW, SPEC.stop_ids, do_sample=False),
+    SamplingSpec(NEW, SPEC.stop_ids, repetition_penalty=2.0)],
+    ids=["shortest", "top-k", "stop sequences", "greedy", "penalty"])
 @pytest.mark.parametrize("limits", [None, [1 + (5 * i) % NEW for i in range(COUNT)]])
 def test_every_way_of_choosing_and_of_ending(spec, limits):
     lm, limits = model_of("gpt2"), None if limits is None else torch.tensor(limits)

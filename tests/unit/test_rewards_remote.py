@@ -197,9 +197,9 @@ def test_the_time_limit_is_of_the_whole_answer(head):
 
 def test_an_endless_answer_is_not_taken_in(monkeypatch):
     monkeypatch.setattr(remote, "LEAST_ANSWER", 1000)
+    most = 1000 + 5 * remote.A_SAMPLE + 5 * 2 * remote.A_NUMBER
     with pouring(OK + b"\r\n[", b"1.0, " * 10_000, 0.0) as url, refused(
-            RewardError, f"answered 200 with more than {1000 + 5 * 3 * remote.A_NUMBER} bytes for "
-            "5 samples"):
+            RewardError, f"answered 200 with more than {most} bytes for 5 samples"):
         build_reward(cfg_of(url)).score(request_of())
 
 

@@ -168,10 +168,41 @@ def fill_adapter(adapter: Adapter, tensors: dict[str, torch.Tensor], where: str)
     set_peft_model_state_dict(adapter.model, tensors)
 
 
-def load_adapter(lm: Any, folder: Path, base: BaseIdentity) -> Adapter:
-    """Put a saved adapter on its base, frozen.
+def merge(adapter: Adapter) -> Any:
+    """The causal LM with LoRA's products added to its weights, in its own type.
 
     Raises:
+        ConfigError: virtual tokens can't be merged.
+    """
+    if adapter.model.active_peft_config.is_prompt_learning:
+        raise ConfigError("Virtual tokens can't be merged into the weights that are to train.",
+                          where="model.path, model.peft", fix="go on with the adapter: "
+                          "model.peft.type=prefix (or prompt) model.peft.num_virtual_tokens=N")
+    return adapter.model.merge_and_unload()
+
+
+def _check_goes_on(config: Any, given: Mapping[str, Any], folder: Path) -> None:
+    """Refuse settings that aren't those of the adapter which is to train on."""
+    for name, value in given.items():
+        own = (config.peft_type.value.lower().partition("_")[0] if name == "type" else
+               getattr(config, name))
+        both = [sorted(each) if isinstance(each, set | list) else each for each in (own, value)]
+        if name != "lora_dropout" and both[0] != both[1]:
+            raise ConfigError(f"model.peft.{name} is {value}, but the adapter in {folder} has "
+                              f"{both[0]}, and goes on with it.", where=f"model.peft.{name}",
+                              fix=f"model.peft.{name}={both[0]}, or leave model.peft out to merge "
+                              "the adapter")
+
+
+def load_adapter(lm: Any, folder: Path, base: BaseIdentity,
+                 goes_on: Mapping[str, Any] | None = None) -> Adapter:
+    """Put a saved adapter on its base, frozen unless it ``goes_on``.
+
+    Args:
+        goes_on: the type and the settings of ``model.peft``, where it is to train on.
+
+    Raises:
+        ConfigError: these are not the adapter's own.
         InputError: the files are missing, damaged, or of an adapter of another kind.
         CheckpointError: the adapter doesn't fit the base.
     """
@@ -185,10 +216,14 @@ def load_adapter(lm: Any, folder: Path, base: BaseIdentity) -> Adapter:
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
         raise InputError(f"The adapter in {folder} can't be loaded: {error}", where=str(folder),
                          fix="copy the folder again") from error
-    config.inference_mode = True
+    config.inference_mode = goes_on is None
+    if goes_on is not None:
+        _check_goes_on(config, goes_on, folder)
+    if hasattr(config, "lora_dropout"):
+        config.lora_dropout = (goes_on or {}).get("lora_dropout", 0.0)
     adapter = Adapter(attach(lm, config, seed=0), base)
     fill_adapter(adapter, tensors, str(folder))
-    for parameter in lm.parameters():
-        parameter.requires_grad_(False)
+    if goes_on is None:
+        lm.requires_grad_(False)
     lm.eval()
     return adapter

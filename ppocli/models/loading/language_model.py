@@ -3,7 +3,7 @@ checked: a tokenizer without vocabulary, missing weights, ids beyond the embeddi
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 
-from ppocli.config.schema import HardwareConfig, ModelConfig
+from ppocli.config.schema import GenerationConfig, HardwareConfig, ModelConfig
 from ppocli.errors import CheckpointError, InputError
 from ppocli.models import transformers_internals
 from ppocli.models.fast.attention import use_kernels
@@ -58,8 +58,12 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
     """
     key = "model.tokenizer_path" if cfg.tokenizer_path else "model.path"
     name = cfg.tokenizer_path or cfg.path
-    source, _ = model_files.find_model(name, key=key, revision=cfg.revision, needs="tokenizer")
     revision = cfg.revision if cfg.tokenizer_path is None else None
+    source, is_folder = model_files.find_model(name, key=key, revision=cfg.revision,
+                                               needs="tokenizer", adapters=True)
+    if is_folder and not model_files.has_tokenizer(source):
+        source, revision = model_files.find_whole(name, key=key, revision=cfg.revision,
+                                                  needs="tokenizer")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             source, revision=revision, trust_remote_code=cfg.trust_remote_code)
@@ -95,12 +99,14 @@ def without_dropout(config: Any) -> Any:
     return quiet
 
 
-def load_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32,
-            key: str = "model.path") -> LoadedLM:
+def load_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, key: str = "model.path",
+            goes_on: Mapping[str, Any] | None = None) -> LoadedLM:
     """Load ``cfg.path`` with every weight found in its files.
 
     Args:
         key: where the path comes from, for messages.
+        goes_on: as of :func:`ppocli.models.loading.adapters.load_adapter`, where the path names an
+            adapter.
 
     Raises:
         InputError: folder or Hub model missing or broken, neither a causal LM nor an
@@ -110,7 +116,7 @@ def load_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32,
     source, is_folder = model_files.find_model(cfg.path, key=key, revision=cfg.revision,
                                                needs="model", adapters=True)
     if is_folder and model_files.is_adapter(source):
-        return _load_on_base(cfg, Path(source), dtype)
+        return _load_on_base(cfg, Path(source), dtype, goes_on)
     lm, config = load_weights(cfg, source, partial(_class_of, cfg, key), name=cfg.path, key=key,
                               revision=cfg.revision, dtype=dtype, **model_config.quantized(cfg))
     made = _ready(cfg, lm, config,
@@ -216,7 +222,8 @@ def _class_of(cfg: ModelConfig, key: str, config: Any) -> Any:
     return transformers.AutoModelForSeq2SeqLM if pair else transformers.AutoModelForCausalLM
 
 
-def _load_on_base(cfg: ModelConfig, folder: Path, dtype: torch.dtype) -> LoadedLM:
+def _load_on_base(cfg: ModelConfig, folder: Path, dtype: torch.dtype,
+                  goes_on: Mapping[str, Any] | None) -> LoadedLM:
     """An adapter's folder: its base, as it names it, with the adapter on it."""
     path, revision, known = model_files.named_base(folder)
     try:
@@ -235,7 +242,17 @@ def _load_on_base(cfg: ModelConfig, folder: Path, dtype: torch.dtype) -> LoadedL
                               "on: its weights have changed.",
                               where=str(folder / model_files.ADAPTER_BASE),
                               fix="put the model back, or name it there as it is called now")
-    return replace(loaded, adapter=adapters.load_adapter(loaded.lm, folder, base))
+    return replace(loaded, adapter=adapters.load_adapter(loaded.lm, folder, base, goes_on))
+
+
+def merged(loaded: LoadedLM) -> LoadedLM:
+    """The whole model that a base and the LoRA on it are together, all of whose weights train.
+
+    Raises:
+        ConfigError: virtual tokens can't be merged.
+    """
+    assert loaded.adapter is not None
+    return replace(loaded, lm=adapters.merge(loaded.adapter).requires_grad_(True), adapter=None)
 
 
 @torch.no_grad()
@@ -274,17 +291,20 @@ def check_vocabulary(tokenizer: Any, lm: Any, cfg: ModelConfig) -> None:
                          fix="use the tokenizer the model was trained with")
 
 
-def stop_rules(tokenizer: Any, loaded: LoadedLM, extra_ids: list[int], sequences: list[str]
+def stop_rules(tokenizer: Any, loaded: LoadedLM, generation: GenerationConfig
                ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The ids that end a response (the tokenizer's EOS, the model's, of which there may be several,
-    and extra ones), and the texts that do.
+    unless ``ignore_eos`` leaves them out, and ``stop_token_ids``), and the texts that do.
 
     A stop sequence that is one token of its own (``<|im_end|>``) becomes an id: such tokens are
     left out of decoded text, where it would never be found.
     """
     own, declared = tokenizer.get_added_vocab(), loaded.generation_config.eos_token_id
-    ids = {*extra_ids, *(own[s] for s in sequences if s in own), tokenizer.eos_token_id,
-           *(declared if isinstance(declared, list) else [declared])} - {None}
+    sequences = generation.stop_sequences
+    ids = {*generation.stop_token_ids, *(own[s] for s in sequences if s in own)}
+    if not generation.ignore_eos:
+        ids |= {tokenizer.eos_token_id,
+                *(declared if isinstance(declared, list) else [declared])} - {None}
     vocabulary = whole_shape(loaded.lm.get_output_embeddings().weight)[0]
     return (tuple(sorted(i for i in ids if 0 <= i < vocabulary)),
             tuple(s for s in sequences if s not in own))

@@ -10,7 +10,7 @@ import torch
 from ppocli.config import adapters, schema
 from ppocli.errors import ConfigError, InputError, PpocliError
 from ppocli.models.trunk import RELATIVE_POSITIONS, num_virtual_tokens
-from ppocli.storage.model_files import find_model
+from ppocli.storage.model_files import adapter_at, find_whole
 from ppocli.text import first_line
 
 
@@ -79,9 +79,9 @@ def read_lm(cfg: schema.ModelConfig) -> ModelFacts:
     """
     from transformers import AutoConfig
 
-    source, _ = find_model(cfg.path, key="model.path", revision=cfg.revision, needs="model")
+    source, revision = find_whole(cfg.path, key="model.path", revision=cfg.revision)
     with loading(f"model {cfg.path}", "model.path"):
-        config = AutoConfig.from_pretrained(source, revision=cfg.revision,
+        config = AutoConfig.from_pretrained(source, revision=revision,
                                             trust_remote_code=cfg.trust_remote_code)
     found = model_facts(cfg, config)
     positions, own = _positions(found), found.num_virtual_tokens
@@ -96,6 +96,16 @@ def model_facts(cfg: schema.ModelConfig, config: Any) -> ModelFacts:
     """What ``model.path`` will be, with the virtual tokens of ``model.peft``."""
     virtual = adapters.adapter_kind(cfg) in ("prefix", "prompt")
     return ModelFacts(config, int((cfg.peft or {})["num_virtual_tokens"]) if virtual else 0)
+
+
+def reference_kind(cfg: schema.ModelConfig) -> str:
+    """As :func:`ppocli.config.schema.reference_kind`. A policy that goes on with an adapter starts
+    elsewhere than at its base, so that it is compared with a copy unless ``kind=adapter`` is given.
+    """
+    kind = schema.reference_kind(cfg)
+    starts_apart = kind == "adapter" != cfg.reference.kind and adapter_at(
+        cfg.path, key="model.path", revision=cfg.revision)
+    return "copy" if starts_apart else kind
 
 
 def max_positions(lm: Any) -> int | None:

@@ -9,9 +9,16 @@ from typing import Any
 import torch
 import transformers
 
+from ppocli.config.adapters import adapter_kind
 from ppocli.config.schema import HardwareConfig, ModelConfig
 from ppocli.errors import InputError
-from ppocli.models.loading.language_model import LoadedLM, frozen_dtype, load_weights, make_ready
+from ppocli.models.loading.language_model import (
+    LoadedLM,
+    frozen_dtype,
+    load_weights,
+    make_ready,
+    merged,
+)
 from ppocli.models.loading.model_config import max_positions
 from ppocli.models.policy import ScoreHead, ValueHead, ValueModel
 from ppocli.models.trunk import has_encoder
@@ -33,6 +40,10 @@ def load_reference(load: Callable[..., LoadedLM], cfg: ModelConfig, hardware: Ha
     if cfg.reference.path is not None:
         key, cfg = "model.reference.path", replace(cfg, path=cfg.reference.path, revision=None)
     reference = load(cfg, dtype=dtype, key=key)
+    if reference.adapter is not None and key == "model.path" and adapter_kind(cfg) is None:
+        # as the policy starts: merged in fp32
+        reference = merged(reference if dtype == torch.float32 else load(cfg, key=key))
+        reference.lm.to(dtype)
     reference.lm.requires_grad_(False)
     return reference
 

@@ -11,12 +11,13 @@ from ppocli.errors import ConfigError, InputError
 from ppocli.models.fast.gemm import route_linears
 from ppocli.models.loading import reference_and_value
 from ppocli.models.loading.language_model import LoadedLM, empty_lm
+from ppocli.models.loading.model_config import reference_kind
 from ppocli.models.policy import Policy, ValueBranch, build_value_head, freeze_lower_layers
 from ppocli.models.reference import AdapterReference, CopyReference, Reference, share_trunk
 from ppocli.parallel.backend import Backend
 from ppocli.parallel.deepspeed_internals import whole_shape
 from ppocli.sampling.decoding import load_decodable, load_policy
-from ppocli.storage.model_files import is_adapter
+from ppocli.storage.model_files import adapter_at, named_base
 from ppocli.text import first_line
 from ppocli.zero.sharded_models import load_in_parts, sharded_copy, share_sharded_trunk
 from ppocli.zero.sharded_weights import gathered
@@ -34,7 +35,7 @@ def copy_reference(cfg: schema.TrainConfig, backend: Backend, tokenizer: Any, po
     wanted = cfg.model.reference
     offload = wanted.offload
     in_parts = (backend.zero_stage == 3 and algorithm.reference_sharded(cfg)
-                and not is_adapter(wanted.path or cfg.model.path))
+                and not _starts_as_adapter(cfg, wanted.path))
     load, empty = (partial(reference_and_value.load_reference, how, cfg.model, cfg.hardware)
                    for how in (load_decodable, empty_lm))
     lm = (load_in_parts(cfg, backend, load, empty, offload=offload) if in_parts else load()).lm
@@ -56,6 +57,13 @@ def copy_reference(cfg: schema.TrainConfig, backend: Backend, tokenizer: Any, po
                           "leave the key out") from error
 
 
+def _starts_as_adapter(cfg: schema.TrainConfig, reference: str | None = None) -> bool:
+    """Whether ``model.path``, or the path of a reference, names an adapter."""
+    key, revision = ("model.path", cfg.model.revision) if reference is None else (
+        "model.reference.path", None)
+    return adapter_at(reference or cfg.model.path, key=key, revision=revision) is not None
+
+
 def _check_full_kl(cfg: schema.TrainConfig, policy: Any, lm: Any) -> None:
     ours, theirs = (whole_shape(model.get_output_embeddings().weight)[0] for model in (policy, lm))
     if algorithm.kl_estimator(cfg.ppo) == "full" and ours != theirs:
@@ -75,9 +83,12 @@ def judging_reference(cfg: schema.TrainConfig, backend: Backend, tokenizer: Any,
         lent: the reference of another policy under the same ``cfg``, taken where it will do.
     """
     wanted, adapter = cfg.model.reference, loaded.adapter
+    start = cfg.model.path, cfg.model.revision
+    if wanted.kind == "adapter" and (own := adapter_at(start[0], key="model.path",
+                                                       revision=start[1])):
+        start = named_base(own)[:2]
     if (adapter is not None and wanted.kind in ("auto", "adapter") and wanted.path is None
-            and (adapter.base.path, adapter.base.revision) == (cfg.model.path,
-                                                               cfg.model.revision)):
+            and (adapter.base.path, adapter.base.revision) == start):
         return AdapterReference()
     if lent is None or isinstance(lent[0], AdapterReference):
         return copy_reference(cfg, backend, tokenizer, loaded.lm)
@@ -94,9 +105,10 @@ def build_reference(cfg: schema.TrainConfig, backend: Backend, lm: Any, tokenize
     Raises:
         InputError: it can't be loaded, or can't share the policy's trunk.
     """
-    if schema.reference_kind(cfg.model) == "adapter":
+    kind = reference_kind(cfg.model)
+    if kind == "adapter":
         return AdapterReference()
-    if schema.reference_kind(cfg.model) != "shared":
+    if kind != "shared":
         return copy_reference(cfg, backend, tokenizer, lm)
     share = share_sharded_trunk if backend.zero_stage == 3 else share_trunk
     try:
@@ -118,7 +130,8 @@ def load_start(cfg: schema.TrainConfig, backend: Backend, given: Any = None) -> 
         PpocliError: as :func:`ppocli.sampling.decoding.load_policy`.
     """
     whole = partial(load_policy, cfg.model, cfg.hardware, cfg.seed, given)
-    if backend.zero_stage < 3 or adapters.adapter_kind(cfg.model) is not None:
+    if (backend.zero_stage < 3 or adapters.adapter_kind(cfg.model) is not None
+            or _starts_as_adapter(cfg)):
         return whole()
     return load_in_parts(cfg, backend, whole, partial(empty_lm, cfg.model),
                          offload=cfg.hardware.offload_param)

@@ -211,7 +211,7 @@ def watch(session: Session, rollout: Rollout, state: PPOState, kl: float
         health[name] = health.get(name, 0) + 1 if present else 0
         if health[name] == PATIENCE:
             why = "" if session.sampling.is_policy_distribution else \
-                " (top-k, top-p, min_new_tokens or greedy sampling)"
+                " (top-k, top-p, min-p, a repetition penalty, min_new_tokens or greedy sampling)"
             messages.append(ADVICE[name].format(
                 kl=kl, n=PATIENCE, tokens=session.sampling.max_new_tokens, why=why,
                 reward=rollout.scores[0] if rollout.scores else 0.0))

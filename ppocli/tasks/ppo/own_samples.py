@@ -87,8 +87,9 @@ def prompts_of(session: Session, items: list[Any]) -> PromptBatch:
                              seed=session.cfg.seed, max_prompt_tokens=longest, items=items,
                              whole=has_encoder(session.policy.lm))
         if len(found) != len(items):
-            raise ConfigError(f"{len(items) - len(found)} of the {len(items)} prompts are blank or "
-                              "have no token.", where="prompts", fix="leave them out")
+            raise ConfigError(f"{len(items) - len(found)} of the {len(items)} prompts are blank, "
+                              "have no token or are overlong.", where="prompts",
+                              fix="leave them out")
     else:
         ids = [token_ids(session, item, f"prompts[{i}]") for i, item in enumerate(items)]
         for i, row in enumerate(ids):

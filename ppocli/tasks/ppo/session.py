@@ -130,8 +130,7 @@ def sampling_specs(cfg: GenerationConfig, tokenizer: Any, loaded: language_model
     base = {name: getattr(cfg, name) for name in SAMPLING_KEYS}
     over = {name: values[0] for name in SAMPLING_KEYS
             if (values := several(getattr(cfg.eval, name)))}
-    stop_ids, stops = language_model.stop_rules(tokenizer, loaded, cfg.stop_token_ids,
-                                                cfg.stop_sequences)
+    stop_ids, stops = language_model.stop_rules(tokenizer, loaded, cfg)
     lengths = None if cfg.length_sampler is None else (cfg.length_sampler[0], cfg.length_sampler[1])
     return (SamplingSpec(stop_ids=stop_ids, stop_sequences=stops, length_range=lengths, **base),
             SamplingSpec(stop_ids=stop_ids, stop_sequences=stops, **{**base, **over}))
@@ -177,9 +176,11 @@ def max_prompt_tokens(cfg: TrainConfig, lm: Any) -> int:
 def _warn_about_samples(cfg: TrainConfig, spec: SamplingSpec, sampler: Sampler, prompts: int
                         ) -> None:
     if not spec.is_policy_distribution:
-        log.warning("Rollouts are sampled with top-k, top-p, a minimum length or greedily: tokens "
-                    "do not come from the policy's own distribution, and the KL to the reference "
-                    "may turn negative. generation.top_k=0 top_p=1 min_new_tokens=0 avoids it.")
+        log.warning("Rollouts are sampled with top-k, top-p, min-p, a repetition penalty, a "
+                    "minimum length or greedily: tokens do not come from the policy's own "
+                    "distribution, and the KL to the reference may turn negative. "
+                    "generation.top_k=0 top_p=1 min_p=0 repetition_penalty=1 min_new_tokens=0 "
+                    "avoids it.")
     if not sampler.repeatable:
         log.info("%s draws other samples each time: a resumed run goes on with others than an "
                  "uninterrupted one.", type(sampler).__name__)
@@ -227,6 +228,8 @@ def _load_prompt_sets(cfg: TrainConfig, tokenizer: Any, lm: Any, objects: Python
     for name, found in (("prompts", prompts), ("evaluation prompts", eval_prompts)):
         for note in found.notes if training or found is eval_prompts else ():
             log.info("%s: %s", name, note)
+        for warning in found.warnings:
+            log.warning("%s: %s.", name, warning)
     return prompts, eval_prompts
 
 
@@ -306,11 +309,14 @@ def saved_model(session: EvalSession) -> SavedModel:
     own = loaded.generation_config
     config = type(own)(
         bos_token_id=own.bos_token_id, pad_token_id=session.tokenizer.pad_token_id,
-        eos_token_id=list(spec.stop_ids) if len(spec.stop_ids) != 1 else spec.stop_ids[0],
+        eos_token_id=spec.stop_ids[0] if len(spec.stop_ids) == 1 else list(spec.stop_ids) or None,
         do_sample=spec.do_sample, max_new_tokens=spec.max_new_tokens,
         decoder_start_token_id=loaded.decoder_start)
     if spec.do_sample:
         config.temperature, config.top_k, config.top_p = spec.temperature, spec.top_k, spec.top_p
+        config.min_p = spec.min_p or None
+    if spec.repetition_penalty != 1.0:
+        config.repetition_penalty = spec.repetition_penalty
     return SavedModel(session.policy.lm, loaded.export_config, config, session.tokenizer,
                       loaded.adapter)
 
