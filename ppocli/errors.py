@@ -93,6 +93,10 @@ class DiskError(PpocliError):
     exit_code = 6
 
 
+class RunGoneError(DiskError):
+    """A run's folder was moved or deleted under it: nothing more can be saved there."""
+
+
 class RewardError(PpocliError):
     """A reward function can't be imported, raised, or returned something unusable."""
 

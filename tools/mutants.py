@@ -143,7 +143,7 @@ MUTANTS = (
            (f"{TASK}::test_a_sample_depends_on_its_episode_not_on_its_row",)),
     # storage
     Mutant("hash_unchecked", "ppocli/storage/manifest.py",
-           'if verify == "full":', 'if verify == "never":',
+           'verify == "full" or name', 'verify == "never" or name',
            ("tests/unit/test_checkpoints_saving.py::"
             "test_size_verification_misses_only_what_it_says",)),
     Mutant("renamed_before_synced", "ppocli/storage/checkpoints.py",

@@ -108,7 +108,7 @@ def _examine_run(composed: Composed, found: Examined) -> None:
         return
     named = resume_from or (Path(config.output_dir) / config.run_name if config.run_name else None)
     if named is not None:
-        found.add(_taken(config, named, resume_from, settled=not wrong))
+        found.add(_taken(composed, named, settled=not wrong))
     found.add(_unwritable(named or Path(config.output_dir)))
     if not found.problems:
         place = named or Path(config.output_dir) / f"{composed.recipe or 'run'}-DATE-TIME"
@@ -246,22 +246,23 @@ def _reward_parts(reward: schema.RewardConfig) -> Iterator[schema.RewardConfig]:
 
 # The folder ---------------------------------------------------------------------------------------
 
-def _taken(config: schema.TrainConfig, folder: Path, resume_from: Path | None, *, settled: bool
-           ) -> Iterator[PpocliError]:
+def _taken(composed: Composed, folder: Path, *, settled: bool) -> Iterator[PpocliError]:
     """Whether the run may have its folder: a new one, or one that it goes on with.
 
     Args:
         settled: the configuration has no problems, so that it can be compared with the run's own.
     """
+    config, resume_from = composed.config, composed.resume_from
     goes_on = resume_from is not None or (
-        config.resume == "auto" and (folder / resolved.CONFIG_FILE).is_file())
+        config.resume == "auto" and opened_folder.goes_on_with(folder))
     try:
         if not goes_on:
             opened_folder.refuse_taken(folder, config)
             return
         if settled:
             opened_folder.changes_on_resume(folder.absolute(),
-                                            resolved.with_absolute_paths(config, Path.cwd()))
+                                            resolved.with_absolute_paths(config, Path.cwd()),
+                                            accept_changes=composed.accept_changes)
     except CheckpointError as error:
         yield error
     checkpoints = RunFolder(folder).checkpoints

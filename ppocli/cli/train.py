@@ -84,7 +84,10 @@ def train(overrides: Overrides = None, no_progress: NoProgress = False, dry_run:
 def resume(run: Annotated[str, typer.Argument(metavar="RUN", autocompletion=complete_run,
                                               help="The run's folder or name.")],
            overrides: Overrides = None, no_progress: NoProgress = False, dry_run: DryRun = False,
-           trust: opt.Trust = False) -> None:
+           trust: opt.Trust = False,
+           accept_changes: Annotated[bool, typer.Option(
+               "--accept-changes", help="Go on with a config.yaml changed by hand.")] = False
+           ) -> None:
     """Continue a stopped run exactly where it was saved.
 
     Uses the run's own config.yaml; settings override it, e.g. ppo.total_episodes=4000.
@@ -95,7 +98,8 @@ def resume(run: Annotated[str, typer.Argument(metavar="RUN", autocompletion=comp
       ppocli resume runs/NAME ppo.total_episodes=4000
     """
     output.set_manner(plain=no_progress)
-    run_words([*resume_words(run, overrides or []), *[TRUST] * trust], dry_run=dry_run)
+    more = [*(overrides or []), *["--accept-changes"] * accept_changes, *[TRUST] * trust]
+    run_words(resume_words(run, more), dry_run=dry_run)
 
 
 def run_words(words: Sequence[str], *, dry_run: bool = False) -> None:

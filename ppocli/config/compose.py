@@ -23,9 +23,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from ppocli.builtin.names import config_groups
 from ppocli.config import hydra_bridge, keys, layers, resolved, schema, secrets
+from ppocli.config.kept import settings_before
 from ppocli.config.problems import Problem, find_problems, raise_problems, range_problems
-from ppocli.config.resolved import CONFIG_FILE, quoted, read_config, schema_node, typed
-from ppocli.config.words import COMMAND_LINE, Words
+from ppocli.config.resolved import CONFIG_FILE, quoted, schema_node, typed
+from ppocli.config.words import ACCEPT_CHANGES, COMMAND_LINE, Words
 from ppocli.errors import CheckpointError, ConfigError
 from ppocli.own_code import TRUST
 from ppocli.text import did_you_mean
@@ -47,6 +48,8 @@ class Composed:
     recipe: str | None
     resume_from: Path | None
     """the run folder of ``resume=FOLDER``"""
+    accept_changes: bool = False
+    """what was changed by hand in the config.yaml of a run that goes on counts"""
     typed: frozenset[str] = frozenset()
     """as :attr:`ppocli.config.layers.Merged.typed`"""
     trusts: bool = False
@@ -86,6 +89,8 @@ class Checked:
     """what a run without ``run_name`` is called, before its time stamp: its recipe, if it has one
     """
     sources: Mapping[str, str] = field(default_factory=dict)
+    accept_changes: bool = False
+    """as of :class:`Composed`"""
     typed: frozenset[str] | None = None
     """as in :class:`Composed`; None where no file has had a say"""
     trusts: bool = False
@@ -120,7 +125,7 @@ def check(composed: Composed, handed_in: frozenset[str] = frozenset()) -> Checke
     """
     raise_problems(composed.problems(handed_in), composed.hint)
     return Checked(composed.config, composed.resume_from, composed.recipe or "run",
-                   composed.sources, composed.typed, composed.trusts)
+                   composed.sources, composed.accept_changes, composed.typed, composed.trusts)
 
 
 def compose_here(words: Words, run: Path | None = None) -> Composed:
@@ -128,10 +133,11 @@ def compose_here(words: Words, run: Path | None = None) -> Composed:
     merged = layers.merge_entries(_entries(words, run))
     config = typed(merged.node)
     if run is not None:
-        config = resolved.keeping_styles(config, read_config(run / CONFIG_FILE),
+        config = resolved.keeping_styles(config, resolved.read_config(run / CONFIG_FILE),
                                          {setting.key for setting in words.settings})
     return Composed(config, merged.problems, merged.sources, words.value("recipe"), run,
-                    merged.typed, words.flag(TRUST) is not None)
+                    words.flag(ACCEPT_CHANGES) is not None, merged.typed,
+                    words.flag(TRUST) is not None)
 
 
 def print_composition(words: Words) -> None:
@@ -191,7 +197,7 @@ def _resumed_run(words: Words) -> Path | None:
         raise CheckpointError(f"resume={given}: there is no such folder", where=str(run),
                               fix="give a run folder, e.g. resume=runs/NAME; to start afresh leave "
                                   "resume out")
-    read_config(run / CONFIG_FILE)
+    settings_before(run, accept_changes=words.flag(ACCEPT_CHANGES) is not None)
     groups = [setting.key for setting in words.settings
               if setting.key in (*config_groups(), "recipe")]
     if groups:

@@ -103,8 +103,13 @@ def read_config(path: Path) -> TrainConfig:
     """
     fix = "give the folder of a run that ppocli made; its config.yaml must be unchanged"
     try:
-        config = _parsed(bounded.read_bytes(path).decode("utf-8"))
+        config = parsed(bounded.read_bytes(path).decode("utf-8"))
     except FileNotFoundError:
+        if (path.parent / "run.json").is_file():
+            raise CheckpointError(
+                f"{path.parent} has lost its {path.name}", where=str(path),
+                fix="put it back; or go on with the words that the run was started with, and "
+                    f"run_name={path.parent.name} resume=auto") from None
         raise CheckpointError(f"{path.parent} has no {path.name}: it is not a run folder",
                               where=str(path), fix=fix) from None
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
@@ -124,7 +129,7 @@ def read_config(path: Path) -> TrainConfig:
 
 
 @functools.lru_cache(maxsize=16)
-def _parsed(text: str) -> TrainConfig | None:
+def parsed(text: str) -> TrainConfig | None:
     """What the text of a config.yaml says, None for nothing.
 
     A command reads the file of its run in several places, and parsing it takes long.

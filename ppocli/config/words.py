@@ -28,7 +28,10 @@ SHORT = {"-c": "--cfg", "-p": "--package", "-r": "--run", "-m": "--multirun",
           "-sc": "--shell-completion", "-cp": "--config-path", "-cn": "--config-name",
           "-cd": "--config-dir", "-i": "--info"}
 _WITH_VALUE = ("--cfg", "--package", "--config-path", "--config-name", "--config-dir")
-_PLAIN = ("--hydra-help", "--resolve", "--run", "--multirun", "--shell-completion", TRUST)
+ACCEPT_CHANGES = "--accept-changes"
+"""ours, not Hydra's: a config.yaml that was changed by hand counts"""
+_PLAIN = ("--hydra-help", "--resolve", "--run", "--multirun", "--shell-completion", TRUST,
+          ACCEPT_CHANGES)
 FLAGS = tuple(sorted((*_WITH_VALUE, *_PLAIN, "--info", "--help", "--version")))
 # options of the command line that never come here; misspelt ones do
 _OURS = ("--no-progress", "--dry-run")
@@ -103,7 +106,7 @@ class Words:
         parts = self.overrides
         for flag, value in self.flags:
             # config folders go through the search path, a new main folder through hydra.main
-            if flag not in ("--config-dir", "--config-path", TRUST):
+            if flag not in ("--config-dir", "--config-path", TRUST, ACCEPT_CHANGES):
                 parts += [flag] if value is None else [flag, value]
         return parts
 

@@ -59,6 +59,8 @@ class ExportPlan:
     """the files of the value function that are wanted"""
     repo_id: str | None
     """where it will be pushed, if that is known; the card names it"""
+    held: object = None
+    """keeps a running run from pruning the source"""
 
     @property
     def adapter(self) -> bool:

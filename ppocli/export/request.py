@@ -193,9 +193,10 @@ def resolve(request: ExportRequest, say: Callable[[str], None],
     if facts.run is None and (earlier := earlier_export(source, say)) is not None:
         facts = replace(facts, name=earlier["run"] or facts.name, step=earlier["step"],
                         earlier=source)
-    return plan_export(target.name, source, destination, facts, dtype=request.dtype,
+    plan = plan_export(target.name, source, destination, facts, dtype=request.dtype,
                        max_shard=parse_size(request.max_shard_size or DEFAULT_SHARD), merge=merge,
                        critic=critic, repo_id=request.repo_id)
+    return replace(plan, held=target.held)
 
 
 def _merges(request: ExportRequest, source: Path, name: str, say: Callable[[str], None]) -> bool:

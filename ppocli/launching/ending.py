@@ -8,7 +8,7 @@ from typing import Any
 
 from ppocli.config.secrets import safe_text
 from ppocli.display.console import closing_table
-from ppocli.errors import DivergedError, OutOfMemoryError, PpocliError, StoppedError
+from ppocli.errors import DivergedError, OutOfMemoryError, PpocliError, RunGoneError, StoppedError
 from ppocli.launching.child_process import RunOutcome
 from ppocli.parallel.launchers import my_phase, my_rank
 from ppocli.parallel.stop import StopRequested
@@ -28,7 +28,10 @@ def ending_well(run: loop.Run) -> Iterator[None]:
     import torch
 
     try:
-        yield
+        with loop.naming_lost_place(run):
+            yield
+    except RunGoneError:
+        raise
     except StopRequested as stop:
         where, resumable = _save_what_is_sound(run)
         write_summary_of(run, "stopped")
@@ -36,7 +39,8 @@ def ending_well(run: loop.Run) -> Iterator[None]:
             f"stopped by {stop} at step {run.state.step} of {run.task.total_steps()}; {where}",
             signal_number=stop.signal_number,
             fix=f"resume with: ppocli resume {run.folder.path}" if resumable else
-            "start again; checkpoint.every_steps=1 or checkpoint.every_minutes=5 saves more often"
+            f"start again: the same words with run_name={run.folder.path.name} resume=auto; "
+            "checkpoint.every_steps=1 or checkpoint.every_minutes=5 saves more often"
         ) from None
     except torch.OutOfMemoryError as error:  # not in a pass, which is made anew with fewer rows
         # of several ranks this one alone is here: it can't save, which takes all of them
@@ -107,6 +111,8 @@ def _save_what_is_sound(run: loop.Run) -> tuple[str, bool]:
     """
     run.clock.mark("other")  # what is left of the phase that was broken off
     run.saving.settle()
+    if run.task.backend.ranks.first:
+        loop.check_place(run)
     if not run.intact:
         return _last_checkpoint(run)
     try:
@@ -167,6 +173,7 @@ def publish(run: loop.Run) -> RunOutcome:
         write_card(folder, run.task.cfg, summary)
 
     def publish() -> None:
+        loop.check_place(run)
         atomic.publish_folder(write, run.folder.model)
         run.clock.mark("saving")
         summary.update(_summary(run, "finished"))  # with the time that writing took

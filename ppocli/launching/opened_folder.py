@@ -17,7 +17,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppocli.config import algorithm, deepspeed, hub, keys, resolved, schema
+from ppocli.config import algorithm, deepspeed, hub, kept, keys, resolved, schema
 from ppocli.config.problems import shown
 from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.data.sources import names_hub_dataset
@@ -26,7 +26,7 @@ from ppocli.launching.child_process import Start
 from ppocli.launching.target_config import allow_code
 from ppocli.parallel.launchers import NODE_FAILED
 from ppocli.rewards.resolve import MODEL_REWARDS
-from ppocli.storage import atomic, environment, model_files, run_folder
+from ppocli.storage import atomic, environment, model_files, retention, run_folder
 
 if TYPE_CHECKING:
     from ppocli.config.compose import Checked
@@ -40,7 +40,8 @@ MODEL_KEYS = {"model": "model.path", "ref_model": "model.reference.path",
 """likewise, of objects that are written into the run's folder: it holds what a resume needs"""
 _STARTED_FROM = "start"
 # a run that left no more than these made nothing worth keeping
-_TRACES = frozenset({resolved.CONFIG_FILE, ".lock", "ppocli.log", NODE_FAILED, _STARTED_FROM})
+_TRACES = frozenset({resolved.CONFIG_FILE, run_folder.LOCK, "ppocli.log", NODE_FAILED,
+                     _STARTED_FROM})
 
 
 @contextmanager
@@ -63,7 +64,7 @@ def open_folder(checked: Checked, objects: PythonObjects | None, say: Callable[[
     config = noting_objects(resolved.with_absolute_paths(checked.config, Path.cwd()), objects)
     asked = checked.resume_from
     run_dir = asked.absolute() if asked else _run_to_go_on_with(config, say)
-    opened = (_resumed(run_dir, asked is not None, config, objects, say) if run_dir is not None
+    opened = (_resumed(run_dir, checked, config, objects, say) if run_dir is not None
               else _made(checked.name, config, objects, say))
     with opened as start:
         # the libraries alone take seconds to load
@@ -77,19 +78,22 @@ def open_folder(checked: Checked, objects: PythonObjects | None, say: Callable[[
 
 
 @contextmanager
-def _resumed(run_dir: Path, by_folder: bool, config: schema.TrainConfig,
+def _resumed(run_dir: Path, checked: Checked, config: schema.TrainConfig,
              objects: PythonObjects | None, say: Callable[[str], None]) -> Iterator[Start]:
     # an explicit folder must hold a checkpoint; "auto" may have been killed before its first
     config = replace(config, run_name=run_dir.name, output_dir=str(run_dir.parent),
-                     resume="never" if by_folder else "auto")
-    if not by_folder:  # else the run's own configuration is the base
+                     resume="never" if checked.resume_from else "auto")
+    own = run_dir / resolved.CONFIG_FILE
+    if not own.is_file() and (texts := kept.kept_texts(run_dir)):
+        atomic.write_atomic(own, texts[0])
+        say(f"{own} was gone; it is written again as {kept.RUN_FILE} keeps it")
+    if not checked.resume_from:  # else the run's own configuration is the base
         named = {key for key, style in resolved.flat(config).items()
                  if key.startswith("reward.") and key.endswith(".style") and style != "auto"}
-        config = resolved.keeping_styles(
-            config, resolved.read_config(run_dir / resolved.CONFIG_FILE), named)
+        config = resolved.keeping_styles(config, resolved.read_config(own), named)
     config = resolved.with_values(config, {  # resume=auto
         key: str(path) for key, path in _models_in(run_dir, config)})
-    changes = changes_on_resume(run_dir, config, objects)
+    changes = changes_on_resume(run_dir, config, objects, checked.accept_changes)
     check_inputs(config)
     check_deepspeed(config)
     for key, line in changes:
@@ -112,22 +116,34 @@ def _made(name: str, config: schema.TrainConfig, objects: PythonObjects | None,
     new_parents = [folder for folder in (base, *base.parents) if not folder.exists()]
     try:
         run_dir = _fresh_folder(config, name)
-        try:
-            config = replace(config, run_name=run_dir.name, output_dir=str(run_dir.parent))
-            for key, path in _models_in(run_dir, config):
-                with atomic.disk_errors(path):
-                    getattr(objects, path.name).save_pretrained(path)
-                config = resolved.with_values(config, {key: str(path)})
-            run_folder.write_config(config, run_dir / resolved.CONFIG_FILE)
-            yield Start(run_dir)
-        finally:
-            names = {entry.name for entry in run_dir.iterdir()} if run_dir.is_dir() else set()
-            if names <= _TRACES:  # the run ended before it made anything
-                shutil.rmtree(run_dir, ignore_errors=True)
+        config = replace(config, run_name=run_dir.name, output_dir=str(run_dir.parent))
+        with run_folder.reserved(run_dir):
+            try:
+                refuse_taken(run_dir, config)  # nobody else has made a run here meanwhile
+                with atomic.disk_errors(run_dir):
+                    for trace in _TRACES - {run_folder.LOCK}:
+                        if os.path.lexists(run_dir / trace):
+                            atomic.remove_tree(run_dir / trace)
+                run_folder.probe_writable(run_dir)
+                for key, path in _models_in(run_dir, config):
+                    with atomic.disk_errors(path):
+                        getattr(objects, path.name).save_pretrained(path)
+                    config = resolved.with_values(config, {key: str(path)})
+                run_folder.write_config(config, run_dir / resolved.CONFIG_FILE)
+                yield Start(run_dir, reserved_by=os.getpid())
+            finally:
+                if _made_nothing(run_dir):
+                    shutil.rmtree(run_dir, ignore_errors=True)
     finally:
         for folder in new_parents:  # those that stayed empty, the innermost first
             with suppress(OSError):
                 folder.rmdir()
+
+
+def _made_nothing(run_dir: Path) -> bool:
+    """Whether a run here, if there was one, ended, or was killed, before it made anything."""
+    names = {entry.name for entry in run_dir.iterdir()} if run_dir.is_dir() else set()
+    return {name for name in names if not name.startswith(atomic.TEMPORARY_PREFIX)} <= _TRACES
 
 
 def _models_in(run_dir: Path, config: schema.TrainConfig) -> list[tuple[str, Path]]:
@@ -163,10 +179,17 @@ def _run_to_go_on_with(config: schema.TrainConfig, say: Callable[[str], None]) -
     if config.resume == "never":
         return None
     run_dir = Path(config.output_dir) / str(config.run_name)
-    if (run_dir / resolved.CONFIG_FILE).is_file():
+    if goes_on_with(run_dir):
         return run_dir
     say(f"resume=auto: there is no run in {run_dir} yet, starting afresh")
     return None
+
+
+def goes_on_with(run_dir: Path) -> bool:
+    """Whether ``resume=auto`` goes on in that folder; a run that was killed before it made anything
+    is begun again."""
+    return not _made_nothing(run_dir) and any(
+        (run_dir / name).is_file() for name in (resolved.CONFIG_FILE, kept.RUN_FILE))
 
 
 def _fresh_folder(config: schema.TrainConfig, name: str) -> Path:
@@ -181,21 +204,25 @@ def _fresh_folder(config: schema.TrainConfig, name: str) -> Path:
         with atomic.disk_errors(run_dir), suppress(FileExistsError):
             run_dir.mkdir()
         refuse_taken(run_dir, config)
-    run_folder.probe_writable(run_dir)
     return run_dir
 
 
 def refuse_taken(run_dir: Path, config: schema.TrainConfig) -> None:
-    """Refuse a folder that holds something, for a new run.
+    """Refuse a folder that holds something, for a new run; what a run that made nothing left there
+    is nothing.
 
     Raises:
         CheckpointError: it does.
     """
-    if run_dir.is_dir() and any(run_dir.iterdir()):
+    if not _made_nothing(run_dir):
+        go_on = ""
+        if (run_dir / resolved.CONFIG_FILE).is_file():
+            saved = retention.list_steps(run_folder.RunFolder(run_dir).checkpoints)
+            go_on = "go on with that run: " + (f"ppocli resume {run_dir}; or " if saved else
+                                               "the same words and resume=auto; or ")
         raise CheckpointError(
             f"{run_dir} exists already and isn't empty; nothing is overwritten.",
-            where=f"run_name={config.run_name}",
-            fix=f"go on with that run: ppocli resume {run_dir}; or choose another run_name")
+            where=f"run_name={config.run_name}", fix=f"{go_on}choose another run_name")
 
 
 def new_folder(base: Path, name: str) -> Path:
@@ -215,13 +242,15 @@ def new_folder(base: Path, name: str) -> Path:
 
 
 def changes_on_resume(run_dir: Path, config: schema.TrainConfig,
-                      objects: PythonObjects | None = None) -> list[tuple[str, str]]:
+                      objects: PythonObjects | None = None, accept_changes: bool = False
+                      ) -> list[tuple[str, str]]:
     """(key, ``key: before -> after``) of what ``config`` changes in a run.
 
     Raises:
-        CheckpointError: a changed key forbids to resume, or Python objects are missing.
+        CheckpointError: a changed key forbids to resume, Python objects are missing, or the run's
+            config.yaml was changed by hand and this isn't accepted.
     """
-    old = resolved.read_config(run_dir / resolved.CONFIG_FILE)
+    old = kept.settings_before(run_dir, accept_changes=accept_changes)
     _ask_for_objects(config, objects, run_dir)
     changes = [(key, f"{key}: {shown(before)} -> {shown(after)}")
                for key, before, after in resolved.config_differences(old, config)]

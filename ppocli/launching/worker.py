@@ -4,6 +4,7 @@ Reads the resolved ``config.yaml`` (it never composes), builds the session, resu
 trains, and leaves the trained model, a summary and checkpoints behind, whatever ended it.
 """
 
+import hashlib
 import logging
 import os
 import secrets
@@ -16,7 +17,6 @@ from time import monotonic
 from typing import Any, NoReturn
 
 from ppocli.config.deepspeed import DEEPSPEED_FILE, deepspeed_config
-from ppocli.config.resolved import next_config
 from ppocli.config.schema import TrainConfig, planned_episodes
 from ppocli.config.secrets import safe_text
 from ppocli.display.console import Display, keep_log, open_display, open_silence
@@ -28,8 +28,8 @@ from ppocli.parallel import host_memory, launchers
 from ppocli.parallel.backend import Backend, open_ranks
 from ppocli.parallel.stop import StopFlag, catch_signals, leave_at_once, stop_when_closed
 from ppocli.rewards import guard
-from ppocli.runs.record import accept_settings, settle
-from ppocli.storage import atomic, environment, model_files, run_folder, signature
+from ppocli.runs.record import accept_settings, begin_record, settle, whole
+from ppocli.storage import atomic, environment, model_files, retention, run_folder
 from ppocli.tracking.trackers import check_trackers
 from ppocli.training import clock, loop
 from ppocli.training.state import Generators, seed_generators, torch_versions
@@ -116,7 +116,12 @@ def _held(start: Start, folder: run_folder.RunFolder, started_by: int | None = N
         run_folder.refuse_links(folder.path)
         with run_folder.lock(folder.path, reserved_by=start.reserved_by), \
                 open_display(folder.log, start.display, started_by) as shown:
-            yield shown
+            try:
+                yield shown
+            except FileNotFoundError as error:
+                if str(error.filename).startswith(str(folder.path)):
+                    raise run_folder.gone(folder.path) from error
+                raise
     guard.check_threads()
 
 
@@ -159,13 +164,16 @@ def open_run(cfg: TrainConfig, folder: run_folder.RunFolder, objects: PythonObje
         if cfg.hardware.zero_stage > 0:
             atomic.write_json_atomic(folder.path / DEEPSPEED_FILE,
                                      deepspeed_config(cfg, ranks.world))
-    digest = atomic.sha256_file(folder.config)
+    identity = {path: path.read_bytes() for path in (folder.config,
+                                                     folder.path / run_folder.RUN_FILE)}
+    digest = hashlib.sha256(identity[folder.config]).hexdigest()
     recording: Any = loop.open_recorder(folder, cfg.tracking) if ranks.first else nullcontext()
     with recording as recorder:
         state = replace(state, generators=Generators.now(backend.device))
-        run = loop.Run(task, folder, run_id, digest, torch_versions(), stop, recorder, display,
-                       state, saved_at=monotonic(),
-                       clock=clock.PhaseClock(backend.device, began, display.board.marked))
+        run = loop.Run(task, folder, folder.path.stat(), run_id, digest, torch_versions(), stop,
+                       recorder, display, state, saved_at=monotonic(),
+                       clock=clock.PhaseClock(backend.device, began, display.board.marked),
+                       identity=identity)
         try:
             yield run
         finally:
@@ -188,30 +196,34 @@ def _run_id(folder: run_folder.RunFolder) -> str:
     path = folder.path / run_folder.RUN_FILE
     if path.is_file():
         run_id = (atomic.read_json(path) or {}).get("run_id")
-        if run_id is None:
+        if not isinstance(run_id, str):
             raise CheckpointError(f"{path} is damaged.", where=str(path),
                                   fix="restore it from a copy, or start a new run")
-        return str(run_id)
-    run_id = secrets.token_hex(8)
-    atomic.write_json_atomic(path, signature.sign_run({"run_id": run_id}, next_config(folder.path)))
+        return run_id
+    sound = retention.sound_steps(folder.checkpoints)
+    if sound:
+        log.warning("%s was gone; the run's identity is that of its checkpoints", path)
+    run_id = sound[-1].run_id if sound else secrets.token_hex(8)
+    begin_record(folder.path, run_id)
     return run_id
 
 
 def _already_finished(cfg: TrainConfig, folder: run_folder.RunFolder) -> RunOutcome | None:
     """The result of a run that has drawn all its episodes and left a whole model; else None."""
     summary = atomic.read_json(folder.summary) or {}
+    steps = whole(summary, "steps")
     try:
         # steps may have been of another size before
-        complete = (summary["status"] == "finished"
-                    and int(summary["episodes"]) >= planned_episodes(cfg.ppo)
-                    and int(summary["steps"]) >= (cfg.ppo.num_steps or 0))
+        complete = (summary.get("status") == "finished"
+                    and steps >= max(1, cfg.ppo.num_steps or 0)
+                    and whole(summary, "episodes") >= planned_episodes(cfg.ppo))
         model_files.check_folder(folder.model, key="model", adapters=True)
-    except (ValueError, KeyError, TypeError, InputError):
+    except InputError:
         return None
     if not complete:
         return None
-    accept_settings(folder.path, int(summary["steps"]))
-    log.info("already finished (%d/%d steps): %s", summary["steps"], summary["steps"], folder.model)
+    accept_settings(folder.path, steps)
+    log.info("already finished (%d/%d steps): %s", steps, steps, folder.model)
     return RunOutcome(folder.path, 0, folder.model, summary)
 
 

@@ -15,7 +15,8 @@ from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, ConfigError, PpocliError
 from ppocli.runs.record import RunRecord, is_run, read_run, subfolders
 from ppocli.runs.target import list_runs, written
-from ppocli.storage import atomic, model_files, retention, run_folder
+from ppocli.storage import atomic, holds, manifest, model_files, retention, run_folder
+from ppocli.storage.checkpoints import best_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +217,11 @@ def _delete(parts: Iterable[Path]) -> None:
             if part.is_symlink():
                 part.unlink()
             elif part.exists():
-                retention.discard(part)
+                with holds.unused(part / manifest.MANIFEST) as unread:
+                    if not unread:
+                        raise CheckpointError(f"{part} is being read and stays.", where=str(part),
+                                              fix="wait for that command to end")
+                    retention.discard(part)
 
 
 def _whole(run: RunRecord, folder: Path, when: float) -> Removal | None:
@@ -236,9 +241,9 @@ def _checkpoints(run: RunRecord, folder: Path, when: float, keep_best: bool) -> 
     except PpocliError:
         return None
     place = folder / "checkpoints"
-    best = run.best.get("step") if keep_best else None
     parts: list[Path] = []
     if _is_own_folder(place):
+        best = best_step(place) if keep_best else None
         parts += [path for step, path in retention.list_steps(place)
                   if step != best and not path.is_symlink()]
         parts += [*retention.leftovers(place), *sorted(place.glob(f"{atomic.REPLACED}*"))]

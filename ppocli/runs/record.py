@@ -1,5 +1,6 @@
 """A run as its folder tells it: configuration, rows, samples, warnings, status. No torch here."""
 
+import logging
 import math
 import os
 import re
@@ -9,12 +10,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from ppocli.config import bounded, resolved, schema
+from ppocli.config import bounded, kept, resolved, schema
 from ppocli.config.problems import shown
 from ppocli.errors import CheckpointError
-from ppocli.storage import atomic, run_logs, signature
-from ppocli.storage.run_folder import RUN_FILE, RunFolder, live_owner, write_config
+from ppocli.storage import atomic, retention, run_logs, signature
+from ppocli.storage.run_folder import (
+    RUN_FILE,
+    RunFolder,
+    finite_or_null,
+    live_owner,
+    write_config,
+)
 
+log = logging.getLogger("ppocli")
 Status = Literal["running", "finished", "stopped", "failed", "interrupted"]
 _LOG_HEAD = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (\w+) ", re.MULTILINE)
 
@@ -205,6 +213,17 @@ def read_changes(run_dir: Path) -> list[Change]:
             if isinstance(entry, dict) and isinstance(entry.get("step"), int)]
 
 
+def begin_record(run_dir: Path, run_id: str) -> None:
+    """Note a run's identity and what it was started with.
+
+    Raises:
+        DiskError: the disk is full, read-only, or refuses.
+    """
+    text = (run_dir / resolved.CONFIG_FILE).read_text(encoding="utf-8")
+    atomic.write_json_atomic(run_dir / RUN_FILE, {
+        **signature.sign_run({"run_id": run_id}, resolved.next_config(run_dir)), kept.KEPT: text})
+
+
 def accept_settings(run_dir: Path, step: int | None) -> None:
     """Make the settings asked for at resume the run's own, note what they change, and sign them.
 
@@ -215,22 +234,31 @@ def accept_settings(run_dir: Path, step: int | None) -> None:
         DiskError: the disk is full, read-only, or refuses.
     """
     told, noted = atomic.read_json(run_dir / RUN_FILE) or {}, read_changes(run_dir)
+    asked, own = resolved.next_config(run_dir), RunFolder(run_dir)
+    saved = retention.sound_steps(own.checkpoints)
+    if saved and kept.KEPT not in told \
+            and saved[-1].config_digest != atomic.sha256_file(own.config):
+        log.warning("%s is not as it was when step %d was saved; this run keeps no copy that could "
+                    "tell what differs", own.config, saved[-1].step)
+    differ = resolved.config_differences(kept.settings_before(run_dir, accept_changes=True),
+                                         resolved.read_config(asked))
     changes: list[Change] = []
     if step is not None:
         # the run may have gone back behind a change, to an earlier checkpoint
         changes = [replace(change, step=min(change.step, step)) for change in noted]
-        new = [Change(step, key, shown(before), shown(after)) for key, before, after in
-               resolved.config_differences(resolved.read_config(run_dir / resolved.CONFIG_FILE),
-                                           resolved.read_config(resolved.next_config(run_dir)))]
+        new = [Change(step, key, shown(before), shown(after)) for key, before, after in differ]
         if new != changes[-len(new):]:  # an attempt that was killed right here has noted them
             changes += new
-    if "run_id" in told:
+    if isinstance(told.get("run_id"), str):
         # before the settings take their place, so that a kill in between leaves a signed run
-        now = signature.sign_run(told, resolved.next_config(run_dir))
+        now = signature.sign_run(told, asked)
         if changes != noted:
             now["changes"] = [asdict(change) for change in changes]
+        if changes != noted or differ or kept.KEPT not in told:
+            now |= {name: path.read_text(encoding="utf-8") for name, path in
+                    ((kept.KEPT, asked), (kept.BEFORE, own.config))}
         if now != told:
-            atomic.write_json_atomic(run_dir / RUN_FILE, now)
+            atomic.write_json_atomic(run_dir / RUN_FILE, finite_or_null(now))
     resolved.accept_config(run_dir)
 
 
@@ -240,8 +268,10 @@ def settle(run_dir: Path, config: schema.TrainConfig) -> None:
     Raises:
         DiskError: the disk is full, read-only, or refuses.
     """
-    write_config(config, run_dir / resolved.NEXT_CONFIG_FILE)
+    path = run_dir / resolved.NEXT_CONFIG_FILE
+    write_config(config, path)
     told = atomic.read_json(run_dir / RUN_FILE) or {}
-    atomic.write_json_atomic(run_dir / RUN_FILE,
-                             signature.sign_run(told, run_dir / resolved.NEXT_CONFIG_FILE))
+    atomic.write_json_atomic(run_dir / RUN_FILE, {
+        **signature.sign_run(told, path), kept.BEFORE: told.get(kept.KEPT),
+        kept.KEPT: path.read_text(encoding="utf-8")})
     resolved.accept_config(run_dir)

@@ -3,13 +3,13 @@
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ppocli.builtin.names import BUILTIN_PREFIX
 from ppocli.errors import AmbiguousError, CheckpointError, ConfigError, InputError
 from ppocli.runs.record import RunRecord, is_run, read_run, subfolders, whole
-from ppocli.storage import checkpoints, manifest, retention, run_folder
+from ppocli.storage import checkpoints, holds, manifest, retention, run_folder
 from ppocli.storage.model_files import POLICY, check_folder, find_model
 from ppocli.text import did_you_mean
 
@@ -31,6 +31,8 @@ class Target:
     """steps the policy has been trained for; None for a model that came from elsewhere"""
     checkpoint: Path | None = None
     """verified step folder, with value head and optimizer state, where that was asked for"""
+    held: holds.Hold | None = field(default=None, compare=False, repr=False)
+    """keeps a running run from pruning the checkpoint as long as this is there"""
 
     @property
     def label(self) -> str:
@@ -82,7 +84,7 @@ def find_target(given: str | None, *, say: Callable[[str], None], step: int | No
         found = checkpoints.open_checkpoint(inside)
         run_dir = found.path.parent.parent
         return Target(given, str(found.path / POLICY), run_dir if is_run(run_dir) else None,
-                      found.step, found.path)
+                      found.step, found.path, found.held)
     return _of_model(given, path, say, asked_by)
 
 
@@ -203,7 +205,7 @@ def _of_run(run_dir: Path, shown: str, say: Callable[[str], None], step: int | N
         if not complete:
             say(f"the run is {record.status}: taking its newest checkpoint, step {found.step}")
     return Target(f"{shown}, step {found.step}", str(found.path / POLICY), run_dir,
-                  found.step, found.path)
+                  found.step, found.path, found.held)
 
 
 def _nothing_there(run: run_folder.RunFolder, shown: str, finished: bool) -> CheckpointError:
@@ -219,11 +221,9 @@ def _nothing_there(run: run_folder.RunFolder, shown: str, finished: bool) -> Che
 
 def _best_step(run: RunRecord) -> int:
     place = run.folder.checkpoints
-    if (place / "best").is_symlink():
-        return checkpoints.open_checkpoint(place / "best").step
+    if (step := checkpoints.best_step(place)) is not None:
+        return step
     steps = [number for number, _ in retention.list_steps(place)]
-    if run.best.get("step") in steps:
-        return int(run.best["step"])
     raise CheckpointError(f"{run.folder.path} keeps no best checkpoint.", where=str(place),
                           fix="choose a step: --step N (there: "
                           f"{', '.join(map(str, steps)) or 'none'}); or train with "

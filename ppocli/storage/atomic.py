@@ -5,6 +5,7 @@ the old content or the new one. Failures of the disk become :class:`DiskError`.
 """
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -19,7 +20,7 @@ from typing import Any, BinaryIO
 
 from ppocli.config import bounded
 from ppocli.errors import DiskError, PpocliError
-from ppocli.storage import faults
+from ppocli.storage import faults, holds
 from ppocli.text import format_bytes
 
 TEMPORARY_PREFIX = ".tmp-"
@@ -160,10 +161,11 @@ def open_atomic(path: Path, needed: int | None = None) -> Iterator[BinaryIO]:
         with disk_errors(path, needed):
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
             with os.fdopen(descriptor, "wb") as file:
+                holds.take(descriptor, fcntl.LOCK_SH)  # whoever sweeps the folder leaves it alone
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(temporary, path)
+                os.replace(temporary, path)
             fsync_dir(path.parent)
     except BaseException:
         with suppress(OSError):

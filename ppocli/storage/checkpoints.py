@@ -12,12 +12,12 @@ import secrets
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ppocli.errors import CheckpointError, DiskError
-from ppocli.storage import atomic, faults, manifest, retention
+from ppocli.storage import atomic, faults, holds, manifest, retention
 from ppocli.text import format_bytes
 from ppocli.version import __version__
 
@@ -30,6 +30,8 @@ class FoundCheckpoint:
     step: int
     versions: dict[str, str]
     state: dict[str, Any]
+    held: holds.Hold = field(compare=False, repr=False)
+    """keeps the folder from being pruned as long as this is there"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ def save_checkpoint(folder: Path, step: int, *, run_id: str, write: Callable[[Pa
         write: puts files into the (empty) folder it is given; sub-folders are fine, links, pickles
             and a file named ``state.json`` or ``MANIFEST.json`` are not. May be called twice.
         state: stored as ``state.json``; strict JSON.
-        config_digest: stored for the comparison at resume.
+        config_digest: of the run's config.yaml, for the comparison at resume.
         versions: package name -> version, stored for the reader.
 
     Raises:
@@ -150,7 +152,7 @@ def find_latest(folder: Path, *, run_id: str | None, verify: manifest.Verify = "
     Args:
         folder: the run's ``checkpoints/``; may be missing.
         run_id: the run it must belong to (``None``: any).
-        verify: ``full`` hashes every file, ``size`` compares names and sizes only.
+        verify: as of :func:`manifest.check_folder`.
 
     Raises:
         CheckpointError: a newer ppocli wrote the newest intact one; going back silently would lose
@@ -167,22 +169,33 @@ def find_latest(folder: Path, *, run_id: str | None, verify: manifest.Verify = "
     return Search(None, tuple(skipped))
 
 
+def best_step(folder: Path) -> int | None:
+    """The step with the best evaluation, as the newest checkpoint that holds remembers it; None
+    where it knows of none, or that step isn't kept."""
+    found = find_latest(folder, run_id=None, verify="size").found
+    best = (found.state.get("best") if found else None) or {}
+    return next((step for step, _ in retention.list_steps(folder) if step == best.get("step")),
+                None)
+
+
 def open_checkpoint(path: Path) -> FoundCheckpoint:
     """Open one checkpoint named by the user, or refuse it.
 
     Args:
-        path: a step folder, or the ``latest`` or ``best`` link beside one (the link only tells the
-            step; the folder is verified like any other).
+        path: a step folder, or the ``latest`` or ``best`` link beside one, which stands for what
+            the checkpoints themselves say: a kill can leave a link behind that is out of date.
 
     Raises:
         CheckpointError: it is missing, damaged, or of a newer ppocli.
     """
     folder = path.absolute()
     if folder.name in retention.POINTERS and folder.is_symlink():
-        folder = folder.parent / os.readlink(folder).rstrip("/")
-        if folder.parent != path.absolute().parent:
-            raise CheckpointError(f"{path} points outside its folder", where=str(path),
+        latest = find_latest(folder.parent, run_id=None, verify="size").found
+        step = best_step(folder.parent) if folder.name == "best" else getattr(latest, "step", None)
+        if step is None:
+            raise CheckpointError(f"{path} points to no checkpoint that holds.", where=str(path),
                                   fix="name the step folder itself")
+        folder = folder.with_name(retention.step_name(step))
     match = retention.STEP.fullmatch(folder.name)
     try:
         return _open(folder, int(match[1]) if match else None)
@@ -195,6 +208,9 @@ def open_checkpoint(path: Path) -> FoundCheckpoint:
 
 def _open(path: Path, step: int | None, run_id: str | None = None, verify: manifest.Verify = "full"
           ) -> FoundCheckpoint:
+    held = holds.hold(path / manifest.MANIFEST)  # first: what was verified must stay
     there = manifest.check_folder(path, step=step, run_id=run_id, verify=verify)
+    if held is None:
+        raise manifest.Invalid("it is being deleted")
     state = manifest.read_object(path, manifest.STATE)
-    return FoundCheckpoint(path, there.step, there.versions, state)
+    return FoundCheckpoint(path, there.step, there.versions, state, held)

@@ -14,8 +14,8 @@ from datetime import datetime
 from pathlib import Path
 
 from ppocli.errors import PpocliError
-from ppocli.storage import atomic, faults
-from ppocli.storage.manifest import Invalid, Manifest, check_folder
+from ppocli.storage import atomic, faults, holds
+from ppocli.storage.manifest import MANIFEST, Invalid, Manifest, check_folder
 
 PRUNED = "pruned.json"
 """in a run's ``checkpoints/``: when the user had them deleted"""
@@ -45,8 +45,9 @@ def prune(folder: Path, keep_last: int, keep_best_step: int | None) -> list[str]
 
     The newest ``keep_last`` valid ones stay (at least one), and ``keep_best_step``. A folder that
     isn't valid never counts as kept: it stays if it is newer than the oldest kept one, for whoever
-    wants to look, and goes otherwise. Superseded steps go once the run is past them. A failure is a
-    warning, and a link is left alone.
+    wants to look, and goes otherwise. Superseded steps go once the run is past them. What somebody
+    reads (an evaluation) stays until a later call. A failure is a warning, and a link is left
+    alone.
 
     Args:
         folder: the run's ``checkpoints/``.
@@ -75,7 +76,9 @@ def prune(folder: Path, keep_last: int, keep_best_step: int | None) -> list[str]
             warnings.append(f"{path.name} is a link and was left alone")
             continue
         try:
-            discard(path)
+            with holds.unused(path / MANIFEST) as unread:
+                if unread:
+                    discard(path)
         except OSError as error:
             warnings.append(f"{path.name} could not be deleted: {error.strerror or error}")
     return warnings
@@ -179,18 +182,18 @@ def supersede(folder: Path, step: int) -> list[int]:
     return [number for number, _ in later]
 
 
-def update_pointers(folder: Path, *, latest: int, best: int | None) -> list[str]:
+def update_pointers(folder: Path, *, latest: int | None, best: int | None) -> list[str]:
     """Point the relative links ``latest`` and ``best`` at their step folders, for people's use.
 
     Nothing depends on them, so a failure (a disk without links) is a warning, which is returned.
-    ``best=None`` removes that link.
+    None, or a step that isn't there, removes the link.
     """
     warnings = []
     for name, step in zip(POINTERS, (latest, best), strict=True):
         link = folder / name
         temporary = folder / f"{atomic.TEMPORARY_PREFIX}{secrets.token_hex(4)}"
         try:
-            if step is None:
+            if step is None or not (folder / step_name(step)).is_dir():
                 link.unlink(missing_ok=True)
                 continue
             temporary.symlink_to(step_name(step), target_is_directory=True)

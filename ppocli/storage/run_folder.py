@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ppocli.config import bounded, resolved, schema
-from ppocli.errors import CheckpointError, DiskError
+from ppocli.errors import CheckpointError, DiskError, RunGoneError
+from ppocli.storage import holds
 from ppocli.storage.atomic import TEMPORARY_PREFIX, disk_errors, make_dirs, read_json, write_atomic
 
 LOCK = ".lock"
@@ -51,6 +52,7 @@ class RunFolder:
 
 def probe_writable(folder: Path) -> None:
     """Create ``folder`` where missing and try what a run does there: write, sync, rename, delete.
+    Files that a kill left half written there are swept away.
 
     Raises:
         DiskError: it can't be created or written, or it is a file.
@@ -64,11 +66,19 @@ def probe_writable(folder: Path) -> None:
                     raise DiskError(f"{folder} can't be a folder: {part} is a file.",
                                     where=str(folder), fix=fix)
             make_dirs(folder)
+            holds.sweep(folder, TEMPORARY_PREFIX)
             write_atomic(probe, b"probe")
             probe.unlink()
     except OSError as error:
         raise DiskError(f"{folder} can't be written: {error.strerror or error}.",
                         where=str(folder), fix=fix) from error
+
+
+def gone(path: Path) -> RunGoneError:
+    """The error of a run whose folder, or what it needs of it, isn't where it was any more."""
+    return RunGoneError(f"{path}, or a part of it, was moved or deleted while the run wrote there.",
+                        where=str(path), fix="go on with what is left where it lies now: "
+                        "ppocli resume FOLDER")
 
 
 def refuse_links(run_dir: Path) -> None:

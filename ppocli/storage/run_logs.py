@@ -5,6 +5,7 @@ A run that goes on from step k first removes every row past k, so no step appear
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -112,6 +113,39 @@ def read_row(line: bytes | str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return row if isinstance(row, dict) else None
+
+
+def row_problems(metrics: Path, samples: Path, last_step: int) -> list[str]:
+    """What is wrong with the rows of a run that stands at ``last_step``: steps that are missing or
+    there twice, evaluations and rollouts without all their samples.
+
+    Args:
+        last_step: the last one whose row is written; rows of later steps are cut off already.
+    """
+    rows: dict[int, dict[str, Any]] = {}
+    twice = []
+    for row in read_jsonl(metrics):
+        if isinstance(step := row.get("step"), int):
+            twice += [step] if step in rows else []
+            rows[step] = row
+    found: list[tuple[Path, str, list[Any]]] = [
+        (metrics, "no row", [step for step in range(1, last_step + 1) if step not in rows]),
+        (metrics, "more than one row", sorted(set(twice)))]
+    counts = Counter((str(row.get("kind")), row["step"]) for row in read_jsonl(samples)
+                     if row.get("sampling") is None and isinstance(row.get("step"), int))
+    sizes = {step: counts["eval", step] for step, row in rows.items()
+             if any(name.startswith("eval/") for name in row)}
+    if len({*sizes.values()}) > 1 or 0 in sizes.values():
+        found.append((samples, "evaluations of different sizes:", [
+            f"{step} ({size} samples)" for step, size in sizes.items()]))
+    drawn = {0: 0, **{step: row["episode"] for step, row in rows.items()
+                      if isinstance(row.get("episode"), int)}}
+    found.append((samples, "not as many rollout samples as episodes", [
+        step for (kind, step), count in counts.items() if kind == "rollout"
+        and {step, step - 1} <= drawn.keys() and count != drawn[step] - drawn[step - 1]]))
+    return [f"{path.name} has {what} of step {', '.join(map(str, steps[:5]))}"
+            + (f" and of {len(steps) - 5} others" if len(steps) > 5 else "")
+            for path, what, steps in found if steps]
 
 
 def truncate_jsonl(path: Path, last_step: int,

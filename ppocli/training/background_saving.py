@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from ppocli.errors import PpocliError
+from ppocli.errors import PpocliError, RunGoneError
 from ppocli.estimate import check, parts
 from ppocli.parallel.host_memory import host_room, resident_mib
 from ppocli.parallel.ranks import is_out_of_memory
-from ppocli.storage.atomic import TEMPORARY_PREFIX, make_dirs, walk_files
+from ppocli.storage.atomic import TEMPORARY_PREFIX, disk_reason, make_dirs, walk_files
 from ppocli.text import format_memory
 from ppocli.training.checkpoint_writing import Contents, contents_of
 from ppocli.training.saved_model import SavedModel, Tensors
@@ -143,6 +143,8 @@ class Saving:
         """Wait for the save in progress; a failure is only logged, since the run ends anyway."""
         try:
             self.wait()
+        except RunGoneError:
+            pass  # what ends the run says so
         except PpocliError as error:
             log.error("%s", error)
 
@@ -166,9 +168,9 @@ class Saving:
         try:
             make_dirs(folder)
             return self._copies.copy(task.saved, contents, folder)
-        except OSError:  # whoever writes it now says what the disk says
-            return None
-        except RuntimeError as error:
+        except Exception as error:
+            if isinstance(error, OSError) or disk_reason(error, folder):
+                return None  # whoever writes it now says what the disk says
             if not is_out_of_memory(error):
                 raise
             self._copies.held.clear()

@@ -7,15 +7,16 @@ point resumes without losing or repeating a row.
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from ppocli.config.schema import TrackingConfig
+from ppocli.config.schema import CheckpointConfig, TrackingConfig
 from ppocli.display.console import Display
 from ppocli.errors import ConfigError, DiskError, DivergedError
 from ppocli.parallel import backend, launchers
@@ -73,6 +74,8 @@ class Run:
 
     task: Task
     folder: run_folder.RunFolder
+    place: os.stat_result
+    """of the folder when it was opened"""
     run_id: str
     config_digest: str
     versions: dict[str, str]
@@ -89,6 +92,9 @@ class Run:
     """false while the weights are between two steps and must not be saved"""
     saving: background_saving.Saving = field(default_factory=background_saving.Saving)
     """the checkpoint that is being written while training goes on"""
+    identity: Mapping[Path, bytes] = field(default_factory=dict)
+    """small files of the folder that nobody writes meanwhile, without which it is no run's: those
+    that vanish are written again"""
 
 
 def initial_state(task: Task) -> TrainState:
@@ -207,6 +213,7 @@ def finish_step(run: Run) -> None:
         run.clock.mark("between")
         row, improved = _evaluate(run, row)
     # what the disk refuses rank 0 must stop all of them in step
+    ranks.first_does(lambda: check_place(run))
     ranks.first_does(lambda: run.recorder.row(row))
     run.display.step(row, run.task.total_steps())
     commit(run, replace(run.state, pending=None))
@@ -269,6 +276,7 @@ def save(run: Run, *, going_on: bool = False) -> None:
     """
     run.saving.wait()
     task, state = run.task, run.state
+    task.backend.ranks.first_does(lambda: check_place(run))
     launchers.note_phase(f"saving step {state.step}")
     run.display.board.enter("saving")
     saved = run_folder.finite_or_null(state.to_json())
@@ -284,20 +292,55 @@ def save(run: Run, *, going_on: bool = False) -> None:
         _tidy(run, state)
     else:
         def write() -> None:
-            put(partial(checkpoint_writing.write_contents, task.saved, copied))
-            _tidy(run, state)
+            with naming_lost_place(run):
+                put(partial(checkpoint_writing.write_contents, task.saved, copied))
+                _tidy(run, state)
 
         run.saving.begin(write)
     run.saved_at = monotonic()
+
+
+def check_place(run: Run) -> None:
+    """Make sure that the run's folder is still where it was.
+
+    Raises:
+        RunGoneError: it isn't, or another one is.
+    """
+    with suppress(OSError):
+        if os.path.samestat(run.place, run.folder.path.stat()):
+            return
+    raise run_folder.gone(run.folder.path)
+
+
+@contextmanager
+def naming_lost_place(run: Run) -> Iterator[None]:
+    """Where the run's folder is gone, say so in place of what came of that."""
+    try:
+        yield
+    except Exception:
+        check_place(run)
+        raise
 
 
 def _tidy(run: Run, saved: TrainState) -> None:
     """What follows a checkpoint that is on the disk: older ones are pruned, then links moved."""
     if not run.task.backend.ranks.first:
         return
+    for path, raw in run.identity.items():
+        if not path.is_file():
+            atomic.write_atomic(path, raw)
+            log.warning("%s was gone; it is written again as it was", path)
     folder, cfg = run.folder.checkpoints, run.task.cfg.checkpoint
-    best = saved.best.step if saved.best and cfg.keep_best else None
-    complaints = retention.prune(folder, cfg.keep_last, best)
-    complaints += retention.update_pointers(folder, latest=saved.step, best=best)
-    for complaint in complaints:
+    for complaint in [*retention.prune(folder, cfg.keep_last, kept_best(cfg, saved)),
+                      *point_to(folder, cfg, saved)]:
         log.warning(complaint)
+
+
+def kept_best(cfg: CheckpointConfig, state: TrainState) -> int | None:
+    """The step whose checkpoint stays for being the best."""
+    return state.best.step if state.best and cfg.keep_best else None
+
+
+def point_to(folder: Path, cfg: CheckpointConfig, state: TrainState) -> list[str]:
+    """Let the links for people show where the run stands; what couldn't be done."""
+    return retention.update_pointers(folder, latest=state.step, best=kept_best(cfg, state))

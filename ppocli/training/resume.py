@@ -16,7 +16,7 @@ from ppocli.errors import CheckpointError
 from ppocli.models.loading.adapters import fill_adapter
 from ppocli.parallel.backend import made_on
 from ppocli.parallel.deepspeed_internals import whole_shape
-from ppocli.storage import atomic, checkpoints, retention, run_folder, run_logs
+from ppocli.storage import atomic, checkpoints, holds, retention, run_folder, run_logs
 from ppocli.training import checkpoint_writing, loop, optimizers, saved_model
 from ppocli.training.state import Generators, Pace, TrainState, seed_generators
 from ppocli.training.task import Task
@@ -49,7 +49,10 @@ def _newest(task: Task, folder: run_folder.RunFolder, run_id: str, fresh: TrainS
             ) -> tuple[Path, TrainState] | None:
     """The checkpoint to go on from and its state; None starts afresh, where that was allowed."""
     leftovers = (*retention.clean_staging(folder.checkpoints),
+                 *retention.clean_staging(folder.nonfinite_dump),
                  *atomic.repair_published(folder.model))
+    for place in (folder.path, folder.events):
+        holds.sweep(place, atomic.TEMPORARY_PREFIX)
     search = checkpoints.find_latest(folder.checkpoints, run_id=run_id)
     for line in (*leftovers, *search.skipped):
         log.warning(line)
@@ -65,10 +68,12 @@ def _newest(task: Task, folder: run_folder.RunFolder, run_id: str, fresh: TrainS
             fix=f"start another run with its model: model.path={folder.model} run_name=NAME")
     if task.cfg.resume == "auto":
         log.info("No checkpoint in %s: the run starts from the beginning.", folder.checkpoints)
+        retention.update_pointers(folder.checkpoints, latest=None, best=None)
         _forget_after(folder, -1, reopen=None)
         return None
     raise CheckpointError(f"No valid checkpoint in {folder.checkpoints}.", where=str(folder.path),
-                          fix="start again under another run_name, or with resume=auto")
+                          fix="start again: the words it was started with, and "
+                          f"run_name={folder.path.name} resume=auto; or choose another run_name")
 
 
 def _note_other_place(found: checkpoints.FoundCheckpoint, task: Task) -> None:
@@ -85,7 +90,12 @@ def _tidy(task: Task, folder: run_folder.RunFolder, path: Path, state: TrainStat
     for step in retention.supersede(folder.checkpoints, state.step):
         log.warning("step %d is later than the resumed step %d: moved to superseded/.", step,
                     state.step)
+    for complaint in loop.point_to(folder.checkpoints, task.cfg.checkpoint, state):
+        log.warning(complaint)
     _forget_after(folder, state.step, reopen=state.step if state.pending is not None else None)
+    for problem in run_logs.row_problems(folder.metrics, folder.samples,
+                                         state.step - (state.pending is not None)):
+        log.warning("%s: lost or changed since it was written", problem)
     if state.episodes < task.total_samples():
         _set_aside_finished(folder)
     log.info("resuming step %d of %d from %s (verified)", state.step, task.total_steps(), path)

@@ -2,10 +2,20 @@
 
 import shutil
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from runs import assert_equal_runs, copied, spawn, wait_for, whole_copy, words
+
+from ppocli.config.compose import Checked
+from ppocli.config.resolved import read_config
+from ppocli.errors import CheckpointError
+from ppocli.launching.opened_folder import open_folder
+from ppocli.runs.listing import carry_out, plan_pruning
+from ppocli.runs.record import read_changes, read_run
+from ppocli.runs.target import find_target
+from ppocli.storage import retention
 
 
 def flip(path: Path) -> None:
@@ -59,6 +69,7 @@ def test_a_folder_without_checkpoint_is_refused_or_with_auto_begun(command, refe
     ended = command(f"resume={folder}", code=5)
     assert "resume=auto" in ended.err
     assert tree(folder) == before
+    assert "the same words and resume=auto" in command(*words("run_name=r"), code=5).err
     own = reference.parents[1]
     ended = command(*words("run_name=r", "resume=auto", f"model.path={own}/lm",
                            f"prompts.path={own}/prompts.jsonl", stateful=True), code=0)
@@ -71,6 +82,104 @@ def test_a_damaged_run_id_is_refused(command, reference, tmp_path):
     (folder / "run.json").write_text("{")
     ended = command(f"resume={folder}", code=5)
     assert "run.json is damaged" in ended.err
+
+
+CHANGES = {"init_kl_coef: 0.05": "init_kl_coef: 0.3", "cliprange: 0.2\n": "cliprange: 0.3\n"}
+
+
+def test_a_config_changed_by_hand_is_refused_by_name_or_accepted(command, reference, tmp_path):
+    folder = copied(reference, tmp_path / "run", 2)
+    config = folder / "config.yaml"
+    text = config.read_text()
+    for before, after in CHANGES.items():
+        assert before in text
+        config.write_text(config.read_text().replace(before, after))
+    there = tree(folder)
+    ended = command(f"resume={folder}", code=5)
+    assert "config.yaml is not what the run was last started with" in ended.err
+    assert "  ppo.init_kl_coef: 0.05 -> 0.3\n" in ended.err
+    assert "  ppo.cliprange: 0.2 -> 0.3\n" in ended.err
+    assert "--accept-changes" in ended.err
+    assert tree(folder) == there
+    ended = command(f"resume={folder}", "--accept-changes", "--trust", "ppo.num_steps=2",
+                    code=0)  # what was changed by hand is not signed
+    assert "changed on resume: ppo.cliprange: 0.2 -> 0.3" in ended.err
+    assert {change.key for change in read_changes(folder)} == {
+        "ppo.num_steps", "ppo.init_kl_coef", "ppo.cliprange"}
+    command(f"resume={folder}", "ppo.num_steps=3", code=0)  # they are the run's own now
+    config.write_text(config.read_text()[:config.read_text().index("eval:")])  # cut, and still YAML
+    ended = command(f"resume={folder}", code=5)
+    assert "  eval.every_steps: 2 -> " in ended.err
+
+
+def test_what_vanishes_from_a_run_is_put_back_or_said(command, reference, tmp_path):
+    folder = copied(reference, tmp_path / "run", 3)
+    (folder / "run.json").unlink()
+    rows = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join([*rows[:2], rows[1], rows[2], *rows[4:]]))
+    samples = (folder / "samples.jsonl").read_text().splitlines(keepends=True)
+    (folder / "samples.jsonl").write_text("".join([
+        *samples[1:], samples[5], '{"step": 1, "kind": [1e999]}\n']))
+    ended = command(f"resume={folder}", "--trust", code=0)
+    assert "run.json was gone; the run's identity is that of its checkpoints" in ended.err
+    assert "metrics.jsonl has no row of step 3: " in ended.err
+    assert "metrics.jsonl has more than one row of step 1: " in ended.err
+    assert ("samples.jsonl has evaluations of different sizes: of step 0 (3 samples), 2 (4 samples)"
+            in ended.err)
+    assert "samples.jsonl has not as many rollout samples as episodes of step 1: " in ended.err
+    ran = read_run(folder)
+    (folder / "config.yaml").unlink()
+    assert "has lost its config.yaml" in command(f"resume={folder}", code=5).err
+    again = replace(ran.config, resume="auto")
+    with open_folder(Checked(again), None, print) as start:
+        assert start.config() == again
+    assert read_config(folder / "config.yaml") == ran.config
+
+
+def test_what_vanishes_while_a_run_goes_on_is_written_again(command, world, monkeypatch):
+    prune = retention.prune
+
+    def lose(folder: Path, *given: int | None) -> list[str]:
+        for name in ("config.yaml", "run.json"):
+            (folder.parent / name).unlink()
+        return prune(folder, *given)
+
+    monkeypatch.setattr(retention, "prune", lose)
+    ended = command(*words("run_name=r", "ppo.num_steps=2", "checkpoint.background=never"), code=0)
+    assert "run.json was gone; it is written again as it was" in ended.err
+
+
+@pytest.mark.parametrize("background", ["never", "always"])
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_run_whose_folder_goes_away_says_so_once(background, moved, command, world, monkeypatch):
+    prune = retention.prune
+
+    def lose(folder: Path, *given: int | None) -> list[str]:
+        if folder.exists():
+            folder.parent.rename(world / "elsewhere")
+            if not moved:
+                shutil.rmtree(world / "elsewhere")
+        return prune(folder, *given)
+
+    monkeypatch.setattr(retention, "prune", lose)
+    ended = command(*words("run_name=r", f"checkpoint.background={background}"), code=6)
+    assert ended.err.count("moved or deleted") == ended.err.lower().count("error") == 1
+    assert not (world / "runs/r").exists()
+    if moved:
+        command(f"resume={world / 'elsewhere'}", "ppo.num_steps=2", code=0)
+
+
+def test_what_a_command_reads_is_not_pruned_meanwhile(finished):
+    place = finished / "checkpoints"
+    target = find_target("mine", say=print, step=1)
+    assert retention.prune(place, 1, None) == []
+    assert [step for step, _ in retention.list_steps(place)] == [1, 4]
+    with pytest.raises(CheckpointError, match="step-000001 is being read and stays"):
+        carry_out(plan_pruning(finished, checkpoints=True, failed=False)[0])
+    assert Path(target.model).is_dir()
+    del target
+    assert retention.prune(place, 1, None) == []
+    assert [step for step, _ in retention.list_steps(place)] == [4]
 
 
 @pytest.mark.parametrize(("words_", "code", "said"), [

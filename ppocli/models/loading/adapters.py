@@ -140,6 +140,9 @@ def describe_adapter(adapter: Adapter, folder: Path) -> None:
     to."""
     config = copy.deepcopy(adapter.model.active_peft_config)
     config.inference_mode = True
+    for name, value in vars(config).items():
+        if isinstance(value, set):  # in an order of the process's own, which PEFT would write
+            setattr(config, name, sorted(value))
     config.save_pretrained(str(folder))
     (folder / ADAPTER_BASE).write_text(json.dumps(asdict(adapter.base), indent=2) + "\n",
                                        encoding="utf-8")

@@ -1,0 +1,57 @@
+"""What a run was last started with, kept in its run.json: whether its config.yaml still says so."""
+
+import copy
+import json
+from contextlib import suppress
+from pathlib import Path
+
+import yaml
+from omegaconf.errors import OmegaConfBaseException
+
+from ppocli.config import resolved
+from ppocli.config.problems import shown
+from ppocli.config.schema import TrainConfig
+from ppocli.errors import CheckpointError
+
+RUN_FILE = "run.json"
+"""identity of a run, what it was last started with, and what a resume changed"""
+KEPT, BEFORE = "config", "config_before"
+"""texts of config.yaml in it: as it has to be; as it still is if a kill came between the files"""
+
+
+def kept_texts(run_dir: Path) -> list[str]:
+    """The text of config.yaml as the run last accepted it, and as it was before that, which it
+    still is if a kill came between; none of a run of an earlier version."""
+    try:
+        told = json.loads((run_dir / RUN_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return []
+    return [text for name in (KEPT, BEFORE)
+            if isinstance(told, dict) and isinstance(text := told.get(name), str)]
+
+
+def _config_of(text: str) -> TrainConfig | None:
+    with suppress(yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError):
+        return copy.deepcopy(resolved.parsed(text))
+    return None
+
+
+def settings_before(run_dir: Path, *, accept_changes: bool) -> TrainConfig:
+    """The configuration that a run was last started with, to compare the next one with.
+
+    Args:
+        accept_changes: config.yaml may have been changed by hand.
+
+    Raises:
+        CheckpointError: config.yaml is missing or damaged, or was changed by hand.
+    """
+    path = run_dir / resolved.CONFIG_FILE
+    now = resolved.read_config(path)
+    kept = [config for text in kept_texts(run_dir) if (config := _config_of(text))]
+    differ = [resolved.config_differences(config, now) for config in kept]
+    if all(differ) and kept and not accept_changes:
+        lines = [f"  {key}: {shown(before)} -> {shown(after)}" for key, before, after in differ[0]]
+        raise CheckpointError(
+            "\n".join([f"{path} is not what the run was last started with:", *lines]),
+            where=str(path), fix="put these settings back, or go on with them: --accept-changes")
+    return kept[0] if kept else now
