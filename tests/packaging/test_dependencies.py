@@ -70,7 +70,8 @@ def test_every_declared_dependency_is_imported():
 @pytest.mark.parametrize("folder", ["tests", "benchmarks", "docs", "tools"])
 def test_what_surrounds_the_package_needs_no_more_than_the_extras(folder):
     # helpers of a test folder are modules of their own, and the benchmarks are tested as such
-    own = {file.stem for name in (folder, "benchmarks") for file in (ROOT / name).rglob("*.py")}
+    own = {file.stem for name in (folder, "benchmarks", "tests")
+           for file in (ROOT / name).rglob("*.py")}
     own |= {"tools", "trl", "trlx"}  # benchmarks/peers runs where these are installed, not here
     come_along = {"packaging"}  # a dependency of pytest
     undeclared = {module: sorted(files) for module, files in imported(ROOT / folder).items()

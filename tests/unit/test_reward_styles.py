@@ -14,7 +14,7 @@ import pytest
 import torch
 from data_tokenizers import CHATML, utf8_bytes, words
 from helpers import jsonl, refused, save_talker
-from runs import app_in_process
+from runs import app_in_process, signed_again
 from runs import words as run_words
 
 from ppocli.config import resolved
@@ -341,13 +341,15 @@ def test_a_run_from_before_styles_is_called_as_it_was(world):
     now = resolved.config_text(config)
     path.write_text(now.replace("  style: auto\n", "", 1))
     assert len(path.read_text()) < len(now)
+    (path.parent / "run.json").write_text('{"run_id": "0"}')
+    (path.parent / "metrics.jsonl").write_text('{"step": 0}\n')
+    signed_again(path.parent)
     for more, style in ((["resume=runs/old"], "ppocli"), ([*given, "resume=auto"], "ppocli"),
                         (["resume=runs/old", "reward.style=trlx"], "trlx"),
                         ([*given, "resume=auto", "reward.style=trlx"], "trlx"),
                         (["resume=runs/old", "reward.fn=rewards.py:plain"], "auto")):
         told: list[str] = []
-        composed = compose(read_words([*more, "--trust"]))
-        with open_folder(check(composed), None, told.append) as start:
+        with open_folder(check(compose(read_words(more))), None, told.append) as start:
             assert start.config().reward.style == style
         assert any("reward.style" in line for line in told) == (style != "ppocli")
     assert with_styles(RewardConfig(fn="elsewhere.py:ends")).style == "trlx"
