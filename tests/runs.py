@@ -193,6 +193,8 @@ def signed_again(run_dir: Path) -> Path:
 
     told = atomic.read_json(run_dir / "run.json")
     if told is not None:
+        if "config" in told:
+            told["config"] = (run_dir / "config.yaml").read_text(encoding="utf-8")
         atomic.write_json_atomic(run_dir / "run.json",
                                  signature.sign_run(told, run_dir / "config.yaml"))
     return run_dir

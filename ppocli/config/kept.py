@@ -1,14 +1,13 @@
 """What a run was last started with, kept in its run.json: whether its config.yaml still says so."""
 
 import copy
-import json
 from contextlib import suppress
 from pathlib import Path
 
 import yaml
 from omegaconf.errors import OmegaConfBaseException
 
-from ppocli.config import resolved
+from ppocli.config import bounded, resolved
 from ppocli.config.problems import shown
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError
@@ -23,8 +22,8 @@ def kept_texts(run_dir: Path) -> list[str]:
     """The text of config.yaml as the run last accepted it, and as it was before that, which it
     still is if a kill came between; none of a run of an earlier version."""
     try:
-        told = json.loads((run_dir / RUN_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        told = bounded.read_json(run_dir / RUN_FILE)
+    except (OSError, ValueError):
         return []
     return [text for name in (KEPT, BEFORE)
             if isinstance(told, dict) and isinstance(text := told.get(name), str)]

@@ -203,6 +203,8 @@ def _fresh_folder(config: schema.TrainConfig, name: str) -> Path:
         run_dir = base / config.run_name
         with atomic.disk_errors(run_dir), suppress(FileExistsError):
             run_dir.mkdir()
+        if not run_dir.is_dir():
+            run_folder.probe_writable(run_dir)  # it says what is there instead
         refuse_taken(run_dir, config)
     return run_dir
 

@@ -67,11 +67,13 @@ def target_config(target: Target, words: Sequence[str] = (), *, needs_reward: bo
             either.
     """
     from ppocli.config.compose import check, compose
-    from ppocli.config.words import read_words
+    from ppocli.config.words import ACCEPT_CHANGES, read_words
 
     given = {word.lstrip("+~").partition("=")[0] for word in words}
     if target.run_dir is not None:
-        base = [f"resume={resolved.quoted(str(target.run_dir))}", *[TRUST] * trusts]
+        # judged is what config.yaml says now, be it changed by hand
+        base = [f"resume={resolved.quoted(str(target.run_dir))}", ACCEPT_CHANGES,
+                *[TRUST] * trusts]
     else:
         base = ["ppo.num_steps=1", *_start_of(target.model)]
         if needs_reward and not given & {"reward.fn", "reward.fns"} and not any(

@@ -1,6 +1,7 @@
 """What must not come through a call of the user's code: exceptions that end a process, torch's
 modes that are left changed, and threads that keep a process from ending."""
 
+import logging
 import signal
 import sys
 import threading
@@ -14,9 +15,14 @@ from typing import Any
 from ppocli.errors import RewardError
 from ppocli.parallel.stop import StopRequested
 
+log = logging.getLogger(__name__)
+
 LAST_WAIT = 10.0
 """seconds that threads have to end in when their process wants to"""
 _DTYPE, _INFERENCE, _GRAD = "torch's default dtype", "torch's inference mode", "torch's grad mode"
+_SETTINGS = {"number of threads": "num_threads",
+             "precision of products": "float32_matmul_precision"}
+"""of torch, which others of the process compute with too: they are put back"""
 _started: weakref.WeakKeyDictionary[threading.Thread, str] = weakref.WeakKeyDictionary()
 """threads that would keep the process -> the function that has started them"""
 
@@ -33,7 +39,8 @@ def is_its_own(error: BaseException) -> bool:
 
 @contextmanager
 def contained(label: str, key: str, samples: str) -> Iterator[None]:
-    """Code of the user's own runs in the block; torch's modes are as before when it has ended.
+    """Code of the user's own runs in the block; torch's modes and settings are as before when it
+    has ended.
 
     Args:
         label: of the function.
@@ -44,6 +51,7 @@ def contained(label: str, key: str, samples: str) -> Iterator[None]:
         RewardError: it has left one of torch's modes changed.
     """
     changed: list[str] = []
+    settings = _settings()
     there, before = set(threading.enumerate()), _modes()
     try:
         with ExitStack() as stack:
@@ -56,6 +64,11 @@ def contained(label: str, key: str, samples: str) -> Iterator[None]:
             finally:
                 changed = [name for name, value in _modes().items() if value != before[name]]
     finally:
+        for name, value in _settings().items():
+            if value != settings.get(name, value):
+                getattr(sys.modules["torch"], f"set_{_SETTINGS[name]}")(settings[name])
+                log.warning("%s changed torch's %s from %s to %s; it is put back, for the numbers "
+                            "of the run depend on it", label, name, settings[name], value)
         if _DTYPE in changed:
             torch = sys.modules["torch"]
             torch.set_default_dtype(getattr(torch, before[_DTYPE].removeprefix("torch.")))
@@ -75,6 +88,13 @@ def _modes() -> dict[str, Any]:
         return {_DTYPE: str(torch.get_default_dtype()), _GRAD: torch.is_grad_enabled(),
                 _INFERENCE: torch.is_inference_mode_enabled()}
     return {_DTYPE: "torch.float32", _INFERENCE: False, _GRAD: True}
+
+
+def _settings() -> dict[str, Any]:
+    """Torch's settings as they are, if it is loaded."""
+    torch = sys.modules.get("torch")
+    return {} if torch is None else {
+        name: getattr(torch, f"get_{key}")() for name, key in _SETTINGS.items()}
 
 
 def unended_threads(seconds: float = 0.0) -> list[tuple[threading.Thread, str]]:

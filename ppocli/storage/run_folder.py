@@ -68,7 +68,7 @@ def probe_writable(folder: Path) -> None:
             make_dirs(folder)
             holds.sweep(folder, TEMPORARY_PREFIX)
             write_atomic(probe, b"probe")
-            probe.unlink()
+            probe.unlink(missing_ok=True)  # another run that starts may have swept it away
     except OSError as error:
         raise DiskError(f"{folder} can't be written: {error.strerror or error}.",
                         where=str(folder), fix=fix) from error

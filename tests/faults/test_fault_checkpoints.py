@@ -80,7 +80,7 @@ def test_a_folder_without_checkpoint_is_refused_or_with_auto_begun(command, refe
 def test_a_damaged_run_id_is_refused(command, reference, tmp_path):
     folder = copied(reference, tmp_path / "run", 2)
     (folder / "run.json").write_text("{")
-    ended = command(f"resume={folder}", code=5)
+    ended = command(f"resume={folder}", "--trust", code=5)
     assert "run.json is damaged" in ended.err
 
 

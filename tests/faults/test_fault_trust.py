@@ -57,6 +57,9 @@ def rewrite(run: Path, change: Callable[[dict], object]) -> None:
     config = yaml.safe_load((run / "config.yaml").read_text())
     change(config)
     (run / "config.yaml").write_text(yaml.safe_dump(config))
+    told = json.loads((run / "run.json").read_text())
+    told["config"] = (run / "config.yaml").read_text()
+    (run / "run.json").write_text(json.dumps(told))
 
 
 @pytest.fixture

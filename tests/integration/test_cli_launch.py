@@ -42,6 +42,7 @@ def run_folder(name: str, *words: str) -> Path:
     folder.mkdir(parents=True)
     write_config(replace(config(*words), run_name=name, output_dir=str(folder.parent.absolute())),
                  folder / "config.yaml")
+    (folder / "metrics.jsonl").write_text('{"step": 0}\n')
     return folder
 
 

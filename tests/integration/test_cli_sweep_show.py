@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 from helpers import jsonl, ppocli
-from runs import Command, app_in_process, copied, spawn, wait_for, whole_copy, words
+from runs import (
+    Command,
+    app_in_process,
+    copied,
+    signed_again,
+    spawn,
+    wait_for,
+    whole_copy,
+    words,
+)
 
 from ppocli.cli import sweep as module
 from ppocli.cli.output import code_of
@@ -171,6 +180,7 @@ def test_the_same_words_keep_a_finished_job_of_the_same_settings_only(sweep, ref
     monkeypatch.setattr(module, "launch", refuse)
     config = sweep / "0/config.yaml"
     config.write_text(config.read_text().replace(str(reference.parents[1]), str(Path.cwd())))
+    signed_again(config.parent)
     given = words("seed=0", "hydra.sweep.dir=runs/sweep-1", "resume=auto", stateful=True)
     ended = command("-m", *given)
     assert (ended.code, started) == (0, []), ended.err

@@ -261,8 +261,8 @@ def test_every_figure_of_a_run_is_explained_and_no_other(tmp_path):
     assert own
     summary = json.loads((tmp_path / "runs/x/summary.json").read_text(encoding="utf-8"))
     found = {without_names(name, own | {"brief", "praise", "missing_eos"}) for name in figures}
-    of_ranks = {"time/gather"}
-    assert found | set(summary) | of_ranks == explained()
+    of_ranks, of_others = {"time/gather"}, {"logged/NAME", "eval/logged/NAME"}
+    assert found | set(summary) | of_ranks | of_others == explained()
     left = {path.name for path in (tmp_path / "runs/x").iterdir()} - {".lock"}
     assert left == {"config.yaml", "metrics.jsonl", "samples.jsonl", "events", "summary.json",
                     "checkpoints", "model", "ppocli.log", "run.json", "env.json"}

@@ -44,6 +44,7 @@ def test_kill9_at_every_point_of_a_save(tmp_path: Path, point: str, newest: int)
     search = find_latest(tmp_path, run_id=RUN)
     assert (search.found.step, search.skipped) == (newest, ())
     assert tree(tmp_path / "step-000001") == first
+    del search  # it holds what it found
     said = clean_staging(tmp_path)
     assert len(said) == (1 if newest == 1 else 0)
     assert all(line.startswith("skipped .staging-000002-") for line in said)

@@ -411,6 +411,19 @@ def test_a_mode_of_torch_that_is_left_changed_is_an_error_and_taken_back(mode, t
         assert not torch.is_grad_enabled()
 
 
+def test_settings_of_torch_that_numbers_depend_on_are_put_back(caplog):
+    def score(outputs):
+        torch.set_num_threads(3)
+        torch.set_float32_matmul_precision("medium")
+        return [1.0] * len(outputs)
+
+    before = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    build_reward(RewardConfig(), reward_fn=score).score(request_of(N))
+    assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == before
+    assert f"changed torch's number of threads from {before[0]} to 3" in caplog.text
+    assert "precision of products from highest to medium" in caplog.text
+
+
 def test_a_thread_that_would_keep_the_process_is_named_and_does_not(monkeypatch):
     monkeypatch.setattr(guard, "LAST_WAIT", 0.05)
     left, gate = [], threading.Event()

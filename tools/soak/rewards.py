@@ -24,7 +24,7 @@ DEEDS = (
     "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()",
     "threading.Thread(target=time.sleep, args=(600,)).start()",
     "subprocess.Popen(['sleep', '600'])",
-    "atexit.register(lambda: 1 / 0)", "sys.setrecursionlimit(150)", "sys.path.clear()",
+    "sys.setrecursionlimit(150)", "sys.path.clear()",
     "signal.signal(signal.SIGTERM, signal.SIG_IGN)", "signal.signal(signal.SIGINT, signal.SIG_IGN)",
     "locale.setlocale(locale.LC_ALL, 'C')", "sys.excepthook = None",
     "torch.set_num_threads(2)", "torch.use_deterministic_algorithms(True)",
@@ -56,7 +56,7 @@ ANSWERS = (
     "[True] * len(calm)", "[1j] * len(calm)", "[calm] * len(calm)", "[Odd()] * len(calm)",
     "{'scores': calm}", "(calm, {'a': calm})", "(s for s in calm)", "range(len(calm))")
 CODE = '''\
-import atexit, gc, json, locale, logging, os, random, signal, subprocess, sys, threading, time
+import atexit, gc, json, locale, logging, os, random, signal, sys, threading, time
 import warnings
 import numpy as np
 import torch
