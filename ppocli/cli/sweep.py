@@ -18,6 +18,7 @@ from ppocli import errors
 from ppocli.cli.output import complain, display_mode, print_table, say, shown_figure, split_words
 from ppocli.config import resolved, secrets
 from ppocli.config.compose import Grid, SweepJob, check, run_sweep_jobs
+from ppocli.config.kept import keeping_styles
 from ppocli.config.words import Words, read_setting, read_words
 from ppocli.launching.launch import Caller, launch
 from ppocli.launching.opened_folder import new_folder
@@ -264,7 +265,7 @@ def _finished_before(job: SweepJob, book: _Book) -> sweeps.JobRecord | None:
         check_folder(run.folder.model, key="model", adapters=True)
         if book.going_on is None:
             now = resolved.with_absolute_paths(check(job.compose()).config, Path.cwd())
-            if resolved.config_differences(run.config, now):
+            if resolved.config_differences(run.config, keeping_styles(now, run.config)):
                 return None
     except errors.PpocliError:
         return None  # the job itself will say what is wrong

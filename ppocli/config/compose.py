@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ppocli.builtin.names import config_groups
 from ppocli.config import hydra_bridge, keys, layers, resolved, schema, secrets
-from ppocli.config.kept import settings_before
+from ppocli.config.kept import keeping_styles, settings_before
 from ppocli.config.problems import Problem, find_problems, raise_problems, range_problems
 from ppocli.config.resolved import CONFIG_FILE, quoted, schema_node, typed
 from ppocli.config.words import ACCEPT_CHANGES, COMMAND_LINE, Words
@@ -133,8 +133,8 @@ def compose_here(words: Words, run: Path | None = None) -> Composed:
     merged = layers.merge_entries(_entries(words, run))
     config = typed(merged.node)
     if run is not None:
-        config = resolved.keeping_styles(config, resolved.read_config(run / CONFIG_FILE),
-                                         {setting.key for setting in words.settings})
+        config = keeping_styles(config, resolved.read_config(run / CONFIG_FILE),
+                                {setting.key for setting in words.settings})
     return Composed(config, merged.problems, merged.sources, words.value("recipe"), run,
                     words.flag(ACCEPT_CHANGES) is not None, merged.typed,
                     words.flag(TRUST) is not None)

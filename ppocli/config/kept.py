@@ -1,7 +1,9 @@
 """What a run was last started with, kept in its run.json: whether its config.yaml still says so."""
 
 import copy
+from collections.abc import Collection
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -54,3 +56,28 @@ def settings_before(run_dir: Path, *, accept_changes: bool) -> TrainConfig:
             "\n".join([f"{path} is not what the run was last started with:", *lines]),
             where=str(path), fix="put these settings back, or go on with them: --accept-changes")
     return kept[0] if kept else now
+
+
+def keeping_styles(config: TrainConfig, own: TrainConfig,
+                   given: Collection[str] | None = None) -> TrainConfig:
+    """A copy in which rewards that a run's ``own`` configuration names too have the style that the
+    run found for them; that of others is to be found.
+
+    Args:
+        given: keys whose value stays as it is; None: of all styles that ``config`` names.
+    """
+    if given is None:
+        given = {key for key, style in resolved.flat(config).items()
+                 if key.startswith("reward.") and key.endswith(".style") and style != "auto"}
+    reward, before = copy.deepcopy(config.reward), own.reward
+    if "reward.style" not in given:
+        reward.style = before.style if reward.fn == before.fn else "auto"
+    for name, entry in reward.fns.items():
+        if isinstance(entry, dict) and f"reward.fns.{name}.style" not in given:
+            old = before.fns.get(name) or {}
+            entry.pop("style", None)
+            if old.get("fn") != entry.get("fn"):
+                entry["style"] = "auto"
+            elif "style" in old:
+                entry["style"] = old["style"]
+    return replace(config, reward=reward)

@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -106,10 +106,9 @@ def read_config(path: Path) -> TrainConfig:
         config = parsed(bounded.read_bytes(path).decode("utf-8"))
     except FileNotFoundError:
         if (path.parent / "run.json").is_file():
-            raise CheckpointError(
-                f"{path.parent} has lost its {path.name}", where=str(path),
-                fix="put it back; or go on with the words that the run was started with, and "
-                    f"run_name={path.parent.name} resume=auto") from None
+            raise CheckpointError(f"{path.parent} has lost its {path.name}", where=str(path),
+                                  fix="put it back; or go on with the words the run was started with "
+                                  f"and run_name={path.parent.name} resume=auto") from None
         raise CheckpointError(f"{path.parent} has no {path.name}: it is not a run folder",
                               where=str(path), fix=fix) from None
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
@@ -164,27 +163,6 @@ def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
         section, _, last = name.rpartition(".")
         setattr(operator.attrgetter(section)(result) if section else result, last, value)
     return result
-
-
-def keeping_styles(config: TrainConfig, own: TrainConfig, given: Collection[str]) -> TrainConfig:
-    """A copy in which rewards that a run's ``own`` configuration names too have the style that the
-    run found for them; that of others is to be found.
-
-    Args:
-        given: keys whose value stays as it is.
-    """
-    reward, before = copy.deepcopy(config.reward), own.reward
-    if "reward.style" not in given:
-        reward.style = before.style if reward.fn == before.fn else "auto"
-    for name, entry in reward.fns.items():
-        if isinstance(entry, dict) and f"reward.fns.{name}.style" not in given:
-            old = before.fns.get(name) or {}
-            entry.pop("style", None)
-            if old.get("fn") != entry.get("fn"):
-                entry["style"] = "auto"
-            elif "style" in old:
-                entry["style"] = old["style"]
-    return dataclasses.replace(config, reward=reward)
 
 
 def with_absolute_paths(config: TrainConfig, folder: Path) -> TrainConfig:
