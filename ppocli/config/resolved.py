@@ -107,8 +107,8 @@ def read_config(path: Path) -> TrainConfig:
     except FileNotFoundError:
         if (path.parent / "run.json").is_file():
             raise CheckpointError(f"{path.parent} has lost its {path.name}", where=str(path),
-                                  fix="put it back; or go on with the words the run was started with "
-                                  f"and run_name={path.parent.name} resume=auto") from None
+                                  fix="put it back, or go on: the words it was started with, "
+                                  f"run_name={path.parent.name} resume=auto") from None
         raise CheckpointError(f"{path.parent} has no {path.name}: it is not a run folder",
                               where=str(path), fix=fix) from None
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
