@@ -53,7 +53,8 @@ def one_disk(draw: random.Random, folder: Path, outcomes: Counter[str]) -> None:
     small = draw.random() < 0.5
     words = runs.words("run_name=r", *kind, stateful=True)
     script = SCRIPT.format(size=draw.randrange(20, 2500) if small else 50_000,
-                           filler="" if small else FILLER.format(draw.uniform(1, 9)), python=sys.executable,
+                           filler="" if small else FILLER.format(draw.uniform(1, 9)),
+                           python=sys.executable,
                            words=" ".join(f"'{word}'" for word in words))
     done = subprocess.run(["unshare", "-rm", "bash", "-c", script], cwd=folder, text=True,
                           env=helpers.environment(), capture_output=True, timeout=240, check=False)
