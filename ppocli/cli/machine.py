@@ -26,7 +26,6 @@ ASSUMED_TOKENS = 512
 """of the longest prompt, if nothing else is known"""
 PLACES = {"device": "", "offloaded": ", in host memory while it isn't used",
           "host": ", in host memory", "elsewhere": ", on a separate device"}
-PHASES = ("generate", "score", "update")
 NOT_NEEDED = frozenset({"reward.fn", "ppo.total_episodes, ppo.num_steps"})
 """keys that a run needs and an estimate does not"""
 
@@ -192,12 +191,14 @@ def _print(found: Estimate, cfg: TrainConfig, source: str) -> None:
     def cell(amount: int, there: bool = True) -> str:
         return three_digits(amount / size) if amount and there else "-"
 
+    columns = [("generate", "generation"), ("score", "scoring"), ("update", "updates"),
+               *([("save", "saving")] if cfg.hardware.zero_stage else [])]
     rows: list[tuple[str, ...]] = [
-        (f"{unit} per process", "generation", "scoring", "updates", "host")]
-    rows += [(line.name, *(cell(line.device, phase in line.phases) for phase in PHASES),
+        (f"{unit} per process", *(heading for _, heading in columns), "host")]
+    rows += [(line.name, *(cell(line.device, phase in line.phases) for phase, _ in columns),
               cell(line.host)) for line in found.lines]
-    rows.append(("most at once", cell(sums.generate), cell(sums.score), cell(sums.update), "-"))
-    print_table(rows, right=frozenset({1, 2, 3, 4}))
+    rows.append(("most at once", *(cell(getattr(sums, phase)) for phase, _ in columns), "-"))
+    print_table(rows, right=frozenset(range(1, len(columns) + 2)))
     if sums.update < sum(line.device for line in found.lines if "update" in line.phases):
         print("(activations go while gradients come: not all of both is there at once)")
     print()
@@ -254,10 +255,11 @@ def _as_json(found: Estimate, cfg: TrainConfig, source: str, helps: list[str],
         "not_measured": list(found.rough),
         "lines": [{"name": line.name, "device_bytes": line.device, "host_bytes": line.host,
                    "in_generation": "generate" in line.phases,
-                   "in_scoring": "score" in line.phases, "in_updates": "update" in line.phases}
+                   "in_scoring": "score" in line.phases, "in_updates": "update" in line.phases,
+                   "in_saving": "save" in line.phases}
                   for line in found.lines],
         "generation_bytes": sums.generate, "scoring_bytes": sums.score,
-        "update_bytes": sums.update, "device_bytes": sums.device,
+        "update_bytes": sums.update, "saving_bytes": sums.save, "device_bytes": sums.device,
         "host_bytes": sums.host, "loading_bytes": sums.loading, "spared_bytes": found.spared,
         "checkpoint_bytes": disk.checkpoint, "model_bytes": disk.model, "disk_bytes": disk.run,
         "advice": helps}

@@ -50,6 +50,9 @@ KNOWN_ZERO = frozenset({
     "stage3_use_all_reduce_for_fetch_params", "sub_group_size", "use_multi_rank_bucket_allreduce",
     "zenflow", "zero_hpz_partition_size", "zero_quantized_gradients",
     "zero_quantized_nontrainable_weights", "zero_quantized_weights"})
+_DEFAULTS = {"zero_optimization": {"reduce_bucket_size": 2**24}}
+"""where the file says nothing: gradients are reduced in buckets of 64 MiB instead of DeepSpeed's 2
+GB, which it takes at once on a GPU, and holds up to three times while it reduces one"""
 # what another part of the program has to know of, and doesn't
 _FOREIGN = ("amp", "autotuning", "compression_training", "curriculum_learning", "data_efficiency",
             "elasticity", "hybrid_engine", "pipeline", "progressive_layer_drop",
@@ -89,14 +92,14 @@ def deepspeed_config(cfg: TrainConfig, world: int | None = None) -> dict[str, An
     own = _own(cfg, world or cfg.hardware.num_processes * cfg.hardware.num_nodes)
     file = cfg.hardware.deepspeed_config
     if file is None:
-        return own
+        return _merged(_DEFAULTS, own)
     theirs = _without_auto(_read(Path(file)))
     found = list(dict.fromkeys([*_unknown(theirs), *_unusable(theirs, cfg),
                                 *_differences(theirs, own, "")]))
     if found:
         raise ConfigError(listed(found, f"{file}: ", f"in {file}"), where=KEY, fix="correct the "
                           "file; what it leaves out, or calls \"auto\", is filled in")
-    return _merged(theirs, own)
+    return _merged(_merged(_DEFAULTS, theirs), own)
 
 
 def _own(cfg: TrainConfig, world: int) -> dict[str, Any]:

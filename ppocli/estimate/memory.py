@@ -23,19 +23,19 @@ layer after the other (:mod:`ppocli.zero.sharded_weights`), and a reference is i
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ppocli.config import algorithm, schema
 from ppocli.estimate.parts import Part
 
-BUCKET = 500_000_000
-"""elements: DeepSpeed's default ``reduce_bucket_size``"""
 MAX_LIVE = 1_000_000_000
 """elements: DeepSpeed's default ``stage3_max_live_parameters``"""
 CHECKPOINT_COPY = "copy of a checkpoint"
 FROZEN = "states of frozen layers"
 """names of lines"""
+LASTING = "generate score update save"
+"""phases of what is always there"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,9 @@ class Line:
     name: str
     device: int
     host: int = 0
-    phases: str = "generate score update"
-    """those it is there in; ``score``: the forward passes over what was generated"""
+    phases: str = LASTING
+    """those it is there in; ``score``: the forward passes over what was generated; ``save``: while
+    several ranks write a checkpoint"""
     estimated: bool = False
     """whether it comes from a formula; else tensors have been counted"""
 
@@ -75,6 +76,7 @@ class Sums:
     generate: int
     score: int
     update: int
+    save: int
     host: int
     loading: int
     """of a host, while its ranks load their models"""
@@ -82,7 +84,7 @@ class Sums:
     @property
     def device(self) -> int:
         """The fullest moment of a device."""
-        return max(self.generate, self.score, self.update)
+        return max(self.generate, self.score, self.update, self.save)
 
 
 def layout_of(cfg: schema.TrainConfig, *, prompt_tokens: int, ranks: int, ranks_on_host: int,
@@ -139,24 +141,31 @@ def lines_of(cfg: schema.TrainConfig, parts: Iterable[Part], layout: Layout, hea
             yield _line("reference while it runs", part.size, "score")
     yield _line("optimizer state", _share(state, ranks if stage else 1), on_host=offload)
     # stage 3 keeps the room for them, the others give it back after each update
-    reduced_in = "generate score update" if stage == 3 else "update"
+    reduced_in = LASTING if stage == 3 else "update"
     yield _line("gradients", _share(trained, ranks if stage > 1 else 1), reduced_in,
                 on_host=offload and stage > 0)
     if stage == 0 and ranks > 1:
         yield _line("DDP's buckets of gradients", trained)
     if stage:
-        bucket = 4 * int(deepspeed.get("reduce_bucket_size", BUCKET))
+        bucket = 4 * int(deepspeed["reduce_bucket_size"])
         twice = 2 if stage < 3 and deepspeed.get("overlap_comm") is True else 1
         # a CPU has pages only for what is written
         yield _line("DeepSpeed's bucket of gradients",
                     twice * (bucket if layout.cuda else min(bucket, trained)), reduced_in)
-    if offload and 0 < stage < 3:
         largest = 4 * max((p.largest for p in own), default=0)
+        if stage == 3:  # in the order of ranks; on the host torch reduces a copy of its own
+            yield _line("DeepSpeed's copies of a bucket", (1 if layout.cuda else 2) * max(
+                min(bucket, trained), largest), "update")
+        # a rank's share and the tensor that is put together; the policy, which the first rank puts
+        # together before under stage 3, is no more than loading takes, or rollouts on the host
+        yield _line("state while a checkpoint is written", _share(state, ranks) + largest, "save",
+                    on_host=layout.cuda)
+    if offload and 0 < stage < 3:
         yield Line("DeepSpeed's buffers of one gradient", largest, largest)
         yield Line("DeepSpeed's copy of the stepped weights", 0, _share(trained, ranks))
     if stage == 3:
         yield _line("weights gathered in a pass", min(size, 4 * live),
-                    "update" if whole else "generate score update")
+                    "update" if whole else LASTING)
         yield _line("weights gathered for rollouts", size if whole else heads, "generate score")
     # what is written while training goes on (ppocli.training.background_saving); where they compute
     # on the host, weights that don't train are shared with their copy
@@ -165,8 +174,7 @@ def lines_of(cfg: schema.TrainConfig, parts: Iterable[Part], layout: Layout, hea
                     on_host=layout.cuda)
 
 
-def _line(name: str, size: int, phases: str = "generate score update", *, on_host: bool = False
-          ) -> Line:
+def _line(name: str, size: int, phases: str = LASTING, *, on_host: bool = False) -> Line:
     return Line(name, 0 if on_host else size, size if on_host else 0, phases)
 
 
@@ -187,8 +195,8 @@ def add_up(lines: Iterable[Line], parts: Iterable[Part], layout: Layout, stage: 
     (and stage) only the larger of both counts, with the gradient of the largest weight.
     """
     lines = tuple(lines)
-    generate, score, update = (sum(line.device for line in lines if phase in line.phases)
-                               for phase in ("generate", "score", "update"))
+    generate, score, update, save = (sum(line.device for line in lines if phase in line.phases)
+                                     for phase in LASTING.split())
     if stage == 0 and not layout.accumulates:
         sizes = {line.name: line.device for line in lines if "update" in line.phases}
         passing = sum(sizes.get(name, 0) for name in (
@@ -199,10 +207,9 @@ def add_up(lines: Iterable[Line], parts: Iterable[Part], layout: Layout, stage: 
     host = layout.ranks_on_host * max(
         sum(line.host for line in lines if line.phases != "update"),
         sum(line.host for line in lines if "update" in line.phases))
-    device = max(generate, score, update)
-    if not layout.cuda:
-        host += layout.ranks_on_host * device
-    return Sums(generate, score, update, host, _loading(parts, layout, stage))
+    sums = Sums(generate, score, update, save, host, _loading(parts, layout, stage))
+    return sums if layout.cuda else replace(
+        sums, host=host + layout.ranks_on_host * sums.device)
 
 
 def _loading(parts: Iterable[Part], layout: Layout, stage: int) -> int:

@@ -127,7 +127,8 @@ def settle_freed_memory(*, sharded: bool) -> None:
         log.debug("no mallopt: memory is handed back to the system as it is freed")
         return
     if sharded:
-        mallopt(_MMAP_THRESHOLD, 2**17)
+        mallopt(_MMAP_THRESHOLD, 2**20)
+        mallopt(_TRIM_THRESHOLD, 2**26)
         return
     mallopt(_MMAP_MAX, 0)
     mallopt(_TRIM_THRESHOLD, 2**31 - 1)

@@ -141,8 +141,12 @@ def gathered_policy(policy: Policy) -> Iterator[Policy]:
         parameters = {id(p): nn.Parameter(p.data, requires_grad=False) for p in policy.parameters()}
         lm, head = (None if module is None else module_views.without_hooks(module, parameters)
                     for module in (policy.lm, policy.value_head))
-        # the value function's own trunk is run as it is: nothing decodes with it
-        yield Policy(lm, cast(Any, head), policy.value_trunk).eval()
+        try:
+            # the value function's own trunk is run as it is: nothing decodes with it
+            yield Policy(lm, cast(Any, head), policy.value_trunk).eval()
+        finally:
+            for copied in parameters.values():  # modules refer to each other, and so are freed late
+                copied.data = copied.data.new_empty(0)
 
 
 def optimizer_slots(parameters: dict[str, nn.Parameter], optimizer: Any, stage: int, ranks: Ranks
@@ -150,16 +154,20 @@ def optimizer_slots(parameters: dict[str, nn.Parameter], optimizer: Any, stage: 
     """This rank's share of the optimizer state: whole tensors by ``NAME/slot``, those of the
     optimizer itself without ZeRO.
 
-    Parameters are dealt over ranks in turn. Under ZeRO each tensor is put together on all ranks in
-    step and kept by one, on the CPU, so that no rank holds more than its share and one tensor.
+    Each tensor goes to the rank that has the least so far. Under ZeRO it is put together on all
+    ranks in step and kept by one, on the CPU, so that no rank holds more than its share and one
+    tensor.
     """
     found: dict[str, torch.Tensor] = {}
-    slots = _slots(parameters, optimizer, stage)
-    for number, (name, parameter) in enumerate(parameters.items()):
-        mine = number % ranks.world == ranks.rank
+    slots, dealt = _slots(parameters, optimizer, stage), [0] * ranks.world
+    for name, parameter in parameters.items():
         for slot in slots:
             value = _read_slot(parameter, slot, optimizer, stage)
-            if mine and value is not None:
+            if value is None:
+                continue
+            owner = dealt.index(min(dealt))
+            dealt[owner] += value.numel()
+            if owner == ranks.rank:
                 found[f"{name}/{slot}"] = value.detach() if stage == 0 else \
                     value.detach().cpu().contiguous().clone()
     return found

@@ -100,7 +100,7 @@ def plain(outputs, **columns):
 
 
 @slow
-@pytest.mark.parametrize("hardware", ["zero1", "zero2"])
+@pytest.mark.parametrize("hardware", ["ddp", "zero1", "zero2", "zero3"])
 def test_ranks_take_what_was_told(world, hardware):
     """A GPT-2 of 45 million parameters, whose peak is the system's word on rank 0."""
     save_lm(world / "lm", gain=1.0, n_layer=6, n_embd=512, n_head=8, n_positions=1024,

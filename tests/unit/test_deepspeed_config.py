@@ -43,7 +43,8 @@ def test_settings_alone_make_it_whole(tmp_path):
     assert given(tmp_path, None, precision="bf16", offload_optimizer=True, num_nodes=3) == {
         "train_batch_size": 48, "train_micro_batch_size_per_gpu": 8,
         "gradient_accumulation_steps": 1, "gradient_clipping": 0.5,
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"},
+                              "reduce_bucket_size": 2**24},
         "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9, "fp16": {"enabled": False}, "bf16": {"enabled": False},
         "torch_autocast": {"enabled": True, "dtype": "bfloat16",
@@ -56,7 +57,10 @@ def test_accelerates_example_is_filled_in(tmp_path):
     assert (found["train_batch_size"], found["gradient_clipping"]) == (16, 0.5)
     assert found["fp16"] == {**ACCELERATE["fp16"], "enabled": False}
     assert found["zero_optimization"] == {
-        name: value for name, value in ACCELERATE["zero_optimization"].items() if value != "auto"}
+        name: value for name, value in ACCELERATE["zero_optimization"].items() if value != "auto"
+        } | {"reduce_bucket_size": 2**24}
+    theirs = {"zero_optimization": {"reduce_bucket_size": 5e7}}
+    assert given(tmp_path, theirs)["zero_optimization"]["reduce_bucket_size"] == 5e7
 
 
 @pytest.mark.parametrize("file", [
@@ -105,7 +109,8 @@ def test_the_command_shows_what_deepspeed_gets(command, world):
              "reward.kwargs.target=3", "ppo.num_steps=1", "hardware=zero2"]
     done = command(*words, "hardware.deepspeed_config=ds.json", "--cfg", "deepspeed", code=0)
     shown = json.loads(done.out)
-    assert shown["zero_optimization"] == {"overlap_comm": True, "stage": 2}
+    assert shown["zero_optimization"] == {"overlap_comm": True, "stage": 2,
+                                          "reduce_bucket_size": 2**24}
     assert shown["train_batch_size"] == 64
     done = command("--cfg=deepspeed", *words[:-1], code=2)
     assert "hardware.zero_stage is 0" in done.err

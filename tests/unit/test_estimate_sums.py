@@ -9,6 +9,7 @@ import torch
 from helpers import model_config
 from sessions import estimate_of, set_keys
 
+from ppocli.config import deepspeed
 from ppocli.config.schema import TrainConfig
 from ppocli.config.schema_ppo import OptimizerConfig
 from ppocli.errors import OutOfMemoryError
@@ -84,7 +85,7 @@ def test_a_copy_of_a_checkpoint_is_weights_and_state_and_can_be_done_without():
 
     line, without, sums = told(cuda=False)
     assert (line.device, line.host, without) == (3200 + 6400, 0, 3200 + 6400)
-    assert line.phases == "generate score update"
+    assert line.phases == "generate score update save"
     assert sums.host == told(cuda=False, background="never")[2].host + 3200 + 6400
     pinned = (replace(PARTS[0], pinned=16384), replace(PARTS[1], pinned=2048), PARTS[2])
     line, without, sums = told(pinned)
@@ -131,12 +132,14 @@ def test_ddp_holds_its_buckets_beside():
     (1, {"weights": 4000, "weights DeepSpeed steps on": 800, "gradients": 3200}),
     (2, {"weights": 4000, "weights DeepSpeed steps on": 800, "gradients": 800}),
     (3, {"weights": 1000, "weights DeepSpeed steps on": 800, "gradients": 800,
-         "weights gathered in a pass": 4 * 300, "weights gathered for rollouts": 4000})])
+         "weights gathered in a pass": 4 * 300, "weights gathered for rollouts": 4000,
+         "DeepSpeed's copies of a bucket": 3200})])
 def test_zero_divides_what_its_stage_says(stage, own):
     lines, sums = added(stage)
     assert lines == {
         **{name: (size, 0) for name, size in own.items()}, "reference": (1800, 0),
         "optimizer state": (1600, 0), "DeepSpeed's bucket of gradients": (4000, 0),
+        "state while a checkpoint is written": (0, 1600 + 4 * 200),
         **{line.name: (line.device, 0) for line in PASSES}}
     assert sums.loading == (4000 - 400 + 2 * 400 if stage == 3 else 2 * 4000)
 
@@ -158,7 +161,7 @@ def test_offloading_moves_bytes_to_the_host():
     assert lines["weights DeepSpeed steps on"] == (0, 800)
     assert lines["optimizer state"] == (0, 1600)
     assert lines["gradients"] == (0, 800)
-    assert sums.host == 2 * (1000 + 800 + 1600 + 800)
+    assert sums.host == 2 * (1000 + 800 + 1600 + 800 + 2400)
     lines, _ = added(2, offload_optimizer=True)
     assert lines["weights"] == (4000, 0)
     assert lines["DeepSpeed's buffers of one gradient"] == (800, 800)
@@ -492,7 +495,9 @@ def estimated(kind: str, setting: str, length: str, device: str):
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(row.split()[:4]))
-def test_each_stage_is_within_a_fifth_of_what_was_measured(row):
+def test_each_stage_is_within_a_fifth_of_what_was_measured(row, monkeypatch):
+    # with DeepSpeed's own default
+    monkeypatch.setitem(deepspeed._DEFAULTS["zero_optimization"], "reduce_bucket_size", 500_000_000)
     kind, setting, length, device, activations, *stages = row.split()
     found = estimated(kind, setting, length, device)
     told = next(line.device for line in found.lines if line.name == "activations")

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from helpers import make_lm
 
 from ppocli.models.layer_stack import SplitPoint, layer_stack, trained_split
 from ppocli.models.module_views import without_hooks
-from ppocli.models.policy import freeze_lower_layers
+from ppocli.models.policy import Policy, freeze_lower_layers
+from ppocli.parallel.ranks import Ranks
+from ppocli.zero import sharded_weights
 
 NORMS = {"gpt2": "transformer.ln_f", "opt": "model.decoder.final_layer_norm",
          "bloom": "transformer.ln_f", "llama": "model.norm", "bart": None,
@@ -74,6 +77,27 @@ def test_a_view_without_hooks_computes_the_same():
     assert torch.equal(found, lm(input_ids=ids).logits)
     assert ran
     assert bare.lm_head.weight is bare.transformer.wte.weight is lm.transformer.wte.weight
+
+
+def test_a_gathered_copy_holds_no_weights_once_it_was_used(monkeypatch):
+    monkeypatch.setattr(sharded_weights, "gathered", lambda *_: nullcontext())
+    lm = made("gpt2")
+    with sharded_weights.gathered_policy(Policy(lm, None)) as whole:
+        assert whole.lm.lm_head.weight.data_ptr() == lm.lm_head.weight.data_ptr()
+    assert not any(map(torch.numel, whole.parameters()))
+    assert all(map(torch.numel, lm.parameters()))
+
+
+def test_ranks_hold_even_shares_of_optimizer_state():
+    module = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(torch.ones(8)).sum().backward()
+    optimizer.step()
+    found = [sharded_weights.optimizer_slots(dict(module.named_parameters()), optimizer, 0,
+                                             Ranks(rank=rank, world=2)) for rank in (0, 1)]
+    assert len(found[0].keys() | found[1].keys()) == len(found[0]) + len(found[1]) == 8 * 3
+    one, other = (sum(value.numel() for value in part.values()) for part in found)
+    assert abs(one - other) <= 64
 
 
 def test_states_that_a_pass_starts_from_are_free_as_soon_as_it_has_ended():
