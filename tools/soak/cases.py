@@ -62,6 +62,8 @@ def play(suite: str, case: Case, *, seed: int, cases: range, enough: Callable[[T
             shutil.rmtree(folder, ignore_errors=True)
         tally.cases += 1
         tally.seconds = time.monotonic() - began
+        if len(cases) > 1:
+            tally.keep()  # hours may end before their time
         told = ", ".join(f"{n} {what}" for what, n in tally.outcomes.most_common(6))
         tell(f"\r{suite}: {tally.cases} cases, {len(tally.failed)} failed, "
              f"{tally.seconds / 60:.0f} min: {told}\x1b[K")
