@@ -178,8 +178,9 @@ def _slots(parameters: dict[str, nn.Parameter], optimizer: Any, stage: int) -> l
     if stage > 0:
         internals.link_state(optimizer, stage)
     inner = optimizer.optimizer if stage > 0 else optimizer
-    return list(dict.fromkeys(slot for state in inner.state.values()
-                              for slot, value in state.items() if value is not None))
+    # sorted: an optimizer that was loaded may have them in another order
+    return sorted({slot for state in inner.state.values()
+                   for slot, value in state.items() if value is not None})
 
 
 def _read_slot(parameter: nn.Parameter, slot: str, optimizer: Any, stage: int

@@ -98,6 +98,12 @@ def test_ranks_hold_even_shares_of_optimizer_state():
     assert len(found[0].keys() | found[1].keys()) == len(found[0]) + len(found[1]) == 8 * 3
     one, other = (sum(value.numel() for value in part.values()) for part in found)
     assert abs(one - other) <= 64
+    for state in optimizer.state.values():  # as of one that was loaded
+        for slot in sorted(state, reverse=True):
+            state[slot] = state.pop(slot)
+    again = sharded_weights.optimizer_slots(dict(module.named_parameters()), optimizer, 0,
+                                            Ranks(rank=0, world=2))
+    assert list(again) == list(found[0])
 
 
 def test_states_that_a_pass_starts_from_are_free_as_soon_as_it_has_ended():
