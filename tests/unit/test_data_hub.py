@@ -153,7 +153,7 @@ for name, split in {sets}:
     except InputError as error:
         print(error)
 seconds = time.monotonic() - started
-assert seconds < 20, seconds  # of the 60 of a network that hangs; a busy machine takes its own
+assert seconds < 5, seconds
 """
 HANGING_NETWORK = """
 def hang(*args, **kwargs):
@@ -191,7 +191,7 @@ def cache_data_set(home: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("imported", ["", pytest.param("import datasets, transformers",
                                                        marks=pytest.mark.slow)])
-def test_a_dead_network_is_not_waited_for(tmp_path, imported):
+def test_a_dead_network_takes_less_than_five_seconds(tmp_path, imported):
     cache_data_set(tmp_path / "home")
     sets = [("someone/else", "train"), ("someone/film_reviews", "train+test")]
     done = run_python(LOAD.format(prepare=imported + HANGING_NETWORK, sets=sets), tmp_path)
