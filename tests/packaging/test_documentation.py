@@ -243,11 +243,19 @@ def without_names(figure: str, names: set[str]) -> str:
     return f"{prefix}/NAME" if last in names else figure
 
 
+LOGS = """
+def score(completions, log_metric, **columns):
+    log_metric("told", 1.0)
+    return [0.0] * len(completions)
+"""
+
+
 def test_every_figure_of_a_run_is_explained_and_no_other(tmp_path):
+    (tmp_path / "logs.py").write_text(LOGS)
     done = subprocess.run(
         [sys.executable, "-m", "ppocli", "train", "model=reviews", "prompts=reviews", "run_name=x",
          *SMALL, "eval.at_start=true", "ppo.ent_coef=0.01", "ppo.kl_in=loss", "ppo.dual_clip=3",
-         "reward.missing_eos_penalty=0.1",
+         "reward.missing_eos_penalty=0.1", "reward.fns.logs.fn=logs.py:score",
          "reward.fns.brief.fn=length", "reward.fns.brief.kwargs.target=8",
          "reward.fns.praise.fn=keyword", "reward.fns.praise.kwargs.words=[great]",
          "reward.metric_fn=ppocli.rewards.randomwalks:metrics"], cwd=tmp_path, text=True,
@@ -260,9 +268,10 @@ def test_every_figure_of_a_run_is_explained_and_no_other(tmp_path):
     own = {name.removeprefix("eval/metrics/") for name in figures if "eval/metrics/" in name}
     assert own
     summary = json.loads((tmp_path / "runs/x/summary.json").read_text(encoding="utf-8"))
-    found = {without_names(name, own | {"brief", "praise", "missing_eos"}) for name in figures}
-    of_ranks, of_others = {"time/gather"}, {"logged/NAME", "eval/logged/NAME"}
-    assert found | set(summary) | of_ranks | of_others == explained()
+    own |= {"brief", "praise", "logs", "told", "missing_eos"}
+    found = {without_names(name, own) for name in figures}
+    of_ranks = {"time/gather"}
+    assert found | set(summary) | of_ranks == explained()
     left = {path.name for path in (tmp_path / "runs/x").iterdir()} - {".lock"}
     assert left == {"config.yaml", "metrics.jsonl", "samples.jsonl", "events", "summary.json",
                     "checkpoints", "model", "ppocli.log", "run.json", "env.json"}
