@@ -344,6 +344,7 @@ def test_nothing_is_written_through_a_link(name, finished, app, here):
     before = {file: file.read_bytes() for file in outside.rglob("*") if file.is_file()}
     done = app("resume", "runs/mine", "ppo.num_steps=5", code=5)
     assert f"{name} is a link to {aside}" in done.err
+    assert "changed on resume" not in done.err
     assert before == {file: file.read_bytes() for file in outside.rglob("*") if file.is_file()}
     assert path.is_symlink()
 
