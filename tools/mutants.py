@@ -144,7 +144,7 @@ MUTANTS = (
     # storage
     Mutant("hash_unchecked", "ppocli/storage/manifest.py",
            'verify == "full" or name', 'verify == "never" or name',
-           ("tests/unit/test_checkpoints_saving.py::"
+           ("tests/unit/test_checkpoints_damage.py::"
             "test_size_verification_misses_only_what_it_says",)),
     Mutant("renamed_before_synced", "ppocli/storage/checkpoints.py",
            "    atomic.sync_tree(staging)\n", "",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import jsonl, stable_rows
+from helpers import jsonl, mostly_slow, stable_rows
 from runs import WORDS, last_checkpoint, run, whole_copy
 from safetensors.torch import load_file
 
@@ -118,7 +118,8 @@ def test_a_sampler_of_ones_own_is_measured_by_forward_passes(kind, straight, her
 
 
 @pytest.mark.parametrize(("kind", "fault"), [
-    ("task", "optimize.minibatch@7:kill9"), ("sampler", "rollout.token@150:kill9"),
+    ("task", "optimize.minibatch@7:kill9"),
+    pytest.param("sampler", "rollout.token@150:kill9", marks=pytest.mark.slow),
     pytest.param("task", "save.before_rename@2:kill9", marks=pytest.mark.slow),
     pytest.param("sampler", "optimize.minibatch@6:kill9", marks=pytest.mark.slow)])
 def test_kill9_then_resume_equals_the_straight_run(kind, fault, straight, here):
@@ -130,7 +131,8 @@ def test_kill9_then_resume_equals_the_straight_run(kind, fault, straight, here):
 
 
 @pytest.mark.parametrize(("kind", "fault", "said"), [
-    ("task", "optimize.forward>2@3+:oom", "optimize of 4 rows at once: out of memory; going on"),
+    pytest.param("task", "optimize.forward>2@3+:oom",
+                 "optimize of 4 rows at once: out of memory; going on", marks=pytest.mark.slow),
     ("sampler", "rollout.token>2@40+:oom", "rollout of 5 rows at once: out of memory; going on"),
     pytest.param("sampler", "optimize.forward>2@3+:oom",
                  "optimize of 4 rows at once: out of memory; going", marks=pytest.mark.slow)])
@@ -141,7 +143,7 @@ def test_what_does_not_fit_is_made_anew_with_half_the_rows(kind, fault, said, st
     assert_close(straight, here / "runs/r")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, quick=lambda kind: kind == "task"))
 def test_two_ranks_under_zero_2_come_to_what_one_process_comes_to(kind, straight, here):
     two = run("train", *words(kind, "run_name=two", "hardware=zero2"), cwd=here)
     assert two.code == 0, two.err
