@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import jsonl, mostly_slow, stable_rows
+from helpers import jsonl, stable_rows
 from runs import WORDS, last_checkpoint, run, whole_copy
 from safetensors.torch import load_file
 
@@ -143,7 +143,8 @@ def test_what_does_not_fit_is_made_anew_with_half_the_rows(kind, fault, said, st
     assert_close(straight, here / "runs/r")
 
 
-@pytest.mark.parametrize("kind", mostly_slow(KINDS, quick=lambda kind: kind == "task"))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_under_zero_2_come_to_what_one_process_comes_to(kind, straight, here):
     two = run("train", *words(kind, "run_name=two", "hardware=zero2"), cwd=here)
     assert two.code == 0, two.err
