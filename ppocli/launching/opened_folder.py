@@ -174,12 +174,11 @@ def noting_objects(config: schema.TrainConfig, objects: PythonObjects | None) ->
 
 def _run_to_go_on_with(config: schema.TrainConfig, say: Callable[[str], None]) -> Path | None:
     """The folder that ``resume=auto`` finds, or None for a fresh run."""
-    if config.resume == "never":
-        return None
-    run_dir = Path(config.output_dir) / str(config.run_name)
-    if goes_on_with(run_dir):
-        return run_dir
-    say(f"resume=auto: there is no run in {run_dir} yet, starting afresh")
+    if config.resume != "never":
+        run_dir = Path(config.output_dir) / str(config.run_name)
+        if goes_on_with(run_dir):
+            return run_dir
+        say(f"resume=auto: there is no run in {run_dir} yet, starting afresh")
     return None
 
 

@@ -78,8 +78,7 @@ class Generators:
             return Generators(load_file(tensors), bounded.read_json(numbers))
         except ValueError:
             raise CheckpointError(f"{numbers} is damaged.", where=str(folder),
-                                  fix="remove this checkpoint, to go on from the one before"
-                                  ) from None
+                                  fix="remove this checkpoint: the one before is taken") from None
 
 
 def _generator_files(folder: Path, rank: int) -> tuple[Path, Path]:
