@@ -172,4 +172,7 @@ def test_validate_looks_for_a_task_and_a_sampler_of_one_s_own(here, word, says):
     assert done.code == 2
     assert says in done.err
     assert word.partition("=")[0] in done.err
-    assert run("validate", *words("sampler"), cwd=here).code == 0
+
+
+def test_validate_finds_a_sampler_of_one_s_own(here):
+    run("validate", *words("sampler"), cwd=here, code=0)

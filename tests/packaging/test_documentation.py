@@ -129,7 +129,7 @@ WITH_COMMANDS = [page for page in PAGES
                  if any(command[0] in ("ppocli", "python") for command in commands_of(page))]
 
 
-QUICK = {"README.md", "docs/export.md", "docs/prompts.md"}
+QUICK = {"README.md", "docs/export.md"}
 """pages whose commands are typed in each time; those of the others take too long for that"""
 
 
