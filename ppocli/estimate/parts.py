@@ -136,10 +136,10 @@ def models_of(cfg: schema.TrainConfig, config: Any | None = None) -> Models:
                 attach(lm, settings, seed=0)
         policy.freeze_lower_layers(lm, model.num_layers_unfrozen)
         with torch.device("meta"):
-            if algorithm.estimator_of(cfg.ppo).needs_critic and value.kind == "model":
+            if algorithm.needs_critic(cfg) and value.kind == "model":
                 value_lm, head = _value_model(model)
                 policy.freeze_lower_layers(value_lm, value.num_layers_unfrozen)
-            elif algorithm.estimator_of(cfg.ppo).needs_critic:
+            elif algorithm.needs_critic(cfg):
                 head = policy.build_value_head(lm, 0)
                 branch = _branch(lm, value.num_layers_unfrozen) if value.kind == "branch" else None
     return Models(lm, head, branch, value_lm)

@@ -88,7 +88,7 @@ class _Progress:
         Raises:
             DivergedError: ``max_nonfinite`` in a row were not finite.
         """
-        most = task.cfg.ppo.max_nonfinite
+        most = task.settings.max_nonfinite
         self.nonfinite = self.nonfinite + 1 if verdict is Verdict.NONFINITE else 0
         self.updates += verdict is Verdict.STEP
         self.skipped += verdict in (Verdict.SKIP, Verdict.NONFINITE)
@@ -252,7 +252,7 @@ def _micro_batches(task: Task, group: UpdateGroup) -> list[torch.Tensor]:
     Atoms are dealt over ranks in the order of their lengths, so that all have like work. Every rank
     has the same number of groups; one that has fewer atoms fills up with empty ones.
     """
-    ranks, tokens = task.backend.ranks, task.cfg.ppo.micro_batch_tokens
+    ranks, tokens = task.backend.ranks, task.settings.micro_batch_tokens
     size = task.passes.limit("optimize", task.rows_per_pass)
     order = torch.argsort(group.tokens, descending=True, stable=True)
     dealt = [in_groups(order[rank::ranks.world], group.tokens, size, tokens)

@@ -176,7 +176,7 @@ def _checkpoint_gradients(lm: Any) -> None:
 def _value_function(cfg: schema.TrainConfig, loaded: LoadedLM, tokenizer: Any) -> tuple[Any, Any]:
     """The value head and, unless it reads the policy's own states, what makes its states."""
     value = cfg.model.value
-    if not algorithm.estimator_of(cfg.ppo).needs_critic:
+    if not algorithm.needs_critic(cfg):
         return None, None
     if value.kind == "head":
         return build_value_head(loaded.lm, cfg.seed), None
