@@ -46,7 +46,7 @@ def chat_pieces(messages: list[Message], place: str, tokenizer: PreTrainedTokeni
     whole, spans = _marked(messages, place, tokenizer) if marked else (
         rendered_chat(messages, place, tokenizer), [])
     if marked:
-        spans = spans[-len(turns):] if len(spans) >= len(turns) else spans
+        spans = spans[-len(turns):]
         if not spans:
             raise InputError(f"The chat template marks nothing as generated in {place}.",
                              where="model.tokenizer_path", fix="put what the assistant says "
@@ -83,15 +83,14 @@ def _marked(messages: list[Message], place: str, tokenizer: PreTrainedTokenizerB
     """The rendered text and the places in it that the template marks as generated."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    words: dict[str, Any] = dict(tokenizer.special_tokens_map)
+    render: Any = render_jinja_template  # is typed as if it returned a text
     try:
-        texts, spans = render_jinja_template(
-            [messages], chat_template=tokenizer.get_chat_template(),
-            return_assistant_tokens_mask=True, **words)
+        texts, spans = render([messages], chat_template=tokenizer.get_chat_template(),
+                              return_assistant_tokens_mask=True, **tokenizer.special_tokens_map)
     except Exception as error:  # as of rendered_chat
         raise InputError(f"The chat template refuses {place}: {error}",
                          where="model.tokenizer_path") from error
-    return texts[0], [(int(start), int(end)) for start, end in spans[0] if end > start]
+    return str(texts[0]), [(int(start), int(end)) for start, end in spans[0] if end > start]
 
 
 def _turn_span(messages: list[Message], turn: int, whole: str, place: str,

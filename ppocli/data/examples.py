@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from ppocli.data import render
 from ppocli.data.files import Row
+from ppocli.data.implied import shared_text, shared_turns
 from ppocli.data.sources import Source, open_rows
 from ppocli.errors import ConfigError, InputError
 from ppocli.text import cut, suggestion
@@ -28,11 +29,15 @@ FORMATS: dict[str, tuple[tuple[str, ...], ...]] = {
     "pairs": (("prompt", "chosen", "rejected"), ("chosen", "rejected"))}
 """columns that make a format, those first that are taken before others"""
 _COLUMNS = ("text", "messages", "prompt", "completion", "chosen", "rejected", "margin")
+_PAIRED = ("prompt", "chosen", "rejected", "margin")
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_WORDS = {"completions": "'text', 'messages', or 'prompt' and 'completion'",
-          "pairs": "'chosen' and 'rejected', with or without 'prompt'"}
-_OTHER = {"completions": "`ppocli reward-model` trains on pairs",
-          "pairs": "`ppocli sft` trains on texts, messages and completions"}
+_WORDS = {"completions": ("pairs", "examples to learn from",
+                          "'text', 'messages', or 'prompt' and 'completion'",
+                          "`ppocli reward-model` trains on pairs"),
+          "pairs": ("completions", "pairs of a better and a worse answer",
+                    "'chosen' and 'rejected', with or without 'prompt'",
+                    "`ppocli sft` trains on texts, messages and completions")}
+"""what else there is, and how errors speak of it"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +150,8 @@ class _Reader:
         self.examples: list[Example] = []
         self.pairs: list[Pair] = []
         self.format: tuple[str, ...] = ()
-        self.present: tuple[str, ...] = ()  # columns that every row has, or none
+        self.checked: tuple[str, ...] = ()  # columns that all rows have or none has
+        self.present: set[str] = set()  # those that they have
         self.first = ""  # the place of the first row
         self.kind = ("", "")  # what cells are, texts or messages, and where that was seen
         self.pieces: list[render.Piece] | None = None
@@ -182,17 +188,14 @@ class _Reader:
                                                                   for name in names)), ())
         self.format, self.first = found(self.wants), row.place
         if not self.format:
-            other = "pairs" if self.wants == "completions" else "completions"
-            names = ", ".join(map(str, row.values)) or "none"
-            raise InputError(
-                f"The columns of {row.place} are not those of {self._content()}: {names}.",
-                where=self.source.where,
-                fix=f"{_OTHER[self.wants]}; or name columns with data.columns" if found(other)
-                else f"give {_WORDS[self.wants]}; data.columns.STANDARD=YOURS takes another "
-                     "column")
-        always = ("prompt", "chosen", "rejected", "margin")
-        self.present = tuple(name for name in (always if self.wants == "pairs" else self.format)
-                             if name in row.values)
+            others, content, words, command = _WORDS[self.wants]
+            self._refuse(
+                row, f"the columns of {row.place} are not those of {content}: "
+                     f"{', '.join(map(str, row.values)) or 'none'}",
+                f"{command}; or name columns with data.columns" if found(others)
+                else f"give {words}; data.columns.STANDARD=YOURS takes another column")
+        self.checked = _PAIRED if self.wants == "pairs" else self.format
+        self.present = {name for name in self.checked if name in row.values}
         if "prompt" not in self.format:
             for key, value in (("chat", self.source.chat), ("template", self.source.template)):
                 if value and self.format != ("messages",):
@@ -202,15 +205,8 @@ class _Reader:
         if self.source.template is not None:
             self.pieces = render.parse_template(self.source, list(map(str, row.values)))
 
-    def _content(self) -> str:
-        return ("pairs of a better and a worse answer" if self.wants == "pairs"
-                else "examples to learn from")
-
     def _check_columns(self, row: Row) -> None:
-        names = self.present if self.wants == "completions" else _COLUMNS
-        for name in names:
-            if self.wants == "pairs" and name in ("text", "messages", "completion"):
-                continue
+        for name in self.checked:
             if (name in row.values) != (name in self.present):
                 has, other = (("a", "has none") if name in row.values else ("no", "has one"))
                 self._refuse(row, f"{row.place} has {has} column {name!r}, where {self.first} "
@@ -243,10 +239,11 @@ class _Reader:
                 self._refuse(row, f"{here} ends in a turn of the assistant, which leaves nothing "
                                   "to answer", "end it before that turn")
         elif name == "messages":
-            last = next((one for one in reversed(messages) if one["role"] == "assistant"), None)
-            if last is None:
+            says = [message for message in messages if message["role"] == "assistant"]
+            if not says:
                 self._refuse(row, f"{here} has no turn of the assistant, so there is nothing to "
                                   "learn from it", "leave the row out")
+            last = says[-1]
         elif last["role"] != "assistant":
             self._refuse(row, f"{here} ends in a turn of {last['role']!r}, not of the assistant",
                          "end it in the assistant's turn")
@@ -317,15 +314,12 @@ class _Reader:
             self.pairs.append(Pair(row.place, prompt, self._turn("assistant", chosen),
                                    self._turn("assistant", rejected), margin))
         elif isinstance(chosen, str):
-            shared = _shared_words(chosen, str(rejected))
+            shared = shared_text(chosen, str(rejected))
             self.pairs.append(Pair(row.place, chosen[:shared], chosen[shared:],
                                    rejected[shared:], margin))
         else:
-            if chosen[:-1] != rejected[:-1] or len(chosen) < 2:
-                self._refuse(row, f"the conversations in {row.place} have no prompt in common: all "
-                                  "turns but the last must be there and be the same",
-                             "give the prompt in a column 'prompt'")
-            self.pairs.append(Pair(row.place, chosen[:-1], chosen[-1:], rejected[-1:], margin))
+            turns = shared_turns(chosen, list(rejected), row, self.source)
+            self.pairs.append(Pair(row.place, turns, chosen[-1:], rejected[-1:], margin))
 
     def _margin(self, row: Row) -> float:
         cell = row.values["margin"]
@@ -343,15 +337,3 @@ def _repeats(prompt: Any, chosen: Any) -> bool:
     """Whether conversations hold the prompt, a text, as one of their turns, as UltraFeedback's."""
     return isinstance(prompt, str) and isinstance(chosen, list) and any(
         message["content"].strip() == prompt.strip() for message in chosen[:-1])
-
-
-def _shared_words(one: str, other: str) -> int:
-    """Characters that two texts share in front, cut back to a place where both go on with white
-    space, so that no word is in two parts and neither rest is empty."""
-    end = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
-               min(len(one), len(other)))
-    while end and not (one[end:end + 1].isspace() and other[end:end + 1].isspace()):
-        end -= 1
-    while end and one[end - 1].isspace():
-        end -= 1
-    return end

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ppocli.data.files import Row
+from ppocli.data.implied import with_prompt
 from ppocli.data.sources import PromptSpec, Source
 from ppocli.errors import ConfigError, InputError
 from ppocli.text import counted, cut, nearest, suggestion
@@ -34,7 +35,7 @@ def take_rows(rows: Iterable[Row], spec: PromptSpec, notes: list[str], *,
     """
     kept: list[Row] = []
     blank = 0
-    for row in rows:
+    for row in (with_prompt(row, spec) for row in rows):
         if _is_blank(row, spec):
             blank += 1
             continue
