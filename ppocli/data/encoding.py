@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -99,32 +99,23 @@ def encode_examples(read: Read, cfg: DataConfig, tokenizer: PreTrainedTokenizerB
     longest = min(cfg.max_length or max_tokens, max_tokens)
     pieces = [_example_pieces(example, cfg, tokenizer, encoder) for example in read.examples]
     found = Examples([], (), [], [], [], [], [])
-    around = tokens_around(tokenizer)
+    plain = isinstance(read.examples[0].completion, str)
     cut = empty = 0
-    for example, parts, ids in zip(read.examples, pieces, _tokenised(pieces, tokenizer),
-                                   strict=True):
-        plain = isinstance(example.completion, str)
-        tokens, trained, prompt, prompt_length, source = _joined(
-            parts, ids, around if plain else ([], []), encoder)
-        if plain:
-            tokens, trained = _ended(tokens, trained, tokenizer)
-        if encoder and not source:
-            empty += 1
-            continue
-        while trained and not trained[-1]:  # what follows the last of them changes nothing
-            del trained[-1], tokens[-1]
+    for example, line in zip(read.examples, _lines(pieces, tokenizer, plain=plain,
+                                                   encoder=encoder), strict=True):
         room = longest - encoder  # a decoder starts from a token of its own
-        cut += len(tokens) > room or len(source) > longest
-        if not any(trained[not encoder:room]):
+        trained = np.array(line.trained[:room], np.bool_)
+        trained[:not encoder] = False  # nothing predicts the first token
+        cut += len(line.tokens) > room or (encoder and len(line.prompt_ids) > longest)
+        if not trained.any() or (encoder and not line.prompt_ids):
             empty += 1
             continue
-        found.tokens.append(np.array(tokens[:room], np.int32))
-        found.trained.append(np.array(trained[:room], np.bool_))
-        found.trained[-1][:not encoder] = False
+        found.tokens.append(np.array(line.tokens[:room], np.int32))
+        found.trained.append(trained)
         if encoder:
-            found.encoder_tokens.append(np.array(source[:longest], np.int32))
-        found.prompts.append(prompt)
-        found.prompt_lengths.append(prompt_length)
+            found.encoder_tokens.append(np.array(line.prompt_ids[:longest], np.int32))
+        found.prompts.append(line.prompt)
+        found.prompt_lengths.append(len(line.prompt_ids) if line.prompt and not encoder else 0)
         found.places.append(example.place)
     notes = list(read.notes)
     note_count(notes, read.empty, "{was} empty: left out", "row")
@@ -172,49 +163,62 @@ def _example_pieces(example: Example, cfg: DataConfig, tokenizer: PreTrainedToke
     return chat_pieces(messages, example.place, tokenizer, since=since)
 
 
-def _joined(parts: list[Piece], ids: list[list[int]], around: tuple[list[int], list[int]],
-            encoder: bool) -> tuple[list[int], list[bool], str, int, list[int]]:
-    """The tokens, which are trained on, the text and the length of what is before the last of
-    those, and what an encoder reads."""
-    front, behind = around
-    last = max((i for i, (_, said) in enumerate(parts) if said), default=0)
-    prompt = "".join(text for text, _ in parts[:last])
-    before = [token for piece in ids[:last] for token in piece]
-    if encoder:
-        return (list(ids[last]), [True] * len(ids[last]), prompt, 0,
-                [*front, *before, *behind] if before else [])
-    trained = [said for (_, said), piece in zip(parts, ids, strict=True) for _ in piece]
-    tokens = [token for piece in ids for token in piece]
-    return (front + tokens, [bool(parts) and parts[0][1]] * len(front) + trained, prompt,
-            len(front) + len(before) if last else 0, [])
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """One text as tokens; what follows the last of those that are trained on is left out, as it
+    changes nothing."""
+
+    tokens: list[int]
+    trained: list[bool]
+    prompt: str
+    """the text before the last piece that is trained on"""
+    prompt_ids: list[int]
+    """its tokens"""
 
 
-def _ended(tokens: list[int], trained: list[bool], tokenizer: PreTrainedTokenizerBase
-           ) -> tuple[list[int], list[bool]]:
+def _lines(texts: list[list[Piece]], tokenizer: PreTrainedTokenizerBase, *, plain: bool,
+           encoder: bool = False) -> Iterator[_Line]:
+    """Each text as tokens, plain ones with what the tokenizer puts in front (and behind what an
+    encoder reads) and the EOS token at the end. The tokens of an ``encoder``'s are the last piece.
+    """
+    front, behind = tokens_around(tokenizer) if plain else ([], [])
     eos = tokenizer.eos_token_id
-    if eos is None:
+    if plain and eos is None:
         raise InputError("The tokenizer has no EOS token, which ends what is learned.",
                          where="model.tokenizer_path", fix="a tokenizer that has one")
-    if tokens and tokens[-1] == eos:
-        return tokens, trained
-    return [*tokens, int(eos)], [*trained, True]
+    for parts, ids in zip(texts, _tokenised(texts, tokenizer), strict=True):
+        last = max(i for i, (_, said) in enumerate(parts) if said)
+        before = [token for piece in ids[:last] for token in piece]
+        tokens, trained = [*before, *ids[last]], [
+            said for (_, said), piece in zip(parts, ids, strict=False) for _ in piece
+            ][:len(before) + len(ids[last])]
+        if plain and tokens[-1:] != [eos]:
+            tokens, trained = [*tokens, eos], [*trained, True]
+        prompt = "".join(text for text, _ in parts[:last])
+        if encoder:
+            yield _Line(tokens[len(before):], trained[len(before):], prompt,
+                        [*front, *before, *behind] if before else [])
+        else:
+            yield _Line(front + tokens, [False] * len(front) + trained, prompt, front + before)
 
 
-def _tokenised(pieces: list[list[Piece]], tokenizer: PreTrainedTokenizerBase
-               ) -> list[list[list[int]]]:
+def _tokenised(pieces: list[list[Piece]], tokenizer: PreTrainedTokenizerBase, size: int = 1024
+               ) -> Iterator[list[list[int]]]:
     """The ids of each text's pieces. What is before a piece has the ids that it has alone; a piece
     has those that it has behind it, or, where the tokenizer would join the two, its own."""
-    done: list[list[int]] = [[] for _ in pieces]
-    found: list[list[list[int]]] = [[] for _ in pieces]
     encode = partial(token_ids_of, tokenizer=tokenizer)
-    for level in range(max(map(len, pieces), default=0)):
-        rows = [i for i, parts in enumerate(pieces) if len(parts) > level]
-        texts = ["".join(text for text, _ in pieces[i][:level + 1]) for i in rows]
-        for i, ids in zip(rows, encode(texts), strict=True):
-            fits = ids[:len(done[i])] == done[i]
-            found[i].append(ids[len(done[i]):] if fits else next(encode([pieces[i][level][0]])))
-            done[i] = done[i] + found[i][-1]
-    return found
+    for start in range(0, len(pieces), size):
+        chunk = pieces[start:start + size]
+        done: list[list[int]] = [[] for _ in chunk]
+        found: list[list[list[int]]] = [[] for _ in chunk]
+        for level in range(max(map(len, chunk))):
+            rows = [i for i, parts in enumerate(chunk) if len(parts) > level]
+            texts = ["".join(text for text, _ in chunk[i][:level + 1]) for i in rows]
+            for i, ids in zip(rows, encode(texts), strict=True):
+                fits = ids[:len(done[i])] == done[i]
+                found[i].append(ids[len(done[i]):] if fits else next(encode([chunk[i][level][0]])))
+                done[i] = done[i] + found[i][-1]
+        yield from found
 
 
 # Pairs --------------------------------------------------------------------------------------------
@@ -236,32 +240,19 @@ def encode_pairs(read: Read, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase
     for pair in read.pairs:
         for answer in (pair.chosen, pair.rejected):
             both.append(_pair_pieces(pair.prompt, answer, pair.place, tokenizer))
-    around = tokens_around(tokenizer)
-    ids = _tokenised(both, tokenizer)
+    lines = _lines(both, tokenizer, plain=isinstance(read.pairs[0].chosen, str))
     found = Pairs([], (), [], [], [], [])
     overlong, identical = 0, read.identical
-    for number, pair in enumerate(read.pairs):
-        sides: list[list[int]] = []
-        shared = 0
-        for place in (2 * number, 2 * number + 1):
-            plain = isinstance(pair.chosen, str)
-            tokens, trained, _, shared, _ = _joined(both[place], ids[place],
-                                                    around if plain else ([], []), False)
-            if plain:
-                tokens, trained = _ended(tokens, trained, tokenizer)
-                shared = shared or len(around[0])
-            while not trained[-1]:
-                del trained[-1], tokens[-1]
-            sides.append(tokens)
-        if max(map(len, sides)) > longest:
+    for pair, chosen, rejected in zip(read.pairs, lines, lines, strict=True):
+        if max(len(chosen.tokens), len(rejected.tokens)) > longest:
             overlong += 1
-        elif sides[0] == sides[1]:
+        elif chosen.tokens == rejected.tokens:
             identical += 1
         else:
-            found.chosen.append(np.array(sides[0], np.int32))
-            found.rejected.append(np.array(sides[1], np.int32))
+            found.chosen.append(np.array(chosen.tokens, np.int32))
+            found.rejected.append(np.array(rejected.tokens, np.int32))
             found.margins.append(pair.margin)
-            found.prompt_lengths.append(shared)
+            found.prompt_lengths.append(len(chosen.prompt_ids))
             found.places.append(pair.place)
     notes = list(read.notes)
     note_count(notes, read.empty, "{was} empty: left out", "row")

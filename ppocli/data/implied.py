@@ -36,8 +36,8 @@ def shared_turns(one: list[Any], other: list[Any], row: Row, source: Source) -> 
         InputError: there are none, or they differ.
     """
     if one[:-1] != other[:-1] or len(one) < 2:
-        raise InputError(f"The conversations in {row.place} have no prompt in common: all turns but "
-                         "the last must be there and be the same.", where=source.where,
+        raise InputError(f"The conversations in {row.place} have no prompt in common: all turns "
+                         "but the last must be there and be the same.", where=source.where,
                          fix="give the prompt in a column 'prompt'")
     return one[:-1]
 
