@@ -76,6 +76,31 @@ def test_the_turns_of_the_assistant_are_trained_on(template, train_on, says):
     assert shown(data, tokenizer) == says
 
 
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_chatml_turn_is_trained_on_through_im_end_as_transformers_marks_it(marked):
+    answer = "{{ m.content }}<|im_end|>"
+    marks = "{% generation %}" + answer + "{% endgeneration %}"
+    template = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+                + (marks if marked else answer) + "{% else %}" + answer
+                + "{% endif %}{{ '\\n' }}{% endfor %}"
+                "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+    tokenizer = utf8_bytes()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = template
+    if marked:
+        own = tokenizer.apply_chat_template(TALK, return_dict=True,
+                                            return_assistant_tokens_mask=True)
+    data = load([{"messages": TALK}], tokenizer, max_tokens=200)
+    assert shown(data, tokenizer) == (
+        "<|im_start|>user\nthe film ?<|im_end|>\n<|im_start|>assistant\n[good<|im_end|>]\n"
+        "<|im_start|>user\nand you ?<|im_end|>\n<|im_start|>assistant\n[very bad<|im_end|>]")
+    if marked:
+        size = len(data.tokens[0])
+        assert data.tokens[0].tolist() == own["input_ids"][:size]
+        assert data.trained[0].tolist() == [bool(one) for one in own["assistant_masks"][:size]]
+        assert not any(own["assistant_masks"][size:])
+
+
 def test_a_conversation_after_a_prompt_is_trained_on_and_its_prompt_is_the_one_ppo_sees():
     tokenizer = words(front=True, chat=CHATML)
     rows = [{"prompt": TALK[:1], "completion": TALK[1:]}, {"prompt": TALK[:3],
