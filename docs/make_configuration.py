@@ -89,7 +89,8 @@ def group_rows() -> list[str]:
     rows = []
     for folder in sorted(path for path in shipped("conf").iterdir() if path.is_dir()):
         for file in sorted(folder.glob("*.yaml")):
-            about = file.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
+            about = next(line for line in file.read_text(encoding="utf-8").splitlines()
+                         if "@package" not in line).lstrip("# ")
             rows.append(f"| `{folder.name}={file.stem}` | {cell(about)} |")
     return rows
 

@@ -11,7 +11,7 @@ from ppocli.cli import export, machine, output, plot, runs, serve, settings
 from ppocli.cli.eval import evaluate
 from ppocli.cli.generate import chat, generate
 from ppocli.cli.options import WORDS, Command, HydraCommand, flag, option
-from ppocli.cli.train import resume, sweep_app, train, train_help
+from ppocli.cli.train import resume, reward_model, sft, sweep_app, train, train_help
 from ppocli.errors import ConfigError, DiskError
 from ppocli.text import did_you_mean
 from ppocli.version import __version__
@@ -112,6 +112,8 @@ def find_shell(given: str | None = None) -> str:
 _HYDRA: dict[str, Any] = {"cls": HydraCommand, "context_settings": WORDS}
 # in the order in which --help lists them
 app.command(**_HYDRA, help=train_help())(train)
+app.command(**_HYDRA)(sft)
+app.command("reward-model", **_HYDRA)(reward_model)
 app.command(**_HYDRA)(resume)
 app.command(cls=Command)(runs.watch)
 app.command("eval", cls=Command)(evaluate)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppocli.cli.output import print_json, reward_labels, say, working
-from ppocli.config import resolved, schema, secrets
+from ppocli.config import resolved, schema, secrets, tasks
 from ppocli.config.compose import Composed, SweepJob, compose, run_sweep_jobs
 from ppocli.config.keys import schema_keys
 from ppocli.config.problems import DEFAULT_SOURCE, OUR_ENGINES, Problem
@@ -189,7 +189,7 @@ def _examine_config(composed: Composed, config: schema.TrainConfig, found: Exami
                 check_reward_config(part, columns=columns)
     for key, path, noun in (("task.fn", config.task.fn, "function"),
                             ("rollout.engine", config.rollout.engine, "class")):
-        if path is not None and path not in OUR_ENGINES and key not in wrong:
+        if path is not None and path not in (*OUR_ENGINES, *tasks.DATA_TASKS) and key not in wrong:
             with found.taking():
                 locate(Wanted(path, key, Kind(noun, ConfigError)))
     if "tracking.trackers" not in wrong:
@@ -294,9 +294,9 @@ def _config_error(problem: Problem, fix: str | None) -> ConfigError:
 
 
 def _plan(config: schema.TrainConfig, prompts: int | None, folder: Path) -> Plan:
-    samples = schema.planned_episodes(config.ppo)
+    samples = tasks.planned_samples(config, prompts) or 0
     return Plan(config.model.path, reward_labels(with_styles(config.reward)), prompts,
-                -(-samples // config.ppo.num_rollouts), samples, config.ppo.num_rollouts,
+                tasks.planned_steps(config, prompts) or 0, samples, tasks.samples_per_step(config),
                 config.hardware.device, config.hardware.precision, str(folder))
 
 

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from ppocli.cli.output import complain, say, show_text
-from ppocli.config import bounded, resolved, schema
+from ppocli.config import bounded, resolved, tasks
 from ppocli.display import console, dashboard
 from ppocli.errors import CheckpointError, ConfigError, InputError, PpocliError
 from ppocli.parallel.host_memory import resident_mib
 from ppocli.runs.record import is_run, read_run
 from ppocli.runs.target import known_names, list_runs, run_named, written
+from ppocli.storage import environment
 from ppocli.storage.run_folder import LOCK, RunFolder, finite_or_null, live_owner, other_host
 from ppocli.storage.run_logs import read_row
 from ppocli.text import did_you_mean, figure, printable_json
@@ -48,8 +49,9 @@ class Follower:
         alive = self._is_alive()
         if self._has_changed(self._run.config):
             with suppress(PpocliError):
-                ppo = resolved.read_config(self._run.config).ppo
-                self._total = -(-schema.planned_episodes(ppo) // ppo.num_rollouts)
+                config = resolved.read_config(self._run.config)
+                self._total = tasks.planned_steps(
+                    config, environment.examples_of(self._run.path)) or 0
         dropped, lines = self._metrics.poll()
         rows = list(filter(None, map(row_of_step, lines)))
         if dropped:

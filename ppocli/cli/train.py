@@ -81,6 +81,46 @@ def train(overrides: Overrides = None, no_progress: NoProgress = False, dry_run:
     run_words(overrides or [], dry_run=dry_run)
 
 
+def sft(overrides: Overrides = None, no_progress: NoProgress = False, dry_run: DryRun = False
+        ) -> None:
+    """Fine-tune a model on texts, conversations, or prompts with completions.
+
+    Takes settings as ppocli train does; a run can be resumed, watched, reported and swept like any.
+
+    \b
+    Examples:
+      ppocli sft model.path=gpt2 data.path=pairs.jsonl data.val=0.05
+      ppocli sft model.path=./lm data.path=chats.jsonl sft.epochs=3 sft.optimizer.lr=1e-4
+      ppocli sft -m model.path=gpt2 data.path=texts.csv sft.optimizer.lr=1e-5,1e-4
+
+    \b
+    Data is told apart by its columns: text; messages; prompt and completion.
+    Keys: ppocli schema data, ppocli schema sft
+    """
+    output.set_manner(plain=no_progress)
+    run_words(["task=sft", *(overrides or [])], dry_run=dry_run)
+
+
+def reward_model(overrides: Overrides = None, no_progress: NoProgress = False,
+                 dry_run: DryRun = False) -> None:
+    """Train a reward model on pairs of a chosen and a rejected response.
+
+    It starts from a language model, or from a run of ppocli sft, with a new scalar head.
+
+    \b
+    Examples:
+      ppocli reward-model model.path=runs/sft data.path=pairs.jsonl data.val=0.1
+      ppocli reward-model model.path=gpt2 data.path=pairs.jsonl reward_model.epochs=2
+      ppocli train model.path=runs/sft reward.fn=reward_model reward.kwargs.model=runs/rm ...
+
+    \b
+    Data is told apart by its columns: prompt, chosen and rejected; chosen and rejected alone.
+    Keys: ppocli schema data, ppocli schema reward_model
+    """
+    output.set_manner(plain=no_progress)
+    run_words(["task=reward_model", *(overrides or [])], dry_run=dry_run)
+
+
 def resume(run: Annotated[str, typer.Argument(metavar="RUN", autocompletion=complete_run,
                                               help="The run's folder or name.")],
            overrides: Overrides = None, no_progress: NoProgress = False, dry_run: DryRun = False,

@@ -2,11 +2,12 @@
 which of the algorithm's contradict each other."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from importlib.util import find_spec
 from typing import Any
 
-from ppocli.config import keys, schema, schema_ppo
+from ppocli.config import keys, schema, schema_ppo, schema_tasks, tasks
 from ppocli.errors import InputError
 from ppocli.ppo.advantages import ESTIMATORS, Estimator
 
@@ -21,6 +22,12 @@ UNSHARDED_OPTIMIZERS = ("adamw_8bit", "adafactor")
 def estimator_of(ppo: schema.PPOConfig) -> Estimator:
     """The entry of the table of advantage estimators."""
     return ESTIMATORS[ppo.advantage]
+
+
+def needs_critic(config: schema.TrainConfig) -> bool:
+    """Whether a value function is trained."""
+    return tasks.task_name(config) not in tasks.DATA_TASKS \
+        and estimator_of(config.ppo).needs_critic
 
 
 def kl_in(ppo: schema.PPOConfig) -> str:
@@ -67,11 +74,16 @@ def whole_while_acting(cfg: schema.TrainConfig) -> bool:
 
 def algorithm_rules(config: schema.TrainConfig) -> keys.Rules:
     """Rules between the keys of the algorithm."""
-    if config.ppo.advantage in ESTIMATORS:
+    updates = tasks.updates_of(config)
+    if isinstance(updates, schema_tasks.UpdatesConfig):
+        yield from _optimizer(config, tasks.task_name(config), {"optimizer": updates.optimizer})
+        return
+    if updates.advantage in ESTIMATORS:
         yield from _kl(config)
         yield from _critic(config)
         yield from _groups(config)
-    yield from _optimizer(config)
+    yield from _optimizer(config, "ppo", {"optimizer": updates.optimizer,
+                                          "value_optimizer": value_optimizer(updates)})
 
 
 def _kl(config: schema.TrainConfig) -> keys.Rules:
@@ -123,7 +135,8 @@ def _groups(config: schema.TrainConfig) -> keys.Rules:
         odd = ppo.num_rollouts % ppo.n
         yield (odd, "ppo.num_rollouts, ppo.n",
                f"num_rollouts {ppo.num_rollouts} must be a multiple of n {ppo.n}")
-        yield (not odd and schema.planned_episodes(ppo) % ppo.n, "ppo.total_episodes, ppo.n",
+        yield (not odd and (tasks.planned_samples(config) or 0) % ppo.n,
+               "ppo.total_episodes, ppo.n",
                f"total_episodes {ppo.total_episodes} must be a multiple of n {ppo.n}")
 
 
@@ -154,7 +167,7 @@ def value_function_rules(config: schema.TrainConfig) -> keys.Rules:
            "model.reference.kind=copy, or leave the path out")
 
 
-def require_optimizer(optimizer: schema_ppo.OptimizerConfig) -> None:
+def require_optimizer(optimizer: schema_ppo.OptimizerConfig, section: str = "ppo") -> None:
     """Raise unless the package that an optimizer comes from is installed.
 
     Raises:
@@ -162,11 +175,11 @@ def require_optimizer(optimizer: schema_ppo.OptimizerConfig) -> None:
     """
     if optimizer.name == "adamw_8bit" and find_spec("bitsandbytes") is None:
         raise InputError("The 8-bit AdamW comes from bitsandbytes, which is not installed.",
-                         where="ppo.optimizer.name=adamw_8bit",
-                         fix='pip install "ppocli[8bit]", or use ppo.optimizer.name=adamw')
+                         where=f"{section}.optimizer.name=adamw_8bit",
+                         fix='pip install "ppocli[8bit]", or use adamw')
 
 
-def value_optimizer(ppo: schema.PPOConfig) -> schema_ppo.OptimizerConfig:
+def value_optimizer(ppo: schema.PPOConfig) -> schema_ppo.PPOOptimizerConfig:
     """The value function's optimizer: the policy's, with what is set for it alone laid over."""
     lr = ppo.optimizer.lr if ppo.optimizer.value_lr is None else ppo.optimizer.value_lr
     return replace(ppo.optimizer, lr=lr, value_lr=None, **_given(ppo.value_optimizer))
@@ -182,23 +195,39 @@ def _given(section: Any) -> dict[str, Any]:
             if (value := getattr(section, f.name)) is not None}
 
 
-def _optimizer(config: schema.TrainConfig) -> keys.Rules:
-    ppo, zero, critic = config.ppo, config.hardware.zero_stage > 0, value_optimizer(config.ppo).name
-    for node, kind in (("optimizer", ppo.optimizer.name), ("value_optimizer", critic)):
-        section = getattr(ppo, node)
-        yield (section.betas is not None and len(section.betas) != 2, f"ppo.{node}.betas",
-               f"{section.betas} must be two numbers, e.g. [0.9,0.999]")
+def _optimizer(config: schema.TrainConfig, owner: str,
+               wanted: Mapping[str, schema_ppo.OptimizerConfig]) -> keys.Rules:
+    """Rules on optimizers.
+
+    Args:
+        owner: section that holds them.
+        wanted: name in the section -> what it comes to.
+    """
+    zero, section = config.hardware.zero_stage > 0, getattr(config, owner)
+    kinds = [optimizer.name for optimizer in wanted.values()]
+    for node, optimizer in wanted.items():
+        given, kind = getattr(section, node), optimizer.name
+        yield (given.betas is not None and len(given.betas) != 2, f"{owner}.{node}.betas",
+               f"{given.betas} must be two numbers, e.g. [0.9,0.999]")
         for name in ("betas", "eps", "momentum"):
-            default = keys.schema_keys()[f"ppo.{node}.{name}"].default
-            elsewhere = (f" (for the value function's {critic}: ppo.value_optimizer.{name})"
-                         if node == "optimizer" and name in OPTIMIZER_KEYS.get(critic, ()) else "")
+            default = keys.schema_keys()[f"{owner}.{node}.{name}"].default
+            elsewhere = (f" (for the value function's {kinds[-1]}: {owner}.value_optimizer.{name})"
+                         if len(kinds) > 1 and node == "optimizer"
+                         and name in OPTIMIZER_KEYS.get(kinds[-1], ()) else "")
             yield (name not in OPTIMIZER_KEYS.get(kind, (name,))
-                   and getattr(section, name) != default, f"ppo.{node}.{name}, ppo.{node}.name",
+                   and getattr(given, name) != default,
+                   f"{owner}.{node}.{name}, {owner}.{node}.name",
                    f"{kind} has no {name}: leave it at {default}{elsewhere}")
-        yield (zero and section.name in UNSHARDED_OPTIMIZERS,
-               f"ppo.{node}.name, hardware.zero_stage",
-               f"{section.name} needs whole weights, and ZeRO shards its state: use "
-               f"ppo.{node}.name=adamw or hardware.zero_stage=0")
-    yield (zero and critic != ppo.optimizer.name, "ppo.value_optimizer.name, hardware.zero_stage",
+        yield (zero and given.name in UNSHARDED_OPTIMIZERS,
+               f"{owner}.{node}.name, hardware.zero_stage",
+               f"{given.name} needs whole weights, and ZeRO shards its state: use "
+               f"{owner}.{node}.name=adamw or hardware.zero_stage=0")
+    yield (zero and kinds[-1] != kinds[0], "ppo.value_optimizer.name, hardware.zero_stage",
            "DeepSpeed drives one optimizer: leave ppo.value_optimizer.name at null, or use "
            "hardware.zero_stage=0")
+
+
+def optimizers_of(updates: tasks.Updates) -> list[schema_ppo.OptimizerConfig]:
+    """The optimizers of what trains: the policy's, and PPO's of the value function."""
+    return [updates.optimizer] if isinstance(updates, schema_tasks.UpdatesConfig) \
+        else [updates.optimizer, value_optimizer(updates)]

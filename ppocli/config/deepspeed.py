@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ppocli.config import tasks
 from ppocli.config.problems import listed, shown
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import ConfigError
@@ -105,13 +106,14 @@ def deepspeed_config(cfg: TrainConfig, world: int | None = None) -> dict[str, An
 def _own(cfg: TrainConfig, world: int) -> dict[str, Any]:
     """What the settings come to."""
     hardware = cfg.hardware
-    micro = cfg.ppo.micro_batch_size or cfg.ppo.mini_batch_size
+    updates = tasks.updates_of(cfg)
+    micro = updates.micro_batch_size or updates.mini_batch_size
     offloaded = [name for name in ("offload_optimizer", "offload_param") if getattr(hardware, name)]
     return {
         "train_batch_size": micro * world,
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": cfg.ppo.max_grad_norm or 0.0,
+        "gradient_clipping": updates.max_grad_norm or 0.0,
         "zero_optimization": {"stage": hardware.zero_stage,
                               **{name: {"device": "cpu"} for name in offloaded}},
         "zero_allow_untested_optimizer": True,

@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from ppocli.config import adapters, algorithm, schema
+from ppocli.config import adapters, algorithm, schema, tasks
 from ppocli.config.keys import Key, Rules, free_mapping_of, is_import_path, schema_keys, several
 from ppocli.errors import ConfigError
 from ppocli.text import cut, did_you_mean
@@ -88,13 +88,16 @@ def find_problems(config: schema.TrainConfig, sources: Mapping[str, str] | None 
 
 
 def _rules(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
-    yield from _sizes(config)
-    if config.task.fn is None:
+    task = tasks.task_name(config)
+    yield from tasks.task_rules(config, handed_in)
+    if task in ("ppo", "own"):
+        yield from _sizes(config)
+        yield from _prompts(config, handed_in)
+    if task == "ppo":
         yield from _reward(config, handed_in)
-    yield from _prompts(config, handed_in)
-    if config.task.fn is None:
-        yield from _generation(config)
         yield from algorithm.value_function_rules(config)
+    if task in ("ppo", "sft"):
+        yield from _generation(config)
     yield from _seams(config)
     yield from algorithm.algorithm_rules(config)
     yield from adapters.adapter_rules(config)
@@ -321,8 +324,8 @@ def _bf16_weights(config: schema.TrainConfig) -> Rules:
     yield (halves and bool(config.model.peft), "hardware.weights, model.peft",
            "an adapter trains in fp32, and the type of its base is model.dtype: leave "
            "hardware.weights out")
-    yield (halves and "adamw_8bit" in (config.ppo.optimizer.name,
-                                       algorithm.value_optimizer(config.ppo).name),
+    yield (halves and "adamw_8bit" in [one.name for one in algorithm.optimizers_of(
+        tasks.updates_of(config))],
            "hardware.weights, ppo.optimizer.name",
            "adamw_8bit keeps no master copies: take another optimizer, or weights=fp32")
 

@@ -23,6 +23,7 @@ from ppocli.config import bounded
 from ppocli.config.keys import free_mapping_of, schema_keys
 from ppocli.config.problems import range_problems
 from ppocli.config.schema import TrainConfig
+from ppocli.config.tasks import DATA_TASKS, written_sections
 from ppocli.errors import CheckpointError
 from ppocli.text import did_you_mean, first_line
 
@@ -30,11 +31,13 @@ CONFIG_FILE = "config.yaml"
 NEXT_CONFIG_FILE = "config.next.yaml"
 """settings a resumed run was asked to go on with; they replace config.yaml once it does"""
 PYTHON_OBJECT = "<python object>"
-_LENGTH = ("ppo.total_episodes", "ppo.num_steps", "ppo.num_rollouts")
+_LENGTH = ("ppo.total_episodes", "ppo.num_steps", "ppo.num_rollouts",
+           *(f"{name}.{key}" for name in DATA_TASKS
+             for key in ("epochs", "num_updates", "mini_batch_size")))
 """keys that whoever shows a run divides by or multiplies"""
 ChangeKind = Literal["harmless", "accepted", "refused"]
 _PATH_KEYS = ("output_dir", "model.path", "model.tokenizer_path", "prompts.path",
-              "prompts.eval.path", "hardware.deepspeed_config")
+              "prompts.eval.path", "data.path", "data.val", "hardware.deepspeed_config")
 
 
 def schema_node() -> DictConfig:
@@ -71,11 +74,14 @@ def _instance(hint: Any, value: Any) -> Any:
 
 
 def config_text(config: TrainConfig) -> str:
-    """A configuration as YAML, in the key order of the schema.
+    """A configuration as YAML, in the key order of the schema; without sections that its task has
+    no use for.
 
     User paths should already be absolute (:func:`with_absolute_paths`).
     """
-    values = _each_text(dataclasses.asdict(config), _plain)
+    sections = set(written_sections(config))
+    values = _each_text({name: value for name, value in dataclasses.asdict(config).items()
+                         if name in sections}, _plain)
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
 
 
@@ -255,6 +261,8 @@ _HARMLESS = frozenset({
     "ppo.micro_batch_size", "ppo.micro_batch_tokens", "model.reference.offload",
     "model.reference.device", "model.reference.shard", "hardware.gather_for_generation",
 })
+_OF_UPDATES = frozenset({"epochs", "num_updates", "max_nonfinite", "micro_batch_size",
+                         "micro_batch_tokens"})
 _HARMLESS_SECTIONS = ("eval.", "checkpoint.", "tracking.")
 
 # saved state would not load, or would be read as something else
@@ -275,9 +283,12 @@ def classify_change(key: str) -> ChangeKind:
     result of the steps already planned is the same. ``accepted``: the training goes on
     differently from here, as the user asked.
     """
-    if key in _PLACE or key in _HARMLESS or key.startswith(_HARMLESS_SECTIONS):
+    section, _, name = key.partition(".")
+    if key in _PLACE or key in _HARMLESS or key.startswith(_HARMLESS_SECTIONS) \
+            or (section in DATA_TASKS and name in _OF_UPDATES) or key == "data.packing":
         return "harmless"
-    if key in _REFUSED or key.startswith("prompts."):
+    if key in _REFUSED or section in ("prompts", "data", "task") \
+            or (section in DATA_TASKS and name == "optimizer.name"):
         return "refused"
     return "accepted"
 

@@ -1,6 +1,6 @@
 """The words a user may type: every config key with its type, default, range and one-line meaning.
 
-These dataclasses, with those of ``schema_ppo``, are the only home of defaults
+These dataclasses, with those of ``schema_ppo`` and ``schema_tasks``, are the only home of defaults
 and ranges. Hydra composes into them (structured config), :mod:`ppocli.config.problems` reads the
 ranges from the field metadata, and the engine receives plain instances. Nothing heavy is imported.
 """
@@ -10,9 +10,8 @@ from typing import Any, Optional
 
 from omegaconf import MISSING
 
-from ppocli.config.schema_ppo import PPOConfig, key, planned_episodes
-
-__all__ = ["planned_episodes"]
+from ppocli.config.schema_ppo import PPOConfig, key
+from ppocli.config.schema_tasks import DataConfig, RewardModelConfig, SFTConfig
 
 
 @dataclass
@@ -211,8 +210,10 @@ class GenerationConfig:
 
 @dataclass
 class TaskConfig:
-    fn: Optional[str] = key(None, "import path of a task of your own: a function or class that is "
-                            "called with a TaskSetup and returns a Task (default: PPO)")
+    fn: Optional[str] = key(None, "'sft', 'reward_model' (better chosen by their commands, or with "
+                            "task=sft, which bring what goes with them), or the import path of a "
+                            "task of your own: a function or class that is called with a TaskSetup "
+                            "and returns a Task (default: PPO)")
     kwargs: dict[str, Any] = key({}, "further arguments of task.fn")
 
 
@@ -272,8 +273,8 @@ class CheckpointConfig:
     every_minutes: Optional[float] = key(None, "save at least this often", gt=0)
     keep_last: int = key(2, "how many of the newest checkpoints stay on disk", ge=1)
     keep_best: bool = key(True, "also keep the checkpoint with the best evaluation")
-    metric: str = key("reward_mean", "evaluation figure that 'best' maximises: reward_mean, or "
-                      "metrics/NAME of metric_fn")
+    metric: str = key("reward_mean", "evaluation figure that decides what is best: reward_mean or "
+                      "metrics/NAME of metric_fn; of sft loss, of a reward model accuracy or loss")
     background: str = key("auto", "write checkpoints while training goes on, from a copy in host "
                           "memory: where there is room for it, always, or never",
                           choices=("auto", "always", "never"))
@@ -306,6 +307,9 @@ class TrainConfig:
     rollout: RolloutConfig = key(RolloutConfig, "what samples them")
     task: TaskConfig = key(TaskConfig, "what is trained, where it is not PPO")
     ppo: PPOConfig = key(PPOConfig, "the algorithm")
+    data: DataConfig = key(DataConfig, "what ppocli sft and reward-model train on")
+    sft: SFTConfig = key(SFTConfig, "supervised fine-tuning")
+    reward_model: RewardModelConfig = key(RewardModelConfig, "training a reward model")
     hardware: HardwareConfig = key(HardwareConfig, "where it runs")
     eval: EvalConfig = key(EvalConfig, "evaluation during training")
     checkpoint: CheckpointConfig = key(CheckpointConfig, "what is kept on disk")

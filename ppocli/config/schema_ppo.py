@@ -38,6 +38,10 @@ class OptimizerConfig:
     eps: float = key(1e-8, "epsilon of adamw, adamw_8bit and adam", gt=0)
     momentum: float = key(0.0, "momentum of sgd", ge=0, lt=1)
     weight_decay: float = key(0.0, "weight decay: decoupled, or L2 with adam and sgd", ge=0)
+
+
+@dataclass
+class PPOOptimizerConfig(OptimizerConfig):
     value_lr: Optional[float] = key(None, "learning rate of the value function (default: lr)", ge=0)
 
 
@@ -130,15 +134,10 @@ class PPOConfig:
     logprobs_from: str = key("auto", "old logprobs and values: from the decoding pass, or from a "
                              "forward pass (auto: decode in fp32, forward in bf16)",
                              choices=("auto", "decode", "forward"))
-    optimizer: OptimizerConfig = key(OptimizerConfig, "the optimizer")
+    optimizer: PPOOptimizerConfig = key(PPOOptimizerConfig, "the optimizer")
     scheduler: SchedulerConfig = key(SchedulerConfig, "the learning-rate schedule, over updates")
     value_optimizer: ValueOptimizerConfig = key(
         ValueOptimizerConfig, "where the value function's optimizer differs (its learning rate: "
         "ppo.optimizer.value_lr)")
     value_scheduler: ValueSchedulerConfig = key(
         ValueSchedulerConfig, "where the value function's schedule differs")
-
-
-def planned_episodes(ppo: PPOConfig) -> int:
-    """Samples in the whole run, given by ``total_episodes`` or ``num_steps``."""
-    return ppo.total_episodes or (ppo.num_steps or 0) * ppo.num_rollouts

@@ -1,6 +1,6 @@
-"""Rows out of prompt files: json, jsonl, csv, parquet and txt.
+"""Rows out of files of prompts or training data: json, jsonl, csv, parquet and txt.
 
-Each reader is a generator, so that ``prompts.limit`` stops it early, and each error names the file
+Each reader is a generator, so that a limit stops it early, and each error names the file
 and the line (text formats) or the row (parquet, json lists), counted from 1.
 """
 
@@ -28,27 +28,29 @@ class Row:
     """cells by column name"""
 
 
-def read_file(path: Path, column: str) -> Iterator[Row]:
+def read_file(path: Path, column: str, noun: str = "prompt") -> Iterator[Row]:
     """The rows of one file.
 
     Args:
         path: an existing file; its suffix says how it is read. A ``.json`` file may hold a list of
             objects or texts, or JSON lines. A ``.txt`` file holds one prompt a line.
         column: the name that a bare text (a line of a txt file, a text in a JSON list) goes by.
+        noun: what errors call its content: ``prompt`` or ``data``.
 
     Raises:
         InputError: unknown suffix, unreadable, not UTF-8, or malformed.
     """
+    named = f"{noun.capitalize()} file {path.name}"
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
         kind = f"the suffix {path.suffix!r}" if path.suffix else "no suffix"
-        raise InputError(f"Prompt file {path.name} has {kind}; prompts are read from "
-                         f"{SUFFIX_WORDS} files.", where=str(path),
-                         fix="convert it, or give it the suffix of what it holds")
+        read = "prompts are" if noun == "prompt" else f"{noun} is"
+        raise InputError(f"{named} has {kind}; {read} read from {SUFFIX_WORDS} files.",
+                         where=str(path), fix="convert it, or give it the suffix of what it holds")
     try:
-        yield from reader(path, column)
+        yield from reader(path, column, noun)
     except OSError as error:
-        raise InputError(f"Prompt file {path.name} cannot be read: {error.strerror or error}.",
+        raise InputError(f"{named} cannot be read: {error.strerror or error}.",
                          where=str(path)) from error
 
 
@@ -70,7 +72,7 @@ def _decode(path: Path, raw: bytes, first_line: int) -> str:
                    f"{path.name} > utf8{path.suffix}")
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def _lines(path: Path, noun: str) -> Iterator[tuple[int, str]]:
     """Numbered lines with their line ends. Only a line feed ends a line, unlike ``splitlines``."""
     with path.open("rb") as file:
         number = 0
@@ -78,7 +80,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             number += 1
             if len(raw) > MAX_LINE_BYTES:
                 _malformed(path, f"Line {number}", f"is longer than {MAX_LINE_BYTES >> 20} MiB",
-                           "one prompt is one line; is this a text file?")
+                           f"one {noun} is one line; is this a text file?")
             if number == 1:
                 raw = raw.removeprefix(b"\xef\xbb\xbf")
             line = _decode(path, raw, number)
@@ -87,8 +89,8 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             yield number, line
 
 
-def _read_txt(path: Path, column: str) -> Iterator[Row]:
-    for number, line in _lines(path):
+def _read_txt(path: Path, column: str, noun: str) -> Iterator[Row]:
+    for number, line in _lines(path, noun):
         text = line.removesuffix("\n").removesuffix("\r")
         yield Row(f"line {number} of {path.name}", {column: text})
 
@@ -114,18 +116,19 @@ def _json_row(path: Path, place: str, value: Any, column: str) -> Row:
                "text", f'each row looks like {{"{column}": "..."}}')
 
 
-def _read_jsonl(path: Path, column: str) -> Iterator[Row]:
-    for number, line in _lines(path):
+def _read_jsonl(path: Path, column: str, noun: str) -> Iterator[Row]:
+    for number, line in _lines(path, noun):
         if line.strip():
             value = _parsed(path, line.rstrip(), number,
                             f'each line is one object, like {{"{column}": "..."}}')
             yield _json_row(path, f"line {number}", value, column)
 
 
-def _read_json(path: Path, column: str) -> Iterator[Row]:
+def _read_json(path: Path, column: str, noun: str) -> Iterator[Row]:
     if path.stat().st_size > MAX_JSON_BYTES:
-        raise InputError(f"Prompt file {path.name} is larger than {MAX_JSON_BYTES >> 30} GiB.",
-                         where=str(path), fix="a file this size is read as .jsonl or .parquet")
+        raise InputError(f"{noun.capitalize()} file {path.name} is larger than "
+                         f"{MAX_JSON_BYTES >> 30} GiB.", where=str(path),
+                         fix="a file this size is read as .jsonl or .parquet")
     text = _decode(path, path.read_bytes().removeprefix(b"\xef\xbb\xbf"), 1)
     if not text.strip():
         return
@@ -134,7 +137,7 @@ def _read_json(path: Path, column: str) -> Iterator[Row]:
     except InputError as error:
         if ": Extra data (" not in error.what:
             raise
-        yield from _read_jsonl(path, column)  # JSON lines under the wrong suffix are common
+        yield from _read_jsonl(path, column, noun)  # JSON lines under the wrong suffix are common
         return
     rows = [content] if isinstance(content, dict) else content
     if not isinstance(rows, list):
@@ -144,10 +147,10 @@ def _read_json(path: Path, column: str) -> Iterator[Row]:
         yield _json_row(path, f"row {number}", value, column)
 
 
-def _read_csv(path: Path, column: str) -> Iterator[Row]:
+def _read_csv(path: Path, column: str, noun: str) -> Iterator[Row]:
     """Columns without a name (such as the index that pandas writes) are left out."""
     previous_limit = csv.field_size_limit(MAX_LINE_BYTES)
-    reader = csv.reader((line for _, line in _lines(path)), strict=True)
+    reader = csv.reader((line for _, line in _lines(path, noun)), strict=True)
     try:
         header = next(reader, None)
         if header is None:
@@ -172,7 +175,7 @@ def _read_csv(path: Path, column: str) -> Iterator[Row]:
         csv.field_size_limit(previous_limit)
 
 
-def _read_parquet(path: Path, column: str) -> Iterator[Row]:
+def _read_parquet(path: Path, column: str, noun: str) -> Iterator[Row]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ppocli.data.files import Row
-from ppocli.data.sources import PromptSpec
+from ppocli.data.implied import with_prompt
+from ppocli.data.sources import PromptSpec, Source
 from ppocli.errors import ConfigError, InputError
 from ppocli.text import counted, cut, nearest, suggestion
 
@@ -34,7 +35,7 @@ def take_rows(rows: Iterable[Row], spec: PromptSpec, notes: list[str], *,
     """
     kept: list[Row] = []
     blank = 0
-    for row in rows:
+    for row in (with_prompt(row, spec) for row in rows):
         if _is_blank(row, spec):
             blank += 1
             continue
@@ -42,19 +43,18 @@ def take_rows(rows: Iterable[Row], spec: PromptSpec, notes: list[str], *,
         if len(kept) == most:
             break
     if not kept:
-        source = f"{spec.path_key}={spec.path}" if spec.items is None else f"{spec.key}.items"
         what = f"All prompts are blank ({blank} of {blank})." if blank else (
             "The prompt set is empty.")
-        raise InputError(what, where=source, fix="give at least one prompt")
+        raise InputError(what, where=spec.where, fix="give at least one prompt")
     note_count(notes, blank, "{was} blank: dropped")
     return kept
 
 
-def note_count(notes: list[str], count: int, what: str) -> None:
-    """Add to ``notes`` what holds of so many prompts, unless of none."""
+def note_count(notes: list[str], count: int, what: str, noun: str = "prompt") -> None:
+    """Add to ``notes`` what holds of so many prompts, or others, unless of none."""
     if count:
         was = "was" if count == 1 else "were"
-        notes.append(f"{counted(count, 'prompt')} {what.format(was=was)}")
+        notes.append(f"{counted(count, noun)} {what.format(was=was)}")
 
 
 def ends_in_eos(rows: Sequence[Row], eos: str) -> str:
@@ -141,7 +141,7 @@ def prompt_texts(rows: Sequence[Row], spec: PromptSpec,
         raise InputError("The tokenizer has no chat template.", where=f"{spec.key}.chat=true",
                          fix=f"{spec.key}.chat=false (with {spec.key}.template=... if the model "
                              "expects a form), or model.tokenizer_path= a tokenizer that has one")
-    return [_encodable(cell if isinstance(cell, str) else _render_chat(cell, row, spec, tokenizer),
+    return [encodable(cell if isinstance(cell, str) else _render_chat(cell, row, spec, tokenizer),
                        row, spec)
             for row, cell in zip(rows, prompt_cells(rows, spec), strict=True)]
 
@@ -153,7 +153,7 @@ def prompt_cells(rows: Sequence[Row], spec: PromptSpec) -> list[Any]:
     Raises:
         ConfigError, InputError: as :func:`prompt_texts`.
     """
-    pieces = None if spec.template is None else _parse_template(spec, column_names(rows))
+    pieces = None if spec.template is None else parse_template(spec, column_names(rows))
     cells: list[Any] = []
     for row in rows:
         cell = row.values[spec.column]
@@ -161,7 +161,7 @@ def prompt_cells(rows: Sequence[Row], spec: PromptSpec) -> list[Any]:
             if spec.first_words is not None:
                 cell = " ".join(cell.split()[:spec.first_words])
             if pieces is not None:
-                cell = _fill(pieces, cell, row, spec)
+                cell = fill(pieces, cell, row, spec)
             if spec.chat:
                 cell = [{"role": "user", "content": cell}]
         else:
@@ -170,13 +170,19 @@ def prompt_cells(rows: Sequence[Row], spec: PromptSpec) -> list[Any]:
     return cells
 
 
-def _encodable(text: str, row: Row, spec: PromptSpec) -> str:
+def encodable(text: str, row: Row, spec: Source) -> str:
+    """``text``, which is in that row.
+
+    Raises:
+        InputError: it holds half of a UTF-16 pair.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InputError(f"The prompt in {row.place} holds {text[error.start]!a}, half of a "
+        raise InputError(f"The {spec.noun} in {row.place} holds {text[error.start]!a}, half of a "
                          "UTF-16 pair, which is no character.",
-                         where=f"{spec.key}.column={spec.column}",
+                         where=(f"{spec.key}.column={spec.column}" if spec.noun == "prompt"
+                                else spec.where),
                          fix="write the character itself, or both halves") from error
     return text
 
@@ -200,7 +206,12 @@ def _render_chat(messages: list[dict[str, Any]], row: Row, spec: PromptSpec,
     return str(rendered)
 
 
-def _parse_template(spec: PromptSpec, names: list[str]) -> list[Piece]:
+def parse_template(spec: Source, names: list[str]) -> list[Piece]:
+    """``spec.template`` in pieces; ``names`` are the columns that it may name.
+
+    Raises:
+        ConfigError: it is malformed, or names none of them.
+    """
     template = spec.template or ""
     where = f"{spec.key}.template={template!r}"
     known = list(dict.fromkeys(["prompt", *names]))
@@ -228,7 +239,12 @@ def _parse_template(spec: PromptSpec, names: list[str]) -> list[Piece]:
     return pieces
 
 
-def _fill(pieces: list[Piece], prompt: str, row: Row, spec: PromptSpec) -> str:
+def fill(pieces: list[Piece], prompt: str, row: Row, spec: Source) -> str:
+    """The template with one row's cells.
+
+    Raises:
+        InputError: a cell that it needs is empty.
+    """
     parts = []
     for literal, name in pieces:
         value = ("" if name is None else prompt if name in ("prompt", spec.column)
@@ -285,7 +301,7 @@ def encode(texts: list[str], spec: PromptSpec, tokenizer: PreTrainedTokenizerBas
         raise ConfigError("generation.max_new_tokens leaves no position of the model for a prompt.",
                           where="generation.max_new_tokens", fix="lower it")
     longest = min(spec.max_length or max_prompt_tokens, max_prompt_tokens)
-    front, behind = ([], []) if spec.chat else _tokens_around(tokenizer)
+    front, behind = ([], []) if spec.chat else tokens_around(tokenizer)
     behind = behind if whole else []
     room = max(longest - len(behind), 1)
     lengths = None
@@ -296,7 +312,7 @@ def encode(texts: list[str], spec: PromptSpec, tokenizer: PreTrainedTokenizerBas
     kept_texts: list[str] = []
     kept, ended = list[int](), list[int]()
     overlong = 0
-    for i, body in enumerate(_token_ids(texts, tokenizer)):
+    for i, body in enumerate(token_ids_of(texts, tokenizer)):
         if not body:
             continue
         ids = front + body
@@ -319,7 +335,7 @@ def encode(texts: list[str], spec: PromptSpec, tokenizer: PreTrainedTokenizerBas
                    longest=longest, ended=ended)
 
 
-def _tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+def tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """The ids that the tokenizer puts in front of every text by itself, most often BOS or none, and
     those behind it, most often EOS or none."""
     text = "a"
@@ -336,15 +352,20 @@ def _tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[
     return [], full
 
 
-def _token_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase, size: int = _CHUNK
-               ) -> Iterator[list[int]]:
+def token_ids_of(texts: list[str], tokenizer: PreTrainedTokenizerBase, size: int = _CHUNK
+                 ) -> Iterator[list[int]]:
+    """The ids of each text, without those that the tokenizer puts around it.
+
+    Raises:
+        InputError: the tokenizer fails on a text.
+    """
     for start in range(0, len(texts), size):
         chunk = texts[start:start + size]
         try:
             ids = _bare_ids(chunk, tokenizer)
         except Exception as error:  # what tokenizers raises, say where it has no unknown token
             if len(chunk) > 1:  # one by one, to find the text
-                ids = list(_token_ids(chunk, tokenizer, 1))
+                ids = list(token_ids_of(chunk, tokenizer, 1))
             else:
                 raise InputError(f"The tokenizer cannot encode {chunk[0][:80]!r}: {error}",
                                  where="model.tokenizer_path",

@@ -1,6 +1,6 @@
-"""What a set of prompts is made from: the keys of ``prompts``, or of ``prompts.eval`` with what it
-inherits, and the raw rows that they name: files, folders, saved data sets, the Hub, inline lists.
-"""
+"""What a set of prompts or of training data is made from: the keys of ``prompts``, of
+``prompts.eval`` with what it inherits, or of ``data``, and the raw rows that they name: files,
+folders, saved data sets, the Hub, inline lists."""
 
 import os
 import re
@@ -26,12 +26,15 @@ _INHERITED = ("name", "split", "column", "columns", "first_words", "length_sampl
 """what ``prompts.eval`` takes from ``prompts`` where its own key is null, as it stands there"""
 
 
-@dataclass(frozen=True, slots=True)
-class PromptSpec:
-    """Checked settings of one prompt set. Made here, read by the other modules of the room."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where rows come from, and the texts of their prompts. Made here and by
+    :mod:`ppocli.data.examples`, read by the other modules of the room."""
 
     key: str
-    """``prompts`` or ``prompts.eval``: how errors name the settings"""
+    """``prompts``, ``prompts.eval`` or ``data``: how errors name the settings"""
+    noun: str = "prompt"
+    """what errors call a row's content: ``prompt`` or ``data``"""
     path: str | None
     path_key: str
     """the key that gave ``path``, which an evaluation set may have inherited"""
@@ -41,12 +44,29 @@ class PromptSpec:
     """whether the split was set for this very source, so that ignoring it is worth a note"""
     items: list[Any] | None
     column: str
-    columns: list[str] | None
+    """the name of a bare text: of prompts, the column that holds them"""
     limit: int | None
-    first_words: int | None
-    length_sampler: list[int] | None
     template: str | None
     chat: bool
+
+    @property
+    def plural(self) -> str:
+        """``prompts`` or ``data``."""
+        return "prompts" if self.noun == "prompt" else self.noun
+
+    @property
+    def where(self) -> str:
+        """How errors name the source."""
+        return f"{self.path_key}={self.path}" if self.items is None else f"{self.key}.items"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSpec(Source):
+    """Checked settings of one prompt set."""
+
+    columns: list[str] | None
+    first_words: int | None
+    length_sampler: list[int] | None
     max_length: int | None
     overlong: str
     truncation_side: str
@@ -103,15 +123,15 @@ def _as_list(items: Any) -> list[Any] | None:
     return list(items)
 
 
-def open_rows(spec: PromptSpec, notes: list[str]) -> Iterator[Row]:
-    """The rows of a prompt set, in the order of their source.
+def open_rows(spec: Source, notes: list[str]) -> Iterator[Row]:
+    """The rows of a source, in the order of their source.
 
     ``spec.path`` is a path on this machine if it starts with ``.``, ``/`` or ``~``, exists, ends
     like a prompt file, or cannot be a Hub name; relative paths start from the current directory.
     ``builtin:NAME`` names prompts that come with ppocli. Anything else is a data set on the Hub.
 
     Args:
-        spec: has a source (``spec.has_source``).
+        spec: has ``items`` or a ``path``.
         notes: sentences about what was ignored are appended here.
 
     Raises:
@@ -121,9 +141,9 @@ def open_rows(spec: PromptSpec, notes: list[str]) -> Iterator[Row]:
         return _inline_rows(spec, spec.items)
     assert spec.path is not None
     if not spec.path.strip():
-        raise InputError("The path of the prompts is empty.", where=f"{spec.path_key}=''",
-                         fix=f"{spec.path_key}=FILE, or {spec.path_key}=null for the BOS token "
-                             "alone")
+        none = f", or {spec.path_key}=null for the BOS token alone"
+        raise InputError(f"The path of the {spec.plural} is empty.", where=f"{spec.path_key}=''",
+                         fix=f"{spec.path_key}=FILE{none if spec.noun == 'prompt' else ''}")
     if names_hub_dataset(spec.path):
         return _hub_rows(spec, spec.path)
     path = (resolve_builtin(spec.path) if spec.path.startswith(BUILTIN_PREFIX)
@@ -139,42 +159,42 @@ def names_hub_dataset(path: str) -> bool:
             and not Path(path).exists())
 
 
-def _missing(path: Path, spec: PromptSpec) -> NoReturn:
+def _missing(path: Path, spec: Source) -> NoReturn:
     where = f"{spec.path_key}={spec.path}"
     parent = path.parent
     if not parent.is_dir():
-        raise InputError(f"Prompt file {path} does not exist: there is no folder "
-                         f"{parent} (looked in {Path.cwd()}).", where=where)
+        raise InputError(f"{spec.noun.capitalize()} file {path} does not exist: there is no "
+                         f"folder {parent} (looked in {Path.cwd()}).", where=where)
     near = nearest(path.name, os.listdir(parent))
     hint = f"did you mean {' or '.join(str(parent / name) for name in near)}?" if near else (
         f"give a {SUFFIX_WORDS} file, a folder, or a Hub data set")
-    raise InputError(f"Prompt file or folder {path} does not exist (looked in {Path.cwd()}).",
-                     where=where, fix=hint)
+    raise InputError(f"{spec.noun.capitalize()} file or folder {path} does not exist (looked in "
+                     f"{Path.cwd()}).", where=where, fix=hint)
 
 
 # Inline lists -------------------------------------------------------------------------------------
 
-def _inline_rows(spec: PromptSpec, items: Sequence[Any]) -> Iterator[Row]:
+def _inline_rows(spec: Source, items: Sequence[Any]) -> Iterator[Row]:
     for number, item in enumerate(items, start=1):
         values = ({str(name): value for name, value in item.items()}
                   if isinstance(item, Mapping) else {spec.column: item})
-        if spec.column not in values and "prompt" in values:
+        if spec.noun == "prompt" and spec.column not in values and "prompt" in values:
             values[spec.column] = values.pop("prompt")
         yield Row(f"item {number} of {spec.key}.items", values)
 
 
 # Files and folders --------------------------------------------------------------------------------
 
-def _local_rows(path: Path, spec: PromptSpec, notes: list[str]) -> Iterator[Row]:
+def _local_rows(path: Path, spec: Source, notes: list[str]) -> Iterator[Row]:
     if path.is_dir():
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             return _saved_rows(path, spec, notes)
         return _folder_rows(path, spec, notes)
     _note_ignored(path, spec, notes, name=True, split=True)
-    return read_file(path, spec.column)
+    return read_file(path, spec.column, spec.noun)
 
 
-def _note_ignored(path: Path, spec: PromptSpec, notes: list[str], *, name: bool = False,
+def _note_ignored(path: Path, spec: Source, notes: list[str], *, name: bool = False,
                   split: bool = False) -> None:
     if name and spec.name is not None:
         notes.append(f"{path.name} has no configurations: {spec.key}.name={spec.name} was ignored")
@@ -183,7 +203,7 @@ def _note_ignored(path: Path, spec: PromptSpec, notes: list[str], *, name: bool 
                      "all its rows were used")
 
 
-def _folder_rows(folder: Path, spec: PromptSpec, notes: list[str]) -> Iterator[Row]:
+def _folder_rows(folder: Path, spec: Source, notes: list[str]) -> Iterator[Row]:
     root = folder / (spec.name or "")
     if not root.is_dir():
         root = folder
@@ -192,7 +212,7 @@ def _folder_rows(folder: Path, spec: PromptSpec, notes: list[str]) -> Iterator[R
                    if file.suffix.lower() in SUFFIXES and file.is_file()
                    and not any(part.startswith(".") for part in file.relative_to(root).parts))
     if not files:
-        raise InputError(f"Folder {root} has no prompt files.",
+        raise InputError(f"Folder {root} has no {spec.noun} files.",
                          where=f"{spec.path_key}={spec.path}",
                          fix=f"it should hold {SUFFIX_WORDS} files, or what "
                              "`datasets.save_to_disk` writes")
@@ -206,7 +226,7 @@ def _folder_rows(folder: Path, spec: PromptSpec, notes: list[str]) -> Iterator[R
         files = [file for name in _wanted_splits(spec, splits) for file in splits[name]]
     else:
         _note_ignored(folder, spec, notes, split=True)
-    return (row for file in files for row in read_file(file, spec.column))
+    return (row for file in files for row in read_file(file, spec.column, spec.noun))
 
 
 def _split_of(file: Path) -> str | None:
@@ -218,7 +238,7 @@ def _split_of(file: Path) -> str | None:
     return stem if _SHARD.search(file.stem) else None
 
 
-def _wanted_splits(spec: PromptSpec, splits: Iterable[Any]) -> list[str]:
+def _wanted_splits(spec: Source, splits: Iterable[Any]) -> list[str]:
     present = [str(name) for name in splits]
     wanted = [name.strip() for name in spec.split.split("+")]
     for name in wanted:
@@ -232,7 +252,7 @@ def _wanted_splits(spec: PromptSpec, splits: Iterable[Any]) -> list[str]:
 
 # The datasets library -----------------------------------------------------------------------------
 
-def _saved_rows(folder: Path, spec: PromptSpec, notes: list[str]) -> Iterator[Row]:
+def _saved_rows(folder: Path, spec: Source, notes: list[str]) -> Iterator[Row]:
     import datasets
 
     try:
@@ -257,7 +277,7 @@ def _dataset_rows(dataset: "Dataset", name: str) -> Iterator[Row]:
                   dict(zip(dataset.column_names, cells, strict=True)))
 
 
-def _hub_rows(spec: PromptSpec, path: str) -> Iterator[Row]:
+def _hub_rows(spec: Source, path: str) -> Iterator[Row]:
     offline = None if hub.hub_reachable() else hub.offline_hint()
     if offline:
         hub.go_offline()

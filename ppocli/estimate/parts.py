@@ -35,7 +35,7 @@ Place = Literal["device", "offloaded", "host", "elsewhere"]
 class Models:
     """What a run trains, on torch's meta device: every shape and type, frozen where it is frozen.
 
-    It is what :mod:`ppocli.tasks.ppo.building` builds.
+    It is what :mod:`ppocli.tasks.building` builds.
     """
 
     lm: Any
@@ -136,10 +136,10 @@ def models_of(cfg: schema.TrainConfig, config: Any | None = None) -> Models:
                 attach(lm, settings, seed=0)
         policy.freeze_lower_layers(lm, model.num_layers_unfrozen)
         with torch.device("meta"):
-            if algorithm.estimator_of(cfg.ppo).needs_critic and value.kind == "model":
+            if algorithm.needs_critic(cfg) and value.kind == "model":
                 value_lm, head = _value_model(model)
                 policy.freeze_lower_layers(value_lm, value.num_layers_unfrozen)
-            elif algorithm.estimator_of(cfg.ppo).needs_critic:
+            elif algorithm.needs_critic(cfg):
                 head = policy.build_value_head(lm, 0)
                 branch = _branch(lm, value.num_layers_unfrozen) if value.kind == "branch" else None
     return Models(lm, head, branch, value_lm)

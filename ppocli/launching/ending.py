@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ppocli.config import tasks
 from ppocli.config.secrets import safe_text
 from ppocli.display.console import closing_table
 from ppocli.errors import DivergedError, OutOfMemoryError, PpocliError, RunGoneError, StoppedError
@@ -202,6 +203,8 @@ def _show(run: loop.Run) -> None:
     log.info("run folder   %s", run.folder.path)
     log.info("metrics      %s", run.folder.metrics)
     log.info("checkpoints  %s", run.folder.checkpoints)
-    more = "total_episodes" if run.task.cfg.ppo.total_episodes else "num_steps"
-    log.info("go on        ppocli resume %s ppo.%s=N", run.folder.path, more)
+    updates, section = run.task.settings, tasks.updates_section(run.task.cfg)
+    more = next((name for name in ("total_episodes", "num_updates", "epochs")
+                 if getattr(updates, name, None)), "num_steps" if section == "ppo" else "epochs")
+    log.info("go on        ppocli resume %s %s.%s=N", run.folder.path, section, more)
     log.info("model        %s", run.folder.model)

@@ -17,7 +17,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppocli.config import algorithm, deepspeed, hub, kept, keys, resolved, schema
+from ppocli.config import algorithm, deepspeed, hub, kept, keys, resolved, schema, tasks
 from ppocli.config.problems import shown
 from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.data.sources import names_hub_dataset
@@ -302,8 +302,8 @@ def missing_inputs(cfg: schema.TrainConfig) -> list[InputError]:
 
 def _missing_packages(cfg: schema.TrainConfig) -> Iterator[InputError]:
     try:
-        algorithm.require_optimizer(cfg.ppo.optimizer)
-        algorithm.require_optimizer(algorithm.value_optimizer(cfg.ppo))
+        for optimizer in algorithm.optimizers_of(tasks.updates_of(cfg)):
+            algorithm.require_optimizer(optimizer, tasks.updates_section(cfg))
     except InputError as error:
         yield error
     for name in cfg.tracking.trackers:

@@ -16,8 +16,9 @@ from datetime import UTC, datetime
 from time import monotonic
 from typing import Any, NoReturn
 
+from ppocli.config import tasks
 from ppocli.config.deepspeed import DEEPSPEED_FILE, deepspeed_config
-from ppocli.config.schema import TrainConfig, planned_episodes
+from ppocli.config.schema import TrainConfig
 from ppocli.config.secrets import safe_text
 from ppocli.display.console import Display, keep_log, open_display, open_silence
 from ppocli.errors import CheckpointError, InputError, PpocliError
@@ -160,7 +161,8 @@ def open_run(cfg: TrainConfig, folder: run_folder.RunFolder, objects: PythonObje
         keep_log()
         atomic.write_json_atomic(folder.path / environment.ENV_FILE, {
             "started": datetime.now(UTC).isoformat(timespec="seconds"), **environment.describe(),
-            _PRODUCTS: "oneDNN" if backend.onednn else "torch"})
+            _PRODUCTS: "oneDNN" if backend.onednn else "torch",
+            **({} if task.examples is None else {environment.EXAMPLES: task.examples})})
         if cfg.hardware.zero_stage > 0:
             atomic.write_json_atomic(folder.path / DEEPSPEED_FILE,
                                      deepspeed_config(cfg, ranks.world))
@@ -212,11 +214,12 @@ def _already_finished(cfg: TrainConfig, folder: run_folder.RunFolder) -> RunOutc
     """The result of a run that has drawn all its episodes and left a whole model; else None."""
     summary = atomic.read_json(folder.summary) or {}
     steps = whole(summary, "steps")
+    planned = tasks.planned_samples(cfg, environment.examples_of(folder.path))
     try:
         # steps may have been of another size before
         complete = (summary.get("status") == "finished"
-                    and steps >= max(1, cfg.ppo.num_steps or 0)
-                    and whole(summary, "episodes") >= planned_episodes(cfg.ppo))
+                    and steps >= max(1, cfg.ppo.num_steps or 0) and planned is not None
+                    and whole(summary, "episodes") >= planned)
         model_files.check_folder(folder.model, key="model", adapters=True)
     except InputError:
         return None

@@ -10,10 +10,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from ppocli.config import bounded, kept, resolved, schema
+from ppocli.config import bounded, kept, resolved, schema, tasks
 from ppocli.config.problems import shown
 from ppocli.errors import CheckpointError
-from ppocli.storage import atomic, retention, run_logs, signature
+from ppocli.storage import atomic, environment, retention, run_logs, signature
 from ppocli.storage.run_folder import (
     RUN_FILE,
     RunFolder,
@@ -82,13 +82,14 @@ class RunRecord:
 
     @property
     def total_steps(self) -> int:
-        """Steps in the whole run; those still to come are of ``ppo.num_rollouts`` samples, which
-        may have been another number before a resume."""
+        """Steps in the whole run; those still to come are of as many samples as the configuration
+        says, which may have been another number before a resume."""
         ppo = self.config.ppo
         if ppo.num_steps is not None:
             return max(ppo.num_steps, self.step)
-        left = max(schema.planned_episodes(ppo) - self.episodes, 0)
-        return self.step + -(-left // ppo.num_rollouts)
+        planned = tasks.planned_samples(self.config, environment.examples_of(self.folder.path))
+        left = max((planned or 0) - self.episodes, 0)
+        return self.step + -(-left // tasks.samples_per_step(self.config))
 
     @property
     def best(self) -> dict[str, Any]:

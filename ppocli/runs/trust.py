@@ -9,6 +9,7 @@ from ppocli.config import schema
 from ppocli.config.keys import is_import_path
 from ppocli.config.problems import OUR_ENGINES
 from ppocli.config.resolved import CONFIG_FILE, PYTHON_OBJECT
+from ppocli.config.tasks import DATA_TASKS
 from ppocli.errors import CheckpointError
 from ppocli.own_code import TRUST
 from ppocli.rewards.resolve import BUILTIN_REWARDS
@@ -16,7 +17,7 @@ from ppocli.storage import signature
 from ppocli.text import printable, short_path
 
 REMOTE = "trust_remote_code"
-_OURS = frozenset({*BUILTIN_REWARDS, *BUILTIN_REWARDS.values(), *OUR_ENGINES,
+_OURS = frozenset({*BUILTIN_REWARDS, *BUILTIN_REWARDS.values(), *OUR_ENGINES, *DATA_TASKS,
                    "ppocli.rewards.randomwalks:metrics", PYTHON_OBJECT})
 
 

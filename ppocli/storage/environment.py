@@ -13,9 +13,12 @@ from urllib.parse import urlsplit, urlunsplit
 
 from ppocli.config.secrets import refuse_secrets
 from ppocli.errors import ConfigError
+from ppocli.storage import atomic
 from ppocli.version import __version__
 
 ENV_FILE = "env.json"
+EXAMPLES = "examples"
+"""key of what a run that trains on a data set found there"""
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "hydra-core", "omegaconf",
             "datasets", "tokenizers", "safetensors", "huggingface-hub", "typer", "rich", "numpy",
             "pyarrow")
@@ -187,3 +190,9 @@ def _torch() -> dict[str, Any]:
                           "capability": f"{gpu.major}.{gpu.minor}"} for gpu in gpus]}
     except Exception as error:  # a broken installation raises whatever its loader does
         return {"error": " ".join([type(error).__name__, *str(error).splitlines()[:1]])}
+
+
+def examples_of(run_dir: Path) -> int | None:
+    """How many examples a run on a data set has noted; None where it hasn't (yet)."""
+    found = (atomic.read_json(run_dir / ENV_FILE) or {}).get(EXAMPLES)
+    return found if isinstance(found, int) else None

@@ -101,7 +101,7 @@ def initial_state(task: Task) -> TrainState:
     """The state before the first step; the evaluation at the start, if any, is pending."""
     own, tensors = task.initial()
     state = TrainState(digests=task.digests(), judged_by=task.judged_by(), task=own,
-                       tensors=tensors, pace=Pace(task.cfg.ppo.num_rollouts))
+                       tensors=tensors, pace=Pace(task.samples_per_step))
     if task.cfg.eval.at_start:
         state = replace(state, pending=state.counters())
     return state
@@ -241,13 +241,13 @@ def _evaluate(run: Run, row: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     if step == 0:
         state = replace(state, eval_before=found.figures)
     metric = task.cfg.checkpoint.metric
-    if metric not in found.figures:
+    if found.figures and metric not in found.figures:
         raise ConfigError(f"checkpoint.metric={metric} is not among the evaluation's figures: "
                           f"{', '.join(found.figures)}.", where="checkpoint.metric",
                           fix="name one of them")
-    figure = found.figures[metric]
-    improved = step > 0 and _better(figure, state.best)
-    if improved:
+    figure = found.figures.get(metric)
+    improved = step > 0 and _better(figure, state.best, lowest=metric in task.lower_is_better)
+    if improved and figure is not None:
         state = replace(state, best=Best(step, figure))
     run.state = replace(state, eval_last=found.figures, eval_step=step)
     row = {**row, **{f"eval/{name}": value for name, value in found.figures.items()},
@@ -257,10 +257,11 @@ def _evaluate(run: Run, row: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     return row, improved and task.cfg.checkpoint.keep_best
 
 
-def _better(figure: float | None, best: Best | None) -> bool:
-    """Whether a finite figure exceeds the best so far."""
-    return (figure is not None and math.isfinite(figure)
-            and (best is None or figure > best.metric))
+def _better(figure: float | None, best: Best | None, *, lowest: bool) -> bool:
+    """Whether a finite figure exceeds the best so far, or falls below it."""
+    if figure is None or not math.isfinite(figure):
+        return False
+    return best is None or (figure < best.metric if lowest else figure > best.metric)
 
 
 def save(run: Run, *, going_on: bool = False) -> None:

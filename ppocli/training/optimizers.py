@@ -11,6 +11,7 @@ import torch
 
 from ppocli.config import algorithm
 from ppocli.config.schema_ppo import OptimizerConfig, PPOConfig, SchedulerConfig
+from ppocli.config.tasks import Updates
 from ppocli.errors import ConfigError
 from ppocli.models.policy import Policy
 from ppocli.training.master_weights import MasterWeights
@@ -24,13 +25,16 @@ def named_trainable(policy: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: p for name, p in policy.named_parameters() if p.requires_grad}
 
 
-def build_optimizer(policy: Policy, ppo: PPOConfig) -> torch.optim.Optimizer:
+def build_optimizer(policy: torch.nn.Module, updates: Updates) -> torch.optim.Optimizer:
     """The optimizer over the trainable parameters, the value function's in a group of its own, or
     in an optimizer of its own where that is of another kind.
 
     ``adafactor`` is torch's (Shazeer and Stern 2018, arXiv 1804.04235), whose steps are relative to
     the scale of each weight; ``adamw_8bit`` is bitsandbytes', which keeps the state of weights of
     4096 numbers and more in 8 bits.
+
+    Args:
+        updates: the section of the configuration that says how updates are made.
 
     Raises:
         InputError: bitsandbytes is asked for and missing.
@@ -39,10 +43,10 @@ def build_optimizer(policy: Policy, ppo: PPOConfig) -> torch.optim.Optimizer:
     critic: list[torch.nn.Parameter] = []
     for name, parameter in named_trainable(policy).items():
         (critic if name.startswith("value_") else own).append(parameter)
-    wanted = ppo.optimizer, algorithm.value_optimizer(ppo)
+    wanted = algorithm.optimizers_of(updates)
     groups = [_group(parameters, cfg, role) for parameters, cfg, role in zip(
-        (own, critic), wanted, ROLES, strict=True) if parameters]
-    if wanted[0].name == wanted[1].name or len(groups) == 1:
+        (own, critic), wanted, ROLES, strict=False) if parameters]
+    if wanted[0].name == wanted[-1].name or len(groups) == 1:
         found = _optimizer(wanted[0], groups)
     else:
         found = JointOptimizer([_optimizer(cfg, [group])

@@ -110,7 +110,7 @@ def _adopt(task: Task, state: TrainState, fresh: TrainState, folder: run_folder.
         raise CheckpointError(f"Not what the run was started with: {', '.join(changed)}. The "
                               "files (or the arguments) have changed.", where=str(folder.path),
                               fix="put them back, or start another run (another run_name)")
-    state, now = task.adopt(state, fresh), task.cfg.ppo.num_rollouts
+    state, now = task.adopt(state, fresh), task.samples_per_step
     if state.pace is None or state.pace.num_rollouts != now:
         state = replace(state, pace=Pace(now) if state.pace is None else
                         Pace(now, state.step, state.episodes))

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ppocli.config import tasks
 from ppocli.config.schema import TrainConfig
 from ppocli.parallel.backend import Backend
 from ppocli.parallel.stop import StopFlag
@@ -40,6 +41,8 @@ class PythonObjects:
     metric_fn: Callable[..., Any] | None = None
     prompts: list[Any] | None = None
     eval_prompts: list[Any] | None = None
+    data: list[Any] | None = None
+    val_data: list[Any] | None = None
     model: Any = None
     """a transformers model, which is trained in place"""
     ref_model: Any = None
@@ -178,6 +181,8 @@ class Task(ABC):
     """names of :attr:`LossTerms.terms`"""
     maxima: frozenset[str] = frozenset()
     """those that are merged by their maximum instead of their sum"""
+    lower_is_better: frozenset[str] = frozenset()
+    """figures of evaluations of which the lowest is the best"""
 
     cfg: TrainConfig
     backend: Backend
@@ -187,6 +192,8 @@ class Task(ABC):
     """how what is trained becomes a Hugging Face folder; its ``lm`` is ``trained.module.lm``"""
     passes: PassRows
     """how many rows passes have had to be cut down to"""
+    examples: int | None = None
+    """of a task that trains on a data set: how many it has"""
     step: int = 0
     """steps done when an evaluation is asked for; the loop sets it"""
     pace: Pace | None = None
@@ -279,7 +286,7 @@ class Task(ABC):
         Args:
             update: number of the update in the whole run.
         """
-        factor = optimizers.lr_factor(self.cfg.ppo.scheduler, update, self.total_updates(state))
+        factor = optimizers.lr_factor(self.settings.scheduler, update, self.total_updates(state))
         return {group["role"]: factor for group in self.trained.optimizer.param_groups}
 
     def chunks(self, state: TrainState) -> int:
@@ -306,14 +313,19 @@ class Task(ABC):
         """Release what the task has built in addition to ``trained``."""
 
     @property
+    def settings(self) -> tasks.Updates:
+        """The section of the configuration that says how updates are made."""
+        return tasks.updates_of(self.cfg)
+
+    @property
     def samples_per_step(self) -> int:
         """Samples of a full step."""
-        return self.cfg.ppo.num_rollouts
+        return tasks.samples_per_step(self.cfg)
 
     @property
     def rows_per_pass(self) -> int:
         """Maximum number of atoms in a forward and backward pass."""
-        return self.cfg.ppo.micro_batch_size or self.cfg.ppo.mini_batch_size
+        return self.settings.micro_batch_size or self.settings.mini_batch_size
 
     def total_samples(self) -> int:
         """Samples of the whole run."""
@@ -328,7 +340,7 @@ class Task(ABC):
         return pace.step + -(-left // self.samples_per_step)
 
     def _pace(self) -> Pace:
-        return self.pace or Pace(self.cfg.ppo.num_rollouts)
+        return self.pace or Pace(self.samples_per_step)
 
     def total_updates(self, state: TrainState) -> int:
         """Optimizer updates at the end of the run: those made and, if none is skipped, those of the

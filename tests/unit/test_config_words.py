@@ -244,7 +244,8 @@ def test_what_is_written_is_read_back_equal(tmp_path):
     assert read_config(tmp_path / "config.yaml") == config
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
     written = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    assert list(written) == list(asdict(TrainConfig()))
+    assert list(written) == [name for name in asdict(TrainConfig())
+                             if name not in ("data", "sft", "reward_model")]
     assert list(written["ppo"]) == list(asdict(TrainConfig())["ppo"])
 
 

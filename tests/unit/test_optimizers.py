@@ -19,7 +19,7 @@ from sessions import (
 )
 
 from ppocli.config import algorithm
-from ppocli.config.schema_ppo import OptimizerConfig, PPOConfig, ValueOptimizerConfig
+from ppocli.config.schema_ppo import PPOConfig, PPOOptimizerConfig, ValueOptimizerConfig
 from ppocli.errors import CheckpointError, InputError
 from ppocli.launching.opened_folder import missing_inputs
 from ppocli.tasks.ppo.experience import to_experience
@@ -32,7 +32,7 @@ needs_8bit = pytest.mark.skipif(not HAS_8BIT, reason="bitsandbytes is not instal
 EVERY = ["adamw", "adam", "sgd", "adafactor", pytest.param("adamw_8bit", marks=needs_8bit)]
 
 
-def step_of(cfg: OptimizerConfig, weight: list[list[float]], *grads: list[list[float]]):
+def step_of(cfg: PPOOptimizerConfig, weight: list[list[float]], *grads: list[list[float]]):
     """The weight after a step with each of these gradients, flat."""
     module = torch.nn.Linear(len(weight[0]), len(weight), bias=False)
     with torch.no_grad():
@@ -46,17 +46,17 @@ def step_of(cfg: OptimizerConfig, weight: list[list[float]], *grads: list[list[f
 
 def test_sgd_with_momentum_by_hand():
     # buffer 1, then 0.5 * 1 + 2 = 2.5: 3 - 0.1 * 1 - 0.1 * 2.5
-    cfg = OptimizerConfig(name="sgd", lr=0.1, momentum=0.5)
+    cfg = PPOOptimizerConfig(name="sgd", lr=0.1, momentum=0.5)
     assert step_of(cfg, [[3.0]], [[1.0]], [[2.0]]) == pytest.approx([2.65])
 
 
 def test_weight_decay_is_decoupled_in_adamw_and_added_in_adam_and_sgd():
     # first step of Adam: the sign of the gradient; adamw shrinks by lr * decay besides
-    adamw = OptimizerConfig(name="adamw", lr=0.1, weight_decay=0.5)
+    adamw = PPOOptimizerConfig(name="adamw", lr=0.1, weight_decay=0.5)
     assert step_of(adamw, [[2.0]], [[3.0]]) == pytest.approx([2.0 * 0.95 - 0.1])
-    adam = OptimizerConfig(name="adam", lr=0.1, weight_decay=0.5)
+    adam = PPOOptimizerConfig(name="adam", lr=0.1, weight_decay=0.5)
     assert step_of(adam, [[2.0]], [[-3.0]]) == pytest.approx([2.1])  # -3 + 0.5 * 2 < 0
-    sgd = OptimizerConfig(name="sgd", lr=0.1, weight_decay=0.5)
+    sgd = PPOOptimizerConfig(name="sgd", lr=0.1, weight_decay=0.5)
     assert step_of(sgd, [[2.0]], [[3.0]]) == pytest.approx([2.0 - 0.1 * 4.0])
 
 
@@ -65,7 +65,7 @@ def test_betas_and_eps_of_adam_by_hand():
     m = (0.5 * 0.5 * 1 + 0.5 * 2) / 0.75
     v = (0.5 * 0.5 * 1 + 0.5 * 4) / 0.75
     first = 0.1 * 1 / (1 + 0.5)
-    cfg = OptimizerConfig(name="adam", lr=0.1, betas=[0.5, 0.5], eps=0.5)
+    cfg = PPOOptimizerConfig(name="adam", lr=0.1, betas=[0.5, 0.5], eps=0.5)
     assert step_of(cfg, [[0.0]], [[1.0]], [[2.0]]) == pytest.approx(
         [-first - 0.1 * m / (math.sqrt(v) + 0.5)])
 
@@ -83,7 +83,7 @@ def test_adafactor_by_hand():
     scale = 0.1 * math.sqrt((1 + 4 + 9 + 16) / 4) / max(1.0, size)
     expected = [weight[i][j] * (1 - 0.1 * 0.5) - scale * update[i][j] for i in range(2)
                 for j in range(2)]
-    cfg = OptimizerConfig(name="adafactor", lr=0.1, weight_decay=0.5)
+    cfg = PPOOptimizerConfig(name="adafactor", lr=0.1, weight_decay=0.5)
     assert step_of(cfg, weight, grad) == pytest.approx(expected, rel=1e-5)
 
 
@@ -136,7 +136,7 @@ def test_an_optimizer_resumes_bit_for_bit(tmp_path, name, weights):
 def test_bf16_weights_move_as_their_fp32_copies_do(name, value_optimizer):
     """300 steps that are each far below what bf16 can add to a weight of 1: the two halves are
     what the optimizer makes of fp32 weights, to the last bit."""
-    wanted = OptimizerConfig(name=name, lr=1e-5)
+    wanted = PPOOptimizerConfig(name=name, lr=1e-5)
     ppo = PPOConfig(optimizer=wanted, value_optimizer=ValueOptimizerConfig(name=value_optimizer))
 
     def module(dtype: torch.dtype) -> torch.nn.Module:

@@ -123,9 +123,9 @@ def test_each_pass_over_the_samples_has_an_order_of_its_own(tmp_path):
 
 def test_the_best_evaluation_is_the_highest_finite_one():
     best = Best(step=2, metric=1.5)
-    assert _better(1.6, best)
-    assert not _better(1.5, best)  # the earlier of two equal ones stays
-    assert not _better(1.4, best)
-    assert _better(-3.0, None)
+    assert _better(1.6, best, lowest=False)
+    assert not _better(1.5, best, lowest=False)  # the earlier of two equal ones stays
+    assert not _better(1.4, best, lowest=False)
+    assert _better(-3.0, None, lowest=False)
     for figure in (None, float("nan"), float("inf")):
-        assert not _better(figure, None)
+        assert not _better(figure, None, lowest=False)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ppocli.config.schema import planned_episodes
+from ppocli.config import tasks
 from ppocli.data.prompt_set import PromptBatch
 from ppocli.parallel.ranks import Ranks
 from ppocli.rewards.records import RewardRequest, RewardScores
@@ -59,7 +59,7 @@ def request_of(session: EvalSession, prompts: PromptBatch, responses: list[str],
         prompts=prompts.texts, responses=responses, response_ids=response_ids,
         columns=prompts.columns, tokenizer=session.tokenizer, ended=ended,
         messages=prompts.messages,
-        progress=(session.step, -(-planned_episodes(ppo) // ppo.num_rollouts),
+        progress=(session.step, tasks.planned_steps(session.cfg) or 0,
                   session.step * ppo.num_rollouts / ppo.n / (session.num_prompts or 1)))
 
 

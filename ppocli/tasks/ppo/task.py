@@ -214,7 +214,7 @@ class PPOTask(task.Task):
             close_reference(self.session.reference)
 
 
-def build_ppo(setup: task.TaskSetup) -> PPOTask:
+def build_task(setup: task.TaskSetup) -> PPOTask:
     """The task that ``ppocli train`` trains where ``task.fn`` names no other.
 
     Raises:

@@ -1,0 +1,134 @@
+"""Conversations as the chat template writes them, in pieces: what the model says, and the rest."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from ppocli.data.examples import Message
+from ppocli.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Piece = tuple[str, bool]
+"""text, and whether the model says it"""
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+def chat_pieces(messages: list[Message], place: str, tokenizer: PreTrainedTokenizerBase, *,
+                since: int = 0) -> list[Piece]:
+    """A conversation as the template renders it, in pieces that alternate between what others say
+    and what the assistant does, through the token that ends its turn.
+
+    A template that marks what is generated (``{% generation %}``, as transformers'
+    ``return_assistant_tokens_mask`` reads it) is taken at its word, with the token that ends a turn
+    where it stands behind the mark. Of others a turn is what the template adds to the conversation
+    before it, with the generation prompt.
+
+    Args:
+        messages: with at least one turn of the assistant.
+        place: where they came from, for errors.
+        since: turns before this one count as what others say.
+
+    Raises:
+        InputError: no chat template, one that refuses the conversation, or one that writes the
+            earlier turns differently once others follow, so that turns can't be told apart.
+    """
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
+        raise InputError("The tokenizer has no chat template, which conversations need.",
+                         where=place, fix="model.tokenizer_path= a tokenizer that has one; or give "
+                                          "texts, with data.chat=false")
+    turns = [i for i, message in enumerate(messages)
+             if message["role"] == "assistant" and i >= since]
+    marked = _MARKS.search(str(tokenizer.get_chat_template()))
+    whole, spans = _marked(messages, place, tokenizer) if marked else (
+        rendered_chat(messages, place, tokenizer), [])
+    if marked:
+        spans = spans[-len(turns):]
+        if not spans:
+            raise InputError(f"The chat template marks nothing as generated in {place}.",
+                             where="model.tokenizer_path", fix="put what the assistant says "
+                             "between {% generation %} and {% endgeneration %}")
+        spans = [(start, end + _closing(whole[start:end], whole[end:], tokenizer))
+                 for start, end in spans]
+    else:
+        spans = [_turn_span(messages, i, whole, place, tokenizer) for i in turns]
+    pieces: list[Piece] = []
+    at = 0
+    for start, end in spans:
+        pieces += [(whole[at:start], False), (whole[start:end], True)]
+        at = end
+    return [piece for piece in [*pieces, (whole[at:], False)] if piece[0]]
+
+
+def rendered_chat(messages: list[Message], place: str, tokenizer: PreTrainedTokenizerBase, *,
+                  prompt: bool = False) -> str:
+    """What the template makes of a conversation, with the generation prompt where asked.
+
+    Raises:
+        InputError: it refuses it.
+    """
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False,
+                                                 add_generation_prompt=prompt))
+    except Exception as error:  # templates are programs: jinja's errors and any Python error
+        raise InputError(f"The chat template refuses {place}: {error}",
+                         where="model.tokenizer_path") from error
+
+
+def _marked(messages: list[Message], place: str, tokenizer: PreTrainedTokenizerBase
+            ) -> tuple[str, list[tuple[int, int]]]:
+    """The rendered text and the places in it that the template marks as generated."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    render: Any = render_jinja_template  # is typed as if it returned a text
+    try:
+        texts, spans = render([messages], chat_template=tokenizer.get_chat_template(),
+                              return_assistant_tokens_mask=True, **tokenizer.special_tokens_map)
+    except Exception as error:  # as of rendered_chat
+        raise InputError(f"The chat template refuses {place}: {error}",
+                         where="model.tokenizer_path") from error
+    return str(texts[0]), [(int(start), int(end)) for start, end in spans[0] if end > start]
+
+
+def _turn_span(messages: list[Message], turn: int, whole: str, place: str,
+               tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
+    before = rendered_chat(messages[:turn], place, tokenizer, prompt=True)
+    through = rendered_chat(messages[:turn + 1], place, tokenizer)
+    start = len(before)
+    end = start + _end_of_turn(through[start:], tokenizer)
+    if not through.startswith(before) or not whole.startswith(through[:end]):
+        raise InputError(
+            f"The turns in {place} can't be told apart: the chat template writes turn {turn + 1} "
+            "or what is before it differently once the conversation goes on.",
+            where="model.tokenizer_path",
+            fix="mark what the assistant says with {% generation %} and {% endgeneration %} in the "
+                "chat template, or split conversations up so that each has one turn of the "
+                "assistant")
+    return start, end
+
+
+def _specials(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return sorted({*map(str, tokenizer.all_special_tokens), *added}, key=len, reverse=True)
+
+
+def _end_of_turn(text: str, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Where a rendered turn ends: behind its last special token if only white space follows it,
+    else with the text."""
+    kept = text.rstrip()
+    ends = any(kept.endswith(token) for token in _specials(tokenizer))
+    return len(kept) if ends else len(text)
+
+
+def _closing(turn: str, text: str, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Characters of ``text``, which follows a marked turn, through the special token that ends it;
+    0 where the turn holds that, or none follows."""
+    tokens = _specials(tokenizer)
+    bare = text.lstrip(" ")
+    token = next((token for token in tokens if bare.startswith(token)), "")
+    if not token or any(turn.rstrip().endswith(token) for token in tokens):
+        return 0
+    return len(text) - len(bare) + len(token)

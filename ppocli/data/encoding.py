@@ -1,0 +1,315 @@
+"""Examples and pairs as tokens, with the places of those that are trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ppocli.data.conversations import Piece, chat_pieces, rendered_chat
+from ppocli.data.data_set import Examples, Ids, Mask, Pairs
+from ppocli.data.examples import Cell, Example, Read, Wants, read_examples
+from ppocli.data.render import note_count, token_ids_of, tokens_around
+from ppocli.errors import ConfigError, InputError
+from ppocli.text import counted, printable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ppocli.config.schema_tasks import DataConfig
+
+SHOWN = 3
+"""examples that :func:`facts` shows"""
+
+
+def load_data(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, wants: Wants, seed: int,
+              max_tokens: int, encoder: bool = False, items: Sequence[Any] | None = None,
+              val_items: Sequence[Any] | None = None
+              ) -> tuple[Examples | Pairs, Examples | Pairs | None]:
+    """What to train on, and what is held back for evaluations: ``data.val``, or None without it.
+
+    Args:
+        wants: examples or pairs.
+        seed: draws the share that is held back.
+        max_tokens, encoder: as of :func:`encode_examples`.
+        items, val_items: rows from Python, in place of ``data.path`` and ``data.val``.
+
+    Raises:
+        ConfigError, InputError: as :func:`read_examples` and the functions below.
+    """
+    share = None if val_items is not None else val_share(cfg)
+
+    def encoded(key: str, given: Sequence[Any] | None) -> Examples | Pairs:
+        read = read_examples(cfg, wants=wants, items=given, path_key=key)
+        if wants == "pairs":
+            return encode_pairs(read, cfg, tokenizer, max_tokens=max_tokens)
+        return encode_examples(read, cfg, tokenizer, max_tokens=max_tokens, encoder=encoder)
+
+    train = encoded("data.path", items)
+    if share is not None:
+        return train.split_off(share, seed)
+    held = cfg.val is not None or val_items is not None
+    return train, encoded("data.val", val_items) if held else None
+
+
+def val_share(cfg: DataConfig) -> float | None:
+    """``data.val`` where it is a share; None where it names a source or is null.
+
+    Raises:
+        ConfigError: a number that is no share, or the training data itself.
+    """
+    if cfg.val is not None and cfg.val == cfg.path:
+        raise ConfigError("Evaluations would be made on the training data itself.",
+                          where=f"data.val={cfg.val}", fix="data.val=0.05, or another source")
+    try:
+        share = float(cfg.val or "")
+    except ValueError:
+        return None
+    if not 0 < share < 1:
+        raise ConfigError(f"{cfg.val} is no share of the rows: it must lie between 0 and 1.",
+                          where=f"data.val={cfg.val}", fix="data.val=0.05, or a path")
+    return share
+
+
+# Examples -----------------------------------------------------------------------------------------
+
+def encode_examples(read: Read, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *,
+                    max_tokens: int, encoder: bool) -> Examples:
+    """Tokenise, mark what is trained on, cut what is too long at its end.
+
+    A prompt is tokenised as PPO does it (:func:`ppocli.data.render.encode`): BOS in front where
+    the tokenizer puts it, none where a chat template wrote the text. Where prompt and response
+    share no token, they are tokenised as one text, else apart. A response or text gets the EOS
+    token behind it unless it ends in it; a turn of a conversation ends as its template says.
+
+    Args:
+        read: has examples.
+        max_tokens: what the model reads at most; ``data.max_length`` may be less.
+        encoder: whether an encoder reads the prompt and a decoder says the response.
+
+    Raises:
+        ConfigError: ``data.train_on`` asks for what the rows don't have.
+        InputError: no chat template or one that can't be followed, no EOS token, a text that can't
+            be tokenised, or nothing left.
+    """
+    longest = min(cfg.max_length or max_tokens, max_tokens)
+    pieces = [_example_pieces(example, cfg, tokenizer, encoder) for example in read.examples]
+    found = Examples([], (), [], [], [], [], [])
+    plain = isinstance(read.examples[0].completion, str)
+    cut = empty = 0
+    for example, line in zip(read.examples, _lines(pieces, tokenizer, plain=plain,
+                                                   encoder=encoder), strict=True):
+        room = longest - encoder  # a decoder starts from a token of its own
+        trained = np.array(line.trained[:room], np.bool_)
+        trained[:not encoder] = False  # nothing predicts the first token
+        cut += len(line.tokens) > room or (encoder and len(line.prompt_ids) > longest)
+        if not trained.any() or (encoder and not line.prompt_ids):
+            empty += 1
+            continue
+        found.tokens.append(np.array(line.tokens[:room], np.int32))
+        found.trained.append(trained)
+        if encoder:
+            found.encoder_tokens.append(np.array(line.prompt_ids[:longest], np.int32))
+        found.prompts.append(line.prompt)
+        found.prompt_lengths.append(len(line.prompt_ids) if line.prompt and not encoder else 0)
+        found.places.append(example.place)
+    notes = list(read.notes)
+    note_count(notes, read.empty, "{was} empty: left out", "row")
+    note_count(notes, cut, f"{{was}} longer than {longest} tokens: cut at the end", "example")
+    note_count(notes, empty, "had nothing to train on within that: left out", "example")
+    if not len(found):
+        raise InputError(f"None of the {len(read.examples)} examples has a token to train on "
+                         f"within {longest} tokens.", where="data.max_length",
+                         fix="a higher data.max_length, or another data.train_on")
+    return replace(found, notes=tuple(notes))
+
+
+def _example_pieces(example: Example, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase,
+                    encoder: bool) -> list[Piece]:
+    """The example's text in pieces, with whether each is trained on."""
+    prompt, completion = example.prompt, example.completion
+    train_on = cfg.train_on
+    chat = isinstance(completion, list)
+    if train_on == "auto":
+        train_on = ("completion" if prompt is not None or encoder else "assistant" if chat
+                    else "all")
+    wrong = (f"{train_on!r} asks for turns of an assistant, but {example.place} is plain text"
+             if train_on == "assistant" and not chat else
+             f"{example.place} is one text, without a prompt" if prompt is None and not chat
+             and (train_on == "completion" or encoder) else
+             "an encoder-decoder is trained on what follows its prompt"
+             if encoder and train_on != "completion" else None)
+    if wrong:
+        raise ConfigError(f"{wrong[0].upper()}{wrong[1:]}.", where=f"data.train_on={train_on}",
+                          fix="data.train_on=completion" if encoder else "data.train_on=auto")
+    if isinstance(completion, str):
+        assert prompt is None or isinstance(prompt, str)
+        return [(prompt or "", train_on == "all"), (completion, True)] if prompt else [
+            (completion, True)]
+    assert prompt is None or isinstance(prompt, list)
+    before = prompt or []
+    messages = before + completion
+    if train_on == "all":
+        return [(rendered_chat(messages, example.place, tokenizer), True)]
+    since = len(before)
+    if train_on == "assistant":
+        since = 0
+    elif not before:
+        since = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+    return chat_pieces(messages, example.place, tokenizer, since=since)
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """One text as tokens; what follows the last of those that are trained on is left out, as it
+    changes nothing."""
+
+    tokens: list[int]
+    trained: list[bool]
+    prompt: str
+    """the text before the last piece that is trained on"""
+    prompt_ids: list[int]
+    """its tokens"""
+
+
+def _lines(texts: list[list[Piece]], tokenizer: PreTrainedTokenizerBase, *, plain: bool,
+           encoder: bool = False) -> Iterator[_Line]:
+    """Each text as tokens, plain ones with what the tokenizer puts in front (and behind what an
+    encoder reads) and the EOS token at the end. The tokens of an ``encoder``'s are the last piece.
+    """
+    front, behind = tokens_around(tokenizer) if plain else ([], [])
+    eos = tokenizer.eos_token_id
+    if plain and eos is None:
+        raise InputError("The tokenizer has no EOS token, which ends what is learned.",
+                         where="model.tokenizer_path", fix="a tokenizer that has one")
+    for parts, ids in zip(texts, _tokenised(texts, tokenizer), strict=True):
+        last = max(i for i, (_, said) in enumerate(parts) if said)
+        before = [token for piece in ids[:last] for token in piece]
+        tokens, trained = [*before, *ids[last]], [
+            said for (_, said), piece in zip(parts, ids, strict=False) for _ in piece
+            ][:len(before) + len(ids[last])]
+        if plain and tokens[-1:] != [eos]:
+            tokens, trained = [*tokens, eos], [*trained, True]
+        prompt = "".join(text for text, _ in parts[:last])
+        if encoder:
+            yield _Line(tokens[len(before):], trained[len(before):], prompt,
+                        [*front, *before, *behind] if before else [])
+        else:
+            yield _Line(front + tokens, [False] * len(front) + trained, prompt, front + before)
+
+
+def _tokenised(pieces: list[list[Piece]], tokenizer: PreTrainedTokenizerBase, size: int = 1024
+               ) -> Iterator[list[list[int]]]:
+    """The ids of each text's pieces. What is before a piece has the ids that it has alone; a piece
+    has those that it has behind it, or, where the tokenizer would join the two, its own."""
+    encode = partial(token_ids_of, tokenizer=tokenizer)
+    for start in range(0, len(pieces), size):
+        chunk = pieces[start:start + size]
+        done: list[list[int]] = [[] for _ in chunk]
+        found: list[list[list[int]]] = [[] for _ in chunk]
+        for level in range(max(map(len, chunk))):
+            rows = [i for i, parts in enumerate(chunk) if len(parts) > level]
+            texts = ["".join(text for text, _ in chunk[i][:level + 1]) for i in rows]
+            for i, ids in zip(rows, encode(texts), strict=True):
+                fits = ids[:len(done[i])] == done[i]
+                found[i].append(ids[len(done[i]):] if fits else next(encode([chunk[i][level][0]])))
+                done[i] = done[i] + found[i][-1]
+        yield from found
+
+
+# Pairs --------------------------------------------------------------------------------------------
+
+def encode_pairs(read: Read, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *,
+                 max_tokens: int) -> Pairs:
+    """Tokenise, as :func:`encode_examples` does, and leave out the pairs of which one is too long,
+    and those of which both come to the same tokens.
+
+    Args:
+        read: has pairs.
+        max_tokens: what the model reads at most; ``data.max_length`` may be less.
+
+    Raises:
+        InputError: as :func:`encode_examples`.
+    """
+    longest = min(cfg.max_length or max_tokens, max_tokens)
+    both: list[list[Piece]] = []
+    for pair in read.pairs:
+        for answer in (pair.chosen, pair.rejected):
+            both.append(_pair_pieces(pair.prompt, answer, pair.place, tokenizer))
+    lines = _lines(both, tokenizer, plain=isinstance(read.pairs[0].chosen, str))
+    found = Pairs([], (), [], [], [], [])
+    overlong, identical = 0, read.identical
+    for pair, chosen, rejected in zip(read.pairs, lines, lines, strict=True):
+        if max(len(chosen.tokens), len(rejected.tokens)) > longest:
+            overlong += 1
+        elif chosen.tokens == rejected.tokens:
+            identical += 1
+        else:
+            found.chosen.append(np.array(chosen.tokens, np.int32))
+            found.rejected.append(np.array(rejected.tokens, np.int32))
+            found.margins.append(pair.margin)
+            found.prompt_lengths.append(len(chosen.prompt_ids))
+            found.places.append(pair.place)
+    notes = list(read.notes)
+    note_count(notes, read.empty, "{was} empty: left out", "row")
+    note_count(notes, identical, "{was} identical: left out", "pair")
+    note_count(notes, overlong, f"{{was}} longer than {longest} tokens: left out", "pair")
+    if not len(found):
+        raise InputError(f"None of the {len(read.pairs)} pairs is left: {overlong} are longer than "
+                         f"{longest} tokens, {identical} hold the same answer twice.",
+                         where="data.max_length", fix="a higher data.max_length")
+    return replace(found, notes=tuple(notes))
+
+
+def _pair_pieces(prompt: Cell, answer: Cell, place: str, tokenizer: PreTrainedTokenizerBase
+                 ) -> list[Piece]:
+    if isinstance(answer, str):
+        assert isinstance(prompt, str)
+        return [(prompt, False), (answer, True)] if prompt else [(answer, True)]
+    assert isinstance(prompt, list)
+    return chat_pieces(prompt + answer, place, tokenizer, since=len(prompt + answer) - 1)
+
+
+# For people ---------------------------------------------------------------------------------------
+
+def rendered(tokens: Ids, trained: Mask, tokenizer: PreTrainedTokenizerBase, *,
+             colour: bool) -> str:
+    """The text of an example with what is trained on marked, in green or between brackets, and
+    control characters spelled out."""
+    on, off = ("\x1b[32m", "\x1b[0m") if colour else ("[", "]")
+    edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(tokens)]
+    parts: list[str] = []
+    for start, end in pairwise(edges):
+        text = printable(str(tokenizer.decode(tokens[start:end].tolist(), skip_special_tokens=False,
+                                              clean_up_tokenization_spaces=False)))
+        parts.append(f"{on}{text}{off}" if end > start and trained[start] else text)
+    return "".join(parts)
+
+
+def facts(data: Examples | Pairs, tokenizer: PreTrainedTokenizerBase, *, colour: bool
+          ) -> Iterator[str]:
+    """Lines about the data for a person: its first rows as the model sees them, what was left out
+    or cut, and how much there is."""
+    show = partial(rendered, tokenizer=tokenizer, colour=colour)
+    for i, place in enumerate(data.places[:SHOWN]):
+        yield f"{place}:"
+        if isinstance(data, Examples):
+            if data.encoder_tokens:
+                ids = data.encoder_tokens[i]
+                yield f"  reads: {show(ids, np.zeros(len(ids), np.bool_))}"
+            yield f"  {show(data.tokens[i], data.trained[i])}"
+            continue
+        for name, ids in (("chosen", data.chosen[i]), ("rejected", data.rejected[i])):
+            yield f"  {name + ':':<10}{show(ids, np.arange(len(ids)) >= data.prompt_lengths[i])}"
+        if data.margins[i]:
+            yield f"  margin:   {data.margins[i]:g}"
+    yield from data.notes
+    if isinstance(data, Examples):
+        yield (f"{counted(len(data), 'example')}, {counted(sum(map(len, data.tokens)), 'token')}, "
+               f"{sum(int(mask.sum()) for mask in data.trained)} of them trained on")
+    else:
+        yield counted(len(data), "pair")

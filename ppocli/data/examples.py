@@ -1,0 +1,339 @@
+"""Rows of training data as texts and conversations. Their columns say what they hold, as in TRL's
+dataset formats: ``text``, ``messages``, ``prompt`` and ``completion``; ``prompt``, ``chosen`` and
+``rejected``, or the latter two alone with the prompt in both. A cell is a text, or a list of
+messages with a role and a content."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+from ppocli.data import render
+from ppocli.data.files import Row
+from ppocli.data.implied import shared_text, shared_turns
+from ppocli.data.sources import Source, open_rows
+from ppocli.errors import ConfigError, InputError
+from ppocli.text import cut, suggestion
+
+if TYPE_CHECKING:
+    from ppocli.config.schema_tasks import DataConfig
+
+Message = dict[str, Any]
+Cell = str | list[Message]
+Wants = Literal["completions", "pairs"]
+
+FORMATS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "completions": (("prompt", "completion"), ("messages",), ("text",)),
+    "pairs": (("prompt", "chosen", "rejected"), ("chosen", "rejected"))}
+"""columns that make a format, those first that are taken before others"""
+_COLUMNS = ("text", "messages", "prompt", "completion", "chosen", "rejected", "margin")
+_PAIRED = ("prompt", "chosen", "rejected", "margin")
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_WORDS = {"completions": ("pairs", "examples to learn from",
+                          "'text', 'messages', or 'prompt' and 'completion'",
+                          "`ppocli reward-model` trains on pairs"),
+          "pairs": ("completions", "pairs of a better and a worse answer",
+                    "'chosen' and 'rejected', with or without 'prompt'",
+                    "`ppocli sft` trains on texts, messages and completions")}
+"""what else there is, and how errors speak of it"""
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One text to learn from. Made by :func:`read_examples`, read by
+    :mod:`ppocli.data.encoding`."""
+
+    place: str
+    """where it came from, as in ``line 3 of reviews.jsonl``"""
+    prompt: Cell | None
+    """None where the row is one text or one conversation"""
+    completion: Cell
+    """what follows the prompt, or all there is; of the prompt's kind"""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two answers to a prompt, the better one first. Made and read as :class:`Example`."""
+
+    place: str
+    prompt: Cell
+    """may be the empty text where it is what two texts begin with"""
+    chosen: Cell
+    rejected: Cell
+    margin: float
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What was read of a source: examples or pairs, and what was left out."""
+
+    rows: int
+    """rows that the source has, up to the limit"""
+    examples: list[Example] = field(default_factory=list)
+    pairs: list[Pair] = field(default_factory=list)
+    empty: int = 0
+    """rows left out because a text was empty"""
+    identical: int = 0
+    """pairs left out because both answers are the same"""
+    notes: tuple[str, ...] = ()
+    """sentences about what was ignored"""
+
+
+def data_source(cfg: DataConfig, items: Sequence[Any] | None, *, path_key: str = "data.path"
+                ) -> Source:
+    """What ``data.path``, or with that key ``data.val``, names; ``items``, given from Python,
+    replace it.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    path = cfg.path if path_key == "data.path" else cfg.val
+    if path is None and items is None:
+        raise ConfigError("There is no data to train on.", where=f"{path_key}=null",
+                          fix=f"{path_key}=FILE, a folder or a data set on the Hub")
+    if isinstance(items, str | bytes | Mapping):
+        raise ConfigError(f"Examples must be a list, not one {type(items).__name__}.",
+                          where="data.items", fix="put it in a list: [...]")
+    return Source(key="data", noun="data", path=None if items is not None else str(path),
+                  path_key=path_key, name=cfg.name, split=cfg.split,
+                  split_asked=cfg.split != "train", items=None if items is None else list(items),
+                  column="text", limit=cfg.limit if path_key == "data.path" else None,
+                  template=cfg.template, chat=cfg.chat)
+
+
+def read_examples(cfg: DataConfig, *, wants: Wants, items: Sequence[Any] | None = None,
+                  path_key: str = "data.path") -> Read:
+    """The examples or pairs of ``data.path``, in its order.
+
+    Rows with an empty text and pairs of two equal answers are left out and counted.
+
+    Args:
+        wants: which formats are read.
+        items: texts or mappings from Python, in place of the path.
+        path_key: ``data.val`` reads what that names.
+
+    Raises:
+        ConfigError: contradictory keys, or no source.
+        InputError: nothing there, nothing left, or a row that can't be used; it is named.
+    """
+    source = data_source(cfg, items, path_key=path_key)
+    reader = _Reader(source, dict(cfg.columns), wants)
+    notes: list[str] = []
+    for row in open_rows(source, notes):
+        reader.take(row)
+        if reader.rows == source.limit:
+            break
+    if not reader.examples and not reader.pairs:
+        raise InputError("The data is empty." if not reader.rows else
+                         f"Nothing is left of the {reader.rows} rows: {reader.empty} are empty, "
+                         f"and {reader.identical} hold the same answer twice.", where=source.where,
+                         fix="give at least one row")
+    return Read(rows=reader.rows, examples=reader.examples, pairs=reader.pairs,
+                empty=reader.empty, identical=reader.identical, notes=tuple(notes))
+
+
+class _Reader:
+    """Checks rows against the first one and collects what they hold."""
+
+    def __init__(self, source: Source, columns: dict[str, Any], wants: Wants) -> None:
+        for name in columns:
+            if name not in _COLUMNS:
+                raise ConfigError(f"{name!r} is no column that is read; those are "
+                                  f"{', '.join(_COLUMNS)}. {suggestion(name, _COLUMNS)}".rstrip(),
+                                  where=f"data.columns.{name}",
+                                  fix="data.columns.STANDARD=YOURS, as in "
+                                      "data.columns.completion=summary")
+        self.source, self.columns, self.wants = source, columns, wants
+        self.rows = self.empty = self.identical = 0
+        self.examples: list[Example] = []
+        self.pairs: list[Pair] = []
+        self.format: tuple[str, ...] = ()
+        self.checked: tuple[str, ...] = ()  # columns that all rows have or none has
+        self.present: set[str] = set()  # those that they have
+        self.first = ""  # the place of the first row
+        self.kind = ("", "")  # what cells are, texts or messages, and where that was seen
+        self.pieces: list[render.Piece] | None = None
+
+    def take(self, row: Row) -> None:
+        self.rows += 1
+        row = self._renamed(row)
+        if not self.format:
+            self._settle(row)
+        self._check_columns(row)
+        if self.wants == "pairs":
+            self._take_pair(row)
+        else:
+            self._take_example(row)
+
+    def _renamed(self, row: Row) -> Row:
+        values = dict(row.values)
+        for name, column in self.columns.items():
+            if column is None:
+                values.pop(name, None)
+            elif column in row.values:
+                values[name] = row.values[column]
+            else:
+                names = list(map(str, row.values))
+                raise InputError(f"There is no column {column!r} in {row.place}: its columns are "
+                                 f"{', '.join(names)}. {suggestion(str(column), names)}".rstrip(),
+                                 where=f"data.columns.{name}={column}")
+        return Row(row.place, values)
+
+    def _settle(self, row: Row) -> None:
+        """What the first row says of all: format, columns, template."""
+        def found(wants: str) -> tuple[str, ...]:
+            return next((names for names in FORMATS[wants] if all(name in row.values
+                                                                  for name in names)), ())
+        self.format, self.first = found(self.wants), row.place
+        if not self.format:
+            others, content, words, command = _WORDS[self.wants]
+            self._refuse(
+                row, f"the columns of {row.place} are not those of {content}: "
+                     f"{', '.join(map(str, row.values)) or 'none'}",
+                f"{command}; or name columns with data.columns" if found(others)
+                else f"give {words}; data.columns.STANDARD=YOURS takes another column")
+        self.checked = _PAIRED if self.wants == "pairs" else self.format
+        self.present = {name for name in self.checked if name in row.values}
+        if "prompt" not in self.format:
+            for key, value in (("chat", self.source.chat), ("template", self.source.template)):
+                if value and self.format != ("messages",):
+                    raise ConfigError(f"data.{key} works on prompts, but the rows have no column "
+                                      "'prompt'.", where=f"data.{key}={value}",
+                                      fix="data.columns.prompt=YOURS, or leave it out")
+        if self.source.template is not None:
+            self.pieces = render.parse_template(self.source, list(map(str, row.values)))
+
+    def _check_columns(self, row: Row) -> None:
+        for name in self.checked:
+            if (name in row.values) != (name in self.present):
+                has, other = (("a", "has none") if name in row.values else ("no", "has one"))
+                self._refuse(row, f"{row.place} has {has} column {name!r}, where {self.first} "
+                                  f"{other}", "the rows of one source have the same columns")
+
+    def _refuse(self, row: Row, what: str, fix: str | None = None) -> NoReturn:
+        raise InputError(f"{what[0].upper()}{what[1:]}.", where=self.source.where, fix=fix)
+
+    # Cells
+
+    def _cell(self, row: Row, name: str) -> Cell | None:
+        """A text or a conversation, checked; None where it is empty."""
+        cell, here = row.values[name], f"column {name!r} in {row.place}"
+        if hasattr(cell, "tolist"):  # numpy's arrays, from pandas
+            cell = cell.tolist()
+        if cell is None or cell == []:
+            return None
+        if isinstance(cell, str):
+            self._check_kind(row, here, "a text")
+            return render.encodable(cell, row, self.source) if cell.strip() else None
+        if not isinstance(cell, list):
+            self._refuse(row, f"{here} holds {cut(repr(cell), 40)} ({type(cell).__name__}), not a "
+                              "text", "give a text, or a list of {role, content} messages")
+        self._check_kind(row, here, "messages")
+        messages = [self._message(row, here, number, message)
+                    for number, message in enumerate(cell, start=1)]
+        last = messages[-1]
+        if name == "prompt":
+            if last["role"] == "assistant":
+                self._refuse(row, f"{here} ends in a turn of the assistant, which leaves nothing "
+                                  "to answer", "end it before that turn")
+        elif name == "messages":
+            says = [message for message in messages if message["role"] == "assistant"]
+            if not says:
+                self._refuse(row, f"{here} has no turn of the assistant, so there is nothing to "
+                                  "learn from it", "leave the row out")
+            last = says[-1]
+        elif last["role"] != "assistant":
+            self._refuse(row, f"{here} ends in a turn of {last['role']!r}, not of the assistant",
+                         "end it in the assistant's turn")
+        return messages if last["content"].strip() or last.get("tool_calls") else None
+
+    def _check_kind(self, row: Row, here: str, kind: str) -> None:
+        seen, place = self.kind
+        if not seen:
+            self.kind = (kind, here)
+        elif seen != kind:
+            self._refuse(row, f"{here} holds {kind}, where {place} holds {seen}",
+                         "a source has either texts or lists of messages")
+
+    def _message(self, row: Row, here: str, number: int, message: Any) -> Message:
+        if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+            self._refuse(row, f"message {number} of {here} has no role and content: "
+                              f"{cut(repr(message), 60)}",
+                         'a message looks like {"role": "user", "content": "..."}')
+        # parquet gives every message every key that any of them has
+        found = {str(key): value for key, value in message.items() if value is not None}
+        role, content = found.get("role"), found.get("content")
+        if role not in _ROLES:
+            self._refuse(row, f"message {number} of {here} has the role {cut(repr(role), 40)}",
+                         f"roles are {', '.join(_ROLES)}")
+        if content is None and "tool_calls" in found:
+            content = ""
+        if not isinstance(content, str):
+            self._refuse(row, f"message {number} of {here} has the content "
+                              f"{cut(repr(content), 40)} ({type(content).__name__}), not a text",
+                         "contents are texts")
+        return found | {"content": render.encodable(content, row, self.source)}
+
+    def _prompt(self, row: Row) -> Cell | None:
+        cell = self._cell(row, "prompt")
+        if self.pieces is not None and isinstance(cell, list):
+            self._refuse(row, f"data.template works on texts, but {row.place} holds messages",
+                         "data.template=null")
+        if self.pieces is not None and cell is not None:
+            cell = render.fill(self.pieces, str(cell), row, self.source)
+        return None if cell is None else self._turn("user", cell)
+
+    def _turn(self, role: str, cell: Cell) -> Cell:
+        if self.source.chat and isinstance(cell, str):
+            return [{"role": role, "content": cell}]
+        return cell
+
+    # Examples and pairs
+
+    def _take_example(self, row: Row) -> None:
+        asks = "prompt" in self.format
+        prompt = self._prompt(row) if asks else None
+        completion = self._cell(row, self.format[-1])
+        if completion is None or (asks and prompt is None):
+            self.empty += 1
+        else:
+            self.examples.append(Example(row.place, prompt, self._turn("assistant", completion)))
+
+    def _take_pair(self, row: Row) -> None:
+        chosen, rejected = self._cell(row, "chosen"), self._cell(row, "rejected")
+        implicit = "prompt" not in self.format or _repeats(row.values["prompt"], chosen)
+        prompt: Cell | None = "" if implicit else self._prompt(row)
+        margin = self._margin(row) if "margin" in self.present else 0.0
+        if chosen is None or rejected is None or prompt is None:
+            self.empty += 1
+        elif chosen == rejected:
+            self.identical += 1
+        elif not implicit:
+            self.pairs.append(Pair(row.place, prompt, self._turn("assistant", chosen),
+                                   self._turn("assistant", rejected), margin))
+        elif isinstance(chosen, str):
+            shared = shared_text(chosen, str(rejected))
+            self.pairs.append(Pair(row.place, chosen[:shared], chosen[shared:],
+                                   rejected[shared:], margin))
+        else:
+            turns = shared_turns(chosen, list(rejected), row, self.source)
+            self.pairs.append(Pair(row.place, turns, chosen[-1:], rejected[-1:], margin))
+
+    def _margin(self, row: Row) -> float:
+        cell = row.values["margin"]
+        try:
+            value = float("nan" if isinstance(cell, bool) else cell)
+        except (TypeError, ValueError):
+            value = math.nan
+        if not math.isfinite(value):
+            self._refuse(row, f"column 'margin' in {row.place} holds {cut(repr(cell), 40)}, not a "
+                              "finite number", "give a number in every row, or drop the column")
+        return value
+
+
+def _repeats(prompt: Any, chosen: Any) -> bool:
+    """Whether conversations hold the prompt, a text, as one of their turns, as UltraFeedback's."""
+    return isinstance(prompt, str) and isinstance(chosen, list) and any(
+        message["content"].strip() == prompt.strip() for message in chosen[:-1])

@@ -1,0 +1,260 @@
+"""Training data as tokens: what is trained on, cut, left out and held back."""
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from ppocli.config.schema import PromptsConfig
+from ppocli.data import prompt_set
+from ppocli.data.encoding import encode_examples, facts, load_data, rendered
+from ppocli.data.examples import read_examples
+from ppocli.errors import ConfigError, InputError
+from tests.unit.data_tokenizers import CHATML, ids, utf8_bytes, words
+from tests.unit.test_examples import data_config, turns
+
+MARKED = ("{{ bos_token }}{% for m in messages %} {{ m.role }} :{% if m.role == 'assistant' %}"
+          "{% generation %} {{ m.content }}ENDMARK{% else %} {{ m.content }} </s>{% endif %}"
+          "{% endfor %}{% if add_generation_prompt %} assistant :{% endif %}")
+MARKS = MARKED.replace("ENDMARK", " </s>{% endgeneration %}")
+BEFORE_END = MARKED.replace("ENDMARK", "{% endgeneration %} </s>")
+THROUGH_SO = MARKED.replace("ENDMARK", " </s> so{% endgeneration %}")
+FORGETS = CHATML.replace("{{ m.content }}", "{{ m.content if loop.last else 'so' }}")
+BARE = ("{% for m in messages %} {{ m.role }} : {{ m.content }} !{% endfor %}"
+        "{% if add_generation_prompt %} assistant :{% endif %}")
+TALK = turns("the film ?", "good", "and you ?", "very bad")
+
+
+def load(rows, tokenizer, wants="completions", *, max_tokens=32, encoder=False, seed=0, **over):
+    return load_data(data_config(**over), tokenizer, wants=wants, seed=seed, items=rows,
+                     max_tokens=max_tokens, encoder=encoder)[0]
+
+
+def shown(data, tokenizer, place=0):
+    """The text with what is trained on between brackets; each token has a space in front."""
+    return rendered(data.tokens[place], data.trained[place], tokenizer, colour=False)
+
+
+@pytest.mark.parametrize(("row", "train_on", "says"), [
+    ("the film", "auto", "<s>[the film </s>]"),
+    ("the film </s>", "all", "<s>[the film </s>]"),
+    ({"prompt": "the film", "completion": "was good"}, "auto", "<s> the film[was good </s>]"),
+    ({"prompt": "the film", "completion": "was good </s>"}, "completion",
+     "<s> the film[was good </s>]"),
+    ({"prompt": "the film", "completion": "was good"}, "all", "<s>[the film was good </s>]")])
+def test_plain_text_is_trained_on_through_its_eos(row, train_on, says):
+    tokenizer = words(front=True)
+    data = load([row], tokenizer, train_on=train_on)
+    assert shown(data, tokenizer) == says
+    assert data.tokens[0].tolist() == ids(says.replace("[", " ").replace("]", ""))
+    prompt = row["prompt"] if isinstance(row, dict) else ""
+    assert data.prompts == [prompt]
+    assert data.prompt_tokens(0) == (ids(f"<s> {prompt}") if prompt else [])
+
+
+FIRST = "<s> user : the film ? </s> assistant :"
+SECOND = "user : and you ? </s> assistant :"
+
+
+@pytest.mark.parametrize(("template", "train_on", "says"), [
+    (CHATML, "auto", f"{FIRST}[good </s>]{SECOND}[very bad </s>]"),
+    (CHATML, "completion", f"{FIRST} good </s> {SECOND}[very bad </s>]"),
+    (CHATML, "all", f"<s>[{FIRST[4:]} good </s> {SECOND} very bad </s>]"),
+    (MARKS, "assistant", f"{FIRST}[good </s>]{SECOND}[very bad </s>]"),
+    (MARKS, "completion", f"{FIRST} good </s> {SECOND}[very bad </s>]"),
+    (BEFORE_END, "assistant", f"{FIRST}[good </s>]{SECOND}[very bad </s>]"),
+    (THROUGH_SO, "assistant", f"{FIRST}[good </s> so]{SECOND}[very bad </s> so]"),
+    # what follows the end of a turn is no part of it
+    (CHATML.replace("</s>", "</s> \n"), "assistant",
+     f"{FIRST}[good </s>]{SECOND}[very bad </s>]"),
+    # no token ends a turn: all of it counts
+    (BARE, "assistant", "user : the film ? ! assistant :[good !]user : and you ? ! assistant :"
+                        "[very bad !]")])
+def test_the_turns_of_the_assistant_are_trained_on(template, train_on, says):
+    tokenizer = words(chat=template)
+    data = load([{"messages": TALK}], tokenizer, train_on=train_on)
+    assert shown(data, tokenizer) == says
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_chatml_turn_is_trained_on_through_im_end_as_transformers_marks_it(marked):
+    answer = "{{ m.content }}<|im_end|>"
+    marks = "{% generation %}" + answer + "{% endgeneration %}"
+    template = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+                + (marks if marked else answer) + "{% else %}" + answer
+                + "{% endif %}{{ '\\n' }}{% endfor %}"
+                "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+    tokenizer = utf8_bytes()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = template
+    if marked:
+        own = tokenizer.apply_chat_template(TALK, return_dict=True,
+                                            return_assistant_tokens_mask=True)
+    data = load([{"messages": TALK}], tokenizer, max_tokens=200)
+    assert shown(data, tokenizer) == (
+        "<|im_start|>user\nthe film ?<|im_end|>\n<|im_start|>assistant\n[good<|im_end|>]\n"
+        "<|im_start|>user\nand you ?<|im_end|>\n<|im_start|>assistant\n[very bad<|im_end|>]")
+    if marked:
+        size = len(data.tokens[0])
+        assert data.tokens[0].tolist() == own["input_ids"][:size]
+        assert data.trained[0].tolist() == [bool(one) for one in own["assistant_masks"][:size]]
+        assert not any(own["assistant_masks"][size:])
+
+
+def test_a_conversation_after_a_prompt_is_trained_on_and_its_prompt_is_the_one_ppo_sees():
+    tokenizer = words(front=True, chat=CHATML)
+    rows = [{"prompt": TALK[:1], "completion": TALK[1:]}, {"prompt": TALK[:3],
+                                                           "completion": TALK[3:]}]
+    data = load(rows, tokenizer)
+    assert shown(data, tokenizer) == f"{FIRST}[good </s>]{SECOND}[very bad </s>]"
+    assert shown(data, tokenizer, 1) == f"{FIRST} good </s> {SECOND}[very bad </s>]"
+    prompts = prompt_set.load_prompts(PromptsConfig(chat=True), tokenizer, seed=0,
+                                      max_prompt_tokens=32, items=[{"prompt": TALK[:3]}])
+    assert data.prompt_tokens(0) == data.prompt_tokens(1) == prompts.token_ids[0]
+    assert data.prompts[1] == prompts.texts[0]
+
+
+@pytest.mark.parametrize(("template", "says"), [
+    (FORGETS, "can't be told apart"), (None, "has no chat template"),
+    ("{{ raise_exception('no') }}", "refuses item 1 of data.items: no")])
+def test_a_template_that_turns_cannot_be_followed_in(template, says):
+    with pytest.raises(InputError, match=says) as caught:
+        load([{"messages": TALK}], words(chat=template))
+    assert "item 1 of data.items" in str(caught.value)
+
+
+def test_prompts_keep_their_tokens_where_the_tokenizer_would_join_them_to_the_response():
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({char: i for i, char in enumerate([*letters, "ab"])},
+                                   [("a", "b")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<e>")
+    a, b, ab, end = (tokenizer.convert_tokens_to_ids(t) for t in ("a", "b", "ab", "<e>"))
+    data = load([{"prompt": "a", "completion": "bab"}, {"prompt": "b", "completion": "ab"}],
+                tokenizer)
+    assert [row.tolist() for row in data.tokens] == [[a, b, ab, end], [b, ab, end]]
+    assert [row.tolist() for row in data.trained] == [[False, True, True, True],
+                                                      [False, True, True]]
+
+
+def test_an_encoder_reads_the_prompt_and_the_decoder_says_the_rest():
+    tokenizer = words(behind=True, chat=CHATML)
+    rows = [{"prompt": "the film", "completion": "was good"}]
+    data = load(rows, tokenizer, encoder=True)
+    assert data.prompt_tokens(0) == data.encoder_tokens[0].tolist() == ids("the film </s>")
+    assert shown(data, tokenizer) == "[was good </s>]"
+    data = load([{"messages": TALK}], tokenizer, encoder=True)
+    assert shown(data, tokenizer) == "[very bad </s>]"
+    assert data.prompts[0].split() == f"{FIRST} good </s> {SECOND}".split()
+    for row, train_on in (("the film", "auto"), (rows[0], "all")):
+        with pytest.raises(ConfigError):
+            load([row], tokenizer, encoder=True, train_on=train_on)
+
+
+@pytest.mark.parametrize(("row", "train_on"), [
+    ("the film", "completion"), ("the film", "assistant"),
+    ({"prompt": "the", "completion": "film"}, "assistant")])
+def test_there_must_be_what_is_to_be_trained_on(row, train_on):
+    with pytest.raises(ConfigError, match=r"tem 1 of data\.items") as caught:
+        load([row], words(), train_on=train_on)
+    assert caught.value.where == f"data.train_on={train_on}"
+
+
+def test_long_examples_are_cut_and_long_pairs_left_out():
+    tokenizer = words(front=True)
+    rows = [{"prompt": "the film", "completion": "was very good"},
+            {"prompt": "the film was very", "completion": "good"},
+            {"prompt": "the", "completion": "film"}]
+    data = load(rows, tokenizer, max_length=4)
+    assert [shown(data, tokenizer, i) for i in (0, 1)] == ["<s> the film[was]",
+                                                           "<s> the[film </s>]"]
+    assert data.places == ["item 1 of data.items", "item 3 of data.items"]
+    assert data.notes == ("2 examples were longer than 4 tokens: cut at the end",
+                          "1 example had nothing to train on within that: left out")
+    with pytest.raises(InputError, match="None of the 3 examples"):
+        load(rows[1:2] * 3, tokenizer, max_tokens=3)
+    pairs = [{"prompt": "the film was", "chosen": c, "rejected": r} for c, r in (
+        ("good", "bad"), ("very very good", "bad"), ("good", "good"), ("good", " good"))]
+    data = load(pairs, tokenizer, "pairs", max_length=6)
+    assert data.places == ["item 1 of data.items"]
+    assert data.notes == ("2 pairs were identical: left out",
+                          "1 pair was longer than 6 tokens: left out")
+
+
+def test_pairs_share_their_prompt_and_end_where_the_answer_does():
+    tokenizer = words(front=True, chat=CHATML.replace("</s>", "</s> \n"))
+    plain = {"chosen": "the film was good", "rejected": "the film was very bad", "margin": 2}
+    talk = {"chosen": TALK, "rejected": [*TALK[:3], turns("so", "good")[1]]}
+    data = load([plain], tokenizer, "pairs")
+    assert data.chosen[0].tolist() == ids("<s> the film was good </s>")
+    assert data.rejected[0].tolist() == ids("<s> the film was very bad </s>")
+    assert (data.prompt_lengths, data.margins) == ([4], [2.0])
+    assert list(facts(data, tokenizer, colour=False)) == [
+        "item 1 of data.items:", "  chosen:   <s> the film was[good </s>]",
+        "  rejected: <s> the film was[very bad </s>]", "  margin:   2", "1 pair"]
+    data = load([talk], tokenizer, "pairs")
+    assert data.chosen[0].tolist() == ids(f"{FIRST} good </s> {SECOND} very bad </s>")
+    assert data.rejected[0].tolist() == ids(f"{FIRST} good </s> {SECOND} good </s>")
+
+
+def test_a_share_is_held_back_by_seed():
+    rows = [" ".join(["good"] * n) for n in range(1, 11)]
+    config = data_config(val="0.25")
+
+    def split(seed):
+        return load_data(config, words(), wants="completions", seed=seed, max_tokens=32, items=rows)
+
+    train, held = split(3)
+    assert (len(train), len(held)) == (8, 2)
+    assert sorted(train.places + held.places) == sorted(f"item {i} of data.items"
+                                                        for i in range(1, 11))
+    assert split(3)[1].places == held.places
+    assert len({tuple(split(seed)[1].places) for seed in range(6)}) > 1
+    lengths = {place: len(tokens) for place, tokens in zip(held.places, held.tokens, strict=True)}
+    assert lengths == {place: int(place.split()[1]) + 1 for place in held.places}
+    for val, error in (("0.01", InputError), ("0.99", InputError), ("1.5", ConfigError)):
+        config.val = val
+        with pytest.raises(error) as caught:
+            split(3)
+        assert caught.value.where == f"data.val={val}"
+
+
+def test_what_is_held_back_may_be_a_file(tmp_path):
+    path = tmp_path / "val.txt"
+    path.write_text("the film\ngood\n")
+    train, held = load_data(data_config(val=str(path)), words(), wants="completions", seed=0,
+                            max_tokens=32, items=["a"])
+    assert (len(train), held.places) == (1, ["line 1 of val.txt", "line 2 of val.txt"])
+    path.write_text("{")
+    config = data_config(path="there.jsonl", val="there.jsonl")
+    with pytest.raises(ConfigError, match="training data itself"):
+        load_data(config, words(), wants="completions", seed=0, max_tokens=32)
+
+
+def test_the_digest_tells_changed_data():
+    tokenizer = words()
+    row = {"prompt": "the film", "completion": "good"}
+    one, same, other, mask = (load([r], tokenizer, train_on=on).digest() for r, on in (
+        (row, "auto"), (row, "completion"), (row | {"completion": "bad"}, "auto"), (row, "all")))
+    assert one == same
+    assert len({one, other, mask}) == 3
+    pair = {"prompt": "the", "chosen": "good", "rejected": "bad"}
+    digests = {load([r], tokenizer, "pairs").digest() for r in (pair, pair | {"margin": 1.0},
+                                                                pair | {"rejected": "film"})}
+    assert len(digests) == 3
+
+
+def test_examples_are_shown_with_marks_and_without_terminal_escapes():
+    tokenizer = utf8_bytes()
+    row = {"prompt": "a\x1b[1m", "completion": "é"}
+    data = load([row], tokenizer)
+    assert list(facts(data, tokenizer, colour=False)) == [
+        "item 1 of data.items:", "  a\\x1b[1m[é<|endoftext|>]",
+        "1 example, 8 tokens, 3 of them trained on"]
+    assert "\x1b[32mé<|endoftext|>\x1b[0m" in next(
+        line for line in facts(data, tokenizer, colour=True) if "é" in line)
+    read = read_examples(data_config(), wants="completions", items=["a", ""])
+    data = encode_examples(read, data_config(), tokenizer, max_tokens=9, encoder=False)
+    assert data.notes == ("1 row was empty: left out",)
+    assert data.tokens[0].dtype == np.int32

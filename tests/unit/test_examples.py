@@ -1,0 +1,224 @@
+"""Rows of training data: which format they are in, and what is wrong with them."""
+
+import csv
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from ppocli.config.schema import PromptsConfig
+from ppocli.data.examples import Pair, read_examples
+from ppocli.data.render import take_rows
+from ppocli.data.sources import open_rows, training_spec
+from ppocli.errors import ConfigError, InputError
+
+
+def data_config(**over):
+    """``data`` with its defaults."""
+    return SimpleNamespace(**{"path": None, "name": None, "split": "train", "val": None,
+                              "columns": {}, "limit": None, "max_length": None,
+                              "train_on": "auto", "chat": False, "template": None,
+                              "packing": True} | over)
+
+
+def turns(*contents, first="user"):
+    """Contents as messages of user and assistant in turn."""
+    roles = ["user", "assistant"] if first == "user" else ["assistant", "user"]
+    return [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+def write(folder, rows, suffix=".jsonl"):
+    path = folder / f"rows{suffix}"
+    if suffix == ".jsonl":
+        path.write_text("\n".join(json.dumps(row) for row in rows))
+    elif suffix == ".json":
+        path.write_text(json.dumps(rows))
+    elif suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    return str(path)
+
+
+def read(rows, wants="completions", **over):
+    return read_examples(data_config(**over), wants=wants, items=rows)
+
+
+ANSWER = turns("good", first="assistant")
+PLAIN = {"text": {"text": "a film"}, "completion": {"prompt": "a", "completion": " film"},
+         "pair": {"prompt": "a", "chosen": " good", "rejected": " bad"},
+         "implicit": {"chosen": "a film is good", "rejected": "a film is goodish"}}
+CHAT = {"messages": {"messages": turns("a", "b")},
+        "completion": {"prompt": turns("a"), "completion": ANSWER},
+        "pair": {"prompt": turns("a"), "chosen": ANSWER,
+                 "rejected": turns("bad", first="assistant")},
+        "implicit": {"chosen": turns("a", "good"), "rejected": turns("a", "bad")}}
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
+def test_the_columns_of_a_file_say_what_it_holds(tmp_path, suffix):
+    for name, row in PLAIN.items():
+        wants = "completions" if name in ("text", "completion") else "pairs"
+        path = write(tmp_path, [row], suffix)
+        found = read_examples(data_config(path=path), wants=wants)
+        (got,) = found.examples or found.pairs
+        assert got.place.endswith(f" of rows{suffix}")
+        if name == "text":
+            assert (got.prompt, got.completion) == (None, "a film")
+        elif name == "completion":
+            assert (got.prompt, got.completion) == ("a", " film")
+        elif name == "pair":
+            assert (got.prompt, got.chosen, got.rejected) == ("a", " good", " bad")
+        else:  # no word is cut in two
+            assert (got.prompt, got.chosen, got.rejected) == ("a film is", " good", " goodish")
+    if suffix == ".csv":
+        return
+    for name, row in CHAT.items():
+        path = write(tmp_path, [row], suffix)
+        if name in ("messages", "completion"):
+            (got,) = read_examples(data_config(path=path), wants="completions").examples
+            assert (got.prompt or []) + got.completion == (
+                row.get("prompt", []) + row.get("messages", row.get("completion", [])))
+        else:
+            (got,) = read_examples(data_config(path=path), wants="pairs").pairs
+            assert (got.prompt, got.chosen) == (turns("a"), ANSWER)
+
+
+@pytest.mark.parametrize(("one", "other", "prompt"), [
+    ("Human: hi\n\nAssistant: yes", "Human: hi\n\nAssistant: yet", "Human: hi\n\nAssistant:"),
+    ("a b", "a b c", "a"), ("good", "bad", ""), ("a \n good", "a \n bad", "a")])
+def test_what_two_texts_begin_with_is_their_prompt(one, other, prompt):
+    (pair,) = read([{"chosen": one, "rejected": other}], "pairs").pairs
+    assert pair.prompt == prompt
+    assert (pair.prompt + pair.chosen, pair.prompt + pair.rejected) == (one, other)
+
+
+def test_columns_templates_chat_margins_and_limit():
+    rows = [{"post": "a", "sub": "x", "summary": "b", "prompt": "no"}] * 3
+    (got, _) = read(rows, columns={"prompt": "post", "completion": "summary"}, limit=2,
+                    template="{sub}: {prompt}").examples
+    assert (got.prompt, got.completion) == ("x: a", "b")
+    (got,) = read([PLAIN["completion"]], chat=True).examples
+    assert got.prompt + got.completion == turns("a", " film")
+    row = PLAIN["pair"] | {"margin": "0.5"}
+    assert read([row], "pairs").pairs == [Pair("item 1 of data.items", "a", " good", " bad", 0.5)]
+    ultra = {"prompt": "a", **CHAT["implicit"]}  # the prompt is a turn of the conversations too
+    (pair,) = read([ultra], "pairs").pairs
+    assert pair.prompt == turns("a")
+    assert read(["a film", "b"]).examples[1].completion == "b"
+
+
+def test_empty_rows_and_equal_pairs_are_counted():
+    blank = [PLAIN["completion"] | {"completion": cell} for cell in (" ", None, "")]
+    found = read([PLAIN["completion"], *blank, PLAIN["completion"] | {"prompt": None}])
+    assert (found.rows, len(found.examples), found.empty) == (5, 1, 4)
+    silent = {"messages": turns("a", " ")}
+    assert read([CHAT["messages"], silent, {"messages": []}]).empty == 2
+    same = PLAIN["pair"] | {"chosen": " bad"}
+    found = read([PLAIN["pair"], same, PLAIN["pair"] | {"rejected": ""}], "pairs")
+    assert (len(found.pairs), found.identical, found.empty) == (1, 1, 1)
+    with pytest.raises(InputError, match="Nothing is left of the 1 row"):
+        read([same], "pairs")
+
+
+def changed(kind, name, **cells):
+    return (CHAT if kind == "chat" else PLAIN)[name] | cells
+
+
+FAULTS = [
+    # a good row, the second row, what the message says
+    (PLAIN["text"], {"note": "b"}, "has no column 'text'"),
+    (PLAIN["text"], {"text": 3}, "holds 3 (int), not a text"),
+    (PLAIN["text"], {"text": "\ud800"}, "half of a UTF-16 pair"),
+    (PLAIN["completion"], {"prompt": "a"}, "has no column 'completion'"),
+    (PLAIN["completion"], changed("plain", "completion", completion=ANSWER), "holds messages"),
+    (PLAIN["completion"], changed("plain", "completion", prompt={"a": 1}), "(dict), not a text"),
+    (CHAT["messages"], {"messages": "a"}, "holds a text, where column 'messages' in line 1"),
+    (CHAT["messages"], {"messages": turns("a")}, "has no turn of the assistant"),
+    (CHAT["messages"], {"messages": [{"from": "human", "value": "a"}]}, "no role and content"),
+    (CHAT["messages"], {"messages": [{"role": "bot", "content": "a"}]}, "the role 'bot'"),
+    (CHAT["messages"], {"messages": [{"role": "user", "content": 3}]}, "the content 3 (int)"),
+    (CHAT["completion"], changed("chat", "completion", completion=turns("a")), "turn of 'user'"),
+    (CHAT["completion"], changed("chat", "completion", prompt=turns("a", "b")), "nothing to"),
+    (PLAIN["pair"], changed("plain", "pair", margin=1), "has a column 'margin', where line 1"),
+    (PLAIN["pair"] | {"margin": 1}, changed("plain", "pair", margin="wide"), "not a finite number"),
+    (PLAIN["pair"] | {"margin": 1}, changed("plain", "pair", margin=None), "not a finite number"),
+    (PLAIN["pair"], {"chosen": "a", "rejected": "b"}, "has no column 'prompt'"),
+    (PLAIN["pair"], changed("plain", "pair", rejected=[1]), "holds messages"),
+    (PLAIN["implicit"], changed("plain", "implicit", chosen=1.5), "1.5 (float), not a text"),
+    (PLAIN["implicit"], {"chosen": "a"}, "has no column 'rejected'"),
+    (CHAT["pair"], changed("chat", "pair", chosen=turns("a")), "turn of 'user'"),
+    (CHAT["implicit"], changed("chat", "implicit", chosen=turns("c", "good")), "no prompt"),
+    (CHAT["implicit"], {"chosen": ANSWER, "rejected": turns("b", first="assistant")}, "no prompt")]
+
+
+@pytest.mark.parametrize(("good", "bad", "says"), FAULTS, ids=[fault[2] for fault in FAULTS])
+def test_a_bad_row_is_one_error_that_names_file_and_row(tmp_path, good, bad, says):
+    path = write(tmp_path, [good, bad])
+    with pytest.raises(InputError) as caught:
+        read_examples(data_config(path=path), wants="pairs" if "chosen" in good else "completions")
+    assert says in caught.value.what
+    assert "line 2 of rows.jsonl" in caught.value.what.lower()
+    assert f"data.path={path}" in caught.value.where
+    assert "prompts" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("row", "wants", "over", "says", "fix"), [
+    (PLAIN["pair"], "completions", {}, "prompt, chosen, rejected", "`ppocli reward-model`"),
+    (PLAIN["completion"], "pairs", {}, "prompt, completion", "`ppocli sft`"),
+    ({"a": "b"}, "completions", {}, "item 1 of data.items", "data.columns.STANDARD=YOURS"),
+    (PLAIN["text"], "completions", {"columns": {"txt": "a"}}, "'txt' is no column", None),
+    (PLAIN["text"], "completions", {"columns": {"text": "tex"}}, "no column 'tex'", None),
+    (PLAIN["text"], "completions", {"chat": True}, "data.chat works on prompts", None),
+    (PLAIN["completion"], "completions", {"template": "{promp}"}, "{promp} is no column", None),
+    (CHAT["completion"], "completions", {"template": "{prompt}!"}, "works on texts", None)])
+def test_settings_that_the_rows_do_not_fit(row, wants, over, says, fix):
+    with pytest.raises((InputError, ConfigError)) as caught:
+        read([row], wants, **over)
+    assert says in str(caught.value)
+    assert fix is None or fix in caught.value.fix
+
+
+@pytest.mark.parametrize(("over", "says"), [
+    ({}, "There is no data to train on"), ({"path": " "}, "The path of the data is empty"),
+    ({"path": "no.jsonl"}, "Data file or folder no.jsonl does not exist"),
+    ({"path": "rows.xml"}, "Data file rows.xml has the suffix '.xml'; data is read from"),
+    ({"path": "none"}, "Folder none has no data files"),
+    ({"path": "empty.jsonl"}, "The data is empty")])
+def test_a_source_that_is_not_there(tmp_path, monkeypatch, over, says):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.xml").touch()
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "none").mkdir()
+    with pytest.raises((InputError, ConfigError), match=says) as caught:
+        read_examples(data_config(**over), wants="completions")
+    assert "prompt" not in str(caught.value).lower()
+
+
+@pytest.mark.parametrize(("row", "chat", "prompt"), [
+    (PLAIN["implicit"], False, "a film is"), (PLAIN["pair"], False, "a"),
+    (PLAIN["completion"], False, "a"), (CHAT["messages"], True, turns("a")),
+    (CHAT["implicit"], True, turns("a")), (CHAT["pair"], True, turns("a")),
+    ({"messages": turns("a", "b", "c")}, True, turns("a"))])
+def test_prompts_are_read_out_of_training_data(row, chat, prompt):
+    spec = training_spec(PromptsConfig(chat=chat), [row])
+    (got,) = take_rows(open_rows(spec, []), spec, [])
+    assert got.values["prompt"] == prompt
+
+
+@pytest.mark.parametrize(("row", "over", "says"), [
+    (PLAIN["text"], {}, "There is no column 'prompt'"),
+    (CHAT["messages"], {}, "holds chat messages"),
+    (CHAT["messages"], {"column": "question"}, "There is no column 'question'"),
+    ({"chosen": turns("a", "b"), "rejected": turns("c", "b")}, {"chat": True},
+     "item 1 of prompts.items have no prompt in common")])
+def test_prompts_that_training_data_does_not_have(row, over, says):
+    spec = training_spec(PromptsConfig(**over), [row])
+    with pytest.raises(InputError, match=says):
+        take_rows(open_rows(spec, []), spec, [])
