@@ -117,11 +117,10 @@ def test_a_sampler_of_ones_own_is_measured_by_forward_passes(kind, straight, her
     assert jsonl(here / "runs/ours/metrics.jsonl")[1]["reward/mean"] != rows[1]["reward/mean"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "fault"), [
-    ("task", "optimize.minibatch@7:kill9"),
-    pytest.param("sampler", "rollout.token@150:kill9", marks=pytest.mark.slow),
-    pytest.param("task", "save.before_rename@2:kill9", marks=pytest.mark.slow),
-    pytest.param("sampler", "optimize.minibatch@6:kill9", marks=pytest.mark.slow)])
+    ("task", "optimize.minibatch@7:kill9"), ("sampler", "rollout.token@150:kill9"),
+    ("task", "save.before_rename@2:kill9"), ("sampler", "optimize.minibatch@6:kill9")])
 def test_kill9_then_resume_equals_the_straight_run(kind, fault, straight, here):
     killed = run("train", *words(kind, "run_name=r"), cwd=here, PPOCLI_FAULTS=fault)
     assert killed.code == -9, killed.err
