@@ -123,7 +123,8 @@ def ppo_loss(options: LossOptions, *, logprobs: torch.Tensor, old_logprobs: torc
     Policy: ``max(-A ratio, -A clip(ratio, 1-c, 1+c_high))``, with a dual clip ``d`` at most
     ``-d A`` where A < 0. Value: ``0.5 max((V-R)^2, (V_old + clip(V-V_old, -c, c) - R)^2)``, or
     ``0.5 (V-R)^2`` without a clip range. KL: the estimate between policy and reference,
-    differentiated as it stands (Shao et al. 2024, eq. 4, for k3). total = policy + vf_coef * value - ent_coef * entropy + kl_coef * kl, each a sum of
+    differentiated as it stands (Shao et al. 2024, eq. 4, for k3).
+    total = policy + vf_coef * value - ent_coef * entropy + kl_coef * kl, each a sum of
     ``weights`` times the term.
 
     Args:
