@@ -349,6 +349,16 @@ def test_nothing_is_written_through_a_link(name, finished, app, here):
     assert path.is_symlink()
 
 
+@pytest.mark.parametrize("name", [".lock", *map(slow, (
+    "metrics.jsonl", "samples.jsonl", "env.json", "ppocli.log", "deepspeed.json"))])
+def test_a_folder_in_a_files_place_is_refused(name, finished, app):
+    path = finished / name
+    path.unlink(missing_ok=True)
+    path.mkdir()
+    done = app("resume", "runs/mine", "ppo.num_steps=5", code=5)
+    assert f"{path} is a folder, and a file of the run belongs there" in done.err
+
+
 @pytest.mark.parametrize(("name", "given"), [
     ("eval", "eval runs/mine --limit 1"), ("export", "export runs/mine")])
 def test_results_do_not_leave_the_run_either(name, given, finished, app, here):
