@@ -25,7 +25,6 @@ from ppocli.training.saved_model import SavedModel
 from ppocli.zero.sharded_models import load_in_parts, sharded_copy, share_sharded_trunk
 from ppocli.zero.sharded_weights import gathered
 
-
 T = TypeVar("T", bound=torch.nn.Module)
 
 

@@ -58,8 +58,9 @@ def preference_loss(chosen: torch.Tensor, rejected: torch.Tensor, margins: torch
 
 
 def calibration_error(margins: torch.Tensor) -> float:
-    """The expected calibration error of sigmoid(margin) as the probability that the answer with the
-    higher score is the better one, over ten bins of equal width (Guo et al. 2017, arXiv 1706.04599).
+    """The expected calibration error of sigmoid(|margin|) as the probability that the answer with
+    the higher score is the better one, over ten bins of equal width in [0, 1], five of which it can
+    fall into (Guo et al. 2017, arXiv 1706.04599).
 
     Args:
         margins: [n] chosen less rejected scores.

@@ -127,7 +127,7 @@ def load_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, key: str = 
     lm, config = load_weights(
         cfg, source, partial(_scorer_class if scores else _class_of, cfg, key), name=cfg.path,
         key=key, revision=cfg.revision, dtype=dtype, **model_config.quantized(cfg),
-        new={SCORE: partial(_new_score, seed=score_seed)} if scores else {})
+        new={} if score_seed is None else {SCORE: partial(_new_score, seed=score_seed)})
     if scores:
         return _ready(cfg, lm, config, None)
     made = _ready(cfg, lm, config,
@@ -174,9 +174,8 @@ def load_weights(cfg: ModelConfig, source: str, class_of: Callable[[Any], Any], 
         model, info = class_of(config).from_pretrained(
             source, config=without_dropout(config), dtype=dtype, output_loading_info=True,
             **hub, **model_config.attention_wanted(cfg), **how)
-    for name, fill in new.items():
-        if name in info["missing_keys"]:
-            fill(model.get_parameter(name).data)
+    for lacking in new.keys() & info["missing_keys"]:
+        new[lacking](model.get_parameter(lacking).data)
     missing = sorted(set(info["missing_keys"]) - new.keys()) + sorted(
         str(m) for m in info["mismatched_keys"])
     if missing:
