@@ -69,8 +69,8 @@ class SupervisedTask(task.Task):
         """[n] int64 terms that each row adds to the loss."""
 
     @abstractmethod
-    def measure(self, rows: torch.Tensor) -> torch.Tensor:
-        """[b, K] fp64 figures of some rows of ``val``, b of them; no gradient."""
+    def measure(self, data: Any, rows: torch.Tensor) -> torch.Tensor:
+        """[b, K] fp64 figures of some rows of a data set, b of them; no gradient."""
 
     @abstractmethod
     def evaluation_figures(self, measured: torch.Tensor) -> dict[str, float]:
@@ -119,29 +119,43 @@ class SupervisedTask(task.Task):
         """As :class:`Task`; without ``data.val`` it finds nothing."""
         if self.val is None:
             return task.Evaluation({})
-        ranks, total = self.backend.ranks, len(self.val)
-        lengths = self.lengths(self.val)
+        whole = self.measured(self.val, stop)
+        shown = self.shown(whole, stop)
+        figures = self.evaluation_figures(whole)
+        generated = [row for row in shown if "finished" in row]
+        if generated:
+            figures |= {"response_tokens_mean": _mean(generated, "response_tokens"),
+                        "finished_share": _mean(generated, "finished")}
+        return task.Evaluation(figures, shown, sum(row["response_tokens"] for row in generated))
+
+    def measured(self, data: Any, stop: StopFlag | None) -> torch.Tensor:
+        """[n, K] what :meth:`measure` finds of all rows, dealt over the ranks.
+
+        Args:
+            stop: what may end it early; None: nothing.
+        """
+        lengths = self.lengths(data)
         places: list[int] = []
         found: list[torch.Tensor] = []
         for part in optimize.dealt(self, lengths, "evaluation"):
-            stop.meet()
+            if stop is not None:
+                stop.meet()
             # a rank without rows left measures one for nothing, to stay in step with the others
-            measured = self.measure(part if len(part) else lengths.argmin().reshape(1))
+            measured = self.measure(data, part if len(part) else lengths.argmin().reshape(1))
             places += part.tolist()
             found.append(measured[:len(part)])
-        parts = ranks.gather((places, torch.cat(found)))
-        whole = torch.empty((total, parts[0][1].shape[1]), dtype=torch.float64)
+        parts = self.backend.ranks.gather((places, torch.cat(found)))
+        whole = torch.empty((len(data), parts[0][1].shape[1]), dtype=torch.float64)
         for where, measured in parts:
             whole[where] = measured
-        shown = self.shown(stop)
-        figures = self.evaluation_figures(whole)
-        if shown:
-            figures |= {"response_tokens_mean": _mean(shown, "response_tokens"),
-                        "finished_share": _mean(shown, "finished")}
-        return task.Evaluation(figures, shown, sum(row["response_tokens"] for row in shown))
+        return whole
 
-    def shown(self, stop: StopFlag) -> list[dict[str, Any]]:
-        """Rows for samples.jsonl; none by default."""
+    def shown(self, measured: torch.Tensor, stop: StopFlag) -> list[dict[str, Any]]:
+        """Rows for samples.jsonl; none by default.
+
+        Args:
+            measured: as of :meth:`evaluation_figures`.
+        """
         return []
 
     def digests(self) -> dict[str, str]:
