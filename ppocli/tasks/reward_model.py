@@ -210,6 +210,9 @@ def build_task(setup: task.TaskSetup) -> RewardModelTask:
         ConfigError, InputError: each naming the key and the fix.
     """
     cfg = setup.cfg
+    if setup.objects.model is not None:
+        raise ConfigError("A reward model is made from a folder or a Hub name.", where="model",
+                          fix="save the model, and give its folder as model.path")
     if cfg.model.quantization is not None:
         raise ConfigError("A reward model is written as a whole, and a quantized base can't be.",
                           where="model.quantization", fix="leave it out")

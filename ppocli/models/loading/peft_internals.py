@@ -35,8 +35,8 @@ def probe() -> None:
 
 
 def wrap(lm: Any, config: Any) -> Any:
-    """PEFT's model around a causal LM, an encoder-decoder or a model that scores texts, whose layers
-    it replaces; the head of the last trains as a whole."""
+    """PEFT's model around a causal LM, an encoder-decoder or a model that scores texts, whose head
+    then trains as a whole; it replaces their layers."""
     import peft
 
     probe()
