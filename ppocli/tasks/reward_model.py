@@ -116,11 +116,15 @@ class RewardModelTask(supervised.SupervisedTask):
         return layout.Sequences(supervised.padded(tokens), places + 1, places[:, None],
                                 torch.ones(len(texts), 1, dtype=torch.bool))
 
-    def scores(self, data: Pairs) -> torch.Tensor:
-        """[2, b] scores of the chosen and the rejected answers, on their device."""
+    def scores(self, data: Pairs, scorer: Any) -> torch.Tensor:
+        """[2, b] scores of the chosen and the rejected answers, on their device.
+
+        Args:
+            scorer: what is trained, as a module or as the engine around it.
+        """
         samples = self.sequences([*data.chosen, *data.rejected])
         batch = layout.lay_out(samples, pack=self.packs).to(self.backend.device)
-        return self.trained.engine(batch).reshape(2, -1)
+        return scorer(batch).reshape(2, -1)
 
     def shown(self, measured: torch.Tensor, stop: StopFlag) -> list[dict[str, Any]]:
         """As :class:`SupervisedTask`: the first pairs of ``data.val`` and their scores."""
@@ -135,11 +139,10 @@ class RewardModelTask(supervised.SupervisedTask):
                         | {"chosen_score": scores[0], "rejected_score": scores[1]})
         return rows
 
-    @torch.no_grad()
     def closing(self) -> dict[str, Any]:
         """As :class:`Task`: mean and deviation of the scores of both answers to all prompts of the
         training data, which are stored with the model."""
-        found = self.measured(self.train, None)
+        found = self.measured(self.train, StopFlag())
         mean, std = float(found.mean()), float(found.std(unbiased=False))
         ends = {int(ids[-1]) for ids in (*self.train.chosen, *self.train.rejected)}
         end = ends.pop() if len(ends) == 1 else self.tokenizer.pad_token_id
@@ -161,7 +164,7 @@ class RewardModelTask(supervised.SupervisedTask):
              group: task.UpdateGroup) -> task.LossTerms:
         """As :class:`Task`."""
         some = atoms.rows(rows.tolist())
-        chosen, rejected = self.scores(some)
+        chosen, rejected = self.scores(some, self.trained.engine)
         wanted = torch.tensor(some.margins, dtype=torch.float32, device=chosen.device)
         weights = weights.to(chosen.device)
         loss = preference_loss(chosen, rejected, wanted, self.cfg.reward_model.center_coef)
@@ -169,10 +172,11 @@ class RewardModelTask(supervised.SupervisedTask):
         terms = torch.stack([loss.detach(), _accuracy(margins), margins]) @ weights
         return task.LossTerms((weights * loss).sum(), terms, int(self.lengths(some).sum()))
 
-    @torch.no_grad()
     def measure(self, data: Pairs, rows: torch.Tensor) -> torch.Tensor:
         """As :class:`SupervisedTask`: the scores of both answers."""
-        return self.scores(data.rows(rows.tolist())).T.double().cpu()
+        # the engine of stage 3 puts weights together, in step; others have nothing to add
+        scorer = self.trained.engine if self.backend.zero_stage == 3 else self.trained.module
+        return self.scores(data.rows(rows.tolist()), scorer).T.double().cpu()
 
     def evaluation_figures(self, measured: torch.Tensor) -> dict[str, float]:
         """As :class:`SupervisedTask`. The accuracy where the chosen answer is the longer one, and
