@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 from helpers import jsonl, write_prompts
-from runs import RM_WORDS, assert_equal_runs, run, spawn, write_pairs
+from runs import RM_WORDS, assert_equal_runs, run, write_pairs
+
 
 @pytest.fixture
 def pairs(world: Path) -> Path:
@@ -38,9 +39,8 @@ def test_a_run_trains_evaluates_saves_and_is_taken_up_as_a_model(pairs, command)
 @pytest.mark.parametrize("peft", [(), ("model.peft.type=lora", "model.peft.r=4")])
 def test_a_killed_run_goes_on_to_the_same_bytes(pairs, peft):
     run("reward-model", *RM_WORDS, *peft, "run_name=whole", cwd=pairs, code=0)
-    process = spawn("reward-model", *RM_WORDS, *peft, "run_name=cut", cwd=pairs,
-                    PPOCLI_FAULTS="optimize.minibatch@4:kill")
-    process.wait(120)
+    run("reward-model", *RM_WORDS, *peft, "run_name=cut", cwd=pairs, code=-9,
+        PPOCLI_FAULTS="optimize.minibatch@4:kill9")
     run("resume", "runs/cut", cwd=pairs, code=0)
     assert_equal_runs(pairs / "runs/whole", pairs / "runs/cut")
     assert (pairs / "runs/whole/model/model.safetensors").read_bytes() == (
