@@ -26,9 +26,9 @@ from ppocli.zero.oom_retry import PassRows
 log = logging.getLogger("ppocli")
 
 
-def load_rows(setup: task.TaskSetup, tokenizer: Any, unloaded: Any, wants: Any) -> tuple[Any, Any]:
-    """What to train on and what evaluations are made on, None without ``data.val``; what there is
-    to say of them is logged.
+def read_rows(cfg: schema.TrainConfig, tokenizer: Any, unloaded: Any, wants: Any,
+              objects: task.PythonObjects | None = None) -> tuple[Any, Any]:
+    """What to train on, and what evaluations are made on or None.
 
     Args:
         unloaded: the model before its weights are read.
@@ -37,11 +37,24 @@ def load_rows(setup: task.TaskSetup, tokenizer: Any, unloaded: Any, wants: Any) 
     Raises:
         ConfigError, InputError: as :func:`ppocli.data.encoding.load_data`.
     """
-    cfg = setup.cfg
-    train, val = encoding.load_data(
+    return encoding.load_data(
         cfg.data, tokenizer, wants=wants, seed=cfg.seed, encoder=has_encoder(unloaded),
         max_tokens=model_config.max_positions(unloaded) or 2**31,
-        items=setup.objects.data, val_items=setup.objects.val_data)
+        items=None if objects is None else objects.data,
+        val_items=None if objects is None else objects.val_data)
+
+
+def load_rows(setup: task.TaskSetup, tokenizer: Any, unloaded: Any, wants: Any) -> tuple[Any, Any]:
+    """What to train on and what evaluations are made on, None without ``data.val``; what there is
+    to say of them is logged.
+
+    Args:
+        unloaded, wants: as of :func:`read_rows`.
+
+    Raises:
+        ConfigError, InputError: as :func:`ppocli.data.encoding.load_data`.
+    """
+    train, val = read_rows(setup.cfg, tokenizer, unloaded, wants, setup.objects)
     for name, found in (("data", train), ("data.val", val)):
         for note in () if found is None else found.notes:
             log.info("%s: %s", name, note)
