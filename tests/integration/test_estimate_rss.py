@@ -1,5 +1,7 @@
 """The estimate of a GPT-2 of 124 million parameters against what its training really takes."""
 
+import ctypes
+import gc
 import os
 
 import pytest
@@ -78,6 +80,8 @@ def test_updates_on_a_data_set_take_what_was_told(tmp_path, longest):
             vocab_size=50257)
     rows = [{"prompt": "the film", "completion": " was very" * (longest // 2 - i % 4 * 4)}
             for i in range(16)]
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what other tests have freed would be used again
     cfg = set_keys(TrainConfig(), {
         "model.path": str(tmp_path / "lm"), "task.fn": "sft", "hardware.device": "cpu",
         "sft.mini_batch_size": 8, "sft.micro_batch_size": 4, "hardware.num_threads": 1,
