@@ -42,7 +42,7 @@ def load_rows(setup: task.TaskSetup, tokenizer: Any, unloaded: Any, wants: Any) 
     for name, found in (("data", train), ("data.val", val)):
         for note in () if found is None else found.notes:
             log.info("%s: %s", name, note)
-    if val is None:
+    if val is None and cfg.checkpoint.keep_best:
         log.info("data.val is not given: nothing is evaluated, and no checkpoint is the best")
     return train, val
 
